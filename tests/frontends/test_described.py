@@ -100,7 +100,7 @@ def test_only_folders_with_tuple_chunks_are_imported(tmp_path: Path, store: casc
             dcp_to_casckpt(folder, store, step=1)
             assert torch.equal(store.read("default@1")["w"], FULL)
         else:
-            with pytest.raises(casckpt.errors.Refused, match="what it says of 'w'"):
+            with pytest.raises(casckpt.errors.Refused, match="the description of 'w'"):
                 dcp_to_casckpt(folder, store, step=2)
 
 
@@ -133,7 +133,7 @@ def test_tensors_that_dcp_would_misplace_are_refused_there_and_saved_natively(ra
             assert failures
             for kind, text in failures.values():
                 assert kind == "InvalidInput"
-                assert "'w': torch's planner takes this rank to hold" in text
+                assert "'w': torch's planner expects this rank to hold" in text
 
 
 # models and optimizers

@@ -129,7 +129,7 @@ def test_a_head_that_the_inner_model_does_not_have_is_named(load: Load, caplog: 
     store, run = small(), new_run()
     store.save(dict(model_of(LLAMA, 5).state_dict()), run=run, step=1)
     load(store, f"{run}@1", model_of([name.removeprefix("model.") for name in LLAMA[:-1]]))
-    assert f"{run}@1 has 'lm_head.w', which this model does not have: they are left out" in warnings(caplog)
+    assert f"{run}@1 has 'lm_head.w', which this model does not have: they are skipped" in warnings(caplog)
 
 
 @LOADS
@@ -278,7 +278,7 @@ def test_names_that_only_the_checkpoint_has_are_reported(load: Load, caplog: pyt
     assert filled(model) == 4
     assert "has 'lm_head.w', which this model does not have" in warnings(caplog)
     load(store, f"{run}@1", model, strict=False, unread="ignore")
-    assert warnings(caplog).count("left out") == 1
+    assert warnings(caplog).count("skipped") == 1
 
 
 @ALL

@@ -58,7 +58,8 @@ def names_in(path: Path) -> set[str]:
 
 
 @follows(
-    "frontends/interchange/export.py:_check_suffix", "is a name for --format …, but the format is …; give another name"
+    "frontends/interchange/export.py:_check_suffix",
+    "has a suffix of --format …, but the format is …; give another name",
 )
 @pytest.mark.parametrize("way", ["name", "format"])
 def test_the_suffix_of_an_export_matches_its_format(
@@ -85,7 +86,7 @@ def test_an_option_is_used_with_formats_that_support_it(saved: Store, tmp_path: 
     assert names_in(tmp_path / "out" / "model.safetensors") == {"w"}
 
 
-@follows("frontends/interchange/new_files.py:_check_no_file", "give another name, or --force to write over it")
+@follows("frontends/interchange/new_files.py:_check_no_file", "give another name, or --force to overwrite it")
 def test_an_existing_file_is_overwritten_with_force(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
     path = tmp_path / "x.safetensors"
     path.touch()
@@ -144,7 +145,7 @@ def test_a_format_unclear_from_the_name_is_given(saved: Store, tmp_path: Path, t
 # which part
 
 
-@follows("frontends/views/model_part.py:model_part", "but something below …; give --strip-prefix if that is one")
+@follows("frontends/views/model_part.py:model_part", "but keys below …; give --strip-prefix if one of these is a model")
 def test_the_exported_model_is_chosen_explicitly(store: Store, tmp_path: Path, told: Told, run: Run) -> None:
     store.save({"optim": {"w": torch.ones(2)}}, run="a", step=1)
     command = ("export", store.url, "a@1", tmp_path / "out", "--format", "hf")
@@ -226,7 +227,7 @@ def small_headers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @follows(
     "frontends/interchange/safetensors/exporting.py:_exported_to",
-    "Give another folder, or --format hf for all of the model",
+    "Give another folder, or --format hf for the model",
 )
 @pytest.mark.parametrize("way", ["folder", "hf"])
 def test_a_config_is_exported_with_a_model(training: Store, tmp_path: Path, told: Told, run: Run, way: str) -> None:
@@ -298,7 +299,7 @@ def test_a_file_of_another_kind_is_read_by_its_library(store: Store, tmp_path: P
     assert store.read("default@2").keys() == {"w"}
 
 
-@follows("frontends/interchange/safetensors/importing.py:_nothing_in", "`casckpt import` takes it as it is")
+@follows("frontends/interchange/safetensors/importing.py:_nothing_in", "`casckpt import` reads it directly")
 @follows(
     "frontends/interchange/safetensors/importing.py:_nothing_in", "a checkpoint of another trainer; save its state with"
 )
@@ -342,7 +343,7 @@ def test_a_file_size_that_is_too_small_is_increased(saved: Store, tmp_path: Path
 
 @follows(
     "frontends/interchange/torch_files.py:_read",
-    "pass allow_pickle=True (--allow-pickle) if you trust whoever wrote it",
+    "pass allow_pickle=True (--allow-pickle) if you trust its source",
 )
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
 def test_a_file_with_a_pickle_is_imported_with_allow_pickle(
@@ -441,7 +442,7 @@ def test_a_train_state_of_olmo_is_imported_with_allow_pickle(
 
 @follows(
     "frontends/interchange/olmo_import.py:_group",
-    "pass allow_pickle=True (--allow-pickle) if you trust whoever wrote it",
+    "pass allow_pickle=True (--allow-pickle) if you trust its source",
 )
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
 def test_an_optimizer_of_olmo_is_imported_with_allow_pickle(

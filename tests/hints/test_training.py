@@ -134,7 +134,7 @@ def test_state_of_another_kind_is_not_loaded(store: Store, model: Two, told: Tol
     assert identical(weights(other), weights(model))
 
 
-@follows("frontends/training_state/loading.py:TrainingStateLoad._leave", "or leave these as they are, with")
+@follows("frontends/training_state/loading.py:TrainingStateLoad._leave", "or leave these unchanged with")
 @follows("frontends/training_state/model.py:_warn_once", "unless ignore_mismatched leaves their modules as they are")
 def test_keys_unread_by_a_module_are_handled_or_left(store: Store, told: Told) -> None:
     of_models._warn_once.cache_clear()
@@ -147,13 +147,13 @@ def test_keys_unread_by_a_module_are_handled_or_left(store: Store, told: Told) -
     said.says("ignore_mismatched")
     load_model_and_optim_state(store, "a@1", fresh, **advice.argument("ignore_mismatched"))
     assert torch.equal(fresh[0].weight, model[0].weight)  # type: ignore[arg-type]
-    advice.says("Load into modules that read all that they save")
+    advice.says("Load into modules that read all keys that they save")
     reading = nn.Sequential(nn.Linear(3, 3), Reading(3.0))
     load_model_and_optim_state(store, "a@1", reading)
     assert identical(weights(reading), weights(model))
 
 
-@follows("frontends/training_state/loading.py:TrainingStateLoad.check_unused", "pass strict=False to leave them out")
+@follows("frontends/training_state/loading.py:TrainingStateLoad.check_unused", "pass strict=False to skip them")
 def test_weights_without_a_parameter_are_left_out(trained: Store, model: Two, told: Told) -> None:
     fresh = Two("a")
     with told.error(Mismatch) as advice:
@@ -175,7 +175,7 @@ def test_keys_left_by_a_load_are_not_logged_on_request(trained: Store, told: Tol
     assert texts == []
 
 
-@follows("frontends/training_state/stored.py:StoredTraining.groups", "load the model alone (optim=None; from a dict")
+@follows("frontends/training_state/stored.py:StoredTraining.groups", "Load the model alone (optim=None; from a dict")
 @follows("frontends/training_state/stored.py:StoredTraining.groups", "read it with store.read")
 def test_the_model_of_a_checkpoint_without_a_named_optimizer_loads(store: Store, model: Two, told: Told) -> None:
     trained = stepped(model)
@@ -244,7 +244,8 @@ def test_the_optimizer_belongs_to_the_model_or_is_none(store: Store, model: Two,
 
 
 @follows(
-    "frontends/training_state/optimizer.py:unflatten_optimizer_state", "give all that flatten_optimizer_state gave"
+    "frontends/training_state/optimizer.py:unflatten_optimizer_state",
+    "give all of the result of flatten_optimizer_state",
 )
 def test_a_flat_state_is_given_complete(model: Two, told: Told) -> None:
     trained = stepped(model)
@@ -369,8 +370,8 @@ def state_of_shards(rank: int, size: int, path: str) -> list[str]:
 
 @follows("frontends/training_state/holding.py:Holding._tensor_as_saved", "Save it with store.save, as casckpt.Shard or")
 @follows("frontends/training_state/together.py:_check_alike", "Save it with Store.save, as casckpt.Shard or")
-@follows("frontends/training_state/contents.py:_of_one_rank", "Give it beside the model, as in")
-@follows("frontends/training_state/unshard.py:_unshard", "only rank 0 may call it so; leave no_dist out")
+@follows("frontends/training_state/contents.py:_of_one_rank", "Pass it beside the model, as in")
+@follows("frontends/training_state/unshard.py:_unshard", "leave no_dist out")
 def test_state_that_may_belong_to_shards_is_saved_as_such(ranks: Pool, store_path: Path, told: Told) -> None:
     _, (buffer, scales, ema, alone) = ranks.run(2, state_of_shards, str(store_path))
     told.text(buffer).says("casckpt.Shard")
@@ -528,7 +529,7 @@ def test_a_model_that_loads_by_itself_has_no_options_to_keep(store: Store, told:
     assert torch.equal(whole.weight, torch.ones(2))
 
 
-@follows("frontends/trainer/resumed.py:", 'but not passed to resume; if that is meant, pass unread="ignore"')
+@follows("frontends/trainer/resumed.py:", 'but not passed to resume; to ignore this, pass unread="ignore"')
 def test_a_part_missing_from_a_resume_is_passed_or_left_on_purpose(store: Store, model: Two, told: Told) -> None:
     made = checkpointer(store)
     made.save(1, model, stepped(model))
@@ -541,7 +542,7 @@ def test_a_part_missing_from_a_resume_is_passed_or_left_on_purpose(store: Store,
     assert texts == []
 
 
-@follows("frontends/trainer/resumed.py:", 'options="keep" keeps what is given')
+@follows("frontends/trainer/resumed.py:", 'options="keep" keeps the given rate')
 def test_a_given_rate_stays_with_keep(store: Store, model: Two, told: Told) -> None:
     made = checkpointer(store)
     first = stepped(model)
@@ -592,7 +593,7 @@ def test_throttling_uses_a_folder_that_supports_locks(store: Store, tmp_path: Pa
     assert store.get("sft@1").step == 1
 
 
-@follows("frontends/training_state/train_state.py:restore_rng", "give what rng_state made")
+@follows("frontends/training_state/train_state.py:restore_rng", "give a result of rng_state")
 def test_generators_are_restored_from_created_ones(told: Told) -> None:
     with told.error(MissingKey) as advice:
         restore_rng({"torch": torch.get_rng_state()})

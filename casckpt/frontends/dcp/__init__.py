@@ -1,7 +1,7 @@
 """torch.distributed.checkpoint on a store: a storage writer and reader, planners without pickle, and converters.
 
-`writer` and `reader` implement the interfaces of DCP. One save is a `session`: it begins a transaction, uploads the
-items of the plan as a native save does, and commits. `schema` translates between DCP's metadata and a manifest.
+`writer` and `reader` implement the interfaces of DCP. A `session` is one save: it begins a transaction, uploads the
+items of the plan like a native save, and commits. `schema` translates between DCP's metadata and a manifest.
 `importing` and `exporting` convert folders of DCP in bounded memory.
 """
 

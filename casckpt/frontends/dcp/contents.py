@@ -1,4 +1,4 @@
-"""A checkpoint for DCP: its metadata, its values as pickles or plain, and the places of its tensors."""
+"""A checkpoint for DCP: its metadata, its values as pickles or plain data, and the places of its tensors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class DcpContents:
 
     @cached_property
     def schema(self) -> Schema:
-        """Keys and paths as in the note, else as DCP's default planner would make them."""
+        """The keys and paths from the note; without a note, those of DCP's default planner."""
         if self.note.keys is None:
             return schema_of(self.contents.whole_tree(), self._plain_values.get)
         schema = Schema()
@@ -59,14 +59,14 @@ class DcpContents:
 
     @cached_property
     def _plain_values(self) -> Mapping[str, Any]:
-        """All objects that need no unpickling; `Opaque` in place of the others."""
+        """All objects that need no unpickling. `Opaque` replaces the others."""
         objects = self.contents.objects
         hidden = {key for key, stored in objects.items() if stored.pickled or key in self.note.opaque}
         read = self._values_at([key for key in objects if key not in hidden])
         return read | dict.fromkeys(hidden, Opaque)
 
     def metadata(self) -> dcp.Metadata:
-        """The metadata for DCP. Every tensor is one chunk, since any part of it can be read."""
+        """Return the metadata for DCP. Each tensor is one chunk, because casckpt can read any part of it."""
         schema = self.schema
         described: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
         for key in schema.paths if self.note.keys is None else self.note.keys:
@@ -93,7 +93,7 @@ class DcpContents:
         return entry
 
     def tensor(self, index: dcp.MetadataIndex) -> tuple[Entry, Shape]:
-        """The entry of a chunk of DCP, and the offset of the chunk in it."""
+        """Return the entry that holds a chunk of DCP, and the offset of the chunk in the entry."""
         offset = tuple(index.offset or ())
         chunked = self.note.chunks.get(index.fqn)
         if chunked is None:
@@ -102,10 +102,10 @@ class DcpContents:
         for part in chunked[1]:
             if part.offset == offset:
                 return self._entry(part.key), (0,) * len(part.shape)
-        raise MissingKey(f"this rank saved nothing of {index.fqn!r} at {list(offset)}", keys=(index.fqn,))
+        raise MissingKey(f"this rank saved no part of {index.fqn!r} at {list(offset)}", keys=(index.fqn,))
 
     def check_complete(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Raise InvalidInput if a rank that saved by itself lacks a part of what it loads."""
+        """Raise InvalidInput if a rank that saved without the others lacks a part that it loads."""
         if not self.note.chunks or not isinstance(planner, DefaultLoadPlanner):
             return
         planned: dict[str, int] = {}
@@ -117,25 +117,25 @@ class DcpContents:
             wanted = sum(prod(chunk.sizes) for chunk in _create_chunk_list(value))
             if planned.get(key, 0) != wanted:
                 raise InvalidInput(
-                    f"{key!r}: this rank saved by itself, and saved less than it loads now; load on as many ranks, "
-                    "sharded as they were, or save with collectives",
+                    f"{key!r}: this rank saved alone, and now loads more than it saved; load on as many ranks, "
+                    "with the same sharding, or save with collectives",
                     key=key,
                 )
 
     # values
 
     def values(self, keys: Sequence[str]) -> dict[str, Any]:
-        """Values by DCP's keys. Raises InvalidInput for a pickle, unless it may be unpickled."""
+        """Return values by DCP's keys. Raises InvalidInput for a pickle, unless the options allow unpickling."""
         values = {key: self.schema.values.get(key) or Value(key) for key in keys}
         known = {key: value.value for key, value in values.items() if value.value is not Opaque}
         read = self._values_at([value.key for key, value in values.items() if key not in known])
         return known | {key: read[value.key] for key, value in values.items() if key not in known}
 
     def archives(self, keys: Sequence[str], *, boxed: bool = False, unpickled: bool = False) -> dict[str, bytes]:
-        """Values as torch.save would write them; bytes of a planner unchanged. ``boxed``: each value in a list.
+        """Return values as torch.save would write them. Bytes from a planner are unchanged.
 
-        ``unpickled``: the caller passes them to torch.load. Raises InvalidInput for bytes that would run code then,
-        unless they may.
+        ``boxed``: put each value into a list. ``unpickled``: the caller passes the results to torch.load. Raises
+        InvalidInput for bytes that would then run code, unless the options allow this.
         """
         archives = self._bytes_at([key for key in keys if key in self.note.opaque])
         for key, data in archives.items():
@@ -153,7 +153,7 @@ class DcpContents:
         return values_at(self._repo, self.contents, keys, self._options) if keys else {}
 
     def _bytes_at(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """The bytes of a planner, even if they are a pickle."""
+        """Return the bytes of a planner, even if they are a pickle."""
         if not keys:
             return {}
         bare = Contents(self.contents.manifest, self._options.rank, TORCH_EXTENSIONS)
@@ -167,8 +167,8 @@ def _check_restricted(key: str, data: bytes) -> None:
         read_archive(data)
     except MISREAD as error:
         raise InvalidInput(
-            f"{key!r} is stored as a pickle, and loading one runs code from the store; pass allow_pickle=True to "
-            "StorageReader if you trust whoever wrote it",
+            f"{key!r} is stored as a pickle. Loading a pickle runs code from the store; pass allow_pickle=True to "
+            "StorageReader if you trust its source",
             key=key,
         ) from error
 
@@ -179,5 +179,5 @@ def _described(dtype: str, shape: Shape, chunks: Sequence[tuple[Shape, Shape]]) 
 
 
 def _bits(value: Any) -> tuple[type, Any]:
-    """A key that is equal for values with equal archives. 0.0 and -0.0 differ."""
+    """Return a key that is equal for values with equal archives. 0.0 and -0.0 differ."""
     return type(value), struct.pack("d", value) if isinstance(value, float) else value

@@ -1,4 +1,4 @@
-"""Reads the ``.metadata`` of a DCP folder without running code from it, and validates it."""
+"""Reads and validates the ``.metadata`` of a DCP folder, without running code from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from casckpt.tensors.untrusted import BoundedUnpickler, check_expansion, misread
 
 _CLASSES = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
             "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")  # fmt: skip
-_PLAN_CLASSES = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")  # Megatron keeps them
+_PLAN_CLASSES = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")  # stored by Megatron
 _MEGATRON_MODULE = "megatron.core.dist_checkpointing.strategies.torch"
 _MAX_PATH = 4096
 
@@ -36,7 +36,7 @@ def _empty_dict() -> dict[Any, Any]:
 def _short_set(items: Iterable[Any] = ()) -> set[Any]:
     listed = list(items)
     if not all(isinstance(item, str | int | float | bytes | None) for item in listed):
-        raise ValueError("a set of something other than text or numbers")
+        raise ValueError("a set with items other than text or numbers")
     return set(listed)
 
 
@@ -44,13 +44,13 @@ _NAMES: Final[dict[tuple[str, str], Any]] = {
     **{(dcp.__name__, name): getattr(dcp, name) for name in _CLASSES if hasattr(dcp, name)},
     **{(planner.__name__, name): getattr(planner, name) for name in _PLAN_CLASSES if hasattr(planner, name)},
     **{("torch", str(one)[6:]): one for one in vars(torch).values() if isinstance(one, torch.dtype)},
-    (_MEGATRON_MODULE, "MCoreMetadata"): type("MCoreMetadata", (dcp.Metadata,), {}),  # of versions up to 0.15
+    (_MEGATRON_MODULE, "MCoreMetadata"): type("MCoreMetadata", (dcp.Metadata,), {}),  # in versions up to 0.15
     (_MEGATRON_MODULE, "MCoreSavePlan"): type("MCoreSavePlan", (SavePlan,), {}),
     (_StorageInfo.__module__, "_StorageInfo"): _StorageInfo,
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    ("collections", "OrderedDict"): _empty_dict,  # its items follow
+    ("collections", "OrderedDict"): _empty_dict,  # filled later by the pickle
     ("pathlib", "PosixPath"): _path,
     ("pathlib", "PurePosixPath"): _path,
     ("builtins", "set"): _short_set,
@@ -58,43 +58,43 @@ _NAMES: Final[dict[tuple[str, str], Any]] = {
 
 
 def read_metadata(data: bytes, where: str, *, anything: bool) -> dcp.Metadata:
-    """Read the metadata of the file ``where``. ``anything``: allow any pickle, which may run code.
+    """Read the metadata from the file ``where``. ``anything``: allow any pickle, which may run code.
 
-    Raises InvalidInput for a file that needs that, Refused for unusable metadata.
+    Raises InvalidInput for a file that needs ``anything``, and Refused for unusable metadata.
     """
-    with misread(lambda why: Refused(f"{where} cannot be read: {why}; get a whole one")):
+    with misread(lambda why: Refused(f"{where} cannot be read: {why}; get a complete file")):
         try:
             metadata = BoundedUnpickler(data, _NAMES, anything=anything).load()
         except pickle.UnpicklingError as error:
             if anything:
                 raise
             raise InvalidInput(
-                f"{where} is more than DCP's own metadata ({error}), and reading it runs code from it; pass "
-                "allow_pickle=True (--allow-pickle) if you trust whoever wrote it"
+                f"{where} holds more than DCP's own metadata ({error}), and reading it runs code from it; pass "
+                "allow_pickle=True (--allow-pickle) if you trust its source"
             ) from error
     wrong = _wrong(metadata)
     if wrong:
-        raise Refused(f"{where} is no metadata of torch.distributed.checkpoint: {wrong}")
+        raise Refused(f"{where} is not metadata of torch.distributed.checkpoint: {wrong}")
     check_expansion(metadata.planner_data, len(data), where)
     return metadata  # type: ignore[no-any-return] # `_wrong` has checked it
 
 
 def _wrong(metadata: Any) -> str:
-    """What is wrong with unpickled metadata, whose attributes may be anything; "" if nothing is."""
+    """Return the problem with unpickled metadata, or "". Its attributes may have any type."""
     described = getattr(metadata, "state_dict_metadata", None)
     if not isinstance(metadata, dcp.Metadata) or not isinstance(described, dict):
-        return f"it holds a {type(metadata).__name__}, or lacks its tensors"
+        return f"it holds a {type(metadata).__name__}, or has no tensors"
     for key, value in described.items():
         if type(key) is not str:
             return f"a key is a {type(key).__name__}"
         if not isinstance(value, dcp.BytesStorageMetadata) and not _is_tensor(value):
-            return f"what it says of {key!r:.200} is not usable"
+            return f"the description of {key!r:.200} is not usable"
     places = metadata.storage_data
     if places is not None and not isinstance(places, dict):
-        return "it does not say where its tensors lie"
+        return "it has no locations of its tensors"
     for index, place in (places or {}).items():
         if not isinstance(index, dcp.MetadataIndex) or not _is_place(place):
-            return "it does not say of all its parts where they lie"
+            return "it lacks the locations of some parts"
     return ""
 
 

@@ -52,17 +52,17 @@ def casckpt_to_dcp(
     """Write any checkpoint as a folder that `torch.distributed.checkpoint.load` reads with its own reader.
 
     Attachments become files of the folder (unless ``attachments=False``). Every byte read is verified. Memory holds 128
-    MiB of tensors at a time. ``path``: of a folder, or a URL, to which a temporary folder is copied. ``force``: write
-    into a folder that is not empty. ``allow_pickle``: also export values that only a pickle can hold.
+    MiB of tensors at a time. ``path``: a folder, or a URL to which a temporary folder is copied. ``force``: write into
+    a folder that is not empty. ``allow_pickle``: also export values that need a pickle.
 
-    Raises NotFound, Conflict if ``path`` exists, InvalidInput also for an attachment whose name no file can have,
-    Damaged, StorageError. After an error nothing exists under the final name.
+    Raises NotFound, Conflict if ``path`` exists, InvalidInput (also for an attachment with an impossible file name),
+    Damaged or StorageError. After an error no file exists under the final name.
     """
     opened_store = as_store(store)
     checkpoint = opened_store.get(ref)
     opened = DcpContents(opened_store, checkpoint, LoadOptions(allow_pickle=allow_pickle))
     if opened.note.chunks:
-        raise InvalidInput(f"{checkpoint.run} holds what one rank saved for itself; there is no whole state to export")
+        raise InvalidInput(f"{checkpoint.run} holds the state of a single rank; there is no whole state to export")
     total = checkpoint.stats.bytes_total
     reader = RegionReader(opened_store.repository, opened.contents.manifest, total, Progress(progress))
     attached = opened_store.attachments(checkpoint)
@@ -80,7 +80,7 @@ def casckpt_to_dcp(
 
 
 class _Writer:
-    """Writes the data files of one folder. ``boxed``: each value that is not a tensor is in a list, as in Megatron."""
+    """A writer of the data files of one folder. ``boxed``: put each value that is not a tensor into a list."""
 
     def __init__(self, folder: Path, opened: DcpContents, reader: RegionReader, *, boxed: bool) -> None:
         self._folder, self._opened, self._reader, self._boxed = folder, opened, reader, boxed
@@ -88,7 +88,7 @@ class _Writer:
         self._number = 0
 
     def write(self) -> dcp.Metadata:
-        """Write all files. Returns the metadata, which say where everything lies."""
+        """Write all files. Return the metadata with all locations."""
         metadata, tensors = self._opened.metadata(), self._opened.schema.tensors
         self._opened.contents.check_whole([self._opened.tensor(dcp.MetadataIndex(key))[0] for key in tensors])
         chunks = [chunk for key in tensors for chunk in self._chunks(key)]
@@ -143,5 +143,5 @@ def split(shape: Shape, itemsize: int, most: int) -> Iterator[Box]:
 
 
 def _is_ours(name: str) -> bool:
-    """Return whether an earlier export made this file."""
+    """Return whether an earlier export wrote this file."""
     return name == METADATA or name.endswith(".distcp")

@@ -27,7 +27,7 @@ MEGATRON: Final = "metadata.json"
 
 
 def is_megatron(config: bytes) -> bool:
-    """Whether this is the ``metadata.json`` of a folder that Megatron's strategy "torch_dist" wrote."""
+    """Return whether this is the ``metadata.json`` of a folder from Megatron's strategy "torch_dist"."""
     try:
         content = json.loads(config)
     except (ValueError, RecursionError):
@@ -44,7 +44,7 @@ class Folder:
         deeper = [name.removesuffix(f"/{METADATA}") for name in names if name.endswith(f"/{METADATA}")]
         if METADATA not in names and deeper:
             raise InvalidInput(
-                f"{files.url} holds no checkpoint, but folders that do: {listed(deeper)}; give one of them"
+                f"{files.url} is not a checkpoint, but holds several: {listed(deeper)}; give one of them"
             )
         self._boxed = is_megatron(files.read(MEGATRON)) if MEGATRON in names else False
         stored = read_metadata(files.read(METADATA), f"{files.url}/{METADATA}", anything=allow_pickle)
@@ -53,7 +53,7 @@ class Folder:
         self._values: dict[str, io.BytesIO] = {}
 
     def plan(self) -> SavePlan:
-        """The plan that saves everything in the folder."""
+        """Return a plan that saves the whole folder."""
         items = []
         for key, value in self.metadata.state_dict_metadata.items():
             if isinstance(value, BytesStorageMetadata):
@@ -70,10 +70,10 @@ class Folder:
         return SavePlan(sorted(items, key=order))
 
     def read_values(self, plan: SavePlan) -> None:
-        """Read and check the values of a plan that are not tensors. They are kept until `resolve_data` returns them.
+        """Read and check the values of a plan that are not tensors, for `resolve_data`.
 
-        Raises InvalidInput, naming the keys, for values that torch's restricted unpickler cannot read. If they may be
-        unpickled, they are kept as bytes instead.
+        Raises InvalidInput, naming the keys, for values that torch's restricted unpickler cannot read. With
+        ``allow_pickle`` they are kept as bytes instead.
         """
         items = (item for item in plan.items if item.type == WriteItemType.BYTE_IO)
         values = {item.index.fqn: self._read_value(item) for item in items}
@@ -84,20 +84,20 @@ class Folder:
                 f"{self._files.url}: {', '.join(map(repr, unread[:6]))}{', ...' if len(unread) > 6 else ''} "
                 f"({len(unread)} of {len(values)} values) are damaged, or pickles of more than tensors and plain data, "
                 "which run code when they are read; pass allow_pickle=True (--allow-pickle) to keep them as they are, "
-                "if you trust whoever wrote them",
+                "if you trust their source",
                 keys=tuple(unread),
             )
         self._values = values
 
     def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The data of an item, as a `SavePlanner` returns it. Raises Damaged, naming key and file."""
+        """Return the data of an item, like a `SavePlanner`. Raises Damaged, naming key and file."""
         if item.type == WriteItemType.BYTE_IO:
             key = item.index.fqn
             return self._values.pop(key) if key in self._values else self._read_value(item)
         with self._part(item) as view:
             data = torch.load(view, map_location="cpu", weights_only=True)
             if not isinstance(data, torch.Tensor):
-                raise Refused(f"{item.index.fqn!r} is not a tensor, but in the metadata it is", key=item.index.fqn)
+                raise Refused(f"{item.index.fqn!r} is a tensor only in the metadata", key=item.index.fqn)
             if data.untyped_storage().nbytes() < data.numel() * data.element_size():
                 raise ValueError("its tensor is larger than its data")
         cut = self._cuts.get(item.index)
@@ -110,13 +110,13 @@ class Folder:
 
     @contextmanager
     def _part(self, item: WriteItem) -> Iterator[BinaryIO]:
-        """Open the part of a file that holds an item. Errors in the block become Damaged."""
+        """Open the part of a file that holds an item. Errors in the context become Damaged."""
         key, place = item.index.fqn, self._places.get(item.index)
         if place is None:
-            raise Damaged(f"{self._files.url}/{METADATA} does not say where {key!r} lies", key=key)
+            raise Damaged(f"{self._files.url}/{METADATA} has no location of {key!r}", key=key)
         if getattr(place, "transform_descriptors", None):
             raise Unsupported(
-                f"{key!r} is stored with {place.transform_descriptors}, which cannot be read here", key=key
+                f"{key!r} is stored with {place.transform_descriptors}, which casckpt cannot read", key=key
             )
         where = f"{self._files.url}/{place.relative_path} at {place.offset}"
         with (
@@ -126,7 +126,7 @@ class Folder:
             yield view
 
     def _unboxed(self, data: bytes) -> io.BytesIO:
-        """Take a value out of its list of one, as Megatron writes objects. Pickles stay bytes."""
+        """Take a value out of the one-item list in which Megatron writes objects. Pickles stay bytes."""
         if not is_only_torchs(data):
             return io.BytesIO(data)
         try:
@@ -137,7 +137,7 @@ class Folder:
 
 
 def _is_readable(data: bytes) -> bool:
-    """Whether torch's restricted unpickler reads a value, and its size is acceptable."""
+    """Return whether torch's restricted unpickler can read a value, and its size is acceptable."""
     try:
         check_expansion(read_archive(data), len(data), "a value")
     except MISREAD:  # Refused is a ValueError

@@ -1,4 +1,4 @@
-"""The decorator of all hooks that DCP calls. It makes their errors fit to be sent to other ranks."""
+"""The decorator of all hooks that DCP calls. It makes their errors safe to send to other ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 def hook(method: Callable[P, T]) -> Callable[P, T]:
-    """Raise only errors that can be pickled. DCP pickles errors, and ranks would wait forever for one that it cannot.
+    """Raise only errors that can be pickled. DCP pickles errors, and ranks wait forever if that fails.
 
-    An error while the program is exiting is noted, because DCP drops it with the future.
+    An error during the exit of the program is logged, because DCP drops it with the future.
     """
 
     @wraps(method)

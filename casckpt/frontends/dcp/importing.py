@@ -29,14 +29,14 @@ def dcp_to_casckpt(
     allow_pickle: bool = False,
     **options: Unpack[ImportArguments],
 ) -> Checkpoint:
-    """Save the content of a DCP folder, or a URL of one, as if one process had saved it through `StorageWriter`.
+    """Save the content of a DCP folder or its URL, as if one process had saved it through `StorageWriter`.
 
     Small files beside the tensors, such as ``common.pt`` of Megatron's `torch_dist` folders, become attachments. Memory
     holds 256 MiB of tensors, or the largest chunk, at a time. ``allow_pickle``: accept values that torch's restricted
-    unpickler does not read, and unpickle Megatron's objects, which may run code; such values are refused otherwise.
-    ``step``, ``options``: those of `Store.save`.
+    unpickler does not read, and unpickle Megatron's objects, which may run code. Without it, such values raise
+    InvalidInput. ``step``, ``options``: those of `Store.save`.
 
-    Raises NotFound, InvalidInput, Refused or Damaged for an unusable folder, and what `Store.save` raises.
+    Raises NotFound, InvalidInput, Refused or Damaged for an unusable folder, and the errors of `Store.save`.
     """
     check_keywords("dcp_to_casckpt", options, ImportArguments)
     return import_folder(open_files(path), store, SaveOptions(step=step, allow_pickle=allow_pickle, **options))
@@ -45,7 +45,7 @@ def dcp_to_casckpt(
 def import_folder(
     files: Files, store: AnyStore, options: SaveOptions, more: Mapping[Any, Any] | None = None
 ) -> Checkpoint:
-    """`dcp_to_casckpt` for any `Files`. ``more``: a state to save in addition. By default, small files are attached."""
+    """Import any `Files` like `dcp_to_casckpt`. ``more``: a state to add. By default, small files are attached."""
     folder, opened = Folder(files, allow_pickle=options.allow_pickle), as_store(store)
     if options.attachments is None:
         options = replace(options, attachments=small_files(files))
@@ -59,15 +59,15 @@ def import_folder(
 
 
 def small_files(files: Files) -> dict[str, bytes]:
-    """The files beside the tensors, up to 64 MiB each. The log names larger ones."""
+    """Return the files beside the tensors, up to 64 MiB each. The log names larger files."""
     contents: dict[str, bytes] = {}
     for name in files.names():
         if name == METADATA or name.endswith(".distcp"):
             continue
         if not is_attachment_name(name):
-            log.warning("left out, because an attachment cannot have this name: %r", name)
+            log.warning("skipped, because an attachment cannot have this name: %r", name)
         elif files.size(name) > MAX_ATTACHMENT_BYTES:
-            log.warning("left out, because it is larger than 64 MiB: %s", name)
+            log.warning("skipped, because it is larger than 64 MiB: %s", name)
         else:
             contents[name] = files.read(name)
     return contents

@@ -31,16 +31,16 @@ from casckpt.tensors.state import decode_tree, encode_tree, flatten, inflate
 from casckpt.tensors.untrusted import MISREAD
 
 WINDOW_BYTES: Final = 256 << 20
-"""The most bytes of tensors at a time that a planner creates for the save."""
+"""The most bytes of tensors that a planner creates at a time."""
 _HANDING_OVER: Final = ("resolve_data", "transform_object")
-_INLINE: Final = 256 << 10  # bytes of a planner up to this size are checked before a load changes anything
+_INLINE: Final = 256 << 10  # a load checks bytes of a planner up to this size before any change
 
 
 class Resolver(Protocol):
-    """Returns the data of items: a planner, or a folder that is imported."""
+    """A source of the data of items: a planner, or a folder that is imported."""
 
     def resolve_data(self, write_item: WriteItem, /) -> Any:
-        """A tensor, or bytes."""
+        """Return a tensor, or bytes."""
 
 
 class BoxedStream(io.BytesIO):
@@ -53,9 +53,9 @@ class BoxedStream(io.BytesIO):
 
 @dataclass
 class Values:
-    """The values of a rank that are not tensors. ``nodes``: the encoded tree of each value that is a container.
+    """The values of a rank that are not tensors. ``nodes``: the encoded tree of each container.
 
-    ``opaque``: keys that are stored as the planner's bytes. ``is_odd``: DCP's planner would flatten one of the values.
+    ``opaque``: keys that are stored as the planner's bytes. ``is_odd``: whether DCP's planner would flatten a value.
     """
 
     objects: list[ObjectEntry] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Values:
 
 
 def values_of(items: Iterable[WriteItem], planner: Resolver, *, allow_pickle: bool) -> Values:
-    """Get the values of the items that are not tensors from the planner. Raises InvalidInput, naming the key."""
+    """Return the values of the planner that are not tensors. Raises InvalidInput, naming the key."""
     values = Values()
     for item in items:
         if item.type == WriteItemType.BYTE_IO:
@@ -76,7 +76,7 @@ def values_of(items: Iterable[WriteItem], planner: Resolver, *, allow_pickle: bo
 
 def _add_value(values: Values, item: WriteItem, planner: Resolver, allow_pickle: bool) -> None:
     key = item.index.fqn
-    if has_methods_of(planner, DefaultSavePlanner, *_HANDING_OVER):  # it would only pickle the value
+    if has_methods_of(planner, DefaultSavePlanner, *_HANDING_OVER):  # the default would only pickle the value
         value = planner.lookup_object(item.index)
         if _add_plain(values, key, value):
             return
@@ -88,7 +88,7 @@ def _add_value(values: Values, item: WriteItem, planner: Resolver, allow_pickle:
         _add_prepared(values, key, prepared, stream.value)
         return
     if not isinstance(stream, io.BytesIO):
-        raise InvalidInput(f"{key!r}: the planner gave {type(stream).__name__} for an item of bytes", key=key)
+        raise InvalidInput(f"{key!r}: the planner returned {type(stream).__name__} for an item of bytes", key=key)
     data = stream.getvalue()
     if is_archive(data) and _add_archive(values, key, data, planner):
         return
@@ -96,7 +96,7 @@ def _add_value(values: Values, item: WriteItem, planner: Resolver, allow_pickle:
 
 
 def _add_unboxed(values: Values, key: str, value: Any, allow_pickle: bool) -> bool:
-    """Add a value that an export puts into a list again. False if it would not load unchanged."""
+    """Add a value that an export puts into a list again. Return False if it would not load unchanged."""
     if _add_plain(values, key, value):
         return True
     if allow_pickle and _comes_back(value):
@@ -106,10 +106,10 @@ def _add_unboxed(values: Values, key: str, value: Any, allow_pickle: bool) -> bo
 
 
 def _add_archive(values: Values, key: str, data: bytes, planner: Resolver) -> bool:
-    """Add the value that torch.save wrote. False if it cannot be read, or would not give the same bytes again."""
+    """Add a value from torch.save. Return False if it cannot be read, or a new save would give other bytes."""
     try:
         value = read_archive(data)
-        # a planner may depend on the bytes; a folder's values are only read by torch
+        # a planner may depend on the bytes; torch alone reads the values of a folder
         same = (
             write_archive(_as_loaded(key, value)) == data if isinstance(planner, SavePlanner) else is_only_torchs(data)
         )
@@ -119,7 +119,7 @@ def _add_archive(values: Values, key: str, data: bytes, planner: Resolver) -> bo
 
 
 def _as_loaded(key: str, value: Any) -> Any:
-    """The value as a load returns it. Raises InvalidInput for a value that is not plain data."""
+    """Return the value that a load would return. Raises InvalidInput for a value that is not plain data."""
     flat = flatten({key: value})
 
     def leaf(key: str, _: Leaf) -> Any:
@@ -132,7 +132,7 @@ def _as_loaded(key: str, value: Any) -> Any:
 
 
 def _add_plain(values: Values, key: str, value: Any) -> bool:
-    """Add a value as the native API stores it. False if it would not load unchanged."""
+    """Add a value in the form of the native API. Return False if it would not load unchanged."""
     if not _comes_back(value):
         return False
     try:
@@ -153,11 +153,11 @@ def _add_prepared(values: Values, key: str, prepared: Prepared, value: Any) -> N
 
 
 def _comes_back(value: Any) -> bool:
-    """Whether a value loads unchanged: its tensors are plain, and its containers are types that casckpt keeps."""
+    """Return whether a value loads unchanged: it has plain tensors and container types that casckpt keeps."""
     waiting, seen = [value], set[int]()
     while waiting:
         item = waiting.pop()
-        if id(item) in seen:  # it may even contain itself
+        if id(item) in seen:  # the value may contain itself
             continue
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
@@ -171,7 +171,7 @@ def _comes_back(value: Any) -> bool:
 
 
 def _add_opaque(values: Values, key: str, data: bytes) -> None:
-    """Add bytes unchanged. Without DCP, bytes of torch.save load if its restricted unpickler reads them."""
+    """Add bytes unchanged. A load without DCP needs bytes that torch's restricted unpickler reads."""
 
     def encode(spill: plain.Spill) -> tuple[bytes, bool]:
         return plain.encode(data, spill=spill, spill_from=_INLINE, where=key), is_archive(data)
@@ -187,7 +187,7 @@ def _add_opaque(values: Values, key: str, data: bytes) -> None:
 
 @dataclass(frozen=True)
 class _Part:
-    """One item: a region of a tensor, and its key."""
+    """An item: a region of a tensor, and its key."""
 
     item: WriteItem
     key: str
@@ -216,7 +216,7 @@ class Tensors:
 
 
 def tensors_of(items: Iterable[WriteItem], *, alone: bool) -> Tensors:
-    """The tensors of a plan. ``alone``: this rank saves by itself, each part under its own key."""
+    """Return the tensors of a plan. ``alone``: this rank saves without the others, each part under its own key."""
     tensors = Tensors()
     for item in items:
         if item.type == WriteItemType.BYTE_IO:
@@ -236,28 +236,28 @@ def tensors_of(items: Iterable[WriteItem], *, alone: bool) -> Tensors:
 
 
 def _place_of(item: WriteItem) -> tuple[Shape, Shape, Box | None]:
-    """The shape of an item's tensor, the shape of its part, and the box of the part; None if it is empty."""
+    """Return the shape of an item's tensor, the shape of its part, and the box of the part (None if it is empty)."""
     key, data = item.index.fqn, item.tensor_data
     if data is None:
-        raise InvalidInput(f"{key!r}: the plan has an item of a tensor without its size", key=key)
+        raise InvalidInput(f"{key!r}: the plan has a tensor item without a size", key=key)
     shape, sizes = tuple(data.size), tuple(data.chunk.sizes)
     if 0 in sizes:
         return shape, sizes, None
     box = Box(tuple(data.chunk.offsets), sizes)
     if len(sizes) != len(shape) or not box.inside(full_box(shape)):
-        raise InvalidInput(f"{key!r}: a part at {list(box.offset)} of {list(sizes)} lies outside", key=key)
+        raise InvalidInput(f"{key!r}: a part at {list(box.offset)} is outside of the shape {list(sizes)}", key=key)
     return shape, sizes, box
 
 
 def is_whole(value: Any) -> bool:
-    """Whether several ranks may hold the same elements of a value: a plain tensor, or a replicated DTensor."""
+    """Return whether several ranks may hold the same elements: of a plain tensor, or a replicated DTensor."""
     if is_dtensor(value):
         return any(placement.is_replicate() for placement in value.placements)
     return type(value) in (torch.Tensor, torch.nn.Parameter)
 
 
 def sources_of(parts: Sequence[_Part], planner: Resolver, is_frozen: Any) -> list[LocalEntry]:
-    """Get the data of these parts from the planner. Raises InvalidInput, naming the key, for unusable tensors."""
+    """Return the data of these parts from the planner. Raises InvalidInput, naming the key, for unusable tensors."""
     pieces: dict[str, list[Piece]] = {}
     first: dict[str, tuple[str, Shape]] = {}
     for part in parts:
@@ -265,7 +265,7 @@ def sources_of(parts: Sequence[_Part], planner: Resolver, is_frozen: Any) -> lis
         form = dtype_name(data.dtype), part.shape
         if first.setdefault(part.key, form) != form:
             raise InvalidInput(
-                f"{part.key!r}: parts of one tensor are {form[0]} and {first[part.key][0]}", key=part.key
+                f"{part.key!r}: parts of one tensor have the forms {form[0]} and {first[part.key][0]}", key=part.key
             )
         held = pieces.setdefault(part.key, [])
         if part.region.numel:
@@ -284,7 +284,7 @@ def check_planned(key: str, tensor: torch.Tensor, box: Box) -> None:
     regions = [piece.region for piece in local_tensor(key, tensor).pieces]
     if not any(box.inside(region.box) for region in regions):
         raise InvalidInput(
-            f"{key!r}: torch's planner takes this rank to hold {Region(box, 0, box.numel)}, but it holds "
+            f"{key!r}: torch's planner expects this rank to hold {Region(box, 0, box.numel)}, but it holds "
             f"{', '.join(map(str, regions)) or 'nothing'}; save and load it with casckpt.Store",
             key=key,
         )
@@ -298,13 +298,13 @@ def _resolved(part: _Part, planner: Resolver) -> torch.Tensor:
         check_planned(key, held, box)
     data = planner.resolve_data(part.item)
     if not isinstance(data, torch.Tensor):
-        raise InvalidInput(f"{key!r}: the planner gave {type(data).__name__} for a tensor", key=key)
+        raise InvalidInput(f"{key!r}: the planner returned {type(data).__name__} for a tensor", key=key)
     data = data.detach()
     if not part.region.numel and not data.numel():
         return data
     if tuple(data.shape) != part.region.box.shape:
         raise InvalidInput(
-            f"{key!r}: the planner gave a tensor of shape {list(data.shape)} for a part of {part.region.box.shape}",
+            f"{key!r}: the planner returned the shape {list(data.shape)} for a part of shape {part.region.box.shape}",
             key=key,
         )
     check_storable(key, data)

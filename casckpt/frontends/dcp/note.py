@@ -1,4 +1,4 @@
-"""A note in a manifest for DCP: what the tree of the state does not show."""
+"""A note in a manifest for DCP. It holds facts that the tree of the state lacks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from casckpt.tensors.objects import TORCH_EXTENSIONS, decode_object, encode_obje
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor that one rank saved by itself, under its own key. Offset and shape in elements."""
+    """A part of a tensor that one rank saved alone, under its own key. Offset and shape are in elements."""
 
     key: str
     offset: tuple[int, ...]
@@ -24,11 +24,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Note:
-    """What DCP needs back unchanged.
+    """The values that DCP must get back unchanged.
 
     ``keys``: the keys of tensors and other values, if DCP's default planner would flatten the state differently; else
     None. ``planner_data``: set together with ``keys``. ``opaque``: keys of values that are stored as the bytes of a
-    planner. ``chunks``: shape and parts of the tensors of a rank that saved by itself.
+    planner. ``chunks``: the shapes and parts of the tensors of a rank that saved without the others.
     """
 
     keys: list[str] | None = None
@@ -37,9 +37,9 @@ class Note:
     chunks: Mapping[str, tuple[tuple[int, ...], list[Chunk]]] = field(default_factory=dict)
 
     def encoded(self, *, allow_pickle: bool) -> dict[str, bytes]:
-        """Encode the note for a manifest; empty for an empty note.
+        """Encode the note for a manifest. An empty note gives an empty dict.
 
-        Raises InvalidInput for planner data that are not plain data, unless they may be pickled.
+        Raises InvalidInput for planner data that are not plain data, unless ``allow_pickle`` is set.
         """
         if self == Note():
             return {}
@@ -47,7 +47,7 @@ class Note:
             data, pickled = encode_object("planner_data", self.planner_data, allow_pickle)
         except InvalidInput as error:
             raise InvalidInput(
-                f"the planner's {error}. It is stored with the checkpoint: pass allow_pickle=True to StorageWriter",
+                f"the planner's {error}. A checkpoint includes planner data: pass allow_pickle=True to StorageWriter",
                 key="planner_data",
             ) from error
         chunks = {key: (shape, [(c.key, c.offset, c.shape) for c in parts]) for key, (shape, parts) in
@@ -56,7 +56,7 @@ class Note:
 
 
 def read_note(manifest: Manifest, *, allow_pickle: bool) -> Note:
-    """The note of a manifest; an empty one if it has none. Raises Refused for an unusable note, InvalidInput."""
+    """Return the note of a manifest, or an empty note. Raises Refused for an unusable note, and InvalidInput."""
     data = manifest.body.notes.get(NOTE)
     if data is None:
         return Note()

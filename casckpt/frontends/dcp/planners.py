@@ -1,4 +1,4 @@
-"""Planners that pass values as plain data, where DCP's own planners pass pickles."""
+"""Planners that pass values as plain data. DCP's own planners pass pickles."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ MAGIC: Final = b"casckpt plain data\n"
 
 
 def has_methods_of(planner: object, default: type[P], *names: str) -> TypeGuard[P]:
-    """Whether a planner is a ``default`` of DCP, or of a subclass that does not override these methods."""
+    """Return whether a planner has these methods of the class ``default`` of DCP, without an override."""
     same = (getattr(type(planner), name, None) is getattr(default, name) for name in names)
     return isinstance(planner, default) and all(same)
 
 
 class ValueStream(io.BytesIO):
-    """A value between planner and storage. Its bytes are plain data; empty if the value is not plain data."""
+    """A value between planner and storage. Its bytes are plain data, or empty if the value is not plain data."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -38,7 +38,7 @@ class ValueStream(io.BytesIO):
 
 
 def value_of(stream: io.BytesIO) -> Any:
-    """The value of a `ValueStream`, or of a copy of its bytes. Raises InvalidInput for any other bytes."""
+    """Return the value of a `ValueStream`, or of a copy of its bytes. Raises InvalidInput for any other bytes."""
     if isinstance(stream, ValueStream):
         return stream.value
     data = stream.getvalue()
@@ -48,9 +48,10 @@ def value_of(stream: io.BytesIO) -> Any:
 
 
 class PickleFreeSavePlanner(DefaultSavePlanner):
-    """DCP's default planner, which passes values that are not tensors as plain data, never as a pickle.
+    """A default planner of DCP that passes values other than tensors as plain data, never as a pickle.
 
-    For `StorageWriter`, which refuses values that are not plain data, naming the key, unless it may pickle.
+    It needs `StorageWriter`, which refuses values that are not plain data, naming the key, unless ``allow_pickle`` is
+    set.
     """
 
     @override
@@ -62,7 +63,7 @@ class PickleFreeSavePlanner(DefaultSavePlanner):
 
 
 class PickleFreeLoadPlanner(DefaultLoadPlanner):
-    """DCP's default planner, which takes values that are not tensors from `StorageReader` without unpickling."""
+    """A default planner of DCP that takes values other than tensors from `StorageReader` without unpickling."""
 
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

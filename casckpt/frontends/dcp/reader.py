@@ -46,9 +46,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Seen:
-    """Sent with load plans: from each rank the checkpoint that it found, to each rank the number of ranks.
+    """A message with load plans: the checkpoint that a rank found, and the number of ranks in the answer.
 
-    ``checkpoint``: empty for what a rank saved by itself.
+    ``checkpoint``: empty for a checkpoint that a rank saved without the others.
     """
 
     checkpoint: str
@@ -58,12 +58,12 @@ class _Seen:
 class StorageReader(Protocol):
     """``dcp.load(state_dict, storage_reader=StorageReader(store, "sft@latest"))``.
 
-    ``ref``: a reference or a Checkpoint, however it was saved; may be omitted if each call passes
-    ``checkpoint_id=REF``. It may also be the path that was saved to; see `casckpt.frontends.dcp.ids`. ``run``: the run
-    of a ``checkpoint_id`` that is only a step. ``verify``: compare every cell read with its digest. ``cast``: convert
-    dtypes, as DCP does, and log it; else another dtype is a Mismatch. ``allow_pickle``: pass pickles to the planner,
-    which runs code from them. ``unread``: if a planner with allow_partial_load fills nothing, or more than a tenth of
-    its tensors have other names in the checkpoint, its rank raises MissingKey; "ignore" leaves them as they are.
+    ``ref``: a reference or a Checkpoint from any front end. You may omit it if each call passes ``checkpoint_id=REF``.
+    It may also be the path of the save; see `casckpt.frontends.dcp.ids`. ``run``: the run of a ``checkpoint_id`` that
+    is only a step. ``verify``: compare every cell read with its digest. ``cast``: convert dtypes, like DCP, and log it;
+    otherwise another dtype is a Mismatch. ``allow_pickle``: pass pickles to the planner, which runs code from them.
+    ``unread``: if a planner with allow_partial_load fills nothing, or the checkpoint lacks the names of more than a
+    tenth of its tensors, its rank raises MissingKey. "ignore" disables this check.
 
     A load raises DCP's CheckpointException on every rank, with Damaged, naming key, blob and checkpoints, Mismatch or
     StorageError. After an error during the read the state is undefined.
@@ -93,7 +93,7 @@ class StorageReader(Protocol):
         self._options = options.checked()
         self._shown = progress
         self._failed: Exception | None = None
-        self._absent = False  # no checkpoint of all ranks has this name
+        self._absent = False  # whether no checkpoint of all ranks has this name
         self._alone = False
         self._opened: DcpContents | None = None
 
@@ -107,17 +107,18 @@ class StorageReader(Protocol):
 
     @hook
     def read_metadata(self, *args: object, rank: int | None = None, **kwargs: object) -> Metadata:
-        """The metadata of the checkpoint for DCP.
+        """Return the metadata of the checkpoint for DCP.
 
-        DCP first calls it without ``rank``. If that finds no checkpoint of all ranks, the second call looks for what
-        this rank saved by itself (``use_collectives=False``). DCP drops the errors of both calls. So if the second
-        fails too, `set_up_storage_reader` raises its error, or, if that is NotFound, the error of the first.
+        DCP first calls this method without ``rank``. If that call finds no checkpoint of all ranks, the second call
+        looks for a checkpoint that this rank saved alone (``use_collectives=False``). DCP drops the errors of both
+        calls. So if the second call also fails, `set_up_storage_reader` raises its error, or, if that is NotFound, the
+        error of the first call.
         """
         if rank is None:
             self._failed, self._absent = None, False
         try:
             return self._metadata(rank)
-        except Exception as error:  # whatever it was, DCP would drop it
+        except Exception as error:  # DCP would drop any error
             if self._failed is None or not isinstance(error, NotFound):
                 self._failed = error
             self._opened = None
@@ -127,7 +128,7 @@ class StorageReader(Protocol):
 
     def _metadata(self, rank: int | None) -> Metadata:
         if self._ref is None:
-            raise InvalidInput("the reader was given no checkpoint; give ref=, or checkpoint_id=REF to each load")
+            raise InvalidInput("the reader has no checkpoint; give ref=, or checkpoint_id=REF to each load")
         self._alone = rank is not None
         checkpoint = self._of_all(self._ref) if rank is None else self._of_rank(self._ref, rank)
         options = replace(self._options, rank=this_rank() if rank is None else rank)
@@ -148,16 +149,16 @@ class StorageReader(Protocol):
         return found
 
     def _of_rank(self, ref: str | Checkpoint, rank: int) -> Checkpoint:
-        """What the rank saved by itself. Raises the error of `_of_all` unless that was NotFound."""
+        """Return the checkpoint that the rank saved alone. Raises the error of `_of_all` unless that was NotFound."""
         if not self._absent or not isinstance(ref, str) or "@" not in ref:
-            raise self._failed or NotFound(f"rank {rank} saved nothing of its own as {ref}")
+            raise self._failed or NotFound(f"rank {rank} saved no checkpoint of its own as {ref}")
         run, _, step = ref.rpartition("@")
         return self._store.get(f"{run}/rank-{rank}@{step}")
 
     @hook
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
-        """Begin a load. Raises the error of `read_metadata`, if it failed."""
-        if self._opened is None and self._failed is not None:  # else it was not called
+        """Begin a load. Raises the error of `read_metadata` if that call failed."""
+        if self._opened is None and self._failed is not None:  # otherwise DCP did not call it
             raise self._failed
         self._now  # noqa: B018 - raises if the caller is not dcp.load
 
@@ -168,19 +169,19 @@ class StorageReader(Protocol):
 
     @hook
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Check that all ranks found the same checkpoint, since "latest" may change meanwhile. Raises Conflict."""
+        """Check that all ranks found the same checkpoint, because "latest" may change meanwhile. Raises Conflict."""
         ids = {plan.storage_data.checkpoint for plan in plans if isinstance(plan.storage_data, _Seen)}
         if len(ids) > 1:
             raise Conflict(
-                f"{self._ref} names {len(ids)} checkpoints on different ranks: one was saved just now. Load again, "
-                "or by RUN@STEP",
+                f"{self._ref} names {len(ids)} checkpoints on different ranks, after a concurrent save. Load again, "
+                "or use RUN@STEP",
                 checkpoints=tuple(sorted(ids)),
             )
         return [replace(plan, storage_data=_Seen("", len(plans))) for plan in plans]
 
     @hook
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the planner resolves. The future is always done, so it hides no error."""
+        """Fill the tensors and values of the planner. The future is always done, so it hides no error."""
         ranks = plan.storage_data.ranks if isinstance(plan.storage_data, _Seen) else 1
         self._now.check_complete(plan, planner)
         self._check_fit(planner)
@@ -196,7 +197,7 @@ class StorageReader(Protocol):
         return future
 
     def _check_fit(self, planner: LoadPlanner) -> None:
-        """Check that the names on this rank fit, before anything changes on it."""
+        """Check that the names on this rank fit, before the load changes any tensor."""
         if self._options.unread == "ignore" or not isinstance(planner, DefaultLoadPlanner):
             return
         saved = saved_shapes(self._now.contents.manifest)
@@ -237,18 +238,18 @@ class StorageReader(Protocol):
         for turn in (together, *([want] for want in alone)):
             download.fill(turn)
         if converted:
-            log.warning("converted to the dtype of what is loaded into: %s", ", ".join(list(converted)[:8]))
+            log.warning("converted to the dtype of the target: %s", ", ".join(list(converted)[:8]))
         for item, target in pairs:
             planner.commit_tensor(item, target)
 
     def _wants(
         self, item: ReadItem, target: torch.Tensor, held: Any, converted: dict[str, None], tied: TiedTensors
     ) -> Iterator[RegionRequest]:
-        """The request for an item. ``held``: the value in the state, if known."""
+        """Return the request for an item. ``held``: the value in the state, if known."""
         key = item.storage_index.fqn
         entry, base = self._now.tensor(item.storage_index)
         if tuple(target.shape) != tuple(item.lengths):
-            raise Mismatch(f"{key!r}: the planner gave {list(target.shape)} for {list(item.lengths)}", key=key)
+            raise Mismatch(f"{key!r}: the planner returned {list(target.shape)} for {list(item.lengths)}", key=key)
         stored = torch_dtype(entry.dtype)
         if stored != target.dtype:
             check_cast(key, stored, target.dtype, cast=self._options.cast, where="StorageReader")
@@ -262,7 +263,7 @@ class StorageReader(Protocol):
         region = Region(box, 0, box.numel)
         table = self._now.contents.manifest.extents(entry)
         if not covers(table, region):
-            raise Damaged(f"the checkpoint holds {key!r} only in part; {region} is not all there", key=key)
+            raise Damaged(f"the checkpoint holds {key!r} only in part; {region} is incomplete", key=key)
         if region.numel:
             tied.add(Content(key, target, entry.number, entry.dtype, table, region))
             destination = Destination(region, target, stored, held if is_dtensor(held) else None)
@@ -270,7 +271,7 @@ class StorageReader(Protocol):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether an id is a reference, a step, or a path that names a run."""
+        """Return whether an id is a reference, a step, or a path that names a run."""
         return is_usable(reference_of, checkpoint_id)
 
 

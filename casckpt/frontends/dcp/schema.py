@@ -1,8 +1,8 @@
 """Converts DCP's metadata to a tree of casckpt, and back.
 
-DCP flattens a state like casckpt, with three differences. It descends dicts with any keys, which become text. It
-descends a list only if that holds a tensor or a dict. A tuple is always one value. So one leaf of casckpt may be many
-of DCP (`param_groups`), and a container of casckpt may be one value of DCP.
+DCP flattens a state like casckpt, with three differences. It descends into dicts with any keys, and converts the keys
+to text. It descends into a list only if the list holds a tensor or a dict. A tuple is always one value. So one leaf of
+casckpt may become several in DCP (`param_groups`), and a container of casckpt may be one value of DCP.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ NOTE: Final = "dcp"
 """The name of the note in a manifest; see `Note`."""
 
 Opaque: Final = object()
-"""In place of a value that is not decoded."""
+"""A placeholder for a value that is not decoded."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A value of DCP that is not a tensor: the one at ``key``, or ``value`` if that is known already."""
+    """A value of DCP that is not a tensor: the value at ``key``, or ``value`` if it is known already."""
 
     key: str
     value: Any = Opaque
@@ -31,7 +31,7 @@ class Value:
 
 @dataclass
 class Schema:
-    """A checkpoint for DCP: keys of tensors, other values, and the path of each in the nested state."""
+    """The structure of a checkpoint for DCP: keys of tensors, other values, and their paths in the state."""
 
     tensors: list[str] = field(default_factory=list)
     values: dict[str, Value] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Schema:
 
 
 def schema_of(tree: Node, value_at: Callable[[str], Any]) -> Schema:
-    """Flatten a state as DCP's default planner does. ``value_at``: the object at a flat key, or `Opaque`."""
+    """Flatten a state like DCP's default planner. ``value_at``: returns the object at a flat key, or `Opaque`."""
     walk = _Walk(value_at)
     walk.node(tree, (), ())
     return walk.found
@@ -53,7 +53,7 @@ class _Walk:
         self.found = Schema()
 
     def node(self, node: Node, path: Path, home: Path) -> None:
-        """Add a node. ``path``: its path for DCP; ``home``: in the tree. Numeric keys of dicts are text in ``path``."""
+        """Add a node with its path for DCP and its path ``home`` in the tree. ``path`` has text for numeric keys."""
         key = join(home)
         if isinstance(node, int):
             if node == TENSOR:
@@ -81,7 +81,7 @@ class _Walk:
         self.found.paths[join(path)] = path
 
     def _opens(self, node: Node, home: Path) -> bool:
-        """Whether DCP descends a list that holds this node, or, for a container, the container itself."""
+        """Return whether DCP descends into a list with this node, or into the node itself if it is a container."""
         if isinstance(node, int):
             return node == TENSOR or _steps(self.value_at(join(home))) is not None
         if isinstance(node, list):
@@ -90,12 +90,12 @@ class _Walk:
 
 
 def is_one_value(value: Any) -> bool:
-    """Whether DCP does not flatten a value without tensors."""
+    """Return whether DCP keeps a value without tensors as one value."""
     return _steps(value) is None
 
 
 def _steps(value: Any) -> Iterator[tuple[Element, Any]] | None:
-    """The children into which DCP flattens a value without tensors; None if it is one value."""
+    """Return the children into which DCP flattens a value without tensors; None if it stays one value."""
     if isinstance(value, Mapping):
         return ((str(key), child) for key, child in value.items())
     if isinstance(value, list) and not all(is_one_value(item) for item in value):
@@ -111,7 +111,7 @@ class _Branch(dict[Element, Any]):
 
 
 def path_of(key: str, planner_data: Any) -> Path:
-    """The path of a key in the planner data, if it is valid; else the key is its only element."""
+    """Return the path of a key from the planner data. If that is not valid, the key is the only element."""
     path = planner_data.get(key) if isinstance(planner_data, Mapping) else None
     if not isinstance(path, tuple) or not path or not all(type(element) in (str, int) for element in path):
         return (key,)
@@ -119,7 +119,7 @@ def path_of(key: str, planner_data: Any) -> Path:
 
 
 def tree_of(nodes: Mapping[str, tuple[Path, Node]]) -> Node:
-    """The tree with these nodes, by key, at these paths. Raises InvalidInput if one is inside another."""
+    """Build the tree with these nodes, by key, at these paths. Raises InvalidInput if one is inside another."""
     root = _Branch()
     for key, (path, node) in nodes.items():
         at = root
@@ -140,16 +140,16 @@ def check_keys(tree: Node) -> None:
     for path, _ in leaves(tree):
         key = join(path)
         if key in seen:
-            raise InvalidInput(f"two leaves of the state have one flat key {key!r}; rename one", key=key)
+            raise InvalidInput(f"two leaves of the state have the same flat key {key!r}; rename one", key=key)
         seen.add(key)
 
 
 def _contradiction(key: str) -> InvalidInput:
-    return InvalidInput(f"{key!r} stands inside of, or around, another key of the state; rename it", key=key)
+    return InvalidInput(f"{key!r} is inside or around another key of the state; rename it", key=key)
 
 
 def _built(branch: _Branch) -> Node:
-    """Make a dict, or a list if its elements are the numbers from 0. DCP has no empty containers."""
+    """Build a dict, or a list if its elements are the numbers from 0. DCP has no empty containers."""
     items: dict[Element, Node] = {
         el: _built(node) if isinstance(node, _Branch) else node for el, node in branch.items()
     }

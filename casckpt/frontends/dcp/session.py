@@ -1,8 +1,8 @@
 """One save through DCP on one rank. The hooks of the storage writer call it, in the order of its methods.
 
-The coordinator begins the transaction before it sends plans. So every rank computes what it may reuse, and uploads,
-after the begin, as gc requires. The plans carry the reuse offer to the ranks. With DCP's cached plans a rank receives
-an old plan. It notices that by a number that it had put into its own plan, and then computes the offer itself.
+The coordinator begins the transaction before it sends plans. So every rank chooses reusable cells and uploads after the
+begin, as gc requires. The plans carry the reuse offer to the ranks. With DCP's cached plans a rank receives an old
+plan. The rank detects this by a random number from its own plan, and then computes the offer itself.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LocalStorageData:
 
 @dataclass(frozen=True)
 class GlobalStorageData:
-    """The data that the coordinator puts into the plan of a rank. ``number``: from the local plan of that rank."""
+    """The data that the coordinator puts into the plan of a rank. ``number``: the number in that rank's local plan."""
 
     number: bytes
     txid: TxId
@@ -67,7 +67,7 @@ class GlobalStorageData:
 
 @dataclass(frozen=True)
 class Written:
-    """The part that one rank stored, with what DCP adds. The first of the rank's results carries it."""
+    """The share that one rank stored, and data for DCP. The first result of the rank carries it."""
 
     rank: int
     part: RankPart
@@ -89,7 +89,7 @@ _latest = _Latest()
 
 
 class WriterSession:
-    """One save on one rank. ``alone``: this rank saves by itself, without collective calls.
+    """One save on one rank. ``alone``: this rank saves without collective calls.
 
     ``more``: a state to save in addition to the plan.
     """
@@ -114,7 +114,7 @@ class WriterSession:
         self._written: Written | None = None
 
         earlier = _latest.session() if _latest.session is not None else None
-        if earlier is not None:  # it ran in this thread, so it has ended
+        if earlier is not None:  # the earlier save ran in this thread, so it has ended
             earlier.give_up()
         _latest.session = weakref.ref(self)
 
@@ -132,7 +132,7 @@ class WriterSession:
     # the coordinator
 
     def begin(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
-        """Begin the transaction. Returns the plans, with what each rank needs to know."""
+        """Begin the transaction. Return the plans, with the data for each rank."""
         options = self.options
         self._extra = prepare(self.more, options.attachments, rank=0, allow_pickle=options.allow_pickle)
         memory = GroupMemory(memory_of(self.repo.storage.url, "dcp"))
@@ -146,20 +146,20 @@ class WriterSession:
         return [replace(plan, storage_data=_answer(plan.storage_data, begun)) for plan in plans]
 
     def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> TxId:
-        """Commit what all ranks stored. Raises InvalidInput, and commits nothing, if anything planned is missing."""
+        """Commit the shares of all ranks. If a planned item is missing, raises InvalidInput and commits nothing."""
         if self._leader is None or self._begun is None:
-            raise InvalidInput("finish was called on a writer that did not make the global plan; this is DCP's order")
+            raise InvalidInput("finish was called on a writer that has no global plan; call the methods in DCP's order")
         of_ranks = (result.storage_data for rank in results for result in rank)
         written = {stored.rank: stored for stored in of_ranks if isinstance(stored, Written)}
         if self._written is not None:
-            written.setdefault(self.rank, self._written)  # it may have had no item, and so no result
+            written.setdefault(self.rank, self._written)  # a rank without items has no result
         with self._aborting():
             self.checkpoint = self._commit(self._leader, metadata, [written[rank] for rank in sorted(written)])
         return self._begun.txid
 
     @contextmanager
     def _aborting(self) -> Iterator[None]:
-        """Abort the transaction after an error in the block."""
+        """Abort the transaction after an error in the context."""
         try:
             yield
         except BaseException as error:
@@ -175,7 +175,7 @@ class WriterSession:
             tree = merge([tree, decode_tree(self._extra.tree)])
         check_keys(tree)
         if any(stored.check != self.options.check_replicas for stored in written):
-            raise InvalidInput(f"check_replicas is not {self.options.check_replicas!r} on all ranks; give all the same")
+            raise InvalidInput(f"check_replicas is not {self.options.check_replicas!r} on all ranks; pass one value")
         samples = [stored.samples for stored in written if stored.samples is not None]
         if len(samples) == leader.size:
             memory = leader.memory.replicas
@@ -188,7 +188,7 @@ class WriterSession:
     # every rank
 
     def write(self, plan: SavePlan, planner: Resolver) -> list[WriteResult]:
-        """Store the items of a plan. They are durable when it returns."""
+        """Store the items of a plan. They are durable when the method returns."""
         with self._aborting():
             self._written = self._write(plan, planner)
         sizes = {item.index: item.tensor_storage_size() or 0 for item in plan.items}
@@ -208,7 +208,7 @@ class WriterSession:
         )  # fmt: skip
 
     def _prepared(self, values: Values, tensors: Tensors, planner: Resolver) -> Iterator[Prepared]:
-        """Yield the tensors in windows, and everything else with the first of them."""
+        """Yield the tensors in windows, and all other values with the first window."""
         is_frozen, extra = frozen_by(self.options.frozen), self._extra
         rest = Prepared([*values.sources, *extra.sources], [*values.objects, *extra.objects], extra.attachments, b"")
         for window in tensors.windows(planner):
@@ -216,7 +216,7 @@ class WriterSession:
             rest = Prepared([], [], [], b"")
 
     def _samples(self, planner: Resolver) -> Samples | None:
-        """Sample the tensors that this rank holds whole, also those that another rank writes; None to skip it."""
+        """Return samples of the whole tensors of this rank, even if another rank writes them; None to skip it."""
         if self.alone or self.options.check_replicas == "off" or not isinstance(planner, DefaultSavePlanner):
             return None
         sources = [tensor_source(key, value, None, together=True) for key, value in planner.state_dict.items()
@@ -224,10 +224,10 @@ class WriterSession:
         return samples_of(sources, self.options.run, self.options.step, str(self.options.check_replicas))
 
     def _offer(self, plan: SavePlan) -> tuple[TxId, ReuseOffer]:
-        """Return the transaction in whose folder this rank uploads, and what it may reuse.
+        """Return the transaction for the uploads of this rank, and the cells that it may reuse.
 
         A rank with a cached plan begins no transaction, so it cannot call `begin_save`. It received its plan after the
-        coordinator had begun, so what is live now stays.
+        coordinator had begun, so gc keeps all live blobs.
         """
         if self._begun is not None:
             return self._begun.txid, self._begun.offer
@@ -245,8 +245,8 @@ def _answer(asked: object, begun: GlobalStorageData) -> GlobalStorageData | None
 
 
 def _give_up(leader: Leader, process: int) -> None:
-    if os.getpid() == process:  # not in a forked child, which has the session of its parent in memory
-        leader.abort(RankFailed("another rank failed, or DCP did"))
+    if os.getpid() == process:  # not in a forked child, which has a copy of its parent's session
+        leader.abort(RankFailed("another rank or DCP failed"))
 
 
 def _streams(plans: Sequence[SavePlan]) -> Streams:

@@ -17,7 +17,7 @@ _SHAPE = "nd_reformulated_orig_global_shape"
 
 @dataclass(frozen=True)
 class FlatBox:
-    """A box of a tensor, and its start in the flat chunk that the folder has under ``index``."""
+    """A box of a tensor, and its start in the flat chunk of the folder under ``index``."""
 
     index: MetadataIndex
     start: int
@@ -25,7 +25,7 @@ class FlatBox:
     shape: Shape
 
     def out_of(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Take the box out of a chunk, as a copy unless it is the whole chunk. A short chunk gives fewer elements."""
+        """Return the box from a chunk, as a copy unless it is the whole chunk. A short chunk gives fewer elements."""
         box = torch.Size(self.shape)
         part = chunk.flatten()[self.start : self.start + box.numel()]
         if part.numel() != box.numel():
@@ -34,7 +34,7 @@ class FlatBox:
 
 
 def unflatten(metadata: Metadata) -> tuple[Metadata, dict[MetadataIndex, FlatBox]]:
-    """Describe flat tensors as boxes of their own shape. Also returns the part of a chunk that holds each box."""
+    """Describe flat tensors as boxes of their own shape. Return the metadata and the part of a chunk for each box."""
     described, cuts = dict(metadata.state_dict_metadata), dict[MetadataIndex, FlatBox]()
     for key, shape in _own_shapes(metadata):
         stored = described.get(key)
@@ -49,7 +49,7 @@ def unflatten(metadata: Metadata) -> tuple[Metadata, dict[MetadataIndex, FlatBox
 
 
 def _own_shapes(metadata: Metadata) -> Iterator[tuple[str, Shape]]:
-    """Yield the shapes that Megatron has noted."""
+    """Yield the shapes that Megatron recorded."""
     noted = getattr(metadata, "mcore_data", None)
     for key, value in noted.items() if isinstance(noted, dict) else ():
         shape = value.get(_SHAPE) if isinstance(value, dict) else None
@@ -73,5 +73,5 @@ def _cuts(key: str, stored: TensorStorageMetadata, shape: Shape) -> dict[Metadat
 
 
 def places(stored: Mapping[MetadataIndex, Any], cuts: Mapping[MetadataIndex, FlatBox]) -> dict[MetadataIndex, Any]:
-    """The place of each box, which is that of its chunk."""
+    """Return the place of each box: the place of its chunk."""
     return {**stored, **{index: stored[cut.index] for index, cut in cuts.items() if cut.index in stored}}

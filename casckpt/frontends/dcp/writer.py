@@ -28,13 +28,13 @@ from casckpt.saving.options import SaveOptions, WriterArguments
 class StorageWriter(Protocol):
     """``dcp.save(state_dict, storage_writer=StorageWriter(store, run="sft", step=100))``.
 
-    ``store``: a Store, a path or a URL. ``step`` may be omitted if each call passes ``checkpoint_id="sft@100"``, "100"
+    ``store``: a Store, a path or a URL. You may omit ``step`` if each call passes ``checkpoint_id="sft@100"``, "100"
     for the run of the writer, or a path; see `casckpt.frontends.dcp.ids`. The other arguments are those of
     `casckpt.Store.save`; ``attachments`` are those of the coordinator. ``allow_pickle``: store planner data and values
     of `PickleFreeSavePlanner` that are not plain data as pickles.
 
     A writer can be pickled, for asynchronous saves by a process, and several threads can use it. Raises InvalidInput
-    for unusable arguments. A save that fails raises DCP's CheckpointException on every rank, and nothing is visible.
+    for unusable arguments. A failed save raises DCP's CheckpointException on every rank, and no part of it is visible.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class StorageWriter(Protocol):
         self._run = check_run(run)
         self._place = _Target(run, None if step is None else check_step(step))
         check_keywords("StorageWriter", options, WriterArguments)
-        self._options = SaveOptions(run=run, step=step or 0, **options).checked()  # refused here rather than in a save
+        self._options = SaveOptions(run=run, step=step or 0, **options).checked()  # refused here, before a save
         self._here = _Here()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class StorageWriter(Protocol):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Set the target of the next save, in any thread or process: RUN@STEP, a step, or a path. None changes nothing.
 
-        If several threads save at a time, the next save of a thread goes where that thread has set it.
+        If several threads save at a time, the next save of a thread uses the target that this thread has set.
         """
         if checkpoint_id is not None:
             self._place = self._here.place = _Target(*place_of(checkpoint_id, self._run))
@@ -73,12 +73,12 @@ class StorageWriter(Protocol):
         use_collectives: bool = True,
         **kwargs: object,
     ) -> None:
-        """Begin a save in this thread. All further calls belong to it until it ends."""
+        """Begin a save in this thread. All further calls belong to this save until it ends."""
         place = self._next
         place.used = True
         run, step = place.run, place.step
         if step is None:
-            raise InvalidInput("the writer was given no step; give step=, or checkpoint_id='RUN@STEP' to each save")
+            raise InvalidInput("the writer has no step; give step=, or checkpoint_id='RUN@STEP' to each save")
         rank, alone = this_rank() if rank is None else rank, not use_collectives
         options = replace(self._options, run=f"{run}/rank-{rank}" if alone else run, step=step).checked()
         repo = self._store.repository
@@ -103,7 +103,7 @@ class StorageWriter(Protocol):
 
     @hook
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """See `WriterSession.finish`. Puts the id of the checkpoint into ``metadata.storage_data``."""
+        """See `WriterSession.finish`. Also put the id of the checkpoint into ``metadata.storage_data``."""
         session = self._session
         txid = session.finish(metadata, results)
         metadata.storage_data = {"checkpoint": session.checkpoint}
@@ -121,7 +121,7 @@ class StorageWriter(Protocol):
 
     @property
     def _next(self) -> _Target:
-        """The target of the next save of this thread: as the thread has set it, unless a save went there since."""
+        """Return the target of the next save in this thread: the thread's own target, if no save has used it."""
         own = self._here.place
         return self._place if own is None or own.used else own
 
@@ -134,7 +134,7 @@ class StorageWriter(Protocol):
 
 @dataclass
 class _Target:
-    """Where to save. ``used``: a save already went there."""
+    """The target of a save. ``used``: whether a save has used it."""
 
     run: str
     step: int | None
@@ -144,7 +144,7 @@ class _Target:
 class _Here(local):
     """The state of a writer in one thread. Each save runs in one thread, and several may run at a time.
 
-    ``place``: the target that was last set in it; None in a thread that DCP has started for a save.
+    ``place``: the last target that was set in the thread; None in a thread that DCP has started for a save.
     """
 
     place: _Target | None = None

@@ -26,7 +26,7 @@ _FOREIGN: Final = {
     ".ckpt", ".engine", ".gguf", ".gz", ".h5", ".hdf5", ".keras", ".mlmodel", ".mlpackage", ".msgpack", ".npy", ".npz",
     ".onnx", ".pb", ".pickle", ".pkl", ".pte", ".tar", ".tflite", ".zip",
 }  # fmt: skip
-"""Suffixes of other formats. An export to such a name would be a folder, which no program expects."""
+"""Suffixes of other formats. An export to such a name would create a folder, which no program expects."""
 _NOT_FOR: Final = {"dcp": ("keys", "strip_prefix", "rename", "max_shard_size"), "torch": ("max_shard_size",)}
 """Arguments that a format does not support."""
 
@@ -48,21 +48,22 @@ def export(
 ) -> Exported:
     """Write a checkpoint for other programs. ``path`` may be a URL. Every byte read is verified.
 
-    ``format``: "hf": only the weights of the model, under their names in the model, as ``from_pretrained`` of
-    Transformers loads them. "safetensors": all tensors under their keys. "dcp": everything, for
-    `torch.distributed.checkpoint`. "torch": everything, in one file for plain `torch.load`. None: chosen by the suffix
-    of ``path`` (.safetensors; .pt, .pth or .bin for "torch"); without one of these, "hf" if config.json is an
-    attachment, else "safetensors". "hf" and "safetensors" make a folder, or one file if ``path`` ends in .safetensors.
+    ``format``: "hf" writes only the weights of the model, under their names in the model, for ``from_pretrained`` of
+    Transformers. "safetensors" writes all tensors under their keys. "dcp" writes the whole checkpoint for
+    `torch.distributed.checkpoint`. "torch" writes the whole checkpoint to one file for plain `torch.load`. With None,
+    the suffix of ``path`` decides (.safetensors; .pt, .pth or .bin for "torch"). Without such a suffix, the format is
+    "hf" if config.json is an attachment, else "safetensors". "hf" and "safetensors" create a folder, or one file if
+    ``path`` ends in .safetensors.
 
-    ``keys``: only tensors whose key matches one of these fnmatch patterns. ``strip_prefix``: only tensors below it,
-    named without it. ``rename``: maps names to new names; a function, or a dict from regular expressions (matched
-    against the whole name) to replacements. ``max_shard_size``: of a safetensors file in a folder (default: "5GB").
-    ``attachments``: unless False, attachments become files of the folder. ``force``: overwrite what exists.
-    ``allow_pickle``: also export values that only a pickle can hold.
+    ``keys``: only tensors whose key matches one of these fnmatch patterns. ``strip_prefix``: only tensors below this
+    prefix, which is removed from their names. ``rename``: maps names to new names; a function, or a dict from regular
+    expressions (matched against the whole name) to replacements. ``max_shard_size``: the limit of a safetensors file in
+    a folder (default: "5GB"). ``attachments``: unless False, attachments become files of the folder. ``force``:
+    overwrite existing files. ``allow_pickle``: also export values that need a pickle.
 
-    Raises NotFound, MissingKey for a pattern or prefix that matches nothing, Conflict if ``path`` exists, InvalidInput
-    for what the format cannot hold, for a ``path`` in the folder of the store, and if several parts may be the model;
-    Damaged, StorageError. After an error nothing exists under the final names.
+    Raises NotFound, MissingKey for a pattern or prefix that matches nothing, Conflict if ``path`` exists, Damaged or
+    StorageError. Raises InvalidInput for values that the format cannot hold, for a ``path`` in the folder of the store,
+    and if several parts may be the model. After an error no file exists under the final names.
     """
     opened = as_store(store)
     _check_outside(opened.url, path)
@@ -109,7 +110,9 @@ def _check_suffix(format: Format, path: str | os.PathLike[str]) -> None:
     of = _by_suffix(path)
     if of in (None, format) or (of, format) == ("safetensors", "hf") or os.path.isdir(path):
         return
-    raise InvalidInput(f"{Path(path).name} is a name for --format {of}, but the format is {format}; give another name")
+    raise InvalidInput(
+        f"{Path(path).name} has a suffix of --format {of}, but the format is {format}; give another name"
+    )
 
 
 def _check_known(format: Format, given: Sequence[str]) -> None:

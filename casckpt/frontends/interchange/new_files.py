@@ -18,30 +18,30 @@ from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
 from casckpt.store.store import Store
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)  # None: of torch.save, see `torch_saves`
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)  # None is from torch.save; see `torch_saves`
 _LONGEST = 255  # bytes in the name of a file
 
 
 @contextmanager
 def new_file(path: Path, *, force: bool) -> Iterator[Path]:
-    """Yield a temporary path beside ``path``. At the end the file there becomes ``path``.
+    """Yield a temporary path beside ``path``. At the end, rename the temporary file to ``path``.
 
-    ``force``: overwrite ``path``; without it, raises Conflict if it exists. Raises StorageError for other errors of the
-    file system.
+    ``force``: overwrite ``path``. Otherwise raises Conflict if ``path`` exists. Raises StorageError for other errors of
+    the file system.
     """
     _check_no_file(path, force=force)
     with _said_as_ours(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with _scratch(path.parent, path.name) as folder:
             yield folder / path.name
-            _check_no_file(path, force=force)  # another process may have made it meanwhile
+            _check_no_file(path, force=force)  # another process may have created it meanwhile
             os.replace(folder / path.name, path)
             sync_folder(path.parent)
 
 
 @contextmanager
 def new_folder(path: Path, *, force: bool, stale: Callable[[str], bool], last: Sequence[str]) -> Iterator[Path]:
-    """Yield a temporary folder. At the end its files are in the folder ``path``.
+    """Yield a temporary folder. At the end, move its files into the folder ``path``.
 
     If ``path`` exists and is not empty, raises Conflict. ``force``: move the files into it and overwrite files of the
     same name. The files named ``last`` are moved last, in that order. Files of ``path`` that are ``stale`` are removed.
@@ -57,20 +57,20 @@ def new_folder(path: Path, *, force: bool, stale: Callable[[str], bool], last: S
             path.parent.mkdir(parents=True, exist_ok=True)
         with _scratch(path if exists else path.parent, path.name) as temporary:
             yield temporary
-            if not exists and path.is_dir():  # another process made it meanwhile
+            if not exists and path.is_dir():  # another process created it meanwhile
                 _check_empty(path, force=force)
                 exists = True
             if exists:
                 _move_into(temporary, path, stale, last)
             else:
-                sync_folder(temporary)  # a file may have been moved here
+                sync_folder(temporary)  # files were perhaps moved here
                 os.rename(temporary, path)
             sync_folder(path if exists else path.parent)
 
 
 @contextmanager
 def place_for(path: str | os.PathLike[str], *, force: bool, last: Sequence[str] = ()) -> Iterator[Path]:
-    """Yield a local path for ``path``. For a URL it is in a temporary folder, and is copied to the URL at the end.
+    """Yield a local path for ``path``. For a URL, it is in a temporary folder that is copied to the URL at the end.
 
     ``last``: names of files that are copied last, because their presence marks a folder as complete. Raises Conflict if
     ``path`` exists, unless ``force``.
@@ -89,10 +89,10 @@ def place_for(path: str | os.PathLike[str], *, force: bool, last: Sequence[str] 
 
 
 def check_file_names(names: Iterable[str], is_taken: Callable[[str], bool]) -> None:
-    """Raise InvalidInput, naming each attachment that cannot be a file of an export.
+    """Raise InvalidInput that names each attachment that cannot be a file of an export.
 
-    ``is_taken``: whether the export makes a file of this name, which is given in lower case for file systems that
-    ignore case.
+    ``is_taken``: returns whether the export itself writes a file with a name. The name is in lower case, for file
+    systems that ignore case.
     """
     wrong = [f"{name!r} {why}" for name in names if (why := _why_no_file(name, is_taken))]
     if wrong:
@@ -107,13 +107,13 @@ def _why_no_file(name: str, is_taken: Callable[[str], bool]) -> str:
     if is_taken(parts[0].lower()):
         return "has the name of a file with tensors"
     if any(len(part.encode(errors="surrogateescape")) > _LONGEST for part in parts):
-        return f"has a name that no file can have: more than {_LONGEST} bytes"
+        return f"has a name that is too long for a file: more than {_LONGEST} bytes"
     return ""
 
 
 def _check_no_file(path: Path, *, force: bool) -> None:
     if os.path.lexists(path) and not force:
-        raise Conflict(f"{path} exists already; give another name, or --force to write over it")
+        raise Conflict(f"{path} exists already; give another name, or --force to overwrite it")
 
 
 def _check_empty(path: Path, *, force: bool) -> None:
@@ -122,7 +122,7 @@ def _check_empty(path: Path, *, force: bool) -> None:
 
 
 def _move_into(source: Path, target: Path, stale: Callable[[str], bool], last: Sequence[str]) -> None:
-    """Move all files of a tree. Meanwhile ``target`` may hold old and new files."""
+    """Move all files of a tree. During the move ``target`` may hold old and new files."""
     names = [path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()]
     for path in target.iterdir():
         if stale(path.name) and path.is_file():
@@ -134,7 +134,7 @@ def _move_into(source: Path, target: Path, stale: Callable[[str], bool], last: S
 
 @contextmanager
 def _scratch(beside: Path, name: str) -> Iterator[Path]:
-    """Yield a temporary folder in ``beside`` for ``name``, which is locked while this process uses it."""
+    """Yield a temporary folder for ``name`` in ``beside``. It is locked while this process uses it."""
     _clear(beside, name)
     with ExitStack() as held:
         folder = _newlocked(beside, name, held)
@@ -155,9 +155,9 @@ def _newlocked(beside: Path, name: str, held: ExitStack) -> Path:
 
 
 def _clear(beside: Path, name: str) -> None:
-    """Remove the temporary folders that no process locks, because their processes died.
+    """Remove temporary folders that no process locks. Their processes have died.
 
-    Folders stay on file systems that cannot lock folders, such as NFS.
+    On file systems that cannot lock folders, such as NFS, these folders stay.
     """
     for path in list(beside.iterdir()):
         if path.name.startswith(_prefix(name)):
@@ -193,7 +193,7 @@ def _said_as_ours(path: Path) -> Iterator[None]:
 
 @contextmanager
 def torch_saves() -> Iterator[None]:
-    """Convert errors of torch.save: an OSError for a full disk, InvalidInput for a dtype that it cannot write."""
+    """Convert errors of torch.save to OSError (for a full disk) or InvalidInput (for an unsupported dtype)."""
     try:
         yield
     except KeyError as error:
@@ -209,14 +209,14 @@ def write_attached(store: Store, checkpoint: Checkpoint, names: Iterable[str], f
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a file, and make the folders above it."""
+    """Write a file durably, and create the folders above it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with synced_file(path) as file:
         file.write(data)
 
 
 def copied(source: Path, target: Path) -> bool:
-    """Let the kernel copy a file, with shared blocks if the file system supports it. False if it cannot copy."""
+    """Copy a file in the kernel, with shared blocks if possible. Return False if the kernel cannot copy it."""
     with source.open("rb") as old, target.open("xb") as new:
         left = os.fstat(old.fileno()).st_size
         try:

@@ -1,4 +1,4 @@
-"""Imports checkpoints of OLMo-core: of its first checkpointer, and of its later trainer."""
+"""Imports checkpoints of OLMo-core, from its first checkpointer and from its later trainer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _STATE = re.compile(r"state\.(.+)\.__(.+)", re.DOTALL)
 _GROUP = re.compile(r"param_group[0-9]{1,9}")
 _TRAIN = re.compile(r"train/rank([0-9]{1,9})\.pt")
 _MISFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What malformed JSON raises; RecursionError, and what torch refuses, are RuntimeErrors."""
+"""The errors that malformed JSON raises. RecursionError and torch's errors are RuntimeErrors."""
 log = logging.getLogger(__name__)
 
 
@@ -58,9 +58,9 @@ def import_olmo(
     """Save a folder of OLMo-core 0.1: ``model/`` and ``optim/``, or one folder with ``metadata.json`` and its files.
 
     The keys are those of a training state of casckpt: ``model.<name>``, ``optim.state.<name>.<what>``, and groups of
-    parameters by name. Groups are pickles of plain data; anything else in them needs ``allow_pickle``.
+    parameters by name. Groups are pickles of plain data. Pickles of other values need ``allow_pickle``.
 
-    Raises NotFound, Refused or InvalidInput for an unusable folder, and what `Store.save` raises.
+    Raises NotFound, Refused or InvalidInput for an unusable folder, and the errors of `Store.save`.
     """
     check_keywords("import_olmo", options, ImportArguments)
     files, maps = LocalFiles(path), Maps(options.get("progress"))
@@ -77,7 +77,7 @@ def import_olmo(
 
 
 def _tensors(files: LocalFiles, maps: Maps) -> dict[str, list[Shard]]:
-    """The tensors of a folder with ``metadata.json``, as shards."""
+    """Return the tensors of a folder with ``metadata.json``, as shards."""
     described = _described(files)
     names = sorted({name for tensor in described.values() for name in tensor.parts})
     held = {name: _mapped(files, name, maps) for name in names}
@@ -95,7 +95,7 @@ def _described(files: LocalFiles) -> dict[str, _Tensor]:
         tensors = json.loads(files.read(METADATA))["tensors"]
         return {str(key): _Tensor(tuple(map(int, about["shape"])), _parts(about)) for key, about in tensors.items()}
     except _MISFORMED as error:
-        raise Refused(f"{files.url}/{METADATA} is not one of OLMo-core's checkpointer: {error!r}") from error
+        raise Refused(f"{files.url}/{METADATA} is not from OLMo-core's checkpointer: {error!r}") from error
 
 
 def _parts(about: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
@@ -114,11 +114,11 @@ def _shards(key: str, tensor: _Tensor, held: Mapping[str, Mapping[str, torch.Ten
         data = held[name].get(key)
         try:
             shards = [] if data is None else [_shard(data, tensor.shape, spec)]
-            is_absent = data is None and _numel(spec) > 0  # an empty part of an optimizer's state may be left out
+            is_absent = data is None and _numel(spec) > 0  # an empty part of an optimizer's state may be absent
         except _MISFORMED as error:
             raise Refused(f"{METADATA} is malformed for {key!r} in {name}: {error!r}", key=key) from error
         if is_absent:
-            raise NotFound(f"{name} lacks {key!r}, which {METADATA} says is in it; get the whole folder", key=key)
+            raise NotFound(f"{name} lacks {key!r}, although {METADATA} lists it; get the whole folder", key=key)
         yield from shards
 
 
@@ -159,8 +159,8 @@ def _group(key: str, shards: list[Shard], allow_pickle: bool) -> dict[str, Any]:
             if allow_pickle:
                 raise
             raise InvalidInput(
-                f"{where} is more than a pickle of plain data ({error}); pass allow_pickle=True (--allow-pickle) if "
-                "you trust whoever wrote it",
+                f"{where} is not a pickle of plain data ({error}); pass allow_pickle=True (--allow-pickle) if "
+                "you trust its source",
                 key=key,
             ) from error
         names = list(group.pop("_param_names"))
@@ -181,9 +181,9 @@ def import_olmo_trainer(
 ) -> Checkpoint:
     """Save a folder of OLMo-core's trainer: ``model_and_optim/``, which is a DCP folder, and the files beside it.
 
-    The train state of each rank, ``train/rank<N>.pt``, is saved as `casckpt.frontends.trainer` saves it if torch's
-    restricted unpickler reads it or ``allow_pickle`` is given. Otherwise it is left out, and the log says so. Other
-    small files become attachments. Raises what `dcp_to_casckpt` raises.
+    The train state of each rank, ``train/rank<N>.pt``, is saved in the layout of `casckpt.frontends.trainer` if torch's
+    restricted unpickler reads it or ``allow_pickle`` is set. Otherwise the import skips it and logs this. Other small
+    files become attachments. Raises the errors of `dcp_to_casckpt`.
     """
     from casckpt.frontends.dcp.importing import import_folder, small_files
 
@@ -208,7 +208,7 @@ def _train_state(name: str, data: bytes, allow_pickle: bool) -> Any:
             if allow_pickle:
                 raise
             what = refused_name(error)
-            log.warning("left out, because it needs unpickling (allow_pickle, --allow-pickle): %s (%s)", name, what)
+            log.warning("skipped, because it needs unpickling (allow_pickle, --allow-pickle): %s (%s)", name, what)
             return None
     check_expansion(state, len(data), name)
     return state

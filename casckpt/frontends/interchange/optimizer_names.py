@@ -1,7 +1,7 @@
-"""Names for the parameters of optimizers, which `optim.state_dict` numbers.
+"""Names for the numbered parameters in the state_dict of an optimizer.
 
-Such a state identifies parameters only by their order in ``model.parameters()``, within each group. The shapes of the
-state are compared with those of the model, and parameters are named only if there is exactly one way.
+Such a state identifies parameters only by their order in ``model.parameters()``, within each group. This module
+compares the shapes of the state with those of the model. It names parameters only if exactly one assignment fits.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Numbered: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any]]
 _SHAPED = (
     "exp_avg", "momentum_buffer", "square_avg", "exp_avg_sq", "exp_inf", "sum", "acc_delta", "ax", "prev", "grad_avg",
 )  # fmt: skip
-"""Names of states with the shape of their parameter, in torch's optimizers and most others."""
+"""Names of states that have the shape of their parameter, in torch's optimizers and most others."""
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _MAX_WAYS = 10_000
 
 
 def is_optimizer_state(value: Any) -> bool:
-    """Whether a value is a state_dict of an optimizer."""
+    """Return whether a value is a state_dict of an optimizer."""
     return (
         isinstance(value, Mapping)
         and isinstance(value.get("state"), Mapping)
@@ -41,7 +41,7 @@ def is_optimizer_state(value: Any) -> bool:
 
 
 def is_named(optimizers: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether optimizers name their parameters already."""
+    """Return whether optimizers already name their parameters."""
     params = [param for optim in optimizers for group in optim["param_groups"] for param in group["params"]]
     return bool(params) and all(isinstance(param, str) for param in params)
 
@@ -49,10 +49,10 @@ def is_named(optimizers: Sequence[Mapping[str, Any]]) -> bool:
 def by_name(
     optimizers: Sequence[Mapping[str, Any]], model: Mapping[str, Any], parameter_names: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """Merge the states of the optimizers of a model into one, by name. Tensors are not copied.
+    """Merge the states of a model's optimizers into one state by name, without a copy of the tensors.
 
     ``model``: its state_dict. ``parameter_names``: the names of all parameters, in order. Raises Mismatch if the names
-    are not certain.
+    are ambiguous.
     """
     for optim in optimizers:
         others = [key for key in optim if key not in ("state", "param_groups")]
@@ -66,7 +66,7 @@ def by_name(
     if names is None:
         names = _names([[_shape(optim, number) for number in group["params"]] for optim, group in numbered], model)
     if names is None:
-        raise Mismatch("the shapes of its parameters match those of the model in several ways, or in none")
+        raise Mismatch("the shapes of its parameters match those of the model in no way or in several ways")
     _check(names, numbered, model)
     state: dict[Any, Any] = {}
     groups = []
@@ -79,14 +79,14 @@ def by_name(
 
 
 def _given(numbered: Sequence[Numbered], parameter_names: Sequence[str] | None) -> list[list[str]] | None:
-    """The names that the caller gave, or that an optimizer made from named_parameters holds, by group."""
+    """Return the names by group from the caller, or from an optimizer that was created with named_parameters."""
     if parameter_names is None:
         given = [list(group.get("param_names", [])) for _, group in numbered]
         whole = all(len(own) == len(group["params"]) for own, (_, group) in zip(given, numbered, strict=True))
         return given if whole else None
     wanted, left = sum(len(group["params"]) for _, group in numbered), iter(parameter_names)
     if wanted != len(parameter_names) or len(set(parameter_names)) != wanted:
-        raise Mismatch(f"it has {wanted} parameters, for which parameter_names gives {len(set(parameter_names))} names")
+        raise Mismatch(f"it has {wanted} parameters, but parameter_names gives {len(set(parameter_names))} names")
     return [list(islice(left, len(group["params"]))) for _, group in numbered]
 
 
@@ -99,7 +99,7 @@ def _check(names: Sequence[Sequence[str]], numbered: Sequence[Numbered], model: 
 
 
 def _shape(optim: Mapping[str, Any], number: Any) -> Shape | None:
-    """The shape of a parameter according to its state; None if that does not show it."""
+    """Return the shape of a parameter according to its state; None if the state does not show it."""
     state = optim["state"].get(number)
     values = [state[name] for name in _SHAPED if isinstance(state, Mapping) and name in state]
     shapes = [tuple(value.shape) for value in values if isinstance(value, torch.Tensor)]
@@ -121,11 +121,11 @@ def _candidates(model: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
 
 
 def _names(groups: Sequence[Sequence[Shape | None]], model: Mapping[str, Any]) -> list[list[str]] | None:
-    """The names for each group in the order of the model, if there is exactly one way to choose them."""
+    """Return the names of each group in the order of the model, if exactly one choice is possible."""
     wanted = sum(map(len, groups))
     candidates = list(_candidates(model))
     spare = len(candidates) - wanted
-    ways: dict[Positions, tuple[int, Any]] = {(0,) * len(groups): (1, None)}  # number of ways, choices of one
+    ways: dict[Positions, tuple[int, Any]] = {(0,) * len(groups): (1, None)}  # number of ways, and one way
     for at, (_, shape) in enumerate(candidates):
         following: dict[Positions, tuple[int, Any]] = {}
         for positions, (count, chosen) in ways.items():

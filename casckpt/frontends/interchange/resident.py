@@ -12,7 +12,7 @@ RESIDENT_BYTES: Final = 256 << 20
 
 
 def letting_go(shown: Shown | None, let_go: Callable[[], None]) -> Shown:
-    """The progress of a save, which also calls ``let_go`` every `RESIDENT_BYTES` to release the pages that were read.
+    """Return a progress function that also calls ``let_go`` every `RESIDENT_BYTES`, to release pages that were read.
 
     This bounds memory as container limits count it. The pages are unchanged, so a later access reads them again.
     """

@@ -54,9 +54,9 @@ from casckpt.tensors.values import OfObjects
 log = logging.getLogger(__name__)
 
 _Storage: TypeAlias = ViewTensor | bytes
-"""The content of a storage in a file: a tensor of the checkpoint, or the data of a tensor in an object."""
+"""The content of a storage in a file: a tensor of the checkpoint, or the data of a tensor inside an object."""
 _DEFINE = (
-    "Each class must be where it was when the file was saved. For one of __main__, import it in a program, set it with "
+    "Each class must have its old module and name. For a class of __main__, import it in a program, set it with "
     "`import __main__; __main__.NAME = NAME`, and call torch_save_to_casckpt of casckpt.frontends.convert there, with "
     "allow_pickle=True"
 )
@@ -75,15 +75,15 @@ def torch_save_to_casckpt(
 ) -> Checkpoint:
     """Save the content of a file of torch.save, a mapping of names to tensors and plain data. The file is mapped.
 
-    A model and its optimizer are saved under ``model`` and, by names of parameters, ``optim``, where
-    `load_model_and_optim_state` and `Checkpointer.resume` find them. The rest becomes the train state of rank 0. Parts
-    that cannot be arranged so are saved unchanged; ``notes`` of the result and the log name them. ``as_is``: save
-    everything unchanged. ``parameter_names``: the names of the optimizer's parameters in order, such as ``[name for
-    name, parameter in model.named_parameters() if parameter.requires_grad]``, if their shapes do not determine them.
-    Raises Mismatch if they do not fit.
+    A model is saved under ``model``, and its optimizer, by names of parameters, under ``optim``.
+    `load_model_and_optim_state` and `Checkpointer.resume` find them there. The rest becomes the train state of rank 0.
+    Parts that do not fit this layout are saved unchanged, and ``notes`` of the result and the log name them. ``as_is``:
+    save the whole state unchanged. ``parameter_names``: the names of the optimizer's parameters in order, such as
+    ``[name for name, parameter in model.named_parameters() if parameter.requires_grad]``, if their shapes do not
+    determine them. Raises Mismatch if they do not fit.
 
-    torch's restricted unpickler reads the file. ``allow_pickle``: use the other one, which runs code from the file.
-    Raises NotFound, InvalidInput, Refused for an unusable file, and what `Store.save` raises.
+    torch's restricted unpickler reads the file. ``allow_pickle``: use the full unpickler, which runs code from the
+    file. Raises NotFound, InvalidInput or Refused for an unusable file, and the errors of `Store.save`.
     """
     check_keywords("torch_save_to_casckpt", options, ImportArguments)
     given = local_path(path)
@@ -102,10 +102,10 @@ def torch_save_to_casckpt(
 
 def _read(path: Path, allow_pickle: bool) -> Any:
     if not path.is_file():
-        raise NotFound(f"there is no file {path}; give the path of a file that torch.save wrote")
+        raise NotFound(f"there is no file {path}; give the path of a file from torch.save")
     with misread(lambda why: Refused(f"{path} is not a file of torch.save, or is damaged: {why}")):
         with path.open("rb") as file:
-            mapped = is_archive(file.read(4))  # the format before torch 1.6 cannot be mapped
+            mapped = is_archive(file.read(4))  # files from before torch 1.6 cannot be mapped
         try:
             state = torch.load(path, map_location="cpu", mmap=mapped, weights_only=not allow_pickle)
         except pickle.UnpicklingError as error:
@@ -114,14 +114,14 @@ def _read(path: Path, allow_pickle: bool) -> Any:
             held = refused_name(error)
             raise InvalidInput(
                 f"{path} holds more than tensors and plain data, and reading it runs code from it; pass "
-                f"allow_pickle=True (--allow-pickle) if you trust whoever wrote it ({held})"
+                f"allow_pickle=True (--allow-pickle) if you trust its source ({held})"
                 + f". {_DEFINE}"
                 * ("__main__." in held)
             ) from error
         except (AttributeError, ImportError) as error:
             if not allow_pickle:
                 raise
-            raise InvalidInput(f"{path} holds objects of a class that is not found here: {error}. {_DEFINE}") from error
+            raise InvalidInput(f"{path} holds objects of an unknown class: {error}. {_DEFINE}") from error
     check_expansion(state, path.stat().st_size, str(path))
     return state
 
@@ -155,14 +155,14 @@ def _spans(path: Path) -> Iterator[tuple[int, int]]:
 def casckpt_to_torch_save(
     store: AnyStore, ref: str | Checkpoint, path: str | os.PathLike[str], **options: Unpack[FileOptions]
 ) -> Checkpoint:
-    """Write a checkpoint, nested as it was saved, as one file for `torch.load`; see `export_torch`.
+    """Write a checkpoint with its original nesting to one file for `torch.load`; see `export_torch`.
 
-    The log names the values that are left out.
+    The log names skipped values.
     """
     done = export_torch(store, ref, path, **options)
     if done.left_out:
         names = ", ".join(done.left_out)
-        log.warning("left out, because plain torch.load does not read it (allow_pickle=True): %s", names)
+        log.warning("skipped, because plain torch.load does not read it (allow_pickle=True): %s", names)
     return done.checkpoint
 
 
@@ -180,17 +180,17 @@ def export_torch(
 ) -> Exported:
     """Write a checkpoint as one file that plain `torch.load` reads. Memory holds 64 MiB at a time.
 
-    The file holds the whole checkpoint, nested as it was saved. With ``keys``, ``strip_prefix`` or ``rename`` (see
-    `casckpt.frontends.views.view`) it holds a dict of tensors by name. Values that torch's restricted unpickler does
-    not read, such as numpy arrays, are left out; a list or tuple that loses items becomes a dict by index.
-    ``allow_pickle``: nothing is left out; pickles are unpickled and pickled again, and loading the file takes
+    The file holds the whole checkpoint with its original nesting. With ``keys``, ``strip_prefix`` or ``rename`` (see
+    `casckpt.frontends.views.view`) it holds a dict of tensors by name. The export skips values that torch's restricted
+    unpickler does not read, such as numpy arrays. A list or tuple that loses items becomes a dict by index.
+    ``allow_pickle``: skip no values. Pickles are unpickled and pickled again, and loading the file requires
     ``torch.load(..., weights_only=False)``.
 
-    Every byte read is verified. ``path``: of a file, or a URL, to which a temporary file is copied. ``force``:
-    overwrite what exists.
+    Every byte read is verified. ``path``: a file, or a URL to which a temporary file is copied. ``force``: overwrite an
+    existing file.
 
-    Raises NotFound, MissingKey, Conflict if ``path`` exists, InvalidInput, Damaged, StorageError. After an error
-    nothing exists under the final name.
+    Raises NotFound, MissingKey, Conflict if ``path`` exists, InvalidInput, Damaged or StorageError. After an error no
+    file exists under the final name.
     """
     opened = as_store(store)
     checkpoint = opened.get(ref)
@@ -208,7 +208,7 @@ def export_torch(
 
 
 class _Export:
-    """One export. torch writes the file without the data of tensors, which is filled in afterwards."""
+    """One export. torch writes the file without the data of tensors. The export then fills in the data."""
 
     def __init__(self, store: Store, checkpoint: Checkpoint, allow_pickle: bool) -> None:
         self.contents = Contents.open(store.repository, checkpoint.commit, extensions=TORCH_EXTENSIONS)
@@ -217,7 +217,7 @@ class _Export:
         self._fake = FakeTensorMode()
 
     def whole(self) -> tuple[Any, View, Sequence[_Storage]]:
-        """The whole checkpoint, nested as it was saved, with tensors without data; and its storages, in order."""
+        """Return the whole nested checkpoint with tensors without data, and its storages in order."""
         tree = self.contents.whole_tree()
         keys = [join(path) for path, node in leaves(tree) if node == TENSOR]
         self.contents.check_whole([self.contents.tensor(key) for key in keys])
@@ -239,7 +239,7 @@ class _Export:
         return state, View(tuple(tensors), left_out), storages
 
     def seen(self, rules: Rules) -> tuple[Any, View, Sequence[_Storage]]:
-        """The tensors of a view by name, without data; and their storages, in order."""
+        """Return the tensors of a view by name, without data, and their storages in order."""
         view = view_of(self.contents, rules)
         return {tensor.name: self._empty(tensor.entry) for tensor in view.tensors}, view, view.tensors
 
@@ -248,7 +248,7 @@ class _Export:
             return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
 
     def write(self, path: Path, state: Any, storages: Sequence[_Storage], reader: RegionReader) -> None:
-        """Write the file. It is durable when this returns."""
+        """Write the file. It is durable when the method returns."""
         path.open("xb").close()  # raises a clear error if the folder is not writable
         with skip_data(materialize_fake_tensors=True), torch_saves():
             torch.save(state, path)
@@ -258,7 +258,7 @@ class _Export:
 
 
 def _storages_in(value: Any) -> Iterator[bytes]:
-    """Yield the data of the storages that torch.save finds in an object, in its order."""
+    """Yield the data of the storages that torch.save finds in an object, in the order of torch.save."""
     with zipfile.ZipFile(BytesIO(write_archive(value))) as archive:
         names = {name.partition("/")[2]: name for name in archive.namelist()}
         for index in count():
@@ -268,7 +268,7 @@ def _storages_in(value: Any) -> Iterator[bytes]:
 
 
 def _filled(path: Path, storages: Sequence[_Storage], reader: RegionReader) -> dict[str, int]:
-    """Write the data of all storages into the file. Returns the crc of each record."""
+    """Write the data of all storages into the file. Return the crc of each record."""
     places: Any = torch._C.PyTorchFileReader(str(path))
     with zipfile.ZipFile(path) as archive:
         sizes = {info.filename.partition("/")[2]: info.file_size for info in archive.infolist()}
@@ -287,7 +287,7 @@ def _filled(path: Path, storages: Sequence[_Storage], reader: RegionReader) -> d
 
 
 def _of_plain_kinds(node: Node) -> Node:
-    """The same tree, with only the containers and ``_metadata`` that torch's restricted unpickler makes."""
+    """Return the tree with only the containers and ``_metadata`` that torch's restricted unpickler creates."""
     if isinstance(node, int):
         return node
     below: dict[Element, Node] = {element: _of_plain_kinds(child) for element, child in children(node)}
@@ -298,14 +298,14 @@ def _of_plain_kinds(node: Node) -> Node:
 
 
 def _is_read(value: Any) -> bool:
-    """Whether plain `torch.load` reads a value."""
+    """Return whether plain `torch.load` reads a value."""
     if type(value) in (NoneType, bool, float, str) or (type(value) is int and value.bit_length() < 64):
         return True
     data = write_archive(value)
     with zipfile.ZipFile(BytesIO(data)) as archive:
         pickled = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
     try:
-        # only globals that torch allows by itself, since another process may not have registered others
+        # only the default globals of torch, because another process may not have registered others
         if get_globals_in_pkl(BytesIO(pickled)) - _get_allowed_globals().keys():
             return False
         read_archive(data)
@@ -338,7 +338,7 @@ _WRAPPERS = ("module.", "_orig_mod.")
 
 @dataclass(frozen=True)
 class TorchState:
-    """A state to save. ``notes``: which parts do not have the usual layout, and why."""
+    """A state to save. ``notes``: the parts without the usual layout, and the reasons."""
 
     state: Mapping[str, Any]
     notes: tuple[str, ...] = ()
@@ -348,12 +348,12 @@ def laid_out(state: Mapping[str, Any], parameter_names: Sequence[str] | None = N
     """Arrange a state: weights under ``model``, one optimizer by names under ``optim``, the rest as train state.
 
     If the optimizer's parameters cannot be named, the state stays unchanged, and a note says why. A state without an
-    optimizer stays unchanged. The rest of a file of Lightning goes where `casckpt.frontends.lightning` expects it.
+    optimizer stays unchanged. The rest of a Lightning file is placed where `casckpt.frontends.lightning` expects it.
     ``parameter_names``: the names of the optimizer's parameters, in order, if their shapes do not determine them.
     Raises Mismatch if these do not fit.
     """
     if is_optimizer_state(state) and not is_named([state]):
-        return TorchState(state, (_note("the optimizer", "there is no model beside it that could give names"),))
+        return TorchState(state, (_note("the optimizer", "there is no model beside it to provide names"),))
     name = next((name for name in OPTIMIZERS if name in state), "")
     home = next((home for home in MODELS if _is_model(state.get(home))), None)
     optimizers = _optimizers(state.get(name))
@@ -376,19 +376,19 @@ def laid_out(state: Mapping[str, Any], parameter_names: Sequence[str] | None = N
 
 
 def _of_lightning(state: Mapping[str, Any], home: str) -> Mapping[str, Any]:
-    """The layout of `casckpt.frontends.lightning`: the whole file, optimizers included, beside the weights."""
+    """Return the layout of `casckpt.frontends.lightning`: the whole file with optimizers, beside the weights."""
     return {"model": state[home], "lightning": {key: value for key, value in state.items() if key != home}}
 
 
 def _note(what: str, why: str, advice: str = "Load") -> str:
     return (
-        f"{what} numbers its parameters, and is stored unchanged, without their names ({why}): a resume does not find "
+        f"{what} numbers its parameters and is stored unchanged, without their names ({why}): a resume does not find "
         f"it. {advice} it with store.read and optim.load_state_dict"
     )
 
 
 def _optimizers(value: Any) -> Sequence[Mapping[str, Any]]:
-    """The states of one or several optimizers; empty for any other value."""
+    """Return the states of one or several optimizers; an empty sequence for any other value."""
     states = [value] if is_optimizer_state(value) else value
     states = list(states.values()) if isinstance(states, Mapping) else states
     are_states = isinstance(states, list | tuple) and all(is_optimizer_state(state) for state in states)
@@ -400,7 +400,7 @@ def _is_model(value: Any) -> bool:
 
 
 def _unwrapped(model: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state_dict without the prefixes that DistributedDataParallel and torch.compile add to all names."""
+    """Return a state_dict without the prefixes that DistributedDataParallel and torch.compile add to all names."""
     for prefix in _WRAPPERS * 2:
         if all(str(key).startswith(prefix) for key in model):
             model = {str(key).removeprefix(prefix): value for key, value in model.items()}

@@ -1,4 +1,4 @@
-"""Checkpoints of a training loop: when to save, what to save, how many to keep, and how to resume.
+"""Checkpoints of a training loop: due steps, saved state, retention and resume.
 
 ::
 

@@ -59,7 +59,7 @@ class _Overrides(TrainerArguments, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointerConfig(TrainerSettings):
-    """The keyword arguments of `Checkpointer`, which describes them. Raises InvalidInput for unusable values."""
+    """The keyword arguments of `Checkpointer`; see there. Raises InvalidInput for unusable values."""
 
     def build(
         self, store: AnyStore, process_group: ProcessGroup | None = None, **overrides: Unpack[_Overrides]
@@ -73,28 +73,26 @@ class CheckpointerConfig(TrainerSettings):
 
 
 class Checkpointer(RunCheckpoints):
-    """Saves and loads the checkpoints of one run, and limits their number. Every rank makes the same calls.
+    """A manager of the checkpoints of one run: it saves, loads and forgets them. Every rank makes the same calls.
 
     ``keep``, ``max_checkpoints``, ``fixed_steps``: which permanent checkpoints stay after a save (see `Rotation`).
-    Without ``keep`` and ``max_checkpoints`` all checkpoints stay, also ephemeral ones. ``thin``: what the remaining
-    checkpoints leave out, and which of them stay whole, as ``{"drop": ["optim.*"], "keep_last": 2}``.
+    Without ``keep`` and ``max_checkpoints`` all checkpoints stay, including ephemeral ones. ``thin``: the entries to
+    drop from older checkpoints, and the number of whole checkpoints, as ``{"drop": ["optim.*"], "keep_last": 2}``.
     ``save_interval``, ``fixed_steps``, ``last_step``, ``ephemeral_save_interval``, ``ephemeral_cooldown``: when
-    `save_if_due` saves (see `due`). ``last_step``: the last step of the training. If it is None, `close` warns of steps
-    since the last save.
-    ``max_steps_at_risk``: the most steps that the death of the job may lose; at least the interval. `save_if_due` waits
-    for the save in the background before more could be lost. None: it waits when the next save is due, so up to two
-    intervals are at risk.
-    ``max_failures``: after this number of failed saves in a row, over 15 minutes or more, the next save runs in the
-    foreground and raises its error. None: errors that may be temporary, such as StorageError, are only logged.
-    ``gc``: after a save, rank 0 runs a gc of the run in a thread.
+    `save_if_due` saves (see `due`). ``last_step``: the last step of the training. If it is None, `close` warns about
+    steps since the last save. ``max_steps_at_risk``: the most steps that a crash of the job may lose; at least the
+    interval. `save_if_due` waits for the save in the background before more steps are at risk. None: it waits when the
+    next save is due, so up to two intervals are at risk. ``max_failures``: after this number of failed saves in a row,
+    over 15 minutes or more, the next save runs in the foreground and raises its error. None: errors that may be
+    temporary, such as StorageError, are only logged. ``gc``: after a save, rank 0 runs a gc of the run in a thread.
 
     ``overwrite``: replace a step that exists. ``save_threads``, ``load_threads``: the threads of each rank.
     ``throttle``: the most ranks of a node that upload at the same time. ``work_dir``: a folder of this node for the
     lock files of ``throttle`` (default: in the folder for temporary files). ``pre_download``: fetch a checkpoint into
     the cache of this node before a load. ``frozen``: tensors that do not change, as for `Store.save`; a save compares
-    only a sample of them. ``compress``: as for `Store.save`. ``health``: look for NaN in what changed. A checkpoint
-    with NaN is unhealthy, and retention keeps the newest healthy checkpoint beside it. ``check_replicas``, ``owners``:
-    for tensors that several ranks hold, as for `Store.save`. ``allow_pickle``: for entries of the train state and of an
+    only a sample of them. ``compress``: as for `Store.save`. ``health``: look for NaN in changed cells. A checkpoint
+    with NaN is unhealthy, and retention also keeps the newest healthy checkpoint. ``check_replicas``, ``owners``: for
+    tensors that several ranks hold, as for `Store.save`. ``allow_pickle``: for entries of the train state and of an
     optimizer's state that are neither tensors nor plain data. Raises InvalidInput.
     """
 
@@ -120,7 +118,7 @@ class Checkpointer(RunCheckpoints):
         self._begun: int | None = None
         self._reached: int | None = None
         self._warned_of_space = False
-        self._checked: bool | None = None  # False: before the optimizer had state
+        self._checked: bool | None = None  # False: checked before the optimizer had state
         self.resumed: Resumed | None = None
         """The result of the last `resume`; None if it found no checkpoint."""
 
@@ -143,18 +141,18 @@ class Checkpointer(RunCheckpoints):
         train_state: AnyTrainState = None,
         **options: Unpack[StepArguments],
     ) -> Checkpoint:
-        """Save a checkpoint, and forget the checkpoints that retention does not keep.
+        """Save a checkpoint, then forget the checkpoints that retention does not keep.
 
-        The call returns when the checkpoint is durable and visible. ``model``: a module, or a list of the parts of one;
-        an object with state_dict_to_save, state_dict_to_load and load_state_dict; or a dict of several models, as
-        ``{"model": model, "ema": ema}``, which may hold all that `Store.save` takes. ``optim``: an optimizer, or a list
+        The call returns when the checkpoint is durable and visible. ``model``: a module, or a list of its parts; an
+        object with state_dict_to_save, state_dict_to_load and load_state_dict; or a dict of several models, as
+        ``{"model": model, "ema": ema}``, and of any other values for `Store.save`. ``optim``: an optimizer, or a list
         of optimizers that share the parameters. ``train_state``: the train state of this rank: a nested mapping of
-        tensors, plain data and objects with state_dict, or one such object, as `TrainState`. ``overwrite``: None for
+        tensors, plain data and objects with state_dict, or one such object, as `TrainState`. ``overwrite``: None uses
         the setting of the checkpointer. ``ephemeral``, ``attachments``, ``metadata``, ``metrics``, ``healthy``: as for
         `Store.save`.
 
-        Raises the errors of `Store.save`, on every rank. After an error nothing of the save is visible, and you
-        can save the same step again.
+        Raises the errors of `Store.save`, on every rank. After an error no part of the save is visible, and you can
+        save the same step again.
         """
         check_keywords("Checkpointer.save", options, StepArguments)
         begun = time.monotonic()
@@ -176,12 +174,12 @@ class Checkpointer(RunCheckpoints):
         train_state: AnyTrainState = None,
         **options: Unpack[StepArguments],
     ) -> Future[Checkpoint]:
-        """Save like `save`, but return when the state is copied. From then on it may change. One save runs at a time.
+        """Save like `save`, but return when the state is copied. Then you may change it. One save runs at a time.
 
         The call raises the errors of the copy. The future, `wait` and `close` raise later errors. If the next save
         would fail for the same reason (InvalidInput, or Conflict over a step that is saved), it raises the error on
-        every rank, unless all ranks have asked the future. The next save or load logs errors that may be temporary,
-        such as StorageError. After ``max_failures`` of these the call waits for its save, and raises its error.
+        every rank, unless all ranks have read the future. The next save or load logs errors that may be temporary, such
+        as StorageError. After ``max_failures`` of these, the call waits for its save and raises its error.
         """
         check_keywords("Checkpointer.save_async", options, StepArguments)
         begun = time.monotonic()
@@ -195,7 +193,7 @@ class Checkpointer(RunCheckpoints):
             try:
                 saved = saving.result()
                 self._after(saved, blocked, time.monotonic() - begun, leads=ranks.rank == 0)
-            except BaseException as error:  # noqa: BLE001 - the future raises it; otherwise it would never end
+            except BaseException as error:  # noqa: BLE001 - the future raises it; otherwise the future would never end
                 done.set_exception(error)
             else:
                 done.set_result(saved)
@@ -208,22 +206,22 @@ class Checkpointer(RunCheckpoints):
         return done
 
     def check(self, model: TrainModel, optim: AnyOptimizer | None = None, train_state: AnyTrainState = None) -> None:
-        """Raise the errors that `save` would raise for these arguments before its first write. Nothing changes.
+        """Raise the errors that `save` would raise for these arguments before its first write. It saves nothing.
 
-        Every rank makes the call. It compares names, shapes and samples of what several ranks hold. `resume` makes the
-        same check without the samples, and `check_first_steps` makes it in the first steps. It takes about 20 ms for
-        1,000 tensors. Raises InvalidInput and Unsupported, on every rank.
+        Every rank makes the call. The check compares names, shapes and samples of tensors that several ranks hold.
+        `resume` makes the same check without the samples, and `check_first_steps` makes it in the first steps. The
+        check takes about 20 ms for 1,000 tensors. Raises InvalidInput and Unsupported, on every rank.
         """
         self._check(model, optim, train_state, self.config.check_replicas)
 
     def check_first_steps(
         self, model: TrainModel, optim: AnyOptimizer | None = None, train_state: AnyTrainState = None
     ) -> None:
-        """Call `check` in the first call, and in the first one in which the optimizer of any rank has state.
+        """Run `check` in the first call, and again in the first call in which an optimizer of any rank has state.
 
         An optimizer creates its state in its first step. `save_if_due` makes this call. If you choose the steps to save
         yourself, call it after each step that you do not save. It does nothing after the second check or after a save.
-        Until then, the ranks exchange a message in each call.
+        Until then, the ranks make an exchange in each call.
         """
         if self._checked:
             return
@@ -235,7 +233,7 @@ class Checkpointer(RunCheckpoints):
         has_state = ranks.exchange(is_stepped, lambda found: everyone(any(found), ranks.size))
         if has_state or is_first:
             self.check(model, optim, train_state)
-        self._checked = has_state  # not if the check raised: the next call checks again
+        self._checked = has_state  # not reached if the check raised: the next call checks again
 
     def due(self, step: int) -> Kind | None:
         """Return the kind of checkpoint that is due at ``step``, or None. See `TrainerSettings.due`."""
@@ -253,9 +251,9 @@ class Checkpointer(RunCheckpoints):
     ) -> Future[Checkpoint] | None:
         """Call `save_async` if ``step`` is due. Otherwise call `check_first_steps` and return None.
 
-        Call it after each step. ``last``: this is the last step of the training, so it is due; the same on every rank.
-        ``metadata``, ``metrics``, ``healthy``: as for `Store.save`. With ``max_steps_at_risk`` it raises the error of
-        the save in the background before more steps are at risk.
+        Call it after each step. ``last``: whether this is the last step of the training, which is always due. All ranks
+        must pass the same value. ``metadata``, ``metrics``, ``healthy``: as for `Store.save`. With
+        ``max_steps_at_risk`` it raises the error of the save in the background before more steps are at risk.
         """
         check_keywords("Checkpointer.save_if_due", options, DueArguments)
         kind, saving = self.due(step), None
@@ -279,11 +277,11 @@ class Checkpointer(RunCheckpoints):
         """
         if step is not None and f"{self.run}@{step}" in self.store:
             raise Conflict(
-                f"{name!r} was not attached: {self.run}@{step} is saved, and never changes; write files before the save"
+                f"{name!r} was not attached: {self.run}@{step} is saved and cannot change; write files before the save"
             )
         data = contents.encode() if isinstance(contents, str) else contents
         if not isinstance(data, bytes):
-            raise InvalidInput(f"the contents of {name!r} are text or bytes, not {type(contents).__name__}")
+            raise InvalidInput(f"the contents of {name!r} must be text or bytes, not {type(contents).__name__}")
         self._files[check_attachment_name(name)] = data
 
     def wait(self) -> None:
@@ -315,15 +313,15 @@ class Checkpointer(RunCheckpoints):
         options: GroupOptions = "checkpoint",
         **match: Unpack[MatchArguments],
     ) -> Any:
-        """Load into ``model`` and ``optim``, and return the train state.
+        """Load into ``model`` and ``optim``. Return the train state.
 
-        It is the train state that this rank saved, or that of the lowest rank if this rank saved none.
-        ``load_optim_state``, ``load_trainer_state``: True: load it, or raise NotFound if the checkpoint has none. None:
-        load it if it is there; otherwise return None for the train state, and log a warning for an optimizer. False: do
-        not read it. ``unread``: the log names whole subtrees that were not read, unless it is "ignore". ``cast``,
-        ``strict``, ``ignore_mismatched``, ``rename``: see `load_model_and_optim_state`. ``options``: set the options of
-        the optimizer's groups, such as learning rates, to those of the "checkpoint", or "keep" them. Raises the errors
-        of `Store.load`.
+        The train state is the one that this rank saved, or that of the lowest rank if this rank saved none.
+        ``load_optim_state``, ``load_trainer_state``: with True, load the state, or raise NotFound if the checkpoint
+        lacks it. With None, load the state if it exists; otherwise return None for the train state, and log a warning
+        for an optimizer. With False, do not read the state. ``unread``: the log names unread subtrees, unless it is
+        "ignore". ``cast``, ``strict``, ``ignore_mismatched``, ``rename``: see `load_model_and_optim_state`.
+        ``options``: set the options of the optimizer's groups, such as learning rates, to those of the "checkpoint", or
+        "keep" them. Raises the errors of `Store.load`.
         """
         check_keywords("Checkpointer.load", match, MatchArguments)
         wanted = LoadRequest(
@@ -346,18 +344,18 @@ class Checkpointer(RunCheckpoints):
         rename: Rename = None,
         options: GroupOptions = "checkpoint",
     ) -> Checkpoint | None:
-        """Load the newest checkpoint of the run, if there is one, and set ``train_state``. Return the checkpoint.
+        """Load the newest checkpoint of the run, if any, and set ``train_state``. Return the checkpoint.
 
-        All ranks load the same checkpoint. ``healthy``: take the newest that was not saved with ``healthy=False``, and
-        raise NotFound if there is none. ``missing``: if something that you pass cannot be restored, "raise" NotFound,
-        MissingKey or Mismatch, or "warn" in the log and restore the rest. This applies to an optimizer, a train state
-        and parts of it. Unless ``strict`` is True, it also applies to layers and parameters of the optimizer that only
-        one side has, and to tensors of another shape. ``strict``: None is False with "warn", else True. ``unread``,
-        ``cast``, ``rename``, ``options``: as for `load`. ``train_state``: a dict is filled in place. The log and
-        ``resumed`` say what was restored, what was left, and why.
+        All ranks load the same checkpoint. ``healthy``: load the newest checkpoint that was not saved with
+        ``healthy=False``. Raises NotFound if there is none. ``missing``: the reaction to an argument that cannot be
+        restored. "raise" raises NotFound, MissingKey or Mismatch. "warn" logs a warning and restores the rest. This
+        applies to an optimizer, a train state and its parts. Unless ``strict`` is True, it also applies to layers and
+        parameters of the optimizer that only one side has, and to tensors of another shape. ``strict``: None means
+        False with "warn", else True. ``unread``, ``cast``, ``rename``, ``options``: as for `load`. ``train_state``: a
+        dict is filled in place. The log and ``resumed`` list the restored and the skipped parts, with reasons.
 
-        At the end `resume` calls `check`, so that you learn before the training what cannot be saved. If there is no
-        checkpoint but a run with a similar name, the log warns. Raises the errors of `load` and `check`, and
+        At the end `resume` runs `check`, so errors of a later save appear before the training. If the run has no
+        checkpoint but a run with a similar name exists, the log warns. Raises the errors of `load` and `check`, and
         InvalidInput for a train state that is not a dict and has no load_state_dict.
         """
         self.resumed, before = None, cache(partial(check_given, train_state, missing, model, optim))
@@ -384,7 +382,7 @@ class Checkpointer(RunCheckpoints):
         return checkpoint
 
     def newest_of_all_ranks(self, step: int | None = None) -> Checkpoint | None:
-        """Return the newest checkpoint of the run, or of ``step``, as rank 0 finds it. Every rank makes the call."""
+        """Return the checkpoint of ``step``, or the newest one, that rank 0 finds. Every rank makes the call."""
         self._settle()
         return newest_together(open_ranks(self.process_group), self.store, self.run, step)
 
@@ -393,7 +391,7 @@ class Checkpointer(RunCheckpoints):
     def _check(
         self, model: TrainModel, optim: AnyOptimizer | None, train_state: AnyTrainState, compared: CheckReplicas
     ) -> None:
-        """Run the check of `check`. ``compared``: the ``check_replicas`` to use."""
+        """Run the check for `check`. ``compared``: the value of ``check_replicas``."""
         generators = rng_state()
         try:
             state = state_to_save(open_ranks(self.process_group), model, optim, train_state)
@@ -406,7 +404,7 @@ class Checkpointer(RunCheckpoints):
     def _restore(
         self, ref: str | Checkpoint, model: TrainModel, optim: AnyOptimizer | None, wanted: LoadRequest
     ) -> tuple[Checkpoint, Any]:
-        """Load, and return the checkpoint with the keys that were left, and the train state of this rank."""
+        """Load a checkpoint. Return it with the skipped keys, and the train state of this rank."""
         self._settle()
         loaded, train = Restoring(open_ranks(self.process_group), self.store, wanted).load(ref, model, optim)
         self.saved_step, self._begun = (loaded.step if loaded.run == self.run else None), None
@@ -420,7 +418,7 @@ class Checkpointer(RunCheckpoints):
         }  # fmt: skip
 
     def _save_arguments(self, model: TrainModel, **given: Unpack[StepArguments]) -> SaveArguments:
-        """Return the arguments of `Store.save`, which checks them and raises errors on all ranks."""
+        """Return the arguments for `Store.save`, which checks them and raises errors on all ranks."""
         overwrite = given.get("overwrite")
         return {
             "ephemeral": given.get("ephemeral", False),
@@ -440,7 +438,7 @@ class Checkpointer(RunCheckpoints):
         }
 
     def _after(self, saved: Checkpoint, blocked: float, durable: float, *, leads: bool) -> None:
-        """On rank 0: forget and thin checkpoints after a save. An error here is logged: the checkpoint is saved."""
+        """Forget and thin checkpoints after a save, on rank 0. Errors are logged, because the checkpoint is saved."""
         if not leads:
             return
         gone, thinned = list[Checkpoint](), list[Checkpoint]()
@@ -457,7 +455,7 @@ class Checkpointer(RunCheckpoints):
         elif (gone or thinned) and not self._warned_of_space:
             self._warned_of_space = True
             log.warning(
-                "checkpoints of %s that are not kept take space until a gc: make the Checkpointer with gc=True, or run "
+                "forgotten checkpoints of %s take space until a gc: make the Checkpointer with gc=True, or run "
                 "`casckpt gc %s`", self.run, self.store.url,
             )  # fmt: skip
 
@@ -471,7 +469,7 @@ class Checkpointer(RunCheckpoints):
             self.wait()
 
     def _warn_of_unsaved(self) -> None:
-        """Warn once of the steps since the last save; on rank 0, or on each rank of a ``process_group``."""
+        """Warn once about the steps since the last save, on rank 0 or on each rank of a ``process_group``."""
         after, reached = self._begun if self.saved_step is None else self.saved_step, self._reached
         self._reached = None
         if reached is None or after is None or reached <= after or (this_rank() and self.process_group is None):
@@ -482,9 +480,9 @@ class Checkpointer(RunCheckpoints):
         )  # fmt: skip
 
     def _begin(self) -> tuple[Ranks, bool]:
-        """Wait for the save in the background. Return the ranks, and whether they must wait for the next save, too.
+        """Wait for the save in the background. Return the ranks and whether they must also wait for the next save.
 
-        Raises on all ranks if the save failed on any of them with an error that the next save would repeat.
+        Raises an error on all ranks if the save failed on any rank and the next save would fail in the same way.
         """
         error = self._settle(to_save=True)
         self._checked = True
@@ -505,7 +503,7 @@ class Checkpointer(RunCheckpoints):
     def _settle(self, *, to_save: bool = False) -> BaseException | None:
         """Wait for the save in the background, and log its error.
 
-        ``to_save``: return an error that the next save would repeat, unless the caller has seen it.
+        ``to_save``: return an error that the next save would repeat, unless the caller has read it.
         """
         pending, heard = self._pending, self._pending is not None and self._pending.future.is_heard
         error = self._end_pending()
@@ -513,11 +511,11 @@ class Checkpointer(RunCheckpoints):
             return None
         if to_save and will_repeat(error) and not heard:
             return error
-        log.error("the save of %s@%d failed, and nothing of it is visible: %s", self.run, pending.step, error)
+        log.error("the save of %s@%d failed, and no part of it is visible: %s", self.run, pending.step, error)
         return None
 
     def _end_pending(self) -> BaseException | None:
-        """Wait for the save in the background, and return its error. After an error its files go to the next save."""
+        """Wait for the save in the background and return its error. After an error, the next save gets its files."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None

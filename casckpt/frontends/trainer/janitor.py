@@ -1,6 +1,6 @@
-"""A gc in a thread beside the training, one at a time.
+"""A thread that runs gc beside the training, one gc at a time.
 
-It does not wait for saves in progress. What they may need is left to the gc after the next save.
+The gc does not wait for saves in progress. Blobs that these saves may need stay until the next gc.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Janitor:
-    """Runs gc for the runs that it is asked for."""
+    """A runner of gc in a thread."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -38,7 +38,7 @@ class Janitor:
         try:
             self._store.gc(run=run, wait=0)
         except CasckptError as error:
-            log.warning("gc of %s in %s failed, and the next one continues: %s", run, self._store.url, error)
+            log.warning("gc of %s in %s failed; the next gc continues it: %s", run, self._store.url, error)
 
     def close(self) -> None:
         """Wait until all gcs have ended."""

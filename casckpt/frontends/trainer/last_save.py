@@ -1,6 +1,6 @@
-"""A last save when the scheduler stops the job: the handler notes the signal, and all ranks save between two steps.
+"""A last save when the scheduler stops the job. A handler notes the signal, and all ranks save between two steps.
 
-A handler that saves by itself would run in the middle of a step or a save, and at another moment on each rank.
+A save in the handler itself would run in the middle of a step or a save, and at a different time on each rank.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 
 class SaveOnSignal:
-    """A context in which ``signals`` do not end the process: the next `check` saves and exits if any rank got one.
+    """A context that catches ``signals``: if any rank gets a signal, the next `check` saves and exits.
 
-    ``every``: ask the other ranks only at steps that are a multiple of it. Each time costs one message each way.
-    ``exit_status``: default 128 plus the number of the signal, as in a shell. Raises InvalidInput outside the main
+    ``every``: ask the other ranks only at steps that are a multiple of this number. Each time costs one exchange.
+    ``exit_status``: by default 128 plus the number of the signal, as in a shell. Raises InvalidInput outside the main
     thread, where Python handles no signals.
     """
 
@@ -49,7 +49,7 @@ class SaveOnSignal:
                 self._before[one] = signal.signal(one, self._note)
             except (ValueError, OSError) as error:
                 self._restore()
-                raise InvalidInput(f"{one!r} cannot be handled here: {error}; enter it in the main thread") from error
+                raise InvalidInput(f"{one!r} cannot be handled: {error}; enter it in the main thread") from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -71,10 +71,10 @@ class SaveOnSignal:
         train_state: AnyTrainState = None,
         **options: Unpack[StepArguments],
     ) -> None:
-        """If any rank got a signal, save ``step``, unless it is saved, and raise SystemExit on every rank.
+        """Save ``step`` if any rank got a signal, unless it is saved. Then raise SystemExit on every rank.
 
-        Call it between two steps, on every rank. ``options``: those of `Checkpointer.save`. Further signals change
-        nothing. Raises the errors of the save.
+        Call it between two steps, on every rank. ``options``: those of `Checkpointer.save`. Further signals have no
+        effect. Raises the errors of the save.
         """
         if step % self._every:
             return
@@ -84,14 +84,14 @@ class SaveOnSignal:
             return
         name = signal.Signals(number).name
         if self._saved_already(step):
-            log.warning("%s: leaving after step %d, which is saved", name, step)
+            log.warning("%s: exiting after step %d, which is saved", name, step)
         else:
-            log.warning("%s: saving step %d, and leaving", name, step)
+            log.warning("%s: saving step %d, then exiting", name, step)
             self._checkpointer.save(step, model, optim, train_state, **options)
         raise SystemExit(128 + number if self._status is None else self._status)
 
     def _saved_already(self, step: int) -> bool:
-        """Wait for the save in the background, and tell whether ``step`` is the last saved step."""
+        """Wait for the save in the background. Return whether ``step`` is the last saved step."""
         try:
             self._checkpointer.wait()
         except CasckptError as error:

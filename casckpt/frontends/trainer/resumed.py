@@ -1,4 +1,4 @@
-"""The result of a resume: what was restored, and what was left and why."""
+"""The result of a resume: the restored parts, and the skipped parts with reasons."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from casckpt.ranks.ranks import everyone
 
 log = logging.getLogger("casckpt")
 
-_NOT_THERE = "not in the checkpoint, stays as it is"
+_NOT_THERE = "not in the checkpoint, stays unchanged"
 _NOT_HERE = "only in the checkpoint, not read"
-_NOT_GIVEN = 'in the checkpoint, but not passed to resume; if that is meant, pass unread="ignore"'
-_NO_OPTIMIZER = "the checkpoint holds no optimizer that can be loaded: the one that was given stays as it is"
-_NO_TRAIN = "the checkpoint holds no train state: the one that was given stays as it is"
+_NOT_GIVEN = 'in the checkpoint, but not passed to resume; to ignore this, pass unread="ignore"'
+_NO_OPTIMIZER = "the checkpoint holds no optimizer that can be loaded: the given optimizer stays unchanged"
+_NO_TRAIN = "the checkpoint holds no train state: the given train state stays unchanged"
 _RESIZED = (
-    "of another shape in the checkpoint, stays as it is; to keep what was saved, load into the old size, then resize"
+    "of another shape in the checkpoint, stays unchanged; to keep the saved values, load into the old size, then resize"
 )
-_KEPT = 'options="keep": the learning rate and all other options stay as they are'
-_TO_KEEP = 'options="keep" keeps what is given'
-_RATES = "set to the base rates of the checkpoint, from which its next step may compute the learning rate"
+_KEPT = 'options="keep": the learning rate and all other options stay unchanged'
+_TO_KEEP = 'options="keep" keeps the given rate'
+_RATES = "set to the base rates of the checkpoint; its next step may compute the learning rate from these"
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """The result of `Checkpointer.resume`. Its text is the entry in the log.
+    """The result of `Checkpointer.resume`. Its text form goes to the log.
 
-    ``checkpoint``: the checkpoint that was loaded. ``restored``: which of "model", "optim" and "train" were restored,
-    as a whole or in part. ``left``: what was not restored or not read, by flat key ("optim.state.head.bias",
-    "train.scheduler"), and why. ``replaced``: the learning rates that differ from the checkpoint's, as (given, saved)
-    by key ("optim.param_groups.0.lr"; "initial_lr" if a scheduler changes the rate).
+    ``checkpoint``: the loaded checkpoint. ``restored``: those of "model", "optim" and "train" that were restored, as a
+    whole or in part. ``left``: the reasons by flat key ("optim.state.head.bias", "train.scheduler") for parts that were
+    not restored or not read. ``replaced``: the learning rates that differ from those of the checkpoint, as (given,
+    saved) by key ("optim.param_groups.0.lr"; "initial_lr" if a scheduler changes the rate).
     """
 
     checkpoint: Checkpoint
@@ -57,9 +57,9 @@ class Resumed:
         return "\n  ".join(lines)
 
     def log(self) -> None:
-        """Log the result, as a warning if something was left unasked, or if a scheduler began with another rate.
+        """Log the result, as a warning if parts were skipped unasked, or if a scheduler began with another rate.
 
-        A replaced rate without a scheduler is no warning, because some loops set the rate in each step.
+        A replaced rate without a scheduler causes no warning, because some loops set the rate in each step.
         """
         is_odd = {*self.left.values()} - {_KEPT} or any(key.endswith(".initial_lr") for key in self.replaced)
         log.log(logging.WARNING if is_odd else logging.INFO, "%s", self)
@@ -70,7 +70,7 @@ Outcome: TypeAlias = tuple[tuple[str, ...], dict[str, str], dict[str, tuple[floa
 
 
 def of_all_ranks(found: Sequence[Outcome]) -> Sequence[Outcome]:
-    """Return the outcome of all ranks: what any rank left here, and what all ranks left in the checkpoint."""
+    """Return the outcome of all ranks: keys here that any rank skipped, and saved keys that all ranks skipped."""
     everywhere = set(found[0][1]).intersection(*(left for _, left, _ in found))
     left = {k: why for _, mine, _ in found for k, why in mine.items() if why != _NOT_HERE or k in everywhere}
     restored = tuple(dict.fromkeys(name for names, _, _ in found for name in names))
@@ -80,7 +80,7 @@ def of_all_ranks(found: Sequence[Outcome]) -> Sequence[Outcome]:
 def rates_of(model: TrainModel, optim: AnyOptimizer | None) -> dict[str, float]:
     """Return the learning rates of the optimizers by key, as "optim.param_groups.0.lr". Raises InvalidInput.
 
-    If a scheduler changes the rate, the value is "initial_lr", the rate with which the scheduler began.
+    If a scheduler changes the rate, the value is "initial_lr", the initial rate of the scheduler.
     """
     optims = {key: (one,) for key, one in model.items() if is_optimizer(one)} if isinstance(model, Mapping) else {}
     rates = dict[str, float]()
@@ -88,21 +88,21 @@ def rates_of(model: TrainModel, optim: AnyOptimizer | None) -> dict[str, float]:
         for number, group in enumerate(group for one in several for group in one.param_groups):
             name = "initial_lr" if "initial_lr" in group else "lr"
             if name in group:
-                rates[f"{at}.param_groups.{number}.{name}"] = float(f"{float(group[name]):.7g}")  # as a float32 has it
+                rates[f"{at}.param_groups.{number}.{name}"] = float(f"{float(group[name]):.7g}")  # float32 precision
     return rates
 
 
 def check_given(train_state: Any, missing: Any, *optimized: Any) -> dict[str, float]:
-    """Raise InvalidInput for a train state that cannot be set, and for an unknown ``missing``.
+    """Check the arguments of a resume. Raises InvalidInput for an unusable train state or ``missing``.
 
-    ``optimized``: model and optimizer. Return their `rates_of`.
+    ``optimized``: model and optimizer. Returns their `rates_of`.
     """
     if missing not in get_args(Missing):
         raise InvalidInput(f'missing={missing!r:.80} is not usable; give "raise" or "warn"')
     if not isinstance(train_state, MutableMapping | None) and not hasattr(train_state, "load_state_dict"):
         kind = type(train_state).__name__
         raise InvalidInput(
-            f"a {kind} cannot be set: give resume a TrainState or a dict, or set the result of load yourself"
+            f"a {kind} cannot be loaded into: give resume a TrainState or a dict, or use the result of load"
         )
     return rates_of(*optimized)
 
@@ -115,10 +115,10 @@ def outcome_of(
     rates: Mapping[str, float],
     *optimized: Any,
 ) -> Outcome:
-    """Set the train state to ``state``, if there is one, and return the outcome of the load on this rank.
+    """Set the train state to ``state``, unless it is None. Return the outcome of the load on this rank.
 
-    ``given``: the keys that the load was to fill. ``optimized``: model and optimizer. ``rates``: their `rates_of`
-    before the load. Raises the errors of the train state's ``load_state_dict``.
+    ``given``: the keys of the template. ``optimized``: model and optimizer. ``rates``: their `rates_of` before the
+    load. Raises the errors of the train state's ``load_state_dict``.
     """
     left = dict.fromkeys(loaded.missing_keys, _NOT_THERE) | dict.fromkeys(loaded.mismatched_keys, _RESIZED)
     absent = [name for name in given if f"{name}.param_groups" in left]
@@ -142,9 +142,9 @@ def outcome_of(
 
 
 def _set(train_state: Any, state: Mapping[str, Any], wanted: LoadRequest) -> dict[str, str]:
-    """Set a train state. Return the parts that were left or need a remark, and why.
+    """Set a train state. Return a reason or a remark for each skipped or changed part.
 
-    A dict is filled in place, and gets the parts that only the checkpoint has.
+    A dict is filled in place, and receives parts that only the checkpoint has.
     """
     parts = as_parts(train_state)
     if parts is None:

@@ -1,4 +1,4 @@
-"""The checkpoints of one run, and the newest of them for a resume."""
+"""The checkpoints of one run, and the newest checkpoint for a resume."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ log = logging.getLogger(__name__)
 
 
 def newest(store: Store, run: str, step: int | None = None) -> Commit | None:
-    """Return the newest commit of a run, or that of ``step``; None if there is none."""
+    """Return the newest commit of a run, or the commit of ``step``; None if there is none."""
     try:
         return store.get(_ref(run, step)).commit
     except NotFound as error:
-        if store.exists():  # else it is the first run
-            log.info("%s", error)  # a typo would start a new training
+        if store.exists():  # a missing store is normal in the first run
+            log.info("%s", error)  # because a typo starts a new training
         return None
 
 
 def newest_healthy(store: Store, run: str) -> Commit | None:
-    """Return the newest commit of a run that is not unhealthy; None for an empty run. NotFound if all are unhealthy."""
+    """Return the newest commit of a run that is not unhealthy; None for an empty run. Raises NotFound if all are."""
     found = store.checkpoints(run) if store.exists() else []
     healthy = [one.commit for one in found if one.healthy is not False]
     if found and not healthy:
@@ -49,9 +49,10 @@ def newest_together(
     healthy: bool = False,
     check: Callable[[], object] = lambda: None,
 ) -> Checkpoint | None:
-    """Return the newest checkpoint, as rank 0 finds it, on all ranks.
+    """Return the newest checkpoint that rank 0 finds, on all ranks.
 
-    ``check``: called on each rank. All ranks raise its errors. Raises Conflict if ranks name different runs or steps.
+    ``check``: a function that each rank calls. All ranks raise its errors. Raises Conflict if ranks name different runs
+    or steps.
     """
 
     def name() -> str:
@@ -70,22 +71,27 @@ def newest_together(
 
 
 def warn_of_similar(store: Store, run: str) -> None:
-    """Log the runs, or the stores, with a similar name: a typo starts a new training."""
+    """Log the runs or stores with a similar name, because a typo starts a new training."""
     is_there, folder = store.exists(), getattr(store.repository.storage, "path", None)
     if is_there:
         what, similar = f"checkpoint of run {run!r} in", [f"run {name!r}" for name in similar_runs(run, store.runs())]
     else:
         what, similar = "store at", _similar_folders(folder) if isinstance(folder, Path) else []
     if similar:
-        log.warning("there is no %s %s, so nothing is resumed; did you mean %s?", what, store.url, " or ".join(similar))
+        log.warning(
+            "there is no %s %s, so nothing is resumed; did you mean %s?",
+            what,
+            store.url,
+            " or ".join(similar),
+        )
     elif not is_there:
-        log.info("there is no store at %s yet, so nothing is resumed; the first save makes it", store.url)
+        log.info("there is no store at %s yet, so nothing is resumed; the first save creates it", store.url)
 
 
 def _similar_folders(path: Path) -> list[str]:
-    """Return folders of stores whose path is ``path`` with another spelling of its first part that does not exist.
+    """Return stores whose path differs from ``path`` only in the spelling of its first missing folder.
 
-    Another number in the name is no other spelling.
+    A name with another number is not another spelling.
     """
     with suppress(OSError):
         first = next((one for one in (*path.parents[::-1], path) if not one.exists()), path)
@@ -105,13 +111,13 @@ def _ref(run: str, step: int | None) -> str:
 
 
 class RunCheckpoints:
-    """The checkpoints of a run, as one process finds them. A `Checkpointer` saves and loads them."""
+    """The checkpoints of a run that one process finds. A `Checkpointer` saves and loads them."""
 
     def __init__(self, store: Store, run: str) -> None:
         self.store, self.run = store, run
 
     def find_checkpoints(self, ephemeral: bool | None = None) -> Iterator[Checkpoint]:
-        """Yield the checkpoints by step, from one listing. ``ephemeral``: only those that are, or are not."""
+        """Yield the checkpoints by step, from one listing. ``ephemeral``: only ephemeral or only permanent ones."""
         try:
             found = self.store.checkpoints(self.run)
         except NotFound:  # no store yet
@@ -120,7 +126,7 @@ class RunCheckpoints:
         yield from sorted(chosen, key=lambda one: one.step)
 
     def latest_checkpoint(self) -> Checkpoint:
-        """Return the newest checkpoint, whose save began last. Raises NotFound, a FileNotFoundError."""
+        """Return the checkpoint whose save began last. Raises NotFound, a FileNotFoundError."""
         return self.store.get(f"{self.run}@latest")
 
     def contains_checkpoint(self) -> bool:
@@ -129,5 +135,5 @@ class RunCheckpoints:
 
     @staticmethod
     def checkpoint_dirname(step: int) -> str:
-        """Return a name for frameworks that demand a folder."""
+        """Return a folder name for frameworks that need one."""
         return f"step{step}"

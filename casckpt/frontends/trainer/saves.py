@@ -1,4 +1,4 @@
-"""The results of saves: the summary of a save, and which failures in the background the next save raises."""
+"""The results of saves: the summary of a save, and the failures in the background that the next save raises."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Conflict, InvalidInput, Revoked
 
 PATIENCE = 15 * 60 * 1_000_000
-"""Saves may fail for this many microseconds before one runs in the foreground."""
+"""The microseconds for which saves may fail before a save runs in the foreground."""
 
 
 def will_repeat(error: BaseException) -> bool:
-    """Return whether the next save would raise the same error, about the state, an argument or a step that exists."""
+    """Return whether the next save would fail again: the error concerns the state, an argument or an existing step."""
     return isinstance(error, InvalidInput) or (isinstance(error, Conflict) and not isinstance(error, Revoked))
 
 
 class HeardFuture(Future[Checkpoint]):
-    """The future of a save. ``is_heard``: whether the caller has asked for the result, and so knows of an error."""
+    """The future of a save. ``is_heard``: whether the caller has read the result or the error."""
 
     is_heard = False
 
@@ -39,9 +39,9 @@ class HeardFuture(Future[Checkpoint]):
 
 
 class Failures:
-    """Counts the failed saves of one rank since the last successful one. ``clock``: in microseconds.
+    """A count of the failed saves of one rank since the last successful one. ``clock``: returns microseconds.
 
-    ``most``: this number in a row, over `PATIENCE`, is too many. None: no number is.
+    ``most``: the number of failures in a row, over a time of `PATIENCE`, that is too many. None: no limit.
     """
 
     def __init__(self, most: int | None, clock: Callable[[], int]) -> None:
@@ -70,10 +70,10 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class SaveSummary:
-    """The cost of a save: ``blocked``: seconds that the training waited; ``durable``: seconds until the commit.
+    """The cost of a save. ``blocked``: seconds that the training waited. ``durable``: seconds until the commit.
 
-    ``bytes_new``: bytes that all ranks wrote; ``bytes_reused``: bytes that the store had. ``forgotten``: the steps that
-    retention forgot after the save.
+    ``bytes_new``: bytes that all ranks wrote. ``bytes_reused``: bytes that the store held already. ``forgotten``: the
+    steps that retention forgot after the save.
     """
 
     checkpoint: Checkpoint
@@ -83,12 +83,12 @@ class SaveSummary:
 
     @property
     def bytes_new(self) -> int:
-        """Bytes of tensors that were written."""
+        """Bytes of tensors that the save wrote."""
         return self.checkpoint.stats.bytes_written
 
     @property
     def bytes_reused(self) -> int:
-        """Bytes of tensors that the store had."""
+        """Bytes of tensors that the store held already."""
         return self.checkpoint.stats.bytes_reused
 
     def __str__(self) -> str:

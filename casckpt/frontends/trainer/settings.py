@@ -1,4 +1,4 @@
-"""The settings of a `Checkpointer`, with their checks, and the steps at which it saves."""
+"""The settings of a `Checkpointer`, their checks, and the steps at which it saves."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from casckpt.store.types import CheckReplicas, Compress, Frozen, Metrics, Owners
 
 Kind: TypeAlias = Literal["permanent", "ephemeral"]
 Keep: TypeAlias = Policy | Mapping[str, Any] | int | None
-"""Which permanent checkpoints to keep: fields of `Policy` (`keep_last`, ...) by name, or their number."""
+"""The permanent checkpoints to keep: a `Policy`, its fields (`keep_last`, ...) by name, or a number."""
 
 
 class TrainerArguments(TypedDict, total=False):
-    """The keyword arguments of `Checkpointer`, which describes them, without store, run and process_group."""
+    """The keyword arguments of `Checkpointer` except store, run and process_group; see there."""
 
     keep: Keep
     thin: Mapping[str, Any] | None
@@ -54,7 +54,7 @@ class DueArguments(TypedDict, total=False):
 
 
 class StepArguments(DueArguments, total=False):
-    """The keyword arguments of `Checkpointer.save`, which describes them."""
+    """The keyword arguments of `Checkpointer.save`; see there."""
 
     ephemeral: bool
     overwrite: bool | None
@@ -113,10 +113,10 @@ class TrainerSettings:
     def _check_risk(self) -> None:
         most, gap = self.max_steps_at_risk, self.longest_gap
         if most is not None and (gap is None or most < gap):
-            found = "nothing is due by an interval" if gap is None else f"there may be {gap} from one save to the next"
+            found = "there is no save interval" if gap is None else f"there may be {gap} steps between two saves"
             raise InvalidInput(
-                f"max_steps_at_risk={most} steps cannot be kept: {found}; give a save_interval or an "
-                "ephemeral_save_interval of as many steps, or fewer"
+                f"max_steps_at_risk={most} is too small: {found}; give a save_interval or an "
+                "ephemeral_save_interval of at most this many steps"
             )
 
     @property
@@ -128,11 +128,11 @@ class TrainerSettings:
         return min(gaps, default=None)
 
     def due(self, step: int, last: int | None) -> Kind | None:
-        """Give what is to be saved at ``step``. ``last``: the step of the newest checkpoint, None if there is none.
+        """Return the kind of checkpoint that is due at ``step``. ``last``: the step of the newest checkpoint, or None.
 
-        Every ``save_interval`` steps, at ``fixed_steps`` and at ``last_step``, a permanent one. Every
-        ``ephemeral_save_interval`` one that goes once a newer one is there; none within ``ephemeral_cooldown`` steps of
-        the last one of any kind.
+        A permanent checkpoint is due every ``save_interval`` steps, at ``fixed_steps`` and at ``last_step``. An
+        ephemeral one is due every ``ephemeral_save_interval`` steps, but not within ``ephemeral_cooldown`` steps of the
+        last checkpoint of any kind. Retention forgets an ephemeral checkpoint when a newer checkpoint exists.
         """
         if step == self.last_step or step in (self.fixed_steps or ()) or _is_multiple(step, self.save_interval):
             return "permanent"
@@ -142,7 +142,7 @@ class TrainerSettings:
 
     @property
     def rotation(self) -> Rotation:
-        """The rotation after a save."""
+        """The retention rules that apply after a save."""
         return Rotation(
             keep=policy_of(self.keep), max_checkpoints=self.max_checkpoints, fixed=frozenset(self.fixed_steps or ()),
             thin=thinning_of(self.thin),

@@ -7,10 +7,11 @@
     weights = unshard_model_state("ckpts", "sft@latest")                  # {name: tensor}, without a model
 
 A checkpoint has the keys ``model.<name>``, ``optim.state.<name>.<what>`` and ``optim.param_groups``, a list of groups
-with ``params`` by name. Names are plain names: those of the model without wrappers.
+with ``params`` by name. A plain name is a name in the model without its wrappers.
 
-The package does not use torch's `get_state_dict` and `set_state_dict`. These take a step of a fresh optimizer, which
-counts and decays weights, and `Optimizer.load_state_dict` converts the state of a bfloat16 parameter to bfloat16.
+The package does not use torch's `get_state_dict` and `set_state_dict`. These functions run a step of a new optimizer,
+which raises its step count and decays weights. `Optimizer.load_state_dict` converts the state of a bfloat16 parameter
+to bfloat16.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The contents of a training loop's checkpoint: model, optimizer, and the train state of each rank.
+"""The contents of a training checkpoint: the model, the optimizer, and the train state of each rank.
 
-The train state of rank 3 is ``train.3``, because the train states of ranks may differ in content and nesting.
+Each rank has a key of its own, such as ``train.3``, because train states may differ in content and nesting.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from casckpt.store.types import LoadArguments, MatchArguments
 log = logging.getLogger("casckpt")
 
 TRAIN, OPTIM = "train", "optim"
-_NO_OPTIMIZER = "%s holds no optimizer that can be loaded, but %s: the one that was given stays as it is"
+_NO_OPTIMIZER = "%s holds no optimizer that can be loaded (it holds %s): the given optimizer stays unchanged"
 _MEANT = 'pass unread="ignore" (or load_optim_state=False, load_trainer_state=False)'
 
 
 @runtime_checkable
 class SavedModule(Protocol):
-    """An object that gives its own state, nested: ``{"model": {...}, "optim": {...}}``, as in OLMo-core."""
+    """An object that returns its own state, nested: ``{"model": {...}, "optim": {...}}``, as in OLMo-core."""
 
     def state_dict_to_save(self) -> Mapping[str, Any]:
         """Return the state to save."""
@@ -53,37 +53,38 @@ class SavedModule(Protocol):
 class TrainModule(SavedModule, Protocol):
     """A `SavedModule` that also loads.
 
-    `state_dict_to_load` returns the state that a load fills. Its argument has the keys of the checkpoint in
-    ``state_dict_metadata``. Both methods may take ``optim``: whether the state of the optimizer is wanted.
+    `state_dict_to_load` returns the state that a load fills. The keys of the checkpoint are in the
+    ``state_dict_metadata`` of its argument. Both methods may take ``optim``, which says whether to include the state of
+    the optimizer.
     """
 
     def state_dict_to_load(self, metadata: StoredKeys) -> dict[str, Any]:
         """Return the state to fill."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
-        """Load the state that was filled."""
+        """Load the filled state."""
 
 
 @runtime_checkable
 class HasState(Protocol):
-    """A train state that is an object, such as `TrainState`."""
+    """An object with a train state, such as `TrainState`."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the state to save on this rank."""
 
 
 TrainModel: TypeAlias = AnyModel | SavedModule | Mapping[str, Any]
-"""A model; an object that gives its own state; or several models by name, with all else that `Store.save` takes."""
+"""A model, an object that returns its own state, or a dict of models by name and other values for `Store.save`."""
 AnyTrainState: TypeAlias = Mapping[str, Any] | HasState | None
 GroupOptions: TypeAlias = Literal["checkpoint", "keep"]
 """Whether a load sets the options of the optimizer's groups, such as learning rates, or keeps them."""
 Missing: TypeAlias = Literal["raise", "warn"]
-"""What a resume does if something cannot be restored."""
+"""The reaction of a resume to state that it cannot restore."""
 
 
 @dataclass(frozen=True)
 class StoredKeys:
-    """``state_dict_metadata``: the stored tensors of a checkpoint by key."""
+    """The stored tensors of a checkpoint by key, as ``state_dict_metadata``."""
 
     state_dict_metadata: Mapping[str, Any]
 
@@ -96,7 +97,7 @@ def state_to_save(
     def make() -> Made:
         state, named = _contents(model, optim)
         if TRAIN in state and (train_state is not None or isinstance(model, Mapping)):
-            raise InvalidInput(f"the model gives a key {TRAIN!r}, where the train state goes; rename it")
+            raise InvalidInput(f"the model has a key {TRAIN!r}, which is reserved for the train state; rename it")
         if train_state is not None:
             state[TRAIN] = {ranks.rank: _of_one_rank(plain_state(train_state, TRAIN))}
         return state, named
@@ -105,13 +106,13 @@ def state_to_save(
 
 
 def _of_one_rank(state: Any) -> Any:
-    """Return ``state``, a train state. Raises InvalidInput if this rank holds only a part of a tensor in it."""
+    """Return the train state ``state``. Raises InvalidInput if this rank holds only a part of a tensor in it."""
     with suppress(RecursionError):  # a state that contains itself: the save refuses it and names the key
         for key, tensor in tensors_below(state, TRAIN):
             if is_sharded(tensor):
                 raise InvalidInput(
-                    f"{key!r} is sharded over ranks, and a train state is of one rank. Give it beside the model, as in "
-                    'save(step, {"model": model, "ema": ema}, optim, train_state), and load it in the same way',
+                    f"{key!r} is sharded over ranks, but a train state belongs to one rank. Pass it beside the model, "
+                    'as in save(step, {"model": model, "ema": ema}, optim, train_state), and load it in the same way',
                     key=key,
                 )
     return state
@@ -124,20 +125,20 @@ def _contents(model: TrainModel, optim: AnyOptimizer | None) -> Made:
         return state_of(model, optim)
     if optim is not None:
         raise InvalidInput(
-            "a model with state_dict_to_save gives the state of its optimizer, too; give no optimizer beside it"
+            "a model with state_dict_to_save also returns the state of its optimizer; give no optimizer beside it"
         )
     return made_by_name(dict(model.state_dict_to_save()))
 
 
 def _with(model: Mapping[str, Any], optim: AnyOptimizer | None) -> dict[str, Any]:
-    """Return a dict of models with the optimizer that was passed beside it."""
+    """Return a dict of models, with the separate optimizer added."""
     if optim is not None and OPTIM in model:
-        raise InvalidInput(f"the dict of models has {OPTIM!r}, and an optimizer is given beside it; give one of them")
+        raise InvalidInput(f"the dict of models has {OPTIM!r}, and an optimizer was passed beside it; give one of them")
     beside = optim[0] if isinstance(optim, list | tuple) and len(optim) == 1 else optim
     whole = dict(model) if optim is None else {**model, OPTIM: beside}
     for key in filter(lambda key: is_of_optimizer(whole[key]), whole):
         raise InvalidInput(
-            f"{key!r} is the state_dict of an optimizer, which no resume can load into the optimizer; give the "
+            f"{key!r} is the state_dict of an optimizer, which a resume cannot load into the optimizer; give the "
             'optimizer itself, beside its module, as in save(step, {"model": model}, optim)',
             key=key,
         )
@@ -148,12 +149,12 @@ def _with(model: Mapping[str, Any], optim: AnyOptimizer | None) -> dict[str, Any
 class LoadRequest:
     """The arguments of one load.
 
-    ``optim``, ``train``: whether to load the optimizer and the train state. None: if the checkpoint has them.
+    ``optim``, ``train``: whether to load the optimizer and the train state; with None, if the checkpoint has them.
     ``given``: the arguments for `Store.load`. ``pre_download``: fetch the checkpoint into the cache of this host first.
     ``options``: set the options of the optimizer's groups, or keep them. ``missing``: the argument of a resume, which
-    logs itself what it left; None for any other load. "raise": a train module must find all that it has. "warn": leave
-    out an optimizer that was saved by number, and tensors of another shape. ``train_state``: the train state that a
-    resume sets. A resume without one reads none.
+    logs unread keys itself; None for any other load. With "raise", the checkpoint must hold all state of a train
+    module. With "warn", the load skips an optimizer that was saved by number, and tensors of another shape.
+    ``train_state``: the train state that a resume sets. A resume without one reads none.
     """
 
     optim: bool | None
@@ -215,7 +216,7 @@ class Restoring:
         return {"keep_options": self._wanted.options == "keep", "leave_resized": leave_resized}
 
     def _meant(self, *, has_train: bool) -> list[str]:
-        """Return the keys below which the log names nothing unread. A resume logs itself, so it returns all."""
+        """Return the keys whose unread parts are not logged here. A resume logs itself, so all keys are returned."""
         if self._wanted.missing is not None:
             return [EVERYTHING]
         meant = [OPTIM] if self._wanted.optim is False else []
@@ -224,12 +225,12 @@ class Restoring:
     def _check_there(self, stored: StoredTraining, has_optimizer: bool) -> None:
         """Raise NotFound, Mismatch or MissingKey if a part that this rank must load is missing or does not fit."""
         for what, name, is_wanted, there in (
-            ("an optimizer", "load_optim_state", self._wanted.optim, has_optimizer),
-            ("a train state", "load_trainer_state", self._wanted.train, bool(_ranks_of(stored))),
+            ("optimizer", "load_optim_state", self._wanted.optim, has_optimizer),
+            ("train state", "load_trainer_state", self._wanted.train, bool(_ranks_of(stored))),
         ):
             if is_wanted and not there:
                 raise NotFound(
-                    f"{stored.where} was saved without {what} that could be loaded; it has {stored.at_the_top()}. Pass "
+                    f"{stored.where} holds no {what} that can be loaded; it has {stored.at_the_top()}. Pass "
                     f'{name}=None (to resume: missing="warn") to go on without, or choose another checkpoint'
                 )
         read, wanted = partial(stored.value, allow_pickle=self._given.allow_pickle), self._wanted
@@ -296,7 +297,7 @@ class Restoring:
 
 
 def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Mapping[str, Any]:
-    """Return the state to fill. Train modules may omit either argument of the method."""
+    """Return the state to fill. The method of a train module may lack either argument."""
     method: Callable[..., Mapping[str, Any]] = model.state_dict_to_load
     parameters = inspect.signature(method).parameters
     options = {"optim": optim} if "optim" in parameters else {}

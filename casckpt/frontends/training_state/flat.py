@@ -1,10 +1,11 @@
-"""The parts of parameters that this rank holds under FSDP, found without gathering anything.
+"""The parts of parameters that this rank holds under FSDP. No collective call is made.
 
 FullyShardedDataParallel joins the parameters of a module to a flat parameter, and each rank has a range of it. With
-use_orig_params=True the parameters are one-dimensional views into this range, empty if the range has nothing of them.
-After a forward they may be whole and of low precision; the range itself never is.
+use_orig_params=True the parameters are one-dimensional views into this range. A view is empty if the range holds no
+element of its parameter. After a forward the parameters may be whole and of low precision. The range itself is always
+sharded and of full precision.
 
-The module reads private attributes of torch, because there is no public way.
+This module reads private attributes of torch, because torch has no public API for this.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ _HOME_OF_HOOKS = "torch.distributed.fsdp._state_dict_utils"
 
 @dataclass(frozen=True)
 class FlatPart:
-    """The elements [lo, hi), in row-major order, that this rank holds of a parameter of ``shape``.
+    """The elements [lo, hi) of a parameter of ``shape``, in row-major order, that this rank holds.
 
-    ``parameter``: the parameter as optimizers have it. ``data``: the memory of the elements, which a load may fill.
+    ``parameter``: the parameter in the optimizer. ``data``: the memory of the elements, which a load may fill.
     ``everywhere``: every rank holds the whole parameter (NO_SHARD).
     """
 
@@ -43,19 +44,19 @@ class FlatPart:
     everywhere: bool
 
     def has_form(self, shape: Shape) -> bool:
-        """Return whether ``shape`` is that of an optimizer's state for these elements."""
+        """Return whether optimizer state for these elements has the shape ``shape``."""
         return shape == (self.shape if self.everywhere else (self.hi - self.lo,))
 
     def shard(self, data: torch.Tensor) -> Shard:
-        """Return ``data``, of as many elements, as a shard of the parameter's shape. HYBRID_SHARD has replicas."""
+        """Return ``data`` as the shard of a tensor of the parameter's shape. HYBRID_SHARD has replicas."""
         return Shard(data, self.shape, flat=[(self.lo, self.hi)] if self.lo < self.hi else [], replicated=True)
 
 
 def flat_parts(model: nn.Module) -> dict[int, FlatPart]:
-    """Return the part of each parameter that FSDP shards, by the id() of the parameter and of its current replacement.
+    """Return the part of each sharded parameter, by the id() of the parameter and of its current replacement.
 
     Raises InvalidInput for use_orig_params=False and while FSDP uses the parameters. Raises Unsupported for parameters
-    that are DTensors or are not in row-major order, because their parts are no flat ranges.
+    that are DTensors or are not in row-major order, because their parts are not flat ranges.
     """
     parts: dict[int, FlatPart] = {}
     for handle in [one._handle for one in _fsdp_modules(model) if one._handle is not None]:
@@ -76,7 +77,7 @@ def _part(parameter: nn.Parameter, stretch: torch.Tensor, info: Any, shape: Shap
     if not info.in_shard:
         return FlatPart(parameter, stretch[:0], shape, 0, 0, everywhere)
     lo, hi = info.intra_param_start_idx, info.intra_param_end_idx + 1
-    # if a user has replaced the data of the parameter, FSDP takes the new data over at the next forward
+    # if a user replaced the data of the parameter, FSDP uses the new data from the next forward on
     data = parameter.detach()
     if data.numel() != hi - lo or data.dtype != stretch.dtype:
         data = stretch[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
@@ -88,7 +89,7 @@ def _check(handle: Any) -> None:
     if not handle._use_orig_params:
         raise InvalidInput(
             f"FSDP joined {names}, ... to one parameter with use_orig_params=False, and their state in an optimizer "
-            "cannot be told apart; wrap the model with use_orig_params=True"
+            "cannot be separated; wrap the model with use_orig_params=True"
         )
     if handle._training_state.name != "IDLE":
         raise InvalidInput(
@@ -105,7 +106,7 @@ def _check(handle: Any) -> None:
 
 
 def _check_order(flat: Any) -> None:
-    """Raise Unsupported for a parameter that is not in row-major order: FSDP shards it in the order of its memory."""
+    """Raise Unsupported for a parameter that is not in row-major order, since FSDP shards it in memory order."""
     for name, shape, stride in zip(flat._fqns, flat._shapes, flat._strides, strict=True):
         if not torch.empty_strided(shape, stride, device="meta").is_contiguous():
             raise Unsupported(
@@ -116,13 +117,13 @@ def _check_order(flat: Any) -> None:
 
 
 def _fsdp_modules(model: nn.Module) -> list[Any]:
-    """Return the FSDP modules. If FSDP is not imported, there are none."""
+    """Return the FSDP modules; an empty list if FSDP is not imported."""
     home = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     return [one for one in model.modules() if home is not None and isinstance(one, home.FullyShardedDataParallel)]
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the whole parameters that fully_shard still has from a forward. No communication."""
+    """Free the whole parameters that fully_shard keeps after a forward. Ranks exchange nothing."""
     home = sys.modules.get("torch.distributed.fsdp")
     for module in model.modules():
         if home is not None and isinstance(module, home.FSDPModule):
@@ -130,7 +131,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def let_go(model: nn.Module) -> None:
-    """Free also those of FSDP, which would use them in the next forward, with the values from before a load."""
+    """Free the whole parameters of FSDP too. Otherwise the next forward would use the values from before a load."""
     reshard(model)
     for module in _fsdp_modules(model):
         if module._handle is not None and hasattr(module._handle.flat_param, "_local_shard"):
@@ -141,7 +142,7 @@ def let_go(model: nn.Module) -> None:
 
 
 def full_dtypes(model: nn.Module) -> dict[int, torch.dtype]:
-    """Return by id() the dtype of each buffer before FSDP's mixed precision lowered it."""
+    """Return the full-precision dtype of each buffer by its id(). FSDP's mixed precision may have lowered it."""
     dtypes: dict[int, torch.dtype] = {}
     for module in _fsdp_modules(model):
         if module._mixed_precision_enabled_for_buffers():
@@ -156,7 +157,7 @@ def full_dtypes(model: nn.Module) -> dict[int, torch.dtype]:
 
 @contextmanager
 def without_fsdp_hooks(model: nn.Module) -> Iterator[None]:
-    """A context in which state_dict and load_state_dict gather nothing, whatever the state_dict_type of FSDP."""
+    """Disable the gathering in state_dict and load_state_dict under any state_dict_type of FSDP."""
     kept: list[tuple[nn.Module, str, Any]] = []
     try:
         for module in _fsdp_modules(model):

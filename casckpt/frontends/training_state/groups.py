@@ -1,6 +1,6 @@
-"""Param groups: the match of an optimizer's parameters and options with those of a checkpoint.
+"""Param groups: matching the parameters and options of an optimizer with those of a checkpoint.
 
-A checkpoint has one list of groups for all ranks, also if ranks have different parameters (pipeline stages).
+A checkpoint has one list of groups for all ranks, even if ranks have different parameters, as pipeline stages do.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from casckpt.frontends.training_state.optimizer import NamedParameter
 _LOG = logging.getLogger("casckpt")
 
 _ADDED_LATER = frozenset(("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"))
-"""Options that torch added to existing optimizers, so an older checkpoint lacks them."""
+"""Options that torch added to existing optimizers. An older checkpoint lacks them."""
 
-_NAMES = "param_names"  # names by the user, which a load does not replace
+_NAMES = "param_names"  # names from the user, which a load does not replace
 
 
 @dataclass(frozen=True)
 class Match:
     """The match of an optimizer with a saved one.
 
-    ``saved``: the name of each parameter in the checkpoint, by its id(). ``options``: for each group, the options to
-    set. ``missing``: own names of parameters that the saved optimizer lacks. ``unused``: names that only it has.
+    ``saved``: the name of each parameter in the checkpoint, by the id() of the parameter. ``options``: the options to
+    set for each group. ``missing``: names of parameters that the saved optimizer lacks. ``unused``: names that only the
+    saved optimizer has.
     """
 
     saved: dict[int, str]
@@ -45,10 +46,10 @@ def match(
     *,
     keep_options: bool = False,
 ) -> Match:
-    """Match by name, whatever the number and order of groups. ``saved_name``: from a name to the saved name.
+    """Match parameters by name. The number and order of groups do not matter.
 
-    ``keep_options``: set no option of a group. Raises Mismatch if tied names were saved apart, InvalidInput if two
-    parameters were saved as one.
+    ``saved_name``: returns the saved name for a name. ``keep_options``: set no option of a group. Raises Mismatch if
+    tied names were saved apart, InvalidInput if two parameters were saved as one.
     """
     group_of = {name: number for number, group in enumerate(saved) for name in group["params"]}
     names: dict[int, str] = {}
@@ -57,7 +58,7 @@ def match(
     for named in (member for group in here for member in group):
         matches = [name for name in dict.fromkeys(map(saved_name, named.names)) if name in group_of]
         if len(matches) > 1:
-            raise Mismatch(f"{matches} are one parameter here, but were several in the checkpoint", keys=tuple(matches))
+            raise Mismatch(f"{matches} are one parameter here, but several in the checkpoint", keys=tuple(matches))
         if matches:
             names[id(named.parameter)] = matches[0]
             if owners.setdefault(matches[0], named.names[0]) != named.names[0]:
@@ -78,9 +79,9 @@ def match(
 
 
 def check(matched: Match, defaults: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Raise MissingKey or Mismatch unless the checkpoint has all parameters, and the options of this optimizer.
+    """Raise MissingKey or Mismatch unless the checkpoint has all parameters and options of this optimizer.
 
-    `check_unused` checks the opposite for all ranks, because another rank may have the parameter.
+    `check_unused` checks for extra parameters in the checkpoint, over all ranks, because another rank may have them.
     """
     if matched.missing:
         raise MissingKey(_other_parameters(where, matched.missing, matched.unused), keys=matched.missing)
@@ -98,14 +99,14 @@ def check(matched: Match, defaults: Mapping[str, Any], saved: Sequence[Mapping[s
 
 
 def check_unused(unused: Sequence[str], where: str) -> None:
-    """Raise Mismatch for names in the saved optimizer that no rank has."""
+    """Raise Mismatch for names that are in the saved optimizer but on no rank."""
     if unused:
         raise Mismatch(_other_parameters(where, (), unused), keys=tuple(unused))
 
 
 def _other_parameters(where: str, missing: Sequence[str], unused: Sequence[str]) -> str:
     lacks = f" It lacks {listed(missing)}." if missing else ""
-    more = f" Only it has {listed(unused)}." if unused else ""
+    more = f" Only the checkpoint has {listed(unused)}." if unused else ""
     return (
         f"the optimizer in {where} has other parameters than this one.{lacks}{more} Pass strict=False to load what "
         "both have"
@@ -113,7 +114,7 @@ def _other_parameters(where: str, missing: Sequence[str], unused: Sequence[str])
 
 
 def merged(groups_of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the groups of all ranks: groups with one number and the same options become one group."""
+    """Return the merged groups of all ranks. Groups with the same number and options become one group."""
     united: list[dict[str, Any]] = []
     known: set[str] = set()
     for groups in groups_of_ranks:
@@ -133,7 +134,7 @@ def merged(groups_of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[
 def _options(
     number: int, group: Sequence[NamedParameter], origins: Sequence[int], saved: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the saved options for one group, whose parameters were saved in the groups ``origins``."""
+    """Return the saved options for one group. ``origins``: the saved groups that held its parameters."""
     if not group and number < len(saved) and not saved[number]["params"]:
         origins = [number]
     if not origins:
@@ -145,7 +146,7 @@ def _options(
     differing = sorted({name for options in (first, *rest) for name in options} - set(agreed))
     if differing:
         _LOG.warning(
-            "group %d of the optimizer had its parameters in groups %s when it was saved, which differ in %s: "
+            "the parameters of group %d of the optimizer were saved in the groups %s, which differ in %s: "
             "these options stay as they are here",
             number, list(origins), ", ".join(differing),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The part of a parameter, and of optimizer state of its shape, that this process holds."""
+"""The part that this process holds of a parameter, and of optimizer state with the shape of the parameter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Holding:
-    """A parameter as this process has it: whole, as a DTensor, or as a ``part`` in a flat parameter of FSDP.
+    """A parameter on this process: whole, a DTensor, or a ``part`` of a flat parameter of FSDP.
 
     ``name``: for messages.
     """
@@ -36,20 +36,20 @@ class Holding:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the parameter; under mixed precision of FSDP that of its part."""
+        """The dtype of the parameter. Under mixed precision of FSDP, the dtype of its part."""
         return self.parameter.dtype if self.part is None else self.part.data.dtype
 
     @property
     def is_nothing(self) -> bool:
-        """Whether this rank has no element of it. Then it has no gradient and no optimizer state."""
+        """Whether this rank has no element of the parameter, and so no gradient and no optimizer state."""
         return self.part is not None and self.part.lo == self.part.hi
 
     # saving
 
     def as_saved(self, value: Any) -> Any:
-        """Return optimizer state, nested as it is, with tensors of the parameter's shape sharded like the parameter.
+        """Return nested optimizer state. Tensors with the shape of the parameter are sharded like the parameter.
 
-        Raises InvalidInput for a tensor that may be an unknown part of a whole.
+        Raises InvalidInput for a tensor that may be a part of a larger tensor, with unknown position.
         """
         if isinstance(value, torch.Tensor):
             return self._tensor_as_saved(value)
@@ -78,9 +78,9 @@ class Holding:
             return Shard(value, shape, replicated=True) if alike else value
         if is_part:
             raise InvalidInput(
-                f"the optimizer has state of shape {list(shape)} for {self.name!r}, of which this rank holds only a "
-                "part, and does not say which elements these are. Save it with store.save, as casckpt.Shard or "
-                "casckpt.PerRank",
+                f"the optimizer has state of shape {list(shape)} for {self.name!r}. This rank holds only a part "
+                "of the parameter, and the elements of the state are unknown. Save it with store.save, as "
+                "casckpt.Shard or casckpt.PerRank",
                 key=self.name,
             )
         return described_like(value, self.parameter)
@@ -90,10 +90,10 @@ class Holding:
     def destination(
         self, entry: Entry, there: torch.Tensor | None, device: torch.device, taken: set[int], *, added: bool
     ) -> Any:
-        """Return the tensor that a load fills with one tensor of state: ``there`` if it fits, else a new one.
+        """Return the tensor that a load fills with a tensor of state: ``there`` if it fits, else a new tensor.
 
-        ``taken``: the addresses of memory that other state uses, because some optimizers share one ``step``.
-        ``added``: the state is not the optimizer's own, but was added by a user.
+        ``taken``: the memory addresses that other state uses, because some optimizers share one ``step``. ``added``: a
+        user, not the optimizer, created the state.
         """
         part, parameter = self.part, self.parameter
         if part is not None and entry.shape == part.shape:
@@ -108,12 +108,12 @@ class Holding:
 
 
 def _alone(value: Any) -> Any:
-    """Put a `Shard` into a list of its own: a list of several shards would be one tensor in pieces."""
+    """Put a `Shard` into a list of its own, since a list of several shards means the pieces of one tensor."""
     return [value] if isinstance(value, Shard) else value
 
 
 def apart(value: Any) -> Any:
-    """Return a template for `Store.load`, in which a list of shards is a list of tensors."""
+    """Return a template for `Store.load` in which each shard of a list is a tensor of its own."""
     if isinstance(value, dict):
         for key, child in value.items():
             value[key] = apart(child)
@@ -124,7 +124,7 @@ def apart(value: Any) -> Any:
 
 
 def unwrapped(value: Any, device: torch.device | None = None) -> Any:
-    """Return a filled template as the optimizer keeps it. Tensors saved as `Archived` go to ``device``."""
+    """Return a filled template in the form that the optimizer keeps. Move tensors saved as `Archived` to ``device``."""
     if isinstance(value, Shard):
         return value.data
     if isinstance(value, dict):
@@ -147,19 +147,19 @@ def _new_like(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
 def _fits(there: torch.Tensor, entry: Entry, taken: set[int]) -> bool:
     here = local_of(there)
     alike = here.dtype == torch_dtype(entry.dtype) and here.layout is torch.strided
-    # no optimizer could step with one of inference mode
+    # an optimizer cannot update a tensor of inference mode
     return alike and not here.is_inference() and here.is_contiguous() and here.data_ptr() not in taken
 
 
 def _is_plain(there: torch.Tensor | None, entry: Entry, parameter: torch.Tensor, *, added: bool) -> bool:
-    """Whether state of a DTensor is no DTensor: because it is none now, or because it has no shards."""
+    """Return whether state of a DTensor is a plain tensor: it is one now, or it has no shards."""
     if there is not None:
         return not is_dtensor(there)
     return (added or entry.shape == ()) and entry.shape != tuple(parameter.shape)
 
 
 def _new_dtensor(parameter: DTensor, entry: Entry) -> torch.Tensor:
-    """Return a DTensor on the device of the parameter: sharded like it if it has its shape, else replicated."""
+    """Return a DTensor on the device of the parameter: sharded alike if the shapes are equal, else replicated."""
     if tuple(parameter.shape) == entry.shape:
         return _new_like(parameter, entry)
     return parameter.new_empty(entry.shape, dtype=torch_dtype(entry.dtype), requires_grad=False)

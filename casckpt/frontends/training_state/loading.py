@@ -1,4 +1,4 @@
-"""One rank's part of a load: the template of a model and its optimizers, and their update after the load."""
+"""A load on one rank: the template of a model and its optimizers, and their update after the load."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ from casckpt.tensors.memory import new_empty
 
 @contextmanager
 def normal_tensors() -> Iterator[None]:
-    """A context in which new tensors are normal ones, also in inference mode: an optimizer cannot update others."""
+    """Disable inference mode in the context, since an optimizer cannot update tensors of inference mode."""
     grad = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         yield
 
 
 def renamed_beside(given: LoadOptions, home: str) -> LoadOptions:
-    """Return the options of a load in which ``rename`` does not apply to the keys below ``home``."""
+    """Return the options with a ``rename`` that does not apply to the keys below ``home``."""
 
     def saved_key(key: str) -> str:
         return key if key.startswith(f"{home}.") else renamer(given.rename)(key)
@@ -76,7 +76,7 @@ def renamed_beside(given: LoadOptions, home: str) -> LoadOptions:
 
 @dataclass(frozen=True)
 class Unused:
-    """Names in the checkpoint that a rank does not load: of its model, its optimizer, and of tensors at the top."""
+    """Saved names that a rank does not load: of its model, of its optimizer, and of tensors at the top level."""
 
     model: Sequence[str]
     optimizer: Sequence[str]
@@ -84,25 +84,24 @@ class Unused:
 
 
 class Keeps(TypedDict, total=False):
-    """What a load leaves unchanged: the options of the optimizer's groups; tensors of another shape."""
+    """The parts that a load leaves unchanged: the options of the optimizer's groups, and tensors of another shape."""
 
     keep_options: bool
     leave_resized: bool
 
 
 class TrainingStateLoad:
-    """A load of one model, with its optimizers by key, from one checkpoint. The model is below the key ``at``.
+    """A load of one model and its optimizers from one checkpoint. The model is below the key ``at``.
 
-    ``groups``: the saved groups of each wanted optimizer; None if the checkpoint has none. ``state``: the template, by
-    the key of the model and of each optimizer, known after `prepare`. ``given``: the options of the load. Its
-    ``rename`` maps a key of the model, ``model.<name>``, to a key of the checkpoint, also for the optimizer's state.
-    Its ``ignore_mismatched`` has patterns of names or keys of the model that stay unchanged if they do not fit. With
-    ``cast``, state that was saved in the dtype of its parameter gets the dtype of the parameter here.
+    ``groups``: the saved groups of each wanted optimizer; None if the checkpoint has none. ``state``: the template by
+    the keys of the model and of each optimizer. `prepare` sets it. ``given``: the options of the load. Its ``rename``
+    maps a key of the model, ``model.<name>``, to a key of the checkpoint, also for the optimizer's state. Its
+    ``ignore_mismatched`` has patterns of names or keys of the model. Matching tensors that do not fit stay unchanged.
+    With ``cast``, state that was saved in the dtype of its parameter gets the dtype of the parameter here.
     ``keep_options``: keep the options of the optimizer's groups. ``leave_resized``: keep tensors that have another
     shape in the checkpoint, and the optimizer's state for them. ``places``: the keys of the optimizers in the
-    checkpoint, if they differ.
-    The model may also be at the top of the checkpoint, as after an import of safetensors files. If the layout does not
-    decide this, `prepare` takes the reading that fills more tensors.
+    checkpoint, if they differ. The model may also be at the top level of the checkpoint, as after an import of
+    safetensors files. If the layout does not decide this, `prepare` chooses the interpretation that fills more tensors.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class TrainingStateLoad:
         self._saved_start, self._optimizer_places = self._start, places or {}
         self._stored, self._groups, self._given, self._strict = stored, groups, given, given.strict
         self.ignored: tuple[str, ...] = ()
-        """For `Store.load`: patterns of keys that stay unchanged if they do not fit. Known after `prepare`."""
+        """Patterns for `Store.load` of keys that stay unchanged if they do not fit. `prepare` sets them."""
         self._bare = False
         self._places: dict[bool, dict[str, str]] = {}
         self._warns, self._filled, self._said = given.unread == "warn", "", list[str | None]()
@@ -134,14 +133,14 @@ class TrainingStateLoad:
         optims: Mapping[str, Sequence[Optimizer]],
         fill: Callable[[dict[str, Any], LoadOptions], Checkpoint],
     ) -> Checkpoint:
-        """Call `prepare`, ``fill`` and `install`. ``fill``: loads into the state that it gets, with these options."""
+        """Call `prepare`, ``fill`` and `install`. ``fill``: a function that loads into a state with some options."""
         self.prepare(ranks, make, optims)
         rename = Renaming(self.saved_key, self._given.rename)
         given = replace(self._given, rename=rename, ignore_mismatched=self.ignored, unread="ignore")
         return self.install(fill(self.state, given))
 
     def prepare(self, ranks: Ranks, make: Callable[[], nn.Module], optims: Mapping[str, Sequence[Optimizer]]) -> None:
-        """Find the model's tensors in the checkpoint, and check everything before the first read. Every rank calls it.
+        """Find the model's tensors in the checkpoint, and run all checks before the first read. Every rank calls it.
 
         ``make``: returns the model. ``optims``: the optimizers by key. Raises MissingKey, Mismatch or InvalidInput, the
         errors of ``make``, and, unless ``unread`` is "ignore", those of `check_fit`; on all ranks.
@@ -150,7 +149,7 @@ class TrainingStateLoad:
         ranks.exchange(lambda: self._plan(optims), self.check_unused)
 
     def _choose(self, ranks: Ranks, make: Callable[[], nn.Module]) -> None:
-        """Choose the reading of the checkpoint. Raises InvalidInput if both readings fill as many tensors."""
+        """Choose an interpretation of the checkpoint. Raises InvalidInput if both fill the same number of tensors."""
         where = self._stored.where
 
         def measure() -> tuple[list[Fit], list[bool]]:
@@ -184,7 +183,7 @@ class TrainingStateLoad:
             self.ignored += tuple(glob.escape(key) for key in fits[self._bare].misfits)
 
     def _fit(self, *, bare: bool) -> Fit:
-        """Return how this rank's tensors fit: by name, or by memory that they share with a tensor that fits."""
+        """Return the fit of this rank's tensors: by name, or by memory that they share with a fitting tensor."""
         filled, unfilled, misfits = dict[str, str](), dict[str, Shape](), set[str]()
         stored, values = self._stored.contents, self._model.values
         places = self._places[bare] = {name: self._where(name, bare=bare) for name in values}
@@ -206,11 +205,11 @@ class TrainingStateLoad:
         return Fit(filled, {key: shape for key, shape in unfilled.items() if key not in filled}, frozenset(misfits))
 
     def _where(self, name: str, *, bare: bool) -> str:
-        """Return the key in the checkpoint for a name of the model, in one of the two readings."""
+        """Return the key in the checkpoint for a name of the model, in one of the two interpretations."""
         entries = self._stored.contents.tensors
 
         def place(name: str) -> str:
-            """Apply ``rename``. If the result is a whole key of the checkpoint, it is the place."""
+            """Apply ``rename``. A result that is a whole key of the checkpoint is the place."""
             saved = self._saved_key(f"{self._start}{name}")
             is_whole = saved != f"{self._start}{name}" and saved in entries
             return saved.removeprefix(self._start) if bare and not is_whole else saved
@@ -222,9 +221,9 @@ class TrainingStateLoad:
         return base if base in entries else saved
 
     def _start_there(self) -> str:
-        """Return the beginning of the model's saved keys: its key, unless ``rename`` replaces it.
+        """Return the prefix of the model's saved keys: its key, unless ``rename`` replaces the key.
 
-        If it does, the names of parameters in the saved optimizer show where a name begins.
+        If so, the names of parameters in the saved optimizer show where a name begins.
         """
         saved = self._stored.contents.tensors
         places = [place for place in self._places[self._bare].values() if place in saved]
@@ -234,7 +233,7 @@ class TrainingStateLoad:
         return max([self._start, *starts], key=lambda start: sum(one.removeprefix(start) in known for one in places))
 
     def _plan(self, optims: Mapping[str, Sequence[Optimizer]]) -> Unused:
-        """Make the template, and check all that this rank can check."""
+        """Create the template, and run all checks that need only this rank."""
         self._left = self._leave()
         for name in self._left:
             del self._model.values[name]
@@ -271,9 +270,9 @@ class TrainingStateLoad:
         return on_no_rank([plan.match.unused for plan in plans])
 
     def _leave(self) -> tuple[str, ...]:
-        """Return the names that the load leaves unchanged, because load_state_dict does not read all of their module.
+        """Return the names that the load leaves unchanged because load_state_dict does not read their whole module.
 
-        Raises Mismatch if the checkpoint has such names, unless all names that belong together are ignored.
+        Raises Mismatch if the checkpoint has such names, unless ``ignore_mismatched`` matches all names of the module.
         """
         left, refused = dict[str, None](), dict[str, str]()
         for name, together in self._model.passed_by.items():
@@ -286,7 +285,7 @@ class TrainingStateLoad:
             raise Mismatch(
                 f"the model's state_dict has {listed(list(refused))}, which its load_state_dict does not read; the "
                 f"rest of their modules would be loaded without it from {self._stored.where}. Load into modules that "
-                "read all that they save, or leave these as they are, with "
+                "read all keys that they save, or leave these unchanged with "
                 f"ignore_mismatched={list(dict.fromkeys(refused.values()))}",
                 keys=tuple(refused),
             )
@@ -296,7 +295,7 @@ class TrainingStateLoad:
         return matches(f"{self._start}{name}", self.ignored)
 
     def saved_key(self, key: str) -> str:
-        """Return the key in the checkpoint for a key of ``state``. Keys of optimizers are equal."""
+        """Return the key in the checkpoint for a key of ``state``. Keys of optimizers do not change."""
         return self._place(key.removeprefix(self._start)) if key.startswith(self._start) else key
 
     def _place(self, name: str) -> str:
@@ -316,7 +315,7 @@ class TrainingStateLoad:
         return [name for name in there if name not in wanted and not name.startswith(extra)]
 
     def check_unused(self, unused_of_ranks: Sequence[Unused]) -> Sequence[None]:
-        """On rank 0: raise Mismatch for names in the checkpoint that no rank has."""
+        """Raise Mismatch on rank 0 for names in the checkpoint that no rank has."""
         names, where = on_no_rank([unused.model for unused in unused_of_ranks]), self._stored.where
         if self._warns and not any(map(is_adapter, self._model.values)):
             adapters = [name for name in names if is_adapter(name)]
@@ -324,16 +323,16 @@ class TrainingStateLoad:
             check_no_adapters(adapters if len(adapters) == sum(map(is_adapter, there)) else [], where)
         if names and self._strict:
             what = f"the model in {where} has {listed(names)}, which this model does not have"
-            raise Mismatch(f"{what}; pass strict=False to leave them out", keys=tuple(names))
+            raise Mismatch(f"{what}; pass strict=False to skip them", keys=tuple(names))
         names += on_no_rank([unused.beside for unused in unused_of_ranks])
         if names and self._warns:
-            self._said.append(f"{where} has {listed(names)}, which this model does not have: they are left out")
+            self._said.append(f"{where} has {listed(names)}, which this model does not have: they are skipped")
         if self._strict:
             check_unused(on_no_rank([unused.optimizer for unused in unused_of_ranks]), where)
         return [None] * len(unused_of_ranks)
 
     def install(self, loaded: Checkpoint) -> Checkpoint:
-        """Load the filled state into the model and the optimizers. Return ``loaded`` with the keys that were left."""
+        """Load the filled state into the model and the optimizers. Return ``loaded`` with the skipped keys."""
         mismatched = (*loaded.mismatched_keys, *(f"{self._start}{name}" for name in self._left))
         without = [key for key in (*loaded.missing_keys, *mismatched) if key.startswith(self._start)]
         self._model.install({key.removeprefix(self._start) for key in without}, self._strict)
@@ -359,7 +358,7 @@ class TrainingStateLoad:
 
 
 def _all_of(fit: Fit) -> str:
-    """Return "5 of 5" if all tensors are filled; else an empty text."""
+    """Return a text like "5 of 5" if all tensors are filled; else an empty text."""
     return f"{fit.count} of {fit.count}" if fit.is_full else ""
 
 
@@ -369,7 +368,7 @@ _NOWHERE = "\0"
 
 @dataclass(frozen=True)
 class _Home:
-    """The place of one parameter's state: the parameter, and the tensors of state that are ``there`` already.
+    """The place of one parameter's state: the parameter, and its present state ``there``.
 
     ``options``: the options of its group after the load.
     """
@@ -380,7 +379,7 @@ class _Home:
 
 
 class _OptimizerPlan:
-    """The changes of a load to an optimizer, known in full before the first read."""
+    """The changes that a load makes to an optimizer. They are complete before the first read."""
 
     def __init__(
         self,
@@ -397,7 +396,7 @@ class _OptimizerPlan:
         cast: bool,
         keep_options: bool,
     ) -> None:
-        """``at``: the key of the optimizer. ``start``: the beginning of all keys of the model.
+        """Plan a load. ``at``: the key of the optimizer. ``start``: the prefix of all keys of the model.
 
         ``new``: the names of parameters that stay unchanged with their state.
         """
@@ -424,7 +423,7 @@ class _OptimizerPlan:
         self.template = apart(stored.template(nodes, self._place, lambda key: True, at))
 
     def _check_kind(self, nodes: Mapping[Element, Node]) -> None:
-        """Raise Mismatch if the state is that of another kind of optimizer, which the next step would show."""
+        """Raise Mismatch if another kind of optimizer saved the state, since the next step would fail."""
         for name, home in self._homes.items() if self._kind is not None else ():
             names = [str(element) for element, _ in children(nodes[name])] if name in nodes else []
             if self._kind is not None and names:
@@ -452,14 +451,14 @@ class _OptimizerPlan:
         wanted = self._as_cast(str(name), key, entry, home.holding.dtype)
         found = home.holding.destination(wanted, home.there.get(f".{key}"), device, self._taken, added=added)
         self._taken.add(local_of(unwrapped(found)).data_ptr())
-        self._taken.discard(0)  # the address of tensors without memory of their own
+        self._taken.discard(0)  # the address of empty tensors
         return described_like(found, home.holding.parameter)
 
     def _as_cast(self, name: str, key: str, entry: Entry, dtype: torch.dtype) -> Entry:
-        """Return the entry for a tensor of state, converted if ``cast`` asks for it. ``dtype``: that of its parameter.
+        """Return the entry for a tensor of state, converted if ``cast`` requires it.
 
-        State that was saved in the dtype of its parameter follows the parameter. All other state, such as counts, has a
-        dtype of its own.
+        State that was saved in the dtype of its parameter follows the parameter. All other state, such as counts, has
+        its own dtype. ``dtype``: the saved dtype of the parameter.
         """
         weight = self._stored.contents.tensors.get(f"{self._start}{name}")
         stays = keeps_dtype(entry, key) or key in getattr(self._optim, "non_castable_tensor_keys", ())  # bitsandbytes'

@@ -28,15 +28,15 @@ _EXTRA_STATE = "_extra_state"
 
 
 def is_extra_state(name: str) -> bool:
-    """Return whether ``name`` is that of a result of `torch.nn.Module.get_extra_state`."""
+    """Return whether ``name`` names a result of `torch.nn.Module.get_extra_state`."""
     return name.rpartition(".")[2] == _EXTRA_STATE
 
 
 def model_state(model: nn.Module) -> OrderedDict[str, Any]:
     """Return the state_dict of ``model`` under plain names, with live tensors. Nothing is changed or gathered.
 
-    The part of a parameter that FSDP has on this rank is a `Shard`. Raises the errors of `flat_parts`, and InvalidInput
-    for two different tensors with one plain name.
+    The part of an FSDP parameter on this rank is a `Shard`. Raises the errors of `flat_parts`, and InvalidInput for two
+    different tensors with one plain name.
     """
     parts, dtypes = flat_parts(model), full_dtypes(model)
     raw = _live_state(model)
@@ -50,13 +50,13 @@ def model_state(model: nn.Module) -> OrderedDict[str, Any]:
     if unread and this_rank() == 0:
         _warn_once(listed(list(unread)))
     metadata = getattr(raw, "_metadata", None)
-    if metadata is not None:  # versions of modules; that of a wrapped module replaces that of its wrapper
+    if metadata is not None:  # versions of modules; a wrapped module replaces its wrapper
         vars(state)["_metadata"] = {plain_name(model, path): value for path, value in metadata.items()}
     return state
 
 
 def model_to_save(model: nn.Module) -> OrderedDict[str, Any]:
-    """Return `model_state` with marked buffers: ranks may have different values of them, see `may_differ`."""
+    """Return `model_state` with marked buffers, because ranks may have different values of them; see `may_differ`."""
     state = model_state(model)
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
@@ -65,7 +65,7 @@ def model_to_save(model: nn.Module) -> OrderedDict[str, Any]:
 
 
 def _live_state(model: nn.Module) -> dict[str, Any]:
-    """Return the state_dict with parameters, which must be equal on all ranks that have them, as parameters."""
+    """Return the state_dict. Parameters stay `Parameter` objects, because they must be equal on all ranks."""
     with without_fsdp_hooks(model):
         state = model.state_dict(keep_vars=True)
     empty = [name for name, value in state.items() if getattr(value, "is_meta", False)]
@@ -80,7 +80,7 @@ def _live_state(model: nn.Module) -> dict[str, Any]:
 
 
 def _is_offloaded(module: nn.Module) -> bool:
-    hook = getattr(module, "_hf_hook", None)  # of accelerate, which may hold several
+    hook = getattr(module, "_hf_hook", None)  # accelerate's hook, which may hold several
     return any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ())))
 
 
@@ -90,7 +90,7 @@ def _plain_names(model: nn.Module, raw: Mapping[str, Any]) -> dict[str, str]:
     for key, name in names.items():
         if values.setdefault(name, raw[key]) is not raw[key]:
             raise InvalidInput(
-                f"two parts of the model have the name {name!r}. Rename one; or, if these are several models, "
+                f"two parts of the model have the name {name!r}. Rename one; or, for several models, "
                 'give a dict of them and their optimizers, as {"generator": g, "discriminator": d, ...}',
                 key=name,
             )
@@ -98,12 +98,13 @@ def _plain_names(model: nn.Module, raw: Mapping[str, Any]) -> dict[str, str]:
 
 
 def passed_by(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> dict[str, list[str]]:
-    """Return the names in ``state``, the plain state of ``model``, that its load_state_dict would not read.
+    """Return the names in the plain state of ``model`` that its load_state_dict would not read.
 
-    The values are the names that must not be loaded without the key. The function calls no method of a module. A module
-    reads its parameters, its buffers, and extra state if it has a set_extra_state. Keys that its own
-    _save_to_state_dict adds, only the module can read, by its own _load_from_state_dict or by hooks. Keys that were
-    added in other ways, any module above may read. ``strict``: include parameters, which torch then refuses.
+    ``state``: the plain state. The values of the result are the names that must not be loaded without the key. The
+    function calls no method of a module. A module reads its parameters, its buffers, and extra state if it has a
+    set_extra_state. Only the module itself can read keys that its _save_to_state_dict adds, through its
+    _load_from_state_dict or hooks. Any module above can read other added keys. ``strict``: include parameters, which
+    torch then refuses.
     """
     suspects = [name for name, value in state.items() if strict or not isinstance(value, nn.Parameter)]
     roots: Sequence[nn.Module] = tuple(model) if isinstance(model, Parts) else (model,)
@@ -129,20 +130,20 @@ def passed_by(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> di
 @cache
 def _warn_once(names: str) -> None:
     log.warning(
-        "the model's state_dict has %s, which its load_state_dict does not read: they are saved, but a load into such "
+        "the model's state_dict has %s, which its load_state_dict does not read. They are saved, but a load into such "
         "a model is refused unless ignore_mismatched leaves their modules as they are. This is logged once",
         names,
     )
 
 
 def _reads(module: nn.Module, name: str) -> bool:
-    """Return whether ``module`` reads ``name`` as any module does."""
+    """Return whether the default load_state_dict of ``module`` reads ``name``."""
     takes = type(module).set_extra_state is not nn.Module.set_extra_state
     return name in module._parameters or name in module._buffers or (name == _EXTRA_STATE and takes)
 
 
 def _loads(module: nn.Module, *, is_root: bool) -> bool:
-    """Return whether ``module`` loads in a way of its own. Hooks of torch.distributed read no keys."""
+    """Return whether ``module`` customizes its load. Hooks of torch.distributed read no keys."""
     hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
     homes = [str(getattr(getattr(hook, "hook", hook), "__module__", "")) for hook in hooks]
     own = _has_own(module, "_load_from_state_dict") or (is_root and _has_own(module, "load_state_dict"))
@@ -155,7 +156,7 @@ def _has_own(module: nn.Module, method: str) -> bool:
 
 
 class ModelTemplate:
-    """The template of a load: the model's own tensors, so that no copy is made. All other values are replaced."""
+    """The template of a load. A load fills the tensors of the model without a copy, and replaces all other values."""
 
     def __init__(self, model: nn.Module, *, strict: bool) -> None:
         let_go(model)
@@ -176,10 +177,10 @@ class ModelTemplate:
         return None if is_extra_state(name) or PACKED in name else value
 
     def install(self, missing: Collection[str], strict: bool) -> None:
-        """Call load_state_dict of the model, without the names ``missing``, which stay unchanged.
+        """Call load_state_dict of the model without the names ``missing``, which stay unchanged.
 
         Parameters and buffers are filled already, so torch copies a tensor onto itself, which does nothing. The call
-        sets extra state, runs hooks, and sets tensors that state_dict creates anew.
+        sets extra state, runs hooks, and sets tensors that each call of state_dict creates.
         """
         for key, name in self._names.items():
             if name in missing:
@@ -190,6 +191,6 @@ class ModelTemplate:
             self._model.load_state_dict(self._raw, strict=strict and not missing)
 
     def _is_of_inference(self) -> bool:
-        """Return whether a tensor was made in inference mode: outside of it torch cannot copy onto it."""
-        with torch._C.DisableTorchFunctionSubclass():  # a ShardedTensor would not say
+        """Return whether a tensor was created in inference mode. Outside that mode torch cannot copy onto it."""
+        with torch._C.DisableTorchFunctionSubclass():  # a ShardedTensor would raise
             return any(isinstance(value, torch.Tensor) and value.is_inference() for value in self._raw.values())

@@ -17,11 +17,11 @@ WRAPPERS = {
     "megatron_fsdp.megatron_fsdp.MegatronFSDP": "module",
     "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp.MegatronFSDP": "module",
 }
-"""The classes that wrap a module, with the child that holds it. By name, because some take seconds to import."""
+"""Wrapper classes and the attribute of the wrapped module. They are named, because some imports take seconds."""
 
 
 def wrapped_child(module: nn.Module) -> str | None:
-    """Return the name of the child that a wrapper wraps; None for any other module."""
+    """Return the name of the wrapped child of a wrapper; None for any other module."""
     for base in type(module).__mro__:
         child = WRAPPERS.get(f"{base.__module__}.{base.__qualname__}")
         if child is not None:
@@ -30,10 +30,10 @@ def wrapped_child(module: nn.Module) -> str | None:
 
 
 def plain_name(model: nn.Module, name: str) -> str:
-    """Return ``name``, of a parameter, buffer or module of ``model``, without the parts of wrappers.
+    """Return the name of a parameter, buffer or module of ``model`` without the parts of wrappers.
 
-    The function walks along the modules, so that a submodule which the user called ``module`` keeps its name. A hook of
-    the wrapper may have removed its part already. The number of a part of `Parts` is removed, too.
+    The function walks along the modules, so a user's submodule that is called ``module`` keeps its name. A hook of the
+    wrapper may have removed its part already. The number of a part of `Parts` is removed, too.
     """
     module: nn.Module | None = model
     rest = name.split(".")
@@ -53,9 +53,9 @@ def plain_name(model: nn.Module, name: str) -> str:
 
 
 def parameter_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    """Return the plain names of each parameter by its id(). A tied parameter has several; the first is its own.
+    """Return the plain names of each parameter by its id(). A tied parameter has several, its main name first.
 
-    While FSDP has a parameter whole, the replacement has the names of the parameter.
+    While FSDP replaces a parameter by the whole one, the replacement has the same names.
     """
     reshard(model)
     parts = flat_parts(model)

@@ -1,7 +1,7 @@
 """Saves and loads states that contain modules, optimizers and other objects with a state_dict.
 
 A module is stored below its key under plain names, as by `save_model_and_optim_state`. An optimizer is stored by the
-names of the module in the state that has its parameters. Of any other object the state_dict is stored.
+parameter names of its module, which must be in the state. For any other object, the state_dict is stored.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Load: TypeAlias = Callable[[Any, Checkpoint, LoadOptions], Checkpoint]
 
 
 def save_objects(ranks: Ranks, state: Any, options: SaveOptions) -> tuple[dict[str, Any], SaveOptions]:
-    """Return the arguments of a save, with the state of each object in its place. Every rank makes the call.
+    """Return the arguments of a save, with each object replaced by its state. Every rank makes the call.
 
-    ``state``: a state, or a function that returns one. Its errors are raised on all ranks.
+    ``state``: a state, or a function that returns a state. Its errors are raised on all ranks.
     """
     whole, keys = list[Any](), list[str]()
 
@@ -58,12 +58,12 @@ def save_objects(ranks: Ranks, state: Any, options: SaveOptions) -> tuple[dict[s
 
 
 def is_optimizer(value: Any) -> bool:
-    """Return whether ``value`` is an optimizer of torch, or a wrapper of one."""
+    """Return whether ``value`` is an optimizer of torch, or a wrapper around an optimizer."""
     return hasattr(value, "param_groups") and not isinstance(value, nn.Module)
 
 
 class Objects:
-    """The objects of a state by flat key, in sorted order, in which their state_dict is called.
+    """The objects of a state by flat key. Their state_dict is called in sorted order.
 
     ``owners``: for each optimizer, the key of its module. Raises InvalidInput for an optimizer without a module.
     """
@@ -82,7 +82,7 @@ class Objects:
         self.owners = {key: _owner(key, optim, parameters) for key, optim in self.optimizers.items()}
 
     def made(self) -> Made:
-        """Return what this rank saves of the state. Raises InvalidInput."""
+        """Return the state that this rank saves. Raises InvalidInput."""
         values: dict[str, Any] = {}
         for key, value in self.by_key.items():
             if key in self.modules:
@@ -95,7 +95,7 @@ class Objects:
         return self.nested(values), named
 
     def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state in new containers, with ``values`` in place of objects, and without all other objects."""
+        """Return the state in new containers. ``values`` replace objects. Objects without a value are removed."""
 
         def value(key: str, _: int) -> Any:
             leaf = self._flat.leaves[key]
@@ -117,7 +117,7 @@ class Objects:
         return [key for key, leaf in self._flat.leaves.items() if not leaf.is_tensor]
 
     def take(self, filled: Any, left: Collection[str]) -> None:
-        """Load the state ``filled`` into the objects, random generators last, and its other values into the state."""
+        """Load ``filled`` into the objects, random generators last, and its other values into the state."""
 
         def of(key: str) -> Any:
             here, value = self._state, filled
@@ -125,8 +125,8 @@ class Objects:
                 here, value = (one.value if isinstance(one, PerRank) else one for one in (here, value))
                 if isinstance(here, list | tuple) and (not isinstance(value, list | tuple) or len(value) != len(here)):
                     raise Mismatch(
-                        f"{key!r} is in a {type(here).__name__} of {len(here)}, which is not what the checkpoint has "
-                        "there; give as many as were saved, or leave it out. Tensors are loaded already",
+                        f"{key!r} is in a {type(here).__name__} of {len(here)} items, but the checkpoint has another "
+                        "container there; give as many as were saved, or leave it out. Tensors are loaded already",
                         key=key,
                     )
                 here, value = here[element], value[element]
@@ -139,7 +139,7 @@ class Objects:
 
 
 def _owner(key: str, optim: Optimizer, parameters: Mapping[str, Collection[int]]) -> str:
-    """Return the key of the module that has all parameters of ``optim``. ``parameters``: by module, their id()."""
+    """Return the key of the module with all parameters of ``optim``. ``parameters``: the id() values of each module."""
     wanted = {id(parameter) for group in optim.param_groups for parameter in group["params"]}
     for name, ids in parameters.items():
         if wanted.issubset(ids):
@@ -147,7 +147,7 @@ def _owner(key: str, optim: Optimizer, parameters: Mapping[str, Collection[int]]
     some = [name for name, ids in parameters.items() if wanted.intersection(ids)]
     way = f'give its module beside it, as {{"model": model, "{key}": optim}}'
     if some:
-        way = f"{listed(some)} have some: put these into one torch.nn.ModuleDict, and give that in their place"
+        way = f"{listed(some)} have some: put these into one torch.nn.ModuleDict, and give that instead"
     raise InvalidInput(f"no module of the state has all parameters of the optimizer {key!r}; {way}", key=key)
 
 
@@ -155,10 +155,11 @@ def _owner(key: str, optim: Optimizer, parameters: Mapping[str, Collection[int]]
 def load_objects(
     store: Store, ranks: Ranks, state: Any, ref: AnyRef, *, given: LoadOptions, load: Load, **keeps: Unpack[Keeps]
 ) -> Checkpoint:
-    """Load into a state with objects. Every rank makes the call. ``load``: loads into a state without objects.
+    """Load into a state with objects. Every rank makes the call.
 
-    Everything is checked before anything changes. Then modules and their optimizers are loaded, then the other objects,
-    random generators last. Raises the errors of `Store.load` and of an object's load_state_dict, on all ranks.
+    The checks run before anything changes. Then modules and their optimizers are loaded, then the other objects, and
+    random generators last. ``load``: a function that loads into a state without objects. Raises the errors of
+    `Store.load` and of an object's load_state_dict, on all ranks.
     """
 
     def hello() -> tuple[Objects, WithObjects]:
@@ -175,9 +176,9 @@ def load_objects(
         allow_pickle=given.allow_pickle,         rename=given.rename,
     )  # fmt: skip
     places = on_each(ranks, lambda: {key: stored.optimizer_at(key, given.rename) for key in objects.optimizers})
-    silent = replace(given, unread="ignore")  # `Store.load` logs what was left
+    silent = replace(given, unread="ignore")  # `Store.load` logs the unread keys
     loads = [TrainingStateLoad(stored, groups, silent, at=key, places=places, **keeps) for key in modules]
-    parts = {key: objects.modules.get(key, nn.Module()) for key in modules}  # an empty module if this rank has none
+    parts = {key: objects.modules.get(key, nn.Module()) for key in modules}  # an empty module if this rank lacks it
     for module_load in loads:
         optims = {name: [optim] for name, optim in objects.optimizers.items() if objects.owners[name] == module_load.at}
         module_load.prepare(ranks, partial(parts.__getitem__, module_load.at), optims)
@@ -197,16 +198,16 @@ def _template(
     places: Mapping[str, str],
     given: LoadOptions,
 ) -> tuple[dict[str, Any], LoadOptions]:
-    """Return the template for `Store.load`, and its options. ``places``: the saved keys of the optimizers."""
+    """Return the template and the options for `Store.load`. ``places``: the saved keys of the optimizers."""
     values = {key: value for module_load in loads for key, value in module_load.state.items()}
     rename = renamer(given.rename)
     for key, place in places.items():
-        if stored.has_optimizer(place):  # read once more, so that it does not count as unread
+        if stored.has_optimizer(place):  # read again, so that it does not count as unread
             values[key] = {**values.get(key, {}), "param_groups": None}
     for key in objects.others:
         has_tensors = any(name.startswith(f"{rename(key)}.") for name in stored.contents.tensors)
         state = plain_state(objects.by_key[key], key) if has_tensors else None
-        # None: make all of it; but if it has shards, each rank fills its own
+        # None creates all of it; if it has shards, each rank fills its own
         values[key] = state if any(is_sharded(tensor) for _, tensor in tensors_below(state, key)) else None
     models = {module_load.at: module_load.saved_key for module_load in loads}
 

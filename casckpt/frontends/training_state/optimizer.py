@@ -1,6 +1,6 @@
-"""The state of an optimizer by the names of its parameters, and its way back into an optimizer, without a step.
+"""Saves and loads the state of an optimizer by the names of its parameters, without an optimizer step.
 
-The names of the state that torch's own optimizers keep for a parameter are listed here.
+The module lists the names of the state that torch's own optimizers keep for a parameter.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _TREE = "tree"
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """A parameter of an optimizer. ``names``: its plain names; the first is its own."""
+    """A parameter of an optimizer. ``names``: its plain names, the main name first."""
 
     parameter: torch.Tensor
     names: tuple[str, ...]
 
 
 def local_optimizer(optim: Optimizer) -> Optimizer:
-    """Return the optimizer of this rank inside a `ZeroRedundancyOptimizer`, or ``optim`` itself.
+    """Return this rank's optimizer from inside a `ZeroRedundancyOptimizer`, or ``optim`` itself.
 
     Raises InvalidInput for ``overlap_with_ddp=True``, which has no `torch.optim.Optimizer` inside.
     """
@@ -44,10 +44,10 @@ def local_optimizer(optim: Optimizer) -> Optimizer:
     inner = getattr(optim, "optim", None)
     if not isinstance(inner, Optimizer):
         raise InvalidInput(
-            "a ZeroRedundancyOptimizer with overlap_with_ddp=True has no state_dict of the part of this rank; make it "
+            "a ZeroRedundancyOptimizer with overlap_with_ddp=True has no state_dict for this rank; make it "
             "without overlap_with_ddp"
         )
-    for group, shown in zip(inner.param_groups, optim.param_groups, strict=True):  # as at the beginning of a step
+    for group, shown in zip(inner.param_groups, optim.param_groups, strict=True):  # as a step does first
         group.update({name: value for name, value in shown.items() if name != "params"})
     return inner
 
@@ -55,7 +55,7 @@ def local_optimizer(optim: Optimizer) -> Optimizer:
 def named_groups(model: nn.Module, optim: Optimizer) -> list[list[NamedParameter]]:
     """Return the parameters of each group.
 
-    Raises InvalidInput for a parameter that the model does not have, or whose state contains itself.
+    Raises InvalidInput for a parameter that is not in the model, and for state that contains itself.
     """
     names = parameter_names(model)
     groups = []
@@ -64,7 +64,7 @@ def named_groups(model: nn.Module, optim: Optimizer) -> list[list[NamedParameter
             if id(parameter) not in names:
                 raise InvalidInput(
                     f"parameter {position} of group {number} of the optimizer, of shape {list(parameter.shape)}, is "
-                    "none of the model's; give the model that the optimizer was made for. If it stands for one of each "
+                    "not in the model; give the model that the optimizer was made for. If it stands for one of each "
                     "layer, give the list of these, or none (optim=None; of a Trainer: save_only_model=True)"
                 )
         groups.append([NamedParameter(parameter, names[id(parameter)]) for parameter in group["params"]])
@@ -75,10 +75,11 @@ def named_groups(model: nn.Module, optim: Optimizer) -> list[list[NamedParameter
 
 
 def state_to_save(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
-    """Return the state of ``optim`` with live tensors: a tensor of which this rank holds a part says which.
+    """Return the state of ``optim`` with live tensors. A tensor that this rank holds in part becomes a `Shard`.
 
-    It is ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``. Raises InvalidInput for a parameter
-    that is not in the model, for an optimizer with state elsewhere, and for a tensor that may be an unknown part.
+    The result is ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``. Raises InvalidInput for a
+    parameter that is not in the model, for an optimizer with other state, and for a tensor that may be a part with
+    unknown position.
     """
     optim = local_optimizer(optim)
     groups, parts = named_groups(model, optim), flat_parts(model)
@@ -95,7 +96,7 @@ def state_to_save(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
 
 
 def states_to_save(model: nn.Module, optims: Sequence[Optimizer]) -> dict[str, Any]:
-    """Return the state of several optimizers as that of one. Raises InvalidInput for a parameter that two have."""
+    """Return the merged state of several optimizers. Raises InvalidInput for a parameter in two of them."""
     state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
     for optim in optims:
@@ -104,7 +105,7 @@ def states_to_save(model: nn.Module, optims: Sequence[Optimizer]) -> dict[str, A
         twice = [name for group in saved["param_groups"] for name in group["params"] if name in taken]
         if twice or state.keys() & saved["state"].keys():
             name = twice[0] if twice else str(next(iter(state.keys() & saved["state"].keys())))
-            raise InvalidInput(f"two optimizers have the parameter {name!r}, and their state one name", key=name)
+            raise InvalidInput(f"two optimizers have the parameter {name!r}, but its state has one place", key=name)
         state |= saved["state"]
         groups += saved["param_groups"]
     return {"state": state, "param_groups": groups}
@@ -112,11 +113,11 @@ def states_to_save(model: nn.Module, optims: Sequence[Optimizer]) -> dict[str, A
 
 def _state_of(optim: Optimizer, groups: Sequence[Sequence[NamedParameter]]) -> dict[str, Any]:
     owned = {id(one.parameter) for group in groups for one in group}
-    keys: list[Any] = list(optim.state)  # torch types them as tensors, but allows anything
+    keys: list[Any] = list(optim.state)  # torch types them as tensors, but allows any key
     for key in keys:
         if isinstance(key, torch.Tensor) and id(key) not in owned:
             raise InvalidInput(
-                f"the optimizer has state of a tensor of shape {list(key.shape)} that is in none of its groups; "
+                f"the optimizer has state for a tensor of shape {list(key.shape)} that is in none of its groups; "
                 "remove it"
             )
     packed = optim.state_dict()
@@ -141,13 +142,13 @@ def _by_name(packed: Mapping[str, Any], groups: Sequence[Sequence[NamedParameter
     for key, value in packed["state"].items():
         name = names.get(key, key)
         if name in state or (key not in names and name in names.values()):
-            raise InvalidInput(f"the optimizer has two states of the name {name!r}", key=str(name))
+            raise InvalidInput(f"the optimizer has two states with the name {name!r}", key=str(name))
         state[name] = value
     return {"state": state, "param_groups": named}
 
 
 def by_number(state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a state by name with the numbers of parameters, as `torch.optim.Optimizer.load_state_dict` takes it."""
+    """Return a state by name in numbered form, for `torch.optim.Optimizer.load_state_dict`."""
     numbers: dict[Any, int] = {}
     numbered = []
     for group in groups:
@@ -160,7 +161,7 @@ def flatten_optimizer_state(model: nn.Module, optim: Optimizer) -> dict[str, Any
     """Return the state of ``optim`` as one flat dict of live tensors and plain data.
 
     Keys are ``state.<parameter>.<what>``, ``param_groups`` (``param_groups.<index>.<option>`` if an option is a tensor)
-    and ``tree``: bytes that tell `unflatten_optimizer_state` about lists and empty containers.
+    and ``tree``, bytes that describe lists and empty containers for `unflatten_optimizer_state`.
     """
     optim = local_optimizer(optim)
     flat = flatten(_state_of(optim, named_groups(model, optim)))
@@ -174,11 +175,11 @@ def unflatten_optimizer_state(flat: Mapping[str, Any], *, by_name: bool = False)
     InvalidInput if ``flat`` is not a whole result of `flatten_optimizer_state`.
     """
     if not isinstance(flat.get(_TREE), bytes):
-        raise InvalidInput(f"there is no key {_TREE!r} that flatten_optimizer_state makes; give all of its result")
+        raise InvalidInput(f"the flat state lacks the key {_TREE!r} of flatten_optimizer_state; give all of its result")
     node = decode_tree(flat[_TREE])
     lacking = [tree.join(path) for path, _ in tree.leaves(node) if tree.join(path) not in flat]
     if lacking:
-        raise InvalidInput(f"the flat state lacks {lacking[0]!r}; give all that flatten_optimizer_state gave")
+        raise InvalidInput(f"the flat state lacks {lacking[0]!r}; give all of the result of flatten_optimizer_state")
     state: dict[str, Any] = inflate(node, lambda key, leaf: flat[key], lambda key: True)
     return state if by_name else by_number(state["state"], state["param_groups"])
 
@@ -196,10 +197,11 @@ def tensors_below(value: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def install(optim: Optimizer, state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Set the state of ``optim``, by parameter (or by any other key of its state), and the options of its groups.
+    """Set the state of ``optim`` and the options of its groups.
 
-    The optimizer takes over the tensors of ``state`` as they are. Tensors among the options are copied into the present
-    ones, if they fit: a captured CUDA graph reads a learning rate from its memory.
+    ``state``: by parameter, or by any other key of the optimizer's state. The optimizer keeps the tensors of ``state``
+    without a copy. Tensors among the options are copied into the present ones if they fit, because a captured CUDA
+    graph reads a learning rate from its memory.
     """
     whole, optim = optim, local_optimizer(optim)
     pairs = list(zip(optim.param_groups, groups, strict=True))
@@ -211,7 +213,7 @@ def install(optim: Optimizer, state: Mapping[Any, Any], groups: Sequence[Mapping
         kept = {name: value for name, value in old.items() if name not in new and name != "params"}
         numbered.append({**kept, **new, "params": [numbers[one] for one in old["params"]]})
     if getattr(optim.load_state_dict, "__func__", None) is Optimizer.load_state_dict:
-        # torch neither copies nor converts state whose key is no number
+        # torch neither copies nor converts state if its key is not a number
         optim.load_state_dict({"state": dict(state), "param_groups": numbered})
     else:
         optim.load_state_dict({"state": {numbers.get(k, k): v for k, v in state.items()}, "param_groups": numbered})
@@ -235,7 +237,7 @@ def _taken_over(old: Any, new: Any) -> Any:
 
 
 def _unconverted(saved: Any, loaded: Any) -> Any:
-    """Return the state that the optimizer has loaded, with the saved tensors in place of converted or copied ones."""
+    """Return the state that the optimizer loaded. The saved tensors replace converted or copied ones."""
     if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
         return saved if saved.shape == loaded.shape else loaded
     if isinstance(saved, Mapping) and isinstance(loaded, defaultdict | dict):
@@ -278,20 +280,20 @@ _WITH = {  # by option: the state that it needs
 
 @dataclass(frozen=True)
 class StateKind:
-    """A kind of optimizer. ``name``: the class of torch.optim whose step it takes."""
+    """A kind of optimizer. ``name``: the class of torch.optim that defines its step."""
 
     name: str
 
     @classmethod
     def of(cls, optim: Optimizer) -> StateKind | None:
-        """Return the kind of ``optim``; None if it has a step of its own."""
+        """Return the kind of ``optim``; None if it defines its own step."""
         step = type(optim).step
         name = step.__qualname__.partition(".")[0]
         is_torchs = f"{step.__module__}.".startswith("torch.optim.")
         return cls(name) if is_torchs and name in _ALWAYS else None
 
     def needs(self, options: Mapping[str, Any]) -> set[str]:
-        """Return the names without which a step fails, with these options of the group."""
+        """Return the names that a step requires with these options of the group."""
         optional = _WITH.get(self.name, {})
         return {*_ALWAYS[self.name].split(), *(name for option, name in optional.items() if options.get(option))}
 
@@ -301,7 +303,7 @@ class StateKind:
         return {*_ALWAYS[self.name].split(), *_AT_TIMES.get(self.name, "").split(), *optional.values()}
 
     def check(self, saved: Collection[str], options: Mapping[str, Any], key: str, where: str) -> None:
-        """Raise Mismatch if the names ``saved`` are not enough for a step, or are those of another kind.
+        """Raise Mismatch if the names ``saved`` are too few for a step, or belong to another kind.
 
         ``key``: the parameter of the state.
         """
@@ -309,11 +311,11 @@ class StateKind:
         lacking = sorted(self.needs(options) - names)
         others = () if names <= self.keeps() else map(StateKind, _ALWAYS)
         kinds = [kind.name for kind in others if kind.needs({}) <= names <= kind.keeps()]
-        is_other = bool(kinds) and names != {"step"}  # a user may count steps, too
+        is_other = bool(kinds) and names != {"step"}  # a user may also count steps
         if lacking or is_other:
-            found = f"it lacks {', '.join(map(repr, lacking))}" if lacking else f"it is that of {' or '.join(kinds)}"
+            found = f"it lacks {', '.join(map(repr, lacking))}" if lacking else f"it belongs to {' or '.join(kinds)}"
             raise Mismatch(
-                f"the optimizer's state of {key!r} in {where} is not what {self.name} keeps: {found}. Make the same "
+                f"the optimizer's state of {key!r} in {where} does not fit {self.name}: {found}. Make the same "
                 "optimizer as was saved, with the same options, or load the model alone (optim=None; from a dict, "
                 "leave the optimizer out)",
                 key=key,

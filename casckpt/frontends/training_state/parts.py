@@ -14,7 +14,7 @@ from casckpt.errors import InvalidInput
 AnyModel: TypeAlias = nn.Module | Sequence[nn.Module]
 """A model, or the parts of one model that this rank has."""
 AnyOptimizer: TypeAlias = Optimizer | Sequence[Optimizer]
-"""An optimizer, or several that share the parameters."""
+"""An optimizer, or several optimizers that share the parameters."""
 
 
 def as_model(model: AnyModel) -> nn.Module:
@@ -28,7 +28,7 @@ def as_model(model: AnyModel) -> nn.Module:
 
 
 def as_optimizers(optim: AnyOptimizer | None) -> tuple[Optimizer, ...]:
-    """Return all optimizers; none for None. Raises InvalidInput for a value without parameter groups.
+    """Return all optimizers; an empty tuple for None. Raises InvalidInput for a value without parameter groups.
 
     The layer-wise dummy of Transformers is replaced by the optimizers in its ``optimizer_dict``, which step in hooks.
     """
@@ -45,7 +45,7 @@ def as_optimizers(optim: AnyOptimizer | None) -> tuple[Optimizer, ...]:
 
 
 class Parts(nn.ModuleList):
-    """Parts of one model. `plain_name` gives the names that they have in the model."""
+    """Parts of one model. `plain_name` returns their names in the model."""
 
     def state_dict(self, *, keep_vars: bool = False) -> OrderedDict[str, Any]:  # type: ignore[override]  # no overloads
         """Return the state_dict of each part, with its number before each key."""
@@ -55,7 +55,7 @@ class Parts(nn.ModuleList):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
         """Load the keys of each part into it."""
         for number, part in self.named_children():
-            own = part.state_dict(keep_vars=True)  # with the versions of its modules
+            own = part.state_dict(keep_vars=True)  # includes the versions of its modules
             for key in [*own]:
                 if f"{number}.{key}" in state_dict:
                     own[key] = state_dict[f"{number}.{key}"]

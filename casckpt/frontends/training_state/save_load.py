@@ -30,16 +30,16 @@ def save_model_and_optim_state(
     step: int,
     **options: Unpack[SaveArguments],
 ) -> Checkpoint:
-    """Save ``model`` and ``optim`` (None: the model alone) as one checkpoint. Neither is changed in any way.
+    """Save ``model`` and ``optim`` (None: the model alone) as one checkpoint. Neither of them changes.
 
-    Either may be a list: the parts of the model that this rank has, or several optimizers that share the parameters.
-    Every rank of ``process_group`` (None: all) makes the call, with its own shards of one model, or with its own part
-    of the model's parameters. Nothing is gathered, whatever the state_dict_type of `torch.distributed.fsdp`. If ranks
-    have different values of a buffer, the value of the lowest rank is stored, and the log says so once. Different
+    Either may be a list: the parts of the model on this rank, or several optimizers that share the parameters. Every
+    rank of ``process_group`` (None: all) makes the call, with its own shards of one model, or with its own part of the
+    model's parameters. No tensor is gathered, and the state_dict_type of `torch.distributed.fsdp` does not matter. If
+    ranks have different values of a buffer, the value of the lowest rank is stored, and the log says so once. Different
     values of a parameter raise an error; see ``check_replicas`` of `Store.save`. The config of a model of Transformers
-    is attached, unless ``attachments`` has another one, so that `casckpt.export` writes a folder that loads.
+    is attached, unless ``attachments`` has one, so that Transformers can load the export.
 
-    Before the first step an optimizer has no state, and none is created. ``options``: those of `Store.save`
+    Before its first step an optimizer has no state, and the save creates none. ``options``: those of `Store.save`
     (``metadata``, ``overwrite``, ``ephemeral``, ``attachments``, ``dedup``, ``allow_pickle``, ``threads``, ...).
 
     Raises InvalidInput for an optimizer of another model, for extra state that is not plain data and for FSDP without
@@ -51,7 +51,7 @@ def save_model_and_optim_state(
     opened = cache(partial(as_store, store))
 
     def make() -> Made:
-        opened()  # here, so that all ranks raise its error
+        opened()  # opened here, so that all ranks raise its error
         return state_of(model, optim)
 
     state = make_state(ranks, make)
@@ -60,7 +60,7 @@ def save_model_and_optim_state(
 
 
 def state_of(model: AnyModel, optim: AnyOptimizer | None) -> Made:
-    """Return what this rank saves of them: live tensors under plain names. Raises InvalidInput."""
+    """Return the state that this rank saves: live tensors under plain names. Raises InvalidInput."""
     whole, optims = as_model(model), as_optimizers(optim)
     state: dict[str, Any] = {MODEL: model_to_save(whole)}
     if optims:
@@ -76,33 +76,32 @@ def load_model_and_optim_state(
     optim: AnyOptimizer | None = None,
     **options: Unpack[LoadArguments],
 ) -> Checkpoint:
-    """Load into the tensors of ``model`` and ``optim``. No optimizer step is taken.
+    """Load into the tensors of ``model`` and ``optim``. The optimizer takes no step.
 
-    State that the optimizer does not have yet is created in the dtype in which it was saved, on the device of the
-    parameter. Parameters are matched by name, whatever the number and order of groups. If saved groups that are one
-    group here differ in an option, the option here stays. ``optim=None``: a saved optimizer is not read. Every rank of
+    If the optimizer lacks a state, the load creates it with the saved dtype on the device of the parameter. Parameters
+    are matched by name. The number and order of groups do not matter. If several saved groups are one group here and
+    differ in an option, the option here stays. ``optim=None``: a saved optimizer is not read. Every rank of
     ``process_group`` makes the call. ``no_dist``: this process loads alone.
 
-    ``strict``: the names of the model and of the optimizer's parameters must be those of the checkpoint, and it must
-    hold an optimizer if you pass one. Otherwise names that only one side has stay unchanged. ``missing_keys`` of the
-    result are the keys that the checkpoint lacks. A parameter that is tied to a loaded one is not missing.
-    ``ignore_mismatched``: fnmatch patterns of the model's names, as ``head.*``. They stay unchanged, with the
-    optimizer's state for them, if the checkpoint lacks them or has another shape (``mismatched_keys``). ``rename``:
-    from a key of the model, ``model.<name>``, to a key of the checkpoint, as in `Store.load`. Saved optimizer state
-    goes with its parameter. The names of the model may be at the top of the checkpoint. A name that the checkpoint
-    lacks is also looked up by the name that it had before PEFT added adapters. ``cast``: convert to the dtypes of the
-    model. State that was saved in the dtype of its parameter follows it. All other state, and ``step``, keep the saved
-    dtype. ``unread``: with "warn" (the default) the log says what was left of the model and of the checkpoint, except
-    for an optimizer that you do not load. A load that would fill nothing, or that misses more than a tenth of the
-    model's names, raises MissingKey with the ``rename`` that helps. "ignore" does neither. ``options``: also
-    ``verify``, ... as in `Store.load`.
+    ``strict``: the model and the optimizer must have the same names as the checkpoint, which must hold an optimizer if
+    you pass one. Otherwise the load skips names that only one side has. ``missing_keys`` of the result are the keys
+    that the checkpoint lacks. A parameter that is tied to a loaded one is not missing. ``ignore_mismatched``: fnmatch
+    patterns of the model's names, as ``head.*``. If the checkpoint lacks such a name or has another shape, the tensor
+    and its optimizer state stay unchanged (``mismatched_keys``). ``rename``: from a key of the model, ``model.<name>``,
+    to a key of the checkpoint, as in `Store.load`. Saved optimizer state follows its parameter. The names of the model
+    may be at the top level of the checkpoint. If the checkpoint lacks a name, the load also tries the name from before
+    PEFT added adapters. ``cast``: convert to the dtypes of the model. State that was saved in the dtype of its
+    parameter follows it. All other state, and ``step``, keep the saved dtype. ``unread``: with "warn" (the default) the
+    log lists the skipped names of the model and of the checkpoint, except for an optimizer that you do not load. A load
+    that would fill nothing, or that misses more than a tenth of the model's names, raises MissingKey with the
+    ``rename`` that helps. "ignore" disables both. ``options``: also ``verify``, ... as in `Store.load`.
 
-    A module that saves keys which load_state_dict does not read (bitsandbytes' Linear4bit) raises a Mismatch that names
-    them, unless ``ignore_mismatched`` matches all names of the module. Then it stays unchanged.
+    Some modules, such as bitsandbytes' Linear4bit, save keys that load_state_dict does not read. They raise a Mismatch
+    that names the keys. If ``ignore_mismatched`` matches all names of such a module, the module stays unchanged.
 
     Raises Conflict if ranks name different checkpoints, NotFound, MissingKey, Mismatch or InvalidInput before anything
-    changes. Raises Damaged or StorageError during the read; after these both are undefined. All errors are raised on
-    every rank.
+    changes. Raises Damaged or StorageError during the read. After these, the contents of ``model`` and ``optim`` are
+    undefined. All errors are raised on every rank.
     """
     check_keywords("load_model_and_optim_state", options, LoadArguments)
     given = LoadOptions(**options)

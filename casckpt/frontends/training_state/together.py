@@ -43,11 +43,11 @@ class NamedState:
 Groups: TypeAlias = dict[str, StoredGroups | None]
 """The saved groups of each optimizer by its key; None if the checkpoint has none."""
 Made: TypeAlias = tuple[dict[str, Any], Sequence[NamedState]]
-"""The state that a rank saves, and the states of optimizers in it."""
+"""The state that a rank saves, and the optimizer states in it."""
 
 
 def made_by_name(state: dict[str, Any]) -> Made:
-    """Return ``state`` with its optimizer, if it has one."""
+    """Return ``state`` and the state of its optimizer, if it has one."""
     optimizer = state.get(OPTIM)
     if not isinstance(optimizer, Mapping) or "param_groups" not in optimizer:
         return state, ()
@@ -56,11 +56,11 @@ def made_by_name(state: dict[str, Any]) -> Made:
 
 
 def make_state(ranks: Ranks, make: Callable[[], Made], objects: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the state of this rank, in which the ``param_groups`` of each optimizer are those of all ranks.
+    """Return the state of this rank. The ``param_groups`` of each optimizer are merged over all ranks.
 
     ``make``: returns the state. Its errors are raised on all ranks. ``objects``: the keys of the objects in the state,
-    known after ``make`` was called. Raises InvalidInput if ranks have different values of state that is no shard, for a
-    sharded parameter, and if ranks have different kinds of optimizers at one key.
+    complete after ``make`` returns. Raises InvalidInput if ranks have different values of whole state for a sharded
+    parameter, and if ranks have different kinds of optimizers at one key.
     """
 
     def digest() -> tuple[Made, WithObjects]:
@@ -93,7 +93,7 @@ def make_state(ranks: Ranks, make: Callable[[], Made], objects: Sequence[str] = 
 
 
 def _beside_shards(named: Sequence[NamedState], size: int) -> dict[str, bytes]:
-    """Return by key the digests of tensors of optimizer state that are whole although their parameter is sharded."""
+    """Return the digests of whole optimizer state of sharded parameters, by key."""
     digests = dict[str, bytes]()
     for one in named if size > 1 else ():
         states = one.state.get("state", {}).items()
@@ -119,8 +119,8 @@ def _check_alike(found: Sequence[Mapping[str, bytes]]) -> None:
             other, wanted = first.setdefault(key, (rank, digest))
             if digest != wanted:
                 raise InvalidInput(
-                    f"{key!r} differs between ranks {other} and {rank}, and its parameter is sharded: it may belong to "
-                    "the shard of each rank, but does not say to which elements. Save it with Store.save, as "
+                    f"{key!r} differs between ranks {other} and {rank}, and its parameter is sharded. It may belong to "
+                    "the shard of each rank, but its elements are unknown. Save it with Store.save, as "
                     "casckpt.Shard or casckpt.PerRank, or remove it from the optimizer's state",
                     key=key,
                     rank=rank,
@@ -128,7 +128,7 @@ def _check_alike(found: Sequence[Mapping[str, bytes]]) -> None:
 
 
 def _check_one_kind(key: str, groups_of: Mapping[int, StoredGroups]) -> None:
-    """Raise InvalidInput for a parameter whose optimizers on two ranks have different options."""
+    """Raise InvalidInput for a parameter with different optimizer options on two ranks."""
     first: dict[str, tuple[int, frozenset[str]]] = {}
     for rank, group in ((rank, group) for rank, groups in groups_of.items() for group in groups):
         mine = frozenset(group)
@@ -155,12 +155,12 @@ def find(
     lenient: bool = False,
     rename: Rename = None,
 ) -> tuple[StoredTraining, Groups]:
-    """Return the checkpoint that ``ref`` names, and the groups of the optimizers that any rank wants. Rank 0 reads.
+    """Return the checkpoint ``ref`` and the groups of the optimizers that any rank wants. Rank 0 reads them.
 
-    ``optimizers``: returns their keys. Its errors are raised on all ranks. ``required``: raise MissingKey for a missing
-    optimizer; otherwise its groups are None. ``lenient``: the groups of an optimizer that was saved by number are None,
-    too. ``rename``: see `StoredTraining.optimizer_at`. Raises Conflict if ranks name different checkpoints, NotFound,
-    MissingKey, Mismatch, Damaged, StorageError; on all ranks.
+    ``optimizers``: a function that returns their keys. Its errors are raised on all ranks. ``required``: raise
+    MissingKey for a missing optimizer; otherwise its groups are None. ``lenient``: also return None for an optimizer
+    that was saved by number. ``rename``: see `StoredTraining.optimizer_at`. Raises Conflict if ranks name different
+    checkpoints, NotFound, MissingKey, Mismatch, Damaged, StorageError; on all ranks.
     """
 
     def hello() -> tuple[Store, tuple[str, list[str]]]:
@@ -186,6 +186,6 @@ def find(
 
 
 def on_no_rank(found: Sequence[Sequence[str]]) -> list[str]:
-    """Return the names that are in all lists: names that no rank has."""
+    """Return the names in all lists. No rank has these names."""
     first, *others = [dict.fromkeys(names) for names in found]
     return [name for name in first if all(name in other for other in others)]

@@ -1,4 +1,4 @@
-"""The train state: what each rank needs beside the model and the optimizer to resume exactly."""
+"""The train state: the state of a rank, beside the model and the optimizer, for an exact resume."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from casckpt.ranks.ranks import this_rank
 from casckpt.tensors.state import GENERATORS, holds_object, is_object
 
 _NUMPYS = (np.random.Generator, np.random.RandomState)
-"""Random generators that are plain data, so that they are stored as they are."""
+"""Random generators. Their states are plain data, which is stored unchanged."""
 
 
 def plain_state(value: Any, key: str) -> Any:
-    """Return ``value`` with the state of each object in place of the object; ``value`` itself if it holds none.
+    """Return ``value`` with each object replaced by its state; ``value`` itself if it holds no objects.
 
-    Nothing is copied. Raises InvalidInput, naming the key, for a DataLoader that cannot save its position.
+    The function copies no tensor. Raises InvalidInput, naming the key, for a DataLoader that cannot save its position.
     """
     if is_object(value):
         check_part(value, key)
@@ -44,7 +44,7 @@ def check_part(value: Any, key: str) -> None:
     """Raise InvalidInput for a DataLoader that cannot save its position."""
     if isinstance(value, DataLoader) and not hasattr(value, "state_dict"):
         raise InvalidInput(
-            f"{key!r} is a DataLoader of torch, which cannot say which batches are done. Give a StatefulDataLoader of "
+            f"{key!r} is a DataLoader of torch, which cannot save its position. Give a StatefulDataLoader of "
             "torchdata, which takes the same arguments, or leave it out",
             key=key,
         )
@@ -67,16 +67,16 @@ def _methods(value: Any) -> tuple[str, str]:
 
 
 def draws(value: Any) -> bool:
-    """Return whether ``value`` is or holds random generators, which are loaded last, after all that may draw."""
+    """Return whether ``value`` is or holds random generators. They are loaded after all objects that may draw."""
     return isinstance(value, GENERATORS + _NUMPYS) or getattr(value, "holds_rng", False)
 
 
 def fill(value: Any, state: Any, key: str) -> Any:
-    """Fill ``value`` in place with ``state``. Return ``value``, or ``state`` if it cannot be filled in place.
+    """Fill ``value`` in place with ``state``. Return ``value``, or ``state`` if ``value`` cannot be filled in place.
 
     Objects, generators, tensors, arrays, dicts and lists keep their identity. Raises InvalidInput for an object without
-    load_state_dict, MissingKey for an object in a container that was saved without it, Mismatch for a list with objects
-    of another length. An error of an object has a note with its key.
+    load_state_dict, MissingKey for an object in a container that was saved without it, and Mismatch for a list with
+    objects whose length differs. An error from an object has a note with its key.
     """
     if is_object(value):
         _load_into(value, state, key)
@@ -108,16 +108,17 @@ def fill(value: Any, state: Any, key: str) -> Any:
 
 
 def objects_within(value: Any, state: Any, key: str) -> dict[Any, Any]:
-    """Return the entries of a container that are objects or hold objects. ``state``: the saved container.
+    """Return the items of a container that are or hold objects. ``state``: the saved container.
 
-    Raises Mismatch if ``state`` is no such container, or a list of another length, and MissingKey if it lacks an entry.
+    Raises Mismatch if ``state`` is another kind of container, or a list of another length, and MissingKey if it lacks
+    such an item.
     """
     within = dict(value) if isinstance(value, Mapping) else dict(enumerate(value))
     alike = isinstance(state, list | tuple) and len(value) == len(state)
     if not (isinstance(state, Mapping) if isinstance(value, Mapping) else alike):
         raise Mismatch(
-            f"{key!r} is a {type(value).__name__} of {len(value)} with objects in it, which is not what the checkpoint "
-            "has there; give as many as were saved, or leave it out",
+            f"{key!r} is a {type(value).__name__} with objects, of length {len(value)}, but the checkpoint has "
+            "another container there; give as many items as were saved, or leave it out",
             key=key,
         )
     objects = {name: child for name, child in within.items() if holds_object([child])}
@@ -128,9 +129,9 @@ def objects_within(value: Any, state: Any, key: str) -> dict[Any, Any]:
 
 
 def check_kind(value: Any, saved: Any, key: str, read: Callable[[str], Any] | None) -> None:
-    """Raise Mismatch or MissingKey if ``value`` is an object, or holds one, and something else is ``saved`` there.
+    """Raise Mismatch or MissingKey if ``value`` is or holds an object and ``saved`` does not match it.
 
-    ``saved``: a node of the checkpoint's tree; without ``read`` the value itself.
+    ``saved``: a node of the checkpoint's tree; if ``read`` is None, the value itself.
     """
     if not holds_object([value]):
         return
@@ -143,8 +144,8 @@ def check_kind(value: Any, saved: Any, key: str, read: Callable[[str], Any] | No
     is_dict = isinstance(saved, Mapping) and not isinstance(value, GENERATORS)
     if not is_dict and _shape(saved) != _shape(plain_state(value, key)):
         raise Mismatch(
-            f"{key!r} is a {type(value).__name__} here, but the checkpoint has a {type(saved).__name__} there; give "
-            "what was saved, or leave that part out of the TrainState",
+            f"{key!r} is a {type(value).__name__} here, but a {type(saved).__name__} in the checkpoint; give "
+            "the type that was saved, or leave that part out of the TrainState",
             key=key,
         )
 
@@ -158,9 +159,9 @@ def _load_into(value: Any, state: Any, key: str) -> None:
     if load is None:
         kind = type(value).__name__
         raise InvalidInput(
-            f"{key!r}: a {kind} has a state_dict, but no load_state_dict: it cannot be set again", key=key
+            f"{key!r}: a {kind} has a state_dict but no load_state_dict, so it cannot be loaded", key=key
         )
-    with _noted(f"raised in {_methods(value)[1]} of {key!r}; what was loaded before it stays loaded, so load again"):
+    with _noted(f"raised in {_methods(value)[1]} of {key!r}; earlier parts are loaded already, so load again"):
         load(state)
 
 
@@ -168,7 +169,7 @@ def _copied(value: Any, state: Any, key: str) -> Any:
     """Copy ``state`` into a tensor or array, and return it; return ``state`` if shape, dtype or type differ."""
     alike = isinstance(state, torch.Tensor if isinstance(value, torch.Tensor) else np.ndarray)
     if not alike or value.shape != state.shape or value.dtype != state.dtype:
-        log.warning("%r has another shape or dtype in the checkpoint: it is replaced, and not filled in place", key)
+        log.warning("%r has another shape or dtype in the checkpoint: it is replaced instead of filled in place", key)
         return state
     with torch.no_grad():
         value[...] = state
@@ -185,7 +186,7 @@ def rng_state() -> dict[str, Any]:
     state: dict[str, Any] = {
         "rank": this_rank(),
         "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002 - the global generator is what libraries draw from
+        "numpy": np.random.get_state(),  # noqa: NPY002 - libraries draw from the global generator
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's own
@@ -196,12 +197,14 @@ def rng_state() -> dict[str, Any]:
 def restore_rng(state: Mapping[str, Any]) -> None:
     """Set the random generators to ``state``, which `rng_state` returned.
 
-    If another rank took the state, because the job has more ranks now, the state and the number of this rank are the
-    seed of the generators. So ranks draw different numbers, and the same numbers in each resume. Raises MissingKey.
+    If the job has more ranks now, the state may come from another rank. Then the state and the number of this rank seed
+    the generators. Ranks draw different numbers, and each resume draws the same numbers. Raises MissingKey.
     """
     missing = [name for name in ("rank", "python", "numpy", "torch") if name not in state]
     if missing:
-        raise MissingKey(f"the state of random generators lacks {missing[0]!r}; give what rng_state made", keys=(RNG,))
+        raise MissingKey(
+            f"the state of random generators lacks {missing[0]!r}; give a result of rng_state", keys=(RNG,)
+        )
     if state["rank"] != this_rank():
         _seed(int(hex_digest(state["torch"].numpy().tobytes() + b"%d" % this_rank())[:16], 16))
         return
@@ -229,13 +232,13 @@ class TrainState(UserDict[str, Any]):
 
     holds_rng = True
 
-    def __init__(self, *, rng: bool = True, **parts: Any) -> None:  # of any type: what is to be saved
+    def __init__(self, *, rng: bool = True, **parts: Any) -> None:  # parts of any type
         self._rng = rng
         super().__init__(parts)
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name == RNG and self._rng:
-            raise InvalidInput(f"{RNG!r} is where a TrainState has the random generators; give another name")
+            raise InvalidInput(f"{RNG!r} is reserved for the random generators of a TrainState; give another name")
         check_part(value, name)
         super().__setitem__(name, value)
 
@@ -247,15 +250,16 @@ class TrainState(UserDict[str, Any]):
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> list[str]:
         """Set all parts, the random generators last. Return the names of missing parts, which stay as they are.
 
-        ``strict``: raise MissingKey for a missing part, before anything changes. The log names other saved parts.
+        ``strict``: raise MissingKey for a missing part, before anything changes. The log lists saved parts that are not
+        here.
         """
         beside = [name for name in state if name not in self and name != RNG]
         if beside:
-            log.warning("the saved train state also has %s, which is left out", ", ".join(map(repr, beside)))
+            log.warning("the saved train state also has %s, which is skipped", ", ".join(map(repr, beside)))
         return self.set_parts(state, strict=strict)
 
     def set_parts(self, state: Mapping[str, Any], *, strict: bool) -> list[str]:
-        """Set the parts like `load_state_dict`, without a line in the log."""
+        """Set the parts like `load_state_dict`, but log nothing."""
         missing = self._missing(state, strict=strict)
         for name in sorted((name for name in self if name not in missing), key=lambda name: draws(self[name])):
             self[name] = fill(self[name], state[name], name)
@@ -268,8 +272,8 @@ class TrainState(UserDict[str, Any]):
         if missing and strict:
             without = " (rng=False: without the random generators)" if RNG in missing else ""
             raise MissingKey(
-                f"the saved train state has no {missing[0]!r}, but {', '.join(map(repr, saved)) or 'nothing'}; leave "
-                f"that part out of the TrainState{without}, or load another checkpoint",
+                f"the saved train state has no {missing[0]!r}; it has {', '.join(map(repr, saved)) or 'no parts'}. "
+                f"Leave that part out of the TrainState{without}, or load another checkpoint",
                 keys=tuple(missing),
             )
         return missing
@@ -287,9 +291,9 @@ def as_parts(train_state: Any) -> TrainState | None:
 def check_parts(
     train_state: Any, saved: Mapping[Any, Any], at: str, *, strict: bool, read: Callable[[str], Any]
 ) -> None:
-    """Raise the errors that setting ``train_state`` would raise for missing parts and for parts of another kind.
+    """Raise the errors that setting ``train_state`` would raise for missing parts and for parts of other types.
 
-    ``saved``: the tree of the saved parts, which are at the key ``at``. ``read``: reads the object at a key.
+    ``saved``: the tree of the saved parts at the key ``at``. ``read``: a function that reads the object at a key.
     """
     parts = as_parts(train_state)
     if parts is not None:

@@ -39,10 +39,10 @@ def unshard_model_state(
 
     ``keys``: fnmatch patterns of names. A pattern that matches no name applies to whole keys of the checkpoint. Every
     rank makes the call, and all get the same checkpoint; with ``rank0_only`` the other ranks get ``{}``. ``no_dist``:
-    this rank reads alone. ``options``: as in `Store.read`.
+    this rank reads without the others. ``options``: as in `Store.read`.
 
-    Raises MissingKey if nothing matches, NotFound, Damaged and StorageError as `Store.read` does, on every rank;
-    InvalidInput (a ValueError) for ``no_dist`` with ``rank0_only`` off rank 0.
+    Raises MissingKey if nothing matches, and NotFound, Damaged and StorageError as `Store.read` does, on every rank.
+    Raises InvalidInput (a ValueError) for ``no_dist`` with ``rank0_only`` on any rank except 0.
     """
     read = partial(_model_of, keys=keys, device=device, options=options)
     return _unshard(store, ref, lambda stored, _: read(stored), rank0_only=rank0_only, no_dist=no_dist)
@@ -66,7 +66,7 @@ def _model_of(
 
 
 def _pattern(pattern: str, names: Sequence[str], where: str) -> str:
-    """Return a pattern of names as a pattern of whole keys."""
+    """Convert a pattern of names to a pattern of whole keys."""
     if any(fnmatchcase(name, pattern) for name in names):
         return f"model.{pattern}"
     if any(fnmatchcase(f"model.{name}", pattern) for name in names):
@@ -75,12 +75,12 @@ def _pattern(pattern: str, names: Sequence[str], where: str) -> str:
 
 
 def _unmatched(pattern: str, what: str, where: str) -> MissingKey:
-    said = f"nothing of {what} in {where} matches {pattern!r}; `casckpt show --tensors` lists its keys"
+    said = f"nothing in {what} of {where} matches {pattern!r}; `casckpt show --tensors` lists its keys"
     return MissingKey(said, keys=(pattern,))
 
 
 def _named_values(state: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield tensors and other values by flat key; extra state is one value, whatever it contains."""
+    """Yield tensors and other values by flat key. Extra state is always one value."""
     for element, value in state.items():
         key = f"{prefix}{element}"
         if isinstance(value, Mapping) and not is_extra_state(key):
@@ -102,11 +102,11 @@ def unshard_optim_state(
 ) -> dict[str, Any]:
     """Return the optimizer's state, ``{"state": {id: {...}}, "param_groups": [...]}``, in new tensors on ``device``.
 
-    ``optim.load_state_dict`` of an optimizer with the same groups takes the result. ``by_name``: the names of
-    parameters in place of the ids. Counts of steps are on the CPU if optimizers keep them there.
+    ``optim.load_state_dict`` of an optimizer with the same groups takes the result. ``by_name``: use the names of
+    parameters instead of the ids. Step counts are on the CPU if the optimizer keeps them there.
 
-    ``keys``: fnmatch patterns of parameters, of ``<name>.<what>``, or of whole keys of the checkpoint, whichever
-    matches first. The groups are always whole. ``options``: as in `Store.read`.
+    ``keys``: fnmatch patterns of parameters, of ``<name>.<what>``, or of whole keys of the checkpoint. The first of
+    these kinds that matches counts. The groups are always whole. ``options``: as in `Store.read`.
 
     Raises the errors of `unshard_model_state`, and MissingKey for a checkpoint without an optimizer.
     """
@@ -167,7 +167,7 @@ def _unshard(
     """Return the result of ``read`` for one checkpoint on all ranks, or with ``rank0_only`` ``{}`` on the others."""
     rank = this_rank()
     if rank0_only and no_dist and rank != 0:
-        raise InvalidInput(f"rank0_only with no_dist on rank {rank}: only rank 0 may call it so; leave no_dist out")
+        raise InvalidInput(f"rank0_only with no_dist works only on rank 0, not on rank {rank}; leave no_dist out")
     ranks = open_ranks(no_dist=no_dist)
     keys = [OPTIM] if optimizer else []
     stored, groups = find(ranks, store, ref, optimizers=lambda: keys, required=True, allow_pickle=allow_pickle)

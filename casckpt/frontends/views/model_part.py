@@ -1,4 +1,4 @@
-"""Finds the model in a checkpoint by the layouts in which trainings save, and the names of its tensors."""
+"""Finds the model in a checkpoint by the layouts of common frameworks, and the names of its tensors."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _TRAINING = _OPTIMIZER | frozenset((
     "scaler", "grad_scaler", "rng", "rng_state", "rng_states", "dataloader", "dataset", "callbacks", "loops",
     "train", "train_state", "trainer", "trainer_state", "training_state", "transformers", "lightning",
 ))  # fmt: skip
-"""Keys beside a model, at the top of a checkpoint of a training. Among flat keys, only those of an optimizer count,
-because a model may have a part named "scaler"."""
-_LIGHTNING = ("lightning", "pytorch-lightning_version")  # in a store, and in an imported file
+"""Top-level keys beside a model in a training checkpoint. Among flat keys, only those of an optimizer count, because a
+model may have a part named "scaler"."""
+_LIGHTNING = ("lightning", "pytorch-lightning_version")  # saved by Lightning, and imported from its file
 _DDP = "module"
-_INNER = frozenset(WRAPPERS.values()) - {_DDP}  # no model has parts of these names
+_INNER = frozenset(WRAPPERS.values()) - {_DDP}  # no model has parts with these names
 _ADAPTERS = ("base_layer", "modules_to_save", "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 _MOST = 8
 
 
 def model_part(tree: Node, keys: Collection[str], where: str) -> tuple[str, list[str]]:
-    """The prefix of the keys of the model, and these keys. The prefix is "" if the model is at the top.
+    """Return the prefix of the keys of the model, and these keys. The prefix is "" for a model at the top level.
 
-    ``keys``: the tensors to choose from. Raises MissingKey if none belongs to a model, InvalidInput, naming the
+    ``keys``: the tensors to choose from. Raises MissingKey if none belongs to a model, and InvalidInput, naming the
     choices, if several parts may be the model.
     """
     parts = _parts(tree, set(keys))
@@ -39,7 +39,7 @@ def model_part(tree: Node, keys: Collection[str], where: str) -> tuple[str, list
     if has_model and not any("." in key for key in parts.get("", ())):
         choices = [prefix for prefix in choices if prefix]  # beside the model: a loss, a step
     if not choices:
-        more = f", but something below {', '.join(parts)}; give --strip-prefix if that is one" if parts else ""
+        more = f", but keys below {', '.join(parts)}; give --strip-prefix if one of these is a model" if parts else ""
         raise MissingKey(f"{where} holds no weights of a model{more}; `casckpt show --tensors` lists what it holds")
     if len(choices) > 1 or (choices == [""] and len(parts) > 1 and _is_either(tree, parts[""])):
         raise _unclear(where, [prefix for prefix in choices if prefix] + [_first(key) for key in parts.get("", ())])
@@ -51,7 +51,7 @@ def model_part(tree: Node, keys: Collection[str], where: str) -> tuple[str, list
 
 
 def _is_either(tree: Node, names: Sequence[str]) -> bool:
-    """Whether keys that look like a training may belong to the model, or ``names`` may all have a prefix."""
+    """Return whether training-like keys may belong to the model, or all ``names`` may share a prefix."""
     is_flat = any(_head(str(element)) in _OPTIMIZER for element, node in children(tree) if isinstance(node, int))
     return is_flat or all(name.startswith("model.") for name in names)
 
@@ -61,9 +61,9 @@ def _head(key: str) -> str:
 
 
 def _parts(tree: Node, keys: Collection[str]) -> dict[str, list[str]]:
-    """The keys by prefix: the container at the top that holds them, or "" for keys at the top.
+    """Return the keys by prefix: their top-level container, or "" for top-level keys.
 
-    A flat key of an optimizer at the top, such as "optimizer.state.w", counts as if it were nested.
+    A flat top-level key of an optimizer, such as "optimizer.state.w", counts as nested.
     """
     parts: dict[str, list[str]] = {}
     for element, node in children(tree):
@@ -78,13 +78,13 @@ def _parts(tree: Node, keys: Collection[str]) -> dict[str, list[str]]:
 
 
 def _first(key: str) -> str:
-    """The first part of a flat key, with its dot; the whole key if it has no dot."""
+    """Return the first part of a flat key, with its dot; the whole key if it has no dot."""
     head, dot, _ = key.partition(".")
     return head + dot
 
 
 def _attribute(prefix: str, keys: Sequence[str], where: str) -> str:
-    """The name, with a dot, of the attribute of a Lightning module that holds the model."""
+    """Return the name, with a dot, of the attribute of a Lightning module that holds the model."""
     names = sorted({_first(key.removeprefix(prefix)) for key in keys})
     if len(names) > 1 or not names[0].endswith("."):
         raise _unclear(where, [prefix + name for name in names])
@@ -102,7 +102,7 @@ def _unclear(where: str, choices: Sequence[str]) -> InvalidInput:
 
 
 def plain_names(names: Sequence[str]) -> list[str]:
-    """``names`` of a model without the parts that DDP, FSDP, activation checkpointing and torch.compile add."""
+    """Return ``names`` without the parts that DDP, FSDP, activation checkpointing and torch.compile add."""
     plain = [".".join(part for part in name.split(".") if part not in _INNER) for name in names]
     while plain and all(name.startswith(f"{_DDP}.") for name in plain):
         plain = [name.removeprefix(f"{_DDP}.") for name in plain]
@@ -114,8 +114,8 @@ def check_no_adapters(names: Sequence[str], prefix: str) -> None:
     for name in names:
         if not set(_ADAPTERS).isdisjoint(name.split(".")):
             raise InvalidInput(
-                f"{name!r} belongs to an adapter, or to a layer inside one, and a model that is made from its "
+                f"{name!r} belongs to an adapter, or to a layer inside an adapter. A model created from its "
                 "config.json rarely has such a name. Merge the adapter (merge_and_unload) before the save, or export "
-                f"all tensors with --format safetensors; if it is the model's own name: --strip-prefix {prefix}",
+                f"all tensors with --format safetensors; if it is a name of the model itself: --strip-prefix {prefix}",
                 key=name,
             )

@@ -1,4 +1,4 @@
-"""Tensors of a view split, or concatenated, along their first dimension. No data is moved. Pure."""
+"""Splits and concatenates tensors of a view along their first dimension. It moves no data."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from casckpt.loading.arguments import FullMatch, compiled, expanded, first_match
 from casckpt.loading.regions import EntrySlice
 
 Split: TypeAlias = Mapping[str, Sequence[str] | Mapping[str, int]]
-"""From a regular expression that matches a whole name, to the names of equal parts, or to names and their shares."""
+"""A map from a regular expression for a whole name to the names of equal parts, or to names and shares."""
 Concat: TypeAlias = Mapping[str, Sequence[str]]
-"""From a regular expression that matches the first part, to the name of the whole and those of all other parts."""
+"""A map from a regular expression for the first part to the name of the whole and those of the other parts."""
 
 
 class ViewTensor(NamedTuple):
     """A tensor of a checkpoint, and its name in a view.
 
-    ``parts``: for a tensor that was split or concatenated, the slices that make it up, in order. ``entry`` then has its
-    shape, and is otherwise the entry of the first part.
+    ``parts``: the slices, in order, of a tensor that was split or concatenated. Then ``entry`` has the shape of the
+    result, and is otherwise the entry of the first part.
     """
 
     name: str
@@ -33,12 +33,12 @@ class ViewTensor(NamedTuple):
 
     @property
     def sources(self) -> tuple[EntrySlice, ...]:
-        """The slices that hold its elements, in row-major order."""
+        """The slices that hold the elements of the tensor, in row-major order."""
         return self.parts or (EntrySlice(self.entry, 0, self.entry.numel),)
 
 
 def sources_of(tensors: Iterable[ViewTensor]) -> Iterator[EntrySlice]:
-    """The slices that hold the elements of ``tensors``, one after the other."""
+    """Yield the slices that hold the elements of ``tensors``, in order."""
     return (source for tensor in tensors for source in tensor.sources)
 
 
@@ -48,7 +48,7 @@ def recut(
     """Split the tensors that ``split`` matches, then concatenate those that ``concat`` matches.
 
     ``fullmatch`` matches the regular expressions. Raises InvalidInput, naming the tensor, for parts that do not fit,
-    and for a text that is no regular expression.
+    and for a text that is not a regular expression.
     """
     rules = compiled(split)
     parts = [part for tensor in tensors for part in _split(tensor, first_match(rules, tensor.name, fullmatch))]
@@ -77,7 +77,7 @@ def _split(
 
 
 def _within(sources: Iterable[EntrySlice], lo: int, hi: int) -> Iterator[EntrySlice]:
-    """Elements [lo, hi) of the elements in ``sources``."""
+    """Yield the slices of the elements [lo, hi) in ``sources``."""
     for source in sources:
         count = source.hi - source.lo
         if lo < count and hi > 0:
@@ -106,7 +106,7 @@ def _put_together(name: str, parts: Sequence[ViewTensor]) -> ViewTensor:
         if not part.entry.shape or (part.entry.dtype, part.entry.shape[1:]) != (first.dtype, first.shape[1:]):
             raise InvalidInput(
                 f"{part.name!r} differs from {parts[0].name!r} in dtype, or in the shape of its rows, so they cannot "
-                f"be put together as {name!r}",
+                f"be concatenated as {name!r}",
                 key=part.name,
             )
     rows = sum(part.entry.shape[0] for part in parts)
@@ -115,7 +115,7 @@ def _put_together(name: str, parts: Sequence[ViewTensor]) -> ViewTensor:
 
 def _named(by_name: Mapping[str, ViewTensor], name: str, whole: str) -> ViewTensor:
     if name not in by_name:
-        raise InvalidInput(f"there is no tensor {name!r}, which is to be a part of {whole!r}", key=name)
+        raise InvalidInput(f"there is no tensor {name!r} for {whole!r}", key=name)
     return by_name[name]
 
 

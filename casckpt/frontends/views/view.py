@@ -1,4 +1,4 @@
-"""A view of a checkpoint: which tensors a program sees, and under which names. It reads no data."""
+"""A view of a checkpoint: the tensors that a program sees, and their names. It reads no data."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from casckpt.loading.arguments import FullMatch, Rename, check_used, matches, re
 
 @dataclass(frozen=True)
 class Rules:
-    """How a view is made. ``keys``: fnmatch patterns on the keys of the checkpoint; None for all.
+    """The rules of a view. ``keys``: fnmatch patterns for the keys of the checkpoint; None for all.
 
-    ``strip_prefix``: only the tensors below it, named without it; "" for all. ``model``: only the weights of the model,
-    under their names in the unwrapped model. ``strip_prefix`` then says where the model is; None finds it. ``rename``:
-    maps the resulting names to new ones, as in `casckpt.Store.load`, but from names of the checkpoint. ``split``,
-    ``concat``: tensors to split, and then to concatenate, by their new names. ``fullmatch``: matches the regular
-    expressions of all three.
+    ``strip_prefix``: show only the tensors below this prefix, and remove it from their names; "" for all. ``model``:
+    show only the weights of the model, under their names in the unwrapped model. ``strip_prefix`` is then the place of
+    the model; None finds it. ``rename``: maps the resulting names to new names, as in `casckpt.Store.load`, but from
+    names of the checkpoint. ``split``, ``concat``: tensors to split, and then to concatenate, by their new names.
+    ``fullmatch``: matches the regular expressions of all three.
     """
 
     keys: Sequence[str] | None = None
@@ -41,7 +41,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class View:
-    """``tensors``: sorted by name. ``left_out``: keys that match but are not shown. ``prefix``: of all keys shown."""
+    """A view: ``tensors`` by name, ``left_out`` (hidden keys that match) and the ``prefix`` of all shown keys."""
 
     tensors: tuple[ViewTensor, ...]
     left_out: tuple[str, ...] = ()
@@ -49,15 +49,15 @@ class View:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """The bytes of all tensors."""
         return sum(tensor.entry.nbytes for tensor in self.tensors)
 
 
 def view_of(contents: Contents, rules: Rules) -> View:
-    """The view of a checkpoint by some rules. It is the same for the same state, whichever ranks saved it.
+    """Return the view of a checkpoint by some rules. It does not depend on the ranks that saved the state.
 
     Raises MissingKey if a pattern or prefix matches nothing, InvalidInput if two tensors get one name or several parts
-    may be the model, Damaged for a tensor that is not whole.
+    may be the model, and Damaged for an incomplete tensor.
     """
     patterns = usable_patterns(rules.keys) or None
     asked = {key: entry for key, entry in contents.tensors.items() if matches(key, patterns)}
@@ -77,14 +77,14 @@ def view_of(contents: Contents, rules: Rules) -> View:
 
 
 def _part(contents: Contents, keys: Sequence[str], rules: Rules) -> tuple[str, Sequence[str]]:
-    """The prefix, and the keys below it."""
+    """Return the prefix and the keys below it."""
     if rules.strip_prefix is None:
         return model_part(contents.tree, keys, contents.where) if rules.model else ("", keys)
     prefix = rules.strip_prefix and f"{rules.strip_prefix.removesuffix('.')}."
     below = [key for key in keys if key.startswith(prefix)]
     if not below:
         raise MissingKey(
-            f"no tensor of {contents.where} lies below {prefix!r}; `casckpt show --tensors` lists them", keys=(prefix,)
+            f"no tensor of {contents.where} is below {prefix!r}; `casckpt show --tensors` lists them", keys=(prefix,)
         )
     return prefix, below
 
@@ -95,14 +95,14 @@ def _names(keys: Sequence[str], prefix: str, rules: Rules) -> list[str]:
         names = plain_names(names)
     rename: Callable[[str], str] = renamer(rules.rename, rules.fullmatch)
     names = [rename(name) for name in names]
-    if rules.model and rules.strip_prefix is None and prefix:  # found in a training, and not confirmed by the user
+    if rules.model and rules.strip_prefix is None and prefix:  # found, but not confirmed by the user
         check_no_adapters(names, prefix)
     _check_names(zip(names, keys, strict=True))
     return names
 
 
 def _check_names(named: Iterable[tuple[str, str]]) -> None:
-    """Raise InvalidInput for empty names and names that occur twice. ``named``: names, and the keys of tensors."""
+    """Raise InvalidInput for empty names and names that occur twice. ``named``: names and keys of tensors."""
     key_of: dict[str, str] = {}
     for name, key in named:
         if not name:

@@ -94,13 +94,11 @@ def test_a_set_in_metadata_holds_only_text_and_numbers(store: casckpt.Store, fol
     for member, is_read in ((3, True), (torch.Size([3]), False)):
         found.planner_data = {"a": ("a",), "b.c": ("b", "c"), "x": {member}}
         (folder / ".metadata").write_bytes(pickle.dumps(found, protocol=3))
-        with (
-            nullcontext() if is_read else pytest.raises(Refused, match="a set of something other than text or numbers")
-        ):
+        with nullcontext() if is_read else pytest.raises(Refused, match="a set with items other than text or numbers"):
             dcp_to_casckpt(folder, store, step=1)
 
 
 def test_tiny_hostile_metadata_allocate_no_memory(store: casckpt.Store, folder: Path) -> None:
     (folder / ".metadata").write_bytes(b"\x80\x02Nr\xff\xff\xff\x7f.")
-    with pytest.raises(Refused, match=r"\.metadata is no metadata"):
+    with pytest.raises(Refused, match=r"\.metadata is not metadata"):
         dcp_to_casckpt(folder, store, step=1)

@@ -180,7 +180,7 @@ def test_a_suffix_that_names_another_format_is_refused(
     store: Store, tmp_path: Path, name: str, format: Any, of: str
 ) -> None:
     store.save({"w": torch.ones(2)}, step=1)
-    with pytest.raises(InvalidInput, match=rf"{name} is a name for --format {of}, but the format is {format}"):
+    with pytest.raises(InvalidInput, match=rf"{name} has a suffix of --format {of}, but the format is {format}"):
         store.export("latest", tmp_path / name, format=format)
     assert not (tmp_path / name).exists()
 

@@ -194,7 +194,7 @@ def odd_files() -> dict[str, tuple[dict[str, Any], str]]:
     return {
         "no model": ({"optimizer": state, "epoch": 1}, "none of model"),
         "an optimizer alone": (dict(state), "no model beside it"),
-        "another model": ({"model": few, "optimizer": state}, "several ways, or in none"),
+        "another model": ({"model": few, "optimizer": state}, "no way or in several ways"),
         "more in it": ({"model": weights, "optimizer": {**state, "scaler": {}}}, "'scaler' beside"),
         "state of nobody": (
             {"model": weights, "optimizer": {**state, "state": {**state["state"], 99: {"a": 1}}}},

@@ -239,9 +239,9 @@ def test_a_folder_of_checkpoints_differs_from_a_checkpoint(kind: str, store: Sto
         else:
             folder.mkdir()
             save_file({"w": torch.ones(2)}, folder / "model.safetensors")
-    with pytest.raises(InvalidInput, match="holds no checkpoint, but folders that do: step-10, step-20; give"):
+    with pytest.raises(InvalidInput, match="is not a checkpoint, but holds several: step-10, step-20; give"):
         look_at(tmp_path)
     if kind == "dcp":
-        with pytest.raises(InvalidInput, match="holds no checkpoint, but folders that do: 'step-10', 'step-20'; give"):
+        with pytest.raises(InvalidInput, match="is not a checkpoint, but holds several: 'step-10', 'step-20'; give"):
             dcp_to_casckpt(tmp_path, store, step=1)
     assert import_any(store, look_at(tmp_path / "step-20"), step=1).step == 1

@@ -134,7 +134,7 @@ def test_a_model_with_other_layers_loads_the_common_layers_with_strict_false(whe
     other.add_module("new", new)
     before = copy.deepcopy(new.state_dict())
     checkpointer = Checkpointer(store, run="sft")
-    with pytest.raises((MissingKey, Mismatch), match=r"strict=False to leave them"):
+    with pytest.raises((MissingKey, Mismatch), match=r"strict=False to skip them"):
         checkpointer.load("base@0", other)
     checkpointer.load("base@0", other, strict=False)
     found = dict(other.state_dict())

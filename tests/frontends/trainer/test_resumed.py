@@ -93,7 +93,7 @@ def test_a_load_logs_an_optimizer_that_the_checkpoint_lacks(caplog: pytest.LogCa
     store, run, (model, optimizer) = small(), new_run(), made(1)
     optimizer_elsewhere(store, run)
     Checkpointer(store, run=run).load(f"{run}@5", model, optimizer)
-    assert "holds no optimizer that can be loaded, but 'model', 'optimizer'" in told(caplog)
+    assert "holds no optimizer that can be loaded (it holds 'model', 'optimizer')" in told(caplog)
     assert f"did not read 'optimizer' of {run}@5" in told(caplog)
     caplog.clear()
     Checkpointer(store, run=run).load(f"{run}@5", model, optimizer, load_optim_state=False, unread="ignore")
@@ -332,7 +332,7 @@ def test_a_resume_names_the_rates_that_it_replaces(
     assert checkpointer.resumed is not None
     assert checkpointer.resumed.replaced == want
     assert [line.strip() for line in told(caplog).splitlines()[1:]] == [
-        f'replaced: {key!r} ({one} was given, the checkpoint has {other}; options="keep" keeps what is given)'
+        f'replaced: {key!r} ({one} was given, the checkpoint has {other}; options="keep" keeps the given rate)'
         for key, (one, other) in want.items()
     ]
 

@@ -49,7 +49,7 @@ def test_a_resume_without_a_store_suggests_a_similar_folder(
         assert Checkpointer(path, run="sft").resume(model, optimizer) is None
     there = f"there is no store at {tmp_path / path}"
     if meant is None:
-        want = logging.INFO, f"{there} yet, so nothing is resumed; the first save makes it"
+        want = logging.INFO, f"{there} yet, so nothing is resumed; the first save creates it"
     else:
         want = logging.WARNING, f"{there}, so nothing is resumed; did you mean {tmp_path / meant}?"
     assert [(one.levelno, one.getMessage()) for one in caplog.records if "no store" in one.getMessage()] == [want]

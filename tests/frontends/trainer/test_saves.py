@@ -48,7 +48,7 @@ def test_a_failed_save_in_the_background_is_logged_and_can_be_repeated(
     assert not caplog.records or all(record.levelno < logging.ERROR for record in caplog.records)
     assert checkpointer.save(5, model, optimizer, {"epoch": 1}).step == 5
     assert next(record.message for record in caplog.records if record.levelno == logging.ERROR).startswith(
-        "the save of sft@5 failed, and nothing of it is visible: injected"
+        "the save of sft@5 failed, and no part of it is visible: injected"
     )
     assert store.attachments("sft@5") == {"a": 1}  # not lost with the save that failed
     assert checkpointer.load("sft@5", model, optimizer) == {"epoch": 1}

@@ -109,9 +109,9 @@ def test_a_configuration_builds_a_checkpointer(store: Store) -> None:
 def test_a_max_steps_at_risk_below_the_interval_is_refused(settings: dict[str, Any], gap: int) -> None:
     assert CheckpointerConfig(**settings, max_steps_at_risk=gap).longest_gap == gap
     if gap > 1:
-        with pytest.raises(InvalidInput, match=f"there may be {gap} from one save to the next"):
+        with pytest.raises(InvalidInput, match=f"there may be {gap} steps between two saves"):
             CheckpointerConfig(**settings, max_steps_at_risk=gap - 1)
-    with pytest.raises(InvalidInput, match="nothing is due by an interval"):
+    with pytest.raises(InvalidInput, match="there is no save interval"):
         CheckpointerConfig(fixed_steps=[5], max_steps_at_risk=gap)
 
 

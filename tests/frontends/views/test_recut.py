@@ -45,7 +45,7 @@ def test_tensors_are_concatenated() -> None:
         ({"(": ["a"]}, {}, "no regular expression"),
         ({"x": [r"\3", "b"]}, {}, "no replacement"),
         ({}, {"x": ["whole", "z"]}, "no tensor 'z'"),
-        ({}, {"x": ["whole", "other"]}, "cannot be put together"),
+        ({}, {"x": ["whole", "other"]}, "cannot be concatenated"),
     ],
 )
 def test_unusable_splits_and_concatenations_are_refused(

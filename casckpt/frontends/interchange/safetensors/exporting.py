@@ -1,7 +1,8 @@
 """Exports a checkpoint as safetensors files, window by window, without a whole model in memory.
 
-Files have temporary names until they are complete and on the disk. A folder can be made from an earlier export of
-another checkpoint. Then only what differs is read, and, if the file system shares blocks, written.
+Files have temporary names until they are complete and on the disk. An export can start from an earlier export of
+another checkpoint. Then it reads only the differences. If the file system shares blocks, it also writes only the
+differences.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _OURS = re.compile(rf"{STEM}(-[0-9]{{5}}-of-[0-9]{{5}})?\{SUFFIX}")
 
 
 class Base(NamedTuple):
-    """A folder with an earlier export of ``checkpoint``. ``is_taken``: its files may be moved, since nobody uses it."""
+    """A folder with an earlier export of ``checkpoint``. ``is_taken``: whether its files may be moved."""
 
     checkpoint: Checkpoint
     folder: Path
@@ -64,18 +65,18 @@ def export_safetensors(
 ) -> Exported:
     """Write the tensors of a checkpoint as safetensors, under their flat keys. Every byte read is verified.
 
-    ``out``: a path, or a URL to which a temporary copy is uploaded. With the suffix ".safetensors" it is one file; else
-    a folder with ``model.safetensors``, or several files of at most ``max_shard_size`` (5GB) and their index, and all
-    attachments (unless ``attachments=False``). ``force``: overwrite what exists. ``progress``: counts bytes of tensors.
-    ``base``: an earlier export, whose files are reused if their layout is the same. They are hashed completely.
+    ``out``: a path, or a URL to which a temporary copy is uploaded. With the suffix ".safetensors" the export is one
+    file. Otherwise it is a folder with ``model.safetensors``, or several files of at most ``max_shard_size`` (5GB) and
+    their index, and all attachments (unless ``attachments=False``). ``force``: overwrite existing files. ``progress``:
+    counts bytes of tensors. ``base``: an earlier export. Its files are hashed completely, and reused if their layout is
+    the same.
 
-    ``keys``, ``strip_prefix``, ``rename``: see `casckpt.frontends.views.view.Rules`. ``model``: only the weights of the
-    model, as `from_pretrained` of Transformers loads them. Without it, a folder that is not a model gets no
-    config.json.
+    ``keys``, ``strip_prefix``, ``rename``: see `casckpt.frontends.views.view.Rules`. ``model``: write only the weights
+    of the model, for `from_pretrained` of Transformers. Without it, a folder that is not a model gets no config.json.
 
-    Raises NotFound, MissingKey if a pattern matches nothing, Conflict if ``out`` exists, InvalidInput for a key that
-    safetensors cannot hold, for an attachment whose name no file can have, and if several parts may be the model,
-    Damaged, StorageError. After an error nothing exists under the final names.
+    Raises NotFound, MissingKey if a pattern matches nothing, Conflict if ``out`` exists, Damaged or StorageError.
+    Raises InvalidInput for a key that safetensors cannot hold, for an attachment with an impossible file name, and if
+    several parts may be the model. After an error no file exists under the final names.
     """
     opened = as_store(store)
     rules = Rules(keys, strip_prefix, rename, model)
@@ -102,8 +103,8 @@ def _exported_to(
     check_file_names(attachments, frozenset([*layout.names, INDEX]).__contains__)
     if os.path.exists(target / CONFIG) and job.is_no_model:
         raise Conflict(
-            f"{target} has a {CONFIG}, and these are not the names of a model: from_pretrained would load random "
-            "weights. Give another folder, or --format hf for all of the model alone"
+            f"{target} has a {CONFIG}, but these are not the names of a model: from_pretrained would load random "
+            "weights. Give another folder, or --format hf for the model alone"
         )
     with new_folder(target, force=force, stale=_is_ours, last=layout.names) as folder:
         write_attached(job.store, job.checkpoint, attachments, folder)
@@ -130,7 +131,7 @@ class _Job(FolderPlan):
                 file.write(window)
 
     def revise(self, path: Path, file: FileLayout, base: Base) -> bool:
-        """Make one file from the file of a base. False if the base has none with the same layout."""
+        """Create one file from the file of a base. Return False if the base has no file with the same layout."""
         old = base.folder / file.name
         if not _is_like(old, file):
             return False
@@ -146,7 +147,7 @@ class _Job(FolderPlan):
         return True
 
     def exported(self, files: Sequence[Path], attachments: tuple[str, ...], skipped: tuple[str, ...]) -> Exported:
-        """Give what was written."""
+        """Return the result of the export."""
         view = self.view
         return Exported(
             self.checkpoint, tuple(files), len(view.tensors), view.nbytes, attachments, view.left_out, skipped,
@@ -155,7 +156,7 @@ class _Job(FolderPlan):
 
 
 def _is_like(path: Path, file: FileLayout) -> bool:
-    """Whether a file has these tensors, in the same places."""
+    """Return whether a file has these tensors in the same places."""
     try:
         with path.open("rb") as found:
             return os.fstat(found.fileno()).st_size == file.nbytes and found.read(len(file.head)) == file.head
@@ -164,5 +165,5 @@ def _is_like(path: Path, file: FileLayout) -> bool:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether an earlier export made this file, which must not stay beside the new ones."""
+    """Return whether an earlier export wrote this file, which must not stay beside the new files."""
     return name == INDEX or _OURS.fullmatch(name) is not None

@@ -15,10 +15,10 @@ from casckpt.format.regions import Shape, check_shape
 
 INDEX_SUFFIX: Final = ".safetensors.index.json"
 MAX_HEADER_BYTES: Final = 100_000_000
-"""The limit of readers of safetensors files."""
+"""The largest header that readers of safetensors files accept."""
 MAX_INDEX_BYTES: Final = 256 << 20
 
-# torch's name -> the file's, for dtypes that blobs of a store hold as U8
+# from torch's name to the file's name, for dtypes that blobs hold as U8
 _MORE = {
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
@@ -27,7 +27,7 @@ _MORE = {
 }
 _ALREADY = {dtypes.stored_name(name): name for name in dtypes.DTYPES if dtypes.stored_name(name) != "U8"}
 NAMES: Final[Mapping[str, str]] = {"uint8": "U8"} | {name: stored for stored, name in _ALREADY.items()} | _MORE
-"""The safetensors name of each dtype that such a file can hold, by torch's name."""
+"""The safetensors names of dtypes by torch's names, for all dtypes that such a file can hold."""
 _DTYPES = {stored: name for name, stored in NAMES.items()}
 _ORDER = (
     "BOOL", "F4", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I16", "U16", "F16",
@@ -45,7 +45,7 @@ _MAGIC = (
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """One tensor of a file: its name, torch's name of the dtype, shape, and size in bytes."""
+    """A tensor of a file: its name, torch's name of the dtype, its shape, and its size in bytes."""
 
     key: str
     dtype: str
@@ -55,7 +55,7 @@ class TensorHeader:
 
 @dataclass(frozen=True)
 class Header:
-    """The header of a file. ``tensors``: in the order of their data, which begins at byte ``start``, without holes."""
+    """The header of a file. ``tensors`` are in the order of their data, without holes, from the byte ``start`` on."""
 
     tensors: tuple[TensorHeader, ...]
     start: int
@@ -63,9 +63,9 @@ class Header:
 
 
 def encode_header(tensors: Iterable[TensorHeader], metadata: Mapping[str, str]) -> bytes:
-    """The bytes of a safetensors file before its data, which are those of ``tensors`` in order, without holes.
+    """Return the bytes before the data of a safetensors file. The data of ``tensors`` follow in order, without holes.
 
-    Raises InvalidInput, naming the key, for what such a file cannot hold.
+    Raises InvalidInput, naming the key, for a tensor or header that such a file cannot hold.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
@@ -80,14 +80,14 @@ def encode_header(tensors: Iterable[TensorHeader], metadata: Mapping[str, str]) 
     text = text.ljust(-(-len(text) // 8) * 8)  # so that data is aligned
     if len(text) > MAX_HEADER_BYTES:
         raise InvalidInput(
-            f"one file would need a header of {len(text)} bytes, more than readers take; export fewer keys to it, "
+            f"one file would need a header of {len(text)} bytes, more than readers accept; export fewer keys to it, "
             "or export to a folder with a smaller --max-shard-size"
         )
     return len(text).to_bytes(8, "little") + text
 
 
 def file_type(key: str, dtype: str, shape: Shape) -> tuple[str, list[int]]:
-    """The dtype and shape of a tensor in a safetensors file. Raises InvalidInput, naming the key."""
+    """Return the dtype and shape of a tensor in a safetensors file. Raises InvalidInput, naming the key."""
     name = NAMES.get(dtype)
     if name is None or (name == "F4" and not shape):
         raise InvalidInput(
@@ -98,40 +98,40 @@ def file_type(key: str, dtype: str, shape: Shape) -> tuple[str, list[int]]:
 
 
 def rank_of(dtype: str) -> int:
-    """The rank of a dtype, by torch's name, in the safetensors library.
+    """Return the rank of a dtype, by torch's name, in the safetensors library.
 
-    The library orders the tensors of a file by rank, highest first, then by name, so that all are aligned.
+    The library orders the tensors of a file by rank, highest first, then by name, so that all tensors are aligned.
     """
     return _ORDER.index(NAMES[dtype])
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a file. Raises NotFound, InvalidInput, or Unsupported, naming the format it has instead."""
+    """Read the header of a file. Raises NotFound, InvalidInput, or Unsupported, naming the actual format."""
     check_safetensors(path)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES:
-            raise InvalidInput(f"{path} has a header of {length} bytes, more than {MAX_HEADER_BYTES}; get a whole file")
+            raise InvalidInput(f"{path} has a header of {length} bytes, over {MAX_HEADER_BYTES}; get a complete file")
         text = file.read(length)
     try:
         return _decoded(text, path.stat().st_size - 8 - length)
     except Unsupported as error:
         raise Unsupported(f"{path}: {error}; convert it first", key=error.key) from error
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{path} is not a usable safetensors file: {error}; get a whole one") from error
+        raise InvalidInput(f"{path} is not a usable safetensors file: {error}; get a complete file") from error
 
 
 def _decoded(text: bytes, size: int) -> Header:
-    """Raises ValueError; ``size``: bytes of data behind the header."""
+    """Decode a header. ``size``: the bytes of data after it. Raises ValueError."""
     found = json.loads(text, object_pairs_hook=_without_twins)
     metadata = found.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise InvalidInput("its __metadata__ is not made of text")
+        raise InvalidInput("its __metadata__ has values that are not text")
     places = sorted((_place(key, entry) for key, entry in found.items()), key=lambda place: place[:2])
     end = 0
     for start, stop, tensor in places:
         if start != end or stop - start != tensor.nbytes:
-            raise InvalidInput(f"{tensor.key!r:.200} is said to lie at bytes {start} to {stop}, which does not fit")
+            raise InvalidInput(f"the bytes {start} to {stop} of {tensor.key!r:.200} do not fit")
         end = stop
     if end != size:
         raise InvalidInput(f"its tensors have {end} bytes, but it has {size}")
@@ -141,14 +141,14 @@ def _decoded(text: bytes, size: int) -> Header:
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise InvalidInput("its header has a key twice")
+        raise InvalidInput("its header contains a key twice")
     return found
 
 
 def _place(key: str, entry: Any) -> tuple[int, int, TensorHeader]:
-    """The first byte, the byte after the last one, and the tensor."""
+    """Return the first byte, the byte after the last one, and the tensor."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise InvalidInput(f"what it says of {key!r:.200} is not usable")
+        raise InvalidInput(f"the description of {key!r:.200} is not usable")
     kind, shape, offsets = entry["dtype"], _numbers(key, entry["shape"]), _numbers(key, entry["data_offsets"])
     if len(offsets) != 2:
         raise InvalidInput(f"the place of {key!r:.200} is not usable")
@@ -173,9 +173,9 @@ def _numbers(key: str, given: Any) -> list[int]:
 
 
 def check_safetensors(path: Path) -> None:
-    """Check the first bytes. Raises NotFound, InvalidInput, or Unsupported, naming the format it has instead."""
+    """Check the first bytes. Raises NotFound, InvalidInput, or Unsupported, naming the actual format."""
     if not path.is_file():
-        raise NotFound(f"there is no file {path}; give the path of a safetensors file, or of a folder with some")
+        raise NotFound(f"there is no file {path}; give the path of a safetensors file, or of a folder with such files")
     with path.open("rb") as file:
         head = file.read(9)
     length = int.from_bytes(head[:8], "little")
@@ -184,25 +184,25 @@ def check_safetensors(path: Path) -> None:
     for magic, what, advice in _MAGIC:
         if head.startswith(magic):
             raise Unsupported(f"{path} is {what}, not a safetensors file. {advice}")
-    raise InvalidInput(f"{path} is not a safetensors file, or was cut short; get a whole one")
+    raise InvalidInput(f"{path} is not a safetensors file, or is cut off; get a complete file")
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The name of the file that holds each key, in the folder of the index. Raises InvalidInput for a bad index."""
+    """Return the name of the file that holds each key, from an index. Raises InvalidInput for a bad index."""
     if path.stat().st_size > MAX_INDEX_BYTES:
         raise InvalidInput(f"{path} has more than {MAX_INDEX_BYTES} bytes: it is not an index of safetensors files")
     try:
         found = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{path} is not JSON ({error}); get a whole one") from error
+        raise InvalidInput(f"{path} is not JSON ({error}); get a complete file") from error
     weights = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(weights, dict) or not weights:
         raise InvalidInput(f"{path} has no weight_map: it is not an index of safetensors files")
     for key, name in weights.items():
         if not _is_plain(name):
             raise InvalidInput(
-                f"{path} says that {key!r:.200} lies in {name!r:.200}, which is not the plain name of a safetensors "
-                "file beside it; do not trust where it comes from",
+                f"{path} lists {key!r:.200} in {name!r:.200}, which is not the plain name of a safetensors "
+                "file beside it; do not trust its source",
                 key=key,
             )
     return weights
@@ -215,6 +215,6 @@ def _is_plain(name: Any) -> bool:
 
 
 def encode_index(files: Mapping[str, str], nbytes: int) -> bytes:
-    """The index of ``files``: from key to the name of the file that holds it. ``nbytes``: of all tensors."""
+    """Return the index of ``files``, a map from key to file name. ``nbytes``: the bytes of all tensors."""
     index = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(files.items()))}
     return json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"

@@ -1,4 +1,4 @@
-"""Imports safetensors files and Hugging Face folders. Tensors are memory-mapped, and never copied as a whole."""
+"""Imports safetensors files and Hugging Face folders. It maps tensors into memory, and never copies a whole tensor."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from casckpt.tensors.values import Shard
 PLACES: Final = "DCP_SHARDING_INFO"
 """The metadata key of a file that holds the offsets of its parts, as JSON."""
 WRITERS_OWN: Final = frozenset((PLACES, "DCP_VERSION"))
-"""Metadata keys that describe only the file itself, so they are not saved with the checkpoint."""
+"""Metadata keys that describe only the file itself. They are not saved with the checkpoint."""
 
 _OF_RANK = re.compile(r"shard-([0-9]{1,9})-model-[0-9]+-of-[0-9]+\.safetensors")
 _OTHERS = re.compile(r"(?:rank_?|model-rank-)([0-9]{1,9})(?:-part-[0-9]+)?\.safetensors")
-"""Names of files with parts but without offsets: those of OLMo-core, TensorRT-LLM and vLLM's sharded state."""
+"""Names of files with parts but without offsets, from OLMo-core, TensorRT-LLM and vLLM's sharded state."""
 
 Part = tuple[Shape, torch.Tensor]
 
 
 def offsets_of(path: Path, header: Header) -> Mapping[str, Shape] | None:
-    """The offset of each tensor of a file in the whole tensor; None if the file has no offsets.
+    """Return the offset of each tensor of a file in the whole tensor; None if the file has no offsets.
 
     Raises InvalidInput for unusable offsets.
     """
@@ -59,23 +59,23 @@ def offsets_of(path: Path, header: Header) -> Mapping[str, Shape] | None:
         places = json.loads(text)
         return {part.key: _offset(places[part.key]["saved_offsets"], len(part.shape)) for part in header.tensors}
     except (LookupError, TypeError, ValueError, RecursionError) as error:
-        raise InvalidInput(f"{path} does not say where its parts of tensors belong ({error!r:.100})") from error
+        raise InvalidInput(f"{path} has no usable offsets of its parts of tensors ({error!r:.100})") from error
 
 
 def _offset(given: Any, dimensions: int) -> Shape:
     offset = tuple(given)
     if len(offset) != dimensions or any(type(start) is not int or not 0 <= start < 2**62 for start in offset):
-        raise ValueError(f"{given!r:.60} is no offset")
+        raise ValueError(f"{given!r:.60} is not an offset")
     return offset
 
 
 def check_alone(path: Path, header: Header) -> None:
-    """Raise InvalidInput if a file that is imported alone holds a part of what several ranks saved."""
+    """Raise InvalidInput for the import of a single file if several ranks saved the state."""
     offsets = offsets_of(path, header)
     part = offsets is not None and any(any(offset) for offset in offsets.values())
     if part or _OF_RANK.fullmatch(path.name) or _is_of_others(path):
         raise InvalidInput(
-            f"{path.name} holds the parts of tensors that one rank saved, of a model that several may have saved; give "
+            f"{path.name} holds the parts of tensors from one rank, but several ranks may have saved the model; give "
             f"the folder {path.parent} with the files of all ranks"
         )
 
@@ -88,24 +88,24 @@ def _is_of_others(path: Path) -> bool:
 
 
 def check_numbers(files: Iterable[Path]) -> None:
-    """Raise InvalidInput if the file of a rank is missing. Missing files of the last ranks are not noticed."""
+    """Raise InvalidInput if the file of a rank is missing. This check cannot detect missing files of the last ranks."""
     numbers = sorted({int(match[1]) for path in files if (match := _OF_RANK.fullmatch(path.name))})
     missing = next((here for here, number in enumerate(numbers, 1) if here != number), None)
     if missing is not None:
         raise InvalidInput(
-            f"there is no file shard-{missing:05}-model-*.safetensors, but there are some of later ranks; get all "
-            "files of the folder (where that rank had nothing to save, give the others numbers without a gap)"
+            f"there is no file shard-{missing:05}-model-*.safetensors, but files of later ranks exist; get all "
+            "files of the folder (if that rank had nothing to save, number the others without a gap)"
         )
 
 
 def put_together(folder: Path, parts: Mapping[str, Sequence[Part]]) -> dict[str, list[Shard]]:
-    """Make each tensor from its parts, as shards. Raises InvalidInput, naming the key, if they do not fit together."""
+    """Build each tensor from its parts, as shards. Raises InvalidInput, naming the key, if the parts do not fit."""
     return {key: _tensor(folder, key, of_tensor) for key, of_tensor in parts.items()}
 
 
 def _tensor(folder: Path, key: str, parts: Sequence[Part]) -> list[Shard]:
     if len({(data.dtype, len(offset)) for offset, data in parts}) > 1:
-        raise InvalidInput(f"{key!r:.200} has another dtype in one file of {folder} than in another", key=key)
+        raise InvalidInput(f"{key!r:.200} has different dtypes in the files of {folder}", key=key)
     ends = [[start + extent for start, extent in zip(offset, data.shape, strict=True)] for offset, data in parts]
     shape = tuple(max(extents) for extents in zip(*ends, strict=True))
     shards = [Shard(data, shape, offset, tuple(data.shape)) for offset, data in parts]
@@ -114,7 +114,7 @@ def _tensor(folder: Path, key: str, parts: Sequence[Part]) -> list[Shard]:
     if holes or overlaps:
         why = f"no file holds {holes[0]}" if holes else f"two files hold {regions[overlaps[0][0]]}"
         raise InvalidInput(
-            f"{key!r:.200} of shape {list(shape)} is not whole in {folder}: {why}; get all files of one save, and no "
+            f"{key!r:.200} of shape {list(shape)} is incomplete in {folder}: {why}; get all files of one save, and no "
             "others",
             key=key,
         )
@@ -136,7 +136,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ImportSources:
-    """What an import reads. ``attachments``: files to attach, by name. ``skipped``: names of files left out.
+    """The input of an import. ``attachments``: files to attach, by name. ``skipped``: names of skipped files.
 
     ``keys``: the keys that the index lists.
     """
@@ -164,7 +164,7 @@ def import_safetensors(
     The config, the tokenizer and other small files of a folder become attachments. The ``__metadata__`` of the files
     goes into the checkpoint's metadata under "safetensors"; `export_safetensors` restores all of it.
 
-    Raises NotFound, InvalidInput or Unsupported for files that cannot be imported, and what `Store.save` raises.
+    Raises NotFound, InvalidInput or Unsupported for files that cannot be imported, and the errors of `Store.save`.
     """
     check_keywords("import_safetensors", options, ImportArguments)
     sources = find_sources(path)
@@ -176,7 +176,7 @@ def import_safetensors(
     state = maps.state | put_together(sources.weights[0].parent, maps.parts)
     if maps.parts and not sources.keys:
         log.warning(
-            "assembled from %d files of ranks, which do not say how many there were: check that the folder is complete",
+            "assembled from %d files of ranks, but their full number is unknown: check that the folder is complete",
             len(sources.weights),
         )
     if missing := sorted(sources.keys - state.keys()):
@@ -189,9 +189,9 @@ def import_safetensors(
 
 
 def find_sources(path: str | os.PathLike[str]) -> ImportSources:
-    """The files that an import of ``path`` reads. ``path``: a safetensors file, an index, or a folder with either.
+    """Return the files for an import of ``path``: a safetensors file, an index, or a folder with either.
 
-    Raises NotFound, InvalidInput or Unsupported, saying what it is instead.
+    Raises NotFound, InvalidInput or Unsupported, naming the actual format.
     """
     given = Path(path).expanduser()
     if given.is_dir():
@@ -217,7 +217,7 @@ def _weights_of(folder: Path) -> ImportSources:
         raise _nothing_in(folder)
     if len(choices) > 1:
         names = _few([path.name for path in choices])
-        raise InvalidInput(f"{folder} holds several models: {names}; give the path of the one that you mean")
+        raise InvalidInput(f"{folder} holds several models: {names}; give the path of one of them")
     if indexes:
         return _shards(indexes[0])
     check_alone(files[0], read_header(files[0]))
@@ -229,7 +229,7 @@ def _shards(index: Path) -> ImportSources:
     paths = [index.parent / name for name in sorted(set(file_of.values()))]
     for path in paths:
         if not path.is_file():
-            raise NotFound(f"{index} names {path.name}, which is not there; get the file, or a whole folder")
+            raise NotFound(f"{index} names {path.name}, which does not exist; get the file, or a complete folder")
         check_safetensors(path)
     return ImportSources(tuple(paths), {}, keys=frozenset(file_of))
 
@@ -241,9 +241,9 @@ def _few(names: Sequence[str]) -> str:
 def _nothing_in(folder: Path) -> Exception:
     names = {path.name for path in folder.iterdir()}
     if "casckpt.json" in names:
-        return Unsupported(f"{folder} is a store of casckpt; give a safetensors file, or a folder with one")
+        return Unsupported(f"{folder} is a store of casckpt; give a safetensors file, or a folder with such files")
     kinds = {
-        ".metadata": "a checkpoint of torch.distributed.checkpoint; `casckpt import` takes it as it is",
+        ".metadata": "a checkpoint of torch.distributed.checkpoint; `casckpt import` reads it directly",
         "metadata.json": "a checkpoint of another trainer; save its state with store.save",
         "pytorch_model.bin": "weights that torch.save wrote; import the file pytorch_model.bin itself",
         "pytorch_model.bin.index.json": "weights of torch.save in several files; save the state with store.save",
@@ -253,7 +253,7 @@ def _nothing_in(folder: Path) -> Exception:
             return Unsupported(f"{folder} holds no safetensors file, but {what}")
     deeper = sorted({path.parent.name for kind in (*kinds, "*.safetensors") for path in folder.glob(f"*/{kind}")})
     if deeper:
-        return InvalidInput(f"{folder} holds no checkpoint, but folders that do: {_few(deeper)}; give the path of one")
+        return InvalidInput(f"{folder} is not a checkpoint, but holds several: {_few(deeper)}; give the path of one")
     return NotFound(f"there is no safetensors file in {folder}; give the path of one, or of a folder with one")
 
 
@@ -270,7 +270,7 @@ class Maps:
         self.done = letting_go(shown, partial(_let_go, self._maps))
 
     def add_all(self, weights: Sequence[Path]) -> dict[str, str]:
-        """Map the tensors of all files, in their order. Returns the metadata of the files."""
+        """Map the tensors of all files, in their order. Return the metadata of the files."""
         metadata: dict[str, str] = {}
         for path in weights:
             header = read_header(path)
@@ -288,7 +288,7 @@ class Maps:
                 self.parts.setdefault(key, []).append((offsets[key], tensor))
 
     def mapped(self, path: Path, header: Header) -> Iterator[tuple[str, torch.Tensor]]:
-        """Map the tensors of one file. Yields them by key, and does not add them to ``state``."""
+        """Map the tensors of one file and yield them by key. The method does not add them to ``state``."""
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch requires writable memory
         self._maps.append(data)
@@ -307,14 +307,14 @@ def _let_go(maps: Sequence[mmap.mmap]) -> None:
 
 
 def _attachments(folder: Path, weights: Iterable[Path]) -> tuple[dict[str, Path], list[str]]:
-    """The files to attach by name, and the names of those that are left out."""
+    """Return the files to attach by name, and the names of skipped files."""
     chosen: dict[str, Path] = {}
     skipped: list[str] = []
     left = MAX_ATTACHMENTS_BYTES
     used = set(weights)
     for name, path in _files(folder):
         if path in used or ("/" not in name and name.endswith(INDEX_SUFFIX)):
-            continue  # an export makes its own index
+            continue  # an export creates its own index
         nbytes = path.stat().st_size if _is_attachable(folder, name, path) else MAX_ATTACHMENT_BYTES + 1
         if nbytes > min(left, MAX_ATTACHMENT_BYTES):
             skipped.append(name)
@@ -327,7 +327,7 @@ def _attachments(folder: Path, weights: Iterable[Path]) -> tuple[dict[str, Path]
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield the relative names and the paths of the files below a folder, sorted, without hidden ones.
 
-    Links to folders are not followed, but yielded themselves.
+    The function does not follow links to folders, but yields the links.
     """
     for place, folders, names in os.walk(folder):
         names += [name for name in folders if Path(place, name).is_symlink()]
@@ -347,7 +347,7 @@ def _is_attachable(folder: Path, name: str, path: Path) -> bool:
 
 
 def _leads_inside(folder: Path, link: Path) -> bool:
-    """Whether a link stays in the folder or in Hugging Face's cache, and not at any file of the system."""
+    """Return whether a link stays in the folder or in Hugging Face's cache, and cannot reach other files."""
     homes = [folder.resolve()]
     if folder.parent.name == "snapshots":
         homes.append(folder.resolve().parent.parent / "blobs")

@@ -1,4 +1,4 @@
-"""The layout of safetensors files: every byte position, before anything is read or written. Pure."""
+"""The layout of safetensors files: every byte position, without reading or writing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FileLayout:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file."""
+        """The size of the file."""
         return len(self.head) + sum(tensor.entry.nbytes for tensor in self.tensors)
 
     @property
@@ -44,7 +44,7 @@ class FileLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """``files``: the files with tensors. ``index``: the bytes of the file `INDEX`, if there are several."""
+    """A layout. ``files``: the files with tensors. ``index``: the bytes of the file `INDEX` for several files."""
 
     files: tuple[FileLayout, ...]
     index: bytes | None = None
@@ -56,10 +56,10 @@ class Layout:
 
 
 def lay_out(tensors: Iterable[ViewTensor], metadata: Mapping[str, str], most: int | None = None) -> Layout:
-    """Lay out files for some tensors. The same names, dtypes, shapes and ``metadata`` give the same bytes.
+    """Lay out files for some tensors. Equal names, dtypes, shapes and ``metadata`` give equal bytes.
 
     ``most``: the most bytes of data in a file; a larger tensor has its own file. None: one file of any size. Tensors
-    have the order of the safetensors library. Raises InvalidInput, naming the tensor, for what such a file cannot hold.
+    have the order of the safetensors library. Raises InvalidInput, naming the tensor, if such a file cannot hold it.
     """
     given = sorted(tensors, key=lambda tensor: tensor.name)
     for tensor in given:
@@ -80,7 +80,7 @@ def _file(name: str, tensors: Sequence[ViewTensor], metadata: Mapping[str, str])
 
 
 def plan_shards(streams: Sequence[ViewTensor], most: int) -> list[list[ViewTensor]]:
-    """Split into files of at most ``most`` bytes of data, in order. A larger tensor has its own. At least one file."""
+    """Split tensors into one or more files of at most ``most`` data bytes, in order. A larger tensor has its own."""
     if most < 1:
         raise InvalidInput(f"files of at most {most} bytes hold nothing; give a larger --max-shard-size")
     return list(in_batches(streams, lambda tensor: tensor.entry.nbytes, most)) or [[]]

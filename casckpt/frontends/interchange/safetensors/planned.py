@@ -1,6 +1,6 @@
 """Plans a folder of safetensors files from a manifest: a view, its layout, and the attachments.
 
-The plan has every byte position before any data is read.
+The plan has every byte position before the first read of data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OF_TRAINING = re.compile(r"optimizer\.(pt|bin)|scheduler\.pt|scaler\.pt|trainin
 
 
 class FolderPlan:
-    """The plan for one checkpoint and some rules. Raises what `Contents.open` and `view_of` raise."""
+    """The plan for one checkpoint and some rules. Raises the errors of `Contents.open` and `view_of`."""
 
     def __init__(self, store: Store, checkpoint: Checkpoint, rules: Rules) -> None:
         self.store, self.checkpoint, self.rules = store, checkpoint, rules
@@ -34,7 +34,7 @@ class FolderPlan:
         self.view = view_of(self.contents, rules)
 
     def lay_out(self, most: int | None) -> Layout:
-        """The files with tensors, and their index. Raises InvalidInput for what safetensors cannot hold."""
+        """Return the files with tensors, and their index. Raises InvalidInput if safetensors cannot hold a tensor."""
         return lay_out(self.view.tensors, file_metadata(self.checkpoint, self.rules), most)
 
     def reader(self, progress: Progress) -> RegionReader:
@@ -42,13 +42,13 @@ class FolderPlan:
         return RegionReader(self.store.repository, self.contents.manifest, self.view.nbytes, progress)
 
     def attachments(self, *, wanted: bool = True) -> tuple[list[str], list[str]]:
-        """The names of the attachments for the folder, and of those that are left out."""
+        """Return the names of the attachments for the folder, and of skipped attachments."""
         names = self.store.attachments(self.checkpoint)
         skipped = [name for name in names if not wanted or self._is_skipped(name)]
         return [name for name in names if name not in skipped], skipped
 
     def _is_skipped(self, name: str) -> bool:
-        """Skip old indexes, files of the training beside a model, and config.json beside what is not a model."""
+        """Return whether to skip an old index, a training file beside a model, or a config.json without a model."""
         is_of_training = self.rules.model and _OF_TRAINING.fullmatch(name) is not None
         return name == INDEX or is_of_training or (name == CONFIG and self.is_no_model)
 
@@ -63,13 +63,13 @@ class FolderPlan:
         try:
             view = view_of(self.contents, whole)
         except (InvalidInput, MissingKey):
-            return not rules.model  # undecidable, so the user's choice counts
+            return not rules.model  # undecidable, so the choice of the user decides
         names = {tensor.name for tensor in view.tensors}
         return not names <= {tensor.name for tensor in self.view.tensors}
 
 
 def file_metadata(checkpoint: Checkpoint, rules: Rules) -> dict[str, str]:
-    """The ``__metadata__`` of an imported file, else what transformers requires. A model always has the latter."""
+    """Return the ``__metadata__`` of an imported file; else, and always for a model, that of Transformers."""
     required, imported = {"format": "pt"}, checkpoint.metadata.get(METADATA_KEY)
     if isinstance(imported, dict) and all(isinstance(value, str) for value in imported.values()):
         return (required | imported) if rules.model else imported

@@ -141,7 +141,7 @@ def test_errors_for_other_files_name_their_format(tmp_path: Path) -> None:
         ("old.pt", Unsupported, "a pickle"),
         ("a.gguf", Unsupported, "GGUF"),
         ("text", InvalidInput, "not a safetensors file"),
-        ("short", InvalidInput, "cut short"),
+        ("short", InvalidInput, "cut off"),
         ("empty", InvalidInput, "not a safetensors file"),
         ("absent", NotFound, "there is no file"),
     ):

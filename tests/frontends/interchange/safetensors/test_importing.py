@@ -79,7 +79,7 @@ def test_an_index_does_not_lead_out_of_its_folder(store: casckpt.Store, tmp_path
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     folder = hugging_face(tmp_path / "hf", {"a": torch.ones(2), "b": torch.ones(2)})
     (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(NotFound, match=r"names model-00002-of-00002\.safetensors, which is not there"):
+    with pytest.raises(NotFound, match=r"names model-00002-of-00002\.safetensors, which does not exist"):
         find_sources(folder)
 
 
@@ -225,7 +225,7 @@ def test_files_of_ranks_are_joined(
     (folder / "config.json").write_text("{}")
     with caplog.at_level(logging.WARNING):
         found = import_any(store, look_at(folder), run="hf", step=1)
-    assert "2 files of ranks, which do not say how many there were" in caplog.text
+    assert "2 files of ranks, but their full number is unknown" in caplog.text
     assert whole(store, "hf@1")
     assert store.attachments(found) == {"config.json": 2}
     assert found.metadata == {"safetensors": {"format": "pt"}}  # nothing of where parts lay
@@ -313,8 +313,8 @@ def another_dtype(folder: Path) -> None:
     ("spoil", "match"),
     [
         (cut, "no file shard-00001"), (cut_last, "no file shard-00002"), (rest_of_another_save, "two files hold"),
-        (without_places, "does not say where"), (odd_places, "does not say where"), (far_places, "no file holds"),
-        (deep_places, "does not say where"), (another_dtype, "another dtype"),
+        (without_places, "has no usable offsets"), (odd_places, "has no usable offsets"), (far_places, "no file holds"),
+        (deep_places, "has no usable offsets"), (another_dtype, "different dtypes"),
     ],
 )  # fmt: skip
 def test_an_incomplete_folder_is_refused(
