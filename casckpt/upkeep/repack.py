@@ -137,8 +137,7 @@ class Recoding:
         return ReusableCells(None, bases, lambda ref: ref.worn or (ref.uploader, ref.hash) in avoided)
 
     def _related(self) -> list[Commit]:
-        """Return visible checkpoints of the target that share blobs with this source checkpoint, most shared bytes
-        first."""
+        """Return visible checkpoints of the target that share blobs with this one in the source, most shared first."""
         listed = self.listed if self.source is self.target else list_commits(self.source)
         own, shared = _heads(self.manifest.blob_list), dict[str, int]()
         for commit in manifests.learn(self.source, listed.live()):

@@ -61,8 +61,7 @@ class RebuiltBlob:
         return cell_digest(self.part(leaf.offset, leaf.nbytes)) == leaf.digest
 
     def take_proof(self, proof: bytes) -> None:
-        """Store a proof whose hash is the name of the blob, and check the leaves. Raises Refused for an invalid
-        proof."""
+        """Store a proof that fits the name of the blob, and check the leaves. Raises Refused for an invalid proof."""
         self.leaves = decode_proof(proof)
         self.data[self.leaves[-1].end :] = proof
         check = LeafCheck(self.leaves)
@@ -158,8 +157,7 @@ class CellSupply:
         return True
 
     def _take_leaf(self, rebuilt: RebuiltBlob, leaf: Leaf) -> bool:
-        """Restore a leaf that is not a live cell of the blob: the header, padding, or a cell that is live in another
-        blob."""
+        """Restore a leaf that is not a live cell of the blob: header, padding, or a cell that lives in another blob."""
         part = rebuilt.part(leaf.offset, leaf.nbytes)
         guess = _without_padding(rebuilt, leaf) if leaf.offset else _header(rebuilt)
         if cell_digest(guess) != leaf.digest:

@@ -115,8 +115,7 @@ class BlobCopies:
                     self._places[name.hash].append((store, key))
 
     def readers(self, ref: BlobRef) -> Iterator[Reader]:
-        """Yield a reader for each copy of a blob. It stays open until the next iteration. The caller handles read
-        errors."""
+        """Yield each copy of a blob. It stays open until the next iteration. The caller handles read errors."""
         for store, key in self._places.get(ref.hash, ()):
             try:
                 with store.storage.open(key) as reader:

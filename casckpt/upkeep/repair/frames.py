@@ -61,8 +61,7 @@ class Frames:
     decoded_bytes: int = 0
 
     def wrong(self, commits: Iterable[Commit]) -> list[Checked]:
-        """Decode the frames, and return the blobs whose frames do not decode to cells of ``commits``. Raises
-        `StorageError`."""
+        """Return the blobs with frames that do not decode to the cells of ``commits``. Raises `StorageError`."""
         right = {blob_key(blob.ref.uploader, blob.ref.hash): blob.ref for blob in self.right}
         wrong = dict[BlobRef, dict[Range, str]]()
         for cell, key, why in self._wrong_cells(commits, right):

@@ -94,8 +94,7 @@ def _same_bytes(repo: Repository, commit: Commit, manifest: Manifest) -> bytes |
 
 
 def _guessed(repo: Repository, commit: Commit, manifest: Manifest) -> bytes:
-    """Guess the locations of the blobs: under the checkpoint's own uploader, otherwise under the first with that
-    hash."""
+    """Guess the uploader of each blob: the checkpoint itself, otherwise the first uploader of that hash."""
     own = commit.txid
     names = (name for key in sorted(list_objects(repo)) if (name := parse_object(key)) and name.kind == BLOB)
     by_hash = grouped(names, lambda name: name.hash)
@@ -272,8 +271,7 @@ def _described(blob: Checked) -> Checked:
 
 
 def _collect(work: _Repair, commits: Sequence[Commit], wrong: Sequence[BlobRef]) -> dict[BlobRef, list[Commit]]:
-    """Return the users of each of ``wrong``. Add their cells to ``work.live`` and related digests to
-    ``work.digests``."""
+    """Return the users of each blob in ``wrong``. Add their cells and digests to ``work``."""
     names = {(ref.uploader, ref.hash): ref for ref in wrong}
     users: dict[BlobRef, list[Commit]] = defaultdict(list)
     for commit, manifest in readable(work.repo, commits):

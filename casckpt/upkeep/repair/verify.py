@@ -1,5 +1,4 @@
-"""The verify command: reads the objects of live checkpoints, compares them with their hashes, and marks damaged
-blobs."""
+"""The verify command: compares the objects of live checkpoints with their hashes, and marks damaged blobs."""
 
 from __future__ import annotations
 
