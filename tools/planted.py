@@ -1554,7 +1554,7 @@ PLANTED = (
     Planted(
         "a failed save counts as having reported a difference",
         "Leader.abort",
-        "            self.memory.plan = None  # the differences were not noted, so the next save must find them again\n",
+        "            self.memory.plan = None  # the differences are not noted, so the next save must find them again\n",
         "            self._differing.clear()\n",
         "tests/saving/test_replicas.py",
     ),

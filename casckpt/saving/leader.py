@@ -332,7 +332,7 @@ class Leader:
     def abort(self, error: BaseException) -> None:
         """Abort the transaction if it has begun and is not committed."""
         if self._differing:
-            self.memory.plan = None  # the differences were not noted, so the next save must find them again
+            self.memory.plan = None  # the differences are not noted, so the next save must find them again
         if self._transaction is not None:
             self._transaction.abort(error)
 

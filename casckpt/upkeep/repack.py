@@ -229,7 +229,7 @@ class Recoding:
         if cell_digest(data) != cell.digest:
             self._read([(cell, data)])
             if cell_digest(data) != cell.digest:
-                why = f"its bytes {cell.offset} to {cell.offset + cell.nbytes} are wrong"
+                why = f"its bytes {cell.offset} to {cell.offset + cell.nbytes} are not what was written"
                 raise BlobDamaged(self.manifest.blob(cell.blob), why)
 
     # the manifest
