@@ -214,7 +214,7 @@ PLANTED = (
     Planted(
         "a copy names the base of a rewrite",
         "_Copy._record",
-        "            replaces=None,  # the target lacks what this one replaces, or has it as another commit\n",
+        "            replaces=None,  # the target lacks the replaced commit, or has it under another transaction\n",
         "",
         "tests/upkeep/copies/test_copy.py",
     ),
@@ -381,7 +381,7 @@ PLANTED = (
         "tags are listed before a gc forgets",
         "retire",
         """    _each_unless_changed(repo, forget, chosen, done.forgotten)
-    # list tags again: a tag that was set meanwhile counts, and a user who sets one later sees what is done here
+    # list tags again: a new tag counts, and a process that sets one later sees these records
     tagged = _barred(repo, [*plan.purge, *done.forgotten])
 """,
         """    tagged = _barred(repo, [*plan.purge, *plan.forget])
@@ -1035,7 +1035,7 @@ PLANTED = (
     Planted(
         "a probe fails if it may not delete its file",
         "probe",
-        "            with suppress(StorageError):  # writers need not be allowed to delete\n",
+        "            with suppress(StorageError):  # writers may lack the permission to delete\n",
         "            with suppress(KeyError):\n",
         "tests/store/test_least_rights.py",
     ),
@@ -1540,7 +1540,7 @@ PLANTED = (
     Planted(
         "values with few differences are divided among ranks again",
         "Leader._remember_replicas",
-        "            self.memory.plan = None  # the next one has one rank write them\n",
+        "            self.memory.plan = None  # in the next save, one rank writes them\n",
         "            self.memory.plan = self.memory.plan\n",
         "tests/saving/test_replicas.py",
     ),
@@ -2276,7 +2276,7 @@ PLANTED = (
     Planted(
         "all ranks with a value have the same mesh coordinate",
         "exchange_keeping.answers",
-        "    @wraps(decide)  # ranks compare its name, to see that they are at the same point\n",
+        "    @wraps(decide)  # ranks compare its name, to check that they are at the same point\n",
         "",
         "tests/ranks/test_ranks.py",
     ),

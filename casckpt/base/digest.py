@@ -1,4 +1,7 @@
-"""BLAKE3 of bytes, as text. The digests of the format are in `casckpt.format.digest`; nothing else imports blake3."""
+"""BLAKE3 of bytes, as text. The digests of the format are in `casckpt.format.digest`.
+
+No other module imports blake3.
+"""
 
 from __future__ import annotations
 

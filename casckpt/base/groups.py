@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def in_batches(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Group items, in order, into lists of a total ``size`` of at most ``most``. A larger item is alone in its list."""
+    """Group items, in order, into lists with a total ``size`` of at most ``most``. A larger item gets its own list."""
     batch: list[T] = []
     room = most
     for item in items:

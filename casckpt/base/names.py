@@ -1,4 +1,4 @@
-"""The names of runs, steps, metrics and attachments: which ones are usable, and what references are made of."""
+"""Names of runs, steps, metrics and attachments: checks of names, and the parts of references."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ID = re.compile("[0-9a-f]{6,64}")
 _SIMILAR = 5
 _MAX_ATTACHMENT_NAME = 1024
 _DATE = r"[0-9]{4}(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01])T(?:[01][0-9]|2[0-3])[0-5][0-9][0-5][0-9][0-9]{6}Z"
-TXID = rf"{_DATE}-[0-9a-f]{{16}}-[0-9a-f]{{16}}-(?:0|[1-9][0-9]{{0,18}})"  # \d would match all digits of Unicode
+TXID = rf"{_DATE}-[0-9a-f]{{16}}-[0-9a-f]{{16}}-(?:0|[1-9][0-9]{{0,18}})"  # \d would match all Unicode digits
 _TXID_RE = re.compile(TXID)
 _RUN_RE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
 _UNFIT_RE = re.compile("[\0-\x1f\\\\\ud800-\udfff]")  # no UTF-8 has a lone surrogate
@@ -73,7 +73,7 @@ def is_attachment_name(name: Any) -> bool:
 
 
 def similar_runs(run: str, runs: Sequence[str]) -> list[str]:
-    """Return those of ``runs`` that are similar to ``run``, or one of which is a prefix of the other; ignores case."""
+    """Return those of ``runs`` that are similar to ``run`` or share a prefix relation with it, ignoring case."""
     name, names = run.casefold(), [other.casefold() for other in runs]
     close = difflib.get_close_matches(name, names, _SIMILAR)
     near = [a in close or a.startswith(name) or name.startswith(a) for a in names]

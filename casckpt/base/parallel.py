@@ -1,4 +1,4 @@
-"""Work in several threads: `in_parallel` yields results in order, and `run_all` runs all tasks with the caller."""
+"""Work in several threads: `in_parallel` yields results in order, and `run_all` also uses the calling thread."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def usable_cores(ranks: int = 1) -> int:
 
 
 def usable_threads(threads: int | None) -> int:
-    """Return the number of threads to use; by default the number of cores, 2 to 8. Raises InvalidInput."""
+    """Return the number of threads to use, by default the number of cores, 2 to 8. Raises InvalidInput."""
     if threads is None:
         return max(2, min(8, usable_cores()))
     if type(threads) is not int or threads < 1:
@@ -44,8 +44,8 @@ def usable_threads(threads: int | None) -> int:
 def in_parallel(threads: int, function: Callable[[A], B], items: Iterable[A], *, name: str = "read") -> Iterator[B]:
     """Call ``function`` with every item, and yield the results in order. With one thread the caller does the work.
 
-    Raises the first error; items that have not begun are then skipped. ``name``: of the threads. A thread starts when
-    there is an item for it. The threads are daemons, so that a program can end without waiting for them.
+    Raises the first error, and then skips the remaining items. ``name``: of the threads. A thread starts when there is
+    an item for it. The threads are daemons, so that a program can end without waiting for them.
     """
     if threads <= 1:
         yield from map(function, items)
@@ -92,7 +92,7 @@ def _work(tasks: SimpleQueue[_Task[B, A] | None]) -> None:
 
 
 def run_all(call: Callable[[T], None], tasks: Iterable[T], threads: int) -> None:
-    """Call ``call`` with all tasks; the caller is one of the threads. Raises the first error when all have ended.
+    """Call ``call`` with all tasks in threads and the caller. Raise the first error when all have ended.
 
     If no thread can be started, as in a save that runs while the interpreter exits, the caller runs all tasks.
     """
@@ -117,7 +117,7 @@ def _rank(error: BaseException) -> int:
 
 
 class _Team(Generic[T]):
-    """Threads that take tasks from one queue. The caller of `work` takes some too. ``errors``: of all tasks."""
+    """The threads of one task queue. The caller of `work` takes tasks too. ``errors``: of all tasks."""
 
     def __init__(self, call: Callable[[T], None], tasks: Iterable[T]) -> None:
         self.errors: list[BaseException] = []
@@ -151,7 +151,7 @@ class _Team(Generic[T]):
                 self._changed.notify_all()
 
     def work(self) -> None:
-        """Run tasks until none is left."""
+        """Run tasks until the queue is empty."""
         while True:
             try:
                 task = self._tasks.popleft()
@@ -168,10 +168,10 @@ class _Team(Generic[T]):
                 self._tasks.clear()
 
     def join(self) -> None:
-        """Wait for the helpers, which begin no more tasks.
+        """Wait for the helpers. They start no more tasks.
 
-        An interrupt is raised after they have ended: a helper that still runs would write into tensors that the caller
-        fills again. (An interrupted `Thread.join` of Python 3.11 reports a running thread as ended.)
+        Raises an interrupt only after they have ended, because a running helper would write into tensors that the
+        caller fills again. (An interrupted `Thread.join` of Python 3.11 reports a running thread as ended.)
         """
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Progress of long work."""
+"""Progress reports of long work."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from threading import Lock
 from typing import Final, TypeAlias
 
 Shown: TypeAlias = Callable[[int, int | None], object]
-"""Called with the bytes or objects done so far, and with the total (None if it is not known yet).
+"""Called with the number of finished bytes or objects, and with the total (None if it is not known yet).
 
 Any thread may call it, one at a time.
 """
 
 
 class Progress:
-    """Counts what is done, and reports it to ``shown``. ``also``: called each time something is done."""
+    """A counter of finished work that reports to ``shown``. ``also``: called at each step."""
 
     def __init__(self, shown: Shown | None = None, also: Callable[[], None] | None = None) -> None:
         self._shown, self._also = shown, also
@@ -22,7 +22,7 @@ class Progress:
         self._lock = Lock()
 
     def __call__(self, done: int) -> None:
-        """Add bytes that are done."""
+        """Add finished bytes."""
         if self._also is not None:
             self._also()
         if self._shown is not None:
@@ -38,16 +38,16 @@ class Progress:
                 self._shown(self._done, self._total or None)
 
     def of(self, total: int | None) -> Progress:
-        """Set the total (None if unknown), and return itself. Further calls of `expect` do not add to it."""
+        """Set the total (None if unknown), and return self. Later calls of `expect` do not add to it."""
         self._is_whole = False
         self.expect(total or 0)
         self._is_whole = True
         return self
 
     def with_callback(self, also: Callable[[], None]) -> Progress:
-        """Return a new Progress with the same ``shown``, which calls ``also`` each time something is done."""
+        """Return a new Progress with the same ``shown``, which calls ``also`` at each step."""
         return Progress(self._shown, also)
 
 
 silent: Final = Progress()
-"""Progress that is not reported."""
+"""Progress without a report."""

@@ -1,4 +1,4 @@
-"""Text for messages: the first few of many names, an error in one line, HTML tables, and which texts are URLs."""
+"""Text for messages: lists of names, errors in one line, HTML tables, and a test for URLs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
 
 def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Render a title above a table; all cells are escaped."""
+    """Render a title and a table. Escape all cells."""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
     return f"<div><b>{escape(title)}</b><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"

@@ -14,7 +14,7 @@ Duration: TypeAlias = timedelta | str | Literal[0]
 """A `timedelta`, a number and a unit as text ("90s", "15m", "12h", "7d", "2w"), or 0."""
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_MOST = 36500 * 86400  # 100 years: dates that far back are still valid
+_MOST = 36500 * 86400  # 100 years; such an early date is still valid
 _DURATION_RE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([smhdw])")
 _SIZE_UNITS: dict[str, int] = {
     "": 1, "b": 1,
@@ -64,7 +64,7 @@ def _seconds(duration: Any) -> float | None:
 
 
 def _bare(duration: Any) -> str:
-    """Return the text of a number without a unit; "" for anything else."""
+    """Return the text of a number without a unit, or "" for other values."""
     text = str(duration).strip()
     return text if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text) else ""
 
@@ -75,7 +75,7 @@ def time_of(microseconds: int) -> datetime:
 
 
 def format_size(nbytes: int) -> str:
-    """Format bytes for people: 512 B, 1.5 KiB, 32.0 MiB."""
+    """Format a number of bytes: 512 B, 1.5 KiB, 32.0 MiB."""
     if abs(nbytes) < 1024:
         return f"{nbytes} B"
     number, unit = nbytes / 1024, 0

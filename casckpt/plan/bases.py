@@ -1,9 +1,8 @@
 """Choice of the base against which the next version of some cells is stored. Pure.
 
 A delta is a frame with a base. A key is a version of the cells that has no base. The cells are those of one row of a
-manifest: they lie together and share their bases. The choice depends only on that manifest, which has the bytes of each
-delta between the key and the parent's version. So all ranks make the same choice, and so does a killed run when it
-resumes.
+manifest: they lie together and share their bases. The choice depends only on that manifest, which has the size of each
+delta between the key and the parent's version. So all ranks make the same choice, and a resumed run repeats it.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from zlib import crc32
 MAX_DELTAS = 4
 """Most deltas between a key and a version. The format allows more, but each costs a load a pass over the cell."""
 
-_SHARE = 1 / 6  # most bytes of all deltas, as a part of the plain bytes
-_SPREAD = 1 / 4  # variation of that limit, so that rows with similar changes get new keys in different saves
+_SHARE = 1 / 6  # limit on the total size of all deltas, as a fraction of the plain bytes
+_SPREAD = 1 / 4  # variation of this limit, so that rows with similar changes get new keys in different saves
 
 
 def choose_base(deltas: Sequence[int], nbytes: int, place: str) -> int | None:
     """Choose how many deltas lie between the parent's version and the base of the next one.
 
-    While there are fewer than `MAX_DELTAS`, the base is the parent's version. From then on the newest deltas are
-    skipped, as long as the next one is not larger than their sum and the change of the next version. So each remaining
-    delta is about as large as all newer ones together, and the bytes to store grow with the logarithm of the number of
+    While there are fewer than `MAX_DELTAS` deltas, the base is the parent's version. After that, skip the newest deltas
+    as long as the next delta is not larger than their sum and the change of the next version. So each remaining delta
+    is about as large as all newer ones together, and the bytes to store grow with the logarithm of the number of
     versions (as the merges of a log-structured tree do; O'Neil et al. 1996).
 
     Args:

@@ -1,6 +1,6 @@
 """Cuts of a shard into cells: along the cells of the parent checkpoint where possible, else at fixed multiples.
 
-A cell is the unit of comparison. A cut along the parent's cells lets a save reuse them, also after a change of
+A cell is the unit of comparison. A cut along the parent's cells lets a save reuse them, even after a change of
 topology. Pure; units are elements.
 """
 
@@ -21,7 +21,7 @@ from casckpt.format.extents import ExtentTable, StoredCell
 from casckpt.format.regions import Box, Region, Shape, cut, normalise, whole
 from casckpt.format.sections.index import ATTACHMENT
 
-_MAX_REST = 64  # boxes that remain of a shard beside the parent's; with more, reuse is not worth the fragments
+_MAX_REST = 64  # remaining boxes of a shard; with more, the fragments cost more than reuse saves
 _LONG_RUN = 4  # cells: a run of a non-contiguous shard that is this long is cut like a flat range of the whole tensor
 
 
@@ -59,7 +59,7 @@ def plan_cells(region: Region, shape: Shape, cell: int, parent: ExtentTable | No
     if not region.numel:
         return []
     if parent is not None and parent.cell != cell:
-        parent = None  # from a store with another cell size
+        parent = None  # a store with another cell size
     if parent is not None and parent.is_whole and region == whole(shape):
         return [Group(region.box, 0, region.hi, None, list(parent.cells_in(0, 0, region.hi)))]
     if region.is_whole:
@@ -105,7 +105,7 @@ def _known_cells(region: Region, parent: ExtentTable) -> Iterator[StoredCell]:
 
 
 def _parts(box: Box, shape: Shape, cell: int, parent: ExtentTable | None) -> list[Box] | None:
-    """Return the boxes into which a shard is cut first; None to leave it whole."""
+    """Return the boxes of the first cut of a shard, or None to leave it whole."""
     inner = (
         [other for other in _filled_boxes(parent) if other != box and other.inside(box)] if parent is not None else []
     )
@@ -126,7 +126,7 @@ def _filled_boxes(parent: ExtentTable) -> list[Box]:
 
 
 def _rest(box: Box, inner: Sequence[Box]) -> list[Box] | None:
-    """Subtract disjoint ``inner`` boxes from ``box``; None if too many pieces remain."""
+    """Subtract disjoint ``inner`` boxes from ``box``. Return None if too many pieces remain."""
     if sum(other.numel for other in inner) == box.numel:
         return []
     rest = [box]
@@ -138,7 +138,7 @@ def _rest(box: Box, inner: Sequence[Box]) -> list[Box] | None:
 
 
 def _long_runs(box: Box, shape: Shape, cell: int) -> list[Box] | None:
-    """Return a box for each contiguous run of a box; None if it is contiguous or its runs are short."""
+    """Return a box for each contiguous run of a box, or None if it is contiguous or its runs are short."""
     dim = len(shape)
     while dim > 0 and box.shape[dim - 1] == shape[dim - 1]:
         dim -= 1
@@ -174,7 +174,7 @@ def branch_of(kind: str, key: str) -> str:
 
 
 def branches_of(branches: Iterable[str]) -> frozenset[str]:
-    """Return all branches of a state; more than 16 count as one."""
+    """Return all branches of a state. More than 16 branches count as one."""
     names: set[str] = set()
     for branch in branches:
         names.add(branch)
@@ -184,7 +184,10 @@ def branches_of(branches: Iterable[str]) -> frozenset[str]:
 
 
 def by_branch(cells: Sequence[C], branch: Callable[[C], str], branches: Collection[str]) -> list[Sequence[C]]:
-    """Separate the branches of the state, so that one of them can be read alone. Small ones stay together."""
+    """Separate the branches of the state, so that a read of one branch needs few blobs.
+
+    Small branches stay together.
+    """
     if not cells or len(branches) == 1:
         return [cells] if cells else []
     nbytes: dict[str, int] = defaultdict(int)
@@ -201,7 +204,7 @@ def by_branch(cells: Sequence[C], branch: Callable[[C], str], branches: Collecti
 
 
 class Queue(Generic[C]):
-    """Cells in order, taken as many as fit into a buffer. Safe for use by several threads."""
+    """A queue of cells, in lots that fit into a buffer. Thread-safe."""
 
     def __init__(self, cells: Sequence[C]) -> None:
         self._cells = cells

@@ -12,7 +12,7 @@ MOST: Final = 40
 def layer_of(key: str, width: int = 1) -> str:
     """Return the group of a key: the key up to its first number ("model.layers.3"), else without its last element.
 
-    ``width``: how many numbers make one group ("model.layers.0-3").
+    ``width``: the number of layers in one group ("model.layers.0-3").
     """
     elements = key.split(".")
     for place, element in enumerate(elements):
@@ -46,7 +46,7 @@ def group(keys: Iterable[str], most: int = MOST) -> dict[str, str]:
 
 
 def summed(nbytes: Mapping[str, int], groups: Mapping[str, str]) -> dict[str, int]:
-    """Add up bytes of keys by group. Keys without one are left out."""
+    """Sum the bytes of keys by group. Skip keys without a group."""
     total: dict[str, int] = {}
     for key, size in nbytes.items():
         if key in groups:

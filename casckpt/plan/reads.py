@@ -1,7 +1,7 @@
-"""Reads of a load: the ranges of each blob that it needs, merged into few requests. Pure; nothing here reads.
+"""Reads of a load: the needed ranges of each blob, merged into few requests. Pure, without I/O.
 
-A verified read reads whole cells. An unverified read reads only the wanted bytes, in pieces of a few cells; but whole
-cells of a tensor that has any coded cell.
+A verified read reads whole cells. An unverified read reads only the wanted bytes, in pieces of a few cells. For a
+tensor with any coded cell, it also reads whole cells.
 """
 
 from __future__ import annotations

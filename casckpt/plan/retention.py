@@ -1,8 +1,8 @@
-"""Retention: which checkpoints a policy forgets. Pure: no storage, no clock.
+"""Retention: the choice of the checkpoints that a policy forgets. Pure: no storage, no clock.
 
 A policy is a union of rules, applied to each run alone: it keeps a checkpoint that any rule keeps. It always keeps the
 newest checkpoint of a run, the newest one that is not marked unhealthy, and every tagged one. "Newest" means by time of
-the save, not by step: a run that was rolled back goes on from its latest save.
+the save, not by step, because a run that was rolled back continues from its latest save.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Best:
         return cls(metric, int(number), way == "max")
 
     def of(self, current: Iterable[SavedCheckpoint]) -> list[SavedCheckpoint]:
-        """Return the best of ``current``, which is oldest first; all of them if none has the metric."""
+        """Return the best of ``current``, which is oldest first. Return all of them if none has the metric."""
         known = [saved for saved in current if self.is_known_of(saved)]
         if not known:
             return list(current)
@@ -57,14 +57,14 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What to keep of each run: one rule is enough. Without any rule nothing is forgotten.
+    """The checkpoints to keep of each run: one matching rule is enough. Without rules, all stay.
 
-    ``keep_last``: that many of the newest. ``keep_every``: those whose step is a multiple of it. ``keep_within``: those
-    created at most that long ago ("7d", or a timedelta). ``keep_daily``, ``keep_weekly``, ``keep_monthly``: the newest
-    of each of the last N days, weeks (from Monday) and months, in UTC, in which any was created. ``keep_best``: one or
+    ``keep_last``: this number of the newest. ``keep_every``: those whose step is a multiple of it. ``keep_within``:
+    those younger than this ("7d", or a timedelta). ``keep_daily``, ``keep_weekly``, ``keep_monthly``: the newest of
+    each of the last N days, weeks (from Monday) and months, in UTC, in which any was created. ``keep_best``: one or
     several of "loss:3", the three with the lowest loss, and "acc:max:1", the one with the highest. Of equal ones it
-    keeps those saved first; none without the metric or with NaN, but all if no checkpoint of the run has the metric.
-    Raises InvalidInput for unusable values.
+    keeps those saved first. It keeps none without the metric or with NaN, but all if no checkpoint of the run has the
+    metric. Raises InvalidInput for unusable values.
     """
 
     keep_last: int | None = None
@@ -84,7 +84,7 @@ class Policy:
                 raise InvalidInput(f"{rule.replace('_', '-')} {number!r}: give a number, 1 or more")
         if self.keep_within is not None:
             seconds_of(self.keep_within, "keep-within")
-        if not self.best:  # an empty list, as of a repeatable option
+        if not self.best:  # an empty list, as from a repeatable option
             object.__setattr__(self, "keep_best", None)
         if self.keep_last == 0 and replace(self, keep_last=None).is_empty:
             raise InvalidInput(
@@ -93,7 +93,7 @@ class Policy:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no rule, and so forgets nothing."""
+        """Whether it has no rule."""
         return all(getattr(self, rule.name) is None for rule in fields(self))
 
     @property
@@ -130,10 +130,10 @@ class Thinning:
 
 @dataclass(frozen=True, kw_only=True)
 class Rotation:
-    """Which checkpoints stay: the permanent ones that any rule keeps, and the newest of the run if it is ephemeral.
+    """The rules of a rotation: permanent checkpoints stay by any rule of ``keep``, the newest of the run always stays.
 
     ``max_checkpoints``: keep this number of the newest. Tagged checkpoints and those of ``fixed`` steps do not count,
-    and always stay. Without ``keep`` and ``max_checkpoints`` all stay. ``thin``: what the remaining ones leave out.
+    and always stay. Without ``keep`` and ``max_checkpoints`` all stay. ``thin``: how to thin the remaining ones.
     """
 
     keep: Policy | None = None
@@ -173,7 +173,7 @@ def patterns_of(drop: Any) -> frozenset[str]:
 class SavedCheckpoint:
     """A visible checkpoint as a policy sees it. ``created_at``: microseconds since the epoch.
 
-    ``metrics``: numbers by name. ``healthy``: as its save says; None if it does not say.
+    ``metrics``: numbers by name. ``healthy``: from its save, None if unknown.
     """
 
     txid: TxId
@@ -192,7 +192,7 @@ def plan_forget(
     tagged: Container[TxId] = (),
     run: str | None = None,
 ) -> list[SavedCheckpoint]:
-    """Choose what ``policy`` forgets of the ``visible`` checkpoints of a store at ``now`` (microseconds).
+    """Choose the ``visible`` checkpoints that ``policy`` forgets at ``now`` (microseconds).
 
     Both are in the order of the saves. If a run has a step twice, every policy forgets the earlier one, and no rule
     counts it. ``tagged`` ones are never chosen. ``run`` limits the choice to that run.
@@ -228,7 +228,7 @@ def runs_without(visible: Iterable[SavedCheckpoint], policy: Policy, *, run: str
 
 
 def _forget_of_run(group: list[SavedCheckpoint], policy: Policy, now: int) -> list[SavedCheckpoint]:
-    """Choose what is forgotten of one run. ``group``: its checkpoints, oldest first."""
+    """Choose the checkpoints to forget of one run. ``group``: its checkpoints, oldest first."""
     newest = {saved.step: saved.txid for saved in group}  # the last one of each step
     current = [saved for saved in group if newest[saved.step] == saved.txid]
     keep = {saved.txid for saved in (*newest_of(current), *_kept_by_rules(current, policy, now))}
@@ -242,7 +242,7 @@ def newest_of(current: Sequence[SavedCheckpoint]) -> list[SavedCheckpoint]:
 
 
 def _kept_by_rules(current: list[SavedCheckpoint], policy: Policy, now: int) -> Iterator[SavedCheckpoint]:
-    """Choose what the rules keep of one run. ``current``: its checkpoints, one for each step, oldest first."""
+    """Choose the checkpoints that the rules keep of one run. ``current``: one for each step, oldest first."""
     if policy.keep_last:
         yield from current[-policy.keep_last :]
     if policy.keep_every is not None:

@@ -75,9 +75,9 @@ class ManifestCells:
 class ReusableCells:
     """Cells of the parent and of the bases, in blobs that may be reused.
 
-    Blobs are numbered over all sources; those of the parent come first and keep their numbers. ``excluded`` says which
-    blobs must not be reused: damaged ones, worn ones, and those that are gone. ``newest``: the last save that wrote any
-    blob of the parent.
+    Blobs are numbered over all sources; those of the parent come first and keep their numbers. ``excluded``: whether a
+    blob must not be reused because it is damaged, worn or missing. ``newest``: the last save that wrote any blob of the
+    parent.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ReusableCells:
         return bool(self._usable[blob])
 
     def exclude(self, blob: int) -> None:
-        """Stop reusing a blob, because its bytes are gone."""
+        """Stop reusing a blob, because its bytes are missing."""
         self._usable[blob] = False
 
     def parent_table(self, name: Name, dtype: str, shape: Shape) -> ExtentTable | None:
@@ -109,7 +109,7 @@ class ReusableCells:
         return None if self._parent is None else self._parent.table(name, dtype, shape)
 
     def usable_cell(self, cell: StoredCell) -> bool:
-        """Return whether a cell may be reused: all of its bases must be."""
+        """Return whether a cell and all its bases may be reused."""
         return bool(self._usable[cell.blob]) and (cell.frame is None or all(self._usable[c.blob] for c in cell.chain))
 
     def find(self, digest: CellDigest) -> StoredCell | None:
@@ -157,7 +157,7 @@ def _shifted(cell: StoredCell, blobs: int) -> StoredCell:
 
 
 def used_bytes(tables: Iterable[ExtentTable], blob_count: int) -> list[int]:
-    """Count the bytes of each blob that the extents of one manifest use; shared cells count once."""
+    """Count the bytes of each blob that the extents of one manifest use. Shared cells count once."""
     used, reached = [0] * blob_count, [0] * blob_count
     for blob, start, stop in sorted(
         (link.blob, link.offset, link.offset + table.stored_bytes(link))
@@ -188,7 +188,7 @@ def coded_bytes(tables: Iterable[ExtentTable]) -> CodedBytes:
 
 
 def bytes_in(tables: Iterable[ExtentTable], blobs: Container[int]) -> int:
-    """Count the bytes in memory of the cells that lie in ``blobs``; each place counts once."""
+    """Count the bytes, as in memory, of the cells in ``blobs``. Each place counts once."""
     places = {
         (extent.blob, extent.offset): (extent.hi - extent.lo) * table.itemsize
         for table in tables

@@ -1,10 +1,10 @@
-"""Routes between two versions of a cell, by way of their frames. Pure; nothing here reads.
+"""Routes between two versions of a cell through their frames. Pure, without I/O.
 
 A coded cell has a chain of bases. If the chains of two versions meet, one version can be turned into the other: undo
 its frames down to the common base, and decode the frames of the other version from there. This reads no cell without a
 base.
 
-Cells that were saved together mostly have the same route. So routes are searched for all cells of an extent at once.
+Cells from one save mostly have the same route, so casckpt searches one route for all cells of an extent.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def links(cell: StoredCell) -> Iterator[Link]:
 def find_route(held: StoredCell, wanted: StoredCell, kept: Container[Link] = ()) -> Route | None:
     """Find the route from one cell to another of equal size that reads least. The frames ``kept`` are in memory.
 
-    None if the chains do not meet, or if reading ``wanted`` with all of its bases is not more.
+    Returns None if the chains do not meet, or if reading ``wanted`` with all of its bases costs no more.
     """
     up, down = list(held.chain), list(wanted.chain)
     places = {cell.digest: number for number, cell in enumerate(down)}
@@ -65,11 +65,11 @@ class Span(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of cells."""
+        """Number of cells."""
         return -(-self.hi // self.cell) - self.lo // self.cell
 
     def apart(self) -> Iterator[Span]:
-        """Iterate over the cells, as a span each."""
+        """Iterate over the cells as spans of one cell."""
         return (self._replace(lo=lo, hi=hi) for lo, hi in self.bounds)
 
     @property
@@ -140,7 +140,7 @@ def common(held: Iterable[Extent], wanted: Extent, span: Span) -> Iterator[tuple
 
 
 def find_extent_route(held: Extent, wanted: Extent, span: Span, kept: Container[Link] = ()) -> ExtentRoute | None:
-    """Find what `find_route` finds, if it is the same route for all cells of a span; else None."""
+    """Return the result of `find_route` if it is the same for all cells of a span, or None."""
     up, down = list(held.chain), list(wanted.chain)
     places = {span.digests(base): number for number, base in reversed(list(enumerate(down)))}
     first = places.get(span.digests(held))

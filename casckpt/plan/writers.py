@@ -1,8 +1,8 @@
 """Division of the writes of a save among the ranks that hold the same regions, and samples of these. Pure.
 
-A region that only one rank holds is written by that rank. A replica, which is the same on all of its holders, is
-divided among them. The division balances the total bytes of the ranks, and cuts only at multiples of the cell size. Any
-other region that several ranks hold is written by the lowest of them.
+If only one rank holds a region, that rank writes it. The holders of a replica, which is the same on all of them, share
+the writing. The division balances the total bytes of the ranks, and cuts only at multiples of the cell size. If several
+ranks hold any other region, the lowest of them writes it.
 
 Ranks describe what they hold as columns of numbers, and the plan works on columns: 4,096 ranks with 1,000 tensors each
 have four million rows.
@@ -46,7 +46,7 @@ class HeldRegions:
 
 @dataclass(frozen=True)
 class WriteRanges:
-    """The elements [lo, hi) of each row that one rank writes; lo == hi for none.
+    """The elements [lo, hi) of each row that one rank writes. lo == hi means none.
 
     ``sharing``: the number of ranks that write each row together; 0 for none.
     """
@@ -84,7 +84,7 @@ class Holders:
         """For each region, whether its holders write it together."""
 
     def sets(self) -> list[Words]:
-        """Return, for each row of each rank, a number for the set of ranks that hold it; 0 if only one rank does."""
+        """Return, for each row of each rank, a number for the set of its holders, or 0 for a single holder."""
         return self.by_row(np.where(self.counts > 1, self.sums, np.uint64(0)))
 
     def differing(self, digests: Sequence[Words]) -> list[list[tuple[int, int]]]:
@@ -115,12 +115,12 @@ class _Rows:
 
 
 def plan_writers(held: Sequence[HeldRegions], holders: Holders | None = None) -> list[WriteRanges]:
-    """Assign to each rank what it writes. Each element of each distinct region is assigned to exactly one rank."""
+    """Assign each element of each distinct region to exactly one rank, which writes it."""
     rows, holders = _Rows(held), Holders(held) if holders is None else holders
     order, pooled = holders.order, holders.pooled
     alone = ~pooled[np.cumsum(holders.new) - 1]  # for each sorted row: whether one rank writes its region
 
-    later = order[~holders.new & alone]  # the lowest rank writes all, the others nothing
+    later = order[~holders.new & alone]  # the lowest rank writes all elements
     rows.to[later] = rows.from_[later]
     fixed = order[alone]
     load = np.zeros(len(held))

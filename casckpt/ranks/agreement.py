@@ -14,16 +14,16 @@ from casckpt.format.names import TxId
 from casckpt.repository.repository import Repository
 
 _SHOWN = 8
-_LAG = 75  # seconds; NFS shows another host's new names after at most 60, unless its mount says otherwise
+_LAG = 75  # seconds; by default NFS shows another host's new names after at most 60
 
 
 def named(ref: str | Checkpoint) -> str:
-    """Return the text of a reference for a comparison. Rank 0 alone resolves words such as "latest"."""
+    """Return the text of a reference for a comparison. Only rank 0 resolves words such as "latest"."""
     return ref if isinstance(ref, str) else repr(ref)
 
 
 def check_same(given: Sequence[str]) -> None:
-    """On rank 0: raise Conflict, with what each rank gave, unless all ranks gave the same."""
+    """Raise Conflict on rank 0, with the values of all ranks, unless they are equal."""
     ranks_of = grouped(range(len(given)), lambda rank: given[rank])
     if len(ranks_of) > 1:
         texts = [f"{text[:200]} on {_ranks(ranks)}" for text, ranks in list(ranks_of.items())[:_SHOWN]]
@@ -41,7 +41,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class StoreIdentity:
-    """The store that rank 0 uses. On another host it may have another ``url``."""
+    """The identity of the store on rank 0. On another host it may have another ``url``."""
 
     store_id: str
     url: str
@@ -54,15 +54,15 @@ class StoreIdentity:
     def check(self, repo: Repository) -> None:
         """Raise Conflict if this rank uses another store, NotFound if there is no store at its place."""
         if repo.marker.store_id != self.store_id:
-            repo.look_again()  # the store may be another one since this rank read its marker
+            repo.look_again()  # another store may have replaced it since this rank read its marker
         if repo.marker.store_id != self.store_id:
             raise self._apart(repo, repo.marker.store_id)
 
     def check_shared(self, repo: Repository, txid: TxId, sleep: Callable[[float], None] = time.sleep) -> None:
         """Raise Conflict if this rank does not see the save that rank 0 has begun: its part would be lost.
 
-        A bucket is the same for all ranks by its name, a folder may not be, and memory never is. If the names that
-        other hosts made may show late, wait for them.
+        All ranks share a bucket by its name, may not share a folder, and never share memory. If new names from other
+        hosts may appear late, wait for them.
         """
         for _ in range(_LAG if repo.storage.traits.stale else 0):
             if _shows(repo, txid):
@@ -83,6 +83,9 @@ class StoreIdentity:
 
 
 def _shows(repo: Repository, txid: TxId) -> bool:
-    """Tell whether this rank sees the save ``txid``, which rank 0 has begun."""
-    keys = transaction_key(txid), commit_key(txid)  # the second if the save was revoked, which is noticed later
+    """Return whether this rank sees the save ``txid``, which rank 0 has begun."""
+    keys = (
+        transaction_key(txid),
+        commit_key(txid),
+    )  # the second exists if the save was revoked
     return repo.exists() and (repo.storage.traits.remote or any(repo.storage.size(key) is not None for key in keys))

@@ -13,7 +13,7 @@ import torch
 from casckpt.base.text import listed
 from casckpt.errors import CasckptError, InvalidInput, RankFailed
 
-FRAME: Final = 4096  # bytes of the first frame of a message: most need no second one
+FRAME: Final = 4096  # bytes of the first frame of a message; most messages need no second frame
 _LENGTH: Final = 8
 
 
@@ -21,7 +21,7 @@ _LENGTH: Final = 8
 class Message:
     """A value or an error that one rank sends to another.
 
-    ``step``: the point of the code at which its sender is. ``call``: the function of casckpt that the user called.
+    ``step``: the sender's position in the code. ``call``: the function of casckpt that the user called.
     """
 
     value: Any = None
@@ -33,16 +33,16 @@ class Message:
 
 @dataclass(frozen=True)
 class WithObjects:
-    """A value that ranks send if there may be whole objects in their state. ``keys``: of these objects."""
+    """A message of a rank with its whole objects. ``keys``: of these objects."""
 
     value: Any
     keys: Sequence[str]
 
 
 def pack(message: Message) -> bytes:
-    """Encode a message for a rank of the same job. An error that would not survive that becomes a `RankFailed`."""
+    """Encode a message for a rank of the same job. Replace an error that would not survive this with a `RankFailed`."""
     error, rank = message.error, message.rank
-    if error is not None and not isinstance(error, CasckptError):  # many others pickle, but do not unpickle
+    if error is not None and not isinstance(error, CasckptError):  # many other errors pickle but do not unpickle
         return pickle.dumps(Message(error=_failure(rank, error), rank=rank))
     try:
         data = pickle.dumps(message)
@@ -54,13 +54,13 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(data: bytes) -> Message:
-    """Decode what `pack` made."""
+    """Decode the result of `pack`."""
     message: Message = pickle.loads(data)  # noqa: S301 - from a rank of the same job, which runs the same code
     return message
 
 
 def to_frames(data: bytes) -> list[torch.Tensor]:
-    """Cut ``data`` into one frame of ``FRAME`` bytes, and one with the rest, if there is a rest."""
+    """Cut ``data`` into a frame of ``FRAME`` bytes, and if necessary a frame with the rest."""
     room = FRAME - _LENGTH
     first = bytearray(FRAME)
     first[:_LENGTH] = len(data).to_bytes(_LENGTH, "little")
@@ -75,18 +75,18 @@ def empty_frame() -> torch.Tensor:
 
 
 def alive_frame(warning: str = "") -> torch.Tensor:
-    """Return a frame without a message: its sender still works, or waits and sends a ``warning`` about that."""
+    """Return a frame without a message. It shows that its sender is alive, and may carry a ``warning``."""
     text = warning.encode()[: FRAME - _LENGTH - 1]
     return torch.frombuffer(bytearray(_LENGTH) + b"\1" + text.ljust(FRAME - _LENGTH - 1, b"\0"), dtype=torch.uint8)
 
 
 def is_alive(frame: torch.Tensor) -> bool:
-    """Tell whether a frame is one of `alive_frame`, or empty. A message is never empty."""
+    """Return whether a frame is from `alive_frame` or empty. A message is never empty."""
     return not frame[:_LENGTH].any()
 
 
 def has_come(frame: torch.Tensor) -> bool:
-    """Tell whether anything was received into a frame."""
+    """Return whether a frame has received any bytes."""
     return bool(frame[: _LENGTH + 1].any())
 
 
@@ -104,7 +104,7 @@ def from_frame(frame: torch.Tensor) -> tuple[bytes, int]:
 
 
 def astray(messages: Sequence[Message], mine: Message) -> InvalidInput | None:
-    """Return the error for a rank at another point of the code than rank 0, which sends ``mine``; None for none.
+    """Return the error for a rank at another point of the code than rank 0, which sends ``mine``, or None.
 
     ``messages``: of all ranks, in their order.
     """
@@ -128,7 +128,7 @@ def astray(messages: Sequence[Message], mine: Message) -> InvalidInput | None:
 
 
 def public_call(frame: FrameType | None) -> str:
-    """Return the outermost public function of casckpt that ``frame`` runs in, by name; "casckpt" if there is none."""
+    """Return the name of the outermost public function of casckpt around ``frame``, or "casckpt"."""
     found = "casckpt"
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("casckpt."):
@@ -188,5 +188,5 @@ def first_line(error: RuntimeError) -> str:
 
 
 def timed_out(error: RuntimeError) -> bool:
-    """Tell whether the text is that of a timeout of gloo or of torch's stores."""
+    """Return whether the text is a timeout message of gloo or of torch's stores."""
     return "imed out" in str(error) or "timeout" in str(error).lower()

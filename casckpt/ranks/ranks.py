@@ -1,18 +1,18 @@
 """The ranks of a process group, and the only collectives of casckpt.
 
-`Ranks.exchange` is the one primitive: every rank sends a message, rank 0 decides, and every rank gets its answer; or
+`Ranks.exchange` is the only primitive: every rank sends a message, rank 0 decides, and every rank gets its answer, or
 all of them raise. The messages go from point to point over a gloo group of casckpt's own, in a star around rank 0. So
 the failure of one rank never leaves another one waiting:
 
 - A rank that raises sends its error. Every rank raises it and names that rank. The group stays usable.
-- A rank that dies closes its connection. Rank 0 finds it closed, at the latest when all others have answered, and
-  tells them.
+- A rank that dies closes its connection. Rank 0 finds it closed, at the latest when all others have answered, and sends
+  them the error.
 - A rank that stalls exceeds the timeout of the group at rank 0, which leaves a note in the store of the process group.
   A rank that takes long but reports that it is alive (`Ranks.alive`) does not.
 - If rank 0 dies, the others see their connection closed, find no note, and name rank 0.
 - If rank 0 stalls, the others exceed a longer timeout and leave a note, which rank 0 finds.
 
-After a death or a stall the group is dropped, and the next call makes another.
+After a death or a stall, casckpt drops the group, and the next call makes another.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 Kept = TypeVar("Kept")
 Up = TypeVar("Up")
 Down = TypeVar("Down")
-MARGIN = timedelta(seconds=30)  # beyond twice the timeout, how long the others wait for rank 0
+MARGIN = timedelta(seconds=30)  # additional wait of the others for rank 0, beyond twice the timeout
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
@@ -57,7 +57,7 @@ def everyone(value: Down, size: int) -> list[Down]:
 def exchange_keeping(
     ranks: Ranks, call: Callable[[], tuple[Kept, Up]], decide: Callable[[Kept, list[Up]], Sequence[Down]]
 ) -> tuple[Kept, Down]:
-    """Exchange messages, as `Ranks.exchange` does, where ``call`` also makes a value that stays on its rank.
+    """Exchange messages as `Ranks.exchange` does. ``call`` also makes a value that stays on its rank.
 
     ``call`` returns (value that stays, message). ``decide`` gets the value of rank 0 and the messages of all ranks.
     Returns (value of this rank, its answer).
@@ -69,7 +69,7 @@ def exchange_keeping(
         kept.append(mine)
         return up
 
-    @wraps(decide)  # ranks compare its name, to see that they are at the same point
+    @wraps(decide)  # ranks compare its name, to check that they are at the same point
     def answers(messages: list[Up]) -> Sequence[Down]:
         return decide(kept[0], messages)
 
@@ -78,7 +78,7 @@ def exchange_keeping(
 
 
 def on_each(ranks: Ranks, call: Callable[[], Up]) -> Up:
-    """Run ``call`` on every rank and return its result on this one. All ranks raise what it raises on any of them."""
+    """Run ``call`` on every rank, and return its result on this rank. All ranks raise its error on any rank."""
 
     @wraps(call)
     def done(_: Up, messages: list[None]) -> list[None]:
@@ -93,7 +93,7 @@ def telling(ranks: Ranks, progress: Progress) -> Progress:
 
 
 class Solo:
-    """The twin of `GroupRanks` for one process."""
+    """The counterpart of `GroupRanks` for one process."""
 
     rank = 0
     size = 1
@@ -107,13 +107,13 @@ class Solo:
         raise error
 
     def alive(self) -> None:
-        """Do nothing: no other rank waits."""
+        """Do nothing, because no other rank waits."""
 
     def swap(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
-        """Do nothing: there is no other rank."""
+        """Do nothing, because there is no other rank."""
 
     def exchange(self, call: Callable[[], Up], decide: Callable[[list[Up]], Sequence[Down]]) -> Down:
-        """Call both."""
+        """Run ``call`` and ``decide``."""
         self.exchanges += 1
         return decide([call()])[0]
 
@@ -171,7 +171,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _refuse_inherited() -> None:
-    """Raise InvalidInput in a forked process. It would garble the messages of its parent, whose connections it has."""
+    """Raise InvalidInput in a forked process, because it would corrupt messages on the connections of its parent."""
     if any(world is torch.distributed.group.WORLD for world in _inherited):
         raise InvalidInput(
             "this process was forked by a rank of torch.distributed, and is none itself: call Store.read, or pass "
@@ -193,12 +193,12 @@ class GroupRanks:
     """
 
     def __init__(self, parent: ProcessGroup, purpose: str, generation: int) -> None:
-        """``generation``: how many groups of this purpose were dropped before; the same number on all ranks."""
+        """Set up the ranks. ``generation``: number of dropped groups of this purpose, equal on all ranks."""
         self.parent = ref(parent)
         self.group = parent.group_name
         self.name = f"casckpt/{parent.group_name}/{purpose}/{generation}"
         self.generation = generation
-        self.dropped = True  # until it is connected
+        self.dropped = True  # until the connection
         self.rank, self.size = torch.distributed.get_rank(parent), torch.distributed.get_world_size(parent)
         self.exchanges = 0
         self._dead: RankFailed | None = None
@@ -210,7 +210,7 @@ class GroupRanks:
         self.dropped = False
 
     def fail(self, error: CasckptError) -> NoReturn:
-        """Raise ``error`` here, and an equal one on all other ranks, which are about to make an exchange."""
+        """Raise ``error`` here, and an equal error on all other ranks at their next exchange."""
 
         def call() -> NoReturn:
             raise error
@@ -219,16 +219,16 @@ class GroupRanks:
         raise error
 
     def alive(self) -> None:
-        """Inside an exchange: report that this rank works, so that the timeouts of others begin anew.
+        """Report, inside an exchange, that this rank is alive. This restarts the timeouts of other ranks.
 
         Cheap. Threads may call it.
         """
         self._wire.alive()
 
     def swap(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
-        """Inside an exchange: send bytes to other ranks, and receive theirs. Each pair of ranks keeps one order.
+        """Send bytes to other ranks inside an exchange, and receive theirs. Each pair of ranks keeps one order.
 
-        The tensors lie on the CPU and have one dimension. Raises RankFailed.
+        The tensors must be on the CPU and have one dimension. Raises RankFailed.
         """
         self._wire.swap(sends, receives)
 
@@ -299,7 +299,7 @@ class GroupRanks:
         self._drop(error)
 
     def _drop(self, error: RankFailed) -> None:
-        """Drop the group. With a dead rank it stays useless; after a late rank the next call makes another."""
+        """Drop the group. It is useless with a dead rank. After a late rank, the next call makes another group."""
         if error.lost == "died":
             self._dead = error
         else:
@@ -316,7 +316,7 @@ def _first_failure(messages: Sequence[Message], mine: Message) -> Message | None
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta:
-    """Return the timeout that the caller gave the group."""
+    """Return the timeout of the group from its creator."""
     for device in ("cpu", "cuda"):
         try:
             options = group._get_backend(torch.device(device)).options
@@ -338,7 +338,7 @@ def _connect(parent: ProcessGroup, name: str, rank: int, size: int) -> Wire:
         shared = shared.clone()  # a store of torch serves one thread at a time, and another thread may wait in it
     store = dist.PrefixStore(name, shared)
     timeout = _timeout_of(parent)
-    _, problem = _gloo(dist.HashStore(), 0, 1, timeout)  # alone, to see whether it can start
+    _, problem = _gloo(dist.HashStore(), 0, 1, timeout)  # alone, to check whether gloo can start
     meeting, seconds = Meeting(store, rank, size), timeout.total_seconds()
     meeting.come("start", seconds, problem and f"gloo cannot start on rank {rank}: {problem}")
     end = monotonic() + seconds + waiting.HEARD_SECONDS
@@ -374,7 +374,7 @@ class _Groups:
             group = self._made.get(key)
             if (
                 group is not None and group.parent() is not parent
-            ):  # it belongs to an earlier process group of the same name
+            ):  # the group belongs to an earlier process group of the same name
                 group = None
             if group is None or group.dropped:
                 group = self._made[key] = GroupRanks(parent, purpose, group.generation + 1 if group else 0)

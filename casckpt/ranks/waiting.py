@@ -1,6 +1,6 @@
-"""Waiting for other ranks: a warning names those that have not come, and all learn when one gives up.
+"""Waiting for other ranks: warnings name the absent ranks, and all ranks raise when one gives up.
 
-A `Meeting` needs nothing but the store of the process group, so ranks meet before any two of them are connected.
+A `Meeting` needs only the store of the process group, so ranks can meet before any two of them are connected.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from casckpt.errors import RankFailed
 
 log = logging.getLogger(__name__)
 
-FIRST = 30.0  # seconds that a rank waits for others until it warns,
+FIRST = 30.0  # seconds from the beginning of a wait to the first warning,
 NEXT = 300.0  # and from one warning to the next
-HEARD_SECONDS = 5.0  # how long a rank that failed waits until the others know the reason
-_LONGEST: Final = 0.25  # seconds between two looks into the store
+HEARD_SECONDS = 5.0  # seconds that a failed rank waits for the others to read the reason
+_LONGEST: Final = 0.25  # seconds between two polls of the store
 _NAMED: Final = 8  # ranks
 _END: Final = "\n"  # of the rank in a verdict
 
 
 def late(ranks: Sequence[int], seconds: float) -> str:
-    """Return the warning about ``ranks``, for which others have waited for ``seconds``."""
+    """Return the warning that other ranks have waited for ``ranks`` for ``seconds``."""
     return (
         f"waited {seconds:.0f} s for rank{'s' * (len(ranks) > 1)} {listed(ranks, _NAMED)}: every rank of the process "
         "group must make the same call of casckpt, not rank 0 alone. The wait goes on. Only Store.save and Store.load "
@@ -37,9 +37,9 @@ def late(ranks: Sequence[int], seconds: float) -> str:
 
 @contextmanager
 def announced(missing: Callable[[], Sequence[int]], tell: Callable[[str], None], delay: float = 0.0) -> Iterator[None]:
-    """Log a warning while a wait takes long and ranks are ``missing``. ``tell``: sends it to the others that wait.
+    """Log a warning during a long wait for ``missing`` ranks. ``tell``: sends it to the other waiting ranks.
 
-    ``delay``: seconds by which the first warning comes later than on other ranks.
+    ``delay``: additional seconds before the first warning.
     """
     over, lock, begun = Event(), Lock(), monotonic()
 
@@ -47,7 +47,7 @@ def announced(missing: Callable[[], Sequence[int]], tell: Callable[[str], None],
         pause = FIRST + delay
         while not over.wait(pause):
             pause = NEXT
-            with lock:  # no warning is sent once the wait is over
+            with lock:  # no warning after the wait
                 ranks = [] if over.is_set() else missing()
                 if ranks:
                     tell(late(ranks, monotonic() - begun))
@@ -64,7 +64,7 @@ def announced(missing: Callable[[], Sequence[int]], tell: Callable[[str], None],
 
 @dataclass(frozen=True)
 class Meeting:
-    """A meeting of the ranks of one group in ``store``, one of torch's. It works before two ranks are connected."""
+    """A meeting of the ranks of one group in ``store``, a store of torch. It works before ranks are connected."""
 
     store: Any
     rank: int
@@ -73,8 +73,8 @@ class Meeting:
     def come(self, stage: str, seconds: float, problem: str = "") -> None:
         """Wait until all ranks have come to ``stage``, for at most ``seconds``.
 
-        ``problem``: why this rank cannot go on. If any rank has a problem, or has waited for too long, every rank that
-        came raises the same RankFailed, and so does one that comes later.
+        ``problem``: the reason why this rank cannot continue. If any rank has a problem or has waited too long, all
+        ranks raise the same RankFailed, even those that come later.
         """
         try:
             verdict = self._verdict(stage, seconds, problem)
@@ -89,7 +89,7 @@ class Meeting:
             raise RankFailed(text, rank=int(who))
 
     def _verdict(self, stage: str, seconds: float, problem: str) -> str:
-        """Return the rank that failed and the reason, a line each; "" if all have come."""
+        """Return the failed rank and the reason, one line each, or "" if all ranks have come."""
         store, key = self.store, f"{stage}/verdict"
         begun, due = monotonic(), min(FIRST, seconds)
         if problem:
@@ -105,7 +105,7 @@ class Meeting:
                     self._decide(stage, absent or [self.rank])
                 elif absent:
                     log.warning("%s", late(absent, waited))
-            sleep(min(_LONGEST, waited / 10))  # short at first, since the ranks of a job come at about the same time
+            sleep(min(_LONGEST, waited / 10))  # short at first, because the ranks of a job come at about the same time
         verdict: str = store.get(key).decode()[1:]
         if verdict:
             self._let_all_hear(stage)
@@ -124,14 +124,14 @@ class Meeting:
         self.store.compare_set(f"{stage}/verdict", "", f"={verdict}")
 
     def _absent(self, stage: str, ranks: Sequence[int]) -> list[int]:
-        """Return the ranks that have not come, with few questions if they are few."""
+        """Return the absent ranks. Makes few requests if few are absent."""
         if self.store.check([f"{stage}/{rank}" for rank in ranks]):
             return []
         half = len(ranks) // 2
         return [*self._absent(stage, ranks[:half]), *self._absent(stage, ranks[half:])] if half else list(ranks)
 
     def _let_all_hear(self, stage: str) -> None:
-        """Wait until those that have come have read the verdict: the store may end with this process."""
+        """Wait until the other present ranks have read the verdict, because the store may end with this process."""
         with suppress(RuntimeError):
             heard, end = self.store.add(f"{stage}/heard", 1), monotonic() + HEARD_SECONDS
             while heard < self.store.add(f"{stage}/came", 0) and monotonic() < end:

@@ -1,6 +1,6 @@
 """Messages from rank to rank over gloo, with timeouts. An error names the rank that failed.
 
-Rank 0 exchanges messages with all others, and they with rank 0 alone, except for the bytes of `Wire.swap`.
+All messages are between rank 0 and another rank, except the bytes of `Wire.swap`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ log = logging.getLogger(__name__)
 Transfer: TypeAlias = "tuple[torch.Tensor, int]"
 """Bytes, and the other rank."""
 
-WORD_SECONDS = 5.0  # how long a rank looks for a note of rank 0 after its connection broke
-_REST_SECONDS = 60.0  # at the least, for the rest of a message that has begun
+WORD_SECONDS = 5.0  # time to find a note of rank 0 after a broken connection
+_REST_SECONDS = 60.0  # minimum time for the rest of a message
 _LOST = "lost"
-_SWAP = 1  # the tag of bytes that are no message
+_SWAP = 1  # the tag of bytes outside messages
 _SIGNS = 4  # signs of life within a timeout; the first of an exchange comes before any rank warns
 AFTER_RANK_0 = 10.0  # seconds: rank 0, which knows the missing ranks, warns first
 
@@ -48,7 +48,7 @@ AFTER_RANK_0 = 10.0  # seconds: rank 0, which knows the missing ranks, warns fir
 class Wire:
     """The connections of one rank. ``group``: of gloo. ``store``: holds notes for ranks whose connection is closed.
 
-    ``timeout``: how long rank 0 waits for the others. ``patience``: how long they wait for rank 0, which waits for all.
+    ``timeout``: for the wait of rank 0 for others. ``patience``: for their wait for rank 0, which waits for all.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Wire:
         self.begin()
 
     def begin(self) -> None:
-        """Begin an exchange: the pauses between signs of life begin anew."""
+        """Begin an exchange, and restart the pauses between signs of life."""
         self._reported, self._pause = monotonic(), min(self._timeout.total_seconds() / _SIGNS, waiting.FIRST * 2 / 3)
 
     def end(self) -> None:
@@ -97,7 +97,7 @@ class Wire:
     # rank 0
 
     def gather(self, mine: Message) -> tuple[list[Message | None], list[RankFailed]]:
-        """Return the message of every rank, ``mine`` first, with None for a lost rank; and the errors of lost ranks."""
+        """Return the message of every rank, ``mine`` first, None for lost ranks, and the errors of lost ranks."""
         timeout = self._timeout.total_seconds()
         deadline = monotonic() + timeout
         frames = {rank: empty_frame() for rank in range(1, self._size)}
@@ -139,7 +139,7 @@ class Wire:
                 why = self._why_lost(rank, error)
                 if why.rank == 0:
                     return why
-                continue  # it died after it had answered; the next exchange finds it
+                continue  # it died after its message; the next exchange raises
         return None
 
     # the others
@@ -149,7 +149,7 @@ class Wire:
         patience = self._patience.total_seconds()
         deadline = monotonic() + patience
         try:
-            sent = [self._isend(part, 0) for part in to_frames(pack(mine))]  # received once rank 0 is done
+            sent = [self._isend(part, 0) for part in to_frames(pack(mine))]  # arrives when rank 0 has finished
             frame = empty_frame()
             with waiting.announced(lambda: [] if has_come(frame) else [0], lambda _: None, AFTER_RANK_0):
                 answer = self._message(self._irecv(frame, 0), frame, 0, deadline, patience)
@@ -195,12 +195,15 @@ class Wire:
     # lost ranks
 
     def leave_word(self, error: RankFailed) -> None:
-        """Leave a note for ranks that find their connection closed."""
+        """Store a note for ranks whose connection is closed."""
         with suppress(RuntimeError):  # the process with the store died
             self._store.set(_LOST, f"{error.rank}\n{error.lost}\n{error}")
 
     def _why_lost(self, rank: int, error: RuntimeError) -> RankFailed:
-        """Return why a connection failed. A rank that gives up on another closes all its connections, with a note."""
+        """Return the reason of a failed connection.
+
+        A rank that gives up on another closes all its connections, with a note.
+        """
         if not timed_out(error):
             with suppress(RuntimeError):  # no note, or no store any more
                 self._store.wait([_LOST], timedelta(seconds=WORD_SECONDS))

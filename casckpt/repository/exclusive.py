@@ -1,7 +1,7 @@
 """Checks that a storage refuses to create a key twice. The safety of a store depends on that.
 
-Some servers of the S3 protocol, and some old clients, silently ignore the condition of a put. Then two jobs can both
-create the same name, and gc can delete objects that a save has just committed.
+Some S3-compatible servers and some old clients silently ignore the condition of a put. Then two jobs can both create
+the same key, and gc can delete objects that a save has just committed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PAYLOAD = 64  # bytes
 def require_exclusive(
     storage: ObjectStore, entropy: Callable[[int], bytes], known: bool | None, *, single_writer: bool
 ) -> None:
-    """Raise `Unsupported` for a storage in which two writers could both create the same name.
+    """Raise `Unsupported` for a storage in which two writers could both create the same key.
 
     ``known``: the result of an earlier probe. ``single_writer``: the caller promises that there is only one writer.
     """
@@ -36,16 +36,16 @@ def require_exclusive(
     if why:
         raise Unsupported(
             f"{storage.url} does not refuse to create a name twice: {why}. So two jobs could both commit the same "
-            "checkpoint, and a gc could delete what a save has just stored. Use another storage, or say with "
-            "single_writer (--single-writer) that nobody else writes at the same time"
+            "checkpoint, and a gc could delete objects of a new save. Use another storage, or give single_writer "
+            "(--single-writer) if no other process writes at the same time"
         )
 
 
 def probe(storage: ObjectStore, entropy: Callable[[int], bytes], racers: int = RACERS) -> str:
-    """Return a description of what is wrong with exclusive creates in ``storage``; "" if nothing is.
+    """Return the problem with exclusive creates in ``storage``, or "" without a problem.
 
     Puts two small objects under probes/, several times each, and deletes them if the storage allows it. Raises
-    `StorageError`, `casckpt.errors.Unsupported`.
+    `StorageError` and `Unsupported`.
     """
     name = entropy(16).hex()
     keys = [f"{PREFIX}{name}-twice", f"{PREFIX}{name}-race"]
@@ -53,14 +53,14 @@ def probe(storage: ObjectStore, entropy: Callable[[int], bytes], racers: int = R
         return _twice(storage, keys[0], entropy) or _race(storage, keys[1], entropy, racers)
     finally:
         for key in keys:
-            with suppress(StorageError):  # writers need not be allowed to delete
+            with suppress(StorageError):  # writers may lack the permission to delete
                 storage.delete(key)
 
 
 def _twice(storage: ObjectStore, key: str, entropy: Callable[[int], bytes]) -> str:
-    _wins(storage, key, entropy(_PAYLOAD))  # a refusal means that the answer to this put was lost
+    _wins(storage, key, entropy(_PAYLOAD))  # if this create is refused, the answer to an earlier attempt was lost
     if _wins(storage, key, entropy(_PAYLOAD)):
-        return "it let a second create replace the first one, without an error"
+        return "a second create replaced the first one without an error"
     return ""
 
 
@@ -72,8 +72,8 @@ def _race(storage: ObjectStore, key: str, entropy: Callable[[int], bytes], racer
         return f"{len(won)} of {racers} concurrent creates of one key succeeded"
     found = None if storage.size(key) is None else storage.get(key, limit=_PAYLOAD)
     if won and found != won[0]:
-        return "of several concurrent creates of one key, one succeeded, but the bytes of another one are there"
-    return "" if found in payloads else "of several concurrent creates of one key none succeeded"
+        return "one of several concurrent creates of a key succeeded, but the key has the bytes of another one"
+    return "" if found in payloads else "none of several concurrent creates of a key succeeded"
 
 
 def _wins(storage: ObjectStore, key: str, data: bytes) -> bool:

@@ -1,7 +1,7 @@
 """Encoding of changed cells: as frames against the previous version, where that takes less space.
 
-A frame encodes a cell against its version in the parent checkpoint. It is decoded and compared before it counts,
-because only a load would find a bad frame behind a good hash.
+A frame encodes a cell against its version in the parent checkpoint. A save decodes each frame and compares it with the
+cell, because the hash of a bad frame would be right and only a load would find it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from casckpt.storage.base import Reader, ShortObject
 from casckpt.storage.forking import PerProcess
 
 MAX_RUNS = 2
-"""Runs that a process remembers. It forgets the least recently saved one first."""
+"""Maximum number of runs in the memory of a process. It drops the least recently saved run first."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class PutRate:
 
 
 class Pause(NamedTuple):
-    """A stream that is not encoded for some saves. ``until``: the number of the save that tries again."""
+    """A break in the encoding of a stream. ``until``: the number of the save that encodes it again."""
 
     until: int
     saves: int
@@ -64,10 +64,10 @@ class Pause(NamedTuple):
 
 @dataclass
 class RunMemory:
-    """What this process remembers of a run for its next save.
+    """The data about a run that this process keeps for its next save.
 
-    It belongs to store and run, because some programs create a DCP writer or open the store for each save. ``saves``:
-    the number of saves so far. ``in_vain``: streams whose cells did not become smaller as frames.
+    It is kept by store and run, because some programs create a DCP writer or open the store for each save. ``saves``:
+    the number of saves so far. ``in_vain``: streams whose cells did not get smaller as frames.
     """
 
     rate: PutRate
@@ -77,15 +77,15 @@ class RunMemory:
 
     def pauses(self, name: Name) -> bool:
         """Return whether this save does not encode a stream."""
-        pause = self.in_vain.get(name)  # one access, because another thread may remove it
+        pause = self.in_vain.get(name)  # a single access, because another thread may remove it
         return pause is not None and pause.until > self.saves
 
     def pause(self, name: Name, saves: int, most: int) -> None:
-        """Do not encode a stream for ``saves`` saves, or for twice as many as the last time, up to ``most``."""
+        """Stop encoding a stream for ``saves`` saves, or for twice as many as the last time, up to ``most``."""
         last = self.in_vain.get(name)
         if last is None:
             self.in_vain[name] = Pause(self.saves + saves, saves)
-        elif last.until <= self.saves:  # otherwise another thread has just done this
+        elif last.until <= self.saves:  # otherwise another thread has already done this
             again = min(2 * last.saves, most)
             self.in_vain[name] = Pause(self.saves + again, again)
 
@@ -116,7 +116,7 @@ _RUNS = PerProcess(_Runs)
 
 
 def run_memory(repo: Repository, run: str) -> RunMemory:
-    """Return the memory of a run. Threads that ask at once get the same."""
+    """Return the memory of a run. Concurrent calls get the same object."""
     return _RUNS.get().of(repo.marker.store_id, run)
 
 
@@ -128,10 +128,10 @@ def forget_run(repo: Repository, run: str) -> None:
 log = logging.getLogger(__name__)
 
 _HALVES = frozenset({"bfloat16", "float16"})
-_CODER_RATE = 0.8e9  # bytes that a core encodes in a second, as planes
-_TRIES = 8  # cells of a stream to try; one if all were in vain before
-_PAUSE, _LONGEST_PAUSE = 8, 64  # saves until a stream is tried again; doubled each time that it is in vain
-_SAVED = 0.2  # share of the bytes that planes save in most states
+_CODER_RATE = 0.8e9  # encoding speed of a core without a base, in bytes per second
+_TRIES = 8  # cells of a stream to try, or one if all earlier attempts saved nothing
+_PAUSE, _LONGEST_PAUSE = 8, 64  # saves before the next attempt to encode a stream, doubled after each failure
+_SAVED = 0.2  # fraction of the bytes that encoding without a base saves in most states
 
 
 @contextmanager
@@ -186,13 +186,13 @@ class Coder:
     opened: ExitStack
     names: set[CellName] = field(default_factory=set)
     _counts: dict[Name, int] = field(default_factory=dict)  # cells of each stream
-    _tries: dict[Name, int] = field(default_factory=dict)  # cells that were in vain; -1 after a success
+    _tries: dict[Name, int] = field(default_factory=dict)  # failed attempts, -1 after a success
     _links: dict[tuple[Name, int, int], int | None] = field(default_factory=dict)
     _readers: dict[int, Reader] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
     def expect(self, sources: Sequence[LocalEntry], work: Iterable[Iterable[Cell]]) -> None:
-        """Announce cells of the save. Several calls add up."""
+        """Register cells of the save. Later calls add more cells."""
         for cells in work:
             for cell in cells:
                 source = sources[cell.source]
@@ -202,7 +202,7 @@ class Coder:
                         self.names.add(_name(source, cell))
 
     def likely_changes(self, cell: Cell) -> bool:
-        """Return whether the last save stored a cell as a delta. Then it will likely change again."""
+        """Return whether the last save stored a cell as a delta, so that it will probably change again."""
         old = cell.known
         return old is not None and old.base is not None and self.known.blobs[old.blob].uploader == self.known.newest
 
@@ -212,20 +212,20 @@ class Coder:
         return is_wanted and cell.nbytes >= MIN_CELL and not self.memory.pauses(source.name)
 
     def encode(self, source: LocalEntry, cell: Cell, plain: memoryview, digest: CellDigest) -> EncodedCell | None:
-        """Encode a new cell, with the bytes ``plain``. Return None to store these bytes instead."""
+        """Encode a new cell with the bytes ``plain``. Return None if the save should store these bytes instead."""
         width = dtypes.coded_width(source.dtype)
         if source.dtype in self.deltas:
             coded = self._delta(source, cell, plain, width, digest)
             if coded is not None:
                 return coded
-            if not self.memory.pauses(source.name):  # otherwise it is not needed soon
+            if not self.memory.pauses(source.name):  # otherwise the next save does not need it
                 self.memory.held.keep(_name(source, cell), digest, plain)
         frame = self._tried(source, encode_planes(plain, width)) if self.alone else None
         decoded = scratch("version", plain.nbytes).data
         return EncodedCell(frame, None) if frame is not None and _decodes(frame, decoded, plain) else None
 
     def _tried(self, source: LocalEntry, frame: bytes | None) -> bytes | None:
-        """Return ``frame``, and count it. A stream without any success pauses for some saves."""
+        """Return ``frame``, and count the attempt. Pause a stream without any success for some saves."""
         name, tries = source.name, self._tries.get(source.name, 0)
         self._tries[name] = tries = tries + 1 if frame is None and tries >= 0 else -1
         if tries < 0:
@@ -237,7 +237,7 @@ class Coder:
     def note_known(
         self, source: LocalEntry, cell: Cell, plain: memoryview, digest: CellDigest, *, is_coded: bool
     ) -> None:
-        """Keep the bytes of a cell that is stored already, for the next save."""
+        """Keep the bytes of an already stored cell for the next save."""
         name = _name(source, cell)
         if source.dtype in self.deltas and not is_coded:
             self.memory.held.keep(name, digest, plain)
@@ -249,7 +249,7 @@ class Coder:
     def _delta(
         self, source: LocalEntry, cell: Cell, plain: memoryview, width: int, digest: CellDigest
     ) -> EncodedCell | None:
-        """Encode a cell against its base; None if there is no useful base. Then the held version may be lost."""
+        """Encode a cell against its base. Return None without a useful base; the held version may be lost then."""
         old = cell.known
         if old is None or not self.known.usable_cell(old):
             return None
@@ -274,11 +274,11 @@ class Coder:
         if not _decodes(frame, base, plain):
             return None
         frames = (HeldFrame(frame, older.digest), *older.frames)
-        self.memory.held.put(name, HeldCell(digest, older.plain, frames))  # it has become the new version, in place
+        self.memory.held.put(name, HeldCell(digest, older.plain, frames))  # in place, it now holds the new version
         return EncodedCell(frame, chain[link])
 
     def _link(self, source: LocalEntry, cell: Cell) -> int | None:
-        """Choose the base of a cell: the number of links behind the parent's version; equal in an extent."""
+        """Choose the base of a cell, as a number of links from the parent's version. It is the same in an extent."""
         table = self.known.parent_table(source.name, source.dtype, source.shape)
         if table is None:
             return None
@@ -333,7 +333,7 @@ class Coder:
 
 
 class _TooFar(Exception):
-    """The base is only available over a network."""
+    """The error for a base that is only available over a network."""
 
 
 def _name(source: LocalEntry, cell: Cell) -> CellName:
@@ -341,16 +341,16 @@ def _name(source: LocalEntry, cell: Cell) -> CellName:
 
 
 def _older(held: HeldCell, bases: Sequence[StoredCell]) -> HeldCell | None:
-    """Turn a held cell, in place, into the version of the last of ``bases``, by undoing frames.
+    """Undo frames of a held cell, in place, until it has the version of the last of ``bases``.
 
-    Returns None, and changes nothing, if its frames have other bases.
+    Returns None without a change if its frames have other bases.
     """
     frames = held.frames[: len(bases)]
     if [frame.base for frame in frames] != [base.digest for base in bases]:
         return None
     np.bitwise_or.reduce(
         np.frombuffer(held.plain, np.uint8)
-    )  # load the bytes into the cache in order, which is faster than random access
+    )  # read the bytes into the cache in order, which is faster than random access
     for frame in frames:
         undo(memoryview(frame.data), memoryview(held.plain))
     return HeldCell(bases[-1].digest, held.plain, held.frames[len(bases) :])
@@ -358,7 +358,7 @@ def _older(held: HeldCell, bases: Sequence[StoredCell]) -> HeldCell | None:
 
 def _decodes(frame: bytes, base: memoryview, plain: memoryview) -> bool:
     """Return whether a frame decodes to ``plain``. Decodes in place, over its base."""
-    with suppress(InvalidInput):  # it is not a frame
+    with suppress(InvalidInput):  # not a frame
         decode(memoryview(frame), base, base)
         if _equal(base, plain):
             return True

@@ -1,8 +1,8 @@
-"""The exit status of a program whose save in the background failed and whose error no caller received.
+"""The exit status of a program after a failed save in the background, if no caller received the error.
 
 No function that Python calls at exit can set the status. But the status is 120 (see `sys.exit`) if an error occurs
-during the clean-up, for example if a standard stream cannot be flushed. So this module makes the last flush fail.
-Everything else that runs at exit still runs, which `os._exit` would prevent.
+during the clean-up, for example if a standard stream cannot be flushed. So this module makes the last flush fail. All
+other exit functions still run, unlike with `os._exit`.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ unreported: Final[dict[object, str]] = {}
 in memory."""
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=unreported.clear)  # the parent reports them
-with suppress(AttributeError, RuntimeError):  # the function is private; and the interpreter may be at exit already
+    os.register_at_fork(after_in_child=unreported.clear)  # the parent process reports them
+with suppress(AttributeError, RuntimeError):  # the function is private, and the interpreter may be exiting already
     threading._register_atexit(_ending.set)  # type: ignore[attr-defined] # see above
 
 
 def note_if_late(error: BaseException) -> None:
-    """Note the error of a save in a thread if the interpreter is at exit: then no caller asks the future any more."""
+    """Note the error of a save in a thread if the interpreter is exiting, because no caller can ask the future then."""
     if _ending.is_set() and threading.current_thread() is not threading.main_thread():
         unreported[object()] = str(error)
 
 
 @atexit.register
 def _report() -> None:
-    """Report the errors, since no later call can raise them."""
+    """Report the errors, because no later call can raise them."""
     for why in unreported.values():
         log.error(_UNREPORTED, why)
         if log.hasHandlers() and sys.stderr is not None:  # without handlers, logging writes to stderr itself
@@ -76,7 +76,7 @@ class _Unflushed:
         return getattr(self._stream, name)
 
     def flush(self) -> None:
-        """Flush the stream. Raises OSError at the last flush, which Python does not show."""
+        """Flush the stream. Raises OSError at the last flush. Python does not print this error."""
         self._stream.flush()
         if sys.is_finalizing():
             raise OSError("something failed; see above")

@@ -27,7 +27,7 @@ _MAX_KEYS = 8  # keys with NaN or infinities that a commit record names
 
 
 class ParentHealth:
-    """The health of the entries of the parent of a save; empty if there is no parent, or if it cannot be read."""
+    """The health of the entries of the parent of a save. It is empty without a readable parent."""
 
     def __init__(self, manifest: Manifest | None) -> None:
         self._manifest = manifest
@@ -41,24 +41,27 @@ class ParentHealth:
 
     @property
     def unknown(self) -> frozenset[Name]:
-        """The streams whose health the parent does not have."""
+        """The streams without health in the parent."""
         entries = self._entries.values()
         return frozenset(entry.name for entry in entries if has_health(entry.dtype) and entry.number not in self._rows)
 
     def rows(self, name: Name, dtype: str, table: ExtentTable, scanned: Found) -> Rows | None:
-        """Return the rows of a stream with these cells, of which some were ``scanned``; None if any is unknown."""
+        """Return the rows of a stream with these cells, or None if any is unknown.
+
+        ``scanned``: health of some cells.
+        """
         digests, entry = _digests(table), self._entries.get(name)
         rows = _rows(dtype, digests, scanned, {})
         if rows is not None or entry is None or entry.dtype != dtype or entry.number not in self._rows:
             return rows
         before, stored = self._cells(entry), self._rows[entry.number]
-        if before == digests and len(stored) == len(digests):  # true of most streams
+        if before == digests and len(stored) == len(digests):  # the common case
             return stored
         known = dict(zip(before, starmap(CellHealth, stored.tolist()), strict=False))
         return _rows(dtype, digests, scanned, known)
 
     def _cells(self, entry: Entry) -> list[CellDigest]:
-        """Return the digests of the cells of an entry; none if they cannot be read."""
+        """Return the digests of the cells of an entry. Return none if they cannot be read."""
         try:
             return [] if self._manifest is None else _digests(self._manifest.cells(entry))
         except (Damaged, Refused):
@@ -78,7 +81,7 @@ def health_of_all(
 ) -> dict[int, Rows]:
     """Return the rows of each entry, by number, from the ``reports`` of ranks and from ``parent``.
 
-    Leaves out a stream if any of its cells is unknown, as in one that was declared frozen.
+    Omits a stream with any unknown cell, such as a frozen stream.
     """
     scanned = {
         (dtype, digest): CellHealth(*row)

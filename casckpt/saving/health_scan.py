@@ -1,7 +1,7 @@
 """The scan of a save for NaN and infinities. It also finds the largest value of each cell.
 
-A cell is scanned right after it is hashed, while it is in the CPU's cache. A cell that has the digest of a cell in the
-parent has the same health, and is not scanned.
+The scan of a cell follows its hash, while the cell is in the CPU's cache. A cell with the digest of a cell in the
+parent has the same health, so the save does not scan it.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _FLOATS = {
     "float8_e4m3fn": _Float(1, 0x7F, "float8_e4m3fn"),
     "float8_e5m2fnuz": _Float(1, 0x80, "float8_e5m2fnuz", fnuz=True),
     "float8_e4m3fnuz": _Float(1, 0x80, "float8_e4m3fnuz", fnuz=True),
-    "float8_e8m0fnu": _Float(1, 0, "float8_e8m0fnu"),  # it has no sign: `health_of` reads each value
+    "float8_e8m0fnu": _Float(1, 0, "float8_e8m0fnu"),  # without a sign, so `health_of` reads each value
 }
 _INTS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 
 ScanReport: TypeAlias = Mapping[str, tuple[bytes, Rows]]
-"""What one rank found: for each dtype, the concatenated digests of cells, and their health."""
+"""The results of one rank: for each dtype, the concatenated digests of cells, and their health."""
 
 
 def has_health(dtype: str) -> bool:
@@ -77,10 +77,10 @@ def health_of(dtype: str, data: memoryview) -> CellHealth:
 def _top(kind: _Float, data: memoryview) -> int:
     """Return the largest bits without the sign. Absolute values of floats have the order of these bits.
 
-    Takes two passes and no copy: negative floats are the lowest signed numbers, and the highest unsigned ones.
+    Takes two passes and no copy. As integers, negative floats are the lowest signed and the highest unsigned numbers.
     """
     bits = np.frombuffer(data, f"<u{kind.width}")
-    most = np.maximum.reduce  # as `max` of an array, which is slower where that is small
+    most = np.maximum.reduce  # like `max` of an array, but faster for a small array
     return max(int(most(bits.view(f"<i{kind.width}"))), int(most(bits)) - (1 << (8 * kind.width - 1)))
 
 
@@ -102,7 +102,7 @@ def _values_of_bytes(dtype: str) -> npt.NDArray[np.floating]:
 
 @dataclass
 class HealthScan:
-    """Scans the cells of one save on one rank whose health the parent does not know. Thread-safe.
+    """The scan, in one save on one rank, of the cells without known health. Thread-safe.
 
     ``unscanned``: the streams that the parent has without their health.
     """
@@ -111,7 +111,7 @@ class HealthScan:
     found: dict[tuple[str, CellDigest], CellHealth] = field(default_factory=dict)
 
     def scan(self, source: LocalEntry, cell: Cell, data: memoryview, digest: CellDigest) -> None:
-        """Scan a cell if necessary. ``data``: its bytes, which were just hashed."""
+        """Scan a cell if necessary. ``data``: its freshly hashed bytes."""
         if source.kind != TENSOR or not has_health(source.dtype):
             return
         is_unchanged = cell.known is not None and cell.known.digest == digest

@@ -1,4 +1,4 @@
-"""The layout of a rank: the names, hashes and sizes of what it holds, without data.
+"""The layout of a rank: the names, hashes and sizes of its values, without data.
 
 The layout changes only if the model or the topology changes. So a rank sends it once, and then only its fingerprint.
 """
@@ -59,7 +59,10 @@ class RankLayout:
 
 
 def layout_of(prepared: Prepared, cell_bytes: int) -> RankLayout:
-    """Return the layout of this rank. Large buffers of objects have no rows, because they follow their object."""
+    """Return the layout of this rank.
+
+    Large buffers of objects have no rows, because the rank of the object writes them.
+    """
     streams: list[tuple[Name, str, Shape]] = []
     rows: list[tuple[int, int, int, int, int, int, bool, bool]] = []
     row_stream: list[int] = []
@@ -98,10 +101,10 @@ def _hash(text: str) -> int:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """Which rank writes what, for one combination of layouts. ``tree``: of all ranks together.
+    """The assignment of writes to ranks for one combination of layouts. ``tree``: joined from all ranks.
 
-    ``ranges``, ``sets``: one for each rank. ``sets``: see `casckpt.plan.writers.Holders.sets`; 0 for rows that are not
-    compared, as all are with ``check`` "off".
+    ``ranges``, ``sets``: one for each rank. ``sets``: see `casckpt.plan.writers.Holders.sets`. It is 0 for rows that
+    are not compared, so for all rows with ``check`` "off".
     """
 
     fingerprints: tuple[str, ...]
@@ -116,7 +119,7 @@ class WritePlan:
 def plan_writes(layouts: Sequence[RankLayout], check: str = "sample", whole: Collection[str] = ()) -> WritePlan:
     """Plan the writes for these layouts. Raises InvalidInput, with key and ranks, if they contradict each other.
 
-    Divides a replica among the ranks that hold it only if ``check`` compares replicas, and never a key of ``whole``.
+    Divides a replica among its holders only if ``check`` compares replicas. Never divides a key of ``whole``.
     """
     streams: dict[Name, tuple[str, Shape]] = {}
     first: dict[Name, int] = {}
@@ -149,7 +152,7 @@ def plan_writes(layouts: Sequence[RankLayout], check: str = "sample", whole: Col
 
 
 def _compared(layout: RankLayout, check: str, whole: Collection[str]) -> npt.NDArray[np.bool_]:
-    """Return for each row whether it is compared with that of other ranks."""
+    """Return for each row whether a save compares it with the row of other ranks."""
     if check == "off" or not whole:
         return np.full(len(layout.held), check != "off")
     of_stream = np.array([name[1] not in whole for name, _, _ in layout.streams], dtype=bool)
@@ -183,7 +186,7 @@ def _check_kinds(streams: dict[Name, tuple[str, Shape]]) -> None:
 
 
 def assigned(prepared: Prepared, ranges: WriteRanges, rank: int) -> Prepared:
-    """Return only what a rank writes by its ``ranges``."""
+    """Return the part of the entries that a rank writes by its ``ranges``."""
     rows = iter(zip(ranges.lo.tolist(), ranges.hi.tolist(), strict=True))
     tensors = [s.limited([next(rows) for _ in s.pieces]) for s in prepared.sources if s.kind == TENSOR]
     objects = [entry for entry in prepared.objects if (row := next(rows))[0] < row[1]]

@@ -1,4 +1,4 @@
-"""The leader of a save, on rank 0: it begins, plans, and commits what all ranks stored, as docs/format.md requires."""
+"""The leader of a save, on rank 0: it begins the save, plans it, and commits the shares of all ranks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _MIXED = " Of %s, parts of several ranks were written before the difference was 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What one rank writes by a plan. ``number``: of the plan. ``sets``: see `casckpt.saving.layout.WritePlan`."""
+    """The writes of one rank in a plan. ``number``: of the plan. ``sets``: see `casckpt.saving.layout.WritePlan`."""
 
     number: int
     ranges: WriteRanges
@@ -68,9 +68,9 @@ class Assignment:
 
 @dataclass
 class GroupMemory:
-    """What a rank remembers between the saves of one process group, so that ranks exchange less in the next one.
+    """The data that a rank keeps between the saves of a process group, so that the next exchanges are smaller.
 
-    ``plan``: only on rank 0. ``fingerprint``: of this rank's layout when ``assignment`` was made. ``shares``: by run.
+    ``plan``: only on rank 0. ``fingerprint``: of this rank's layout for ``assignment``. ``shares``: by run.
     """
 
     replicas: ReplicaMemory = field(default_factory=ReplicaMemory)
@@ -88,10 +88,10 @@ class GroupMemory:
 
 @dataclass(frozen=True)
 class BeginRequest:
-    """What every rank sends first.
+    """The first message of every rank.
 
-    ``call``: the arguments that must be equal. ``last``: the transaction of its last share. ``streams``: only of a rank
-    that saves alone. ``sets``: a digest of samples for each set of ranks that it shares rows with.
+    ``call``: the arguments that must be equal. ``last``: the transaction of its last share. ``streams``: only from a
+    rank that saves alone. ``sets``: a digest of samples for each set of ranks that shares rows with this rank.
     """
 
     call: str
@@ -104,7 +104,10 @@ class BeginRequest:
 
 @dataclass(frozen=True)
 class BeginAnswer:
-    """What every rank receives first. ``offer``: None if the layouts changed; then it comes with the new plan."""
+    """The first answer to every rank.
+
+    ``offer``: None if the layouts changed, because it then comes with the new plan.
+    """
 
     txid: TxId
     home: StoreIdentity
@@ -116,10 +119,10 @@ WornBlobs: TypeAlias = frozenset[tuple[TxId, BlobHash]]
 
 
 class Leader:
-    """Rank 0 in one attempt of a save.
+    """The work of rank 0 in one attempt of a save.
 
-    Every save calls `start`, `reuse_offer`, `conclude`, and `abort` after an error. The exchanges of a native save
-    decide by `begin`, `plan`, `judge` and `finish`.
+    Every save calls `start`, `reuse_offer` and `conclude`, and after an error `abort`. A native save passes `begin`,
+    `plan`, `judge` and `finish` to its exchanges as decisions.
     """
 
     def __init__(self, repo: Repository, size: int, memory: GroupMemory, options: SaveOptions, *, reuse: bool) -> None:
@@ -138,13 +141,13 @@ class Leader:
 
     def start(self) -> TxId:
         """Begin the transaction, and find the parent. Raises Conflict if the step exists and is not overwritten."""
-        encode_metadata(self.options.metadata or {})  # refused before anything is written
+        encode_metadata(self.options.metadata or {})  # raise before the first write
         run, step, overwrite = self.options.run, self.options.step, self.options.overwrite
         self._transaction, self._parent, self._replaced = begin_save(self.repo, run, step, overwrite=overwrite)
         return self._transaction.txid
 
     def reuse_offer(self, streams: Streams) -> ReuseOffer:
-        """Return what a save of ``streams`` may reuse; nothing if this attempt uploads everything."""
+        """Return the cells that a save of ``streams`` may reuse. Offer none if this attempt uploads everything."""
         parent, options = self._parent if self.reuse else None, self.options
         offer = ReuseOffer()
         if self.reuse:
@@ -157,7 +160,7 @@ class Leader:
         return offer
 
     def begin(self, requests: Sequence[BeginRequest]) -> list[BeginAnswer]:
-        """Begin the save. Offer what the ranks may reuse, unless they need a new plan first."""
+        """Begin the save. Offer cells for reuse, unless the ranks need a new plan first."""
         _check_agreed(requests)
         txid, home = self.start(), StoreIdentity.of(self.repo)
         if self.size == 1:
@@ -173,7 +176,7 @@ class Leader:
         return [BeginAnswer(txid, home, offer)] * self.size
 
     def plan(self, samples: Sequence[Samples]) -> Sequence[Planned | list[int]]:
-        """Plan which rank writes what. If samples differ, ask each rank for more samples of some rows instead."""
+        """Plan the writes of each rank. If samples differ, request more samples of some rows instead."""
         self._layouts = [sample.layout for sample in samples]
         self._odd = find_odd(samples, self.memory.replicas, str(self.options.check_replicas))
         for rank, row in (holder for rows in self._odd for holder in rows):
@@ -181,7 +184,7 @@ class Leader:
         return self._asked if self._odd else self._planned()
 
     def judge(self, samples: Sequence[Words]) -> list[Planned]:
-        """Plan which rank writes what, where samples differ. Raises InvalidInput if they differ too much."""
+        """Plan the writes of each rank although samples differ. Raises InvalidInput if they differ too much."""
         words = [dict(zip(rows, sampled, strict=True)) for rows, sampled in zip(self._asked, samples, strict=True)]
         self._differing = judged(self._layouts, self._odd, words, self.memory.replicas)
         return self._planned()
@@ -192,12 +195,12 @@ class Leader:
         plan = plan_writes(self._layouts, check, whole)
         self._streams = plan.streams
         offer = self.reuse_offer(plan.streams).for_ranks(self.repo)
-        self.memory.plan = plan  # last: the ranks follow it unless an error is raised before
+        self.memory.plan = plan  # last, so that no error follows and all ranks use the plan
         number = self.memory.plan_number + 1
         return [(Assignment(number, *own), offer) for own in zip(plan.ranges, plan.sets, strict=True)]
 
     def finish(self, parts: Sequence[RankPart]) -> list[tuple[Committed, WornBlobs]]:
-        """Commit. Return to each rank the record, and which blobs of its share are worn."""
+        """Commit. Return to each rank the record and the worn blobs of its share."""
         tree = parts[0].tree if self.memory.plan is None else self.memory.plan.tree
         record, worn = self.conclude(parts, self._streams, tree)
         return [(record, worn & {(ref.uploader, ref.hash) for ref in part.share.refs}) for part in parts]
@@ -223,7 +226,7 @@ class Leader:
         return record, worn
 
     def _replica_note(self, whole: Share, parts: Sequence[RankPart]) -> dict[str, bytes]:
-        """Compare the cells that ranks read again. Return the note that names all keys that differ between ranks."""
+        """Compare the cells that ranks read again. Return the note with all keys that differ between ranks."""
         if self.memory.plan is not None:
             self._mixed = differing_cells(self.memory.plan, whole, [part.reread for part in parts])
         self._differing |= self._mixed | self.memory.replicas.found
@@ -232,7 +235,7 @@ class Leader:
         return {REPLICAS_NOTE: plain.encode(differing)} if differing else {}
 
     def _remember_replicas(self, streams: Streams) -> None:
-        """Remember which tensors were saved, and log which of them differ between ranks."""
+        """Remember the saved tensors, and log those that differ between ranks."""
         memory = self.memory.replicas
         memory.saved.update(name[1] for name in streams)
         memory.found.clear()
@@ -242,12 +245,12 @@ class Leader:
             log.warning(_DIFFER, self.options.run, self.options.step, _quoted(new), mixed)
             memory.differing |= self._differing
         if self._mixed:
-            self.memory.plan = None  # the next one has one rank write them
+            self.memory.plan = None  # in the next save, one rank writes them
 
     def _put_manifest(
         self, txid: TxId, whole: Share, parts: Sequence[RankPart], tree: bytes, notes: dict[str, bytes]
     ) -> tuple[Committed, WornBlobs]:
-        """Put the manifest. Return the record that will make it visible, and the blobs that it marks as worn."""
+        """Put the manifest. Return the record to commit, and the blobs that the manifest marks as worn."""
         refs = mark_worn(whole.tables(), whole.refs, self.options.run, self._may_live)
         raw, short = encode_metadata(self.options.metadata or {})
         draft = Draft(
@@ -311,7 +314,7 @@ class Leader:
         )
 
     def _healthy(self, health: Health | None) -> bool | None:
-        """Return the user's verdict; if there is none, False for any NaN. Infinities may be meant, as in masks."""
+        """Return the user's verdict. Without one, return False for any NaN. Infinities may be intended, as in masks."""
         verdict = self.options.healthy
         if health is None or not health.nan:
             return verdict
@@ -328,14 +331,14 @@ class Leader:
         return commit is not None and commit.live
 
     def abort(self, error: BaseException) -> None:
-        """Abort the transaction, if it has begun and is not committed."""
+        """Abort the transaction if it has begun and is not committed."""
         if self._differing:
             self.memory.plan = None  # the differences are not noted, so the next save must find them again
         if self._transaction is not None:
             self._transaction.abort(error)
 
     def _forget_replaced(self) -> None:
-        """Forget what the new checkpoint replaces. That one is visible already, so errors are only logged."""
+        """Forget the checkpoint that the new one replaces. The new one is visible already, so only log errors."""
         for old in self._replaced:
             try:
                 forget(self.repo, old)
@@ -374,7 +377,7 @@ def _agree(requests: Sequence[BeginRequest]) -> bool:
 
 
 _NAMED: Final = 8
-_logged: Final[set[tuple[str, str, str]]] = set()  # in this process
+_logged: Final[set[tuple[str, str, str]]] = set()  # once in this process
 
 
 def log_pickled(url: str, run: str, objects: Iterable[ObjectEntry]) -> None:

@@ -28,7 +28,7 @@ Data: TypeAlias = torch.Tensor | bytes
 class LocalEntry:
     """A tensor, a large buffer of an object, or an attachment; see `casckpt.format.sections.index.Entry`.
 
-    ``limits``: for each piece, the elements [lo, hi) of its region (normalised) that this rank writes; None for all.
+    ``limits``: for each piece, the elements [lo, hi) of its region (normalised) that this rank writes. None for all.
     ``buffer``: the whole stream, instead of pieces, if this is not a tensor. ``replicated``: see `LocalTensor`.
     ``may_differ``: see `casckpt.tensors.shards.may_differ`. ``frozen``: the caller declares that it did not change.
     """
@@ -53,7 +53,7 @@ class LocalEntry:
 
     @property
     def branch(self) -> str:
-        """The child of the state's root that it belongs to."""
+        """The branch of the state that contains it."""
         return branch_of(self.kind, self.key)
 
     @property
@@ -68,15 +68,15 @@ class LocalEntry:
 
     @property
     def order(self) -> tuple[tuple[int, str], str, str, int]:
-        """The sort key. Blobs are filled in this order, which keeps every tensor in them aligned."""
+        """The sort key. A save fills blobs in this order, which keeps every tensor aligned."""
         return blob.order(self.dtype), self.key, self.kind, self.index
 
     def limited(self, limits: Sequence[tuple[int, int]]) -> LocalEntry:
-        """Return the same entry, of which this rank writes only ``limits``."""
+        """Return this entry with other ``limits``."""
         return replace(self, limits=limits)
 
     def parts(self) -> Iterator[tuple[Region, Data, int]]:
-        """Yield what this rank writes: (region, data, element of the data at which the region begins)."""
+        """Yield the writes of this rank: (region, data, element of the data at which the region begins)."""
         if self.buffer is not None:
             yield whole(self.shape), self.buffer, 0
             return
@@ -102,12 +102,12 @@ class Cell:
 
     @property
     def known(self) -> StoredCell | None:
-        """The parent's cell of exactly these elements, if there is one."""
+        """The parent's cell with exactly these elements, if any."""
         return self.cut if isinstance(self.cut, StoredCell) else None
 
     @property
     def stop(self) -> int:
-        """The element of the memory behind the last one."""
+        """The end of the cell in the memory, in elements."""
         return self.start + self.cut.hi - self.cut.lo
 
     def data(self) -> memoryview:
@@ -121,10 +121,10 @@ class Cell:
 
 @collector_paused()
 def plan_work(sources: Sequence[LocalEntry], cell_bytes: int, known: ReusableCells) -> list[list[Cell]]:
-    """Return the cells of all sources, group by group, in the order in which blobs are filled.
+    """Return the cells of all sources, group by group, in the order of the blobs.
 
-    Within a dtype, groups that begin with a large cell come first: such cells begin at a page, and waste little space
-    between each other.
+    Within a dtype, groups that begin with a large cell come first. Such cells begin at a page, and leave only small
+    gaps.
     """
     work: list[list[Cell]] = []
     small: list[list[Cell]] = []

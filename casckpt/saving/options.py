@@ -26,11 +26,11 @@ Metrics: TypeAlias = Mapping[str, SupportsFloat]
 Frozen: TypeAlias = Callable[[str], bool] | Sequence[str] | None
 """The tensors that are declared frozen: a function of the flat key, or fnmatch patterns."""
 Owners: TypeAlias = Callable[[str], int | None] | None
-"""A function from a flat key to the one rank that maintains the leaf, or None if all ranks hold the same value."""
+"""A function from a flat key to the only rank that maintains the leaf, or None if all ranks hold the same value."""
 
 
 class WriterArguments(TypedDict, total=False):
-    """The keyword arguments that `Store.save`, which describes them, and a DCP writer have in common."""
+    """The keyword arguments that `Store.save` and a DCP writer have in common. See `Store.save`."""
 
     metadata: Mapping[str, Any] | None
     metrics: Metrics | None
@@ -49,7 +49,7 @@ class WriterArguments(TypedDict, total=False):
 
 
 class SaveArguments(WriterArguments, total=False):
-    """The keyword arguments of `Store.save`, which describes them, except run and step."""
+    """The keyword arguments of `Store.save` except run and step."""
 
     owners: Owners
     process_group: ProcessGroup | None
@@ -78,7 +78,7 @@ def usable_check(given: CheckReplicas) -> Literal["raise", "sample", "off"]:
     """Return ``check_replicas`` as a word. Raises InvalidInput for other values."""
     for word, meant in (("raise", True), ("off", False), ("sample", "sample")):
         if given is meant or given == word:
-            return word  # type: ignore[return-value] # of the three
+            return word  # type: ignore[return-value] # one of the three
     raise InvalidInput(f"check_replicas={given!r:.40} is not known; give 'raise', 'sample' or 'off'")
 
 
@@ -107,9 +107,9 @@ class SaveOptions:
     no_dist: bool = False
 
     def checked(self) -> Self:
-        """Return checked options, with copies of metrics and metadata in stored form. Raises InvalidInput.
+        """Return checked options with metrics and metadata in stored form. Raises InvalidInput.
 
-        Call it inside an exchange, so that all ranks raise the error.
+        The caller must be inside an exchange, so that all ranks raise the error.
         """
         if self.dedup not in get_args(Dedup):
             raise InvalidInput(f"dedup={self.dedup!r} is not known; give 'store' or 'run'")

@@ -1,4 +1,4 @@
-"""Preparation of a save: a state becomes entries, encoded objects and a tree. Writes nothing."""
+"""Preparation of a save: conversion of a state into entries, encoded objects and a tree. Writes nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from casckpt.tensors.staging import Staging
 from casckpt.tensors.state import encode_tree, flatten
 
 _INLINE_BYTES = 4096
-LARGE = 10_000  # entries: below it a save and a read of them take well below a second
+LARGE = 10_000  # entries; for fewer, a save or a read takes well below a second
 _EMPTY = (
     "%d of the %d floating-point tensors of this state are empty. If these are placeholders, as DeepSpeed's ZeRO-3 "
     "leaves them, this checkpoint lacks the weights: gather them first, and save again"
@@ -63,9 +63,9 @@ def prepare(
 ) -> Prepared:
     """Flatten ``state``. Raises InvalidInput, with the key, for a leaf that cannot be stored.
 
-    ``size``: the number of ranks. Leaves out what ``owners`` gives to another rank.
+    ``size``: the number of ranks. Leaves out the leaves that ``owners`` gives to other ranks.
     """
-    # with several ranks, each may have other entries
+    # with several ranks, other ranks may have other entries
     flat = flatten(state, is_whole=lambda _, mapping: size == 1 and len(mapping) >= LARGE)
     is_frozen = frozen_by(frozen)
     sources: list[LocalEntry] = []
@@ -92,7 +92,10 @@ def prepare(
 
 
 def _warn_if_empty(sources: Sequence[LocalEntry]) -> None:
-    """Log it if most tensors of a state are empty. Libraries that partition parameters leave such placeholders."""
+    """Log a warning if most tensors of a state are empty.
+
+    Libraries that partition parameters leave such placeholders.
+    """
     sizes = [source.nbytes for source in sources if source.kind == TENSOR and "float" in source.dtype]
     if len(sizes) > 1 and sizes.count(0) > len(sizes) / 2:
         log.warning(_EMPTY, sizes.count(0), len(sizes))
@@ -120,7 +123,7 @@ def _owner(owners: Callable[[str], int | None], key: str, size: int) -> int | No
 
 
 def _drop(tree: Any, path: Sequence[Any]) -> None:
-    """Remove a leaf from a tree, but not from a list: its other items keep their places."""
+    """Remove a leaf from a tree. Keep items of lists, because the other items must keep their places."""
     for element in path[:-1]:
         tree = tree[element]
     if isinstance(tree, dict):
@@ -132,7 +135,7 @@ def tensor_source(
 ) -> LocalEntry:
     """Return the entry of a tensor on this rank. Raises InvalidInput, with the key, if it cannot be stored.
 
-    ``together``: other ranks save too, and may hold the same tensor.
+    ``together``: whether other ranks save too and may hold the same tensor.
     """
     local = local_tensor(key, value)
     return LocalEntry(
@@ -152,9 +155,9 @@ def tensor_source(
 def stored_object(
     key: str, rank: int | None, encode: Callable[[Spill], tuple[bytes, bool]]
 ) -> tuple[ObjectEntry, list[LocalEntry]]:
-    """Return an object, and the entries of its large buffers, which are stored like tensors.
+    """Return an object and the entries of its large buffers. A save stores these buffers like tensors.
 
-    ``encode``: passes these buffers to its argument. It returns the other bytes, and whether they are a pickle.
+    ``encode``: passes these buffers to its argument. Returns the other bytes, and whether they are a pickle.
     """
     parts: list[bytes] = []
 
@@ -168,7 +171,7 @@ def stored_object(
 
 
 def frozen_by(frozen: Frozen) -> Callable[[str], bool]:
-    """Return ``frozen`` as a function of a key. Raises InvalidInput for a single string, and other wrong types."""
+    """Return ``frozen`` as a function of a key. Raises InvalidInput for a single string and other wrong types."""
     if frozen is None:
         return lambda key: False
     if callable(frozen):
@@ -209,7 +212,7 @@ def _attachments(given: Mapping[str, bytes | bytearray | memoryview]) -> tuple[l
         folder = next((above for above in map(str, PurePosixPath(name).parents) if above in given), None)
         if folder is not None:
             raise InvalidInput(f"attachment {folder!r} would be the folder of attachment {name!r}; rename one")
-        content = bytes(data)  # the length of a memoryview counts items, not bytes
+        content = bytes(data)  # `len` of a memoryview counts items, not bytes
         if len(content) < _INLINE_BYTES:
             inline.append(Attachment(name, content))
         else:

@@ -1,8 +1,7 @@
 """Cells of the previous save in host memory, as bases for the frames of the next one.
 
-It holds copies of the buffers that were hashed, never of the caller's memory. A cell counts only if its digest is that
-of the cell in the manifest. So it does not matter what happened in between: a save may have failed, or the run may have
-been rolled back or resumed elsewhere.
+It holds copies of the hashed buffers, never the caller's memory. A save uses a cell only if its digest is in the
+manifest. So these cells stay correct after a failed save, a rollback of the run, or a resume on another host.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ class PreviousCells:
     _cells: dict[CellName, HeldCell] = field(default_factory=dict)
 
     def only(self, names: Container[CellName]) -> None:
-        """Drop all cells but these. The state has no others any more, or cuts them differently."""
+        """Drop all other cells. The state has lost them, or cuts them differently."""
         for name in [name for name in list(self._cells) if name not in names]:
             self.take(name)
 
     def take(self, name: CellName) -> HeldCell | None:
-        """Remove a cell and return it. The caller may change it in place, and put it back.
+        """Remove a cell and return it. The caller may change it in place and put it back.
 
-        So neither a save in another thread nor one after an error finds bytes that are being changed.
+        So a save in another thread or after an error never sees partly changed bytes.
         """
         return self._cells.pop(name, None)
 
@@ -59,7 +58,7 @@ class PreviousCells:
         self._cells[name] = cell
 
     def keep(self, name: CellName, digest: CellDigest, plain: memoryview, frames: tuple[HeldFrame, ...] = ()) -> None:
-        """Keep a copy of the bytes of a cell. It reuses the memory of the version that is held."""
+        """Keep a copy of the bytes of a cell. Reuses the memory of the held version."""
         held = self.take(name)
         buffer = bytearray(plain.nbytes) if held is None or len(held.plain) != plain.nbytes else held.plain
         copy_bytes(memoryview(buffer), plain)

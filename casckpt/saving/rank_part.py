@@ -1,4 +1,4 @@
-"""The part of one rank in a save: it stores the cells that cannot be reused, and describes all cells."""
+"""The part of one rank in a save: it stores new cells, and describes all cells."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from casckpt.tensors.gpu import wait_for_gpus
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank stored. It is durable.
+    """The durable result of one rank.
 
-    ``tree``: only of a rank that saves alone. ``reread``: see `casckpt.saving.replicas.Compared.read_again`.
+    ``tree``: only from a rank that saves alone. ``reread``: see `casckpt.saving.replicas.Compared.read_again`.
     """
 
     share: Share
@@ -51,7 +51,7 @@ def write_part(
 ) -> RankPart:
     """Find or store every cell of ``prepared`` in transaction ``txid``. All are durable when it returns.
 
-    ``prepared``: iterated lazily, so the values need not be in memory at once. ``last``: the last share of this rank.
+    ``prepared``: iterated lazily, so that not all values must be in memory. ``last``: the last share of this rank.
     """
     known = reusable_cells(repo, options.run, offer, last)
     scan = None if offer.unscanned is None else HealthScan(offer.unscanned)
@@ -92,7 +92,7 @@ def _exclude_missing(upload: Upload, places: Sequence[Sequence[PlacedCell]]) -> 
 def _placed_again(
     upload: Upload, work: Sequence[Sequence[Cell]], places: Sequence[Sequence[PlacedCell]], missing: set[int]
 ) -> list[list[PlacedCell]]:
-    """Return ``places``, with new ones for the cells that need a missing blob."""
+    """Return ``places``, with new places for the cells that need a missing blob."""
     lost = [
         [cell for cell, place in zip(cells, placed, strict=True) if not missing.isdisjoint(place.needs)]
         for cells, placed in zip(work, places, strict=True)

@@ -1,7 +1,7 @@
 """Comparison of replicas: samples before a rank writes, some cells afterwards.
 
-Every rank sends one digest for each set of ranks that it shares rows with. The ranks send more only if these digests
-differ, or if layouts are new. See docs/decisions/0064-replicas-are-split-and-compared-by-samples.md.
+Every rank sends one digest for each set of ranks that it shares rows with. Ranks send more only if these digests differ
+or layouts are new. See docs/decisions/0064-replicas-are-split-and-compared-by-samples.md.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ADVICE: Final = (
 
 @dataclass(frozen=True)
 class Samples:
-    """The layout of a rank, and for each of its rows the words of a sample, or one digest of them."""
+    """The layout of a rank, with the sampled words of each row or one digest of them."""
 
     layout: RankLayout
     words: Words
@@ -49,10 +49,10 @@ class Samples:
 
 @dataclass
 class ReplicaMemory:
-    """What rank 0 remembers of all saves of a process group into one store.
+    """The data that rank 0 keeps about all saves of a process group into one store.
 
     ``saved``: keys of tensors in committed saves. ``differing``: keys whose values differed between ranks in a
-    committed save; one rank writes these whole. ``found``: other such keys, found by a front end before a save.
+    committed save. One rank writes these whole. ``found``: other such keys, which a front end found before a save.
     """
 
     found: dict[str, None] = field(default_factory=dict)
@@ -70,10 +70,10 @@ def memory_of(url: str, group: str) -> ReplicaMemory:
 
 @dataclass
 class Compared:
-    """The rows that this rank compares with other ranks by the last plan, and the cost of comparing so far.
+    """The rows of the last plan that this rank compares with other ranks, and the cost of comparing so far.
 
     ``sets``: the rows that it shares with each set of ranks. ``turn``: the number of committed saves plus a random
-    number, so that a job that often restarts does not always read the same cells. ``seconds``: processor time.
+    number, so that a frequently restarted job does not always read the same cells. ``seconds``: processor time.
     ``tensors``: the number of samples.
     """
 
@@ -124,7 +124,7 @@ class Compared:
         return words
 
     def read_again(self, prepared: Prepared, layout: RankLayout, ranges: WriteRanges) -> tuple[int, Words]:
-        """Read some cells that other ranks write. Return the number of this save, and the digests of the cells."""
+        """Read some cells that other ranks write. Return the number of this save and the digests of the cells."""
         begun, tensors, digests = thread_time(), tensors_of(prepared), []
         for row, lo, hi in to_read_again(layout.held, ranges, self.turn):
             start = int(layout.held.lo[row])
@@ -134,7 +134,7 @@ class Compared:
 
 
 def runs_of(check: str) -> int:
-    """Return the number of runs of each row that a save compares; 0 for all bytes."""
+    """Return the number of runs of each row that a save compares, or 0 for all bytes."""
     return 0 if check == "raise" else RUNS
 
 
@@ -169,7 +169,7 @@ def digest_of(data: torch.Tensor, lo: int = 0, hi: int | None = None) -> bytes:
 
 
 def _words(digests: Sequence[bytes]) -> Words:
-    """Shorten each digest to a word. Words are compared, and never stored."""
+    """Shorten each digest to a word. Ranks compare words, but never store them."""
     return np.frombuffer(b"".join([digest[:8] for digest in digests]), np.uint64)
 
 
@@ -181,7 +181,7 @@ Odd: TypeAlias = Sequence[Sequence[tuple[int, int]]]
 
 
 def find_odd(samples: Sequence[Samples], memory: ReplicaMemory, check: str) -> Odd:
-    """Find the rows whose samples differ between ranks, except those of keys that are known to differ.
+    """Find the rows whose samples differ between ranks. Skip keys that are known to differ.
 
     Raises InvalidInput for any such row, known or not, if ``check`` is "raise".
     """
@@ -201,7 +201,7 @@ def find_odd(samples: Sequence[Samples], memory: ReplicaMemory, check: str) -> O
 def judged(
     layouts: Sequence[RankLayout], odd: Odd, words: Sequence[Mapping[int, Words] | Words], memory: ReplicaMemory
 ) -> dict[str, None]:
-    """Return the keys of the ``odd`` rows, of which a save may keep one rank's value.
+    """Return the keys of the ``odd`` rows, if a save may store one rank's value of each.
 
     ``words``: for each rank, the samples of its odd rows, by row. Raises InvalidInput for a parameter that differs too
     much the first time it is saved.
@@ -226,7 +226,7 @@ def _differs(key: str, one: int, other: int, how: str, advice: str) -> InvalidIn
 
 
 def _values(words: Words, nbytes: int) -> bytes:
-    """Return the sampled bytes of a row of ``nbytes``. A small row is sampled whole, and each byte comes once."""
+    """Return the sampled bytes of a row of ``nbytes``. For a small row, return each byte once."""
     data, rest = words.tobytes(), nbytes % RUN
     if not rest or nbytes < RUN or nbytes >= len(data):
         return data[:nbytes]
@@ -235,7 +235,7 @@ def _values(words: Words, nbytes: int) -> bytes:
 
 
 def relative_difference(dtype: str, one: bytes, other: bytes) -> float:
-    """Return ``|a - b| / max(|a|, |b|)`` of two lists of values, in float64; 1 if anything not finite differs."""
+    """Return ``|a - b| / max(|a|, |b|)`` of two lists of values, in float64. Return 1 if a non-finite value differs."""
     kind = torch_dtype(dtype) if dtype else torch.uint8
     if not (kind.is_floating_point or kind.is_complex) or dtype.startswith("float4"):
         return float(one != other)
@@ -251,7 +251,7 @@ def relative_difference(dtype: str, one: bytes, other: bytes) -> float:
 
 
 def differing_cells(plan: WritePlan, described: Share, again: Sequence[tuple[int, Words] | None]) -> dict[str, None]:
-    """Return the keys of cells whose value on some rank is not the value that was written.
+    """Return the keys of cells whose value on some rank differs from the written value.
 
     ``again``: the results of `Compared.read_again`, by rank.
     """
@@ -270,23 +270,23 @@ def differing_cells(plan: WritePlan, described: Share, again: Sequence[tuple[int
 
 
 def _written(table: ExtentTable, region: tuple[int, int, int], lo: int, hi: int) -> bytes | None:
-    """Return the digest of a cell as it was written; None if the manifest has no such cell."""
+    """Return the digest of the written cell, or None if the manifest has no such cell."""
     boxes = [number for number, box in enumerate(table.boxes) if region_hash(box, *region[1:]) == region[0]]
     cells = [cell for box in boxes for cell in table.cells_in(box, lo, hi)]
     return cells[0].digest if [(cell.lo, cell.hi) for cell in cells] == [(lo, hi)] else None
 
 
-# for front ends with rules of their own for which rank writes a replica
+# for front ends that choose the writer of a replica themselves
 
 
 def compared(samples: Sequence[Samples], memory: ReplicaMemory, check: str) -> dict[str, None]:
-    """Compare the samples of all ranks. Return and raise as `find_odd` and `judged` do."""
+    """Compare the samples of all ranks. Return the result, and raise the errors, of `find_odd` and `judged`."""
     odd = find_odd(samples, memory, check)
     return judged([one.layout for one in samples], odd, [one.words for one in samples], memory)
 
 
 def samples_of(sources: Sequence[LocalEntry], run: str, step: int, check: str) -> Samples:
-    """Sample tensors that other ranks may hold as well, for a save with this ``check``."""
+    """Sample tensors that other ranks may hold too, for a save with this ``check``."""
     prepared = Prepared(sources, [], [], b"")
     layout = layout_of(prepared, RUN)
     return Samples(layout, Compared().samples(prepared, layout, seed_of(run, step), runs_of(check)))

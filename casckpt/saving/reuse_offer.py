@@ -29,10 +29,10 @@ DamagedBlobs: TypeAlias = frozenset[tuple[TxId, BlobHash]]
 
 @dataclass(frozen=True)
 class LastShare:
-    """A rank's share of the last checkpoint that it helped to save, and which of its blobs are worn.
+    """The share of a rank in its last checkpoint, with the worn blobs of this share.
 
-    The transaction names the checkpoint. The id does not suffice: a checkpoint that was purged and copied back has the
-    same id, but its cells lie elsewhere.
+    The transaction identifies the checkpoint. The id is not enough: a checkpoint that was purged and copied back has
+    the same id, but its cells are in other blobs.
     """
 
     txid: TxId
@@ -42,12 +42,12 @@ class LastShare:
 
 @dataclass(frozen=True)
 class ReuseOffer:
-    """What the ranks of a save may reuse, as rank 0 found it.
+    """The cells that rank 0 found for reuse by all ranks of a save.
 
-    ``commits``: the parent, if there is one, and commits of other runs; None if each rank uses its last share.
-    ``compress``: the option of rank 0, or the setting of the store. ``damaged``: blobs not to reuse.
-    ``manifests``: of ``commits``, for the other ranks, which then need not read them.
-    ``unscanned``: the streams of the parent without known health; None if the save does not scan.
+    ``commits``: the parent, if any, and commits of other runs. None if each rank uses its last share. ``compress``: the
+    option of rank 0, or the setting of the store. ``damaged``: blobs that must not be reused. ``manifests``: of
+    ``commits``, so that the other ranks need not read them. ``unscanned``: the streams of the parent without known
+    health. None if the save does not scan.
     """
 
     commits: Sequence[Commit] | None = ()
@@ -57,7 +57,7 @@ class ReuseOffer:
     unscanned: frozenset[Name] | None = None
 
     def for_ranks(self, repo: Repository, last: Collection[TxId | None] = ()) -> ReuseOffer:
-        """Return the offer as it is sent to ranks whose last shares are of the transactions ``last``."""
+        """Return the offer for ranks whose last shares are of the transactions ``last``."""
         commits = self.commits or ()
         if len(commits) == 1 and {commits[0].txid} == {*last}:
             return replace(self, commits=None)
@@ -66,9 +66,9 @@ class ReuseOffer:
 
 
 def make_offer(repo: Repository, parent: Commit | None, streams: Streams, *, run: str, dedup: str) -> ReuseOffer:
-    """Return what a save of ``streams`` may reuse: of ``parent``, and of other runs if that lacks any of them.
+    """Offer the cells of ``parent`` for a save of ``streams``, and cells of other runs if it lacks some streams.
 
-    Call it after the transaction began, and with a parent that was read after that, so that all of them are live.
+    The transaction must begin before this call and before the parent is read, so that gc keeps all offered blobs.
     """
     manifest = None if parent is None else readable(repo, parent, warn=True)
     commits = [] if parent is None or manifest is None else [parent]
@@ -94,7 +94,7 @@ def _avoid(damaged: DamagedBlobs) -> Callable[[BlobRef], bool]:
 
 
 def readable(repo: Repository, commit: Commit, *, warn: bool = False) -> Manifest | None:
-    """Return a manifest that is completely read, or None if it is damaged: a save does not need it."""
+    """Return a completely read manifest, or None if it is damaged, because a save can do without it."""
     try:
         manifest = manifests.get(repo, commit)
         manifest.ready(objects=())
@@ -107,7 +107,7 @@ def readable(repo: Repository, commit: Commit, *, warn: bool = False) -> Manifes
 
 
 def _lacks(parent: Manifest | None, streams: Streams) -> bool:
-    """Does the parent lack any of the streams with this dtype and shape?"""
+    """Return whether the parent lacks any of the streams with this dtype and shape."""
     if parent is None:
         return True
     have = {entry.name: (entry.dtype, entry.shape) for entry in parent.held}

@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 def save(
     repo: Repository, ranks: Ranks, memory: GroupMemory, prepare: Callable[[], Prepared], options: SaveOptions
 ) -> Commit:
-    """Store and commit. Every rank of ``ranks`` calls it.
+    """Store and commit a state. Every rank of ``ranks`` makes the call.
 
-    It calls ``prepare`` once, inside an exchange, so that an error reaches all ranks. If a gc revokes the save, it
-    retries once, without reuse. Raises Conflict if the step exists.
+    Calls ``prepare`` once, inside an exchange, so that an error reaches all ranks. If gc revokes the save, retries
+    once, without reuse. Raises Conflict if the step exists.
     """
     progress, once = Progress(options.progress), cache(prepare)
     try:
@@ -51,9 +51,9 @@ def save(
 
 
 def compare(repo: Repository, ranks: Ranks, memory: GroupMemory, prepared: Prepared, options: SaveOptions) -> None:
-    """Compare what ``ranks`` hold, as `save` does before it writes anything. Every rank calls it.
+    """Compare the values of ``ranks``, as `save` does before it writes. Every rank makes the call.
 
-    ``memory``: one that no save uses. Raises InvalidInput if the states of the ranks contradict each other.
+    ``memory``: must not belong to a save. Raises InvalidInput if the states of the ranks contradict each other.
     """
     _Attempt(repo, ranks, memory, lambda: prepared, options, progress=Progress(None), reuse=False).planned()
 
@@ -81,7 +81,7 @@ class _Attempt:
         self.leader = Leader(repo, ranks.size, memory, self.options, reuse=reuse)
 
     def run(self) -> Commit:
-        """Save. Every rank returns the same commit."""
+        """Save the state. Return the same commit on every rank."""
         try:
             begun = self.ranks.exchange(self._request, self.leader.begin)
             offer = self._follow_new_plan() if begun.offer is None else begun.offer
@@ -98,11 +98,11 @@ class _Attempt:
         assignment, offer = self.planned()
         self.memory.fingerprint, self.memory.assignment = self._layout.fingerprint, assignment
         self.memory.compared.plan(assignment.sets)
-        self.memory.shares.clear()  # they are of other assignments
+        self.memory.shares.clear()  # they belong to other assignments
         return offer
 
     def planned(self) -> Planned:
-        """Compare what the ranks hold. Return what this rank writes, and what it may reuse."""
+        """Compare the values of the ranks. Return the writes of this rank, and the cells that it may reuse."""
         answer = self.ranks.exchange(self._sampled, self.leader.plan)
         if isinstance(answer, list):
             rows = np.array(answer, np.int64)
@@ -130,7 +130,7 @@ class _Attempt:
     def _sampled(self) -> Samples:
         layout = self._layout
         if self.options.check_replicas == "off":
-            return Samples(layout, np.zeros((len(layout.held), 0), np.uint64))  # nothing differs
+            return Samples(layout, np.zeros((len(layout.held), 0), np.uint64))  # no difference
         return Samples(layout, row_digests(self._samples(self._runs))[:, None])
 
     @cached_property
@@ -142,7 +142,7 @@ class _Attempt:
         return self.repo.marker.cell_bytes if self.repo.exists() else DEFAULT_CELL_BYTES
 
     def _write(self, begun: BeginAnswer, offer: ReuseOffer) -> RankPart:
-        """Store what this rank writes. It is durable when this returns."""
+        """Store the writes of this rank. Return when they are durable."""
         if self.ranks.rank != 0:
             begun.home.check_shared(self.repo, begun.txid)
         prepared, options, memory = self._prepare(), self.options, self.memory

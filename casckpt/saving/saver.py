@@ -28,7 +28,7 @@ class SaveFuture(Future[Checkpoint]):
     def __init__(self) -> None:
         super().__init__()
         self.name = object()
-        self.awaited = False  # a caller waits, and will get the error
+        self.awaited = False  # a caller waits and will get the error
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> Checkpoint:
@@ -54,7 +54,7 @@ class SaveFuture(Future[Checkpoint]):
 
 
 class Background:
-    """The thread of a save, and the memory for one copy of a state. ``lock``: held while a save begins."""
+    """The thread of a save, with the memory for one copy of a state. ``lock``: held while a save begins."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -63,16 +63,16 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Whether a save runs."""
+        """Whether a save is running."""
         return self._last is not None and not self._last.done()
 
     def wait(self) -> None:
-        """Wait until no save runs."""
+        """Wait until no save is running."""
         if self._last is not None:
             wait([self._last])
 
     def unreported(self) -> BaseException | None:
-        """Return the error of the last save, once, unless a caller has asked its future."""
+        """Return the error of the last save once, unless a caller has asked its future."""
         last = self._last
         return None if last is None or last.awaited or last.name not in unreported else last.exception()
 
@@ -101,7 +101,7 @@ class _Saving(threading.Thread):
 
 
 def _end_saves() -> None:
-    """Wait for the saves that still run."""
+    """Wait for running saves."""
     for thread in threading.enumerate():
         if isinstance(thread, _Saving):
             thread.join()
@@ -120,7 +120,7 @@ WithoutObjects: TypeAlias = Callable[[Ranks, State, SaveOptions], tuple[State, S
 
 
 class Saver:
-    """Runs `casckpt.Store.save` and `casckpt.Store.save_async`. Thread-safe."""
+    """The implementation of `casckpt.Store.save` and `casckpt.Store.save_async`. Thread-safe."""
 
     def __init__(self, repo: Repository, without_objects: WithoutObjects) -> None:
         self.background = Background()
@@ -128,7 +128,7 @@ class Saver:
         self._memories: dict[str, GroupMemory] = {}
 
     def save(self, state: State, options: SaveOptions) -> Checkpoint:
-        """Save, and return once the checkpoint is durable and visible."""
+        """Save the state, and return when the checkpoint is durable and visible."""
         ranks = open_ranks(options.process_group, no_dist=options.no_dist)
         state, options = self._without_objects(ranks, state, options)
         try:
@@ -153,7 +153,7 @@ class Saver:
             )
 
     def check(self, state: State, options: SaveOptions) -> None:
-        """Do everything that a save does before it writes. Every rank calls it."""
+        """Do all steps of a save before its first write. Every rank makes the call."""
         ranks = open_ranks(options.process_group, no_dist=options.no_dist)
         checked, prepared = self._checked(state, ranks, options, "wait")
         if ranks.size > 1:
@@ -170,7 +170,7 @@ class Saver:
         ranks.exchange(lambda: self.background.busy, decide)
 
     def warm_up(self, state: State, options: SaveOptions) -> None:
-        """Allocate the memory for a copy of such a state, and connect the ranks."""
+        """Allocate the memory for a copy of the state, and connect the ranks."""
         ranks = open_ranks(options.process_group, no_dist=options.no_dist, purpose="async")
         with self.background.lock:
             self.background.wait()
@@ -198,7 +198,7 @@ class Saver:
         return on_each(ranks, check)
 
     def _copy(self, prepared: Prepared) -> Callable[[], Prepared]:
-        """Copy all data now. Return a function that returns the copy, or that raises the error inside an exchange."""
+        """Copy all data. Return a function that returns the copy, or raises the error of copying inside an exchange."""
         try:
             copied = snapshot(prepared, self.background.staging)
         except CasckptError as error:

@@ -1,4 +1,4 @@
-"""Shares of ranks: the extents that each stored, their union, and the check that every tensor is whole."""
+"""Shares of ranks: the extents that each rank stored, their union, and the check that every tensor is whole."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Streams: TypeAlias = Mapping[Name, tuple[str, Shape]]
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank, or all ranks, stored or reused: the extents of the streams, in order, and the blobs they refer to.
+    """The extents that one rank or all ranks stored or reused, by stream in order, and the blobs of these extents.
 
     ``unhashed``: the streams with cells that were not hashed, because they were declared frozen. A rank remembers its
     share of the last save as a `casckpt.plan.reuse.CellSource`.
@@ -35,7 +35,7 @@ class Share:
     unhashed: frozenset[Name] = frozenset()
 
     def table(self, name: Name, dtype: str, shape: Shape) -> ExtentTable | None:
-        """Return the extents of a stream; None if the share has no stream of this name, dtype and shape."""
+        """Return the extents of a stream, or None if the share has no stream of this name, dtype and shape."""
         found = self.extents.get(name)
         return found[1] if found is not None and found[0] == dtype and found[1].shape == shape else None
 

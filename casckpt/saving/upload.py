@@ -1,16 +1,17 @@
-"""Uploads of a save: it compares cells, packs new ones into blobs and puts these, in parallel.
+"""Uploads of a save: parallel comparison of cells, packing of new cells into blobs, and puts of blobs.
 
 Two phases, each over all cores:
 
-- **compare** hashes one cell of every tensor in place. If it is known, it hashes the other cells too. For a tensor that
-  is declared frozen it hashes a sample. It skips small tensors, and cells that the last save stored as deltas: they are
-  packed, and if their digests are known, nothing is stored.
-- **pack**: workers take unknown cells from a queue, copy each into an aligned buffer, hash it there (so what is stored
-  is what was hashed), and put the full buffer as a blob. The next cell overwrites a cell that was encoded; frames fill
-  blobs of their own. Each branch of the state has a queue, and thus blobs, of its own; so have cells that move out of
-  worn blobs. As many workers fill buffers at a time as there are cores, while others wait for the disk.
+- **compare** hashes one cell of every tensor in place. If this cell is known, it hashes the other cells too. For a
+  frozen tensor it hashes a sample. It skips small tensors, and cells that the last save stored as deltas. The second
+  phase packs these, and stores only those with unknown digests.
+- **pack**: workers take unknown cells from a queue, copy each into an aligned buffer, hash it there (so that the hashed
+  bytes are the stored bytes), and put the full buffer as a blob. The next cell overwrites an encoded cell, because
+  frames fill separate blobs. Each branch of the state has its own queue, and so its own blobs. Cells that move out of
+  worn blobs have their own queue too. At any time, one worker for each core fills buffers, and the other workers wait
+  for the disk.
 
-The workers' buffers bound the memory, whatever the size of the state. They are kept for the next save.
+The buffers of the workers bound the memory, independent of the size of the state. The next save reuses them.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ _ROOM = 8 << 20
 
 
 class Copier:
-    """Copies cells, one after the other, for one worker.
+    """The copying of cells for one worker.
 
     ``room``: pinned memory, through which cells on a GPU are copied. None: copy directly.
     """
 
     def __init__(self, room: memoryview | None) -> None:
         self._room = room
-        self._memory: Memory | None = None  # of which elements [lo, hi) are in the room
+        self._memory: Memory | None = None  # the elements [lo, hi) of it are in the room
         self._lo = self._hi = 0
 
     def copy(self, cells: Sequence[Cell], number: int, target: memoryview) -> None:
@@ -95,17 +96,17 @@ def copier(rooms: BufferPool | None) -> Iterator[Copier]:
 log = logging.getLogger(__name__)
 _TASK_BYTES = 8 << 20
 _TASK_CELLS = 4096
-_SMALL = 64 << 10  # bytes: copying a cell costs less than hashing it twice if it changed
+_SMALL = 64 << 10  # bytes; below this, copying a cell costs less than hashing a changed cell twice
 _SAMPLE = 16  # cells of a frozen tensor that are hashed: at least 1, at most this many
-_BUFFERS = KeptBuffers()  # of this process, whichever store it saves to
-_WORTH_FILLING = 4  # a buffer with more than 1/4 of it free takes more cells, if there are any
+_BUFFERS = KeptBuffers()  # shared by all stores of this process
+_WORTH_FILLING = 4  # a buffer with more than 1/4 free takes more cells, if any
 
 
 @dataclass(slots=True)
 class PlacedCell:
-    """Where one cell lies. ``new``: ``blob`` is a number of this save's own blobs, not of the known ones.
+    """The place of one cell. ``new``: ``blob`` is a number of this save's own blobs, not of the known ones.
 
-    ``frame``: its encoding, whose base is a known cell. ``unhashed``: it was not hashed, because its tensor was
+    ``frame``: its encoding, whose base is a known cell. ``unhashed``: the cell was not hashed, because its tensor was
     declared frozen.
     """
 
@@ -131,7 +132,7 @@ class PlacedCell:
 
 @dataclass
 class Upload:
-    """One rank's uploads in one transaction."""
+    """The uploads of one rank in one transaction."""
 
     repo: Repository
     uploader: TxId
@@ -146,7 +147,7 @@ class Upload:
     _lock: Lock = field(default_factory=Lock)
 
     def place(self, work: Sequence[Sequence[Cell]]) -> list[list[PlacedCell]]:
-        """Find or store every cell. Blobs are durable when it returns; their names once the folder is settled."""
+        """Find or store every cell. Blobs are durable when it returns, and their names after `settle` of the folder."""
         placed: dict[int, PlacedCell] = {}
         every = [cell for cells in work for cell in cells]
         many_small = useful_threads(2, sum(cell.nbytes for cell in every), len(every)) == 1
@@ -188,7 +189,7 @@ class Upload:
                 self.progress(cell.nbytes)
 
     def _declared_frozen(self, cells: Sequence[Cell]) -> list[StoredCell]:
-        """Return the parent's cells of a tensor that is declared frozen; none if any cannot be reused."""
+        """Return the parent's cells of a frozen tensor. Return none if any of them cannot be reused."""
         if not self.sources[cells[0].source].frozen:
             return []
         known = [old for cell in cells if (old := cell.known) is not None and self.known.usable_cell(old)]
@@ -224,7 +225,7 @@ class Upload:
                 self.progress(cell.nbytes)
 
     def _find(self, cell: Cell, digest: CellDigest) -> StoredCell | None:
-        """Return a known cell with this digest; the parent's version of ``cell`` if possible."""
+        """Return a known cell with this digest, if possible the parent's version of ``cell``."""
         old = cell.known
         if old is not None and old.digest == digest and self.known.usable_cell(old):
             return old
@@ -252,13 +253,13 @@ class Upload:
                 for queue in packing.queues:
                     self._empty(queue, packing, borrowed.view, own)
         except BaseException:
-            packing.stop.set()  # the other workers need not write, since nothing will be committed
+            packing.stop.set()  # nothing will be committed, so the other workers need not write
             raise
 
     def _queues(self, unknown: Sequence[Cell]) -> list[_Queue]:
         """Return queues of cells that may have changed, and others of cells that move out of worn blobs.
 
-        The latter will likely stay unchanged. In one blob with cells that change again, they would soon move again.
+        The latter will probably stay unchanged. In a blob with changing cells, they would soon have to move again.
         """
         moved = [cell for cell in unknown if cell.known is not None and not self.known.usable_cell(cell.known)]
         ids = {id(cell) for cell in moved}
@@ -286,7 +287,7 @@ class Upload:
             self.coder.memory.rate.note(blob.size, perf_counter() - start)
 
     def _fill(self, queue: _Queue, packing: _Packing, buffer: memoryview, copier: Copier) -> BlobRef | None:
-        """Fill one blob at the start of the buffer, and return its name; None if there is none to put."""
+        """Fill one blob at the start of the buffer, and return its name, or None without a blob to put."""
         writer, number = BlobWriter(buffer), self._next_number()
         end = writer.end + packing.capacity
         while end - writer.end > packing.capacity // _WORTH_FILLING and queue.frames.nbytes < packing.capacity:
@@ -322,7 +323,7 @@ class Upload:
         return place, None
 
     def _scan(self, cell: Cell, data: memoryview, digest: CellDigest) -> None:
-        """Scan the health of a cell, whose bytes are in the CPU's cache now."""
+        """Scan the health of a cell while its bytes are in the CPU's cache."""
         if self.scan is not None:
             self.scan.scan(self.sources[cell.source], cell, data, digest)
 
@@ -348,7 +349,7 @@ class Upload:
             return len(self.written) - 1
 
     def _claim(self, cell: Cell, digest: CellDigest, number: int, offset: int) -> tuple[PlacedCell, bool]:
-        """Return the place of a cell that was just hashed: where it is stored already, or here. True if here."""
+        """Return the place of a freshly hashed cell, stored earlier or here, and whether it is stored here."""
         stored = self._find(cell, digest)
         with self._lock:
             earlier = self._claims.get(digest)
@@ -360,7 +361,7 @@ class Upload:
 
 
 class _Queue(Queue[Cell]):
-    """Cells in order, taken a buffer at a time. ``frames``: frames of its cells that are in no blob yet."""
+    """Cells in order, in lots for one buffer. ``frames``: frames of its cells that are not yet in a blob."""
 
     def __init__(self, cells: Sequence[Cell]) -> None:
         super().__init__(cells)
@@ -368,7 +369,7 @@ class _Queue(Queue[Cell]):
 
 
 class _Frames:
-    """Frames that are in no blob yet."""
+    """Frames that are not yet in a blob."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -382,7 +383,7 @@ class _Frames:
             self.nbytes += len(frame)
 
     def take(self, least: int) -> list[tuple[PlacedCell, bytes]]:
-        """Return and remove all frames, in the order of their cells, if they have at least ``least`` bytes."""
+        """Remove and return all frames, in the order of their cells, if they have at least ``least`` bytes."""
         with self._lock:
             found = sorted(self._found, key=lambda one: one[0]) if self.nbytes >= least else []
             if found:
@@ -392,7 +393,10 @@ class _Frames:
 
 @dataclass(frozen=True)
 class _Packing:
-    """What the workers share. ``turns``: without it all would fill at once, and then all wait for the disk."""
+    """The shared state of the workers.
+
+    ``turns``: prevents that all workers first fill buffers and then all wait for the disk.
+    """
 
     queues: Sequence[_Queue]
     placed: dict[int, PlacedCell]
@@ -402,5 +406,5 @@ class _Packing:
 
 
 def _tasks(cells: Sequence[Cell]) -> Iterable[Sequence[Cell]]:
-    """Divide cells into lots that are worth a task."""
+    """Divide cells into lots of a suitable size for tasks."""
     return in_batches(cells, lambda cell: max(cell.nbytes, _TASK_BYTES // _TASK_CELLS), _TASK_BYTES)

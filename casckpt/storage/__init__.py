@@ -1,8 +1,8 @@
-"""Bytes by key: the contract of a storage (`casckpt.storage.base`) and the storages that keep it.
+"""Bytes by key: the contract of a storage (`casckpt.storage.base`) and its implementations.
 
-A storage puts, reads, lists and deletes objects. The store relies on three promises: a key is created once, an object
-never changes, and a listing shows every object that was put before it began. `local` is a folder, `memory` is for
-tests, and `remote` is S3 and every other storage that fsspec knows.
+A storage puts, reads, lists and deletes objects. The store relies on three promises: a key is created only once, an
+object never changes, and a listing shows every object that was put before it began. `local` is a folder, `memory` is
+for tests, and `remote` is S3 and every other storage that fsspec knows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["LocalStore", "MemoryStore", "ObjectStore", "open_storage"]
 
 Options = Mapping[str, Any]
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-_NORMALISED = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/[^/]")  # "s3:/bucket", which pathlib makes of "s3://bucket"
+_NORMALISED = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/[^/]")  # pathlib turns "s3://bucket" into "s3:/bucket"
 
 
 def open_storage(
@@ -75,7 +75,7 @@ def _open_file_url(rest: str) -> ObjectStore:
 
 
 def _open_remote(scheme: str, rest: str, options: Options, *, single_writer: bool) -> ObjectStore:
-    from casckpt.storage.remote.urls import open_remote  # fsspec takes a while to import
+    from casckpt.storage.remote.urls import open_remote  # fsspec is slow to import
 
     if not _is_known(scheme):
         known = ", ".join(f"{name}://" for name in (*filter(None, _OPENERS), "s3", "gs", "az", "http", "https"))

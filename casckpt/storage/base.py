@@ -1,6 +1,6 @@
-"""The contract of a storage: bytes by key. All other packages rely on these promises alone.
+"""The contract of a storage: bytes by key. All other packages rely only on these promises.
 
-Keys are slash-separated paths that `casckpt.format.keys` made or checked. A storage gets no others.
+Keys are slash-separated paths. `casckpt.format.keys` makes or checks every key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from casckpt.errors import Refused
 
 BLOCK = 4096  # bytes; buffers and blob data that are aligned to it can be read and written around the page cache
 Known: TypeAlias = Callable[[str], object]
-"""Returns None for a text that is not the key of an object, as the parsers of `casckpt.format.keys` do."""
+"""A parser as in `casckpt.format.keys`, which returns None for a text that is not the key of an object."""
 _REQUESTS = 16
 
 
@@ -25,8 +25,8 @@ _REQUESTS = 16
 class ListedObject:
     """One object of a listing: its key and its size in bytes.
 
-    ``version``: a text that differs for other content under the same key, such as an ETag or the time of the last
-    change of a file; "" if the storage reports none.
+    ``version``: a text that changes with the content of the key, such as an ETag or the modification time of a file. It
+    is "" if the storage reports none.
     """
 
     key: str
@@ -40,11 +40,10 @@ class Traits:
 
     ``remote``: whether a request costs a round trip. ``read_gap``: the number of unwanted bytes worth reading to merge
     two ranges. ``parallel``: the number of requests worth having in flight. ``exclusive``: whether the storage refuses
-    a second create of a key (None: unknown, to be probed). ``stale``: why its listings may lag behind the writes of
-    others, and what to do about it; "" if they do not lag. A stale listing must not decide what is deleted.
-    ``uploads``: the number of puts of blobs worth having in flight, each with a buffer of its own. ``page_cache``:
-    whether reads go through the page cache of this host, for later readers; None: if there is enough memory, because it
-    costs no more.
+    a second create of a key (None: unknown, to be probed). ``stale``: the reason why its listings may lag behind the
+    writes of others, with advice, or "". gc must not use stale listings. ``uploads``: the number of puts of blobs worth
+    having in flight, each with a buffer of its own. ``page_cache``: whether reads go through the page cache of this
+    host, for later readers; None: if there is enough memory, because it costs no more.
     """
 
     remote: bool
@@ -64,9 +63,9 @@ class Traits:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One fact about a storage. ``ok``: whether it is safe; None if that is unknown. ``advice``: what to do.
+    """One fact about a storage. ``ok``: whether it is safe, None if unknown. ``advice``: for the user.
 
-    ``name``: a stable name for programs. ``found``: the fact, for people.
+    ``name``: a stable name for programs. ``found``: the fact as text.
     """
 
     name: str
@@ -88,7 +87,7 @@ class Reader(Protocol):
 
     @property
     def size(self) -> int:
-        """Size of the object in bytes, as the storage reports it."""
+        """Size of the object in bytes, from the storage."""
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill ``buffers``, one after the other, with the consecutive bytes that start at ``offset``.
@@ -115,7 +114,7 @@ class ObjectStore(Protocol):
 
     @property
     def url(self) -> str:
-        """The name of this storage for people, without credentials."""
+        """The URL of this storage for messages, without credentials."""
 
     @property
     def traits(self) -> Traits:
@@ -137,15 +136,15 @@ class ObjectStore(Protocol):
         """
 
     def size(self, key: str) -> int | None:
-        """Return the size in bytes; None if the object does not exist."""
+        """Return the size in bytes, or None if the object does not exist."""
 
     def list(self, prefix: str, *, known: Known | None = None) -> Iterator[ListedObject]:
         """List all objects whose key starts with ``prefix`` ("commits/", with its slash; "" for all), in any order.
 
         Objects that are put or deleted while the listing runs may or may not be in it; all others are. Leftovers of
-        crashed puts are never in it. Raises `casckpt.errors.Refused`, naming it, for anything that is no object: a
-        pipe, a symlink, a folder under a key that is ``known`` to be an object's, a file in place of a folder. If the
-        listing skipped it, the object would seem to have never existed.
+        crashed puts are never in it. Raises `casckpt.errors.Refused` with the name of anything that is not an object: a
+        pipe, a symlink, a folder whose key is ``known`` as that of an object, a file in place of a folder. If the
+        listing skipped it, the object would seem to be missing.
         """
 
     def list_folder(self, folder: str) -> tuple[builtins.list[ListedObject], builtins.list[str]]:
@@ -186,13 +185,13 @@ class ShortObject(Exception):
 
 
 _LOCK = threading.Lock()
-if hasattr(os, "register_at_fork"):  # else a child that is forked while another thread counts would have a locked lock
+if hasattr(os, "register_at_fork"):  # otherwise a child could inherit a lock that another thread holds
     os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
 @dataclass(slots=True)
 class IoCounts:
-    """Counters of one storage instance; a pickled copy of the instance starts at zero.
+    """Counters of one storage instance. A pickled copy of the instance starts at zero.
 
     ``puts``: objects created or replaced. ``bytes_written``: bytes of objects that were written, even if the object did
     not get its name. ``fsyncs``: of files and folders. ``reads``: calls of ``get`` and ``read_into``. ``bytes_read``:

@@ -18,7 +18,7 @@ _WIPE_ON_FORK = 18  # MADV_WIPEONFORK of Linux, which the module mmap lacks
 
 
 def address(view: memoryview) -> int:
-    """Return the address of a contiguous ``view``; 0 if it is empty."""
+    """Return the address of a contiguous ``view``, or 0 if it is empty."""
     import numpy as np
 
     return int(np.frombuffer(view, np.uint8).ctypes.data) if view.nbytes else 0
@@ -140,7 +140,7 @@ class BufferPool:
 
 
 class KeptBuffers:
-    """Keeps the buffers of the last transfer for the next, because new memory is three times as slow to fill.
+    """The buffers of the last transfer, kept for the next one, because new memory is three times as slow to fill.
 
     A transfer that begins while they are in use gets new ones. The buffers of the transfer that ends last are kept, if
     they have at most ``most`` bytes together. A forked child begins with none. ``ready``: called with each new buffer.

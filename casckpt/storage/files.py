@@ -23,7 +23,7 @@ class Files(Protocol):
 
     @property
     def url(self) -> str:
-        """The name of the folder for people."""
+        """The URL of the folder for messages."""
 
     def names(self) -> Sequence[str]:
         """Return the names of all files in the folder and below, sorted."""
@@ -74,7 +74,7 @@ class LocalFiles(Files):
     def _open(self, name: str) -> BinaryIO:
         path = self.path / checked(name)
         try:
-            if not path.is_file():  # opening a pipe would wait for a writer
+            if not path.is_file():  # because opening a pipe would wait for a writer
                 raise FileNotFoundError
             return path.open("rb")
         except (FileNotFoundError, NotADirectoryError) as error:

@@ -12,7 +12,7 @@ T = TypeVar("T")
 class PerProcess(Generic[T]):
     """A value that each process makes for itself, because a lock or a connection may be in use at the time of a fork.
 
-    The child keeps a reference to the parent's value, so that it never closes it. That could disturb the parent.
+    The child keeps a reference to the parent's value. So it never closes this value, which could disturb the parent.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:

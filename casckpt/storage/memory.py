@@ -27,7 +27,7 @@ from casckpt.storage.buffers import plain_bytes
 _SPACES: dict[str, dict[str, bytes]] = {}  # name -> objects; one per name, so that every opener sees the same
 _HOME = os.urandom(16)  # of this process and its forked children, which have a copy
 _LOCK = threading.Lock()
-if hasattr(os, "register_at_fork"):  # else a child forked while another thread holds the lock would find it locked
+if hasattr(os, "register_at_fork"):  # otherwise a child could inherit a lock that another thread holds
     os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
@@ -59,13 +59,13 @@ class MemoryReader(Reader):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Do nothing: nothing is held open."""
+        """Do nothing, because no resource is open."""
 
 
 class MemoryStore(ObjectStore):
     """`casckpt.storage.base.ObjectStore` in a dict. All stores of one name in this process share their objects.
 
-    It lasts as long as the process. A copy that was pickled to another process raises Unsupported there.
+    It exists as long as the process. A pickled copy in another process raises Unsupported.
     """
 
     def __init__(self, name: str, home: bytes = _HOME) -> None:
@@ -113,7 +113,7 @@ class MemoryStore(ObjectStore):
         self.counts.add(puts=1, bytes_written=len(content))
 
     def settle(self, folder: str) -> None:
-        """Do nothing: names are as durable as bytes."""
+        """Do nothing, because names are as durable as bytes."""
         split_folder(folder)
         self.counts.add(requests=1)
 
@@ -171,7 +171,7 @@ class MemoryStore(ObjectStore):
             self._objects[key] = content
 
     def sweep(self, folder: str, *, below: bool = False) -> int:
-        """Do nothing: there are never leftovers."""
+        """Do nothing, because there are never leftovers."""
         split_folder(folder)
         self.counts.add(requests=1)
         return 0

@@ -65,7 +65,7 @@ class Turn:
         file = (self._folder / f"upload-{number}.lock").open("wb")
         try:
             fcntl.lockf(file, how)
-        except (BlockingIOError, PermissionError):  # another process has it
+        except (BlockingIOError, PermissionError):  # another process holds it
             file.close()
             return None
         except OSError:

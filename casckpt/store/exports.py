@@ -19,7 +19,7 @@ Format: TypeAlias = Literal["hf", "safetensors", "dcp", "torch"]
 
 
 class FileOptions(TypedDict, total=False):
-    """The options of `ExportOptions` that every export to one file has."""
+    """The options of every export to one file."""
 
     force: bool
     allow_pickle: bool
@@ -27,7 +27,7 @@ class FileOptions(TypedDict, total=False):
 
 
 class ExportOptions(FileOptions, total=False):
-    """The keyword arguments of `casckpt.export`, which describes them."""
+    """The keyword arguments of `casckpt.export`."""
 
     format: Format | None
     keys: Sequence[str] | None
@@ -39,9 +39,10 @@ class ExportOptions(FileOptions, total=False):
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote. ``left_out``: keys that were not exported. ``skipped``: attachments that were not.
+    """The result of an export. ``left_out``: keys that were not exported.
 
-    ``nbytes``: of all tensors. ``prefix``: the beginning of all keys, which the names in the files lack.
+    ``skipped``: attachments that were not exported. ``nbytes``: size of all tensors. ``prefix``: the common prefix of
+    all keys, which the names in the files lack.
     """
 
     checkpoint: Checkpoint

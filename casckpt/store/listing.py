@@ -31,7 +31,7 @@ class NamedTag:
 
 @dataclass(frozen=True)
 class Listing:
-    """The tags of a store, then its commits, each from one LIST. So a commit that a tag names is among them."""
+    """The tags and then the commits of a store, each from one LIST. So it has the commits of all its tags."""
 
     _repo: Repository
     _commits: CommitList
@@ -39,7 +39,7 @@ class Listing:
 
     @property
     def visible(self) -> list[Checkpoint]:
-        """The visible checkpoints, oldest first, also those that a later one of their run and step supersedes."""
+        """The visible checkpoints, oldest first, including superseded ones."""
         return self._checkpoints(self._commits.visible())
 
     @property
@@ -54,7 +54,7 @@ class Listing:
 
     @cached_property
     def superseded(self) -> frozenset[Checkpoint]:
-        """The visible checkpoints whose run and step name a later one."""
+        """The visible checkpoints with a later checkpoint of the same run and step."""
         return frozenset(self._checkpoints(self._commits.superseded()))
 
     @cached_property
@@ -80,7 +80,7 @@ class Listing:
 
     @property
     def damaged_records(self) -> list[str]:
-        """The transactions of which a record cannot be read."""
+        """The transactions with unreadable records."""
         return list(self._commits.damaged)
 
     def tags_of(self, checkpoint: Checkpoint) -> list[str]:
@@ -88,13 +88,13 @@ class Listing:
         return tag_log.tags_of(self._tags.tags, checkpoint.commit.id)
 
     def freed(self) -> Freed:
-        """Return the bytes that a gc without rules frees, without what failed saves left. Reads manifests."""
+        """Return the bytes that gc without rules frees, without leftovers of failed saves. Reads manifests."""
         from casckpt.upkeep.usage import freed_by_gc
 
         return freed_by_gc(self._repo, self._commits)
 
     def about_run(self, run: str) -> str:
-        """Return why there is no visible checkpoint of ``run``, and which runs there are, for a message."""
+        """Return a text that explains why ``run`` has no visible checkpoint, and lists the runs."""
         from casckpt.contents.refs import about_run
 
         return about_run(self._repo, self._commits, run)

@@ -1,6 +1,6 @@
 """Modules, optimizers and other objects with a state_dict, as values in the state of a save or load.
 
-The module that converts them lies above the store, because it needs the names of parameters. `casckpt` sets `home`.
+A higher layer converts them, because it needs the names of parameters. `casckpt` sets `home` to that module.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ home: Callable[[], Any]
 
 
 def without_objects(ranks: Ranks, state: State, options: SaveOptions) -> tuple[State, SaveOptions]:
-    """Return the arguments of a save, with the state of each object in its place. Every rank makes the call."""
+    """Return the arguments of a save with each object replaced by its state. Every rank makes the call."""
     import torch
 
     from casckpt.tensors.state import holds_object
 
-    is_made = callable(state) and not isinstance(state, Mapping | torch.nn.Module)  # a model is callable, too
+    is_made = callable(state) and not isinstance(state, Mapping | torch.nn.Module)  # a model is callable too
     if not is_made and not holds_object(state):
         return state, options
     plain: tuple[State, SaveOptions] = home().save_objects(ranks, state, options)  # noqa: F821 - see above
@@ -50,7 +50,7 @@ UNHELD, _UNHELD_INSIDE = _references({}), sys.getrefcount(_DICT["inside"])
 
 
 def log_bare_optimizers(state: Any, missing: Sequence[str], *, is_held: bool) -> None:
-    """Log each state_dict of an optimizer in ``state``: filling it changes no optimizer.
+    """Log each state_dict of an optimizer in ``state``, because filling it changes no optimizer.
 
     Logs a warning if the caller holds neither the dict nor the state (``is_held``), and so cannot load it.
     """
@@ -61,7 +61,7 @@ def log_bare_optimizers(state: Any, missing: Sequence[str], *, is_held: bool) ->
 
 
 def is_of_optimizer(value: Any) -> bool:
-    """Tell whether ``value`` is the state_dict of an optimizer, with numbered parameters in its groups."""
+    """Return whether ``value`` is the state_dict of an optimizer, with numbered parameters in its groups."""
     groups = value.get("param_groups") if isinstance(value, Mapping) else None
     first = groups[0] if isinstance(groups, list) and groups else None
     return isinstance(first, Mapping) and any(type(one) is int for one in first.get("params", ()))

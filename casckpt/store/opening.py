@@ -1,4 +1,4 @@
-"""`casckpt.open` and `casckpt.at`: a store, by its path or URL, and the place of a checkpoint in it."""
+"""`casckpt.open` opens a store by its path or URL. `casckpt.at` names the place of a checkpoint in a store."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def open(
 ) -> Store:
     """Open a store: a path, ``s3://bucket/prefix``, ``memory://`` or another URL that fsspec knows.
 
-    This creates nothing; the first save does. ``http://`` and ``https://`` stores can only be read.
+    The first save creates the store. ``http://`` and ``https://`` stores are read-only.
 
     ``storage_options``: for the client of the storage (fsspec). ``cache_dir``: the folder for the catalogue of the
-    store on this host (default: the user's cache folder). If you give it, and the store is remote, loads also keep
-    blobs there of which they read more than half, up to ``cache_bytes`` ("200GiB"; default: half of the free space of
-    that disk; 0 for none); see `Store.pre_download`. ``mirror``: another store, to which commits are copied in the
-    background; see `Store.wait_for_mirror`. ``single_writer``: your promise that no other process writes to the store
-    at the same time. It allows storages that cannot create exclusively. ``page_cache``, for a store in a folder: True
-    leaves saved and loaded bytes in the page cache for the next load, False leaves none. By default a load leaves them
-    if this costs nothing: there is enough memory, and the file system fills its cache in large pieces. ``sign_with``:
-    a file with a private key (Ed25519, without a password), which signs each save before its commit, as `Store.sign`
-    does later. ``require_signature``: one or more public keys. A checkpoint without a signature by one of them is not
-    loaded, exported or served, and raises Unsigned.
+    store on this host (default: the user's cache folder). If you give it and the store is remote, loads also cache
+    there the blobs that they read by more than half, up to ``cache_bytes`` ("200GiB"; default: half of the free space
+    of that disk; 0 for none). See `Store.pre_download`. ``mirror``: another store. casckpt copies commits there in the
+    background. See `Store.wait_for_mirror`. ``single_writer``: your promise that no other process writes to the store
+    at the same time. It allows storages without exclusive creates. ``page_cache``, for a store in a folder: True leaves
+    saved and loaded bytes in the page cache for the next load, False leaves none. By default a load leaves them if this
+    costs nothing: there is enough memory, and the file system fills its cache in large pieces. ``sign_with``: a file
+    with a private key (Ed25519, without a password), which signs each save before its commit, as `Store.sign` does
+    later. ``require_signature``: one or more public keys. Loads, exports and the server refuse a checkpoint without a
+    signature by one of them, and raise Unsigned.
 
     Raises InvalidInput or Unsupported for a URL that cannot be used, NotFound for a missing key file.
     """
@@ -57,7 +57,7 @@ def open(
     if there.storage.url == here.storage.url:
         raise InvalidInput(f"{there.storage.url} is to be its own mirror: give another store")
     store = Store(here, there)
-    for wake in here.listeners:  # copies that an earlier process left go on
+    for wake in here.listeners:  # continue the copies of an earlier process
         wake()
     return store
 
@@ -70,9 +70,11 @@ def throttled(store: Store, count: int | None, folder: str | os.PathLike[str] | 
     if count is None:
         return store
     turn = Turn(count, None if folder is None else Path(folder))
-    storage: Any = ThrottledStore(store.repository.storage, turn)  # the protocol by __getattr__, which mypy cannot see
+    storage: Any = ThrottledStore(
+        store.repository.storage, turn
+    )  # mypy cannot see that __getattr__ provides the protocol
     repository = replace(store.repository, storage=storage)
-    repository.listeners = store.repository.listeners  # a mirror learns of these saves, too
+    repository.listeners = store.repository.listeners  # the mirror sees these saves too
     return Store(repository)
 
 

@@ -1,6 +1,6 @@
-"""What `Store` reads of checkpoints: loads, downloads, comparisons, attachments.
+"""Reads of `Store`: loads, downloads, comparisons and attachments.
 
-The functions take references as methods of `Store` do: as text, or as a `Checkpoint`.
+The functions take references as methods of `Store` do: a text or a `Checkpoint`.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def resolve(repo: Repository, ref: str | Checkpoint) -> Commit:
 
 
 def resolve_to_load(repo: Repository, ref: str | Checkpoint) -> Commit:
-    """Return the commit that ``ref`` names, with a warning if it is forgotten. Raises Unsigned, too."""
+    """Return the commit that ``ref`` names. Log a warning if it is forgotten. Also raises Unsigned."""
     commit = resolve(repo, ref)
     warn_if_forgotten(commit)
     return _trusted(repo, commit)
 
 
 def resolve_held(repo: Repository, ref: str | Checkpoint, held: ExitStack) -> Commit:
-    """Return the commit that ``ref`` names; a lease on it lasts until ``held`` ends."""
+    """Return the commit that ``ref`` names. Hold a lease on it until ``held`` ends."""
     try:
         commit = held.enter_context(lease(repo, ref, AN_HOUR)).commit
     except (StorageError, Unsupported) as error:
@@ -70,7 +70,7 @@ def lease(repo: Repository, ref: str | Checkpoint, seconds: float) -> Lease:
     except NotFound:
         if resolve(repo, ref) == commit:
             raise
-    return lease(repo, ref, seconds)  # RUN@latest names another one by now
+    return lease(repo, ref, seconds)  # RUN@latest may now name another checkpoint
 
 
 def _trusted(repo: Repository, commit: Commit) -> Commit:
@@ -111,9 +111,9 @@ def pre_download(
     repo: Repository, ref: str | Checkpoint, state: Any, *, threads: int | None, progress: Progress,
     match: MatchArguments,
 ) -> int:  # fmt: skip
-    """Fetch what a load into ``state`` needs, or everything if it is None, into the cache of this host.
+    """Fetch the bytes for a load into ``state``, or all bytes if it is None, into the cache of this host.
 
-    Returns the bytes fetched. Raises as `Store.pre_download`.
+    Returns the number of fetched bytes. Raises the errors of `Store.pre_download`.
     """
     from casckpt.contents.prefetching import pre_download
     from casckpt.contents.signatures import get_trusted

@@ -1,4 +1,4 @@
-"""The settings of a store, as programs and ``casckpt settings`` read and change them."""
+"""The settings of a store, for programs and ``casckpt settings``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES: Final = (*DURATIONS, "mirror", "mirror_thinned", "compress")
 
 
 class SettingChanges(TypedDict, total=False):
-    """The keyword arguments of `casckpt.Store.change_settings`; None unsets one."""
+    """The keyword arguments of `casckpt.Store.change_settings`. None unsets a setting."""
 
     min_age: Duration | None
     min_age_ephemeral: Duration | None
@@ -30,13 +30,13 @@ class SettingChanges(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """The settings of a store. None: not set, so the default applies.
+    """The settings of a store. None means that the default applies.
 
-    ``min_age``, ``min_age_ephemeral``: from forgetting to purging (default: 24 h, and 15 minutes for ephemeral
-    checkpoints). ``revoke_after``: how long a save shows no sign of life before a gc revokes it (default: 1 h).
-    ``mirror``: URL of the store that this one is copied to; a gc keeps what is not safe there yet. ``mirror_thinned``:
-    also thin in the mirror what is thinned here (default: it stays whole there). ``compress``: for saves without this
-    option ("auto", "off", "always"; see `casckpt.Store.save`).
+    ``min_age``, ``min_age_ephemeral``: time between forgetting and purge (default: 24 h, and 15 minutes for ephemeral
+    checkpoints). ``revoke_after``: time without a sign of life after which gc revokes a save (default: 1 h).
+    ``mirror``: URL of the mirror. gc keeps checkpoints that are not yet safe there. ``mirror_thinned``: thin the same
+    checkpoints in the mirror (default: they stay whole there). ``compress``: for saves without this option ("auto",
+    "off", "always"; see `casckpt.Store.save`).
     """
 
     min_age: timedelta | None = None
@@ -48,7 +48,7 @@ class StoreSettings:
 
 
 def settings_from(record: Settings) -> StoreSettings:
-    """Convert the record that is stored."""
+    """Convert the stored record."""
     seconds = {name: getattr(record, f"{name}_seconds") for name in DURATIONS}
     durations = {name: None if found is None else timedelta(seconds=found) for name, found in seconds.items()}
     return StoreSettings(

@@ -63,19 +63,19 @@ if TYPE_CHECKING:
     from casckpt.upkeep.thin import ThinResult
     from casckpt.upkeep.usage import StoreStats, StoreUsage
 
-WAIT: Duration = "60s"  # of a gc for saves in progress
+WAIT: Duration = "60s"  # wait of a gc for saves in progress
 
 log = logging.getLogger(__name__)
 
 
 class Store:
-    """Checkpoints of any number of runs, in one folder or bucket. Made by `casckpt.open`; safe for use by threads."""
+    """Checkpoints of any number of runs in one folder or bucket. `casckpt.open` makes it. Thread-safe."""
 
     def __init__(self, repository: Repository, mirror: Repository | None = None) -> None:
         if not isinstance(repository, Repository):
             raise InvalidInput(f"a store is opened with casckpt.open({repository!r}), not made with casckpt.Store")
         self.repository = repository
-        self._saver = PerProcess(partial(_new_saver, repository))  # a forked child has no thread of the parent's
+        self._saver = PerProcess(partial(_new_saver, repository))  # a forked child lacks the threads of its parent
         self._mirror: Mirror | None = None
         if mirror is not None:
             from casckpt.upkeep.copies.mirror import Mirror
@@ -89,12 +89,12 @@ class Store:
 
     @property
     def url(self) -> str:
-        """Where it is, without credentials."""
+        """The URL of the store, without credentials."""
         return self.repository.storage.url
 
     @property
     def is_remote(self) -> bool:
-        """Whether it lies in a bucket or on a server, where each request takes long."""
+        """Whether the store is in a bucket or on a server, where requests are slow."""
         return self.repository.storage.traits.remote
 
     def __repr__(self) -> str:
@@ -106,36 +106,36 @@ class Store:
     # saving and loading
 
     def save(self, state: State, *, run: str = "default", step: int, **options: Unpack[SaveArguments]) -> Checkpoint:
-        """Save ``state``, a nested mapping of tensors, plain data and objects. Return once it is durable and visible.
+        """Save ``state``, a nested mapping of tensors, plain data and objects. Return when it is durable and visible.
 
-        Objects are modules, optimizers, and anything else with a state_dict. Optimizers are stored under the names of
-        the module in ``state`` that has their parameters. Every rank calls state_dict of other objects, in the sorted
-        order of keys. ``state`` may be a function that makes the state. Then its errors reach all ranks. Every rank of
+        Objects are modules, optimizers and other values with a state_dict. Optimizers are stored under the names of the
+        module in ``state`` that has their parameters. Every rank calls state_dict of other objects, in the sorted order
+        of keys. ``state`` may be a function that returns the state. Then its errors reach all ranks. Every rank of
         ``process_group`` (default: all, where torch.distributed is initialised) makes the call with its own state:
         shards (DTensor, `casckpt.Shard`), replicas, and keys that only it has. ``no_dist``: this process saves alone.
 
         ``metadata``: JSON-able values for listings; a path is stored as text. ``metrics``: up to 64 numbers by name.
         Both take scalars of numpy, and tensors without dimensions on any device, such as a loss. ``healthy``: True or
-        False, whether a training should go on from this checkpoint. ``health``: count NaN and infinities, and find the
-        largest value, of each tensor, by the cells that changed and what the parent recorded. If a rank finds NaN and
-        you gave no ``healthy``, the checkpoint is unhealthy. ``attachments``: files by name, from rank 0.
-        ``overwrite``: after the commit, forget what was saved under this run and step before. ``ephemeral``: retention
-        may count the checkpoint apart, and gc purges it sooner. ``frozen``: tensors that did not change since the last
+        False, whether a training should continue from this checkpoint. ``health``: count NaN and infinities, and find
+        the largest value, of each tensor. This reads changed cells, and takes the rest from the parent. If a rank finds
+        NaN and you gave no ``healthy``, the checkpoint is unhealthy. ``attachments``: files by name, from rank 0.
+        ``overwrite``: after the commit, forget earlier checkpoints with this run and step. ``ephemeral``: retention may
+        count the checkpoint separately, and gc purges it sooner. ``frozen``: tensors that did not change since the last
         checkpoint of the run, as patterns on flat keys or a function of a key. This is your promise: casckpt compares a
         sample of their cells only, and the manifest says so. ``dedup``: "store": reuse cells of the whole store; "run":
         of this run only. ``compress``: store the difference of a tensor to the previous one if that is smaller. "auto":
         of bfloat16 and float16, and of other dtypes if the storage is slow; "always": of all floats, and encode new
         ones; "off". Default: the setting of the store, else "off". It needs host memory for a copy of those tensors.
-        ``check_replicas``: of what several ranks hold whole. "sample" (default): compare samples. Refuse a parameter,
-        or its optimizer state, if a tenth or more differs when this process first saves it; otherwise warn, and save
-        the value of the lowest rank. "raise": compare everything and refuse any difference. "off": save the value of
-        the lowest rank. ``owners``: from a flat key to the only rank that maintains and saves that leaf; None if all
-        ranks hold it alike. A load gives it to each rank that asks for it. ``allow_pickle``: pickle leaves that are
-        neither tensors nor plain data. ``threads``: to hash and write (default: 2 to 8, by the number of cores).
-        ``progress``: called with the bytes done and in all.
+        ``check_replicas``: compare values that several ranks hold whole. "sample" (default): compare samples. Refuse a
+        parameter, or its optimizer state, if a tenth or more differs when this process first saves it; otherwise warn,
+        and save the value of the lowest rank. "raise": compare all bytes and refuse any difference. "off": save the
+        value of the lowest rank. ``owners``: a function from a flat key to the only rank that maintains and saves that
+        leaf, or None if all ranks hold the same value. A load gives it to each rank that asks for it. ``allow_pickle``:
+        pickle leaves that are neither tensors nor plain data. ``threads``: to hash and write (default: 2 to 8, by the
+        number of cores). ``progress``: called with the finished bytes and the total.
 
-        Raises Conflict if the step exists, InvalidInput (with key and rank) for what cannot be stored, StorageError,
-        RankFailed; on every rank alike. After an error nothing of the save is visible.
+        Raises Conflict if the step exists, InvalidInput (with key and rank) for values that cannot be stored,
+        StorageError, RankFailed, on every rank. After an error, the checkpoint is not visible.
         """
         check_keywords("Store.save", options, SaveArguments)
         return self._saver.get().save(state, SaveOptions(run=run, step=step, **options))
@@ -149,19 +149,19 @@ class Store:
         when_busy: WhenBusy = "wait",
         **options: Unpack[SaveArguments],
     ) -> Future[Checkpoint]:
-        """Copy ``state`` and save it in the background. It may change once this has returned.
+        """Copy ``state`` and save it in the background. You may change it after the call.
 
-        Saves of one store run one after the other, and memory is used for one copy. If a save is running, the call
-        waits for its end (``when_busy="wait"``), or raises Conflict on every rank if one runs on any rank ("refuse").
+        Saves of one store run one after the other, and use the memory of one copy. If a save is running, the call waits
+        for its end (``when_busy="wait"``), or raises Conflict on every rank if one runs on any rank ("refuse").
 
-        Raises what `save` raises for arguments and for what cannot be stored, on every rank, before anything is copied.
-        The future raises later errors. If no code asks the future, the next call raises the error, once.
+        Before it copies, raises the errors of `save` for arguments and for values that cannot be stored, on every rank.
+        The future raises later errors. If no code asks the future, the next call raises the error once.
         """
         check_keywords("Store.save_async", options, SaveArguments)
         return self._saver.get().save_async(state, SaveOptions(run=run, step=step, **options), when_busy)
 
     def check(self, state: State, *, run: str = "default", **options: Unpack[SaveArguments]) -> None:
-        """Raise what `save` would raise for this state and these options before it writes. Write nothing.
+        """Raise the errors that `save` would raise before it writes. Write nothing.
 
         Every rank makes the call, and each raises the same InvalidInput.
         """
@@ -169,37 +169,37 @@ class Store:
         self._saver.get().check(state, SaveOptions(run=run, step=0, **options))
 
     def warm_up(self, state: State, *, process_group: ProcessGroup | None = None, no_dist: bool = False) -> None:
-        """Prepare for `save_async` of such a state: allocate the memory for its copy, and connect the ranks.
+        """Prepare for `save_async` of a similar state: allocate the memory for its copy, and connect the ranks.
 
-        Without it the first call of `save_async` does that. Every rank makes the call. Raises InvalidInput as `save`.
+        Otherwise the first `save_async` does this. Every rank makes the call. Raises InvalidInput as `save` does.
         """
         options = SaveOptions(step=0, allow_pickle=True, process_group=process_group, no_dist=no_dist)
         self._saver.get().warm_up(state, options)
 
     def load(self, state: Any, ref: str | Checkpoint, **options: Unpack[LoadArguments]) -> Checkpoint:
-        """Fill the tensors of ``state`` in place, and replace its other leaves. Keys that ``state`` lacks are not read.
+        """Fill the tensors of ``state`` in place, and replace its other leaves. Skip keys that ``state`` lacks.
 
-        Objects, as `save` takes them, are loaded as wholes: modules and optimizers, then the others, random generators
-        last. The empty state_dict of a fresh optimizer receives new tensors, for your call of `load_state_dict`;
-        casckpt warns if no variable holds that dict. ``strict`` (default): the checkpoint must have every key of
-        ``state``. Otherwise the others keep their values, and ``missing_keys`` of the result has them. A tensor that
-        shares memory with a loaded one is not missing. ``ignore_mismatched``: fnmatch patterns of keys of ``state``
-        that keep their values if the checkpoint lacks them or has another shape, dtype or kind (``mismatched_keys``).
+        Objects are loaded whole: modules and optimizers first, then the others, random generators last. The empty
+        state_dict of a fresh optimizer receives new tensors, for your call of `load_state_dict`; casckpt warns if no
+        variable holds that dict. ``strict`` (default): the checkpoint must have every key of ``state``. If it is False,
+        missing keys keep their values, and the result has them in ``missing_keys``. A tensor that shares memory with a
+        loaded one is not missing. ``ignore_mismatched``: fnmatch patterns of keys of ``state`` that keep their values
+        if the checkpoint lacks them or has another shape, dtype or kind (``mismatched_keys``).
 
         If no tensor would be filled, or if more than a tenth of the tensors have other names in the checkpoint, the
         load raises MissingKey with the ``rename`` that fills them, even without ``strict``. If fewer do, the log has
         their number. ``unread_subtrees`` has the whole containers that no rank read. The log names them once for each
-        run, with single unread keys, and values of other ranks that no rank took. ``unread``: "ignore" turns this off.
-        ``rename``: from a key of ``state`` to a key of the checkpoint, as a function, or as a dict from regular
+        run, with single unread keys, and with values of other ranks that no rank read. ``unread``: "ignore" turns this
+        off. ``rename``: from a key of ``state`` to a key of the checkpoint, as a function, or as a dict from regular
         expression (on the whole key) to replacement. The state of an optimizer object follows the names of its module.
         ``cast``: convert dtypes. ``verify`` (default): compare every cell with its digest. ``allow_pickle``: unpickle
-        what only a pickle can hold. ``threads``, ``progress``: as for `save`. ``lease``: rank 0 holds a lease during
-        the load. Every rank of ``process_group`` makes the call with its own shards, whatever ranks and shards the
-        checkpoint was saved from. ``no_dist``: this process loads alone.
+        values that were stored as pickles. ``threads``, ``progress``: as for `save`. ``lease``: rank 0 holds a lease
+        during the load. Every rank of ``process_group`` makes the call with its own shards, whatever ranks and shards
+        the checkpoint was saved from. ``no_dist``: this process loads alone.
 
         Raises before anything changes: Conflict if ranks name different references or stores, NotFound, MissingKey,
-        Mismatch, InvalidInput. During the read: Damaged (with key, blob and checkpoints), Gone (gc purged the
-        checkpoint, which a lease prevents) or StorageError. After these the contents of ``state`` are undefined.
+        Mismatch, InvalidInput. During the read, raises Damaged (with key, blob and checkpoints), Gone (gc purged the
+        checkpoint, which a lease prevents) or StorageError. After these errors the contents of ``state`` are undefined.
         """
         is_held = sys.getrefcount(state) > objects.UNHELD
         check_keywords("Store.load", options, LoadArguments)
@@ -211,18 +211,18 @@ class Store:
     def update(
         self, state: Any, ref: str | Checkpoint, *, held: Checkpoint | None, **options: Unpack[UpdateArguments]
     ) -> Checkpoint:
-        """Load into ``state``, which holds the checkpoint ``held`` from a `load` or `update`. Read only what differs.
+        """Load into ``state``, which holds the checkpoint ``held`` from a `load` or `update`.
 
-        Cells that are equal in both checkpoints stay. A changed cell is computed from the cell in memory, with the
-        frames between both versions, if these are smaller than the cell with its bases. Otherwise it is read. It is
-        compared with its digest, and read whole if it is wrong. Tensors that ``cast`` converts, and cells of which
-        ``state`` holds a part only, are read. What the load of ``held`` filled must be unchanged. What it did not fill
-        (``missing_keys``, ``mismatched_keys``, ``unread_keys``) is read. ``check``: also hash what is in memory, and
-        read what is wrong; then ``state`` may hold anything. If ``held`` was purged, or is None, everything is read.
-        Each rank gives its own ``held``. The result keeps the decoded frames in host memory for the next update, and
-        ``held`` drops them.
+        Read only differing cells. Cells that are equal in both checkpoints stay. A changed cell is computed from the
+        cell in memory, with the frames between both versions, if these are smaller than the cell with its bases.
+        Otherwise casckpt reads it. casckpt compares the result with the digest, and reads the whole cell if it is
+        wrong. It also reads tensors that ``cast`` converts, and cells that ``state`` holds only in part. You must not
+        have changed the values that the load of ``held`` filled. Other values (``missing_keys``, ``mismatched_keys``,
+        ``unread_keys``) are read. ``check``: also hash the cells in memory, and read the wrong ones. Then ``state`` may
+        have any contents. If ``held`` was purged, or is None, all cells are read. Each rank gives its own ``held``. The
+        result keeps the decoded frames in host memory for the next update, and ``held`` drops them.
 
-        Other arguments, other leaves, the result and the errors are as in `load`. Everything that is read is verified.
+        Other arguments, other leaves, the result and the errors are as in `load`. All bytes that are read are verified.
         After an error during the read, a load or an update with ``check`` fills ``state`` again.
         """
         check_keywords("Store.update", options, UpdateArguments)
@@ -241,7 +241,7 @@ class Store:
         device: str | torch.device = "cpu",
         **options: Unpack[ReadArguments],
     ) -> Any:
-        """Return the state, nested as it was saved, in new tensors on ``device``.
+        """Return the state with its saved nesting, in new tensors on ``device``.
 
         ``keys``: patterns on flat keys. ``verify``, ``allow_pickle``, ``threads``, ``progress``: as for `load`.
         """
@@ -257,11 +257,11 @@ class Store:
         progress: Shown | None = None,
         **match: Unpack[MatchArguments],
     ) -> int:
-        """Fetch what a checkpoint needs into the cache of this host, for later loads. Return the bytes fetched.
+        """Fetch a checkpoint into the cache of this host, for later loads. Return the number of fetched bytes.
 
-        ``state``: fetch only what a load into it needs, which is the part of this rank. It does not change. ``rename``,
-        ``strict``, ``ignore_mismatched``: as for `load`. Each rank makes its own call. If several ranks of a host want
-        the same bytes, one of them fetches them. Each blob is compared with its hash. ``progress`` counts cached bytes.
+        ``state``: fetch only the bytes for a load into it, which are the part of this rank. It does not change.
+        ``rename``, ``strict``, ``ignore_mismatched``: as for `load`. Each rank makes its own call. If several ranks of
+        a host need the same bytes, one fetches them. Each blob is verified. ``progress`` counts cached bytes.
 
         Raises NotFound, Damaged (with the blob), StorageError, InvalidInput for a cache that is too small.
         """
@@ -288,11 +288,11 @@ class Store:
 
     @property
     def marker(self) -> Marker:
-        """What never changes of the store: its id, format and sizes. Raises NotFound if there is no store."""
+        """The constant properties of the store: its id, format and sizes. Raises NotFound if there is no store."""
         return self.repository.marker
 
     def listing(self) -> Listing:
-        """Return all checkpoints and tags at one instant, also forgotten and damaged ones.
+        """Return all checkpoints and tags at one instant, including forgotten and damaged ones.
 
         Raises NotFound if there is no store, StorageError.
         """
@@ -308,14 +308,14 @@ class Store:
     def __contains__(self, ref: str | Checkpoint) -> bool:
         try:
             resolve(self.repository, ref)
-        except NotFound:  # a checkpoint that is held may have been purged
+        except NotFound:  # the checkpoint of the caller may have been purged
             return False
         return True
 
     def checkpoints(self, run: str | None = None, *, forgotten: bool = False) -> list[Checkpoint]:
         """Return all checkpoints, or those of one run, oldest first.
 
-        ``forgotten``: also forgotten ones, and the old commits of rewrites.
+        ``forgotten``: include forgotten checkpoints, and the old commits of rewrites.
         """
         found = commit_log.list_commits(self.repository)
         chosen = found.standing() if forgotten else found.current()
@@ -334,16 +334,16 @@ class Store:
         timeout: Duration | None = None,
         poll: Duration = "1s",
     ) -> Iterator[Arrival]:
-        """Yield new checkpoints of ``run``, each once, after its commit, in the order of announcements.
+        """Yield each new checkpoint of ``run`` once, after its commit, in the order of announcements.
 
-        ``after``: None for what is committed after this call; "start" for all checkpoints; a step or another reference
-        to a checkpoint of the run, which may be forgotten or purged, for those announced after it. ``latest_only``: of
-        several new checkpoints yield only the one saved last, and no late one. Rewritten and restored checkpoints are
-        not yielded again.
+        ``after``: None for checkpoints that are committed after this call; "start" for all checkpoints; a step or
+        another reference to a checkpoint of the run, which may be forgotten or purged, for checkpoints announced after
+        it. ``latest_only``: of several new checkpoints, yield only the last saved one, and skip late ones. Rewritten
+        and restored checkpoints are not yielded again.
 
-        The watch makes a small request every ``poll`` (0.1s or more), and further ones if there is something new. It
-        ends if nothing new comes for ``timeout``. The store and the run need not exist yet. If the storage fails, the
-        watch warns and retries. A checkpoint may be gone before you load it.
+        The watch makes a small request every ``poll`` (0.1s or more), and more for new checkpoints. It ends after
+        ``timeout`` without a new checkpoint. The store and the run need not exist yet. If the storage fails, the watch
+        warns and retries. A checkpoint may be gone before you load it.
 
         Raises InvalidInput, NotFound. The iteration raises StorageError if the storage still fails at its end, Damaged,
         Refused.
@@ -351,7 +351,7 @@ class Store:
         return reading.watch(self.repository, run, after, latest_only=latest_only, poll=poll, timeout=timeout)
 
     def diff(self, old: str | Checkpoint, new: str | Checkpoint) -> Difference:
-        """Return which tensors were added, removed and changed, and which stayed. Reads only the manifests."""
+        """Return the tensors that were added, removed, changed and unchanged. Reads only the manifests."""
         return reading.diff(self.repository, old, new)
 
     def digests(
@@ -360,7 +360,7 @@ class Store:
         """Return the BLAKE3 hash of each tensor's bytes in row-major order, as 64 hex digits, by key.
 
         Ranks and shards do not matter. If each rank has its own value, the lowest rank's counts. ``keys``: patterns.
-        casckpt reads and verifies what this host's catalogue does not know; ``progress`` counts these bytes. Thinned
+        casckpt reads and verifies the bytes that this host's catalogue does not know. ``progress`` counts them. Thinned
         tensors are left out. Raises MissingKey for a pattern that matches nothing, Damaged, StorageError.
         """
         from casckpt.loading.digests import digests_of
@@ -375,13 +375,12 @@ class Store:
         process_group: ProcessGroup | None = None,
         no_dist: bool = False,
     ) -> Comparison:
-        """Return which tensors of a live ``state`` differ from a checkpoint in any bit, on which ranks, and where.
+        """Return the tensors of a live ``state`` that differ from a checkpoint in any bit, with ranks and places.
 
-        Every rank of ``process_group`` makes the call with its own shards, whatever topology the checkpoint was saved
-        from. ``no_dist``: this process alone. Each rank hashes everything that it holds, also replicas, and reads only
-        what differs or lies across its shards. Nothing changes. Leaves other than tensors, and keys that only the
-        checkpoint has, are ignored. Raises NotFound, Damaged, MissingKey for thinned tensors, InvalidInput,
-        StorageError.
+        Every rank of ``process_group`` makes the call with its own shards, in any topology. ``no_dist``: this process
+        compares alone. Each rank hashes all its values, including replicas, and reads only cells that differ or cross
+        its shards. The state does not change. Leaves other than tensors, and keys that only the checkpoint has, are
+        ignored. Raises NotFound, Damaged, MissingKey for thinned tensors, InvalidInput, StorageError.
         """
         return reading.compare(self.repository, state, ref, process_group, no_dist=no_dist)
 
@@ -392,13 +391,13 @@ class Store:
         return measure(self.repository)
 
     def report(self) -> StoreUsage:
-        """Return where the bytes are: in each run, shared or not, and in blobs that no checkpoint needs."""
+        """Return the bytes of each run, shared or not, and the bytes in blobs that no checkpoint needs."""
         from casckpt.upkeep.usage import usage
 
         return usage(self.repository)
 
     def history(self, runs: Collection[str]) -> History:
-        """Return what each visible checkpoint added and why, oldest first, and the known damage.
+        """Return the bytes that each visible checkpoint added, with reasons, oldest first, and the known damage.
 
         Compares the newest manifests of ``runs``. Raises NotFound, StorageError.
         """
@@ -407,17 +406,18 @@ class Store:
         return history(self.repository, runs)
 
     def heat(self, added: Sequence[Added]) -> Heat | None:
-        """Return which layers changed when, for checkpoints of one run in a `history`; None if none was compared."""
+        """Return the changes of each layer at the checkpoints of a run in a `history`. None if none was compared."""
         from casckpt.upkeep.history import heat
 
         return heat(self.repository, added)
 
     def footprint(self, run: str | None = None, *, branches: bool = False, **keep: Unpack[KeepRules]) -> Footprint:
-        """Return what holds the bytes: each checkpoint and tag, used and alone, and forgotten ones until when.
+        """Return the bytes that each checkpoint and tag uses, in all and alone.
 
-        ``run``: only of this run. ``branches``: also by the first element of the keys, and what only deltas need of
-        that; this reads manifests that this host has not read yet. ``keep_last=2`` and the other rules of `gc`: what
-        each of them would free as the only rule. Raises InvalidInput, NotFound, Damaged, StorageError.
+        Forgotten checkpoints have the time of their earliest purge. ``run``: only of this run. ``branches``: also by
+        the first element of the keys, with the part that only deltas need. This reads manifests that are new to this
+        host. ``keep_last=2`` and the other rules of `gc`: the bytes that each of them would free as the only rule.
+        Raises InvalidInput, NotFound, Damaged, StorageError.
         """
         from casckpt.upkeep.footprint import footprint
 
@@ -435,10 +435,10 @@ class Store:
     # keeping and removing
 
     def tag(self, name: str, ref: str | Checkpoint, *, expires: Duration | None = None) -> None:
-        """Let ``name`` name a checkpoint, which every policy then keeps. A forgotten checkpoint is restored.
+        """Set the tag ``name`` on a checkpoint, so that every policy keeps it. Restore it if it is forgotten.
 
-        ``expires``: how long the tag lasts ("12h", a timedelta). Such a tag restores nothing, and raises NotFound for a
-        forgotten checkpoint. Raises Gone if it was purged, Conflict if another process purges it now.
+        ``expires``: the lifetime of the tag ("12h", a timedelta). Such a tag does not restore, and raises NotFound for
+        a forgotten checkpoint. Raises Gone if it was purged, Conflict if another process is purging it.
         """
         if isinstance(ref, str) and is_reference(name) and not is_reference(ref):
             raise InvalidInput(f"the name of a tag comes first, then the checkpoint: tag({ref!r}, {name!r})")
@@ -449,17 +449,17 @@ class Store:
 
     @contextmanager
     def lease(self, ref: str | Checkpoint, *, expires: Duration = "1h") -> Iterator[Checkpoint]:
-        """Hold a checkpoint for a block: gc keeps everything that it needs, even if it is forgotten meanwhile.
+        """Hold a checkpoint for a block: gc keeps all its objects, even if it is forgotten meanwhile.
 
         A lease is a tag with a name of its own that ends ``expires`` from now. A thread renews it until the block ends.
-        After a kill it expires. A renewal that fails is logged and retried; a lease that is lost is logged as an error.
-        Raises NotFound if the checkpoint is not visible.
+        After a kill it expires. casckpt logs and retries a failed renewal, and logs a lost lease as an error. Raises
+        NotFound if the checkpoint is not visible.
         """
         with lease(self.repository, ref, seconds_of(expires, "expires")) as held:
             yield Checkpoint(self.repository, held.commit)
 
     def tags(self) -> dict[str, Checkpoint]:
-        """Return all tags and the checkpoints that they name, without those whose records are damaged."""
+        """Return all tags and their checkpoints, without tags whose records are damaged."""
         listing = self.listing()
         for name in listing.damaged_tags:
             log.warning("the record of tag %s cannot be read: set the tag again, or delete it", name)
@@ -472,11 +472,11 @@ class Store:
     def sign(
         self, *named: str | Checkpoint, key: KeyFile | Ed25519PrivateKey, password: bytes | None = None
     ) -> list[Checkpoint]:
-        """Sign checkpoints, or ranges of steps: put a signature of each id beside it. Copies take signatures along.
+        """Sign checkpoints or ranges of steps: store a signature of each id. Copies include the signatures.
 
         ``key``: a file with an Ed25519 key as OpenSSL or ssh-keygen writes it, or a key of the package cryptography.
-        ``password``: of the file. Sign what a save of this process returned, because its id was computed from your
-        memory. For another checkpoint, `verify` shows that the store has what the id names, but not where it came from.
+        ``password``: of the file. Sign the result of a save of this process, because its id was computed from your
+        memory. For another checkpoint, `verify` shows that the store has the content of the id, but not its origin.
         Raises NotFound, InvalidInput, Damaged, StorageError; Unsupported without that package.
         """
         from casckpt.contents.signatures import sign
@@ -488,11 +488,11 @@ class Store:
         return [Checkpoint(self.repository, commit) for commit in chosen]
 
     def forget(self, *refs: str | Checkpoint, tagged: bool = False, dry_run: bool = False) -> list[Checkpoint]:
-        """Hide checkpoints, or ranges of steps, until they are restored, or purged by gc.
+        """Hide checkpoints or ranges of steps until you restore them or gc purges them.
 
         ``tagged``: allow tagged checkpoints, and delete their tags. Expiring tags stay, and gc respects them. Without
-        it a tagged checkpoint raises Conflict, and nothing is forgotten. ``dry_run``: only return which. Raises
-        NotFound, InvalidInput, Conflict.
+        it, a tagged checkpoint raises Conflict, and no checkpoint is forgotten. ``dry_run``: only return the
+        checkpoints. Raises NotFound, InvalidInput, Conflict.
         """
         from casckpt.upkeep.gc.forgetting import forget, plan_forget
 
@@ -502,10 +502,10 @@ class Store:
         return [Checkpoint(self.repository, commit) for commit in chosen]
 
     def forget_now(self, *checkpoints: Checkpoint) -> list[Checkpoint]:
-        """Forget and purge checkpoints without a gc, and return those that were forgotten. A gc frees the space.
+        """Forget and purge checkpoints without gc, and return the forgotten ones. The next gc frees the space.
 
-        Tagged checkpoints, and those that are not safe in the mirror of the store yet, stay. If the store has a minimum
-        age, a gc purges. Raises StorageError.
+        Tagged checkpoints, and those that are not yet safe in the mirror, stay. If the store has a minimum age, gc
+        purges. Raises StorageError.
         """
         from casckpt.upkeep.gc.purge import forget_and_purge
 
@@ -513,7 +513,7 @@ class Store:
         return [Checkpoint(self.repository, commit) for commit in forgotten]
 
     def rotate(self, run: str, rotation: Rotation) -> list[Checkpoint]:
-        """Forget and purge what ``rotation`` does not keep of ``run``, as `forget_now` does.
+        """Forget and purge the checkpoints of ``run`` that ``rotation`` does not keep, as `forget_now` does.
 
         One process makes the call. Raises Damaged or Refused if a tag cannot be read, StorageError.
         """
@@ -524,7 +524,7 @@ class Store:
     def thin_now(self, run: str, rule: Thinning | None) -> list[Checkpoint]:
         """Thin the checkpoints of ``run`` by ``rule``, and purge their old commits as `forget_now` does.
 
-        Damaged checkpoints stay as they are. Raises as `rotate`.
+        Skips damaged checkpoints. Raises the errors of `rotate`.
         """
         from casckpt.upkeep.gc.rotation import thin
 
@@ -539,12 +539,12 @@ class Store:
         dry_run: bool = False,
         **keep: Unpack[KeepRules],
     ) -> ThinResult:
-        """Drop tensors, such as those of an optimizer, from checkpoints. The rest and the id stay.
+        """Drop tensors, such as those of an optimizer, from checkpoints. Keep the other tensors and the id.
 
         ``drop``: fnmatch patterns on flat keys of tensors. ``refs``: checkpoints or ranges of steps. Without them: all
         checkpoints, or those of ``run``, except those that ``keep_last=2`` or another rule of `gc` keeps whole, the
-        newest of a run, and tagged ones unless ``tagged``. No byte of a tensor moves. A gc that purges the old commits
-        frees the space. Until then `restore` of these (`checkpoints` with ``forgotten``) brings everything back.
+        newest of a run, and tagged ones unless ``tagged``. Thinning moves no tensor bytes. gc purges the old commits
+        and frees the space. Until then `restore` of these (`checkpoints` with ``forgotten``) brings all tensors back.
 
         Raises InvalidInput, NotFound, MissingKey if no pattern matches, Conflict if one of ``refs`` is tagged,
         StorageError. If a damaged checkpoint cannot be thinned, the others are, and then its error is raised.
@@ -561,11 +561,11 @@ class Store:
         return result
 
     def restore(self, ref: str | Checkpoint, *, whole: bool = False) -> Checkpoint:
-        """Make a forgotten checkpoint visible again. Raises Conflict if it was purged, or beside a visible twin.
+        """Make a forgotten checkpoint visible again. Raises Conflict if it was purged, or if a twin of it is visible.
 
         ``ref``: an id, a `Checkpoint`, or RUN@STEP unless several were forgotten there. A checkpoint that `checkpoints`
-        shows as ``replaced`` takes the place of its rewrite, while it lives. ``whole``: bring back what `thin` dropped,
-        unless gc has purged it (NotFound).
+        shows as ``replaced`` takes the place of its rewrite, while it lives. ``whole``: bring back the tensors that
+        `thin` dropped. Raises NotFound if gc has purged them.
         """
         if refs.is_range(ref):
             raise InvalidInput(f"{ref!r} does not name one checkpoint; restore_many takes ranges")
@@ -577,9 +577,9 @@ class Store:
     ) -> RestoreResult:
         """Restore checkpoints, or the forgotten ones of ranges of steps, as `restore` does.
 
-        A range skips steps at which a checkpoint is visible. If one checkpoint cannot be restored, nothing is.
-        ``whole``: of a range, what was thinned. ``dry_run``: only return which. ``check``: raise the errors of single
-        checkpoints once the others are restored; without it, ``failed`` of the result has them. Raises NotFound,
+        A range skips steps at which a checkpoint is visible. If one checkpoint cannot be restored, none is. ``whole``:
+        of a range, the thinned checkpoints. ``dry_run``: only return the checkpoints. ``check``: raise the errors of
+        single checkpoints once the others are restored; without it, ``failed`` of the result has them. Raises NotFound,
         InvalidInput, Conflict, StorageError.
         """
         from casckpt.upkeep.gc.forgetting import RestoreResult, plan_restore, restore
@@ -605,25 +605,25 @@ class Store:
         tell: Tell | None = None,
         **keep: Unpack[KeepRules],
     ) -> GcResult:
-        """Forget what a policy does not keep, purge what was forgotten, delete what nothing needs. Safe at any time.
+        """Forget checkpoints by a policy, purge forgotten ones, and delete unneeded objects. Safe at any time.
 
         ``keep_last``, ``keep_every`` (step % N == 0), ``keep_within``, ``keep_daily``, ``keep_weekly``,
-        ``keep_monthly``, ``keep_best`` ("loss:3", "acc:max:1"): the policy. It keeps, in each run, what any rule keeps
-        (see `Policy`). Without a rule gc forgets nothing. The newest of a run, the newest that is not unhealthy, and
-        tagged checkpoints always stay. ``thin``: what `thin` drops from the rest, as ``{"drop": ["optim.*"],
-        "keep_last": 2}``. ``run``: only this run.
+        ``keep_monthly``, ``keep_best`` ("loss:3", "acc:max:1"): the policy. In each run, it keeps every checkpoint that
+        any rule keeps (see `Policy`). Without a rule gc forgets nothing. The newest of a run, the newest that is not
+        unhealthy, and tagged checkpoints always stay. ``thin``: tensors to drop from the other checkpoints, as
+        ``{"drop": ["optim.*"], "keep_last": 2}``. ``run``: only this run.
 
-        Durations are a timedelta or text with a unit ("7d", "90s"); 0 needs none. ``min_age``: from forgetting to
-        purging; until then `restore` brings a checkpoint back (default: the setting of the store, else 24 h, and 15
-        minutes for ephemeral ones). ``wait``: for saves in progress, in all; the next gc continues from there.
-        ``revoke_after``: how long a save shows no sign of life before gc revokes it (default: the setting of the store,
-        else 1 h). ``progress``: called with the number of objects deleted so far and in all. ``tell``: called with what
-        gc waits for.
+        Durations are a timedelta or text with a unit ("7d", "90s"); 0 needs none. ``min_age``: time between forgetting
+        and purge. Until then `restore` brings a checkpoint back (default: the setting of the store, else 24 h, and 15
+        minutes for ephemeral ones). ``wait``: total time to wait for saves in progress. The next gc continues from
+        there. ``revoke_after``: time without a sign of life after which gc revokes a save (default: the setting of the
+        store, else 1 h). ``progress``: called with the number of deleted objects and the total. ``tell``: called with
+        the saves that gc waits for.
 
-        Raises Damaged if a live checkpoint cannot be read: then nothing is forgotten or deleted. InvalidInput, also for
-        a metric that no checkpoint has; MissingKey if ``thin`` matches nothing in what it chooses; StorageError. Every
-        error, also an interrupt, has as ``done`` the `GcResult` of what was forgotten, purged, restored and thinned by
-        then; with ``dry_run``, of the plan.
+        Raises Damaged if a live checkpoint cannot be read. Then gc forgets and deletes nothing. Raises InvalidInput,
+        also for a metric that no checkpoint has; MissingKey if ``thin`` matches no key of the chosen checkpoints;
+        StorageError. Every error, even an interrupt, has a `GcResult` as ``done``, with the checkpoints that were
+        forgotten, purged, restored and thinned before the error, or with ``dry_run`` with the plan.
         """
         from casckpt.upkeep.gc.gc import collect
 
@@ -663,7 +663,7 @@ class Store:
         return saves_in_progress(self.repository)
 
     def revoke(self, txid: str) -> None:
-        """End a save in progress: nothing of it becomes visible. Raises NotFound, Conflict if it has ended."""
+        """End a save in progress, so that it never becomes visible. Raises NotFound, Conflict if it has ended."""
         from casckpt.upkeep.saves import revoke_save
 
         revoke_save(self.repository, TxId(txid))
@@ -677,13 +677,13 @@ class Store:
     # checking and copying
 
     def doctor(self) -> Iterator[Finding]:
-        """Find out, check by check, whether the storage is safe for a store. No store is needed there."""
+        """Check whether the storage is safe for a store, and yield each finding. Needs no store there."""
         from casckpt.upkeep.doctor import examine
 
         return examine(self.repository)
 
     def reindex(self) -> int:
-        """Rebuild this host's catalogue of the store. Return how many checkpoints it knows. Raises StorageError."""
+        """Rebuild this host's catalogue of the store. Return the number of checkpoints in it. Raises StorageError."""
         from casckpt.contents.manifests import reindex
 
         return reindex(self.repository)
@@ -696,7 +696,7 @@ class Store:
         decode: bool = False,
         progress: Shown | None = None,
     ) -> VerifyResult:
-        """Check everything that live checkpoints need, or those that ``refs`` name. Mark damaged blobs in the store.
+        """Check all objects of live checkpoints, or of ``refs``. Mark damaged blobs in the store.
 
         ``mode``: "full" reads every blob and compares its hash, "exists" checks presence and size. ``sample``: the
         fraction of the blobs to check, drawn at random. ``decode``: also decode encoded cells and compare them.
@@ -709,10 +709,10 @@ class Store:
         return verify(self.repository, refs=chosen, mode=mode, sample=sample, decode=decode, progress=shown)
 
     def repair(self, *sources: Store | str | os.PathLike[str], progress: Shown | None = None) -> RepairResult:
-        """Replace what `verify`, or a save, found damaged, and blobs that are gone, by the right bytes.
+        """Restore missing blobs, and blobs that `verify` or a save found damaged.
 
-        The bytes come from other copies in this store, or in ``sources``, which are only read. ``progress`` is called
-        with the bytes put back. The result lists what cannot be repaired. Raises NotFound, StorageError.
+        The bytes come from other copies in this store or in ``sources``. casckpt only reads ``sources``. ``progress``
+        is called with the bytes put back. The result lists what cannot be repaired. Raises NotFound, StorageError.
         """
         from casckpt.upkeep.repair.repair import repair
 
@@ -735,15 +735,15 @@ class Store:
     ) -> CopyResult:
         """Copy the checkpoints of ``refs`` (ranges of steps too), or all visible ones, into another store.
 
-        Only what ``target`` lacks is transferred. Copies keep ids, times and order. Each is verified on the way, and
-        becomes visible in ``target`` when it is complete and durable. If ``target`` does not exist, it is created with
-        the cell and blob size of this store. What it has forgotten stays forgotten, unless you name it. ``run``: only
-        of this run. ``tags``: also set the tags there. ``jobs``: how many files to copy at once. ``part``: (rank,
-        number of ranks), if several processes share the work. ``blob_bytes``: repack into blobs of this size (deltas
-        keep their blobs); then ``target`` may be this store, whose small and worn blobs are packed together.
-        ``compress``: "always" stores floats in fewer bytes, except in checkpoints that are stored so in part; "off" and
-        None store them as they are here. ``check``: once all others are copied, raise the errors; without it,
-        ``failed`` of the result has them. ``progress`` is called with the bytes that ``target`` has now.
+        Transfers only the bytes that ``target`` lacks. Copies keep ids, times and order. Each copy is verified during
+        the transfer, and becomes visible in ``target`` when it is complete and durable. If ``target`` does not exist,
+        it is created with the cell and blob size of this store. Forgotten checkpoints of ``target`` stay forgotten,
+        unless you name them. ``run``: only of this run. ``tags``: also set the tags there. ``jobs``: number of files to
+        copy at once. ``part``: (rank, number of ranks), if several processes share the work. ``blob_bytes``: repack
+        into blobs of this size (deltas keep their blobs); then ``target`` may be this store, whose small and worn blobs
+        are packed together. ``compress``: "always" encodes floats, except in checkpoints that already have encoded
+        cells; "off" and None change no encoding. ``check``: raise the errors after all other checkpoints are copied.
+        Without it, the result has them as ``failed``. ``progress``: called with the bytes that ``target`` has so far.
 
         Raises Damaged (with blob and keys), Gone, Refused, or Conflict if ``target`` has another checkpoint of the run
         and step. Such a checkpoint is not visible there, and all others are copied. NotFound, StorageError.
@@ -764,17 +764,17 @@ class Store:
         return result
 
     def mirror_lag(self) -> MirrorLag:
-        """Return how far the mirror is behind: pending checkpoints and bytes, and the age of the oldest.
+        """Return the lag of the mirror: pending checkpoints and bytes, and the age of the oldest.
 
-        Raises InvalidInput for a store that was opened without one, StorageError.
+        Raises InvalidInput for a store that was opened without a mirror, StorageError.
         """
         return self._its_mirror().lag()
 
     def wait_for_mirror(self, timeout: float | None = None) -> None:
-        """Wait until everything that is committed now is safe in the mirror, for example before a program ends.
+        """Wait until all present commits are safe in the mirror, for example before a program ends.
 
-        What is not copied when the program ends is copied when the store is opened with its mirror again. Raises the
-        obstacle after one more attempt (StorageError, Damaged, ...); StorageError after ``timeout`` seconds.
+        If the program ends earlier, the next opening of the store with its mirror continues. After one more attempt,
+        raises the error of the copy (StorageError, Damaged, ...). Raises StorageError after ``timeout`` seconds.
         """
         self._its_mirror().wait(timeout)
 
@@ -795,5 +795,5 @@ def _optional(duration: Duration | None, what: str) -> float | None:
 
 
 def repository_of(store: Store | str | os.PathLike[str], cache_dir: Path | None) -> Repository:
-    """What lies under a store that is open, or that is named. Raises InvalidInput or Unsupported for a bad URL."""
+    """Return the repository of an open store, or of a path or URL. Raises InvalidInput or Unsupported for a bad URL."""
     return store.repository if isinstance(store, Store) else open_repository(store, cache_dir=cache_dir)

@@ -1,4 +1,4 @@
-"""The types that methods of `Store` take and return, beside `Checkpoint`. Front ends import them from here."""
+"""The types of arguments and results of `Store`, except `Checkpoint`. Front ends import them from here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from casckpt.saving.options import (
     SaveOptions,
 )
 
-if TYPE_CHECKING:  # results of gc, copies and reports, whose modules take a while to import
+if TYPE_CHECKING:  # results of gc, copies and reports; their modules are slow to import
     from casckpt.upkeep.copies.copy import CopyResult
     from casckpt.upkeep.footprint import RuleUsage
     from casckpt.upkeep.gc.gc import GcResult

@@ -66,7 +66,7 @@ class TensorMemory:
         return self.data.is_cuda
 
     def view(self, lo: int, hi: int) -> memoryview | None:
-        """View the bytes of elements [lo, hi) in place; None if they are not contiguous in host memory."""
+        """View the bytes of elements [lo, hi) in place, or return None if they are not contiguous in host memory."""
         return None if self._bytes is None else self._bytes[lo * self.itemsize : hi * self.itemsize]
 
     def copy_out(self, lo: int, hi: int, buffer: memoryview) -> None:
@@ -120,7 +120,7 @@ def tensor_bytes(data: torch.Tensor) -> memoryview | None:
     nbytes, address = data.nbytes, data.data_ptr()
     if not nbytes:
         return memoryview(bytearray())
-    if not address:  # no memory that could be read or written
+    if not address:  # no readable or writable memory
         raise InvalidInput("a tensor has no memory of its own, as in a FakeTensorMode: call casckpt outside of it")
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
@@ -133,9 +133,9 @@ def tensor_over(data: memoryview, dtype: torch.dtype, shape: Shape) -> torch.Ten
 
 
 def has_memory(data: torch.Tensor) -> bool:
-    """Return whether a tensor has memory of its own. A wrapper of other tensors has none, nor one with a freed storage.
+    """Return whether a tensor has its own memory. A wrapper of other tensors has none, and a freed storage has none.
 
-    Only with memory of its own does its address identify it.
+    The address identifies a tensor only if it has its own memory.
     """
     try:
         storage = data.untyped_storage()
@@ -314,7 +314,7 @@ def _pairs(region: Region, held: T, targets: Sequence[tuple[Box, T]]) -> Iterato
 
 
 def new_empty(entry: Entry, device: torch.device) -> torch.Tensor:
-    """Memory for a whole tensor, in its stored dtype. Raises InvalidInput if ``device`` has too little."""
+    """Return memory for a whole tensor in its stored dtype. Raises InvalidInput if ``device`` has too little."""
     try:
         return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=device)
     except (RuntimeError, AssertionError) as error:  # too little memory, or no such device

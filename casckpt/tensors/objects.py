@@ -48,7 +48,7 @@ def _device(payload: Any) -> torch.device:
 
 
 def _refusing(kind: type, what: str, hint: str) -> Extension:
-    """Make an extension that refuses a type, with a hint."""
+    """Return an extension that refuses a type with a hint."""
 
     def to_plain(value: Any) -> NoReturn:
         raise Unfit(what, hint)

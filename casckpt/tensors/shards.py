@@ -70,7 +70,7 @@ def local_tensor(key: str, leaf: Any) -> LocalTensor:
 def may_differ(leaf: Any, local: LocalTensor) -> bool:
     """Return whether ranks may hold different values of a leaf. A save then stores those of one rank, without an error.
 
-    They may for single numbers, extra state, buffers (`torch.nn.Buffer`, and the statistics of norms by their names),
+    This holds for single numbers, extra state, buffers (`torch.nn.Buffer`, and the statistics of norms by their names),
     and tensors of other than float or complex dtype that are no parameters. Any other leaf counts as a parameter or its
     optimizer state, because a module's state_dict does not distinguish other buffers from parameters.
     """

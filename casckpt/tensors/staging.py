@@ -20,7 +20,7 @@ _Same: TypeAlias = tuple[torch.device, int, tuple[int, ...], tuple[int, ...], to
 
 
 class Staging:
-    """The memory. Not safe for use by several threads. Each `copy` overwrites the tensors of the one before."""
+    """The memory for copies. Not thread-safe. Each `copy` overwrites the tensors of the previous one."""
 
     def __init__(self) -> None:
         self._arena = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -71,7 +71,7 @@ class Staging:
         self._memory = AlignedBuffer(nbytes)
         self._arena = torch.frombuffer(self._memory.view, dtype=torch.uint8)
         self._pinned = pinned
-        if pinned:  # not by torch, which rounds up to a power of two and never frees pinned memory
+        if pinned:  # not with torch, which rounds up to a power of two and never frees pinned memory
             self._arena.zero_()  # with several threads; the driver uses one
             pin(self._memory)
 

@@ -1,7 +1,7 @@
 """Conversion of nested states into flat leaves and a tree, and back.
 
-Mappings are always split up, lists and tuples only if they contain a tensor (or a `PerRank`). Every other value is one
-leaf. A Counter or a defaultdict without tensors is one leaf too, so that its type is kept.
+`flatten` always splits mappings. It splits lists and tuples only if they contain a tensor (or a `PerRank`). Every other
+value is one leaf. A Counter or a defaultdict without tensors is one leaf too, so that its type is kept.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def replace_leaves(state: Any, values: Mapping[str, Any]) -> None:
 
 
 def check_replaceable(state: Any, keys: Iterable[str]) -> None:
-    """Raise InvalidInput if `replace_leaves` would for these keys. Changes nothing."""
+    """Raise the InvalidInput that `replace_leaves` would raise for these keys. Change nothing."""
     _writes(state, {key: object() for key in keys})
 
 

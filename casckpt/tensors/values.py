@@ -77,7 +77,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class PerRank:
-    """A value that each rank stores for itself. If a load has more ranks, the further ones get the value of rank 0."""
+    """A value that each rank stores separately.
+
+    If a load has more ranks, the additional ranks get the value of rank 0.
+    """
 
     value: Any
 

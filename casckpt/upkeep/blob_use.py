@@ -15,11 +15,11 @@ from casckpt.upkeep.inventory import Sums
 
 
 class BlobUse:
-    """The blobs that live checkpoints name, by number, and how many checkpoints name each blob.
+    """The blobs that live checkpoints name, numbered, with the number of checkpoints that name each blob.
 
     ``refs``: (uploader, hash, bytes) of each blob. ``names``: "uploader/hash" of each blob. ``readable``: the
-    checkpoints whose manifest can be read; only these count. ``blobs``: the blob numbers of each checkpoint, by
-    transaction.
+    checkpoints whose manifest can be read. Other checkpoints do not count. ``blobs``: the blob numbers of each
+    checkpoint, by transaction.
     """
 
     def __init__(self, repo: Repository, live: Iterable[Commit]) -> None:
@@ -56,5 +56,5 @@ class BlobUse:
             seen[own] = True
 
     def bytes_new(self) -> dict[TxId, int]:
-        """Return the bytes of the blobs that each checkpoint is the first to name, in the order of ``readable``."""
+        """Return, in the order of ``readable``, the bytes of the blobs that no earlier checkpoint names."""
         return {commit.txid: int(self.sizes[new].sum()) for commit, new in self.new(self.readable)}

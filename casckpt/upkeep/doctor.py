@@ -22,13 +22,13 @@ T = TypeVar("T")
 RACERS = 8
 _SMALL = 20  # objects
 _LARGE, _LARGE_BYTES = 4, 8 << 20
-_USE_ANOTHER = "use another storage, or have this one fixed: checkpoints are not safe here"
+_USE_ANOTHER = "use another storage, or repair this one: checkpoints are not safe here"
 
 
 def examine(repo: Repository) -> Iterator[Finding]:
-    """Yield the finding of each check as soon as it is known. An error of the storage becomes a finding."""
+    """Yield the finding of each check when the check ends. A storage error becomes a finding."""
     if repo.storage.traits.read_only:
-        yield Finding("write", None, "the storage can only be read, so nothing else was tried", "save to another store")
+        yield Finding("write", None, "the storage is read-only, so no other check ran", "save to another store")
         return
     probes = _Probes(repo)
     yield (writes := _safely("write", probes.write))
@@ -51,18 +51,18 @@ def _safely(name: str, check: Callable[[], Finding]) -> Finding:
     try:
         return check()
     except CasckptError as error:
-        return Finding(name, False, str(error), "fix that, and run doctor again")
+        return Finding(name, False, str(error), "fix this error, then run doctor again")
 
 
 def _creates(repo: Repository) -> Finding:
-    """Check that the storage refuses a second create, and note the answer in the settings of a store that is here."""
+    """Check that the storage refuses a second create. Note the result in the settings, if the storage holds a store."""
     why = probe(repo.storage, repo.entropy, RACERS)
     if repo.storage.traits.exclusive is None and repo.exists() and repo.settings.exclusive_create is not (not why):
         repo.note_creates(exclusive=not why)
     if why:
         advice = "use another storage; or use only one writer at a time, with single_writer (--single-writer)"
-        return Finding("create-only", False, f"a name can be created twice: {why}", advice)
-    found = f"a second create is refused, and of {RACERS} at the same time one won"
+        return Finding("create-only", False, f"a key can be created twice: {why}", advice)
+    found = f"a second create is refused, and one of {RACERS} concurrent creates succeeded"
     return Finding("create-only", True, found)
 
 
@@ -86,54 +86,52 @@ class _Probes:
         }
 
     def write(self) -> Finding:
-        """Put some small objects. List first: some servers create a missing bucket at a put."""
-        with suppress(StorageError):  # the check of listings reports it
+        """Put some small objects. List first, because some servers create a missing bucket at a put."""
+        with suppress(StorageError):  # the check of listings reports this error
             next(iter(self._storage.list(self.folder)), None)
         for number in range(_SMALL):
             self._timed("put", partial(self._put, self._key(number), self._data(number)))
         return Finding("write", True, f"{_SMALL} objects were written")
 
     def read(self) -> Finding:
-        """Check that each object can be read at once, and is whole."""
+        """Check that each object can be read immediately and is complete."""
         for number in range(_SMALL):
             data = self._data(number)
             found = self._timed("get", partial(self._storage.get, self._key(number), limit=1 << 20))
             if found != data or self._storage.size(self._key(number)) != len(data):
-                why = f"{self._key(number)} is not what was written a moment ago"
+                why = f"{self._key(number)} differs from the bytes that were just written"
                 return Finding("read-after-write", False, why, _USE_ANOTHER)
-        return Finding("read-after-write", True, "what was written is read at once")
+        return Finding("read-after-write", True, "new objects can be read at once")
 
     def ranges(self) -> Finding:
-        """Read parts of an object, and past its end."""
+        """Check reads of parts of an object and a read past its end."""
         data = self._data(1)
         with self._storage.open(self._key(1)) as reader:
             for start, stop in ((0, 1), (3, 700), (len(data) - 5, len(data)), (0, len(data))):
                 buffer = bytearray(stop - start)
                 reader.read_into(start, [memoryview(buffer)])
                 if buffer != data[start:stop]:
-                    return Finding(
-                        "ranges", False, f"bytes {start} to {stop} are not those of the object", _USE_ANOTHER
-                    )
+                    return Finding("ranges", False, f"bytes {start} to {stop} are wrong", _USE_ANOTHER)
             try:
                 reader.read_into(len(data) - 1, [memoryview(bytearray(2))])
             except ShortObject:
-                return Finding("ranges", True, "parts of objects are read right")
+                return Finding("ranges", True, "parts of objects can be read")
         return Finding("ranges", False, "a read past the end of an object raises no error", _USE_ANOTHER)
 
     def list(self) -> Finding:
-        """Check that a listing has all objects."""
+        """Check that a listing contains all objects."""
         listed = {entry.key: entry.size for entry in self._storage.list(f"{self.folder}/")}
         wanted = {self._key(number): len(self._data(number)) for number in range(_SMALL)}
         if stale := self._storage.traits.stale:
-            return Finding("list-after-write", False, stale, "gc refuses to run here until then")
+            return Finding("list-after-write", False, stale, "gc refuses to run here until listings are complete")
         if listed != wanted:
             missing = len(wanted.keys() - listed.keys())
             found = f"a listing lacks {missing} of {_SMALL} objects written just before, or has wrong sizes"
             return Finding("list-after-write", False, found, _USE_ANOTHER)
-        return Finding("list-after-write", True, "what was written is listed at once")
+        return Finding("list-after-write", True, "new objects are listed at once")
 
     def throughput(self) -> Finding:
-        """Write and read a few large objects at the same time."""
+        """Measure the speed of concurrent writes and reads of large objects."""
         payload = self.repo.entropy(_LARGE_BYTES)
         keys = [f"{self.folder}/large-{number}" for number in range(_LARGE)]
         total = _LARGE * _LARGE_BYTES / 1e6
@@ -143,10 +141,10 @@ class _Probes:
         deque(in_parallel(_LARGE, self._read_large, keys), maxlen=0)
         got = self._seconds_since(begun)
         for key in keys:
-            with suppress(StorageError):  # the check of deletes reports it
+            with suppress(StorageError):  # the check of deletes reports this error
                 self._storage.delete(key)
         speed = f"{total / put:.0f} MB/s written, {total / got:.0f} MB/s read"
-        return Finding("throughput", None, f"{speed}, {_LARGE} objects of 8 MiB at a time")
+        return Finding("throughput", None, f"{speed}, {_LARGE} concurrent objects of 8 MiB")
 
     def _read_large(self, key: str) -> None:
         with self._storage.open(key) as reader:
@@ -164,8 +162,8 @@ class _Probes:
         for folder in (self.folder, PREFIX.rstrip("/"), ""):
             self._storage.sweep(folder)
         if left or self._is_there(self._key(0)):
-            return Finding("delete", False, "what was deleted is still read or listed", _USE_ANOTHER)
-        return Finding("delete", True, "what was deleted is gone at once")
+            return Finding("delete", False, "deleted objects can still be read or listed", _USE_ANOTHER)
+        return Finding("delete", True, "deleted objects are gone at once")
 
     def latency(self) -> Finding:
         """Report the median time of each kind of small request."""
@@ -179,14 +177,14 @@ class _Probes:
         return False
 
     def _put(self, key: str, data: bytes) -> None:
-        with suppress(AlreadyExists):  # the names are unique to this call: only the answer to our own put was lost
+        with suppress(AlreadyExists):  # the keys are unique, so an earlier attempt of this put succeeded
             self._storage.put(key, data)
 
     def _key(self, number: int) -> str:
         return f"{self.folder}/{number}"
 
     def _data(self, number: int) -> bytes:
-        """Return the bytes of an object. Each object has another size, and none is empty."""
+        """Return the bytes of an object. No object is empty, and no two have the same size."""
         return bytes((number + i) % 251 for i in range(1000 + number))
 
     def _timed(self, name: str, call: Callable[[], T]) -> T:
@@ -196,5 +194,5 @@ class _Probes:
         return answer
 
     def _seconds_since(self, begun: int) -> float:
-        """Return the seconds since ``begun``: at least a microsecond, because callers divide by it."""
+        """Return the seconds since ``begun``, at least a microsecond, because callers divide by it."""
         return max(self.repo.clock() - begun, 1) / 1e6

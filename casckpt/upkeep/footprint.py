@@ -1,6 +1,6 @@
-"""Bytes of a store by checkpoint, tag and branch of the state, and the bytes that retention rules would free.
+"""Sizes of checkpoints, tags and branches of the state in a store, and the bytes that retention rules would free.
 
-The catalogue knows the blobs of each checkpoint. The branches of a blob are read once, from the manifest of the first
+The catalogue holds the blobs of each checkpoint. The branches of a blob are read once, from the manifest of the first
 checkpoint that names it.
 """
 
@@ -35,13 +35,13 @@ _NO_TIME = ("tagged", "unmirrored")
 
 @dataclass(frozen=True, slots=True)
 class StepUsage:
-    """One live checkpoint. Bytes are those of blob files, except ``bytes_logical``: of the tensors that it holds.
+    """The use of one live checkpoint. Sizes count blob files, except ``bytes_logical``, which counts its tensors.
 
-    ``bytes_used``: of all blobs that it names. ``bytes_new``: of the blobs that no earlier checkpoint names.
-    ``bytes_alone``: of the blobs that no other checkpoint names; a gc without this checkpoint would free them.
-    ``state``: "visible", "forgotten" or "replaced" (the old blobs of a rewritten checkpoint). ``until``: when a gc may
-    purge a forgotten or replaced one; None means at once, or not while ``waits_for`` ("tagged", "unmirrored") lasts.
-    ``thin``: whether it was thinned.
+    ``bytes_used``: all blobs that it names. ``bytes_new``: the blobs that no earlier checkpoint names. ``bytes_alone``:
+    the blobs that no other checkpoint names. gc would free them if this checkpoint were purged. ``state``: "visible",
+    "forgotten" or "replaced" (the old blobs of a rewritten checkpoint). ``until``: the time from which gc may purge a
+    forgotten or replaced checkpoint. None means at once, or after the reason in ``waits_for`` ("tagged", "unmirrored")
+    ends. ``thin``: whether it was thinned.
     """
 
     run: str
@@ -60,7 +60,7 @@ class StepUsage:
 
 @dataclass(frozen=True, slots=True)
 class TagUsage:
-    """One tag or lease. A lease has an end and a holder. ``bytes_alone``: of blobs that only its checkpoint uses."""
+    """One tag or lease. A lease has an end and a holder. ``bytes_alone``: blobs that only its checkpoint uses."""
 
     name: str
     run: str
@@ -73,9 +73,9 @@ class TagUsage:
 
 @dataclass(frozen=True, slots=True)
 class BranchUsage:
-    """One branch of the state (the keys with one first element) in all live checkpoints. ``bytes_blobs``: its bytes.
+    """The blob bytes of one branch of the state (the keys with the same first element) in all live checkpoints.
 
-    ``bytes_bases``: of these, the bytes in blobs that visible checkpoints use only for bases of their frames.
+    ``bytes_bases``: the part of ``bytes_blobs`` in blobs that visible checkpoints use only for bases of their frames.
     """
 
     branch: str
@@ -85,9 +85,10 @@ class BranchUsage:
 
 @dataclass(frozen=True, slots=True)
 class RuleUsage:
-    """One retention rule, as if it were the only one.
+    """The effect of one retention rule, as if it were the only one.
 
-    ``checkpoints``: how many it forgets. ``bytes``: what it frees in the end, in addition to what is forgotten already.
+    ``checkpoints``: how many it forgets. ``bytes``: how much it frees after the purge, without checkpoints that are
+    forgotten already.
     """
 
     rule: str
@@ -97,7 +98,7 @@ class RuleUsage:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of a store. ``branches``: empty unless requested. ``unreadable``: ids of checkpoints that are left out."""
+    """The footprint of a store. ``branches``: empty unless requested. ``unreadable``: ids of omitted checkpoints."""
 
     steps: Sequence[StepUsage]
     tags: Sequence[TagUsage]
@@ -109,9 +110,9 @@ class Footprint:
 def footprint(
     repo: Repository, *, run: str | None = None, branches: bool = False, policy: Policy | None = None
 ) -> Footprint:
-    """Compute the footprint of a store, or of ``run``; other runs still count as users of its blobs.
+    """Compute the footprint of a store, or of ``run``. Other runs still count as users of its blobs.
 
-    ``policy``: the rules to report, one by one. Raises NotFound, InvalidInput for a metric that no checkpoint has,
+    ``policy``: the rules to report one by one. Raises NotFound, InvalidInput for a metric that no checkpoint has,
     Damaged or Refused if a tag cannot be read, StorageError.
     """
     check_metrics(repo, policy or Policy(), run)
@@ -157,7 +158,7 @@ def _tag_usage(tag: Tag, use: BlobUse, commits: CommitList) -> TagUsage:
 
 
 def _each_rule(policy: Policy) -> list[tuple[str, Policy]]:
-    """Return each rule of a policy: its text, and a policy that has this rule alone."""
+    """Return each rule of a policy as its text and a policy with only this rule."""
     given = {field.name: getattr(policy, field.name) for field in fields(policy)}
     rules = []
     for name, value in given.items():
@@ -181,7 +182,7 @@ def _rule_usage(
 
 
 def _branches(repo: Repository, wanted: Sequence[Commit], use: BlobUse) -> list[BranchUsage]:
-    """Divide each blob among the branches that the first checkpoint that names it has in it."""
+    """Divide each blob among the branches of the first checkpoint that names it."""
     totals, bases = defaultdict[str, float](float), defaultdict[str, float](float)
     is_base = _only_bases(repo, use)
     work = [(commit, new.tolist(), [use.names[number] for number in new]) for commit, new in use.new(wanted)]
@@ -198,7 +199,7 @@ def _branches(repo: Repository, wanted: Sequence[Commit], use: BlobUse) -> list[
 
 
 def _shares_of(repo: Repository, commit: Commit, names: Sequence[str]) -> BlobShares:
-    """Return the bytes of each branch in the blobs ``names``, and keep them in the catalogue; {} if unreadable."""
+    """Return the bytes of each branch in the blobs ``names``, and cache them in the catalogue. {} if unreadable."""
     note = f"branches/{commit.txid}/{commit.committed.head}"
     known = decode(repo.catalogue.note(note), BLOB_SHARES) if names else {}
     if known is not None and known.keys() >= {*names}:
@@ -218,7 +219,7 @@ def _shares_of(repo: Repository, commit: Commit, names: Sequence[str]) -> BlobSh
 
 
 def _only_bases(repo: Repository, use: BlobUse) -> npt.NDArray[np.bool_]:
-    """Return for each blob whether visible checkpoints use it, and only for bases."""
+    """Return for each blob whether visible checkpoints use it only for bases."""
     visible = [commit for commit in use.readable if commit.visible]
     needed, direct = np.zeros((2, len(use.names)), bool)
     bases = in_parallel(repo.storage.traits.requests, partial(_bases_of, repo), visible)
@@ -230,7 +231,7 @@ def _only_bases(repo: Repository, use: BlobUse) -> npt.NDArray[np.bool_]:
 
 
 def _bases_of(repo: Repository, commit: Commit) -> frozenset[str]:
-    """Return the blobs in which a checkpoint has bases and no cells, and keep them in the catalogue."""
+    """Return the blobs in which a checkpoint has only bases, and cache them in the catalogue."""
     if not commit.committed.bytes_deltas:
         return frozenset()
     note = f"bases/{commit.txid}/{commit.committed.head}"

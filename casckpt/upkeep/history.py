@@ -1,4 +1,4 @@
-"""Growth of a store: what each checkpoint added and why, and which layers changed. Reads manifests only."""
+"""Growth of a store: the bytes that each checkpoint added, the reasons, and the changed layers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from casckpt.plan.layers import group, summed
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.blob_use import BlobUse
 
-_NAMED = 3  # branches of a state that a reason names
+_NAMED = 3  # branches of a state in the text of a reason
 
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """One visible checkpoint. ``bytes_added``: of blobs that no earlier live checkpoint names.
+    """The growth at one visible checkpoint. ``bytes_added``: size of the blobs that no earlier live checkpoint names.
 
-    ``why``: the cause, as text. ``changed``: bytes that changed since the previous checkpoint of its run, by key; None
-    for the first one, for those that were not compared, and for those that cannot be read.
+    ``why``: the cause, as text. ``changed``: bytes that changed since the previous checkpoint of its run, by key. It is
+    None for the first checkpoint of a run, and for checkpoints that were not compared or cannot be read.
     """
 
     commit: Commit
@@ -35,7 +35,7 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """``added``: all visible checkpoints, oldest first. ``damaged``: blobs with a mark.
+    """The growth of a store. ``added``: all visible checkpoints, oldest first. ``damaged``: blobs with a mark.
 
     ``damaged_records``: keys of records that cannot be read.
     """
@@ -60,8 +60,8 @@ class Heat:
 def history(repo: Repository, runs: Collection[str], looked_at: int = 48) -> History:
     """Return the bytes that each visible checkpoint added.
 
-    Compares the newest ``looked_at`` checkpoints of each of ``runs``. Checkpoints that cannot be read are not
-    compared. Raises `StorageError`.
+    Compares the newest ``looked_at`` checkpoints of each run in ``runs``. Skips checkpoints that cannot be read. Raises
+    `StorageError`.
     """
     commits = list_commits(repo)
     before: dict[str, Manifest] = {}
@@ -75,7 +75,7 @@ def history(repo: Repository, runs: Collection[str], looked_at: int = 48) -> His
 
 
 def _newest(current: Sequence[Commit], most: int) -> set[str]:
-    """Return the ``most`` newest transactions of each run, and the one before these."""
+    """Return the newest ``most`` transactions of each run, and the transaction before these."""
     by_run = grouped(current, lambda commit: commit.run)
     return {commit.txid for of_run in by_run.values() for commit in of_run[-most - 1 :]}
 
@@ -98,7 +98,7 @@ def _why(commit: Commit, changed: Mapping[str, int] | None) -> str:
     record = commit.committed
     if record.dropped is not None:
         return f"thinned: {record.dropped.entries} tensors are left out, by {record.dropped.rule}"
-    coded = f"; {format_size(record.bytes_coded)} of it are stored as {format_size(record.bytes_frames)} of frames"
+    coded = f"; {format_size(record.bytes_coded)} are stored as {format_size(record.bytes_frames)} of frames"
     return _cause(record.bytes_reused, changed) + (coded if record.bytes_coded else "")
 
 
@@ -117,7 +117,7 @@ def _cause(reused: int, changed: Mapping[str, int] | None) -> str:
 
 
 def heat(repo: Repository, added: Sequence[Added]) -> Heat | None:
-    """Return the heat map of the checkpoints of a run that were compared; None if there are none."""
+    """Return the heat map of the compared checkpoints of a run, or None without any."""
     columns = [column for column in added if column.changed is not None]
     if not columns:
         return None

@@ -1,9 +1,9 @@
-"""Inventory of objects/. It lists only the folders that may have changed since this host last listed them.
+"""Inventory of objects/. A listing covers only the folders that may have changed since the last listing of this host.
 
-Only one save puts objects into a folder: the save whose transaction id names the folder. Only a gc deletes from it, and
-never what a live commit names. So a folder cannot change while a commit lives that was listed before the folder and
-names exactly what the folder holds. This commit is the **guard** of the folder. The catalogue keeps the guard of each
-folder and the sums of what it guards.
+Only one save puts objects into a folder: the save whose transaction id names the folder. Only gc deletes from the
+folder, and never an object that a live commit names. Suppose that a commit was listed before a folder and names exactly
+the objects in the folder. Then the folder cannot change while this commit is live. This commit is the **guard** of the
+folder. The catalogue keeps the guard of each folder and the sums of the guarded objects.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from casckpt.storage.base import ListedObject
 
 BLOB = "safetensors"
 _NOTE = "folders"
-_TRIED = 3  # users of a folder, newest first: an older one rarely names all of it, and each costs a comparison
+_TRIED = 3  # users of a folder to compare, newest first; an older one rarely names the whole folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,10 @@ class Sums:
 
 @dataclass(frozen=True)
 class Inventory:
-    """All objects. ``sizes``: bytes by key of the objects without a guard, which are all that a gc may delete.
+    """All objects. ``sizes``: bytes by key of the objects without a guard. gc deletes no other objects.
 
-    ``guarded``: sums of the other objects, by uploader. ``loose``: uploaders of the folders that were listed and have
-    no guard, including empty folders. ``foreign``: keys that casckpt did not make; gc leaves them alone.
+    ``guarded``: sums of the other objects, by uploader. ``loose``: uploaders of the listed folders without a guard,
+    including empty folders. ``foreign``: keys that casckpt did not make. gc ignores them.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict, repr=False)
@@ -59,7 +59,7 @@ class Inventory:
     loose: Sequence[TxId] = ()
 
     def total(self, but: Container[str] = ()) -> Sums:
-        """Return the sums of all objects except those with keys in ``but``."""
+        """Return the sums of all objects whose keys are not in ``but``."""
         loose = ((key, size) for key, size in self.sizes.items() if key not in but)
         return sum(self.guarded.values(), sums_of(loose))
 
@@ -71,7 +71,7 @@ class Inventory:
 
 
 def sums_of(objects: Iterable[tuple[str, int]]) -> Sums:
-    """Return the sums of objects, given as (key, bytes)."""
+    """Return the sums of objects given as (key, bytes)."""
     counts = {True: [0, 0], False: [0, 0]}
     for key, size in objects:
         count = counts[key.endswith(BLOB)]
@@ -81,7 +81,7 @@ def sums_of(objects: Iterable[tuple[str, int]]) -> Sums:
 
 
 def list_objects(repo: Repository) -> dict[str, int]:
-    """List all objects, with or without a guard: bytes by key. One LIST. Raises `StorageError`."""
+    """List all objects, with or without a guard, as bytes by key. Makes one LIST. Raises `StorageError`."""
     listed = repo.storage.list("objects/", known=parse_object)
     return {entry.key: entry.size for entry in listed if parse_object(entry.key) is not None}
 
@@ -93,7 +93,7 @@ class _Guarded:
 
 
 def list_unguarded(repo: Repository, commits: CommitList, *, as_purged: Container[TxId] = ()) -> Inventory:
-    """List the objects without a guard. ``commits``: listed before. ``as_purged``: live commits that may not guard.
+    """List the objects without a guard. ``commits``: an earlier listing. ``as_purged``: commits that may not guard.
 
     Reads the manifests that the catalogue lacks. Raises `StorageError`.
     """
@@ -140,13 +140,13 @@ class _Guards:
         self._own = {commit.txid: commit for commit in self._readable}
 
     def of(self, uploader: TxId, contents: Mapping[str, int]) -> TxId | None:
-        """Find the guard of the folder of ``uploader``, which holds ``contents`` (bytes by key); None if none."""
+        """Find the guard of the folder of ``uploader``, which holds ``contents`` (bytes by key), or None."""
         own = [self._own[uploader]] if uploader in self._own else []
         users = (commit for some in (own, self._users.get(uploader, ())) for commit in some) if contents else ()
         return next((commit.txid for commit in users if self._names_exactly(commit, uploader, contents)), None)
 
     def _names_exactly(self, commit: Commit, uploader: TxId, contents: Mapping[str, int]) -> bool:
-        """Return whether a commit names all of ``contents``, and nothing else in the folder of ``uploader``."""
+        """Return whether a commit names exactly ``contents`` in the folder of ``uploader``."""
         blobs = manifests.blobs_of(self._repo, commit)
         named = {blob_key(owner, name): size for owner, name, size in blobs if owner == uploader}
         if commit.txid == uploader:
@@ -156,7 +156,7 @@ class _Guards:
 
     @cached_property
     def _users(self) -> Mapping[TxId, Sequence[Commit]]:
-        """The newest commits that name blobs of each uploader."""
+        """Return the newest commits that name blobs of each uploader."""
         users: dict[TxId, list[Commit]] = defaultdict(list)
         for commit in sorted(self._readable, key=lambda commit: commit.txid, reverse=True):
             for uploader in manifests.blob_list(self._repo, commit).uploaders:

@@ -1,8 +1,9 @@
 """Detection of lost records: manifests under objects/ without a record in commits/ or transactions/.
 
-A save puts its manifest while its transaction is open. The file of the transaction is removed only after a record
-is in commits/, and that record stays for ever. So a manifest without either shows that records are missing:
-``commits/`` was moved or is not mounted, or the store was copied in part. Which blobs its checkpoint needs is unknown.
+A save puts its manifest while its transaction is open. casckpt removes the file of the transaction only after a record
+is in commits/, and never removes that record. So a manifest without either shows that records are missing: ``commits/``
+was moved or is not mounted, or only a part of the store was copied. It is then unknown which blobs the checkpoint
+needs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _NAMED_AT_MOST = 3
 
 
 def lost_records(repo: Repository, keys: Iterable[str], ended: Container[TxId] = ()) -> list[TxId]:
-    """Return the transactions that have a manifest among ``keys``, which were listed before, and no record.
+    """Return the transactions with a manifest among the listed ``keys`` and without a record.
 
     ``ended``: transactions that have a record. Lists transactions/ and commits/ only in doubt. Raises `StorageError`.
     """
@@ -35,13 +36,13 @@ def lost_records(repo: Repository, keys: Iterable[str], ended: Container[TxId] =
         return []
     listed = (parse_log(entry.key) for entry in repo.storage.list(TRANSACTIONS, known=parse_log))
     saving = {name[0] for name in listed if name is not None}
-    return sorted(doubtful - saving - list_names(repo))  # in this order: a save that ends now is in one of the listings
+    return sorted(doubtful - saving - list_names(repo))  # in this order, a save that ends meanwhile is in a listing
 
 
 def check_recorded(repo: Repository, keys: Iterable[str], ended: Container[TxId]) -> None:
-    """Raise `Damaged` if a gc would delete a manifest whose record is lost.
+    """Raise `Damaged` if gc would delete a manifest whose record is lost.
 
-    The arguments are those of `lost_records`.
+    Takes the arguments of `lost_records`.
     """
     lost = lost_records(repo, keys, ended)
     if lost:

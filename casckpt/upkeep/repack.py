@@ -1,8 +1,9 @@
-"""Repacking: stored cells are read, verified, packed as a save packs them, and put into other blobs.
+"""Repacking: reads stored cells, verifies them, packs them as a save does, and puts them into other blobs.
 
-The saved bytes do not change, only where each cell lies and whether it is encoded. Copies with another blob size,
-copies that encode, and rewrites in place use this module. The digest of each cell is known beforehand, so cells that
-the target already has are not read. Memory holds some hundred bytes for each cell, and a few blobs.
+Repacking changes the place of each cell and its encoding, but not the saved bytes. Copies with another blob size,
+copies that encode, and rewrites in place use this module. The manifest has the digest of each cell, so repacking does
+not read cells that the target already has. It needs a few hundred bytes of memory for each cell, and the memory of a
+few blobs.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _MAX_BASES = 8
 
 
 class CellPlace(NamedTuple):
-    """Where a cell lies: its blob, the offset in the file of the blob, and its frame if it is encoded."""
+    """The place of a cell: its blob, its offset in the file of the blob, and its frame if it is encoded."""
 
     ref: BlobRef
     offset: int
@@ -59,7 +60,7 @@ class CellPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A cell that is to move. ``blob``: the number of its blob in the source. ``offset``: in that blob."""
+    """A cell to move. ``blob``: the number of its blob in the source. ``offset``: in that blob."""
 
     digest: CellDigest
     nbytes: int
@@ -75,12 +76,12 @@ _Part = tuple[_Cell, memoryview]
 
 @dataclass(frozen=True)
 class Recoding:
-    """Stores cells of a checkpoint of ``source`` in ``target``, under the transaction ``uploader``.
+    """A repacking of cells of a checkpoint of ``source`` into ``target``, under the transaction ``uploader``.
 
     ``listed``: the commits of the target, listed after that transaction began. ``moving``: numbers of the blobs whose
-    cells move; all blobs, unless the source is the target. ``blob_bytes``: of data in a new blob, None for the blob
-    size of the target. ``jobs``: blobs at once, each with a buffer. ``progress``: receives the bytes of the blobs that
-    move. ``compress``: encode floats where that saves bytes.
+    cells move. These are all blobs, unless the source is the target. ``blob_bytes``: data bytes of a new blob, None for
+    the blob size of the target. ``jobs``: number of concurrent blobs, each with a buffer. ``progress``: called with the
+    bytes of each moved blob. ``compress``: encode floats where that saves bytes.
     """
 
     source: Repository
@@ -95,9 +96,9 @@ class Recoding:
     compress: bool = False
 
     def run(self) -> Encoded:
-        """Store the cells durably, and return the manifest with their places. The caller puts the manifest.
+        """Store the cells durably, and return the manifest with their new places. The caller puts the manifest.
 
-        Raises `BlobDamaged` if the source does not hold what was written, `Refused` for an unknown format, `Revoked`,
+        Raises `BlobDamaged` if bytes of the source are wrong, `Refused` for an unknown format, `Revoked`,
         `StorageError`.
         """
         cells, known, places = cells_of(self.manifest, self.moving), self._known(), dict[CellDigest, CellPlace]()
@@ -121,13 +122,13 @@ class Recoding:
         return self._placed(places)
 
     def _is_usable(self, cell: StoredCell) -> bool:
-        """Return whether the copy can use a cell of the target as it is stored there."""
+        """Return whether the copy can reuse a stored cell of the target."""
         return cell.frame is None or (self.compress and cell.frame.base is None)
 
     # cells of the target
 
     def _known(self) -> ReusableCells:
-        """Return cells of related checkpoints of the target, except those in damaged, worn or moving blobs."""
+        """Return the cells of related checkpoints of the target, without cells in damaged, worn or moving blobs."""
         related = self._related()
         avoided = blobs.damaged_marks(self.target) if related else set[tuple[TxId, BlobHash]]()
         if self.source is self.target:
@@ -136,7 +137,7 @@ class Recoding:
         return ReusableCells(None, bases, lambda ref: ref.worn or (ref.uploader, ref.hash) in avoided)
 
     def _related(self) -> list[Commit]:
-        """Return checkpoints visible in the target that share blobs with this one in the source, most shared first."""
+        """Return visible checkpoints of the target that share blobs with this one in the source, most shared first."""
         listed = self.listed if self.source is self.target else list_commits(self.source)
         own, shared = _heads(self.manifest.blob_list), dict[str, int]()
         for commit in manifests.learn(self.source, listed.live()):
@@ -160,7 +161,7 @@ class Recoding:
             buffers.close()
 
     def _make(self, buffers: BufferPool, lot: Sequence[_Cell]) -> dict[CellDigest, CellPlace]:
-        """Put the cells of ``lot`` into one blob, or frames and plain cells into two. Return where each cell lies."""
+        """Put the cells of ``lot`` into one blob, or frames and plain cells into two. Return the place of each cell."""
         with buffers.borrow() as borrowed:
             parts = list(_parts(lot, borrowed.view))
             runs = _runs(parts, self.source.storage.traits.read_gap)
@@ -173,7 +174,7 @@ class Recoding:
                 return self._put_smaller(parts, other.view)
 
     def _put(self, parts: Sequence[_Part], buffer: memoryview) -> dict[CellDigest, CellPlace]:
-        """Put a blob of cells whose bytes already lie at their offsets in ``buffer``."""
+        """Put a blob of cells whose bytes are already at their offsets in ``buffer``."""
         writer, offsets = BlobWriter(buffer), dict[CellDigest, int]()
         for cell, _ in parts:
             offsets[cell.digest] = writer.place(cell.nbytes)
@@ -183,7 +184,7 @@ class Recoding:
         return {digest: CellPlace(ref, offset) for digest, offset in offsets.items()}
 
     def _put_smaller(self, parts: Sequence[_Part], buffer: memoryview) -> dict[CellDigest, CellPlace]:
-        """Put cells as frames where that saves bytes, and the others as they are."""
+        """Put cells as frames where that saves bytes, and the other cells without encoding."""
         tried = [(cell, data, _frame_of(cell, data)) for cell, data in parts]
         frames = [(cell, frame) for cell, _, frame in tried if frame is not None]
         rest = [(cell, data) for cell, data, frame in tried if frame is None]
@@ -204,13 +205,13 @@ class Recoding:
         return {digest: CellPlace(ref, at, Frame(nbytes, None)) for digest, (at, nbytes) in offsets.items()}
 
     def _finish(self, writer: BlobWriter, buffer: memoryview) -> BlobRef:
-        """Put the blob that was written, and return its reference."""
+        """Put the finished blob, and return its reference."""
         ref = BlobRef(*writer.finish(), self.uploader)
         blobs.put(self.target, self.uploader, ref.hash, buffer[: ref.size])
         return ref
 
     def _read(self, run: Sequence[_Part]) -> None:
-        """Read consecutive cells, and the bytes between them, in one request."""
+        """Read consecutive cells and the bytes between them in one request."""
         start = end = run[0][0].offset
         views: list[memoryview] = []
         for cell, data in run:
@@ -224,7 +225,7 @@ class Recoding:
             raise BlobDamaged(ref, explain(ref, error)) from error
 
     def _check(self, cell: _Cell, data: memoryview) -> None:
-        """Verify a cell. Read it once more if its digest is wrong, then raise `BlobDamaged`."""
+        """Verify a cell. If its digest is wrong, read it once more. Raise `BlobDamaged` if it is still wrong."""
         if cell_digest(data) != cell.digest:
             self._read([(cell, data)])
             if cell_digest(data) != cell.digest:
@@ -251,16 +252,16 @@ class Recoding:
         refs = mark_worn(tables.values(), list(numbers), self.manifest.body.run, live.__contains__)
         made = placed(self.manifest, encode_blobs(refs), tables)
         again = made.manifest()
-        for number in tables:  # another writer may cut extents so that the new tables cannot be decoded
+        for number in tables:  # a foreign writer may cut extents in a way that the new tables cannot express
             again.extents(again.entries[number])
         return made
 
 
 def poor_blobs(manifest: Manifest, blob_bytes: int, kept: Container[tuple[TxId, BlobHash]]) -> frozenset[int]:
-    """Return the numbers of the blobs to repack: repacking them leaves fewer blobs, or replaces worn ones.
+    """Return the numbers of the blobs to repack, if this leaves fewer blobs or replaces worn blobs.
 
     A poor blob has less than half of ``blob_bytes``, or is worn, and is not in ``kept``. Blobs with encoded cells or
-    their bases are never repacked. Raises as reading a manifest.
+    their bases are never poor. Raises the errors of reading a manifest.
     """
     chained = blobs_of_chains(manifest)
     every = ((number, ref) for number, ref in enumerate(manifest.blobs) if number not in chained)
@@ -272,14 +273,14 @@ def poor_blobs(manifest: Manifest, blob_bytes: int, kept: Container[tuple[TxId, 
 
 
 def blobs_of_chains(manifest: Manifest) -> frozenset[int]:
-    """Return the numbers of the blobs that hold encoded cells or their bases. Such blobs are copied as they are."""
+    """Return the numbers of the blobs that hold encoded cells or their bases. Copies never repack such blobs."""
     tables = (manifest.extents(entry) for entry in _stored_entries(manifest))
     coded = (extent for table in tables for extent in table.extents if extent.coding)
     return frozenset(link.blob for extent in coded for link in extent.chain)
 
 
 def cells_of(manifest: Manifest, wanted: Container[int]) -> list[_Cell]:
-    """Return the cells in the blobs ``wanted``, each once, in the order in which a save packs them."""
+    """Return each cell in the blobs ``wanted`` once, in the order in which a save packs cells."""
     ranked: dict[CellDigest, tuple[tuple[object, ...], _Cell]] = {}
     for entry in _stored_entries(manifest):
         table, branch = manifest.extents(entry), branch_of(entry.kind, entry.key)
@@ -296,7 +297,7 @@ def cells_of(manifest: Manifest, wanted: Container[int]) -> list[_Cell]:
 
 
 def packed(manifest: Manifest, cells: Sequence[_Cell], blob_bytes: int) -> list[Sequence[_Cell]]:
-    """Split ``cells``, in order, into lots of one blob each. Branches of the state get blobs of their own."""
+    """Split ``cells``, in order, into lots of one blob each. No blob has cells of two branches of the state."""
     end = DATA_OFFSET + max([blob_bytes, *(cell.nbytes for cell in cells)])
     branches = branches_of(branch_of(entry.kind, entry.key) for entry in manifest.entries)
     lots: list[Sequence[_Cell]] = []
@@ -307,7 +308,7 @@ def packed(manifest: Manifest, cells: Sequence[_Cell], blob_bytes: int) -> list[
 
 
 def _parts(lot: Iterable[_Cell], buffer: memoryview) -> Iterator[_Part]:
-    """Yield each cell with the part of ``buffer`` that a `BlobWriter` gives it."""
+    """Yield each cell with its part of ``buffer``, as a `BlobWriter` assigns it."""
     end = DATA_OFFSET
     for cell in lot:
         start = place_behind(end, cell.nbytes)
@@ -316,7 +317,7 @@ def _parts(lot: Iterable[_Cell], buffer: memoryview) -> Iterator[_Part]:
 
 
 def _frame_of(cell: _Cell, plain: memoryview) -> bytes | None:
-    """Encode a cell of floats and verify the frame by decoding it. Return None if encoding saves no bytes."""
+    """Encode a cell of floats, and decode the frame to verify it. Return None if encoding saves no bytes."""
     frame = encode_planes(plain, coded_width(cell.dtype)) if cell.dtype in FLOATS else None
     if frame is None:
         return None
@@ -324,17 +325,17 @@ def _frame_of(cell: _Cell, plain: memoryview) -> bytes | None:
     decode(memoryview(frame), decoded, None)
     if cell_digest(decoded) == cell.digest:
         return frame
-    log.error("a frame decodes to something else than its cell, so the cell is stored as it is; please report this bug")
+    log.error("a frame does not decode to its cell, so the cell is stored without encoding; please report this bug")
     return None
 
 
 def _stored_entries(manifest: Manifest) -> list[Entry]:
-    """Return the entries that have elements and were not dropped."""
+    """Return the entries that are neither empty nor dropped."""
     return [entry for entry, rows in zip(manifest.entries, manifest.raw_rows(), strict=True) if len(rows)]
 
 
 def _runs(parts: Iterable[_Part], gap: int) -> Iterator[list[_Part]]:
-    """Group cells that are consecutive in the source as well. Each group takes one read."""
+    """Group cells that are consecutive in the source too. Each group takes one read."""
     run: list[_Part] = []
     for part in parts:
         cell, last = part[0], run[-1][0] if run else part[0]

@@ -1,9 +1,9 @@
-"""Rewrites: a checkpoint is committed again with its cells in other blobs, and its id then means the new commit.
+"""Rewrites: a second commit of a checkpoint, with its cells in other blobs. The id then names the new commit.
 
-The id changes its meaning when the `replaced` record is created at the next number of the log of the base, as that log
-was when commits were listed. So if several processes forget or rewrite the checkpoint at once, exactly one wins. A
-process that loses forgets its own commit. A put without an answer may still arrive later, so a process without an
-answer takes the number itself before it gives up. gc does this for processes that died.
+A rewrite replaces the base when its `replaced` record takes the next number in the log of the base. The listing of
+commits gives this number. So if several processes forget or rewrite the checkpoint at the same time, exactly one
+succeeds. The other processes forget their own commits. A put whose answer was lost may still arrive later. A process in
+this situation fills the number itself before it raises. gc does this for dead processes.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ log = logging.getLogger(__name__)
 
 
 def rewrite(repo: Repository, base: Commit, save: Callable[[TxId, CommitList], Committed | None]) -> Commit | None:
-    """Commit the result of ``save`` in place of ``base``. Return None, and change nothing, if ``save`` returns None.
+    """Commit the result of ``save`` in place of ``base``. If ``save`` returns None, change nothing and return None.
 
-    The transaction begins before the commits are listed that ``save`` receives, so ``save`` may reuse the blobs
-    that they name. It returns the record of the new blobs. The new manifest must hold all entries of ``base``,
-    except those that the record names as dropped.
+    The transaction begins before ``save`` receives a listing of commits, so ``save`` may reuse the blobs that these
+    name. It returns the record of the new blobs. The new manifest must hold all entries of ``base``, except those that
+    the record names as dropped.
 
-    Raises `Conflict` if ``base`` is no longer visible, or if another process changed it first; `StorageError`,
-    after which the rewrite may still stand.
+    Raises `Conflict` if ``base`` is no longer visible, or if another process changed it first. Raises `StorageError`;
+    the rewrite may still be committed.
     """
     transaction = begin(repo, base.run, base.step, after=[base.txid])
     try:
         listed = list_commits(repo)
         now = listed.commits.get(base.txid)
         if now is None or not now.visible or now.txid in listed.damaged:
-            raise Conflict(f"{base} is no longer the commit that its id means: there is nothing to rewrite")
+            raise Conflict(f"{base} is no longer the commit that its id names, so it cannot be rewritten")
         record = save(transaction.txid, listed)
         if record is None:
             transaction.abort("damaged bytes cannot be recovered")
@@ -53,7 +53,7 @@ def rewrite(repo: Repository, base: Commit, save: Callable[[TxId, CommitList], C
 
 
 def record_of(repo: Repository, txid: TxId, commit: Commit, made: Encoded) -> Committed:
-    """Put a manifest, and return the record of a rewrite of ``commit`` with this manifest. Raises `StorageError`."""
+    """Put a manifest. Return the record of a rewrite of ``commit`` with this manifest. Raises `StorageError`."""
     manifests.put_encoded(repo, txid, made)
     places = {"txid": txid, "head": made.head, "manifest_bytes": len(made.data)}
     return changed(commit.committed, time=repo.clock(), **places)

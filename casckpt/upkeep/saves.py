@@ -1,4 +1,4 @@
-"""Saves in progress: list them, revoke them, and give up those whose record is lost."""
+"""Saves in progress: list, revoke, and give up saves whose record is lost."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SaveInProgress:
 
 def saves_in_progress(repo: Repository) -> list[SaveInProgress]:
     """List the saves in progress, oldest first. Raises `NotFound` where there is no store, `StorageError`."""
-    repo.check_exists()  # no store is not the same as no saves
+    repo.check_exists()  # a missing store is an error, not an empty list
     opened = open_transactions(repo, list_names(repo))
     ended = list_names(repo) if opened else set()
     return [_described(repo, transaction) for transaction in opened if transaction.txid not in ended]
@@ -50,7 +50,7 @@ def _described(repo: Repository, transaction: OpenTransaction) -> SaveInProgress
     process = transaction.began.process
     alive = _alive(process)
     if alive is False and not has_died(repo, transaction):
-        alive = None  # another process has joined the copy, and continues it
+        alive = None  # another process joined the copy and continues it
     since = time_of(transaction.began.time)
     return SaveInProgress(
         transaction.txid, transaction.began.run, name.step, since, transaction.signs, process.host, process.pid, alive

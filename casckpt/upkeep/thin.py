@@ -1,12 +1,12 @@
-"""Thinning: drops some tensors of a checkpoint, such as those of the optimizer, and keeps its id.
+"""Thinning: removes some tensors of a checkpoint, such as the optimizer state, and keeps its id.
 
-A thinned checkpoint is a rewrite without the dropped entries and the blobs that only they use. No byte of a tensor is
-read or written. A gc purges the old commit like a forgotten one. Until then `restore` brings everything back.
+A thinned checkpoint is a rewrite without the dropped entries and the blobs that only they use. Thinning reads and
+writes no tensor bytes. gc purges the old commit like a forgotten one. Until then `restore` recovers all entries.
 
-A tag that is set meanwhile protects the whole checkpoint. Thinning therefore lists the tags again at its end, and
-restores checkpoints with a tag that the plan did not know. A process that sets a tag reads the log afterwards, so at
-least one of the two sees the other. If thinning is killed before that, the tag keeps the old commit, and a gc restores
-it later.
+A tag that is set during thinning protects the whole checkpoint. So thinning lists the tags again at its end, and
+restores checkpoints with new tags. A process that sets a tag reads the log afterwards, so at least one of the two
+processes sees the other. If thinning is killed before its end, the tag keeps the old commit, and a later gc restores
+it.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from casckpt.upkeep.gc.purge import check_metrics, kept_of, min_age_of
 from casckpt.upkeep.rewrite import record_of, rewrite
 
 log = logging.getLogger(__name__)
-MAX_RULE = 1 << 16  # characters; longer rules are hostile
+MAX_RULE = 1 << 16  # characters; a longer rule can only come from a hostile store
 _Sizes = dict[tuple[TxId, BlobHash], int]
 
 
 @dataclass(frozen=True)
 class Thin:
-    """How one checkpoint is thinned. ``entries``: numbers of the entries to drop. ``nbytes``: of these entries.
+    """The plan for one checkpoint. ``entries``: numbers of the entries to drop. ``nbytes``: their size.
 
     ``goes``: sizes of the blobs that only dropped entries use. ``stays``: sizes of the blobs that other entries use.
     """
@@ -60,9 +60,10 @@ class Thin:
 
 @dataclass(frozen=True)
 class ThinPlan:
-    """The checkpoints to thin, oldest first. ``done``: chosen, but already thinned. ``failed``: errors of the others.
+    """The checkpoints to thin, oldest first. ``done``: already thinned. ``failed``: errors of other checkpoints.
 
-    ``tagged``: whether tags move to the new commits. ``chosen``: how many were named, or are kept whole by no rule.
+    ``tagged``: whether tags move to the new commits. ``chosen``: how many checkpoints the call named or the rule
+    selected.
     """
 
     drop: tuple[str, ...]
@@ -75,11 +76,11 @@ class ThinPlan:
 
 @dataclass(frozen=True)
 class ThinResult:
-    """The thinned checkpoints as new commits, or with ``dry_run`` the checkpoints to thin as present commits.
+    """The new commits of the thinned checkpoints, or with ``dry_run`` the present commits of the checkpoints to thin.
 
-    ``entries``, ``nbytes``: number and bytes of the tensors that this drops. ``freed_bytes``: of the blobs that a
-    gc deletes once it purges the old commits, which it may do after ``until`` (None: at the next gc).
-    ``shared_bytes``: of the blobs that the thinned checkpoints no longer use, but other checkpoints need.
+    ``entries``, ``nbytes``: number and size of the dropped tensors. ``freed_bytes``: size of the blobs that gc deletes
+    after it purges the old commits. It may purge them after ``until`` (None: at the next gc). ``shared_bytes``: size of
+    the blobs that the thinned checkpoints no longer use, but other checkpoints need.
     """
 
     thinned: tuple[Commit, ...] = ()
@@ -101,16 +102,16 @@ def plan_thin(
     tagged: bool = False,
     spare: Iterable[Commit] = (),
 ) -> ThinPlan:
-    """Plan to drop the entries that match ``drop`` (fnmatch patterns on keys) from ``refs``, or by a rule.
+    """Plan to drop the entries that match ``drop`` (fnmatch patterns on keys) from ``refs`` or by a rule.
 
-    ``keep``: the checkpoints that stay whole, as a policy of a gc; the newest of each run always stays. ``tagged``:
-    also thin what a tag without an end names. ``spare``: checkpoints to leave alone. Writes nothing.
+    ``keep``: a policy for the checkpoints that stay whole. The newest checkpoint of each run always stays whole.
+    ``tagged``: also thin checkpoints with a tag without an end. ``spare``: checkpoints to skip. Writes nothing.
 
     Raises `InvalidInput`, `Conflict` if one of ``refs`` is tagged, `NotFound`, `StorageError`.
     """
     rule, wanted = patterns_of(drop), list(refs)
     if bool(wanted) is not (keep is None or keep.is_empty):
-        raise InvalidInput("give either the checkpoints to thin, or a rule for what stays whole (keep-last)")
+        raise InvalidInput("give either the checkpoints to thin, or a rule for those that stay whole (keep-last)")
     named = _barring(repo, tagged=tagged)
     listed = list_commits(repo)
     if wanted:
@@ -134,11 +135,11 @@ def _barring(repo: Repository, *, tagged: bool) -> dict[str, Tag]:
 
 
 def _rule(commit: Commit) -> frozenset[str]:
-    """Return the patterns by which a checkpoint was thinned."""
+    """Return the patterns of a thinned checkpoint."""
     rule = "" if commit.dropped is None else commit.dropped.rule
     try:
         return frozenset(word for word in shlex.split(rule[:MAX_RULE]) if word != "--drop")
-    except ValueError:  # written by another program
+    except ValueError:  # a foreign writer
         return frozenset([rule])
 
 
@@ -166,7 +167,7 @@ def _plan_one(repo: Repository, rule: frozenset[str], commit: Commit) -> Thin | 
         numbers = frozenset(entry.number for entry in goes)
         stays = [entry for entry in manifest.held if entry.number not in numbers]
         if goes and not any(entry.nbytes for entry in stays):
-            raise InvalidInput(f"nothing would be left of {commit}: forget it instead (`casckpt forget`)")
+            raise InvalidInput(f"thinning would drop every tensor of {commit}: forget it instead (`casckpt forget`)")
         used = _sizes(manifest, stays)
         gone = {name: size for name, size in _sizes(manifest, goes).items() if name not in used}
         return Thin(commit, numbers, sum(entry.nbytes for entry in goes), gone, used)
@@ -202,7 +203,7 @@ def preview(repo: Repository, plan: ThinPlan) -> ThinResult:
 
 
 def _space(repo: Repository, plan: ThinPlan) -> tuple[int, int]:
-    """Return the bytes of blobs that a gc can delete once the old commits are purged, and of those that others need."""
+    """Return the bytes of blobs that gc can delete after it purges the old commits, and of blobs that others need."""
     goes: _Sizes = {name: size for one in plan.thin for name, size in one.goes.items()}
     bases = {one.commit.txid for one in plan.thin}
     others = (one for one in list_commits(repo).live() if one.txid not in bases)
@@ -220,8 +221,8 @@ def _until(repo: Repository, chosen: Sequence[Commit]) -> datetime | None:
 def execute(repo: Repository, plan: ThinPlan) -> tuple[Commit, ...]:
     """Carry out ``plan``, and return the new commits. Skips checkpoints that another process changed meanwhile.
 
-    Raises `Unsupported` if the store requires of writers what this version does not know; `StorageError`, after which
-    the checkpoints done by then stay thinned.
+    Raises `Unsupported` if this version does not know a requirement of the store on writers. Raises `StorageError`; the
+    checkpoints that were thinned before the error stay thinned.
     """
     check_requirements(repo)
     made = [done for one in plan.thin if (done := _thin(repo, one, plan.drop)) is not None]
@@ -232,7 +233,7 @@ def execute(repo: Repository, plan: ThinPlan) -> tuple[Commit, ...]:
 
 
 def thin(repo: Repository, plan: ThinPlan, *, dry_run: bool = False) -> ThinResult:
-    """Carry out ``plan``; with ``dry_run``, only count. Raises as `execute`."""
+    """Carry out ``plan``, or with ``dry_run`` only count. Raises the errors of `execute`."""
     result = preview(repo, plan)
     return result if dry_run else replace(result, thinned=execute(repo, plan), dry_run=False)
 
@@ -240,10 +241,10 @@ def thin(repo: Repository, plan: ThinPlan, *, dry_run: bool = False) -> ThinResu
 def thin_by(
     repo: Repository, rule: Thinning, run: str | None, *, spare: Iterable[Commit] = (), dry_run: bool = False
 ) -> ThinResult:
-    """Thin by a rule, or return the result that this would have.
+    """Thin by a rule, or with ``dry_run`` return the expected result.
 
-    Logs a warning for each checkpoint that cannot be thinned. Raises as `execute`, and before that MissingKey if
-    the rule chooses nothing that matches, InvalidInput.
+    Logs a warning for each checkpoint that cannot be thinned. Raises the errors of `execute`. Before that, raises
+    MissingKey if no key of the chosen checkpoints matches, and InvalidInput.
     """
     check_metrics(repo, rule.keep, run)
     plan = plan_thin(repo, drop=rule.drop, keep=rule.keep, run=run, spare=spare)
@@ -269,7 +270,7 @@ def _thin(repo: Repository, plan: Thin, drop: Iterable[str]) -> Commit | None:
 def _but_tagged(
     repo: Repository, thin: Iterable[Thin], made: Sequence[Commit], named: Mapping[str, Tag]
 ) -> list[Commit]:
-    """Restore those of ``made`` that a tag names that was set meanwhile. Return the others."""
+    """Restore the commits of ``made`` that received a tag meanwhile. Return the others."""
     tagged = tagged_txids(named, made)
     before = {one.commit.id: one.commit for one in thin}
     left = []
@@ -281,21 +282,21 @@ def _but_tagged(
             if commit.txid in tagged:
                 restore(repo, replaced, as_read=True)
                 continue
-        except Conflict:  # it was purged, so the tag was set later on the thinned one; or another process changed it
+        except Conflict:  # it was purged, so the tag was set on the thinned commit; or another process changed it
             pass
         left.append(commit)
     return left
 
 
 def _dropped(one: Thin, drop: Iterable[str]) -> Dropped:
-    """Return the record of what was dropped: the same for the same patterns, in any number of steps, in any store."""
+    """Return the record of the dropped entries. It depends only on the patterns, not on their order or the store."""
     before = one.commit.dropped or Dropped(entries=0, bytes=0, rule="")
     words = [word for pattern in sorted(_rule(one.commit) | {*drop}) for word in ("--drop", pattern)]
     return Dropped(entries=before.entries + len(one.entries), bytes=before.bytes + one.nbytes, rule=shlex.join(words))
 
 
 def _move_tags(repo: Repository, thin: Sequence[Commit]) -> None:
-    """Move the tags of these checkpoints to the new commits, except tags that expire: their holders need the whole."""
+    """Move the tags of these checkpoints to the new commits. Skip leases, because their holders need all tensors."""
     now = {commit.id: commit for commit in thin}
     for tag in tags(repo).values() if thin else ():
         commit = now.get(tag.manifest)
@@ -305,9 +306,9 @@ def _move_tags(repo: Repository, thin: Sequence[Commit]) -> None:
 
 
 def thin_alike(repo: Repository, others: Iterable[Commit]) -> list[Commit]:
-    """Thin the checkpoints of ``repo`` like ``others``, those of another store. Return the thinned checkpoints.
+    """Thin the checkpoints of ``repo`` like their copies ``others`` in another store. Return the thinned checkpoints.
 
-    Checkpoints that a tag names in ``repo``, or that cannot be read, stay whole. Raises `StorageError`.
+    Checkpoints of ``repo`` that have a tag or cannot be read stay whole. Raises `StorageError`.
     """
     listed, named = list_commits(repo), {tag.manifest for tag in tags(repo).values()}
     plans, made = [], []
@@ -322,7 +323,7 @@ def thin_alike(repo: Repository, others: Iterable[Commit]) -> list[Commit]:
 
 
 def whole_of(repo: Repository, commit: Commit, listed: CommitList | None = None) -> Commit:
-    """Return the old commit of a thinned checkpoint that lacks least, for a restore. ``listed``: None for a new LIST.
+    """Return the most complete old commit of a thinned checkpoint. ``listed``: None for a new LIST.
 
     Raises `NotFound` if the old commits were purged, or if it was never thinned; `StorageError`.
     """
@@ -330,7 +331,7 @@ def whole_of(repo: Repository, commit: Commit, listed: CommitList | None = None)
     old = [other for other in listed.standing() if other.id == commit.id and other.last == "replaced"]
     fullest = min(reversed(old), key=_lacking, default=commit)
     if _lacking(fullest) >= _lacking(commit):
-        raise NotFound(f"{commit} is whole, or its commit from before the thinning was purged")
+        raise NotFound(f"{commit} was never thinned, or its old commit was purged")
     return fullest
 
 
@@ -339,9 +340,9 @@ def _lacking(commit: Commit) -> int:
 
 
 def check(plan: ThinPlan) -> None:
-    """Raise the first error of ``plan``; MissingKey if its patterns match no entry of all chosen checkpoints."""
+    """Raise the first error of ``plan``. Raise MissingKey if its patterns match no entry of a chosen checkpoint."""
     for error in plan.failed:
-        more = f" ({len(plan.failed)} checkpoints cannot be thinned, this is one)" if plan.failed[1:] else ""
+        more = f" (the first error of {len(plan.failed)} checkpoints that cannot be thinned)" if plan.failed[1:] else ""
         raise type(error)(f"{error}{more}", **error.__dict__) from error
     if plan.chosen and not plan.thin and not plan.done:
         patterns = " or ".join(map(repr, plan.drop))

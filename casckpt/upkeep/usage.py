@@ -24,10 +24,10 @@ _Blob = tuple[TxId, BlobHash]
 
 @dataclass(frozen=True, slots=True)
 class RunUsage:
-    """One run. Bytes are those of blob files, except ``bytes_logical``: of the tensors of its visible checkpoints.
+    """The use of one run. Sizes count blob files, except ``bytes_logical``, which counts its visible tensors.
 
-    ``bytes_used``: of all blobs that its live checkpoints name. ``bytes_alone``: of the blobs that no other run names;
-    a gc frees them if the run is purged. ``bytes_newest``: of the blobs that its newest checkpoint names.
+    ``bytes_used``: all blobs that its live checkpoints name. ``bytes_alone``: the blobs that no other run names. gc
+    frees them if the run is purged. ``bytes_newest``: the blobs that its newest checkpoint names.
     """
 
     run: str
@@ -43,11 +43,11 @@ class RunUsage:
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """All runs, largest use first. ``bytes_unneeded``: of blobs that no live checkpoint names.
+    """The use of all runs, largest first. ``bytes_unneeded``: blobs that no live checkpoint names.
 
-    These are leftovers of failed saves, blobs of saves in progress, and blobs of purged checkpoints. ``freed``: what a
-    gc deletes of these and of the blobs that only forgotten checkpoints use. ``unreadable``: ids of checkpoints whose
-    manifest cannot be read. Their blobs count as unneeded here, but gc does not delete them.
+    These are leftovers of failed saves, blobs of saves in progress, and blobs of purged checkpoints. ``freed``: the
+    part of these that gc deletes, and the blobs that only forgotten checkpoints use. ``unreadable``: ids of checkpoints
+    whose manifest cannot be read. Their blobs count as unneeded here, but gc does not delete them.
     """
 
     runs: Sequence[RunUsage]
@@ -60,7 +60,7 @@ class StoreUsage:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Bytes of blobs that a gc without rules deletes: ``now``, and ``later``, once all forgotten ones are purged."""
+    """Bytes that gc without rules frees ``now``, and ``later``, after all forgotten checkpoints are purged."""
 
     now: int
     later: int
@@ -70,14 +70,14 @@ class Freed:
 class StoreStats:
     """Counts and bytes of a store.
 
-    ``bytes_stored``: of all objects. ``bytes_logical``: of the tensors of all visible checkpoints, each checkpoint
-    counted in full, without what was thinned. ``bytes_coded``: of these, what is stored as frames. ``bytes_frames``:
-    of these frames. ``bytes_deltas``: of the frames that have a base. ``forgotten``: checkpoints that wait to be
-    purged. ``bytes_freed_now``: what a gc without rules deletes. ``bytes_freed_later``: what it deletes once
-    everything that is forgotten now is purged. ``mirror``: URL of the store's mirror, None if it has none.
-    ``mirror_found``: whether a store exists there, None if unknown. ``mirrored``, ``unmirrored``: checkpoints,
-    including forgotten ones, that are noted as safe there, and those that are not yet. ``damaged_blobs``: marked blobs
-    that checkpoints need.
+    ``bytes_stored``: all objects. ``bytes_logical``: the tensors of all visible checkpoints, with shared tensors
+    counted each time, without dropped tensors. ``bytes_coded``: the part of ``bytes_logical`` that is stored as frames.
+    ``bytes_frames``: these frames. ``bytes_deltas``: the frames that have a base. ``forgotten``: checkpoints that wait
+    for a purge. ``bytes_freed_now``: blobs that gc without rules deletes. ``bytes_freed_later``: blobs that it deletes
+    after the purge of all checkpoints that are forgotten now. ``mirror``: URL of the store's mirror, None if it has
+    none. ``mirror_found``: whether a store exists there, None if unknown. ``mirrored``, ``unmirrored``: number of
+    checkpoints, including forgotten ones, with and without a note that they are safe there. ``damaged_blobs``: marked
+    blobs that checkpoints need.
     """
 
     checkpoints: int
@@ -122,7 +122,7 @@ def usage(repo: Repository) -> StoreUsage:
 
 
 def measure(repo: Repository) -> StoreStats:
-    """Return the counts of a store. Reads the manifests that the catalogue lacks, and looks for the mirror.
+    """Return the counts of a store. Reads the manifests that the catalogue lacks, and checks that the mirror exists.
 
     Raises `StorageError`.
     """
@@ -133,7 +133,7 @@ def measure(repo: Repository) -> StoreStats:
     total, freed = stock.total(), freed_by_gc(repo, commits, stock, purges=is_there is not False)
     needed = [] if mirror is None else needed_in_mirror(repo)
     behind = len(unmirrored(repo, needed, mirror, made if made and is_there else 0))
-    marked = blobs.damaged_marks(repo)  # marked blobs that no checkpoint needs wait for a gc
+    marked = blobs.damaged_marks(repo)  # gc deletes the marked blobs that no checkpoint needs
     return StoreStats(
         checkpoints=len(current),
         forgotten=sum(commit.is_forgotten for commit in commits.live()),
@@ -157,10 +157,10 @@ def measure(repo: Repository) -> StoreStats:
 
 
 def freed_by_gc(repo: Repository, commits: CommitList, stock: Inventory | None = None, *, purges: bool = True) -> Freed:
-    """Return what gcs without rules would free. Without ``stock``, leftovers of failed saves do not count.
+    """Return the bytes that gc without rules would free. Without ``stock``, leftovers of failed saves do not count.
 
-    ``purges``: False if the mirror is gone, because the next gc then purges nothing. Reads manifests only if there are
-    forgotten checkpoints or blobs without a guard. Raises `StorageError`.
+    ``purges``: False if the mirror is gone, because gc then purges nothing. Reads manifests only if there are forgotten
+    checkpoints or blobs without a guard. Raises `StorageError`.
     """
     forgotten = [commit for commit in commits.live() if not commit.visible]
     loose = {} if stock is None else _loose_blobs(stock)

@@ -75,7 +75,7 @@ def test_the_help_lists_names_of_settings(saved: Store, told: Told, run: Run) ->
     assert saved.settings.min_age == timedelta(days=2)
 
 
-@follows("repository/exclusive.py:require_exclusive", "Use another storage, or say with single_writer")
+@follows("repository/exclusive.py:require_exclusive", "Use another storage, or give single_writer")
 def test_a_storage_that_replaces_objects_is_used_by_a_single_writer(tmp_path: Path, told: Told) -> None:
     storage = Ignoring()
     with told.error(Unsupported) as advice:

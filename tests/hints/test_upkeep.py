@@ -199,7 +199,7 @@ def test_a_pattern_to_drop_is_chosen_from_listed_keys(trained: Store, store_path
 # storages
 
 
-@follows("upkeep/gc/gc.py:_check_storage", "make sure that nobody saves, and say so with single_writer")
+@follows("upkeep/gc/gc.py:_check_storage", "stop all saves, then open the store with single_writer")
 @follows("upkeep/doctor.py:_creates", "only one writer at a time, with single_writer (--single-writer)")
 def test_gc_on_a_replacing_storage_is_for_a_single_writer(tmp_path: Path, told: Told) -> None:
     storage = Ignoring()
@@ -232,7 +232,7 @@ def test_a_damaged_source_is_repaired_before_it_is_copied(
     assert [one.step for one in casckpt.open(tmp_path / "copy").checkpoints()] == [1, 2]
 
 
-@follows("upkeep/copies/replication.py:taken", "Forget it there first (`casckpt forget`), if it is not wanted")
+@follows("upkeep/copies/replication.py:taken", "If you do not need it, forget it there first (`casckpt forget`)")
 def test_a_checkpoint_that_blocks_a_copy_is_forgotten(
     trained: Store, store_path: Path, tmp_path: Path, told: Told, run: Run
 ) -> None:

@@ -190,7 +190,7 @@ def test_contradictory_arguments_are_refused(store: Store) -> None:
             store.thin(**arguments)
     with pytest.raises(InvalidInput, match="give either the checkpoints to thin"):
         store.thin("run@1", drop=DROP, keep_last=1)
-    with pytest.raises(InvalidInput, match="nothing would be left"):
+    with pytest.raises(InvalidInput, match="would drop every tensor"):
         store.thin("run@1", drop="*")
     with pytest.raises(MissingKey, match="opt"):
         store.thin("run@1", drop="opt.*")

@@ -1,4 +1,4 @@
-"""Memory that this process can still use: what the host has available, within the limits of its cgroup."""
+"""Memory that this process can still use: the available memory of the host, within the limits of its cgroup."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FILES = (
 
 
 def headroom(meminfo: Path = _MEMINFO, mine: Path = _MINE, groups: Path = _GROUPS) -> int:
-    """Return the bytes that are available without swapping; 0 if the system does not report it."""
+    """Return the bytes that are available without swapping, or 0 if the system does not report them."""
     try:
         available = _number("MemAvailable:", meminfo.read_text()) << 10
         return max(0, min([available, *_left(mine.read_text(), groups)]))
@@ -25,7 +25,7 @@ def headroom(meminfo: Path = _MEMINFO, mine: Path = _MINE, groups: Path = _GROUP
 
 
 def _left(mine: str, groups: Path) -> Iterator[int]:
-    """Yield what each memory limit leaves, of this process's group and of those above it."""
+    """Yield the remaining bytes of each memory limit, of the group of this process and of its parents."""
     for line in mine.splitlines():
         _, kinds, path = line.split(":", 2)
         if kinds and "memory" not in kinds.split(","):

@@ -52,7 +52,7 @@ def is_temporary(name: str) -> bool:
 
 
 class FileMaker:
-    """Makes files on one file system, and remembers which calls that lacks. Safe for use by several threads.
+    """The creation of files on one file system. It remembers the calls that the file system lacks. Thread-safe.
 
     ``direct``: write large files around the page cache where possible.
     """
@@ -87,7 +87,7 @@ class FileMaker:
         try:
             make()
         except SyncFailed:
-            make()  # a second fsync of the same file proves nothing, so write a new file
+            make()  # a second fsync of the same file would prove nothing, so write a new file
 
     def _create(self, folder: int, name: str, data: memoryview, way: Naming) -> None:
         if way is Naming.UNNAMED:

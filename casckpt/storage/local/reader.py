@@ -1,8 +1,8 @@
 """Reader of local files: cached bytes come from the page cache, others from the disk around the cache.
 
 A file that is mostly not cached is read directly (O_DIRECT) into an aligned buffer and copied from there. This is
-faster than a read through the cache, and does not evict other pages. cachestat or mincore tells what is cached. (A read
-with RWF_NOWAIT would tell too, but it makes the kernel read ahead, so that the disk reads everything twice.)
+faster than a read through the cache, and does not evict other pages. cachestat or mincore reports the cached pages. (A
+read with RWF_NOWAIT would report them too, but it makes the kernel read ahead, so that the disk reads all bytes twice.)
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from casckpt.storage.failures import reporting
 from casckpt.storage.local.syscalls import Lacking, cached_pages
 
 _MAX_BUFFERS = 1024  # IOV_MAX of Linux
-_LARGE = 512 << 10  # bytes: below it, a read is not worth a second system call
+_LARGE = 512 << 10  # bytes; a smaller read is not worth a second system call
 _WORTH_A_CALL = 256 << 10  # bytes
 _BOUNCE = 2 << 20
 _FIRST = 64 << 10  # bytes; after a smaller read the kernel's pieces become so large that allocating them may be slow
 _DIRECT = getattr(os, "O_DIRECT", 0)
-_MOST = 0.75  # part of a file's pages in the cache from which on it is read from there
+_MOST = 0.75  # fraction of a file in the cache from which reads use the cache
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _thread = threading.local()
 
@@ -47,7 +47,7 @@ class LocalReader(Reader):
         self._key = key
         self._path = path
         self._counts = counts
-        # descriptor for direct I/O; -1 if that is not possible or not wanted, None if not known yet
+        # descriptor for direct I/O; -1 if direct I/O is impossible or not worthwhile, None if unknown
         self._direct: int | None = -1 if shared else None
         self._cached: bool | None = None
         self._is_begun = not shared
@@ -60,7 +60,7 @@ class LocalReader(Reader):
 
     @property
     def is_cached(self) -> bool:
-        """Whether the page cache holds most of it. Looked up once."""
+        """Whether the page cache holds most of it. The lookup happens once."""
         if self._cached is None:
             self._cached = is_cached(self._fd, 0, self._size)
         return self._cached
@@ -73,7 +73,7 @@ class LocalReader(Reader):
     def fill(
         self, offset: int, buffers: Sequence[memoryview], turns: AbstractContextManager[object]
     ) -> Generator[int, None, None]:
-        """Do what `read_into` does, and yield how many of ``buffers`` are full so far. No buffer may be empty.
+        """Read as `read_into` does, and yield the number of full ``buffers`` so far. No buffer may be empty.
 
         One of ``turns`` is held while there is work for a core: here, and in the caller after a yield, where the bytes
         are still in that core's cache. Close the generator (`contextlib.closing`), else an error might keep the turn.
@@ -96,7 +96,7 @@ class LocalReader(Reader):
         return bytes(data)
 
     def _direct_fd(self, offset: int, nbytes: int) -> int:
-        """Open the file for direct I/O, once for each file; -1 if that is not possible, or if the file is cached.
+        """Open the file for direct I/O once. Return -1 if this is impossible, or if the file is cached.
 
         A look-up for the whole file takes a while. If it was not made, the range of the first read decides.
         """
@@ -135,7 +135,7 @@ class LocalReader(Reader):
     def _fill_from_cache(
         self, offset: int, buffers: Sequence[memoryview], turns: AbstractContextManager[object]
     ) -> Iterator[int]:
-        """Read some buffers at a time: enough to be worth a system call, and few enough for a core's cache."""
+        """Read several buffers at a time: enough for an efficient system call, and few enough for a core's cache."""
         self._begin()
         full = 0
         while full < len(buffers):
@@ -167,7 +167,7 @@ class LocalReader(Reader):
             buffers = _rest(buffers, count)
 
     def close(self) -> None:
-        """Close the file. Harmless when done twice."""
+        """Close the file. A second call does nothing."""
         for fd in (self._fd, -1 if self._direct is None else self._direct):
             if fd >= 0:
                 os.close(fd)
@@ -204,7 +204,7 @@ def _is_resident(fd: int, start: int, size: int) -> bool:
             failed = _LIBC.mincore(
                 ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data)
             )
-            del view  # else the map could not be closed
+            del view  # otherwise the map could not be closed
     except OSError:
         return True
     return bool(failed) or float((pages & 1).mean()) >= _MOST

@@ -45,7 +45,7 @@ _LARGE_FOLIOS = {"ext4": (6, 16)}
 
 
 def stale_listings(path: Path, mounts: Path = _MOUNTS) -> str:
-    """Return why listings of ``path`` may lag behind, and what to do; "" if they do not, or if that is unknown."""
+    """Return the reason why listings of ``path`` may lag behind, with advice, or "" without a known reason."""
     kind, options = _mount_of(path, mounts)
     if not re.fullmatch(r"nfs\d?", kind) or _SURE & set(options.split(",")):
         return ""
@@ -65,7 +65,7 @@ def caches_well(path: Path, mounts: Path = _MOUNTS, release: str | None = None) 
 
 
 def _mount_of(folder: Path, mounts: Path) -> tuple[str, str]:
-    """Return (type, options) of the deepest mount that holds ``folder``; empty texts if that is unknown."""
+    """Return (type, options) of the deepest mount that holds ``folder``, or empty texts if unknown."""
     path, best = os.path.realpath(folder), ("", "", "")
     try:
         lines = mounts.read_text(errors="replace").splitlines()
@@ -259,7 +259,7 @@ class LocalStore(ObjectStore):
         return LocalReader(fd, os.fstat(fd).st_size, key, path, self.counts, shared=shared)
 
     def _in_folder(self, folder: str, key: str, act: Callable[[int], None]) -> None:
-        """Call ``act`` with the folder open. Repeats it if another process removes the folder meanwhile."""
+        """Call ``act`` with the open folder. Repeat this if another process removes the folder meanwhile."""
         path = self.path / key
         with reporting("write", path):
             for _ in range(_ATTEMPTS):
@@ -271,7 +271,7 @@ class LocalStore(ObjectStore):
 
 
 def _scan(folders: Folders, folder: str) -> tuple[list[ListedObject], list[str]]:
-    """List the objects in a folder and the keys of its folders; nothing if it does not exist."""
+    """List the objects in a folder and the keys of its folders. Return none if it does not exist."""
     files: list[ListedObject] = []
     deeper: list[str] = []
     with (
@@ -292,7 +292,7 @@ def _scan(folders: Folders, folder: str) -> tuple[list[ListedObject], list[str]]
 
 
 def _entry(item: os.DirEntry[str], key: str, root: Path) -> ListedObject | None:
-    """Return an object of a listing; None if it was deleted meanwhile."""
+    """Return an object of a listing, or None if it was deleted meanwhile."""
     try:
         status = item.stat(follow_symlinks=False)
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Locations of blobs in a target store, remembered while many checkpoints are copied into it.
+"""A cache of blob locations in a target store, for copies of many checkpoints.
 
-The blobs of a manifest never change, so each manifest is read once. Whether its checkpoint is live may change, so each
-call takes a new listing.
+The blobs of a manifest never change, so each manifest is read once. Its checkpoint may be purged, so each call takes a
+new listing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from casckpt.repository.repository import Repository
 
 
 class BlobLocations:
-    """Does what `casckpt.contents.manifests.locate` does, for several calls about the blobs ``names``."""
+    """A `casckpt.contents.manifests.locate` with a cache, for several calls about the blobs ``names``."""
 
     def __init__(self, repo: Repository, names: AbstractSet[BlobHash]) -> None:
         self._repo = repo
@@ -26,7 +26,7 @@ class BlobLocations:
         self._found: dict[BlobHash, tuple[TxId, BlobRef]] = {}
 
     def locate(self, listed: CommitList, wanted: Mapping[BlobHash, BlobRef]) -> dict[BlobHash, BlobRef]:
-        """Return where the store has blobs that a live commit of ``listed`` names. Raises `StorageError`."""
+        """Return the locations of the blobs that a live commit of ``listed`` names. Raises `StorageError`."""
         live = {commit.txid: commit for commit in listed.live()}
         for commit in manifests.learn(self._repo, [one for txid, one in live.items() if txid not in self._seen]):
             self._seen.add(commit.txid)
@@ -36,5 +36,5 @@ class BlobLocations:
         named = {name: self._found[name] for name in wanted if name in self._found}
         marked = blobs.damaged_marks(self._repo) if named else set[tuple[TxId, BlobHash]]()
         if any(txid not in live or (ref.uploader, ref.hash) in marked for txid, ref in named.values()):
-            return manifests.locate(self._repo, live.values(), wanted)  # another location may be usable
+            return manifests.locate(self._repo, live.values(), wanted)  # another location may still be readable
         return {name: ref for name, (_, ref) in named.items() if ref.size == wanted[name].size}

@@ -1,9 +1,9 @@
 """The copy command: copies the checkpoints that a target store lacks.
 
-A checkpoint that the target has under the same id is not copied. A checkpoint that the target has forgotten or purged
-is copied only if it is named, because the target has its own retention. Each checkpoint is copied on its own
-(`casckpt.upkeep.copies.replication`). If one cannot be copied, because it is damaged or its run and step are taken, the
-others are still copied.
+A copy skips a checkpoint that the target has under the same id. It copies a checkpoint that the target has forgotten or
+purged only by name, because the target has its own retention. Each checkpoint is copied separately
+(`casckpt.upkeep.copies.replication`). If one cannot be copied, because it is damaged or another checkpoint has its run
+and step, the others are still copied.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CopyFailure:
-    """A checkpoint that was not copied, and why."""
+    """A checkpoint that was not copied, and the error."""
 
     commit: Commit
     error: CasckptError
@@ -53,13 +53,13 @@ class CopyFailure:
 class CopyPlan:
     """The plan of a copy. All tuples are oldest first.
 
-    ``missing``: checkpoints to copy. ``forgotten``: commits of the target to restore. ``present``: already there.
-    ``left``: forgotten or purged in the target, and not named. ``failed``: cannot be copied. ``nbytes``: of blobs
-    that the target lacks. ``total``: where the progress ends: ``nbytes``, or the bytes of all blobs of each missing
-    checkpoint if cells are repacked. ``blob_bytes``: repack the cells into blobs of so many bytes. ``compress``:
-    encode them. ``moving``: for repacking in place (newest first), the numbers of the blobs to replace, by
-    transaction; None for a copy into another store. ``records``: unreadable records of the source, which may hide
-    checkpoints to copy.
+    ``missing``: checkpoints to copy. ``forgotten``: commits of the target to restore. ``present``: checkpoints that the
+    target has. ``left``: checkpoints that the target has forgotten or purged, and that the call did not name.
+    ``failed``: checkpoints that cannot be copied. ``nbytes``: size of the blobs that the target lacks. ``total``: the
+    end of the progress. It is ``nbytes``, or the size of all blobs of each missing checkpoint if cells are repacked.
+    ``blob_bytes``: repack the cells into blobs of this size. ``compress``: encode the cells. ``moving``: for repacking
+    in place (newest first), the numbers of the blobs to replace, by transaction. None for a copy into another store.
+    ``records``: unreadable records of the source, which may hide checkpoints to copy.
     """
 
     missing: tuple[Commit, ...] = ()
@@ -79,8 +79,8 @@ class CopyPlan:
 class CopyResult:
     """The result of a copy, or with ``dry_run`` its expected result. ``copied``: as commits of the target.
 
-    ``blobs``, ``nbytes``: counts and bytes of the blobs put for ``copied``, by this process or by all that share
-    the work. ``made_store``: whether the target was created. ``tags``: names that were set there. ``records``:
+    ``blobs``, ``nbytes``: number and size of the blobs put for ``copied``, by all processes that share the work.
+    ``made_store``: whether the target was created. ``tags``: names of the tags that were set there. ``records``:
     unreadable records of the source, whose checkpoints were not copied.
     """
 
@@ -97,13 +97,13 @@ class CopyResult:
     dry_run: bool = False
 
     def raise_failure(self) -> None:
-        """Raise the worst of ``failed`` and ``records``, if there is any. Its message says how many there are."""
+        """Raise the worst error of ``failed`` and ``records``, if any. Its message gives the number of errors."""
         unread = [Damaged(f"a checkpoint was not copied: {record.why}", key=record.key) for record in self.records]
         errors = [*(failure.error for failure in self.failed), *unread]
         if not errors:
             return
         worst = max(errors, key=lambda error: isinstance(error, Damaged))
-        more = f" ({len(errors)} checkpoints were not copied, this is one)" if len(errors) > 1 else ""
+        more = f" (one of {len(errors)} checkpoints that were not copied)" if len(errors) > 1 else ""
         raise type(worst)(f"{worst}{more}", **worst.__dict__) from worst
 
 
@@ -116,10 +116,10 @@ def plan_copy(
     blob_bytes: int | None = None,
     compress: bool = False,
 ) -> CopyPlan:
-    """Plan a copy of the checkpoints that ``refs`` name (ranges too), or of all visible ones; optionally of a ``run``.
+    """Plan a copy of the checkpoints or ranges in ``refs``, or of all visible checkpoints, or of those of ``run``.
 
-    ``blob_bytes``: repack the cells into blobs of so many bytes; then ``target`` may be ``source``. ``compress``:
-    encode the cells of floats, except in checkpoints that have encoded cells. Writes nothing. Raises `NotFound`,
+    ``blob_bytes``: repack the cells into blobs of this size. Then ``target`` may be ``source``. ``compress``: encode
+    the cells of floats, except in checkpoints that already have encoded cells. Writes nothing. Raises `NotFound`,
     `InvalidInput`, `StorageError`.
     """
     in_place = source.exists() and target.exists() and source.storage.url == target.storage.url
@@ -131,14 +131,14 @@ def plan_copy(
         raise InvalidInput(f"blobs of {blob_bytes} bytes are not possible: give a size from 4KiB to 1GiB")
     named = list(refs)
     listed = list_commits(source)
-    source.check_exists()  # a missing store is not the same as an empty one
+    source.check_exists()  # a missing store is an error, unlike an empty one
     chosen = resolve_many(source, named, listed) if named else listed.current()
     chosen = sorted((commit for commit in chosen if run is None or commit.run == run), key=lambda commit: commit.order)
     records = _unread(source, listed, named, chosen, run)
     if in_place and blob_bytes is not None:
         return replace(_in_place(source, chosen, listed, blob_bytes), records=records)
     if blob_bytes is not None and any(commit.committed.bytes_coded for commit in chosen):
-        log.warning("blobs are copied as they are, because they hold encoded cells")
+        log.warning("blobs with encoded cells are copied without repacking")
         blob_bytes = None
     there = list_commits(target) if target.exists() else CommitList({}, {})
     plan = _plan_for(source, target, chosen, there, named=bool(named))
@@ -181,7 +181,7 @@ def _in_place(repo: Repository, chosen: Sequence[Commit], listed: CommitList, bl
 def _plan_for(
     source: Repository, target: Repository, chosen: Sequence[Commit], there: CommitList, *, named: bool
 ) -> CopyPlan:
-    """Sort ``chosen`` by what the target, with the commits ``there``, has of each."""
+    """Compare ``chosen`` with the commits ``there`` of the target, and plan the copy."""
     ended = {commit.id for commit in there.commits.values() if commit.last == "purged"}
     missing, forgotten, present, left, failed = [], [], [], [], []
     for commit in chosen:
@@ -204,7 +204,10 @@ def _plan_for(
 
 
 def _bytes_of(source: Repository, target: Repository, missing: Sequence[Commit], there: CommitList) -> tuple[int, int]:
-    """Return the bytes of the blobs of ``missing``, and of those that the target lacks. Skips unreadable manifests."""
+    """Return the size of all blobs of ``missing``, and of the blobs that the target lacks.
+
+    Skips unreadable manifests.
+    """
     wanted: dict[BlobHash, BlobRef] = {}
     total = 0
     for name, ref in _named(source, missing):
@@ -246,14 +249,15 @@ def execute(
     part: Part = (0, 1),
     progress: Progress = silent,
 ) -> CopyResult:
-    """Carry out ``plan``. A missing target is created, with the cell and blob size of the source.
+    """Carry out ``plan``. Create a missing target with the cell and blob size of the source.
 
-    ``with_tags``: set the source's tags on what is copied or present. ``jobs``: blobs in transfer at once. ``part``:
-    (number, count) of this process among those that make the same copy. ``progress``: called with the bytes of blobs
-    done, `CopyPlan.total` in all. If the target is the mirror of the source, the copies are noted in the source.
+    ``with_tags``: set the source's tags on the copied and present checkpoints. ``jobs``: number of concurrent
+    transfers. ``part``: (number, count) of this process among the processes that make the same copy. ``progress``:
+    called with the bytes of finished blobs, `CopyPlan.total` in all. If the target is the mirror of the source, the
+    copies are noted in the source.
 
-    Checkpoints that cannot be copied stand in the result. Raises `Unsupported` if a store requires of writers what this
-    version does not know; `StorageError`, after which the next copy continues from there.
+    The result lists the checkpoints that cannot be copied. Raises `Unsupported` if this version does not know a
+    requirement of a store on writers. Raises `StorageError`; the next copy continues from there.
     """
     progress.expect(plan.total)
     blob_bytes = plan.blob_bytes
@@ -261,7 +265,7 @@ def execute(
     places = BlobLocations(target, {name for name, _ in _named(source, plan.missing)})
     work = replace(each, blob_bytes=blob_bytes, compress=plan.compress, places=places)
     if (blob_bytes is not None or plan.compress) and part != (0, 1):
-        raise InvalidInput("processes cannot share a copy that packs its cells anew: let one of them make it")
+        raise InvalidInput("processes cannot share a copy that repacks cells: use a single process")
     is_mirror = source.settings.mirror == target.storage.url
     made = _create_target(source, target, blob_bytes, is_mirror=is_mirror)
     copy_signatures(source, target, {commit.id for commit in (*plan.missing, *plan.present)})
@@ -294,24 +298,24 @@ def execute(
 
 
 def _create_target(source: Repository, target: Repository, blob_bytes: int | None, *, is_mirror: bool) -> bool:
-    """Create ``target`` if it is missing, and return whether it was.
+    """Create ``target`` if it is missing. Return whether it was missing.
 
     Raises `Unsupported` if a store refuses writers.
     """
     sizes = source.marker
     made = target.create(cell_bytes=sizes.cell_bytes, blob_bytes=max(blob_bytes or sizes.blob_bytes, sizes.cell_bytes))
-    if is_mirror:  # an earlier store at this URL is gone, and so is what was safe there: drop the notes about it
+    if is_mirror:  # an earlier store at this URL is gone with its checkpoints, so delete the notes about it
         since = NO_STORE if made else made_at(target.storage)
         take_back(source, unmirrored(source, list_commits(source).live(), target.storage.url, since))
     for written in (target, source) if is_mirror else (target,):
-        check_requirements(written)  # now, because a copy that is refused later could not be made under its own id
+        check_requirements(written)  # check now: after a refused commit, the copy could not use its own transaction id
     return made
 
 
 def _each(commits: Iterable[Commit], call: Callable[[Commit], T]) -> tuple[list[T], list[CopyFailure]]:
-    """Call ``call`` with each commit. Return its results, and the commits for which it failed.
+    """Call ``call`` with each commit. Return the results, and the commits for which it failed.
 
-    Raises `StorageError`, which says how many commits were done.
+    Raises `StorageError` with the number of finished commits in its message.
     """
     wanted = list(commits)
     done, failed = [], []
@@ -321,15 +325,15 @@ def _each(commits: Iterable[Commit], call: Callable[[Commit], T]) -> tuple[list[
         except _NOT_COPIED as error:
             failed.append(CopyFailure(commit, error))
         except StorageError as error:
-            so_far = f"{len(done)} of {len(wanted)} checkpoints were done before that, and stay: the same again goes on"
-            raise StorageError(f"{error}. {so_far} from there", **error.__dict__) from error
+            so_far = f"{len(done)} of {len(wanted)} checkpoints are done; repeat the same call to continue"
+            raise StorageError(f"{error}. {so_far}", **error.__dict__) from error
     return done, failed
 
 
 def _brought(copied: Sequence[Replica], part: Part) -> tuple[int, int]:
-    """Return the number and bytes of the blobs put for ``copied``.
+    """Return the number and size of the blobs put for ``copied``.
 
-    Processes that share the work read the sum from its record, which includes what a killed attempt had put.
+    If processes share the work, reads the sums from the commit records. They include the blobs of killed attempts.
     """
     _, processes = part
     if processes == 1:
@@ -355,7 +359,7 @@ def _checked_part(part: Part) -> Part:
 
 
 def _copy_tags(source: Repository, target: Repository, result: CopyResult) -> tuple[str, ...]:
-    """Set the tags of what the result has in the target, except tags that expire. Return the names that were set."""
+    """Set the tags of the copied and present checkpoints, except leases. Return the names that were set."""
     there = {commit.id: commit for commit in list_commits(target).visible()}
     here = {commit.id for commit in (*result.copied, *result.restored, *result.present)}
     before, done = tags(target), []
@@ -368,5 +372,5 @@ def _copy_tags(source: Repository, target: Repository, result: CopyResult) -> tu
                 now = get_tag(target, name)
                 if now is None or now.txid != commit.txid:
                     raise
-            done.append(name)  # another process of the same copy may have been first
+            done.append(name)  # another process of the same copy may have set it first
     return tuple(done)

@@ -1,8 +1,8 @@
-"""Mirror of a store: a thread that copies each commit into another store in the background.
+"""The mirror of a store: a thread that copies each commit into another store in the background.
 
-The store itself says what is left to copy: live commits without a record under mirrored/. So nothing is lost when the
-program ends or dies; the next process that opens the store with its mirror continues. On each host one process copies
-at a time. Several hosts share the work.
+The store itself shows the remaining work: live commits without a record under mirrored/. So a program may end or die at
+any time. The next process that opens the store with its mirror continues. On each host one process copies at a time.
+Several hosts share the work.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from casckpt.upkeep.copies.signatures import copy_signatures
 from casckpt.upkeep.thin import thin_alike
 
 JOBS = 4
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0  # seconds until a failed pass is tried again
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0  # seconds until the next attempt after a failed pass
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class _State:
-    """State of one process.
+    """The state of a mirror in one process.
 
-    ``asked``: number of the latest pass that was requested. ``done``: number of the last pass that ended. ``pause``:
-    seconds until the next attempt, if the last one failed.
+    ``asked``: number of the latest requested pass. ``done``: number of the last finished pass. ``pause``: seconds until
+    the next attempt, if the last one failed.
     """
 
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -47,7 +47,7 @@ class _State:
 
 
 class Mirror:
-    """Keeps ``target`` a copy of all commits of ``repo``. Thread-safe, and usable in forked children."""
+    """The copying of all commits of ``repo`` into ``target``. Thread-safe, and usable in forked children."""
 
     def __init__(self, repo: Repository, target: Repository) -> None:
         self.target = target
@@ -66,16 +66,17 @@ class Mirror:
             state.changed.notify_all()
 
     def lag(self) -> MirrorLag:
-        """Return how far the mirror is behind. Raises `StorageError` if the store itself fails."""
+        """Return the lag of the mirror. Raises `StorageError` if the store itself fails."""
         error = self._state.get().error
         if not self._repo.exists():
             return MirrorLag(0, 0, 0.0)
         return lag_of(self._repo, needed_in_mirror(self._repo), "" if error is None else str(error))
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return once everything that is committed now is safe in the mirror.
+        """Wait until all present commits are safe in the mirror.
 
-        Makes one more attempt, then raises the error that prevents the copy; `StorageError` after ``timeout`` seconds.
+        Makes one more attempt, then raises the error that prevents the copy. Raises `StorageError` after ``timeout``
+        seconds.
         """
         self.wake()
         state = self._state.get()
@@ -90,7 +91,7 @@ class Mirror:
                 raise type(state.error)(str(state.error), **state.error.__dict__) from state.error
 
     def stop(self) -> None:
-        """End the thread after its current checkpoint. The rest is copied when the store is opened again."""
+        """End the thread after its current checkpoint. The next opening of the store continues."""
         state = self._state.get()
         with state.changed:
             state.stopped = True
@@ -101,13 +102,13 @@ class Mirror:
         try:
             while self._pass(state):
                 pass
-        finally:  # nothing may wait for a thread that has ended; the next `wake` starts another one
+        finally:  # release callers that wait for the ended thread; the next `wake` starts another thread
             with state.changed:
                 state.thread, state.done, state.error = None, state.asked, state.error or ended
                 state.changed.notify_all()
 
     def _pass(self, state: _State) -> bool:
-        """Wait for `wake` or for the next attempt, then catch up. Return False if the thread must end."""
+        """Wait for `wake` or the time of the next attempt, then catch up. Return False if the thread must end."""
         with state.changed:
             retry = state.pause if isinstance(state.error, StorageError) else None
             state.changed.wait_for(lambda: state.stopped or state.asked > state.done, retry)
@@ -129,11 +130,11 @@ class Mirror:
             with alone_on_this_host(self._repo.catalogue.path.with_name("mirror.lock")):
                 return self._catch_up(state)
         except CasckptError as error:
-            log.warning("%s is behind; the copy is tried again: %s", self.target.storage.url, error)
+            log.warning("%s is behind; the mirror will retry the copy: %s", self.target.storage.url, error)
             return error
 
     def _catch_up(self, state: _State) -> CasckptError | None:
-        """Copy all commits that are not safe yet, oldest first. Return the last error of a commit that was not copied.
+        """Copy all commits that are not yet safe, oldest first. Return the last error of a commit that was not copied.
 
         Raises `StorageError`.
         """
@@ -148,13 +149,13 @@ class Mirror:
             return None
         made = made_at(self.target.storage)
         behind = unmirrored(self._repo, needed, url, made)
-        if len(behind) > len(known):  # another store was at this URL; it is gone with all that was safe there
+        if len(behind) > len(known):  # an earlier store at this URL is gone with its checkpoints
             take_back(self._repo, unmirrored(self._repo, listed.live(), url, made))
         sizes = self._repo.marker
         self.target.create(cell_bytes=sizes.cell_bytes, blob_bytes=sizes.blob_bytes)
         check_requirements(self._repo)
         copy_signatures(self._repo, self.target, {commit.id for commit in needed})
-        there = list_commits(self.target)  # after the store's commits: what was restored there since must not be noted
+        there = list_commits(self.target)  # list after the store's commits, so that no commit restored since is noted
         visible, lives = Holdings(there.visible()), Holdings(there.live())
         failed: CasckptError | None = None
         for commit in behind:
@@ -162,7 +163,7 @@ class Mirror:
                 break
             try:
                 self._copy(commit, is_there=commit in (lives if commit.is_forgotten else visible))
-            except (Conflict, Gone) as error:  # purged meanwhile, or revoked by gcs of the mirror
+            except (Conflict, Gone) as error:  # purged meanwhile, or revoked by gc of the mirror
                 log.info("%s", error)
             except (Damaged, Refused) as error:
                 log.error("%s is not mirrored: %s", commit, error)
@@ -171,13 +172,13 @@ class Mirror:
         return failed
 
     def _thin(self, listed: CommitList, is_thinned: bool) -> None:
-        """Thin the mirror like the store, if the settings say so. Raises `StorageError`."""
+        """Thin the mirror like the store, if the settings ask for it. Raises `StorageError`."""
         thin = [commit for commit in listed.visible() if commit.dropped is not None] if is_thinned else []
         if thin:
             thin_alike(self.target, thin)
 
     def _copy(self, commit: Commit, *, is_there: bool) -> None:
-        """Copy a commit that is not there, then note it. The retention of the mirror is its own from then on."""
+        """Copy a missing commit, then note it. From then on only the retention of the mirror applies to the copy."""
         if not is_there:
             made = replicate(self._repo, self.target, commit, Work(jobs=JOBS, twins=True))
             if commit.is_forgotten:

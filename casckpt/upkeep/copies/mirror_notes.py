@@ -1,12 +1,11 @@
-"""Notes under mirrored/ of the commits that are safe in a store's mirror, and what gc reads from them.
+"""Notes under mirrored/ about the commits that are safe in a store's mirror, for the mirror and gc.
 
-A note counts until the checkpoint is restored again: the mirror had forgotten the checkpoint before that, and may have
-purged it since.
+A note counts until the checkpoint is restored. Before that, the mirror may have forgotten and purged its copy too.
 
-The settings of a store name its mirror, so every gc on any host knows it. Before gc relies on the notes, it reads when
-the store at the mirror was created. If no store is there (a deleted folder, a disk that is not mounted), or a store
-that was created after a note, the note does not count. If gc cannot reach the mirror, the notes count, because gc needs
-no credentials of the mirror.
+The settings of a store name its mirror, so gc knows the mirror on every host. Before gc relies on the notes, it reads
+the creation time of the store at the mirror. A note does not count if no store is there (a deleted folder, an unmounted
+disk), or if the store is newer than the note. If gc cannot reach the mirror, the notes count, because gc needs no
+credentials of the mirror.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from casckpt.storage import ObjectStore, open_storage
 PREFIX = "mirrored/"
 NO_STORE = math.inf
 """Creation time of a store that does not exist: all notes are older."""
-_SHORT_TIMEOUTS = {"request_timeout": 10.0, "call_timeout": 20.0}  # without an answer the notes count anyway
+_SHORT_TIMEOUTS = {"request_timeout": 10.0, "call_timeout": 20.0}  # if the mirror does not answer, the notes count
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class MirrorLag:
-    """How far a mirror is behind. ``checkpoints``: how many are not safe there yet.
+    """The lag of a mirror. ``checkpoints``: number of checkpoints that are not yet safe there.
 
-    ``bytes``: of the blobs that their saves wrote. ``seconds``: since the oldest of them was committed. ``error``: why
-    the last attempt of this process failed, "" if it did not fail.
+    ``bytes``: size of the blobs that their saves wrote. ``seconds``: time since the oldest of these commits. ``error``:
+    the error of the last attempt of this process, "" without one.
     """
 
     checkpoints: int
@@ -50,8 +49,8 @@ class MirrorLag:
 def mirror_to_wait_for(repo: Repository) -> str | None:
     """Return the URL of the mirror that gc waits for, from the settings.
 
-    Raises `Damaged` if the settings are lost, because gc would then delete what is not safe in the mirror;
-    `StorageError`.
+    Raises `Damaged` if the settings are lost, because gc would then delete checkpoints that are not safe in the mirror.
+    Raises `StorageError`.
     """
     generation, settings = repo.newest_settings()
     if generation < 0 and (noted := next(iter(repo.storage.list(PREFIX, known=parse_mirrored)), None)):
@@ -64,9 +63,9 @@ def mirror_to_wait_for(repo: Repository) -> str | None:
 
 
 def made_at(storage: ObjectStore) -> float:
-    """Return when the store in ``storage`` was created, in microseconds. Older notes are about another store.
+    """Return the creation time of the store in ``storage``, in microseconds. Older notes are about another store.
 
-    `NO_STORE` if there is none. Raises `Damaged`, `Refused`, `StorageError`.
+    Returns `NO_STORE` if there is none. Raises `Damaged`, `Refused`, `StorageError`.
     """
     try:
         return decode_marker(storage.get(MARKER, limit=MAX_RECORD_BYTES)).created_at
@@ -75,10 +74,11 @@ def made_at(storage: ObjectStore) -> float:
 
 
 def mirror_made_at(repo: Repository, mirror: str, *, near: bool = False) -> float | None:
-    """Return when the store at ``mirror`` was created: one small request. Warns and returns None if that is unknown.
+    """Return the creation time of the store at ``mirror``. Warn and return None if it is unknown.
 
-    Uses the mirror with which ``repo`` was opened, otherwise the credentials of the environment. A folder that cannot
-    be read counts as no store, because no credentials are missing there. ``near``: ask no server; returns None for one.
+    Makes one small request. Uses the mirror with which ``repo`` was opened, otherwise the credentials of the
+    environment. An unreadable folder counts as no store, because a folder needs no credentials. ``near``: make no
+    request to a server, and return None for one.
     """
     is_remote = True
     try:
@@ -99,14 +99,14 @@ def _storage_of(repo: Repository, mirror: str) -> ObjectStore:
 
 
 def needed_in_mirror(repo: Repository) -> list[Commit]:
-    """Return the commits that the mirror must hold by the settings, oldest first. Raises `StorageError`."""
+    """Return the commits that the settings require in the mirror, oldest first. Raises `StorageError`."""
     return list_commits(repo).needed(loses=bool(repo.settings.mirror_thinned))
 
 
 def unmirrored(repo: Repository, commits: Iterable[Commit], mirror: str | None, made: float = 0) -> list[Commit]:
-    """Return those of ``commits`` that are not noted as safe in ``mirror``; none if ``mirror`` is None.
+    """Return those of ``commits`` without a note that they are safe in ``mirror``. Return none if ``mirror`` is None.
 
-    Notes from before ``made`` do not count. One LIST, and a small read for each note that this host has not read.
+    Notes from before ``made`` do not count. Makes one LIST, and a small read for each note that is new to this host.
     Raises `StorageError`.
     """
     wanted = list(commits)
@@ -116,7 +116,7 @@ def unmirrored(repo: Repository, commits: Iterable[Commit], mirror: str | None, 
     noted = [commit for commit in wanted if key_of_note(commit) in there]
     records = read_records(repo, PREFIX, [there[key_of_note(commit)] for commit in noted], lambda _: Mirrored)
     doubtful = [commit for commit in noted if not _says(records[key_of_note(commit)], commit, mirror, made)]
-    # a note of an earlier mirror, or a note that was replaced since this host read it
+    # the note is about an earlier mirror, or was replaced since this host read it
     again = in_parallel(repo.storage.traits.requests, lambda commit: _is_noted(repo, commit, mirror, made), doubtful)
     safe = {commit.txid for commit in noted}
     safe -= {commit.txid for commit, says in zip(doubtful, again, strict=True) if not says}
@@ -124,12 +124,12 @@ def unmirrored(repo: Repository, commits: Iterable[Commit], mirror: str | None, 
 
 
 def key_of_note(commit: Commit) -> str:
-    """Return the key of the note that counts for a commit, which depends on its last restore."""
+    """Return the key of the note that counts for a commit. It depends on the last restore."""
     return mirrored_key(commit.txid, commit.restored)
 
 
 def lag_of(repo: Repository, commits: Iterable[Commit], error: str = "") -> MirrorLag:
-    """Return how far the mirror is behind with these live commits. Raises `StorageError`."""
+    """Return the lag of the mirror for these live commits. Raises `StorageError`."""
     behind = unmirrored(repo, commits, repo.settings.mirror)
     oldest = min((commit.committed.time for commit in behind), default=None)
     return MirrorLag(
@@ -141,7 +141,7 @@ def lag_of(repo: Repository, commits: Iterable[Commit], error: str = "") -> Mirr
 
 
 def note(repo: Repository, commit: Commit, mirror: str) -> None:
-    """Note that ``commit`` is safe in the store at ``mirror``. ``commit`` must be read before that is checked.
+    """Note that ``commit`` is safe in the store at ``mirror``. The caller must read ``commit`` before it checks this.
 
     Raises `StorageError`.
     """
@@ -152,22 +152,25 @@ def note(repo: Repository, commit: Commit, mirror: str) -> None:
     except Conflict:
         if _is_noted(repo, commit, mirror):
             return
-        repo.storage.delete(key)  # a note of an earlier mirror
+        repo.storage.delete(key)  # a note about an earlier mirror
         repo.put_record(key, record)
 
 
 def take_back(repo: Repository, commits: Iterable[Commit]) -> None:
-    """Delete the notes on ``commits``. Logs a warning if this writer may not delete. Raises `StorageError`."""
+    """Delete the notes about ``commits``. Log a warning if this writer has no permission to delete.
+
+    Raises `StorageError`.
+    """
     noted = {entry.key for entry in repo.storage.list(PREFIX, known=parse_mirrored)}
     try:
         for key in [key_of_note(commit) for commit in commits if key_of_note(commit) in noted]:
             repo.storage.delete(key)
     except StorageError as error:
-        log.warning("notes of an earlier mirror cannot be deleted, so gc waits until a copy can delete them: %s", error)
+        log.warning("notes about an earlier mirror cannot be deleted, so gc waits until a copy deletes them: %s", error)
 
 
 def _is_noted(repo: Repository, commit: Commit, mirror: str, made: float = 0) -> bool:
-    """Return whether the store has the note now."""
+    """Return whether the store has this note."""
     try:
         return _says(repo.get_record(key_of_note(commit), Mirrored), commit, mirror, made)
     except (NotFound, Damaged, Refused):

@@ -1,9 +1,9 @@
 """Replication of one checkpoint: copies the blobs that the target lacks, verifies them, and commits.
 
-A copy is a save by the protocol of docs/format.md. Its transaction has the id that the save had in the first store, or
-the next free one, so that all processes that copy the same checkpoint find each other. They share the work without
-messages: each process begins with its own part, continues with blobs that no process has put yet, and commits when all
-are there. So another process can continue a killed copy, unless a gc has revoked its transaction.
+A copy follows the protocol of a save in docs/format.md. Its transaction has the id of the save in the first store, or
+the next free id. So all processes that copy the same checkpoint use the same transaction. They share the work without
+messages. Each process begins with its own part, continues with blobs that no process has put yet, and commits when all
+blobs are there. Another process can continue a killed copy, unless gc has revoked its transaction.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ from casckpt.upkeep.rewrite import record_of, rewrite
 
 log = logging.getLogger(__name__)
 
-_TRIES = 4  # transactions that gcs may revoke before the copy fails
+_TRIES = 4  # revoked transactions after which the copy fails
 _MEMORY = 1 << 30  # bytes of buffers
-_AHEAD = timedelta(days=1)  # by which the clock of another host may be ahead
+_AHEAD = timedelta(days=1)  # allowed lead of another host's clock
 
 Part = tuple[int, int]
-"""(number, count): the part of the work with which a process begins, if ``count`` processes make the same copy."""
+"""(number, count): the part of the work that a process does first, if ``count`` processes make the same copy."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """How a copy is made. ``jobs``: blobs in transfer at once, each with a buffer. ``progress``: receives bytes done.
+    """The options of a copy. ``jobs``: number of concurrent transfers, each with a buffer.
 
-    ``twins``: copy a checkpoint even if another one has its run and step in the target; otherwise that is a Conflict.
-    ``blob_bytes``: repack its cells into blobs with so many bytes of data; None copies the blobs as they are. Blobs of
-    a checkpoint with encoded cells are always copied as they are. ``compress``: encode the cells of the other ones.
-    ``places``: locations of blobs in the target that earlier copies found. ``damaged``: damaged blobs of the source
-    that earlier copies found.
+    ``progress``: called with the bytes of finished blobs. ``twins``: copy a checkpoint even if another one has its run
+    and step in the target. Otherwise this is a Conflict. ``blob_bytes``: repack the cells into blobs with this many
+    data bytes. None copies whole blobs. Checkpoints with encoded cells are never repacked. ``compress``: encode the
+    cells of other checkpoints. ``places``: locations of blobs in the target that earlier copies found. ``damaged``:
+    damaged blobs of the source that earlier copies found.
     """
 
     jobs: int = 4
@@ -78,7 +78,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Replica:
-    """A checkpoint in the target, and the blobs that this process put there for it."""
+    """A copied checkpoint in the target, and the blobs that this process put there."""
 
     commit: Commit
     blobs: int = 0
@@ -86,18 +86,18 @@ class Replica:
 
 
 def replicate(source: Repository, target: Repository, commit: Commit, work: Work) -> Replica:
-    """Copy one checkpoint, and return once it is durable and visible in ``target``, which must exist.
+    """Copy one checkpoint into ``target``, which must exist. Return when the copy is durable and visible.
 
-    Raises `Damaged` or `Refused`, with blob and keys, if the source does not hold what was written; `Gone` if the
-    checkpoint was purged there meanwhile; `Conflict` if another checkpoint has its run and step in ``target``. Then
-    nothing of it is visible. The same holds for `StorageError`, but the next call continues where this one ended.
+    Raises `Damaged` or `Refused`, with blob and keys, if the source is damaged. Raises `Gone` if the checkpoint was
+    purged there meanwhile, and `Conflict` if another checkpoint has its run and step in ``target``. Raises
+    `StorageError`; the next call continues where this one ended. After an error, the copy is not visible.
     """
-    data = manifests.get(source, commit).encoded()  # verify the whole manifest before anything is put
+    data = manifests.get(source, commit).encoded()  # verify the whole manifest before the first put
     manifest = format_manifest.decode(data, commit.id, commit.committed.head)
     manifest.left_out = manifests.left_out(commit)
     _check(target, commit)
     known = next((work.damaged[ref] for ref in map(_bare, manifest.blobs) if ref in work.damaged), None)
-    if known is not None:  # without a transaction for each checkpoint that shares it
+    if known is not None:  # raise before beginning a transaction for each checkpoint that shares the damaged blob
         raise _damaged_blob(source, commit, manifest, known)
     attempt, kind = 0, _Copy if not _repacks(work) or blobs_of_chains(manifest) else _Recoded
     for _ in range(_TRIES):
@@ -107,7 +107,7 @@ def replicate(source: Repository, target: Repository, commit: Commit, work: Work
         except Revoked:
             transaction.close()
     raise Conflict(
-        f"the copy of {commit} was revoked {_TRIES} times, by gcs or because other processes failed; copy it again"
+        f"the copy of {commit} was revoked {_TRIES} times, by gc or because other processes failed; copy it again"
     )
 
 
@@ -116,19 +116,19 @@ def _repacks(work: Work) -> bool:
 
 
 def _check(target: Repository, commit: Commit) -> None:
-    """Compare the commit with its transaction id. A hostile store could pose as another run, or block one."""
+    """Compare the commit with its transaction id. A hostile store could imitate or block another run."""
     name = parse_txid(commit.txid)
     if (name.run_hash, name.step) != (run_hash(commit.run), commit.step):
         raise Refused(f"{commit} is not copied: its transaction belongs to another run or step")
     if name.time > time_of(target.clock()) + _AHEAD:
         raise Refused(
-            f"{commit} was saved in the future ({name.time:%Y-%m-%d}), so later saves could not come after it; "
+            f"{commit} has a save time in the future ({name.time:%Y-%m-%d}), and later saves would sort before it; "
             "set the clock right, or save the checkpoint again"
         )
 
 
 def _join(target: Repository, commit: Commit, attempt: int) -> tuple[Transaction, int]:
-    """Begin or join the transaction of this copy. Return it, and the number of transactions that ended before it."""
+    """Begin or join the transaction of this copy. Return it, and the number of its transactions that ended before."""
     while True:
         txid = copied_txid(commit.txid, attempt)
         began = Began(
@@ -143,8 +143,9 @@ def _join(target: Repository, commit: Commit, attempt: int) -> tuple[Transaction
 def repack(repo: Repository, commit: Commit, moving: frozenset[int], work: Work) -> Replica:
     """Rewrite a checkpoint: move the cells of the blobs ``moving`` (numbers) into new blobs.
 
-    Raises `Damaged` or `Refused` as `replicate`; `Conflict` if it is not visible, or another process changed it. Then
-    nothing has changed. After a `StorageError` the rewrite may still stand.
+    Raises `Damaged` or `Refused` as `replicate` does, and `Conflict` if the checkpoint is not visible or another
+    process changed it. After these errors the checkpoint is unchanged. Raises `StorageError`; the rewrite may still be
+    committed.
     """
     manifest = manifests.get(repo, commit)
 
@@ -161,14 +162,14 @@ def repack(repo: Repository, commit: Commit, moving: frozenset[int], work: Work)
 
 
 def _bare(ref: BlobRef) -> BlobRef:
-    """Return the location of a blob, without what the manifest says of its wear."""
+    """Return the location of a blob, without its wear in the manifest."""
     return replace(ref, worn=False)
 
 
 def _damaged_blob(source: Repository, commit: Commit, manifest: Manifest, error: BlobDamaged) -> CasckptError:
-    """Return the error for a damaged blob of ``source``: `Gone` if the checkpoint was purged meanwhile."""
+    """Return the error for a damaged blob of ``source``, or `Gone` if the checkpoint was purged meanwhile."""
     if not refresh(source, commit).live:
-        return Gone(f"{commit} was purged from {source.storage.url} while it was copied; copy another one")
+        return Gone(f"{commit} was purged from {source.storage.url} during the copy; copy another one")
     ref = error.ref
     keys = keys_of(manifest, [number for number, other in enumerate(manifest.blobs) if other.hash == ref.hash])
     return Damaged(
@@ -196,10 +197,10 @@ class _Copy:
     put: dict[BlobHash, int] = field(default_factory=dict)
 
     def run(self) -> Replica:
-        """Make the copy. Raises `Revoked` for another attempt, and what `replicate` raises."""
+        """Make the copy. Raises `Revoked` for another attempt, and the errors of `replicate`."""
         started = self.target.clock()
         try:
-            listed = list_commits(self.target)  # after the transaction has begun: what is live now stays
+            listed = list_commits(self.target)  # after the transaction began, so that gc keeps their blobs
             made = twin(listed, self.commit)
             if made is None:
                 other = None if self.work.twins else occupant(listed, self.commit)
@@ -207,9 +208,9 @@ class _Copy:
                     raise taken(self.target, self.commit, other)
                 self._copy_blobs(listed)
                 made = self.transaction.commit(self._record(started, self._put_manifest()))
-                self.target.storage.sweep(uploader_folder(self.transaction.txid))  # what killed processes left in it
+                self.target.storage.sweep(uploader_folder(self.transaction.txid))  # the blobs of killed processes in it
             else:
-                self.transaction.abort("the checkpoint is there already")
+                self.transaction.abort("the target has the checkpoint already")
         except (Conflict, Damaged, Gone, Refused) as error:
             if isinstance(error, Revoked):
                 raise
@@ -221,7 +222,7 @@ class _Copy:
         return Replica(made, len(self.put), sum(self.put.values()))
 
     def _copy_blobs(self, listed: CommitList) -> None:
-        """Put every blob of the manifest that the target lacks. All are durable when this returns."""
+        """Put every blob of the manifest that the target lacks. Return when all are durable."""
         own = self.transaction.txid
         wanted = {ref.hash: ref for ref in self.manifest.blobs}
         known = self.work.places or BlobLocations(self.target, wanted.keys())
@@ -245,14 +246,14 @@ class _Copy:
         self.target.storage.settle(uploader_folder(own))
 
     def _uploaded(self) -> dict[str, int]:
-        """Return what all processes of this transaction have put already: sizes by key."""
+        """Return the objects that all processes of this transaction have put already, as sizes by key."""
         if not self.transaction.joined:
             return {}
         folder = uploader_folder(self.transaction.txid)
         return {entry.key: entry.size for entry in self.target.storage.list(f"{folder}/")}
 
     def _ordered(self, refs: Sequence[BlobRef]) -> list[BlobRef]:
-        """Put the part of this process first, then the others in random order, so that processes seldom collide."""
+        """Put the part of this process first, then the others in random order, so that processes rarely collide."""
         number, count = self.work.part
         low, high = len(refs) * number // count, len(refs) * (number + 1) // count
         own, rest = list(refs[low:high]), [*refs[high:], *refs[:low]]
@@ -292,16 +293,16 @@ class _Copy:
         return ref
 
     def _check_open(self) -> None:
-        """Raise `Revoked` if the transaction has ended. Only then may a gc delete what it has put or reuses."""
+        """Raise `Revoked` if the transaction has ended. Only then may gc delete the blobs that it has put or reuses."""
         if self.target.storage.size(commit_key(self.transaction.txid)) is not None:
-            raise Revoked("a gc took this copy for dead, and deleted what it needs; copy again")
+            raise Revoked("a gc revoked this copy because it seemed dead, and may have deleted its blobs; copy again")
 
     def _put_manifest(self) -> Encoded:
         txid, id = self.transaction.txid, self.commit.id
         key, made = manifest_key(txid, id), self._placed()
         try:
             self.target.storage.put(key, made.data)
-        except AlreadyExists:  # another process of this transaction put it; what that reuses was live, too
+        except AlreadyExists:  # another process of this transaction put it, and the blobs that it reuses were live too
             return self._existing_manifest(key)
         return made
 
@@ -323,7 +324,10 @@ class _Copy:
         return Encoded(there.head, data)
 
     def _bytes_reused(self, made: Encoded) -> int:
-        """Return the bytes of tensors, as held in memory, that the target had; 0 if not all rows are understood."""
+        """Return the bytes of tensors, as in memory, that the target had.
+
+        Return 0 if this version cannot read all rows.
+        """
         manifest = made.manifest()
         manifest.left_out = self.manifest.left_out
         new = {number for number, ref in enumerate(manifest.blobs) if ref.uploader == self.transaction.txid}
@@ -340,7 +344,7 @@ class _Copy:
             first,
             txid=txid,
             origin=None if self.commit.origin == txid else self.commit.origin,
-            replaces=None,  # the target lacks what this one replaces, or has it as another commit
+            replaces=None,  # the target lacks the replaced commit, or has it under another transaction
             time=now,
             head=made.head,
             manifest_bytes=len(made.data),
@@ -353,7 +357,7 @@ class _Copy:
 
 
 class _Recoded(_Copy):
-    """A copy that repacks cells. A process that joins it with the blobs as they are shares the commit, but no work."""
+    """A copy that repacks cells. A process that joins it without repacking shares the commit, but no work."""
 
     made: Encoded
 
@@ -381,7 +385,7 @@ class _Recoded(_Copy):
 
 
 def twin(listed: CommitList, commit: Commit) -> Commit | None:
-    """Return the visible commit in ``listed``, of another store, that has all entries of ``commit``."""
+    """Return the visible commit in ``listed``, a listing of another store, that has all entries of ``commit``."""
     return next((other for other in listed.visible() if commit in Holdings([other])), None)
 
 
@@ -393,9 +397,9 @@ def occupant(listed: CommitList, commit: Commit) -> Commit | None:
 
 
 def taken(target: Repository, commit: Commit, other: Commit) -> Conflict:
-    """Return the error for a run and step that another checkpoint of the target has."""
+    """Return the error for a run and step that the target uses for another checkpoint."""
     return Conflict(
-        f"{commit} was not copied: {target.storage.url} has another checkpoint under that run and step, {other.id}. "
-        "Forget it there first (`casckpt forget`), if it is not wanted",
+        f"{commit} was not copied: {target.storage.url} has another checkpoint with that run and step, {other.id}.  "
+        "If you do not need it, forget it there first (`casckpt forget`)",
         checkpoints=(commit.id, other.id),
     )

@@ -1,4 +1,4 @@
-"""Copies of signatures. All signatures are copied before the commit, whether they are valid or not."""
+"""Copies of signatures. A copy puts all signatures before the commit, even invalid ones."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ log = logging.getLogger(__name__)
 
 
 def copy_signatures(source: Repository, target: Repository, ids: Container[ManifestId]) -> None:
-    """Put the signatures of ``ids`` that ``target`` lacks into it. One LIST if there are none.
+    """Put the missing signatures of ``ids`` into ``target``. Makes one LIST if there are none.
 
-    A signature that cannot be read is logged and left out. Raises `StorageError`.
+    Logs and skips a signature that cannot be read. Raises `StorageError`.
     """
     here = [key for key, id in list_signatures(source).items() if id in ids]
     there = list_signatures(target) if here else {}

@@ -1,7 +1,7 @@
 """Candidates of a gc: the objects that no live checkpoint names (steps 2, 3 and 6 of the protocol).
 
-The order makes this safe. Objects are listed before commits, so an object that a listed commit names is either in the
-listing, or is no candidate. See "How objects are deleted" in docs/format.md.
+The order makes this safe: gc lists objects before commits. So an object that a listed commit names is in the listing,
+or is not a candidate. See "How objects are deleted" in docs/format.md.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _NAMED_AT_MOST = 3
 
 
 class Unreadable(Exception):
-    """A manifest was deleted before it could be read: another gc is running. Start again."""
+    """The error for a manifest that another gc deleted before this one could read it. The caller starts again."""
 
 
 @dataclass(frozen=True)
 class Candidates:
     """The objects that no live commit named when commits were listed.
 
-    ``sizes``: bytes by key, from which roots are removed later. ``ended``: the commits that were purged or revoked at
-    that listing. All other commits stay roots for this gc, even if they are purged later.
+    ``sizes``: bytes by key. gc removes roots from it later. ``ended``: the commits that were purged or revoked at that
+    listing. All other commits stay roots for this gc, even if they are purged later.
     """
 
     sizes: dict[str, int] = field(repr=False)
@@ -38,9 +38,9 @@ class Candidates:
 
 
 def commits_without_doubt(repo: Repository, *, anew: bool = False) -> CommitList:
-    """List all commits; with ``anew``, read all records again, also those that this host has read.
+    """List all commits. With ``anew``, also read records again that this host has read before.
 
-    Raises `Damaged` if the state of a commit is unknown, because it may be live, and what it names is unknown.
+    Raises `Damaged` if the state of a commit is unknown, because it may be live and need any object.
     """
     listed = list_commits(repo, anew=anew)
     if listed.damaged:
@@ -56,7 +56,7 @@ def commits_without_doubt(repo: Repository, *, anew: bool = False) -> CommitList
 
 
 def candidates(repo: Repository, stock: Inventory, *, as_purged: Container[TxId] = ()) -> tuple[Candidates, CommitList]:
-    """Do step 3: list commits, now that ``stock`` is listed. Return the candidates, and the listing for step 4.
+    """Do step 3: list commits after the listing ``stock``. Return the candidates, and the listing for step 4.
 
     ``as_purged``: commits that count as purged. Raises `Damaged` with all checkpoints whose manifest cannot be read;
     `Unreadable` if one was purged meanwhile; `StorageError`.
@@ -65,7 +65,7 @@ def candidates(repo: Repository, stock: Inventory, *, as_purged: Container[TxId]
     live = [commit for commit in commits.live() if commit.txid not in as_purged]
     sizes = dict(stock.sizes)
     broken: list[tuple[Commit, CasckptError]] = []
-    manifests.learn(repo, live if repo.storage.traits.remote else ())  # elsewhere they are read one by one below
+    manifests.learn(repo, live if repo.storage.traits.remote else ())  # other storages read them one by one below
     for commit in live:
         try:
             _remove(sizes, _names_of_live(repo, commit, stock))
@@ -80,10 +80,10 @@ def candidates(repo: Repository, stock: Inventory, *, as_purged: Container[TxId]
 
 
 def spare_roots(repo: Repository, pending: Candidates) -> None:
-    """Do step 6: list commits, and remove from ``pending`` what any of them names that had not ended in step 3.
+    """Do step 6: list commits, and remove from ``pending`` the objects of all commits that had not ended in step 3.
 
-    A commit that was purged since counts. Raises `Unreadable` if a manifest cannot be read; `Damaged` if records are
-    lost; `StorageError`.
+    Commits that were purged since then count too. Raises `Unreadable` if a manifest cannot be read, `Damaged` if
+    records are lost, `StorageError`.
     """
     commits = commits_without_doubt(repo)
     every = (commit for _, commit in sorted(commits.commits.items()))
@@ -110,7 +110,7 @@ def _names(repo: Repository, commit: Commit) -> Iterator[str]:
 
 
 def _names_of_live(repo: Repository, commit: Commit, stock: Inventory) -> list[str]:
-    """Return the same keys, and check the manifest: read its list of blobs where that is cheap, else its presence.
+    """Return the same keys, and check the manifest: its list of blobs where reading is cheap, otherwise its presence.
 
     Returns no keys if all objects have a guard, because then there are no candidates.
     """
@@ -127,6 +127,6 @@ def _cannot_read(broken: list[tuple[Commit, CasckptError]]) -> Damaged:
     lines = [str(error) for _, error in broken[:_NAMED_AT_MOST]]
     more = f" (and {len(broken) - _NAMED_AT_MOST} more)" if len(broken) > _NAMED_AT_MOST else ""
     return Damaged(
-        f"gc deletes nothing, because it is unknown what these checkpoints need{more}: {'; '.join(lines)}",
+        f"gc deletes nothing, because it cannot read the manifests of these checkpoints{more}:  {'; '.join(lines)}",
         checkpoints=tuple(commit.id for commit, _ in broken),
     )

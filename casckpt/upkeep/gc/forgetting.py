@@ -1,4 +1,4 @@
-"""Forgets and restores named checkpoints, without a policy. It can also restore thinned checkpoints."""
+"""Forgetting and restoring of named checkpoints, without a policy. Also restores thinned checkpoints."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 
 def plan_forget(repo: Repository, refs: Iterable[str | Commit], *, tagged: bool = False) -> list[Commit]:
-    """Return the checkpoints that ``refs`` name (ranges too), each once, as they are now. Writes nothing.
+    """Return the present commits of the checkpoints and ranges in ``refs``, each once. Writes nothing.
 
-    ``tagged``: allow checkpoints with a tag; otherwise they raise `Conflict`. Raises as `resolve_many`; `Damaged` or
-    `Refused` if a tag cannot be read.
+    ``tagged``: allow checkpoints with a tag. Otherwise they raise `Conflict`. Raises the errors of `resolve_many`, and
+    `Damaged` or `Refused` if a tag cannot be read.
     """
     chosen = resolve_many(repo, refs)
     named = tags(repo)
@@ -39,9 +39,9 @@ def plan_forget(repo: Repository, refs: Iterable[str | Commit], *, tagged: bool 
 
 
 def forget(repo: Repository, chosen: Iterable[Commit]) -> list[Commit]:
-    """Forget the plan of `plan_forget`. Tags on these checkpoints are deleted first, because tags prevent a purge.
+    """Forget the checkpoints of `plan_forget`. Delete their tags first, because tags prevent a purge.
 
-    Tags that expire stay until their end, because their holders rely on them.
+    Leases stay until their end, because their holders rely on them.
     """
     check_requirements(repo)
     named = {name: tag for name, tag in tags(repo).items() if tag.expires is None}
@@ -55,7 +55,7 @@ def forget(repo: Repository, chosen: Iterable[Commit]) -> list[Commit]:
 
 @dataclass(frozen=True)
 class RestoreFailure:
-    """A checkpoint that was not restored, and why."""
+    """A checkpoint that was not restored, and the error."""
 
     commit: Commit
     error: CasckptError
@@ -63,7 +63,7 @@ class RestoreFailure:
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """The commits to restore, each as ``listed`` shows it."""
+    """The commits to restore, in their state in ``listed``."""
 
     chosen: tuple[Commit, ...]
     listed: CommitList
@@ -73,7 +73,7 @@ class RestorePlan:
 class RestoreResult:
     """The result of a restore, or with ``dry_run`` its expected result.
 
-    ``left``: not tried, because the storage failed.
+    ``left``: commits without an attempt, because the storage failed.
     """
 
     restored: tuple[Commit, ...] = ()
@@ -82,7 +82,7 @@ class RestoreResult:
     dry_run: bool = False
 
     def raise_failure(self) -> None:
-        """Raise the last of ``failed``, if there is any. Its message says how many were restored."""
+        """Raise the last error of ``failed``, if any. Its message gives the number of restored checkpoints."""
         if not self.failed:
             return
         error, wanted = self.failed[-1].error, len(self.restored) + len(self.failed) + len(self.left)
@@ -91,10 +91,11 @@ class RestoreResult:
 
 
 def plan_restore(repo: Repository, refs: Iterable[str | Commit], *, whole: bool = False) -> RestorePlan:
-    """Return the forgotten checkpoints that ``refs`` name (ranges too), each once, by one listing. Writes nothing.
+    """Return the forgotten checkpoints and ranges in ``refs``, each once, from one listing. Writes nothing.
 
-    ``whole``: choose the commits from before the thinning instead. Raises as `resolve_forgotten` and
-    `casckpt.upkeep.thin.whole_of`; `Conflict` if one of them cannot be restored, or if two have one run and step.
+    ``whole``: choose the commits from before the thinning instead. Raises the errors of `resolve_forgotten` and
+    `casckpt.upkeep.thin.whole_of`. Raises `Conflict` if one of them cannot be restored, or if two have the same run and
+    step.
     """
     listed = list_commits(repo)
     named = _whole(repo, refs, listed) if whole else (commit for ref in refs for commit in _named(repo, ref, listed))
@@ -104,13 +105,13 @@ def plan_restore(repo: Repository, refs: Iterable[str | Commit], *, whole: bool 
         check_restore(listed, commit)
         other = at.setdefault((commit.run, commit.step), commit)
         if other is not commit:
-            message = f"{commit} and {other} have the same run and step: name one of them. Nothing was restored"
+            message = f"{commit} and {other} have the same run and step. Nothing was restored; give only one of them"
             raise Conflict(message, checkpoints=(commit.id, other.id))
     return RestorePlan(tuple(chosen.values()), listed)
 
 
 def restore(repo: Repository, plan: RestorePlan) -> RestoreResult:
-    """Restore the commits of ``plan``, and return the outcome of each. Commits that another process has changed fail.
+    """Restore the commits of ``plan``, and return the result of each. Commits that another process has changed fail.
 
     Raises `Unsupported` if this version does not know a requirement of the store on writers.
     """
@@ -123,7 +124,7 @@ def restore(repo: Repository, plan: RestorePlan) -> RestoreResult:
             restored[commit.txid] = commits.restore(repo, commit, listed=plan.listed)
         except CasckptError as error:
             failed.append(RestoreFailure(commit, error))
-            if isinstance(error, StorageError):  # the others would fail in the same way
+            if isinstance(error, StorageError):  # the other commits would fail in the same way
                 raise
 
     try:
@@ -131,9 +132,9 @@ def restore(repo: Repository, plan: RestorePlan) -> RestoreResult:
         for _ in in_parallel(repo.storage.traits.requests, attempt, plan.chosen):
             pass
     except StorageError:
-        if not failed:  # nothing could be announced
+        if not failed:  # the announcement failed
             raise
-    except BaseException:  # interrupted, most likely
+    except BaseException:  # most likely an interrupt
         log.warning("restored %d of %d: %s", len(restored), len(plan.chosen), ", ".join(map(str, restored.values())))
         raise
     tried = {failure.commit.txid for failure in failed} | restored.keys()
@@ -143,7 +144,7 @@ def restore(repo: Repository, plan: RestorePlan) -> RestoreResult:
 
 
 def _named(repo: Repository, ref: str | Commit, listed: CommitList) -> list[Commit]:
-    """Return the commits that ``ref`` names. If ``ref`` is a replaced commit, return it as it is."""
+    """Return the commits that ``ref`` names. Return a replaced commit unchanged."""
     if isinstance(ref, Commit) and ref.last == "replaced":
         return [listed.commits.get(ref.txid, ref)]
     return resolve_forgotten(repo, ref, listed)

@@ -1,16 +1,17 @@
-"""The phases of gc. gc is safe at any time, beside saves and other gcs.
+"""The phases of gc. gc is safe at any time, even during saves and during gc on other hosts.
 
-gc holds no lock, and its safety depends on no clock: writers and other gcs may pause and continue at any time. The
-steps are those of "How objects are deleted" in docs/format.md. tests/model explores all their interleavings.
+gc takes no lock, and its safety depends on no clock. Writers and other gc processes may pause and continue at any time.
+"How objects are deleted" in docs/format.md defines the steps. tests/model explores all their interleavings.
 
-1. Restore what is tagged, forget what the policy does not keep, and purge what was forgotten long enough ago.
+1. Restore tagged checkpoints, forget checkpoints that the policy does not keep, and purge those whose minimum age is
+   over.
 2. List objects, without folders that have a guard.
 3. List commits. The candidates are the objects that no live commit names.
 4. Then list open transactions.
 5. Wait until each of them has ended, and revoke the dead ones.
-6. Then list commits again. What any of them names stays, unless it had been purged or revoked in step 3. If a manifest
-   without a record is left, records are lost, and nothing is deleted.
-7. Delete the rest.
+6. Then list commits again. Keep the objects that they name, except the objects of commits that were already purged or
+   revoked in step 3. If a manifest without a record is among the candidates, records are lost, and gc deletes nothing.
+7. Delete the other candidates.
 
 A gc that runs out of time stores its candidates, and the next gc continues with step 5.
 """
@@ -69,7 +70,7 @@ SEEN_NOTE = "gc-signs-of-life"
 
 @dataclass
 class Limits:
-    """How long a gc waits in all, and when it revokes a silent transaction; seconds."""
+    """The total time that gc waits, and the silence after which it revokes a transaction, in seconds."""
 
     wait: float
     revoke_after: float
@@ -78,11 +79,11 @@ class Limits:
     pause: float = FIRST_PAUSE
 
     def is_over(self) -> bool:
-        """Return whether the time to wait is used up."""
+        """Return whether the waiting time is over."""
         return self.slept >= self.wait
 
     def rest(self) -> None:
-        """Sleep until the next check. Counts its sleeps instead of reading a clock, so that it always ends."""
+        """Sleep until the next check. The wait counts its sleeps instead of reading a clock, so that it always ends."""
         seconds = min(self.pause, self.wait - self.slept)
         self.sleep(seconds)
         self.slept += seconds
@@ -91,7 +92,7 @@ class Limits:
 
 @dataclass
 class WaitResult:
-    """``still``: transactions that are still open. ``revoked``: transactions that this gc revoked."""
+    """The result of a wait. ``still``: open transactions. ``revoked``: transactions that this gc revoked."""
 
     still: list[OpenTransaction] = field(default_factory=list)
     revoked: list[TxId] = field(default_factory=list)
@@ -102,11 +103,11 @@ def wait_until_closed(
 ) -> WaitResult:
     """Wait until every transaction of ``waits`` has ended (steps 4 and 5 of the protocol).
 
-    A transaction ends when it commits, is revoked by its save, or is revoked here: because its process is provably
-    dead, or because it showed no new sign of life for ``patience.revoke_after`` seconds. Signs are counted, and only
-    this host's clock measures the time between two checks. Clocks are never compared. To revoke is always safe: at
-    worst a live save fails and is repeated. ``tell`` is called at each check with the transactions that are still open.
-    Those in the result's ``still`` did not end in time.
+    A transaction ends when it commits, or when its save or this function revokes it. This function revokes it if its
+    process is provably dead, or if it shows no new sign of life for ``patience.revoke_after`` seconds. gc counts the
+    signs, and measures the time between two checks only with this host's clock. It never compares clocks. Revoking is
+    always safe: at worst a live save fails and is repeated. ``tell``: called at each check with the open transactions.
+    The result has the transactions that did not end in time as ``still``.
 
     Raises `StorageError`.
     """
@@ -141,7 +142,7 @@ def _why_dead(repo: Repository, transaction: OpenTransaction, silent: float, rev
 
 
 def _silence(repo: Repository, looked: dict[TxId, OpenTransaction]) -> dict[TxId, float]:
-    """Return the seconds since this host saw a new sign of life of each. A note keeps them for the next gc."""
+    """Return the seconds since this host saw a new sign of life of each. A file keeps them for the next gc."""
     before = notes.decode(repo.catalogue.note(SEEN_NOTE), notes.SIGNS_OF_LIFE) or {}
     now = repo.clock()
     seen = {}
@@ -158,12 +159,11 @@ RESUME_NOTE = "gc-paused"
 
 @dataclass(frozen=True)
 class ResumeState:
-    """The state of a gc that ran out of time, kept on this host, so that the next gc continues.
+    """The state of an interrupted gc, which this host keeps so that the next gc can continue.
 
-    An old state is safe to use: object names are never used twice, and a commit that had not been purged when the
-    candidates were chosen stays a root. Both hold only for this very store. So the URL and the ended transactions
-    are compared, and the state of a copy of the store is not used. ``waits``: the open transactions that the gc
-    waited for.
+    An old state is safe to use. Object keys are never reused, and a commit that was not purged when gc chose the
+    candidates stays a root. Both hold only for the same store. So gc compares the URL and the ended transactions, and
+    ignores the state of a copy of the store. ``waits``: the open transactions that the gc waited for.
     """
 
     candidates: Candidates
@@ -187,7 +187,7 @@ def drop_resume_state(repo: Repository) -> None:
 
 
 def load_resume_state(repo: Repository, commits: CommitList) -> ResumeState | None:
-    """Return the state that a gc on this host left for this store, None if there is none. ``commits``: listed now."""
+    """Return the state that gc on this host stored for this store, or None. ``commits``: a new listing."""
     state = notes.decode(repo.catalogue.note(RESUME_NOTE), notes.PAUSED_GC)
     if state is None or state.url != repo.storage.url:
         return None
@@ -214,7 +214,7 @@ Tell = Callable[[Sequence[Deferred]], None]
 
 
 class GcOptions(TypedDict, total=False):
-    """The options of `execute`, which describes them."""
+    """The options of `execute`."""
 
     wait: float
     revoke_after: float | None
@@ -224,15 +224,16 @@ class GcOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class GcResult:
-    """What a gc did; with ``dry_run``, what it would do. Counts and bytes of blobs do not include manifests.
+    """The result of a gc, or with ``dry_run`` its expected result. Counts and sizes of blobs do not include manifests.
 
-    ``later_blobs``, ``later_bytes``: of the kept blobs, those that become free once the forgotten checkpoints that are
-    too young are purged. ``waiting``: what is left for a later gc, and why. ``revoked``: transactions that were
-    revoked. ``foreign``: keys under objects/ that casckpt did not make, which gc leaves alone. ``thin``: what was
-    thinned before, or would be; not counted in the rest, None without such a rule. ``restored``: checkpoints that were
-    tagged while an earlier gc forgot them, and that it was killed before it could restore.
+    ``later_blobs``, ``later_bytes``: number and size of the kept blobs that become free after the purge of recently
+    forgotten checkpoints. ``waiting``: the work for a later gc, with reasons. ``revoked``: transactions that were
+    revoked. ``foreign``: keys under objects/ that casckpt did not make. gc ignores them. ``thin``: the result of
+    thinning, None without such a rule. The other fields do not include it. ``restored``: checkpoints that received a
+    tag while an earlier gc forgot them, if that gc was killed before it could restore them.
 
-    If a gc fails, its error has this as ``done``: what it had done to checkpoints by then. All counts are 0 there.
+    If gc fails, its error has this result as ``done``, with the changes to checkpoints before the error and all counts
+    0.
     """
 
     forgotten: tuple[Commit, ...] = ()
@@ -254,7 +255,7 @@ class GcResult:
 
 @dataclass
 class _Tally:
-    """The results of a gc so far."""
+    """The partial results of a gc."""
 
     deleted: dict[str, int] = field(default_factory=dict)
     stock: Inventory = field(default_factory=Inventory)
@@ -264,9 +265,9 @@ class _Tally:
     def result(
         self, repo: Repository, plan: GcPlan, done: GcResult, opened: Iterable[OpenTransaction], listed: CommitList
     ) -> GcResult:
-        """Add to ``done`` what a gc knows at its end. ``opened``: transactions that it would have to wait for.
+        """Return ``done`` with the final counts of a gc. ``opened``: transactions that it would have to wait for.
 
-        ``listed``: the last listing that the gc made.
+        ``listed``: the last listing of the gc.
         """
         deleted, kept = sums_of(self.deleted.items()), self.stock.total(but=self.deleted)
         named = BlobUse(repo, listed.live() if plan.young else ())
@@ -296,27 +297,27 @@ def collect(
     dry_run: bool = False,
     **options: Unpack[GcOptions],
 ) -> GcResult:
-    """Run a whole gc by the rules of a user: `plan_gc`, `thin_by`, then `execute`, or `preview` with ``dry_run``.
+    """Run a whole gc: `plan_gc`, `thin_by`, then `execute`, or `preview` with ``dry_run``.
 
-    Raises InvalidInput for a metric that no checkpoint has, and otherwise as these do.
+    Raises InvalidInput for a metric that no checkpoint has, and the errors of these functions.
     """
     check_metrics(repo, policy, run)
     plan, thinned = plan_gc(repo, policy, run=run, min_age=min_age), None
     if thin is not None:
         thinned = thin_by(repo, thin, run, spare=plan.forget, dry_run=dry_run)
         if not dry_run:
-            plan = plan_gc(repo, policy, run=run, min_age=min_age)  # with the commits that thinning made
+            plan = plan_gc(repo, policy, run=run, min_age=min_age)  # plan again, with the commits of the thinning
     return preview(repo, plan, thin=thinned) if dry_run else execute(repo, plan, thin=thinned, **options)
 
 
 def plan_gc(
     repo: Repository, policy: Policy | None = None, *, run: str | None = None, min_age: float | None = None
 ) -> GcPlan:
-    """Plan what a gc forgets and purges now. Writes nothing.
+    """Plan the checkpoints that a gc forgets and purges. Writes nothing.
 
-    ``policy``: None forgets nothing. ``run``: forget and purge only checkpoints of this run. ``min_age``: seconds from
-    the forgetting to the purge (None: the store's setting, otherwise 24 h, and 15 minutes for ephemeral checkpoints).
-    If the store has a mirror that is gone, the plan forgets and purges nothing that was safe there.
+    ``policy``: None forgets nothing. ``run``: forget and purge only checkpoints of this run. ``min_age``: seconds
+    between forgetting and purge (None: the store's setting, otherwise 24 h, and 15 minutes for ephemeral checkpoints).
+    If the mirror of the store is gone, the plan leaves out the checkpoints that were safe there.
 
     Raises `NotFound` where there is no store, `Damaged` if records or tags cannot be read, `Unsupported` for a storage
     that gc cannot work on, `StorageError`.
@@ -324,15 +325,15 @@ def plan_gc(
     _check_seconds("a minimum age", min_age)
     _check_storage(repo)
     ages = min_age_of(repo, min_age)
-    commits = commits_without_doubt(repo, anew=not repo.storage.traits.remote)  # read where that is cheap
+    commits = commits_without_doubt(repo, anew=not repo.storage.traits.remote)  # only where reading is cheap
     return unless_mirror_is_gone(repo, plan_retiring(repo, commits, policy or Policy(), ages, run))
 
 
 def preview(repo: Repository, plan: GcPlan, *, thin: ThinResult | None = None) -> GcResult:
     """Return the result that `execute` would have with ``plan``. Writes nothing.
 
-    Counts deleted objects as if the purges had happened and no open transaction would commit. Raises as `execute`;
-    the error has the plan as ``done``.
+    Counts deleted objects as if the purges had happened and no open transaction would commit. Raises the errors of
+    `execute`, with the plan as ``done``.
     """
     as_purged = {commit.txid for commit in plan.purge}
     done = GcResult(plan.forget, plan.restore, plan.purge, waiting=plan.waiting, dry_run=True, thin=thin)
@@ -355,17 +356,17 @@ def execute(
     sleep: Sleep = time.sleep,
     thin: ThinResult | None = None,
 ) -> GcResult:
-    """Carry out ``plan``, and delete what nothing needs.
+    """Carry out ``plan``, and delete the objects that no checkpoint needs.
 
-    ``wait``: seconds to wait in all for open transactions; after that the rest is left to the next gc, which continues
-    from there. ``revoke_after``: seconds without a new sign of life after which a transaction is revoked (None: the
-    store's setting, otherwise an hour). ``progress``: called with the number of objects just deleted. ``tell``: called
-    with the transactions that gc waits for. ``thin``: what was thinned before, for the result.
+    ``wait``: total seconds to wait for open transactions. After that, gc ends, and the next gc continues from there.
+    ``revoke_after``: seconds without a new sign of life after which gc revokes a transaction (None: the store's
+    setting, otherwise an hour). ``progress``: called with the number of objects just deleted. ``tell``: called with the
+    transactions that gc waits for. ``thin``: the result of an earlier thinning, for the result of this gc.
 
-    Raises `Damaged`, with the checkpoints, if a manifest or a record cannot be read: then nothing is deleted, and
-    nothing is forgotten or purged if gc finds it early enough. Raises `Conflict` if other gcs interfere again and
-    again; `Unsupported`, also if the store requires of writers what this version does not know; `StorageError`. Every
-    error, also an interrupt, has as ``done`` what was done to checkpoints by then.
+    Raises `Damaged`, with the checkpoints, if a manifest or a record cannot be read. Then gc deletes nothing. If it
+    finds the damage early enough, it also forgets and purges nothing. Raises `Conflict` if other gc processes interfere
+    repeatedly, `Unsupported` for an unsuitable storage or an unknown requirement of the store on writers, and
+    `StorageError`. Every error, even an interrupt, has the earlier changes to checkpoints as ``done``.
     """
     _check_seconds("a wait", wait)
     _check_seconds("a time to revoke after", revoke_after)
@@ -388,15 +389,15 @@ def execute(
 
 
 def _check_first(repo: Repository, plan: GcPlan) -> None:
-    """Raise the errors that would stop the gc before it deletes, before anything is forgotten or purged."""
+    """Find errors that would prevent deletion, before gc forgets or purges a checkpoint."""
     stock = list_unguarded(repo, plan.listed)
-    # the policy chose from the listing; if records are lost, the listing is incomplete
+    # if records are lost, the listing for the policy is incomplete
     check_recorded(repo, stock.sizes, plan.listed.commits)
     _candidates(repo, stock, {commit.txid for commit in plan.purge})
 
 
 def _so_far(plan: GcPlan, done: RetireProgress, tally: _Tally, thin: ThinResult | None) -> GcResult:
-    """Return the results so far. ``waiting`` has only the checkpoints that this gc has forgotten."""
+    """Return the partial results. ``waiting`` has only the checkpoints that this gc has forgotten."""
     forgotten = {commit.txid for commit in done.forgotten}
     return GcResult(
         forgotten=tuple(done.forgotten),
@@ -410,9 +411,9 @@ def _so_far(plan: GcPlan, done: RetireProgress, tally: _Tally, thin: ThinResult 
 
 @contextmanager
 def _noting(done: Callable[[], GcResult]) -> Iterator[None]:
-    """Add the results so far to an error or interrupt: as ``done``, and as a note in the traceback.
+    """Add the partial results to an error or interrupt: as ``done``, and as a note in the traceback.
 
-    A purge cannot be undone, so a caller must be able to learn which checkpoints were purged.
+    A purge is final, so a caller must be able to find out which checkpoints were purged.
     """
     try:
         yield
@@ -421,7 +422,9 @@ def _noting(done: Callable[[], GcResult]) -> Iterator[None]:
         vars(error)["done"] = result
         changes = {"forgotten": result.forgotten, "purged": result.purged, "restored": result.restored}
         if any(changes.values()) and not result.dry_run:
-            error.add_note("by then this gc had " + "; ".join(f"{how} {_named(some)}" for how, some in changes.items()))
+            error.add_note(
+                "before this error, gc had " + "; ".join(f"{how} {_named(some)}" for how, some in changes.items())
+            )
         raise
 
 
@@ -437,7 +440,7 @@ def _check_seconds(what: str, seconds: Any) -> None:
 
 @dataclass
 class _Collection:
-    """Steps 2 to 7 of one gc. Steps 3 and 6 list commits/ themselves. Only step 2 may use an older listing."""
+    """Steps 2 to 7 of one gc. Steps 3 and 6 make their own listings. Only step 2 may use an older listing."""
 
     repo: Repository
     patience: Limits
@@ -446,33 +449,35 @@ class _Collection:
     tally: _Tally = field(default_factory=_Tally)
 
     def run(self) -> None:
-        """Finish the work of an earlier gc, then do all steps."""
+        """Finish the work of an interrupted gc, then do all steps."""
         guards = commits_without_doubt(self.repo)
         paused = load_resume_state(self.repo, guards)
         if paused is not None:
             if not self._finish_paused(paused):
-                self.tally.stock = list_unguarded(self.repo, guards)  # to count what stays
+                self.tally.stock = list_unguarded(self.repo, guards)  # to count the remaining objects
                 return None
             guards = commits_without_doubt(self.repo)
         for _ in range(ATTEMPTS):
             with suppress(Unreadable):
                 return self._pass(guards)
             guards = commits_without_doubt(self.repo)
-        raise Conflict("other gcs purged checkpoints that this gc was reading, again and again; let one gc run alone")
+        raise Conflict(
+            "other gc processes repeatedly purged checkpoints that this one was reading; run one gc at a time"
+        )
 
     def _finish_paused(self, paused: ResumeState) -> bool:
-        """Continue with step 5. Returns False if it has to wait longer."""
+        """Continue an interrupted gc with step 5. Return False if it has to wait longer."""
         check_requirements(self.repo)
         try:
             finished = self._finish(paused)
         except Unreadable:
-            finished = True  # another gc was faster
+            finished = True  # another gc has deleted a manifest
         if finished:
             drop_resume_state(self.repo)
         return finished
 
     def _pass(self, guards: CommitList) -> None:
-        """Do steps 2 to 7. ``guards``: listed before. Raises `Unreadable` if it must start again."""
+        """Do steps 2 to 7. ``guards``: an earlier listing. Raises `Unreadable` if gc must start again."""
         self.tally.stock = list_unguarded(self.repo, guards)
         found, listed = candidates(self.repo, self.tally.stock)
         waits = frozenset(transaction.txid for transaction in open_transactions(self.repo, listed.commits))
@@ -482,12 +487,12 @@ class _Collection:
             paused = ResumeState(found, waits)
             if not self._finish(paused):
                 save_resume_state(self.repo, paused)
-        else:  # nothing to wait for, but dead transactions are revoked
+        else:  # no need to wait, but revoke dead transactions
             look = Limits(0, self.patience.revoke_after, self.patience.sleep)
             self.tally.revoked += wait_until_closed(self.repo, waits, look, lambda still: None).revoked
 
     def _finish(self, paused: ResumeState) -> bool:
-        """Do steps 5 to 7. Returns False if the time was not enough."""
+        """Do steps 5 to 7. Return False if the time is over."""
         waited = wait_until_closed(
             self.repo, paused.waits, self.patience, lambda still: self.tell([waiting_for(one) for one in still])
         )
@@ -507,22 +512,22 @@ def _candidates(repo: Repository, stock: Inventory, as_purged: set[TxId]) -> tup
     for _ in range(ATTEMPTS):
         with suppress(Unreadable):
             return candidates(repo, stock, as_purged=as_purged)
-    raise Conflict("another gc is purging checkpoints; try again when it is done")
+    raise Conflict("another gc is purging checkpoints; repeat gc when it has ended")
 
 
 def _settle_records(repo: Repository) -> None:
-    """Make durable what other processes have put into commits/, because they may have died before they did so.
+    """Make the records of other processes in commits/ durable, because these processes may have died before they did.
 
-    Otherwise a power failure could undo a purge, but not the deletes that followed it.
+    Otherwise a power failure could undo a purge but not the later deletes.
     """
     repo.storage.settle(COMMITS.rstrip("/"))
 
 
 def _delete(repo: Repository, sizes: Iterable[str], progress: Progress) -> None:
-    """Delete the objects. No other code deletes blobs and manifests of a store.
+    """Delete the objects. No other function deletes blobs and manifests of a store.
 
-    Blobs go first: while the manifest of a purged checkpoint exists, another gc can continue. Live checkpoints are safe
-    in any order, and a later gc deletes what is left.
+    Deletes blobs first: while the manifest of a purged checkpoint exists, another gc can continue. Any order is safe
+    for live checkpoints, and a later gc deletes remaining objects.
     """
     keys = sorted(sizes, key=lambda key: not key.endswith(BLOB))
     progress.expect(len(keys))
@@ -533,10 +538,10 @@ def _delete(repo: Repository, sizes: Iterable[str], progress: Progress) -> None:
 
 
 def _tidy(repo: Repository, tally: _Tally) -> None:
-    """Remove the files of closed transactions, old generations of tags, and the remains of failed puts.
+    """Remove files of closed transactions, old generations of tags, and remains of failed puts.
 
-    This disturbs no put in progress. A folder of objects is swept only if it has no open transaction, and if it
-    belongs to a closed transaction, held a deleted object, or has no guard.
+    This does not disturb a put in progress. It cleans a folder of objects only if the folder has no open transaction.
+    In addition, the folder must belong to a closed transaction, have held a deleted object, or have no guard.
     """
     closed = list_names(repo)
     _settle_records(repo)
@@ -556,11 +561,11 @@ def _tidy(repo: Repository, tally: _Tally) -> None:
 
 def _check_storage(repo: Repository) -> None:
     if repo.storage.traits.stale:
-        raise Unsupported(f"gc cannot rely on listings that may be old: {repo.storage.traits.stale}")
+        raise Unsupported(f"gc cannot run, because the listings may be out of date: {repo.storage.traits.stale}")
     refuses = repo.storage.traits.exclusive
     known = repo.settings.exclusive_create if refuses is None else refuses
     if known is False and not repo.single_writer:
         raise Unsupported(
-            f"{repo.storage.url} does not refuse a second create, so a save and a gc could both create one name: make "
-            "sure that nobody saves, and say so with single_writer"
+            f"{repo.storage.url} does not refuse a second create, so a save and a gc could both create one key: "
+            "stop all saves, then open the store with single_writer"
         )

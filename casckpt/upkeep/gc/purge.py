@@ -1,14 +1,14 @@
-"""Step 1 of a gc: forgets by the policy, and purges or restores forgotten and replaced commits.
+"""Step 1 of a gc: forgets checkpoints by the policy, and purges or restores forgotten and replaced commits.
 
-A plan is made first and then carried out unchanged. If another process changes a checkpoint in between, its change
-stays: forget, restore and purge compete for the next record of a log, and tags are listed again. The order of a purge
-is: read the `forgotten` record, then the clock, then list tags, then take the next number of the log. So a tag that was
-set meanwhile is either in the listing, or its restore has taken the number. This also holds for a restore that was
-followed by another forget.
+gc makes a plan first and then carries it out unchanged. If another process changes a checkpoint in between, its change
+stays: forget, restore and purge compete for the next record of a log, and gc lists tags again. The order of a purge is:
+read the `forgotten` record, then the clock, then list tags, then take the next number of the log. So a new tag is in
+the listing, or the restore of its checkpoint has taken the number. This also holds if another forget follows the
+restore.
 
-A gc restores what it has forgotten if it was tagged meanwhile. If it is killed before that, the next gc restores it: it
-reads logs, then lists tags, then takes the number behind `forgotten`. A user who forgets a checkpoint deletes its tags
-first, so that checkpoint stays forgotten. So does a checkpoint that was overwritten.
+gc restores a checkpoint that received a tag while gc forgot it. If gc is killed before that, the next gc restores the
+checkpoint: it reads logs, then lists tags, then takes the number after `forgotten`. `forget` deletes the tags of a
+checkpoint first, so that the checkpoint stays forgotten. An overwritten checkpoint stays forgotten too.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _NAMED_AT_MOST = 5
 class Deferred:
     """A checkpoint or transaction that a gc leaves for later, and the reason.
 
-    ``reason``: "young" (forgotten; may be purged after ``until``), "replaced" (the old commit of a rewrite, or a
-    rewrite that was undone; may be purged after ``until``), "tagged" (forgotten, but ``tags`` name it, until
-    ``until`` if all of them expire), "unmirrored" (neither forgotten nor purged, because it is not safe in the
-    store's mirror, or the mirror is gone), or "transaction" (a save in progress that ``host`` and ``pid`` began at
-    ``since``; gc waits for its end). ``replaced``: True for an old commit of a rewrite, None otherwise.
+    ``reason``: "young" (forgotten; may be purged after ``until``), "replaced" (the old commit of a rewrite, or an
+    undone rewrite; may be purged after ``until``), "tagged" (forgotten, but has ``tags``, until ``until`` if all of
+    them expire), "unmirrored" (not forgotten or purged, because it is not safe in the store's mirror, or the mirror is
+    gone), or "transaction" (a save in progress that ``host`` and ``pid`` began at ``since``; gc waits for its end).
+    ``replaced``: True for an old commit of a rewrite, None otherwise.
     """
 
     reason: str
@@ -78,12 +78,12 @@ def waiting_for(transaction: OpenTransaction) -> Deferred:
 
 @dataclass(frozen=True)
 class GcPlan:
-    """What a gc will do. ``forget``: chosen by the policy. ``purge``: forgotten or replaced for long enough.
+    """The plan of a gc. ``forget``: commits to forget by the policy. ``purge``: commits whose minimum age is over.
 
-    ``purge`` may include what ``forget`` has. ``waiting``: checkpoints that stay for now, and why. ``young``: those of
-    them that are hidden or will be, but not for long enough. ``restore``: forgotten, although a tag without an end
-    names them. All are oldest first. ``mirror``: URL of the mirror whose notes the plan relies on. ``listed``: the
-    listing that the plan was made from. It finds guards for the checks, and serves no step of the protocol.
+    ``purge`` may include commits of ``forget``. ``waiting``: checkpoints that stay for now, with reasons. ``young``:
+    those of them whose minimum age is not over. ``restore``: forgotten commits with a tag without an end. All are
+    oldest first. ``mirror``: URL of the mirror whose notes the plan relies on. ``listed``: the listing behind the plan.
+    Checks use it to find guards, but no step of the protocol uses it.
     """
 
     forget: tuple[Commit, ...]
@@ -97,9 +97,9 @@ class GcPlan:
 
 @dataclass
 class RetireProgress:
-    """The part of a plan that was done so far.
+    """The finished part of a plan.
 
-    It is updated after each action, so that it is complete after an error.
+    It grows after each action, so that it is complete after an error.
     """
 
     restored: list[Commit] = field(default_factory=list)
@@ -109,7 +109,7 @@ class RetireProgress:
 
 @dataclass(frozen=True)
 class MinAge:
-    """Seconds from the `forgotten` record until a checkpoint may be purged."""
+    """The seconds from the `forgotten` record to the earliest purge."""
 
     usual: float
     ephemeral: float
@@ -119,12 +119,12 @@ class MinAge:
         return round(1e6 * (self.ephemeral if commit.committed.ephemeral else self.usual))
 
 
-A_DAY = MinAge(24 * 3600.0, 15 * 60.0)  # time to notice a wrong rule and undo it
+A_DAY = MinAge(24 * 3600.0, 15 * 60.0)  # gives users time to notice and undo a wrong rule
 AT_ONCE = MinAge(0.0, 0.0)
 
 
 def min_age_of(repo: Repository, wanted: float | None, unset: MinAge = A_DAY) -> MinAge:
-    """Return ``wanted`` seconds, or what the settings say, or ``unset``."""
+    """Return ``wanted`` seconds, or else the setting of the store, or else ``unset``."""
     if wanted is not None:
         return MinAge(wanted, wanted)
     settings = repo.settings
@@ -133,7 +133,7 @@ def min_age_of(repo: Repository, wanted: float | None, unset: MinAge = A_DAY) ->
 
 
 def plan_of(repo: Repository, commits: CommitList, policy: Policy, run: str | None = None) -> GcPlan:
-    """Return the plan of a gc; an empty plan if gc would raise."""
+    """Return the plan of a gc, or an empty plan if gc would raise."""
     try:
         return plan_retiring(repo, commits, policy, min_age_of(repo, None), run)
     except (Damaged, Refused):
@@ -141,7 +141,10 @@ def plan_of(repo: Repository, commits: CommitList, policy: Policy, run: str | No
 
 
 def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age: MinAge, run: str | None) -> GcPlan:
-    """Plan for ``commits``. Writes nothing. Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`."""
+    """Plan step 1 for ``commits``. Writes nothing.
+
+    Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`.
+    """
     named = tags(repo, anew=not repo.storage.traits.remote, slack=FOREIGN_CLOCKS)
     now = repo.clock()
     visible = {commit.txid: commit for commit in commits.visible()}
@@ -172,9 +175,9 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
 
 
 def unless_mirror_is_gone(repo: Repository, plan: GcPlan, *, near: bool = False) -> GcPlan:
-    """Return ``plan`` without what was safe in a store that is no longer at the URL of the mirror.
+    """Return ``plan`` without checkpoints that were safe in a store that is no longer at the URL of the mirror.
 
-    This store may hold the only copy of it. ``near``: see `mirror_made_at`.
+    This store may have their only copy. ``near``: see `mirror_made_at`.
     """
     relied = {commit.txid: commit for commit in (*plan.purge, *plan.forget)}
     made = mirror_made_at(repo, plan.mirror, near=near) if plan.mirror and relied else None
@@ -198,10 +201,10 @@ def unless_mirror_is_gone(repo: Repository, plan: GcPlan, *, near: bool = False)
 
 
 def _gone_since(commit: Commit, now: int) -> int:
-    """Return when a commit was forgotten or replaced; ``now`` for one that will be.
+    """Return the time at which a commit was forgotten or replaced, or ``now`` if it is still visible.
 
-    The time is by the clock of the host that did it, but not before the save, because then that clock was behind. A
-    save in the future does not count, because then the clock of the saver was ahead.
+    The time is from the clock of the host that did it. If this is before the save, that clock was behind, and the time
+    of the save counts. A save time in the future does not count, because the clock of the saver was ahead.
     """
     saved = commit.committed.time
     return now if commit.visible else max(commit.changed_at, saved if saved <= now else 0)
@@ -217,9 +220,9 @@ def kept_of(commit: Commit) -> SavedCheckpoint:
 
 
 def check_metrics(repo: Repository, policy: Policy, run: str | None) -> None:
-    """Raise InvalidInput for a metric of ``keep_best`` that no visible checkpoint has. Warn about runs without it.
+    """Raise InvalidInput if no visible checkpoint has the metric of ``keep_best``. Warn about runs without it.
 
-    This is for rules that a user gives. A training may give its rule before the first checkpoint has the metric.
+    Only for the rules of a user. A training may set its rule before the first checkpoint has the metric.
     """
     if not policy.best:
         return
@@ -234,9 +237,9 @@ def check_metrics(repo: Repository, policy: Policy, run: str | None) -> None:
 def _forgotten_though_tagged(
     named: Mapping[str, Tag], commits: CommitList, forgotten: Iterable[Commit]
 ) -> list[Commit]:
-    """Return those of ``forgotten`` that a tag without an end names, if their run and step is free; one for each id.
+    """Return those of ``forgotten`` with a tag without an end and a free run and step, one for each id.
 
-    Checkpoints that were overwritten are left out, also if what overwrote them is gone: overwriting ends no tag.
+    Omits overwritten checkpoints, even if their successor is gone, because overwriting deletes no tag.
     """
     tagged = tagged_txids(_without_end(named), forgotten := list(forgotten))
     wanted = [commit for commit in forgotten if commit.is_forgotten and commit.txid in tagged]
@@ -252,7 +255,7 @@ def _without_end(named: Mapping[str, Tag]) -> dict[str, Tag]:
 
 
 def bring_back(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
-    """Restore the checkpoints of ``plan``. Commits that were untagged or changed since are left alone.
+    """Restore the checkpoints of ``plan``. Skip commits that have lost their tag or changed since.
 
     Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`.
     """
@@ -262,9 +265,9 @@ def bring_back(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
 
 
 def thinned_though_claimed(repo: Repository, listed: CommitList, since: int) -> list[Commit]:
-    """Return commits that were thinned before ``since`` although a tag protects them; for each id the fullest one.
+    """Return commits that were thinned before ``since`` despite a tag, the most complete one for each id.
 
-    Thinning lists the tags again when it is done, and restores what was tagged meanwhile. Here it was killed before
+    Thinning lists the tags again at its end, and restores checkpoints with new tags. In this case it was killed before
     that. Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`.
     """
     seen = {commit.id for commit in listed.visible()}
@@ -276,7 +279,7 @@ def thinned_though_claimed(repo: Repository, listed: CommitList, since: int) -> 
 
 
 def _is_ruin(repo: Repository, commits: CommitList, commit: Commit) -> bool:
-    """Return whether a commit was rewritten without a loss and its manifest is damaged. While it is live, gc raises."""
+    """Return whether a commit has a lossless rewrite and its own manifest is damaged. While it is live, gc raises."""
     if commits.standin(commit) is commit:
         return False
     try:
@@ -294,27 +297,27 @@ def _waits(commit: Commit, reason: str, *, until: datetime | None = None, tags: 
 
 
 def _is_old(commit: Commit) -> bool:
-    """Return whether a commit is the old commit of a rewrite, or a rewrite that was undone."""
+    """Return whether a commit is the old commit of a rewrite, or an undone rewrite."""
     return not (commit.visible or commit.is_forgotten)
 
 
 def retire(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
     """Forget and purge the checkpoints of ``plan``, and add them to ``done``, which must be empty.
 
-    Commits that another process changed or tagged since are left alone. Raises `StorageError`, and `Unsupported` if
-    this version does not know a requirement of the store on writers.
+    Skips commits that another process changed or tagged since. Raises `StorageError`, and `Unsupported` if this version
+    does not know a requirement of the store on writers.
     """
     chosen = _untagged(repo, plan.forget)
     announce_all(repo, chosen)
     _each_unless_changed(repo, forget, chosen, done.forgotten)
-    # list tags again: a tag that was set meanwhile counts, and a user who sets one later sees what is done here
+    # list tags again: a new tag counts, and a process that sets one later sees these records
     tagged = _barred(repo, [*plan.purge, *done.forgotten])
     claimed = [commit for commit in done.forgotten if commit.txid in tagged]
     _each_unless_changed(repo, partial(restore, as_read=True), claimed, [])
     done.forgotten = [commit for commit in done.forgotten if commit.txid not in tagged]
-    now = {commit.txid: commit for commit in (*plan.purge, *done.forgotten)}  # as this gc last read them
+    now = {commit.txid: commit for commit in (*plan.purge, *done.forgotten)}  # in the state that this gc last read
     due = [now[commit.txid] for commit in plan.purge]
-    settings = repo.settings  # read again: the store may have got a mirror meanwhile, or require more of writers
+    settings = repo.settings  # read again: the store may have a new mirror or new requirements on writers
     records.check_requirements(settings, repo.storage.url)
     unsafe = _unsafe(repo, due, settings.mirror)
     left = [c for c in due if not c.visible and c.txid not in tagged and c.txid not in unsafe]
@@ -325,8 +328,8 @@ def retire(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
 def forget_and_purge(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
     """Forget ``commits``, which are visible, and purge them at once, without a gc. Return the forgotten commits.
 
-    If the settings of the store have a minimum age, the purge is left to a gc. Commits that a tag names, or that
-    are not safe in the store's mirror yet, stay as they are. Raises `StorageError`.
+    If the settings of the store have a minimum age, a gc does the purge. Skips commits that have a tag or are not yet
+    safe in the store's mirror. Raises `StorageError`.
     """
     wanted, settings = list(commits), repo.settings
     records.check_requirements(settings, repo.storage.url)
@@ -357,12 +360,12 @@ def _untagged(repo: Repository, commits: Sequence[Commit]) -> list[Commit]:
 
 
 def _tags_now(repo: Repository) -> dict[str, Tag]:
-    """Return the tags that count by the clock of this host."""
+    """Return the tags that have not expired by the clock of this host."""
     return tags(repo, slack=FOREIGN_CLOCKS)
 
 
 def _barred(repo: Repository, commits: Sequence[Commit]) -> set[TxId]:
-    """Return those of ``commits``, which were read as forgotten before, that tags protect from a purge."""
+    """Return those of ``commits`` that tags protect from a purge. All were read as forgotten before this call."""
     named = _tags_now(repo) if commits else {}
     if not tagged_txids(named, commits):
         return set()
@@ -371,7 +374,7 @@ def _barred(repo: Repository, commits: Sequence[Commit]) -> set[TxId]:
 
 
 def _claimed(named: Mapping[str, Tag], listed: CommitList, commits: Iterable[Commit]) -> set[TxId]:
-    """Return those of ``commits`` that a tag names. A tag on a thinned rewrite does not count for the old commit."""
+    """Return those of ``commits`` with a tag. A tag on a thinned rewrite does not count for the old commit."""
 
     def claims(tag: Tag, commit: Commit) -> bool:
         on = listed.commits.get(tag.txid)
@@ -383,9 +386,9 @@ def _claimed(named: Mapping[str, Tag], listed: CommitList, commits: Iterable[Com
 
 
 def _free(listed: CommitList, commits: Iterable[Commit]) -> set[TxId]:
-    """Return the hidden ones of ``commits`` that no tag needs, because another commit has all of the checkpoint.
+    """Return the hidden ones of ``commits`` that tags do not need, because another commit has the whole checkpoint.
 
-    Another commit of it is visible, or this one was rewritten without a loss, or this one is a void rewrite.
+    Another commit of the checkpoint is visible, or this commit has a lossless rewrite, or it is a void rewrite.
     """
     seen = Holdings(listed.visible())
     return {
@@ -396,10 +399,10 @@ def _free(listed: CommitList, commits: Iterable[Commit]) -> set[TxId]:
 
 
 def _unsafe(repo: Repository, commits: Iterable[Commit], mirror: str | None, made: float = 0) -> set[TxId]:
-    """Return those of ``commits`` that are not safe in ``mirror``: neither themselves nor a rewrite without a loss.
+    """Return those of ``commits`` for which neither the commit nor a lossless rewrite is safe in ``mirror``.
 
-    If the settings say that the mirror is thinned, a thinned rewrite counts. A void rewrite need not be safe. ``made``:
-    see `unmirrored`.
+    If the settings thin the mirror, a thinned rewrite counts. A void rewrite need not be safe. ``made``: see
+    `unmirrored`.
     """
     wanted = [commit for commit in commits if commit.standing != VOID]
     if mirror is None or not wanted:
@@ -412,7 +415,7 @@ def _unsafe(repo: Repository, commits: Iterable[Commit], mirror: str | None, mad
 
 
 def _end(named: Iterable[Tag]) -> datetime | None:
-    """Return when these tags end for a gc; None if one of them never ends."""
+    """Return the time at which these tags have ended for gc, or None if one of them never ends."""
     ends = [tag.expires for tag in named]
     known = [end + FOREIGN_CLOCKS for end in ends if end is not None]
     return time_of(max(known)) if known and len(known) == len(ends) else None
@@ -421,7 +424,7 @@ def _end(named: Iterable[Tag]) -> datetime | None:
 def _each_unless_changed(
     repo: Repository, action: Callable[[Repository, Commit], Commit], commits: Iterable[Commit], done: list[Commit]
 ) -> None:
-    """Call ``action`` on each commit, and add the results to ``done``. Skip commits that another process changed."""
+    """Call ``action`` with each commit, and add the results to ``done``. Skip commits that another process changed."""
 
     def attempt(commit: Commit) -> None:
         with suppress(Conflict):
@@ -431,4 +434,4 @@ def _each_unless_changed(
         for _ in in_parallel(repo.storage.traits.requests, attempt, commits):
             pass
     finally:
-        done.sort(key=lambda commit: commit.order)  # threads add them in any order
+        done.sort(key=lambda commit: commit.order)  # threads append in any order

@@ -1,7 +1,7 @@
 """Recovery at the end of a gc: announcements without records, records without announcements, unfinished rewrites.
 
-An announcement whose record was never created, because its process died, costs every reader a request each time. A
-record without an announcement, because runs/ was lost or restored from an older copy, is invisible to readers of runs.
+If a process dies before it creates an announced record, each reader makes an additional request every time. A record
+without an announcement is invisible to readers of runs. This happens if runs/ was lost or restored from an older copy.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ log = logging.getLogger(__name__)
 
 
 def settle(repo: Repository, seconds: float) -> CommitList:
-    """Take each number that was announced ``seconds`` ago and has no record, and announce records that lack it.
+    """Fill each number that was announced ``seconds`` ago and has no record. Announce records without an announcement.
 
-    Also restores checkpoints that were thinned ``seconds`` ago although a tag protects them. All of this is safe at any
-    time: a late process finds its number taken, and announces the next one. Each host reads each announcement once.
-    Returns the listing from which it began; the same commits are live afterwards. Raises `Damaged` or `Refused` if a
-    tag cannot be read, `StorageError`.
+    Also restores checkpoints that were thinned ``seconds`` ago although a tag protects them. This is safe at any time:
+    a late process finds its number taken, and announces the next one. Each host reads each announcement once. Returns
+    its first listing. The same commits are live afterwards. Raises `Damaged` or `Refused` if a tag cannot be read,
+    `StorageError`.
     """
-    listed = list_commits(repo)  # first: whatever it shows was announced before
+    listed = list_commits(repo)  # list commits first: each of these records was announced before
     since = repo.clock() - round(1e6 * seconds)
     _settle_rewrites(repo, listed, since)
     for commit in thinned_though_claimed(repo, listed, since):
-        log.warning("%s was thinned while it was tagged, by a process that died; it is restored", commit)
-        with suppress(Conflict):  # another process was first with another record
+        log.warning("%s was thinned by a process that died, although it has a tag; gc restores it", commit)
+        with suppress(Conflict):  # another process was first
             append(repo, commit, Restored)
     for run in _hashes(repo, listed):
         look(repo, run)
@@ -54,7 +54,9 @@ def settle(repo: Repository, seconds: float) -> CommitList:
         for txid, number in _undecided(known, listed, since):
             if number:
                 keep(repo, txid, number)
-            elif repo.storage.size(transaction_key(txid)) is None:  # otherwise gc revokes it without a sign of life
+            elif (
+                repo.storage.size(transaction_key(txid)) is None
+            ):  # otherwise gc revokes the transaction if it shows no sign of life
                 revoke(repo, txid, "announced, and never committed")
         if missing := list(_unannounced(known, listed, run)):
             log.warning("%d records of run %s were not announced; runs/ was incomplete", len(missing), run)
@@ -63,7 +65,7 @@ def settle(repo: Repository, seconds: float) -> CommitList:
 
 
 def _settle_rewrites(repo: Repository, listed: CommitList, since: int) -> None:
-    """Take the numbers of unfinished rewrites from before ``since``, and forget void rewrites.
+    """Fill the numbers of unfinished rewrites from before ``since``, and forget void rewrites.
 
     A void rewrite never becomes visible, so forgetting it hides nothing.
     """
@@ -80,7 +82,7 @@ def _settle_rewrites(repo: Repository, listed: CommitList, since: int) -> None:
 def faults(repo: Repository, listed: CommitList, *, anew: bool) -> list[tuple[str, str]]:
     """Return (key, problem) of unreadable announcements, and of records in ``listed`` without an announcement.
 
-    ``anew``: read all announcements, also those that this host has read. Raises `StorageError`.
+    ``anew``: also read announcements again that this host has read before. Raises `StorageError`.
     """
     problems: list[tuple[str, str]] = []
     reader = repo.fresh()
@@ -97,8 +99,8 @@ def _hashes(repo: Repository, listed: CommitList) -> list[str]:
 
 
 def _undecided(known: RunCache, listed: CommitList, since: int) -> Iterator[tuple[TxId, int]]:
-    """Yield (txid, number) of records announced before ``since`` that are not listed; only the next one of each log."""
-    for record in list(known.records.values()):  # other threads may add announcements
+    """Yield (txid, number) of the next record of each log, if it was announced before ``since`` and is not listed."""
+    for record in list(known.records.values()):  # a copy, because other threads may add announcements
         for txid, number in record.announced if record is not None and record.time <= since else ():
             commit = listed.commits.get(txid)
             if txid not in listed.damaged and number == (0 if commit is None else commit.number + 1):

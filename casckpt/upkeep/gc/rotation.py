@@ -1,6 +1,6 @@
-"""Rotation: forgets checkpoints of a run after a save.
+"""Rotation: forgetting of old checkpoints of a run after a save.
 
-It runs after the commit. So the newest checkpoint, the tagged ones and those of fixed steps can always be loaded.
+It runs after the commit. So the newest checkpoint, tagged checkpoints and those at fixed steps can always be loaded.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _WARN_EVERY = 10  # checkpoints
 
 
 def plan_rotation(visible: Sequence[Commit], rotation: Rotation, tagged: Container[TxId], now: int) -> list[Commit]:
-    """Return the ``visible`` checkpoints of one run to forget, oldest first. ``now``: in microseconds.
+    """Return the checkpoints to forget among the ``visible`` ones of one run, oldest first. ``now``: in microseconds.
 
-    The newest checkpoint is the one that was saved last, also if the run was rolled back. Of two checkpoints of one
-    step, the one that was saved last stays.
+    The newest checkpoint is the last saved one, even if the run was rolled back. Of two checkpoints of one step, the
+    last saved one stays.
     """
     if rotation.is_empty or not visible:
         return []
@@ -44,16 +44,16 @@ def plan_rotation(visible: Sequence[Commit], rotation: Rotation, tagged: Contain
 def rotate(repo: Repository, run: str, rotation: Rotation) -> list[Commit]:
     """Forget and purge the checkpoints of ``run`` that ``rotation`` does not keep, and return them.
 
-    One process makes the call. The next gc frees the space. If the settings of the store have a minimum age, a gc
-    purges instead. Checkpoints that the mirror of the store does not have yet stay. A tag that is set meanwhile counts.
-    Raises Damaged or Refused if a tag cannot be read, StorageError.
+    Only one process calls this. The next gc frees the space. If the settings of the store have a minimum age, gc does
+    the purge. Checkpoints that are not yet safe in the mirror stay. A tag that is set meanwhile counts. Raises Damaged
+    or Refused if a tag cannot be read, StorageError.
     """
     if rotation.is_empty:
         return []
     visible = [commit for commit in list_commits(repo).visible() if commit.run == run]
     now = repo.clock()
     _warn_of_metrics(run, visible, rotation)
-    if not plan_rotation(visible, rotation, (), now):  # tags only ever keep more
+    if not plan_rotation(visible, rotation, (), now):  # tags can only keep more checkpoints
         return []
     tagged = tagged_txids(tags(repo, slack=FOREIGN_CLOCKS), visible)
     dropped = plan_rotation(visible, rotation, tagged, now)
@@ -61,7 +61,7 @@ def rotate(repo: Repository, run: str, rotation: Rotation) -> list[Commit]:
 
 
 def _warn_of_metrics(run: str, visible: Sequence[Commit], rotation: Rotation) -> None:
-    """Warn at every tenth checkpoint if all stay because none has the metric of ``keep_best``."""
+    """Warn at every tenth checkpoint if no checkpoint has the metric of ``keep_best``, so that all stay."""
     permanent = [kept_of(one) for one in visible if not one.committed.ephemeral]
     if rotation.keep is None or not permanent or len(permanent) % _WARN_EVERY:
         return
@@ -72,10 +72,10 @@ def _warn_of_metrics(run: str, visible: Sequence[Commit], rotation: Rotation) ->
 
 
 def thin(repo: Repository, run: str, rule: Thinning | None) -> list[Commit]:
-    """Thin the checkpoints of ``run`` as ``rule`` says, purge their previous commits, and return the new commits.
+    """Thin the checkpoints of ``run`` by ``rule``, purge their old commits, and return the new commits.
 
-    If the settings of the store have a minimum age, a gc purges instead. Damaged checkpoints stay as they are. Raises
-    the errors of `rotate`.
+    If the settings of the store have a minimum age, gc does the purge. Skips damaged checkpoints. Raises the errors of
+    `rotate`.
     """
     if rule is None:
         return []

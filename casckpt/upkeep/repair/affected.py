@@ -1,4 +1,4 @@
-"""Which keys and checkpoints a damaged blob affects: the live cells in its wrong bytes."""
+"""Keys and checkpoints that a damaged blob affects, by the live cells in its wrong bytes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from casckpt.upkeep.repair.cell_sources import Located, by_number, locate
 
 @dataclass(frozen=True)
 class DamagedBlob:
-    """A damaged blob, and what it affects.
+    """A damaged blob, with the affected keys and checkpoints.
 
     ``keys``: the affected tensors, objects and attachments. ``checkpoints``: ids of the affected live checkpoints.
-    ``needed_by``: a commit of each of these. All are empty if no checkpoint needs the wrong bytes: a header, a proof,
-    or cells of purged checkpoints.
+    ``needed_by``: a commit of each of these. All are empty if no checkpoint needs the wrong bytes, for example if they
+    are in a header, in a proof, or in cells of purged checkpoints.
     """
 
     blob: BlobHash
@@ -46,8 +46,7 @@ _Cell = tuple[int, int, CellDigest]
 class _Uses:
     """Live cells that overlap the wrong bytes of one blob, and the (key, checkpoint) pairs that need each cell.
 
-    ``cells``: each with one of its locations. ``unknown``: pairs whose extents cannot be read, so that what they need
-    is unknown.
+    ``cells``: each cell with one of its locations. ``unknown``: pairs with unreadable extents, whose cells are unknown.
     """
 
     checked: Checked
@@ -56,7 +55,7 @@ class _Uses:
     unknown: set[tuple[str, ManifestId]] = field(default_factory=set)
 
     def add(self, repo: Repository, manifest: Manifest, stored: StoredCell, key: str) -> None:
-        """Note that ``key`` needs a cell, if it lies in wrong bytes."""
+        """Note that ``key`` needs a cell, if the cell is in wrong bytes."""
         cell = (stored.offset, stored.stored, stored.digest)
         end = stored.offset + stored.stored
         if any(stored.offset < stop and start < end for start, stop in self.checked.ranges):
@@ -66,7 +65,7 @@ class _Uses:
 
 
 def describe(repo: Repository, commits: Sequence[Commit], wrong: Sequence[Checked]) -> list[DamagedBlob]:
-    """Return what the ``wrong`` blobs affect, without blobs that only purged checkpoints used.
+    """Return the effects of the ``wrong`` blobs. Omit blobs that only purged checkpoints used.
 
     Raises `StorageError`.
     """
@@ -89,7 +88,7 @@ def describe(repo: Repository, commits: Sequence[Commit], wrong: Sequence[Checke
 
 
 def keys_of(manifest: Manifest, wanted: Iterable[int]) -> list[str]:
-    """Return the keys of the entries that need any of the blobs ``wanted`` (numbers)."""
+    """Return the keys of the entries that need a blob in ``wanted`` (numbers)."""
     numbers, keys = frozenset(wanted), set()
     manifest.ready(objects=())
     for entry in manifest.held:
@@ -97,12 +96,12 @@ def keys_of(manifest: Manifest, wanted: Iterable[int]) -> list[str]:
             if any(link.blob in numbers for extent in manifest.extents(entry).extents for link in extent.chain):
                 keys.add(entry.key)
         except (Damaged, Refused):
-            keys.add(entry.key)  # unknown, so it may need them
+            keys.add(entry.key)  # unreadable extents, so the entry may need the blobs
     return sorted(keys)
 
 
 def _collect(repo: Repository, manifest: Manifest, uses: Mapping[int, _Uses]) -> None:
-    """Note which cells of a manifest lie in wrong bytes. A base counts for the cells that are decoded against it."""
+    """Note the cells of a manifest in wrong bytes. A wrong base counts for each cell that is decoded against it."""
     for entry in manifest.held:
         try:
             table = manifest.extents(entry)
@@ -124,7 +123,7 @@ def _described(repo: Repository, uses: _Uses, by_id: Mapping[ManifestId, Commit]
 
 
 def _wrong_cells(repo: Repository, uses: _Uses) -> list[_Cell]:
-    """Read the cells again, and return those that are not what was written."""
+    """Read the cells again, and return those with a wrong digest."""
     if not uses.cells:
         return []
     ref = uses.checked.ref

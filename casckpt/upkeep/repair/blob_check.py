@@ -23,9 +23,9 @@ _ATTEMPTS = 2
 
 @dataclass(frozen=True)
 class Checked:
-    """The check of one blob. ``why``: what is wrong with it, "" if nothing. ``failed``: why it could not be read.
+    """The check of one blob. ``why``: its damage, "" without any. ``failed``: the error that prevented reading.
 
-    ``ranges``: the bytes that are wrong, or not known to be right. ``proof``: as in `Proved`.
+    ``ranges``: the bytes that are wrong or unverified. ``proof``: as in `Proved`.
     """
 
     ref: BlobRef
@@ -36,12 +36,12 @@ class Checked:
 
     @property
     def is_right(self) -> bool:
-        """Whether the whole blob was read and is as it was written."""
+        """Whether the whole blob was read and is undamaged."""
         return not self.why and not self.failed
 
 
 def check_blobs(repo: Repository, refs: Iterable[BlobRef], progress: Callable[[int], None]) -> Iterator[Checked]:
-    """Read and check each of ``refs``. Yields in order. ``progress``: called with the bytes just read."""
+    """Check each of ``refs``, and yield the results in order. ``progress``: called with the bytes just read."""
     threads = threads_for(repo)
     buffers = BufferPool(threads, PIECE)
     try:
@@ -51,7 +51,7 @@ def check_blobs(repo: Repository, refs: Iterable[BlobRef], progress: Callable[[i
 
 
 def threads_for(repo: Repository) -> int:
-    """Return the number of threads that read a store and verify what they read."""
+    """Return the number of threads that read and verify a store."""
     traits = repo.storage.traits
     return min(_MAX_THREADS, traits.parallel if traits.remote else os.cpu_count() or 1)
 
@@ -65,7 +65,7 @@ def _check(repo: Repository, buffers: BufferPool, progress: Callable[[int], None
                     return Checked(ref, why, ranges=all_of_it)
                 proved = prove(reader, ref, buffer.view, progress)
                 return Checked(ref, proved.why, ranges=proved.ranges, proof=proved.proof)
-        except (NotFound, Refused, ShortObject) as error:  # Refused: a pipe or a folder in its place
+        except (NotFound, Refused, ShortObject) as error:  # Refused: the path is a pipe or a folder
             return Checked(ref, explain(ref, error), ranges=all_of_it)
         except StorageError as error:
             failed = str(error)

@@ -1,7 +1,7 @@
-"""Rebuilds a damaged blob: leaves from copies of it, cells from equal cells, and then its header and proof.
+"""Rebuilding of a damaged blob: leaves from its copies, cells from equal cells, and then header and proof.
 
-Bytes are used only if they have the digest that the proof or a live checkpoint gives. The blob is right only if its
-hash is its name.
+Rebuilding uses only bytes whose digest is in the proof or in a live checkpoint. The blob is complete only if its hash
+equals its name.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _PAGE = DATA_OFFSET
 
 @dataclass
 class RebuiltBlob:
-    """A damaged blob ``ref``, as far as it was rebuilt. ``data``: its bytes.
+    """A partly or fully rebuilt blob ``ref``. ``data``: its bytes.
 
-    ``leaves``: proved by its name; empty without a proof. ``wrong``: the leaves that ``data`` lacks. ``cells``: of live
-    checkpoints, in order. ``missing``: the cells that ``data`` lacks.
+    ``leaves``: verified against its name, empty without a proof. ``wrong``: the leaves that ``data`` lacks. ``cells``:
+    the cells of live checkpoints, in order. ``missing``: the cells that ``data`` lacks.
     """
 
     ref: BlobRef
@@ -49,11 +49,11 @@ class RebuiltBlob:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether the blob also holds all cells that live checkpoints have in it."""
+        """Whether the blob is whole and no live cell is missing."""
         return not self.missing and all(map(self.is_right, self.leaves))
 
     def part(self, offset: int, nbytes: int) -> memoryview:
-        """Return a writable view of some of the bytes."""
+        """Return a writable view of a range of the bytes."""
         return memoryview(self.data)[offset : offset + nbytes]
 
     def is_right(self, leaf: Leaf) -> bool:
@@ -61,7 +61,7 @@ class RebuiltBlob:
         return cell_digest(self.part(leaf.offset, leaf.nbytes)) == leaf.digest
 
     def take_proof(self, proof: bytes) -> None:
-        """Put a proof whose hash is the name of the blob, and check the leaves. Raises Refused if it is no proof."""
+        """Store a proof that fits the name of the blob, and check the leaves. Raises Refused for an invalid proof."""
         self.leaves = decode_proof(proof)
         self.data[self.leaves[-1].end :] = proof
         check = LeafCheck(self.leaves)
@@ -85,7 +85,7 @@ def rebuild_from_copies(repo: Repository, ref: BlobRef, copies: BlobCopies) -> R
 
 @dataclass(frozen=True)
 class CellSupply:
-    """The sources from which blobs are rebuilt. ``misframed``: blobs with right leaves whose frames may be wrong."""
+    """The sources for rebuilding blobs. ``misframed``: blobs with right leaves but possibly wrong frames."""
 
     cells: Cells
     copies: BlobCopies
@@ -107,11 +107,11 @@ class CellSupply:
         return rebuilt
 
     def plain(self, cell: LiveCell) -> bytearray | None:
-        """Return the decoded bytes of an encoded cell; None if no source has them."""
+        """Return the decoded bytes of an encoded cell, or None if no source has them."""
         return None if cell.coded is None else self.fetch(cell.digest, cell.coded.nbytes)
 
     def fetch(self, digest: CellDigest, nbytes: int) -> bytearray | None:
-        """Return the bytes of a cell; None if no source has them."""
+        """Return the bytes of a cell, or None if no source has them."""
         plain = bytearray(nbytes)
         return plain if self.cells.fetch(digest, memoryview(plain)) else None
 
@@ -136,7 +136,7 @@ class CellSupply:
         return cell_digest(plain) == cell.digest
 
     def _take_cell(self, rebuilt: RebuiltBlob, cell: LiveCell) -> bool:
-        """Restore a cell from an equal one or from a copy of the blob. An encoded cell is encoded again."""
+        """Restore a cell from an equal cell or from a copy of the blob. Encode it again if it was encoded."""
         part = rebuilt.part(cell.offset, cell.nbytes)
         if cell.coded is not None:
             return self._take_frame(part, cell, cell.coded)
@@ -157,7 +157,7 @@ class CellSupply:
         return True
 
     def _take_leaf(self, rebuilt: RebuiltBlob, leaf: Leaf) -> bool:
-        """Restore a leaf that is no live cell of the blob: the header, padding, or a cell that is live elsewhere."""
+        """Restore a leaf that is not a live cell of the blob: header, padding, or a cell that lives in another blob."""
         part = rebuilt.part(leaf.offset, leaf.nbytes)
         guess = _without_padding(rebuilt, leaf) if leaf.offset else _header(rebuilt)
         if cell_digest(guess) != leaf.digest:
@@ -167,14 +167,14 @@ class CellSupply:
 
 
 def _remains(repo: Repository, ref: BlobRef) -> bytearray:
-    """Read what is left of a damaged blob. Missing bytes are zeros."""
+    """Read the remaining bytes of a damaged blob. Missing bytes are zeros."""
     data = bytearray(ref.size)
     try:
         with repo.storage.open(blob_key(ref.uploader, ref.hash)) as reader:
             have = min(reader.size, ref.size)
             reader.read_into(0, [memoryview(data)[:have]])
     except (NotFound, Refused, StorageError, ShortObject):
-        pass  # every byte must come from another source
+        pass  # all bytes must come from other sources
     return data
 
 
@@ -205,7 +205,7 @@ def _reading(reader: Reader) -> Callable[[int, int], bytearray]:
 
 
 def _take_leaves(reader: Reader, rebuilt: RebuiltBlob) -> None:
-    """Read the wrong leaves from a copy, as far as they are right there."""
+    """Read the wrong leaves from a copy, and keep those that are right there."""
     for run in list(_runs(rebuilt.wrong)):
         first = run[0].offset
         part = memoryview(bytearray(run[-1].end - first))
@@ -234,7 +234,7 @@ def _runs(leaves: Sequence[Leaf]) -> Iterator[list[Leaf]]:
 
 
 def _header(rebuilt: RebuiltBlob) -> bytes:
-    """Return the header that fits the live cells. Bytes between two cells count to the run of the first one."""
+    """Return the header that fits the live cells. Bytes between two cells belong to the run of the first one."""
     starts: list[tuple[str, int]] = []
     for cell in rebuilt.cells:
         if not starts or stored_name(cell.dtype) != stored_name(starts[-1][0]):
@@ -258,14 +258,14 @@ def _without_padding(rebuilt: RebuiltBlob, leaf: Leaf) -> bytes:
 
 
 def _write_anew(rebuilt: RebuiltBlob) -> None:
-    """Write the blob as a save would if the live cells are all that it holds. Restores header, padding and proof."""
+    """Write the blob as a save would write one with only the live cells. Restores header, padding and proof."""
     buffer = memoryview(bytearray(buffer_bytes(padded(rebuilt.ref.size))))
     writer = BlobWriter(buffer)
     for cell in rebuilt.cells:
         if cell.offset != place_of(writer, cell):
             if cell.offset < writer.end:
                 continue  # entries of several dtypes share the cell
-            return  # the blob held dead cells in between
+            return  # the blob also held dead cells
         put(writer, buffer, cell, rebuilt.part(cell.offset, cell.nbytes))
     try:
         name, size = writer.finish()
@@ -277,7 +277,7 @@ def _write_anew(rebuilt: RebuiltBlob) -> None:
 
 
 def place_of(writer: BlobWriter, cell: LiveCell) -> int:
-    """Return the offset that a cell gets if it is written next."""
+    """Return the offset of a cell if it is written next."""
     return writer.end if cell.coded else writer.place(cell.nbytes)
 
 
@@ -293,7 +293,7 @@ def put(writer: BlobWriter, buffer: memoryview, cell: LiveCell, data: Buffer) ->
 
 
 def _prove_anew(rebuilt: RebuiltBlob) -> None:
-    """Make the proof again from the data, and from the leaf lengths in its remains, of which one may be wrong."""
+    """Make the proof again from the data and from the remaining leaf lengths. One of these lengths may be wrong."""
     data, size = rebuilt.data, rebuilt.ref.size
     try:
         place = DATA_OFFSET + sum(nbytes for _, nbytes in decode_header(bytes(data[:DATA_OFFSET]), size))

@@ -1,6 +1,6 @@
 """Sources of bytes for a repair: blobs of the same name and equal cells, in this store and in others.
 
-No source is trusted. Bytes are used only if they have the right digest.
+Repair trusts no source. It uses bytes only if their digest is right.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from casckpt.upkeep.inventory import BLOB, list_objects
 T = TypeVar("T")
 UNREADABLE = (CasckptError, ShortObject)
 FRAMES = "uint8"
-"""The dtype of the run of a blob in which frames lie."""
+"""The dtype of the part of a blob that holds frames."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedSource:
-    """The cell that a frame encodes: its bytes, the dtype of an entry that has it, and the digest of its base."""
+    """The cell that a frame encodes: its size, the dtype of an entry that has it, and the digest of its base."""
 
     nbytes: int
     dtype: str
@@ -45,7 +45,7 @@ class EncodedSource:
 class LiveCell:
     """One cell that a live checkpoint has in a blob. ``offset``, ``nbytes``, ``dtype``: of the stored bytes.
 
-    ``digest``: of the plain cell, also if it is encoded. ``coded``: None for a cell that is not encoded.
+    ``digest``: of the plain cell, even if it is encoded. ``coded``: None for a cell that is not encoded.
     """
 
     offset: int
@@ -56,31 +56,31 @@ class LiveCell:
 
     @property
     def end(self) -> int:
-        """The offset behind its last byte."""
+        """The offset after its last byte."""
         return self.offset + self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A cell of a manifest. ``keys``: of the blobs in which the cell and its bases lie, by number."""
+    """A cell of a manifest. ``keys``: keys of the blobs with the cell and its bases, by number."""
 
     repo: Repository = field(repr=False)
     keys: Mapping[int, str]
     cell: StoredCell
 
     def read(self) -> bytearray:
-        """Read the cell, and decode it if it is encoded. Raises Refused for a bad frame, and as reading does."""
+        """Read the cell, and decode it if it is encoded. Raises Refused for a bad frame, and the errors of reading."""
         return decode_chain(self.cell, self.stored)
 
     def stored(self, cell: StoredCell) -> bytearray:
-        """Read the stored bytes of ``cell``, which is this cell or one of its bases. Raises as reading does."""
+        """Read the stored bytes of ``cell``, which is this cell or one of its bases. Raises the errors of reading."""
         data = bytearray(cell.stored)
         with self.repo.storage.open(self.keys[cell.blob]) as reader:
             reader.read_into(cell.offset, [memoryview(data)])
         return data
 
     def fill(self, target: memoryview) -> bool:
-        """Fill ``target`` with the cell, and return whether it could be read."""
+        """Fill ``target`` with the cell. Return False if it cannot be read."""
         with suppress(*UNREADABLE):
             target[:] = self.read()
             return True
@@ -94,7 +94,7 @@ def locate(repo: Repository, manifest: Manifest, cell: StoredCell) -> Located:
 
 
 def take_cell(reader: Reader, offset: int, target: memoryview, digest: CellDigest) -> bool:
-    """Fill ``target`` with a cell if the reader holds what was written, and return whether it does."""
+    """Fill ``target`` with a cell from the reader. Return whether its digest is right."""
     data = memoryview(bytearray(len(target)))
     if not holds_cell(reader, offset, data, digest):
         return False
@@ -115,7 +115,7 @@ class BlobCopies:
                     self._places[name.hash].append((store, key))
 
     def readers(self, ref: BlobRef) -> Iterator[Reader]:
-        """Yield each copy of a blob, open until the next one is requested. The caller handles errors of reading."""
+        """Yield each copy of a blob. It stays open until the next iteration. The caller handles read errors."""
         for store, key in self._places.get(ref.hash, ()):
             try:
                 with store.storage.open(key) as reader:
@@ -131,14 +131,16 @@ class BlobCopies:
 class Cells:
     """Cells by their digest, in the blobs that live checkpoints of these stores name.
 
-    A cell that no blob holds may be recovered from a frame for which it is the base, if the decoded cell of that frame
-    is available elsewhere.
+    If no blob holds a cell, a frame with this cell as base may recover it. This requires the decoded cell of that frame
+    from another source.
     """
 
     def __init__(self, stores: Iterable[Repository], wanted: Iterable[CellDigest]) -> None:
         self._wanted = frozenset(wanted)
         self._places: dict[CellDigest, list[Located]] = defaultdict(list)
-        self._deltas: dict[CellDigest, dict[tuple[str, int], Located]] = defaultdict(dict)  # by their base
+        self._deltas: dict[CellDigest, dict[tuple[str, int], Located]] = defaultdict(
+            dict
+        )  # by the digest of their base
         self._lost: set[CellDigest] = set()
         for store in stores:
             for _, manifest in readable(store, list_commits(store).live()):
@@ -167,7 +169,7 @@ class Cells:
         return not self._wanted.isdisjoint(each)
 
     def fetch(self, digest: CellDigest, target: memoryview) -> bool:
-        """Fill ``target`` with the cell. Return False, and leave ``target`` alone, if no source has it."""
+        """Fill ``target`` with the cell. If no source has it, leave ``target`` unchanged and return False."""
         if digest in self._lost:
             return False
         places = (place for place in self._places.get(digest, ()) if place.cell.nbytes == len(target))
@@ -196,7 +198,7 @@ class Cells:
 
 
 def readable(repo: Repository, commits: Iterable[Commit]) -> Iterator[tuple[Commit, Manifest]]:
-    """Yield those of ``commits`` whose manifest can be read, with the manifest. Raises `StorageError`."""
+    """Yield each of ``commits`` that has a readable manifest, with the manifest. Raises `StorageError`."""
     for commit in commits:
         try:
             yield commit, manifests.get_with_extents(repo, commit)
@@ -205,7 +207,7 @@ def readable(repo: Repository, commits: Iterable[Commit]) -> Iterator[tuple[Comm
 
 
 def by_number(manifest: Manifest, values: Mapping[tuple[TxId, BlobHash], T]) -> dict[int, T]:
-    """Return ``values``, which are given by (uploader, hash), by the numbers of the blobs in a manifest."""
+    """Return ``values``, which have the keys (uploader, hash), by blob number of a manifest instead."""
     names = enumerate((ref.uploader, ref.hash) for ref in manifest.blobs)
     return {number: values[name] for number, name in names if name in values}
 

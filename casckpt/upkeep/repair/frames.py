@@ -1,6 +1,7 @@
 """Verification of encoded cells: decodes each frame and compares it with the digest in the manifest.
 
-The proof of a blob only shows that a frame is what was written, not that it decodes to the right cell.
+The proof of a blob shows that the bytes of a frame are unchanged. It does not show that the frame decodes to the right
+cell.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from casckpt.storage.base import ShortObject
 from casckpt.upkeep.repair.blob_check import Checked, threads_for
 from casckpt.upkeep.repair.cell_sources import Located, locate
 
-_AT_ONCE = 1 << 16  # cells in memory at once; within these each base is decoded once
+_AT_ONCE = 1 << 16  # cells in memory; each base is decoded once for all of them
 
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    """A cell, and the cells for which it is the base."""
+    """A cell, and the cells that have it as base."""
 
     place: Located
     deltas: dict[_Name, _Node] = field(default_factory=dict)
 
     def every(self) -> Iterator[_Node]:
-        """Yield this node and all below it."""
+        """Yield this node and all nodes below it."""
         yield self
         for node in self.deltas.values():
             yield from node.every()
@@ -49,9 +50,9 @@ _Wrong = tuple[StoredCell, str, str]
 
 @dataclass
 class Frames:
-    """Decodes the encoded cells of checkpoints, as far as they lie in blobs that are ``right``.
+    """The encoded cells of checkpoints in blobs that are ``right``.
 
-    ``decoded_bytes``: of the decoded cells and bases.
+    ``decoded_bytes``: size of the decoded cells and bases.
     """
 
     repo: Repository
@@ -97,7 +98,7 @@ def _coded(repo: Repository, commit: Commit, right: Container[str]) -> Iterator[
             for cell in table.stored_cells(every):
                 yield locate(repo, manifest, cell)
     except (Damaged, Gone, Refused):
-        return  # verify reports the manifest
+        return  # verify reports this manifest
 
 
 def _plant(roots: dict[_Name, _Node], place: Located) -> int:
@@ -112,7 +113,7 @@ def _plant(roots: dict[_Name, _Node], place: Located) -> int:
 
 
 def _walk(node: _Node, base: bytearray | None = None, *, progress: Progress) -> list[_Wrong]:
-    """Decode a cell and all cells below it. Return the first wrong cell of each path, and why it is wrong."""
+    """Decode a cell and all cells below it. Return the first wrong cell of each path, with the reason."""
     cell = node.place.cell
     try:
         plain = decoded(cell, node.place.stored(cell), base)
@@ -128,4 +129,4 @@ def _walk(node: _Node, base: bytearray | None = None, *, progress: Progress) -> 
 def _explained(wrong: Mapping[Range, str]) -> str:
     (start, stop), why = min(wrong.items())
     more = f", and {len(wrong) - 1} more such ranges" if len(wrong) > 1 else ""
-    return f"its bytes {start} to {stop} are what was written, but no frame of the cell that was saved: {why}{more}"
+    return f"its bytes {start} to {stop} are unchanged, but are not a frame of the saved cell: {why}{more}"

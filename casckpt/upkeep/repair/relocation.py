@@ -1,8 +1,8 @@
-"""Relocation: a checkpoint that lost a blob is rewritten, with the live cells of that blob in new blobs.
+"""Relocation: a rewrite of a checkpoint that lost a blob, with the live cells of that blob in new blobs.
 
-A relocation is an ordinary save: the transaction begins, then commits are listed, and only blobs that a live commit of
-that listing names are reused. If several checkpoints shared a lost blob, the first relocation makes new blobs with what
-all of them need, and the others name these.
+A relocation follows the protocol of a save. The transaction begins, then casckpt lists commits, and it reuses only
+blobs that a live commit of that listing names. If several checkpoints shared a lost blob, the first relocation makes
+new blobs with the cells that all of them need. The other relocations use these blobs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from casckpt.upkeep.rewrite import record_of, rewrite
 
 
 class RelocatedCell(NamedTuple):
-    """The new location of a cell. ``bare``: it was encoded, and is stored plain now."""
+    """The new location of a cell. ``bare``: the cell was encoded, and is now stored plain."""
 
     ref: BlobRef
     offset: int
@@ -47,9 +47,9 @@ Old = tuple[int, int]
 
 @dataclass(frozen=True)
 class Relocation:
-    """Rewrites checkpoints of ``repo``. ``live``: the cells that they need of each lost blob, read from ``source``.
+    """Rewrites of checkpoints of ``repo``. ``live``: the needed cells of each lost blob, read from ``source``.
 
-    ``missing``: the cells among these that no source has.
+    ``missing``: those of these cells that no source has.
     """
 
     repo: Repository
@@ -59,9 +59,9 @@ class Relocation:
     _made: dict[BlobRef, dict[int, RelocatedCell]] = field(default_factory=dict)
 
     def relocate(self, commit: Commit, lost: Sequence[BlobRef]) -> Commit | None:
-        """Rewrite ``commit`` so that it needs none of ``lost``. Return None, and write nothing, if cells are missing.
+        """Rewrite ``commit`` without the blobs in ``lost``. If cells are missing, write nothing and return None.
 
-        Raises `Conflict` if ``commit`` is no longer visible, or another process changed it; `StorageError`.
+        Raises `Conflict` if ``commit`` is no longer visible or another process changed it, and `StorageError`.
         """
         manifest = manifests.get(self.repo, commit)
         wanted = by_number(manifest, {(ref.uploader, ref.hash): ref for ref in lost})
@@ -91,7 +91,7 @@ class Relocation:
         return rewrite(self.repo, commit, save)
 
     def _to_bare(self, manifest: Manifest, wanted: Mapping[int, BlobRef]) -> dict[Old, LiveCell] | None:
-        """Return the cells to store plain because a base of them is missing. None if a cell cannot be recovered."""
+        """Return the cells to store plain because their base is missing, or None if a cell cannot be recovered."""
         missing = {(number, cell.offset) for number, ref in wanted.items() for cell in self.missing[ref]}
         bare = dict[Old, LiveCell]()
         for entry in manifest.held if missing else ():
@@ -107,9 +107,9 @@ class Relocation:
         return bare
 
     def _replacement(self, txid: TxId, listed: CommitList, ref: BlobRef) -> dict[int, RelocatedCell]:
-        """Return the new locations of the cells of ``ref`` that a source has, by their old offset.
+        """Return the new locations of the available cells of ``ref``, by their old offset.
 
-        Uses the blobs of another rewrite if that is live; otherwise uploads new ones.
+        Uses the blobs of another rewrite if it is live. Otherwise uploads new blobs.
         """
         made = self._made.get(ref)
         user = listed.commits.get(next(iter(made.values())).ref.uploader) if made else None
@@ -121,7 +121,7 @@ class Relocation:
         """Upload the live cells of a damaged blob that a source has."""
         rebuilt, lost = self.source.rebuild(self.repo, ref, self.live[ref]), self.missing[ref]
         right = (cell for cell in rebuilt.cells if cell not in rebuilt.missing)
-        cells = {cell.offset: cell for cell in right}  # of several at one offset the longest, which comes last
+        cells = {cell.offset: cell for cell in right}  # of several cells at one offset, keep the longest, which is last
         bare = {cell.offset: _bare(cell) for cell in rebuilt.missing if cell not in lost}
 
         def data(offset: int, cell: LiveCell) -> Buffer:
@@ -133,7 +133,7 @@ class Relocation:
     def _put(
         self, txid: TxId, cells: Mapping[K, LiveCell], data: Callable[[K, LiveCell], Buffer]
     ) -> dict[K, tuple[BlobRef, int]]:
-        """Put cells into new blobs, and return where each lies. ``data`` returns the bytes of a cell."""
+        """Put cells into new blobs, and return the place of each. ``data`` returns the bytes of a cell."""
         places = dict[K, tuple[BlobRef, int]]()
         ordered = sorted(cells.items(), key=lambda item: _order(item[1]))
         for lot in in_batches(ordered, lambda item: item[1].nbytes, self.repo.marker.blob_bytes):
@@ -149,12 +149,12 @@ class Relocation:
     def _fetch(self, cell: LiveCell) -> bytearray:
         data = self.source.fetch(cell.digest, cell.nbytes)
         if data is None:
-            raise Damaged("a cell that could be read before can no longer be read; repair again")
+            raise Damaged("a cell can no longer be read; repair again")
         return data
 
 
 def _bare(cell: LiveCell) -> LiveCell:
-    """Return a cell as it is stored plain."""
+    """Return a cell without its encoding."""
     return cell if cell.coded is None else LiveCell(cell.offset, cell.coded.nbytes, cell.digest, cell.coded.dtype)
 
 
@@ -165,7 +165,7 @@ def _order(cell: LiveCell) -> tuple[bool, tuple[int, str], bool, int]:
 def _moved(
     cell: StoredCell, places: Mapping[Old, RelocatedCell], refs: Sequence[BlobRef], numbers: dict[BlobRef, int]
 ) -> StoredCell:
-    """Return a cell, and its bases if it is still encoded, at their new places. New blobs get the next numbers."""
+    """Return a cell at its new place, with its bases if it is still encoded. New blobs get the next numbers."""
     place = places.get((cell.blob, cell.offset)) or RelocatedCell(refs[cell.blob], cell.offset, bare=False)
     number, frame = numbers.setdefault(place.ref, len(numbers)), None
     if cell.frame is not None and not place.bare:

@@ -1,16 +1,16 @@
-"""The repair command: replaces damaged bytes by bytes from any source that can be verified.
+"""The repair command: replaces damaged bytes with verified bytes from other sources.
 
 1. Manifests are restored from another store that holds the same checkpoint.
 2. Blobs are rebuilt leaf by leaf, from their remains and from copies: under another uploader, in the cache of this
    host, or in another store. Damaged copies complete each other.
-3. Blobs are rebuilt cell by cell, from equal cells of other blobs. Encoded cells are encoded again, and header, padding
-   and proof are made anew.
-4. If a blob cannot be rebuilt, because it also held cells of purged checkpoints or this version encodes its frames
-   differently, the checkpoint is rewritten with the live cells in new blobs. So is a checkpoint whose cells have a lost
-   base, if these cells are available elsewhere.
+3. Blobs are rebuilt cell by cell, from equal cells of other blobs. Repair encodes encoded cells again, and makes a new
+   header, padding and proof.
+4. If a blob cannot be rebuilt, repair rewrites the checkpoint with the live cells in new blobs. This happens if the
+   blob also held cells of purged checkpoints, or if this version encodes its frames differently. Repair also rewrites a
+   checkpoint whose cells have a lost base, if these cells are available elsewhere.
 
-`repair` checks the blobs that `verify` or a save has marked, and those that are gone or have another size. A blob that
-was marked only for a wrong frame cannot be made right, so step 4 replaces it.
+`repair` checks the blobs that `verify` or a save has marked, and blobs that are missing or have another size. Repair
+cannot correct a blob that was marked only for a wrong frame, so step 4 replaces it.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def repair_manifests(
     """Restore damaged manifests from stores that hold the same checkpoint.
 
     Returns the restored ids, and the manifests that could not be restored. The index is the same in every store, but
-    the blobs may differ. The catalogue of this host may know where they lie; otherwise a guess is verified against the
-    hash in the commit record. If no guess is right, the checkpoint is rewritten.
+    the blobs may differ. The catalogue of this host may have their locations. Otherwise repair guesses them, and
+    compares the result with the hash in the commit record. If no guess is right, it rewrites the checkpoint.
     """
     restored, lost = [], []
     for commit, error in broken:
@@ -67,9 +67,9 @@ def _restore(repo: Repository, commit: Commit, sources: Sequence[Repository]) ->
             data = _same_bytes(repo, commit, manifest)
             if data is None:
                 return _rewrite(repo, commit, source, manifest)
-        except (Conflict, Damaged, Gone, Refused):  # the source is damaged, or the checkpoint was just forgotten
+        except (Conflict, Damaged, Gone, Refused):  # the source is damaged, or another process forgot the checkpoint
             continue
-        repo.storage.sweep(uploader_folder(commit.txid))  # what a killed repair left
+        repo.storage.sweep(uploader_folder(commit.txid))  # the remains of a killed repair
         repo.storage.replace(manifest_key(commit.txid, commit.id), data)
         return True
     return False
@@ -83,7 +83,7 @@ def _holders(wanted: ManifestId, sources: Sequence[Repository]) -> Iterator[tupl
 
 
 def _same_bytes(repo: Repository, commit: Commit, manifest: Manifest) -> bytes | None:
-    """Return the lost bytes of a manifest: those with the head that the record names; None if no guess gives them."""
+    """Return the lost bytes of a manifest, whose head has the hash in the record, or None if no guess is right."""
     wanted = commit.committed.head
     known = repo.catalogue.blobs(commit.txid, wanted)
     for lists in (manifest.blob_list.data, known, _guessed(repo, commit, manifest)):
@@ -94,7 +94,7 @@ def _same_bytes(repo: Repository, commit: Commit, manifest: Manifest) -> bytes |
 
 
 def _guessed(repo: Repository, commit: Commit, manifest: Manifest) -> bytes:
-    """Guess where the blobs lie: under the checkpoint's own uploader, otherwise under the first that has the hash."""
+    """Guess the uploader of each blob: the checkpoint itself, otherwise the first uploader of that hash."""
     own = commit.txid
     names = (name for key in sorted(list_objects(repo)) if (name := parse_object(key)) and name.kind == BLOB)
     by_hash = grouped(names, lambda name: name.hash)
@@ -104,7 +104,7 @@ def _guessed(repo: Repository, commit: Commit, manifest: Manifest) -> bytes:
 
 
 def _rewrite(repo: Repository, commit: Commit, source: Repository, manifest: Manifest) -> bool:
-    """Rewrite a checkpoint with known locations of its blobs. False if a blob is not available."""
+    """Rewrite a checkpoint with known locations of its blobs. Return False if a blob is not available."""
 
     def save(txid: TxId, listed: CommitList) -> Committed | None:
         wanted = {ref.hash: ref for ref in manifest.blobs}
@@ -145,10 +145,10 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class RepairResult:
-    """The result of a repair. ``blobs``, ``manifests``: hashes and ids of repaired ones. ``lost``: those not repaired.
+    """The result of a repair. ``blobs``, ``manifests``: repaired ones, by hash and id. ``lost``: those not repaired.
 
-    ``records``: records that are unreadable or missing. Only a copy of the store's files has them, and repair
-    cannot know whether that copy has changed since, so a user must put them back.
+    ``records``: records that are unreadable or missing. Only a copy of the store's files has them. Repair cannot know
+    whether that copy is current, so a user must restore them.
     """
 
     blobs: tuple[str, ...] = ()
@@ -160,7 +160,7 @@ class RepairResult:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether anything is still damaged."""
+        """Whether the store still has damage."""
         return bool(self.lost or self.lost_manifests or self.records)
 
 
@@ -174,7 +174,7 @@ class _Repair:
     fixed: list[str] = field(default_factory=list)
 
     def put_back(self, ref: BlobRef, data: bytearray | memoryview, how: str) -> None:
-        """Replace a blob by ``data``, which has its hash, and remove what a killed repair has left there."""
+        """Replace a blob with ``data``, which has its hash. Also remove the remains of a killed repair."""
         self.repo.storage.sweep(uploader_folder(ref.uploader))
         self.repo.storage.replace(blob_key(ref.uploader, ref.hash), memoryview(data))
         blobs.mark_repaired(self.repo, ref.uploader, ref.hash, how)
@@ -182,7 +182,7 @@ class _Repair:
         self.progress(ref.size)
 
     def from_copies(self, wrong: Sequence[BlobRef], copies: BlobCopies) -> list[BlobRef]:
-        """Restore the blobs that copies complete. Return the others."""
+        """Restore the blobs that copies can complete. Return the others."""
         rest = []
         for ref in wrong:
             rebuilt = rebuild_from_copies(self.repo, ref, copies)
@@ -194,7 +194,7 @@ class _Repair:
         return rest
 
     def from_cells(self, wrong: Sequence[BlobRef], source: CellSupply) -> list[BlobRef]:
-        """Restore the blobs that equal cells complete. Return the others."""
+        """Restore the blobs that equal cells can complete. Return the others."""
         rest = []
         for ref in wrong:
             rebuilt = source.rebuild(self.repo, ref, self.live.get(ref, ()))
@@ -207,7 +207,7 @@ class _Repair:
 
 
 def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Progress = silent) -> RepairResult:
-    """Repair ``repo``. ``sources``: other stores that may hold missing bytes; they are only read.
+    """Repair ``repo``. ``sources``: other stores that may hold missing bytes. Repair only reads them.
 
     ``progress``: called with the bytes just put back. Raises `NotFound`, also for a missing source, `StorageError`.
     Damage that cannot be repaired is reported, not raised.
@@ -221,7 +221,7 @@ def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Pr
     if restored:
         needed = survey(repo, listed.needed())
     wrong = _wrong(repo, needed.refs())
-    log.info("%d blobs are damaged or gone; %d manifests were restored", len(wrong), len(restored))
+    log.info("%d blobs are damaged or missing; %d manifests were restored", len(wrong), len(restored))
     work = _Repair(repo, progress)
     copies = BlobCopies(repo, sources if wrong else ())
     misframed = {blob.ref: blob for blob in wrong if blob.is_right}
@@ -233,7 +233,7 @@ def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Pr
         rest = work.from_cells(rest, supply)
         rewritten = _relocate(Relocation(repo, work.live, work.missing, supply), users, rest)
     still = [_described(blob) for blob in wrong if blob.ref in rest]
-    # rewritten checkpoints no longer need the damaged blobs, also if another repair rewrote them meanwhile
+    # checkpoints that this or another repair has rewritten no longer need the damaged blobs
     txids = {commit.txid for commit in list_commits(repo).needed()} if still or lost_manifests else set[TxId]()
     affected = [commit for commit in needed.commits if commit.txid in txids]
     return RepairResult(
@@ -247,7 +247,7 @@ def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Pr
 
 
 def _wrong(repo: Repository, refs: Sequence[BlobRef]) -> list[Checked]:
-    """Return the needed blobs that are damaged: marked, gone, or of another size, and not right now, or misframed."""
+    """Return the needed blobs that are misframed, or that are marked, missing or of another size and fail a check."""
     sizes = list_objects(repo)
     marked, misframed = blobs.damaged_marks(repo), blobs.frame_marks(repo)
     suspects = [
@@ -266,12 +266,12 @@ def _wrong(repo: Repository, refs: Sequence[BlobRef]) -> list[Checked]:
 
 
 def _described(blob: Checked) -> Checked:
-    why = blob.why or blob.failed or "it is what was written, but its frames decode to other cells than were saved"
+    why = blob.why or blob.failed or "its bytes are unchanged, but its frames do not decode to the saved cells"
     return replace(blob, why=why, ranges=blob.ranges or ((0, blob.ref.size),))
 
 
 def _collect(work: _Repair, commits: Sequence[Commit], wrong: Sequence[BlobRef]) -> dict[BlobRef, list[Commit]]:
-    """Return the users of each of ``wrong``. Adds their cells to ``work.live``, related digests to ``work.digests``."""
+    """Return the users of each blob in ``wrong``. Add their cells and digests to ``work``."""
     names = {(ref.uploader, ref.hash): ref for ref in wrong}
     users: dict[BlobRef, list[Commit]] = defaultdict(list)
     for commit, manifest in readable(work.repo, commits):
@@ -290,7 +290,7 @@ def _collect(work: _Repair, commits: Sequence[Commit], wrong: Sequence[BlobRef])
 def _relocate(
     relocation: Relocation, users: dict[BlobRef, list[Commit]], lost: Sequence[BlobRef]
 ) -> dict[TxId, Rewritten]:
-    """Rewrite the checkpoints that need ``lost``. Return them by transaction, because several may have one id."""
+    """Rewrite the checkpoints that need ``lost``. Return them by transaction, because several may have the same id."""
     done = {}
     hit = {commit.txid: commit for ref in lost for commit in users[ref]}
     for txid in sorted(hit):
@@ -298,7 +298,7 @@ def _relocate(
         try:
             new = relocation.relocate(commit, lost)
         except (Conflict, Damaged, Gone, Refused):
-            continue  # another process changed it just now, or an unread part of its manifest is damaged
+            continue  # another process changed it, or an unread part of its manifest is damaged
         if new is not None:
             done[txid] = Rewritten(commit.run, commit.step, commit.id)
     return done

@@ -1,4 +1,4 @@
-"""The verify command: reads what live checkpoints need, compares it with the hashes, and marks damaged blobs."""
+"""The verify command: compares the objects of live checkpoints with their hashes, and marks damaged blobs."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ from casckpt.upkeep.repair.affected import DamagedBlob, describe
 from casckpt.upkeep.repair.blob_check import Checked, check_blobs
 from casckpt.upkeep.repair.frames import Frames
 
-_AT_ONCE = 64  # blobs whose leaves are held
+_AT_ONCE = 64  # blobs whose leaves are in memory
 
 
 def wrong_rows(
     repo: Repository, commits: Iterable[Commit], right: Sequence[Checked]
 ) -> Iterator[tuple[Commit, CasckptError]]:
-    """Yield the ``commits`` whose manifests disagree with the proofs of ``right``, which are verified blobs.
+    """Yield the ``commits`` whose manifests disagree with the proofs of the verified blobs ``right``.
 
-    A manifest with wrong rows has a right hash, so only this comparison or a load finds it. Cells that are stored as
-    frames are checked elsewhere (`casckpt.upkeep.repair.frames`).
+    A manifest with wrong rows has a right hash, so only this comparison or a load finds it.
+    `casckpt.upkeep.repair.frames` checks cells that are stored as frames.
     """
     proofs = {(blob.ref.uploader, blob.ref.hash): blob.proof for blob in right}
     for commit in commits if proofs else ():
         try:
             _compare(repo, manifests.get(repo, commit), proofs)
         except (Damaged, Gone):
-            continue  # the survey reports damaged manifests
+            continue  # the survey reports this damaged manifest
         except Refused as error:
             yield commit, error
 
@@ -67,22 +67,22 @@ def _compare(repo: Repository, manifest: Manifest, proofs: Mapping[tuple[TxId, B
                 continue
             if not _holds(repo, refs[cell.blob], cell, leaves.get(cell.offset)):
                 where = f"bytes {cell.offset} to {cell.offset + cell.nbytes} of blob {refs[cell.blob].hash}"
-                raise Refused(f"key {entry.key!r}: {where} are right, but they are not what the manifest says")
+                raise Refused(f"key {entry.key!r}: {where} are right, but they differ from the manifest")
 
 
 def _leaves(refs: Sequence[BlobRef], proofs: Mapping[tuple[TxId, BlobHash], bytes], number: int) -> dict[int, Leaf]:
-    """Return the leaves of a blob by their offset; none if the blob was not checked or is damaged."""
+    """Return the leaves of a blob by their offset. Return none if the blob was not checked or is damaged."""
     return {leaf.offset: leaf for leaf in as_leaves(proofs.get((refs[number].uploader, refs[number].hash), b""))}
 
 
 def _holds(repo: Repository, ref: BlobRef, cell: StoredCell, leaf: Leaf | None) -> bool:
     if leaf is not None and leaf.nbytes == cell.nbytes:
         return leaf.digest == cell.digest
-    try:  # another writer cut the leaves differently
+    try:  # a foreign writer may cut other leaves
         with repo.storage.open(blob_key(ref.uploader, ref.hash)) as reader:
             return holds_cell(reader, cell.offset, memoryview(bytearray(cell.nbytes)), cell.digest)
     except (NotFound, StorageError):
-        return True  # the blob was deleted just now
+        return True  # the blob was deleted meanwhile
 
 
 Mode = Literal["full", "exists"]
@@ -93,7 +93,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DamagedManifest:
-    """A live checkpoint whose manifest cannot be read. It cannot be loaded, and gc deletes nothing."""
+    """A live checkpoint with an unreadable manifest. It cannot be loaded, and gc deletes nothing."""
 
     id: str
     run: str
@@ -109,7 +109,7 @@ class DamagedRecord(NamedTuple):
 
 
 class UnreadBlob(NamedTuple):
-    """A blob that could not be read, so that it is unknown whether it is damaged."""
+    """A blob that could not be read. It may be damaged."""
 
     blob: BlobHash
     why: str
@@ -117,11 +117,11 @@ class UnreadBlob(NamedTuple):
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """The result of a verification. ``checked_bytes``: of blobs, read and hashed. ``blobs``: all needed ones.
+    """The result of a verification. ``checked_bytes``: size of the hashed blobs. ``blobs``: number of needed blobs.
 
-    ``damaged``: with ``decode`` also blobs with right bytes but a frame of another cell. ``decoded_bytes``: of
-    encoded cells and their bases, with ``decode``. ``repaired``: blobs that had a mark and are right. ``unsigned``:
-    checkpoints without a signature that the store was opened to require.
+    ``damaged``: damaged blobs; with ``decode`` also blobs with a frame of a wrong cell. ``decoded_bytes``: size of the
+    decoded cells and their bases, with ``decode``. ``repaired``: marked blobs that are right again. ``unsigned``:
+    checkpoints without a signature that this opening of the store requires.
     """
 
     checked_blobs: int = 0
@@ -138,13 +138,13 @@ class VerifyResult:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether any object is missing or differs from what was written."""
+        """Whether any object is missing or damaged."""
         return bool(self.damaged or self.manifests or self.records)
 
 
 @dataclass
 class Survey:
-    """The objects that checkpoints need. ``sizes``: of the blobs, by name.
+    """The objects that checkpoints need. ``sizes``: sizes of the blobs, by name.
 
     ``broken``: checkpoints with a damaged manifest.
     """
@@ -167,16 +167,15 @@ def verify(
     decode: bool = False,
     progress: Progress = silent,
 ) -> VerifyResult:
-    """Check everything that live checkpoints need, including forgotten ones, and update the marks of damaged blobs.
+    """Check all objects of live checkpoints, including forgotten ones, and update the marks of damaged blobs.
 
-    Commits that were rewritten without a loss are not checked. ``refs``: only what these checkpoints need (None: all).
-    ``mode``: "full" reads and verifies every blob once, and compares the manifests with the proofs; "exists" compares
-    presence and size, and trusts the marks. ``sample``: the fraction of the blobs to check, drawn at random, in
-    addition to marked ones. ``decode``: also decode encoded cells and compare them. ``progress``: receives the bytes
-    that are read.
+    Skips commits that were rewritten without a loss. ``refs``: check only these checkpoints (None: all). ``mode``:
+    "full" reads and verifies every blob once, and compares the manifests with the proofs. "exists" compares presence
+    and size, and trusts the marks. ``sample``: the fraction of the blobs to check, drawn at random, in addition to
+    marked ones. ``decode``: also decode encoded cells and compare them. ``progress``: called with the bytes just read.
 
-    No save reuses a marked blob. If the store cannot be written, the marks stay and a warning is logged. Raises
-    `NotFound`, `InvalidInput`, `StorageError`. Damage is reported, not raised.
+    No save reuses a marked blob. If the store is not writable, the old marks stay and verify logs a warning. Raises
+    `NotFound`, `InvalidInput`, `StorageError`. Damage is in the result, and raises nothing.
     """
     _check_arguments(mode, sample, decode)
     listed = list_commits(repo, anew=mode == "full")
@@ -221,14 +220,14 @@ def verify(
 
 
 def damaged_records(repo: Repository, listed: CommitList, *, is_all: bool = True, anew: bool) -> list[DamagedRecord]:
-    """Return the unreadable and missing records of commits and tags; with ``is_all`` also announcements of runs.
+    """Return the unreadable and missing records of commits and tags. With ``is_all``, include announcements of runs.
 
-    ``anew``: read also what this host has read before. Raises `StorageError`.
+    ``anew``: also read records again that this host has read before. Raises `StorageError`.
     """
     damaged = [(f"commits/{txid}", str(error)) for txid, error in sorted(listed.damaged.items())]
     damaged += [(f"tags/{name}", str(error)) for name, error in sorted(list_tags(repo).damaged.items())]
     if is_all:
-        why = f"it is missing, and there is a manifest of this save under objects/. {ADVICE}"
+        why = f"it is missing, although objects/ has a manifest of this save. {ADVICE}"
         damaged += [(commit_key(txid), why) for txid in lost_records(repo, list_objects(repo))]
         damaged += faults(repo, listed, anew=anew)
     return [DamagedRecord(*record) for record in damaged]
@@ -242,13 +241,12 @@ def _check_arguments(mode: Any, sample: Any, decode: bool) -> None:
 
 
 def survey(repo: Repository, commits: Iterable[Commit], *, with_extents: bool = False) -> Survey:
-    """Read the manifests of ``commits``, except those that were purged meanwhile. Raises `StorageError`.
+    """Read the manifests of ``commits``. Skip commits that were purged meanwhile. Raises `StorageError`.
 
-    ``with_extents``: also read the extents of each tensor. A manifest with damage in a part of it counts as readable as
-    well.
+    ``with_extents``: also read the extents of each tensor. A manifest with a damaged part still counts as readable.
     """
     needs = Survey()
-    reader = repo.fresh()  # without caches: the content of the store counts
+    reader = repo.fresh()  # without caches, because verify checks the store itself
     for commit in commits:
         try:
             manifest = manifests.get(reader, commit)
@@ -267,7 +265,7 @@ def survey(repo: Repository, commits: Iterable[Commit], *, with_extents: bool = 
 
 
 def _check_manifest(manifest: Manifest, commit: Commit, with_extents: bool) -> Damaged | None:
-    """Read a whole manifest. Return the damage in its parts. Raises `Refused`, `Gone`, `StorageError`."""
+    """Read a whole manifest, and return the damage in its parts. Raises `Refused`, `Gone`, `StorageError`."""
     faults = manifest.faults()
     if faults:
         return Damaged(f"the manifest of {commit} is damaged: {'; '.join(faults)}", checkpoints=(commit.id,))
@@ -277,7 +275,7 @@ def _check_manifest(manifest: Manifest, commit: Commit, with_extents: bool) -> D
 
 
 def _marked(repo: Repository) -> dict[Name, str]:
-    """Return the marked blobs, and why they were marked."""
+    """Return the marked blobs with the reasons."""
     return {(mark.uploader, mark.blob): mark.why for mark in blobs.marks(repo) if mark.state != blobs.REPAIRED}
 
 
@@ -290,7 +288,7 @@ def _sampled(repo: Repository, refs: list[BlobRef], fraction: float, marked: Con
 
 
 def _compare_sizes(repo: Repository, refs: Iterable[BlobRef], marked: Mapping[Name, str]) -> Iterable[Checked]:
-    """Compare presence and sizes from one listing. ``marked``: blobs with a mark, and why they have it."""
+    """Compare presence and sizes with one listing. ``marked``: blobs with a mark, and the reason of each."""
     sizes = list_objects(repo)
     for ref in refs:
         size, mark = sizes.get(blob_key(ref.uploader, ref.hash)), marked.get((ref.uploader, ref.hash))
@@ -309,10 +307,10 @@ def _update_marks(
     *,
     by_frames: bool,
 ) -> tuple[BlobHash, ...]:
-    """Mark ``damaged`` and ``misframed`` blobs, and unmark ``right`` ones. Return the blobs that were unmarked.
+    """Mark ``damaged`` and ``misframed`` blobs, and unmark ``right`` ones. Return the unmarked blobs.
 
     ``by_frames``: also unmark blobs that were marked for a wrong frame, because all frames were decoded. If the store
-    cannot be written, logs a warning and returns nothing, because the result is worth more than the marks.
+    is not writable, logs a warning and returns no blobs, so that the caller still gets the result.
     """
     try:
         healed = blobs.damaged_marks(repo) & right if right else set[Name]()
@@ -325,6 +323,6 @@ def _update_marks(
         for uploader, name in sorted(healed):
             blobs.mark_repaired(repo, uploader, name, "verify found it right")
     except CasckptError as error:
-        log.warning("the marks of damaged blobs were not updated, and saves rely on them: %s", error)
+        log.warning("the marks of damaged blobs are out of date, and saves may reuse damaged blobs: %s", error)
         return ()
     return tuple(name for _, name in sorted(healed))

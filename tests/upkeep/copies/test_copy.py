@@ -334,7 +334,7 @@ def test_a_checkpoint_with_an_unreadable_later_record_is_copied(source: Reposito
 def test_a_copy_ended_by_a_storage_error_reports_its_progress(tmp_path: Path, source: Repository) -> None:
     full = FaultyStore(memory(), [fail_before("put", key=f"commits/*-{step}", times=9) for step in (2, 3)])
     target = elsewhere(tmp_path, full)
-    with pytest.raises(StorageError, match=r"2 of 4 checkpoints were done before that, and stay"):
+    with pytest.raises(StorageError, match=r"2 of 4 checkpoints are done; repeat the same call"):
         copy(source, target)
     full.heal()
     assert [one.step for one in copy(source, target).copied] == [2, 3]

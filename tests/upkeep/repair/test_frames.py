@@ -65,7 +65,7 @@ def test_a_wrong_frame_is_found_only_by_decoding(at: int) -> None:
     assert found.blob in object_of(store, at, cells_of(store, at)[1])
     assert (found.keys, found.checkpoints) == (("hit",), ids(store, *hit))
     assert f"bytes {cells_of(store, at)[1].offset} to" in found.why
-    assert "are what was written, but no frame of the cell" in found.why
+    assert "are unchanged, but are not a frame of the saved cell" in found.why
     assert [plain(store, step) for step in range(1, at)] == [content(step) for step in range(1, at)]
     with pytest.raises(Damaged, match="decode") as caught:
         store.read(f"r@{at}")
