@@ -157,7 +157,7 @@ class Follower:
             shutil.rmtree(base.folder)
 
     def _base(self) -> Base | None:
-        """What the next generation is made from: an old one, which is renamed first, or the current one."""
+        """Return what the next generation is made from: an old one, which is renamed first, or the current one."""
         current, spare = self._at(CURRENT), self._spare()
         if current is None:
             return None
@@ -168,12 +168,12 @@ class Follower:
         return Base(checkpoint, current if spare is None else _hidden(spare), spare is not None)
 
     def _spare(self) -> Path | None:
-        """The old generation that is kept for reuse, if there is one."""
+        """Return the old generation that is kept for reuse, if there is one."""
         old = self._old()
         return old[-1] if old and self.reuse else None
 
     def _old(self) -> list[Path]:
-        """The generations before those that are kept; none while the command has not returned 0 for the current one."""
+        """Return the generations before those that are kept; none while the command has not returned 0 for the current one."""
         current, every = self._at(CURRENT), self._generations()
         if current not in every or current != self._at(_TOLD):
             return []
@@ -204,12 +204,12 @@ class Follower:
         sync_folder(self.folder)
 
     def _at(self, name: str) -> Path | None:
-        """The generation that a link points to, if it exists."""
+        """Return the generation that a link points to, if it exists."""
         link = self.folder / name
         return self.folder / os.readlink(link) if link.is_dir() else None
 
     def _generations(self) -> list[Path]:
-        """All generations, oldest first."""
+        """Return all generations, oldest first."""
         generations = [path for path in self.folder.iterdir() if _GENERATION.fullmatch(path.name)]
         return sorted(generations, key=lambda path: int(path.name.split("-")[0]))
 

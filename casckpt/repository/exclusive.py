@@ -36,8 +36,8 @@ def require_exclusive(
     if why:
         raise Unsupported(
             f"{storage.url} does not refuse to create a name twice: {why}. So two jobs could both commit the same "
-            "checkpoint, and a gc could delete what a save has just stored. Use another storage, or say with "
-            "single_writer (--single-writer) that nobody else writes at the same time"
+            "checkpoint, and a gc could delete what a save has just stored. Use another storage, or promise with "
+            "single_writer (--single-writer) that no other process writes"
         )
 
 

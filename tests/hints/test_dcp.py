@@ -40,7 +40,7 @@ def cause(call: Any) -> BaseException:
     return causes(failure(call))[0]
 
 
-@follows("frontends/dcp/described.py:read_metadata", "pass allow_pickle=True (--allow-pickle) if you trust whoever")
+@follows("frontends/dcp/described.py:read_metadata", "pass allow_pickle=True (--allow-pickle) if you trust the source")
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
 def test_metadata_with_a_pickle_are_imported_with_allow_pickle(
     store: Store, tmp_path: Path, told: Told, run: Run, way: str

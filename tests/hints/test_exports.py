@@ -342,7 +342,7 @@ def test_a_file_size_that_is_too_small_is_increased(saved: Store, tmp_path: Path
 
 @follows(
     "frontends/interchange/torch_files.py:_read",
-    "pass allow_pickle=True (--allow-pickle) if you trust whoever wrote it",
+    "pass allow_pickle=True (--allow-pickle) if you trust the source",
 )
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
 def test_a_file_with_a_pickle_is_imported_with_allow_pickle(
@@ -441,7 +441,7 @@ def test_a_train_state_of_olmo_is_imported_with_allow_pickle(
 
 @follows(
     "frontends/interchange/olmo_import.py:_group",
-    "pass allow_pickle=True (--allow-pickle) if you trust whoever wrote it",
+    "pass allow_pickle=True (--allow-pickle) if you trust the source",
 )
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
 def test_an_optimizer_of_olmo_is_imported_with_allow_pickle(

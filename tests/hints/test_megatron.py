@@ -212,9 +212,7 @@ def test_state_of_another_shape_is_excluded_from_sharding(store_path: Path, told
 # what needs Megatron-core
 
 
-@follows(
-    "frontends/megatron/common.py:read", "pass allow_pickle=True if you trust whoever wrote it. Classes of Megatron"
-)
+@follows("frontends/megatron/common.py:read", "pass allow_pickle=True if you trust the source. Classes of Megatron")
 @follows("frontends/megatron/strategies.py:CasSaveShardedStrategy._warn_of_classes", "allow_pickle=True for the rest")
 def test_classes_in_the_common_part_are_loaded_with_allow_pickle_or_by_megatron(
     store_path: Path, tmp_path: Path, told: Told

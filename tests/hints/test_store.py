@@ -75,7 +75,7 @@ def test_the_help_lists_names_of_settings(saved: Store, told: Told, run: Run) ->
     assert saved.settings.min_age == timedelta(days=2)
 
 
-@follows("repository/exclusive.py:require_exclusive", "Use another storage, or say with single_writer")
+@follows("repository/exclusive.py:require_exclusive", "Use another storage, or promise with single_writer")
 def test_a_storage_that_replaces_objects_is_used_by_a_single_writer(tmp_path: Path, told: Told) -> None:
     storage = Ignoring()
     with told.error(Unsupported) as advice:
@@ -208,7 +208,7 @@ def test_another_checkpoint_than_a_purged_one_is_found_in_the_list(
 
 
 @follows("contents/refs.py:_doubt", "commit records cannot be read: see `casckpt verify`")
-@follows("cli/commands/list.py:checkpoint_rows", "the record of %s cannot be read; `casckpt verify` says more")
+@follows("cli/commands/list.py:checkpoint_rows", "the record of %s cannot be read; run `casckpt verify` for details")
 def test_a_commit_record_that_cannot_be_read_is_named_by_verify(
     saved: Store, store_path: Path, told: Told, run: Run
 ) -> None:

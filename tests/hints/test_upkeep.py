@@ -199,7 +199,7 @@ def test_a_pattern_to_drop_is_chosen_from_listed_keys(trained: Store, store_path
 # storages
 
 
-@follows("upkeep/gc/gc.py:_check_storage", "make sure that nobody saves, and say so with single_writer")
+@follows("upkeep/gc/gc.py:_check_storage", "make sure that no other process writes, and set single_writer")
 @follows("upkeep/doctor.py:_creates", "only one writer at a time, with single_writer (--single-writer)")
 def test_gc_on_a_replacing_storage_is_for_a_single_writer(tmp_path: Path, told: Told) -> None:
     storage = Ignoring()

@@ -168,7 +168,7 @@ def _check_restricted(key: str, data: bytes) -> None:
     except MISREAD as error:
         raise InvalidInput(
             f"{key!r} is stored as a pickle, and loading one runs code from the store; pass allow_pickle=True to "
-            "StorageReader if you trust whoever wrote it",
+            "StorageReader if you trust the source",
             key=key,
         ) from error
 

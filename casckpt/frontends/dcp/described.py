@@ -70,7 +70,7 @@ def read_metadata(data: bytes, where: str, *, anything: bool) -> dcp.Metadata:
                 raise
             raise InvalidInput(
                 f"{where} is more than DCP's own metadata ({error}), and reading it runs code from it; pass "
-                "allow_pickle=True (--allow-pickle) if you trust whoever wrote it"
+                "allow_pickle=True (--allow-pickle) if you trust the source"
             ) from error
     wrong = _wrong(metadata)
     if wrong:

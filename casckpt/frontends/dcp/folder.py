@@ -84,7 +84,7 @@ class Folder:
                 f"{self._files.url}: {', '.join(map(repr, unread[:6]))}{', ...' if len(unread) > 6 else ''} "
                 f"({len(unread)} of {len(values)} values) are damaged, or pickles of more than tensors and plain data, "
                 "which run code when they are read; pass allow_pickle=True (--allow-pickle) to keep them as they are, "
-                "if you trust whoever wrote them",
+                "if you trust the source",
                 keys=tuple(unread),
             )
         self._values = values

@@ -160,7 +160,7 @@ def _group(key: str, shards: list[Shard], allow_pickle: bool) -> dict[str, Any]:
                 raise
             raise InvalidInput(
                 f"{where} is more than a pickle of plain data ({error}); pass allow_pickle=True (--allow-pickle) if "
-                "you trust whoever wrote it",
+                "you trust the source",
                 key=key,
             ) from error
         names = list(group.pop("_param_names"))

@@ -114,7 +114,7 @@ def _read(path: Path, allow_pickle: bool) -> Any:
             held = refused_name(error)
             raise InvalidInput(
                 f"{path} holds more than tensors and plain data, and reading it runs code from it; pass "
-                f"allow_pickle=True (--allow-pickle) if you trust whoever wrote it ({held})"
+                f"allow_pickle=True (--allow-pickle) if you trust the source ({held})"
                 + f". {_DEFINE}"
                 * ("__main__." in held)
             ) from error

@@ -62,7 +62,7 @@ Claims: TypeAlias = Sequence[Claim]
 
 
 def claims_of(sharded: Iterable[Any]) -> list[Claim]:
-    """Claims for the sharded values of this rank. Raises CheckpointingException for a part outside its global shape."""
+    """Return claims for the sharded values of this rank. Raises CheckpointingException for a part outside its global shape."""
     with checkpointing_errors():
         return [_claim(value) for value in sharded]
 
@@ -177,7 +177,7 @@ def _check_object_shape(holders: Sequence[tuple[int, ObjectClaim]]) -> None:
 
 
 def main_regions(gathered: Sequence[Claims]) -> set[tuple[str, Region]]:
-    """(key, region) of each main replica of a tensor."""
+    """Return (key, region) of each main replica of a tensor."""
     claims = [claim for claims in gathered for claim in claims if isinstance(claim, TensorClaim) and claim.main]
     return {(claim.key, normalise(claim.region, claim.shape)) for claim in claims}
 
@@ -193,7 +193,7 @@ class Sharing:
     receives: list[tuple[int, int]] = field(default_factory=list)
 
     def is_read(self, number: int) -> bool:
-        """Whether this rank reads the value itself."""
+        """Return whether this rank reads the value itself."""
         return all(received != number for received, _ in self.receives)
 
 

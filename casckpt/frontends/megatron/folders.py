@@ -55,12 +55,12 @@ def point(folder: Path, place: StoreRef, common: bytes | None) -> None:
 
 
 def is_pointed(folder: Folder) -> bool:
-    """Whether a folder names a checkpoint in a store, and torch_dist has not written over it since."""
+    """Return whether a folder names a checkpoint in a store, and torch_dist has not written over it since."""
     return Path(folder, POINTER_NAME).exists() and not Path(folder, _TORCH_DIST).exists()
 
 
 def pointed_at(folder: Folder) -> tuple[str, str]:
-    """(URL of the store, reference) that a folder names. Raises NotFound, CheckpointingException."""
+    """Return (URL of the store, reference) that a folder names. Raises NotFound, CheckpointingException."""
     path = Path(folder, POINTER_NAME)
     if path.exists() and not is_pointed(folder):
         raise CheckpointingException(f"torch_dist has written over {folder}: load it with Megatron-core's own strategy")
@@ -131,7 +131,7 @@ def follow(store: Store, folder: Path, run: str) -> None:
 
 
 def folder_noted(folder: Folder) -> dict[str, str]:
-    """The metadata that notes the folder of a checkpoint."""
+    """Return the metadata that notes the folder of a checkpoint."""
     path = Path(folder)
     return {FOLDER: os.path.join(os.path.realpath(path.parent), path.name)}
 
@@ -144,7 +144,7 @@ def _names(pointer: Path, store: Store) -> bool:
 
 
 def _is_gone(checkpoint: Checkpoint, parent: str) -> bool:
-    """Whether the checkpoint's folder in ``parent`` does not exist. Any other answer of the file system is a no."""
+    """Return whether the checkpoint's folder in ``parent`` does not exist. Any other answer of the file system is a no."""
     folder = checkpoint.metadata.get(FOLDER)
     if not isinstance(folder, str) or os.path.dirname(folder) != parent:
         return False

@@ -242,7 +242,7 @@ class Saving:
         return place, replaces
 
     def _samples(self, run: str, step: int) -> Samples | None:
-        """Samples of all replicas, if only main replicas are saved; otherwise the save itself compares replicas."""
+        """Return samples of all replicas, if only main replicas are saved; otherwise the save itself compares replicas."""
         if self.fully_parallel or self.check_replicas != "sample":
             return None
         filled = [value for value in self.sharded if is_sharded_tensor(value) and value.data is not None]
@@ -299,7 +299,7 @@ class Saving:
             )  # fmt: skip
 
     def state(self) -> dict[Any, Any]:
-        """The state for `Store.save`. Raises CheckpointingException for a key that has the form of an object's key."""
+        """Return the state for `Store.save`. Raises CheckpointingException for a key that has the form of an object's key."""
         shards: dict[str, list[Shard]] = {}
         objects: dict[str, Any] = {}
         for value in itertools.compress(self.sharded, self.selected):
@@ -325,13 +325,13 @@ def _packed(common: Any) -> bytes | None:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether the value is a flattened tensor without elements."""
+    """Return whether the value is a flattened tensor without elements."""
     flat = flat_range(value) if is_sharded_tensor(value) else None
     return flat is not None and not flat
 
 
 def _check_lists(x: Nested, path: Path) -> frozenset[str]:
-    """The kinds of values in ``x``. Raises CheckpointingException for a list that no load could put together.
+    """Return the kinds of values in ``x``. Raises CheckpointingException for a list that no load could put together.
 
     A list that mixes kinds is stored in several parts. Each part closes the gaps, so that the indices would be lost.
     """

@@ -177,7 +177,7 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
                     "common.pt holds %s, at %s: a load by Megatron-core takes what it registers; one by "
                     "casckpt.frontends.megatron needs megatron.core imported for that, allow_pickle=True for the rest",
                     ", ".join(classes),
-                    ", ".join(places_of(part.file, classes)) or "places that cannot be told",
+                    ", ".join(places_of(part.file, classes)) or "unknown places",
                 )
 
     def _step(self, folder: Path) -> int:
@@ -199,7 +199,7 @@ class _Common(NamedTuple):
 
 
 def _common(state: Nested, folder: Path) -> list[_Common]:
-    """The common part in a list; an empty list if the strategy is called directly, without a common part."""
+    """Return the common part in a list; an empty list if the strategy is called directly, without a common part."""
     path = folder / COMMON_NAME
     if _COMMON_KEY not in state or (_WRITES_COMMON and path.exists()):
         return [_Common(path.read_bytes(), handed_over=False)] if path.exists() else []
@@ -217,7 +217,7 @@ def _point(ranks: Ranks, folder: Path, place: StoreRef, common: Sequence[_Common
 
 
 def _request_class(async_strategy: str) -> Any:
-    """The request class of the queue. Megatron passes "nvrx" by default, even without that extension."""
+    """Return the request class of the queue. Megatron passes "nvrx" by default, even without that extension."""
     if async_strategy == "nvrx":
         with suppress(ImportError):
             from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest

@@ -69,7 +69,7 @@ _AS_SIZE = FuncFormatter(lambda value, _: format_size(int(value)).replace(".0 ",
 
 
 def thinned(count: int, most: int = POINTS) -> list[int]:
-    """The indices to draw: evenly spaced, including the first and the last."""
+    """Return the indices to draw: evenly spaced, including the first and the last."""
     if count <= most:
         return list(range(count))
     return [round(place * (count - 1) / (most - 1)) for place in range(most)]

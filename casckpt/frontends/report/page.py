@@ -53,7 +53,7 @@ def write_report(store: Store, path: str | os.PathLike[str]) -> int:
 
 
 def page(store: Store) -> str:
-    """The report of ``store`` as HTML, below 300 KB. Raises NotFound, Unsupported, StorageError."""
+    """Return the report of ``store`` as HTML, below 300 KB. Raises NotFound, Unsupported, StorageError."""
     usage = store.report()
     history = store.history([run.run for run in usage.runs[:RUNS]])
     of_runs = {run.run: store.heat(_of_run(history.added, run.run)) for run in usage.runs[:CLOSER]}
@@ -64,7 +64,7 @@ def page(store: Store) -> str:
 
 
 def _rules(store: Store) -> Sequence[RuleUsage]:
-    """What some rules would free, each by itself; nothing if damage prevents that, which the page shows."""
+    """Return what some rules would free, each by itself; nothing if damage prevents that, which the page shows."""
     try:
         return store.footprint(keep_last=3, keep_daily=7, keep_weekly=8, keep_monthly=12).rules
     except (Damaged, Refused):

@@ -54,7 +54,7 @@ class RangeReader:
         self._windows = self._plan(span, wanted)
 
     def next(self) -> Window | None:
-        """The next window, in order; None at the end."""
+        """Return the next window, in order; None at the end."""
         return next(self._windows, None)
 
     def _plan(self, span: FileSpan, wanted: RequestedRange) -> Iterator[Window]:
@@ -71,7 +71,7 @@ class RangeReader:
         return buffer[window.skip : window.skip + window.stop - window.start]
 
     def _extents(self, sources: list[EntrySlice]) -> dict[int, ExtentTable]:
-        """The extents of these entries. They are kept for the next window, which often has the same tensor."""
+        """Return the extents of these entries. They are kept for the next window, which often has the same tensor."""
         manifest, held = self._folder.manifest, self._tables
         wanted = {source.entry.number for source in sources}
         manifest.ready(wanted - held.keys(), ())
@@ -119,7 +119,7 @@ class Desk:
         return await asyncio.get_running_loop().run_in_executor(self._readers, call)
 
     async def charts(self) -> str:
-        """The report as a page. It is drawn once for all requests of `CHARTS_SECONDS`. Raises what `page` raises."""
+        """Return the report as a page. It is drawn once for all requests of `CHARTS_SECONDS`. Raises what `page` raises."""
         if self._charts is None:
             self._charts = asyncio.ensure_future(self.ask(partial(_drawn, self.store)))
             self._charts.add_done_callback(self._keep_charts)
@@ -279,14 +279,14 @@ class RangeResponse:
         return self._join(reader, window)
 
     def _key(self, window: Window) -> object:
-        """The key by which responses share windows. A slow response shares none, since it would hold them too long."""
+        """Return the key by which responses share windows. A slow response shares none, since it would hold them too long."""
         return object() if self._is_slow else (self._folder.checkpoint.id, self._file.etag, window.start, window.stop)
 
     def _has_room(self, window: Window) -> bool:
         return self._key(window) in self._desk.windows or not (self._is_slow or self._desk.slots.locked())
 
     async def _join(self, reader: RangeReader, window: Window | None) -> _Held | None:
-        """A window in memory, shared with other responses or read now; None at the end."""
+        """Return a window in memory, shared with other responses or read now; None at the end."""
         if window is None:
             return None
         windows, key = self._desk.windows, self._key(window)

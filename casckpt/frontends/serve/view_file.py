@@ -38,7 +38,7 @@ class Ways(NamedTuple):
     choices: int
 
     def of(self, name: str) -> int:
-        """The most attempts of a match with ``name``."""
+        """Return the most attempts of a match with ``name``."""
         return comb(len(name) + self.repeats, self.repeats) * self.choices
 
 

@@ -261,7 +261,7 @@ def execute(
     places = BlobLocations(target, {name for name, _ in _named(source, plan.missing)})
     work = replace(each, blob_bytes=blob_bytes, compress=plan.compress, places=places)
     if (blob_bytes is not None or plan.compress) and part != (0, 1):
-        raise InvalidInput("processes cannot share a copy that packs its cells anew: let one of them make it")
+        raise InvalidInput("processes cannot share a copy that repacks or compresses: run it in one process")
     is_mirror = source.settings.mirror == target.storage.url
     made = _create_target(source, target, blob_bytes, is_mirror=is_mirror)
     copy_signatures(source, target, {commit.id for commit in (*plan.missing, *plan.present)})

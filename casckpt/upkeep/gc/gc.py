@@ -562,5 +562,5 @@ def _check_storage(repo: Repository) -> None:
     if known is False and not repo.single_writer:
         raise Unsupported(
             f"{repo.storage.url} does not refuse a second create, so a save and a gc could both create one name: make "
-            "sure that nobody saves, and say so with single_writer"
+            "sure that no other process writes, and set single_writer"
         )
