@@ -92,7 +92,7 @@ def test_a_server_on_a_public_address_gets_a_token_or_none(
 
 
 @pytest.mark.usefixtures("not_served")
-@follows("cli/commands/export.py:serve", "cannot listen at …: …; give another --port")
+@follows("cli/commands/export.py:serve", "cannot listen at …:…: …; give another --port")
 def test_a_used_port_is_replaced_by_another(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         advice = told.text(run("serve", store_path, "--port", taken.getsockname()[1], status=1).output)

@@ -33,7 +33,7 @@ COMMON_NAME = "common.pt"
 _DEEP = 20  # levels that are searched; a value may contain itself
 
 _LOCK = Lock()
-if hasattr(os, "register_at_fork"):  # else a fork during a read would leave the child a locked lock
+if hasattr(os, "register_at_fork"):  # otherwise the child of a fork during a read would have a locked lock
     os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
@@ -52,8 +52,8 @@ def read(data: bytes, where: str, allow_pickle: bool) -> Any:
     except pickle.UnpicklingError as error:
         raise CheckpointingException(
             f"{COMMON_NAME} of {where} needs pickle ({refused_name(error)}), and loading one runs code from the store; "
-            "pass allow_pickle=True if you trust the source. Classes of Megatron-core are taken without that "
-            "where megatron.core is imported, which registers them"
+            "pass allow_pickle=True if you trust the source. Classes of Megatron-core load without it "
+            "if megatron.core is imported, which registers them"
         ) from error
 
 

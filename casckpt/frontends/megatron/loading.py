@@ -1,6 +1,6 @@
-"""Loads into a sharded state dict, from any front end, number of ranks and sharding.
+"""Loads into a sharded state dict, from checkpoints of any front end, number of ranks and sharding.
 
-`StrictHandling` says what a load does if the state dict and the checkpoint do not have the same keys.
+`StrictHandling` is the behaviour of a load if the state dict and the checkpoint have different keys.
 """
 
 from __future__ import annotations
@@ -117,11 +117,11 @@ def check_unexpected(strict: StrictHandling, where: str, unexpected: Collection[
     """Raise ShardedKeyMissing, or log, as ``strict`` says."""
     if unexpected and strict.raises:
         raise ShardedKeyMissing(
-            f"{where} lacks {_listed(unexpected)}; strict='log_unexpected' leaves them out of what is loaded",
+            f"{where} lacks {_listed(unexpected)}; strict='log_unexpected' leaves them out of the result",
             keys=tuple(sorted(unexpected)),
         )
     if unexpected and strict.logs:
-        log.warning("%s lacks %s, which were asked for", where, _listed(unexpected))
+        log.warning("%s lacks the requested %s", where, _listed(unexpected))
 
 
 def check_missing(strict: StrictHandling, where: str, missing: Collection[str]) -> None:

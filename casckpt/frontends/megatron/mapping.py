@@ -352,7 +352,7 @@ def _checked(key: str, triple: Sequence[int], dims: int) -> Sequence[int]:
 
 @dataclass
 class ShardedObject(ShardedBase):
-    """One shard of an object. Shards are never cut anew; each loads as it was saved.
+    """One shard of an object. A load never reshards objects: each shard loads as it was saved.
 
     ``global_shape``: the number of shards along each axis. ``global_offset``: the index of this shard. Raises
     CheckpointingException if they differ in length.
@@ -389,7 +389,7 @@ class ShardedObject(ShardedBase):
             separator = ""
             offset = shape = ()
         if not separator:
-            raise CheckpointingException(f"{unique_key!r} names no shard of an object", key=unique_key)
+            raise CheckpointingException(f"{unique_key!r} does not name a shard of an object", key=unique_key)
         if len(shape) + 1 == len(offset):
             shape += (-1,)  # old versions of Megatron cut off the last number
         return cls(key, None, shape, offset, replica_id)

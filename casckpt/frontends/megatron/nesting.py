@@ -97,8 +97,8 @@ def merge(x1: Nested, x2: Nested, key: Path = ()) -> Nested:
     elif isinstance(x1, list) and isinstance(x2, list):
         if len(x1) != len(x2):
             raise CheckpointingException(
-                f"lists of {len(x1)} and of {len(x2)} items cannot be merged, at {key}: a list is either all sharded, "
-                "or all plain, or each of its items has some of both; use a dict"
+                f"lists of {len(x1)} and of {len(x2)} items cannot be merged, at {key}: a list must be sharded or "
+                "plain as a whole, or each of its items must have both; use a dict"
             )
         x1[:] = [merge(value, other, (*key, i)) for i, (value, other) in enumerate(zip(x1, x2, strict=True))]
     else:
@@ -109,7 +109,7 @@ def merge(x1: Nested, x2: Nested, key: Path = ()) -> Nested:
 def extract_matching_values(
     x: Nested, predicate: Callable[[Any], bool], return_lists_as_dicts: bool = False
 ) -> tuple[Nested, Nested]:
-    """Return (matching leaves, other leaves), each in the hierarchy of ``x``. Containers without such leaves are left out.
+    """Return (matching leaves, other leaves), each in the hierarchy of ``x``, without containers that lack such leaves.
 
     A list that loses items closes the gaps; with ``return_lists_as_dicts`` it becomes a dict by index. An empty
     container in a dict does not match; for one in a list, the predicate decides. Raises CheckpointingException (a

@@ -168,7 +168,7 @@ class MegatronCheckpoint:
         return str(wanted.key) if alone and wanted.key not in self.tensors else None
 
     def ask_for(self, request: ReadRequest, key: str) -> Callable[[], Any]:
-        """Request an object, which is a leaf or a container. Returns a function that gives its value after the read."""
+        """Request an object, a leaf or a container. Return a function that returns its value after the read."""
         node = self._nodes.get(key) or find(self.contents.tree, key)
         if node is None or isinstance(node, int):
             label = request.add(key)
@@ -178,7 +178,7 @@ class MegatronCheckpoint:
         return lambda: inflate(node, lambda name, _: request.values[labels[name]], lambda _: True)
 
     def common(self, values: Mapping[str, Any], allow_pickle: bool) -> dict[Any, Any]:
-        """Return the common part, nested as it was saved, from its leaves by flat key and from common.pt, if there is one."""
+        """Return the common part, nested as it was saved, from common.pt and ``values``: its leaves by flat key."""
         tensors = self.tensors
         tree = inflate(self._without_objects, lambda key, _: values[key], lambda key: key not in tensors)
         named = {self.notes.names.get(key, key): value for key, value in tree.items()}
@@ -280,7 +280,7 @@ def tensors_metadata(stored: MegatronCheckpoint, kind: Any = ShardedTensor) -> d
 def load_sharded_metadata(
     checkpoint_dir: CheckpointDir, sharded_strategy: Any = None, common_strategy: Any = None
 ) -> dict[str, ShardedTensor | ShardedObject]:
-    """As `load_tensors_metadata`, with a ShardedObject without data for each shard of an object, by unique key."""
+    """Return the result of `load_tensors_metadata`, and a ShardedObject without data for each shard, by unique key."""
     with checkpointing_errors():
         stored = MegatronCheckpoint.read(place_of(checkpoint_dir))
         return {**tensors_metadata(stored), **stored.objects}
@@ -310,7 +310,7 @@ def object_key(stored: MegatronCheckpoint, wanted: Any) -> str:
         have = [f"{shard.global_offset} of {shard.global_shape}" for shard in shards]
         raise ShardedKeyMissing(
             f"{stored.where} lacks the object {wanted.key!r} at {wanted.global_offset} of {wanted.global_shape}; "
-            + (f"it has it at {', '.join(have[:5])}" if have else "it has no object of that key"),
+            + (f"it has the object at {', '.join(have[:5])}" if have else "it has no object of that key"),
             key=wanted.key,
             keys=(wanted.unique_key,),
         )

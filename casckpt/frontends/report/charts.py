@@ -50,7 +50,7 @@ def _figure(height: float, salt: str) -> Iterator[tuple[Figure, Axes, list[str]]
 
 
 def _bare(svg: str) -> str:
-    """Remove what only a separate file needs, and use the colour of the page's text."""
+    """Remove the parts that only a separate file needs, and use the colour of the page's text."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg [^>]*?)width="[\d.]+pt" height="[\d.]+pt"', r"\1", svg)

@@ -39,7 +39,7 @@ def no_file(path: str, commit: str) -> Refusal:
 
 
 def refusal_of(error: CasckptError) -> Refusal:
-    """Return the response for an error of the store. It is never 429 or 503 for an error that a retry does not solve."""
+    """Return the response for an error of the store. Only errors that a retry may solve give 429 or 503."""
     if isinstance(error, Damaged):
         return Refusal(500, "", str(error))
     if isinstance(error, Unsigned):

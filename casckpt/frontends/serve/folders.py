@@ -1,7 +1,7 @@
 """The files of a checkpoint on a hub, planned from the manifest alone, their ETags, and the ranges of a request.
 
-An ETag is a hash of the first bytes of a file and of the digests of its cells. So it needs no read of data, and stays
-the same as long as the tensors of the file stay the same.
+An ETag is a hash of the first bytes of a file and of the digests of its cells. It needs no read of data. It changes
+only if the tensors of the file change.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ class ServedFolders:
             return next((folder for id, folder in self._held.items() if id.startswith(commit)), None)
 
     def of(self, checkpoint: Checkpoint) -> ServedFolder:
-        """Return the folder of a checkpoint. Raises InvalidInput for what safetensors cannot hold, and what a load raises."""
-        with self._making[hash(checkpoint.id) % _KEPT]:  # of several requests, one plans the folder
+        """Return the folder of a checkpoint. Raises as a load, and InvalidInput if safetensors cannot hold a value."""
+        with self._making[hash(checkpoint.id) % _KEPT]:  # only one of several requests plans the folder
             folder = self.held(checkpoint.id)
             if folder is None or _place(folder.checkpoint) != _place(checkpoint):  # a forged record may name any id
                 folder = self._made(checkpoint)
@@ -177,7 +177,7 @@ class ServedFolders:
         return folder
 
     def drop(self, folder: ServedFolder) -> None:
-        """Forget a folder whose bytes could not be read, so that the next request plans it anew."""
+        """Drop a folder whose bytes could not be read, so that the next request plans it again."""
         with self._lock:
             self._held.pop(folder.checkpoint.id, None)
 
@@ -200,7 +200,7 @@ class ServedFolders:
         try:
             return FolderPlan(self.store, checkpoint, Rules(model=True))
         except (InvalidInput, MissingKey) as error:
-            log.info("%s is served with all tensors under their keys: %s", checkpoint, error)
+            log.info("casckpt serves %s with all tensors under their keys: %s", checkpoint, error)
             return FolderPlan(self.store, checkpoint, Rules())
 
     def _own_rules(self, checkpoint: Checkpoint) -> Rules | None:
@@ -223,7 +223,7 @@ def _attached(contents: Contents, name: str) -> FileLayout:
 
 
 def etag_of(manifest: Manifest, file: FileLayout) -> str:
-    """Return a hash of the content of a file, from the digests in the manifest. Raises what reading a manifest raises."""
+    """Return a hash of the content of a file, from the digests in the manifest. Raises as a read of a manifest."""
     hasher = Hasher()
     _add(hasher, _ETAG_OF, file.head)
     for tensor in file.tensors:

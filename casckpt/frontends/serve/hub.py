@@ -35,7 +35,7 @@ class Hub:
     """
 
     def __init__(self, store: Store, *, rules: Rules | None = None, max_shard_size: int = MAX_SHARD_SIZE) -> None:
-        plan_shards((), max_shard_size)  # so that a bad size is refused now, and not at each request
+        plan_shards((), max_shard_size)  # raises an error for a bad size now, and not at each request
         self.store = store
         self.folders = ServedFolders(store, rules, max_shard_size)
 

@@ -35,7 +35,7 @@ def is_repo(run: str) -> bool:
 
 
 def repo_of(run: str) -> str:
-    """Return the repository of a run: its name, or, if clients do not accept that, a similar name with a part of its hash.
+    """Return the repository of a run: its name, or a similar name with a part of its hash if clients refuse the name.
 
     The name of the repository never changes and does not depend on other runs.
     """
