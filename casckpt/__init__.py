@@ -1,4 +1,4 @@
-"""casckpt keeps the checkpoints of PyTorch trainings in one store, which stores equal bytes once.
+"""casckpt keeps the checkpoints of PyTorch trainings in a store. The store holds equal bytes once.
 
 ::
 
@@ -8,24 +8,21 @@
     store.save({"model": model.state_dict()}, run="sft", step=100)
     store.load({"model": model.state_dict()}, "sft@latest")
 
-What happens to the bytes on their way::
+The path of the bytes::
 
     save    state ---> shards ---> cells ---> digests --- known ----> an extent that another checkpoint has written
             of all     regions,    at most    BLAKE3   `- new ------> a blob: safetensors, about 32 MiB, put once
             ranks      no copies   1 MiB                                |
                                                                         v
-                                   rank 0: the extents cover every tensor ---> manifest ---> commit: now it is visible
+                                   rank 0: the extents cover every tensor ---> manifest ---> commit: it is visible
 
     load    reference ---> commit ---> manifest ---> the regions that this rank wants ---> overlaps with extents
                                                                                               |
             tensors, filled in place <--- cells, each compared with its digest <--- ranged reads, merged blob by blob
 
-The packages of the code lie on that way, and each imports only from those below it: ``cli`` and ``frontends`` (how it
-is called), ``store`` (what a program holds), ``checkpoint`` (save and load) beside ``upkeep`` (gc, copies, repair),
-``tensors`` (torch) beside ``repository`` (what is in a store), ``plan`` (what to write and read), ``format`` (the
-bytes) beside ``storage`` (where they lie), ``errors``, ``lazy`` and ``parallel``.
+docs/design.md lists the packages.
 
-Names are imported when they are first used, so that what needs no tensor never waits for torch.
+This module imports a name when a program first uses it. So code that uses no tensor does not import torch.
 """
 
 from __future__ import annotations
@@ -98,7 +95,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value  # so that this function is asked once for each name
+    globals()[name] = value  # Python then finds the name without a call of this function
     return value
 
 
@@ -106,5 +103,5 @@ def __dir__() -> list[str]:
     return __all__
 
 
-_exports.exporter = lambda: __getattr__("export")  # formats lie above the store, which offers them
-_objects.home = lambda: import_module("casckpt.frontends.training_state.objects")  # so are modules and optimizers
+_exports.exporter = lambda: __getattr__("export")  # front ends lie above the store, which must not import them
+_objects.home = lambda: import_module("casckpt.frontends.training_state.objects")  # for modules and optimizers

@@ -7,21 +7,21 @@
     |   `-- Gone                          gone            3   the checkpoint was purged, perhaps while it was read
     |-- Conflict       FileExistsError    conflict        5   it already exists, or another writer changed it
     |   `-- Revoked                       revoked         5   a gc revoked this save
-    |-- MissingKey     KeyError           missing-key     3   the checkpoint lacks a key that was asked for
+    |-- MissingKey     KeyError           missing-key     3   the checkpoint lacks a requested key
     |-- Mismatch       ValueError         mismatch        1   shape, dtype or kind differs
-    |-- Damaged        OSError            damaged         4   stored bytes are missing, or are not what was written
+    |-- Damaged        OSError            damaged         4   stored bytes are missing, or differ from the written bytes
     |-- InvalidInput   ValueError         invalid-input   1   an argument or a state cannot be used
-    |   |-- Unsupported                   unsupported     1   the store or storage needs something that is missing
-    |   `-- Refused                       refused         1   stored data is hostile, or of a later version
+    |   |-- Unsupported                   unsupported     1   the store or storage needs something that is not available
+    |   `-- Refused                       refused         1   stored data is hostile, or has a later version
     |       `-- Unsigned                  unsigned        1   no trusted key has signed the checkpoint
     |-- StorageError   OSError            storage         1   the storage failed; trying again may help
     `-- RankFailed     RuntimeError       rank-failed     1   another rank of the process group failed or died
 
 Every error takes one message and keyword attributes (``key``, ``blob``, ``rank``, ...), which survive pickling. The
-last line of a message says what to do next. Code that retries catches `StorageError`, never OSError: `Damaged` and
-`NotFound` are OSErrors too, and trying again does not help there.
+end of a message says what to do next. Code that retries catches `StorageError`, never OSError. `Damaged` and `NotFound`
+are OSErrors too, and a retry does not help there.
 
-`ForgottenWarning` is for `warnings`: the next gc may purge the checkpoint that was loaded.
+`ForgottenWarning` is a warning for Python's `warnings`: the next gc may purge the loaded checkpoint.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from typing import Any, ClassVar
 
 
 class CasckptError(Exception):
-    """Base of all errors. ``kind``: a stable name for programs. ``exit_status``: of the command line.
+    """The base of all errors. ``kind``: a stable name for programs. ``exit_status``: the exit status of a command.
 
-    ``done``: the `GcResult` of what a gc had done before the error.
+    ``done``: the `GcResult` of the work that a gc did before the error.
     """
 
     kind: ClassVar[str] = "error"
@@ -54,83 +54,95 @@ class CasckptError(Exception):
 
 
 class NotFound(CasckptError, FileNotFoundError):
-    """The store, checkpoint, tag, attachment or object does not exist."""
+    """An error for a store, checkpoint, tag, attachment or object that does not exist."""
 
     kind = "not-found"
     exit_status = 3
 
 
 class Gone(NotFound):
-    """The checkpoint was purged before or during the read. Load another one. A lease keeps a checkpoint."""
+    """An error for a checkpoint that was purged before or during the read. Load another one.
+
+    A lease protects a checkpoint from gc.
+    """
 
     kind = "gone"
 
 
 class Conflict(CasckptError, FileExistsError):
-    """The thing to create already exists, or another writer changed it first."""
+    """An error for something that already exists, or that another writer changed first."""
 
     kind = "conflict"
     exit_status = 5
 
 
 class Revoked(Conflict):
-    """A gc revoked this save because it showed no sign of life. Nothing of it is visible. Save again."""
+    """An error for a save that a gc revoked because it showed no sign of life.
+
+    No part of the save is visible. Save again.
+    """
 
     kind = "revoked"
 
 
 class MissingKey(CasckptError, KeyError):
-    """The checkpoint lacks a key that was asked for. ``keys`` lists all of them."""
+    """An error for requested keys that the checkpoint lacks. ``keys`` lists them."""
 
     kind = "missing-key"
     exit_status = 3
 
 
 class Mismatch(CasckptError, ValueError):
-    """Shape, dtype or kind of a leaf differs between the checkpoint and what it is loaded into."""
+    """An error for a leaf whose shape, dtype or kind differs between the checkpoint and the target of the load."""
 
     kind = "mismatch"
 
 
 class Damaged(CasckptError, OSError):
-    """Stored bytes are missing or are not what was written. See ``blob``, ``keys`` and ``checkpoints``."""
+    """An error for stored bytes that are missing or differ from the written bytes.
+
+    ``blob``, ``keys`` and ``checkpoints`` name them.
+    """
 
     kind = "damaged"
     exit_status = 4
 
 
 class InvalidInput(CasckptError, ValueError):
-    """An argument or a state cannot be used as it is."""
+    """An error for an argument or a state that casckpt cannot use."""
 
     kind = "invalid-input"
 
 
 class Unsupported(InvalidInput):
-    """The store or the storage needs something that is not available here."""
+    """An error for a store or storage that needs something that is not available here."""
 
     kind = "unsupported"
 
 
 class Refused(InvalidInput):
-    """Stored data breaks the rules of the format: it is of a later version, or hostile."""
+    """An error for stored data that breaks the rules of the format: it has a later version, or is hostile."""
 
     kind = "refused"
 
 
 class Unsigned(Refused):
-    """None of the required keys has signed the checkpoint. ``checkpoints`` has its id."""
+    """An error for a checkpoint that none of the required keys has signed. ``checkpoints`` has its id."""
 
     kind = "unsigned"
 
 
 class StorageError(CasckptError, OSError):
-    """The storage failed. Trying again may help."""
+    """An error of the storage. A retry may help."""
 
     kind = "storage"
 
 
 class RankFailed(CasckptError, RuntimeError):
-    """Another rank of the process group failed or died: ``rank``. ``lost``: "died", "late" or None."""
+    """An error for another rank of the process group that failed or died.
+
+    ``rank``: that rank. ``lost``: "died", "late" or None.
+    """
 
     lost: str | None = None
 
@@ -138,4 +150,4 @@ class RankFailed(CasckptError, RuntimeError):
 
 
 class ForgottenWarning(UserWarning):
-    """A forgotten checkpoint was loaded. The next gc may purge it. `Store.restore` keeps it."""
+    """A warning about the load of a forgotten checkpoint. The next gc may purge it. `Store.restore` keeps it."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from casckpt.store.listing import Listing
 
 ENV_STORE: Final = "CASCKPT_STORE"
-_AT_MOST: Final = 200  # newest checkpoints that are offered
+_AT_MOST: Final = 200  # checkpoints to offer, the newest first
 
 
 class StoreType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes none
@@ -27,20 +27,20 @@ class StoreType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes n
     name = "store"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Let the shell complete folders."""
+        """Ask the shell to complete folders."""
         return [CompletionItem(incomplete, type="dir")]
 
 
 class OfStoreType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes none
-    """A name from the store of the same command line. ``offered``: returns all candidates."""
+    """A name from the store of the same command line. ``offered``: a function that yields all candidates."""
 
     def __init__(self, name: str, offered: Callable[[Listing], Iterator[str]]) -> None:
         self.name, self._offered = name, offered
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Return the candidates with this prefix. None if the store cannot be read: a prompt shows no errors."""
+        """Return the candidates with this prefix; an empty list if the store cannot be read."""
         url = ctx.params.get("named_store") or os.environ.get(ENV_STORE) or ctx.params.get("store")
-        url = url or next(iter(ctx.args), None)  # click parses no arguments if an option still lacks its value
+        url = url or next(iter(ctx.args), None)  # click parses no arguments if an option lacks its value
         if not url:
             return []
         logging.disable(logging.CRITICAL)

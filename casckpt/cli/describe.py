@@ -1,4 +1,4 @@
-"""Results as plain data for the JSON output, and the warning about a run without checkpoints."""
+"""Plain data for the JSON output, and the warning about a run without checkpoints."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def plain(value: Any) -> Any:
 
 
 def brief(checkpoint: Checkpoint | Commit) -> dict[str, Any]:
-    """Return the name of a checkpoint, and whether the commit is the old one of a rewritten checkpoint."""
+    """Return the name of a checkpoint, and whether a rewrite replaced the commit."""
     from casckpt.store.types import Commit
 
     name = {"id": checkpoint.id, "run": checkpoint.run, "step": checkpoint.step}
@@ -45,7 +45,7 @@ def brief(checkpoint: Checkpoint | Commit) -> dict[str, Any]:
 
 
 def summary(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Describe a checkpoint by its commit, with the statistics of its save. Reads no manifest."""
+    """Describe a checkpoint by its commit and the statistics of its save, without its manifest."""
     return brief(checkpoint) | {
         "created_at": checkpoint.created_at.isoformat(),
         "ephemeral": checkpoint.ephemeral,
@@ -64,6 +64,6 @@ def _fields(record: Any) -> dict[str, Any] | None:
 
 
 def doubt(store: Store, run: str) -> None:
-    """Warn if ``run`` has no checkpoint, not even a forgotten one: its name may be mistyped."""
+    """Warn if ``run`` has no checkpoint, not even a forgotten one. Its name may be mistyped."""
     if not store.checkpoints(run, forgotten=True):
         log.warning("%s", store.listing().about_run(run))

@@ -1,4 +1,4 @@
-"""Errors of commands: each becomes a message on stderr with the next step, and an exit status."""
+"""Errors of commands: each gives a message on stderr with the next step, and an exit status."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Reported:
 
     def _hint(self) -> str:
         if self.debug:
-            return "The traceback above says where; please report it, if it is not clear what to do."
+            return "The traceback above shows where it happened. Report it if the next step is not clear."
         return "Run it again with --debug to see where it happened."
 
     def _say(self, kind: str, message: str, status: int, more: dict[str, Any]) -> int:
@@ -77,7 +77,7 @@ class Reported:
 
 
 def beside(error: BaseException, found: dict[str, Any]) -> None:
-    """Add ``found`` to the JSON of an error, beside "error"."""
+    """Add ``found`` to the JSON of an error, next to "error"."""
     vars(error)[_BESIDE] = found
 
 
@@ -93,7 +93,7 @@ def _show_usage(error: click.ClickException) -> None:
 
 
 def _reader_is_gone() -> int:
-    """Handle a closed pipe (``casckpt list | head``), which is no error."""
+    """Handle a closed pipe (``casckpt list | head``), which is not an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, sys.stdout.fileno())  # Python flushes stdout again when it exits

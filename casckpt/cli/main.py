@@ -1,4 +1,4 @@
-"""The ``casckpt`` command: it finds and runs a subcommand, and reports errors."""
+"""The ``casckpt`` command. It finds and runs a subcommand, and reports errors."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _BESIDE: Final = {
     "thin": "gc",
     "transactions": "list",
 }
-"""Commands that lie in the module of another command, under their own names."""
+"""Commands that share the module of another command: their names, each with that module."""
 
 
 _FOREIGN = {"delete": ["forget"], "remove": ["forget"], "rm": ["forget"], "prune": ["gc"], "info": ["show"]}
-"""Names of other programs for our commands, for the hint about an unknown command."""
+"""Names that other programs use for these commands. The hint about an unknown command uses them."""
 
 
 @cache
@@ -48,14 +48,14 @@ def command_modules() -> dict[str, str]:
 
 
 class Commands(click.Group):
-    """All commands. It imports the module of a command on use, so that most commands start without torch."""
+    """The group of all commands. It imports a command's module on use, so that most commands start without torch."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names, sorted."""
         return sorted(command_modules())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command; None if there is none of that name."""
+        """Return the command with this name; None if there is none."""
         name = _ALIASES.get(cmd_name, cmd_name)
         module = command_modules().get(name)
         if module is None:
@@ -67,7 +67,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that ``args`` begin with. Raises UsageError, which suggests similar names."""
+        """Return the command at the start of ``args``. Raises UsageError with similar names."""
         if not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
             near = _FOREIGN.get(args[0]) or difflib.get_close_matches(args[0], command_modules())
             meant = f"; did you mean {' or '.join(near)}?" if near else ""
@@ -82,7 +82,7 @@ class Commands(click.Group):
         standalone_mode: bool = True,
         **extra: Any,  # click's
     ) -> Any:
-        """Run, and exit with the status. Without ``standalone_mode``, return the result or raise the error."""
+        """Run a command and exit with its status. Without ``standalone_mode``, return its result or raise its error."""
         given = list(sys.argv[1:] if args is None else args)
         run = super().main
         if not standalone_mode:
@@ -90,8 +90,8 @@ class Commands(click.Group):
         with Reported(as_json="--json" in given, debug="--debug" in given) as outcome:
             result = run(given, NAME, complete_var, standalone_mode=False, **extra)
             outcome.status = result if isinstance(result, int) else 0
-            if sys.stdout is not None:  # closed
-                sys.stdout.flush()  # so a closed pipe fails here, not when the process exits
+            if sys.stdout is not None:  # None if it was closed at the start
+                sys.stdout.flush()  # a closed pipe fails here, and not when the process exits
         sys.exit(outcome.status)
 
 
@@ -101,10 +101,10 @@ def cli() -> None:
     """Store PyTorch checkpoints, and store equal bytes only once.
 
     STORE is a folder or a URL. Omit it if you pass -s or set CASCKPT_STORE. REF names a checkpoint: an id (or its first
-    6 or more hex digits), RUN@STEP, RUN@latest, latest, or tag:NAME. Where a command takes several, RUN@100..500,
-    RUN@501.., RUN@..500 and RUN@.. name ranges of steps.
+    6 or more hex digits), RUN@STEP, RUN@latest, latest, or tag:NAME. Commands that take several checkpoints also take
+    ranges of steps: RUN@100..500, RUN@501.., RUN@..500 and RUN@..
 
-    Exit status: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 damaged data found, 5 conflict, 130 interrupted.
+    Exit status: 0 success, 1 failure, 2 wrong usage, 3 not found, 4 damaged data, 5 conflict, 130 interrupted.
     """
 
 

@@ -1,4 +1,4 @@
-"""Progress of long commands: a bar on a terminal, else a line every half minute."""
+"""Progress of long commands: a bar on a terminal, or else a line every half minute."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NARROW: Final = 60  # columns of a terminal
 
 
 class Lines:
-    """Prints progress to a log, at most once every half minute. Called as `Shown`."""
+    """A printer of progress for logs. It prints at most one line every half minute."""
 
     def __init__(self, what: str, *, of_bytes: bool) -> None:
         self._what, self._of_bytes = what, of_bytes
@@ -39,10 +39,10 @@ class Lines:
         return f"{amount(done)}{of_all}{rate}"
 
 
-class progress_bar:  # noqa: N801 - it is called as a function
-    """Shows progress on stderr: ``store.save(..., progress=casckpt.progress_bar("saving"))``.
+class progress_bar:  # noqa: N801 - programs call it like a function
+    """A display of progress on stderr: ``store.save(..., progress=casckpt.progress_bar("saving"))``.
 
-    On a terminal it is a bar, which disappears when the work is done or the ``with`` ends. Elsewhere it prints a line
+    On a terminal it is a bar, which disappears when the work or the ``with`` block ends. Elsewhere it prints a line
     every half minute. ``what``: the name of the work. ``of_bytes``: False to count objects. Make one for each call.
     """
 
@@ -52,7 +52,7 @@ class progress_bar:  # noqa: N801 - it is called as a function
         self._lines = None if sys.stderr is not None and sys.stderr.isatty() else Lines(what, of_bytes=of_bytes)
 
     def __call__(self, done: int, total: int | None) -> None:
-        """Report the amount that is done, and the total."""
+        """Report the finished amount and the total."""
         if self._lines is not None:
             self._lines(done, total)
             return

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from casckpt.store.store import Store
 
 Function: TypeAlias = Callable[..., int | None]
-"""The body of a command. It returns an exit status, or None for 0."""
+"""The function of a command. It returns an exit status, or None for 0."""
 
 
 @dataclass
 class Output:
-    """Prints the result of a command: as JSON if ``as_json``, else as text."""
+    """The output of a command: JSON if ``as_json``, text otherwise."""
 
     as_json: bool = False
 
@@ -54,7 +54,7 @@ class Session(Output):
 
     @cached_property
     def store(self) -> Store:
-        """The store. Opening it reads and creates nothing."""
+        """The store. This neither reads nor creates it."""
         from casckpt.store.opening import open as open_store
 
         return open_store(
@@ -64,7 +64,7 @@ class Session(Output):
 
 
 def finite(value: Any) -> Any:
-    """Replace NaN and infinities in ``value`` by null, because JSON lacks them."""
+    """Replace NaN and infinities in ``value`` by null, because JSON does not have them."""
     if isinstance(value, float):
         return value if isfinite(value) else None
     if isinstance(value, dict):
@@ -85,7 +85,7 @@ ON_STORES: tuple[click.Parameter, ...] = (
         type=STORE,
         envvar=ENV_STORE,
         show_envvar=True,
-        help="The store, in place of the argument STORE.",
+        help="The store, instead of the argument STORE.",
     ),
     click.Option(
         ["--storage-option", "storage_options"],
@@ -103,7 +103,7 @@ ON_STORES: tuple[click.Parameter, ...] = (
     click.Option(
         ["--single-writer"],
         is_flag=True,
-        help="Promise that no other process writes, for a storage without exclusive creates.",
+        help="Promise that no other process writes. Needed for a storage without exclusive creates.",
     ),
 )
 
@@ -112,7 +112,7 @@ REQUIRE_SIGNATURE = click.Option(
     ["--require-signature"],
     metavar="KEY",
     multiple=True,
-    help="Only checkpoints signed by this public key: its file, or 64 hex digits. May be repeated; any key counts.",
+    help="Require a signature by this public key: a file, or 64 hex digits. May be repeated: any key is enough.",
 )
 
 
@@ -141,13 +141,13 @@ class StoreCommand(click.Command):
 def _about_store(error: click.UsageError) -> str:
     """Return a hint about STORE for a wrong command line; empty if there is none."""
     if os.environ.get(ENV_STORE):
-        return f"{ENV_STORE} names the store, so STORE is left out here; -s names another one"
+        return f"{ENV_STORE} names the store, so leave STORE out; -s names another store"
     is_missing = isinstance(error, click.MissingParameter) and error.param is STORE_ARGUMENT
-    return f"a folder or a URL; -s or {ENV_STORE} may name it, too" if is_missing else ""
+    return f"a folder or a URL; -s or {ENV_STORE} can also name it" if is_missing else ""
 
 
 def store_command(name: str, *, loads: bool = False) -> Callable[[Function], click.Command]:
-    """Define a command on a store. STORE comes first. The function gets a `Session` and its own options.
+    """Define a command on a store. Its first argument is STORE. The function gets a `Session` and its own options.
 
     ``loads``: the command loads checkpoints, so it has an option for required signatures.
     """
@@ -193,14 +193,14 @@ def plain_command(name: str) -> Callable[[Function], click.Command]:
 
 
 def _take_common(options: dict[str, Any]) -> bool:
-    """Remove the common options and apply them. Returns whether the output is JSON."""
+    """Remove the common options, apply them, and return whether the output is JSON."""
     del options["debug"]  # `casckpt.cli.main` handles it
     click.get_current_context().with_resource(_log_to_stderr(options.pop("verbose")))
     return bool(options.pop("as_json"))
 
 
 class _Handler(logging.Handler):
-    """Writes log records to the current stderr."""
+    """A log handler that writes to the current stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         click.echo(f"casckpt: {record.levelname.lower()}: {printable(record.getMessage(), lines=True)}", err=True)

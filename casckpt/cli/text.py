@@ -1,4 +1,4 @@
-"""Text for people: tables that fit the terminal, sizes, times, and no control characters from a store."""
+"""Text output: tables that fit the terminal, sizes and times, without control characters from a store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from casckpt.base.units import format_size
 SHORT_ID: Final = 12
 _MANY: Final = 20
 _GAP: Final = 2
-_LEAST: Final = 12  # columns that a cut cell keeps at least
+_LEAST: Final = 12  # the least columns of a cut cell
 
 say = partial(click.echo)
 size = format_size
@@ -43,7 +43,7 @@ def bold(text: str) -> str:
 
 
 def freed(now: int, later: int) -> str:
-    """Format the bytes that a gc deletes now, and those that it deletes once forgotten checkpoints are purged."""
+    """Format the bytes that a gc deletes now, and the bytes that it deletes after a purge of forgotten checkpoints."""
     return f"{size(now)} now, {size(later)} later" if later else size(now)
 
 
@@ -63,7 +63,7 @@ def name(one: dict[str, Any]) -> str:
 
 
 def shortened(items: Sequence[str], most: int = _MANY) -> list[str]:
-    """Return the first ``most`` items, and how many more there are."""
+    """Return the first ``most`` items, and a line with the number of other items."""
     if len(items) <= most:
         return list(items)
     return [*items[:most], f"... and {len(items) - most} more (--json lists all)"]
@@ -76,12 +76,12 @@ def say_all(lines: Iterable[str]) -> None:
 
 
 def say_some(items: Sequence[str], most: int = _MANY) -> None:
-    """Print the first ``most`` items, a line each, and how many more there are."""
+    """Print the first ``most`` items, one per line, and the number of other items."""
     say_all(shortened(items, most))
 
 
 def summed(keys: Sequence[str]) -> Iterator[str]:
-    """Group keys by their first part, if several share it."""
+    """Yield the keys, with one text for all keys that share their first part."""
     for head, number in Counter(key.partition(".")[0] for key in keys).items():
         same = (key for key in keys if key.partition(".")[0] == head)
         yield next(same) if number == 1 else f"{head}.* ({number} keys)"
@@ -89,9 +89,9 @@ def summed(keys: Sequence[str]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table. ``side``: its alignment. A column that is not ``fixed`` is cut to fit the terminal.
+    """A column of a table. ``side``: its alignment. ``fixed``: do not cut its cells to fit the terminal.
 
-    ``spare``: a column that is dropped if that is not enough, lowest number first; 0: never.
+    ``spare``: drop the column if cutting is not enough, the lowest number first; 0: never.
     """
 
     title: str
@@ -101,9 +101,9 @@ class Column:
 
 
 def table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table, one line for each row. On a terminal, lines are cut to its width, with an ellipsis.
+    """Print a table, one line for each row. On a terminal, cut long lines and mark the cut with an ellipsis.
 
-    This does not use rich, which takes half a second for a thousand rows.
+    rich would take half a second for a thousand rows.
     """
     cells = [tuple(map(printable, row)) for row in rows]
     room = terminal_width()
@@ -119,12 +119,12 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
 
 
 def terminal_width() -> int:
-    """Return the columns of the terminal at stdout; if it is no terminal, more than any line has."""
+    """Return the width of the terminal at stdout; without a terminal, a number above the width of any line."""
     return shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else sys.maxsize
 
 
 def _kept(columns: Sequence[Column], widths: Sequence[int], room: int) -> list[int]:
-    """Return which columns are shown: as many as fit after cutting."""
+    """Return the numbers of the columns to show: as many as fit after cutting."""
     kept = list(range(len(columns)))
     least = [width if c.fixed else min(width, _LEAST) for c, width in zip(columns, widths, strict=True)]
     for i in sorted((i for i in kept if columns[i].spare), key=lambda i: columns[i].spare):
@@ -135,7 +135,7 @@ def _kept(columns: Sequence[Column], widths: Sequence[int], room: int) -> list[i
 
 
 def _cut_widths(columns: Sequence[Column], wanted: Sequence[int], room: int) -> list[int]:
-    """Return the widths of the columns. If they are too wide, the widest column that may be cut shrinks first."""
+    """Return the widths of the columns. If the line is too long, the widest column that is not fixed shrinks first."""
     widths = list(wanted)
     excess = sum(widths) + _GAP * (len(widths) - 1) - room
     while excess > 0:
@@ -156,7 +156,7 @@ def _line(columns: Sequence[Column], widths: Sequence[int], cells: Iterable[str]
 
 
 def _cut(text: str, width: int) -> str:
-    """Return ``text``, cut with an ellipsis if it is too long."""
+    """Cut ``text`` if it is too long, and mark the cut with an ellipsis."""
     if cell_width(text) <= width:
         return text
     from rich.cells import set_cell_size
@@ -165,7 +165,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def cell_width(text: str) -> int:
-    """Return how many terminal columns ``text`` takes."""
+    """Return the number of terminal columns that ``text`` takes."""
     if text.isascii():
         return len(text)
     from rich.cells import cell_len
@@ -174,7 +174,7 @@ def cell_width(text: str) -> int:
 
 
 def facts(rows: Iterable[tuple[str, str]]) -> None:
-    """Print names and values, one pair a line."""
+    """Print names and values, one pair per line."""
     given = list(rows)
     width = max((len(title) for title, _ in given), default=0)
     for title, value in given:
@@ -188,6 +188,6 @@ def unusual(health: Mapping[str, Any] | None) -> list[str]:
 
 
 def coded(stats: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Say what is stored smaller than it is; nothing if nothing is."""
+    """Return a fact about encoded cells, with their plain and their stored size; empty without such cells."""
     plain, frames, deltas = (stats[f"bytes_{name}"] for name in ("coded", "frames", "deltas"))
     return [("smaller", f"{size(plain)} in {size(frames)}, {size(deltas)} of it deltas")] if plain else []

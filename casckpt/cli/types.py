@@ -15,13 +15,13 @@ from casckpt.plan.retention import Best
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes none
-    """What ``parse`` makes of text, whose InvalidInput says what is wrong with that. ``name``: shown in capitals."""
+    """A type whose values ``parse`` makes from text. ``name``: shown in capitals in the help."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name, self._parse = name, parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Parse it, unless that was done."""
+        """Parse the value, unless it is already parsed. An InvalidInput becomes a usage error."""
         try:
             return self._parse(value) if isinstance(value, str) else value
         except InvalidInput as error:
@@ -29,10 +29,10 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes none
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """The value is JSON where it can be read as such (true, 8, {"a": 1}), else text."""
+    """Split KEY=VALUE. The value is JSON if it parses as JSON (true, 8, {"a": 1}), else text."""
     key, equals, value = text.partition("=")
     if not key or not equals:
-        raise InvalidInput("what was given is not KEY=VALUE")  # it may be a secret
+        raise InvalidInput("the value is not KEY=VALUE")  # without the text, which may be a secret
     try:
         return key, json.loads(value)
     except ValueError:
@@ -47,7 +47,7 @@ def _text_setting(text: str) -> tuple[str, str]:
 
 
 def _renaming(text: str) -> tuple[str, str]:
-    pattern, _, name = text.rpartition("=")  # the last one ends the expression
+    pattern, _, name = text.rpartition("=")  # the last "=" ends the expression
     if not pattern:
         raise InvalidInput(f"{text!r} is not REGEX=NAME")
     return pattern, name
@@ -69,11 +69,18 @@ def _best(text: str) -> str:
 
 
 _OPTIONS: Final = (
-    click.option("--keep-last", type=click.IntRange(min=0), metavar="N", help="Keep the N newest of each run."),
-    click.option("--keep-every", type=AT_LEAST_ONE, metavar="N", help="Keep steps that are a multiple of N."),
-    click.option("--keep-within", type=DURATION, help="Keep what was saved within this time (12h, 7d)."),
     click.option(
-        "--keep-daily", type=AT_LEAST_ONE, metavar="N", help="Keep the newest of each of the last N days that have one."
+        "--keep-last", type=click.IntRange(min=0), metavar="N", help="Keep the N newest checkpoints of each run."
+    ),
+    click.option(
+        "--keep-every", type=AT_LEAST_ONE, metavar="N", help="Keep checkpoints whose step is a multiple of N."
+    ),
+    click.option("--keep-within", type=DURATION, help="Keep checkpoints saved within this time (12h, 7d)."),
+    click.option(
+        "--keep-daily",
+        type=AT_LEAST_ONE,
+        metavar="N",
+        help="Keep the newest checkpoint of each of the last N days that have one.",
     ),
     click.option("--keep-weekly", type=AT_LEAST_ONE, metavar="N", help="The same for N weeks."),
     click.option("--keep-monthly", type=AT_LEAST_ONE, metavar="N", help="The same for N months."),
@@ -82,13 +89,13 @@ _OPTIONS: Final = (
         type=Parsed("best", _best),
         multiple=True,
         metavar="METRIC:[max:]N",
-        help="Keep the N with the lowest value, or the highest (max). May be repeated.",
+        help="Keep the N checkpoints with the lowest value, or the highest (max). May be repeated.",
     ),
 )
 
 
 def keep_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the rules as options; the function gets them by the names of the fields of `Policy`."""
+    """Add the keep rules to a command as options. The function gets them under the names of the fields of `Policy`."""
     for option in reversed(_OPTIONS):
         function = option(function)
     return function

@@ -1,4 +1,4 @@
-"""Accelerate: saves and loads everything that an `Accelerator` has prepared as one checkpoint.
+"""Accelerate: saves and loads all objects that an `Accelerator` has prepared, as one checkpoint.
 
 ::
 
@@ -9,7 +9,7 @@
         checkpointer.save_if_due(step)                  # instead of accelerator.save_state
     checkpointer.close()
 
-It does not use the hooks of `save_state`, because these get the weights only, and under FSDP not even these.
+It does not use the hooks of `save_state`, because they get only the weights, and under FSDP no values at all.
 `save_state` always writes optimizers and random generators to a folder by torch.save.
 """
 

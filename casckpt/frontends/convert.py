@@ -70,7 +70,7 @@ class DetectedFormat:
 
 @contextmanager
 def looked_at(path: str | os.PathLike[str]) -> Iterator[DetectedFormat]:
-    """`look_at` for a path or a URL. Formats that cannot be read over a network are copied to a temporary folder."""
+    """Call `look_at` for a path or a URL. Formats that need local files are first copied to a temporary folder."""
     if not is_url(path):
         yield look_at(local_path(path))
         return
@@ -89,8 +89,8 @@ def looked_at(path: str | os.PathLike[str]) -> Iterator[DetectedFormat]:
 def look_at(path: str | os.PathLike[str]) -> DetectedFormat:
     """Detect the format of ``path``, and the files that an import reads.
 
-    Raises NotFound, InvalidInput or Unsupported, naming the format it has, and StorageError for files that cannot be
-    read.
+    Raises NotFound, and InvalidInput or Unsupported with the name of the format. Raises StorageError if a file cannot
+    be read.
     """
     given = Path(path).expanduser()
     with _reading(given):
@@ -133,7 +133,7 @@ def import_any(
     as_is: bool = False,
     **options: Unpack[ImportArguments],
 ) -> Checkpoint:
-    """Import what `look_at` found, with the function for its kind. ``options``: those of `ImportArguments`.
+    """Import files of a detected format with the function for their kind. ``options``: those of `ImportArguments`.
 
     ``as_is``: for a file of torch.save; other formats are always saved unchanged.
     """

@@ -55,7 +55,7 @@ class Training:
         return float(loss.detach())
 
     def state(self) -> dict[str, Any]:
-        """The state to save."""
+        """Return the state to save."""
         return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict(), "step": self.step}
 
 

@@ -1,16 +1,16 @@
-"""Keeps a folder at the newest version of a run, for inference engines that map its files.
+"""A folder that follows the newest checkpoint of a run, for inference engines that map its files.
 
 ::
 
     current                  a symbolic link to the newest generation, replaced atomically
     000007-<step>-<id>/      a generation: a folder as `casckpt.export` makes it, which never changes
-    .told                    a link to the generation for which the command returned 0 last
+    .told                    a link to the last generation for which the command returned 0
 
 A new generation is a copy of the current one, with shared blocks if the file system supports it, or reuses the files
 of an old generation. Only the differences are read from the store.
 
-If the process dies, the next one removes temporary folders and generations without a link, and calls the command again
-if it may not have ended.
+If the process dies, the next one removes temporary folders and generations without a link. It calls the command again
+if the command may not have ended.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from casckpt.store.store import Store
 CURRENT = "current"
 _TOLD = ".told"
 _GENERATION = re.compile(r"([0-9]{6,})-([0-9]+)-([0-9a-f]{64})")
-_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds until what failed is tried again: at first, and at most
+_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds until a retry: at first, and at most
 _LEFT = re.compile(r"\.[0-9]{6,}-.*\.casckpt-[0-9a-f]+|\.link-[0-9a-f]+")
 
 log = logging.getLogger("casckpt")
@@ -47,7 +47,7 @@ log = logging.getLogger("casckpt")
 
 @dataclass(frozen=True)
 class Switch:
-    """One generation that became current. ``status``: of the command; None without one."""
+    """A switch to a new generation. ``status``: the exit status of the command; None without a command."""
 
     checkpoint: Checkpoint
     folder: Path
@@ -56,7 +56,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class Follower:
-    """Keeps ``folder`` at the newest version of a run.
+    """A follower that keeps ``folder`` at the newest checkpoint of a run.
 
     ``keys``: fnmatch patterns of the tensors to write. ``command``: a shell command that runs after each switch, with
     CASCKPT_FOLDER, CASCKPT_RUN, CASCKPT_STEP and CASCKPT_ID; after a kill it may run twice for the same id. ``keep``:
@@ -73,12 +73,12 @@ class Follower:
     reuse: bool = False
 
     def follow(self, *, once: bool = False, poll: Duration = "1s") -> Iterator[Switch]:
-        """Yield the switches as they are made, forever. ``once``: stop when the newest checkpoint is current.
+        """Make the switches and yield them, without end. ``once``: stop when the newest checkpoint is current.
 
-        Errors of a storage or a disk are logged and tried again, with growing pauses; with ``once`` they are raised.
-        A checkpoint that is damaged, or lacks a required signature, is skipped. Raises Conflict if another process
-        follows with this folder, InvalidInput if something else is in it, with ``once`` NotFound if nothing is current
-        in the end, and what a watch and an export raise.
+        After an error of a storage or a disk, it logs the error and retries, with growing pauses. With ``once`` it
+        raises the error. It skips a checkpoint that is damaged or lacks a required signature. Raises Conflict if
+        another process follows with this folder, InvalidInput if the folder has other contents, NotFound with ``once``
+        if no checkpoint is current at the end, and the errors of a watch and an export.
         """
         with _alone(self.folder):
             pause = _PAUSE
@@ -98,17 +98,17 @@ class Follower:
                 except OSError as error:  # of the storage, or of the folder
                     if once:
                         raise
-                    log.warning("%s is not followed for now; it is tried again in %.0f s: %s", self.run, pause, error)
+                    log.warning("%s cannot be followed now; casckpt retries in %.0f s: %s", self.run, pause, error)
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _warn_if_absent(self) -> None:
         with suppress(StorageError):  # the watch will report it
             if self._at(CURRENT) is None and (absence := self._absence()) is not None:
-                log.warning("%s. The first one is waited for", absence)
+                log.warning("%s. casckpt waits for the first checkpoint", absence)
 
     def _absence(self) -> str | None:
-        """Return why there is nothing to follow yet; None if there is a checkpoint."""
+        """Return the reason why there is no checkpoint yet; None if there is one."""
         try:
             self.store.get(f"{self.run}@latest")
         except NotFound as error:
@@ -116,7 +116,7 @@ class Follower:
         return None
 
     def _switches(self, timeout: Duration | None, poll: Duration) -> Iterator[Switch]:
-        """Finish what an earlier process began, and continue after it."""
+        """Finish the switch of an earlier process, and continue after it."""
         self._tidy()
         held = self._at(CURRENT)
         if held is not None and held != self._at(_TOLD):
@@ -134,7 +134,7 @@ class Follower:
             return self.store.watch(self.run, after="start", latest_only=True, timeout=timeout, poll=poll)
 
     def _switch(self, checkpoint: Checkpoint) -> Switch | None:
-        """Make a generation, and make it current. None for a checkpoint that is skipped."""
+        """Make a generation, and make it current. Return None for a checkpoint that is skipped."""
         numbers = [int(generation.name.split("-")[0]) for generation in self._generations()]
         folder = self.folder / f"{max(numbers, default=0) + 1:06}-{checkpoint.step}-{checkpoint.id}"
         try:
@@ -157,30 +157,30 @@ class Follower:
             shutil.rmtree(base.folder)
 
     def _base(self) -> Base | None:
-        """What the next generation is made from: an old one, which is renamed first, or the current one."""
+        """Return the base of the next generation: an old generation, after a rename, or the current one."""
         current, spare = self._at(CURRENT), self._spare()
         if current is None:
             return None
         try:
             checkpoint = self.store.get(_id_of(spare or current))
-        except NotFound:  # it was purged, and nothing can be compared
+        except NotFound:  # it was purged, so a comparison is impossible
             return None
         return Base(checkpoint, current if spare is None else _hidden(spare), spare is not None)
 
     def _spare(self) -> Path | None:
-        """The old generation that is kept for reuse, if there is one."""
+        """Return the old generation to reuse; None if there is none."""
         old = self._old()
         return old[-1] if old and self.reuse else None
 
     def _old(self) -> list[Path]:
-        """The generations before those that are kept; none while the command has not returned 0 for the current one."""
+        """Return the generations to remove; none until the command has returned 0 for the current generation."""
         current, every = self._at(CURRENT), self._generations()
         if current not in every or current != self._at(_TOLD):
             return []
         return every[: max(0, every.index(current) - self.keep)]
 
     def _notify(self, folder: Path) -> int | None:
-        """Call the command for the current generation. If it returns 0, older generations are removed."""
+        """Call the command for the current generation. If it returns 0, remove older generations."""
         status = None if self.command is None else self._call(self.command, folder)
         if status:
             log.warning("the command returned %d for %s; older generations stay until one returns 0", status, folder)
@@ -192,7 +192,7 @@ class Follower:
     def _call(self, command: str, folder: Path) -> int:
         step = folder.name.split("-")[1]
         about = {"FOLDER": str(folder.absolute()), "RUN": self.run, "STEP": step, "ID": _id_of(folder)}
-        # env(1) adds to the environment of this process, which need not be read
+        # env(1) adds to the environment of this process, so that this code need not read it
         ran = ["env", *(f"CASCKPT_{name}={value}" for name, value in about.items()), "/bin/sh", "-c", command]
         return subprocess.run(ran, check=False).returncode
 
@@ -204,17 +204,17 @@ class Follower:
         sync_folder(self.folder)
 
     def _at(self, name: str) -> Path | None:
-        """The generation that a link points to, if it exists."""
+        """Return the generation that a link points to, if it exists."""
         link = self.folder / name
         return self.folder / os.readlink(link) if link.is_dir() else None
 
     def _generations(self) -> list[Path]:
-        """All generations, oldest first."""
+        """Return all generations, oldest first."""
         generations = [path for path in self.folder.iterdir() if _GENERATION.fullmatch(path.name)]
         return sorted(generations, key=lambda path: int(path.name.split("-")[0]))
 
     def _tidy(self) -> None:
-        """Remove what a killed process left, and the generations that are no longer kept."""
+        """Remove the remains of a killed process, and the generations beyond those to keep."""
         for path in self.folder.iterdir():
             if _LEFT.fullmatch(path.name):
                 _remove(path)
@@ -230,7 +230,7 @@ def _id_of(folder: Path) -> str:
 
 
 def _remove(path: Path) -> None:
-    """Remove a generation. It is renamed first, so that a partly removed one is never used."""
+    """Rename a generation and remove it, so that casckpt never uses a partly removed one."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
         return
@@ -238,7 +238,7 @@ def _remove(path: Path) -> None:
 
 
 def _hidden(path: Path) -> Path:
-    """Rename a generation, so that it is none any more."""
+    """Rename a generation, so that it no longer counts as one."""
     hidden = path.with_name(f".{path.name}.casckpt-{secrets.token_hex(4)}")
     path.rename(hidden)
     return hidden

@@ -1,4 +1,4 @@
-"""What front ends accept as a store: a Store, a path or a URL."""
+"""Stores for front ends, which accept a Store, a path or a URL."""
 
 from __future__ import annotations
 

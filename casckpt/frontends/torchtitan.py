@@ -35,7 +35,7 @@ from casckpt.store.opening import open as open_store
 OPTIMIZER = "optimizer"  # the names in torchtitan
 PARTS = ("lr_scheduler", "dataloader")
 _OWN_NAMES = (
-    "{}. Under torchtitan, rename is for initial_load_ref: go on as another run, with run=..., "
+    "{}. Under torchtitan, rename is for initial_load_ref: continue as another run, with run=..., "
     "initial_load_ref='{}@{}', initial_load_model_only=False and that rename in the configuration"
 )
 
@@ -164,10 +164,10 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         return True
 
     def _ref(self, step: int) -> Checkpoint | str | None:
-        """Return what to load: a checkpoint of the run, or the initial one if the run has none."""
+        """Return the checkpoint to load: one of the run, or the initial one if the run has none."""
         found = self.checkpointer.newest_of_all_ranks(None if step == -1 else step)
         if found is None and step != -1:
-            raise NotFound(f"{self.config.run} has no step {step}; `casckpt list` shows what there is")
+            raise NotFound(f"{self.config.run} has no step {step}; `casckpt list` shows its steps")
         return found or self.config.initial_load_ref
 
     def _maybe_wait_for_staging(self) -> None:

@@ -60,8 +60,8 @@ _USE_ANOTHER = "save by casckpt.frontends.trainer.Checkpointer in a loop of your
 class CasCheckpointCallback(TrainerCallback):
     """A callback for ``Trainer(callbacks=[...])``.
 
-    ``settings``: those of `CheckpointerConfig`, except for the settings of when to save. Retention applies to the
-    store. The values that the trainer has logged at the step of a checkpoint are its metrics, so
+    ``settings``: those of `CheckpointerConfig`, except the settings that decide when to save. Retention applies to the
+    store. The values that the trainer logged at the step of a checkpoint are its metrics, so
     ``keep={"keep_best": "eval_loss:3"}`` keeps the best.
 
     A step that is saved again replaces its previous checkpoint. ``async_save``: save in the background, one save at a
@@ -104,7 +104,7 @@ class CasCheckpointCallback(TrainerCallback):
         self._check(args, kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
-        """After the first step, which creates the optimizer's state, raise InvalidInput if it cannot be saved."""
+        """Raise InvalidInput after the first step if the optimizer's new state cannot be saved."""
         if not self._is_step_checked:
             self._is_step_checked = True
             self._check(args, kwargs)
@@ -148,7 +148,7 @@ def _metrics(state: Any, step: int) -> dict[str, float]:
 class _Folder:
     """A folder as a `Checkpointer` saves it. Without a ``folder``, it holds only the optimizer.
 
-    ``attachments``: known when `state_dict_to_save` was called, whose errors reach all ranks.
+    ``attachments``: `state_dict_to_save` sets them, because all ranks raise its errors.
     """
 
     def __init__(self, folder: Path | None, model: Any, optimizer: Any) -> None:
@@ -261,7 +261,7 @@ def _attachments(folder: Path) -> dict[str, bytes]:
     """Return all other files by name. Raises NotFound, and InvalidInput for a file that is too large."""
     if not folder.is_dir():
         raise NotFound(
-            f"{folder} is not there: the trainer has removed it, or writes elsewhere (a hyperparameter search?)"
+            f"{folder} does not exist: the trainer has removed it, or writes elsewhere (a hyperparameter search?)"
         )
     attachments = {}
     for name, path in _files(folder):

@@ -191,7 +191,7 @@ def refuse_pickle(key: str, data: bytes, parts: int) -> None:
 def _not_allowed(key: str) -> InvalidInput:
     return InvalidInput(
         f"{key} is stored as a pickle, and loading one runs code from the store; "
-        "pass allow_pickle=True if you trust whoever wrote it",
+        "pass allow_pickle=True if you trust its source",
         key=key,
     )
 

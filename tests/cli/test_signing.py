@@ -24,11 +24,11 @@ def test_a_signed_checkpoint_is_verified_exported_and_followed(
     assert [(one["run"], one["step"], one["id"]) for one in signed] == [("a", 1, ids[0]), ("a", 2, ids[1])]
     wanted = ("--require-signature", alice.public)
     assert [as_json("show", saved, ref)["signers"] for ref in ("a@1", "a@3")] == [[alice.name], []]
-    assert f"{alice.name[:12]}; whether rightly" in run("show", saved, "a@1").stdout
+    assert f"{alice.name[:12]}; not checked here" in run("show", saved, "a@1").stdout
     assert as_json("verify", saved, "a@1", *wanted)["unsigned"] == []
     found = run("verify", saved, *wanted, status=1).stdout
     assert "not signed: a@3" in found
-    assert "2 checkpoints not signed: who knows them to be right runs `casckpt sign`" in found
+    assert "2 checkpoints not signed: if you trust them, run `casckpt sign`" in found
     run("export", saved, "a@2", tmp_path / "out", "--format", "safetensors", *wanted)
     assert "unsigned" in run("export", saved, "a@3", tmp_path / "no", *wanted, "--json", status=1).stdout
     assert not (tmp_path / "no").exists()

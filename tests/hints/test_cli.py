@@ -26,7 +26,7 @@ from tests.support.signing import pair
 Store = casckpt.Store
 
 
-@follows("cli/commands/copy.py:command", "--storage-option is for STORE, which is a local folder; those of DST are")
+@follows("cli/commands/copy.py:command", "--storage-option is for STORE, which is a local folder; use --dst-option for")
 def test_options_of_the_target_of_a_copy_have_their_own_flag(
     saved: Store, store_path: Path, moto_server: Server, told: Told, run: Run
 ) -> None:
@@ -43,7 +43,7 @@ def beside(option: str, values: Iterable[str]) -> list[str]:
 
 
 @follows("cli/commands/copy.py:_part", "RANK and WORLD_SIZE in the environment must be numbers")
-@follows("cli/commands/copy.py:_part", "in the environment do not fit: unset them")
+@follows("cli/commands/copy.py:_part", "in the environment do not match: unset them")
 def test_processes_of_a_launcher_share_a_copy(
     saved: Store, tmp_path: Path, told: Told, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,7 +79,7 @@ def not_served(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("not_served")
-@follows("cli/commands/export.py:serve", "at … others reach the store: give --token-file, or say --no-token")
+@follows("cli/commands/export.py:serve", "can reach the store at …: give --token-file or --no-token")
 @pytest.mark.parametrize("option", ["--token-file", "--no-token"])
 def test_a_server_on_a_public_address_gets_a_token_or_none(
     saved: Store, tmp_path: Path, told: Told, run: Run, option: str
@@ -92,14 +92,14 @@ def test_a_server_on_a_public_address_gets_a_token_or_none(
 
 
 @pytest.mark.usefixtures("not_served")
-@follows("cli/commands/export.py:serve", "cannot be listened at: …; give another --port")
+@follows("cli/commands/export.py:serve", "cannot listen at …:…: …; give another --port")
 def test_a_used_port_is_replaced_by_another(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         advice = told.text(run("serve", store_path, "--port", taken.getsockname()[1], status=1).output)
         assert "serving" in run("serve", store_path, advice.says("--port"), "0").output
 
 
-@follows("cli/commands/gc.py:command", "give --thin PATTERN, too")
+@follows("cli/commands/gc.py:command", "give --thin PATTERN too")
 def test_thinning_by_a_rule_needs_a_pattern_to_drop(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     saved.save({"w": torch.ones(2), "b": torch.ones(1)}, run="a", step=2)
     advice = told.text(run("gc", store_path, "--thin-keep-last", 1, status=2).output)
@@ -107,8 +107,8 @@ def test_thinning_by_a_rule_needs_a_pattern_to_drop(saved: Store, store_path: Pa
     assert saved.get("a@1").commit.dropped is not None
 
 
-@follows("cli/commands/list.py:checkpoint_rows", "the record of %s cannot be read; `casckpt verify` says more")
-@follows("cli/commands/tag.py:_rows", "tag %s names a checkpoint whose record cannot be read; `casckpt verify` says")
+@follows("cli/commands/list.py:checkpoint_rows", "the record of %s cannot be read; run `casckpt verify` for details")
+@follows("cli/commands/tag.py:_rows", "tag %s names a checkpoint whose record cannot be read; run `casckpt verify`")
 def test_verify_explains_an_unreadable_record(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     saved.tag("best", "a@1")
     (record,) = (store_path / "commits").iterdir()
@@ -129,15 +129,15 @@ def test_a_setting_is_set_or_unset(saved: Store, store_path: Path, told: Told, r
     assert (saved.settings.min_age is None) == (option == "--unset")
 
 
-@follows("cli/commands/show.py:_chosen", "without --keys all are listed")
+@follows("cli/commands/show.py:_chosen", "omit --keys to list all tensors")
 def test_all_keys_are_listed_without_an_unmatched_pattern(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     advice = told.text(run("show", store_path, "a@1", "--tensors", "--keys", "x.*", status=3).output)
-    advice.says("without --keys all are listed")
+    advice.says("omit --keys to list all tensors")
     assert {"w", "b"} <= set(run("show", store_path, "a@1", "--tensors").output.split())
 
 
-@follows("cli/commands/tag.py:command", "--expires is for a tag that is set: give NAME and REF")
-@follows("cli/commands/tag.py:command", "--delete takes the name; give nothing behind it")
+@follows("cli/commands/tag.py:command", "--expires needs a tag to set: give NAME and REF")
+@follows("cli/commands/tag.py:command", "--delete takes one name: give no other arguments")
 def test_a_tag_is_set_for_a_time_and_deleted(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     advice = told.text(run("tag", store_path, "--expires", "1d", status=2).output)
     names = advice.says("NAME and REF").replace("NAME", "best").replace("REF", "a@1").split(" and ")
@@ -148,14 +148,14 @@ def test_a_tag_is_set_for_a_time_and_deleted(saved: Store, store_path: Path, tol
     assert list(saved.tags()) == []
 
 
-@follows("cli/commands/tag.py:_rows", "`casckpt tag STORE … REF` makes it")
+@follows("cli/commands/tag.py:_rows", "`casckpt tag STORE … REF` sets it")
 def test_a_missing_tag_is_set_with_the_suggested_command(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     advice = told.text(run("tag", store_path, "best", status=3).output)
     run(*advice.command("tag", STORE=store_path, REF="a@1"))
     assert saved.get("tag:best").step == 1
 
 
-@follows("cli/commands/list.py:transactions", "--revoke is for a save in progress, --give-up for a damaged one")
+@follows("cli/commands/list.py:transactions", "--revoke is for a save in progress, and --give-up for a damaged one")
 @follows("cli/commands/list.py:_txid", "`casckpt transactions STORE` lists them")
 def test_a_save_in_progress_is_revoked_by_its_name(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     from casckpt.history.transactions import begin
@@ -173,7 +173,7 @@ def test_a_save_in_progress_is_revoked_by_its_name(saved: Store, store_path: Pat
 # what commands say beside their results
 
 
-@follows("cli/commands/export.py:", "for a folder that from_pretrained loads: --format hf")
+@follows("cli/commands/export.py:", "use --format hf for a folder that from_pretrained loads")
 def test_an_export_without_its_config_is_made_for_a_model(store: Store, tmp_path: Path, told: Told, run: Run) -> None:
     state = {"model": {"w": torch.ones(2)}, "optim": {"m": torch.ones(2)}}
     store.save(state, run="a", step=1, attachments={"config.json": b"{}"})
@@ -182,7 +182,7 @@ def test_an_export_without_its_config_is_made_for_a_model(store: Store, tmp_path
     assert (tmp_path / "out" / "config.json").exists()
 
 
-@follows("cli/commands/gc.py:_say_space", "once what is forgotten cannot be restored; --min-age 0 does it now")
+@follows("cli/commands/gc.py:_say_space", "after the forgotten checkpoints are purged; --min-age 0 does it now")
 def test_forgotten_checkpoints_are_deleted_at_once_with_the_option(
     saved: Store, store_path: Path, told: Told, run: Run
 ) -> None:
@@ -211,7 +211,7 @@ def test_forgotten_checkpoints_are_listed_and_counted(
 
 
 @follows(
-    "cli/commands/verify.py:repaired_text", "or give those up with `casckpt forget`: a gc deletes them a day later"
+    "cli/commands/verify.py:repaired_text", "or hide those checkpoints with `casckpt forget`: a gc deletes them a day"
 )
 @pytest.mark.parametrize("way", ["--from", "forget"])
 def test_unrepairable_damage_is_repaired_from_a_copy_or_forgotten(
@@ -230,7 +230,7 @@ def test_unrepairable_damage_is_repaired_from_a_copy_or_forgotten(
         assert not list(path.rglob("*.safetensors"))
 
 
-@follows("cli/commands/report.py:say_unreadable", "could not be read; `casckpt verify` says more")
+@follows("cli/commands/report.py:say_unreadable", "could not be read; run `casckpt verify` for details")
 def test_verify_explains_a_checkpoint_that_cannot_be_counted(
     saved: Store, store_path: Path, told: Told, run: Run
 ) -> None:
@@ -240,7 +240,7 @@ def test_verify_explains_a_checkpoint_that_cannot_be_counted(
     assert id in run(*advice.command("verify"), store_path, status=4).output
 
 
-@follows("cli/commands/report.py:stats_text", "`casckpt repair`, or `casckpt verify` says more")
+@follows("cli/commands/report.py:stats_text", "run `casckpt repair`, or `casckpt verify` for details")
 @follows("cli/commands/verify.py:_to_do", "damaged: run `casckpt repair`")
 def test_known_damage_is_repaired(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
     path = tmp_path / "store"
@@ -255,7 +255,7 @@ def test_known_damage_is_repaired(saved: Store, tmp_path: Path, told: Told, run:
     run("verify", path)
 
 
-@follows("cli/commands/show.py:_text", "--tensors lists them, --keys PATTERN some")
+@follows("cli/commands/show.py:_text", "--tensors lists all of them, --keys PATTERN some of them")
 def test_tensors_are_shown_with_the_suggested_options(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     saved.save({f"t{number}": torch.ones(1) for number in range(100)}, run="a", step=2)
     advice = told.text(run("show", store_path, "a@2").output)
@@ -265,8 +265,8 @@ def test_tensors_are_shown_with_the_suggested_options(saved: Store, store_path: 
     assert "t99" not in some.split()
 
 
-@follows("cli/commands/show.py:_signers", "whether rightly, verify --require-signature says")
-@follows("cli/commands/verify.py:_to_do", "not signed: who knows them to be right runs `casckpt sign`")
+@follows("cli/commands/show.py:_signers", "not checked here: use verify --require-signature")
+@follows("cli/commands/verify.py:_to_do", "not signed: if you trust them, run `casckpt sign`")
 def test_signatures_are_checked_and_made(saved: Store, store_path: Path, tmp_path: Path, told: Told, run: Run) -> None:
     alice, bob = pair(tmp_path / "keys"), pair(tmp_path / "keys", "bob")
     run("sign", store_path, "a@1", "--key", alice.private)
@@ -278,15 +278,15 @@ def test_signatures_are_checked_and_made(saved: Store, store_path: Path, tmp_pat
     run(*command[:2], bob.public, store_path)
 
 
-@follows("cli/commands/gc.py:thinned_text", "--min-age 0 does it now, and purges all that is forgotten")
+@follows("cli/commands/gc.py:thinned_text", "--min-age 0 does it now, and purges all forgotten checkpoints")
 def test_thinned_bytes_are_freed_at_once_with_the_option(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     advice = told.text(run("thin", store_path, "a@1", "--drop", "b").output)
     run("gc", store_path, *advice.says("--min-age 0").split())
     assert run("thin", store_path, "a@1", "--drop", "b").output.startswith("0 tensors")
 
 
-@follows("cli/commands/verify.py:about_records", "put the files back from a copy of the files")
-@follows("cli/commands/verify.py:about_records", "give up the saves with `casckpt transactions STORE --give-up TXID`")
+@follows("cli/commands/verify.py:about_records", "restore the files from a backup of the files")
+@follows("cli/commands/verify.py:about_records", "end the saves with `casckpt transactions STORE --give-up TXID`")
 @pytest.mark.parametrize("way", ["put back", "give up"])
 def test_damaged_records_are_replaced_or_forgotten(
     saved: Store, store_path: Path, told: Told, run: Run, way: str

@@ -38,8 +38,8 @@ def where(store_path: Path) -> str:
 # who writes what
 
 
-@follows("frontends/megatron/claims.py:_check_cover", "give all but one of them another replica_id")
-@follows("frontends/megatron/claims.py:_check_object", "give all but one of them another replica_id")
+@follows("frontends/megatron/claims.py:_check_cover", "give a different replica_id to all but one of them")
+@follows("frontends/megatron/claims.py:_check_object", "give a different replica_id to all but one of them")
 @follows("frontends/megatron/claims.py:_without_main", "give one rank replica_id 0")
 def test_one_replica_is_the_main_replica(store_path: Path, told: Told) -> None:
     def shared(replica_id: int) -> ShardedObject:
@@ -212,10 +212,8 @@ def test_state_of_another_shape_is_excluded_from_sharding(store_path: Path, told
 # what needs Megatron-core
 
 
-@follows(
-    "frontends/megatron/common.py:read", "pass allow_pickle=True if you trust whoever wrote it. Classes of Megatron"
-)
-@follows("frontends/megatron/strategies.py:CasSaveShardedStrategy._warn_of_classes", "allow_pickle=True for the rest")
+@follows("frontends/megatron/common.py:read", "pass allow_pickle=True if you trust its source. Classes of Megatron")
+@follows("frontends/megatron/strategies.py:CasSaveShardedStrategy._warn_of_classes", "and allow_pickle=True for others")
 def test_classes_in_the_common_part_are_loaded_with_allow_pickle_or_by_megatron(
     store_path: Path, tmp_path: Path, told: Told
 ) -> None:
@@ -255,7 +253,7 @@ def test_the_step_of_a_folder_without_a_number_is_given(store_path: Path, tmp_pa
     assert [one.step for one in casckpt.open(store_path).checkpoints()] == [4, 6]
 
 
-@follows("frontends/megatron/training_loop.py:install", "call undo() of what install() gave you")
+@follows("frontends/megatron/training_loop.py:install", "call undo() on the result of install()")
 def test_the_patch_of_megatron_is_undone_before_other_saves(store_path: Path, told: Told) -> None:
     core()
     installed = megatron.install(store_path, run="a")

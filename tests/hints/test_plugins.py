@@ -163,7 +163,7 @@ def test_models_not_prepared_by_accelerate_are_saved_by_accelerate(store: Store,
 # torchtitan
 
 
-@follows("frontends/torchtitan.py:CasCheckpointManager._ref", "has no step …; `casckpt list` shows what there is")
+@follows("frontends/torchtitan.py:CasCheckpointManager._ref", "has no step …; `casckpt list` shows its steps")
 def test_an_existing_step_is_found_in_the_list(store: Store, told: Told, run: Run) -> None:
     pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
     from casckpt.frontends.torchtitan import CasCheckpointManager

@@ -150,7 +150,7 @@ def test_a_certificate_is_trusted_by_an_option(moto_server: Server, tmp_path: Pa
         assert store.read("a@1") == {"x": 1}
 
 
-@follows("storage/remote/s3/errors.py:", "or say with single_writer (--single-writer) that nobody else writes")
+@follows("storage/remote/s3/errors.py:", "or promise with single_writer (--single-writer) that no other process writes")
 def test_a_server_without_conditional_puts_is_for_a_single_writer(rclone_server: Server, told: Told, run: Run) -> None:
     answer = {"Error": {"Code": "NotImplemented"}, "ResponseMetadata": {"HTTPStatusCode": 501}}
     advice = told.text(explain(ClientError(answer, "PutObject")).why)

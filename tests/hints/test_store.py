@@ -208,7 +208,7 @@ def test_another_checkpoint_than_a_purged_one_is_found_in_the_list(
 
 
 @follows("contents/refs.py:_doubt", "commit records cannot be read: see `casckpt verify`")
-@follows("cli/commands/list.py:checkpoint_rows", "the record of %s cannot be read; `casckpt verify` says more")
+@follows("cli/commands/list.py:checkpoint_rows", "the record of %s cannot be read; run `casckpt verify` for details")
 def test_a_commit_record_that_cannot_be_read_is_named_by_verify(
     saved: Store, store_path: Path, told: Told, run: Run
 ) -> None:

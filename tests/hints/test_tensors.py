@@ -70,7 +70,7 @@ def test_a_sharded_flat_tensor_is_wrapped(store: Store, told: Told) -> None:
     assert torch.equal(store.read("a@1")["w"], torch.ones(3))
 
 
-@follows("tensors/objects.py:_not_allowed", "pass allow_pickle=True if you trust whoever wrote it")
+@follows("tensors/objects.py:_not_allowed", "pass allow_pickle=True if you trust its source")
 def test_a_pickled_object_is_loaded_with_allow_pickle(store: Store, told: Told) -> None:
     store.save({"kind": Kind.ONE}, run="a", step=1, allow_pickle=True)
     with told.error(InvalidInput) as advice:

@@ -45,17 +45,17 @@ def command(
 ) -> int:
     """Copy checkpoints to another store.
 
-    Copies all visible checkpoints, or those that you name, and only the bytes that DST lacks. Ids, times and order
-    stay, and every byte is verified. DST is created if it does not exist. After a kill, the next copy continues where
-    this one stopped. Under torchrun, the processes share the work. What DST has forgotten stays forgotten, unless you
-    name it. Exit status 4 if something is damaged and was not copied, 5 if DST has another checkpoint under the same
-    run and step.
+    Copies all visible checkpoints, or those that you name, and only the bytes that DST lacks. The copies keep their
+    ids, times and order. The command verifies every byte. It creates DST if necessary. After a kill, the next copy
+    continues where this one stopped. Under torchrun, the processes share the work. Checkpoints that are forgotten in
+    DST stay forgotten, unless you name them. The exit status is 4 if damaged data was not copied, and 5 if DST has
+    another checkpoint under the same run and step.
     """
     from casckpt.base.text import is_url
     from casckpt.store.opening import open as open_store
 
     if session.storage_options and not is_url(session.url):
-        raise click.UsageError("--storage-option is for STORE, which is a local folder; those of DST are --dst-option")
+        raise click.UsageError("--storage-option is for STORE, which is a local folder; use --dst-option for DST")
     target = open_store(
         destination, storage_options=dict(dst_options), cache_dir=session.cache_dir, single_writer=session.single_writer
     )
@@ -67,7 +67,7 @@ def command(
             target, *refs, run=run, tags=tags, jobs=jobs, part=part, blob_bytes=blob_size, compress=compress,
             dry_run=dry_run, progress=done, check=False,
         )  # fmt: skip
-    if part[0] == 0:  # under torchrun one process prints it
+    if part[0] == 0:  # under torchrun, only one process prints
         session.give(_described(result), text)
     found = [one.error.exit_status for one in result.failed] + [Damaged.exit_status for _ in result.records]
     return max(found, key=(0, 1, 5, 4).index, default=0)
@@ -91,21 +91,23 @@ def _part() -> tuple[int, int]:
     except ValueError as error:
         raise click.UsageError(f"RANK and WORLD_SIZE in the environment must be numbers: {error}") from error
     if not 0 <= number < total:
-        raise click.UsageError(f"RANK={number} and WORLD_SIZE={total} in the environment do not fit: unset them")
+        raise click.UsageError(f"RANK={number} and WORLD_SIZE={total} in the environment do not match: unset them")
     return number, total
 
 
 def text(result: dict[str, Any]) -> None:
-    """Print what was copied, or would be copied, and what was not."""
+    """Print the copied checkpoints and those that were not copied."""
     copied, restored = ("would copy", "would restore") if result["dry_run"] else ("copied", "restored")
     for what, ones in ((copied, result["copied"]), (restored, result["restored"])):
         say_some([f"{what} {name(one)}" for one in ones])
-    say_some([f"forgotten in DST, left so: {name(one)}" for one in result["left"]], 5)
-    # each damaged blob is printed once
+    say_some([f"still forgotten in DST: {name(one)}" for one in result["left"]], 5)
+    # one line for each damaged blob
     for ones in grouped(result["failed"], lambda one: one["blob"] or one["why"]).values():
         say(f"not copied: {', '.join(shortened([name(one) for one in ones], 5))}: {printable(ones[0]['why'])}")
-    say_all(f"not copied: what {printable(one['key'])} tells of: {printable(one['why'])}" for one in result["records"])
+    say_all(
+        f"not copied: the checkpoint of {printable(one['key'])}: {printable(one['why'])}" for one in result["records"]
+    )
     if result["tags"]:
         say(f"set the tags {printable(', '.join(shortened(result['tags'])))}")
     done = count(len(result["copied"]), "checkpoint")
-    say(f"{copied} {done}, {size(result['bytes_copied'])}; {count(len(result['present']), 'checkpoint')} there already")
+    say(f"{copied} {done}, {size(result['bytes_copied'])}; {count(len(result['present']), 'checkpoint')} already there")

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 @plain_command("demo")
 @click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[FOLDER]")
 def command(output: Output, folder: Path | None) -> None:
-    """Show how it works, on a small model.
+    """Show how casckpt works, on a small model.
 
-    Trains the model in this process, and shows saves, what they share, a load, and a gc. It takes seconds and downloads
-    nothing. FOLDER becomes the store and stays. Without it, the demo deletes its store.
+    Trains the model in this process. Then it shows saves, their shared bytes, a load and a gc. It takes seconds and
+    downloads nothing. FOLDER becomes the store and stays. Without FOLDER, the demo deletes its store.
     """
     from casckpt.frontends.demo import Training
 
@@ -33,7 +33,7 @@ def command(output: Output, folder: Path | None) -> None:
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="casckpt-demo-"))) / "store"
         elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise Conflict(f"{folder} is not empty; give another folder, or none")
+            raise Conflict(f"{folder} is not empty; give an empty folder, or no folder")
         tour = Tour(output, folder, Training)
         tour.run()
     if output.as_json:
@@ -42,7 +42,7 @@ def command(output: Output, folder: Path | None) -> None:
 
 @dataclass
 class Tour:
-    """The demo, in a folder. ``training``: creates the same training, at its start, on each call."""
+    """The demo, in a folder. ``training``: a function that creates the training at its start."""
 
     output: Output
     folder: Path
@@ -65,17 +65,22 @@ class Tour:
         first, last = f"{RUN}@{STEPS[0]}", f"{RUN}@{STEPS[-1]}"
         train_and_save(store, self.training())
         rows = list.checkpoint_rows(store.listing())
-        self._show("Three saves of a model whose backbone is frozen: NEW is what each wrote", "list", rows, list.text)
+        self._show(
+            "Three saves of a model with a frozen backbone: NEW is the size of the written data",
+            "list",
+            rows,
+            list.text,
+        )
         what = "Between the first and the last, only the head and its optimizer changed"
         self._show(what, f"diff {first} {last}", show.differences(store, first, last), show.difference_text)
         self._show("The store holds the backbone once", "stats", plain(store.stats()), report.stats_text)
         exact = loads_exactly(store, first, self.training())
         self._show(f"store.load(state, {first!r}), compared with the weights at that step", None, exact, _exactness)
-        self._show("Every byte is what was written", "verify", plain(store.verify()), verify.text)
+        self._show("Every byte has the right hash", "verify", plain(store.verify()), verify.text)
         done, line = gc.described(store.gc(keep_last=1, min_age=0)), "gc --keep-last 1 --min-age 0"
-        self._show("Keep the newest, and delete now what only the others needed", line, done, gc.text)
+        self._show("Keep the newest checkpoint, and delete the data of the others now", line, done, gc.text)
         rows = list.checkpoint_rows(store.listing())
-        self._show("What is left", "list", rows, list.text)
+        self._show("The remaining checkpoint", "list", rows, list.text)
 
     def _show(self, title: str, line: str | None, result: Any, text: Callable[[Any], None]) -> None:
         self.steps.append({"title": title, "command": line, "result": result})

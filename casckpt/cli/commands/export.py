@@ -1,4 +1,4 @@
-"""``casckpt export``, and ``casckpt serve``, which makes the same files while it sends them."""
+"""``casckpt export``, and ``casckpt serve``, which sends the same files over a network."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 _MOST = 8
 _NO_MODEL = {
-    "safetensors": "these are no names of a model; for a folder that from_pretrained loads: --format hf",
-    "hf": "this is a part of a model: from_pretrained would fill the rest with random weights",
+    "safetensors": "these are not the names of a model; use --format hf for a folder that from_pretrained loads",
+    "hf": "this is only a part of a model: from_pretrained would fill the rest with random weights",
 }
-"""Why the attached config.json is not in the exported folder."""
+"""The reason why the exported folder does not have the attached config.json."""
 
 
 @store_command("export", loads=True)
@@ -42,7 +42,7 @@ _NO_MODEL = {
 @click.option(
     "--rename", type=RENAMING, multiple=True, callback=lambda ctx, param, given: dict(given),
     help="Rename tensors whose whole name matches a regular expression: 'h\\.(.*)=layers.\\1'. May be "
-    "repeated; the first that matches counts.",
+    "repeated: the first match counts.",
 )  # fmt: skip
 @click.option(
     "--no-attachments",
@@ -59,14 +59,14 @@ _NO_MODEL = {
 def command(session: Session, ref: str, out: str, **options: Unpack[ExportOptions]) -> None:
     """Write a checkpoint for other programs.
 
-    hf: a folder for from_pretrained of Transformers, with the weights of the model only, under the model's own names,
-    and the attachments. safetensors: a folder with all tensors, under their keys, and the attachments. Both write
+    hf: a folder for from_pretrained of Transformers. It holds the weights of the model under the model's own names, and
+    the attachments. safetensors: a folder with all tensors under their keys, and the attachments. Both write
     model.safetensors, or several files with an index, or one file if OUT ends in .safetensors.
 
     dcp: a folder for torch.distributed.checkpoint. torch: a file for torch.load, if OUT ends in .pt, .pth or .bin. Both
     hold the whole checkpoint; with torch, --keys, --strip-prefix and --rename select tensors. OUT may be a URL.
 
-    The output lists what was left out.
+    The output lists the tensors and files that were left out.
     """
     from casckpt.frontends.interchange.export import export
 
@@ -89,7 +89,7 @@ def command(session: Session, ref: str, out: str, **options: Unpack[ExportOption
 
 
 def _text(result: dict[str, Any], *, is_file: bool, wanted: bool) -> None:
-    """Print the result. ``wanted``: whether attachments were wanted."""
+    """Print the result. ``wanted``: whether the user wants attachments."""
     say(f"exported {name(result)}: {count(result['tensors'], 'tensor')}, {size(result['bytes'])}")
     say_all(f"  {printable(path)}" for path in shortened(result["files"]))
     if result["left_out"]:
@@ -99,7 +99,7 @@ def _text(result: dict[str, Any], *, is_file: bool, wanted: bool) -> None:
     if wanted and "config.json" in result["skipped"] and result["format"] in _NO_MODEL:
         say(_NO_MODEL[result["format"]])
     elif result["format"] == "hf" and "config.json" not in result["attachments"] and not is_file:
-        say("there is no config.json in it, which from_pretrained needs: put that of the model there")
+        say("the folder has no config.json, which from_pretrained needs: copy that of the model into it")
 
 
 @store_command("serve", loads=True)
@@ -119,10 +119,10 @@ def serve(
 ) -> None:  # fmt: skip
     """Serve the store like a Hugging Face Hub.
 
-    Set HF_ENDPOINT to the address that it prints. Then from_pretrained, hf download, HfFileSystem and engines that load
-    from a hub can load any checkpoint. The run is the repository; a step, a tag, latest, main or an id is the revision.
-    The server makes files while it sends them, and verifies every byte. The page at / lists the checkpoints. The server
-    writes nothing but leases. Clients on other machines need a token. Exit status 3 if there is no store.
+    Set HF_ENDPOINT to the printed address. Then from_pretrained, hf download, HfFileSystem and engines that load from a
+    hub can load any checkpoint. The run is the repository; a step, a tag, latest, main or an id is the revision. The
+    server makes files while it sends them, and verifies every byte. The page at / lists the checkpoints. The server
+    writes only leases. Clients on other machines need a token. The exit status is 3 if there is no store.
     """
     try:
         from casckpt.frontends.serve.access import is_loopback, tokens_in
@@ -134,16 +134,16 @@ def serve(
         raise Unsupported(f"{error.name} is not installed, and serve needs it: pip install 'casckpt[serve]'") from error
 
     if not (is_loopback(host) or token_file or no_token):
-        raise InvalidInput(f"at {host} others reach the store: give --token-file, or say --no-token")
+        raise InvalidInput(f"other machines can reach the store at {host}: give --token-file or --no-token")
     tokens = None if token_file is None else tokens_in(_content(token_file).decode("utf-8", "replace"), str(token_file))
     rules = None if view is None else read_rules(_content(view), str(view))
-    _ = session.store.marker  # raises NotFound, else a mistyped store would be served as empty
+    _ = session.store.marker  # raises NotFound, so that casckpt does not serve a mistyped store as empty
     hub = Hub(session.store, rules=rules, max_shard_size=max_shard_size)
     app = app_of(hub, tokens=tokens, checks_host=is_loopback(host))
     try:
         listening = listen(host, port)
     except OSError as error:
-        raise StorageError(f"{host}:{port} cannot be listened at: {error.strerror}; give another --port") from error
+        raise StorageError(f"cannot listen at {host}:{port}: {error.strerror}; give another --port") from error
     logging.getLogger("casckpt.frontends.serve").setLevel(logging.INFO)
     found = {"store": hub.store.url, "endpoint": endpoint_of(host, listening)}
     say(json.dumps(found) if session.as_json else _listening(found))

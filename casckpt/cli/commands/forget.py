@@ -19,8 +19,8 @@ from casckpt.cli.text import name, printable, say_all
 def command(session: Session, refs: tuple[str, ...], tagged: bool, dry_run: bool) -> None:
     """Hide checkpoints, so that gc can delete them.
 
-    Ranges of steps are RUN@100..500, RUN@501.., RUN@..500 and RUN@.. for all. `casckpt restore` undoes it until a gc
-    purges them. If one of them is tagged, none is forgotten.
+    Ranges of steps are RUN@100..500, RUN@501.., RUN@..500 and RUN@.. for all. `casckpt restore` undoes this until a gc
+    purges the checkpoints. If one of them has a tag, the command forgets none.
     """
     forgotten = session.store.forget(*refs, tagged=tagged, dry_run=dry_run)
     session.give({"forgotten": list(map(brief, forgotten)), "dry_run": dry_run}, _text)
@@ -38,9 +38,9 @@ def _text(result: dict[str, Any]) -> None:
 def restore(session: Session, refs: tuple[str, ...], *, whole: bool, dry_run: bool) -> int:
     """Make forgotten checkpoints visible again.
 
-    Name them by id (see `casckpt list --all`), by RUN@STEP, or by ranges of steps, which skip visible checkpoints. A
-    purged checkpoint is not found. It is a conflict if another checkpoint is visible under the same run and step. If
-    one of them cannot be restored, none is.
+    Name them by id (see `casckpt list --all`), by RUN@STEP, or by ranges of steps, which skip visible checkpoints. The
+    exit status is 3 for a purged checkpoint, and 5 if another checkpoint is visible under the same run and step. If one
+    of them cannot be restored, the command restores none.
     """
     result = session.store.restore_many(*refs, whole=whole, dry_run=dry_run, check=False)
     failed = [brief(one.commit) | {"kind": one.error.kind, "why": str(one.error)} for one in result.failed]

@@ -38,9 +38,9 @@ def thin(
 ) -> None:
     """Drop tensors from checkpoints, and keep the rest.
 
-    Thins the checkpoints that you name, or all that no --keep rule keeps whole. The newest of each run, and tagged
-    ones, stay whole. A thinned checkpoint keeps its id, name and tags. `casckpt restore --whole` brings the tensors
-    back until a gc purges the old places, a day later by default. That gc frees the space.
+    Thins the checkpoints that you name, or all that no --keep rule keeps whole. Tagged checkpoints, and the newest one
+    of each run, stay whole. A thinned checkpoint keeps its id, name and tags. `casckpt restore --whole` brings the
+    tensors back until a gc purges the old commit, a day later by default. That gc frees the space.
     """
     if run is not None:
         doubt(session.store, run)
@@ -50,14 +50,14 @@ def thin(
 
 
 def thinned_text(result: dict[str, Any], *, with_space: bool = True) -> None:
-    """Print what was thinned, or would be, and what a gc then frees."""
+    """Print the thinned checkpoints, and the bytes that a gc then frees."""
     done = "would thin" if result["dry_run"] else "thinned"
     say_some([f"{done} {name(one)}" for one in result["thinned"]])
     left = f"{count(result['entries'], 'tensor')} of {size(result['nbytes'])} left out of "
     say(f"{left}{count(len(result['thinned']), 'checkpoint')}")
     if result["thinned"] and with_space:
         when = (
-            f"after {moment(result['until'])} UTC; --min-age 0 does it now, and purges all that is forgotten"
+            f"after {moment(result['until'])} UTC; --min-age 0 does it now, and purges all forgotten checkpoints"
             if result["until"]
             else "now"
         )
@@ -78,7 +78,7 @@ _KNOWN_BY_THEN: Final = (
     "revoked",
     "thin",
     "dry_run",
-)  # known when a gc fails
+)  # fields that are known when a gc fails
 
 
 @store_command("gc")
@@ -96,7 +96,7 @@ _KNOWN_BY_THEN: Final = (
 @click.option(
     "--min-age",
     type=DURATION,
-    help="Purge what was forgotten at least this long ago.  [default: 24h]",
+    help="Purge checkpoints that were forgotten at least this long ago.  [default: 24h]",
 )
 @click.option("--wait", type=DURATION, default="60s", show_default=True, help="How long to wait for saves in progress.")
 @click.option("--revoke-after", type=DURATION, help="Revoke saves without a sign of life for this long.  [default: 1h]")
@@ -110,12 +110,12 @@ def command(
 ) -> None:
     """Forget checkpoints by rules, and delete unused files.
 
-    Safe beside saves and loads. A checkpoint stays if any --keep rule keeps it. Without a rule, none is forgotten. The
-    newest of each run, and tagged ones, always stay. A forgotten checkpoint can be restored for a day, or for
-    --min-age. The next gc after that deletes it. Files that a save in progress may use are left to the next gc.
+    gc can run during saves and loads. A checkpoint stays if any --keep rule keeps it. Without a rule, gc forgets none.
+    Tagged checkpoints, and the newest one of each run, always stay. You can restore a forgotten checkpoint for a day,
+    or for --min-age. The next gc after that deletes it. gc leaves files that a save in progress may use to the next gc.
     """
     if thin_keep_last is not None and not thin:
-        raise click.UsageError("--thin-keep-last says what --thin leaves whole: give --thin PATTERN, too")
+        raise click.UsageError("--thin-keep-last needs --thin: give --thin PATTERN too")
     if options["run"] is not None:
         doubt(session.store, options["run"])
     rule = {"drop": thin, "keep_last": thin_keep_last or 1} if thin else None
@@ -129,7 +129,7 @@ def command(
 
 
 def _say_by_then(session: Session, error: BaseException) -> None:
-    """Print what a failed or interrupted gc has done: a purge cannot be undone."""
+    """Print the work of a failed or interrupted gc, because a purge cannot be undone."""
     done: GcResult | None = getattr(error, "done", None)
     if done is None:
         return
@@ -141,18 +141,18 @@ def _say_by_then(session: Session, error: BaseException) -> None:
 
 
 def described(result: GcResult) -> dict[str, Any]:
-    """Convert the result to plain data."""
+    """Convert the result of a gc to plain data."""
     found: dict[str, Any] = plain(result)
     return found | {"waiting": list(map(_known, result.waiting))}
 
 
 def _known(one: Deferred) -> dict[str, Any]:
-    """Convert to plain data, without unknown fields."""
+    """Convert a deferred checkpoint or save to plain data, without unknown fields."""
     return {name: value for name, value in plain(one).items() if value not in (None, [])}
 
 
 class _WaitReport:
-    """Prints each transaction that gc waits for, once."""
+    """A printer of the transactions that gc waits for. It prints each one once."""
 
     def __init__(self) -> None:
         self.reported: set[str | None] = set()
@@ -165,7 +165,7 @@ class _WaitReport:
 
 
 def text(result: dict[str, Any]) -> None:
-    """Print what was done, or would be done."""
+    """Print the work that gc did or would do."""
     forget, restore, purge, delete = ("would forget", "would restore", "would purge", "would delete")
     if not result["dry_run"]:
         forget, restore, purge, delete = ("forgot", "restored", "purged", "deleted")
@@ -183,11 +183,11 @@ def text(result: dict[str, Any]) -> None:
     later = [item for item in result["waiting"] if item.get("id") not in forgotten]
     say_some(_once(f"left for later: {_waits(item)}" for item in later))
     if result.get("foreign"):
-        say(f"not ours, left alone: {printable(', '.join(shortened(result['foreign'], 5)))}")
+        say(f"unknown files, kept: {printable(', '.join(shortened(result['foreign'], 5)))}")
 
 
 def _say_space(delete: str, result: dict[str, Any]) -> None:
-    """Print what is freed now, and what is freed later."""
+    """Print the bytes that gc frees now and later."""
     say(
         f"{delete} {count(result['deleted_blobs'], 'blob')}, {size(result['deleted_bytes'])}; "
         f"{count(result['kept_blobs'], 'blob')}, {size(result['kept_bytes'])} stay"
@@ -195,12 +195,12 @@ def _say_space(delete: str, result: dict[str, Any]) -> None:
     if result["later_blobs"]:
         say(
             f"{count(result['later_blobs'], 'blob')}, {size(result['later_bytes'])} of these are deleted later, "
-            "once what is forgotten cannot be restored; --min-age 0 does it now"
+            "after the forgotten checkpoints are purged; --min-age 0 does it now"
         )
 
 
 def _once(lines: Iterable[str]) -> list[str]:
-    """Drop repeated lines: a checkpoint that was rewritten several times has several old commits."""
+    """Drop repeated lines, because a checkpoint with several rewrites has several old commits."""
     return list(dict.fromkeys(lines))
 
 

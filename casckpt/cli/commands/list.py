@@ -35,7 +35,10 @@ log = logging.getLogger(__name__)
 @store_command("list")
 @click.option("--run", type=RUN, help="Only checkpoints of this run.")
 @click.option(
-    "--all", "everything", is_flag=True, help="Also forgotten checkpoints and old places, until they are purged."
+    "--all",
+    "everything",
+    is_flag=True,
+    help="Also list forgotten checkpoints and replaced commits that no gc has purged.",
 )
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the N newest; with --sort, the first N.")
 @click.option("--sort", "by", metavar="NAME", help="Sort by step, size, new, a metric or metadata; -NAME: descending.")
@@ -47,8 +50,9 @@ def command(
 ) -> None:
     """List the checkpoints, oldest first.
 
-    NEW is what the save wrote. The rest of SIZE was already in the store. "superseded": a later checkpoint has the same
-    run and step. "replaced": the old places of a checkpoint that was rewritten. `casckpt ls` is the same command.
+    NEW is the size of the data that the save wrote. The rest of SIZE was already in the store. "superseded": a later
+    checkpoint has the same run and step. "replaced": the old commit of a rewritten checkpoint. `casckpt ls` is the same
+    command.
     """
     listing = session.store.listing()
     rows = checkpoint_rows(listing, run, everything=everything)
@@ -66,11 +70,11 @@ def command(
 
 
 def _warn_of_unknown(rows: list[dict[str, Any]], show: Sequence[str]) -> None:
-    """Warn about an empty column: its name may be mistyped."""
+    """Warn about an empty column, because its name may be mistyped."""
     known = sorted({key for row in rows for key in _user_values(row)})
     for name in show:
         if rows and name not in known:
-            there = f"; there are {', '.join(shortened(known))}" if known else ""
+            there = f"; they have {', '.join(shortened(known))}" if known else ""
             log.warning("no checkpoint in the list has %r in its metrics or metadata%s", name, there)
 
 
@@ -92,7 +96,9 @@ def _sorted(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
     if rows and not numbers:
         numeric = {key for row in rows for key in _user_values(row) if _number(row, key) is not None}
         known = sorted({*_KEYS, *numeric})
-        raise InvalidInput(f"nothing in the list has a number {name!r} to sort by; there are {', '.join(known)}")
+        raise InvalidInput(
+            f"no checkpoint in the list has a number {name!r} to sort by; give one of {', '.join(known)}"
+        )
     first = sorted((row for row in rows if id(row) in numbers), key=lambda row: numbers[id(row)], reverse=backwards)
     return first + [row for row in rows if id(row) not in numbers]
 
@@ -109,11 +115,11 @@ def _number(row: dict[str, Any], name: str) -> float | None:
 
 
 def checkpoint_rows(listing: Listing, run: str | None = None, *, everything: bool = False) -> list[dict[str, Any]]:
-    """Return the checkpoints as plain data. A damaged record affects only its own row."""
+    """Return the checkpoints as plain data. A damaged record changes only its own row."""
     from casckpt.cli.describe import summary
 
     for name in (*listing.damaged_records, *listing.damaged_tags):
-        log.warning("the record of %s cannot be read; `casckpt verify` says more", name)
+        log.warning("the record of %s cannot be read; run `casckpt verify` for details", name)
     rows = []
     for checkpoint in listing.standing if everything else listing.visible:
         if run is None or checkpoint.run == run:
@@ -131,18 +137,16 @@ def checkpoint_rows(listing: Listing, run: str | None = None, *, everything: boo
 
 
 def _say_forgotten(listing: Listing, *, is_remote: bool, shown: bool) -> None:
-    """Report checkpoints that take space but are not listed unless ``shown``."""
+    """Print the number of forgotten checkpoints and their space. ``shown``: the table lists them."""
     forgotten = len(listing.forgotten)
     if not forgotten:
         return
-    frees = (
-        "`casckpt stats` says what a gc frees"  # reading the sizes of many forgotten checkpoints may take long there
-    )
+    frees = "`casckpt stats` says what a gc frees"  # a remote storage may take long to read many sizes
     if not is_remote:
         freed_by_gc = listing.freed()
         frees = f"a gc frees {freed(freed_by_gc.now, freed_by_gc.later)}"
     what = f"{count(forgotten, 'checkpoint')} forgotten" + ("" if shown else " (--all lists them)")
-    say(f"{what}: {frees}", err=True)  # a pipe at stdout gets only the rows of the table
+    say(f"{what}: {frees}", err=True)  # stdout gets only the rows of the table
 
 
 def text(rows: list[dict[str, Any]], shown: Sequence[str] = ()) -> None:
@@ -173,29 +177,33 @@ def _cells(row: dict[str, Any], shown: Sequence[str]) -> tuple[str, ...]:
 
 
 def _value(row: dict[str, Any], name: str) -> str:
-    """Format a metric or metadata value: text as it is, floats in 4 digits, other values as JSON, "" if missing."""
+    """Format a metric or metadata value: text unchanged, floats in 4 digits, other values as JSON, "" if missing."""
     found = _user_values(row).get(name, "")
     if isinstance(found, float):
         return f"{found:.4g}"
     return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
 
 
-_ALIVE = {True: "alive", False: "dead", None: "on another host, or not known"}
+_ALIVE = {True: "alive", False: "dead", None: "on another host, or unknown"}
 
 
 @store_command("transactions")
-@click.option("--revoke", metavar="TXID", help="End this save: nothing of it will be visible.")
+@click.option("--revoke", metavar="TXID", help="End this save. No part of it becomes visible.")
 @click.option(
-    "--give-up", metavar="TXID", help="End a transaction whose record, and so its checkpoint, is lost or unreadable."
+    "--give-up",
+    metavar="TXID",
+    help="End a transaction whose record is lost or unreadable. Its checkpoint is lost too.",
 )
 def transactions(session: Session, revoke: str | None, give_up: str | None) -> None:
     """List the saves in progress.
 
-    gc waits for them. --revoke is safe: at worst, a save that was alive fails, and casckpt tries it again. --give-up is
-    for a record that is lost or damaged beyond repair and keeps gc from working.
+    gc waits for them. --revoke is safe: at worst, a live save fails, and casckpt retries it. --give-up is for a lost or
+    irreparable record that stops gc.
     """
     if give_up is not None and revoke is not None:
-        raise click.UsageError("--revoke is for a save in progress, --give-up for a damaged one: give one of them")
+        raise click.UsageError(
+            "--revoke is for a save in progress, and --give-up for a damaged one: give only one of them"
+        )
     if give_up is not None:
         session.store.give_up(_txid(give_up, "--give-up"))
         session.give({"given_up": give_up}, lambda result: say(f"gave up {give_up}"))
@@ -219,7 +227,7 @@ def _transactions_text(rows: list[dict[str, Any]]) -> None:
         say(row["txid"])
         run = f"{row['run']}@{row['step']}" if row["run"] else f"step {row['step']}"
         process = (
-            f"process {row['pid']} on {row['host']} ({_ALIVE[row['alive']]})" if row["host"] else "process not known"
+            f"process {row['pid']} on {row['host']} ({_ALIVE[row['alive']]})" if row["host"] else "unknown process"
         )
         say(f"  {printable(run)}, since {moment(row['since'])} UTC, {printable(process)}")
     if not rows:

@@ -78,9 +78,9 @@ _RULES = (Column("RULE"), *_bytes_of("FORGETS", "FREES"))
 def command(session: Session, output: Path | None) -> None:
     """Show which runs hold the bytes of the store.
 
-    SIZE is what the checkpoints of a run would take one by one, STORED what they do take, and ALONE the part that no
-    other run uses, which a gc would free if you dropped the run. The page of -o also shows growth, what each checkpoint
-    added and why, which layers changed when, and damage. It needs casckpt[report].
+    SIZE is the size of a run's checkpoints without sharing. STORED is their size in the store. ALONE is the part that
+    no other run uses: a gc would free it if you dropped the run. The page of -o also shows growth, the bytes that each
+    checkpoint added, the layers that changed, and damage. It needs casckpt[report].
     """
     if output is not None:
         _write(session, output)
@@ -107,15 +107,15 @@ def _write(session: Session, output: Path) -> None:
 
 
 @store_command("stats")
-@click.option("--by", multiple=True, type=click.Choice(list(_BY)), help="Show what holds the bytes. May be repeated.")
+@click.option("--by", multiple=True, type=click.Choice(list(_BY)), help="Group the bytes by this. May be repeated.")
 @click.option("--run", type=RUN, help="With --by or a rule: only this run.")
 @keep_options
 def stats(session: Session, *, by: tuple[str, ...], run: str | None, **rules: Any) -> None:
-    """Show how much the store holds.
+    """Show the size of the store.
 
-    Also shows what the checkpoints would take without sharing. --by key groups by the first element of the keys; BASES
-    are bytes that visible checkpoints need only as the base of their deltas. The --keep rules are not carried out:
-    stats shows what each would free if it were the only one.
+    Also shows the size of the checkpoints without sharing. --by key groups by the first element of the keys; BASES are
+    bytes that visible checkpoints need only as the base of their deltas. The --keep rules forget no checkpoint: stats
+    shows the bytes that each rule would free alone.
     """
     result = plain(session.store.stats())
     given: Any = {name: list(value) if isinstance(value, tuple) else value for name, value in rules.items()}
@@ -144,17 +144,17 @@ def text(result: dict[str, Any]) -> None:
 
 
 def say_unreadable(ids: Sequence[str]) -> None:
-    """Print how many checkpoints the figures leave out."""
+    """Print the number of checkpoints that the figures leave out."""
     if ids:
-        say(f"{count(len(ids), 'checkpoint')} could not be read; `casckpt verify` says more")
+        say(f"{count(len(ids), 'checkpoint')} could not be read; run `casckpt verify` for details")
 
 
 def _mirror(result: dict[str, Any]) -> str:
-    """Format the state of the mirror, by the notes of this store and by the mirror itself."""
+    """Format the state of the mirror, from the notes in this store and from the mirror itself."""
     noted, behind = result["mirrored"], result["unmirrored"]
     state = f"{count(behind, 'checkpoint')} behind" if behind else "up to date"
     if result["mirror_found"] is None:
-        return f"{state} by what is noted here, mirror not looked at"
+        return f"{state} by the notes in this store, mirror not checked"
     if result["mirror_found"]:
         return state
     lost = [f"{count(noted, 'checkpoint')} noted as safe"] if noted else []
@@ -164,9 +164,9 @@ def _mirror(result: dict[str, Any]) -> str:
 def stats_text(result: dict[str, Any]) -> None:
     """Print the figures."""
     stored, logical = result["bytes_stored"], result["bytes_logical"]
-    saving = f" ({logical / stored:.1f} times what is stored)" if stored and logical else ""
+    saving = f" ({logical / stored:.1f} times the stored size)" if stored and logical else ""
     mirror = [] if result["mirror"] is None else [("mirror", f"{result['mirror']}, {_mirror(result)}")]
-    damaged = [f"{count(result['damaged_blobs'], 'blob')}: `casckpt repair`, or `casckpt verify` says more"]
+    damaged = [f"{count(result['damaged_blobs'], 'blob')}: run `casckpt repair`, or `casckpt verify` for details"]
     facts([
         ("checkpoints", f"{result['checkpoints']} of {count(result['runs'], 'run')}, {result['forgotten']} forgotten"),
         ("their size", f"{size(logical)}{saving}"),

@@ -31,9 +31,9 @@ def command(session: Session, changes: tuple[tuple[str, str], ...], unset: tuple
 
     They apply to all users of the store. min_age: how long a forgotten checkpoint can be restored. min_age_ephemeral:
     the same for ephemeral checkpoints. revoke_after: how long a save may show no sign of life before a gc revokes it.
-    All three are durations: 90s, 15m, 12h, 7d or 2w. mirror: the store that this one is copied to; gc keeps what is not
-    safe there yet. mirror_thinned, yes or no: thin the mirror too. compress, off, auto or always: for saves that do not
-    choose.
+    All three are durations: 90s, 15m, 12h, 7d or 2w. mirror: the store that receives copies of this one; gc keeps data
+    that is not safe there yet. mirror_thinned, yes or no: thin the mirror too. compress, off, auto or always: the
+    default of saves.
     """
     fields: Any = dict(changes)
     if both := fields.keys() & set(unset):
@@ -63,10 +63,10 @@ def _value(name: str, value: Any) -> str:
 def init(session: Session, cell_size: int, blob_size: int) -> None:
     """Create an empty store.
 
-    The first save does so too. The sizes can never be changed.
+    The first save also creates the store. The sizes can never change.
     """
     if not session.store.create(cell_bytes=cell_size, blob_bytes=blob_size):
-        raise Conflict(f"there is a store at {session.store.url} already; nothing was changed, use it as it is")
+        raise Conflict(f"{session.store.url} is already a store; nothing was changed, use it as it is")
     names, marker = ("store_id", "format", "cell_bytes", "blob_bytes"), session.store.marker
     session.give({"url": session.store.url} | {name: getattr(marker, name) for name in names}, _made)
 
@@ -80,7 +80,7 @@ def _made(result: dict[str, Any]) -> None:
 def reindex(session: Session) -> None:
     """Rebuild this host's catalogue of the store.
 
-    The catalogue is a cache: it saves time, and is checked when it is read. Nothing in the store changes.
+    The catalogue is a cache. casckpt checks it at each read. Nothing in the store changes.
     """
     known, path = session.store.reindex(), str(session.store.repository.catalogue.path)
     line = f"{printable(path)} knows {count(known, 'checkpoint')}"

@@ -48,11 +48,11 @@ _HEALTH = (Column("LARGEST", "right", fixed=True), Column("UNUSUAL", fixed=True)
 @click.argument("ref", type=REF)
 @click.option("--tensors", "all_tensors", is_flag=True, help="List all tensors, even if there are many.")
 @click.option("--keys", multiple=True, metavar="PATTERN", help="Only tensors whose key matches. May be repeated.")
-@click.option("--digests", is_flag=True, help="Show the BLAKE3 of each tensor's bytes; may read them.")
+@click.option("--digests", is_flag=True, help="Show the BLAKE3 hash of each tensor's bytes; may read them.")
 def command(session: Session, ref: str, *, all_tensors: bool, keys: tuple[str, ...], digests: bool) -> None:
     """Show the content of a checkpoint.
 
-    Also shows what its save did. With --json, all tensors are listed.
+    Also shows the statistics of its save. The output of --json lists all tensors.
     """
     result = details(session.store, ref, keys)
     if digests:
@@ -94,7 +94,7 @@ def _chosen(keys: list[str], patterns: tuple[str, ...]) -> set[str]:
     for pattern in patterns:
         found = [key for key in keys if fnmatchcase(key, pattern)]
         if not found:
-            raise MissingKey(f"no tensor matches {pattern!r}; without --keys all are listed", keys=(pattern,))
+            raise MissingKey(f"no tensor matches {pattern!r}; omit --keys to list all tensors", keys=(pattern,))
         chosen.update(found)
     return chosen
 
@@ -132,11 +132,11 @@ def _text(result: dict[str, Any], with_tensors: bool) -> None:
         digest = (Column("BLAKE3", fixed=True),) if "digest" in result["tensors"][0] else ()
         table((*_COLUMNS, *(_HEALTH if looked else ()), *digest), (_cells(item, looked) for item in result["tensors"]))
     elif result["tensors"]:
-        say("--tensors lists them, --keys PATTERN some")
+        say("--tensors lists all of them, --keys PATTERN some of them")
 
 
 def _signers(keys: list[str]) -> str:
-    return f"{', '.join(key[:12] for key in keys)}; whether rightly, verify --require-signature says" if keys else ""
+    return f"{', '.join(key[:12] for key in keys)}; not checked here: use verify --require-signature" if keys else ""
 
 
 def _thinned(dropped: dict[str, Any] | None) -> str:
@@ -146,16 +146,16 @@ def _thinned(dropped: dict[str, Any] | None) -> str:
 
 
 def _few(keys: list[str]) -> str:
-    """Return all keys if they are few, else their number by first part."""
+    """Return all keys if there are few, else the number of keys for each first part."""
     return ", ".join(shortened(keys if len(keys) <= _FEW_VALUES else list(summed(keys))))
 
 
 def _health(health: dict[str, Any] | None, tensors: list[dict[str, Any]]) -> str:
-    """Format the health of all tensors, and how many tensors have none; empty if the save did not record health."""
+    """Format the health of all tensors, and the number of unchecked ones; empty if the save did not record health."""
     if health is None:
         return ""
     unknown = sum(one["health"] is None and one["dtype"] != "bool" for one in tensors)
-    unlooked = f"; {count(unknown, 'tensor')} not looked at" if unknown else ""
+    unlooked = f"; {count(unknown, 'tensor')} not checked" if unknown else ""
     summary = ", ".join(unusual(health)) or "no NaN, none infinite"
     return f"{summary}{' in ' * bool(health['keys'])}{_few(health['keys'])}{unlooked}"
 
@@ -167,7 +167,7 @@ def _cells(one: dict[str, Any], looked: bool) -> tuple[str, ...]:
 
 
 def health_cells(health: dict[str, Any] | None) -> tuple[str, str]:
-    """Return the cells for the largest value of a tensor and its NaN and infinite elements; empty if unknown."""
+    """Return the cells for a tensor's largest value and for its NaN and infinite elements; empty if unknown."""
     return ("", "") if health is None else (f"{health['largest']:.4g}", ", ".join(unusual(health)))
 
 
@@ -185,12 +185,12 @@ _VALUE_COLUMNS = (
 @store_command("diff")
 @click.argument("old", type=REF)
 @click.argument("new", type=REF, required=False)
-@click.option("--values", is_flag=True, help="Also show largest values and NaN, where the saves recorded them.")
+@click.option("--values", is_flag=True, help="Also show largest values and NaN, if the saves recorded them.")
 def diff(session: Session, old: str, new: str | None, *, values: bool) -> None:
     """Show which tensors differ between two checkpoints.
 
-    Compares the manifests, cell by cell, and reads no tensor. Without NEW, OLD is compared with its parent: the newest
-    checkpoint of the run when it was saved.
+    Compares the manifests, cell by cell, and reads no tensor. Without NEW, the command compares OLD with its parent:
+    the newest checkpoint of the run at the time of its save.
     """
     if new is None:
         old, new = _parent(session.store, old), old
@@ -207,7 +207,9 @@ def _parent(store: Store, ref: str) -> str:
     checkpoint = store.get(ref)
     parent = checkpoint.commit.committed.parent
     if parent is None:
-        raise NotFound(f"{ref} has no parent: it was the first of its run; name another checkpoint to compare it with")
+        raise NotFound(
+            f"{ref} has no parent, because it was the first of its run; name another checkpoint to compare it with"
+        )
     if parent not in store:
         raise NotFound(f"the parent of {ref}, {parent[:12]}, is gone; name another checkpoint to compare it with")
     return parent

@@ -36,10 +36,10 @@ def command(session: Session, tag: str | None, ref: str | None, delete: str | No
     No rule forgets a tagged checkpoint. Use tag:NAME as REF. Setting a tag again moves it.
     """
     if expires is not None and ref is None:
-        raise click.UsageError("--expires is for a tag that is set: give NAME and REF")
+        raise click.UsageError("--expires needs a tag to set: give NAME and REF")
     if delete is not None:
         if tag is not None:
-            raise click.UsageError("--delete takes the name; give nothing behind it")
+            raise click.UsageError("--delete takes one name: give no other arguments")
         session.store.untag(delete)
         session.give({"deleted": delete}, lambda result: say(f"deleted tag {printable(result['deleted'])}"))
     elif tag is not None and ref is not None:
@@ -53,7 +53,7 @@ def command(session: Session, tag: str | None, ref: str | None, delete: str | No
 def tags(session: Session) -> None:
     """List the tags, with their ends and holders.
 
-    The list includes leases, with which readers hold checkpoints, and may be empty. Exit status 3 if there is no store.
+    The list includes the leases of readers, and may be empty. The exit status is 3 if there is no store.
     """
     session.give(_rows(session), _table)
 
@@ -64,14 +64,14 @@ def _rows(session: Session, only: str | None = None) -> list[dict[str, Any]]:
     for tag_name in listing.damaged_tags:
         log.warning("the record of tag %s cannot be read: set the tag again, or delete it", tag_name)
     for tag_name in listing.lost_tags:
-        log.warning("tag %s names a checkpoint whose record cannot be read; `casckpt verify` says more", tag_name)
+        log.warning("tag %s names a checkpoint whose record cannot be read; run `casckpt verify` for details", tag_name)
     rows = [
         {"name": tag_name} | brief(tag.checkpoint.commit) | {"expires": plain(tag.expires), "holder": tag.holder}
         for tag_name, tag in listing.tags.items()
         if only in (None, tag_name)
     ]
     if only is not None and not rows:
-        raise NotFound(f"there is no tag {only!r}; `casckpt tag STORE {only} REF` makes it")
+        raise NotFound(f"there is no tag {only!r}; `casckpt tag STORE {only} REF` sets it")
     return rows
 
 

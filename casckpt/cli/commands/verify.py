@@ -1,4 +1,4 @@
-"""``casckpt verify``, ``casckpt repair`` and ``casckpt sign``; and ``casckpt doctor``, which checks a storage."""
+"""``casckpt verify``, ``casckpt repair``, ``casckpt sign``, and ``casckpt doctor``, which checks a storage."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 @store_command("verify", loads=True)
 @click.argument("refs", type=REF, nargs=-1, metavar="[REF]...")
-@click.option("--quick", is_flag=True, help="Check only that blobs exist, have the right size, and are not marked.")
+@click.option("--quick", is_flag=True, help="Check only that blobs exist, have the right size, and have no mark.")
 @click.option(
     "--sample", type=click.FloatRange(0, 1, min_open=True), default=1.0, metavar="FRACTION",
-    help="Check only a random part of the blobs, such as 0.1.",
+    help="Check only a random part of the blobs: 0.1 for a tenth.",
 )  # fmt: skip
 @click.option("--decode", is_flag=True, help="Also decode encoded cells, and compare them.")
 def command(session: Session, refs: tuple[str, ...], quick: bool, sample: float, decode: bool) -> int:
     """Read all bytes and compare them with their hashes.
 
-    Reads everything that the checkpoints need, or the given ones. Marks damaged blobs, so that no save uses them;
-    `casckpt repair` fixes them where it can. Exit status 4 if anything is damaged, and with --require-signature 1 if a
-    checkpoint has no signature of these keys.
+    Reads all data of the checkpoints, or of those that you name. Marks damaged blobs, so that no save uses them.
+    `casckpt repair` repairs them if possible. The exit status is 4 if anything is damaged. With --require-signature it
+    is 1 if a checkpoint has no signature of these keys.
     """
     with progress_bar("verifying") as done:
         mode: Mode = "exists" if quick else "full"
@@ -49,8 +49,9 @@ def command(session: Session, refs: tuple[str, ...], quick: bool, sample: float,
 def sign(session: Session, refs: tuple[str, ...], key: str, password: bool) -> None:
     """Sign checkpoints.
 
-    Stores a signature of each checkpoint's id. It survives repair, copies and thin, and is deleted with its checkpoint.
-    REF may be a range of steps. Readers can require signatures: casckpt.open(..., require_signature=KEY).
+    Stores a signature of each checkpoint's id. The signature stays valid after repair, copy and thin. gc deletes it
+    with its checkpoint. REF may be a range of steps. Readers can require signatures: casckpt.open(...,
+    require_signature=KEY).
     """
     word = click.prompt("password", hide_input=True, err=True).encode() if password else None
     signed = session.store.sign(*refs, key=key, password=word)
@@ -62,24 +63,24 @@ def _signed(result: list[dict[str, Any]]) -> None:
 
 
 def text(result: dict[str, Any]) -> None:
-    """Print what was checked, and what is damaged."""
+    """Print the amount of checked data, and the damage."""
     say_damage("damaged", result["damaged"], result["manifests"], result["records"])
     say_all(f"could not read blob {one['blob']}: {printable(one['why'])}" for one in result["failed"])
     say_all(f"not signed: {name(one)}" for one in result["unsigned"])
-    say_all(f"right again: blob {blob}" for blob in result["repaired"])
+    say_all(f"no longer damaged: blob {blob}" for blob in result["repaired"])
     is_part = result["checked_blobs"] < result["blobs"]
     checked = f"{result['checked_blobs']} of " if is_part else ""
     of = "" if is_part else f", for {count(result['checked_checkpoints'], 'checkpoint')}"
     say(f"checked {checked}{count(result['blobs'], 'blob')}, {size(result['checked_bytes'])}{of}")
     if result["decoded_bytes"]:
-        say(f"decoded {size(result['decoded_bytes'])} of coded cells")
-    say_all(_to_do(result) or [f"{'what was checked' if is_part else 'all'} is well"])
+        say(f"decoded {size(result['decoded_bytes'])} of encoded cells")
+    say_all(_to_do(result) or [f"{'the checked data' if is_part else 'all'} is well"])
 
 
 def say_damage(
     what: str, blobs: list[dict[str, Any]], manifests: list[dict[str, Any]], records: list[dict[str, Any]]
 ) -> None:
-    """Print a line for each damaged object: ``what`` it is, and what is wrong."""
+    """Print a line for each damaged file, with the reason. ``what``: the first word of each line."""
     for one in blobs:
         say(f"{what} blob {one['blob']}: {printable(one['why'])}")
         say(f"  {needed(one)}")
@@ -89,9 +90,9 @@ def say_damage(
 
 
 def needed(damaged: dict[str, Any]) -> str:
-    """Format which checkpoints need the damaged bytes of a blob."""
+    """Name the checkpoints that need the damaged bytes of a blob."""
     if not damaged["keys"]:
-        return "no checkpoint needs the bytes that are wrong"
+        return "no checkpoint needs the damaged bytes"
     users = list(dict.fromkeys(f"{printable(one['run'])}@{one['step']}" for one in damaged["needed_by"]))
     return f"needed by {', '.join(shortened(users, 5))}: {printable(', '.join(shortened(damaged['keys'], 5)))}"
 
@@ -102,8 +103,8 @@ def about_records(records: list[dict[str, Any]]) -> list[str]:
         return []
     damaged = count(len(records), "record")
     return [
-        f"{damaged} damaged: put the files back from a copy of the files (`casckpt copy` makes records of its own);",
-        "without one, set tags again, and give up the saves with `casckpt transactions STORE --give-up TXID`",
+        f"{damaged} damaged: restore the files from a backup of the files (`casckpt copy` writes other records);",
+        "without a backup, set the tags again, and end the saves with `casckpt transactions STORE --give-up TXID`",
     ]
 
 
@@ -115,7 +116,7 @@ def _to_do(result: dict[str, Any]) -> list[str]:
     if damaged := len(result["damaged"]) + len(result["manifests"]):
         lines.append(f"{damaged} damaged: run `casckpt repair`")
     if unsigned := len(result["unsigned"]):
-        lines.append(f"{count(unsigned, 'checkpoint')} not signed: who knows them to be right runs `casckpt sign`")
+        lines.append(f"{count(unsigned, 'checkpoint')} not signed: if you trust them, run `casckpt sign`")
     return lines
 
 
@@ -126,8 +127,8 @@ _WORDS: Final = {True: "ok", False: "NOT OK", None: "note"}
 def doctor(session: Session) -> int:
     """Check whether a storage is safe for a store.
 
-    Also measures its speed. No store needs to exist there. Writes small objects, and a few of 8 MiB, under probes/, and
-    deletes them again. Exit status 1 if a check fails.
+    Also measures its speed. STORE need not exist. The command writes small objects and a few of 8 MiB under probes/,
+    and deletes them. The exit status is 1 if a check fails.
     """
     checks = []
     for finding in session.store.doctor():
@@ -157,9 +158,9 @@ def _summary(result: dict[str, Any]) -> None:
 def repair(session: Session, sources: tuple[str, ...]) -> int:
     """Repair damaged blobs and manifests.
 
-    Takes the bytes from equal blobs and cells of this store and of others. If a blob cannot be rebuilt, the checkpoint
-    is rewritten without it, under the same id. Damaged records of commits and tags are only reported: put those files
-    back from a copy. Exit status 4 if something cannot be repaired.
+    Takes the bytes from equal blobs and cells of this store and of others. If a blob cannot be rebuilt, repair rewrites
+    the checkpoint without it, under the same id. It only reports damaged records of commits and tags: restore those
+    files from a backup. The exit status is 4 if something cannot be repaired.
     """
     from casckpt.store.opening import open as open_store
 
@@ -171,7 +172,7 @@ def repair(session: Session, sources: tuple[str, ...]) -> int:
 
 
 def repaired_text(result: dict[str, Any]) -> None:
-    """Print what was repaired, and what is lost."""
+    """Print the repaired and the lost blobs and manifests."""
     say_all(f"repaired blob {blob}" for blob in result["blobs"])
     say_all(f"repaired manifest {id}" for id in result["manifests"])
     say_some([f"rewrote {name(one)}" for one in result["rewritten"]])
@@ -180,7 +181,7 @@ def repaired_text(result: dict[str, Any]) -> None:
     say(f"repaired {count(done, 'object')}")
     if result["lost"] or result["lost_manifests"]:
         say(
-            "give another copy with --from, or give those up with `casckpt forget`: a gc deletes them a day later, or "
-            "at once with `--run RUN --min-age 0`, which purges whatever else of that run is forgotten, too"
+            "give another copy with --from, or hide those checkpoints with `casckpt forget`: a gc deletes them a day "
+            "later, or at once with `--run RUN --min-age 0`, which purges all forgotten checkpoints of that run"
         )
     say_all(about_records(result["records"]))

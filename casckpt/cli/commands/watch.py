@@ -19,19 +19,19 @@ from casckpt.cli.types import DURATION
 @store_command("watch")
 @click.argument("run", type=RUN)
 @click.option("--after", type=REF, metavar="REF", help='Begin after this checkpoint; "start": with the first one.')
-@click.option("--latest-only", is_flag=True, help="Of several new checkpoints, print only the one saved last.")
+@click.option("--latest-only", is_flag=True, help="If there are several new checkpoints, print only the last one.")
 @click.option(
     "--timeout", type=DURATION, help="End after this long without a new checkpoint (10m, 0).  [default: never]"
 )
-@click.option("--poll", type=DURATION, default="1s", show_default=True, help="How often to ask.")
+@click.option("--poll", type=DURATION, default="1s", show_default=True, help="How often to look for a new checkpoint.")
 def command(
     session: Session, *, run: str, after: str | None, latest_only: bool, timeout: timedelta | None, poll: timedelta
 ) -> None:
-    """Print the new checkpoints of a run as they come.
+    """Print the new checkpoints of a run.
 
-    Prints one line for each checkpoint once it can be loaded, in the order of the announcements; with --json, one
-    object for each line. "late": a checkpoint that began later was printed before. Neither the store nor the run needs
-    to exist yet.
+    Prints a line for each checkpoint as soon as it can be loaded, in the order of the announcements. With --json, each
+    line is an object. "late": the command has already printed a checkpoint that began later. The store and the run need
+    not exist yet.
     """
     arrivals = session.store.watch(run, after=after, latest_only=latest_only, timeout=timeout, poll=poll)
     for one in arrivals:
@@ -55,19 +55,19 @@ def _line(row: dict[str, Any]) -> str:
 @click.option(
     "--reuse",
     is_flag=True,
-    help="Keep one more version, and write the next one into its files: not for engines that map them.",
+    help="Keep one more version, and write the next one into its files. Do not use this for engines that map files.",
 )
-@click.option("--poll", type=DURATION, default="1s", show_default=True, help="How often to ask.")
+@click.option("--poll", type=DURATION, default="1s", show_default=True, help="How often to look for a new checkpoint.")
 def follow(
     session: Session, *, run: str, folder: Path, once: bool, poll: timedelta, **options: object
 ) -> int | None:  # fmt: skip
     """Keep a folder at the newest checkpoint of a run.
 
-    For from_pretrained, and for engines that map files. In the folder, the link current leads to a folder like one of
-    export. Each version is a new folder, and current switches atomically. CMD gets CASCKPT_FOLDER, CASCKPT_RUN,
-    CASCKPT_STEP and CASCKPT_ID, and may run twice after a kill. Once it has returned 0, older versions are removed,
+    It is for from_pretrained and for engines that map files. In the folder, the link current points to a folder like
+    one of export. Each version is a new folder, and current switches atomically. CMD gets CASCKPT_FOLDER, CASCKPT_RUN,
+    CASCKPT_STEP and CASCKPT_ID. It may run twice after a kill. When CMD has returned 0, follow removes older versions,
     except --keep of them. If the store fails, follow retries. With --once, the exit status is 1 if CMD failed, and 3 if
-    there is no store or no checkpoint of the run. Without --once, follow waits for the first one.
+    there is no store or no checkpoint of the run. Without --once, follow waits for the first checkpoint.
     """
     from casckpt.frontends.follow import Follower
 

@@ -6,8 +6,9 @@
     trainer = Trainer(plugins=[CasCheckpointIO(store, run="sft")], callbacks=callbacks)
     trainer.fit(model, ckpt_path="last")              # or a path, "best", or a reference into the store: "sft@latest"
 
-The weights are stored under ``model``, as by every front end, and all else under ``lightning``. Each file has a tag, so
-that no policy of the store forgets what Lightning keeps. What Lightning removes is forgotten.
+casckpt stores the weights under ``model``, as every front end does, and all other values under ``lightning``. Each file
+has a tag, so that no policy of the store forgets a checkpoint that Lightning keeps. If Lightning removes a checkpoint,
+casckpt forgets it.
 
 `CasModelParallelStrategy` saves models that are sharded over ranks without gathering them. It takes the place of
 Lightning's ModelParallelStrategy. `LightningModule.load_from_checkpoint`, FSDPStrategy and DeepSpeedStrategy read files
@@ -17,7 +18,7 @@ by themselves: `restore_checkpoint` makes one for them.
 from __future__ import annotations
 
 try:
-    import lightning.pytorch  # noqa: F401 - said here, where the advice can stand beside it
+    import lightning.pytorch  # noqa: F401 - a missing package raises here, with the advice
 except ImportError as error:
     raise ImportError("casckpt.frontends.lightning needs Lightning: pip install 'casckpt[lightning]'") from error
 

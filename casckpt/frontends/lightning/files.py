@@ -1,4 +1,4 @@
-"""The files of Lightning and their tags. A checkpoint that no file names any more is forgotten."""
+"""The files of Lightning and their tags. casckpt forgets a checkpoint when no file names it any more."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RunFiles:
         return self.store.checkpoints(self.run) if self.store.exists() else []
 
     def place(self, pointer: Pointer, step: int) -> tuple[str, bool]:
-        """Return (run, overwrite) for a save. A checkpoint that no other file names is replaced."""
+        """Return (run, overwrite) for a save. The save replaces a checkpoint that no other file names."""
         there = next((one for one in self.checkpoints() if one.step == step), None)
         if there is None or set(there.tags) <= {pointer.tag}:
             return self.run, there is not None
@@ -33,7 +33,7 @@ class RunFiles:
     def saved(self, pointer: Pointer, before: str | None, saved: Checkpoint) -> None:
         """Write the file for ``saved``, and forget ``before``, its previous checkpoint, if no other file names it.
 
-        The tag is set before the file is written, so that retention keeps what a file names.
+        It sets the tag before it writes the file, so that retention keeps the checkpoint of a file.
         """
         self.store.tag(pointer.tag, saved)
         named = {"store": self.store.url, "run": saved.run, "step": saved.step, "id": saved.id}

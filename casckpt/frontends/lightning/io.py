@@ -30,7 +30,7 @@ WEIGHTS, REST = "model", "lightning"
 class CasCheckpointIO(CheckpointIO):
     """A plug-in for ``Trainer(plugins=[...])`` and ``Fabric(plugins=[...])``.
 
-    The step is Lightning's global step. A second file of one step (``last.ckpt`` beside one of the best) is a
+    The step is Lightning's global step. A second file of one step (``last.ckpt`` next to one of the best) is a
     checkpoint of the run ``<run>/<name of the file>``, and takes no space.
 
     ``async_save``: save in the background, one at a time. A removal waits for the save, so that ``save_top_k`` holds.
@@ -81,7 +81,7 @@ class CasCheckpointIO(CheckpointIO):
                 error.add_note("Trainer(callbacks=[CasCheckpointCheck(), ...]) raises this before the first batch")
             raise
         if before is None:
-            pointer.write({"run": run, "step": step})  # so that Lightning takes the name for no other file
+            pointer.write({"run": run, "step": step})  # so that Lightning uses the name for no other file
         self._later(lambda: self._finish(pointer, before, saving))
 
     def check(self, checkpoint: dict[str, Any]) -> None:
@@ -167,9 +167,9 @@ class CasCheckpointIO(CheckpointIO):
 
 
 class CasCheckpointCheck(Callback):
-    """A callback for ``Trainer(callbacks=[...])`` beside a `CasCheckpointIO`, which is first called for a save.
+    """A callback for ``Trainer(callbacks=[...])`` next to a `CasCheckpointIO`. Lightning calls that only to save.
 
-    It raises InvalidInput on every rank for what cannot be saved: before the first batch, or after the first step for
+    It raises InvalidInput on every rank if a value cannot be saved: before the first batch, or after the first step for
     the optimizer's state.
     """
 

@@ -32,8 +32,8 @@ class CasModelParallelStrategy(ModelParallelStrategy):
     """A strategy for ``Trainer(strategy=...)``. Like ModelParallelStrategy it uses no CheckpointIO.
 
     Each rank writes and reads its own shards. Nothing is gathered, and a checkpoint loads on another number of ranks.
-    With a WeightAveraging callback the averaged model is saved below ``ema``, and loaded if the checkpoint has it. What
-    cannot be saved raises InvalidInput before the first batch, or before the second one for the optimizer's state.
+    With a WeightAveraging callback it saves the averaged model below ``ema``, and loads it if the checkpoint has it.
+    Raises InvalidInput before the first batch if a value cannot be saved, and before the second one for the optimizer.
     ``health``, ``check_replicas``, ``owners``: as for `Store.save`. ``cast``: as for `Checkpointer.load`.
     ``group_options``: the ``options`` of `Checkpointer.load`. ``options``: those of ModelParallelStrategy.
     """
@@ -133,7 +133,7 @@ class CasModelParallelStrategy(ModelParallelStrategy):
             self._book.remove(Pointer(filepath))
 
     def on_train_start(self) -> None:
-        """Raise InvalidInput for what cannot be saved; see `Checkpointer.check`."""
+        """Raise InvalidInput if a value cannot be saved; see `Checkpointer.check`."""
         super().on_train_start()
         self._checks = self._checkpointer(self._book.run)
         self._check()
@@ -173,13 +173,13 @@ def _average(module: Any) -> Any:
 
 
 class _Rest:
-    """What a Trainer saves beside model and optimizers, created on demand."""
+    """The values that a Trainer saves in addition to model and optimizers, created on demand."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what Lightning would save now."""
+        """Return the state that Lightning would save now."""
         return _rest(self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
 
 

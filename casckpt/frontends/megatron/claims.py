@@ -62,7 +62,7 @@ Claims: TypeAlias = Sequence[Claim]
 
 
 def claims_of(sharded: Iterable[Any]) -> list[Claim]:
-    """Claims for the sharded values of this rank. Raises CheckpointingException for a part outside its global shape."""
+    """Return the claims for this rank's sharded values. Raises CheckpointingException outside of a global shape."""
     with checkpointing_errors():
         return [_claim(value) for value in sharded]
 
@@ -90,8 +90,8 @@ def _claim(value: Any) -> Claim:
 def validate_sharding_integrity(sharded_tensors: Any, process_group: ProcessGroup | None = None) -> None:
     """Check the sharded values of all ranks together. Every rank of ``process_group`` (None: all ranks) makes the call.
 
-    ``sharded_tensors``: the values of this rank, in a list or a state dict. Raises CheckpointingException on every rank
-    alike; it names key, ranks and region.
+    ``sharded_tensors``: the values of this rank, in a list or a state dict. Raises the same CheckpointingException on
+    every rank. It names key, ranks and region.
     """
     ranks = open_ranks(process_group)
     values = nested_values(sharded_tensors if isinstance(sharded_tensors, dict) else list(sharded_tensors))
@@ -134,8 +134,10 @@ def _check_cover(key: str, shape: Shape, mains: Sequence[tuple[int, Region]], ho
     holes, overlaps = holes_and_overlaps(shape, [region for _, region in mains])
     if overlaps:
         (rank, region), (other, theirs) = (mains[i] for i in overlaps[0])
-        common = f"{region} of rank {rank} and {theirs} of rank {other} have elements in common"
-        raise refused(key, f"{common}, and both are main replicas; give all but one of them another replica_id", other)
+        common = f"{region} of rank {rank} and {theirs} of rank {other} overlap"
+        raise refused(
+            key, f"{common}, and both are main replicas; give a different replica_id to all but one of them", other
+        )
     if holes:
         raise _without_main(key, " and ".join(map(str, holes)), holders)
 
@@ -157,7 +159,7 @@ def _check_object(holders: Sequence[tuple[int, ObjectClaim]]) -> None:
             both = (
                 f"the object at {offset} of {first.shape} has main replicas on rank {ranks[0]} and on rank {ranks[1]}"
             )
-            raise refused(first.key, f"{both}; give all but one of them another replica_id", ranks[1])
+            raise refused(first.key, f"{both}; give a different replica_id to all but one of them", ranks[1])
     missing = [at for at in product(*map(range, first.shape)) if at not in mains]
     if missing:
         raise _without_main(
@@ -177,14 +179,14 @@ def _check_object_shape(holders: Sequence[tuple[int, ObjectClaim]]) -> None:
 
 
 def main_regions(gathered: Sequence[Claims]) -> set[tuple[str, Region]]:
-    """(key, region) of each main replica of a tensor."""
+    """Return (key, region) of each main replica of a tensor."""
     claims = [claim for claims in gathered for claim in claims if isinstance(claim, TensorClaim) and claim.main]
     return {(claim.key, normalise(claim.region, claim.shape)) for claim in claims}
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """The transfers of one rank: (index of its sharded value, the other rank).
+    """The transfers of one rank. Each is a pair: the index of its sharded value, and the other rank.
 
     Any two ranks list their transfers in the same order.
     """
@@ -193,12 +195,12 @@ class Sharing:
     receives: list[tuple[int, int]] = field(default_factory=list)
 
     def is_read(self, number: int) -> bool:
-        """Whether this rank reads the value itself."""
+        """Return whether this rank reads the value itself."""
         return all(received != number for received, _ in self.receives)
 
 
 def plan_sharing(gathered: Sequence[Claims]) -> list[Sharing]:
-    """Decide for each rank what it reads, balanced by elements, largest values first. Pure."""
+    """Decide which rank reads each value, balanced by elements, largest values first. Pure."""
     wanted: dict[tuple[str, Region, object], dict[int, int]] = {}
     load = [0] * len(gathered)
     for rank, claims in enumerate(gathered):

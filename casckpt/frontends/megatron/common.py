@@ -33,7 +33,7 @@ COMMON_NAME = "common.pt"
 _DEEP = 20  # levels that are searched; a value may contain itself
 
 _LOCK = Lock()
-if hasattr(os, "register_at_fork"):  # else a fork during a read would leave the child a locked lock
+if hasattr(os, "register_at_fork"):  # otherwise the child of a fork during a read would have a locked lock
     os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
@@ -52,13 +52,13 @@ def read(data: bytes, where: str, allow_pickle: bool) -> Any:
     except pickle.UnpicklingError as error:
         raise CheckpointingException(
             f"{COMMON_NAME} of {where} needs pickle ({refused_name(error)}), and loading one runs code from the store; "
-            "pass allow_pickle=True if you trust whoever wrote it. Classes of Megatron-core are taken without that "
-            "where megatron.core is imported, which registers them"
+            "pass allow_pickle=True if you trust its source. Classes of Megatron-core load without it "
+            "if megatron.core is imported, which registers them"
         ) from error
 
 
 def classes_to_register(data: bytes) -> list[str]:
-    """Names of the classes in the file that torch's restricted unpickler accepts only if they are registered."""
+    """Return names of the classes in the file that torch's restricted unpickler accepts only if they are registered."""
     if not is_archive(data):
         return []
     registered = [kind[0] if isinstance(kind, tuple) else kind for kind in get_safe_globals()]
@@ -68,7 +68,7 @@ def classes_to_register(data: bytes) -> list[str]:
 
 
 def places_of(data: bytes, classes: Collection[str]) -> list[str]:
-    """Paths of values of these classes in the file; none if reading it would run code from it."""
+    """Return paths of values of these classes in the file; none if reading it would run code from it."""
     try:
         return list(_places(read(data, COMMON_NAME, allow_pickle=False), classes, ""))
     except CheckpointingException:
@@ -103,7 +103,7 @@ class Notes:
     names: Mapping[str, Name] = field(default_factory=dict)
 
     def encoded(self) -> bytes:
-        """The contents of the attachment; empty if there is nothing to note."""
+        """Return the contents of the attachment; empty if there is nothing to note."""
         if not self.tensors and not self.names:
             return b""
         notes: dict[str, Any] = {"common_tensors": sorted(self.tensors)}
@@ -123,7 +123,7 @@ class Notes:
 
 
 def set_apart(common: Mapping[Any, Any], keys: Collection[str]) -> tuple[dict[Any, Any], Notes]:
-    """The common part, renamed so that no flat key is in ``keys``, and the notes on it."""
+    """Return the common part, renamed so that no flat key is in ``keys``, and the notes on it."""
     stored: dict[Any, Any] = {}
     names: dict[str, Name] = {}
     for key, value in common.items():
@@ -143,7 +143,7 @@ def _other_names(key: Name) -> Iterator[str]:
 
 
 def _collides(name: Name, value: Any, keys: Collection[str]) -> bool:
-    """Whether the value, or a leaf or container in it, has one of these flat keys."""
+    """Return whether the value, or a leaf or container in it, has one of these flat keys."""
     within = [key for key in keys if key.startswith(f"{name}.")]
     if str(name) in keys or not within:
         return str(name) in keys

@@ -49,7 +49,7 @@ def decoded(data: bytes) -> CheckpointingConfig | None:
 
 
 def maybe_load_config(checkpoint_dir: CheckpointDir) -> CheckpointingConfig | None:
-    """The config of a checkpoint, or of a folder that Megatron wrote; None without a readable config."""
+    """Return the config of a checkpoint, or of a folder that Megatron wrote; None without a readable config."""
     folder = folder_of(checkpoint_dir)
     try:
         if folder is not None:
@@ -62,7 +62,7 @@ def maybe_load_config(checkpoint_dir: CheckpointDir) -> CheckpointingConfig | No
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: CheckpointDir) -> bool:
-    """Whether there is a checkpoint with a valid config."""
+    """Return whether there is a checkpoint with a valid config."""
     return maybe_load_config(checkpoint_dir) is not None
 
 
@@ -91,7 +91,7 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: CheckpointDir) -> N
 
 
 def is_only_config(place: StoreRef) -> bool:
-    """Whether there is a checkpoint that holds only the config that `save_config` wrote."""
+    """Return whether there is a checkpoint that holds only the config that `save_config` wrote."""
     if place.ref not in place.store:
         return False
     found = place.store.get(place.ref)

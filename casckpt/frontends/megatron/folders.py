@@ -55,12 +55,12 @@ def point(folder: Path, place: StoreRef, common: bytes | None) -> None:
 
 
 def is_pointed(folder: Folder) -> bool:
-    """Whether a folder names a checkpoint in a store, and torch_dist has not written over it since."""
+    """Return whether a folder names a checkpoint in a store, and torch_dist has not written over it since."""
     return Path(folder, POINTER_NAME).exists() and not Path(folder, _TORCH_DIST).exists()
 
 
 def pointed_at(folder: Folder) -> tuple[str, str]:
-    """(URL of the store, reference) that a folder names. Raises NotFound, CheckpointingException."""
+    """Return (URL of the store, reference) that a folder names. Raises NotFound, CheckpointingException."""
     path = Path(folder, POINTER_NAME)
     if path.exists() and not is_pointed(folder):
         raise CheckpointingException(f"torch_dist has written over {folder}: load it with Megatron-core's own strategy")
@@ -68,7 +68,7 @@ def pointed_at(folder: Folder) -> tuple[str, str]:
         pointer = json.loads(path.read_bytes())
         url, ref = pointer["store"], f"{pointer['run']}@{pointer['step']}"
     except FileNotFoundError as error:
-        raise NotFound(f"{path} is not there: the checkpoint was not saved by a CasSaveShardedStrategy") from error
+        raise NotFound(f"{path} does not exist: no CasSaveShardedStrategy saved the checkpoint") from error
     except (ValueError, TypeError, KeyError, IsADirectoryError) as error:
         raise CheckpointingException(f"{path} does not say where the checkpoint is: {error!r}") from error
     if not isinstance(url, str):
@@ -127,11 +127,11 @@ def follow(store: Store, folder: Path, run: str) -> None:
         for checkpoint in forget_removed(store, folder.parent, run=run):
             log.info("forgot %r: its folder is gone", checkpoint)
     except (CasckptError, OSError) as error:
-        log.warning("what was saved from folders that are gone was not forgotten: %s", error)
+        log.warning("could not forget the checkpoints of removed folders: %s", error)
 
 
 def folder_noted(folder: Folder) -> dict[str, str]:
-    """The metadata that notes the folder of a checkpoint."""
+    """Return the metadata that notes the folder of a checkpoint."""
     path = Path(folder)
     return {FOLDER: os.path.join(os.path.realpath(path.parent), path.name)}
 
@@ -144,7 +144,7 @@ def _names(pointer: Path, store: Store) -> bool:
 
 
 def _is_gone(checkpoint: Checkpoint, parent: str) -> bool:
-    """Whether the checkpoint's folder in ``parent`` does not exist. Any other answer of the file system is a no."""
+    """Return whether the checkpoint's folder in ``parent`` does not exist; False after any other error."""
     folder = checkpoint.metadata.get(FOLDER)
     if not isinstance(folder, str) or os.path.dirname(folder) != parent:
         return False

@@ -29,49 +29,49 @@ def _has_key_and(value: Any, names: tuple[str, ...]) -> bool:
 
 
 def is_sharded_object(value: Any) -> bool:
-    """Whether the value is a shard of an object."""
+    """Return whether the value is a shard of an object."""
     return _has_key_and(value, _OBJECT) and not hasattr(value, "local_shape")
 
 
 def is_factory(value: Any) -> bool:
-    """Whether the value is a factory of sharded tensors."""
+    """Return whether the value is a factory of sharded tensors."""
     return _has_key_and(value, _FACTORY)
 
 
 def is_sharded_base(value: Any) -> bool:
-    """Whether the value is a sharded tensor, a shard of an object, or a factory."""
+    """Return whether the value is a sharded tensor, a shard of an object, or a factory."""
     return is_sharded_tensor(value) or is_sharded_object(value) or is_factory(value)
 
 
 def is_nonpersistent(value: Any) -> bool:
-    """Whether the value is not saved. Only the name of its class shows that."""
+    """Return whether the value is not saved. Only the name of its class shows that."""
     return any(kind.__name__ in _NONPERSISTENT for kind in type(value).__mro__) and hasattr(value, "unwrap")
 
 
 def extract_sharded_tensors(sharded_state_dict: Nested) -> tuple[Nested, Nested]:
-    """(sharded tensors, the rest), each in the hierarchy of the whole; see `extract_matching_values`."""
+    """Return (sharded tensors, the rest), each in the hierarchy of the whole; see `extract_matching_values`."""
     return extract_matching_values(sharded_state_dict, is_sharded_tensor)
 
 
 def extract_sharded_tensors_and_factories(sharded_state_dict: Nested) -> tuple[Nested, Nested]:
-    """(sharded tensors and factories, the rest)."""
+    """Return (sharded tensors and factories, the rest)."""
     return extract_matching_values(sharded_state_dict, lambda value: is_sharded_tensor(value) or is_factory(value))
 
 
 def extract_sharded_tensors_or_nonpersistent(sharded_state_dict: Nested) -> tuple[Nested, Nested]:
-    """(sharded tensors, factories and values that are not saved, the rest)."""
+    """Return (sharded tensors, factories and values that are not saved, the rest)."""
     return extract_matching_values(
         sharded_state_dict, lambda value: is_sharded_tensor(value) or is_factory(value) or is_nonpersistent(value)
     )
 
 
 def extract_sharded_base(sharded_state_dict: Nested) -> tuple[Nested, Nested]:
-    """(values with a key, which are tensors, objects and factories, the rest)."""
+    """Return (values with a key, which are tensors, objects and factories, the rest)."""
     return extract_matching_values(sharded_state_dict, is_sharded_base)
 
 
 def extract_nonpersistent(sharded_state_dict: Nested) -> tuple[Nested, Nested]:
-    """(values that are not saved, the rest)."""
+    """Return (values that are not saved, the rest)."""
     return extract_matching_values(sharded_state_dict, is_nonpersistent)
 
 

@@ -1,6 +1,6 @@
-"""Loads into a sharded state dict, from any front end, number of ranks and sharding.
+"""Loads into a sharded state dict, from checkpoints of any front end, number of ranks and sharding.
 
-`StrictHandling` says what a load does if the state dict and the checkpoint do not have the same keys.
+`StrictHandling` is the behaviour of a load if the state dict and the checkpoint have different keys.
 """
 
 from __future__ import annotations
@@ -89,18 +89,18 @@ class StrictHandling(Enum):
 
     @staticmethod
     def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
-        """Whether Megatron-core reads the keys of the checkpoint before a load. casckpt always knows them."""
+        """Return whether Megatron-core reads the keys of the checkpoint before a load. casckpt always knows them."""
         return parse_strict_flag(val) is not StrictHandling.ASSUME_OK_UNEXPECTED
 
     @staticmethod
     def requires_global_app_metadata(val: StrictHandling) -> bool:
-        """Whether Megatron-core gathers the requests of all ranks."""
+        """Return whether Megatron-core gathers the requests of all ranks."""
         strict = parse_strict_flag(val)
         return strict.looks_for_missing or strict is StrictHandling.IGNORE_ALL
 
     @staticmethod
     def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
-        """Whether `load` returns keys beside the state dict."""
+        """Return whether `load` returns keys beside the state dict."""
         return parse_strict_flag(val).returns
 
 
@@ -117,11 +117,11 @@ def check_unexpected(strict: StrictHandling, where: str, unexpected: Collection[
     """Raise ShardedKeyMissing, or log, as ``strict`` says."""
     if unexpected and strict.raises:
         raise ShardedKeyMissing(
-            f"{where} lacks {_listed(unexpected)}; strict='log_unexpected' leaves them out of what is loaded",
+            f"{where} lacks {_listed(unexpected)}; strict='log_unexpected' leaves them out of the result",
             keys=tuple(sorted(unexpected)),
         )
     if unexpected and strict.logs:
-        log.warning("%s lacks %s, which were asked for", where, _listed(unexpected))
+        log.warning("%s lacks the requested %s", where, _listed(unexpected))
 
 
 def check_missing(strict: StrictHandling, where: str, missing: Collection[str]) -> None:
@@ -237,7 +237,7 @@ class RankLoad:
         }
 
     def _sorted(self) -> list[Any]:
-        """All sharded values. Their containers, and the values beside them, are kept."""
+        """Return all sharded values. Their containers, and the values beside them, are kept."""
         copy, _ = extract_matching_values(self._template, lambda value: not is_empty(value))
         self._factories, _ = extract_matching_values(copy, is_factory, return_lists_as_dicts=True)
         self._built = {id(factory): factory.build() for factory in nested_values(self._factories)}
@@ -292,7 +292,7 @@ class RankLoad:
         return list(self._clipped(value, data, stored))
 
     def _clipped(self, value: Any, data: torch.Tensor, stored: Shape) -> Iterator[Shard]:
-        """The parts of ``data`` that lie in a tensor of another global shape. All other elements become 0."""
+        """Return the parts of ``data`` that lie in a tensor of another global shape. All other elements become 0."""
         for box, piece in boxes_of(value, data):
             common = box.intersect(full_box(stored))
             if common is None:
@@ -303,7 +303,7 @@ class RankLoad:
             yield Shard(narrow(piece, here), stored, common.offset)
 
     def missing(self, used: frozenset[str]) -> set[str]:
-        """The keys of the checkpoint that no rank requested. ``used``: the keys that the ranks requested."""
+        """Return the keys of the checkpoint that no rank requested. ``used``: the keys that the ranks requested."""
         if not self.strict.looks_for_missing:
             return set()
         have = {*self.stored.tensors, *self.stored.object_names}
@@ -332,11 +332,11 @@ class RankLoad:
             hand_on(ranks, sharing, [part.data for part in self._parts])
 
     def merged(self) -> Any:
-        """The whole state dict: the values that were read, and those that `put_into` put beside them."""
+        """Return the whole state dict: the values that were read, and those that `put_into` put beside them."""
         return apply_factory_merges(dict_list_map_inplace(self._loaded, self._state), self._factories)
 
     def loaded(self) -> Nested:
-        """Only the sharded values, as they were read."""
+        """Return only the sharded values, as they were read."""
         return dict_list_map_outplace(self._loaded, self._sharded)
 
     def _loaded(self, value: Any) -> Any:
@@ -348,7 +348,7 @@ def _values(built: Nested) -> list[Any]:
 
 
 def _data(value: Any) -> torch.Tensor:
-    """The data of a sharded tensor, or new memory on the CPU."""
+    """Return the data of a sharded tensor, or new memory on the CPU."""
     if value.data is not None:
         data: torch.Tensor = value.data
         return data
@@ -358,7 +358,7 @@ def _data(value: Any) -> torch.Tensor:
 
 
 def _outside(data: torch.Tensor, box: Box) -> Iterator[torch.Tensor]:
-    """Views of all of ``data`` outside a box. Corners are in several views."""
+    """Return views of all of ``data`` outside a box. Corners are in several views."""
     for axis, (start, end) in enumerate(zip(box.offset, box.end, strict=True)):
         yield data.narrow(axis, 0, start)
         yield data.narrow(axis, end, data.shape[axis] - end)

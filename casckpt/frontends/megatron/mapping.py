@@ -103,13 +103,13 @@ def copies(value: Any, data: torch.Tensor, stored: Shape, part: Shape) -> Reshap
 
 
 def _parts(box: Box, part: Shape) -> Iterator[Shape]:
-    """Indices of the parts that a box overlaps."""
+    """Return indices of the parts that a box overlaps."""
     ends = zip(box.offset, box.end, part, strict=True)
     return product(*(range(start // extent, -(-end // extent)) for start, end, extent in ends))
 
 
 def boxes_of(value: Any, data: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    """(box of the global tensor, view of the data) for each box that the value holds."""
+    """Return (box of the global tensor, view of the data) for each box that the value holds."""
     region, local = megatron_region(value), megatron_data(value, data)
     if flat_range(value) is None:
         yield region.box, local
@@ -154,7 +154,7 @@ class _GivenFlat(_Given, total=False):
 
 
 def is_main_replica(replica_id: ReplicaId | Iterable[int]) -> bool:
-    """Whether a save writes this replica: 0, only zeros, or an empty tuple."""
+    """Return whether a save writes this replica: 0, only zeros, or an empty tuple."""
     return replica_id == 0 if isinstance(replica_id, int) else all(number == 0 for number in replica_id)
 
 
@@ -203,11 +203,11 @@ class ShardedTensor(ShardedBase):
         return None if self.data is None else self._problem_of(self.data)
 
     def _axes(self) -> Iterator[tuple[int, int]]:
-        """(offset, extent) of each axis that ``data`` has."""
+        """Return (offset, extent) of each axis that ``data`` has."""
         return zip(self.global_offset[self.prepend_axis_num :], self.local_shape, strict=True)
 
     def _before(self) -> Shape:
-        """The offsets along the prepended axes."""
+        """Return the offsets along the prepended axes."""
         return self.global_offset[: self.prepend_axis_num]
 
     def _problem_of(self, data: torch.Tensor) -> str | None:
@@ -220,7 +220,7 @@ class ShardedTensor(ShardedBase):
         return None
 
     def flat_elements(self) -> range:
-        """The elements of the part that ``data`` holds, by their number in row-major order."""
+        """Return the elements of the part that ``data`` holds, by their number in row-major order."""
         every = range(prod(self.local_shape))
         return every if self.flattened_range is None else every[self.flattened_range]
 
@@ -230,11 +230,11 @@ class ShardedTensor(ShardedBase):
         return self.axis_fragmentations is not None
 
     def global_slice(self) -> tuple[int | slice, ...]:
-        """The index of this part in the global tensor: ints for prepended axes, slices for the others."""
+        """Return the index of this part in the global tensor: ints for prepended axes, slices for the others."""
         return (*self._before(), *(slice(start, start + extent) for start, extent in self._axes()))
 
     def local_coordinates(self) -> tuple[npt.NDArray[np.int64], ...]:
-        """Index arrays of the elements of ``flattened_range`` in the part.
+        """Return index arrays of the elements of ``flattened_range`` in the part.
 
         Raises CheckpointingException without a ``flattened_range``.
         """
@@ -245,16 +245,16 @@ class ShardedTensor(ShardedBase):
         return tuple(np.unravel_index(np.asarray(self.flat_elements(), dtype=np.int64), self.local_shape))
 
     def global_coordinates(self) -> tuple[int | npt.NDArray[np.int64], ...]:
-        """Index arrays of the same elements in the global tensor, with one number for each prepended axis."""
+        """Return index arrays of the same elements in the global tensor, with one number for each prepended axis."""
         local = self.local_coordinates()
         return (*self._before(), *(index + start for index, (start, _) in zip(local, self._axes(), strict=True)))
 
     def local_chunk_offset_in_global(self) -> Shape:
-        """The index of this part in the grid of parts."""
+        """Return the index of this part in the grid of parts."""
         return (*self._before(), *(start // extent if extent else 0 for start, extent in self._axes()))
 
     def max_allowed_chunks(self) -> Shape:
-        """``global_shape // axis_fragmentations``.
+        """Return ``global_shape // axis_fragmentations``.
 
         Raises CheckpointingException for an axis that does not divide, unless ``allow_shape_mismatch``, and for an
         uneven cut.
@@ -352,7 +352,7 @@ def _checked(key: str, triple: Sequence[int], dims: int) -> Sequence[int]:
 
 @dataclass
 class ShardedObject(ShardedBase):
-    """One shard of an object. Shards are never cut anew; each loads as it was saved.
+    """One shard of an object. A load never reshards objects: each shard loads as it was saved.
 
     ``global_shape``: the number of shards along each axis. ``global_offset``: the index of this shard. Raises
     CheckpointingException if they differ in length.
@@ -389,7 +389,7 @@ class ShardedObject(ShardedBase):
             separator = ""
             offset = shape = ()
         if not separator:
-            raise CheckpointingException(f"{unique_key!r} names no shard of an object", key=unique_key)
+            raise CheckpointingException(f"{unique_key!r} does not name a shard of an object", key=unique_key)
         if len(shape) + 1 == len(offset):
             shape += (-1,)  # old versions of Megatron cut off the last number
         return cls(key, None, shape, offset, replica_id)
@@ -443,7 +443,7 @@ class LocalNonpersistentObject:
         self.obj = obj
 
     def unwrap(self) -> Any:
-        """The value."""
+        """Return the value."""
         return self.obj
 
 

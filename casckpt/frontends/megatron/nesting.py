@@ -30,12 +30,12 @@ def _items(x: Nested) -> Iterable[tuple[Key, Any]]:
 
 
 def nested_values(x: Nested) -> Iterator[Any]:
-    """All leaves, in order. Empty containers have none."""
+    """Return all leaves, in order. Empty containers have none."""
     return (value for _, _, value in nested_items_iter(x))
 
 
 def nested_items_iter(x: Nested) -> Iterator[tuple[Nested, Key, Any]]:
-    """(container, key or index, leaf) of every leaf, in order."""
+    """Return (container, key or index, leaf) of every leaf, in order."""
     for key, value in _items(x):
         if isinstance(value, dict | list):
             yield from nested_items_iter(value)
@@ -97,8 +97,8 @@ def merge(x1: Nested, x2: Nested, key: Path = ()) -> Nested:
     elif isinstance(x1, list) and isinstance(x2, list):
         if len(x1) != len(x2):
             raise CheckpointingException(
-                f"lists of {len(x1)} and of {len(x2)} items cannot be merged, at {key}: a list is either all sharded, "
-                "or all plain, or each of its items has some of both; use a dict"
+                f"lists of {len(x1)} and of {len(x2)} items cannot be merged, at {key}: a list must be sharded or "
+                "plain as a whole, or each of its items must have both; use a dict"
             )
         x1[:] = [merge(value, other, (*key, i)) for i, (value, other) in enumerate(zip(x1, x2, strict=True))]
     else:
@@ -109,7 +109,7 @@ def merge(x1: Nested, x2: Nested, key: Path = ()) -> Nested:
 def extract_matching_values(
     x: Nested, predicate: Callable[[Any], bool], return_lists_as_dicts: bool = False
 ) -> tuple[Nested, Nested]:
-    """(matching leaves, other leaves), each in the hierarchy of ``x``. Containers without such leaves are left out.
+    """Return (matching leaves, other leaves), each in the hierarchy of ``x``, without containers that lack such leaves.
 
     A list that loses items closes the gaps; with ``return_lists_as_dicts`` it becomes a dict by index. An empty
     container in a dict does not match; for one in a list, the predicate decides. Raises CheckpointingException (a
@@ -133,7 +133,7 @@ def extract_matching_values(
 
 
 def diff(x1: Any, x2: Any, prefix: Path = ()) -> tuple[list[Any], list[Any], list[Any]]:
-    """(paths only in ``x1``, paths only in ``x2``, mismatches).
+    """Return (paths only in ``x1``, paths only in ``x2``, mismatches).
 
     A mismatch is (path, type in ``x1``, type in ``x2``). Items that only the longer of two lists has are given by their
     index alone. Tensors are equal if all elements are, sharded values if their data are.

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def _memory(tensor: torch.Tensor | None) -> tuple[int, ...]:
-    """The address of the tensor's elements and its shape; empty for a tensor without memory."""
+    """Return the address of the tensor's elements and its shape; empty for a tensor without memory."""
     local = None if tensor is None else local_of(tensor)
     return () if local is None or not local.numel() or not has_memory(local) else (local.data_ptr(), *local.shape)
 

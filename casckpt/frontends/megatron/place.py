@@ -25,7 +25,7 @@ class StoreRef:
     ref: str
 
     def run_and_step(self) -> tuple[str, int]:
-        """The run and step of the reference. Raises CheckpointingException (an InvalidInput) for another form."""
+        """Return the run and step of the reference. Raises CheckpointingException (an InvalidInput) if it has none."""
         run, separator, step = self.ref.rpartition("@")
         if not separator or not step.isascii() or not step.isdigit():
             raise CheckpointingException(
@@ -37,7 +37,7 @@ class StoreRef:
 
 @lru_cache(maxsize=16)
 def _opened(url: str) -> Store:
-    """One `Store` for each URL. It keeps its caches, and runs its background saves one after the other."""
+    """Return the same `Store` for the same URL, so that it keeps its caches and runs its background saves in turn."""
     return as_store(url)
 
 
@@ -71,5 +71,5 @@ def _store(store: AnyStore) -> Store:
 
 
 def folder_of(checkpoint_dir: CheckpointDir) -> Path | None:
-    """The folder that a checkpoint_dir names, as Megatron itself writes them; None if it names a store."""
+    """Return the folder that a checkpoint_dir names, as Megatron itself writes them; None if it names a store."""
     return None if isinstance(checkpoint_dir, At) or "#" in _text(checkpoint_dir) else Path(checkpoint_dir)

@@ -43,7 +43,7 @@ from casckpt.tensors.values import OfObjects, Shard
 
 
 class AsyncRequest(NamedTuple):
-    """A request with the fields and methods of Megatron-core's. The save runs already; the caller only waits for it.
+    """A request with the fields and methods of Megatron-core's. The save already runs, so the caller only waits for it.
 
     ``async_fn``: a function to run in another process, or None. ``finalize_fns``: functions to call on every rank once
     ``async_fn`` has returned on all ranks. They return when the checkpoint is committed, and raise the error of the
@@ -97,7 +97,7 @@ class Ending:
 
 
 def wait_for_end(path: str) -> None:
-    """Return when the save has ended; at once in the process that runs it, which cannot wait for itself here."""
+    """Wait until the save has ended. In the process that runs the save, return at once."""
     try:
         with open(path, "rb") as file:
             fcntl.lockf(file, fcntl.LOCK_SH)
@@ -171,10 +171,10 @@ def located(checkpoint_dir: CheckpointDir, sharded: Any, common: Any) -> StoreRe
     if sharded in (None, (BACKEND, VERSION)):
         return place_of(checkpoint_dir)
     if isinstance(sharded, tuple | str):
-        raise CheckpointingException(f"sharded_strategy={sharded!r} knows nothing of stores; give None")
+        raise CheckpointingException(f"sharded_strategy={sharded!r} does not support stores; give None")
     raise CheckpointingException(
-        f"a {type(sharded).__name__} is for the save and the load of Megatron-core, which are given a folder; here "
-        "STORE#RUN@STEP says where the checkpoint is: give None as sharded_strategy, or call "
+        f"a {type(sharded).__name__} is for the save and the load of Megatron-core, which take a folder; here "
+        "STORE#RUN@STEP names the checkpoint: give None as sharded_strategy, or call "
         "megatron.core.dist_checkpointing with it"
     )
 
@@ -242,7 +242,7 @@ class Saving:
         return place, replaces
 
     def _samples(self, run: str, step: int) -> Samples | None:
-        """Samples of all replicas, if only main replicas are saved; otherwise the save itself compares replicas."""
+        """Return samples of all replicas if only main replicas are saved. Otherwise the save compares replicas."""
         if self.fully_parallel or self.check_replicas != "sample":
             return None
         filled = [value for value in self.sharded if is_sharded_tensor(value) and value.data is not None]
@@ -264,13 +264,13 @@ class Saving:
         return claims_of(self.sharded)
 
     def _make_room(self, keys: set[str]) -> None:
-        """On rank 0: make the attachments, and rename values of the common part with the key of a sharded value."""
+        """Make the attachments on rank 0, and rename values of the common part that have the key of a sharded value."""
         self.common, notes = set_apart(self.common, keys)
         data = notes.encoded()
         self.files = {CONFIG_NAME: encoded(OURS)} | ({NOTES_NAME: data} if data else {})
 
     def select(self, gathered: Sequence[Claims]) -> list[list[bool]]:
-        """For each rank, the sharded values that it saves: main replicas, and others to share writing or compare."""
+        """Select the sharded values that each rank saves: main replicas, and others to share writing or compare."""
         main = main_regions(gathered) if self.fully_parallel or self.check_replicas == "raise" else set()
 
         def is_selected(claim: Claim) -> bool:
@@ -281,7 +281,7 @@ class Saving:
         return [[is_selected(claim) for claim in claims] for claims in gathered]
 
     def leave_out(self, key: str) -> None:
-        """Do not save the value with this key."""
+        """Leave out the value with this key."""
         pairs = zip(self.sharded, self.selected, strict=True)
         self.selected = [selected and value.key != key for value, selected in pairs]
 
@@ -299,7 +299,7 @@ class Saving:
             )  # fmt: skip
 
     def state(self) -> dict[Any, Any]:
-        """The state for `Store.save`. Raises CheckpointingException for a key that has the form of an object's key."""
+        """Return the state for `Store.save`. Raises CheckpointingException for a key that looks like an object's."""
         shards: dict[str, list[Shard]] = {}
         objects: dict[str, Any] = {}
         for value in itertools.compress(self.sharded, self.selected):
@@ -311,7 +311,7 @@ class Saving:
         for key in map(str, (*shards, *common)):
             if is_object_key(key):
                 raise CheckpointingException(
-                    f"{key!r} has the form of the key of an object, and would be loaded as one; rename it", key=key
+                    f"{key!r} has the form of the key of an object, and would load as one; rename it", key=key
                 )
         return OfObjects({**common, **shards, **objects})
 
@@ -325,13 +325,13 @@ def _packed(common: Any) -> bytes | None:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether the value is a flattened tensor without elements."""
+    """Return whether the value is a flattened tensor without elements."""
     flat = flat_range(value) if is_sharded_tensor(value) else None
     return flat is not None and not flat
 
 
 def _check_lists(x: Nested, path: Path) -> frozenset[str]:
-    """The kinds of values in ``x``. Raises CheckpointingException for a list that no load could put together.
+    """Return the kinds of values in ``x``. Raises CheckpointingException for a list that no load could put together.
 
     A list that mixes kinds is stored in several parts. Each part closes the gaps, so that the indices would be lost.
     """
@@ -354,6 +354,6 @@ def _check_lists(x: Nested, path: Path) -> frozenset[str]:
 def _check_inside(x: Any, path: Path) -> None:
     """Raise CheckpointingException for a sharded or non-persistent value in a tuple, because a tuple is a leaf."""
     if is_sharded_base(x) or is_nonpersistent(x):
-        raise CheckpointingException(f"{path} is a {type(x).__name__} in a tuple, where none is looked for; use a list")
+        raise CheckpointingException(f"{path} is a {type(x).__name__} in a tuple, which is a leaf; use a list")
     for key, value in x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, list | tuple) else ():
         _check_inside(value, (*path, key))

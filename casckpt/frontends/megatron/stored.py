@@ -141,11 +141,11 @@ class MegatronCheckpoint:
         return keys
 
     def inflated(self, values: Mapping[str, Any]) -> dict[Any, Any]:
-        """The state, nested as it was saved, with the leaves in ``values`` (by flat key) and no others."""
+        """Return the state, nested as it was saved, with the leaves in ``values`` (by flat key) and no others."""
         return dict(inflate(self.contents.tree, lambda key, _: values[key], lambda key: key in values))
 
     def tensor_key(self, key: str) -> str | None:
-        """The flat key of a sharded tensor for a key of Megatron's, or None.
+        """Return the flat key of a sharded tensor for a key of Megatron's, or None.
 
         Tensors that `save_model_and_optim_state` wrote are found by Megatron's names of parameters and their state.
         """
@@ -158,7 +158,7 @@ class MegatronCheckpoint:
         return next((name for name in names if name in self.tensors), None)
 
     def object_key(self, wanted: Any) -> str | None:
-        """The flat key of the value for a ShardedObject, or None.
+        """Return the flat key of the value for a ShardedObject, or None.
 
         The value for an object with a single shard may also be plain data that another front end wrote under its key.
         """
@@ -168,7 +168,7 @@ class MegatronCheckpoint:
         return str(wanted.key) if alone and wanted.key not in self.tensors else None
 
     def ask_for(self, request: ReadRequest, key: str) -> Callable[[], Any]:
-        """Request an object, which is a leaf or a container. Returns a function that gives its value after the read."""
+        """Request an object, a leaf or a container. Return a function that returns its value after the read."""
         node = self._nodes.get(key) or find(self.contents.tree, key)
         if node is None or isinstance(node, int):
             label = request.add(key)
@@ -178,7 +178,7 @@ class MegatronCheckpoint:
         return lambda: inflate(node, lambda name, _: request.values[labels[name]], lambda _: True)
 
     def common(self, values: Mapping[str, Any], allow_pickle: bool) -> dict[Any, Any]:
-        """The common part, nested as it was saved, from its leaves by flat key and from common.pt, if there is one."""
+        """Return the common part, nested as it was saved, from common.pt and ``values``: its leaves by flat key."""
         tensors = self.tensors
         tree = inflate(self._without_objects, lambda key, _: values[key], lambda key: key not in tensors)
         named = {self.notes.names.get(key, key): value for key, value in tree.items()}
@@ -217,7 +217,7 @@ def read_values(stored: MegatronCheckpoint, keys: Iterable[str], *, allow_pickle
 
 
 def is_object_key(key: str) -> bool:
-    """Whether the key has the form of the unique key of a shard of an object."""
+    """Return whether the key has the form of the unique key of a shard of an object."""
     return _OBJECT.fullmatch(key) is not None
 
 
@@ -244,7 +244,7 @@ def load_content_metadata(
     preloaded_state_dict: dict[str, Any] | None = None,
     allow_pickle: bool = False,
 ) -> dict[str, Any] | None:
-    """The ``content_metadata`` given to `save`, or None; read from a checkpoint or from a loaded state dict.
+    """Return the ``content_metadata`` given to `save`, or None; read from a checkpoint or from a loaded state dict.
 
     Raises as `load_common_state_dict`.
     """
@@ -263,7 +263,7 @@ def load_plain_tensors(checkpoint_dir: CheckpointDir) -> dict[str, torch.Tensor]
 
 
 def load_tensors_metadata(checkpoint_dir: CheckpointDir, sharded_strategy: Any = None) -> dict[str, ShardedTensor]:
-    """A whole ShardedTensor without data for each sharded tensor, by key, for its shape and dtype."""
+    """Return a whole ShardedTensor without data for each sharded tensor, by key, for its shape and dtype."""
     with checkpointing_errors():
         return tensors_metadata(MegatronCheckpoint.read(place_of(checkpoint_dir)))
 
@@ -280,7 +280,7 @@ def tensors_metadata(stored: MegatronCheckpoint, kind: Any = ShardedTensor) -> d
 def load_sharded_metadata(
     checkpoint_dir: CheckpointDir, sharded_strategy: Any = None, common_strategy: Any = None
 ) -> dict[str, ShardedTensor | ShardedObject]:
-    """As `load_tensors_metadata`, with a ShardedObject without data for each shard of an object, by unique key."""
+    """Return the result of `load_tensors_metadata`, and a ShardedObject without data for each shard, by unique key."""
     with checkpointing_errors():
         stored = MegatronCheckpoint.read(place_of(checkpoint_dir))
         return {**tensors_metadata(stored), **stored.objects}
@@ -303,14 +303,14 @@ def load_sharded_objects(
 
 
 def object_key(stored: MegatronCheckpoint, wanted: Any) -> str:
-    """The flat key of the value for a ShardedObject. Raises ShardedKeyMissing that names key and shard."""
+    """Return the flat key of the value for a ShardedObject. Raises ShardedKeyMissing that names key and shard."""
     key = stored.object_key(wanted)
     if key is None:
         shards = [shard for shard in stored.objects.values() if shard.key == wanted.key]
         have = [f"{shard.global_offset} of {shard.global_shape}" for shard in shards]
         raise ShardedKeyMissing(
             f"{stored.where} lacks the object {wanted.key!r} at {wanted.global_offset} of {wanted.global_shape}; "
-            + (f"it has it at {', '.join(have[:5])}" if have else "it has no object of that key"),
+            + (f"it has the object at {', '.join(have[:5])}" if have else "it has no object of that key"),
             key=wanted.key,
             keys=(wanted.unique_key,),
         )

@@ -1,11 +1,11 @@
-"""Strategies for Megatron-core's own ``save`` and ``load``. Importing this module imports Megatron-core.
+"""Strategies for Megatron-core's own ``save`` and ``load``. An import of this module imports Megatron-core.
 
 The store holds the tensors and objects; ``casckpt.json`` in the folder that Megatron keeps names the checkpoint.
 ``common.pt`` is also an attachment, so that the checkpoint in the store is whole without the folder.
 
 Up to 0.16, Megatron accepts any subclass of its base strategies, and has a registry of strategies for loads. From 0.17
-on, it silently replaces any strategy for saves that is no subclass of its torch_dist strategy. It accepts any object
-with a ``load`` for loads, and uses its own strategy by default. From 0.19 on, the common part is one more object.
+on, it silently replaces any strategy for saves that is not a subclass of its torch_dist strategy. It accepts any object
+with a ``load`` for loads, and uses its own strategy by default. From 0.19 on, the common part is an object too.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _Arguments(SaveArguments):
 
 
 class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] # Megatron-core has no types
-    """Saves into a store: ``dist_checkpointing.save(state, folder, sharded_strategy=CasSaveShardedStrategy(...))``.
+    """A strategy for saves: ``dist_checkpointing.save(state, folder, sharded_strategy=CasSaveShardedStrategy(...))``.
 
     ``run``, ``step``: the run and step of all saves, or functions of the folder. A step of None is the number at the
     end of the folder's name (``iter_0000100``). ``forget_removed``: after a save, forget checkpoints whose folder
@@ -133,7 +133,7 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
     def _prepared(
         self, state: Nested, folder: Path, begin: Callable[[], object] = lambda: None
     ) -> tuple[Saving, _Arguments, Callable[[], None]]:
-        """This rank's part, the arguments of `Store.save`, and a function to call after the save.
+        """Return this rank's part, the arguments of `Store.save`, and a function to call after the save.
 
         ``begin``: called on each rank. All ranks raise its errors.
         """
@@ -168,16 +168,16 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         return saving, given, finish
 
     def _warn_of_classes(self, common: Sequence[_Common]) -> None:
-        """Warn once of classes that a load elsewhere will need."""
+        """Warn once about the classes that a load in another program needs."""
         for part in () if self._warned else common:
             self._warned = True
             classes = classes_to_register(part.file)
             if classes:
                 log.warning(
-                    "common.pt holds %s, at %s: a load by Megatron-core takes what it registers; one by "
-                    "casckpt.frontends.megatron needs megatron.core imported for that, allow_pickle=True for the rest",
+                    "common.pt holds %s, at %s: a load by Megatron-core accepts its registered classes; one by "
+                    "casckpt.frontends.megatron needs megatron.core for these, and allow_pickle=True for others",
                     ", ".join(classes),
-                    ", ".join(places_of(part.file, classes)) or "places that cannot be told",
+                    ", ".join(places_of(part.file, classes)) or "unknown places",
                 )
 
     def _step(self, folder: Path) -> int:
@@ -199,7 +199,7 @@ class _Common(NamedTuple):
 
 
 def _common(state: Nested, folder: Path) -> list[_Common]:
-    """The common part in a list; an empty list if the strategy is called directly, without a common part."""
+    """Return the common part in a list; an empty list if the strategy is called directly, without a common part."""
     path = folder / COMMON_NAME
     if _COMMON_KEY not in state or (_WRITES_COMMON and path.exists()):
         return [_Common(path.read_bytes(), handed_over=False)] if path.exists() else []
@@ -217,7 +217,7 @@ def _point(ranks: Ranks, folder: Path, place: StoreRef, common: Sequence[_Common
 
 
 def _request_class(async_strategy: str) -> Any:
-    """The request class of the queue. Megatron passes "nvrx" by default, even without that extension."""
+    """Return the request class of the queue. Megatron passes "nvrx" by default, even without that extension."""
     if async_strategy == "nvrx":
         with suppress(ImportError):
             from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest
@@ -227,7 +227,7 @@ def _request_class(async_strategy: str) -> Any:
 
 
 class CasLoadShardedStrategy:
-    """Loads from a store: ``dist_checkpointing.load(state, folder, sharded_strategy=CasLoadShardedStrategy())``.
+    """A strategy for loads: ``dist_checkpointing.load(state, folder, sharded_strategy=CasLoadShardedStrategy())``.
 
     ``store``: None for the store that ``casckpt.json`` in the folder names. ``fully_parallel`` and ``options``: see
     `casckpt.frontends.megatron.load`.

@@ -81,7 +81,7 @@ def install(
     ``allow_pickle`` holds for loads too. Raises Conflict if it is installed already.
     """
     if _installed:
-        raise Conflict("Megatron-core saves into a store already; call undo() of what install() gave you")
+        raise Conflict("Megatron-core already saves into a store; call undo() on the result of install()")
     step_of = _iteration if step is None else step
     saves = CasSaveShardedStrategy(
         store, run=partial(_run_of, run), step=cast(StepOf, step_of), fully_parallel=fully_parallel,
@@ -103,7 +103,7 @@ def install(
 
 
 class _Loads(CasLoadShardedStrategy):
-    """Loads from the store that a folder names, even another training's, with the same demand for signatures."""
+    """A strategy that loads from the store that a folder names, with the same required signatures."""
 
     def _place(self, folder: Folder) -> StoreRef:
         url, ref = pointed_at(folder)

@@ -50,7 +50,7 @@ def _figure(height: float, salt: str) -> Iterator[tuple[Figure, Axes, list[str]]
 
 
 def _bare(svg: str) -> str:
-    """Remove what only a separate file needs, and use the colour of the page's text."""
+    """Remove the parts that only a separate file needs, and use the colour of the page's text."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg [^>]*?)width="[\d.]+pt" height="[\d.]+pt"', r"\1", svg)
@@ -69,7 +69,7 @@ _AS_SIZE = FuncFormatter(lambda value, _: format_size(int(value)).replace(".0 ",
 
 
 def thinned(count: int, most: int = POINTS) -> list[int]:
-    """The indices to draw: evenly spaced, including the first and the last."""
+    """Return the indices to draw: evenly spaced, including the first and the last."""
     if count <= most:
         return list(range(count))
     return [round(place * (count - 1) / (most - 1)) for place in range(most)]

@@ -31,7 +31,7 @@ _NAMED: Final = 20  # damaged objects in the list
 
 @dataclass(frozen=True)
 class _Content:
-    """All that a page shows."""
+    """The content of a page."""
 
     url: str
     usage: StoreUsage
@@ -53,7 +53,7 @@ def write_report(store: Store, path: str | os.PathLike[str]) -> int:
 
 
 def page(store: Store) -> str:
-    """The report of ``store`` as HTML, below 300 KB. Raises NotFound, Unsupported, StorageError."""
+    """Return the report of ``store`` as HTML, below 300 KB. Raises NotFound, Unsupported, StorageError."""
     usage = store.report()
     history = store.history([run.run for run in usage.runs[:RUNS]])
     of_runs = {run.run: store.heat(_of_run(history.added, run.run)) for run in usage.runs[:CLOSER]}
@@ -64,7 +64,7 @@ def page(store: Store) -> str:
 
 
 def _rules(store: Store) -> Sequence[RuleUsage]:
-    """What some rules would free, each by itself; nothing if damage prevents that, which the page shows."""
+    """Return the bytes that some rules would free, each alone; an empty list if damage prevents that."""
     try:
         return store.footprint(keep_last=3, keep_daily=7, keep_weekly=8, keep_monthly=12).rules
     except (Damaged, Refused):
@@ -112,7 +112,7 @@ def _growth(content: _Content) -> str:
         return '<section class="card"><h2>Growth</h2><p>There are no checkpoints.</p></section>'
     logical = list(accumulate(entry.commit.committed.bytes_total for entry in added))
     stored = list(accumulate(entry.bytes_added for entry in added))
-    text = "What all checkpoints so far take, and what they would take one by one."
+    text = "The size of all checkpoints so far in the store, and their size one by one."
     return _card("Growth", charts.growth(logical, stored), text)
 
 
@@ -121,7 +121,7 @@ def _runs(content: _Content) -> str:
     if not any(run.bytes_used for run in shown):
         return ""
     more = len(content.usage.runs) - len(shown)
-    text = "What they take." if more <= 0 else f"The largest; {more} more are not shown."
+    text = "The size of each run." if more <= 0 else f"The largest; {more} more are not shown."
     return _card("Runs", charts.side_by_side(shown), text)
 
 
@@ -132,7 +132,7 @@ def _closer(content: _Content) -> Iterable[str]:
             steps = [entry.commit.step for entry in of_run]
             sizes = [entry.commit.committed.bytes_total for entry in of_run]
             drawn = charts.run_growth(run.run, steps, sizes, [entry.bytes_added for entry in of_run])
-            yield _card(f"{run.run}: each checkpoint", drawn, "Its size, and how much of it no earlier checkpoint had.")
+            yield _card(f"{run.run}: each checkpoint", drawn, "Its size, and the part that no earlier checkpoint had.")
         if run.run in content.heats:
             drawn = charts.heat_map(run.run, content.heats[run.run])
             yield _card(
@@ -146,7 +146,7 @@ def _health(content: _Content) -> str:
     usage, freed = content.usage, content.usage.freed
     rows = [
         f"A gc without rules would free {format_size(freed.now)} now, and {format_size(freed.later)} later.",
-        "Later means once what is forgotten can no longer be restored.",
+        "Later means after the purge of forgotten checkpoints.",
         f"{format_size(usage.bytes_unneeded)} belong to no live checkpoint: leftovers, and saves in progress.",
         f"Several runs share {format_size(usage.bytes_shared)}.",
     ]

@@ -20,7 +20,7 @@ _LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Return whether only this machine reaches an address."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
@@ -28,7 +28,7 @@ def is_loopback(host: str) -> bool:
 
 
 def tokens_in(text: str, where: str) -> frozenset[str]:
-    """The tokens of a file, one a line. Raises InvalidInput if there is none, or one that no header can hold."""
+    """Return the tokens of a file, one a line. Raises InvalidInput if there is none, or one that no header can hold."""
     tokens = frozenset(line.strip() for line in text.splitlines() if line.strip())
     if not tokens:
         raise InvalidInput(f"{where} holds no token; write tokens into it, one a line")
@@ -72,7 +72,7 @@ class Guard:
 
 
 def _given(header: str) -> str | None:
-    """The token of a header: a Bearer token, or the password that a browser sends."""
+    """Return the token of a header: a Bearer token, or the password that a browser sends."""
     kind, _, value = header.partition(" ")
     if kind.lower() == "bearer":
         return value.strip()

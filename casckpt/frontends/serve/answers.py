@@ -16,30 +16,30 @@ class Refusal(Exception):
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
     def response(self) -> Response:
-        """The response to send."""
+        """Return the response to send."""
         code = {"X-Error-Code": self.code} if self.code else {}
         headers = {"X-Error-Message": one_line(str(self)), **code, **self.headers}
         return JSONResponse({"error": str(self)}, self.status, headers=headers)
 
 
 def no_repository(repo: str) -> Refusal:
-    """The response for a run that does not exist."""
+    """Return the response for a run that does not exist."""
     return Refusal(404, "RepoNotFound", f"there is no run {repo!r:.200} in this store; / lists them")
 
 
 def no_revision(repo: str, revision: str) -> Refusal:
-    """The response for a checkpoint that the run does not have."""
+    """Return the response for a checkpoint that the run does not have."""
     message = f"{repo!r:.200} has no revision {revision!r:.120}; give a step, a tag, latest, main or an id"
     return Refusal(404, "RevisionNotFound", message)
 
 
 def no_file(path: str, commit: str) -> Refusal:
-    """The response for a file that a checkpoint does not have. Clients cache it for the ``commit``."""
+    """Return the response for a file that a checkpoint does not have. Clients cache it for the ``commit``."""
     return Refusal(404, "EntryNotFound", f"there is no file {path!r:.200} in this checkpoint", X_Repo_Commit=commit)
 
 
 def refusal_of(error: CasckptError) -> Refusal:
-    """The response for an error of the store. It is never 429 or 503 for an error that a retry does not solve."""
+    """Return the response for an error of the store. Only errors that a retry may solve give 429 or 503."""
     if isinstance(error, Damaged):
         return Refusal(500, "", str(error))
     if isinstance(error, Unsigned):

@@ -39,7 +39,7 @@ _STYLE = (
 
 
 def page_of(url: str, endpoint: str, repos: Mapping[str, Sequence[Checkpoint]], tags: Mapping[str, Checkpoint]) -> str:
-    """The page with all runs. ``endpoint``: the URL of this server."""
+    """Return the page with all runs. ``endpoint``: the URL of this server."""
     runs = "".join(_run(repo, of_run, tags) for repo, of_run in repos.items()) or "<p>There is no checkpoint yet.</p>"
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
@@ -80,7 +80,7 @@ log = logging.getLogger("casckpt.frontends.serve")
 
 
 def app_of(hub: Hub, *, tokens: frozenset[str] | None, checks_host: bool = True, slow_seconds: float = 30.0) -> ASGIApp:
-    """The ASGI application for a hub. ``tokens``, ``checks_host``: see `Guard`; ``slow_seconds``: see `Desk`."""
+    """Return the ASGI application for a hub. ``tokens``, ``checks_host``: see `Guard`; ``slow_seconds``: see `Desk`."""
 
     @asynccontextmanager
     async def desk(app: Starlette) -> AsyncIterator[None]:
@@ -112,7 +112,7 @@ async def _page(hub: Hub, request: Request) -> Response:
 
 
 async def _report(request: Request) -> Response:
-    """The report of `casckpt report -o`."""
+    """Return the report of `casckpt report -o`."""
     desk: Desk = request.app.state.desk
     return HTMLResponse(await desk.charts(), headers=_CHARTS)
 
@@ -141,7 +141,7 @@ def _redirected(commit: str, parts: Sequence[str]) -> Response:
 
 
 def _api_call(hub: Hub, request: Request, parts: Sequence[str]) -> Callable[[], Any]:
-    """The call that answers a request about models."""
+    """Return the call that answers a request about models."""
     if not any(parts):
         return partial(hub.models, request.query_params.get("search", ""))
     repo, verb, rest = _cut(parts, _VERBS)
@@ -178,7 +178,7 @@ def _read_only() -> Refusal:
 
 
 async def _body(request: Request) -> bytes:
-    """The body of a request. Raises Refusal for one that is too large or takes too long."""
+    """Return the body of a request. Raises Refusal for one that is too large or takes too long."""
     body = bytearray()
     try:
         async with asyncio.timeout(_BODY_SECONDS):
@@ -220,12 +220,12 @@ def _file(request: Request, folder: ServedFolder, file: File) -> Response | Rang
 
 
 def _names(condition: str, etag: str) -> bool:
-    """Whether a condition names this file. "*" names any."""
+    """Return whether a condition names this file. "*" names any."""
     return condition.strip() == "*" or etag in condition
 
 
 def _parts(request: Request) -> list[str]:
-    """The parts of the path, decoded one by one, so that an encoded slash separates nothing. Raises Refusal."""
+    """Return the parts of the path, decoded one by one, so that an encoded slash separates nothing. Raises Refusal."""
     raw: bytes = request.scope["raw_path"]
     try:
         parts = [unquote_to_bytes(part).decode() for part in raw.split(b"/")[1:]]
@@ -237,7 +237,7 @@ def _parts(request: Request) -> list[str]:
 
 
 def _cut(parts: Sequence[str], verbs: Sequence[str]) -> tuple[str, str, Sequence[str]]:
-    """The repository that a path begins with, the verb that follows ("" if none does), and the rest."""
+    """Return the repository that a path begins with, the verb that follows ("" if none does), and the rest."""
     for count in (1, 2):
         if len(parts) > count and parts[count] in verbs:
             return "/".join(parts[:count]), parts[count], parts[count + 1 :]

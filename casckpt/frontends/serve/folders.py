@@ -1,7 +1,7 @@
 """The files of a checkpoint on a hub, planned from the manifest alone, their ETags, and the ranges of a request.
 
-An ETag is a hash of the first bytes of a file and of the digests of its cells. So it needs no read of data, and stays
-the same as long as the tensors of the file stay the same.
+An ETag is a hash of the first bytes of a file and of the digests of its cells. It needs no read of data. It changes
+only if the tensors of the file change.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FileSpan(NamedTuple):
 
 
 def parse_range(header: str | None, size: int) -> FileSpan | None:
-    """The bytes that a Range header asks for, of a file of ``size`` bytes; None for the whole file.
+    """Return the bytes that a Range header asks for, of a file of ``size`` bytes; None for the whole file.
 
     For several ranges, other units and malformed headers it is the whole file, which RFC 9110 (14.2) allows. Raises
     Unsatisfiable.
@@ -95,13 +95,13 @@ class FileMap:
         return len(self._head) + self._begins[-1]
 
     def wanted(self, span: FileSpan) -> RequestedRange:
-        """The fewest whole elements that contain the bytes ``span``."""
+        """Return the fewest whole elements that contain the bytes ``span``."""
         start, stop = (max(at - len(self._head), 0) for at in span)
         sources, skip = self._elements(start, stop)
         return RequestedRange(self._head[span.start : span.stop], sources, skip)
 
     def _elements(self, start: int, stop: int) -> tuple[list[EntrySlice], int]:
-        """The elements that hold bytes [start, stop) of the data, and how many bytes of the first lie before."""
+        """Return the elements that hold bytes [start, stop) of the data, and how many bytes of the first lie before."""
         if start >= stop:
             return [], 0
         first, last = bisect_right(self._begins, start) - 1, bisect_left(self._begins, stop)
@@ -159,13 +159,13 @@ class ServedFolders:
     _making: Sequence[threading.Lock] = field(default_factory=lambda: [threading.Lock() for _ in range(_KEPT)])
 
     def held(self, commit: str) -> ServedFolder | None:
-        """The folder of the checkpoint whose id begins with ``commit``, if it is in memory."""
+        """Return the folder of the checkpoint whose id begins with ``commit``, if it is in memory."""
         with self._lock:
             return next((folder for id, folder in self._held.items() if id.startswith(commit)), None)
 
     def of(self, checkpoint: Checkpoint) -> ServedFolder:
-        """The folder of a checkpoint. Raises InvalidInput for what safetensors cannot hold, and what a load raises."""
-        with self._making[hash(checkpoint.id) % _KEPT]:  # of several requests, one plans the folder
+        """Return the folder of a checkpoint. Raises as a load, and InvalidInput if safetensors cannot hold a value."""
+        with self._making[hash(checkpoint.id) % _KEPT]:  # only one of several requests plans the folder
             folder = self.held(checkpoint.id)
             if folder is None or _place(folder.checkpoint) != _place(checkpoint):  # a forged record may name any id
                 folder = self._made(checkpoint)
@@ -177,7 +177,7 @@ class ServedFolders:
         return folder
 
     def drop(self, folder: ServedFolder) -> None:
-        """Forget a folder whose bytes could not be read, so that the next request plans it anew."""
+        """Drop a folder whose bytes could not be read, so that the next request plans it again."""
         with self._lock:
             self._held.pop(folder.checkpoint.id, None)
 
@@ -200,7 +200,7 @@ class ServedFolders:
         try:
             return FolderPlan(self.store, checkpoint, Rules(model=True))
         except (InvalidInput, MissingKey) as error:
-            log.info("%s is served with all tensors under their keys: %s", checkpoint, error)
+            log.info("casckpt serves %s with all tensors under their keys: %s", checkpoint, error)
             return FolderPlan(self.store, checkpoint, Rules())
 
     def _own_rules(self, checkpoint: Checkpoint) -> Rules | None:
@@ -215,7 +215,7 @@ def _place(checkpoint: Checkpoint) -> tuple[str, int]:
 
 
 def _attached(contents: Contents, name: str) -> FileLayout:
-    """An attachment: a small one with its bytes, a large one as an entry."""
+    """Return an attachment: a small one with its bytes, a large one as an entry."""
     attached = contents.attachments[name]
     if isinstance(attached, StoredObject):
         return FileLayout(name, contents.manifest.data(attached), ())
@@ -223,7 +223,7 @@ def _attached(contents: Contents, name: str) -> FileLayout:
 
 
 def etag_of(manifest: Manifest, file: FileLayout) -> str:
-    """A hash of the content of a file, from the digests in the manifest. Raises what reading a manifest raises."""
+    """Return a hash of the content of a file, from the digests in the manifest. Raises as a read of a manifest."""
     hasher = Hasher()
     _add(hasher, _ETAG_OF, file.head)
     for tensor in file.tensors:

@@ -35,12 +35,12 @@ class Hub:
     """
 
     def __init__(self, store: Store, *, rules: Rules | None = None, max_shard_size: int = MAX_SHARD_SIZE) -> None:
-        plan_shards((), max_shard_size)  # so that a bad size is refused now, and not at each request
+        plan_shards((), max_shard_size)  # raises an error for a bad size now, and not at each request
         self.store = store
         self.folders = ServedFolders(store, rules, max_shard_size)
 
     def repos(self) -> dict[str, list[Checkpoint]]:
-        """The visible checkpoints of each repository, oldest first. The repository saved to last comes first."""
+        """Return the visible checkpoints of each repository, oldest first. The repository saved to last comes first."""
         by_run = grouped(self._checkpoints(), lambda checkpoint: checkpoint.run)
         of_repo: dict[str, list[Checkpoint]] = {}
         for run in sorted(by_run, key=lambda run: (run != repo_of(run), run)):  # as `run_of` chooses
@@ -48,7 +48,7 @@ class Hub:
         return dict(sorted(of_repo.items(), key=lambda item: item[1][-1].created_at, reverse=True))
 
     def tags(self) -> dict[str, Checkpoint]:
-        """The tags of the store without leases, which come and go with downloads."""
+        """Return the tags of the store without leases, which come and go with downloads."""
         return {name: tagged for name, tagged in self.store.tags().items() if not _LEASE.fullmatch(name)}
 
     def _checkpoints(self) -> list[Checkpoint]:
@@ -58,7 +58,7 @@ class Hub:
             return []
 
     def run(self, repo: str) -> str:
-        """The run of a repository, which need not exist."""
+        """Return the run of a repository, which need not exist."""
         return run_of(repo, self._runs())
 
     def _runs(self) -> Iterator[str]:
@@ -66,7 +66,7 @@ class Hub:
         yield from sorted({checkpoint.run for checkpoint in self._checkpoints()})
 
     def checkpoint(self, repo: str, revision: str) -> Checkpoint:
-        """The checkpoint that a revision of a repository names now."""
+        """Return the checkpoint that a revision of a repository names now."""
         run = self.run(repo)
         if not is_of(run, repo):
             raise no_repository(repo)
@@ -82,14 +82,14 @@ class Hub:
         raise no_repository(repo)
 
     def folder(self, repo: str, revision: str) -> ServedFolder:
-        """The files of a revision. A revision that is an id is looked up only once."""
+        """Return the files of a revision. A revision that is an id is looked up only once."""
         held = self.folders.held(revision) if _COMMIT.fullmatch(revision) else None
         if held is not None and is_of(held.checkpoint.run, repo):
             return held
         return self.folders.of(self.checkpoint(repo, revision))
 
     def file(self, repo: str, revision: str, path: str) -> tuple[ServedFolder, File]:
-        """One file of a revision."""
+        """Return one file of a revision."""
         folder = self.folder(repo, revision)
         if path not in folder.files:
             raise no_file(path, commit_of(folder.checkpoint.id))
@@ -114,7 +114,7 @@ class Hub:
         }  # fmt: skip
 
     def refs(self, repo: str) -> Json:
-        """The branch of a repository, `main`, and its tags: its steps, and the tags of the store."""
+        """Return the branch of a repository, `main`, and its tags: its steps, and the tags of the store."""
         newest, run = self.checkpoint(repo, MAIN), self.run(repo)
         steps = {str(checkpoint.step): checkpoint for checkpoint in self.store.checkpoints(run)}
         of_store = {name: tagged for name, tagged in self.tags().items() if tagged.run == run and name not in steps}
@@ -122,14 +122,14 @@ class Hub:
         return {"branches": [_ref("heads", MAIN, newest)], "converts": [], "tags": tags, "pullRequests": []}
 
     def commits(self, repo: str, revision: str) -> list[Json]:
-        """A revision and all checkpoints of the run that were saved before it, newest first."""
+        """Return a revision and all checkpoints of the run that were saved before it, newest first."""
         last = self.checkpoint(repo, revision)
         until = [earlier for earlier in self.store.checkpoints(last.run) if earlier.created_at <= last.created_at]
         every = until if last in until else [*until, last]
         return [{**_commit(saved), "message": "", "authors": [{"user": "casckpt"}]} for saved in reversed(every)]
 
     def tree(self, repo: str, revision: str, path: str, *, recursive: bool, expand: bool) -> list[Json]:
-        """The files of a folder of a revision, and its folders."""
+        """Return the files of a folder of a revision, and its folders."""
         folder = self.folder(repo, revision)
         prefix = f"{path}/" if path else ""
         below = [file for file in folder.files.values() if file.name.startswith(prefix)]
@@ -139,7 +139,7 @@ class Hub:
         return [entry | _last(folder, expand=expand) for entry in listed]
 
     def paths(self, repo: str, revision: str, paths: Sequence[str], *, expand: bool) -> list[Json]:
-        """The files and folders of a revision that are among ``paths``."""
+        """Return the files and folders of a revision that are among ``paths``."""
         folder = self.folder(repo, revision)
         every = {entry["path"]: entry for entry in _entries(list(folder.files.values()), "")}
         return [every[path] | _last(folder, expand=expand) for path in dict.fromkeys(paths) if path in every]

@@ -39,7 +39,7 @@ class _Held:
 
 
 class Leases:
-    """The leases of a server. If none can be taken, as with read-only credentials, it logs that and serves without."""
+    """The leases of a server. Without write access to the store, the server logs that and serves without leases."""
 
     def __init__(self, store: Store, linger: float = LINGER_SECONDS) -> None:
         self._store, self._linger = store, linger
@@ -78,7 +78,7 @@ class Leases:
                 log.info("%s is sent without a lease: %s", checkpoint, error)
             except CasckptError as error:
                 level = logging.DEBUG if self._has_warned else logging.WARNING
-                log.log(level, "no lease can be taken, so a gc may delete what is being sent: %s", error)
+                log.log(level, "no lease can be taken, so a gc may delete data that is being sent: %s", error)
                 self._has_warned = True
             return taken.pop_all()
 

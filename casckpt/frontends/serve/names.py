@@ -27,7 +27,7 @@ _TAG = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
 
 
 def is_repo(run: str) -> bool:
-    """Whether hub clients accept the name of a run as the name of a repository."""
+    """Return whether hub clients accept the name of a run as the name of a repository."""
     parts = run.split("/")
     plain = all(_PART.fullmatch(part) and part.lower() not in _RESERVED for part in parts)
     fits = len(parts) <= 2 and not run.startswith(NAMESPACE) and not run.endswith(".git")
@@ -35,7 +35,7 @@ def is_repo(run: str) -> bool:
 
 
 def repo_of(run: str) -> str:
-    """The repository of a run: its name, or, if clients do not accept that, a similar name with a part of its hash.
+    """Return the repository of a run: its name, or a similar name with a part of its hash if clients refuse the name.
 
     The name of the repository never changes and does not depend on other runs.
     """
@@ -46,7 +46,7 @@ def repo_of(run: str) -> str:
 
 
 def run_of(repo: str, runs: Iterable[str]) -> str:
-    """The run of a repository. A run with exactly this name is preferred.
+    """Return the run of a repository. A run with exactly this name is preferred.
 
     ``runs``: all runs; iterated only if the name may belong to another run.
     """
@@ -58,12 +58,12 @@ def run_of(repo: str, runs: Iterable[str]) -> str:
 
 
 def is_of(run: str, repo: str) -> bool:
-    """Whether ``repo`` is the repository of a run."""
+    """Return whether ``repo`` is the repository of a run."""
     return repo_of(run) == repo.removeprefix(NAMESPACE)
 
 
 def reference(run: str, revision: str) -> str | None:
-    """The casckpt reference for a revision of a run; None for one that is no valid name.
+    """Return the casckpt reference for a revision of a run; None for one that is no valid name.
 
     ``main`` and ``latest`` are the newest checkpoint, a number is a step, 40 or 64 hex digits are an id, anything else
     is a tag.
@@ -78,5 +78,5 @@ def reference(run: str, revision: str) -> str | None:
 
 
 def commit_of(id: str) -> str:
-    """The id of a checkpoint as a commit hash of a hub."""
+    """Return the id of a checkpoint as a commit hash of a hub."""
     return id[:COMMIT_DIGITS]

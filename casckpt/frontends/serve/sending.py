@@ -54,7 +54,7 @@ class RangeReader:
         self._windows = self._plan(span, wanted)
 
     def next(self) -> Window | None:
-        """The next window, in order; None at the end."""
+        """Return the next window, in order; None at the end."""
         return next(self._windows, None)
 
     def _plan(self, span: FileSpan, wanted: RequestedRange) -> Iterator[Window]:
@@ -71,7 +71,7 @@ class RangeReader:
         return buffer[window.skip : window.skip + window.stop - window.start]
 
     def _extents(self, sources: list[EntrySlice]) -> dict[int, ExtentTable]:
-        """The extents of these entries. They are kept for the next window, which often has the same tensor."""
+        """Return the extents of these entries. They are kept for the next window, which often has the same tensor."""
         manifest, held = self._folder.manifest, self._tables
         wanted = {source.entry.number for source in sources}
         manifest.ready(wanted - held.keys(), ())
@@ -95,7 +95,7 @@ T = TypeVar("T")
 
 
 class Desk:
-    """What all responses share: threads, memory, leases. ``slow_seconds``: the time limit for sending a window."""
+    """The threads, memory and leases of all responses. ``slow_seconds``: the time limit for sending a window."""
 
     def __init__(self, store: Store, folders: ServedFolders, *, slow_seconds: float = 30.0) -> None:
         self.store, self.folders, self.slow_seconds = store, folders, slow_seconds
@@ -111,15 +111,15 @@ class Desk:
         self._others = ThreadPoolExecutor(_ASIDE, "casckpt-serve")
 
     async def ask(self, call: Callable[[], T]) -> T:
-        """Call something quick, which may wait for the storage, in a thread."""
+        """Run a quick call in a thread. It may wait for the storage."""
         return await asyncio.get_running_loop().run_in_executor(self._others, call)
 
     async def read(self, call: Callable[[], T]) -> T:
-        """Call something that reads much data in a thread."""
+        """Run a call that reads much data in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, call)
 
     async def charts(self) -> str:
-        """The report as a page. It is drawn once for all requests of `CHARTS_SECONDS`. Raises what `page` raises."""
+        """Return the report as a page, and reuse it for `CHARTS_SECONDS`. Raises as `page`."""
         if self._charts is None:
             self._charts = asyncio.ensure_future(self.ask(partial(_drawn, self.store)))
             self._charts.add_done_callback(self._keep_charts)
@@ -203,7 +203,7 @@ class _Slow(Exception):
 
 
 class RangeResponse:
-    """Sends bytes ``span`` of a file. If the first window cannot be read, the status says so."""
+    """A response with the bytes ``span`` of a file. If the first window cannot be read, it has an error status."""
 
     def __init__(
         self, desk: Desk, folder: ServedFolder, file: File, span: FileSpan, headers: Mapping[str, str]
@@ -224,13 +224,13 @@ class RangeResponse:
             how = "sent" if self._sent == self._span.stop - self._span.start else "the client left after"
             log.info("%s: %s %s in %.2f s", self._what(scope), how, format_size(self._sent), monotonic() - began)
         except _Slow:
-            log.warning("%s: ended after %d bytes: the client does not read", self._what(scope), self._sent)
+            log.warning("%s: stopped after %d bytes: the client does not read", self._what(scope), self._sent)
             _abort(scope)
         except CasckptError as error:
             if isinstance(error, Damaged | Gone):
                 desk.note_wrong(self._folder, self._file, self._span.start + self._sent, error)
             if self._begun:
-                log.error("%s: ended short after %d bytes: %s", self._what(scope), self._sent, error)
+                log.error("%s: failed after %d bytes: %s", self._what(scope), self._sent, error)
                 return
             log.error("%s: %s", self._what(scope), error)
             await refusal_of(error).response()(scope, receive, send)
@@ -279,14 +279,14 @@ class RangeResponse:
         return self._join(reader, window)
 
     def _key(self, window: Window) -> object:
-        """The key by which responses share windows. A slow response shares none, since it would hold them too long."""
+        """Return the key by which responses share windows. A slow response shares none, because it would block them."""
         return object() if self._is_slow else (self._folder.checkpoint.id, self._file.etag, window.start, window.stop)
 
     def _has_room(self, window: Window) -> bool:
         return self._key(window) in self._desk.windows or not (self._is_slow or self._desk.slots.locked())
 
     async def _join(self, reader: RangeReader, window: Window | None) -> _Held | None:
-        """A window in memory, shared with other responses or read now; None at the end."""
+        """Return a window in memory, shared with other responses or read now; None at the end."""
         if window is None:
             return None
         windows, key = self._desk.windows, self._key(window)

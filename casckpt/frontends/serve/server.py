@@ -118,13 +118,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def endpoint_of(host: str, listening: socket.socket) -> str:
-    """The URL of the server."""
+    """Return the URL of the server."""
     name = f"[{host}]" if ":" in host else host
     return f"http://{name}:{listening.getsockname()[1]}"
 
 
 def server_of(app: ASGIApp) -> uvicorn.Server:
-    """The server for an application. ``run(sockets=[...])`` serves until the process gets a signal to end."""
+    """Return the server for an application. ``run(sockets=[...])`` serves until the process gets a signal to end."""
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # casckpt logs errors itself
     config = uvicorn.Config(
         app, http=_connections(), ws="none", loop="asyncio", log_config=None, access_log=False, server_header=False,

@@ -38,7 +38,7 @@ class Ways(NamedTuple):
     choices: int
 
     def of(self, name: str) -> int:
-        """The most attempts of a match with ``name``."""
+        """Return the most attempts of a match with ``name``."""
         return comb(len(name) + self.repeats, self.repeats) * self.choices
 
 
@@ -75,7 +75,7 @@ class BoundedMatch:
     """
 
     def __init__(self, where: str, patterns: Collection[str], replacements: Iterable[str]) -> None:
-        """Raises InvalidInput, naming ``where``, for an expression that is not bounded, or a name that is too long."""
+        """Check the patterns. Raises InvalidInput for an unbounded expression or a name that is too long."""
         try:
             self._ways = {pattern: ways(pattern) for pattern in patterns}
         except InvalidInput as error:
@@ -97,8 +97,8 @@ class BoundedMatch:
 
 def _refused(where: str, why: str) -> InvalidInput:
     return InvalidInput(
-        f"{where} was saved with the checkpoint, and is not used: {why}. Simplify it, or start casckpt serve with "
-        "--view FILE, which has no such limits"
+        f"{where} was saved with the checkpoint, and serve cannot use it: {why}. Simplify it, or start casckpt "
+        "serve with --view FILE, which has no such limits"
     )
 
 
@@ -144,7 +144,7 @@ def _check(where: str, name: str, value: Any) -> None:
     if kind is None:
         raise InvalidInput(f"{where} has the unknown field {name!r:.80}; the fields are {_names()}")
     if type(value) is not kind or not all(map(_is_text, value if kind is list else ())):
-        raise InvalidInput(f"{where}: {name} is {value!r:.80}; see docs/serving.md for what it may be")
+        raise InvalidInput(f"{where}: {name} is {value!r:.80}; see docs/serving.md for its values")
     if kind is dict:
         compiled(value, f"{where}: ")
     if name == "rename" and not all(map(_is_text, value.values())):

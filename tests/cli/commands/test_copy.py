@@ -29,7 +29,7 @@ def test_copy_copies_and_lists_missing_checkpoints(run: Run, as_json: AsJson, sa
     assert ([one["step"] for one in found["copied"]], found["made_store"]) == ([1, 2, 3], True)
     assert "copied b@1" in run("copy", saved, there).output
     assert planned["bytes_copied"] == sum(path.stat().st_size for path in there.rglob("*.safetensors"))
-    assert "copied 0 checkpoints, 0 B; 4 checkpoints there already" in run("copy", saved, there).output
+    assert "copied 0 checkpoints, 0 B; 4 checkpoints already there" in run("copy", saved, there).output
     run("verify", there)
     ids = [[row["id"] for row in as_json("list", store)] for store in (saved, there)]
     assert ids[0] == ids[1]
@@ -65,7 +65,7 @@ def test_copy_repacks_a_store_in_place(as_json: AsJson, run: Run, saved: Path) -
     found = as_json("copy", saved, saved, "--blob-size", "4MiB")
     assert found["copied"] == planned["copied"] != []
     assert (
-        "copied 0 checkpoints, 0 B; 4 checkpoints there already"
+        "copied 0 checkpoints, 0 B; 4 checkpoints already there"
         in run("copy", saved, saved, "--blob-size", "4MiB").output
     )
     assert [row["id"] for row in as_json("list", saved)] == ids
@@ -127,7 +127,7 @@ def test_a_damaged_record_is_reported_and_other_checkpoints_are_copied(
     found = as_json("copy", saved, there, status=4)
     assert [one["step"] for one in found["copied"]] == [1, 3, 1]
     assert [one["key"] for one in found["records"]] == [f"commits/{record.name}"]
-    assert f"not copied: what commits/{record.name} tells of: " in run("copy", saved, there, status=4).output
+    assert f"not copied: the checkpoint of commits/{record.name}: " in run("copy", saved, there, status=4).output
     with pytest.raises(Damaged, match="was not copied"):
         casckpt.open(saved).copy_to(there)
 
@@ -135,7 +135,7 @@ def test_a_damaged_record_is_reported_and_other_checkpoints_are_copied(
 def test_copy_reports_forgotten_checkpoints(run: Run, saved: Path, there: Path) -> None:
     run("copy", saved, there)
     run("forget", there, "a@1")
-    assert "forgotten in DST, left so: a@1" in run("copy", saved, there).output
+    assert "still forgotten in DST: a@1" in run("copy", saved, there).output
     assert "restored a@1" in run("copy", saved, there, "a@1").output
 
 

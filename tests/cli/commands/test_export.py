@@ -90,7 +90,7 @@ def test_an_export_says_why_a_config_is_left_out(tmp_path: Path, run: Run) -> No
         return run("export", tmp_path / "s", "latest", tmp_path / out, *options).stdout
 
     assert "a part of a model: from_pretrained would fill the rest" in said("part", "--keys", "model.w")
-    assert "these are no names of a model" in said("all", "--format", "safetensors")
+    assert "these are not the names of a model" in said("all", "--format", "safetensors")
     unwanted = said("unwanted", "--no-attachments")
     assert "put that of the model there" in unwanted
     assert "part of a model" not in unwanted

@@ -57,7 +57,7 @@ def test_verify_checks_chosen_checkpoints(saved: Path, as_json: AsJson, run: Run
     said = run("verify", saved, "--sample", "0.01").output.splitlines()
     assert said[0].startswith(f"checked 1 of {as_json('stats', saved)['blobs']} blobs, ")
     assert "checkpoint" not in said[0]
-    assert said[1] == "what was checked is well"
+    assert said[1] == "the checked data is well"
     assert as_json("verify", saved, "--sample", "0.01")["checked_blobs"] == 1
     as_json("verify", saved, "--sample", "0", status=2)
     as_json("verify", saved, "c@1", status=3)
@@ -137,7 +137,7 @@ def test_repair_reports_that_it_does_not_repair_records(saved: Path, as_json: As
     assert [one["key"] for one in as_json("repair", saved, status=4)["records"]] == [f"commits/{record.name}"]
     said = run("repair", saved, status=4).output
     assert f"not repaired: record commits/{record.name}: " in said
-    assert "put the files back from a copy of the files" in said
+    assert "restore the files from a backup of the files" in said
 
 
 def test_repair_from_a_missing_store_is_not_found(saved: Path, tmp_path: Path, as_json: AsJson) -> None:

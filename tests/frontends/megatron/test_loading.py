@@ -129,7 +129,7 @@ def test_objects_are_replaced_in_place(where: str) -> None:
         with pytest.raises(CheckpointingException, match=f"lacks the object '{missing.key}' at") as caught:
             load_sharded_objects({"o": missing}, where)
         assert isinstance(caught.value, MissingKey)
-    with pytest.raises(CheckpointingException, match=r"it has it at \(0,\) of \(2,\), \(1,\) of \(2,\)"):
+    with pytest.raises(CheckpointingException, match=r"it has the object at \(0,\) of \(2,\), \(1,\) of \(2,\)"):
         load({"o": obj("o", 0, 1)}, where, strict="log_all")
 
 

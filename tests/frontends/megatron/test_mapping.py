@@ -197,7 +197,7 @@ def test_an_object_has_the_fields_of_megatron() -> None:
 
 @pytest.mark.parametrize("text", ["a", "a/shard_1", "a/shard_x_1", "a/shard_1_2_3"])
 def test_other_text_is_refused_as_a_unique_key(text: str) -> None:
-    with pytest.raises(CheckpointingException, match="names no shard"):
+    with pytest.raises(CheckpointingException, match="does not name a shard"):
         ShardedObject.empty_from_unique_key(text)
 
 

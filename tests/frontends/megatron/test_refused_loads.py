@@ -64,7 +64,9 @@ BAD = {
     "another shape on rank 1": Bad(lambda r: {"w": half(r, of=2 + r)}, r"rank 1: 'w' has global shape|^'w' has global"),
     "another shape": Bad(lambda r: {"w": tensor("w", 5, 3, replica_id=r)}, r"'w' has global shape \[5, 3\] here, but"),
     "an object at a wrong offset": Bad(lambda r: {"w": half(r), "o": obj(2 * r, 2)}, r"'o' at \(2,\) of \(2,\)"),
-    "an object of another shape": Bad(lambda r: {"w": half(r), "o": obj(r, 3)}, r"'o' at .* of \(3,\); it has it at"),
+    "an object of another shape": Bad(
+        lambda r: {"w": half(r), "o": obj(r, 3)}, r"'o' at .* of \(3,\); it has the object at"
+    ),
     "an object twice": Bad(lambda r: {"w": half(r), "o": obj(0, 2)}, r"'o': .* at \(0,\) .*rank 0 and on rank 1"),
     "a place that is taken": Bad(lambda r: {"w" if r else "common": half(r)}, r"one place, at \('common',\): 1 and"),
     "a strictness that is none": Bad(lambda r: {"w": half(r)}, "strict='no' is not known", {"strict": "no"}),

@@ -99,7 +99,7 @@ def test_undoing_the_patch_restores_everything(tmp_path: Path) -> None:
     installed = megatron.install(tmp_path, run="a")
     assert isinstance(installed, megatron.Installed)
     assert methods() != before
-    with pytest.raises(Conflict, match="saves into a store already"):
+    with pytest.raises(Conflict, match="already saves into a store"):
         megatron.install(tmp_path, run="b")
     installed.undo()
     installed.undo()

@@ -523,7 +523,7 @@ def test_an_inaccessible_mirror_counts_by_its_notes(
     assert "the mirror memory://bucket cannot be reached, so its notes count" in caplog.text
     assert (store.stats().mirror_found, store.stats().mirrored) == (None, 2)
     report.stats_text(plain(store.stats()))
-    assert "up to date by what is noted here, mirror not looked at" in capsys.readouterr().out
+    assert "up to date by the notes in this store, mirror not checked" in capsys.readouterr().out
     assert [one.step for one in store.gc(keep_last=1, min_age=0, wait=0).purged] == [1]
 
 

@@ -63,7 +63,7 @@ _TLS = "does the endpoint speak https, and is its certificate known (client_kwar
 _NO_BUCKET = "there is no such bucket: create it first, or correct the URL or the endpoint_url"
 _NO_CONDITION = (
     "the server does not know conditional puts, so two jobs could both win the race for one name: use another server, "
-    "or say with single_writer (--single-writer) that nobody else writes"
+    "or promise with single_writer (--single-writer) that no other process writes"
 )
 
 
