@@ -97,7 +97,7 @@ def test_a_dtype_that_safetensors_lacks_is_named_before_anything_is_written(
     assert export_safetensors(store, "latest", tmp_path / "m.safetensors", keys=["a"]).tensors == 1
 
 
-# what is there already, and what goes wrong
+# existing files and failures
 
 
 @pytest.mark.parametrize("below", [".", "objects", "commits/x.pt", "new"])
