@@ -38,7 +38,7 @@ Weights = dict[str, torch.Tensor]
 
 @contextmanager
 def heard() -> Iterator[list[str]]:
-    """What casckpt logs meanwhile as a warning."""
+    """Return the warnings that casckpt logs."""
     texts: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
@@ -132,7 +132,7 @@ def test_a_checkpoint_with_adapters_loads_without_them(store: casckpt.Store, wei
 
 
 class Adapted(nn.Module):
-    """As get_peft_model of PEFT, which is not among the packages of the tests, makes it of a layer named "0"."""
+    """A layer named "0" after get_peft_model of PEFT, which the tests do not install."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -379,7 +379,7 @@ def test_a_process_of_a_launcher_joins_its_group_or_works_alone(
     with heard() as said:
         saved.save({"x": 1}, run="b", step=2, **advice.argument("no_dist"))
     of_ranks._warn_of_others.cache_clear()
-    advice.says("torch.distributed.init_process_group")  # as the workers of the pool do
+    advice.says("torch.distributed.init_process_group")  # as in the workers of the pool
     ranks.run(2, grouped, str(tmp_path / "other"))
     assert said == []
     assert len(casckpt.open(tmp_path / "other").checkpoints()) == 1
@@ -500,7 +500,7 @@ def test_ranks_make_the_same_calls_or_use_a_group_per_thread(ranks: Pool, store_
 
 
 class Settings(UserDict[str, Any]):
-    """A mapping of its own kind."""
+    """A mapping type that is not a dict."""
 
 
 @follows("saving/prepare.py:_log_class", "Store.read gives a dict, and a load into such an object fills it")

@@ -63,7 +63,7 @@ def test_processes_of_a_launcher_share_a_copy(
 
 
 class Once:
-    """A server that ends before it answers anybody."""
+    """A server that ends before its first answer."""
 
     def __init__(self, _: object) -> None: ...
 
@@ -74,7 +74,7 @@ class Once:
 
 @pytest.fixture
 def not_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server would go on for ever."""
+    """A real server would never return."""
     monkeypatch.setattr(server, "server_of", Once)
 
 
@@ -170,7 +170,7 @@ def test_a_save_in_progress_is_revoked_by_its_name(saved: Store, store_path: Pat
     assert saved.transactions() == []
 
 
-# what commands say beside their results
+# messages that accompany results
 
 
 @follows("cli/commands/export.py:", "for a folder that from_pretrained loads: --format hf")

@@ -1,4 +1,4 @@
-"""Advice of the front end of torch.distributed.checkpoint, and of imports of its folders."""
+"""Advice of the front end for torch.distributed.checkpoint, and of imports of its folders."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Colour(enum.Enum):
 
 
 def cause(call: Any) -> BaseException:
-    """What failed, in the one process."""
+    """Return the cause of the error in a single process."""
     return causes(failure(call))[0]
 
 
@@ -71,7 +71,7 @@ def test_pickled_values_are_imported_with_allow_pickle(
 
 
 def planned_elsewhere(rank: int, size: int, path: str) -> str:
-    """A tensor that describes itself, and has no items for DCP to write."""
+    """A tensor that describes itself and gives DCP no write items."""
     half = DTensor.from_local(torch.full((1, 3), float(rank)), init_device_mesh("cpu", (size,)), [Shard(0)])
     chunk = ChunkStorageMetadata(torch.Size((1 - rank, 0)), torch.Size((1, 3)))
     half._local_tensor.__create_chunk_list__ = lambda: [chunk]  # type: ignore[attr-defined]

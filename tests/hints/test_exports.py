@@ -33,7 +33,7 @@ Store = casckpt.Store
 
 
 class Odd:
-    """What only a pickle can hold."""
+    """An object that only a pickle can hold."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Odd)
@@ -44,7 +44,7 @@ class Odd:
 
 @pytest.fixture
 def training(store: Store) -> Store:
-    """a@1: a model and an optimizer."""
+    """A store with a model and an optimizer as a@1."""
     state = {"model": {"h": {"w": torch.ones(3)}}, "optim": {"m": torch.zeros(2)}}
     store.save(state, run="a", step=1, attachments={"note.txt": b"x"})
     return store
@@ -54,7 +54,7 @@ def names_in(path: Path) -> set[str]:
     return set(safetensors.torch.load_file(path))
 
 
-# where to
+# targets
 
 
 @follows(
@@ -141,7 +141,7 @@ def test_a_format_unclear_from_the_name_is_given(saved: Store, tmp_path: Path, t
         assert (tmp_path / "m.onnx" / ".metadata").exists()
 
 
-# which part
+# parts
 
 
 @follows("frontends/views/model_part.py:model_part", "but something below …; give --strip-prefix if that is one")
@@ -290,7 +290,7 @@ def test_a_dtype_that_safetensors_lacks_is_left_out_or_converted(
 def test_a_file_of_another_kind_is_read_by_its_library(store: Store, tmp_path: Path, told: Told, run: Run) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF" + bytes(20))
     told.text(run("import", store.url, tmp_path / "x.gguf", "--step", 1, status=1).output).says("store.save")
-    store.save({"w": torch.ones(2)}, step=1)  # as such a library gives it
+    store.save({"w": torch.ones(2)}, step=1)  # as the library returns it
     torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
     with pytest.raises(Unsupported) as caught:
         import_safetensors(store, tmp_path / "x.pt", step=2)

@@ -40,7 +40,7 @@ class Scheduler:
 
 
 def refused(store: Store, told: Told, value: object) -> Any:
-    """What is said of it; with the leave that is named, it is stored all the same."""
+    """Return the error for a value. With the permission that it names, casckpt stores the value."""
     with told.error(InvalidInput) as advice:
         store.save({"x": value}, run="a", step=1)
     store.save({"x": value}, run="pickled", step=1, **advice.argument("allow_pickle"))
@@ -81,7 +81,7 @@ def test_a_time_zone_is_stored_by_its_name(store: Store, told: Told) -> None:
 
 
 def zone_file() -> Path:
-    """Of this machine, or of the package tzdata."""
+    """The time zone file of this machine, or of the package tzdata."""
     for folder in TZPATH:
         if Path(folder, "UTC").is_file():
             return Path(folder, "UTC")

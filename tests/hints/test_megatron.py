@@ -1,4 +1,4 @@
-"""Advice of the front end in the style of Megatron-core, and of its strategies."""
+"""Advice of the front end for Megatron-core, and of its strategies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def where(store_path: Path) -> str:
     return f"{store_path}#a@1"
 
 
-# who writes what
+# writers
 
 
 @follows("frontends/megatron/claims.py:_check_cover", "give all but one of them another replica_id")
@@ -209,7 +209,7 @@ def test_state_of_another_shape_is_excluded_from_sharding(store_path: Path, told
     assert "optimizer.state.exp_avg.weight" in casckpt.open(store_path).get("a@1").tensors
 
 
-# what needs Megatron-core
+# features that need Megatron-core
 
 
 @follows(

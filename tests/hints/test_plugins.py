@@ -36,7 +36,7 @@ from tests.support.signing import pair
 from tests.support.training import identical
 
 Store = casckpt.Store
-pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning, Transformers and torchtitan: about devices
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning, Transformers and torchtitan, about devices
 
 CHECKPOINT: dict[str, Any] = {
     "state_dict": {"w": torch.ones(2)}, "global_step": 3, "epoch": 1, "pytorch-lightning_version": "2.5.0",
@@ -67,7 +67,7 @@ def test_storage_options_are_given_when_a_store_is_opened(store_path: Path, tmp_
 
 
 class Begins(LightningModule):
-    """Trains one batch, with a hyperparameter that is no plain data."""
+    """Trains one batch, with a hyperparameter that is not plain data."""
 
     def __init__(self, act: Any) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def test_models_not_prepared_by_accelerate_are_saved_by_accelerate(store: Store,
     try:
         accelerator.prepare(nn.Linear(2, 2))
         getattr(accelerator, advice.says("accelerator.save_state").partition(".")[2])(tmp_path / "state")
-    finally:  # it remembers what it was told
+    finally:  # the class keeps this setting
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
     assert list((tmp_path / "state").glob("*.safetensors"))
@@ -230,7 +230,7 @@ def test_a_renamed_model_continues_as_another_run(store: Store, told: Told) -> N
     assert identical(fresh_adam.state_dict()["state"], adam.state_dict()["state"])
     loading.save(3)
     loading.maybe_wait_for_saving()
-    assert manager_of(inside, "next", **begun, **rename)[0].load()  # its own names are not renamed
+    assert manager_of(inside, "next", **begun, **rename)[0].load()  # names of the manager's own are not renamed
 
 
 # Transformers

@@ -74,11 +74,11 @@ def test_a_mount_with_the_suggested_option_is_not_stale(tmp_path: Path, told: To
         assert local_store.stale_listings(tmp_path, table) == ""
 
 
-# remote ones
+# remote storages
 
 
 def bucket_of(server: Server, **options: Any) -> casckpt.Store:
-    """``options``: beside those of the server; None leaves one out."""
+    """Open a bucket. ``options`` replace those of the server, and None omits one."""
     given = {name: value for name, value in (server.options | options).items() if value is not None}
     return casckpt.open(f"s3://{server.new_bucket()}/store", storage_options=given)
 
@@ -128,7 +128,7 @@ def test_the_region_of_a_bucket_is_given(moto_server: Server, told: Told) -> Non
     answer = {"Error": {"Code": "PermanentRedirect"}, "ResponseMetadata": {"HTTPStatusCode": 301}}
     advice = told.text(explain(ClientError(answer, "PutObject")).why)
     shown = advice.says("client_kwargs={'region_name': ...}").replace("...", "'eu-central-1'")
-    store = bucket_of(moto_server, **eval(f"dict({shown})"))  # as a reader would write it
+    store = bucket_of(moto_server, **eval(f"dict({shown})"))  # as a reader types it
     store.save({"x": 1}, run="a", step=1)
     storage = store.repository.storage
     assert isinstance(storage, RemoteStore)

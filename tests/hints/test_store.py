@@ -1,4 +1,4 @@
-"""Advice about stores: their content and its names."""
+"""Advice about stores, their content and its names."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_another_step_than_a_purged_one_is_found_in_the_list(
 def test_a_tag_is_set_with_the_suggested_call(saved: Store, told: Told) -> None:
     with told.error(InvalidInput) as advice:
         saved.tag("a@1", "best")
-    eval(advice.says("tag('best', 'a@1')"), {"tag": saved.tag})  # as a reader would write it
+    eval(advice.says("tag('best', 'a@1')"), {"tag": saved.tag})  # as a reader types it
     assert saved.get("tag:best").step == 1
 
 
@@ -179,7 +179,7 @@ def test_a_missing_id_is_found_in_the_list(saved: Store, store_path: Path, told:
 
 @pytest.fixture
 def purged(saved: Store) -> casckpt.Checkpoint:
-    """What a@1 was before a gc purged it; a@2 is there."""
+    """Return the former a@1 after a gc purged it. a@2 is visible."""
     saved.save({"x": 2}, run="a", step=2)
     old = saved.get("a@1")
     saved.forget("a@1")

@@ -59,7 +59,7 @@ def test_a_tensor_with_a_wrong_description_is_corrected_or_saved_in_parts(store:
 def test_a_sharded_flat_tensor_is_wrapped(store: Store, told: Told) -> None:
     tensor: Any = flat(torch.ones(3), (3,), (0, 3), known=False)
 
-    def mark_as_sharded() -> None:  # as that of OLMo-core, which is not among the packages of the tests
+    def mark_as_sharded() -> None:  # OLMo-core has this function, and the tests do not install OLMo-core
         tensor.metadata_set = True
 
     with told.error(InvalidInput) as advice:
@@ -117,7 +117,7 @@ def test_the_inner_tensors_of_a_composite_tensor_are_stored(store: Store, told: 
     assert torch.equal(store.read("a@1")["a"], torch.ones(2))
     model = nn.Linear(2, 2)
     optim: Any = torch.optim.SGD(model.parameters())
-    optim.state["of all"] = {"two": two}  # of a parameter, allow_pickle=True stores it
+    optim.state["of all"] = {"two": two}  # for a parameter, allow_pickle=True stores it
     with told.error(InvalidInput) as advice:
         casckpt.save_model_and_optim_state(store, model, optim, run="b", step=1)
     without: Any = advice.argument("optim")
@@ -170,7 +170,7 @@ def uneven(rank: int, size: int, path: str) -> str:
 
 
 def function_of(module: str, name: str) -> Any:
-    """Of a module without what its packages import, which takes 5 seconds of each rank."""
+    """A function of a module, without the imports of its package, which take 5 seconds per rank."""
     place = Path(next(iter(find_spec("megatron").submodule_search_locations or ()))).parent  # type: ignore[union-attr]
     path = place.joinpath(*module.split(".")).with_suffix(".py")
     package = ModuleType("alone")

@@ -59,7 +59,7 @@ def model() -> Two:
 
 @pytest.fixture
 def trained(store: Store, model: Two) -> Store:
-    """a@1: ``model`` and its optimizer."""
+    """A store with ``model`` and its optimizer as a@1."""
     save_model_and_optim_state(store, model, stepped(model), run="a", step=1)
     return store
 
@@ -212,7 +212,7 @@ def test_optimizer_state_is_loaded_through_the_optimizer(store: Store, model: Tw
     new = SGD(fresh.parameters())
     state = {"model": fresh.state_dict(), "adam": stepped(Two()).state_dict()}
     store.load(state, "default@1")
-    eval(advice.says("optim.load_state_dict(state['adam'])"), {"optim": new, "state": state})  # as a reader writes it
+    eval(advice.says("optim.load_state_dict(state['adam'])"), {"optim": new, "state": state})  # as a reader types it
     assert len(new.state) == 2
     shown = advice.says('store.save({"model": model, "adam": optim}, step=step)')
     eval(shown, {"store": store, "model": model, "optim": trained, "step": 2})
@@ -275,7 +275,7 @@ def test_keys_to_unshard_are_chosen_from_the_list(trained: Store, model: Two, to
 
 
 def wrapped_otherwise(rank: int, size: int, path: str) -> list[str]:
-    """What FSDP refuses, each time followed by what is advised."""
+    """Cases that FSDP refuses, each followed by the advised call."""
     said = []
 
     def refused(model: nn.Module, trained: optim.Optimizer | None = None) -> Advice:
@@ -448,7 +448,7 @@ def test_parts_left_by_a_resume_are_not_logged_on_request(store: Store, model: T
 
 
 class Whole(nn.Module):
-    """Says by itself what is saved."""
+    """A module that defines its own saved state."""
 
     def __init__(self) -> None:
         super().__init__()

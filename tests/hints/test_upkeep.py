@@ -27,7 +27,7 @@ STATE = {"model": {"w": torch.arange(6.0)}, "optim": {"m": torch.ones(6)}}
 
 @pytest.fixture
 def trained(store: Store) -> Store:
-    """a@1 and a@2, with a model and an optimizer."""
+    """A store with a model and an optimizer as a@1 and a@2."""
     for step in (1, 2):
         store.save({**STATE, "step": torch.tensor([float(step)])}, run="a", step=step)
     return store
@@ -37,7 +37,7 @@ def trained(store: Store) -> Store:
 
 
 def spoil(path: Path) -> Callable[[], int]:
-    """Damage a file; what is returned puts back what it was."""
+    """Damage a file. The returned function restores it."""
     before = path.read_bytes()
     path.chmod(0o600)
     path.write_bytes(b"not a record")
@@ -156,7 +156,7 @@ def test_a_tagged_checkpoint_is_forgotten_without_its_tag_or_with_it(
 
 
 def is_thinned(store: Store) -> bool:
-    """Does a@1 hold its model alone?"""
+    """Report whether a@1 holds only its model."""
     with pytest.raises(MissingKey, match="it was thinned"):
         store.read("a@1", keys=["optim.*"])
     return torch.equal(store.read("a@1", keys=["model.*"])["model"]["w"], STATE["model"]["w"])
@@ -315,7 +315,7 @@ def test_a_lost_mirror_is_restored_filled_or_unset(
     else:
         run(*advice.command("settings"))
     purged = [one.step for one in casckpt.open(store_path).gc(min_age=0).purged]
-    assert purged == ([] if way == "copy" else [1])  # a copy fills it with what is visible
+    assert purged == ([] if way == "copy" else [1])  # a copy fills the mirror with visible checkpoints
 
 
 @follows("upkeep/repair/verify.py:_check_arguments", "give mode='full', or leave out decode")

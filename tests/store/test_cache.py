@@ -38,7 +38,7 @@ def state() -> dict[str, Any]:
 
 @pytest.fixture
 def store(storage: FarStore, state: dict[str, Any], folder: Path) -> Store:
-    """A store that is far away, with a checkpoint of several blobs, opened with a cache of this host."""
+    """A remote store with a checkpoint of several blobs, opened with a cache on this host."""
     small(storage).save(state, step=1)
     assert len(blob_keys(small(storage))) > 3
     return Store(Repository(storage, folder))

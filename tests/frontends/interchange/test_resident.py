@@ -1,4 +1,4 @@
-"""Pages of mapped files do not pile up in memory."""
+"""Pages of mapped files do not accumulate in memory."""
 
 from __future__ import annotations
 
