@@ -62,7 +62,7 @@ def doubled(depth: int) -> bytes:
         nested(200_000), doubled(100),  # their hash overflows the stack, or takes forever
         b"\x80\x04\x8f(" + b")" + b"2\x86" * 100 + b"\x90.", b"(" + b")" + b"2\x86" * 100 + b"\x91.",
         b"\x80\x02}(" + b")" + b"2\x86" * 100 + b"Nu.",
-        f"\x80\x02c{HERE}\nKnown\nN}}X\x04\x00\x00\x00nameX\x01\x00\x00\x00xs\x86b.".encode("latin-1"),  # a dict as the state of the class
+        f"\x80\x02c{HERE}\nKnown\nN}}X\x04\x00\x00\x00nameX\x01\x00\x00\x00xs\x86b.".encode("latin-1"),  # a class state
     ],
 )  # fmt: skip
 def test_a_hostile_pickle_is_an_error_at_once(data: bytes) -> None:
