@@ -11,7 +11,7 @@ import torch
 
 import casckpt
 from tests.cli.conftest import Run, run
-from tests.support.hints import Told
+from tests.support.hints import Messages
 
 __all__ = ["Run", "run"]
 
@@ -37,9 +37,9 @@ def changed_blob(store: Path, at: int = 4100) -> Changed:
 
 
 @pytest.fixture
-def told(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[Told]:
+def messages(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[Messages]:
     """Collect the messages of a test. At its end, the test must have followed all of them."""
-    heard = Told(request.function.follows, caplog)
+    heard = Messages(request.function.follows, caplog)
     yield heard
     if getattr(request.node, "passed", False):
         heard.check()

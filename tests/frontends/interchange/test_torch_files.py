@@ -36,8 +36,8 @@ from casckpt.frontends.dcp import (
 from casckpt.frontends.interchange import resident, torch_files
 from casckpt.loading import regions
 from tests.support.dcp import save
+from tests.support.progress_calls import ProgressCalls
 from tests.support.together import numbers
-from tests.support.told import Told
 from tests.support.torch_folders import example, stringed
 from tests.support.training import identical
 
@@ -68,7 +68,7 @@ def test_a_torch_save_file_is_imported_and_exported(
     state = example()
     for step, zipped in enumerate((True, False)):
         torch.save(state, tmp_path / "in.pt", _use_new_zipfile_serialization=zipped)
-        done = Told()
+        done = ProgressCalls()
         torch_save_to_casckpt(tmp_path / "in.pt", store, step=step, progress=done)
         assert identical(store.read(f"default@{step}"), state)
         assert done.done >= 120_000

@@ -15,8 +15,8 @@ from casckpt.frontends.megatron import ShardedObject, ShardedTensor
 from casckpt.frontends.megatron.claims import claims_of, plan_sharing
 from tests.support import gpt
 from tests.support.gpt import Topology, differences, saved
+from tests.support.progress_calls import ProgressCalls
 from tests.support.ranks import die, outcome_of
-from tests.support.told import Told
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -62,7 +62,7 @@ def test_ranks_read_balanced_shares() -> None:
 
 def loaded(rank: int, size: int, where: str, topology: Topology) -> list[Any]:
     template = gpt.emptied(gpt.state(topology.at(rank)))
-    read = Told()
+    read = ProgressCalls()
     found = megatron.load(template, where, fully_parallel=True, progress=read)
     return [read.done, *differences(found, gpt.expected(gpt.state(topology.at(rank))))]
 

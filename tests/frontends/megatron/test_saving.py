@@ -33,8 +33,8 @@ from casckpt.saving import save as saving
 from tests.support import gpt
 from tests.support.gpt import Topology, differences
 from tests.support.megatron_core import core, own_state, since, theirs, without_cuda
+from tests.support.progress_calls import ProgressCalls
 from tests.support.ranks import outcome_of
-from tests.support.told import Told
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -71,7 +71,7 @@ def shared(rank: int, size: int, where: str) -> list[Any]:
 
     with patch.object(saving, "write_part", write_part):
         save(uneven(rank), where, fully_parallel=True, check_replicas=True)
-    read = Told()
+    read = ProgressCalls()
     asked = {name: one.without_data() for name, one in uneven(rank).items()}
     found = load(asked, where, fully_parallel=True, progress=read)
     same = [torch.equal(found[name], one.data) for name, one in uneven(rank).items() if one.data is not None]
