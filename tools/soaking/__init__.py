@@ -15,6 +15,6 @@ The content of a checkpoint follows from its run and step, so that every process
 - a worker ends only if the soak kills it
 - memory, files and threads of the two workers that are never killed do not grow
 
-In the folder, ``ledger`` has a line for each finished save, ``runs`` for each run of the soak, and ``failures`` for each
-broken invariant. ``counts.json`` has the totals of all runs.
+In the folder, ``ledger`` has a line for each finished save, ``runs`` for each run of the soak, and ``failures`` for
+each broken invariant. ``counts.json`` has the totals of all runs.
 """
