@@ -1,4 +1,4 @@
-"""What every test gets: marks, fixed seeds (``--full``: seeds of the day), a cache folder, a path for a store."""
+"""Marks, fixed seeds (``--full``: seeds of the day), a cache folder, and stores for all tests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its own options
 def pytest_configure(config: pytest.Config) -> None:
-    gc.disable()  # while tests are collected: modules and tests are no garbage
+    gc.disable()  # during collection: modules and tests are not garbage
     full = config.getoption("--full")
     if full and config.getoption("--quick"):
         raise pytest.UsageError("--quick and --full exclude each other")
@@ -69,7 +69,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With ``--storage`` only the modules are looked at that have their stores in it."""
+    """With ``--storage``, only modules whose stores use it are collected."""
     if not config.getoption("--storage") or collection_path.suffix != ".py":
         return None
     return str(collection_path.relative_to(config.rootpath)) not in elsewhere.MODULES or None
@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What there is by now stays; to look at all of it for garbage takes half a second, as often as that comes due."""
+    """Freeze the objects so far: each full garbage collection over them takes half a second."""
     gc.freeze()
     gc.enable()
 
@@ -127,7 +127,7 @@ def _repeat(config: pytest.Config) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_trace_in_the_home_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Catalogues of tests lie in a temporary folder, also those of the processes that tests start."""
+    """Catalogues of tests lie in a temporary folder, also in processes that tests start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -135,32 +135,32 @@ def _no_trace_in_the_home_folder(tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """A seed for whatever draws at random without Hypothesis: another for each test, the same at each run."""
+    """A seed for random draws without Hypothesis. It differs per test and is the same in each run."""
     base = request.config.getoption("--hypothesis-seed") or 0
     return zlib.crc32(f"{base} {request.node.nodeid}".encode())
 
 
 @pytest.fixture
 def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests of what tests are made with are no evidence: what they do is not counted."""
+    """Tests of the test tools do not count as evidence."""
     monkeypatch.delenv("CASCKPT_TALLY", raising=False)
 
 
 @pytest.fixture
 def full(request: pytest.FixtureRequest) -> bool:
-    """Was ``--full`` given? For tests that sweep further then."""
+    """Report whether ``--full`` was given, for tests that then sweep further."""
     return bool(request.config.getoption("--full"))
 
 
 @pytest.fixture
 def store_path(tmp_path: Path) -> Path:
-    """Where a store may be made; nothing is there."""
+    """A free place for a store."""
     return tmp_path / "store"
 
 
 @pytest.fixture
 def store(store_path: Path) -> casckpt.Store:
-    """A store in a folder, not yet made: the first save makes it."""
+    """A store in a folder that does not exist. The first save creates it."""
     import casckpt
 
     return casckpt.open(store_path)
@@ -170,7 +170,7 @@ def store(store_path: Path) -> casckpt.Store:
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, _no_trace_in_the_home_folder: None
 ) -> Iterator[Pool]:
-    """Processes that make up process groups."""
+    """Processes that form process groups."""
     from tests.support.ranks import PATIENCE, Pool
 
     patience = PATIENCE * (LONGER if request.config.getoption("--full") else 1)
@@ -180,7 +180,7 @@ def ranks(
 
 @pytest.fixture(scope="session", autouse=True)
 def _where_stores_lie(request: pytest.FixtureRequest, _no_trace_in_the_home_folder: None) -> Iterator[None]:
-    """In memory, unless ``--storage`` says otherwise."""
+    """In memory, unless ``--storage`` names another storage."""
     name = request.config.getoption("--storage")
     if name is None:
         yield
@@ -209,7 +209,7 @@ def seaweed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]
 
 @pytest.fixture(scope="session")
 def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that speaks S3, and ignores the condition that makes a put create only."""
+    """An S3 server that ignores the condition for exclusive puts."""
     from tests.support import servers
 
     with servers.running(servers.rclone(tmp_path_factory.mktemp("rclone"))) as server:

@@ -1,4 +1,4 @@
-"""tools/bench runs, and its results have the expected content. The figures are not checked here."""
+"""tools/bench runs, and its results have the expected content. The tests do not check the figures."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ MAX_PUBLISHED = 500_000  # bytes
 
 
 def bench(*arguments: str | Path) -> Done:
-    """What tools/bench runs when the environment is there."""
+    """tools/bench, for environments that exist."""
     return run_script("benchmarks", *arguments, environment={"PYTHONPATH": str(ROOT / "tools")})
 
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """The results of a smoke run; its folder holds nothing else afterwards. With --full beside an earlier tree."""
+    """The results of a smoke run, which leaves no other files. With --full it includes an earlier tree."""
     before = ("--before", ROOT) if request.config.getoption("--full") else ()
 
     def run(folder: Path) -> None:
@@ -50,7 +50,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 
 def rows_of(results: Path, scenario: str) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """Rows by group, who and what."""
+    """Rows by group, participant and settings."""
     report = json.loads(results.read_bytes())
     found = next(one for one in report["scenarios"] if one["name"] == scenario)
     return {(row["group"], row["who"], row["what"]): row for row in found["rows"]}
@@ -75,7 +75,7 @@ def test_a_smoke_run_fills_the_whole_table(smoke: Path, full: bool) -> None:
         "raw read",
         "read and BLAKE3",
     }
-    measured = [row for key, row in (saves | loads).items() if key[0] != "cold"]  # which not every disk can do
+    measured = [row for key, row in (saves | loads).items() if key[0] != "cold"]  # some disks cannot do this
     assert [row["note"] for row in measured if row["note"]] == []
     assert {len(row["rounds"]) for row in measured} == {ROUNDS}
     assert all(set(row["summary"]) >= METRICS for row in measured)
@@ -197,7 +197,7 @@ def test_a_bucket_is_measured_beside_a_raw_client(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_training_states_are_encoded_and_decoded(tmp_path: Path) -> None:
-    """The trace is made in the first scenario, and found in the second."""
+    """The first scenario makes the trace, and the second finds it."""
     results, traces = tmp_path / "deltas.json", tmp_path / "traces"
     done = bench("deltas", "coding", "coded", "--quick", "--dir", tmp_path, "--json", results, "--traces", traces)
     assert done.status == 0, done.told
@@ -250,7 +250,7 @@ def test_a_trace_replays_what_its_training_made(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_a_save_does_not_depend_on_the_history(tmp_path: Path) -> None:
-    """What it asks of the storage, exactly: after 100 saves of its run, and after 300. Names that are listed count."""
+    """The requests, exactly, after 100 saves of the run and after 300. The names in listings count."""
     results = tmp_path / "history.json"
     done = bench("history", "--quick", "--dir", tmp_path, "--json", results)
     assert done.status == 0, done.told
@@ -260,11 +260,11 @@ def test_a_save_does_not_depend_on_the_history(tmp_path: Path) -> None:
     }
     saves = {
         "": 14,
-        ", another writer's clock is 10 minutes ahead": 16,  # whose announcement is read, and what comes next
+        ", another writer's clock is 10 minutes ahead": 16,  # whose announcement and next number it reads
         ", old commits copied": 34,  # 20 of them
         ", one restored": 16,
     }
-    ahead = {"bucket": {", another writer's clock is 10 minutes ahead": 1, ", old commits copied": 2}}  # at a time
+    ahead = {"bucket": {", another writer's clock is 10 minutes ahead": 1, ", old commits copied": 2}}  # at once
     for group in ("folder", "bucket"):
         for what, requests in saves.items():
             wanted = {(requests + ahead.get(group, {}).get(what, 0), 0, 0)}
@@ -282,7 +282,7 @@ def test_only_some_scenarios_put_states_on_a_gpu(scenarios: list[str], capsys: p
 
 
 def test_states_in_host_memory_equal_those_of_an_earlier_tree(tmp_path: Path) -> None:
-    """Its tasks run with ``--before``, and know of no device."""
+    """The earlier tree's tasks run with ``--before`` and have no device argument."""
     given: list[dict[str, Any]] = []
 
     class Told:
@@ -313,7 +313,7 @@ def test_published_results_are_small_and_of_known_scenarios() -> None:
 
 
 def of_casckpt() -> Iterator[tuple[str, set[str]]]:
-    """Give the time of each published row of casckpt, and the ratios to it of the rows of its group."""
+    """Return the time of each published row of casckpt, and the ratios of its group's rows to it."""
     for scenario in read_all():
         metric = "blocked" if scenario.metric == "blocked" else "durable"
         rows = [row for row in scenario.rows if metric in row.summary]
@@ -331,7 +331,7 @@ def read_all() -> Iterator[ScenarioResult]:
 
 
 def written(row: Row, metric: str) -> str:
-    """The median, as pages have it."""
+    """The median as pages show it."""
     return re.sub(r" \(.*\)", "", cells.seconds(row.summary[metric]))
 
 
@@ -340,13 +340,13 @@ def section(page: Path, heading: str) -> str:
 
 
 def figures() -> Iterator[list[str]]:
-    """Give the cells of each row of the page's tables of figures, without code spans."""
+    """Return the cells of each row of the page's tables of figures, without code spans."""
     for line in re.findall(r"^\| (.*?) \|$", section(PAGE, "Figures"), re.MULTILINE):
         yield [re.sub(r"`.*?`", "", cell) for cell in line.split(" | ")]
 
 
 def test_each_ratio_of_the_page_is_in_the_results() -> None:
-    """A row of the page names the time of casckpt, and then ratios to it."""
+    """A row of the page gives the time of casckpt, followed by ratios to it."""
     known = list(of_casckpt())
     rows = [row for row in figures() if len(row) > 2 and re.fullmatch(r"[\d.]+ m?s", row[1])]
     rows = [row for row in rows if not any(re.search(r"\d m?s$", cell) for cell in row[2:])]

@@ -1,6 +1,6 @@
-"""docs/coming_from.md: before and after, run with each library in a separate process.
+"""docs/coming_from.md: before and after, each library in a separate process.
 
-What needs no other library, or DCP's two ranks, is run by tests/test_docs.py.
+tests/test_docs.py runs the examples that need no other library, or DCP on two ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The documentation matches the code: examples are run, and names, fields, defaults and limits are compared."""
+"""The documentation matches the code: examples run, and names, fields, defaults and limits agree."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ PAGES = [ROOT / "README.md", DOCS / "guide.md", DOCS / "operations.md", DOCS / "
          *(path for path in sorted((DOCS / "api").glob("*.md")) if blocks(path))]  # fmt: skip
 REMOTE = DOCS / "remote.md"  # its examples need a server
 HUB = DOCS / "huggingface.md"  # its examples need Transformers; tests/frontends/test_huggingface.py runs them
-SERVING = DOCS / "serving.md"  # so do its; tests/frontends/serve/test_clients.py runs them
+SERVING = DOCS / "serving.md"  # its examples do too; tests/frontends/serve/test_clients.py runs them
 EVERY_PAGE = [
     *(page for page in sorted(DOCS.rglob("*.md")) if not {"_api", "_benchmarks"} & {*page.parts}),
     *sorted(ROOT.glob("*.md")),
@@ -76,7 +76,7 @@ def section(title: str) -> str:
 
 
 def quoted(text: str) -> set[str]:
-    """All that stands in back quotes."""
+    """All texts in backticks."""
     return set(re.findall(r"`([^`\n]+)`", text))
 
 
@@ -162,13 +162,13 @@ def test_links_to_other_sites_are_listed() -> None:
 
 @cache
 def anchors(page: Path) -> set[str]:
-    """What links may name in a page: its headings, as GitHub names them."""
+    """The anchors of a page, named as GitHub does."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_heading_levels_have_no_gaps() -> None:
-    """Else the site is not built: a warning there is an error."""
+    """The site treats such a warning as an error."""
     for page in EVERY_PAGE:
         text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
         levels = [len(found) for found in re.findall(r"^(#+) ", text, re.MULTILINE)]
@@ -208,7 +208,7 @@ def test_the_readme_claims_only_what_the_evidence_supports() -> None:
 # the pages with examples
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process saves with DCP, and means it
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # a single process saves with DCP here
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.stem))
 def test_every_example_works_as_documented(page: Path, tmp_path: Path, ranks: Pool) -> None:
     folder = tmp_path / "page"
@@ -230,7 +230,7 @@ def test_every_example_on_buckets_works_as_documented(
 
 
 def model_and_optimizer() -> dict[str, object]:
-    """What the README takes for granted; other pages make their own."""
+    """The model and optimizer of the README's examples. Other pages make their own."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 2))
     return {"model": model, "optim": torch.optim.AdamW(model.parameters()), "train_step": train_step}
 
@@ -244,7 +244,7 @@ def train_step(model: torch.nn.Module, optim: torch.optim.Optimizer) -> float:
 
 
 def on_rank(rank: int, size: int, block: Block, folder: Path) -> None:
-    torch.manual_seed(0)  # ranks of a pool have drawn different numbers, where those of torchrun begin alike
+    torch.manual_seed(0)  # ranks of a pool have drawn different numbers, while torchrun's begin equal
     with chdir(folder):
         block.run_python({})
 
@@ -255,7 +255,7 @@ def test_the_table_of_errors_matches_the_code() -> None:
     known = {
         name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__
     }
-    known -= {"CasckptError", "ForgottenWarning"}  # the root, and what is no error
+    known -= {"CasckptError", "ForgottenWarning"}  # the base class, and a warning
     assert {name for name, _ in rows} == known
     for name, base in rows:
         assert issubclass(getattr(errors, name), getattr(errors, base, None) or getattr(builtins, base))
@@ -280,7 +280,7 @@ def test_named_files_exist() -> None:
 
 
 def named_in_the_code() -> dict[str, Path]:
-    """Full names of things of casckpt that docstrings refer to, and a module that does."""
+    """Full names in docstrings that refer to casckpt, with a module that has each."""
     names: dict[str, Path] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         for name in re.findall(r"(?<!`)`(casckpt(?:\.\w+)+)`(?!`)", path.read_text()):
@@ -288,7 +288,7 @@ def named_in_the_code() -> dict[str, Path]:
     return names
 
 
-@pytest.mark.process  # front ends import matplotlib, which asks for the fonts of the system
+@pytest.mark.process  # front ends import matplotlib, which lists the fonts of the system
 def test_references_in_docstrings_exist() -> None:
     broken = []
     for name, path in named_in_the_code().items():

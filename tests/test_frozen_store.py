@@ -1,4 +1,5 @@
-"""A store that an earlier version wrote is read, gone on with and pruned: tests/data/frozen_store, on copies of it."""
+"""The current version reads, extends and prunes copies of stores that an earlier version wrote
+(tests/data/frozen_store)."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ CODED_STEPS = (2, 3, 4, 5)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The files, to be written to."""
+    """A writable copy of the files."""
     shutil.copytree(DATA, tmp_path / "frozen")
     (tmp_path / "frozen" / "expected.json").unlink()
     return tmp_path / "frozen"
@@ -42,12 +43,12 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(folder: Path) -> casckpt.Store:
-    """The store, on a host that knows nothing of it."""
+    """The store, on a host without notes about it."""
     return casckpt.open(folder)
 
 
 def assert_equal(found: Any, saved: Any) -> None:
-    """Everything is what it was, to the bit."""
+    """Check that every value is unchanged, bit for bit."""
     if type(saved) is list and any(isinstance(one, torch.Tensor) for one in saved):
         found, saved = dict(enumerate(found)), dict(enumerate(saved))
     if isinstance(saved, torch.Tensor):
@@ -82,7 +83,7 @@ def test_the_frozen_store_lists_its_original_ids(store: casckpt.Store) -> None:
     assert best.metrics == {"loss": 1 / 6}
     assert store.get("train@5").healthy is False
     assert store.get("tag:best") == store.get("train@2")
-    assert list(store.tags()) == ["best"]  # the other one has ended
+    assert list(store.tags()) == ["best"]  # the other one has expired
 
 
 @pytest.mark.parametrize(("run", "step"), WHOLE)
@@ -151,7 +152,7 @@ def test_the_frozen_store_is_pruned_once_its_mirror_is_unset(store: casckpt.Stor
 
 @pytest.fixture
 def coded(tmp_path: Path) -> Path:
-    """The files of the store whose cells lie as frames, to be written to."""
+    """A writable copy of the store whose cells are frames."""
     shutil.copytree(CODED, tmp_path / "coded")
     (tmp_path / "coded" / "expected.json").unlink()
     return tmp_path / "coded"

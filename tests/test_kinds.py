@@ -1,4 +1,4 @@
-"""Tests are marked by the resources that they reach, and plain tests start nothing."""
+"""Marks name the resources that tests use, and plain tests start nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports go down only, and each library stays behind its fence (docs/design.md): read from the source itself."""
+"""Imports only go down, and only some modules import each library (docs/design.md). The tests read the source."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ FREE = {"__init__.py": "the public names", "_version.py": "imports nothing", "__
 
 @dataclass(frozen=True)
 class Fence:
-    """``modules``, and all that is inside them, are named only in ``places``: folders or files of the package."""
+    """Only ``places`` (folders or files of the package) name ``modules`` and their contents."""
 
     modules: tuple[str, ...]
     places: tuple[str, ...]
     why: str
-    but: tuple[str, ...] = ()  # inside the modules, and yet free
+    but: tuple[str, ...] = ()  # names inside the modules that any file may use
 
 
 TORCH = ("tensors/", "ranks/", "saving/", "loading/", "store/", "frontends/")
@@ -65,7 +65,7 @@ FENCES = (
             "torch.distributed.device_mesh",  # types
             "torch.distributed.tensor",  # DTensor and its placements
             "torch.distributed._shard",  # torch's ShardedTensor
-            "torch.distributed.fsdp",  # wrappers, to know their parameters
+            "torch.distributed.fsdp",  # the wrappers, to recognize their parameters
             "torch.distributed.checkpoint",  # the protocol of DCP
         ),
     ),
@@ -107,14 +107,14 @@ IMPORTERS = {"import_module", "importlib.import_module", "__import__"}
 
 @dataclass(frozen=True)
 class Use:
-    """A dotted name that a module imports, or reaches through an import, and the line where it does."""
+    """A dotted name that a module imports, or reaches through an import, with its line."""
 
     name: str
     line: int
 
 
 def uses(path: str, source: str) -> Iterator[Use]:
-    """All dotted names that the source of ``path`` (relative to the package) names: imports anywhere in it too."""
+    """All dotted names in the source of ``path`` (relative to the package), also from local imports."""
     tree = ast.parse(source)
     bound: dict[str, str] = {}
     for node in ast.walk(tree):
@@ -130,7 +130,7 @@ def uses(path: str, source: str) -> Iterator[Use]:
 
 
 def _imported(path: str, node: ast.AST) -> Iterator[tuple[str, str, int]]:
-    """(local name or "", dotted name, line) of what a node imports."""
+    """The (local name or "", dotted name, line) of each import in a node."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             yield alias.asname or alias.name.partition(".")[0], alias.name, node.lineno
@@ -145,7 +145,7 @@ def _imported(path: str, node: ast.AST) -> Iterator[tuple[str, str, int]]:
 
 
 def _origin(path: str, node: ast.ImportFrom) -> str:
-    """Absolute name of the module that ``from ... import`` names."""
+    """The absolute name of the module in ``from ... import``."""
     if not node.level:
         return node.module or ""
     folders = ("casckpt", *path.split("/")[:-1])
@@ -153,7 +153,7 @@ def _origin(path: str, node: ast.ImportFrom) -> str:
 
 
 def _dotted(node: ast.expr) -> str:
-    """``a.b.c`` of an expression that is such a name, "" of any other."""
+    """``a.b.c`` for such an expression, "" for any other."""
     if isinstance(node, ast.Name):
         return node.id
     inner = _dotted(node.value) if isinstance(node, ast.Attribute) else ""
@@ -161,12 +161,12 @@ def _dotted(node: ast.expr) -> str:
 
 
 def within(name: str, modules: tuple[str, ...]) -> bool:
-    """Is ``name`` one of the modules, or inside one?"""
+    """Report whether ``name`` is one of the modules, or inside one."""
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def violations(path: str, source: str) -> list[str]:
-    """What the source of ``path``, relative to the package, names although it may not."""
+    """The forbidden names in the source of ``path``, relative to the package."""
     if path in FREE:
         return []
     layer = path.partition("/")[0].removesuffix(".py")
@@ -222,7 +222,7 @@ def test_every_exception_is_still_needed() -> None:
 
 
 def imports() -> dict[str, set[str]]:
-    """Module -> the modules of the package that it imports, now or later."""
+    """Map each module to the modules of the package that it imports, anywhere in its code."""
     paths = {
         ".".join(("casckpt", *path.removesuffix(".py").split("/"))): path for path in modules() if path not in FREE
     }
@@ -236,7 +236,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def circles(imported: dict[str, set[str]]) -> set[str]:
-    """Modules that import each other in a loop: what stays when those that import nothing left are taken away."""
+    """Modules that import each other in a cycle."""
     left = dict(imported)
     while ends := [module for module, others in left.items() if not others & left.keys()]:
         for module in ends:
@@ -351,7 +351,7 @@ SEEN = (
 
 
 def beyond(path: str, source: str) -> set[tuple[str, str]]:
-    """(module, name) of what a user of `Store` names outside its circle."""
+    """The (module, name) pairs with which a user of `Store` reaches beyond its public area."""
     names = {use.name for use in uses(path, source) if use.name.startswith("casckpt.")}
     return {(path, name) for name in names if path.startswith(CIRCLE) and not within(name, SEEN)}
 
@@ -384,7 +384,7 @@ They do not see history, upkeep, other parts of contents and repository, or how 
 
 
 def beyond_open(path: str, source: str) -> set[tuple[str, str]]:
-    """(module, name) of what a front end that handles tensors names beyond `OPEN`."""
+    """The (module, name) pairs with which a front end that handles tensors reaches beyond `OPEN`."""
     if not path.startswith("frontends/") or path.startswith(CIRCLE):
         return set()
     names = {use.name for use in uses(path, source) if use.name.startswith("casckpt.")}

@@ -1,8 +1,8 @@
-"""casckpt runs no code from data without ``allow_pickle=True``: checked in the source itself.
+"""casckpt runs no code from data without ``allow_pickle=True``. The tests check the source.
 
-What may run code is found by name. Each place asks for ``allow_pickle`` right there, or stands here with its reason; a
-new one fails until somebody has thought about it. That a pickle which names a function does not call it is tried in
-tests/frontends/test_hostile_imports.py and tests/tensors/test_untrusted.py.
+They find functions that may run code by name. Each use must check ``allow_pickle`` itself or appear here with its
+reason. tests/frontends/test_hostile_imports.py and tests/tensors/test_untrusted.py check that a pickle cannot call the
+functions that it names.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def test_a_checked_call_is_accepted(source: str) -> None:
 
 
 def unguarded(source: str) -> Iterator[Place]:
-    """Each use of `RUNNING`, and each shell, that does not ask for allow_pickle."""
+    """Each use of `RUNNING`, and each shell, without a check of allow_pickle."""
     tree = ast.parse(source)
     names, asking = _imported(tree), {id(node) for node in _asking(tree)}
     holders = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
@@ -111,7 +111,7 @@ def _named(node: ast.AST, names: dict[str, str]) -> str | None:
 
 
 def _asking(tree: ast.AST) -> Iterator[ast.AST]:
-    """What stands under ``if allow_pickle``, and functions that are called so that they run nothing without it."""
+    """Code under ``if allow_pickle``, and functions whose arguments keep them from running code without it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "allow_pickle":
             yield from (inner for line in node.body for inner in ast.walk(line))
@@ -123,7 +123,7 @@ def _asking(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _imported(tree: ast.AST) -> dict[str, str]:
-    """Local names of what a module imports, in full."""
+    """Map the local names of a module's imports to full names."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

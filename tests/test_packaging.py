@@ -24,7 +24,7 @@ NAMES = [name for name in casckpt.__all__ if name not in {"__version__", "errors
 
 
 def imported_for_types() -> dict[str, str]:
-    """Name -> module of what casckpt/__init__.py imports for type checkers alone."""
+    """Map each name that casckpt/__init__.py imports only for type checkers to its module."""
     tree = ast.parse((ROOT / "casckpt/__init__.py").read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
     found = [node for node in block.body if isinstance(node, ast.ImportFrom)]
@@ -32,7 +32,7 @@ def imported_for_types() -> dict[str, str]:
 
 
 def functions(thing: Any) -> Iterator[tuple[str, Any]]:
-    """What a user may call of a public name: itself, or the public methods of a class."""
+    """The callables of a public name: itself, or the public methods of a class."""
     if not inspect.isclass(thing):
         yield thing.__name__, thing
         return
@@ -42,10 +42,10 @@ def functions(thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def files() -> list[Path]:
-    """All text files that a clone holds."""
+    """All text files of a clone."""
     folders = ("casckpt", "tests", "tools", "docs", ".ci")
     inside = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
-    local = {".venv.lock", ".coverage", ".git"}  # which is a file in a worktree
+    local = {".venv.lock", ".coverage", ".git"}  # a file in a worktree
     beside = [path for path in ROOT.iterdir() if path.is_file() and path.name not in local]
     return [path for path in (*inside, *beside) if "__pycache__" not in path.parts and b"\0" not in path.read_bytes()]
 
@@ -88,7 +88,7 @@ def test_the_package_is_marked_as_typed() -> None:
 
 
 def test_a_wheel_contains_only_the_package() -> None:
-    """Hatchling takes all files of the package, but for what git ignores."""
+    """Hatchling includes all files of the package that git does not ignore."""
     targets = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
     assert targets["wheel"] == {"packages": ["casckpt"]}
     inside = [path for path in (ROOT / "casckpt").rglob("*") if path.is_file() and "__pycache__" not in path.parts]

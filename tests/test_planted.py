@@ -1,4 +1,4 @@
-"""The bugs that tools/mutants plants have a place to be planted, and tests to be noticed by."""
+"""Each bug of tools/mutants has one place in the code, and tests that detect it."""
 
 from __future__ import annotations
 

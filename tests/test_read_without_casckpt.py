@@ -58,7 +58,7 @@ def tensors_in(value: Any, *path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def assert_read(checkpoint: Any, state: Any) -> None:
-    """All tensors of a state are read, to the bit."""
+    """Check that it reads all tensors of a state, bit for bit."""
     saved = dict(tensors_in(state))
     assert set(checkpoint.tensors) == set(saved)
     for key, tensor in saved.items():
@@ -70,7 +70,7 @@ def assert_read(checkpoint: Any, state: Any) -> None:
 
 
 def assert_as_casckpt(reader: Any, folder: Path) -> None:
-    """The visible checkpoints are those of casckpt, by id, and so are their tensors, and the newest of each run."""
+    """Check that it finds casckpt's visible checkpoints by id, with equal tensors, and the newest of each run."""
     mine, theirs = reader.Store(folder), casckpt.open(folder)
     told = [(one["run"], one["step"], one["manifest"]) for one in mine.checkpoints()]
     assert sorted(told) == sorted((one.run, one.step, one.id) for one in theirs.checkpoints())
@@ -231,7 +231,7 @@ def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def saved(saved_once: Path, tmp_path: Path) -> Path:
-    """The files of two checkpoints, to be written to."""
+    """Writable files of two checkpoints."""
     shutil.copytree(saved_once, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
@@ -242,7 +242,7 @@ def read_all(reader: Any, folder: Path, ref: str = "a@2") -> dict[str, bytes]:
 
 
 def places(data: bytes, kind: str) -> list[int]:
-    """Where to flip: in a blob, behind the header and before the proof, which nobody needs who reads a checkpoint."""
+    """Places to flip in a blob: between the header and the proof, since reads do not need the proof."""
     if kind == "blob":
         return [4096, 4097, 8191, 8192, 4096 + 12_287]
     if kind == "manifest":
@@ -358,7 +358,7 @@ ANEW = {
 
 @pytest.mark.parametrize("told", ANEW)
 def test_a_replaced_manifest_is_refused(reader: Any, saved: Path, told: str) -> None:
-    """Whoever can write to the store makes all hashes right but those that the id proves."""
+    """An attacker with write access can correct all hashes except those that the id proves."""
     store = casckpt.open(saved)
     commit = store.get("a@2").commit
     manifest = manifests.get(store.repository, commit)
@@ -385,7 +385,7 @@ def test_a_rewrite_whose_place_was_taken_is_void(reader: Any, tmp_path: Path) ->
     assert [one["txid"] for one in reader.Store(tmp_path).checkpoints()] == [base.txid]
 
 
-# what it does not know
+# unknown versions and forms
 
 BACKWARDS = msgspec.msgpack.encode([[], [[0, 0, 4096], [0, 4096, 3072]], bytes(96)])
 UNKNOWN = {

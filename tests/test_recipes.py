@@ -19,9 +19,9 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "docs" / "examples"
 
 @dataclass(frozen=True)
 class Recipe:
-    """An example. It is killed in the call ``dies_at`` of backward, and goes on after ``goes_on`` of them.
+    """An example. It is killed in call ``dies_at`` of backward, and continues after call ``goes_on``.
 
-    ``needs``: modules of packages that may be missing. ``others``: another number of ranks that it goes on on, where
+    ``needs``: modules of packages that may be missing. ``others``: another number of ranks for the resume, where
     ``batch`` is evaluated.
     """
 
@@ -115,13 +115,13 @@ def up_to_the_kill(recipe: Recipe) -> list[Start]:
 
 
 def last_checkpoint(folder: Path, run: str) -> dict[str, str]:
-    """Digests of its tensors by their keys, of which Lightning's hold paths. Other values may be times."""
+    """The digests of its tensors by key. Lightning's keys hold paths. Other values may be times."""
     found = casckpt.open(folder / "checkpoints").digests(f"{run}@latest")
     return {key.replace(str(folder), ""): digest for key, digest in found.items()}
 
 
 def assert_prints(ranks: list[Seen], path: Path, number: int) -> None:
-    """What the docstring says of its first command, or its second, if it has one."""
+    """Check the output in the docstring for its first command, or for its second if it has one."""
     for _, expected in commands_of(path)[number : number + 1]:
         assert re.fullmatch(pattern(expected), "".join(one.printed for one in ranks).strip())
 

@@ -1,4 +1,4 @@
-"""tools/rename and tools/move, on a small project of their own."""
+"""tools/rename and tools/move on a small project."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The servers that tests start come up also where another process takes a port that was free a moment before."""
+"""The servers of the tests also start if another process takes their port first."""
 
 from __future__ import annotations
 

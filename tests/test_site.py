@@ -1,6 +1,6 @@
-"""The site: each public name has its page, each picture is that of its source, each page is in the table of contents.
+"""The site: each public name has its page, each picture matches its source, and the table of contents lists each page.
 
-The site itself is built by `tools/docs`, with tools of its own.
+`tools/docs` builds the site itself with separate tools.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ DOCS = ROOT / "docs"
 EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
 FRONTENDS = ("accelerate", "convert", "dcp", "lightning", "megatron", "torchtitan", "trainer", "transformers")
 NONE = (MISSING, inspect.Parameter.empty)
-ELSEWHERE = {"rl_publish_follow", "read_without_casckpt"}  # tests/test_examples.py looks at what they print
-KILLED = {path.stem for path in EXAMPLES if says_kill_it(path)}  # and tests/test_recipes.py at these
+ELSEWHERE = {"rl_publish_follow", "read_without_casckpt"}  # tests/test_examples.py checks their output
+KILLED = {path.stem for path in EXAMPLES if says_kill_it(path)}  # tests/test_recipes.py checks these
 
 
-@pytest.mark.process  # front ends import matplotlib, which asks for the fonts of the system
-@pytest.mark.filterwarnings("ignore")  # of what front ends import
+@pytest.mark.process  # front ends import matplotlib, which lists the fonts of the system
+@pytest.mark.filterwarnings("ignore")  # from the imports of front ends
 @pytest.mark.parametrize("stem", reference.api_pages())
 def test_each_public_name_has_its_page(stem: str) -> None:
     page = reference.api_pages()[stem]
@@ -125,12 +125,12 @@ def test_each_environment_variable_is_documented() -> None:
 
 
 def quoted(text: str) -> list[str]:
-    """What stands in back quotes."""
+    """The texts in backticks."""
     return re.findall(r"`([^`]+)`", text)
 
 
 def settings(heading: str) -> dict[str, str]:
-    """The names of a table of docs/settings.md, with their defaults."""
+    """The names in a table of docs/settings.md, with their defaults."""
     found = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", (DOCS / "settings.md").read_text(), re.M | re.S)
     assert found, f"docs/settings.md has no section {heading!r}"
     return dict(re.findall(r"^\| `(\w+)`(?: \(.*?\))? \| ?(?:`(.*?)`)? \|", found[1], re.MULTILINE))
@@ -148,7 +148,7 @@ def test_documented_settings_of_a_new_store_match_the_code() -> None:
 
 
 def as_written(values: dict[str, Any]) -> dict[str, str]:
-    """Defaults, as a page has them; one without a default is empty."""
+    """Defaults as a page shows them. A name without a default has ""."""
     return {name: "" if value in NONE else repr(value).replace("'", '"') for name, value in values.items()}
 
 

@@ -67,7 +67,7 @@ def test_growing_memory_is_reported(tmp_path: Path, what: str) -> None:
         held |= {what: held[what] + number * (2 << 20 if what == "rss" else 1)} if what in held else {}
         books.note("samples.live.7.1000", **held)
         books.note("samples.live.7.999", rss=number << 30, files=number, threads=number)  # of an earlier run
-    for number in range(9):  # too few to say anything
+    for number in range(9):  # too few for a result
         books.note("samples.follow.8.1000", rss=number << 30, files=number, threads=number)
     sampled, grown = growth(books, 1000)
     assert sampled == 60
@@ -150,7 +150,7 @@ def test_a_copy_that_copies_nothing_is_noticed(worker: Worker, monkeypatch: pyte
         worker.store.copy_to(worker.copy)
         worker.copy.gc(keep_last=4, min_age=0)
     looks.look(worker)
-    assert len(worker.copy.checkpoints()) == 6  # those that it had rotated out were named
+    assert len(worker.copy.checkpoints()) == 6  # the copy named the ones that it had rotated out
     workers.save(worker, RUNS[0])
     monkeypatch.setattr(Store, "copy_to", lambda *given, **more: CopyResult())
     with pytest.raises(Wrong, match=r"not there after a copy: .*alpha@6"):
@@ -248,7 +248,7 @@ def test_counts_are_added_during_a_soak(tmp_path: Path) -> None:
     for _ in range(2):
         soaked.books.note("counts.77", did="save", times=1)
         soaked.books.note("counts.78", did="blobs deleted by gc", times=20)
-        soaked.books.note("counts.78", did="save")  # of a version that counted by lines alone
+        soaked.books.note("counts.78", did="save")  # from a version that only counted lines
         soaked._gather()
     assert json.loads((tmp_path / "counts.json").read_text()) == {"save": 9, "seconds": 67, "blobs deleted by gc": 40}
 
@@ -259,6 +259,6 @@ def test_a_soak_run_names_its_commit(tmp_path: Path) -> None:
     for _ in range(2):
         master(tmp_path)._note_run()
     before, *those = Books(tmp_path).lines("runs")
-    assert before["commit"] is None  # there was no such book then
+    assert before["commit"] is None  # that version kept no such file
     assert len({one["commit"] for one in those}) == 1
     assert len(those) == 2

@@ -23,7 +23,7 @@ def options() -> list[str]:
 
 
 def is_there(name: str) -> bool:
-    """Tell whether a front end, as "dcp: StorageWriter", has a name; True if what it is for is not installed."""
+    """Report whether a front end, as "dcp: StorageWriter", has a name. True if its package is not installed."""
     page, _, wanted = name.partition(": ")
     module = {"casckpt": "casckpt", "errors": "casckpt.errors", "README": ""}.get(page, f"casckpt.frontends.{page}")
     module = page if page.startswith("casckpt.") else module
@@ -33,8 +33,8 @@ def is_there(name: str) -> bool:
         return find_spec(module) is not None
 
 
-@pytest.mark.process  # front ends import what starts processes
-@pytest.mark.filterwarnings("ignore")  # of what front ends import
+@pytest.mark.process  # front ends import packages that start processes
+@pytest.mark.filterwarnings("ignore")  # from the imports of front ends
 def test_no_public_name_is_missing() -> None:
     before = json.loads((ROOT / "tests" / "data" / "surface.json").read_text())
     now = {**surface(ROOT), "options": options(), "imports": list(filter(is_there, before["imports"]))}

@@ -1,4 +1,4 @@
-"""tools/which-test finds functions by the end of their names, and the tests that have to do with them."""
+"""tools/which-test finds functions by the end of their names, and their tests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`casckpt demo` on real weights: MiniLM is imported into a store, and fine-tuned from there with its encoder frozen.
+"""Run `casckpt demo` on real weights: import MiniLM into a store and fine-tune from there with a frozen encoder.
 
-Every claim is checked; exits with 1 if one does not hold.
+Exit with 1 if a claim does not hold.
 """
 
 # ruff: noqa: E402 - the environment is set first
@@ -62,7 +62,7 @@ hub.logging.disable_progress_bar()
 
 
 class FineTune(Training):
-    """Tells topics of sentences apart: MiniLM, of which only the pooler is trained, and a head."""
+    """Classifies sentences by topic: MiniLM, of which only the pooler is trained, and a head."""
 
     def __init__(self, store: casckpt.Store) -> None:
         torch.manual_seed(0)
@@ -91,14 +91,14 @@ class FineTune(Training):
 
 
 def claim(holds: bool, text: str) -> None:
-    """Say that something holds; if it does not, say that, and end."""
+    """Print that a claim holds. If it does not, print that and exit."""
     if not holds:
         sys.exit(f"demo: NOT TRUE: {text}. Please report this")
     print(f"checked: {text}", flush=True)
 
 
 def show(folder: Path) -> None:
-    """Import the weights, show the tour on them, and check what it claims."""
+    """Import the weights, run the demo on them, and check its claims."""
     store = casckpt.open(folder)
     print(f"$ casckpt import {folder} {MODEL.parent.name}/model --run base --step 0", flush=True)
     cli(["import", str(folder), str(MODEL), "--run", "base", "--step", "0"], standalone_mode=False)
@@ -118,14 +118,14 @@ def show(folder: Path) -> None:
 
 
 def main() -> None:
-    """Find a folder, and show everything there."""
+    """Use a folder, and show everything there."""
     parser = argparse.ArgumentParser(prog="tools/demo", description="Show on a real model what casckpt does.")
     parser.add_argument("folder", nargs="?", type=Path, help="becomes the store (default: a new temporary folder)")
     folder: Path = parser.parse_args().folder or Path(tempfile.mkdtemp(prefix="casckpt-demo-"))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         sys.exit(f"demo: {folder} is not empty; give another folder, or none")
     with tempfile.TemporaryDirectory(prefix="casckpt-demo-cache-") as cache:
-        os.environ["CASCKPT_CACHE_DIR"] = cache  # no trace elsewhere
+        os.environ["CASCKPT_CACHE_DIR"] = cache  # leaves no files elsewhere
         show(folder.resolve())
 
 

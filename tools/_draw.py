@@ -1,4 +1,4 @@
-"""Bugs whose places a seed draws: see ``tools/mutants --draw``. Each is one small edit of one statement."""
+"""Bugs at random places: see ``tools/mutants --draw``. Each is one small edit of one statement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from _places import NoPlace, Planted, around
 from planted import PLANTED
 
-Edit: TypeAlias = tuple[str, int, int, str]  # its kind, and the text in place of the bytes from here to there
+Edit: TypeAlias = tuple[str, int, int, str]  # its kind, the first and last byte to replace, and the new text
 
 _EDGES: dict[type, str] = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
 _PAIRS = ("min max", "any all", "lo hi", "start stop", "first last", "startswith endswith", "removeprefix removesuffix")
@@ -39,7 +39,7 @@ class Source:
         return self.text[slice(*self._span(node))].decode()
 
     def edits(self) -> Iterator[Edit]:
-        """All of them; what only words an error, a log or a type is left alone."""
+        """Return all edits, except in texts of errors and logs and in types."""
         nodes: list[ast.AST] = [ast.parse(self.text)]
         while nodes:
             node = nodes.pop()
@@ -89,7 +89,10 @@ class Source:
                 yield "wrong operand", node, self._of(node).removesuffix(name) + _TWINS[name]
 
     def planted(self, edit: Edit, tests: str) -> Planted:
-        """The edit, with so many of its lines that they stand once in the file. Raises SyntaxError for no program."""
+        """Return the bug, with as many lines as make its text unique in the file.
+
+        Raises SyntaxError for an invalid program.
+        """
         kind, start, stop, new = edit
         first, last = self.text.rfind(b"\n", 0, start) + 1, self.text.find(b"\n", stop) + 1
         while self.text.count(self.text[first:last]) > 1:
@@ -104,7 +107,7 @@ class Source:
 
 
 def draw(paths: Sequence[str], count: int, seed: int) -> Iterator[Planted]:
-    """``count`` bugs, evenly over paths and kinds, each with the tests that notice what is planted in its file now."""
+    """Draw ``count`` bugs, evenly over paths and kinds, each with the tests for the present bugs of its file."""
     chance, tests = random.Random(seed), defaultdict[str, dict[str, None]](dict)  # noqa: S311 - nothing is secret
     for one in PLANTED:
         tests[one.place()[0]] |= dict.fromkeys(one.tests.split())

@@ -1,4 +1,4 @@
-"""See tools/move. Paths and dotted names are text; a module that is imported by its last name is found with ty."""
+"""See tools/move. Paths and dotted names are text. ty finds modules that are imported by their last name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from _refactor import FUNCTIONS, PACKAGE, Project, Refused, Source, Ty, main, st
 
 
 class Move:
-    """A module (or package) that moves from one dotted name to another, or into a module that is there."""
+    """A module (or package) that moves from one dotted name to another, or into an existing module."""
 
     def __init__(self, project: Project, old: str, new: str) -> None:
         self.project, self.old, self.new = project, old, new
@@ -30,10 +30,10 @@ class Move:
         if self.merges and self.package:
             raise Refused(f"{new} is there already: merge its modules one by one")
 
-    # what names it
+    # references
 
     def edit_names(self) -> None:
-        """Change what names the module in all files: dotted names, paths, and its last name where that is imported."""
+        """Change the references to the module in all files: dotted names, paths, and its imported last name."""
         for name in self.project.files:
             source = self.project.source(name)
             for pattern, put in self._patterns(name):
@@ -42,7 +42,7 @@ class Move:
         self._edit_imports()
 
     def _patterns(self, name: str) -> list[tuple[str, str]]:
-        """What stands for the module in a file, and what is to stand there."""
+        """The references to the module in a file, with their replacements."""
         end = r"(?=[/`\"'\s]|$)" if self.package else r"(?!\w)"
         pairs = [
             (rf"(?<![\w.]){re.escape(self.old)}(?!\w)", self.new),
@@ -60,7 +60,7 @@ class Move:
         return pairs
 
     def _edit_imports(self) -> None:
-        """``from package import module``, and the uses of that name."""
+        """Change ``from package import module``, and the uses of that name."""
         above, _, last = self.old.rpartition(".")
         new_above, _, new_last = self.new.rpartition(".")
         uses = list[tuple[str, int]]()
@@ -84,7 +84,7 @@ class Move:
         self._rename_uses(uses, last, new_last)
 
     def split(self, name: str, source: Source, node: ast.ImportFrom, alias: ast.alias, line: str) -> None:
-        """Import one name of several by a line of its own."""
+        """Import one name of several on a line of its own."""
         start, end = source.span(node)
         indent = source.line(start)[1][: node.col_offset]
         rest = [ast.unparse(one) for one in node.names if one is not alias]
@@ -109,10 +109,10 @@ class Move:
             if not inside and any(home == self.home and offset == 0 for home, offset in places):
                 self.project.replace(name, at, at + len(last), new_last)
 
-    # what moves
+    # the move
 
     def tests(self) -> list[tuple[str, str]]:
-        """(from, to) of the tests at the mirrored path."""
+        """The (from, to) paths of the tests at the mirrored path."""
         if not self.path.startswith(f"{PACKAGE}/"):
             return []
         old, new = (Path("tests", *Path(one).parts[1:]) for one in (self.path, self.target))
@@ -126,7 +126,7 @@ class Move:
         return found
 
     def carry_out(self) -> list[str]:
-        """Move the file, or merge it. Returns the packages that are new."""
+        """Move the file, or merge it. Return the new packages."""
         made = list[str]()
         folder = (self.project.root / self.target).parent
         while not (folder / "__init__.py").exists() and folder != self.project.root:
@@ -148,7 +148,7 @@ class Move:
 
 
 def _has(source: Source, name: str) -> bool:
-    """Does a module bind or read this name?"""
+    """Report whether a module binds or reads this name."""
     nodes = (node for node in ast.walk(source.tree) if isinstance(node, ast.Name | ast.arg | ast.alias))
     return any(name in _names(node) for node in nodes)
 
@@ -162,7 +162,7 @@ def _names(node: ast.Name | ast.arg | ast.alias) -> set[str]:
 
 
 def defined(body: Sequence[ast.stmt]) -> dict[str, str]:
-    """Name -> the statement that binds it, as text; what is imported has the name of its home."""
+    """Map each name to the text of the statement that binds it. An imported name is mapped to its home."""
     found = dict[str, str]()
     for one in statements(body):
         if isinstance(one, ast.Import | ast.ImportFrom):
@@ -181,9 +181,9 @@ def defined(body: Sequence[ast.stmt]) -> dict[str, str]:
 
 
 def merged(source: str, target: str, move: Move) -> str:
-    """One module of two: the imports of both, then what the target defines, then what the source does.
+    """Merge two modules: the imports of both, then the definitions of the target, then those of the source.
 
-    What the source defines comes first if the target imports from it. Raises Refused for names that both define.
+    The definitions of the source come first if the target imports from it. Raises Refused for names that both define.
     """
     (head, _, names, body), (other_head, other_docs, other_names, other) = (
         _parts(one, move) for one in (source, target)
@@ -199,7 +199,7 @@ def merged(source: str, target: str, move: Move) -> str:
 
 
 def _parts(text: str, move: Move) -> tuple[str, str, dict[str, str], str]:
-    """The imports, the docstring, the names that are bound, and the rest of a module."""
+    """The imports, the docstring, the bound names, and the rest of a module."""
     source = Source(text)
     imports, taken = list[str](), list[tuple[int, int]]()
     docs = ""
@@ -232,17 +232,17 @@ def _parts(text: str, move: Move) -> tuple[str, str, dict[str, str], str]:
 
 
 def move(project: Project, old: str, new: str) -> tuple[list[str], list[str]]:
-    """Move a module with its tests; returns what was done, and what is left to a person."""
+    """Move a module with its tests. Return the changes, and the places that a person must check."""
     if not project.module(old) and project.module(old.rpartition(".")[0]) and project.module(new):
         return move_one(project, old, new)
     change = Move(project, old, new)
-    if change.merges:  # refuse before anything is written
+    if change.merges:  # refuse before any write
         merged(project.source(change.home).text, project.source(change.target).text, change)
     moves = [change]
     for test, to in change.tests():
         dotted = [one.removesuffix(".py").replace("/", ".") for one in (test, to)]
         tests = Move(project, *dotted)
-        if tests.merges and not _fits(tests):  # it stays a file of its own, beside the one that it would join
+        if tests.merges and not _fits(tests):  # it stays a separate file beside the other one
             tests = Move(project, dotted[0], f"{dotted[1]}_{old.rpartition('.')[2]}")
         moves.append(tests)
     for one in moves:
@@ -261,7 +261,7 @@ def move(project: Project, old: str, new: str) -> tuple[list[str], list[str]]:
 
 
 def _fits(change: Move) -> bool:
-    """May the two modules become one?"""
+    """Report whether the two modules can be merged."""
     try:
         return bool(merged(change.project.source(change.home).text, change.project.source(change.target).text, change))
     except Refused:
@@ -269,7 +269,7 @@ def _fits(change: Move) -> bool:
 
 
 def move_one(project: Project, old: str, new: str) -> tuple[list[str], list[str]]:
-    """Move one function, class or constant into another module that is there."""
+    """Move one function, class or constant into another existing module."""
     (module, _, name), target = old.rpartition("."), project.module(new)
     home = project.module(module)
     source, other = project.source(home), project.source(target)
@@ -322,7 +322,7 @@ def move_one(project: Project, old: str, new: str) -> tuple[list[str], list[str]
 
 
 def _cut(source: Source, name: str) -> tuple[int, int]:
-    """Where a definition begins and ends, with its decorators, comments above it, and a string below it."""
+    """Return the begin and end of a definition, with its decorators, the comments above it, and a string below it."""
     body = source.tree.body
     at = next(number for number, one in enumerate(body) if name in defined([one]))
     node, below = body[at], body[at + 1] if at + 1 < len(body) else None
@@ -334,7 +334,7 @@ def _cut(source: Source, name: str) -> tuple[int, int]:
 
 
 def _below_docs(text: str, lines: Sequence[str]) -> str:
-    """A module with more imports."""
+    """Add imports to a module."""
     tree = ast.parse(text)
     at = 1 if ast.get_docstring(tree) else 0
     while isinstance(tree.body[at], ast.ImportFrom) and tree.body[at].module == "__future__":  # type: ignore[attr-defined]
@@ -345,7 +345,7 @@ def _below_docs(text: str, lines: Sequence[str]) -> str:
 
 
 def _fixtures(change: Move) -> list[str]:
-    """Which fixtures no longer reach tests that have moved."""
+    """Return the fixtures that moved tests can no longer use."""
     reached = Path(change.target).parents
     lost = [
         one
@@ -356,14 +356,14 @@ def _fixtures(change: Move) -> list[str]:
 
 
 def _not_imported(project: Project, module: str) -> list[str]:
-    """What Python says if the moved module cannot be imported: a circle, or a name that is not there."""
+    """Return Python's error if the moved module cannot be imported: a cycle, or a missing name."""
     command = [sys.executable, "-c", f"import {module}"]
     done = subprocess.run(command, cwd=project.root, capture_output=True, text=True, check=False)
     return [f"import {module}: {done.stderr.strip().splitlines()[-1]}"] if done.returncode else []
 
 
 def _left(change: Move) -> list[str]:
-    """What may still name the module by the end of its path."""
+    """Return texts that may still name the module by the end of its path."""
     parts = change.old.split(".")[-2:]
     word, ending = r"[./]".join(map(re.escape, parts)), r"\b" if change.package else r"(?:\.py)?\b(?!\.py)"
     alone = rf"|(?<![\w/.-]){re.escape(parts[-1])}\.py\b" if not change.package else rf"|`{re.escape(parts[-1])}/?`"

@@ -1,4 +1,4 @@
-"""See tools/mutants. Exits with 1 if a planted bug survives; not run by CI, for it takes long."""
+"""See tools/mutants. Exits with 1 if a planted bug survives. CI does not run it, since it takes long."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from planted import PLANTED
 
 ROOT = Path(__file__).resolve().parent.parent
 KILLERS = ROOT / "tools" / "killers.json"
-RUNS = {"--quick": "`--quick`", "": "default", "--full": "`--full`"}  # each runs all that those before it run
+RUNS = {"--quick": "`--quick`", "": "default", "--full": "`--full`"}  # each includes the tests of the earlier ones
 SECONDS = 600
 
 
 def copy_of_the_project(folder: Path) -> Path:
-    """All files that git tracks, as they are now."""
+    """Copy all files that git tracks, with uncommitted changes."""
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, tracked.split("\0")):
         target = folder / name
@@ -38,7 +38,7 @@ def copy_of_the_project(folder: Path) -> Path:
 
 
 def outcome(folder: Path, planted: Planted, run: str) -> str:
-    """The first test that fails with the bug in place, and does not without it; "" if none does."""
+    """Return the first test that fails with the bug and passes without it, or ""."""
     name, start, end = planted.place()
     file = folder / name
     before = file.read_text()
@@ -53,10 +53,10 @@ def outcome(folder: Path, planted: Planted, run: str) -> str:
 
 
 def first_failure(folder: Path, run: str, tests: Sequence[str]) -> str:
-    """The first of them that fails, "" if none does. Stops the program where nothing can be said."""
+    """Return the first failing test, or "". Exit if the tests cannot run."""
     chosen = [run] if run else []
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *chosen, *tests]
-    copied = os.environ | {"PYTHONPATH": str(folder)}  # else processes of tests find the project that is installed
+    copied = os.environ | {"PYTHONPATH": str(folder)}  # otherwise the processes of tests find the installed project
     done = subprocess.run(command, cwd=folder, env=copied, capture_output=True, text=True, check=False, timeout=SECONDS)
     nothing_plain = done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED and run == "--quick"
     if done.returncode not in (0, 1) and not nothing_plain:  # a name is wrong, ...
@@ -66,7 +66,7 @@ def first_failure(folder: Path, run: str, tests: Sequence[str]) -> str:
 
 
 def killers(folder: Path, planted: Planted, runs: Sequence[str]) -> dict[str, str]:
-    """For each of ``runs`` a test that fails; "" if none does. What a shorter run has is not asked of a longer one."""
+    """Return a failing test for each of ``runs``, or "". A longer run does not repeat the tests of a shorter one."""
     found = ""
     by_run = {}
     for run in runs:
@@ -76,7 +76,7 @@ def killers(folder: Path, planted: Planted, runs: Sequence[str]) -> dict[str, st
 
 
 def all_killers(chosen: Sequence[Planted], runs: Sequence[str], jobs: int) -> Iterator[tuple[Planted, dict[str, str]]]:
-    """Of one bug after the other; ``jobs`` of them at a time, each in a copy of its own."""
+    """Try one bug after another, ``jobs`` at a time, each in a copy of the project."""
     with tempfile.TemporaryDirectory(prefix="casckpt-mutants-") as name, ThreadPoolExecutor(jobs) as pool:
         copies = [copy_of_the_project(Path(name, str(number))) for number in range(jobs)]
 
@@ -95,18 +95,18 @@ def all_killers(chosen: Sequence[Planted], runs: Sequence[str], jobs: int) -> It
 
 
 def known_killers() -> dict[str, list[str]]:
-    """Name of a bug -> the first test that fails, in each of the three runs; "" where none does."""
+    """Map the name of each bug to the first test that fails in each of the three runs, or ""."""
     return dict(json.loads(KILLERS.read_text()))
 
 
 def write_killers(known: Mapping[str, list[str]]) -> None:
-    """Write them, a line for each bug that is planted, in the order of those."""
+    """Write the killers, one line for each planted bug, in the order of the bugs."""
     lines = [f"  {json.dumps(one.name)}: {json.dumps(known[one.name])}" for one in PLANTED if one.name in known]
     KILLERS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def arguments() -> argparse.Namespace:
-    """What was asked for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="tools/mutants", description="Plant bugs, and see that tests notice.")
     parser.add_argument("words", nargs="*", help="those whose names hold one of these; none: all")
     which = parser.add_mutually_exclusive_group()
@@ -124,7 +124,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Plant all, or those whose names hold one of the words given."""
+    """Plant all bugs, or those whose names contain one of the given words."""
     asked = arguments()
     named = [one for one in PLANTED if not asked.words or any(word in one.name for word in asked.words)]
     chosen = list(draw(asked.words, asked.draw, asked.seed)) if asked.draw else named

@@ -1,4 +1,4 @@
-"""Where a bug is planted: in a function that is named without its module, so that it is found wherever it lies."""
+"""Places of planted bugs. A place names a function without its module, so that a bug follows a moved function."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class NoPlace(Exception):
-    """The text stands nowhere, or in more than one place."""
+    """The text occurs nowhere, or more than once."""
 
 
 @dataclass(frozen=True)
 class Planted:
-    """``before`` stands once in ``function``, and ``after`` in its place is the bug. ``tests``: the files that notice.
+    """``before`` occurs once in ``function``, and ``after`` in its place is the bug.
 
-    ``function``: the innermost one that holds the text, as "function", "Class.method" or "Class"; "" if none does.
+    ``tests``: the files that detect it.
+
+    ``function``: the innermost one that contains the text, as "function", "Class.method" or "Class", or "".
     """
 
     name: str
@@ -28,7 +30,7 @@ class Planted:
     tests: str
 
     def place(self, root: Path = ROOT) -> tuple[str, int, int]:
-        """The file, relative to ``root``, and where in it the text begins and ends. Raises NoPlace."""
+        """Return the file, relative to ``root``, and the begin and end of the text in it. Raises NoPlace."""
         found = []
         for name, text in _texts(root).items():
             ends = [(at, at + len(self.before)) for at in _all(self.before, text)]
@@ -56,7 +58,7 @@ def _all(part: str, text: str) -> list[int]:
 
 @cache
 def scopes(text: str) -> tuple[tuple[str, int, int], ...]:
-    """(qualified name, start, end) of all functions and classes of a module, with whole lines; outer ones first."""
+    """Return (qualified name, start, end) of a module's functions and classes, in whole lines, outer ones first."""
     starts = [0]
     for line in text.split("\n"):
         starts.append(starts[-1] + len(line) + 1)
@@ -77,13 +79,13 @@ def scopes(text: str) -> tuple[tuple[str, int, int], ...]:
 
 
 def around(text: str, start: int, end: int) -> str:
-    """The innermost function or class that holds a part of a module; "" if none does."""
+    """Return the innermost function or class that contains a part of a module, or ""."""
     inside = [name for name, first, last in scopes(text) if first <= start and end <= last]
     return inside[-1] if inside else ""
 
 
 def lost() -> list[str]:
-    """What is wrong with the planted bugs that have no place."""
+    """Return the problems of planted bugs without a place."""
     from planted import PLANTED
 
     found = []

@@ -1,4 +1,4 @@
-"""What tools/rename and tools/move share: the files of the project, and ty, which says where a name is defined."""
+"""The common part of tools/rename and tools/move: the files of the project, and ty, which finds definitions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Place: TypeAlias = tuple[str, int]
 
 
 class Refused(Exception):
-    """The change would not be right; nothing was written."""
+    """The change would be wrong. No file was written."""
 
 
 class Source:
@@ -63,12 +63,12 @@ class Source:
         return self.offset(node.lineno, node.col_offset), self.offset(node.end_lineno, node.end_col_offset)
 
     def words(self, word: str) -> list[int]:
-        """Each place of ``word`` as a whole word."""
+        """Return each place of ``word`` as a whole word."""
         return [found.start() for found in re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", self.text)]
 
     @cached_property
     def prose(self) -> list[tuple[int, int]]:
-        """Begin and end of comments and strings of a Python file."""
+        """Return the begin and end of the comments and strings of a Python file."""
         tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
         kinds = {tokenize.COMMENT, tokenize.STRING}
         at = self.starts
@@ -76,14 +76,14 @@ class Source:
         return [(start, end) for kind, start, end in spans if kind in kinds]
 
     def prose_around(self, offset: int) -> str:
-        """The comment or string that holds an offset, "" for code."""
+        """Return the comment or string around an offset, or "" for code."""
         index = bisect_right(self.prose, (offset, sys.maxsize)) - 1
         start, end = self.prose[index] if index >= 0 else (0, 0)
         return self.text[start:end] if start <= offset < end else ""
 
 
 class Project:
-    """The files that git knows or would add, and the edits of them that are to come."""
+    """The files that git tracks or would add, and their pending edits."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -99,31 +99,31 @@ class Project:
 
     @property
     def python(self) -> list[str]:
-        """Those of them that are modules."""
+        """The Python modules among the files."""
         return [name for name in self.files if name.endswith(".py")]
 
     def git(self, *arguments: str) -> str:
-        """What a git command prints."""
+        """Return the output of a git command."""
         command = ["git", *arguments]
         return subprocess.run(command, cwd=self.root, capture_output=True, text=True, check=True).stdout
 
     @cache  # noqa: B019 - one project lives as long as the program
     def source(self, name: str) -> Source:
-        """The file as it was when the command began."""
+        """Return the file as it was when the command began."""
         return Source((self.root / name).read_text())
 
     def with_word(self, word: str, names: Sequence[str]) -> list[str]:
-        """Those of the files that hold ``word``."""
+        """Return the files that contain ``word``."""
         return [name for name in names if word in self.source(name).text]
 
     def module(self, dotted: str) -> str:
-        """The file of a module or package, "" where there is none. Modules of tools/ have no package."""
+        """Return the file of a module or package, or "". Modules of tools/ have no package."""
         path = dotted.replace(".", "/")
         tries = (f"{path}.py", f"{path}/__init__.py", f"tools/{path}.py")
         return next((name for name in tries if (self.root / name).is_file()), "")
 
     def replace(self, name: str, start: int, end: int, new: str) -> None:
-        """Note an edit."""
+        """Add an edit."""
         self.edits.setdefault(name, {})[start, end] = new
 
     def edited(self, name: str) -> str:
@@ -139,12 +139,12 @@ class Project:
             (self.root / name).write_text(self.edited(name))
 
     def show(self, name: str, offset: int) -> str:
-        """A place, for a person."""
+        """Format a place for the report."""
         number, line = self.source(name).line(offset)
         return f"{name}:{number}: {line.strip()}"
 
     def tidy(self, names: Sequence[str], *, unused: bool = False) -> None:
-        """Sort the imports of these files, and format them; drop imports that are not used, if that is said."""
+        """Sort the imports of these files, and format them. Optionally remove unused imports."""
         python = [name for name in names if name.endswith(".py") and (self.root / name).is_file()]
         ruff = str(Path(sys.executable).with_name("ruff"))
         rules = "I,F401,F811" if unused else "I"
@@ -153,7 +153,7 @@ class Project:
                 subprocess.run([ruff, *arguments, *python], cwd=self.root, check=True)
 
     def planted_nowhere(self) -> list[str]:
-        """What the files of planted bugs say of those whose text is no longer found once, if there are such files."""
+        """Return the planted bugs whose text no longer occurs exactly once."""
         if not (self.root / PLANTED[0]).exists():
             return []
         command = [sys.executable, "tools/_places.py"]
@@ -161,7 +161,7 @@ class Project:
 
 
 class Ty:
-    """A server of ty (https://docs.astral.sh/ty), asked where names are defined."""
+    """A server of ty (https://docs.astral.sh/ty) that finds definitions."""
 
     def __init__(self, project: Project) -> None:
         self.project, self._number, self._opened = project, 0, set[str]()
@@ -174,7 +174,7 @@ class Ty:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=os.environ | {"VIRTUAL_ENV": sys.prefix},  # where it finds the libraries
+            env=os.environ | {"VIRTUAL_ENV": sys.prefix},  # the place of the libraries
         )
         self._write, self._read = cast(BinaryIO, self._process.stdin), cast(BinaryIO, self._process.stdout)
         root = project.root.as_uri()
@@ -204,19 +204,19 @@ class Ty:
         return dict(json.loads(self._read.read(length)))
 
     def _ask(self, methods: Sequence[str], params: Sequence[Any]) -> list[Any]:
-        """The answers to questions; one after the other, so that no pipe fills."""
+        """Ask questions one after the other, so that no pipe fills, and return the answers."""
         answers = []
         for method, given in zip(methods, params, strict=True):
             self._number += 1
             self._send({"id": self._number, "method": method, "params": given})
             while (got := self._receive()).get("id") != self._number or "method" in got:
-                if "method" in got and "id" in got:  # the server asks
+                if "method" in got and "id" in got:  # a request of the server
                     self._send({"id": got["id"], "result": None})
             answers.append(got.get("result"))
         return answers
 
     def definitions(self, places: Sequence[Place]) -> dict[Place, set[Place]]:
-        """Where the names at these places are defined; what lies outside the project has the file ""."""
+        """Return the definitions of the names at these places. A definition outside the project has the file ""."""
         params = []
         for name, offset in places:
             uri = (self.project.root / name).as_uri()
@@ -247,7 +247,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of a scope, those in ``if``, ``try`` and ``with`` too, but not those of functions and classes."""
+    """Return the statements of a scope, with those in ``if``, ``try`` and ``with``, without functions and classes."""
     for one in body:
         yield one
         if not isinstance(one, (*FUNCTIONS, ast.ClassDef)):
@@ -258,7 +258,7 @@ def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def bindings(source: Source, scope: Scope, name: str) -> Iterator[int]:
-    """Where ``name`` is defined in a module or class: as a class, function, variable, or attribute of ``self``."""
+    """Return the definitions of ``name`` in a module or class: classes, functions, variables, attributes of self."""
     for one in statements(scope.body):
         if isinstance(one, (*FUNCTIONS, ast.ClassDef)):
             if one.name == name:
@@ -284,13 +284,13 @@ def _on_self(source: Source, function: Any, name: str) -> Iterator[int]:
 
 
 def inner(scope: Scope, name: str) -> Scope | None:
-    """The class or function of that name in a scope."""
+    """Return the class or function of that name in a scope."""
     kinds = (*FUNCTIONS, ast.ClassDef)
     return next((one for one in statements(scope.body) if isinstance(one, kinds) and one.name == name), None)
 
 
 def main(change: Callable[[Project, Sequence[str]], tuple[list[str], list[str]]]) -> None:
-    """Run a command: print what it did, and below that the places that a person has to look at."""
+    """Run a command. Print its changes, then the places that a person must check."""
     project = Project(ROOT)
     try:
         done, doubtful = change(project, sys.argv[1:])

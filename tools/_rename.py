@@ -1,4 +1,4 @@
-"""See tools/rename. ty says what each occurrence in code means; text follows where its meaning is certain."""
+"""See tools/rename. ty resolves each occurrence in code. Text follows if its meaning is certain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from _refactor import FUNCTIONS, PACKAGE, PLANTED, Place, Project, Refused, Scop
 
 @dataclass
 class Renaming:
-    """One change of name. ``owner``: "" for a name of a module, the class of a member, the function of a parameter."""
+    """One change of a name.
+
+    ``owner``: "" for a name of a module, the class of a member, the function of a parameter.
+    """
 
     project: Project
     ty: Ty
@@ -33,7 +36,7 @@ class Renaming:
     # code
 
     def sort_code(self) -> None:
-        """Tell the occurrences in code that mean the name from those that mean another, and from those not known."""
+        """Sort the occurrences in code: those that mean the name, those that mean another, and unknown ones."""
         places = []
         for name in self.project.with_word(self.old, self.project.python):
             source = self.project.source(name)
@@ -53,14 +56,14 @@ class Renaming:
                 self.unknown.add(place)
 
     def _could_mean_it(self, source: Source, offset: int) -> bool:
-        """May a name that ty does not know mean ours?"""
+        """Report whether a name that ty cannot resolve could mean this one."""
         attribute = source.text[:offset].rstrip().endswith(".")
         if self.parameter:
             return not attribute and re.match(r"\s*=[^=]", source.text[offset + len(self.old) :]) is not None
         return attribute or not self.owner
 
     def unique(self) -> bool:
-        """Has the name one meaning in the package?"""
+        """Report whether the name has one meaning in the package."""
         return not any(name.startswith(f"{PACKAGE}/") for name, _ in self.foreign | self.unknown)
 
     def check(self) -> None:
@@ -89,7 +92,7 @@ class Renaming:
     # text
 
     def sort_text(self) -> list[str]:
-        """Edit names in comments, docstrings, pages and planted bugs; return the places that are not certain."""
+        """Edit the name in comments, docstrings, pages and planted bugs. Return the uncertain places."""
         doubtful = [self.project.show(*place) for place in sorted(self.unknown)]
         strings = Counter[str]()
         unique, known = self.unique(), self.ours | self.foreign | self.unknown
@@ -120,7 +123,7 @@ class Renaming:
         ]
 
     def _in_text(self, name: str, source: Source, offset: int) -> None:
-        """Rename in text; columns of a page stay where they are if there is room."""
+        """Rename in text. Columns of a page keep their places if there is room."""
         end, new = offset + len(self.old), self.new
         gap = re.match(r" {2,}(?=\S)", source.text[end:]) if name.endswith(".md") else None
         if gap:
@@ -129,7 +132,7 @@ class Renaming:
         self.project.replace(name, offset, end, new)
 
     def _said(self, source: Source, name: str, offset: int, text: str, *, unique: bool) -> tuple[bool, bool]:
-        """(does the text certainly name it, might it name it)."""
+        """Return whether the text certainly names it, and whether it may name it."""
         before, after = source.text[:offset], source.text[offset + len(self.old) :]
         module = self.home.removesuffix("/__init__.py").removesuffix(".py")
         last = re.escape(self.owner.rpartition(".")[2] if self.owner else module.rpartition("/")[2])
@@ -142,7 +145,7 @@ class Renaming:
         spans = re.finditer(r"`+([^`]+)`+", line)
         span = any(found.start() <= column < found.end() for found in spans)
         distinct = "_" in self.old.strip("_") or re.search(r"[a-z][A-Z]", self.old) is not None
-        if name.endswith(".md") and before.count("\n```") % 2 == 1:  # a member of an example looks like one
+        if name.endswith(".md") and before.count("\n```") % 2 == 1:  # a member in an example looks like one
             span = distinct or not self.owner or re.match(r"[=(]", after) is not None or before.endswith(".")
         if exact:  # the name of an attribute to be patched, or a key of JSON
             return unique and not self.owner and distinct, False
@@ -154,7 +157,7 @@ class Renaming:
         return certain, span or distinct or after.startswith("(")
 
     def _inside_owner(self, source: Source, name: str, offset: int) -> bool:
-        """Does a text of the class or function speak of its own member or parameter?"""
+        """Report whether a text of the class or function names its own member or parameter."""
         if name != self.home or not self.owner:
             return False
         scope = _scope(source.tree, self.owner.split("."))
@@ -162,7 +165,7 @@ class Renaming:
         return start <= offset < end
 
     def _planted(self, name: str) -> Iterator[str]:
-        """Edit code that planted bugs quote, as the code itself is edited where it stands, and names of functions."""
+        """Edit the code in planted bugs like the code itself, and the names of functions."""
         source = self.project.source(name)
         nodes = (node for node in ast.walk(source.tree) if isinstance(node, ast.Call | ast.Tuple))
         for node in nodes:
@@ -175,7 +178,7 @@ class Renaming:
                     yield from self._quoted(name, one, files)
 
     def _function(self, name: str, node: ast.Constant, files: set[str]) -> None:
-        """The qualified name of a function in which a bug is planted."""
+        """Return the qualified name of a bug's function."""
         parts = str(node.value).split(".")
         owner = self.owner.split(".") if self.owner else []
         at = len(owner)
@@ -184,7 +187,7 @@ class Renaming:
             self.project.replace(name, start, end, f'"{".".join([*owner, self.new, *parts[at + 1 :]])}"')
 
     def _holds(self, text: str) -> list[str]:
-        """The modules in which a text stands, where it is long enough to be code of one."""
+        """Return the modules that contain a text, if it is long enough to identify code."""
         if not re.search(r"\W", text) or re.fullmatch(r"[\w/. ]+\.py", text):
             return []
         return [
@@ -203,13 +206,13 @@ class Renaming:
                 yield self.project.show(name, start + found.start())
 
     def _receivers(self, places: set[Place], files: set[str]) -> set[str]:
-        """What stands before the name where it is used in these files: "self.", "one.", or nothing."""
+        """Return the prefixes of the name's uses in these files: "self.", "one.", or nothing."""
         texts = [self.project.source(name).text[:offset] for name, offset in places if name in files]
         return {re.search(r"(?:\w+\.)*$", text[-99:])[0] for text in texts}  # type: ignore[index]
 
 
 def _bound(node: ast.AST, *, members: bool) -> set[str]:
-    """The names that a node binds or reads."""
+    """Return the names that a node binds or reads."""
     match node:
         case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
             return {name}
@@ -233,7 +236,7 @@ def _scope(tree: ast.Module, path: Sequence[str]) -> Scope:
 
 
 class Families:
-    """Classes that inherit from each other and have a member of the same name: they are renamed together."""
+    """Related classes that have a member of the same name and must be renamed together."""
 
     def __init__(self, project: Project, ty: Ty, member: str) -> None:
         self.project, self.ty, self.member = project, ty, member
@@ -242,7 +245,7 @@ class Families:
         self.beside = list[str]()  # classes that may satisfy a protocol without inheriting from it
 
     def classes(self, name: str) -> dict[Place, tuple[Source, ast.ClassDef]]:
-        """The classes of a module, by the place of their names."""
+        """Return the classes of a module, by the place of their names."""
         source = self.project.source(name)
         nodes = (node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef))
         found = {}
@@ -253,7 +256,7 @@ class Families:
         return found
 
     def above(self, place: Place, source: Source, node: ast.ClassDef) -> set[Place]:
-        """All classes of the project that a class inherits from."""
+        """Return all classes of the project that a class inherits from."""
         if place not in self._above:
             self._above[place] = set()
             bases = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
@@ -267,7 +270,7 @@ class Families:
         return self._above[place]
 
     def of(self, owner: Place) -> dict[Place, tuple[Source, ast.ClassDef]]:
-        """The classes that have the member and are related to the owner, itself among them."""
+        """Return the classes that have the member and are related to the owner, including itself."""
         names = self.project.with_word(self.member, self.project.python)
         classes = [(place, *one) for name in names for place, one in self.classes(name).items()]
         having = {
@@ -287,7 +290,7 @@ class Families:
 
 
 def _family(project: Project, ty: Ty, home: str, path: Sequence[str], parameter: str) -> tuple[set[Place], list[str]]:
-    """The places where the name is defined, and classes that may have to follow."""
+    """Return the places of the name's definitions, and the classes that may have to follow."""
     beside = list[str]()
     source = project.source(home)
     member = path[-1]
@@ -320,7 +323,7 @@ def _refuse_stored(scope: Scope) -> None:
 
 
 def rename(project: Project, old: str, new: str, *, doubtful: bool = False) -> tuple[list[str], list[str]]:
-    """Rename in all files; returns what was done, and the places to look at. With ``doubtful``, code of these too."""
+    """Rename in all files. Return the changes, and the places to check. With ``doubtful``, edit unresolved code too."""
     dotted, _, parameter = old.partition(":")
     parts = dotted.split(".")
     count = next((count for count in range(len(parts) - 1, 0, -1) if project.module(".".join(parts[:count]))), 0)

@@ -20,7 +20,7 @@ RECORD = ROOT / "build" / "which-test.coverage"
 
 
 def functions(name: str) -> dict[tuple[str, str], tuple[int, int]]:
-    """(file, qualified name) of the functions that a name may mean, and their first and last line."""
+    """Return (file, qualified name) of the functions that a name may mean, and their first and last line."""
     parts = name.split(".")
     found = {}
     for path in sorted((ROOT / "casckpt").rglob("*.py")):
@@ -33,7 +33,7 @@ def functions(name: str) -> dict[tuple[str, str], tuple[int, int]]:
 
 
 def planted_in(file: str, function: str) -> Iterator[str]:
-    """The tests that kill bugs planted in a function: those that the table names, else the files that are tried."""
+    """Return the tests that kill bugs planted in a function, from the table or from the list of files."""
     table = _mutants.known_killers()
     for one in PLANTED:
         if (one.function == function or one.function.startswith(f"{function}.")) and one.place()[0] == file:
@@ -41,7 +41,7 @@ def planted_in(file: str, function: str) -> Iterator[str]:
 
 
 def naming(function: str) -> Iterator[str]:
-    """The tests in whose bodies the last part of the name stands; behind a dot, if it is of a class."""
+    """Return the tests whose bodies contain the last part of the name, after a dot for a method."""
     owner, _, last = function.rpartition(".")
     before = r"\." if owner else r"(?<!\w)"
     word = re.compile(rf"{before}{re.escape(last)}(?!\w)")
@@ -55,7 +55,7 @@ def naming(function: str) -> Iterator[str]:
 
 
 def recorded(file: str, lines: tuple[int, int]) -> Iterator[str]:
-    """The tests that ran the body of a function when `--record` was given."""
+    """Return the tests that ran the body of a function under `--record`."""
     data = CoverageData(str(RECORD))
     data.read()
     contexts = data.contexts_by_lineno(str(ROOT / file))
@@ -64,7 +64,7 @@ def recorded(file: str, lines: tuple[int, int]) -> Iterator[str]:
 
 
 def record(tests: list[str]) -> int:
-    """Run tests, and keep which of them ran which lines; beside what was kept before."""
+    """Run tests, and add the lines that each of them ran to the record."""
     RECORD.parent.mkdir(exist_ok=True)
     options = ["--cov=casckpt", "--cov-context=test", "--cov-report=", "--cov-append", "-q"]
     environment = os.environ | {"COVERAGE_FILE": str(RECORD), "OMP_NUM_THREADS": "1"}
@@ -73,7 +73,7 @@ def record(tests: list[str]) -> int:
 
 
 def main() -> None:
-    """Answer, or record."""
+    """Answer a question, or record."""
     parser = argparse.ArgumentParser(prog="tools/which-test", description="Which tests cover a function?")
     parser.add_argument("what", nargs="*", metavar="FUNCTION", help="its name, as much of it as tells it apart")
     parser.add_argument("--record", action="store_true", help="run these tests (none: --quick), and keep what they run")
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def show(title: str, tests: Iterator[str]) -> None:
-    """Print a list, if there is one."""
+    """Print a list if it is not empty."""
     lines = list(dict.fromkeys(tests))
     print(f"  {title}: {len(lines)}")
     print(*(f"    {one}\n" for one in lines), sep="", end="")

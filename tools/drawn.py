@@ -1,6 +1,6 @@
-"""Bugs whose places a seed drew (`tools/mutants --draw`): (name, function, before, after, tests), see `_places`.
+"""Bugs at places that a seed drew (`tools/mutants --draw`): (name, function, before, after, tests), see `_places`.
 
-Left out of what was drawn: what changes nothing that can be seen, and what no type checker lets pass.
+The list omits drawn bugs without a visible effect, and those that a type checker finds.
 """
 
 from __future__ import annotations
@@ -483,7 +483,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/interchange/test_new_files.py",
     ),
     (
-        "only the first item may be something else than a parameter",
+        "only the first entries of a model may be buffers or frozen",
         "_names",
         "- sum(positions) ",
         "",
@@ -672,7 +672,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/interchange/test_torch_files.py",
     ),
     (
-        "a wrapper is removed if a single name has it",
+        "a wrapper prefix is removed if any name has it",
         "_unwrapped",
         "if all(str(key",
         "if any(str(key",

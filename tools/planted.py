@@ -770,7 +770,7 @@ PLANTED = (
         "tests/format/sections/test_tables.py",
     ),
     Planted(
-        "a row may span two spans",
+        "a row of a table may cross the end of its span",
         "_extents",
         "if not cells or number > last:",
         "if not cells:",
@@ -2154,7 +2154,7 @@ PLANTED = (
         "tests/frontends/dcp/test_unflattened.py",
     ),
     Planted(
-        "objects and a background save use different groups",
+        "a background save exchanges its objects in the wrong process group",
         "Saver._checked",
         "        state, options = self._without_objects(ranks, state, options)\n\n        def check()",
         "        state, options = "
@@ -2274,7 +2274,7 @@ PLANTED = (
         "tests/frontends/training_state/test_objects.py",
     ),
     Planted(
-        "all ranks with a value have the same mesh coordinate",
+        "exchanges at different points have the same name",
         "exchange_keeping.answers",
         "    @wraps(decide)  # ranks compare its name, to check that they are at the same point\n",
         "",

@@ -1,4 +1,4 @@
-"""The cycle collector rests while plans are made, and is as it was afterwards, whatever happens."""
+"""The cycle collector pauses while plans are made, and always has its earlier state afterwards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _collector() -> Iterator[None]:
 
 
 class Planning(threading.Thread):
-    """A thread that holds the collector up, until it is let go."""
+    """A thread that pauses the collector until the test releases it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def test_the_collector_pauses_until_the_last_of_several_threads_ends() -> None:
 
 
 def test_the_collector_runs_in_a_child_forked_during_a_pause() -> None:
-    """A worker of a data loader would keep every cycle, since the thread that plans is not there to let it go on."""
+    """Otherwise a worker of a data loader would keep every cycle, since it lacks the thread that ends the pause."""
     gc.enable()
     thread = Planning()
 

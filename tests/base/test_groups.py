@@ -1,4 +1,4 @@
-"""Items in lots of a size."""
+"""Items in groups of limited size."""
 
 from __future__ import annotations
 

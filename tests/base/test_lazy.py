@@ -1,4 +1,4 @@
-"""An attribute is computed once, without waiting for another thread, also in a child that was forked meanwhile."""
+"""An attribute is computed once, without waiting for another thread, also in a child that forks during that."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.forks import forked
 
 
 class Slow:
-    """A value that a thread computes for as long as a test wants it to."""
+    """An attribute whose computation the test can hold."""
 
     def __init__(self) -> None:
         self.begun, self.go_on = Event(), Event()
@@ -17,7 +17,6 @@ class Slow:
 
     @cached_property
     def value(self) -> object:
-        """What is computed."""
         self.times += 1
         self.begun.set()
         self.go_on.wait()

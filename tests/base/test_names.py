@@ -1,4 +1,4 @@
-"""Names of runs, steps and attachments that are usable, and others."""
+"""Valid and invalid names of runs, steps and attachments."""
 
 from __future__ import annotations
 

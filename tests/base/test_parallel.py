@@ -1,4 +1,5 @@
-"""Several threads: each item or task once, results in order, errors as they are promised, and no thread needed."""
+"""Several threads: each item or task runs once, results keep their order, errors are as documented, and no thread is
+required."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def test_the_requested_number_of_threads_runs_at_once() -> None:
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_tasks_run_in_the_caller_if_no_thread_can_start(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
-    """As while the interpreter ends, from Python 3.12 on."""
+    """This happens while the interpreter ends, from Python 3.12 on."""
 
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -112,7 +113,7 @@ def test_an_interrupt_is_raised_and_no_further_task_starts() -> None:
 
 
 def test_interrupts_do_not_leave_a_helper_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would write on into tensors that whoever interrupted a load may have filled anew by then."""
+    """A helper that runs on would write into tensors that the caller of the interrupted load may have filled since."""
     interrupted, helping, ended = threading.Event(), threading.Event(), []
     main, times = threading.current_thread(), iter(range(3))
 

@@ -1,4 +1,4 @@
-"""Durations: one parser, and never a number without its unit."""
+"""Durations: a single parser, and no number without a unit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_an_invalid_duration_is_refused(duration: Any) -> None:
 
 @pytest.mark.parametrize("bare", ["7", " 7 ", 7, 0.5, 7.0, "0.5"])
 def test_the_error_for_a_number_without_a_unit_suggests_a_duration(bare: Any) -> None:
-    """``--keep-within 7`` once read seconds, and a week of checkpoints went."""
+    """Regression: ``--keep-within 7`` meant seconds and forgot a week of checkpoints."""
     text = str(bare).strip()
     with pytest.raises(InvalidInput, match=f"give {text}s or {text}d"):
         seconds_of(bare, "keep-within")
@@ -54,7 +54,7 @@ def test_the_error_for_a_number_without_a_unit_suggests_a_duration(bare: Any) ->
 
 @pytest.mark.parametrize("long", ["36501d", "999999999w", timedelta.max])
 def test_a_duration_beyond_the_range_of_clocks_is_refused(long: Duration) -> None:
-    """A moment so long ago once was an OverflowError of whoever reckoned it."""
+    """Regression: such an early time raised OverflowError."""
     assert seconds_of("36500d") == 36500 * 86400
     with pytest.raises(InvalidInput, match=r"keep-within: .* too long a time: give 36500d or less"):
         seconds_of(long, "keep-within")

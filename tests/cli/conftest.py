@@ -21,7 +21,7 @@ AsJson = Callable[..., Any]
 
 @pytest.fixture
 def run() -> Run:
-    """Run a command; all arguments as text. ``status``: the exit status that is expected."""
+    """Run a command. All arguments become text. ``status``: the expected exit status."""
 
     def call(*args: object, status: int = 0) -> Result:
         result = CliRunner().invoke(cli, [str(arg) for arg in args])
@@ -34,7 +34,7 @@ def run() -> Run:
 
 @pytest.fixture
 def as_json(run: Run) -> AsJson:
-    """What a command gives with --json."""
+    """The output of a command with --json."""
 
     def call(*args: object, status: int = 0) -> Any:
         return json.loads(run(*args, "--json", status=status).stdout)
@@ -44,7 +44,7 @@ def as_json(run: Run) -> AsJson:
 
 @pytest.fixture
 def saved(store: casckpt.Store, store_path: Path) -> Path:
-    """A store with a@1, a@2, a@3 and b@1, of which most is shared."""
+    """A store with a@1, a@2, a@3 and b@1, which share most of their bytes."""
     shared = torch.arange(5000.0)
     for step in (1, 2, 3):
         state = {"shared": shared, "own": torch.full((1000,), float(step)), "lr": 0.1}

@@ -1,4 +1,4 @@
-"""The command line on buckets: doctor and init on servers that are safe and on one that is not; secrets stay secret."""
+"""The command line on buckets: doctor and init on safe and unsafe servers, and no secret in any output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.servers import SECRET, Server
 
 
 def test_a_mistyped_bucket_is_not_created(safe: Server, as_json: AsJson, run: Run) -> None:
-    """SeaweedFS makes a bucket for any put."""
+    """SeaweedFS creates a bucket for any put."""
     found = checks(safe, "no-such-bucket", as_json, status=1)
     assert "create it first" in found["write"]["found"]
     assert "create it first" in run("init", "s3://no-such-bucket/store", *arguments(safe), status=3).stderr
@@ -22,7 +22,7 @@ def test_a_mistyped_bucket_is_not_created(safe: Server, as_json: AsJson, run: Ru
 
 
 def test_all_commands_work_on_a_bucket(safe: Server, run: Run, as_json: AsJson, saved: Path, tmp_path: Path) -> None:
-    """Every command that a person uses, one after the other."""
+    """This runs every command that people use."""
     url, options = f"s3://{safe.new_bucket()}/team/store", arguments(safe)
     run("init", url, *options)
     model = tmp_path / "model.safetensors"

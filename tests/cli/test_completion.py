@@ -1,4 +1,4 @@
-"""Completions of the shell, requested as bash requests them."""
+"""Shell completions, requested as bash does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from casckpt.cli.main import cli
 
 
 def offered(*words: object, **environment: str) -> list[str]:
-    """For the last of ``words``, which may be the beginning of one."""
+    """The completions of the last of ``words``, which may be a prefix."""
     line = ["casckpt", *map(str, words)]
     asked = {"_CASCKPT_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(line), "COMP_CWORD": str(len(line) - 1)}
     result = CliRunner().invoke(cli, [], env=asked | environment)
@@ -34,7 +34,7 @@ def test_references_runs_and_folders_are_offered(saved: Path, store: casckpt.Sto
 
 
 def test_restore_completes_ids_of_forgotten_checkpoints(saved: Path, store: casckpt.Store) -> None:
-    """And nothing else: what is visible needs no restoring, and RUN@STEP names what is visible."""
+    """It completes nothing else: RUN@STEP names visible checkpoints."""
     forgotten = [ckpt.id for ckpt in store.forget("a@1", "a@2")]
     assert offered("restore", saved, "") == [one[:12] for one in reversed(forgotten)]
     assert offered("show", saved, "a@") == ["a@latest", "a@3"]
@@ -50,7 +50,7 @@ def test_a_store_argument_completes_folders(saved: Path) -> None:
     assert CliRunner().invoke(cli, [], env=asked).stdout == "dir,/tm\n"
 
 
-@pytest.mark.process  # click asks the shell for its version
+@pytest.mark.process  # click runs the shell to read its version
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_every_shell_has_its_script(shell: str) -> None:
     result = CliRunner().invoke(cli, [], env={"_CASCKPT_COMPLETE": f"{shell}_source"})

@@ -1,4 +1,4 @@
-"""docs/cli.md names every command, with its purpose and its JSON; the site has the rest from ``--help``."""
+"""docs/cli.md names every command with its purpose and its JSON. The site adds the rest from ``--help``."""
 
 from __future__ import annotations
 

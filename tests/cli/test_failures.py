@@ -1,4 +1,4 @@
-"""Errors: one message, an exit status, and a traceback only on request."""
+"""Errors print one message, set an exit status, and show a traceback only on request."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_damaged_record_affects_only_its_own_line(saved: Path, run: Run, as_js
     assert f"the record of {record.name} cannot be read" in result.stderr
     verified = run("verify", saved, status=4).stdout
     assert "1 record damaged: put the files back from a copy" in verified
-    assert "casckpt repair" not in verified  # which has no other copy of a record
+    assert "casckpt repair" not in verified  # there is no other copy of the record
     assert as_json("gc", saved, status=4)["error"]["kind"] == "damaged"
 
 

@@ -1,4 +1,4 @@
-"""The command that a user asked for is found, or the one that was probably meant is named."""
+"""The command line finds the command, or names the most similar one."""
 
 from __future__ import annotations
 

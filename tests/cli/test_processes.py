@@ -1,4 +1,4 @@
-"""The command line as a separate process: exit statuses, pipes, interrupts, and imports that it avoids."""
+"""The command line as a separate process: exit statuses, pipes, interrupts, and its imports."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_commands_without_tensors_do_not_import_torch(saved: Path) -> None:
     ids=["table", "json"],
 )
 def test_list_imports_only_what_it_needs(saved: Path, options: list[str], modules: set[str]) -> None:
-    """To import it all takes longer than to list a thousand checkpoints."""
+    """Importing everything takes longer than listing a thousand checkpoints."""
     code = (
         "import sys\n"
         "from casckpt.cli.main import cli\n"
@@ -106,7 +106,7 @@ def test_a_command_works_without_stdout(saved: Path) -> None:
 def test_an_interrupt_ends_a_command_without_a_traceback(saved: Path, store: casckpt.Store) -> None:
     store.forget("a@1")
     transaction = begin(store.repository, "a", 9)
-    # a shell that starts this in the background has it ignore interrupts, and so its children
+    # a shell that starts the tests in the background ignores interrupts, and its children inherit that
     command = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from casckpt.cli.main import main; main()"

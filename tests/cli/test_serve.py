@@ -1,4 +1,4 @@
-"""``casckpt serve`` from outside: refusals, start and end."""
+"""``casckpt serve`` as a process: refusals, start and end."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_used_port_is_reported(store: Path) -> None:
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
 def test_serve_ends_on_a_signal(store: Path, number: signal.Signals, status: int) -> None:
     code = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "  # who starts tests may ignore it
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "  # a parent may ignore it
         "import runpy; runpy.run_module('casckpt', run_name='__main__')"
     )
     command = [sys.executable, "-c", code, "serve", str(store), "--port", "0"]
@@ -78,6 +78,6 @@ def test_serve_ends_on_a_signal(store: Path, number: signal.Signals, status: int
         assert "export HF_ENDPOINT=http://127.0.0.1:" in line
         with socket.create_connection(("127.0.0.1", int(line.rpartition(":")[2]))) as one:
             one.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-            assert one.recv(12) == b"HTTP/1.1 200"  # it answers, so signals are its own
+            assert one.recv(12) == b"HTTP/1.1 200"  # it answers, so it has its signal handlers
         process.send_signal(number)
         assert process.wait(30) == status

@@ -15,7 +15,7 @@ def named(rows: list[dict[str, Any]]) -> list[str]:
     return [f"{row['run']}@{row['step']}" for row in rows]
 
 
-# looking
+# reads
 
 
 def test_a_store_cannot_talk_to_the_terminal(saved: Path, store: casckpt.Store, run: Run) -> None:
@@ -27,7 +27,7 @@ def test_a_store_cannot_talk_to_the_terminal(saved: Path, store: casckpt.Store, 
     assert printable("a\tb\u202e\n") == r"a\tb\u202e\n"
 
 
-# care
+# care for stores
 
 
 def test_the_cache_folder_may_come_from_the_environment(
@@ -37,7 +37,7 @@ def test_the_cache_folder_may_come_from_the_environment(
     assert Path(as_json("reindex", saved)["path"]).is_relative_to(tmp_path / "there")
 
 
-# where the store is
+# the place of the store
 
 
 @pytest.mark.parametrize("way", ["-s", "--store", "environment"])

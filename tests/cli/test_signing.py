@@ -1,4 +1,4 @@
-"""``casckpt sign``, and commands that want a signature."""
+"""``casckpt sign``, and commands that require a signature."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_a_line_that_is_still_too_long_is_cut(
 
 
 _ROWS = st.lists(st.tuples(*[st.text(max_size=60)] * 4), max_size=4)
-_ALL_FIT = 4 * 60 * len("\\U0001b2fc") + 100  # places: no character takes more than its escape
+_ALL_FIT = 4 * 60 * len("\\U0001b2fc") + 100  # columns: no character needs more than its escape
 
 
 def on_a_terminal_of(columns: int, rows: list[tuple[str, str, str, str]]) -> str:

@@ -1,4 +1,4 @@
-"""Every decoder of stored data on changed bytes: a value, or an error of casckpt."""
+"""Every decoder of stored data returns a value or raises an error of casckpt for changed bytes."""
 
 from __future__ import annotations
 

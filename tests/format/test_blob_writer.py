@@ -27,7 +27,7 @@ LENGTHS = st.one_of(
 
 @st.composite
 def cells(draw: st.DrawFn) -> list[tuple[str, bytes]]:
-    """Cells in the order of a blob: by dtype, large and small ones in any order."""
+    """Cells in the order of a blob: by dtype, with large and small ones in any order."""
     found = []
     for number in range(draw(st.integers(1, 25))):
         dtype = draw(st.sampled_from(DTYPES))
@@ -37,7 +37,7 @@ def cells(draw: st.DrawFn) -> list[tuple[str, bytes]]:
 
 
 def written(given: list[tuple[str, bytes]]) -> tuple[BlobHash, bytes, list[int]]:
-    """(name, bytes, where each cell lies). The buffer was used before."""
+    """Return the name, the bytes, and the place of each cell. The buffer is a used one."""
     total = sum(len(data) for _, data in given)
     buffer = memoryview(bytearray(b"\xaa" * buffer_bytes(padded(total))))
     writer, places = BlobWriter(buffer), []

@@ -1,4 +1,4 @@
-"""The check of a blob by hand: the commands of docs/format.md are run, with a substitute if b3sum is missing."""
+"""The check of a blob by hand runs the commands of docs/format.md, with a substitute if b3sum is missing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ print(blake3(sys.stdin.buffer.read(), **context).hexdigest() + "  -")
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    """Where programs are looked for: the b3sum that is there, or the stand-in, which is the blake3 package."""
+    """The PATH of the commands: with b3sum, or with a substitute from the blake3 package."""
     found = os.environ.get("PATH", os.defpath)
     if shutil.which("b3sum") is None:
         (tmp_path / "bin").mkdir()
@@ -36,7 +36,7 @@ def path(tmp_path: Path) -> str:
 
 
 def commands() -> list[str]:
-    """The commands of the page, without what it says of each."""
+    """The commands of the page, without its comments."""
     found = re.findall(r"^((?:tail|dd) .*?)(?:   +.*)?$", PAGE.read_text(), re.MULTILINE)
     assert len(found) == 3
     return found

@@ -1,4 +1,4 @@
-"""Columns come back as they were, in few bytes, and no other bytes are taken for one."""
+"""Columns decode as encoded, in few bytes, and other bytes are refused."""
 
 from __future__ import annotations
 

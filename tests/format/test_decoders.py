@@ -1,4 +1,4 @@
-"""Decoders are made at import, because msgspec crashes if threads make one at once."""
+"""Decoders are created at import, since msgspec crashes if threads create one at the same time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMAT = Path(casckpt.format.__file__).parent
 
 
 def late_types(source: str) -> Iterator[str]:
-    """Calls by which msgspec would look at a type for the first time while a thread decodes."""
+    """Calls by which msgspec would inspect a type for the first time while a thread decodes."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and any(given.arg == "type" for given in node.keywords):
@@ -70,7 +70,7 @@ for thread in threads: thread.join()
 
 
 def test_threads_may_be_the_first_to_decode() -> None:
-    """Of processes in which sixteen threads decode the first record, blob and manifest, none dies."""
+    """No process dies when sixteen threads decode its first record, blob and manifest."""
     record = encode(Forgotten(txid=UPLOADERS[0], time=1))
     name, written = data()
     given = [part.hex() for part in (record, name.encode(), written, encode_header([("float32", 4096)], 2))]

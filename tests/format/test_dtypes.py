@@ -23,7 +23,7 @@ EIGHT_BITS = ("bool", "int8", "float8_e4m3fn", "float8_e5m2")
 
 
 NOT_STORED = {"qint8", "qint32", "quint8", "quint4x2", "quint2x4"}
-NEW = {"bcomplex32"}  # of torch 2.15
+NEW = {"bcomplex32"}  # in torch 2.15
 
 
 def test_every_dtype_of_torch_is_known_except_quantized_and_new_ones() -> None:

@@ -1,4 +1,4 @@
-"""Extent tables hold the cells that they were made of, and are joined without a loss."""
+"""Extent tables return the cells that they were made of, and joining them loses nothing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_cells_of_a_range_are_those_that_overlap_it(case: Case, data: st.DataObj
 
 @given(cases(), st.data())
 def test_moved_cells_compare_equal(case: Case, data: st.DataObject) -> None:
-    """Wherever they lie, what is said of them in the first part of a table stays as it is."""
+    """The first part of a table does not depend on the places of its cells."""
     places, end = {}, 4096
     every = [one for cell in case.table.stored_cells() for one in cell.chain]
     for cell in data.draw(st.permutations(every)):

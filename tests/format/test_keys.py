@@ -1,4 +1,4 @@
-"""Keys are made and taken apart in one place, and nothing that is not one of ours is taken for one."""
+"""Keys are built and parsed in one place, and foreign keys are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manifests come back as they were; any other bytes are Damaged or Refused, and nothing else ever happens."""
+"""Manifests decode as encoded. For other bytes, decoding raises only Damaged or Refused."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def data() -> tuple[ManifestId, bytes]:
 
 
 def _use(manifest: Manifest) -> None:
-    """Look at all of it, as load, diff and show do. Raises Refused or Damaged at most."""
+    """Read all of it, as load, diff and show do. This raises only Refused or Damaged."""
     for entry in manifest.entries:
         table = manifest.extents(entry)
         places = list(table.stored_cells())
@@ -118,7 +118,7 @@ def test_a_manifest_decodes_as_encoded() -> None:
 
 
 def test_the_id_depends_on_content_and_not_on_places() -> None:
-    """Other blobs, other offsets, other uploaders."""
+    """The test changes blobs, offsets and uploaders."""
     moved = {
         name: (
             dtype,
@@ -143,7 +143,7 @@ def draft_with(refs: Sequence[BlobRef], streams: Any) -> Draft:
 
 
 class Ranged:
-    """A manifest of which only the front was read."""
+    """A manifest of which only the front has been read."""
 
     def __init__(self, made: Encoded) -> None:
         self.data, self.reads = made.data, 0
@@ -162,7 +162,7 @@ def test_a_manifest_read_by_ranges_is_the_same() -> None:
     for entry in whole.entries:
         found = ranged.manifest.extents(entry)
         assert list(found.stored_cells()) == list(whole.extents(entry).stored_cells())
-    assert ranged.reads == 2  # cells and rows: a small section is read at once
+    assert ranged.reads == 2  # cells and rows: one read fetches a small section
     again = Ranged(made)
     again.manifest.ready()
     assert again.reads == 3
@@ -271,7 +271,7 @@ def test_a_flipped_byte_in_front_names_its_section(name: str) -> None:
 
 
 def forged(**parts: bytes) -> Encoded:
-    """What somebody makes who knows how: everything has its right hash."""
+    """A forgery with correct hashes."""
     made = encode(drawn())
     head = decode_head(made.data)
     sections = {name: made.data[head[name].offset : head[name].end] for name in KNOWN} | parts
@@ -402,7 +402,7 @@ def test_blobs_outside_the_store_are_refused(change: Callable[[dict[str, Any]], 
 
 
 def test_an_unknown_form_stops_only_its_own_load() -> None:
-    """A dtype, a kind and a form of later versions; nothing else of the checkpoint is hit."""
+    """A dtype, a kind and a form of later versions stop only their own load."""
     made = changed("index", _set("entries", "dtypes", to=[["float3", 16], ["bfloat16", 2], ["uint8", 1]]))
     found = decode(made.data, made.id, made.head)
     assert (found.entries[0].dtype, found.entries[0].nbytes) == ("float3", 4800)

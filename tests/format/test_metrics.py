@@ -1,4 +1,4 @@
-"""Metrics decode from a record as the given numbers; errors for others name them."""
+"""Metrics decode from a record as the same numbers, and errors name the other values."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_tensor_with_dimensions_is_returned_unchanged() -> None:
 
 
 class Distributed:
-    """What the class of torch's DTensor shows."""
+    """A class with the attributes of torch's DTensor."""
 
     shape = ()
 

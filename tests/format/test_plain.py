@@ -1,4 +1,4 @@
-"""Plain data comes back exactly, or is refused clearly."""
+"""Plain data decodes exactly, or casckpt refuses it with a clear error."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_a_part_named_twice_or_without_load_is_refused() -> None:
         plain.decode(twice)
 
 
-# what is refused
+# refused values
 
 
 REFUSED = [

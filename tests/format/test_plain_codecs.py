@@ -38,7 +38,7 @@ def test_a_stream_in_memory_keeps_its_position(size: int) -> None:
         plain.encode([stream])
 
 
-# what is refused
+# refused values
 
 
 def test_an_ordered_dict_with_more_attributes_is_refused() -> None:

@@ -47,7 +47,7 @@ def test_decoded_generators_continue_their_sequence(bits: Any) -> None:
 @pytest.mark.parametrize("bits", BITS)
 def test_a_decoded_random_state_continues_its_sequence(bits: Any) -> None:
     legacy = np.random.RandomState(bits(7))
-    legacy.normal()  # leaves a second number behind
+    legacy.normal()  # leaves a cached second number
     other = back(legacy)
     assert type(other) is np.random.RandomState
     assert np.array_equal(other.normal(size=700), legacy.normal(size=700))
@@ -59,7 +59,7 @@ def test_a_decoded_generator_spawns_the_same_children() -> None:
 
 
 def titled(dtype: np.dtype[Any]) -> bool:
-    """Are there titles of fields? They are refused."""
+    """Report whether fields have titles, which are refused."""
     if dtype.subdtype is not None:
         return titled(dtype.subdtype[0])
     return any(len(field) > 2 or titled(field[0]) for field in (dtype.fields or {}).values())

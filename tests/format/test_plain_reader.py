@@ -34,7 +34,7 @@ def _raw(tensor: torch.Tensor) -> bytes:
 
 
 def assert_same(mine: Any, theirs: Any) -> None:
-    """What the plain reader gave is what casckpt gave, in kind, order and to the bit."""
+    """Check that the plain reader and casckpt return the same kinds, order and bits."""
     if isinstance(theirs, torch.Tensor):
         assert isinstance(mine, np.ndarray)
         assert mine.shape == tuple(theirs.shape)
@@ -178,7 +178,7 @@ def test_the_plain_reader_finds_the_later_of_two_twins(tmp_path: Path) -> None:
     store.save({"w": torch.arange(9.0), "from": "two"}, run="r", step=1, overwrite=True)
     txid = txids(tmp_path)[0]
     line = json.dumps({"type": "restored", "txid": txid, "time": 1_800_000_000_000_000}).encode()
-    record = tmp_path / "commits" / f"{txid}.2"  # by hand: casckpt refuses to restore one whose place is taken
+    record = tmp_path / "commits" / f"{txid}.2"  # by hand: casckpt refuses to restore a checkpoint whose place is taken
     record.write_bytes(line + b"\n" + blake3(line).hexdigest().encode() + b"\n")
     assert [Store(tmp_path).log(each)[0] for each in txids(tmp_path)] == ["visible", "visible"]
     read = _newest(tmp_path, "r")
@@ -260,7 +260,7 @@ def test_a_flipped_byte_in_a_proof_is_noticed(saved: Path, back: int) -> None:
     _flip(saved / "objects" / read.blobs[0][0], -back)
     with pytest.raises(DamagedError, match="proof"):
         read.leaves()
-    read.read()  # who reads a checkpoint needs no proof
+    read.read()  # reading a checkpoint does not need the proof
 
 
 def test_a_flipped_byte_in_a_head_or_a_section_is_noticed(saved: Path) -> None:

@@ -1,4 +1,4 @@
-"""The proof of a blob: any cut is read, the name proves it, and nothing else is taken for one."""
+"""The proof of a blob: any cut can be read, the name verifies the proof, and other bytes are refused."""
 
 from __future__ import annotations
 

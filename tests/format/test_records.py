@@ -1,4 +1,4 @@
-"""Records come back as they were; a torn one is Damaged, one that means nothing here is Refused."""
+"""Records decode as encoded. A torn one raises Damaged, one with invalid content Refused."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ EXAMPLES: list[Record] = [
 
 
 def forged(line: bytes) -> bytes:
-    """A line with its right checksum."""
+    """A line with a correct checksum."""
     return line + b"\n" + hex_digest(line).encode() + b"\n"
 
 
@@ -140,7 +140,7 @@ def test_forged_lines_are_refused_or_valid_records(data: st.DataObject) -> None:
         {"parent": "0"},
         {"metadata": [1]},
         {"time": -1},
-        {"created_at": 253_402_300_800_000_000},  # the year 10000, which no date can be
+        {"created_at": 253_402_300_800_000_000},  # the year 10000, which is not a valid date
         {"metrics": {f"m{n}": n for n in range(65)}},
         {"metrics": {"loss": "0.3"}},
         {"metrics": {"loss": True}},

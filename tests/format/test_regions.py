@@ -37,7 +37,7 @@ def _one(draw: st.DrawFn) -> tuple[Shape, Region]:
 def _two(draw: st.DrawFn) -> tuple[Shape, Region, Region]:
     shape = draw(shapes)
     one = draw(regions(shape))
-    if draw(st.booleans()):  # two ranges of one box are a case of their own
+    if draw(st.booleans()):  # another test covers two ranges of one box
         lo = draw(st.integers(0, one.box.numel))
         return shape, one, Region(one.box, lo, draw(st.integers(lo, one.box.numel)))
     return shape, one, draw(regions(shape))

@@ -234,7 +234,7 @@ def test_rebuild_gives_the_nested_value() -> None:
 
 
 def test_metadata_of_a_rebuilt_value_may_be_changed() -> None:
-    """torch does, as it loads with assign=True."""
+    """torch does that when it loads with assign=True."""
     node = ordered({"": {"version": 1}}, x=T)
     vars(rebuild(node, named, everything))["_metadata"][""]["assign"] = True
     assert vars(rebuild(node, named, everything))["_metadata"] == {"": {"version": 1}}

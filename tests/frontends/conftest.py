@@ -1,4 +1,4 @@
-"""Fixtures of several modules of tests here."""
+"""Fixtures that several test modules here share."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ import pytest
 
 @pytest.fixture
 def temporaries(tmp_path: Path) -> Any:
-    """After the test: no temporary file of an export is left."""
+    """Check after the test that no temporary file of an export is left."""
     yield
     assert [path for path in tmp_path.rglob("*") if ".casckpt-" in path.name] == []

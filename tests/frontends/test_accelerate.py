@@ -1,4 +1,4 @@
-"""Accelerate: real trainings with their whole state in a store, on one rank and several."""
+"""Accelerate: real trainings with their complete state in a store, on one rank and on several."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_models_with_equal_parameter_names_are_kept_apart(store: casckpt.Store) 
 
 
 class Data:
-    """A prepared data loader; ``place``: what a stateful one knows of where it is."""
+    """A prepared data loader. ``place`` is the position of a stateful one."""
 
     def __init__(self, place: Any, *, stateful: bool, generator: bool) -> None:
         self.iteration, self.place, self.use_stateful_dataloader = 0, place, stateful
@@ -164,12 +164,12 @@ def test_a_data_loader_continues_at_its_position(stateful: bool, generator: bool
     assert (again.iteration, again.place) == (3, 7 if stateful else 0)
     if data.synchronized_generator is not None and again.synchronized_generator is not None:
         assert torch.equal(again.synchronized_generator.get_state(), data.synchronized_generator.get_state())
-    _Loader(fresh).load_state_dict(state | {"inside": None})  # saved by a loader that did not know
+    _Loader(fresh).load_state_dict(state | {"inside": None})  # saved by a loader without this knowledge
     assert (fresh.iteration, fresh.place) == (3, 0)
 
 
 class Refused:
-    """What the last rank has, and is asked for last, cannot be saved from a step on."""
+    """A state that cannot be saved, on the last rank alone, from a given step on."""
 
     def __init__(self, rank: int, size: int, step: int) -> None:
         self.rank, self.size, self.step, self.now = rank, size, step, 0

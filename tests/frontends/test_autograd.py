@@ -1,4 +1,4 @@
-"""Front ends tell autograd about written tensors, as tests/loading tests for `Store.load`."""
+"""Autograd notices tensors that front ends write. tests/loading tests the same for `Store.load`."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_checkpointer_load_of_bare_weights_invalidates_autograd_graphs(store: 
 
 
 def megatron_style(rank: int, size: int, where: str, fully_parallel: bool) -> list[Any]:
-    """Of tensors in one piece, with strides, padded; and of a parameter that is padded."""
+    """Loads of contiguous, strided and padded tensors, and of a padded parameter."""
     state = {
         name: ShardedTensor.from_rank_offsets(name, torch.ones(4, 3), replica_id=rank) for name in ("a", "t", "p", "q")
     }

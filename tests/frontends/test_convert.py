@@ -1,4 +1,4 @@
-"""Import and export: the output equals the input bit for bit, and failures leave nothing."""
+"""Imports and exports return equal bits, and a failed one leaves nothing."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_folder_is_exported_with_its_attachments(
     assert same(safetensors.torch.load_file(tmp_path / "out" / "model.safetensors"), state)
 
 
-# what is there already, and what goes wrong
+# existing files and failures
 
 
 def test_a_missing_store_is_not_created(tmp_path: Path) -> None:

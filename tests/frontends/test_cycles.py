@@ -1,4 +1,4 @@
-"""Values that contain themselves: refused by their key, or stored as DCP stores them; no call walks round for ever."""
+"""Values that contain themselves are refused by key, or stored as in DCP. No call loops forever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exports of attachments and to targets whose names files cannot have."""
+"""Exports of attachments, and exports to names that files cannot have."""
 
 from __future__ import annotations
 

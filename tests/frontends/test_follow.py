@@ -1,4 +1,4 @@
-"""Followers: the folder is always one whole version, whatever kills them, and the command hears of each switch."""
+"""Followers: the folder is always one complete version after any kill, and the command runs at each switch."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_failed_command_keeps_the_previous_folder(store: Store, tmp_path: Path
     save(store, 1)
     once(store, folder, command=fails, keep=0)
     assert len(list(folder.glob("0*"))) == 2
-    once(store, folder, command=fails, keep=0)  # it is called again
+    once(store, folder, command=fails, keep=0)  # it runs again
     assert len(list(folder.glob("0*"))) == 2
     (tmp_path / "bad").unlink()
     once(store, folder, command=fails, keep=0)
@@ -165,7 +165,7 @@ def test_a_failed_command_keeps_the_previous_folder(store: Store, tmp_path: Path
 
 @pytest.mark.process
 def test_the_command_receives_an_absolute_path(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that is told of it runs in another folder."""
+    """A server that reads the path runs in another folder."""
     monkeypatch.chdir(tmp_path)
     once(store, Path("to"), command="echo $CASCKPT_FOLDER > told")
     assert (tmp_path / "told").read_text().strip() == f"{tmp_path}/to/{os.readlink('to/current')}"
@@ -182,7 +182,7 @@ def test_a_foreign_folder_is_refused(store: Store, tmp_path: Path) -> None:
         once(store, tmp_path / "other")
 
 
-# what a new generation is made of
+# the content of a new version
 
 
 def trained_state(step: int) -> dict[str, torch.Tensor]:
@@ -191,7 +191,7 @@ def trained_state(step: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("way", ["copied", "reused", "in full"])
 def test_a_follower_reads_only_differences(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a file that was current is never written to, unless it is reused."""
+    """A follower does not write to a former current file unless it reuses it."""
     if way == "in full":
         monkeypatch.setattr(os, "copy_file_range", lambda *_: fail(errno.EOPNOTSUPP))
     store, folder, inodes = small_folder(tmp_path / "store"), tmp_path / "to", list[int]()
@@ -218,7 +218,7 @@ def test_a_follower_reads_only_differences(tmp_path: Path, way: str, monkeypatch
 def test_revised_files_equal_written_files(
     tmp_path: Path, is_taken: bool, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In several shards and windows, of all that a file can hold, whatever changed."""
+    """The files have several shards and windows and every kind of content, with any change."""
     monkeypatch.setattr("casckpt.loading.regions.WINDOW_BYTES", window)
     monkeypatch.setattr("casckpt.loading.regions._BLOCK", 700)
     store = small_folder(tmp_path / "store")
@@ -260,7 +260,7 @@ def test_a_changed_layout_or_damaged_file_is_written_again(tmp_path: Path) -> No
         store.save(state, run="run", step=step)
         for path in folder.glob(f"0*-{step - 1}-*/model.safetensors"):
             with path.open("r+b") as file:
-                file.seek(-64 * 64 * 4 - 300, os.SEEK_END)  # of what does not change
+                file.seek(-64 * 64 * 4 - 300, os.SEEK_END)  # in a part that does not change
                 file.write(b"bad")
         once(store, folder)
         found = load_file(folder / CURRENT / "model.safetensors")
@@ -291,16 +291,16 @@ def test_a_mapped_folder_stays_readable(store: Store, tmp_path: Path) -> None:
     mapped.close()
 
 
-# what fails
+# failures
 
 
 class Slept(Exception):
-    """Tried again too often."""
+    """There were too many retries."""
 
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Those of a follower, which take no time."""
+    """A follower's pauses, which take no time here."""
     found: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -337,7 +337,7 @@ def test_a_follower_retries_a_failing_store(
 
 
 def test_a_follower_logs_its_waiting_once(store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """However often it asks, until it comes."""
+    """The follower logs this once, however often it polls."""
     faulty, asked = FaultyStore(store.repository.storage), itertools.count()
 
     def come(_: Call) -> None:
@@ -402,7 +402,7 @@ def test_a_pattern_without_a_match_ends_a_follower(store: Store, tmp_path: Path,
 
 @contextmanager
 def dying(store: Path, folder: Path, *, reuse: bool) -> Iterator[Callable[[int], bool]]:
-    """Runs a follower that is killed at a call of the system, by its number, and tells whether it was."""
+    """Run a follower that dies at the system call with this number. Return whether it died."""
     command = [sys.executable, "-c", FOLLOW, str(store), str(folder), str(reuse)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as followers:
         asked, told = followers.stdin, followers.stdout
@@ -423,7 +423,7 @@ def dying(store: Path, folder: Path, *, reuse: bool) -> Iterator[Callable[[int],
 def test_a_follower_killed_anywhere_leaves_a_complete_folder(
     store: Store, tmp_path: Path, reuse: bool, full: bool
 ) -> None:
-    """At each call by itself, in the switch from one version to the next; by default at every fifth."""
+    """This tests each system call of a switch between two versions, by default every fifth."""
     folder, told = tmp_path / "to", tmp_path / "told"
     command, seen, at = f'echo $CASCKPT_STEP >> "{told}"', [0, 1], 1
     for step in seen:
@@ -448,9 +448,9 @@ def test_a_follower_killed_anywhere_leaves_a_complete_folder(
     assert max(heard) > (60 if full else 20), "all calls were counted"
 
 
-@pytest.mark.filterwarnings("ignore")  # of Transformers: about devices
+@pytest.mark.filterwarnings("ignore")  # Transformers, about devices
 def test_two_followers_survive_repeated_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
-    """As a training saves, and gcs keep its newest alone: each folder is always one version, which loads."""
+    """A training saves, and gc keeps only the newest. Each folder always holds one version, and it loads."""
     pytest.importorskip("transformers", reason="needs casckpt[transformers]")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     store, model, draw = small_folder(tmp_path / "store"), llama(), random.Random(22)
@@ -496,11 +496,11 @@ def test_two_followers_survive_repeated_kills(tmp_path: Path, monkeypatch: pytes
 
 
 class Engine(BaseHTTPRequestHandler):
-    """What engines do that load from a folder when they are told to.
+    """An engine that loads from a folder on request.
 
-    SGLang: 400 and "success": false where it cannot. vLLM in its development mode: the method of its workers by its
-    name, 500 where that raises, also for a keyword that it does not have; what it has of earlier prompts stays until
-    it is told to forget that.
+    SGLang answers 400 and "success": false if it cannot. vLLM in its development mode calls a method of its workers by
+    name, and answers 500 if that raises, also for an unknown keyword. It keeps its cache of earlier prompts until a
+    request clears it.
     """
 
     held: ClassVar[list[dict[str, torch.Tensor]]] = []
@@ -525,7 +525,7 @@ class Engine(BaseHTTPRequestHandler):
                 self.answer(200, {"results": [None]})
 
     def reload_weights(self, weights_path: str, *, is_checkpoint_format: bool = True) -> None:
-        """As the workers of vLLM 0.16 to 0.33 have it."""
+        """As the workers of vLLM 0.16 to 0.33 define it."""
         assert is_checkpoint_format
         if not self.load(weights_path):
             raise FileNotFoundError(weights_path)
@@ -561,13 +561,13 @@ def test_documented_server_recipes_work(store: Store, tmp_path: Path, url: str) 
                 assert torch.equal(Engine.held[-1]["a.weight"], state(step)["a.weight"])
                 assert not Engine.stale
             wrong = Follower(store, "run", tmp_path / "other", command=command.replace("FOLDER", "X"))
-            assert [one.status for one in wrong.follow(once=True)] == [22]  # that of curl for an error of the server
+            assert [one.status for one in wrong.follow(once=True)] == [22]  # curl's status for a server error
         finally:
             server.shutdown()
             serving.join()
 
 
-@pytest.mark.filterwarnings("ignore")  # of Transformers: about devices
+@pytest.mark.filterwarnings("ignore")  # Transformers, about devices
 @pytest.mark.parametrize("reuse", [False, True])
 def test_transformers_loads_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reuse: bool) -> None:
     pytest.importorskip("transformers", reason="needs casckpt[transformers]")

@@ -1,4 +1,4 @@
-"""Damaged and hostile inputs of importers: errors of casckpt that name the file, no code run, nothing committed."""
+"""Damaged and hostile inputs of importers cause errors that name the file. No code runs, and nothing is committed."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ ROOT = Path(__file__).parents[2]
 SURROGATE = "a\ud800"
 
 
-# all of them, bent
+# every importer, with changed bytes
 
 
-@pytest.mark.filterwarnings("ignore")  # torch warns of protocols, and of types that it no longer likes
+@pytest.mark.filterwarnings("ignore")  # torch warns about protocols and deprecated types
 @pytest.mark.parametrize("kind", KINDS)
 def test_changed_inputs_load_or_raise_an_error_of_casckpt(tmp_path: Path, kind: str) -> None:
     assert sum(Bender(kind, tmp_path, 0).outcomes(40).values()) == 40
@@ -63,7 +63,7 @@ def test_functions_named_in_a_pickle_are_not_called(store: casckpt.Store, tmp_pa
     path = KINDS[kind](tmp_path, Canary())
     sung.clear()
     if kind == "olmo-trainer":
-        import_any(store, look_at(path), step=1)  # without the state that it stands in
+        import_any(store, look_at(path), step=1)  # without the state around it
     else:
         with pytest.raises(InvalidInput, match=r"sing.*--allow-pickle|--allow-pickle.*sing"):
             import_any(store, look_at(path), step=1)
@@ -112,13 +112,13 @@ def test_errors_for_unusable_files_name_them(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """As DCP writes it."""
+    """A folder that DCP wrote."""
     save({"a": torch.ones(4, 2), "b": {"c": 1}}, FileSystemWriter(tmp_path / "in"))
     return tmp_path / "in"
 
 
 def test_a_damaged_value_is_not_committed(store: casckpt.Store, folder: Path) -> None:
-    """It was kept as the bytes that it is, and no read could make anything of it."""
+    """If an import kept the damaged bytes, no read could decode them."""
     found = pickle.loads((folder / ".metadata").read_bytes())
     place = found.storage_data[MetadataIndex("b.c")]
     data = bytearray((folder / place.relative_path).read_bytes())
@@ -165,7 +165,7 @@ def test_the_error_for_a_damaged_train_state_names_it(store: casckpt.Store, tmp_
             import_olmo_trainer(tmp_path, store, step=1)
 
 
-# keys that are no text
+# keys that are not text
 
 
 def test_the_error_for_a_lone_surrogate_names_it(store: casckpt.Store, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_dcp_reports_unusable_names_and_ids(store: casckpt.Store, folder: Path) 
     assert list(store.attachments(dcp_to_casckpt(folder, store, step=1))) == ["good.json"]
 
 
-# a tree that names what is not there
+# a tree that names missing entries
 
 
 def test_an_export_of_an_incomplete_tree_is_refused(

@@ -1,4 +1,5 @@
-"""A load fills everything, logs counts of the rest, or raises: in each front end, with names of real models."""
+"""A load fills everything, logs counts of the rest, or raises. This holds in each front end, with names of real
+models."""
 
 from __future__ import annotations
 
@@ -31,12 +32,12 @@ Load = Callable[..., Any]
 
 
 def new_run() -> str:
-    """A run of its own: what is told of a run is told once."""
+    """A new run, since casckpt logs a message once per run."""
     return f"run{next(_RUNS)}"
 
 
 def model_of(names: Iterable[str], value: float = 0.0) -> nn.Module:
-    """A model whose parameters have these names, and two elements each."""
+    """A model whose parameters have these names and two elements each."""
     top = nn.Module()
     for name in names:
         *above, last = name.split(".")
@@ -68,7 +69,7 @@ ALL = pytest.mark.parametrize("load", [by_function, by_checkpointer, by_store])
 
 
 def filled(model: nn.Module) -> int:
-    """How many parameters are not as they were made."""
+    """Count the parameters that changed."""
     return sum(bool(one.ne(0).any()) for one in model.parameters())
 
 
@@ -80,7 +81,7 @@ LLAMA = ["model.embed.w", "model.layers.0.q.w", "model.layers.1.q.w", "model.nor
 BERT = ["encoder.layer.0.q.w", "encoder.layer.1.q.w", "pooler.w"]
 
 
-# where the names stand
+# where the names occur
 
 
 @LOADS
@@ -169,7 +170,7 @@ def test_top_level_weights_of_other_shapes_are_reported_as_shape_mismatches(load
 
 
 def adapted(names: Sequence[str], *targets: str) -> list[str]:
-    """The names that PEFT gives them, with adapters at the modules ``targets``."""
+    """PEFT's names, with adapters at the modules ``targets``."""
     found = []
     for name in names:
         module, _, last = name.rpartition(".")
@@ -320,7 +321,7 @@ PREFIX = st.sampled_from(["", "", "model.", "module.", "net.", "base_model.model
 @settings(deadline=None)
 @given(names=NAMES, prefixes=st.tuples(PREFIX, PREFIX), bare=st.booleans(), data=st.data())
 def test_no_load_is_silent(load: Load, names: list[str], prefixes: tuple[str, str], bare: bool, data: Any) -> None:
-    """Any part of a model, saved with one prefix, into any part of it with another."""
+    """A save of any part of a model with one prefix, and a load into any part with another."""
     saved = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1))
     wanted = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1))
     state = {f"{prefixes[0]}{name}": torch.full((2,), float(names.index(name) + 1)) for name in saved}
@@ -342,7 +343,7 @@ def test_no_load_is_silent(load: Load, names: list[str], prefixes: tuple[str, st
             assert before == 0
         return
     except InvalidInput:
-        assert filled(model) == 0  # the names stand twice
+        assert filled(model) == 0  # each name occurs twice
         return
     finally:
         logging.getLogger("casckpt").removeHandler(handler)
@@ -359,7 +360,7 @@ STAGES = [[], ["layers.0.w", "layers.1.w"], ["layers.2.w", "norm.w"]]
 
 
 def load_stages(rank: int, size: int, path: Path) -> list[str]:
-    """Stages of a pipeline, the first of which has no parameters."""
+    """Load pipeline stages, of which the first has no parameters."""
     store, found = casckpt.open(path), []
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -377,7 +378,7 @@ def load_stages(rank: int, size: int, path: Path) -> list[str]:
 
 
 def load_stage_by_store(rank: int, size: int, path: Path) -> list[str]:
-    """The first stage is filled, the second only in part."""
+    """The load fills the whole first stage, and a part of the second."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -416,7 +417,8 @@ WHOLE = [*(f"layers.{number}.w" for number in range(12)), "norm.w"]
 
 
 def load_any_stages(rank: int, size: int, path: Path, seed: int, trials: int) -> None:
-    """Any part of a model, saved with a prefix or without, into any stages of it: what was filled is what was said."""
+    """Load a part of a model, saved with or without a prefix, into some stages. The log must match the filled
+    parameters."""
     random, store, said = Random(seed), casckpt.open(path), list[str]()
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Ranks that call with other arguments each: all of them raise, and none waits for another; or they get on together."""
+"""If ranks call with different arguments, all of them raise, or all succeed. No rank waits for another."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[str, Call]] = {
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with runs r (model and optimizer), bare (weights at the top, train states) and m (Megatron style)."""
+    """A store with the runs r (model and optimizer), bare (weights at the top, train states) and m (Megatron style)."""
     where = tmp_path_factory.mktemp("differ") / "store"
     store = casckpt.open(where)
     for step in (1, 2):
@@ -123,7 +123,7 @@ def told(call: Callable[[], Any]) -> tuple[str, str]:
 
 
 def one_is_odd(rank: int, size: int, path: Path, calls: dict[str, Call]) -> dict[str, list[tuple[str, str]]]:
-    """Each call with each rank as the odd one; then one that works, if nobody waits and the group is usable."""
+    """Try each call with each rank as the odd one, then a call that works if no rank waits and the group is usable."""
     store = casckpt.open(path)
     found = {name: [told(partial(call, store, rank == odd)) for odd in range(size)] for name, call in calls.items()}
     casckpt.load_model_and_optim_state(store, "r@1", *pair())

@@ -1,4 +1,4 @@
-"""Saves of each front end into a store with the setting `compress`: each stores deltas, and all load exactly."""
+"""With the setting `compress`, saves of each front end store deltas, and all of them load exactly."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_exports_of_delta_checkpoints_are_complete(store: Store, tmp_path: Path,
 
 
 def _flat(path: Path) -> dict[str, Any]:
-    """What an export holds, by whoever reads such files."""
+    """The content of an export, by a reader of its format."""
     if path.suffix == ".safetensors":
         return dict(sorted(load_file(path).items()))
     if path.suffix == ".pt":
@@ -140,7 +140,7 @@ def rounds(store: Store, made: Callable[[int], dict[str, Any]], **options: Any) 
 
 
 def test_equal_cells_under_another_dtype_and_key_are_encoded(store: Store) -> None:
-    """Zeros of any dtype are one cell; what one of them becomes is told from it, or is what another was."""
+    """Zeros of any dtype are one cell. A later version is a delta to it, or equal to an earlier one."""
 
     def made(step: int) -> dict[str, Any]:
         w = trained(8, step)

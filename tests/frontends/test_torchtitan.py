@@ -1,4 +1,4 @@
-"""torchtitan: its own containers of optimizers and schedulers train over ranks, and its manager saves into a store."""
+"""torchtitan: its containers of optimizers and schedulers train over ranks, and its manager saves into a store."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.support.training import identical
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of torchtitan: about what it finds no GPU for
+pytestmark = pytest.mark.filterwarnings("ignore")  # torchtitan, about the missing GPU
 
 
 class Block(nn.Module):
-    """A part of a model; its layers have the names that they have in the whole."""
+    """A part of a model. Its layers have their names in the whole model."""
 
     def __init__(self, *names: str, width: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class Loop:
-    """What torchtitan's trainer does with a manager, and its state."""
+    """The calls of torchtitan's trainer to a manager, and its state."""
 
     def __init__(self, rank: int, size: int, path: Path, **settings: Any) -> None:
         from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
@@ -85,7 +85,7 @@ class Loop:
         self.step, self.at = state["step"], state["at"]
 
     def train(self, until: int, last: int | None = None) -> dict[int, str]:
-        """Train; the losses of this rank, to the bit."""
+        """Train, and return the exact losses of this rank."""
         losses = {}
         while self.step < until:
             self.step += 1
@@ -102,7 +102,7 @@ class Loop:
         return losses
 
     def load(self, step: int = -1) -> bool:
-        with warnings.catch_warnings():  # torchtitan's scheduler asks for what it should not, says torch
+        with warnings.catch_warnings():  # torch warns about a call of torchtitan's scheduler
             warnings.simplefilter("ignore")
             found: bool = self.manager.load(step)
         return found
@@ -124,7 +124,7 @@ def broken_off(rank: int, size: int, path: Path, width: int = 12) -> Any:
     losses = loop.train(5)
     loop.manager.maybe_wait_for_saving()
     assert loop.manager.save_future is None
-    return losses  # and never closed
+    return losses  # the manager is never closed
 
 
 def resumed(rank: int, size: int, path: Path, width: int = 12) -> Any:
@@ -150,7 +150,7 @@ def test_an_interrupted_training_resumes_bit_for_bit(store_path: Path, ranks: Po
         assert {**first[rank], **more} == losses
         assert identical(found, weights)
     assert [one.step for one in store.checkpoints("titan")] == [6, 8]
-    assert set(store.read("titan@8")) == {"model"}  # the last one is of the model alone
+    assert set(store.read("titan@8")) == {"model"}  # the last save holds the model alone
     assert identical(dict(store.read("titan@8")["model"]), expected[0][1])
     assert set(store.read("titan@6")) == {"model", "optim", "train"}
 
@@ -202,7 +202,7 @@ def refuses(rank: int, size: int, path: Path) -> None:
             Loop(rank, size, path, **settings)
     loop = Loop(rank, size, path, last_save_model_only=True, export_dtype="bfloat16")
     loop.train(1, last=1)
-    with pytest.raises(NotFound, match="saved without"):  # weights of the end of a run are no training to go on with
+    with pytest.raises(NotFound, match="saved without"):  # a final save of weights alone cannot resume
         loop.load()
     begun = {"run": "next", "initial_load_ref": "titan@1", "initial_load_model_only": True}
     with pytest.raises(Mismatch, match="pass cast=True"):
@@ -233,11 +233,11 @@ def test_torchtitan_signs_and_mirrors(store_path: Path, ranks: Pool, tmp_path: P
 def test_settings_without_meaning_for_a_store_are_refused(store_path: Path, ranks: Pool) -> None:
     ranks.run(1, refuses, store_path)
     tensors = casckpt.open(store_path).get("titan@1").tensors.values()
-    assert {one.dtype for one in tensors} == {"bfloat16", "int64"}  # a buffer that counts is not converted
+    assert {one.dtype for one in tensors} == {"bfloat16", "int64"}  # a buffer of integers is not converted
 
 
 class Refused:
-    """A part of a train state that no save can store, from a step on. The last rank has it, and is asked last."""
+    """A train state that cannot be saved from a step on, on the last rank alone, as its last part."""
 
     def __init__(self, loop: Loop, step: int, name: str, rank: int, size: int) -> None:
         self.loop, self.step, self.place = loop, step, (name, rank, size, size - 1)

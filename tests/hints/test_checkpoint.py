@@ -26,7 +26,7 @@ from casckpt.ranks import ranks as of_ranks
 from casckpt.ranks import waiting
 from tests.hints.conftest import Run, changed_blob
 from tests.support.forks import forked
-from tests.support.hints import Advice, Told, follows
+from tests.support.hints import Advice, Messages, follows
 from tests.support.ranks import outcome_of
 from tests.support.saves import trained
 
@@ -38,7 +38,7 @@ Weights = dict[str, torch.Tensor]
 
 @contextmanager
 def heard() -> Iterator[list[str]]:
-    """What casckpt logs meanwhile as a warning."""
+    """Return the warnings that casckpt logs."""
     texts: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
@@ -58,25 +58,25 @@ def equal(one: Weights, other: Weights) -> bool:
 
 
 @follows("contents/checkpoint.py:warn_if_forgotten", "Store.restore keeps it")
-def test_a_checkpoint_read_after_forget_is_restored(saved: casckpt.Store, told: Told) -> None:
+def test_a_checkpoint_read_after_forget_is_restored(saved: casckpt.Store, messages: Messages) -> None:
     id = saved.get("a@1").id
     saved.forget("a@1")
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always", ForgottenWarning)
         saved.read(id)
-    told.text(heard[0].message).says("Store.restore")
+    messages.text(heard[0].message).says("Store.restore")
     saved.restore(id)
     assert saved.get("a@1").id == id
 
 
 @follows("loading/damage.py:damaged_error", "Run `casckpt verify`, then `casckpt repair`, on the store")
 def test_a_damaged_blob_is_repaired(
-    saved: casckpt.Store, tmp_path: Path, weights: Weights, told: Told, run: Run
+    saved: casckpt.Store, tmp_path: Path, weights: Weights, messages: Messages, run: Run
 ) -> None:
     store_path = tmp_path / "store"
     shutil.copytree(store_path, tmp_path / "copy")
     changed_blob(store_path)
-    with told.error(Damaged) as advice:
+    with messages.error(Damaged) as advice:
         saved.load(zeros(weights), "a@1")
     run(*advice.command("verify"), store_path, status=4)
     said = Advice(run(*advice.command("repair"), store_path, status=4).output)
@@ -87,11 +87,13 @@ def test_a_damaged_blob_is_repaired(
 
 
 @follows("loading/frames.py:decode_again", "`casckpt verify --decode` tells")
-def test_a_damaged_frame_is_named_by_verify(store: casckpt.Store, store_path: Path, told: Told, run: Run) -> None:
+def test_a_damaged_frame_is_named_by_verify(
+    store: casckpt.Store, store_path: Path, messages: Messages, run: Run
+) -> None:
     for step in (0, 1):
         store.save({"w": trained(8, step)}, run="a", step=step, compress="auto")
     damaged = changed_blob(store_path)
-    with told.error(Damaged) as advice:
+    with messages.error(Damaged) as advice:
         store.read("a@1")
     output = run(*advice.command("verify"), advice.says("--decode"), store_path, status=4).output
     assert damaged.path.stem in output
@@ -103,36 +105,38 @@ def test_a_damaged_frame_is_named_by_verify(store: casckpt.Store, store_path: Pa
 @follows("loading/fit.py:check_fit", "rename=")
 @follows("loading/fit.py:rename_hint", "of them have other names there")
 def test_weights_under_other_names_load_with_the_suggested_rename(
-    saved: casckpt.Store, weights: Weights, told: Told
+    saved: casckpt.Store, weights: Weights, messages: Messages
 ) -> None:
     state = {"net": zeros(weights)}
-    with told.error(MissingKey) as advice:
+    with messages.error(MissingKey) as advice:
         saved.load(state, "a@1", strict=False)
     saved.load(state, "a@1", **advice.argument("rename"))
     assert equal(state["net"], weights)
 
 
 @follows("loading/fit.py:check_fit", 'unread="ignore" leaves them as they are')
-def test_unfilled_weights_are_left_on_request(saved: casckpt.Store, weights: Weights, told: Told) -> None:
+def test_unfilled_weights_are_left_on_request(saved: casckpt.Store, weights: Weights, messages: Messages) -> None:
     state = {"other": torch.ones(3)}
-    with told.error(MissingKey) as advice:
+    with messages.error(MissingKey) as advice:
         saved.load(state, "a@1", strict=False)
     saved.load(state, "a@1", strict=False, **advice.argument("unread"))
     assert torch.equal(state["other"], torch.ones(3))
 
 
 @follows("loading/fit.py:check_no_adapters", 'unread="ignore" leaves them out')
-def test_a_checkpoint_with_adapters_loads_without_them(store: casckpt.Store, weights: Weights, told: Told) -> None:
+def test_a_checkpoint_with_adapters_loads_without_them(
+    store: casckpt.Store, weights: Weights, messages: Messages
+) -> None:
     store.save(weights | {"w.lora_A.x.weight": torch.ones(2)}, run="a", step=1)
     state = zeros(weights) | {"new": torch.ones(1)}
-    with told.error(Mismatch) as advice:
+    with messages.error(Mismatch) as advice:
         store.load(state, "a@1", strict=False)
     store.load(state, "a@1", strict=False, **advice.argument("unread"))
     assert torch.equal(state["w"], weights["w"])
 
 
 class Adapted(nn.Module):
-    """As get_peft_model of PEFT, which is not among the packages of the tests, makes it of a layer named "0"."""
+    """A layer named "0" after get_peft_model of PEFT, which the tests do not install."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -152,10 +156,10 @@ class Adapted(nn.Module):
 
 
 @follows("loading/fit.py:check_no_adapters", "peft.get_peft_model")
-def test_a_model_with_adapters_takes_a_checkpoint_with_adapters(store: casckpt.Store, told: Told) -> None:
+def test_a_model_with_adapters_takes_a_checkpoint_with_adapters(store: casckpt.Store, messages: Messages) -> None:
     adapted = Adapted(nn.Linear(2, 2))
     casckpt.save_model_and_optim_state(store, adapted, run="a", step=1)
-    with told.error(Mismatch) as advice:
+    with messages.error(Mismatch) as advice:
         casckpt.load_model_and_optim_state(store, "a@1", nn.Sequential(nn.Linear(2, 2)))
     advice.says("get_peft_model")
     model = Adapted(nn.Linear(2, 2))
@@ -169,11 +173,11 @@ def test_a_model_with_adapters_takes_a_checkpoint_with_adapters(store: casckpt.S
 
 
 @follows("loading/fit.py:chosen", "has the names of this model twice")
-def test_either_of_two_ambiguous_names_can_be_loaded(store: casckpt.Store, told: Told) -> None:
+def test_either_of_two_ambiguous_names_can_be_loaded(store: casckpt.Store, messages: Messages) -> None:
     at_top, below = nn.Linear(2, 1), nn.Linear(2, 1)
     store.save({**at_top.state_dict(), "model": below.state_dict()}, run="a", step=1)
     model = nn.Linear(2, 1)
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         casckpt.load_model_and_optim_state(store, "a@1", model, strict=False)
     casckpt.load_model_and_optim_state(store, "a@1", model, strict=False, **advice.argument("rename"))
     assert equal(model.state_dict(), at_top.state_dict())
@@ -183,9 +187,9 @@ def test_either_of_two_ambiguous_names_can_be_loaded(store: casckpt.Store, told:
 
 
 @follows("loading/load.py:_load.finish", 'pass unread="ignore"')
-def test_unread_keys_are_not_logged_on_request(store: casckpt.Store, told: Told) -> None:
+def test_unread_keys_are_not_logged_on_request(store: casckpt.Store, messages: Messages) -> None:
     store.save({"optim": {"lr": 0.1, "step": 5}}, run="leaving-keys", step=1)
-    with told.log() as advice:
+    with messages.log() as advice:
         store.load({"optim": {"lr": 0.0}}, "leaving-keys@1")
     state = {"optim": {"lr": 0.0}}
     with heard() as texts:
@@ -195,9 +199,9 @@ def test_unread_keys_are_not_logged_on_request(store: casckpt.Store, told: Told)
 
 @follows("loading/arguments.py:check_used", "`casckpt show --tensors` lists its keys")
 def test_a_pattern_that_matches_no_key_is_made_from_what_show_lists(
-    saved: casckpt.Store, store_path: Path, told: Told, run: Run
+    saved: casckpt.Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
-    with told.error(MissingKey) as advice:
+    with messages.error(MissingKey) as advice:
         saved.read("a@1", keys=["weights"])
     shown = run(*advice.command("show"), store_path, "a@1").output
     assert "w" in shown.split()
@@ -205,9 +209,9 @@ def test_a_pattern_that_matches_no_key_is_made_from_what_show_lists(
 
 
 @follows("loading/load_plan.py:LoadPlan._add_tensor", "ignore_mismatched= leaves it as it is")
-def test_a_tensor_of_another_shape_is_left(saved: casckpt.Store, weights: Weights, told: Told) -> None:
+def test_a_tensor_of_another_shape_is_left(saved: casckpt.Store, weights: Weights, messages: Messages) -> None:
     state = zeros(weights) | {"w": torch.ones(7)}
-    with told.error(Mismatch) as advice:
+    with messages.error(Mismatch) as advice:
         saved.load(state, "a@1")
     saved.load(state, "a@1", **{advice.says("ignore_mismatched"): ["w"]})  # type: ignore[arg-type]
     assert torch.equal(state["w"], torch.ones(7))
@@ -215,18 +219,18 @@ def test_a_tensor_of_another_shape_is_left(saved: casckpt.Store, weights: Weight
 
 
 @follows("tensors/dtypes.py:check_cast", "pass cast=True to …")
-def test_a_tensor_of_another_dtype_is_converted(saved: casckpt.Store, weights: Weights, told: Told) -> None:
+def test_a_tensor_of_another_dtype_is_converted(saved: casckpt.Store, weights: Weights, messages: Messages) -> None:
     state = zeros(weights) | {"w": torch.zeros(6, dtype=torch.double)}
-    with told.error(Mismatch) as advice:
+    with messages.error(Mismatch) as advice:
         saved.load(state, "a@1")
     saved.load(state, "a@1", **advice.argument("cast"))
     assert equal(state, weights | {"w": weights["w"].double()})
 
 
 @follows("loading/template.py:Template._misfits", "ignore_mismatched= takes patterns of keys")
-def test_tensors_of_other_shapes_are_left(saved: casckpt.Store, told: Told) -> None:
+def test_tensors_of_other_shapes_are_left(saved: casckpt.Store, messages: Messages) -> None:
     state = {"w": torch.ones(7), "b": torch.ones(1)}
-    with told.error(Mismatch) as advice:
+    with messages.error(Mismatch) as advice:
         saved.load(state, "a@1")
     patterns: Any = {advice.says("ignore_mismatched"): ["*"]}
     with pytest.raises(MissingKey, match="has 'w', 'b' with another shape or dtype") as caught:
@@ -236,24 +240,26 @@ def test_tensors_of_other_shapes_are_left(saved: casckpt.Store, told: Told) -> N
 
 
 @follows("loading/template.py:Template._lacks", "Pass strict=False to leave them as they are, or rename=")
-def test_keys_that_a_checkpoint_lacks_are_left_or_mapped(saved: casckpt.Store, weights: Weights, told: Told) -> None:
+def test_keys_that_a_checkpoint_lacks_are_left_or_mapped(
+    saved: casckpt.Store, weights: Weights, messages: Messages
+) -> None:
     state = zeros(weights) | {"more": torch.ones(1)}
-    with told.error(MissingKey) as advice:
+    with messages.error(MissingKey) as advice:
         saved.load(state, "a@1")
     saved.load(state, "a@1", **advice.argument("strict"))
     assert equal(state, weights | {"more": torch.ones(1)})
 
     nested = {"net": zeros(weights)}
-    with told.error(MissingKey) as advice:
+    with messages.error(MissingKey) as advice:
         saved.load(nested, "a@1")
     saved.load(nested, "a@1", **advice.argument("rename"))
     assert equal(nested["net"], weights)
 
 
 @follows("loading/template.py:Template.check_empty", "Put None in its place")
-def test_an_empty_mapping_is_filled_or_left(store: casckpt.Store, weights: Weights, told: Told) -> None:
+def test_an_empty_mapping_is_filled_or_left(store: casckpt.Store, weights: Weights, messages: Messages) -> None:
     store.save({"w": weights, "n": 1}, run="a", step=1)
-    with told.error(Mismatch) as advice:
+    with messages.error(Mismatch) as advice:
         store.load({"w": {}, "n": 0}, "a@1")
     advice.says("Put None in its place to load all of it")
     state: Any = {"w": None, "n": 0}
@@ -265,13 +271,15 @@ def test_an_empty_mapping_is_filled_or_left(store: casckpt.Store, weights: Weigh
 
 
 @follows("loading/update.py:update", "load all of them, or update with check=True, to repair them")
-def test_a_state_left_undefined_by_an_update_is_loaded(store: casckpt.Store, store_path: Path, told: Told) -> None:
+def test_a_state_left_undefined_by_an_update_is_loaded(
+    store: casckpt.Store, store_path: Path, messages: Messages
+) -> None:
     store.save({"w": torch.arange(40000.0)}, run="a", step=1)
     state = {"w": torch.zeros(40000)}
     held = store.load(state, "a@1")
     store.save({"w": torch.arange(40000.0) + 1}, run="a", step=2)
     before = changed_blob(store_path)
-    with told.error(Damaged) as advice:
+    with messages.error(Damaged) as advice:
         store.update(state, "a@2", held=held)
     before.put_back()
     store.update(state, "a@2", held=held, **advice.argument("check"))
@@ -311,9 +319,9 @@ def fresh_and_sharded(rank: int, size: int, path: str) -> tuple[str, bool, bool]
 
 
 @follows("loading/template.py:Template._look_below", "use casckpt.load_model_and_optim_state or Checkpointer")
-def test_a_sharded_fresh_optimizer_is_filled_by_name(ranks: Pool, store_path: Path, told: Told) -> None:
+def test_a_sharded_fresh_optimizer_is_filled_by_name(ranks: Pool, store_path: Path, messages: Messages) -> None:
     for message, first, second in ranks.run(2, fresh_and_sharded, str(store_path)):
-        advice = told.text(message)
+        advice = messages.text(message)
         advice.says("casckpt.load_model_and_optim_state")
         advice.says("Checkpointer.load")
         assert (first, second) == (True, True)
@@ -333,9 +341,9 @@ def outside(rank: int, size: int, path: str) -> str | None:
 
 
 @follows("ranks/ranks.py:open_ranks", "call only on its ranks, or pass no_dist=True")
-def test_a_rank_outside_of_a_group_saves_alone(ranks: Pool, store_path: Path, told: Told) -> None:
+def test_a_rank_outside_of_a_group_saves_alone(ranks: Pool, store_path: Path, messages: Messages) -> None:
     message, _ = ranks.run(2, outside, str(store_path))
-    told.text(message).says("call only on its ranks")
+    messages.text(message).says("call only on its ranks")
     assert casckpt.open(store_path).runs() == ["alone", "group"]
 
 
@@ -357,9 +365,9 @@ def in_a_child(rank: int, size: int, path: str) -> str:
 
 
 @follows("ranks/ranks.py:_refuse_inherited", "call Store.read, or pass no_dist=True")
-def test_a_process_forked_by_a_rank_reads_alone(ranks: Pool, store_path: Path, told: Told) -> None:
+def test_a_process_forked_by_a_rank_reads_alone(ranks: Pool, store_path: Path, messages: Messages) -> None:
     (message,) = ranks.run(1, in_a_child, str(store_path))
-    told.text(message).says("Store.read")
+    messages.text(message).says("Store.read")
 
 
 def grouped(rank: int, size: int, path: str) -> int:
@@ -369,17 +377,17 @@ def grouped(rank: int, size: int, path: str) -> int:
 
 @follows("ranks/ranks.py:_warn_of_others", "init_process_group first, or pass no_dist=True if that is meant")
 def test_a_process_of_a_launcher_joins_its_group_or_works_alone(
-    saved: casckpt.Store, told: Told, ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved: casckpt.Store, messages: Messages, ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_ranks._warn_of_others.cache_clear()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with told.log() as advice:
+    with messages.log() as advice:
         saved.save({"x": 1}, run="b", step=1)
     of_ranks._warn_of_others.cache_clear()
     with heard() as said:
         saved.save({"x": 1}, run="b", step=2, **advice.argument("no_dist"))
     of_ranks._warn_of_others.cache_clear()
-    advice.says("torch.distributed.init_process_group")  # as the workers of the pool do
+    advice.says("torch.distributed.init_process_group")  # as in the workers of the pool
     ranks.run(2, grouped, str(tmp_path / "other"))
     assert said == []
     assert len(casckpt.open(tmp_path / "other").checkpoints()) == 1
@@ -396,9 +404,11 @@ def other_shapes(rank: int, size: int, path: str) -> str:
 
 
 @follows("saving/layout.py:plan_writes", "or wrap it in casckpt.PerRank")
-def test_values_of_different_shapes_on_ranks_are_saved_per_rank(ranks: Pool, store_path: Path, told: Told) -> None:
+def test_values_of_different_shapes_on_ranks_are_saved_per_rank(
+    ranks: Pool, store_path: Path, messages: Messages
+) -> None:
     for message in ranks.run(2, other_shapes, str(store_path)):
-        told.text(message).says("casckpt.PerRank")
+        messages.text(message).says("casckpt.PerRank")
 
 
 def far_apart(rank: int, size: int, path: str) -> str:
@@ -419,10 +429,10 @@ def far_apart(rank: int, size: int, path: str) -> str:
 
 @follows("saving/replicas.py:", "With check_replicas='off' the value of one")
 def test_a_parameter_that_differs_between_ranks_is_saved_in_four_ways(
-    ranks: Pool, store_path: Path, told: Told
+    ranks: Pool, store_path: Path, messages: Messages
 ) -> None:
     for message in ranks.run(2, far_apart, str(store_path)):
-        told.text(message).says("PerRank")
+        messages.text(message).says("PerRank")
     store = casckpt.open(store_path)
     assert {key: value[0].item() for key, value in store.read("names@1").items()} == {"x.0": 1.0, "x.1": 2.0}
     assert store.read("owners@1")["x"][0] == 2
@@ -448,10 +458,12 @@ def near(rank: int, size: int, path: str) -> tuple[str, str]:
 
 @follows("saving/replicas.py:find_odd", "or pass check_replicas='sample'")
 @follows("saving/leader.py:", "Synchronise them before the save")
-def test_small_differences_between_ranks_are_synchronised_or_allowed(ranks: Pool, store_path: Path, told: Told) -> None:
+def test_small_differences_between_ranks_are_synchronised_or_allowed(
+    ranks: Pool, store_path: Path, messages: Messages
+) -> None:
     (message, logged), _ = ranks.run(2, near, str(store_path))
-    told.text(message).says("check_replicas='sample'")
-    advice = told.text(logged)
+    messages.text(message).says("check_replicas='sample'")
+    advice = messages.text(logged)
     advice.says("Synchronise them before the save")
     advice.says("casckpt.PerRank")
     assert len(casckpt.open(store_path).checkpoints()) == 3
@@ -463,8 +475,8 @@ def alone_of_two(rank: int, size: int, path: str, given: dict[str, Any]) -> None
 
 
 @follows("ranks/waiting.py:late", "Store.save and Store.load have no_dist=True, for one rank alone")
-def test_a_rank_that_need_not_wait_uses_no_dist(ranks: Pool, store_path: Path, told: Told) -> None:
-    advice = told.text(waiting.late([1], 30.0))
+def test_a_rank_that_need_not_wait_uses_no_dist(ranks: Pool, store_path: Path, messages: Messages) -> None:
+    advice = messages.text(waiting.late([1], 30.0))
     ranks.run(2, alone_of_two, str(store_path), advice.argument("no_dist"))
     assert casckpt.open(store_path).read("a@1") == {"x": 1}
 
@@ -489,9 +501,9 @@ def otherwise(rank: int, size: int, path: str) -> str:
 
 
 @follows("ranks/messages.py:astray", "with process_group=... for each")
-def test_ranks_make_the_same_calls_or_use_a_group_per_thread(ranks: Pool, store_path: Path, told: Told) -> None:
+def test_ranks_make_the_same_calls_or_use_a_group_per_thread(ranks: Pool, store_path: Path, messages: Messages) -> None:
     for message in ranks.run(2, otherwise, str(store_path)):
-        told.text(message).says("in the same order, from one thread")
+        messages.text(message).says("in the same order, from one thread")
     found = {one.run for one in casckpt.open(store_path).checkpoints()}
     assert found == {"first", "same", "thread0", "thread1"}
 
@@ -500,12 +512,12 @@ def test_ranks_make_the_same_calls_or_use_a_group_per_thread(ranks: Pool, store_
 
 
 class Settings(UserDict[str, Any]):
-    """A mapping of its own kind."""
+    """A mapping type that is not a dict."""
 
 
 @follows("saving/prepare.py:_log_class", "Store.read gives a dict, and a load into such an object fills it")
-def test_a_mapping_of_another_class_is_filled_by_a_load(store: casckpt.Store, told: Told) -> None:
-    with told.log() as advice:
+def test_a_mapping_of_another_class_is_filled_by_a_load(store: casckpt.Store, messages: Messages) -> None:
+    with messages.log() as advice:
         store.save({"more": Settings(lr=0.5)}, run="a", step=1)
     advice.says("Store.read gives a dict")
     assert store.read("a@1") == {"more": {"lr": 0.5}}
@@ -516,8 +528,8 @@ def test_a_mapping_of_another_class_is_filled_by_a_load(store: casckpt.Store, to
 
 
 @follows("history/transactions.py:begin_save", "save another step, or overwrite it (overwrite=True")
-def test_a_step_that_exists_is_overwritten(saved: casckpt.Store, told: Told) -> None:
-    with told.error() as advice:
+def test_a_step_that_exists_is_overwritten(saved: casckpt.Store, messages: Messages) -> None:
+    with messages.error() as advice:
         saved.save({"x": 2}, run="a", step=1)
     saved.save({"x": 2}, run="a", step=1, **advice.argument("overwrite"))
     assert saved.read("a@1") == {"x": 2}
@@ -528,11 +540,11 @@ def test_a_step_that_exists_is_overwritten(saved: casckpt.Store, told: Told) -> 
 
 @follows("history/transactions.py:begin_save", "--overwrite")
 def test_a_step_that_exists_is_overwritten_by_an_import(
-    saved: casckpt.Store, store_path: Path, tmp_path: Path, told: Told, run: Run
+    saved: casckpt.Store, store_path: Path, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     torch.save({"x": torch.ones(2)}, tmp_path / "x.pt")
     command = ("import", store_path, tmp_path / "x.pt", "--run", "a", "--step", 1)
-    said = told.text(run(*command, status=5).output)
+    said = messages.text(run(*command, status=5).output)
     run(*command, said.says("--overwrite"))
     assert torch.equal(saved.read("a@1")["x"], torch.ones(2))
 
@@ -542,8 +554,8 @@ class Kind(enum.IntEnum):
 
 
 @follows("saving/leader.py:log_pickled", "a load needs allow_pickle=True")
-def test_a_stored_pickle_is_loaded_with_allow_pickle(store: casckpt.Store, told: Told) -> None:
-    with told.log() as advice:
+def test_a_stored_pickle_is_loaded_with_allow_pickle(store: casckpt.Store, messages: Messages) -> None:
+    with messages.log() as advice:
         store.save({"kind": Kind.ONE}, run="a", step=1, allow_pickle=True)
     state = {"kind": None}
     store.load(state, "a@1", **advice.argument("allow_pickle"))

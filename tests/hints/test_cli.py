@@ -19,7 +19,7 @@ from casckpt.cli.main import cli
 from casckpt.frontends.serve import server
 from casckpt.repository.repository import Repository
 from tests.hints.conftest import Run, changed_blob
-from tests.support.hints import Told, follows
+from tests.support.hints import Messages, follows
 from tests.support.servers import Server
 from tests.support.signing import pair
 
@@ -28,11 +28,11 @@ Store = casckpt.Store
 
 @follows("cli/commands/copy.py:command", "--storage-option is for STORE, which is a local folder; use --dst-option for")
 def test_options_of_the_target_of_a_copy_have_their_own_flag(
-    saved: Store, store_path: Path, moto_server: Server, told: Told, run: Run
+    saved: Store, store_path: Path, moto_server: Server, messages: Messages, run: Run
 ) -> None:
     command = ("copy", store_path, f"s3://{moto_server.new_bucket()}/store")
     options = [f"{name}={value}" for name, value in moto_server.options.items()]
-    advice = told.text(run(*command, *beside("--storage-option", options), status=2).output)
+    advice = messages.text(run(*command, *beside("--storage-option", options), status=2).output)
     run(*command, *beside(advice.says("--dst-option"), options))
     copied = casckpt.open(command[2], storage_options=moto_server.options)
     assert copied.get("a@1").id == saved.get("a@1").id
@@ -45,14 +45,14 @@ def beside(option: str, values: Iterable[str]) -> list[str]:
 @follows("cli/commands/copy.py:_part", "RANK and WORLD_SIZE in the environment must be numbers")
 @follows("cli/commands/copy.py:_part", "in the environment do not match: unset them")
 def test_processes_of_a_launcher_share_a_copy(
-    saved: Store, tmp_path: Path, told: Told, run: Run, monkeypatch: pytest.MonkeyPatch
+    saved: Store, tmp_path: Path, messages: Messages, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store_path = saved.url
     monkeypatch.setenv("RANK", "first")
-    told.text(run("copy", store_path, tmp_path / "copy", status=2).output).says("RANK and WORLD_SIZE")
+    messages.text(run("copy", store_path, tmp_path / "copy", status=2).output).says("RANK and WORLD_SIZE")
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    told.text(run("copy", store_path, tmp_path / "copy", status=2).output).says("unset them")
+    messages.text(run("copy", store_path, tmp_path / "copy", status=2).output).says("unset them")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     run("copy", store_path, tmp_path / "copy")
@@ -63,7 +63,7 @@ def test_processes_of_a_launcher_share_a_copy(
 
 
 class Once:
-    """A server that ends before it answers anybody."""
+    """A server that ends before its first answer."""
 
     def __init__(self, _: object) -> None: ...
 
@@ -74,7 +74,7 @@ class Once:
 
 @pytest.fixture
 def not_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server would go on for ever."""
+    """A real server would never return."""
     monkeypatch.setattr(server, "server_of", Once)
 
 
@@ -82,112 +82,122 @@ def not_served(monkeypatch: pytest.MonkeyPatch) -> None:
 @follows("cli/commands/export.py:serve", "can reach the store at …: give --token-file or --no-token")
 @pytest.mark.parametrize("option", ["--token-file", "--no-token"])
 def test_a_server_on_a_public_address_gets_a_token_or_none(
-    saved: Store, tmp_path: Path, told: Told, run: Run, option: str
+    saved: Store, tmp_path: Path, messages: Messages, run: Run, option: str
 ) -> None:
     (tmp_path / "tokens").write_text("secret\n")
     command = ("serve", saved.url, "--host", "0.0.0.0", "--port", "0")
-    advice = told.text(run(*command, status=1).output)
+    advice = messages.text(run(*command, status=1).output)
     more = [tmp_path / "tokens"] if option == "--token-file" else []
     assert "serving" in run(*command, advice.says(option), *more).output
 
 
 @pytest.mark.usefixtures("not_served")
 @follows("cli/commands/export.py:serve", "cannot listen at …:…: …; give another --port")
-def test_a_used_port_is_replaced_by_another(saved: Store, store_path: Path, told: Told, run: Run) -> None:
+def test_a_used_port_is_replaced_by_another(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        advice = told.text(run("serve", store_path, "--port", taken.getsockname()[1], status=1).output)
+        advice = messages.text(run("serve", store_path, "--port", taken.getsockname()[1], status=1).output)
         assert "serving" in run("serve", store_path, advice.says("--port"), "0").output
 
 
 @follows("cli/commands/gc.py:command", "give --thin PATTERN too")
-def test_thinning_by_a_rule_needs_a_pattern_to_drop(saved: Store, store_path: Path, told: Told, run: Run) -> None:
+def test_thinning_by_a_rule_needs_a_pattern_to_drop(
+    saved: Store, store_path: Path, messages: Messages, run: Run
+) -> None:
     saved.save({"w": torch.ones(2), "b": torch.ones(1)}, run="a", step=2)
-    advice = told.text(run("gc", store_path, "--thin-keep-last", 1, status=2).output)
+    advice = messages.text(run("gc", store_path, "--thin-keep-last", 1, status=2).output)
     run("gc", store_path, "--thin-keep-last", 1, *advice.says("--thin PATTERN").replace("PATTERN", "b").split())
     assert saved.get("a@1").commit.dropped is not None
 
 
 @follows("cli/commands/list.py:checkpoint_rows", "the record of %s cannot be read; run `casckpt verify` for details")
 @follows("cli/commands/tag.py:_rows", "tag %s names a checkpoint whose record cannot be read; run `casckpt verify`")
-def test_verify_explains_an_unreadable_record(saved: Store, store_path: Path, told: Told, run: Run) -> None:
+def test_verify_explains_an_unreadable_record(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
     saved.tag("best", "a@1")
     (record,) = (store_path / "commits").iterdir()
     record.chmod(0o600)
     record.write_bytes(b"not a record")
     for command in ("list", "tag"):
-        advice = told.text(run(command, store_path).output)
+        advice = messages.text(run(command, store_path).output)
         assert record.name in run(*advice.command("verify"), store_path, status=4).output
 
 
 @follows("cli/commands/settings.py:command", "--set and --unset both name …: give one of them")
 @pytest.mark.parametrize("option", ["--set", "--unset"])
-def test_a_setting_is_set_or_unset(saved: Store, store_path: Path, told: Told, run: Run, option: str) -> None:
+def test_a_setting_is_set_or_unset(saved: Store, store_path: Path, messages: Messages, run: Run, option: str) -> None:
     command = ("settings", store_path)
     given = {"--set": "min_age=2h", "--unset": "min_age"}
-    advice = told.text(run(*command, "--set", given["--set"], "--unset", given["--unset"], status=2).output)
+    advice = messages.text(run(*command, "--set", given["--set"], "--unset", given["--unset"], status=2).output)
     run(*command, advice.says(option), given[option])
     assert (saved.settings.min_age is None) == (option == "--unset")
 
 
 @follows("cli/commands/show.py:_chosen", "omit --keys to list all tensors")
-def test_all_keys_are_listed_without_an_unmatched_pattern(saved: Store, store_path: Path, told: Told, run: Run) -> None:
-    advice = told.text(run("show", store_path, "a@1", "--tensors", "--keys", "x.*", status=3).output)
+def test_all_keys_are_listed_without_an_unmatched_pattern(
+    saved: Store, store_path: Path, messages: Messages, run: Run
+) -> None:
+    advice = messages.text(run("show", store_path, "a@1", "--tensors", "--keys", "x.*", status=3).output)
     advice.says("omit --keys to list all tensors")
     assert {"w", "b"} <= set(run("show", store_path, "a@1", "--tensors").output.split())
 
 
 @follows("cli/commands/tag.py:command", "--expires needs a tag to set: give NAME and REF")
 @follows("cli/commands/tag.py:command", "--delete takes one name: give no other arguments")
-def test_a_tag_is_set_for_a_time_and_deleted(saved: Store, store_path: Path, told: Told, run: Run) -> None:
-    advice = told.text(run("tag", store_path, "--expires", "1d", status=2).output)
+def test_a_tag_is_set_for_a_time_and_deleted(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
+    advice = messages.text(run("tag", store_path, "--expires", "1d", status=2).output)
     names = advice.says("NAME and REF").replace("NAME", "best").replace("REF", "a@1").split(" and ")
     run("tag", store_path, *names, "--expires", "1d")
     assert list(saved.tags()) == ["best"]
-    advice = told.text(run("tag", store_path, "--delete", "best", "a@1", status=2).output)
+    advice = messages.text(run("tag", store_path, "--delete", "best", "a@1", status=2).output)
     run("tag", store_path, advice.says("--delete"), "best")
     assert list(saved.tags()) == []
 
 
 @follows("cli/commands/tag.py:_rows", "`casckpt tag STORE … REF` sets it")
-def test_a_missing_tag_is_set_with_the_suggested_command(saved: Store, store_path: Path, told: Told, run: Run) -> None:
-    advice = told.text(run("tag", store_path, "best", status=3).output)
+def test_a_missing_tag_is_set_with_the_suggested_command(
+    saved: Store, store_path: Path, messages: Messages, run: Run
+) -> None:
+    advice = messages.text(run("tag", store_path, "best", status=3).output)
     run(*advice.command("tag", STORE=store_path, REF="a@1"))
     assert saved.get("tag:best").step == 1
 
 
 @follows("cli/commands/list.py:transactions", "--revoke is for a save in progress, and --give-up for a damaged one")
 @follows("cli/commands/list.py:_txid", "`casckpt transactions STORE` lists them")
-def test_a_save_in_progress_is_revoked_by_its_name(saved: Store, store_path: Path, told: Told, run: Run) -> None:
+def test_a_save_in_progress_is_revoked_by_its_name(
+    saved: Store, store_path: Path, messages: Messages, run: Run
+) -> None:
     from casckpt.history.transactions import begin
 
     save = begin(saved.repository, "a", 3)
     command = ("transactions", store_path)
-    advice = told.text(run(*command, "--revoke", save.txid, "--give-up", save.txid, status=2).output)
+    advice = messages.text(run(*command, "--revoke", save.txid, "--give-up", save.txid, status=2).output)
     option = advice.says("--revoke")
-    advice = told.text(run(*command, option, "a@3", status=2).output)
+    advice = messages.text(run(*command, option, "a@3", status=2).output)
     listed = run(*advice.command("transactions", STORE=store_path)).output.split()
     run(*command, option, next(word for word in listed if word == save.txid))
     assert saved.transactions() == []
 
 
-# what commands say beside their results
+# messages that accompany results
 
 
 @follows("cli/commands/export.py:", "use --format hf for a folder that from_pretrained loads")
-def test_an_export_without_its_config_is_made_for_a_model(store: Store, tmp_path: Path, told: Told, run: Run) -> None:
+def test_an_export_without_its_config_is_made_for_a_model(
+    store: Store, tmp_path: Path, messages: Messages, run: Run
+) -> None:
     state = {"model": {"w": torch.ones(2)}, "optim": {"m": torch.ones(2)}}
     store.save(state, run="a", step=1, attachments={"config.json": b"{}"})
-    advice = told.text(run("export", store.url, "a@1", tmp_path / "all", "--format", "safetensors").output)
+    advice = messages.text(run("export", store.url, "a@1", tmp_path / "all", "--format", "safetensors").output)
     run("export", store.url, "a@1", tmp_path / "out", *advice.says("--format hf").split())
     assert (tmp_path / "out" / "config.json").exists()
 
 
 @follows("cli/commands/gc.py:_say_space", "after the forgotten checkpoints are purged; --min-age 0 does it now")
 def test_forgotten_checkpoints_are_deleted_at_once_with_the_option(
-    saved: Store, store_path: Path, told: Told, run: Run
+    saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     saved.save({"w": torch.zeros(7)}, run="a", step=2)
-    advice = told.text(run("gc", store_path, "--keep-last", 1).output)
+    advice = messages.text(run("gc", store_path, "--keep-last", 1).output)
     run("gc", store_path, *advice.says("--min-age 0").split())
     assert len(list(store_path.rglob("*.safetensors"))) == 1
 
@@ -195,18 +205,18 @@ def test_forgotten_checkpoints_are_deleted_at_once_with_the_option(
 @follows("cli/commands/list.py:_say_forgotten", "(--all lists them)")
 @follows("cli/commands/list.py:_say_forgotten", "`casckpt stats` says what a gc frees")
 def test_forgotten_checkpoints_are_listed_and_counted(
-    moto_server: Server, saved: Store, store_path: Path, told: Told, run: Run
+    moto_server: Server, saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     saved.save({"w": torch.zeros(7)}, run="a", step=2)
     id = saved.get("a@1").id[:12]
     saved.forget("a@1")
-    advice = told.text(run("list", store_path).output)
+    advice = messages.text(run("list", store_path).output)
     assert id in run("list", store_path, advice.says("--all")).output
     where = f"s3://{moto_server.new_bucket()}/store"
     saved.copy_to(casckpt.open(where, storage_options=moto_server.options))
     options = beside("--storage-option", [f"{name}={value}" for name, value in moto_server.options.items()])
     run("forget", where, "a@2", *options)
-    advice = told.text(run("list", where, *options).output)
+    advice = messages.text(run("list", where, *options).output)
     assert "a gc frees" in run(*advice.command("stats"), where, *options).output
 
 
@@ -215,12 +225,12 @@ def test_forgotten_checkpoints_are_listed_and_counted(
 )
 @pytest.mark.parametrize("way", ["--from", "forget"])
 def test_unrepairable_damage_is_repaired_from_a_copy_or_forgotten(
-    saved: Store, tmp_path: Path, told: Told, run: Run, way: str
+    saved: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     path = tmp_path / "store"
     shutil.copytree(path, tmp_path / "copy")
     next(path.rglob("*.manifest")).unlink()
-    advice = told.text(run("repair", path, status=4).output)
+    advice = messages.text(run("repair", path, status=4).output)
     if way == "--from":
         run("repair", path, advice.says(way), tmp_path / "copy")
         assert saved.read("a@1").keys() == {"w", "b"}
@@ -232,23 +242,23 @@ def test_unrepairable_damage_is_repaired_from_a_copy_or_forgotten(
 
 @follows("cli/commands/report.py:say_unreadable", "could not be read; run `casckpt verify` for details")
 def test_verify_explains_a_checkpoint_that_cannot_be_counted(
-    saved: Store, store_path: Path, told: Told, run: Run
+    saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     id = saved.get("a@1").id
     next(store_path.rglob("*.manifest")).unlink()
-    advice = told.text(run("report", store_path).output)
+    advice = messages.text(run("report", store_path).output)
     assert id in run(*advice.command("verify"), store_path, status=4).output
 
 
 @follows("cli/commands/report.py:stats_text", "run `casckpt repair`, or `casckpt verify` for details")
 @follows("cli/commands/verify.py:_to_do", "damaged: run `casckpt repair`")
-def test_known_damage_is_repaired(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
+def test_known_damage_is_repaired(saved: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
     path = tmp_path / "store"
     shutil.copytree(path, tmp_path / "copy")
     damaged = changed_blob(path)
-    advice = told.text(run("verify", path, status=4).output)
+    advice = messages.text(run("verify", path, status=4).output)
     advice.command("repair")
-    stats = told.text(run("stats", path).output)
+    stats = messages.text(run("stats", path).output)
     assert damaged.path.stem in run(*stats.command("verify"), path, status=4).output
     for said in (advice, stats):
         run(*said.command("repair"), path, "--from", tmp_path / "copy")
@@ -256,9 +266,11 @@ def test_known_damage_is_repaired(saved: Store, tmp_path: Path, told: Told, run:
 
 
 @follows("cli/commands/show.py:_text", "--tensors lists all of them, --keys PATTERN some of them")
-def test_tensors_are_shown_with_the_suggested_options(saved: Store, store_path: Path, told: Told, run: Run) -> None:
+def test_tensors_are_shown_with_the_suggested_options(
+    saved: Store, store_path: Path, messages: Messages, run: Run
+) -> None:
     saved.save({f"t{number}": torch.ones(1) for number in range(100)}, run="a", step=2)
-    advice = told.text(run("show", store_path, "a@2").output)
+    advice = messages.text(run("show", store_path, "a@2").output)
     assert {"t1", "t99"} <= set(run("show", store_path, "a@2", advice.says("--tensors")).output.split())
     some = run("show", store_path, "a@2", *advice.says("--keys PATTERN").replace("PATTERN", "t1").split()).output
     assert "t1" in some.split()
@@ -267,20 +279,24 @@ def test_tensors_are_shown_with_the_suggested_options(saved: Store, store_path: 
 
 @follows("cli/commands/show.py:_signers", "not checked here: use verify --require-signature")
 @follows("cli/commands/verify.py:_to_do", "not signed: if you trust them, run `casckpt sign`")
-def test_signatures_are_checked_and_made(saved: Store, store_path: Path, tmp_path: Path, told: Told, run: Run) -> None:
+def test_signatures_are_checked_and_made(
+    saved: Store, store_path: Path, tmp_path: Path, messages: Messages, run: Run
+) -> None:
     alice, bob = pair(tmp_path / "keys"), pair(tmp_path / "keys", "bob")
     run("sign", store_path, "a@1", "--key", alice.private)
-    advice = told.text(run("show", store_path, "a@1").output)
+    advice = messages.text(run("show", store_path, "a@1").output)
     command = [*advice.says("verify --require-signature").split(), alice.public, store_path]
     run(*command)
-    said = told.text(run(*command[:2], bob.public, store_path, status=1).output)
+    said = messages.text(run(*command[:2], bob.public, store_path, status=1).output)
     run(*said.command("sign"), store_path, "a@1", "--key", bob.private)
     run(*command[:2], bob.public, store_path)
 
 
 @follows("cli/commands/gc.py:thinned_text", "--min-age 0 does it now, and purges all forgotten checkpoints")
-def test_thinned_bytes_are_freed_at_once_with_the_option(saved: Store, store_path: Path, told: Told, run: Run) -> None:
-    advice = told.text(run("thin", store_path, "a@1", "--drop", "b").output)
+def test_thinned_bytes_are_freed_at_once_with_the_option(
+    saved: Store, store_path: Path, messages: Messages, run: Run
+) -> None:
+    advice = messages.text(run("thin", store_path, "a@1", "--drop", "b").output)
     run("gc", store_path, *advice.says("--min-age 0").split())
     assert run("thin", store_path, "a@1", "--drop", "b").output.startswith("0 tensors")
 
@@ -289,7 +305,7 @@ def test_thinned_bytes_are_freed_at_once_with_the_option(saved: Store, store_pat
 @follows("cli/commands/verify.py:about_records", "end the saves with `casckpt transactions STORE --give-up TXID`")
 @pytest.mark.parametrize("way", ["put back", "give up"])
 def test_damaged_records_are_replaced_or_forgotten(
-    saved: Store, store_path: Path, told: Told, run: Run, way: str
+    saved: Store, store_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     saved.tag("best", "a@1")
     records = [next((store_path / "commits").iterdir()), next((store_path / "tags" / "best").iterdir())]
@@ -297,7 +313,7 @@ def test_damaged_records_are_replaced_or_forgotten(
     for record in records:
         record.chmod(0o600)
         record.write_bytes(b"not a record")
-    advice = told.text(run("verify", store_path, status=4).output)
+    advice = messages.text(run("verify", store_path, status=4).output)
     if way == "put back":
         advice.says("put the files back")
         for record, data in zip(records, before, strict=True):
@@ -312,28 +328,28 @@ def test_damaged_records_are_replaced_or_forgotten(
 
 @follows("cli/failures.py:Reported._hint", "Run it again with --debug to see where it happened.")
 def test_debug_shows_where_a_bug_happened(
-    saved: Store, store_path: Path, told: Told, run: Run, monkeypatch: pytest.MonkeyPatch
+    saved: Store, store_path: Path, messages: Messages, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(Repository, "check_exists", broken)
-    advice = told.text(run("tags", store_path, status=1).output)
+    advice = messages.text(run("tags", store_path, status=1).output)
     shown = CliRunner().invoke(cli, ["tags", str(store_path), advice.says("--debug")])
     assert "in broken" in shown.output
 
 
 @follows("cli/failures.py:_show_usage", "Try '… --help'.")
-def test_the_help_explains_a_command(saved: Store, store_path: Path, told: Told, run: Run) -> None:
-    advice = told.text(run("gc", store_path, "--keep-last", "many", status=2).output)
+def test_the_help_explains_a_command(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
+    advice = messages.text(run("gc", store_path, "--keep-last", "many", status=2).output)
     assert "--keep-last N" in run(*advice.says("casckpt gc --help").split()[1:]).output
 
 
 @follows("cli/text.py:shortened", "(--json lists all)")
-def test_a_long_list_is_complete_as_json(saved: Store, store_path: Path, told: Told, run: Run) -> None:
+def test_a_long_list_is_complete_as_json(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
     steps = range(2, 24)
     for step in steps:
         saved.save({"x": step}, run="a", step=step)
     command = ("gc", store_path, "--keep-last", 1, "--dry-run")
-    advice = told.text(run(*command).output)
+    advice = messages.text(run(*command).output)
     assert len(json.loads(run(*command, advice.says("--json")).stdout)["forgotten"]) == len(steps)

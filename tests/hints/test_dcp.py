@@ -1,4 +1,4 @@
-"""Advice of the front end of torch.distributed.checkpoint, and of imports of its folders."""
+"""Advice of the front end for torch.distributed.checkpoint, and of imports of its folders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from casckpt.frontends.dcp.importing import dcp_to_casckpt
 from tests.frontends.dcp.test_note import PickledExtra
 from tests.hints.conftest import Run
 from tests.support.dcp import causes, failed, failure, load, save
-from tests.support.hints import Advice, Told, follows
+from tests.support.hints import Advice, Messages, follows
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -36,17 +36,17 @@ class Colour(enum.Enum):
 
 
 def cause(call: Any) -> BaseException:
-    """What failed, in the one process."""
+    """Return the cause of the error in a single process."""
     return causes(failure(call))[0]
 
 
 @follows("frontends/dcp/described.py:read_metadata", "pass allow_pickle=True (--allow-pickle) if you trust its source")
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
 def test_metadata_with_a_pickle_are_imported_with_allow_pickle(
-    store: Store, tmp_path: Path, told: Told, run: Run, way: str
+    store: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     save({"a": torch.ones(2)}, FileSystemWriter(tmp_path / "in"), planner=PickledExtra(flatten_state_dict=False))
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         dcp_to_casckpt(tmp_path / "in", store, step=1)
     if way == "allow_pickle":
         dcp_to_casckpt(tmp_path / "in", store, step=1, **advice.argument(way))
@@ -58,10 +58,10 @@ def test_metadata_with_a_pickle_are_imported_with_allow_pickle(
 @follows("frontends/dcp/folder.py:Folder.read_values", "(--allow-pickle) to keep them as they are")
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
 def test_pickled_values_are_imported_with_allow_pickle(
-    store: Store, tmp_path: Path, told: Told, run: Run, way: str
+    store: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     save({"a": torch.ones(2), "colour": Colour.RED}, FileSystemWriter(tmp_path / "in"))
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         dcp_to_casckpt(tmp_path / "in", store, step=1)
     if way == "allow_pickle":
         dcp_to_casckpt(tmp_path / "in", store, step=1, **advice.argument(way))
@@ -71,7 +71,7 @@ def test_pickled_values_are_imported_with_allow_pickle(
 
 
 def planned_elsewhere(rank: int, size: int, path: str) -> str:
-    """A tensor that describes itself, and has no items for DCP to write."""
+    """A tensor that describes itself and gives DCP no write items."""
     half = DTensor.from_local(torch.full((1, 3), float(rank)), init_device_mesh("cpu", (size,)), [Shard(0)])
     chunk = ChunkStorageMetadata(torch.Size((1 - rank, 0)), torch.Size((1, 3)))
     half._local_tensor.__create_chunk_list__ = lambda: [chunk]  # type: ignore[attr-defined]
@@ -87,42 +87,42 @@ def planned_elsewhere(rank: int, size: int, path: str) -> str:
 
 
 @follows("frontends/dcp/items.py:check_planned", "save and load it with casckpt.Store")
-def test_tensors_that_dcp_would_misplace_are_saved_natively(ranks: Pool, store_path: Path, told: Told) -> None:
+def test_tensors_that_dcp_would_misplace_are_saved_natively(ranks: Pool, store_path: Path, messages: Messages) -> None:
     for message in ranks.run(2, planned_elsewhere, str(store_path)):
-        told.text(message).says("casckpt.Store")
+        messages.text(message).says("casckpt.Store")
     assert casckpt.open(store_path).read("own@1")["w"].tolist() == [[1] * 3, [0] * 3]
 
 
 @follows("frontends/dcp/note.py:Note.encoded", "pass allow_pickle=True to StorageWriter")
-def test_planner_data_that_are_not_plain_are_stored_with_allow_pickle(store: Store, told: Told) -> None:
+def test_planner_data_that_are_not_plain_are_stored_with_allow_pickle(store: Store, messages: Messages) -> None:
     planner = PickledExtra(flatten_state_dict=False)
 
     def attempt(**options: Any) -> None:
         save({"a": torch.ones(2)}, StorageWriter(store, step=1, **options), planner=planner)
 
-    advice = told.text(cause(attempt))
+    advice = messages.text(cause(attempt))
     attempt(**advice.argument("allow_pickle"))
     assert torch.equal(store.read("default@1")["a"], torch.ones(2))
 
 
 @follows("frontends/dcp/contents.py:_check_restricted", "pass allow_pickle=True to StorageReader")
-def test_a_pickled_value_is_loaded_with_allow_pickle(store: Store, told: Told) -> None:
+def test_a_pickled_value_is_loaded_with_allow_pickle(store: Store, messages: Messages) -> None:
     save({"colour": Colour.RED, "a": torch.ones(2)}, StorageWriter(store, step=1))
     state = {"colour": None, "a": torch.zeros(2)}
-    advice = told.text(cause(lambda: load(state, StorageReader(store, "default@1"))))
+    advice = messages.text(cause(lambda: load(state, StorageReader(store, "default@1"))))
     found = load(state, StorageReader(store, "default@1", **advice.argument("allow_pickle")))
     assert found["colour"] is Colour.RED
 
 
 @follows("frontends/dcp/reader.py:StorageReader._metadata", "give ref=, or checkpoint_id=REF to each load")
 @follows("frontends/dcp/writer.py:StorageWriter.set_up_storage_writer", "give step=, or checkpoint_id='RUN@STEP'")
-def test_a_store_and_checkpoint_are_given_to_reader_or_call(store: Store, told: Told) -> None:
-    advice = told.text(cause(lambda: save({"a": torch.ones(1)}, StorageWriter(store))))
+def test_a_store_and_checkpoint_are_given_to_reader_or_call(store: Store, messages: Messages) -> None:
+    advice = messages.text(cause(lambda: save({"a": torch.ones(1)}, StorageWriter(store))))
     step: Any = {advice.says("step"): 1}
     save({"a": torch.ones(1)}, StorageWriter(store, **step))
     given = {"checkpoint_id": advice.argument("checkpoint_id")["checkpoint_id"].replace("RUN@STEP", "default@2")}
     save({"a": torch.full((1,), 2.0)}, StorageWriter(store), **given)
-    advice = told.text(cause(lambda: load({"a": torch.zeros(1)}, StorageReader(store))))
+    advice = messages.text(cause(lambda: load({"a": torch.zeros(1)}, StorageReader(store))))
     ref: Any = {advice.says("ref"): "default@1"}
     assert load({"a": torch.zeros(1)}, StorageReader(store, **ref))["a"] == 1
     given = {advice.says("checkpoint_id"): "default@2"}
@@ -131,25 +131,25 @@ def test_a_store_and_checkpoint_are_given_to_reader_or_call(store: Store, told: 
 
 @follows("frontends/dcp/reader.py:StorageReader._now", "pass it to dcp.load")
 @follows("frontends/dcp/writer.py:StorageWriter._session", "pass it to dcp.save")
-def test_readers_and_writers_are_passed_to_dcp(store: Store, told: Told) -> None:
+def test_readers_and_writers_are_passed_to_dcp(store: Store, messages: Messages) -> None:
     writer = StorageWriter(store, step=1)
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         writer.prepare_local_plan(SavePlan([]))
     advice.says("dcp.save")
     save({"a": torch.ones(1)}, writer)
     reader = StorageReader(store, "default@1")
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         reader.prepare_local_plan(LoadPlan([]))
     advice.says("dcp.load")
     assert load({"a": torch.zeros(1)}, reader)["a"] == 1
 
 
 @follows("frontends/dcp/reader.py:StorageReader._check_fit", "name keys so, or use store.load with")
-def test_keys_with_other_names_are_renamed_at_save_or_load(store: Store, told: Told) -> None:
+def test_keys_with_other_names_are_renamed_at_save_or_load(store: Store, messages: Messages) -> None:
     store.save({"net": {"w": torch.ones(2), "b": torch.ones(3)}}, step=1)
     state = {"w": torch.zeros(2), "b": torch.zeros(3)}
     partly = DefaultLoadPlanner(allow_partial_load=True)
-    advice = told.text(cause(lambda: load(state, StorageReader(store, "default@1"), planner=partly)))
+    advice = messages.text(cause(lambda: load(state, StorageReader(store, "default@1"), planner=partly)))
     advice.says("name keys so")
     named = load({"net": state}, StorageReader(store, "default@1"))
     assert torch.equal(named["net"]["w"], torch.ones(2))
@@ -159,8 +159,8 @@ def test_keys_with_other_names_are_renamed_at_save_or_load(store: Store, told: T
 
 
 @follows("tensors/dtypes.py:check_cast", "pass cast=True to …")
-def test_another_dtype_is_converted(store: Store, told: Told) -> None:
+def test_another_dtype_is_converted(store: Store, messages: Messages) -> None:
     store.save({"a": torch.ones(2)}, step=1)
     state = {"a": torch.zeros(2, dtype=torch.float64)}
-    advice = told.text(cause(lambda: load(state, StorageReader(store, "default@1", cast=False))))
+    advice = messages.text(cause(lambda: load(state, StorageReader(store, "default@1", cast=False))))
     assert load(state, StorageReader(store, "default@1", **advice.argument("cast")))["a"].tolist() == [1, 1]

@@ -26,14 +26,14 @@ from casckpt.frontends.training_state import load_model_and_optim_state
 from tests.frontends.interchange.test_torch_files import stock
 from tests.hints.conftest import Run
 from tests.support.fuzz import KINDS
-from tests.support.hints import Told, follows
+from tests.support.hints import Messages, follows
 from tests.support.serving import serving
 
 Store = casckpt.Store
 
 
 class Odd:
-    """What only a pickle can hold."""
+    """An object that only a pickle can hold."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Odd)
@@ -44,7 +44,7 @@ class Odd:
 
 @pytest.fixture
 def training(store: Store) -> Store:
-    """a@1: a model and an optimizer."""
+    """A store with a model and an optimizer as a@1."""
     state = {"model": {"h": {"w": torch.ones(3)}}, "optim": {"m": torch.zeros(2)}}
     store.save(state, run="a", step=1, attachments={"note.txt": b"x"})
     return store
@@ -54,7 +54,7 @@ def names_in(path: Path) -> set[str]:
     return set(safetensors.torch.load_file(path))
 
 
-# where to
+# targets
 
 
 @follows(
@@ -63,9 +63,11 @@ def names_in(path: Path) -> set[str]:
 )
 @pytest.mark.parametrize("way", ["name", "format"])
 def test_the_suffix_of_an_export_matches_its_format(
-    saved: Store, tmp_path: Path, told: Told, run: Run, way: str
+    saved: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
-    advice = told.text(run("export", saved.url, "a@1", tmp_path / "x.pt", "--format", "safetensors", status=1).output)
+    advice = messages.text(
+        run("export", saved.url, "a@1", tmp_path / "x.pt", "--format", "safetensors", status=1).output
+    )
     if way == "name":
         advice.says("give another name")
         run("export", saved.url, "a@1", tmp_path / "x.safetensors", "--format", "safetensors")
@@ -76,9 +78,11 @@ def test_the_suffix_of_an_export_matches_its_format(
 
 
 @follows("frontends/interchange/export.py:_check_known", "is for …: --format … does not support it")
-def test_an_option_is_used_with_formats_that_support_it(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
+def test_an_option_is_used_with_formats_that_support_it(
+    saved: Store, tmp_path: Path, messages: Messages, run: Run
+) -> None:
     command = ("export", saved.url, "a@1", tmp_path / "out", "--keys", "w", "--format")
-    advice = told.text(run(*command, "dcp", status=1).output)
+    advice = messages.text(run(*command, "dcp", status=1).output)
     for format in ("hf", "safetensors", "torch"):
         advice.says(format)
     run(*command[:3], tmp_path / "out.pt", *command[4:], "torch")
@@ -87,19 +91,21 @@ def test_an_option_is_used_with_formats_that_support_it(saved: Store, tmp_path: 
 
 
 @follows("frontends/interchange/new_files.py:_check_no_file", "give another name, or --force to overwrite it")
-def test_an_existing_file_is_overwritten_with_force(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
+def test_an_existing_file_is_overwritten_with_force(saved: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
     path = tmp_path / "x.safetensors"
     path.touch()
-    advice = told.text(run("export", saved.url, "a@1", path, status=5).output)
+    advice = messages.text(run("export", saved.url, "a@1", path, status=5).output)
     run("export", saved.url, "a@1", path, advice.says("--force"))
     assert names_in(path) == {"w", "b"}
 
 
 @follows("frontends/interchange/new_files.py:_check_empty", "give another folder, or --force to write into it")
-def test_a_folder_with_files_is_written_into_with_force(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
+def test_a_folder_with_files_is_written_into_with_force(
+    saved: Store, tmp_path: Path, messages: Messages, run: Run
+) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
-    advice = told.text(run("export", saved.url, "a@1", tmp_path / "out", status=5).output)
+    advice = messages.text(run("export", saved.url, "a@1", tmp_path / "out", status=5).output)
     run("export", saved.url, "a@1", tmp_path / "out", advice.says("--force"))
     assert names_in(tmp_path / "out" / "model.safetensors") == {"w", "b"}
 
@@ -110,10 +116,10 @@ def test_a_folder_with_files_is_written_into_with_force(saved: Store, tmp_path: 
 )
 @pytest.mark.parametrize("way", ["attachments", "--no-attachments"])
 def test_an_attachment_in_the_way_of_a_file_is_left_out(
-    store: Store, tmp_path: Path, told: Told, run: Run, way: str
+    store: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     store.save({"w": torch.ones(1)}, run="a", step=1, attachments={"model.safetensors": b"x"})
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         store.export("a@1", tmp_path / "out")
     if way == "attachments":
         store.export("a@1", tmp_path / "out", **advice.argument(way))
@@ -126,8 +132,10 @@ def test_an_attachment_in_the_way_of_a_file_is_left_out(
 
 @follows("frontends/interchange/export.py:export", "or choose one of … with format= (--format)")
 @pytest.mark.parametrize("way", ["name", "format", "--format"])
-def test_a_format_unclear_from_the_name_is_given(saved: Store, tmp_path: Path, told: Told, run: Run, way: str) -> None:
-    with told.error(InvalidInput) as advice:
+def test_a_format_unclear_from_the_name_is_given(
+    saved: Store, tmp_path: Path, messages: Messages, run: Run, way: str
+) -> None:
+    with messages.error(InvalidInput) as advice:
         saved.export("a@1", tmp_path / "m.onnx")
     if way == "name":
         for suffix in (".safetensors", ".pt", ".pth", ".bin"):
@@ -142,23 +150,23 @@ def test_a_format_unclear_from_the_name_is_given(saved: Store, tmp_path: Path, t
         assert (tmp_path / "m.onnx" / ".metadata").exists()
 
 
-# which part
+# parts
 
 
 @follows("frontends/views/model_part.py:model_part", "but keys below …; give --strip-prefix if one of these is a model")
-def test_the_exported_model_is_chosen_explicitly(store: Store, tmp_path: Path, told: Told, run: Run) -> None:
+def test_the_exported_model_is_chosen_explicitly(store: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
     store.save({"optim": {"w": torch.ones(2)}}, run="a", step=1)
     command = ("export", store.url, "a@1", tmp_path / "out", "--format", "hf")
-    advice = told.text(run(*command, status=3).output)
+    advice = messages.text(run(*command, status=3).output)
     run(*command, advice.says("--strip-prefix"), advice.says("optim."))
     assert names_in(tmp_path / "out" / "model.safetensors") == {"w"}
 
 
 @follows("frontends/views/model_part.py:model_part", "`casckpt show --tensors` lists what it holds")
-def test_a_checkpoint_without_weights_is_inspected(store: Store, tmp_path: Path, told: Told, run: Run) -> None:
+def test_a_checkpoint_without_weights_is_inspected(store: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
     store.save({"epoch": 1, "loss": torch.ones(1)}, run="a", step=1)
     store.save({"epoch": 1}, run="b", step=1)
-    advice = told.text(run("export", store.url, "b@1", tmp_path / "out", "--format", "hf", status=3).output)
+    advice = messages.text(run("export", store.url, "b@1", tmp_path / "out", "--format", "hf", status=3).output)
     assert "epoch" in run(*advice.command("show"), store.url, "b@1").output
 
 
@@ -168,10 +176,10 @@ def test_a_checkpoint_without_weights_is_inspected(store: Store, tmp_path: Path,
     "or choose tensors with --keys, and --strip-prefix '' for their full names",
 )
 @pytest.mark.parametrize("way", ["prefix", "keys", "all"])
-def test_one_of_two_models_is_chosen(store: Store, tmp_path: Path, told: Told, run: Run, way: str) -> None:
+def test_one_of_two_models_is_chosen(store: Store, tmp_path: Path, messages: Messages, run: Run, way: str) -> None:
     store.save({"policy": {"h": {"w": torch.ones(2)}}, "reference": {"h": {"w": torch.ones(3)}}}, run="a", step=1)
     command = ("export", store.url, "a@1", tmp_path / "out", "--format", "hf")
-    advice = told.text(run(*command, status=1).output)
+    advice = messages.text(run(*command, status=1).output)
     prefix = advice.says("--strip-prefix policy.")
     names = advice.says("--strip-prefix ''").replace("'", "").split(" ")
     ways = {"prefix": prefix.split(), "keys": [advice.says("--keys"), "policy.*"], "all": names}
@@ -185,12 +193,12 @@ def test_one_of_two_models_is_chosen(store: Store, tmp_path: Path, told: Told, r
 )
 @pytest.mark.parametrize("way", ["merge", "all", "prefix"])
 def test_a_model_with_adapters_is_exported_in_three_ways(
-    store: Store, tmp_path: Path, told: Told, run: Run, way: str
+    store: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     names = ("h.0.base_layer.weight", "h.0.lora_A.x.weight", "h.0.lora_B.x.weight")
     store.save({"model": {name: torch.ones(2, 2) for name in names}, "optim": {"m": torch.ones(1)}}, run="a", step=1)
     command = ["export", store.url, "a@1", tmp_path / "out", "--format", "hf"]
-    advice = told.text(run(*command, status=1).output)
+    advice = messages.text(run(*command, status=1).output)
     if way == "merge":
         advice.says("(merge_and_unload) before the save")
         store.save({"model": {"h.0.weight": torch.ones(2, 2)}, "optim": {"m": torch.ones(1)}}, run="a", step=2)
@@ -205,9 +213,9 @@ def test_a_model_with_adapters_is_exported_in_three_ways(
 
 @follows("frontends/views/view.py:_part", "`casckpt show --tensors` lists them")
 def test_patterns_and_prefixes_of_an_export_are_made_from_the_list(
-    training: Store, tmp_path: Path, told: Told, run: Run
+    training: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
-    with told.error(MissingKey) as advice:
+    with messages.error(MissingKey) as advice:
         training.export("a@1", tmp_path / "x.safetensors", strip_prefix="weights")
     listed = run(*advice.command("show"), training.url, "a@1").output.split()
     key = next(word for word in listed if word.startswith("model."))
@@ -230,12 +238,14 @@ def small_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     "Give another folder, or --format hf for the model",
 )
 @pytest.mark.parametrize("way", ["folder", "hf"])
-def test_a_config_is_exported_with_a_model(training: Store, tmp_path: Path, told: Told, run: Run, way: str) -> None:
+def test_a_config_is_exported_with_a_model(
+    training: Store, tmp_path: Path, messages: Messages, run: Run, way: str
+) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     command = ("export", training.url, "a@1")
-    advice = told.text(run(*command, folder, "--format", "safetensors", "--force", status=5).output)
+    advice = messages.text(run(*command, folder, "--format", "safetensors", "--force", status=5).output)
     if way == "folder":
         advice.says("Give another folder")
         run(*command, tmp_path / "other", "--format", "safetensors")
@@ -252,11 +262,11 @@ def test_a_config_is_exported_with_a_model(training: Store, tmp_path: Path, told
 @pytest.mark.usefixtures("small_headers")
 @pytest.mark.parametrize("way", ["keys", "folder"])
 def test_an_export_too_large_for_a_header_is_split_into_files(
-    store: Store, tmp_path: Path, told: Told, run: Run, way: str
+    store: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     store.save({f"tensor-{number}": torch.ones(100) for number in range(4)}, run="a", step=1)
     command = ("export", store.url, "a@1")
-    advice = told.text(run(*command, tmp_path / "x.safetensors", status=1).output)
+    advice = messages.text(run(*command, tmp_path / "x.safetensors", status=1).output)
     if way == "keys":
         advice.says("export fewer keys to it")
         run(*command, tmp_path / "x.safetensors", "--keys", "tensor-1")
@@ -269,12 +279,12 @@ def test_an_export_too_large_for_a_header_is_split_into_files(
 @follows("frontends/interchange/safetensors/files.py:file_type", "choose other keys with --keys, or convert it")
 @pytest.mark.parametrize("way", ["keys", "convert"])
 def test_a_dtype_that_safetensors_lacks_is_left_out_or_converted(
-    store: Store, tmp_path: Path, told: Told, run: Run, way: str
+    store: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     state = {"w": torch.ones(2), "c": torch.ones(2, dtype=torch.complex128)}
     store.save(state, run="a", step=1)
     command = ("export", store.url, "a@1", tmp_path / "x.safetensors")
-    advice = told.text(run(*command, status=1).output)
+    advice = messages.text(run(*command, status=1).output)
     if way == "keys":
         run(*command, advice.says("--keys"), "w")
     else:
@@ -288,14 +298,16 @@ def test_a_dtype_that_safetensors_lacks_is_left_out_or_converted(
 @follows(
     "frontends/interchange/safetensors/files.py:", "Read it with its own library, and save the state with store.save"
 )
-def test_a_file_of_another_kind_is_read_by_its_library(store: Store, tmp_path: Path, told: Told, run: Run) -> None:
+def test_a_file_of_another_kind_is_read_by_its_library(
+    store: Store, tmp_path: Path, messages: Messages, run: Run
+) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF" + bytes(20))
-    told.text(run("import", store.url, tmp_path / "x.gguf", "--step", 1, status=1).output).says("store.save")
-    store.save({"w": torch.ones(2)}, step=1)  # as such a library gives it
+    messages.text(run("import", store.url, tmp_path / "x.gguf", "--step", 1, status=1).output).says("store.save")
+    store.save({"w": torch.ones(2)}, step=1)  # as the library returns it
     torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
     with pytest.raises(Unsupported) as caught:
         import_safetensors(store, tmp_path / "x.pt", step=2)
-    run(*told.text(caught.value).command("import"), store.url, tmp_path / "x.pt", "--step", 2)
+    run(*messages.text(caught.value).command("import"), store.url, tmp_path / "x.pt", "--step", 2)
     assert store.read("default@2").keys() == {"w"}
 
 
@@ -307,9 +319,11 @@ def test_a_file_of_another_kind_is_read_by_its_library(store: Store, tmp_path: P
     "frontends/interchange/safetensors/importing.py:_nothing_in",
     "weights of torch.save in several files; save the state with",
 )
-def test_folders_without_safetensors_are_imported_or_saved(store: Store, tmp_path: Path, told: Told, run: Run) -> None:
+def test_folders_without_safetensors_are_imported_or_saved(
+    store: Store, tmp_path: Path, messages: Messages, run: Run
+) -> None:
     folder = stock(tmp_path / "dcp", {"w": torch.ones(2)})
-    with told.error(Unsupported) as advice:
+    with messages.error(Unsupported) as advice:
         import_safetensors(store, folder, step=1)
     run(*advice.command("import"), store.url, folder, "--step", 1)
     assert torch.equal(store.read("default@1")["w"], torch.ones(2))
@@ -317,7 +331,7 @@ def test_folders_without_safetensors_are_imported_or_saved(store: Store, tmp_pat
         (tmp_path / name).mkdir()
         (tmp_path / name / name).write_text("{}")
         torch.save({"w": torch.ones(step)}, tmp_path / name / "part.bin")
-        advice = told.text(run("import", store.url, tmp_path / name, "--step", step, status=1).output)
+        advice = messages.text(run("import", store.url, tmp_path / name, "--step", step, status=1).output)
         advice.says("with store.save")
         store.save(torch.load(tmp_path / name / "part.bin"), step=step)
         assert len(store.read(f"default@{step}")["w"]) == step
@@ -327,12 +341,12 @@ def test_folders_without_safetensors_are_imported_or_saved(store: Store, tmp_pat
 @follows(
     "frontends/interchange/safetensors/layout.py:_file_names", "files are too many; give a larger --max-shard-size"
 )
-def test_a_file_size_that_is_too_small_is_increased(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
+def test_a_file_size_that_is_too_small_is_increased(saved: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
     command = ("export", saved.url, "a@1", tmp_path / "out", "--max-shard-size")
-    advice = told.text(run(*command, "0", status=1).output)
+    advice = messages.text(run(*command, "0", status=1).output)
     run(*command[:-1], advice.says("--max-shard-size"), "1KB")
     assert names_in(tmp_path / "out" / "model.safetensors") == {"w", "b"}
-    with told.error(Refused) as advice:
+    with messages.error(Refused) as advice:
         layout._file_names(100_000)
     advice.says("--max-shard-size")
     assert len(layout._file_names(2)) == 2
@@ -347,10 +361,10 @@ def test_a_file_size_that_is_too_small_is_increased(saved: Store, tmp_path: Path
 )
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
 def test_a_file_with_a_pickle_is_imported_with_allow_pickle(
-    store: Store, tmp_path: Path, told: Told, run: Run, way: str
+    store: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     torch.save({"x": Odd()}, tmp_path / "x.pt")
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         torch_save_to_casckpt(tmp_path / "x.pt", store, step=1)
     if way == "allow_pickle":
         torch_save_to_casckpt(tmp_path / "x.pt", store, step=1, **advice.argument(way))
@@ -364,11 +378,11 @@ def test_a_file_with_a_pickle_is_imported_with_allow_pickle(
     "because plain torch.load does not read it (allow_pickle=True)",
 )
 def test_values_that_torch_load_refuses_are_exported_with_allow_pickle(
-    store: Store, tmp_path: Path, told: Told
+    store: Store, tmp_path: Path, messages: Messages
 ) -> None:
     state = {"when": datetime(2026, 1, 2, tzinfo=UTC), "n": 1}
     store.save(state, run="a", step=1)
-    with told.log() as advice:
+    with messages.log() as advice:
         casckpt_to_torch_save(store, "a@1", tmp_path / "x.pt")
     assert torch.load(tmp_path / "x.pt") == {"n": 1}
     casckpt_to_torch_save(store, "a@1", tmp_path / "y.pt", **advice.argument("allow_pickle"))
@@ -386,7 +400,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 @follows("frontends/interchange/torch_files.py:laid_out", "Import again with parameter_names=, or load")
 @follows("frontends/interchange/torch_files.py:_note", "it with store.read and optim.load_state_dict")
 def test_an_optimizer_without_names_is_imported_with_names_or_loaded_by_itself(
-    store: Store, tmp_path: Path, told: Told
+    store: Store, tmp_path: Path, messages: Messages
 ) -> None:
     a, b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     model = nn.ModuleDict({"a": a, "b": b})
@@ -394,7 +408,7 @@ def test_an_optimizer_without_names_is_imported_with_names_or_loaded_by_itself(
     optim.state[b.weight]["momentum_buffer"].fill_(7)
     weights = model.state_dict() | {"more.weight": torch.ones(2, 2)}
     torch.save({"model": weights, "optimizer": optim.state_dict()}, tmp_path / "x.pt")
-    with told.log() as advice:
+    with messages.log() as advice:
         torch_save_to_casckpt(tmp_path / "x.pt", store, step=1)
     names: Any = {advice.says("parameter_names"): ["b.weight", "a.weight"]}
     torch_save_to_casckpt(tmp_path / "x.pt", store, step=2, **names)
@@ -408,10 +422,10 @@ def test_an_optimizer_without_names_is_imported_with_names_or_loaded_by_itself(
 
 
 @follows("frontends/interchange/torch_files.py:_note", "it with store.read and optim.load_state_dict")
-def test_an_optimizer_alone_is_loaded_by_itself(store: Store, tmp_path: Path, told: Told) -> None:
+def test_an_optimizer_alone_is_loaded_by_itself(store: Store, tmp_path: Path, messages: Messages) -> None:
     weight = nn.Linear(2, 2)
     torch.save(optimizer_of(weight).state_dict(), tmp_path / "x.pt")
-    with told.log() as advice:
+    with messages.log() as advice:
         torch_save_to_casckpt(tmp_path / "x.pt", store, step=1)
     assert "parameter_names" not in advice.message
     advice.says("Load it with store.read and optim.load_state_dict")
@@ -425,12 +439,12 @@ def test_an_optimizer_alone_is_loaded_by_itself(store: Store, tmp_path: Path, to
 )
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
 def test_a_train_state_of_olmo_is_imported_with_allow_pickle(
-    store: Store, tmp_path: Path, told: Told, run: Run, way: str
+    store: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     stock(tmp_path / "olmo" / "model_and_optim", {"model": {"w": torch.ones(2)}})
     (tmp_path / "olmo" / "train").mkdir()
     torch.save({"x": Odd()}, tmp_path / "olmo" / "train" / "rank0.pt")
-    with told.log() as advice:
+    with messages.log() as advice:
         import_olmo_trainer(tmp_path / "olmo", store, step=1)
     if way == "allow_pickle":
         leave: Any = {advice.says(way): True}
@@ -446,10 +460,10 @@ def test_a_train_state_of_olmo_is_imported_with_allow_pickle(
 )
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
 def test_an_optimizer_of_olmo_is_imported_with_allow_pickle(
-    store: Store, tmp_path: Path, told: Told, run: Run, way: str
+    store: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     folder = KINDS["olmo"](tmp_path, Odd())
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         import_any(store, look_at(folder), step=1)
     if way == "allow_pickle":
         import_any(store, look_at(folder), step=1, **advice.argument(way))
@@ -463,7 +477,7 @@ def test_an_optimizer_of_olmo_is_imported_with_allow_pickle(
 
 @follows("frontends/serve/access.py:Guard._refusal", "a token is needed: set HF_TOKEN")
 def test_a_token_comes_from_the_environment(
-    saved: Store, tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch
+    saved: Store, tmp_path: Path, messages: Messages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub: Any = pytest.importorskip("huggingface_hub", reason="needs casckpt[transformers]")
     errors: Any = pytest.importorskip("huggingface_hub.errors", reason="needs casckpt[transformers]")
@@ -471,20 +485,20 @@ def test_a_token_comes_from_the_environment(
         where: Any = {"endpoint": served.endpoint, "cache_dir": tmp_path / "hub"}
         with pytest.raises(errors.HfHubHTTPError) as caught:
             hub.hf_hub_download("a", "model.safetensors", token=False, **where)
-        monkeypatch.setenv(told.text(caught.value).says("HF_TOKEN"), "hf_right")
+        monkeypatch.setenv(messages.text(caught.value).says("HF_TOKEN"), "hf_right")
         path = hub.hf_hub_download("a", "model.safetensors", **where)
     assert names_in(path) == {"w", "b"}
 
 
 @follows("frontends/serve/view_file.py:_refused", "Simplify it, or start casckpt serve with --view FILE")
-def test_a_slow_view_is_simplified_or_given_by_the_server(store: Store, told: Told) -> None:
+def test_a_slow_view_is_simplified_or_given_by_the_server(store: Store, messages: Messages) -> None:
     name = "a" * 60
     slow, simple = "a?" * 25 + "a*", "a*"
     for step, pattern in ((1, slow), (2, simple)):
         view = json.dumps({"rename": {pattern: "w"}, "model": False}).encode()
         store.save({name: torch.ones(2)}, run="a", step=step, attachments={"casckpt.view.json": view})
     with serving(store) as served:
-        advice = told.text(served.get("/a/resolve/1/model.safetensors").headers["X-Error-Message"])
+        advice = messages.text(served.get("/a/resolve/1/model.safetensors").headers["X-Error-Message"])
         advice.says("Simplify it")
         assert names_of(served.body("/a/resolve/2/model.safetensors")) == {"w"}
     rules = read_rules(json.dumps({"rename": {"a{30}a*": "v"}, "model": False}).encode(), advice.says("--view FILE"))

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import casckpt
 from casckpt.errors import InvalidInput
-from tests.support.hints import Told, follows
+from tests.support.hints import Messages, follows
 from tests.tensors.test_dtensors import pretending
 
 Store = casckpt.Store
@@ -39,9 +39,9 @@ class Scheduler:
         return {"step": self.step}
 
 
-def refused(store: Store, told: Told, value: object) -> Any:
-    """What is said of it; with the leave that is named, it is stored all the same."""
-    with told.error(InvalidInput) as advice:
+def refused(store: Store, messages: Messages, value: object) -> Any:
+    """Return the error for a value. With the permission that it names, casckpt stores the value."""
+    with messages.error(InvalidInput) as advice:
         store.save({"x": value}, run="a", step=1)
     store.save({"x": value}, run="pickled", step=1, **advice.argument("allow_pickle"))
     assert store.read("pickled@1", allow_pickle=True)["x"].__class__ is value.__class__
@@ -50,30 +50,30 @@ def refused(store: Store, told: Told, value: object) -> Any:
 
 @follows("format/plain.py:_Encoder._refusal", "or pass allow_pickle=True")
 @follows("format/plain.py:_unfit", "store dataclasses.asdict() of it")
-def test_the_dict_of_a_dataclass_is_stored(store: Store, told: Told) -> None:
-    refused(store, told, Settings()).says("store dataclasses.asdict() of it")
+def test_the_dict_of_a_dataclass_is_stored(store: Store, messages: Messages) -> None:
+    refused(store, messages, Settings()).says("store dataclasses.asdict() of it")
     store.save({"x": dataclasses.asdict(Settings())}, run="a", step=1)
     assert store.read("a@1") == {"x": {"width": 3}}
 
 
 @follows("format/plain.py:_unfit", "store tuple() or ._asdict() of it")
-def test_the_values_of_a_named_tuple_are_stored(store: Store, told: Told) -> None:
-    refused(store, told, Pair(1, 2)).says("store tuple() or ._asdict() of it")
+def test_the_values_of_a_named_tuple_are_stored(store: Store, messages: Messages) -> None:
+    refused(store, messages, Pair(1, 2)).says("store tuple() or ._asdict() of it")
     store.save({"x": tuple(Pair(1, 2)), "y": Pair(1, 2)._asdict()}, run="a", step=1)
     assert store.read("a@1") == {"x": (1, 2), "y": {"one": 1, "other": 2}}
 
 
 @follows("format/plain.py:_unfit", "store its state_dict()")
-def test_the_state_dict_of_an_object_is_stored(store: Store, told: Told) -> None:
-    refused(store, told, deque([Scheduler()])).says("store its state_dict()")
+def test_the_state_dict_of_an_object_is_stored(store: Store, messages: Messages) -> None:
+    refused(store, messages, deque([Scheduler()])).says("store its state_dict()")
     store.save({"x": deque([Scheduler().state_dict()])}, run="a", step=1)
     assert store.read("a@1") == {"x": deque([{"step": 0}])}
 
 
 @follows("format/plain_codecs.py:_split_zone", "use ZoneInfo(key)")
-def test_a_time_zone_is_stored_by_its_name(store: Store, told: Told) -> None:
+def test_a_time_zone_is_stored_by_its_name(store: Store, messages: Messages) -> None:
     nameless = ZoneInfo.from_file(io.BytesIO(zone_file().read_bytes()))
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         store.save({"zone": nameless}, run="a", step=1)
     advice.says("use ZoneInfo(key)")
     store.save({"zone": ZoneInfo("UTC")}, run="a", step=1)
@@ -81,7 +81,7 @@ def test_a_time_zone_is_stored_by_its_name(store: Store, told: Told) -> None:
 
 
 def zone_file() -> Path:
-    """Of this machine, or of the package tzdata."""
+    """The time zone file of this machine, or of the package tzdata."""
     for folder in TZPATH:
         if Path(folder, "UTC").is_file():
             return Path(folder, "UTC")
@@ -90,11 +90,11 @@ def zone_file() -> Path:
 
 
 @follows("format/metrics.py:python_value", "give its full_tensor()")
-def test_the_full_tensor_of_a_dtensor_is_a_metric(store: Store, told: Told) -> None:
+def test_the_full_tensor_of_a_dtensor_is_a_metric(store: Store, messages: Messages) -> None:
     with pretending((1,)) as ranks:
         for mesh in ranks:
             loss = DTensor.from_local(torch.tensor(0.5), mesh, [Replicate()], run_check=False)
-            with told.error(InvalidInput) as advice:
+            with messages.error(InvalidInput) as advice:
                 store.save({"x": 1}, run="a", step=1, metrics={"loss": loss}, no_dist=True)
             advice.says("full_tensor()")
             store.save({"x": 1}, run="a", step=1, metrics={"loss": loss.full_tensor()}, no_dist=True)
@@ -102,8 +102,8 @@ def test_the_full_tensor_of_a_dtensor_is_a_metric(store: Store, told: Told) -> N
 
 
 @follows("format/metrics.py:_items", "give str() of it")
-def test_keys_of_metadata_are_converted_to_text(store: Store, told: Told) -> None:
-    with told.error(InvalidInput) as advice:
+def test_keys_of_metadata_are_converted_to_text(store: Store, messages: Messages) -> None:
+    with messages.error(InvalidInput) as advice:
         store.save({"x": 1}, run="a", step=1, metadata={3: "three"})  # type: ignore[dict-item]
     advice.says("give str() of it")
     store.save({"x": 1}, run="a", step=1, metadata={str(3): "three"})
@@ -114,10 +114,10 @@ def test_keys_of_metadata_are_converted_to_text(store: Store, told: Told) -> Non
 
 
 @follows("plan/retention.py:thinning_of", "give keep_last=1 or another rule, too")
-def test_a_thinning_rule_names_checkpoints_that_stay_whole(saved: Store, told: Told) -> None:
+def test_a_thinning_rule_names_checkpoints_that_stay_whole(saved: Store, messages: Messages) -> None:
     rule: dict[str, Any] = {"drop": ["b"]}
     saved.save({"w": torch.ones(2), "b": torch.ones(1)}, run="a", step=2)
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         saved.gc(thin=rule)
     result = saved.gc(thin=rule | advice.argument("keep_last"))
     assert result.thin is not None
@@ -125,10 +125,10 @@ def test_a_thinning_rule_names_checkpoints_that_stay_whole(saved: Store, told: T
 
 
 @follows("plan/retention.py:runs_without", "save with metrics={...}, or leave this rule out")
-def test_the_best_are_kept_by_a_metric_that_is_saved(store: Store, told: Told) -> None:
+def test_the_best_are_kept_by_a_metric_that_is_saved(store: Store, messages: Messages) -> None:
     store.save({"x": 1}, run="a", step=1)
     store.save({"x": 2}, run="a", step=2)
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         store.gc(keep_best="loss:1")
     advice.says("save with metrics={...}")
     for step in (3, 4, 5):

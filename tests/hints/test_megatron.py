@@ -1,4 +1,4 @@
-"""Advice of the front end in the style of Megatron-core, and of its strategies."""
+"""Advice of the front end for Megatron-core, and of its strategies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from casckpt.frontends import megatron
 from casckpt.frontends.megatron import CheckpointingException, ShardedObject, ShardedTensor, load, save
 from casckpt.frontends.megatron.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
 from tests.frontends.megatron.test_optimizer import sharded, trained
-from tests.support.hints import Told, follows
+from tests.support.hints import Messages, follows
 from tests.support.megatron_core import core, module
 
 Store = casckpt.Store
@@ -35,13 +35,13 @@ def where(store_path: Path) -> str:
     return f"{store_path}#a@1"
 
 
-# who writes what
+# writers
 
 
 @follows("frontends/megatron/claims.py:_check_cover", "give a different replica_id to all but one of them")
 @follows("frontends/megatron/claims.py:_check_object", "give a different replica_id to all but one of them")
 @follows("frontends/megatron/claims.py:_without_main", "give one rank replica_id 0")
-def test_one_replica_is_the_main_replica(store_path: Path, told: Told) -> None:
+def test_one_replica_is_the_main_replica(store_path: Path, messages: Messages) -> None:
     def shared(replica_id: int) -> ShardedObject:
         return ShardedObject("w", {"n": 1}, (1,), (0,), replica_id=replica_id)
 
@@ -51,11 +51,11 @@ def test_one_replica_is_the_main_replica(store_path: Path, told: Told) -> None:
     makers: list[Any] = [part, shared]
     for make in makers:
         twice, once = f"{store_path}#{make.__name__}@1", f"{store_path}#{make.__name__}@2"
-        with told.error(CheckpointingException) as advice:
+        with messages.error(CheckpointingException) as advice:
             save({"a": make(0), "b": make(0)}, twice)
         advice.says("another replica_id")
         save({"a": make(0), "b": make(1)}, twice)
-        with told.error(CheckpointingException) as advice:
+        with messages.error(CheckpointingException) as advice:
             save({"a": make(1)}, once)
         save({"a": make(int(advice.says("give one rank replica_id 0")[-1]))}, once)
         for place in (twice, once):
@@ -67,10 +67,10 @@ def test_one_replica_is_the_main_replica(store_path: Path, told: Told) -> None:
 
 
 @follows("frontends/megatron/loading.py:RankLoad._shards", "allow_shape_mismatch=True pads and cuts")
-def test_a_tensor_of_another_shape_is_padded(where: str, told: Told) -> None:
+def test_a_tensor_of_another_shape_is_padded(where: str, messages: Messages) -> None:
     save({"w": tensor()}, where)
     longer = torch.full((6,), -1.0)
-    with told.error(CheckpointingException) as advice:
+    with messages.error(CheckpointingException) as advice:
         load({"w": ShardedTensor.from_rank_offsets("w", longer)}, where)
     given = advice.argument("allow_shape_mismatch")
     found = load({"w": ShardedTensor.from_rank_offsets("w", longer, **given)}, where)["w"]
@@ -78,19 +78,19 @@ def test_a_tensor_of_another_shape_is_padded(where: str, told: Told) -> None:
 
 
 @follows("frontends/megatron/mapping.py:ShardedTensor._problem", "for an uneven cut give axis_fragmentations=None")
-def test_an_uneven_cut_is_given_without_fragmentations(told: Told) -> None:
+def test_an_uneven_cut_is_given_without_fragmentations(messages: Messages) -> None:
     def part(**more: Any) -> ShardedTensor:
         fields: dict[str, Any] = {"axis_fragmentations": (2,), "replica_id": 0} | more
         return ShardedTensor("w", torch.ones(3), torch.float32, (3,), (5,), (2,), **fields)
 
-    with told.error(CheckpointingException) as advice:
+    with messages.error(CheckpointingException) as advice:
         part()
     assert part(**advice.argument("axis_fragmentations", after="give")).global_slice() == (slice(2, 5),)
 
 
 @follows("frontends/megatron/mapping.py:ShardedTensor.local_coordinates", "and it has none; use global_slice()")
-def test_the_place_of_a_whole_part_is_given_by_its_slice(told: Told) -> None:
-    with told.error(CheckpointingException) as advice:
+def test_the_place_of_a_whole_part_is_given_by_its_slice(messages: Messages) -> None:
+    with messages.error(CheckpointingException) as advice:
         tensor().local_coordinates()
     assert getattr(tensor(), advice.says("global_slice()")[:-2])() == (slice(0, 4),)
 
@@ -98,11 +98,11 @@ def test_the_place_of_a_whole_part_is_given_by_its_slice(told: Told) -> None:
 @follows(
     "frontends/megatron/mapping.py:ShardedTensor.max_allowed_chunks", "give allow_shape_mismatch=True if it is padded"
 )
-def test_a_padded_axis_need_not_divide(told: Told) -> None:
+def test_a_padded_axis_need_not_divide(messages: Messages) -> None:
     def part(**more: Any) -> ShardedTensor:
         return ShardedTensor("w", None, torch.float32, (2,), (5,), (2,), (2,), **more)
 
-    with told.error(CheckpointingException) as advice:
+    with messages.error(CheckpointingException) as advice:
         part().max_allowed_chunks()
     assert part(**advice.argument("allow_shape_mismatch")).max_allowed_chunks() == (2,)
 
@@ -111,13 +111,13 @@ def test_a_padded_axis_need_not_divide(told: Told) -> None:
     "frontends/megatron/mapping.py:ShardedTensor.from_rank_offsets", "for a flattened_range use from_rank_offsets_flat"
 )
 @follows("frontends/megatron/mapping.py:ShardedTensor.from_rank_offsets_flat", "or use from_rank_offsets")
-def test_flat_and_other_parts_have_their_own_constructors(told: Told) -> None:
+def test_flat_and_other_parts_have_their_own_constructors(messages: Messages) -> None:
     flat: Any = {"flattened_range": slice(0, 3)}
-    with told.error(CheckpointingException) as advice:
+    with messages.error(CheckpointingException) as advice:
         ShardedTensor.from_rank_offsets("w", torch.ones(3), **flat)
     make = getattr(ShardedTensor, advice.says("from_rank_offsets_flat"))
     assert make("w", torch.ones(3), (2, 2), **flat).local_shape == (2, 2)
-    with told.error(CheckpointingException) as advice:
+    with messages.error(CheckpointingException) as advice:
         make("w", torch.ones(4), (4,))
     assert getattr(ShardedTensor, advice.says("from_rank_offsets"))("w", torch.ones(4)).local_shape == (4,)
 
@@ -128,10 +128,10 @@ def test_flat_and_other_parts_have_their_own_constructors(told: Told) -> None:
 @follows(
     "frontends/megatron/place.py:_text", "give STORE#RUN@STEP, as ckpts#sft@100, or casckpt.at(store, run=, step=)"
 )
-def test_a_place_is_a_reference_or_built_with_at(store_path: Path, told: Told) -> None:
+def test_a_place_is_a_reference_or_built_with_at(store_path: Path, messages: Messages) -> None:
     wrong: list[Any] = ["iter_0000001", 5]
     for step, place in enumerate(wrong):
-        with told.error(CheckpointingException) as advice:
+        with messages.error(CheckpointingException) as advice:
             save({"w": tensor()}, place)
         form = advice.says("ckpts#sft@100").replace("ckpts", str(store_path))
         save({"w": tensor()}, form, overwrite=True)
@@ -144,10 +144,12 @@ def test_a_place_is_a_reference_or_built_with_at(store_path: Path, told: Told) -
 @follows(
     "frontends/megatron/saving.py:located", "give None as sharded_strategy, or call megatron.core.dist_checkpointing"
 )
-def test_a_strategy_is_for_the_functions_of_megatron(where: str, store_path: Path, tmp_path: Path, told: Told) -> None:
+def test_a_strategy_is_for_the_functions_of_megatron(
+    where: str, store_path: Path, tmp_path: Path, messages: Messages
+) -> None:
     core()
     strategy: Any = megatron.CasSaveShardedStrategy(store_path, run="b")
-    with told.error(CheckpointingException) as advice:
+    with messages.error(CheckpointingException) as advice:
         save({"w": tensor()}, where, strategy)
     advice.says("give None as sharded_strategy")
     save({"w": tensor()}, where, None)
@@ -158,9 +160,9 @@ def test_a_strategy_is_for_the_functions_of_megatron(where: str, store_path: Pat
 
 
 @follows("frontends/megatron/stored.py:load_content_metadata", "give a checkpoint_dir, or a preloaded_state_dict")
-def test_content_metadata_belong_to_a_checkpoint_or_a_loaded_state(where: str, told: Told) -> None:
+def test_content_metadata_belong_to_a_checkpoint_or_a_loaded_state(where: str, messages: Messages) -> None:
     save({"w": tensor()}, where, content_metadata={"n": 1})
-    with told.error(ValueError) as advice:
+    with messages.error(ValueError) as advice:
         megatron.load_content_metadata()
     given: Any = {advice.says("checkpoint_dir"): where}
     assert megatron.load_content_metadata(**given) == {"n": 1}
@@ -170,13 +172,13 @@ def test_content_metadata_belong_to_a_checkpoint_or_a_loaded_state(where: str, t
 
 @follows("frontends/megatron/loading.py:check_unexpected", "strict='log_unexpected' leaves them out")
 @follows("frontends/megatron/loading.py:check_missing", "strict='raise_unexpected' leaves them unread")
-def test_keys_of_one_side_are_left(where: str, told: Told) -> None:
+def test_keys_of_one_side_are_left(where: str, messages: Messages) -> None:
     save({"w": tensor(), "v": tensor("v")}, where)
     wanted = {"w": tensor(value=0), "x": tensor("x", value=0)}
-    with told.error(CheckpointingException) as advice:
+    with messages.error(CheckpointingException) as advice:
         load(wanted, where)
     assert load(wanted, where, **advice.argument("strict")).keys() == {"w"}
-    with told.error(CheckpointingException) as advice:
+    with messages.error(CheckpointingException) as advice:
         load({"w": tensor(value=0)}, where, strict="raise_all")
     assert torch.equal(load({"w": tensor(value=0)}, where, **advice.argument("strict"))["w"], torch.ones(4))
 
@@ -184,9 +186,9 @@ def test_keys_of_one_side_are_left(where: str, told: Told) -> None:
 @follows(
     "frontends/megatron/optimizer.py:get_param_id_to_sharded_param_map", "make it with keep_vars=True, and transform"
 )
-def test_a_state_dict_of_parameters_has_them(told: Told) -> None:
+def test_a_state_dict_of_parameters_has_them(messages: Messages) -> None:
     model = nn.Linear(3, 4)
-    with told.log() as advice:
+    with messages.log() as advice:
         copies = {name: ShardedTensor.from_rank_offsets(name, value) for name, value in model.state_dict().items()}
         get_param_id_to_sharded_param_map(copies, model.parameters())
     kept = model.state_dict(**advice.argument("keep_vars"))
@@ -197,10 +199,10 @@ def test_a_state_dict_of_parameters_has_them(told: Told) -> None:
 
 
 @follows("frontends/megatron/optimizer.py:make_sharded_optimizer_tensor", "such as 'step', belongs into exclude_keys")
-def test_state_of_another_shape_is_excluded_from_sharding(store_path: Path, told: Told) -> None:
+def test_state_of_another_shape_is_excluded_from_sharding(store_path: Path, messages: Messages) -> None:
     model, optim = trained()
     numbers = get_param_id_to_sharded_param_map(sharded(model), model.parameters())
-    with told.error(CheckpointingException) as advice:
+    with messages.error(CheckpointingException) as advice:
         optim_state_to_sharding_state(optim.state_dict(), numbers)
     left: Any = {advice.says("exclude_keys"): [advice.says("'step'").strip("'")]}
     state = optim.state_dict()
@@ -209,13 +211,13 @@ def test_state_of_another_shape_is_excluded_from_sharding(store_path: Path, told
     assert "optimizer.state.exp_avg.weight" in casckpt.open(store_path).get("a@1").tensors
 
 
-# what needs Megatron-core
+# features that need Megatron-core
 
 
 @follows("frontends/megatron/common.py:read", "pass allow_pickle=True if you trust its source. Classes of Megatron")
 @follows("frontends/megatron/strategies.py:CasSaveShardedStrategy._warn_of_classes", "and allow_pickle=True for others")
 def test_classes_in_the_common_part_are_loaded_with_allow_pickle_or_by_megatron(
-    store_path: Path, tmp_path: Path, told: Told
+    store_path: Path, tmp_path: Path, messages: Messages
 ) -> None:
     core()
     backend = module("megatron.core.transformer.enums").AttnBackend.flash
@@ -226,11 +228,11 @@ def test_classes_in_the_common_part_are_loaded_with_allow_pickle_or_by_megatron(
         common = ShardedObject("common_state", {"phase": phase}, (1,), (0,))
         strategy.save({"common_state": common}, tmp_path / f"iter_{step}")
 
-    with told.log() as said:
+    with messages.log() as said:
         saved(1, Phase.WARM)
     saved(2, backend)
     where = f"{store_path}#a@1"
-    with told.error(CheckpointingException) as advice:
+    with messages.error(CheckpointingException) as advice:
         megatron.load_common_state_dict(where)
     for leave in (said.argument("allow_pickle"), advice.argument("allow_pickle")):
         assert megatron.load_common_state_dict(where, **leave)["phase"] is Phase.WARM
@@ -240,11 +242,11 @@ def test_classes_in_the_common_part_are_loaded_with_allow_pickle_or_by_megatron(
 
 
 @follows("frontends/megatron/strategies.py:CasSaveShardedStrategy._step", "give the strategy step=, or a function")
-def test_the_step_of_a_folder_without_a_number_is_given(store_path: Path, tmp_path: Path, told: Told) -> None:
+def test_the_step_of_a_folder_without_a_number_is_given(store_path: Path, tmp_path: Path, messages: Messages) -> None:
     core()
     folder = tmp_path / "newest"
     folder.mkdir()
-    with told.error(CheckpointingException) as advice:
+    with messages.error(CheckpointingException) as advice:
         megatron.CasSaveShardedStrategy(store_path, run="a").save({"w": tensor()}, folder)
     name = advice.says("step=")[:-1]
     ways: list[Any] = [{name: 4}, {name: lambda path: len(path.name)}]
@@ -254,10 +256,10 @@ def test_the_step_of_a_folder_without_a_number_is_given(store_path: Path, tmp_pa
 
 
 @follows("frontends/megatron/training_loop.py:install", "call undo() on the result of install()")
-def test_the_patch_of_megatron_is_undone_before_other_saves(store_path: Path, told: Told) -> None:
+def test_the_patch_of_megatron_is_undone_before_other_saves(store_path: Path, messages: Messages) -> None:
     core()
     installed = megatron.install(store_path, run="a")
-    with told.error(Conflict) as advice:
+    with messages.error(Conflict) as advice:
         megatron.install(store_path, run="b")
     getattr(installed, advice.says("undo()")[:-2])()
     megatron.install(store_path, run="b").undo()

@@ -31,12 +31,12 @@ from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.transformers import CasCheckpointCallback
 from casckpt.frontends.transformers import restore_checkpoint as restore_folder
 from tests.hints.conftest import Run
-from tests.support.hints import Told, follows
+from tests.support.hints import Messages, follows
 from tests.support.signing import pair
 from tests.support.training import identical
 
 Store = casckpt.Store
-pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning, Transformers and torchtitan: about devices
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning, Transformers and torchtitan, about devices
 
 CHECKPOINT: dict[str, Any] = {
     "state_dict": {"w": torch.ones(2)}, "global_step": 3, "epoch": 1, "pytorch-lightning_version": "2.5.0",
@@ -46,19 +46,19 @@ CHECKPOINT: dict[str, Any] = {
 @follows(
     "frontends/lightning/files.py:RunFiles.saved", "casckpt.frontends.lightning.restore_checkpoint(store, id, path)"
 )
-def test_a_pointer_file_is_restored_with_its_command(store: Store, tmp_path: Path, told: Told) -> None:
+def test_a_pointer_file_is_restored_with_its_command(store: Store, tmp_path: Path, messages: Messages) -> None:
     CasCheckpointIO(store, run="sft").save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt")
     (named,) = json.loads((tmp_path / "x.ckpt").read_text()).values()
-    assert told.text(named["as_a_file"]).says("restore_checkpoint(store, id, path)")
+    assert messages.text(named["as_a_file"]).says("restore_checkpoint(store, id, path)")
     restore_checkpoint(named["store"], named["id"], tmp_path / "file.ckpt")
     found = torch.load(tmp_path / "file.ckpt", weights_only=True)
     assert identical({name: found[name] for name in CHECKPOINT}, CHECKPOINT)
 
 
 @follows("frontends/lightning/io.py:CasCheckpointIO.save_checkpoint", "go to casckpt.open; leave them out here")
-def test_storage_options_are_given_when_a_store_is_opened(store_path: Path, tmp_path: Path, told: Told) -> None:
+def test_storage_options_are_given_when_a_store_is_opened(store_path: Path, tmp_path: Path, messages: Messages) -> None:
     options: dict[str, Any] = {}
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         CasCheckpointIO(store_path, run="sft").save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt", options)
     advice.says("storage_options of save_checkpoint go to casckpt.open")
     store = casckpt.open(store_path, storage_options=options)
@@ -67,7 +67,7 @@ def test_storage_options_are_given_when_a_store_is_opened(store_path: Path, tmp_
 
 
 class Begins(LightningModule):
-    """Trains one batch, with a hyperparameter that is no plain data."""
+    """Trains one batch, with a hyperparameter that is not plain data."""
 
     def __init__(self, act: Any) -> None:
         super().__init__()
@@ -82,7 +82,9 @@ class Begins(LightningModule):
 
 
 @follows("frontends/lightning/io.py:CasCheckpointIO.save_checkpoint", "CasCheckpointCheck(), ...]) raises this before")
-def test_a_callback_raises_errors_of_a_save_before_the_first_batch(store: Store, tmp_path: Path, told: Told) -> None:
+def test_a_callback_raises_errors_of_a_save_before_the_first_batch(
+    store: Store, tmp_path: Path, messages: Messages
+) -> None:
     def fit(*callbacks: Callback) -> tuple[int, InvalidInput]:
         trainer = Trainer(
             plugins=[CasCheckpointIO(store, run="sft")], callbacks=[*callbacks], accelerator="cpu", max_epochs=1,
@@ -94,7 +96,7 @@ def test_a_callback_raises_errors_of_a_save_before_the_first_batch(store: Store,
 
     step, error = fit()
     assert step == 1
-    told.text("".join(error.__notes__)).says("callbacks=[CasCheckpointCheck()")
+    messages.text("".join(error.__notes__)).says("callbacks=[CasCheckpointCheck()")
     step, error = fit(CasCheckpointCheck())
     assert step == 0
 
@@ -102,9 +104,9 @@ def test_a_callback_raises_errors_of_a_save_before_the_first_batch(store: Store,
 @follows(
     "frontends/lightning/strategy.py:CasModelParallelStrategy.save_checkpoint", "go to casckpt.open; leave them out"
 )
-def test_the_strategy_takes_a_store_with_its_options(store_path: Path, tmp_path: Path, told: Told) -> None:
+def test_the_strategy_takes_a_store_with_its_options(store_path: Path, tmp_path: Path, messages: Messages) -> None:
     options: dict[str, Any] = {}
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         CasModelParallelStrategy(store_path, run="sft").save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt", options)
     advice.says("storage_options of save_checkpoint go to casckpt.open")
     strategy = CasModelParallelStrategy(casckpt.open(store_path, storage_options=options), run="sft")
@@ -119,11 +121,11 @@ def test_the_strategy_takes_a_store_with_its_options(store_path: Path, tmp_path:
     "frontends/stores.py:check_foreign", "Import it, and sign that; or load it with a store that was opened without"
 )
 @pytest.mark.parametrize("way", ["sign", "without"])
-def test_an_unsigned_file_is_imported_and_signed(tmp_path: Path, told: Told, run: Run, way: str) -> None:
+def test_an_unsigned_file_is_imported_and_signed(tmp_path: Path, messages: Messages, run: Run, way: str) -> None:
     path, where, alice = tmp_path / "x.ckpt", tmp_path / "store", pair(tmp_path / "keys")
     torch.save(CHECKPOINT, path)
     trusting = CasCheckpointIO(casckpt.open(where, require_signature=alice.public), run="sft")
-    with told.error(Unsigned) as advice:
+    with messages.error(Unsigned) as advice:
         trusting.load_checkpoint(path)
     if way == "sign":
         advice.says("Import it, and sign that")
@@ -140,7 +142,9 @@ def test_an_unsigned_file_is_imported_and_signed(tmp_path: Path, told: Told, run
 
 
 @follows("frontends/accelerate.py:AcceleratorCheckpointer.__init__", "save by accelerator.save_state")
-def test_models_not_prepared_by_accelerate_are_saved_by_accelerate(store: Store, tmp_path: Path, told: Told) -> None:
+def test_models_not_prepared_by_accelerate_are_saved_by_accelerate(
+    store: Store, tmp_path: Path, messages: Messages
+) -> None:
     pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
@@ -148,13 +152,13 @@ def test_models_not_prepared_by_accelerate_are_saved_by_accelerate(store: Store,
     from casckpt.frontends.accelerate import AcceleratorCheckpointer
 
     other: Any = SimpleNamespace(distributed_type=SimpleNamespace(name="DEEPSPEED"))
-    with told.error(Unsupported) as advice:
+    with messages.error(Unsupported) as advice:
         AcceleratorCheckpointer(other, store, run="sft")
     accelerator = Accelerator(cpu=True)
     try:
         accelerator.prepare(nn.Linear(2, 2))
         getattr(accelerator, advice.says("accelerator.save_state").partition(".")[2])(tmp_path / "state")
-    finally:  # it remembers what it was told
+    finally:  # the class keeps this setting
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
     assert list((tmp_path / "state").glob("*.safetensors"))
@@ -164,14 +168,14 @@ def test_models_not_prepared_by_accelerate_are_saved_by_accelerate(store: Store,
 
 
 @follows("frontends/torchtitan.py:CasCheckpointManager._ref", "has no step …; `casckpt list` shows its steps")
-def test_an_existing_step_is_found_in_the_list(store: Store, told: Told, run: Run) -> None:
+def test_an_existing_step_is_found_in_the_list(store: Store, messages: Messages, run: Run) -> None:
     pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
     from casckpt.frontends.torchtitan import CasCheckpointManager
 
     store.save({"model": {"w": torch.ones(2)}}, run="titan", step=2)
     config = SimpleNamespace(run="titan", initial_load_ref=None)
     manager: Any = SimpleNamespace(checkpointer=Checkpointer(store, run="titan"), config=config)
-    with told.error(NotFound) as advice:
+    with messages.error(NotFound) as advice:
         CasCheckpointManager._ref(manager, 7)
     (listed,) = json.loads(run(*advice.command("list"), store.url, "--json").stdout)
     assert CasCheckpointManager._ref(manager, listed["step"]).id == listed["id"]  # type: ignore[union-attr]
@@ -179,19 +183,19 @@ def test_an_existing_step_is_found_in_the_list(store: Store, told: Told, run: Ru
 
 @follows("frontends/torchtitan.py:_refuse", "casckpt import, and initial_load_ref")
 @follows("frontends/torchtitan.py:_refuse", "casckpt export --format safetensors")
-def test_folders_of_a_hub_go_through_commands(store: Store, tmp_path: Path, told: Told, run: Run) -> None:
+def test_folders_of_a_hub_go_through_commands(store: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
     pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
     from casckpt.frontends.torchtitan import CasCheckpointManager, _refuse
 
     model = nn.Linear(2, 2)
-    with told.error(Unsupported) as advice:
+    with messages.error(Unsupported) as advice:
         _refuse(CasCheckpointManager.Config(enable=True, store=store.url, run="titan", last_save_in_hf=True))
     Checkpointer(store, run="titan").save(1, model)
     run("export", store.url, "titan@1", tmp_path / "out", *advice.says("--format safetensors").split())
     assert "model.weight" in safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
 
     run("export", store.url, "titan@1", tmp_path / "hf", "--format", "hf")
-    with told.error(Unsupported) as advice:
+    with messages.error(Unsupported) as advice:
         _refuse(CasCheckpointManager.Config(enable=True, store=store.url, run="titan", initial_load_in_hf=True))
     run(*advice.command("import"), store.url, tmp_path / "hf", "--run", "hub", "--step", 1)
     begun: Any = {advice.says("initial_load_ref"): "hub@1"}
@@ -203,7 +207,7 @@ def test_folders_of_a_hub_go_through_commands(store: Store, tmp_path: Path, told
 
 
 @follows("frontends/torchtitan.py:", "Under torchtitan, rename is for initial_load_ref")
-def test_a_renamed_model_continues_as_another_run(store: Store, told: Told) -> None:
+def test_a_renamed_model_continues_as_another_run(store: Store, messages: Messages) -> None:
     pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
     from casckpt.frontends.torchtitan import CasCheckpointManager
 
@@ -220,7 +224,7 @@ def test_a_renamed_model_continues_as_another_run(store: Store, told: Told) -> N
     saving.save(2)
     saving.close()
     inside = nn.Sequential(OrderedDict(net=fresh))
-    with told.error(MissingKey) as advice:
+    with messages.error(MissingKey) as advice:
         manager_of(inside)[0].load()
     rename = advice.argument("rename", after="other names there: give")
     begun = {**advice.argument("initial_load_ref"), **advice.argument("initial_load_model_only")}
@@ -230,16 +234,16 @@ def test_a_renamed_model_continues_as_another_run(store: Store, told: Told) -> N
     assert identical(fresh_adam.state_dict()["state"], adam.state_dict()["state"])
     loading.save(3)
     loading.maybe_wait_for_saving()
-    assert manager_of(inside, "next", **begun, **rename)[0].load()  # its own names are not renamed
+    assert manager_of(inside, "next", **begun, **rename)[0].load()  # names of the manager's own are not renamed
 
 
 # Transformers
 
 
 @follows("frontends/transformers.py:", "save by casckpt.frontends.trainer.Checkpointer in a loop of your own")
-def test_a_custom_loop_saves_states_that_a_trainer_cannot(store: Store, told: Told) -> None:
+def test_a_custom_loop_saves_states_that_a_trainer_cannot(store: Store, messages: Messages) -> None:
     callback = CasCheckpointCallback(store, run="sft")
-    with told.error(Unsupported) as advice:
+    with messages.error(Unsupported) as advice:
         callback.on_train_begin(SimpleNamespace(fsdp=True), None, None)
     advice.says("casckpt.frontends.trainer.Checkpointer")
     Checkpointer(store, run="sft").save(1, nn.Linear(2, 2))
@@ -248,9 +252,9 @@ def test_a_custom_loop_saves_states_that_a_trainer_cannot(store: Store, told: To
 
 @follows("frontends/transformers.py:restore_checkpoint", "casckpt export writes its weights")
 def test_weights_that_no_trainer_of_transformers_saved_are_exported(
-    saved: Store, tmp_path: Path, told: Told, run: Run
+    saved: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
-    with told.error(Mismatch) as advice:
+    with messages.error(Mismatch) as advice:
         restore_folder(saved, "a@1", tmp_path)
     run(*advice.command("export"), saved.url, "a@1", tmp_path / "out")
     assert safetensors.torch.load_file(tmp_path / "out" / "model.safetensors").keys() == {"w", "b"}

@@ -21,7 +21,7 @@ from casckpt.storage.remote.urls import RemoteLocation
 from tests.hints.conftest import Run
 from tests.storage.remote.s3.test_direct import client_of
 from tests.support.certificates import make_certificate
-from tests.support.hints import Told, follows
+from tests.support.hints import Messages, follows
 from tests.support.proxy import Proxy
 from tests.support.servers import Server
 
@@ -30,13 +30,13 @@ ENVIRONMENT = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS
 
 @follows("storage/failures.py:", "`casckpt gc` frees some, once it has a few KiB for its records")
 def test_a_gc_frees_space_on_a_full_disk(
-    saved: casckpt.Store, store_path: Path, told: Told, run: Run, monkeypatch: pytest.MonkeyPatch
+    saved: casckpt.Store, store_path: Path, messages: Messages, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved.save({"w": torch.ones(5)}, run="a", step=2)
     saved.forget("a@1")
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with told.error(StorageError) as advice:
+        with messages.error(StorageError) as advice:
             saved.save({"w": torch.ones(9)}, run="a", step=3)
     before = len(list(store_path.rglob("*.safetensors")))
     run(*advice.command("gc"), store_path, "--min-age", "0")
@@ -55,30 +55,30 @@ def broken(_: int) -> None:
 
 @follows("storage/failures.py:", "look at the kernel log, then run `casckpt verify`")
 def test_a_store_is_verified_after_a_disk_error(
-    saved: casckpt.Store, store_path: Path, told: Told, run: Run, monkeypatch: pytest.MonkeyPatch
+    saved: casckpt.Store, store_path: Path, messages: Messages, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", broken)
-        with told.error(StorageError) as advice:
+        with messages.error(StorageError) as advice:
             saved.save({"w": torch.ones(9)}, run="a", step=3)
     assert "for 1 checkpoint" in run(*advice.command("verify"), store_path).output
 
 
 @follows("storage/local/store.py:stale_listings", "Mount it with noac (or actimeo=0)")
-def test_a_mount_with_the_suggested_option_is_not_stale(tmp_path: Path, told: Told) -> None:
+def test_a_mount_with_the_suggested_option_is_not_stale(tmp_path: Path, messages: Messages) -> None:
     for option in ("noac", "actimeo=0"):
         table = tmp_path / "mounts"
         table.write_text(f"server:/x {tmp_path} nfs4 rw 0 0\n")
-        advice = told.text(local_store.stale_listings(tmp_path, table))
+        advice = messages.text(local_store.stale_listings(tmp_path, table))
         table.write_text(f"server:/x {tmp_path} nfs4 rw,{advice.says(option)} 0 0\n")
         assert local_store.stale_listings(tmp_path, table) == ""
 
 
-# remote ones
+# remote storages
 
 
 def bucket_of(server: Server, **options: Any) -> casckpt.Store:
-    """``options``: beside those of the server; None leaves one out."""
+    """Open a bucket. ``options`` replace those of the server, and None omits one."""
     given = {name: value for name, value in (server.options | options).items() if value is not None}
     return casckpt.open(f"s3://{server.new_bucket()}/store", storage_options=given)
 
@@ -102,10 +102,10 @@ def make_public(client: Any, bucket: str) -> None:
 @follows("storage/remote/s3/errors.py:explain", "no credentials were found: …, or anon=True for a public bucket")
 @follows("storage/remote/s3/errors.py:", "give other ones with storage_options (--storage-option) or in the usual AWS")
 def test_credentials_are_given_in_three_ways_or_access_is_anonymous(
-    moto_server: Server, told: Told, run: Run, monkeypatch: pytest.MonkeyPatch
+    moto_server: Server, messages: Messages, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = bucket_of(moto_server, key=None, secret=None)
-    with told.error(StorageError) as advice:
+    with messages.error(StorageError) as advice:
         store.save({"x": 1}, run="a", step=1)
     where, options = store.url, moto_server.options
     endpoint = {"endpoint_url": options["endpoint_url"]}
@@ -124,11 +124,11 @@ def test_credentials_are_given_in_three_ways_or_access_is_anonymous(
 
 
 @follows("storage/remote/s3/errors.py:", "the bucket lies in another region: give it with storage_options")
-def test_the_region_of_a_bucket_is_given(moto_server: Server, told: Told) -> None:
+def test_the_region_of_a_bucket_is_given(moto_server: Server, messages: Messages) -> None:
     answer = {"Error": {"Code": "PermanentRedirect"}, "ResponseMetadata": {"HTTPStatusCode": 301}}
-    advice = told.text(explain(ClientError(answer, "PutObject")).why)
+    advice = messages.text(explain(ClientError(answer, "PutObject")).why)
     shown = advice.says("client_kwargs={'region_name': ...}").replace("...", "'eu-central-1'")
-    store = bucket_of(moto_server, **eval(f"dict({shown})"))  # as a reader would write it
+    store = bucket_of(moto_server, **eval(f"dict({shown})"))  # as a reader types it
     store.save({"x": 1}, run="a", step=1)
     storage = store.repository.storage
     assert isinstance(storage, RemoteStore)
@@ -137,11 +137,11 @@ def test_the_region_of_a_bucket_is_given(moto_server: Server, told: Told) -> Non
 
 @pytest.mark.usefixtures("no_credentials")
 @follows("storage/remote/s3/errors.py:", "is its certificate known (client_kwargs={'verify': 'ca.pem'})?")
-def test_a_certificate_is_trusted_by_an_option(moto_server: Server, tmp_path: Path, told: Told) -> None:
+def test_a_certificate_is_trusted_by_an_option(moto_server: Server, tmp_path: Path, messages: Messages) -> None:
     certificate = make_certificate(tmp_path)
     with Proxy(moto_server.endpoint, certificate) as proxy:
         where = RemoteLocation("s3", "bucket/store", {**moto_server.options, "endpoint_url": proxy.endpoint})
-        with told.error(StorageError) as advice:
+        with messages.error(StorageError) as advice:
             RemoteStore(where, backoff=Backoff(attempts=1)).size("a")
         known = advice.argument("client_kwargs")
         known["client_kwargs"]["verify"] = str(certificate)
@@ -151,9 +151,11 @@ def test_a_certificate_is_trusted_by_an_option(moto_server: Server, tmp_path: Pa
 
 
 @follows("storage/remote/s3/errors.py:", "or promise with single_writer (--single-writer) that no other process writes")
-def test_a_server_without_conditional_puts_is_for_a_single_writer(rclone_server: Server, told: Told, run: Run) -> None:
+def test_a_server_without_conditional_puts_is_for_a_single_writer(
+    rclone_server: Server, messages: Messages, run: Run
+) -> None:
     answer = {"Error": {"Code": "NotImplemented"}, "ResponseMetadata": {"HTTPStatusCode": 501}}
-    advice = told.text(explain(ClientError(answer, "PutObject")).why)
+    advice = messages.text(explain(ClientError(answer, "PutObject")).why)
     url, alone = f"s3://{rclone_server.new_bucket()}/store", {advice.says("single_writer"): True}
     store = casckpt.open(url, storage_options=rclone_server.options, **alone)  # type: ignore[arg-type]
     store.save({"x": 1}, run="a", step=1)
@@ -163,27 +165,29 @@ def test_a_server_without_conditional_puts_is_for_a_single_writer(rclone_server:
 
 
 @follows("storage/remote/patience.py:Call.why", "no call waits for more than … s in all (… in storage_options)")
-def test_a_call_waits_for_the_time_of_the_option(told: Told) -> None:
-    advice = told.text(Call(Patience()).why)
+def test_a_call_waits_for_the_time_of_the_option(messages: Messages) -> None:
+    advice = messages.text(Call(Patience()).why)
     patience, rest = Patience.of({advice.says("call_timeout"): 500})
     assert (Call(patience).left, rest) == (500, {})
     casckpt.open("s3://bucket/store", storage_options={"call_timeout": 500})
 
 
 @follows("storage/remote/urls.py:open_remote", "a …:// URL holds no credentials here: give them with storage_options")
-def test_credentials_are_given_outside_the_url(moto_server: Server, told: Told) -> None:
+def test_credentials_are_given_outside_the_url(moto_server: Server, messages: Messages) -> None:
     bucket, options = moto_server.new_bucket(), moto_server.options
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         casckpt.open(f"s3://{options['key']}:{options['secret']}@{bucket}/store")
     given: Any = {advice.says("storage_options"): options}
     casckpt.open(f"s3://{bucket}/store", **given).save({"x": 1}, run="a", step=1)
 
 
 @follows("storage/remote/files.py:RemoteFiles.check_free", "give another URL, or --force to write over it")
-def test_an_export_overwrites_a_url_with_force(saved: casckpt.Store, store_path: Path, told: Told, run: Run) -> None:
+def test_an_export_overwrites_a_url_with_force(
+    saved: casckpt.Store, store_path: Path, messages: Messages, run: Run
+) -> None:
     where = "memory://of-hints/model.safetensors"
     saved.export("a@1", where)
-    advice = told.text(run("export", store_path, "a@1", where, status=5).output)
+    advice = messages.text(run("export", store_path, "a@1", where, status=5).output)
     run("export", store_path, "a@1", where, advice.says("--force"))
     advice.says("give another URL")
     run("export", store_path, "a@1", "memory://of-hints/other.safetensors")

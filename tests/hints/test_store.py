@@ -1,4 +1,4 @@
-"""Advice about stores: their content and its names."""
+"""Advice about stores, their content and its names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.hints.conftest import Run, changed_blob, words
 from tests.repository.test_exclusive import Ignoring
 from tests.support.far import FarStore, far
 from tests.support.faulty import FaultyStore, fail_before
-from tests.support.hints import Told, follows
+from tests.support.hints import Messages, follows
 from tests.support.signing import pair
 
 Store = casckpt.Store
@@ -38,16 +38,18 @@ Store = casckpt.Store
 
 
 @follows("store/store.py:Store.__init__", "a store is opened with casckpt.open")
-def test_a_store_is_opened_with_open(store_path: Path, told: Told) -> None:
-    with told.error((InvalidInput, TypeError)) as advice:
+def test_a_store_is_opened_with_open(store_path: Path, messages: Messages) -> None:
+    with messages.error((InvalidInput, TypeError)) as advice:
         Store(str(store_path))  # type: ignore[arg-type]
     assert advice.says(f"casckpt.open({str(store_path)!r})")
     casckpt.open(store_path).save({"x": 1}, run="a", step=1)
 
 
 @follows("store/store.py:Store._its_mirror", "give casckpt.open(..., mirror=URL)")
-def test_a_mirror_is_given_when_a_store_is_opened(saved: Store, store_path: Path, tmp_path: Path, told: Told) -> None:
-    with told.error(InvalidInput) as advice:
+def test_a_mirror_is_given_when_a_store_is_opened(
+    saved: Store, store_path: Path, tmp_path: Path, messages: Messages
+) -> None:
+    with messages.error(InvalidInput) as advice:
         saved.mirror_lag()
     advice.says("mirror=URL")
     mirrored = casckpt.open(store_path, mirror=tmp_path / "mirror")
@@ -57,8 +59,8 @@ def test_a_mirror_is_given_when_a_store_is_opened(saved: Store, store_path: Path
 
 
 @follows("repository/repository.py:Repository._read_marker", "the first save or `casckpt init` makes one")
-def test_a_missing_store_is_created(store_path: Path, tmp_path: Path, told: Told, run: Run) -> None:
-    with told.error(NotFound) as advice:
+def test_a_missing_store_is_created(store_path: Path, tmp_path: Path, messages: Messages, run: Run) -> None:
+    with messages.error(NotFound) as advice:
         casckpt.open(store_path).checkpoints()
     run(*advice.command("init"), store_path)
     assert casckpt.open(store_path).checkpoints() == []
@@ -67,8 +69,8 @@ def test_a_missing_store_is_created(store_path: Path, tmp_path: Path, told: Told
 
 
 @follows("repository/repository.py:Repository.change_settings", "see `casckpt settings --help`")
-def test_the_help_lists_names_of_settings(saved: Store, told: Told, run: Run) -> None:
-    with told.error(InvalidInput) as advice:
+def test_the_help_lists_names_of_settings(saved: Store, messages: Messages, run: Run) -> None:
+    with messages.error(InvalidInput) as advice:
         saved.repository.change_settings(least_age=3)
     assert "min_age" in run(*advice.command("settings")).output
     saved.change_settings(min_age="2d")
@@ -76,9 +78,9 @@ def test_the_help_lists_names_of_settings(saved: Store, told: Told, run: Run) ->
 
 
 @follows("repository/exclusive.py:require_exclusive", "Use another storage, or give single_writer")
-def test_a_storage_that_replaces_objects_is_used_by_a_single_writer(tmp_path: Path, told: Told) -> None:
+def test_a_storage_that_replaces_objects_is_used_by_a_single_writer(tmp_path: Path, messages: Messages) -> None:
     storage = Ignoring()
-    with told.error(Unsupported) as advice:
+    with messages.error(Unsupported) as advice:
         Store(Repository(storage, tmp_path / "cache")).save({"x": 1}, run="a", step=1)
     alone: Any = {advice.says("single_writer"): True}
     store = Store(Repository(storage, tmp_path / "cache", **alone))
@@ -93,27 +95,27 @@ def test_a_storage_that_replaces_objects_is_used_by_a_single_writer(tmp_path: Pa
 
 @follows("contents/refs.py:_at_step", "was purged: it is gone for good; see `casckpt list`")
 def test_another_step_than_a_purged_one_is_found_in_the_list(
-    saved: Store, purged: casckpt.Checkpoint, told: Told, run: Run
+    saved: Store, purged: casckpt.Checkpoint, messages: Messages, run: Run
 ) -> None:
-    with told.error(Gone) as advice:
+    with messages.error(Gone) as advice:
         saved.get(f"{purged.run}@{purged.step}")
     (listed,) = json.loads(run(*advice.command("list"), saved.url, "--json").stdout)
     assert saved.read(listed["id"]) == {"x": 2}
 
 
 @follows("store/store.py:Store.tag", "the name of a tag comes first, then the checkpoint: tag(…, …)")
-def test_a_tag_is_set_with_the_suggested_call(saved: Store, told: Told) -> None:
-    with told.error(InvalidInput) as advice:
+def test_a_tag_is_set_with_the_suggested_call(saved: Store, messages: Messages) -> None:
+    with messages.error(InvalidInput) as advice:
         saved.tag("a@1", "best")
-    eval(advice.says("tag('best', 'a@1')"), {"tag": saved.tag})  # as a reader would write it
+    eval(advice.says("tag('best', 'a@1')"), {"tag": saved.tag})  # as a reader types it
     assert saved.get("tag:best").step == 1
 
 
 @follows("store/store.py:Store.restore", "restore_many takes ranges")
-def test_a_range_is_restored_with_restore_many(saved: Store, told: Told) -> None:
+def test_a_range_is_restored_with_restore_many(saved: Store, messages: Messages) -> None:
     saved.save({"x": 2}, run="a", step=2)
     saved.forget("a@1..2")
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         saved.restore("a@1..2")
     getattr(saved, advice.says("restore_many"))("a@1..2")
     assert [one.step for one in saved.checkpoints()] == [1, 2]
@@ -121,21 +123,23 @@ def test_a_range_is_restored_with_restore_many(saved: Store, told: Told) -> None
 
 @follows("contents/refs.py:_at_step", "`casckpt restore STORE …` makes it visible again")
 def test_a_forgotten_step_is_restored_with_the_suggested_command(
-    saved: Store, store_path: Path, told: Told, run: Run
+    saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     saved.save({"x": 2}, run="a", step=2)
     saved.forget("a@1")
-    with told.error(NotFound) as advice:
+    with messages.error(NotFound) as advice:
         saved.get("a@1")
     run(*advice.command("restore", STORE=store_path))
     assert saved.get("a@1").step == 1
 
 
 @follows("contents/refs.py:_tagged", "`casckpt restore STORE …` makes it visible again")
-def test_a_forgotten_checkpoint_with_a_tag_is_restored(saved: Store, store_path: Path, told: Told, run: Run) -> None:
+def test_a_forgotten_checkpoint_with_a_tag_is_restored(
+    saved: Store, store_path: Path, messages: Messages, run: Run
+) -> None:
     saved.tag("best", "a@1", expires="1d")
     saved.forget("a@1", tagged=True)
-    with told.error(NotFound) as advice:
+    with messages.error(NotFound) as advice:
         saved.get("tag:best")
     run(*advice.command("restore", STORE=store_path))
     assert saved.get("tag:best").step == 1
@@ -143,11 +147,11 @@ def test_a_forgotten_checkpoint_with_a_tag_is_restored(saved: Store, store_path:
 
 @follows("history/leases.py:_not_visible", "`casckpt restore STORE …` makes it visible again")
 def test_a_forgotten_checkpoint_can_be_leased_after_restore(
-    saved: Store, store_path: Path, told: Told, run: Run
+    saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     forgotten = saved.get("a@1")
     saved.forget("a@1")
-    with told.error(NotFound) as advice, saved.lease(forgotten):
+    with messages.error(NotFound) as advice, saved.lease(forgotten):
         pass
     run(*advice.command("restore", STORE=store_path))
     with saved.lease(forgotten) as held:
@@ -156,11 +160,11 @@ def test_a_forgotten_checkpoint_can_be_leased_after_restore(
 
 @follows("contents/refs.py:about_run", "forgotten: see `casckpt list --all`")
 def test_a_run_whose_checkpoints_were_forgotten_is_listed_and_restored(
-    saved: Store, store_path: Path, told: Told, run: Run
+    saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     id = saved.get("a@1").id
     saved.forget("a@1")
-    with told.error(NotFound) as advice:
+    with messages.error(NotFound) as advice:
         saved.get("a@latest")
     output = run(*advice.command("list"), store_path).output
     found = next(word for word in words(output) if id.startswith(word) and len(word) > 6)
@@ -169,8 +173,8 @@ def test_a_run_whose_checkpoints_were_forgotten_is_listed_and_restored(
 
 
 @follows("contents/refs.py:_by_id", "see `casckpt list --all`")
-def test_a_missing_id_is_found_in_the_list(saved: Store, store_path: Path, told: Told, run: Run) -> None:
-    with told.error(NotFound) as advice:
+def test_a_missing_id_is_found_in_the_list(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
+    with messages.error(NotFound) as advice:
         saved.get("f" * 64 if not saved.get("a@1").id.startswith("f") else "0" * 64)
     output = run(*advice.command("list"), store_path).output
     found = next(word for word in words(output) if saved.get("a@1").id.startswith(word) and len(word) > 6)
@@ -179,7 +183,7 @@ def test_a_missing_id_is_found_in_the_list(saved: Store, store_path: Path, told:
 
 @pytest.fixture
 def purged(saved: Store) -> casckpt.Checkpoint:
-    """What a@1 was before a gc purged it; a@2 is there."""
+    """Return the former a@1 after a gc purged it. a@2 is visible."""
     saved.save({"x": 2}, run="a", step=2)
     old = saved.get("a@1")
     saved.forget("a@1")
@@ -189,9 +193,9 @@ def purged(saved: Store) -> casckpt.Checkpoint:
 
 @follows("contents/refs.py:_by_id", "was purged: it is gone for good; see `casckpt list`")
 def test_another_id_than_a_purged_one_is_found_in_the_list(
-    saved: Store, purged: casckpt.Checkpoint, told: Told, run: Run
+    saved: Store, purged: casckpt.Checkpoint, messages: Messages, run: Run
 ) -> None:
-    with told.error(Gone) as advice:
+    with messages.error(Gone) as advice:
         saved.get(purged.id)
     (listed,) = json.loads(run(*advice.command("list"), saved.url, "--json").stdout)
     assert saved.read(listed["id"]) == {"x": 2}
@@ -199,9 +203,9 @@ def test_another_id_than_a_purged_one_is_found_in_the_list(
 
 @follows("contents/refs.py:_as_it_is", "was purged: it is gone for good; see `casckpt list`")
 def test_another_checkpoint_than_a_purged_one_is_found_in_the_list(
-    saved: Store, purged: casckpt.Checkpoint, told: Told, run: Run
+    saved: Store, purged: casckpt.Checkpoint, messages: Messages, run: Run
 ) -> None:
-    with told.error(Gone) as advice:
+    with messages.error(Gone) as advice:
         saved.get(purged)
     (listed,) = json.loads(run(*advice.command("list"), saved.url, "--json").stdout)
     assert saved.read(listed["id"]) == {"x": 2}
@@ -210,15 +214,15 @@ def test_another_checkpoint_than_a_purged_one_is_found_in_the_list(
 @follows("contents/refs.py:_doubt", "commit records cannot be read: see `casckpt verify`")
 @follows("cli/commands/list.py:checkpoint_rows", "the record of %s cannot be read; run `casckpt verify` for details")
 def test_a_commit_record_that_cannot_be_read_is_named_by_verify(
-    saved: Store, store_path: Path, told: Told, run: Run
+    saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     (record,) = (store_path / "commits").iterdir()
     record.chmod(0o600)
     record.write_bytes(b"not a record")
-    with told.error(NotFound) as advice:
+    with messages.error(NotFound) as advice:
         casckpt.open(store_path).get("a@1")
     assert record.name in run(*advice.command("verify"), store_path, status=4).output
-    said = told.text(run("list", store_path).output)
+    said = messages.text(run("list", store_path).output)
     assert record.name in run(*said.command("verify"), store_path, status=4).output
 
 
@@ -226,8 +230,8 @@ def test_a_commit_record_that_cannot_be_read_is_named_by_verify(
 
 
 @follows("history/tags.py:no_tag", "there are none; `casckpt tag STORE NAME REF` creates one")
-def test_a_missing_tag_is_set(saved: Store, store_path: Path, told: Told, run: Run) -> None:
-    with told.error(NotFound) as advice:
+def test_a_missing_tag_is_set(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
+    with messages.error(NotFound) as advice:
         saved.get("tag:best")
     run(*advice.command("tag", STORE=store_path, NAME="best", REF="a@1"))
     assert saved.get("tag:best").step == 1
@@ -235,13 +239,15 @@ def test_a_missing_tag_is_set(saved: Store, store_path: Path, told: Told, run: R
 
 @follows("history/tags.py:TagList.raise_damage", "Set the tag again, or delete it (`casckpt tag STORE --delete …`)")
 @pytest.mark.parametrize("way", ["set", "delete"])
-def test_a_damaged_tag_is_set_again_or_deleted(saved: Store, store_path: Path, told: Told, run: Run, way: str) -> None:
+def test_a_damaged_tag_is_set_again_or_deleted(
+    saved: Store, store_path: Path, messages: Messages, run: Run, way: str
+) -> None:
     saved.tag("best", "a@1")
     (record,) = (path for path in (store_path / "tags").rglob("*") if path.is_file())
     record.chmod(0o600)
     record.write_bytes(b"not a record")
     opened = casckpt.open(store_path)
-    with told.error(Damaged) as advice:
+    with messages.error(Damaged) as advice:
         opened.forget("a@1")
     if way == "set":
         advice.says("Set the tag again")
@@ -253,14 +259,14 @@ def test_a_damaged_tag_is_set_again_or_deleted(saved: Store, store_path: Path, t
 
 @follows("store/reading.py:resolve_held", "if you cannot write there, load without lease=True")
 def test_a_checkpoint_without_a_lease_is_loaded_without_hold(
-    tmp_path: Path, told: Told, weights: dict[str, torch.Tensor]
+    tmp_path: Path, messages: Messages, weights: dict[str, torch.Tensor]
 ) -> None:
     faulty = FaultyStore(LocalStore(tmp_path / "store"))
     store = Store(Repository(faulty, tmp_path / "cache"))
     store.save(weights, run="a", step=1)
     faulty.inject(fail_before("put", key="tags/*", times=99))
     state = {key: torch.zeros_like(value) for key, value in weights.items()}
-    with told.error(StorageError) as advice:
+    with messages.error(StorageError) as advice:
         store.load(state, "a@1", lease=True)
     advice.says("load without lease=True")
     store.load(state, "a@1")
@@ -272,13 +278,13 @@ def test_a_checkpoint_without_a_lease_is_loaded_without_hold(
 
 @follows("contents/manifests.py:_naming", "Restore it with `casckpt repair`, or give it up with `casckpt forget`")
 def test_a_lost_manifest_is_repaired_or_its_checkpoint_purged(
-    saved: Store, tmp_path: Path, told: Told, run: Run, weights: dict[str, torch.Tensor]
+    saved: Store, tmp_path: Path, messages: Messages, run: Run, weights: dict[str, torch.Tensor]
 ) -> None:
     store_path = tmp_path / "store"
     shutil.copytree(store_path, tmp_path / "copy")
     (manifest,) = store_path.rglob("*.manifest")
     manifest.unlink()
-    with told.error(Damaged) as advice:
+    with messages.error(Damaged) as advice:
         casckpt.open(store_path).read("a@1")
     run(*advice.command("repair"), store_path, "--from", tmp_path / "copy")
     assert torch.equal(casckpt.open(store_path).read("a@1")["w"], weights["w"])
@@ -291,13 +297,13 @@ def test_a_lost_manifest_is_repaired_or_its_checkpoint_purged(
 
 
 @follows("contents/prefetching.py:pre_download", "Run `casckpt verify`, then `casckpt repair`, on the store")
-def test_a_damaged_blob_found_by_prefetch_is_repaired(tmp_path: Path, told: Told, run: Run) -> None:
+def test_a_damaged_blob_found_by_prefetch_is_repaired(tmp_path: Path, messages: Messages, run: Run) -> None:
     store_path, state = tmp_path / "store", {"w": torch.arange(40.0)}
     casckpt.open(store_path).save(state, run="a", step=1)
     shutil.copytree(store_path, tmp_path / "copy")
     changed_blob(store_path)
     store = Store(Repository(FarStore(LocalStore(store_path)), tmp_path / "cache", cache_bytes=1 << 30))
-    with told.error(Damaged) as advice:
+    with messages.error(Damaged) as advice:
         store.pre_download("a@1")
     run(*advice.command("verify"), store_path, status=4)
     run(*advice.command("repair"), store_path, "--from", tmp_path / "copy")
@@ -309,15 +315,15 @@ def test_a_damaged_blob_found_by_prefetch_is_repaired(tmp_path: Path, told: Told
 @follows("contents/signatures.py:check_trusted", "If you know that it is right, sign it with `casckpt sign`")
 @follows("contents/signatures.py:check_verified", "this store was opened with require_signature")
 def test_a_checkpoint_without_a_signature_is_signed(
-    saved: Store, tmp_path: Path, told: Told, run: Run, weights: dict[str, torch.Tensor]
+    saved: Store, tmp_path: Path, messages: Messages, run: Run, weights: dict[str, torch.Tensor]
 ) -> None:
     store_path, alice = tmp_path / "store", pair(tmp_path / "keys")
     reader = casckpt.open(store_path, require_signature=alice.public)
-    with told.error(Unsigned) as advice:
+    with messages.error(Unsigned) as advice:
         reader.read("a@1")
     run(*advice.command("sign"), store_path, "a@1", "--key", alice.private)
     assert torch.equal(reader.read("a@1")["w"], weights["w"])
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         reader.read("a@1", verify=False)
     advice.says("require_signature")
     assert torch.equal(saved.read("a@1", **advice.argument("verify"))["w"], weights["w"])
@@ -327,11 +333,11 @@ def test_a_checkpoint_without_a_signature_is_signed(
 
 
 @follows("repository/blob_cache.py:BlobCache.fill", "give it more (cache_bytes), or use a larger disk (cache_dir)")
-def test_a_small_cache_is_given_more_space(tmp_path: Path, told: Told) -> None:
+def test_a_small_cache_is_given_more_space(tmp_path: Path, messages: Messages) -> None:
     storage = far()
     store = Store(Repository(storage, tmp_path / "one"))
     store.save({"w": torch.arange(2000.0)}, run="a", step=1)
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         Store(Repository(storage, tmp_path / "tight", cache_bytes=100)).pre_download("a@1")
     more: Any = {advice.says("cache_bytes"): 1 << 20}
     assert Store(Repository(storage, tmp_path / "tight", **more)).pre_download("a@1") > 8000
@@ -339,11 +345,11 @@ def test_a_small_cache_is_given_more_space(tmp_path: Path, told: Told) -> None:
 
 
 @follows("repository/blob_cache.py:BlobCache.fill", "or give another cache_dir")
-def test_another_cache_folder_replaces_an_unwritable_one(tmp_path: Path, told: Told) -> None:
+def test_another_cache_folder_replaces_an_unwritable_one(tmp_path: Path, messages: Messages) -> None:
     storage = far()
     Store(Repository(storage, tmp_path / "one")).save({"w": torch.arange(2000.0)}, run="a", step=1)
     (tmp_path / "file").write_text("no folder")
-    with told.error(StorageError) as advice:
+    with messages.error(StorageError) as advice:
         Store(Repository(storage, tmp_path / "file", cache_bytes=1 << 20)).pre_download("a@1")
     advice.says("another cache_dir")
     assert Store(Repository(storage, tmp_path / "other", cache_bytes=1 << 20)).pre_download("a@1") > 8000
@@ -351,14 +357,16 @@ def test_another_cache_folder_replaces_an_unwritable_one(tmp_path: Path, told: T
 
 @follows("repository/catalogue.py:Catalogue._turn_off", "`casckpt reindex` makes a new one, --cache-dir names another")
 @pytest.mark.parametrize("way", ["reindex", "--cache-dir"])
-def test_an_unusable_catalogue_is_rebuilt(tmp_path: Path, store_path: Path, told: Told, run: Run, way: str) -> None:
+def test_an_unusable_catalogue_is_rebuilt(
+    tmp_path: Path, store_path: Path, messages: Messages, run: Run, way: str
+) -> None:
     cache = tmp_path / "cache"
     store = casckpt.open(store_path, cache_dir=cache)
     store.save({"x": 1}, run="a", step=1)
     path = store.repository.catalogue.path
     store.repository.catalogue.close()
     path.write_bytes(b"no database" * 1000)
-    with told.log() as advice:
+    with messages.log() as advice:
         assert len(casckpt.open(store_path, cache_dir=cache).checkpoints()) == 1
     if way == "reindex":
         run(*advice.command("reindex"), store_path, "--cache-dir", cache)
@@ -370,10 +378,12 @@ def test_an_unusable_catalogue_is_rebuilt(tmp_path: Path, store_path: Path, told
 
 
 @follows("contents/manifests.py:reindex", "make room there, or name another --cache-dir")
-def test_a_catalogue_is_created_in_a_writable_folder(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
+def test_a_catalogue_is_created_in_a_writable_folder(
+    saved: Store, tmp_path: Path, messages: Messages, run: Run
+) -> None:
     folder = Repository(saved.repository.storage, tmp_path / "full").catalogue.path.parent
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.write_text("no folder")
-    advice = told.text(run("reindex", tmp_path / "store", "--cache-dir", tmp_path / "full", status=1).output)
+    advice = messages.text(run("reindex", tmp_path / "store", "--cache-dir", tmp_path / "full", status=1).output)
     run("reindex", tmp_path / "store", advice.says("--cache-dir"), tmp_path / "other")
     assert list((tmp_path / "other").rglob("*"))

@@ -21,7 +21,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import casckpt
 from casckpt.errors import InvalidInput
 from tests.store.test_foreign import flat
-from tests.support.hints import Advice, Told, follows
+from tests.support.hints import Advice, Messages, follows
 from tests.support.ranks import outcome_of
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def described(tensor: torch.Tensor, at: int) -> torch.Tensor:
 
 
 @follows("tensors/dtensors.py:described_shards", "Correct its …, or save its parts as casckpt.Shard")
-def test_a_tensor_with_a_wrong_description_is_corrected_or_saved_in_parts(store: Store, told: Told) -> None:
-    with told.error(InvalidInput) as advice:
+def test_a_tensor_with_a_wrong_description_is_corrected_or_saved_in_parts(store: Store, messages: Messages) -> None:
+    with messages.error(InvalidInput) as advice:
         store.save({"w": described(torch.ones(2), at=2)}, run="a", step=1)
     advice.says("Correct its __create_chunk_list__")
     store.save({"w": described(torch.ones(2), at=0)}, run="a", step=1)
@@ -56,13 +56,13 @@ def test_a_tensor_with_a_wrong_description_is_corrected_or_saved_in_parts(store:
 
 
 @follows("tensors/foreign.py:parts_of", "call its mark_as_sharded() first")
-def test_a_sharded_flat_tensor_is_wrapped(store: Store, told: Told) -> None:
+def test_a_sharded_flat_tensor_is_wrapped(store: Store, messages: Messages) -> None:
     tensor: Any = flat(torch.ones(3), (3,), (0, 3), known=False)
 
-    def mark_as_sharded() -> None:  # as that of OLMo-core, which is not among the packages of the tests
+    def mark_as_sharded() -> None:  # OLMo-core has this function, and the tests do not install OLMo-core
         tensor.metadata_set = True
 
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         store.save({"w": tensor}, run="a", step=1)
     advice.says("mark_as_sharded()")
     mark_as_sharded()
@@ -71,17 +71,17 @@ def test_a_sharded_flat_tensor_is_wrapped(store: Store, told: Told) -> None:
 
 
 @follows("tensors/objects.py:_not_allowed", "pass allow_pickle=True if you trust its source")
-def test_a_pickled_object_is_loaded_with_allow_pickle(store: Store, told: Told) -> None:
+def test_a_pickled_object_is_loaded_with_allow_pickle(store: Store, messages: Messages) -> None:
     store.save({"kind": Kind.ONE}, run="a", step=1, allow_pickle=True)
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         store.read("a@1")
     assert store.read("a@1", **advice.argument("allow_pickle")) == {"kind": Kind.ONE}
 
 
 @follows("tensors/objects.py:", "store its get_state()")
-def test_the_state_of_a_generator_is_stored(store: Store, told: Told) -> None:
+def test_the_state_of_a_generator_is_stored(store: Store, messages: Messages) -> None:
     generator = torch.Generator().manual_seed(3)
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         store.save({"rng": deque([generator])}, run="a", step=1)
     advice.says("get_state()")
     store.save({"rng": [generator.get_state()]}, run="a", step=1)
@@ -89,10 +89,10 @@ def test_the_state_of_a_generator_is_stored(store: Store, told: Told) -> None:
 
 
 @follows("tensors/shards.py:_problem", "for a load, call module.to_empty(device=...), for a save fill the module")
-def test_a_meta_tensor_is_materialised(store: Store, told: Told) -> None:
+def test_a_meta_tensor_is_materialised(store: Store, messages: Messages) -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         store.save({"model": model.state_dict()}, run="a", step=1)
     advice.says("for a save fill the module")
     filled = nn.Linear(2, 2)
@@ -108,17 +108,17 @@ def test_a_meta_tensor_is_materialised(store: Store, told: Told) -> None:
 @follows(
     "tensors/shards.py:_problem", "store these in its place. If an optimizer keeps it, save without that (optim=None)"
 )
-def test_the_inner_tensors_of_a_composite_tensor_are_stored(store: Store, told: Told) -> None:
+def test_the_inner_tensors_of_a_composite_tensor_are_stored(store: Store, messages: Messages) -> None:
     two = TwoTensor(torch.ones(2), torch.zeros(2))  # type: ignore[no-untyped-call]
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         store.save({"w": two}, run="a", step=1)
     advice.says("store these in its place")
     store.save({"a": two.a, "b": two.b}, run="a", step=1)
     assert torch.equal(store.read("a@1")["a"], torch.ones(2))
     model = nn.Linear(2, 2)
     optim: Any = torch.optim.SGD(model.parameters())
-    optim.state["of all"] = {"two": two}  # of a parameter, allow_pickle=True stores it
-    with told.error(InvalidInput) as advice:
+    optim.state["of all"] = {"two": two}  # for a parameter, allow_pickle=True stores it
+    with messages.error(InvalidInput) as advice:
         casckpt.save_model_and_optim_state(store, model, optim, run="b", step=1)
     without: Any = advice.argument("optim")
     casckpt.save_model_and_optim_state(store, model, run="b", step=1, **without)
@@ -126,9 +126,9 @@ def test_the_inner_tensors_of_a_composite_tensor_are_stored(store: Store, told: 
 
 
 @follows("tensors/shards.py:_problem", "store its indices and values, or to_dense()")
-def test_the_parts_or_all_elements_of_a_sparse_tensor_are_stored(store: Store, told: Told) -> None:
+def test_the_parts_or_all_elements_of_a_sparse_tensor_are_stored(store: Store, messages: Messages) -> None:
     sparse = torch.eye(3).to_sparse()
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         store.save({"w": sparse}, run="a", step=1)
     advice.says("store its indices and values")
     store.save({"indices": sparse.indices(), "values": sparse.values()}, run="a", step=1)
@@ -141,9 +141,9 @@ def test_the_parts_or_all_elements_of_a_sparse_tensor_are_stored(store: Store, t
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @follows("tensors/shards.py:_problem", "store int_repr() with its scale and zero point")
-def test_the_integers_of_a_quantized_tensor_are_stored(store: Store, told: Told) -> None:
+def test_the_integers_of_a_quantized_tensor_are_stored(store: Store, messages: Messages) -> None:
     quantized = torch.quantize_per_tensor(torch.arange(3.0), 0.5, 1, torch.quint8)
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         store.save({"w": quantized}, run="a", step=1)
     advice.says("int_repr() with its scale and zero point")
     state = {"w": quantized.int_repr(), "scale": quantized.q_scale(), "zero": quantized.q_zero_point()}
@@ -170,7 +170,7 @@ def uneven(rank: int, size: int, path: str) -> str:
 
 
 def function_of(module: str, name: str) -> Any:
-    """Of a module without what its packages import, which takes 5 seconds of each rank."""
+    """A function of a module, without the imports of its package, which take 5 seconds per rank."""
     place = Path(next(iter(find_spec("megatron").submodule_search_locations or ()))).parent  # type: ignore[union-attr]
     path = place.joinpath(*module.split(".")).with_suffix(".py")
     package = ModuleType("alone")
@@ -187,7 +187,9 @@ def function_of(module: str, name: str) -> Any:
 
 
 @follows("tensors/dtensors.py:_mesh_order", "call preprocess_state_dict_for_uneven_dtensor")
-def test_a_dtensor_of_megatron_fsdp_is_saved_after_preprocessing(ranks: Pool, store_path: Path, told: Told) -> None:
+def test_a_dtensor_of_megatron_fsdp_is_saved_after_preprocessing(
+    ranks: Pool, store_path: Path, messages: Messages
+) -> None:
     for message in ranks.run(2, uneven, str(store_path)):
-        told.text(message).says("on the state first")
+        messages.text(message).says("on the state first")
     assert torch.equal(casckpt.open(store_path).read("a@1")["w"], WHOLE)

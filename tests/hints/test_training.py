@@ -22,7 +22,7 @@ from casckpt.frontends.training_state import model as of_models
 from tests.frontends.training_state.test_model import Reading, Scaled
 from tests.hints.conftest import Run
 from tests.hints.test_checkpoint import heard
-from tests.support.hints import Advice, Told, follows
+from tests.support.hints import Advice, Messages, follows
 from tests.support.parallel import Stack, joined, tp
 from tests.support.ranks import outcome_of
 from tests.support.training import identical
@@ -59,7 +59,7 @@ def model() -> Two:
 
 @pytest.fixture
 def trained(store: Store, model: Two) -> Store:
-    """a@1: ``model`` and its optimizer."""
+    """A store with ``model`` and its optimizer as a@1."""
     save_model_and_optim_state(store, model, stepped(model), run="a", step=1)
     return store
 
@@ -72,10 +72,10 @@ def weights(model: nn.Module) -> dict[str, Any]:
 
 
 @follows("frontends/training_state/groups.py:match", "or load the model alone (optim=None; from a dict")
-def test_two_parameters_with_one_name_get_different_names(trained: Store, model: Two, told: Told) -> None:
+def test_two_parameters_with_one_name_get_different_names(trained: Store, model: Two, messages: Messages) -> None:
     fresh = Two("a", "c")
     new = SGD(fresh.parameters())
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         load_model_and_optim_state(
             trained, "a@1", fresh, new, rename={"model.c.weight": "model.a.weight"}, strict=False
         )
@@ -91,9 +91,9 @@ def test_two_parameters_with_one_name_get_different_names(trained: Store, model:
 
 
 @follows("frontends/training_state/groups.py:check", "Make the same optimizer as was saved, or load the model alone")
-def test_the_same_optimizer_is_created_or_none_is_loaded(trained: Store, model: Two, told: Told) -> None:
+def test_the_same_optimizer_is_created_or_none_is_loaded(trained: Store, model: Two, messages: Messages) -> None:
     fresh = Two()
-    with told.error(Mismatch) as advice:
+    with messages.error(Mismatch) as advice:
         load_model_and_optim_state(trained, "a@1", fresh, optim.Adadelta(fresh.parameters()))
     advice.says("Make the same optimizer as was saved")
     load_model_and_optim_state(trained, "a@1", fresh, SGD(fresh.parameters()))
@@ -108,23 +108,23 @@ def test_the_same_optimizer_is_created_or_none_is_loaded(trained: Store, model: 
 
 
 @follows("frontends/training_state/groups.py:_other_parameters", "Pass strict=False to load what both have")
-def test_state_that_both_optimizers_have_is_loaded(trained: Store, told: Told) -> None:
+def test_state_that_both_optimizers_have_is_loaded(trained: Store, messages: Messages) -> None:
     fresh = Two("a", "b", "c")
     new = SGD(fresh.parameters())
-    with told.error(MissingKey) as advice:
+    with messages.error(MissingKey) as advice:
         load_model_and_optim_state(trained, "a@1", fresh, new)
     load_model_and_optim_state(trained, "a@1", fresh, new, **advice.argument("strict"))
     assert len(new.state) == 2
 
 
 @follows("frontends/training_state/optimizer.py:StateKind.check", "or load the model alone (optim=None; from a dict")
-def test_state_of_another_kind_is_not_loaded(store: Store, model: Two, told: Told) -> None:
+def test_state_of_another_kind_is_not_loaded(store: Store, model: Two, messages: Messages) -> None:
     save_model_and_optim_state(store, model, stepped(model, optim.Adagrad), run="a", step=1)
     state = store.read("a@1")
     state["optim"]["param_groups"][0] |= {"alpha": 0.9, "centered": False, "momentum": 0}
     store.save(state, run="a", step=2)
     fresh = Two()
-    with told.error(Mismatch) as advice:
+    with messages.error(Mismatch) as advice:
         load_model_and_optim_state(store, "a@2", fresh, optim.RMSprop(fresh.parameters()))
     advice.says("Make the same optimizer as was saved, with the same options")
     load_model_and_optim_state(store, "a@1", fresh, optim.Adagrad(fresh.parameters()))
@@ -136,13 +136,13 @@ def test_state_of_another_kind_is_not_loaded(store: Store, model: Two, told: Tol
 
 @follows("frontends/training_state/loading.py:TrainingStateLoad._leave", "or leave these unchanged with")
 @follows("frontends/training_state/model.py:_warn_once", "unless ignore_mismatched leaves their modules as they are")
-def test_keys_unread_by_a_module_are_handled_or_left(store: Store, told: Told) -> None:
+def test_keys_unread_by_a_module_are_handled_or_left(store: Store, messages: Messages) -> None:
     of_models._warn_once.cache_clear()
     model = nn.Sequential(nn.Linear(3, 3), Scaled(2.0))
-    with told.log() as said:
+    with messages.log() as said:
         save_model_and_optim_state(store, model, run="a", step=1)
     fresh = nn.Sequential(nn.Linear(3, 3), Scaled(3.0))
-    with told.error(Mismatch) as advice:
+    with messages.error(Mismatch) as advice:
         load_model_and_optim_state(store, "a@1", fresh)
     said.says("ignore_mismatched")
     load_model_and_optim_state(store, "a@1", fresh, **advice.argument("ignore_mismatched"))
@@ -154,19 +154,19 @@ def test_keys_unread_by_a_module_are_handled_or_left(store: Store, told: Told) -
 
 
 @follows("frontends/training_state/loading.py:TrainingStateLoad.check_unused", "pass strict=False to skip them")
-def test_weights_without_a_parameter_are_left_out(trained: Store, model: Two, told: Told) -> None:
+def test_weights_without_a_parameter_are_left_out(trained: Store, model: Two, messages: Messages) -> None:
     fresh = Two("a")
-    with told.error(Mismatch) as advice:
+    with messages.error(Mismatch) as advice:
         load_model_and_optim_state(trained, "a@1", fresh)
     load_model_and_optim_state(trained, "a@1", fresh, **advice.argument("strict"))
     assert torch.equal(fresh.a.weight, model.a.weight)  # type: ignore[union-attr,arg-type]
 
 
 @follows("frontends/training_state/save_load.py:load_model_and_optim_state", 'pass unread="ignore"')
-def test_keys_left_by_a_load_are_not_logged_on_request(trained: Store, told: Told) -> None:
+def test_keys_left_by_a_load_are_not_logged_on_request(trained: Store, messages: Messages) -> None:
     trained.save({**trained.read("a@1"), "more": {"x": 1, "y": 2}}, run="leaving-more", step=1)
     fresh = Two()
-    with told.log() as advice:
+    with messages.log() as advice:
         load_model_and_optim_state(trained, "leaving-more@1", fresh, SGD(fresh.parameters()))
     with heard() as texts:
         load_model_and_optim_state(
@@ -177,13 +177,15 @@ def test_keys_left_by_a_load_are_not_logged_on_request(trained: Store, told: Tol
 
 @follows("frontends/training_state/stored.py:StoredTraining.groups", "Load the model alone (optim=None; from a dict")
 @follows("frontends/training_state/stored.py:StoredTraining.groups", "read it with store.read")
-def test_the_model_of_a_checkpoint_without_a_named_optimizer_loads(store: Store, model: Two, told: Told) -> None:
+def test_the_model_of_a_checkpoint_without_a_named_optimizer_loads(
+    store: Store, model: Two, messages: Messages
+) -> None:
     trained = stepped(model)
     save_model_and_optim_state(store, model, run="a", step=1)
     save_model_and_optim_state(store, model, trained, run="a", step=2)
     store.save({"model": model.state_dict(), "optim": trained.state_dict()}, run="a", step=3)
     fresh = Two()
-    with told.error(MissingKey) as advice:
+    with messages.error(MissingKey) as advice:
         load_model_and_optim_state(store, "a@1", fresh, SGD(fresh.parameters()))
     alone: Any = advice.argument("optim")
     load_model_and_optim_state(store, "a@1", fresh, **alone)
@@ -192,7 +194,7 @@ def test_the_model_of_a_checkpoint_without_a_named_optimizer_loads(store: Store,
     store.load({"model": fresh}, "a@1")
     advice.says("choose another checkpoint")
     load_model_and_optim_state(store, "a@2", fresh, SGD(fresh.parameters()))
-    with told.error(Mismatch) as advice:
+    with messages.error(Mismatch) as advice:
         load_model_and_optim_state(store, "a@3", fresh, SGD(fresh.parameters()))
     advice.says("store.read")
     new = SGD(fresh.parameters())
@@ -203,16 +205,16 @@ def test_the_model_of_a_checkpoint_without_a_named_optimizer_loads(store: Store,
 @follows(
     "store/objects.py:", "call optim.load_state_dict(state[%r]) after the load; or save the optimizer itself beside its"
 )
-def test_optimizer_state_is_loaded_through_the_optimizer(store: Store, model: Two, told: Told) -> None:
+def test_optimizer_state_is_loaded_through_the_optimizer(store: Store, model: Two, messages: Messages) -> None:
     trained = stepped(model)
     store.save({"model": model.state_dict(), "adam": trained.state_dict()}, step=1)
     fresh = Two()
-    with told.log() as advice:
+    with messages.log() as advice:
         store.load({"model": fresh.state_dict(), "adam": stepped(fresh).state_dict()}, "default@1")
     new = SGD(fresh.parameters())
     state = {"model": fresh.state_dict(), "adam": stepped(Two()).state_dict()}
     store.load(state, "default@1")
-    eval(advice.says("optim.load_state_dict(state['adam'])"), {"optim": new, "state": state})  # as a reader writes it
+    eval(advice.says("optim.load_state_dict(state['adam'])"), {"optim": new, "state": state})  # as a reader types it
     assert len(new.state) == 2
     shown = advice.says('store.save({"model": model, "adam": optim}, step=step)')
     eval(shown, {"store": store, "model": model, "optim": trained, "step": 2})
@@ -229,8 +231,8 @@ def test_optimizer_state_is_loaded_through_the_optimizer(store: Store, model: Tw
 @follows(
     "frontends/training_state/optimizer.py:named_groups", "give the list of these, or none (optim=None; of a Trainer"
 )
-def test_the_optimizer_belongs_to_the_model_or_is_none(store: Store, model: Two, told: Told) -> None:
-    with told.error(InvalidInput) as advice:
+def test_the_optimizer_belongs_to_the_model_or_is_none(store: Store, model: Two, messages: Messages) -> None:
+    with messages.error(InvalidInput) as advice:
         save_model_and_optim_state(store, model, stepped(Two()), run="a", step=1)
     advice.says("give the model that the optimizer was made for")
     save_model_and_optim_state(store, model, stepped(model), run="a", step=1)
@@ -247,11 +249,11 @@ def test_the_optimizer_belongs_to_the_model_or_is_none(store: Store, model: Two,
     "frontends/training_state/optimizer.py:unflatten_optimizer_state",
     "give all of the result of flatten_optimizer_state",
 )
-def test_a_flat_state_is_given_complete(model: Two, told: Told) -> None:
+def test_a_flat_state_is_given_complete(model: Two, messages: Messages) -> None:
     trained = stepped(model)
     flat = casckpt.flatten_optimizer_state(model, trained)
     part = {key: value for key, value in flat.items() if "momentum" not in key}
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         casckpt.unflatten_optimizer_state(part)
     advice.says("flatten_optimizer_state")
     whole = casckpt.unflatten_optimizer_state(flat)
@@ -260,12 +262,12 @@ def test_a_flat_state_is_given_complete(model: Two, told: Told) -> None:
 
 @follows("frontends/training_state/unshard.py:_model_of", "`casckpt show --tensors` lists its keys")
 @follows("frontends/training_state/unshard.py:_unmatched", "`casckpt show --tensors` lists its keys")
-def test_keys_to_unshard_are_chosen_from_the_list(trained: Store, model: Two, told: Told, run: Run) -> None:
+def test_keys_to_unshard_are_chosen_from_the_list(trained: Store, model: Two, messages: Messages, run: Run) -> None:
     trained.save({"net": model.state_dict()}, run="b", step=1)
-    with told.error(MissingKey) as advice:
+    with messages.error(MissingKey) as advice:
         casckpt.unshard_model_state(trained, "b@1")
     assert "net.a.weight" in run(*advice.command("show"), trained.url, "b@1").output
-    with told.error(MissingKey) as advice:
+    with messages.error(MissingKey) as advice:
         casckpt.unshard_model_state(trained, "a@1", keys=["c.*"])
     listed = run(*advice.command("show"), trained.url, "a@1").output.split()
     key = next(word for word in listed if word.startswith("model.a"))
@@ -276,7 +278,7 @@ def test_keys_to_unshard_are_chosen_from_the_list(trained: Store, model: Two, to
 
 
 def wrapped_otherwise(rank: int, size: int, path: str) -> list[str]:
-    """What FSDP refuses, each time followed by what is advised."""
+    """Cases that FSDP refuses, each followed by the advised call."""
     said = []
 
     def refused(model: nn.Module, trained: optim.Optimizer | None = None) -> Advice:
@@ -310,10 +312,10 @@ def wrapped_otherwise(rank: int, size: int, path: str) -> list[str]:
 @follows("frontends/training_state/flat.py:_check", "wrap the model with use_orig_params=True")
 @follows("frontends/training_state/flat.py:_check", "save and load outside forward, backward and summon_full_params")
 @follows("frontends/training_state/flat.py:_check_order", "make it contiguous before it is wrapped")
-def test_a_model_is_wrapped_in_a_supported_way(ranks: Pool, store_path: Path, told: Told) -> None:
-    for messages in ranks.run(2, wrapped_otherwise, str(store_path)):
-        for message in messages:
-            told.text(message).says("FSDP")
+def test_a_model_is_wrapped_in_a_supported_way(ranks: Pool, store_path: Path, messages: Messages) -> None:
+    for texts in ranks.run(2, wrapped_otherwise, str(store_path)):
+        for message in texts:
+            messages.text(message).says("FSDP")
     assert casckpt.open(store_path).runs() == ["contiguous", "original", "outside", "parallel"]
 
 
@@ -372,12 +374,12 @@ def state_of_shards(rank: int, size: int, path: str) -> list[str]:
 @follows("frontends/training_state/together.py:_check_alike", "Save it with Store.save, as casckpt.Shard or")
 @follows("frontends/training_state/contents.py:_of_one_rank", "Pass it beside the model, as in")
 @follows("frontends/training_state/unshard.py:_unshard", "leave no_dist out")
-def test_state_that_may_belong_to_shards_is_saved_as_such(ranks: Pool, store_path: Path, told: Told) -> None:
+def test_state_that_may_belong_to_shards_is_saved_as_such(ranks: Pool, store_path: Path, messages: Messages) -> None:
     _, (buffer, scales, ema, alone) = ranks.run(2, state_of_shards, str(store_path))
-    told.text(buffer).says("casckpt.Shard")
-    told.text(scales).says("remove it")
-    told.text(ema).says("load it in the same way")
-    told.text(alone).says("leave no_dist out")
+    messages.text(buffer).says("casckpt.Shard")
+    messages.text(scales).says("remove it")
+    messages.text(ema).says("load it in the same way")
+    messages.text(alone).says("leave no_dist out")
     found = casckpt.open(store_path).read("buffers@1")["optim"]["shard"]
     assert found[:, 0].tolist() == [0, 0, 0, 1, 1, 1]
 
@@ -393,7 +395,9 @@ def checkpointer(store: Store, **settings: Any) -> Checkpointer:
     "frontends/trainer/checkpointer.py:Checkpointer._after", "make the Checkpointer with gc=True, or run `casckpt gc"
 )
 @pytest.mark.parametrize("way", ["gc=True", "casckpt gc"])
-def test_gc_frees_space_of_rotated_checkpoints(store: Store, store_path: Path, told: Told, run: Run, way: str) -> None:
+def test_gc_frees_space_of_rotated_checkpoints(
+    store: Store, store_path: Path, messages: Messages, run: Run, way: str
+) -> None:
     store.create()
     store.change_settings(min_age=0, min_age_ephemeral=0)
 
@@ -402,7 +406,7 @@ def test_gc_frees_space_of_rotated_checkpoints(store: Store, store_path: Path, t
             for step in (1, 2, 3):
                 made.save(step, Two())
 
-    with told.log() as advice:
+    with messages.log() as advice:
         train("sft")
     blobs = len(list(store_path.rglob("*.safetensors")))
     if way == "gc=True":
@@ -417,13 +421,13 @@ def test_gc_frees_space_of_rotated_checkpoints(store: Store, store_path: Path, t
     "frontends/trainer/checkpointer.py:Checkpointer._warn_of_unsaved", "give the Checkpointer last_step=%d, or the"
 )
 @pytest.mark.parametrize("way", ["last_step", "last"])
-def test_the_last_step_of_a_training_is_saved(store: Store, model: Two, told: Told, way: str) -> None:
+def test_the_last_step_of_a_training_is_saved(store: Store, model: Two, messages: Messages, way: str) -> None:
     def train(run: str, last: dict[str, Any] | None = None, **settings: Any) -> None:
         with Checkpointer(store, run=run, save_interval=2, **settings) as made:
             for step in range(1, 6):
                 made.save_if_due(step, model, **(last or {} if step == 5 else {}))
 
-    with told.log() as advice:
+    with messages.log() as advice:
         train("sft")
     given = advice.argument(way)
     train("again", **({"last": given} if way == "last" else given))
@@ -435,10 +439,12 @@ def test_the_last_step_of_a_training_is_saved(store: Store, model: Two, told: To
     'pass unread="ignore" (or load_optim_state=False, load_trainer_state=False)',
 )
 @pytest.mark.parametrize("way", ["unread", "load_optim_state"])
-def test_parts_left_by_a_resume_are_not_logged_on_request(store: Store, model: Two, told: Told, way: str) -> None:
+def test_parts_left_by_a_resume_are_not_logged_on_request(
+    store: Store, model: Two, messages: Messages, way: str
+) -> None:
     made = Checkpointer(store, run=(name := f"leaving-{way}"))
     made.save(1, model, stepped(model), TrainState(epoch=1))
-    with told.log() as advice:
+    with messages.log() as advice:
         made.load(f"{name}@1", Two())
     given = advice.argument(way)
     if way == "load_optim_state":
@@ -449,7 +455,7 @@ def test_parts_left_by_a_resume_are_not_logged_on_request(store: Store, model: T
 
 
 class Whole(nn.Module):
-    """Says by itself what is saved."""
+    """A module that defines its own saved state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -463,9 +469,9 @@ class Whole(nn.Module):
 
 
 @follows("frontends/training_state/contents.py:_contents", "give no optimizer beside it")
-def test_a_train_module_is_saved_without_an_optimizer(store: Store, told: Told) -> None:
+def test_a_train_module_is_saved_without_an_optimizer(store: Store, messages: Messages) -> None:
     whole: Any = Whole()
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         checkpointer(store).save(1, whole, SGD(whole.parameters()))
     advice.says("give no optimizer beside it")
     checkpointer(store).save(1, whole)
@@ -476,10 +482,10 @@ def test_a_train_module_is_saved_without_an_optimizer(store: Store, told: Told) 
     "frontends/training_state/contents.py:Restoring.load.wanted_optimizers",
     "needs an optimizer to load into; give optim",
 )
-def test_optimizer_state_is_loaded_into_an_optimizer(store: Store, model: Two, told: Told) -> None:
+def test_optimizer_state_is_loaded_into_an_optimizer(store: Store, model: Two, messages: Messages) -> None:
     made = checkpointer(store)
     made.save(1, model, stepped(model))
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         made.load("sft@1", Two(), load_optim_state=True)
     fresh = Two()
     new: Any = {advice.says("give optim").split()[-1]: SGD(fresh.parameters())}
@@ -491,12 +497,12 @@ def test_optimizer_state_is_loaded_into_an_optimizer(store: Store, model: Two, t
     "frontends/training_state/contents.py:Restoring._check_there", '=None (to resume: missing="warn") to go on without'
 )
 @pytest.mark.parametrize("way", ["load_optim_state", "missing", "another"])
-def test_a_training_resumes_without_unsaved_parts(store: Store, model: Two, told: Told, way: str) -> None:
+def test_a_training_resumes_without_unsaved_parts(store: Store, model: Two, messages: Messages, way: str) -> None:
     made = checkpointer(store)
     made.save(1, model, stepped(model))
     made.save(2, model)
     fresh = Two()
-    with told.error(NotFound) as advice:
+    with messages.error(NotFound) as advice:
         if way == "missing":
             made.resume(fresh, SGD(fresh.parameters()))
         else:
@@ -518,11 +524,11 @@ class Loading(Whole):
 
 
 @follows("frontends/training_state/contents.py:Restoring.load.wanted_optimizers", 'leave out options="keep"')
-def test_a_model_that_loads_by_itself_has_no_options_to_keep(store: Store, told: Told) -> None:
+def test_a_model_that_loads_by_itself_has_no_options_to_keep(store: Store, messages: Messages) -> None:
     whole: Any = Loading()
     checkpointer(store).save(1, whole)
     whole.weight.data.zero_()
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         checkpointer(store).resume(whole, options="keep")
     advice.says('leave out options="keep"')
     checkpointer(store).resume(whole)
@@ -530,11 +536,13 @@ def test_a_model_that_loads_by_itself_has_no_options_to_keep(store: Store, told:
 
 
 @follows("frontends/trainer/resumed.py:", 'but not passed to resume; to ignore this, pass unread="ignore"')
-def test_a_part_missing_from_a_resume_is_passed_or_left_on_purpose(store: Store, model: Two, told: Told) -> None:
+def test_a_part_missing_from_a_resume_is_passed_or_left_on_purpose(
+    store: Store, model: Two, messages: Messages
+) -> None:
     made = checkpointer(store)
     made.save(1, model, stepped(model))
     fresh = Two()
-    with told.log() as advice:
+    with messages.log() as advice:
         made.resume(fresh)
     with heard() as texts:
         made.resume(fresh, **advice.argument("unread"))
@@ -543,14 +551,14 @@ def test_a_part_missing_from_a_resume_is_passed_or_left_on_purpose(store: Store,
 
 
 @follows("frontends/trainer/resumed.py:", 'options="keep" keeps the given rate')
-def test_a_given_rate_stays_with_keep(store: Store, model: Two, told: Told) -> None:
+def test_a_given_rate_stays_with_keep(store: Store, model: Two, messages: Messages) -> None:
     made = checkpointer(store)
     first = stepped(model)
     StepLR(first, 100)
     made.save(1, model, first)
     lower = SGD(model.parameters(), lr=1e-9)
     StepLR(lower, 100)
-    with told.log() as advice:
+    with messages.log() as advice:
         made.resume(model, lower)
     assert lower.param_groups[0]["lr"] > 1e-9
     lower = SGD(model.parameters(), lr=1e-9)
@@ -561,11 +569,11 @@ def test_a_given_rate_stays_with_keep(store: Store, model: Two, told: Told) -> N
 
 
 @follows("frontends/trainer/run_checkpoints.py:newest_healthy", "load one of them by its step")
-def test_an_unhealthy_checkpoint_is_loaded_by_its_step(store: Store, model: Two, told: Told) -> None:
+def test_an_unhealthy_checkpoint_is_loaded_by_its_step(store: Store, model: Two, messages: Messages) -> None:
     made = checkpointer(store)
     made.save(1, model, healthy=False)
     fresh = Two()
-    with told.error(NotFound) as advice:
+    with messages.error(NotFound) as advice:
         made.resume(fresh, healthy=True)
     advice.says("by its step")
     made.load("sft@1", fresh)
@@ -576,17 +584,19 @@ def test_an_unhealthy_checkpoint_is_loaded_by_its_step(store: Store, model: Two,
     "frontends/trainer/settings.py:TrainerSettings._check_risk", "give a save_interval or an ephemeral_save_interval"
 )
 @pytest.mark.parametrize("way", ["save_interval", "ephemeral_save_interval"])
-def test_an_interval_limits_the_steps_at_risk(told: Told, way: str) -> None:
-    with told.error(InvalidInput) as advice:
+def test_an_interval_limits_the_steps_at_risk(messages: Messages, way: str) -> None:
+    with messages.error(InvalidInput) as advice:
         CheckpointerConfig(max_steps_at_risk=5, save_interval=None)
     interval: Any = {advice.says(way): 5}
     assert CheckpointerConfig(max_steps_at_risk=5, **({"save_interval": None} | interval)).longest_gap == 5
 
 
 @follows("storage/throttle.py:Turn._wait", "give work_dir=, a folder on a local disk")
-def test_throttling_uses_a_folder_that_supports_locks(store: Store, tmp_path: Path, model: Two, told: Told) -> None:
+def test_throttling_uses_a_folder_that_supports_locks(
+    store: Store, tmp_path: Path, model: Two, messages: Messages
+) -> None:
     (tmp_path / "file").touch()
-    with told.error(StorageError) as advice:
+    with messages.error(StorageError) as advice:
         checkpointer(store, throttle=1, work_dir=tmp_path / "file").save(1, model)
     folder: Any = {advice.says("work_dir=")[:-1]: tmp_path / "work"}
     checkpointer(store, throttle=1, **folder).save(1, model)
@@ -594,8 +604,8 @@ def test_throttling_uses_a_folder_that_supports_locks(store: Store, tmp_path: Pa
 
 
 @follows("frontends/training_state/train_state.py:restore_rng", "give a result of rng_state")
-def test_generators_are_restored_from_created_ones(told: Told) -> None:
-    with told.error(MissingKey) as advice:
+def test_generators_are_restored_from_created_ones(messages: Messages) -> None:
+    with messages.error(MissingKey) as advice:
         restore_rng({"torch": torch.get_rng_state()})
     advice.says("rng_state")
     state = rng_state()
@@ -605,8 +615,8 @@ def test_generators_are_restored_from_created_ones(told: Told) -> None:
 
 
 @follows("frontends/training_state/train_state.py:TrainState._missing", "rng=False: without the random generators")
-def test_unsaved_parts_are_left_out(told: Told) -> None:
-    with told.error(MissingKey) as advice:
+def test_unsaved_parts_are_left_out(messages: Messages) -> None:
+    with messages.error(MissingKey) as advice:
         TrainState(epoch=0, place=1).load_state_dict({"epoch": 3})
     advice.says("leave that part out of the TrainState")
     train = TrainState(epoch=0, **advice.argument("rng"))

@@ -20,14 +20,14 @@ from casckpt.upkeep.copies.mirror import Mirror
 from casckpt.upkeep.doctor import examine
 from tests.hints.conftest import Run, changed_blob
 from tests.repository.test_exclusive import Ignoring
-from tests.support.hints import Told, follows
+from tests.support.hints import Messages, follows
 
 STATE = {"model": {"w": torch.arange(6.0)}, "optim": {"m": torch.ones(6)}}
 
 
 @pytest.fixture
 def trained(store: Store) -> Store:
-    """a@1 and a@2, with a model and an optimizer."""
+    """A store with a model and an optimizer as a@1 and a@2."""
     for step in (1, 2):
         store.save({**STATE, "step": torch.tensor([float(step)])}, run="a", step=step)
     return store
@@ -37,7 +37,7 @@ def trained(store: Store) -> Store:
 
 
 def spoil(path: Path) -> Callable[[], int]:
-    """Damage a file; what is returned puts back what it was."""
+    """Damage a file. The returned function restores it."""
     before = path.read_bytes()
     path.chmod(0o600)
     path.write_bytes(b"not a record")
@@ -47,10 +47,10 @@ def spoil(path: Path) -> Callable[[], int]:
 @follows("upkeep/gc/candidates.py:commits_without_doubt", "or give the checkpoint up with `casckpt transactions STORE")
 @pytest.mark.parametrize("way", ["put back", "give up"])
 def test_a_gc_runs_again_after_a_record_is_replaced_or_purged(
-    trained: Store, store_path: Path, told: Told, run: Run, way: str
+    trained: Store, store_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     put_back = spoil(min((store_path / "commits").iterdir()))
-    with told.error(Damaged) as advice:
+    with messages.error(Damaged) as advice:
         casckpt.open(store_path).gc()
     if way == "give up":
         run(*advice.command("transactions", STORE=store_path))
@@ -64,12 +64,12 @@ def test_a_gc_runs_again_after_a_record_is_replaced_or_purged(
 @follows("upkeep/lost_records.py:", "Put commits/ back, from a copy of the store or by mounting it; or")
 @pytest.mark.parametrize("way", ["put back", "give up"])
 def test_a_gc_runs_again_after_lost_records_are_replaced_or_revoked(
-    trained: Store, store_path: Path, told: Told, run: Run, way: str
+    trained: Store, store_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     lost = min((store_path / "commits").iterdir())
     name = lost.name
     lost.rename(store_path.with_name(name))
-    with told.error(Damaged) as advice:
+    with messages.error(Damaged) as advice:
         casckpt.open(store_path).gc()
     if way == "give up":
         run(*advice.command("transactions", STORE=store_path, TXID=name))
@@ -82,11 +82,11 @@ def test_a_gc_runs_again_after_lost_records_are_replaced_or_revoked(
 
 @follows("upkeep/copies/copy.py:_unread", "Put it back from a copy of …: `casckpt verify` says more")
 def test_an_unreadable_record_is_replaced_before_a_copy(
-    trained: Store, store_path: Path, tmp_path: Path, told: Told, run: Run
+    trained: Store, store_path: Path, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     record = min((store_path / "commits").iterdir())
     put_back = spoil(record)
-    advice = told.text(run("copy", store_path, tmp_path / "copy", status=4).output)
+    advice = messages.text(run("copy", store_path, tmp_path / "copy", status=4).output)
     assert record.name in run(*advice.command("verify"), store_path, status=4).output
     advice.says("Put it back")
     put_back()
@@ -97,16 +97,16 @@ def test_an_unreadable_record_is_replaced_before_a_copy(
 @follows("upkeep/saves.py:give_up", "whose record cannot be read; `casckpt verify STORE` names them")
 @follows("upkeep/saves.py:give_up", "`casckpt forget` hides its checkpoint")
 def test_verify_names_lost_checkpoints_and_readable_ones_are_forgotten(
-    trained: Store, store_path: Path, told: Told, run: Run
+    trained: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     first = trained.get("a@1").commit.txid
-    with told.error(Conflict) as advice:
+    with messages.error(Conflict) as advice:
         trained.give_up(first)
     run(*advice.command("forget"), store_path, "a@1")
     assert [one.step for one in trained.checkpoints()] == [2]
     trained.restore(first_id(trained))
     spoil(store_path / "commits" / first)
-    with told.error(NotFound) as advice:
+    with messages.error(NotFound) as advice:
         trained.give_up(first.replace("Z-", "Z-0")[: len(first)])
     output = run(*advice.command("verify", STORE=store_path), status=4).output
     named = next(word for word in output.replace("/", " ").replace(":", " ").split() if word == first)
@@ -120,13 +120,15 @@ def first_id(store: Store) -> str:
 
 @follows("upkeep/saves.py:revoke_save", "`casckpt transactions STORE` lists them")
 @follows("upkeep/saves.py:revoke_save", "`casckpt list STORE` shows whether it was committed")
-def test_a_save_in_progress_is_found_in_the_list(trained: Store, store_path: Path, told: Told, run: Run) -> None:
+def test_a_save_in_progress_is_found_in_the_list(
+    trained: Store, store_path: Path, messages: Messages, run: Run
+) -> None:
     ended = trained.get("a@1").commit.txid
     save = begin(trained.repository, "a", 3)
-    with told.error(Conflict) as advice:
+    with messages.error(Conflict) as advice:
         trained.revoke(ended)
     assert trained.get("a@1").id[:12] in run(*advice.command("list", STORE=store_path)).output
-    with told.error(NotFound) as advice:
+    with messages.error(NotFound) as advice:
         trained.revoke(save.txid[:-1] + ("1" if save.txid.endswith("0") else "0"))
     listed = run(*advice.command("transactions", STORE=store_path)).output.split()
     trained.revoke(next(word for word in listed if word == save.txid))
@@ -139,10 +141,10 @@ def test_a_save_in_progress_is_found_in_the_list(trained: Store, store_path: Pat
 @follows("upkeep/gc/forgetting.py:plan_forget", "delete the tags, or say --tagged (tagged=True)")
 @pytest.mark.parametrize("way", ["untag", "tagged", "--tagged"])
 def test_a_tagged_checkpoint_is_forgotten_without_its_tag_or_with_it(
-    trained: Store, store_path: Path, told: Told, run: Run, way: str
+    trained: Store, store_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     trained.tag("best", "a@1")
-    with told.error(Conflict) as advice:
+    with messages.error(Conflict) as advice:
         trained.forget("a@1")
     if way == "untag":
         advice.says("delete the tags")
@@ -156,7 +158,7 @@ def test_a_tagged_checkpoint_is_forgotten_without_its_tag_or_with_it(
 
 
 def is_thinned(store: Store) -> bool:
-    """Does a@1 hold its model alone?"""
+    """Report whether a@1 holds only its model."""
     with pytest.raises(MissingKey, match="it was thinned"):
         store.read("a@1", keys=["optim.*"])
     return torch.equal(store.read("a@1", keys=["model.*"])["model"]["w"], STATE["model"]["w"])
@@ -165,10 +167,10 @@ def is_thinned(store: Store) -> bool:
 @follows("upkeep/thin.py:_check_untagged", "say --tagged (tagged=True), but wait for the end of one that expires")
 @pytest.mark.parametrize("way", ["tagged", "--tagged"])
 def test_a_tagged_checkpoint_is_thinned_on_request(
-    trained: Store, store_path: Path, told: Told, run: Run, way: str
+    trained: Store, store_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     trained.tag("best", "a@1")
-    with told.error(Conflict) as advice:
+    with messages.error(Conflict) as advice:
         trained.thin("a@1", drop="optim.*")
     if way == "tagged":
         trained.thin("a@1", drop="optim.*", **advice.argument("tagged"))
@@ -179,17 +181,19 @@ def test_a_tagged_checkpoint_is_thinned_on_request(
 
 @follows("upkeep/thin.py:_plan_one", "forget it instead (`casckpt forget`)")
 def test_a_checkpoint_is_forgotten_instead_of_dropping_all_keys(
-    trained: Store, store_path: Path, told: Told, run: Run
+    trained: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         trained.thin("a@1", drop="*")
     run(*advice.command("forget"), store_path, "a@1")
     assert [one.step for one in trained.checkpoints()] == [2]
 
 
 @follows("upkeep/thin.py:check", "`casckpt show --tensors` lists keys")
-def test_a_pattern_to_drop_is_chosen_from_listed_keys(trained: Store, store_path: Path, told: Told, run: Run) -> None:
-    with told.error(MissingKey) as advice:
+def test_a_pattern_to_drop_is_chosen_from_listed_keys(
+    trained: Store, store_path: Path, messages: Messages, run: Run
+) -> None:
+    with messages.error(MissingKey) as advice:
         trained.thin("a@1", drop="optimizer.*")
     keys = run(*advice.command("show"), store_path, "a@1").output.split()
     trained.thin("a@1", drop=next(key for key in keys if key.startswith("optim")))
@@ -201,13 +205,13 @@ def test_a_pattern_to_drop_is_chosen_from_listed_keys(trained: Store, store_path
 
 @follows("upkeep/gc/gc.py:_check_storage", "stop all saves, then open the store with single_writer")
 @follows("upkeep/doctor.py:_creates", "only one writer at a time, with single_writer (--single-writer)")
-def test_gc_on_a_replacing_storage_is_for_a_single_writer(tmp_path: Path, told: Told) -> None:
+def test_gc_on_a_replacing_storage_is_for_a_single_writer(tmp_path: Path, messages: Messages) -> None:
     storage = Ignoring()
     Store(Repository(storage, tmp_path / "cache", single_writer=True)).save({"x": 1}, run="a", step=1)
     findings = list(examine(Repository(storage, tmp_path / "other")))
-    advice = told.text("".join(str(one) for one in findings))
+    advice = messages.text("".join(str(one) for one in findings))
     advice.says("single_writer (--single-writer)")
-    with told.error(Unsupported) as advice:
+    with messages.error(Unsupported) as advice:
         Store(Repository(storage, tmp_path / "other")).gc()
     alone: Any = {advice.says("single_writer"): True}
     Store(Repository(storage, tmp_path / "other", **alone)).gc()
@@ -220,11 +224,11 @@ def test_gc_on_a_replacing_storage_is_for_a_single_writer(tmp_path: Path, told: 
     "upkeep/copies/replication.py:_damaged_blob", "Run `casckpt verify` and `casckpt repair` on that store, then copy"
 )
 def test_a_damaged_source_is_repaired_before_it_is_copied(
-    trained: Store, store_path: Path, tmp_path: Path, told: Told, run: Run
+    trained: Store, store_path: Path, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     shutil.copytree(store_path, tmp_path / "backup")
     changed_blob(store_path)
-    advice = told.text(run("copy", store_path, tmp_path / "copy", status=4).output)
+    advice = messages.text(run("copy", store_path, tmp_path / "copy", status=4).output)
     run(*advice.command("verify"), store_path, status=4)
     run(*advice.command("repair"), store_path, "--from", tmp_path / "backup")
     advice.says("then copy again")
@@ -234,11 +238,11 @@ def test_a_damaged_source_is_repaired_before_it_is_copied(
 
 @follows("upkeep/copies/replication.py:taken", "If you do not need it, forget it there first (`casckpt forget`)")
 def test_a_checkpoint_that_blocks_a_copy_is_forgotten(
-    trained: Store, store_path: Path, tmp_path: Path, told: Told, run: Run
+    trained: Store, store_path: Path, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     other = casckpt.open(tmp_path / "other")
     other.save({"x": 5}, run="a", step=1)
-    advice = told.text(run("copy", store_path, tmp_path / "other", status=5).output)
+    advice = messages.text(run("copy", store_path, tmp_path / "other", status=5).output)
     run(*advice.command("forget"), tmp_path / "other", "a@1")
     run("copy", store_path, tmp_path / "other")
     assert other.get("a@1").id == trained.get("a@1").id
@@ -246,7 +250,7 @@ def test_a_checkpoint_that_blocks_a_copy_is_forgotten(
 
 @follows("upkeep/copies/mirror.py:Mirror.wait", "with the next `casckpt.open` of the store if this program ends before")
 def test_a_late_mirror_continues_with_the_next_program(
-    store_path: Path, tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch
+    store_path: Path, tmp_path: Path, messages: Messages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mirror, may_end, attempt = tmp_path / "mirror", threading.Event(), Mirror._attempt
 
@@ -258,7 +262,7 @@ def test_a_late_mirror_continues_with_the_next_program(
         patch.setattr(Mirror, "_attempt", slow)
         store = casckpt.open(store_path, mirror=mirror)
         store.save({"x": 1}, run="a", step=1)
-        with told.error(StorageError) as advice:
+        with messages.error(StorageError) as advice:
             store.wait_for_mirror(timeout=0.01)
         may_end.set()
         store.wait_for_mirror()
@@ -285,10 +289,12 @@ def mirrored(store_path: Path, tmp_path: Path) -> Path:
     "upkeep/copies/mirror_notes.py:mirror_to_wait_for", "or save with the mirror again (casckpt.open with mirror=URL)"
 )
 @pytest.mark.parametrize("way", ["put back", "mirror="])
-def test_lost_settings_are_replaced_or_set_again(mirrored: Path, store_path: Path, told: Told, way: str) -> None:
+def test_lost_settings_are_replaced_or_set_again(
+    mirrored: Path, store_path: Path, messages: Messages, way: str
+) -> None:
     settings = store_path / "settings"
     settings.rename(store_path.with_name("settings"))
-    with told.error(Damaged) as advice:
+    with messages.error(Damaged) as advice:
         casckpt.open(store_path).gc(min_age=0)
     if way == "put back":
         advice.says("Put settings/ back")
@@ -302,10 +308,10 @@ def test_lost_settings_are_replaced_or_set_again(mirrored: Path, store_path: Pat
 @follows("upkeep/gc/purge.py:unless_mirror_is_gone", "mount its disk, or put it back; `casckpt copy` fills a new one")
 @pytest.mark.parametrize("way", ["put back", "copy", "unset"])
 def test_a_lost_mirror_is_restored_filled_or_unset(
-    mirrored: Path, store_path: Path, told: Told, run: Run, way: str
+    mirrored: Path, store_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     mirrored.rename(mirrored.with_name("elsewhere"))
-    with told.log() as advice:
+    with messages.log() as advice:
         assert casckpt.open(store_path).gc(min_age=0).purged == ()
     if way == "put back":
         advice.says("put it back")
@@ -315,18 +321,18 @@ def test_a_lost_mirror_is_restored_filled_or_unset(
     else:
         run(*advice.command("settings"))
     purged = [one.step for one in casckpt.open(store_path).gc(min_age=0).purged]
-    assert purged == ([] if way == "copy" else [1])  # a copy fills it with what is visible
+    assert purged == ([] if way == "copy" else [1])  # a copy fills the mirror with visible checkpoints
 
 
 @follows("upkeep/repair/verify.py:_check_arguments", "give mode='full', or leave out decode")
 @follows("upkeep/repair/verify.py:_check_arguments", "give 'full' or 'exists', and a fraction from 0 to 1")
-def test_contradictory_options_of_verify_are_changed(trained: Store, told: Told) -> None:
-    with told.error(InvalidInput) as advice:
+def test_contradictory_options_of_verify_are_changed(trained: Store, messages: Messages) -> None:
+    with messages.error(InvalidInput) as advice:
         trained.verify(mode="exists", decode=True)
     assert not trained.verify(decode=True, **advice.argument("mode")).is_damaged
     advice.says("leave out decode")
     assert not trained.verify(mode="exists").is_damaged
-    with told.error(InvalidInput) as advice:
+    with messages.error(InvalidInput) as advice:
         trained.verify(mode="all", sample=0)  # type: ignore[arg-type]
     advice.says("give 'full' or 'exists', and a fraction from 0 to 1")
     for mode in ("full", "exists"):

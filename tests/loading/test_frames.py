@@ -33,12 +33,12 @@ from tests.support.far import far
 from tests.support.faulty import FaultyStore, call_first, corrupt, fail_before
 from tests.support.gcs import collect
 from tests.support.halves import half_of
+from tests.support.progress_calls import ProgressCalls
 from tests.support.repositories import again, meanwhile, memory, objects_of
 from tests.support.rewrites import move
 from tests.support.saves import CELL, content, counted, flip, overwrite, same_state, small, small_folder
 from tests.support.servers import Server
 from tests.support.tensors import NAMES, same
-from tests.support.told import Told
 from tests.support.versions import STEPS, changed, saved, smooth, states, versions
 
 SLICED = ("bool", "uint8", "bfloat16", "float32", "float64", "complex64", "complex128")
@@ -73,7 +73,7 @@ def test_each_version_of_a_chain_loads_unchanged(
         store = saved(made, found, planes=planes)
         assert len(links(store, "latest", "m.w")) == STEPS
         for step, state in enumerate(found):
-            told = Told()
+            told = ProgressCalls()
             got = reopened(store).read(f"default@{step}", threads=threads, verify=verify, progress=told)
             assert same_state(got, state)
             assert told.done == told.total

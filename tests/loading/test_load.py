@@ -17,9 +17,9 @@ from casckpt.errors import CasckptError, InvalidInput, Mismatch, MissingKey, Not
 from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
 from tests.support.ids import named
+from tests.support.progress_calls import ProgressCalls
 from tests.support.saves import cells, same_state, small
 from tests.support.tensors import NAMES, dtype_of, raw, same
-from tests.support.told import Told
 
 REF = "default@1"
 
@@ -362,7 +362,7 @@ def test_any_number_of_threads_loads_the_same(store: Store, threads: int) -> Non
 
 def test_progress_counts_every_byte_once(store: Store) -> None:
     data = {"w": cells(9.5), "x": torch.arange(10)}
-    first, again, read = Told(), Told(), Told()
+    first, again, read = ProgressCalls(), ProgressCalls(), ProgressCalls()
     store.save(data, step=5, progress=first)
     store.save(data, step=6, progress=again)
     store.read("default@6", progress=read)

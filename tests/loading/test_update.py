@@ -22,11 +22,11 @@ from tests.support.far import far
 from tests.support.faulty import FaultyStore, corrupt, fail_before
 from tests.support.graphs import is_noticed
 from tests.support.halves import half_of
+from tests.support.progress_calls import ProgressCalls
 from tests.support.reads import blob_bytes
 from tests.support.saves import CELL, reopened, same_state, small, small_folder
 from tests.support.tensors import same
 from tests.support.together import emptied
-from tests.support.told import Told
 from tests.support.versions import STEPS, changed, saved, smooth, states, versions
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def test_an_update_goes_from_any_version_to_any_other(tmp_path: Path, threads: i
         store = reopened(saved(made, found, planes=planes))
         state, held = held_at(store, 0)
         for step in (1, 2, 3, 3, 0, 2, 1, 3, 1, 0):
-            told = Told()
+            told = ProgressCalls()
             held = store.update(state, ref(step), held=held, threads=threads, check=check, progress=told)
             assert (held.step, held) == (step, store.get(ref(step)))
             assert same_state(state, found[step])

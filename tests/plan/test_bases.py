@@ -1,4 +1,4 @@
-"""The choice of a base: few links, few bytes, full cells at different times; decided only from manifests."""
+"""The choice of a base: few links, few bytes, full cells at different times, and manifests as the only input."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ Size = Callable[[int], int]
 
 
 def one_step_of_rl(distance: int) -> int:
-    """Bytes of a delta between two versions: as measured 0.57 % of them, 7.7 % for 64 steps."""
+    """The bytes of a delta between two versions, as measured: 0.57 % of them, 7.7 % for 64 steps."""
     return round(0.0057 * PLAIN * math.pow(distance, 0.63))
 
 
 @dataclass
 class Run:
-    """Saves of one row. Of each version: the version that is its base (none for a key), and its stored bytes."""
+    """Saves of one row. Each version has its base (None for a full cell) and its stored bytes."""
 
     size: Size = one_step_of_rl
     place: str = "layers.0.weight 0"
     versions: list[tuple[int | None, int]] = field(default_factory=lambda: [(None, KEY)])
 
     def chain(self, version: int) -> list[int]:
-        """The versions that this one is made of, without its key, newest first."""
+        """The versions that a read of this one decodes, without the full cell, newest first."""
         found = []
         while (base := self.versions[version][0]) is not None:
             found.append(version)
@@ -58,11 +58,11 @@ class Run:
         return self
 
     def own(self) -> list[int]:
-        """The versions that are stored by themselves."""
+        """The versions that are stored in full."""
         return [version for version, (base, _) in enumerate(self.versions) if base is None]
 
 
-@settings(max_examples=max(60, settings().max_examples))  # the longest chain is seldom drawn
+@settings(max_examples=max(60, settings().max_examples))  # hypothesis seldom draws the longest chain
 @given(st.lists(st.integers(1, PLAIN), max_size=20), st.text(max_size=30))
 def test_a_base_is_in_the_chain_and_leaves_few_links(deltas: list[int], place: str) -> None:
     left = choose_base(deltas, PLAIN, place)
@@ -82,7 +82,7 @@ def test_the_parent_is_the_base_while_links_are_left(deltas: list[int]) -> None:
 def test_cells_changed_in_small_steps_get_a_new_base_together() -> None:
     assert choose_base([100, 100, 100, 9000], PLAIN, "any") == 3
     assert choose_base([100, 5000, 7000, 9000], PLAIN, "any") == 1
-    assert choose_base([9000, 100, 100, 100], PLAIN, "any") == 4  # all of it: a delta to the key
+    assert choose_base([9000, 100, 100, 100], PLAIN, "any") == 4  # all of it: a delta to the full cell
 
 
 def test_a_chain_that_another_writer_made_too_long_is_shortened() -> None:

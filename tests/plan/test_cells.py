@@ -1,4 +1,4 @@
-"""Cuts tile a shard exactly, and a cut that names a cell of the parent names just that cell."""
+"""Cuts tile a shard exactly, and a cut that names a cell of the parent names only that cell."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _check_known(groups: Sequence[Group], parent: ExtentTable) -> None:
 
 @st.composite
 def parents(draw: st.DrawFn, shape: Shape, cell: int) -> ExtentTable:
-    """What a save from any topology left."""
+    """The cells that a save from any topology leaves."""
     cells = [one for region in draw(partitions(shape)) for one in cells_of(plan_cells(region, shape, cell, None))]
     return table_of(shape, cell, cells, per_blob=draw(st.integers(1, 9)))
 
@@ -80,7 +80,7 @@ def test_cuts_along_any_parent_tile_the_region(shape: Shape, cell: int, data: st
 
 @given(st.integers(1, 12), st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(1, 20))
 def test_a_whole_tensor_finds_every_cell_of_uneven_columns(height: int, widths: list[int], cell: int) -> None:
-    """Some of them so wide that each of their rows is cut like the whole tensor, and some not."""
+    """Some columns are so wide that each of their rows is cut like the whole tensor."""
     shape = (height, sum(widths))
     starts = [sum(widths[:i]) for i in range(len(widths))]
     parts = [Box((0, start), (height, width)) for start, width in zip(starts, widths, strict=True)]
@@ -99,7 +99,7 @@ def test_the_same_shards_find_every_cell_again(shape: Shape, cell: int, data: st
 
 
 class Saves:
-    """One tensor, saved again and again from other topologies. The bytes never change: ``written`` counts cells."""
+    """One tensor, saved repeatedly from different topologies. The bytes never change. ``written`` counts cells."""
 
     def __init__(self, shape: Shape, cell: int) -> None:
         self.shape, self.cell = shape, cell
@@ -107,7 +107,7 @@ class Saves:
         self.digests: dict[Region, bytes] = {}
 
     def save(self, parts: Sequence[Region]) -> int:
-        """Elements of the cells that are not known."""
+        """Return the elements of the unknown cells."""
         written, places = 0, []
         for part in parts:
             for group in plan_cells(part, self.shape, self.cell, self.table):
@@ -146,7 +146,7 @@ def test_more_ranks_share_what_no_new_boundary_cuts(cell: int) -> None:
     saves = Saves(shape, cell)
     saves.save([whole(shape)])
     written = saves.save(rows(shape, 4))
-    assert written <= 3 * cell  # the cells that three boundaries cut, and no other
+    assert written <= 3 * cell  # only the cells that three boundaries cut
     assert [saves.save(rows(shape, ranks)) for ranks in (1, 2, 4)] == [0, 0, 0]
     assert saves.save(rows(shape, 3)) <= 2 * cell
 
@@ -190,7 +190,7 @@ def test_cells_stay_whole_over_many_topologies() -> None:
 
 
 def test_boxes_of_the_parent_that_overlap_each_other() -> None:
-    """As flat parts of overlapping boxes leave them, which as parts are disjoint."""
+    """Flat parts of overlapping boxes leave such boxes, although the parts are disjoint."""
     shape = (4, 4)
     parts = [
         Region(Box((0, 0), (4, 2)), 0, 4),

@@ -29,7 +29,7 @@ def _check(shape: Shape, parts: list[Region]) -> None:
     for hole in holes:
         assert hole.numel
         assert set(elements(hole, shape)) <= missing
-    assert bool(holes) == bool(missing) or overlaps  # with an overlap found, holes need not be looked for
+    assert bool(holes) == bool(missing) or overlaps  # after an overlap, the search for holes may be skipped
     assert len(holes) <= 4
     assert len(overlaps) <= 4
 
@@ -92,7 +92,7 @@ def test_many_columns_are_not_compared_pairwise() -> None:
 
 
 def test_simultaneously_open_boxes_are_not_compared_pairwise() -> None:
-    """As in a hostile manifest: upright strips beside level ones, which is half of all pairs in either dimension."""
+    """A hostile manifest can hold upright and level strips, which overlap in half of all pairs in either dimension."""
     count = 5000
     upright = [Region(Box((0, i), (count, 1)), 0, count) for i in range(count)]
     level = [Region(Box((i, count), (1, count)), 0, count) for i in range(count)]

@@ -1,4 +1,4 @@
-"""Two checkpoints are compared by key, dtype, shape and cells."""
+"""A comparison of two checkpoints is by key, dtype, shape and cells."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def _digests(text: str) -> list[bytes]:
 
 
 def _manifest(**tensors: str | tuple[str, str, Shape]) -> Manifest:
-    """Of each key the digests of its cells, as letters; all cells are full, but with ``(dtype, letters, shape)``."""
+    """For each key, letters stand for the digests of its cells. All cells are full except in ``(dtype, letters,
+    shape)``."""
     described = {}
     for key, value in tensors.items():
         dtype, text, shape = value if isinstance(value, tuple) else ("uint8", value, (CELL * len(value),))
@@ -66,7 +67,7 @@ def test_moved_cells_are_unchanged() -> None:
 
 
 def test_recut_cells_are_unchanged_where_boundaries_match() -> None:
-    """As after a save from more ranks: the first cell is in two parts now, the second is what it was."""
+    """After a save from more ranks, the first cell has two parts, and the second is unchanged."""
     shape = (2 * CELL,)
     box = full_box(shape)
     old = manifest(

@@ -1,4 +1,4 @@
-"""Keys are grouped by layer, in a limited number of groups, and none is lost."""
+"""Keys are grouped by layer, in a limited number of groups, and each key is in one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planned reads cover exactly the wanted elements, rounded to cells if verified, and no byte twice."""
+"""Planned reads cover exactly the requested elements, rounded to cells when verified, and read each byte once."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_verified_reads_cover_the_cells_of_wanted_elements(shape: Shape, data: s
 @given(full_shapes, st.data())
 def test_unverified_reads_cover_only_wanted_elements(shape: Shape, data: st.DataObject) -> None:
     table, wanted = data.draw(tables(shape)), data.draw(regions(shape))
-    with mock.patch.object(reads, "_SMALL_GAP", 0):  # else everything in a small tensor is near to everything
+    with mock.patch.object(reads, "_SMALL_GAP", 0):  # otherwise a small tensor has no large gap
         units = list(plan_units(table, wanted, verify=False))
     assert sorted(_all_elements(units, shape)) == sorted(elements(wanted, shape))
     _check_places(table, units)
@@ -85,7 +85,7 @@ def test_coded_cells_are_read_whole_and_once(case: Case, data: st.DataObject) ->
 
 
 def _check_places(table: ExtentTable, units: Sequence[Unit]) -> None:
-    """Each unit lies inside one extent, at its place."""
+    """Check that each unit lies inside one extent, at its place."""
     for unit in units:
         assert unit.digest is None
         assert unit.nbytes == (unit.hi - unit.lo) * ITEM
@@ -195,7 +195,7 @@ def test_all_ranks_together_read_everything(verify: bool, saved: int, loaded: in
     for split in (rows, columns):
         held = [list(plan_units(table, part, verify=verify)) for part in split(shape, loaded)]
         assert {i for units in held for i in _all_elements(units, shape)} == set(range(420))
-        if split is rows and verify:  # at most one cell more than what is wanted, at each end
+        if split is rows and verify:  # at most one additional cell at each end
             assert sum(unit.hi - unit.lo for units in held for unit in units) <= 420 + 2 * cell * loaded
 
 

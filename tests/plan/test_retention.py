@@ -1,4 +1,4 @@
-"""Retention: rules as a union per run, and checkpoints that no policy forgets."""
+"""Retention: a policy is the union of its rules per run, and some checkpoints are never forgotten."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DAY = 86_400_000_000
 
 
 def kept(number: int, step: int, run: str = "sft", day: int | None = None) -> SavedCheckpoint:
-    """Checkpoint ``number`` in order of transactions, created on ``day`` (its number unless given)."""
+    """Checkpoint ``number`` in order of transactions, created on ``day`` (by default its number)."""
     txid = make_txid(START + timedelta(days=number), number.to_bytes(8, "big"), run, step)
     return SavedCheckpoint(txid, run, step, (number if day is None else day) * DAY)
 
@@ -82,7 +82,7 @@ def test_keep_within_keeps_recent_checkpoints() -> None:
 
 
 def test_the_newest_of_each_day_week_and_month_stays() -> None:
-    """Days that have none do not count; day 0 is 1970-01-01, a Thursday."""
+    """Days without checkpoints do not count. Day 0 is 1970-01-01, a Thursday."""
     store = [kept(number, number * 10, day=day) for number, day in enumerate([0, 3, 3, 4, 31, 33])]
     assert steps(plan_forget(store, Policy(keep_daily=3), 0)) == [0, 10, 20]
     assert steps(plan_forget(store, Policy(keep_daily=9), 0)) == [10]
@@ -210,11 +210,11 @@ def scored(*values: float | None, name: str = "loss") -> list[SavedCheckpoint]:
     ("best", "stay"),
     [
         ("loss:1", [3]),
-        ("loss:min:2", [1, 3]),  # of equal ones the first
+        ("loss:min:2", [1, 3]),  # the first of equal ones
         ("loss:max:1", [0]),
         (["loss:1", "loss:max:1"], [0, 3]),
         ("loss:99", [0, 1, 2, 3]),
-        ("acc:3", [0, 1, 2, 3, 4, 5]),  # nobody knows which are the best
+        ("acc:3", [0, 1, 2, 3, 4, 5]),  # no checkpoint has the metric, so all of them stay
         (["loss:1", "acc:3"], [0, 1, 2, 3, 4, 5]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Known cells are found by key and by digest, in blobs that may be reused, and in no other."""
+"""Known cells are found by key and by digest, and only in blobs that may be reused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _known(*manifests: Manifest, has_parent: bool = True) -> ReusableCells:
 
 
 def _place(known: ReusableCells, digest: CellDigest) -> tuple[int, int] | None:
-    """Blob and offset of a known cell."""
+    """The blob and offset of a known cell."""
     found = known.find(digest)
     return found and (found.blob, found.offset)
 
@@ -120,7 +120,8 @@ def test_cells_are_located(shape: Shape, cell: int, data: st.DataObject) -> None
 
 @given(cases(), st.integers(0, 2), st.data())
 def test_coded_cells_are_found_with_their_bases(case: Case, before: int, data: st.DataObject) -> None:
-    """Behind another source with blobs of its own; and not at all if a blob of a base must not be reused."""
+    """The cells come after another source with its own blobs. They are not found if a blob of a base must not be
+    reused."""
     sizes = len(case.blob_sizes)
     refs = [BlobRef(BlobHash(f"{n:064x}"), 1 << 20, UPLOADER) for n in range(before + sizes)]
     worn = data.draw(st.integers(0, before + sizes))

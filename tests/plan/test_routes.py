@@ -1,4 +1,4 @@
-"""Routes between versions of a cell: they end where they are to, and none reads more than it must."""
+"""Routes between versions of a cell reach their end, and none reads more than necessary."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ NBYTES = 1000
 
 
 def cell(version: int, stored: int, base: StoredCell | None) -> StoredCell:
-    """A version of the cell; without a base it lies there as it is."""
+    """A version of the cell. Without a base it is stored in full."""
     frame = None if base is None else Frame(stored, base)
     return StoredCell(0, NBYTES * version, NBYTES, BOX, 0, 1000, cell_digest(b"%d" % version), frame)
 
 
 @st.composite
 def trees(draw: st.DrawFn) -> list[StoredCell]:
-    """Versions of which each is stored by itself, or told from any earlier one."""
+    """Versions, each stored in full or as a delta to any earlier one."""
     found: list[StoredCell] = []
     for version in range(draw(st.integers(1, 12))):
         base = draw(st.sampled_from([None, *found]))
@@ -35,7 +35,7 @@ def trees(draw: st.DrawFn) -> list[StoredCell]:
 
 
 def end(start: StoredCell, route: Route) -> StoredCell:
-    """Where a route leads to."""
+    """Return the end of a route."""
     at = start
     for one in route.undone:
         assert one == at
@@ -81,7 +81,8 @@ CELL, SIZE = 100, 2  # elements, and bytes of one
 
 @st.composite
 def tables(draw: st.DrawFn) -> list[ExtentTable]:
-    """Versions of a tensor. Of each some cells are new, told from an earlier version or from none; the others stay."""
+    """Versions of a tensor. In each, some cells are new, in full or as a delta to an earlier version, and the others
+    stay."""
     numel = draw(st.integers(1, 8)) * CELL - draw(st.sampled_from([0, 1]))
     cut = draw(st.sets(st.integers(1, numel), max_size=2)) - {numel}
     versions: list[list[StoredCell]] = []
@@ -142,7 +143,7 @@ Cells: TypeAlias = Mapping[tuple[int, int], StoredCell]
 
 
 def check_way(way: ExtentRoute | None, span: Span, mine: Cells, theirs: Cells, kept: set[Link]) -> None:
-    """It leads each cell to where it is to go; by itself a cell goes the way that reads the least."""
+    """Check that it leads each cell to its end, and that each cell takes the route with the fewest bytes."""
     routes = [find_route(mine[place], theirs[place], kept) for place in span.bounds]
     if way is None:
         assert span.size > 1 or routes == [None]

@@ -1,4 +1,4 @@
-"""Every element of every region is one rank's to write, replicas are shared out evenly, nothing is left to chance."""
+"""Exactly one rank writes each element of every region, ranks share replicas evenly, and the plan is deterministic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from casckpt.plan.writers import HeldRegions, WriteRanges, plan_writers
 
 @dataclass(frozen=True)
 class Row:
-    """What some ranks hold alike. ``shared``: by rank, as each of them says."""
+    """Equal rows of some ranks. ``shared``: by rank, whether that rank declares them shared."""
 
     name: int
     region: int
@@ -36,7 +36,7 @@ class Row:
 
 
 def held(rows: list[Row], ranks: int, order: list[int] | None = None) -> list[HeldRegions]:
-    """By rank, its rows, in the order of ``order``."""
+    """The rows of each rank, in the order of ``order``."""
     ordered = [rows[i] for i in order] if order else rows
     found = []
     for rank in range(ranks):
@@ -56,7 +56,7 @@ def held(rows: list[Row], ranks: int, order: list[int] | None = None) -> list[He
 
 
 def duties(rows: list[Row], ranks: int, order: list[int] | None = None) -> dict[tuple[int, int], dict[int, range]]:
-    """Of each region, by rank, which elements it writes."""
+    """The elements of each region that each rank writes."""
     ordered = [rows[i] for i in order] if order else rows
     found: dict[tuple[int, int], dict[int, range]] = defaultdict(dict)
     plan = plan_writers(held(rows, ranks, order))
@@ -126,10 +126,10 @@ def test_the_order_of_rows_changes_nothing(world: tuple[list[Row], int], random:
 @given(worlds())
 @example(([Row(0, 0, 0, 67, 6, 1, {0: True, 1: True})], 3))  # 24, 18 and 25 bytes
 def test_replicas_balance_the_ranks_as_far_as_possible(world: tuple[list[Row], int]) -> None:
-    """Where all replicas are on the same ranks: who was given some has at most two cells more than any other.
+    """If all replicas are on the same ranks, a rank with replicas to write has at most two cells more than any other.
 
-    Each cut is at most half a cell from where loads would be even: so a load is at most a cell above or below that, and
-    who has more than that on its own is given nothing.
+    Each cut is at most half a cell from the even split, so a load differs from that by at most one cell. A rank that
+    already has more gets nothing.
     """
     rows, ranks = world
     everywhere = dict.fromkeys(range(ranks), True)
@@ -166,7 +166,7 @@ def test_a_rank_with_enough_bytes_gets_no_part_of_a_cell(much: int) -> None:
 
 
 def test_small_sets_of_holders_are_assigned_first() -> None:
-    """Ranks 0 and 1 alone hold much: what all four hold goes to 2 and 3."""
+    """Only ranks 0 and 1 hold much, so ranks 2 and 3 write the rows that all four hold."""
     pair = Row(0, 0, 0, 4000, 10, 1, {0: True, 1: True})
     four = Row(1, 0, 0, 4000, 10, 1, dict.fromkeys(range(4), True))
     found = duties([four, pair], 4)

@@ -1,4 +1,4 @@
-"""What most tests of repositories begin with."""
+"""Fixtures for tests of repositories."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.repositories import memory, repository
 
 @pytest.fixture
 def faults() -> FaultyStore:
-    """The storage of ``repo``, which does what is injected."""
+    """The storage of ``repo``, with faults to inject."""
     return FaultyStore(memory())
 
 

@@ -1,4 +1,4 @@
-"""The cache of blobs: bounded, right or not used, by many at once, and never in the way."""
+"""The cache of blobs is bounded, never returns wrong bytes, allows many users at once, and never makes a load fail."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_least_recently_used_blobs_are_evicted_first(repo: Repository, storage: 
     assert names(root) == {ref.hash for ref in (refs[0], refs[2], refs[3])}
     cache.fill(storage, [refs[1], refs[2]], 2, silent)
     assert reader is not None
-    with reader:  # what is open stays readable, though its file may be gone
+    with reader:  # an open reader stays readable after its file was removed
         reader.read_into(0, [memoryview(bytearray(SIZE))])
 
 
@@ -140,7 +140,7 @@ def test_a_symlink_in_the_cache_is_not_followed(repo: Repository, storage: FarSt
 
 @pytest.fixture(params=["a file in its place", "a full disk", "no rights"])
 def unusable(request: pytest.FixtureRequest, root: Path, monkeypatch: pytest.MonkeyPatch) -> BlobCache:
-    """A cache that cannot be written."""
+    """A cache folder that is not writable."""
     cache = BlobCache(root)
     if request.param == "a file in its place":
         root.write_text("no folder")
@@ -166,7 +166,7 @@ def test_an_unwritable_cache_is_not_used(
 
 
 def test_an_unreadable_cache_is_not_used(repo: Repository, tmp_path: Path) -> None:
-    cache = BlobCache(tmp_path / ("x" * 300))  # an error of the operating system, as of a folder of somebody else
+    cache = BlobCache(tmp_path / ("x" * 300))  # an error of the operating system, as for another user's folder
     assert cache.open(put(repo, 0)) is None
     assert not cache.is_there
 

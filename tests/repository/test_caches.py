@@ -1,4 +1,4 @@
-"""The memory of a process about a store is bounded and separate."""
+"""The memory of a process about a store is bounded, and separate for each store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STATE = {"w": torch.arange(6.0), "x": [1]}
 def test_a_save_does_not_claim_announcements_read_by_another_thread_since(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The clock of another host is ahead: what it has saved stays the newest."""
+    """The clock of another host is ahead, so its save stays the newest."""
     store = small()
     store.save(STATE, run="a", step=1)
     ahead = repository(tmp_path, store.repository.storage, clock=Ticks(store.repository.clock() + 10**9))
@@ -43,7 +43,7 @@ def test_a_save_does_not_claim_announcements_read_by_another_thread_since(
 
 
 def fresh(tmp_path: Path, repo: Repository) -> Repository:
-    """Another process: nothing in memory."""
+    """A new process, with nothing in memory."""
     return repository(tmp_path, repo.storage)
 
 

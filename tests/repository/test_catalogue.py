@@ -1,4 +1,4 @@
-"""The catalogue: whatever happens to its file, the answers stay right and nothing is raised."""
+"""The catalogue: after any damage to its file, answers are correct and no error is raised."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def sql(path: Path, *statements: str) -> list[tuple[object, ...]]:
-    """What the last statement answers."""
+    """The result of the last statement."""
     with closing(sqlite3.connect(path)) as connection:
         rows: list[tuple[object, ...]] = []
         for statement in statements:
@@ -75,10 +75,10 @@ def test_added_records_are_present_for_the_next_process(path: Path, caplog: pyte
     check_empty(first)
     fill(first)
     check_filled(first)
-    check_filled(Catalogue(path))  # beside it
+    check_filled(Catalogue(path))  # by another object
     first.close()
     check_filled(Catalogue(path))
-    check_filled(first)  # opens again
+    check_filled(first)  # the file opens again
     assert warnings(caplog) == []
     assert sql(path, "PRAGMA journal_mode") == [("wal",)]
 
@@ -272,7 +272,7 @@ def test_threads_share_a_catalogue(path: Path, caplog: pytest.LogCaptureFixture)
 
 
 def write_many(path: Path, index: int, start: Barrier) -> None:
-    """Runs in a process of its own, all of which make the file at the same time."""
+    """Runs in several processes, which create the file at the same time."""
     start.wait(60)
     catalogue = Catalogue(path)
     for number in range(20):
@@ -294,7 +294,7 @@ def test_processes_share_a_catalogue_from_its_creation(path: Path) -> None:
 
 
 def test_a_fork_waits_until_no_thread_is_inside_sqlite(path: Path) -> None:
-    """SQLite has locks for the whole process: a child in which a thread held one that is not there waited for ever."""
+    """SQLite's locks cover the process. A child would wait forever if another thread held one during the fork."""
     catalogue = Catalogue(path)
     fill(catalogue)
     begun, about_to_fork, ended = threading.Event(), threading.Event(), threading.Event()
@@ -314,7 +314,7 @@ def test_a_fork_waits_until_no_thread_is_inside_sqlite(path: Path) -> None:
     thread = threading.Thread(target=catalogue._do, args=(slow, lambda: None))
     thread.start()
     begun.wait()
-    os.register_at_fork(before=about_to_fork.set)  # the last one that is registered goes first
+    os.register_at_fork(before=about_to_fork.set)  # the last registered callback runs first
     with forked(child):
         thread.join()
     assert catalogue.records("commits/child") == {"commits/child": b"x"}

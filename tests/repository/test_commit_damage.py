@@ -1,4 +1,4 @@
-"""Damaged records of commits are reported, never misread, and affect no other commit."""
+"""Damaged commit records are reported, never misread, and do not affect other commits."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_damaged_last_record_leaves_the_previous_state_in_doubt(repo: Reposito
     found = list_commits(repo)
     assert found.damaged.keys() == {forgotten.txid}
     assert found.commits[forgotten.txid].last == "committed"
-    assert newest_reusable(repo, "a", anew=True) is None  # no save builds on what may be purged
+    assert newest_reusable(repo, "a", anew=True) is None  # no save reuses a checkpoint that may be purged
     again = forget(repo, found.commits[forgotten.txid])
     assert again.number == 2
     assert list_commits(repo).damaged == {}
@@ -91,7 +91,7 @@ def test_a_damaged_last_record_leaves_the_previous_state_in_doubt(repo: Reposito
 
 @pytest.mark.parametrize("gone", [False, True])
 def test_a_kept_number_after_a_damaged_record_leaves_the_doubt(repo: Repository, gone: bool) -> None:
-    """It says nothing: the checkpoint may be purged, or restored."""
+    """The kept number does not show whether the checkpoint was purged or restored."""
     forgotten = forget(repo, commit_bare(repo, "a", 1))
     restored = restore(repo, forgotten)
     assert keep(repo, restored.txid, 3)
@@ -117,7 +117,8 @@ def test_kept_numbers_change_nothing_for_an_old_commit(repo: Repository) -> None
 
 
 def test_a_restore_that_the_listing_missed_is_not_hidden_by_a_kept_number(tmp_path: Path) -> None:
-    """Both were put while it ran, and it shows the later one: else the next gc would purge what is visible."""
+    """Both records appear during the listing, which shows the later one. Otherwise the next gc would purge a visible
+    checkpoint."""
 
     class Late(MemoryStore):
         def list(self, prefix: str, **known):  # type: ignore[no-untyped-def]  # as its base
@@ -145,7 +146,7 @@ def test_a_record_after_a_damaged_record_counts(repo: Repository) -> None:
 
 
 def test_a_purged_commit_unreadable_for_a_moment_is_read_at_the_next_look(tmp_path: Path) -> None:
-    """A mirror would copy it once more: of what was purged there it knows by these records alone."""
+    """A mirror would copy it again, since only these records show its purge."""
     faults = FaultyStore(MemoryStore(uuid4().hex))
     repo = repository(tmp_path, faults)
     purge(repo, forget(repo, commit_bare(repo)))
@@ -167,7 +168,7 @@ def test_a_log_without_its_first_record_is_damage(repo: Repository) -> None:
 
 def test_a_record_that_the_listing_missed_is_read(tmp_path: Path) -> None:
     class Late(MemoryStore):
-        """The listing began before the first record was put, and ended after the second."""
+        """The listing begins before the first record exists, and ends after the second."""
 
         def list(self, prefix: str, **known):  # type: ignore[no-untyped-def]  # as its base
             return (entry for entry in super().list(prefix, **known) if entry.key.endswith(".1"))

@@ -1,4 +1,4 @@
-"""Storages in which two writers can both win are found out and refused, before anything is stored in them."""
+"""casckpt detects storages on which two writers can both win, and refuses them before it stores anything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.repositories import Ticks, commit_bare, repository
 
 
 class Unknown(MemoryStore):
-    """A storage of which nobody knows whether it creates exclusively: it does."""
+    """A storage without a declared guarantee. It does create exclusively."""
 
     exclusive: bool | None = None
     read_only = False
@@ -40,7 +40,7 @@ class Unknown(MemoryStore):
 
 
 class Ignoring(Unknown):
-    """Ignores the condition without a word."""
+    """Ignores the condition silently."""
 
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         self.puts.append(key)
@@ -48,7 +48,7 @@ class Ignoring(Unknown):
 
 
 class LooksFirst(Unknown):
-    """Looks whether the key is taken, and writes then: together, several do."""
+    """Checks for the key and then writes, so several concurrent writers succeed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class LooksFirst(Unknown):
 
 
 class Lying(Unknown):
-    """Tells one racer that it has created the key, and keeps the bytes of another."""
+    """Reports success to one writer, and keeps the bytes of another."""
 
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         if self.size(key) is not None:
@@ -176,7 +176,7 @@ def test_a_failing_probe_decides_nothing(tmp_path: Path) -> None:
 
 
 class Losing(Unknown):
-    """Loses its first answers, and says to the puts that are made again that the key is taken."""
+    """Loses its first answers, and reports a taken key to the repeated puts."""
 
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         super().put(key, data, settle=settle)

@@ -28,7 +28,7 @@ ERRORS = [StorageError("no answer"), Damaged("torn on its way"), NotFound("not y
 
 
 class Others:
-    """What other processes, and disks, do to the records of a few transactions."""
+    """The changes by other processes and disks to the records of a few transactions."""
 
     def __init__(self, repo: Repository) -> None:
         self.repo = repo
@@ -38,7 +38,7 @@ class Others:
     def do(self, change: str, txid: TxId) -> None:
         spoiled = [key for key in self.written if txid in key]
         if any(self.repo.storage.size(key) is None for key in spoiled) or (spoiled and change != "give up"):
-            return  # no name is given twice
+            return  # no name occurs twice
         found = list_commits(self.repo, anew=True)
         changes = {"forget": log.forget, "restore": log.restore, "purge": log.purge}
         if change in changes and txid in found.commits:
@@ -89,6 +89,6 @@ def test_a_warm_listing_equals_a_first_listing(changes: list[tuple[str, int, int
                 else:
                     others.do(change, txid)
             except CasckptError:
-                pass  # what is not allowed, or cannot be read, is no change
+                pass  # a forbidden or unreadable change has no effect
             faults.heal()
         assert said(list_commits(held)) == said(list_commits(repository(folder / "fresh", storage)))

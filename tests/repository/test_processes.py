@@ -1,4 +1,4 @@
-"""A process on this host is proved dead, or counts as alive."""
+"""casckpt proves that a process on this host is dead, or treats it as alive."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_process_that_proc_hides_is_not_dead(tmp_path: Path, monkeypatch: pyte
     me = this_process()
     (tmp_path / "sys/kernel/random").mkdir(parents=True)
     (tmp_path / "sys/kernel/random/boot_id").write_text(me.boot_id)
-    (tmp_path / "self").symlink_to("/proc/self")  # as with hidepid=2: only some entries are shown
+    (tmp_path / "self").symlink_to("/proc/self")  # as with hidepid=2: only some entries are visible
     monkeypatch.setattr(processes, "PROC", tmp_path)
     assert this_process().boot_id == me.boot_id
     assert not is_dead(me)
@@ -150,7 +150,7 @@ def test_a_lock_is_held_and_released(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
-    """As a worker of a data loader does, which lives as long as the training: a mirror would wait for its end."""
+    """A worker of a data loader lives as long as the training, and a mirror would wait for its end."""
     path = tmp_path / "lock"
     held = alone_on_this_host(path)
     with held:

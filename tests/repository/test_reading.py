@@ -1,4 +1,4 @@
-"""Records are read from the store once by a host, and decoded once by a process; listings stay exact all the same."""
+"""A host reads each record from the store once, a process decodes it once, and listings stay exact."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ def test_a_record_of_another_size_is_read_again(tmp_path: Path) -> None:
     list_commits(repo)
     repo.storage.replace(commit_key(made.txid), b"torn")
     assert isinstance(list_commits(repo).damaged[made.txid], Damaged)
-    assert isinstance(list_commits(repo).damaged[made.txid], Damaged)  # what is damaged is never taken as known
+    assert isinstance(list_commits(repo).damaged[made.txid], Damaged)  # a damaged record is never cached
 
 
 def test_a_fresh_read_notices_a_corrupted_known_record(tmp_path: Path) -> None:
     class Silent(MemoryStore):
-        """Its listings say nothing of what is in an object, as those of a folder whose disk has turned a bit."""
+        """Its listings do not show changed content, like a folder on a disk with a flipped bit."""
 
         def list(self, prefix: str, **known: Any) -> Iterator[ListedObject]:
             return (ListedObject(entry.key, entry.size) for entry in super().list(prefix, **known))

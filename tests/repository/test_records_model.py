@@ -1,4 +1,4 @@
-"""Commits, tags and references against a model that is a dict: actions of users and gcs in any order."""
+"""Commits, tags and references compared with a model that is a dict, for users and gcs that act in any order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TAGS = st.sampled_from(["best", "base"])
 
 @dataclass
 class Known:
-    """What the model knows of one transaction."""
+    """The model of one transaction."""
 
     txid: TxId
     run: str
@@ -48,7 +48,7 @@ class Known:
 
 
 class RecordsModel(RuleBasedStateMachine):
-    """``model``: transactions in the order in which they began. ``tagged``: what each tag names."""
+    """``model``: transactions in the order of their begin. ``tagged``: the target of each tag."""
 
     known = Bundle("known")
 
@@ -64,7 +64,7 @@ class RecordsModel(RuleBasedStateMachine):
     def teardown(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    # ---- what people and gcs do
+    # ---- actions of people and gcs
 
     @rule(target=known, run=RUNS, step=STEPS, copied=st.booleans())
     def commit(self, run: str, step: int, copied: bool) -> TxId:
@@ -142,7 +142,7 @@ class RecordsModel(RuleBasedStateMachine):
         clock, entropy = self.repo.clock, self.repo.entropy
         self.repo = repository(self.folder, self.storage, clock=clock, entropy=entropy)
 
-    # ---- what must hold
+    # ---- invariants
 
     @invariant()
     def the_listing_is_the_model(self) -> None:
@@ -175,7 +175,8 @@ class RecordsModel(RuleBasedStateMachine):
 
     @invariant()
     def tags_name_what_the_model_says(self) -> None:
-        """The commit that a tag was set on, and while that is not visible another one of the same checkpoint."""
+        """A tag names the commit that it was set on, or another one of the same checkpoint while that one is not
+        visible."""
         assert {name: tag.txid for name, tag in tags.tags(self.repo).items()} == self.tagged
         found = list_commits(self.repo)
         for name, txid in self.tagged.items():
@@ -191,7 +192,7 @@ class RecordsModel(RuleBasedStateMachine):
                 assert (commit.run, commit.step, commit.id) == (one.run, one.step, one.manifest)
 
     def check(self, ref: str, candidates: list[Known], found: log.CommitList) -> None:
-        """``ref`` names the last of ``candidates``, or nothing."""
+        """Check that ``ref`` names the last of ``candidates``, or nothing."""
         if candidates:
             assert refs.resolve(self.repo, ref, found).txid == candidates[-1].txid
         else:

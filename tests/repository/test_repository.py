@@ -1,4 +1,4 @@
-"""The marker, the settings, transaction ids, and records whose put was not answered."""
+"""The marker, the settings, transaction ids, and puts of records without an answer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_store_without_its_marker_is_not_recreated(tmp_path: Path) -> None:
 
 
 def test_a_process_overtaken_during_creation_uses_the_existing_store(tmp_path: Path) -> None:
-    """Between his looks for a marker and for records, another one makes the store and saves."""
+    """Between its search for a marker and for records, another process creates the store and saves."""
     storage = FaultyStore(memory())
     other = Repository(storage.inner, tmp_path / "other")
 

@@ -1,4 +1,4 @@
-"""Requirements in the settings: a version that does not know them writes nothing, and may read."""
+"""Requirements in the settings: a version without support for them writes nothing, and may read."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_version_with_an_unknown_requirement_writes_nothing(
 
 
 def test_a_transaction_begun_during_a_new_requirement_is_refused(repo: Repository, faults: FaultyStore) -> None:
-    """It asks once it is open: who demands something waits for those that are open then."""
+    """The transaction checks once it is open. A writer of the requirement waits for open transactions."""
     faults.inject(call_first("put", meanwhile(lambda: demand(repo)), key="transactions/*"))
     with pytest.raises(Unsupported):
         transactions.begin(repo, "run", 1)

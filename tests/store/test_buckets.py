@@ -1,4 +1,4 @@
-"""Checkpoints in a bucket: many writers at once, networks and servers that fail, and how few requests a load takes."""
+"""Checkpoints in a bucket: concurrent writers, failing networks and servers, and the number of requests of a load."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
 RACERS, SAVERS, SAVES = 4, 3, 2
-NEW = 150  # cells of each save: its first blobs wait long for the commit, so a gc that takes them is found out
+NEW = 150  # cells of each save: its first blobs wait long for the commit, so the test notices a gc that deletes them
 MIB = 1 << 20
 
 
 @pytest.fixture(params=[pytest.param("straight", marks=pytest.mark.soak), "in trouble"])
 def endpoint(request: pytest.FixtureRequest, seaweed_server: Server) -> Iterator[str]:
-    """Where a real server answers, once over a network that loses one of ten requests."""
+    """The address of a real server, once behind a network that loses one of ten requests."""
     if request.param == "straight":
         yield seaweed_server.endpoint
         return
@@ -64,7 +64,7 @@ def place(seaweed_server: Server, endpoint: str) -> RemoteLocation:
 
 
 def opened(place: RemoteLocation, cache: Path) -> Store:
-    """As each host opens it, with small cells and blobs."""
+    """The store as each host opens it, with small cells and blobs."""
     store = Store(Repository(RemoteStore(place), cache))
     store.create(cell_bytes=CELL, blob_bytes=64 << 10)
     return store
@@ -74,7 +74,7 @@ def opened(place: RemoteLocation, cache: Path) -> Store:
 
 
 def records_of(rank: int, txid: TxId) -> dict[str, Record]:
-    """One of each kind that only one may create, as this rank would have it."""
+    """One record of each kind that only one writer may create, as this rank writes it."""
     commit = Committed(
         txid=txid, run="r", step=1, time=rank, manifest=manifest_id(str(rank)), created_at=rank,
         bytes_total=rank, head=manifest_id("head"), manifest_bytes=1,
@@ -88,7 +88,7 @@ def records_of(rank: int, txid: TxId) -> dict[str, Record]:
 
 
 def race(rank: int, _: int, place: RemoteLocation, cache: Path, txid: TxId) -> list[bool]:
-    """Which of the records that all want to create did this rank create?"""
+    """Return the records that this rank created, while all ranks try to create each."""
     repo, won = opened(place, cache / str(rank)).repository, []
     for key, record in records_of(rank, txid).items():
         dist.barrier()
@@ -127,11 +127,11 @@ def test_hosts_that_save_a_step_agree_on_the_winner(ranks: Pool, place: RemoteLo
     assert same_state(store.read("r@1"), {"w": cells(2, seed=rank)})
 
 
-# writers beside a gc
+# writers during a gc
 
 
 def training(rank: int, step: int) -> dict[str, Any]:
-    """Something that all runs share, something that a run keeps, something new."""
+    """A state with one value that all runs share, one that a run keeps, and one that is new."""
     return {"base": cells(20, seed=1), "own": cells(10, seed=100 + rank), "new": cells(NEW, seed=1000 * rank + step)}
 
 
@@ -144,7 +144,7 @@ def save_or_collect(rank: int, size: int, place: RemoteLocation, folder: Path) -
         try:
             for step in range(SAVES):
                 store.save(training(rank, step), run=f"run-{rank}", step=step, no_dist=True)
-                assert same_state(store.read(f"run-{rank}@{step}"), training(rank, step))  # kept until the next one
+                assert same_state(store.read(f"run-{rank}@{step}"), training(rank, step))  # kept until the next save
         finally:
             done[rank].touch()
         return 0
@@ -188,14 +188,14 @@ class Held:
             raise StorageError("the test let the save wait for ever")
 
     def go(self) -> None:
-        """Let it commit; done when it has."""
+        """Let the save commit, and wait for it."""
         self._free.set()
         self._saved.result(60)
         self._pool.shutdown()
 
 
 def with_garbage(place: RemoteLocation, cache: Path) -> Store:
-    """A store in which a gc has something to delete, and so to wait for."""
+    """A store with garbage, so that gc has to wait."""
     store = opened(place, cache)
     for step in range(2):
         store.save({"new": cells(2, seed=step)}, run="r", step=step)
@@ -229,7 +229,7 @@ def test_a_gc_keeps_checkpoints_committed_meanwhile(place: RemoteLocation, tmp_p
 
 @pytest.fixture
 def mortal(tmp_path: Path) -> Iterator[Server]:
-    """A real server of this test's own, to be killed."""
+    """A real server that this test kills."""
     (tmp_path / "server").mkdir()
     with servers.running(servers.seaweed(tmp_path / "server")) as server:
         yield server
@@ -247,7 +247,7 @@ def test_a_server_killed_during_a_save_leaves_nothing_half_visible(mortal: Serve
             saved = outcome_of(lambda step=step: store.save(state(step), step=step))  # type: ignore[misc]  # bound now
             seen.add(type(saved))
             assert isinstance(saved, StorageError | casckpt.Checkpoint)
-            mortal.kill()  # where the save took fewer requests
+            mortal.kill()  # if the save needed fewer requests
             proxy.calm()
             mortal.start_again()
             visible = ("default", step) in steps(patient)
@@ -271,7 +271,7 @@ def test_a_save_survives_a_restart_of_the_server(mortal: Server, tmp_path: Path,
         mortal.kill()
         keeper.submit(mortal.start_again)
 
-    # a server dies with the thread that started it, so that thread is kept
+    # the server dies with the thread that started it, so that thread stays alive
     with ThreadPoolExecutor(1) as keeper, Proxy(mortal.endpoint) as proxy:
         store = impatient(mortal, proxy, bucket, tmp_path / "cache", Backoff(attempts=12))
         store.save(state(0), step=0)
@@ -290,7 +290,7 @@ def test_a_save_survives_a_restart_of_the_server(mortal: Server, tmp_path: Path,
 def test_loading_an_eighth_of_a_checkpoint_reads_an_eighth(
     verify: bool, request: pytest.FixtureRequest, tmp_path: Path, full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bytes, by exactly the requests that were planned. With --full: 1 GiB, on a real server."""
+    """This counts bytes and requests. With --full: 1 GiB on a real server."""
     server: Server = request.getfixturevalue("seaweed_server" if full else "moto_server")
     count, rows = (16, 1032) if full else (4, 120)  # tensors; rows of 64 KiB, of which 16 are a cell
     url = f"s3://{server.new_place()}/store"
@@ -313,7 +313,7 @@ def test_loading_an_eighth_of_a_checkpoint_reads_an_eighth(
     with Proxy(server.endpoint) as proxy:
         through = server.options | {"endpoint_url": proxy.endpoint}
         store = casckpt.open(url, storage_options=through, cache_dir=tmp_path / "b")
-        store.get("latest")  # what names it is small
+        store.get("latest")  # the records that name it are small
         before = len(proxy.seen)
         store.load(wanted, "latest", verify=verify)
         gets = [one for one in proxy.seen[before:] if one.path.endswith(".safetensors")]
@@ -326,12 +326,12 @@ def test_loading_an_eighth_of_a_checkpoint_reads_an_eighth(
     assert len({one.path for one in gets}) == len({batch.blob for batch in planned})
     moved = sum(batch.nbytes for batch in planned)
     assert moved <= 1.05 * nbytes + (2 * MIB * count if verify else 0)
-    # the minimum: pieces of 8 MiB, and one more where a range continues in another blob
+    # the minimum: pieces of 8 MiB, and one more if a range continues in another blob
     assert len(gets) <= count * (-(-part * 65536 // (8 * MIB)) + 1) + len({batch.blob for batch in planned})
 
 
 def test_a_save_and_a_load_need_few_requests(moto_server: Server, tmp_path: Path) -> None:
-    """Nothing is asked twice: exact numbers, so that a change that asks more shows."""
+    """The numbers are exact, so the test notices any additional request."""
     url = f"s3://{moto_server.new_place()}/store"
     with Proxy(moto_server.endpoint) as proxy:
         options = moto_server.options | {"endpoint_url": proxy.endpoint}
@@ -346,7 +346,7 @@ def test_a_save_and_a_load_need_few_requests(moto_server: Server, tmp_path: Path
         assert len(mine) <= 14
         before = len(proxy.seen)
         store.load({"w": torch.empty(MIB)}, "default@2")
-        gets = ["GET"] * 5  # what was announced last, and next; the commit's record, and the next; a range
+        gets = ["GET"] * 5  # the last and the next announcement; the commit's record, and the next; a range
         assert [one.method for one in proxy.seen[before:]] == gets
 
 
@@ -366,7 +366,7 @@ def test_a_watch_needs_few_requests(moto_server: Server, tmp_path: Path) -> None
         told = watcher.next()
         assert told is not None
         assert told.commit.step == 1
-        # is there another; the announcement known last, the new one, and none behind it (two at once); its log
+        # the next announcement; the last known one, the new one, and the next (two at once); its log
         assert [one.method for one in proxy.seen[before:]] == ["HEAD", *["GET"] * 6]
 
 

@@ -17,8 +17,8 @@ from casckpt.storage.local.reader import LocalReader
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
 from tests.support.far import FarStore, far
+from tests.support.progress_calls import ProgressCalls
 from tests.support.saves import blob_keys, cells, flip, same_state, small
-from tests.support.told import Told
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def state() -> dict[str, Any]:
 
 @pytest.fixture
 def store(storage: FarStore, state: dict[str, Any], folder: Path) -> Store:
-    """A store that is far away, with a checkpoint of several blobs, opened with a cache of this host."""
+    """A remote store with a checkpoint of several blobs, opened with a cache on this host."""
     small(storage).save(state, step=1)
     assert len(blob_keys(small(storage))) > 3
     return Store(Repository(storage, folder))
@@ -114,7 +114,7 @@ def test_an_empty_cache_is_not_queried_for_each_blob(
 
 
 def test_prefetched_blobs_are_not_read_by_the_load(store: Store, storage: FarStore, state: dict[str, Any]) -> None:
-    seen = Told()
+    seen = ProgressCalls()
     fetched = store.pre_download("latest", progress=seen)
     assert fetched == seen.done == sum(entry.size for entry in storage.list("objects/") if "safetensors" in entry.key)
     assert store.pre_download("latest") == 0
@@ -144,7 +144,7 @@ def test_damaged_cache_entries_are_dropped_and_read_from_the_store(
     store.pre_download("latest")
     spoil_all(folder)
     into = {key: torch.zeros_like(value) for key, value in state.items() if isinstance(value, torch.Tensor)}
-    done = Told()
+    done = ProgressCalls()
     store.load(into, "latest", progress=done)
     assert all(torch.equal(into[key], state[key]) for key in into)
     assert "is damaged in this cache" in caplog.text

@@ -1,4 +1,4 @@
-"""Delta checkpoints through the life of a store: collected, copied, mirrored, and interrupted anywhere."""
+"""Delta checkpoints through the life of a store: gc, copies, mirrors, and interruptions at any call."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def saved(store: Store, *, more: int = STEPS) -> Store:
 
 
 def check(store: Store, wanted: list[int]) -> None:
-    """Check that exactly these are visible, whole and verified."""
+    """Check that exactly these checkpoints are visible, complete and verified."""
     found = reopened(store)
     assert [step for _, step in steps(found)] == wanted
     assert all(same_state(found.read(f"default@{step}"), state(step)) for step in wanted)
@@ -46,7 +46,7 @@ def check(store: Store, wanted: list[int]) -> None:
 
 @pytest.fixture(scope="module")
 def objects() -> dict[str, bytes]:
-    """Those of a store with a key and deltas."""
+    """The objects of a store with a key and deltas."""
     store = saved(small(memory()))
     assert [ckpt.commit.committed.bytes_deltas > 0 for ckpt in store.checkpoints()] == [False] + [True] * (STEPS - 1)
     return objects_of(store.repository.storage)
@@ -56,7 +56,7 @@ def objects() -> dict[str, bytes]:
 def test_a_gc_of_delta_checkpoints_may_be_killed_anywhere(
     objects: dict[str, bytes], way: str, seed: int, full: bool
 ) -> None:
-    stride = 1 if full else 3  # each way begins elsewhere
+    stride = 1 if full else 3  # each way begins at another call
     at, ended = seed % stride, False
     while not ended:
         at += stride
@@ -80,7 +80,7 @@ def test_a_gc_of_delta_checkpoints_may_be_killed_anywhere(
 def test_a_copy_of_a_delta_checkpoint_includes_its_bases(
     objects: dict[str, bytes], way: str, seed: int, full: bool
 ) -> None:
-    """Alone, into an empty store, interrupted at any call: it is whole or absent, and the next copy completes it."""
+    """A copy into an empty store, interrupted at any call, is complete or absent. The next copy completes it."""
     stride = 1 if full else 3
     source, at, ended = Store(Repository(again(objects))), seed % stride, False
     while not ended:
@@ -135,7 +135,8 @@ def test_thinned_checkpoints_keep_bases_of_their_weights() -> None:
 
 @pytest.mark.parametrize("at", [1, 3, 6, 10])
 def test_a_mirror_follows_saves_of_deltas(tmp_path: Path, at: int) -> None:
-    """Its visible checkpoints are whole even after failures. The store purges only checkpoints that are safe there."""
+    """The mirror's visible checkpoints are complete even after failures. The store purges only checkpoints that the
+    mirror has."""
     link = FaultyStore(LocalStore(tmp_path / "away"))
     small_folder(tmp_path / "store")
     store = casckpt.open(tmp_path / "store", mirror=Store(Repository(link)))
@@ -162,7 +163,8 @@ def test_a_mirror_follows_saves_of_deltas(tmp_path: Path, at: int) -> None:
 def test_a_mirror_killed_anywhere_shows_only_complete_checkpoints(
     objects: dict[str, bytes], way: str, seed: int, monkeypatch: pytest.MonkeyPatch, *, full: bool
 ) -> None:
-    """At any change, of the store or of the mirror; and then a gc here purges nothing that is not safe there."""
+    """The kill comes at any change of the store or the mirror. A gc then purges only checkpoints that the mirror
+    has."""
     monkeypatch.setattr(mirror, "JOBS", 1)
     stride = 1 if full else 7
     at, ended, shown = seed % stride, False, set[int]()
@@ -188,12 +190,12 @@ def test_a_mirror_killed_anywhere_shows_only_complete_checkpoints(
 
 
 def caught_up(storage: ObjectStore, away: ObjectStore) -> None:
-    """One pass of a mirror."""
+    """Run one pass of a mirror."""
     mirror.Mirror(Repository(storage), Repository(away))._catch_up(mirror._State())
 
 
 def steps_of(storage: ObjectStore) -> list[int]:
-    """Return the steps of the visible checkpoints, each whole and verified."""
+    """Return the steps of the visible checkpoints, each complete and verified."""
     store = Store(Repository(storage))
     found = [step for _, step in steps(store)] if store.repository.exists() else []
     if found:

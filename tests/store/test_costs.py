@@ -23,7 +23,7 @@ W, B = CELL * CELLS, 40  # bytes of the two tensors
 
 
 class Meter:
-    """A small store that counts the bytes that were hashed and copied."""
+    """A small store that counts hashed and copied bytes."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.storage = LocalStore(folder)
@@ -72,16 +72,16 @@ def part(cost: dict[str, int], *names: str) -> tuple[int, ...]:
 def test_a_first_save_hashes_and_copies_each_byte_once(meter: Meter) -> None:
     cost = meter.of(lambda: meter.store.save(state(), step=0))
     assert part(cost, "hashed", "copied") == (W + B, W + B)
-    # the transaction, one blob, the manifest, the announcement, the commit; is it a store?
+    # the transaction, one blob, the manifest, the announcement, the commit; the marker
     assert part(cost, "puts", "reads") == (5, 1)
-    # eight of the fsyncs are of folders that are new; two listings: nothing is announced, and nothing committed
+    # eight of the fsyncs are for new folders; two listings are of announcements and commits
     assert part(cost, "fsyncs", "requests") == (17, 14)
 
 
 def test_an_unchanged_save_copies_nothing_large_and_writes_no_blob(meter: Meter) -> None:
     meter.store.save(state(), step=0)
     cost = meter.of(lambda: meter.store.save(state(), step=1))
-    assert part(cost, "hashed", "copied") == (W + B, B)  # what is small goes through a buffer: one hash if it changed
+    assert part(cost, "hashed", "copied") == (W + B, B)  # a small value goes through a buffer: one hash if it changed
     assert part(cost, "puts", "reads", "fsyncs", "requests") == (4, 4, 9, 12)
 
 
@@ -116,7 +116,7 @@ def test_a_load_reads_and_hashes_each_byte_once_and_copies_none(meter: Meter) ->
     target = {name: torch.zeros_like(data) for name, data in state().items()}
     cost = meter.of(lambda: meter.store.load(target, saved))
     assert part(cost, "hashed", "copied", "bytes_read") == (W + B, 0, W + B + looking)
-    assert part(cost, "reads", "requests") == (3, 4)  # that record, what may be behind it; the open, the read
+    assert part(cost, "reads", "requests") == (3, 4)  # that record and the next number; the open and the read
     cost = meter.of(lambda: meter.store.load(target, saved, verify=False))
     assert part(cost, "hashed", "copied", "bytes_read") == (0, 0, W + B + looking)
 

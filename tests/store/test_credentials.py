@@ -1,4 +1,4 @@
-"""Credentials that expire or allow too little: errors name the missing right, and nothing is half visible."""
+"""Credentials that expire or allow too little: errors name the missing right, and no checkpoint is half visible."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ CODES = ["ExpiredToken", "InvalidAccessKeyId", "AccessDenied"]
 
 @pytest.mark.parametrize("code", CODES)
 def test_a_save_survives_expiring_credentials(code: str, moto_server: Server, tmp_path: Path, full: bool) -> None:
-    """After any of its requests: nothing is half visible, the error says it, and a save with new ones works.
+    """They expire after any request. No checkpoint is half visible, the error names the cause, and a save with new ones
+    succeeds.
 
     By default each code comes after every third request, and together after every one.
     """
@@ -40,7 +41,9 @@ def test_a_save_survives_expiring_credentials(code: str, moto_server: Server, tm
             if not isinstance(saved, StorageError):
                 break
             failed += 1
-            for save in store.transactions():  # whose end could not be written; else each later save asks for it
+            for (
+                save
+            ) in store.transactions():  # of saves whose end could not be written; otherwise each later save checks them
                 store.revoke(save.txid)
             assert says.get(code, "does not know this access key") in str(saved)
             assert servers.SECRET not in f"{saved} {saved.__cause__!r} {store.repository.storage!r}"
@@ -53,7 +56,7 @@ def test_a_save_survives_expiring_credentials(code: str, moto_server: Server, tm
 
 
 def test_readers_need_only_read_rights(moto_server: Server, tmp_path: Path) -> None:
-    """Reads write nothing, and a save names the missing right."""
+    """Reads write nothing, and the error of a save names the missing right."""
     bucket = moto_server.new_bucket()
     with Proxy(moto_server.endpoint) as proxy:
         mine = impatient(moto_server, proxy, bucket, tmp_path / "mine", Backoff())

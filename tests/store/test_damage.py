@@ -1,4 +1,4 @@
-"""Loads of damaged, missing or hostile data: a clear error that names affected keys, and no other effect."""
+"""Loads of damaged, missing or hostile data raise an error that names the affected keys, and have no other effect."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 
 def key_of(store: Store, ref: str, tensor: str) -> str:
-    """Key of the first blob that a tensor lies in."""
+    """The key of the first blob of a tensor."""
     manifest = manifests.get(store.repository, store.get(ref).commit)
     blob = manifest.blob(manifest.extents(manifest.tensors[tensor]).extents[0].blob)
     return f"objects/{blob.uploader}/{blob.hash}.safetensors"
@@ -223,7 +223,7 @@ SECTIONS = ("index", "places", "blobs", "cells", "rows")
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_flipped_byte_in_a_section_of_a_manifest_is_noticed(store: Store, section: str) -> None:
-    """The error names the damage, unaffected entries load, and gc stops only where it cannot decide."""
+    """The error names the damage, unaffected entries load, and gc stops only if it cannot decide."""
     ckpt = store.get("a@2")
     key = manifest_key(ckpt.commit.txid, ckpt.commit.id)
     found = decode_head(content(store, key))[section]
@@ -287,7 +287,7 @@ def test_a_manifest_that_contradicts_its_record_stops_a_gc(store: Store, change:
 
 
 def forge(store: Store, change: Change) -> str:
-    """A checkpoint evil@1 with a changed manifest of a@2, all of its hashes right."""
+    """Store a checkpoint evil@1 with a changed manifest of a@2 and correct hashes."""
     manifest = manifests.get(store.repository, store.get("a@2").commit)
     parts = taken_apart(manifest)
     parts.index |= {"run": "evil", "step": 1}
@@ -308,7 +308,7 @@ def all_of(*changes: Change) -> Change:
 
 
 def shapes(*shapes: tuple[int, ...]) -> Change:
-    """Of the two entries."""
+    """The shapes of the two entries."""
     return all_of(
         setting("index", "entries", "dimensions", to=pack([len(shape) for shape in shapes])),
         setting("index", "entries", "shape", to=pack([extent for shape in shapes for extent in shape])),
@@ -380,10 +380,10 @@ def test_a_hostile_manifest_is_refused(name: str) -> None:
         again.load(template, ref)
     except CasckptError:
         pass
-    else:  # as where the tree is damaged, which nobody needs who has a template
+    else:  # for example a damaged tree, which a load with a template does not need
         assert same_state(template, {"m": {"shared": cells(3, seed=1)}})
     assert same_state(again.read("a@1"), {"m": {"shared": cells(3, seed=1)}})
-    for run, step in (("a", 3), ("new", 1), ("evil", 2)):  # it costs saves their reuse, nothing more
+    for run, step in (("a", 3), ("new", 1), ("evil", 2)):  # the saves reuse less, and nothing else changes
         state = {"m": {"shared": cells(3, seed=1), "other": cells(3, seed=step)}}
         again.save(state, run=run, step=step)
         assert same_state(again.read(f"{run}@{step}"), state)
@@ -407,7 +407,7 @@ def test_extents_that_overlap_across_boxes_do_not_show_foreign_memory() -> None:
 
 @pytest.mark.in_memory
 def test_random_damage_to_any_object_is_noticed_or_harmless(seed: int) -> None:
-    """After any flip or truncation a load gives correct bytes or one of our errors, and listings work."""
+    """After any flip or truncation, a load returns correct bytes or raises an error of casckpt, and listings work."""
     rng = random.Random(seed)
     state = {"w": cells(20, seed=1), "x": {"y": torch.arange(300)}, "o": b"z" * 6000}
     made = small()
@@ -431,7 +431,7 @@ def test_random_damage_to_any_object_is_noticed_or_harmless(seed: int) -> None:
 
 @pytest.mark.parametrize("long", [False, True])
 def test_the_unchanged_base_of_a_forgery_is_read(long: bool) -> None:
-    """So that the tests above do not pass for another reason."""
+    """This proves that the tests above pass for the right reason."""
     store = small()
     store.save({"m": {"shared": cells(3, seed=1), "own": cells(3, seed=2)}}, run="a", step=2)
     same = with_column("lo", lambda column: column) if long else all_of()
@@ -439,10 +439,10 @@ def test_the_unchanged_base_of_a_forgery_is_read(long: bool) -> None:
 
 
 def test_a_cell_is_compared_as_a_whole_though_a_load_wants_a_part_of_it(store: Store) -> None:
-    """The damage may lie outside the wanted part."""
+    """The damage may lie outside the requested part."""
     key = key_of(store, "b@1", "own")
     data = bytearray(store.repository.storage.get(key, limit=1 << 20))
-    data[DATA_OFFSET + 4000] ^= 1  # of the first cell, of which the first 100 numbers are wanted
+    data[DATA_OFFSET + 4000] ^= 1  # in the first cell; the load reads its first 100 numbers
     overwrite(store, key, bytes(data))
     part = casckpt.Shard(torch.zeros(100), (3072,), flat=(0, 100))
     with pytest.raises(Damaged, match="own"):

@@ -1,4 +1,4 @@
-"""Real trainings that change every weight, saved as deltas: killed, resumed, collected, loaded elsewhere."""
+"""Real trainings that change every weight and save deltas: killed, resumed, collected, and loaded elsewhere."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ WHOLE = 2 * 2 * BLOCKS * ROWS * COLUMNS  # bytes of one version
 CELL, BLOB = (
     WHOLE >> 8,
     WHOLE >> 4,
-)  # such that heads (4 KiB a blob, 50 bytes a frame) are a small part, as of large ones
+)  # so that heads (4 KiB per blob, 50 bytes per frame) are a small part, as for large tensors
 
 
 @dataclass(frozen=True)
 class Training:
-    """One attempt. ``dies_at``: SIGKILL comes ``after`` so many seconds in the save of that version, or behind it."""
+    """One attempt. ``dies_at``: SIGKILL comes ``after`` some seconds in the save of that version, or after it."""
 
     url: str
     folder: Path
@@ -53,13 +53,13 @@ class Training:
     after: float = 0.0
 
     def store(self) -> Store:
-        """The store as a process opens it. This host caches what loads read from a bucket."""
+        """The store as a process opens it. This host caches reads from a bucket."""
         found = casckpt.open(self.url, storage_options=dict(self.options) or None, cache_dir=self.folder / "host")
         found.create(cell_bytes=CELL, blob_bytes=BLOB)
         return found
 
     def diary(self) -> list[dict[str, Any]]:
-        """Each saved version, in any attempt."""
+        """Every saved version, of any attempt."""
         return [json.loads(line) for line in (self.folder / "diary").read_text().splitlines()]
 
 
@@ -80,17 +80,17 @@ def network(size: int) -> nn.Module:
 
 
 def weights(net: nn.Module) -> dict[str, DTensor]:
-    """The weights of a float32 training in the dtype of use."""
+    """The weights of a float32 training in the dtype of inference."""
     return {key: value.detach().to(torch.bfloat16) for key, value in net.state_dict().items()}
 
 
 def digest(state: Mapping[str, DTensor]) -> str:
-    """Of all bytes of all ranks."""
+    """The digest of all bytes of all ranks."""
     return cell_digest(b"".join(bytes_of(one.full_tensor()) for one in state.values())).hex()
 
 
 def train(rank: int, size: int, plan: Training) -> None:
-    """Save each missing version. A training that resumes repeats all steps up to there."""
+    """Save each missing version. A resumed training repeats all steps before it."""
     store, net = plan.store(), network(size)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-6)
     done = max((ckpt.step for ckpt in store.checkpoints()), default=0)
@@ -102,7 +102,7 @@ def train(rank: int, size: int, plan: Training) -> None:
         optimizer.zero_grad()
         if step == done:
             found: dict[str, DTensor] = emptied(weights(net))
-            if plan.options:  # or the cache of this host has only blobs of which a load wants half
+            if plan.options:  # otherwise the cache of this host holds only blobs of which a load reads half
                 store.pre_download(f"default@{step}", {"model": found})
             store.load({"model": found}, f"default@{step}")
             assert digest(found) == digest(weights(net))
@@ -150,7 +150,7 @@ def whole_and_unasked(store: Store, step: int) -> int:
 
 
 def load(rank: int, size: int, plan: Training, steps: list[int]) -> list[dict[int, str]]:
-    """Return the reads of any number of ranks, first of rows and then of columns."""
+    """Load on any number of ranks, first rows and then columns. Return the reads."""
     store, mesh, read = plan.store(), line(size), list[dict[int, str]]()
     for dim in (0, 1):
         read.append({})
@@ -163,11 +163,11 @@ def load(rank: int, size: int, plan: Training, steps: list[int]) -> list[dict[in
 
 @contextmanager
 def collecting(plan: Training) -> Iterator[None]:
-    """Beside it, a gc after the other."""
+    """Run one gc after another during the block."""
     store, over, failed = plan.store(), threading.Event(), list[Exception]()
 
     def collect() -> None:
-        while not over.wait(1.0 if plan.options else 0.2):  # a process that talks to a bucket takes its time of others
+        while not over.wait(1.0 if plan.options else 0.2):  # a process that uses a bucket takes time from the others
             try:
                 store.gc(keep_last=KEPT, min_age=0, wait=0)
             except Exception as error:  # noqa: BLE001 - raised at the end

@@ -1,4 +1,5 @@
-"""Every storage call of a save fails once, before and after its effect: an error or success, and never half of it."""
+"""Every storage call of a save fails once, before and after its effect. The save fails or succeeds, but never in
+part."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ KINDS = {"before": fail_before, "after": fail_after}
 
 
 def states() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Three states: the second reuses some of the first and has blobs of its own, the third some of both."""
+    """Three states. The second reuses some blobs of the first and adds its own; the third reuses both."""
     first = {"kept": cells(20, seed=1), "changed": cells(20, seed=2), "o": b"x" * 5000}
     second = first | {"changed": cells(20, seed=3), "new": cells(20, seed=4)}
     return first, second, second | {"changed": cells(20, seed=5)}
@@ -42,7 +43,7 @@ def prepared(inner: ObjectStore) -> tuple[FaultyStore, Store]:
 
 
 def calls_of_a_save() -> list[tuple[str, int]]:
-    """Every call of the second save: method, and which call of that method it is."""
+    """Every call of the second save: its method and its number among the calls of that method."""
     faulty, store = prepared(memory())
     first = len(faulty.calls)
     store.save(states()[1], step=2, threads=1)
@@ -59,7 +60,7 @@ def reopened(store: Store) -> Store:
 
 
 def check_after(store: Store, failed: bool) -> None:
-    """Nothing of a failed save is visible, all of a successful one is, and the next save works."""
+    """Check that a failed save shows nothing, a successful one everything, and that the next save works."""
     first, second, third = states()
     for look in (store, reopened(store)):
         assert steps(look) == [("default", 1)] + [("default", 2)] * (not failed)
@@ -102,7 +103,7 @@ def test_a_repeatedly_failing_put_fails_the_save(where: str, key: str, kind: str
     except StorageError:
         failed = True
     faulty.heal()
-    assert failed or kind == "after"  # where the bytes turn out to be there, it may go on
+    assert failed or kind == "after"  # the save continues if the bytes exist
     check_after(store, failed)
 
 
@@ -116,7 +117,7 @@ def test_a_commit_with_a_lost_answer_and_a_failed_check_is_found() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_storage_that_fails_from_the_commit_on_is_an_error(kind: str) -> None:
-    """Its visibility is unknown, so it is an error. Later readers see all of it or nothing."""
+    """The result is unknown, so the save fails. Later readers see all of it or nothing."""
     faulty, store = prepared(memory())
     gone = [fail_before(method, times=1000) for method in ("put", "get", "list", "size", "delete")]
     faulty.inject(
@@ -183,11 +184,11 @@ def test_a_storage_error_during_a_lookup_is_raised(method: str) -> None:
     assert same_state(again.read(ref), states()[0])
 
 
-# revoked by a gc meanwhile
+# revoked by a gc during the save
 
 
 def revoker(store: Store, faulty: FaultyStore, *, purge: bool = False) -> Callable[[Call], None]:
-    """Act as a gc that believes the save dead: revoke it, and delete all its uploads."""
+    """Act as a gc that takes the save for dead: revoke it, and delete its blobs."""
 
     def revoke(_: Call) -> None:
         names = [parse_log(key) for key in faulty.keys("put") if key.startswith("transactions/")]
@@ -221,7 +222,7 @@ def test_a_revoked_save_is_retried_without_reuse(method: str, key: str, caplog: 
 
 
 def test_a_save_revoked_while_its_reused_blobs_are_deleted_is_retried() -> None:
-    """Then missing blobs are not damage, and nothing is marked."""
+    """The missing blobs are not damage, so casckpt marks none."""
     faulty, store = prepared(memory())
     faulty.inject(call_first("size", revoker(store, faulty, purge=True), key="objects/*"))
     ckpt = store.save(states()[1], step=2)
@@ -249,7 +250,7 @@ def _refs(store: Store, ref: str) -> list[Any]:
 
 
 def test_repeatedly_lost_answers_fail_the_save() -> None:
-    """A put of a blob that is there with another size went wrong on the server."""
+    """If the blob exists with another size, the server stored it wrongly."""
     faulty, store = prepared(memory())
 
     def spoil(call: Call) -> None:

@@ -1,4 +1,5 @@
-"""Sharded tensors of other libraries in a state with other values: saved by their content, loaded in place."""
+"""Sharded tensors of other libraries in a state with other values. A save stores their content, and a load fills them
+in place."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ WHOLE = torch.arange(48, dtype=torch.int32).reshape(8, 6)
 
 
 class FlatTensor(torch.Tensor):
-    """Has the attributes of OLMo-core's ShardedFlatTensor."""
+    """A tensor with the attributes of OLMo-core's ShardedFlatTensor."""
 
     unsharded_shape: tuple[int, ...] = ()
     unsharded_flattened_offsets: tuple[tuple[int, int], ...] = ()
@@ -73,7 +74,8 @@ def test_foreign_tensors_are_saved_and_loaded_in_place_on_ranks(ranks: Pool, tmp
 
 
 def nested(rank: int, size: int, path: Path) -> None:
-    """Rows over all ranks, each of them columns over a group of one: FSDP over tensor parallel, as it used to be."""
+    """Rows over all ranks, each of them split into columns over a group of one: FSDP over tensor parallelism in older
+    versions."""
     alone = [dist.new_group([one]) for one in range(size)][rank]
     mine = WHOLE[4 * rank : 4 * rank + 4].clone()
     halves = [TorchShard.from_tensor_and_offsets(mine[:, at : at + 3].contiguous(), [0, at], rank) for at in (0, 3)]

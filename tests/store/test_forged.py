@@ -1,7 +1,7 @@
-"""A writer without a key tries to have other bytes loaded under a pinned or signed id.
+"""An attacker without a key stores other bytes under a pinned or signed id.
 
-The id is the hash of the index. Everything else of a manifest, the head, and the record that names the head are written
-anew here, so that all hashes are right but those that the index has.
+The id is the hash of the index. The attacks rewrite everything else of a manifest, its head and the record that names
+the head. All hashes are correct except those in the index.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def manifest_of(store: Store, ref: str) -> bytes:
 
 
 def put_instead(store: Store, ref: str, changed: Mapping[str, bytes]) -> None:
-    """Give a checkpoint other sections, with a head and a record that fit them."""
+    """Replace sections of a checkpoint, with a matching head and record."""
     storage, commit = store.repository.storage, store.get(ref).commit
     had = sections(manifest_of(store, ref))
     parts = {name: changed.get(name, data) for name, (_, data) in had.items()}
@@ -162,7 +162,7 @@ def test_bits_flipped_under_correct_hashes_do_not_change_loaded_values(
 def test_a_verified_manifest_is_not_used_for_another_id(store: Store, open_trusting: Callable[[], Store]) -> None:
     store.save(EVIL, run="run", step=2, attachments={"a.txt": b"evil"})
     trusting = open_trusting()
-    assert trusting.get("run@2").tensors  # what there is, which is no secret, is held now
+    assert trusting.get("run@2").tensors  # the tensors, which are not secret, are in memory now
     commit = store.get("run@2").commit
     record = msgspec.structs.replace(commit.committed, manifest=store.get("run@1").id)
     store.repository.storage.replace(commit_key(commit.txid), records.encode(record))

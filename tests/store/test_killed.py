@@ -1,5 +1,4 @@
-"""A save that is killed at any instant leaves the whole checkpoint or none of it, and nothing that blocks later
-saves."""
+"""A save killed at any instant leaves the whole checkpoint or nothing, and does not block later saves."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 
 def done(module: str, *arguments: str | Path) -> None:
-    """Run a program of its own to its end."""
+    """Run a program to its end."""
     ended = run_script(module, *arguments, cwd=ROOT, patience=PATIENCE)
     assert ended.status == 0, ended.told
 
@@ -50,7 +49,7 @@ def test_a_save_killed_at_many_instants_loses_nothing(killed: Path, way: str) ->
         check_all(store, {("default", step): state(step) for step in (1, 2)})
         assert not store.verify().is_damaged
         result = store.gc(wait=0, min_age=0)
-        assert not result.waiting, point.name  # its process is dead, and that can be proved here
+        assert not result.waiting, point.name  # its process is dead, and this host can prove it
         check_clean(store)
         check_all(store, {("default", step): state(step) for step in (1, 2)})
         store.save(state(3), step=3, compress="auto")

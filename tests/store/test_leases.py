@@ -1,4 +1,4 @@
-"""Expiring tags and leases from outside: a leased checkpoint loads despite gcs and policies."""
+"""Expiring tags and leases: a leased checkpoint loads despite gcs and policies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def store() -> Store:
-    """run@0 to run@2, each with a tensor of its own."""
+    """A store with run@0 to run@2, each with its own tensor."""
     made = small()
     for step in range(3):
         made.save(state(step), run="run", step=step, metrics={"loss": 1.0 / (step + 1)}, healthy=step > 0)
@@ -122,7 +122,7 @@ def test_leases_leave_one_small_record_behind(store: Store) -> None:
     assert len(list(store.repository.storage.list("tags/"))) == 1
 
 
-# loads that hold their checkpoint
+# loads that lease their checkpoint
 
 
 def empty() -> dict[str, Any]:
@@ -172,7 +172,7 @@ def test_a_load_that_cannot_take_a_lease_fails_before_it_changes_anything(error:
 
 
 def test_a_lease_on_latest_holds_the_latest_at_that_time(store: Store) -> None:
-    """The checkpoint was forgotten between the listing and the lease."""
+    """Another process forgets the checkpoint between the listing and the lease."""
     storage = FaultyStore(store.repository.storage)
     reader = small(storage)
 
@@ -187,7 +187,7 @@ def test_a_lease_on_latest_holds_the_latest_at_that_time(store: Store) -> None:
 
 
 def leases_of(rank: int, size: int, path: Path) -> tuple[int, int]:
-    """How many leases there were meanwhile, and are now."""
+    """Count the leases during the call and after it."""
     store, found, most = casckpt.open(path), empty(), [0]
 
     def look(done: int, total: int | None) -> None:
@@ -205,7 +205,7 @@ def test_rank_0_holds_a_lease_for_all_ranks(ranks: Pool, tmp_path: Path) -> None
     assert len(list((tmp_path / "store" / "tags").iterdir())) == 1
 
 
-# beside a gc
+# during a gc
 
 
 HOLD = """
@@ -241,7 +241,7 @@ def later(store: Store, hours: float) -> None:
 
 
 def test_no_leased_checkpoint_is_deleted_by_gcs(tmp_path: Path) -> None:
-    """Two readers and a gc in a loop, as a training saves."""
+    """Two readers and a gc run in a loop while a training saves."""
     store, over = small_folder(tmp_path / "store"), threading.Event()
     store.save(state(0), run="run", step=0)
     read: list[int] = []

@@ -1,4 +1,4 @@
-"""Writers that may only add, and readers: their work succeeds, and forbidden actions fail."""
+"""Writers that can only add files, and readers: their work succeeds, and forbidden actions fail."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_reader_loads_and_changes_nothing(role: Role, tmp_path: Path) -> None:
 
 
 def test_deleted_objects_in_a_versioned_bucket_can_be_recovered(moto_server: Server, tmp_path: Path) -> None:
-    """A keeper deletes everything in the store. Without the delete markers it is unchanged."""
+    """A keeper deletes everything in the store. Removing the delete markers restores it unchanged."""
     client, bucket = moto_server.client, "locked"
     client.create_bucket(Bucket=bucket, ObjectLockEnabledForBucket=True)
     rule = {"DefaultRetention": {"Mode": "COMPLIANCE", "Days": 1}}

@@ -1,4 +1,4 @@
-"""One store object in many lives: pickled, forked, used while its process ends."""
+"""One store object after pickling, in forks, and at the end of a process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_used_store_can_be_pickled(store: casckpt.Store) -> None:
 
 
 def test_a_forked_child_may_save_in_the_background(store: casckpt.Store) -> None:
-    """The thread of the parent is not there in the child; waiting for it would take for ever."""
+    """The child lacks the parent's thread, so it must not wait for it."""
     store.save_async({"w": torch.ones(3)}, step=1).result()
     with forked(lambda: store.save_async({"w": torch.zeros(3)}, step=2).result(SECONDS)):
         pass
@@ -49,9 +49,8 @@ def test_a_forked_child_may_save_in_the_background(store: casckpt.Store) -> None
 
 
 def test_a_save_to_a_bucket_is_finished_when_the_interpreter_ends(moto_server: Server, tmp_path: Path) -> None:
-    """Also one that has hardly begun, of a store that nobody holds: S3's client works with pools of threads, which
-    Python forbids to work on before it waits for ours.
-    """
+    """This includes a save that has just begun, of a store without references. S3's client uses thread pools, and
+    Python shuts these down before it waits for casckpt's thread."""
     url = f"s3://{moto_server.new_place()}/store"
     code = (
         "import sys, json, threading, casckpt, torch\n"
@@ -157,7 +156,7 @@ PROGRAMS = (IN_BACKGROUND, BESIDE_A_CHILD, COLLECTED, *FAILED, *FINE)
 
 
 class Ended(NamedTuple):
-    """How a program ended. ``said``: what it has written, on stdout and stderr."""
+    """The end of a program. ``said``: its stdout and stderr."""
 
     said: str
     status: int
@@ -166,7 +165,7 @@ class Ended(NamedTuple):
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """Ends of all programs, each with a store of its own: forks of one, for imports take a while."""
+    """The ends of all programs. They are forks of one process, since imports are slow, and each has its own store."""
 
     def run(folder: Path) -> None:
         programs = {str(folder / str(number)): program for number, program in enumerate(PROGRAMS)}
@@ -190,14 +189,14 @@ def test_saves_in_the_background_are_finished_when_the_interpreter_ends(ended: d
 
 
 def test_a_forked_child_may_exit_during_a_save_of_its_parent(ended: dict[str, Ended]) -> None:
-    """It does not wait for that save, which never ends in it."""
+    """The child does not wait for that save, which never ends in it."""
     said, status, store = ended[BESIDE_A_CHILD]
     assert (said, status) == ("second\nfirst " * 2, 0)
     assert [one.step for one in store.checkpoints()] == [1]
 
 
 def test_an_unreported_failed_last_save_sets_the_exit_status(ended: dict[str, Ended]) -> None:
-    """Whatever else runs at its end runs. One whose saves did well is as ever, and `sys.exit` is Python's own."""
+    """The other exit handlers still run. Successful saves do not change the status, and neither does `sys.exit`."""
     wanted = FAILED | FINE
     assert {program: ended[program].status for program in wanted} == wanted
     for program in wanted:
@@ -216,7 +215,7 @@ def test_an_unreported_failed_last_save_is_logged_at_exit(ended: dict[str, Ended
 
 
 def test_a_deleted_store_is_recreated_by_the_next_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As in a notebook whose folder was removed while the object stays. Otherwise no process could open the new
+    """In a notebook, a user may remove the folder while the store object stays. Other processes must still open the new
     save."""
     store = casckpt.open(tmp_path / "store")
     store.create(cell_bytes=8192, blob_bytes=1 << 16)
@@ -249,7 +248,8 @@ def test_a_relative_or_home_cache_folder_is_made_absolute(tmp_path: Path, monkey
 
 
 def test_the_cache_folder_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a program and for the command line. An explicit argument wins, and an empty variable has no effect."""
+    """This works for programs and for the command line. An explicit argument wins, and an empty variable has no
+    effect."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CASCKPT_CACHE_DIR", "there")
     store = casckpt.open(tmp_path / "store")

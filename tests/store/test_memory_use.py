@@ -1,4 +1,4 @@
-"""Saves and loads take a fixed amount of memory beside the state, whatever its size."""
+"""Saves and loads use a fixed amount of memory beside the state, for any size of state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MOST = 24  # MiB: two blobs of 1 MiB in the making, reads of 8 MiB for each of two threads, and what Python takes
+MOST = 24  # MiB: two blobs of 1 MiB in the making, reads of 8 MiB for each of two threads, and Python's own
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc")
@@ -21,4 +21,4 @@ def test_memory_beyond_the_state_is_bounded(tmp_path: Path, mib: int) -> None:
     found = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     saved, loaded, saved_again = map(float, found.split())
     assert max(saved, loaded, saved_again) <= MOST
-    assert sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors")) >= mib << 20  # nothing was shared
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors")) >= mib << 20  # no file is shared

@@ -1,4 +1,4 @@
-"""Modes of torch in the calling program change nothing about saved and loaded values."""
+"""torch's modes in the calling program do not change saved and loaded values."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def state(factor: float) -> dict[str, Any]:
 
 
 def wide(factor: float) -> dict[str, Any]:
-    """The same in other dtypes, so that torch has to convert."""
+    """The same values in other dtypes, so that torch has to convert them."""
     found = state(factor)
     return {key: value.to(torch.float64) if key in "wt" else value for key, value in found.items()}
 
@@ -83,7 +83,7 @@ def test_saves_and_loads_are_the_same_in_every_mode(name: str, threads: int) -> 
     assert same_state(read, two)
     assert same_state(here, one)
     assert same_state(cast, wide(1))
-    store.save_async(one, step=3).result()  # in the memory that was made in that mode
+    store.save_async(one, step=3).result()  # into the memory that was allocated in that mode
     assert same_state(store.read("default@3"), one)
 
 
@@ -137,14 +137,14 @@ def test_exchanges_work_with_any_default_device(ranks: Pool) -> None:
 
 
 def test_every_new_tensor_names_its_device() -> None:
-    """Else it is where the calling program wants its own: under ``torch.set_default_device("cuda")`` on a GPU."""
+    """Otherwise the default device of the caller applies: ``torch.set_default_device("cuda")`` means a GPU."""
     found = {path.relative_to(PACKAGE).as_posix(): without_a_device(path) for path in PACKAGE.rglob("*.py")}
-    del found["frontends/demo.py"]  # a training of its own, in a program of its own
+    del found["frontends/demo.py"]  # a training that runs as its own program
     assert {path: calls for path, calls in found.items() if calls} == {}
 
 
 def without_a_device(path: Path) -> list[str]:
-    """The calls in a module that make a tensor and do not say where."""
+    """Find the calls in a module that create a tensor without a device."""
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     made = [node for node in calls if isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "torch"]
     return [

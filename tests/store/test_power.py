@@ -1,8 +1,8 @@
-"""Power loss at any instant: returned saves are present, visible ones are complete, and work continues.
+"""Power loss at any instant keeps returned saves, shows only complete checkpoints, and does not stop later work.
 
-Processes save, thin, forget and collect, one after the other; some are killed, and leave names behind that are not
-durable. What the disk may hold after a loss of power is looked at, at many instants, with what this host knew, and
-without.
+Processes save, thin, forget and collect, one after the other. Some are killed and leave names that are not durable. The
+test checks the possible contents of the disk at many instants after a power loss, with and without the notes of the
+host.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DROP = "optim.*"
 
 
 def state(step: int) -> dict[str, Any]:
-    """Some of it is that of all steps, and some is new, in files of its own."""
+    """Some values are equal in all steps, and some are new, in their own files."""
     model = {"kept": cells(20, seed=1), "new": cells(2, seed=step)}
     return {"model": model, "optim": {"m": cells(20, seed=50 + step)}, "step": step}
 
@@ -42,8 +42,8 @@ def opened(folder: Path, cache: Path) -> Store:
 
 @dataclass
 class User:
-    """Acts at random. ``there``: steps that must not be lost. It removes a step here before it forgets it in the
-    store."""
+    """A user with random actions. ``there``: the steps that must survive. The user removes a step here before it
+    forgets it in the store."""
 
     dice: random.Random
     there: set[int] = field(default_factory=set)
@@ -77,7 +77,7 @@ class User:
 
 
 def lives(folder: Path, dice: random.Random) -> tuple[Disk, Path]:
-    """Up to three processes, one after the other, in one store."""
+    """Run up to three processes, one after the other, in one store."""
     root, caches = folder / "store", folder / "caches"
     root.mkdir(parents=True)
     user = User(dice)
@@ -93,7 +93,7 @@ def lives(folder: Path, dice: random.Random) -> tuple[Disk, Path]:
                     user.act(store)
             except Killed:
                 pass
-            disk.dies_at = disk.calls  # what threads of it are left
+            disk.dies_at = disk.calls  # its remaining threads
             for thread in threading.enumerate():
                 if thread is not threading.current_thread() and not thread.daemon:
                     thread.join(30)
@@ -103,7 +103,7 @@ def lives(folder: Path, dice: random.Random) -> tuple[Disk, Path]:
 
 
 def wrongs(folder: Path, cache: Path, there: frozenset[int]) -> list[str]:
-    """Return the broken promises in words."""
+    """Describe the broken promises."""
     found = []
     store = opened(folder, cache)
     visible = {one.step: one for one in store.checkpoints()}

@@ -39,7 +39,7 @@ def test_every_dtype_and_layout_is_read_back(anywhere: Store) -> None:
 def test_every_dtype_and_layout_is_filled_in_place(anywhere: Store) -> None:
     state, template = every_tensor(1), every_tensor(2)
     for group in template.values():
-        for layout in ("expanded", "expanded scalar", "overlapping"):  # these hold no element of their own for each
+        for layout in ("expanded", "expanded scalar", "overlapping"):  # these have fewer elements than places
             group[layout] = torch.empty_like(group[layout], memory_format=torch.contiguous_format)
     tensors = [tensor for group in template.values() for tensor in group.values()]
     anywhere.save(state, step=1)

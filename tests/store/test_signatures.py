@@ -1,4 +1,4 @@
-"""Signed checkpoints load wherever they are stored, and all others are refused."""
+"""Signed checkpoints load from anywhere, and all others are refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def bob(tmp_path: Path) -> Pair:
 
 @pytest.fixture
 def store(tmp_path: Path, alice: Pair) -> Store:
-    """run@1 and run@2, signed; run@3, not."""
+    """A store with run@1 and run@2, signed, and run@3, not signed."""
     made = small_folder(tmp_path / "store")
     for step in (1, 2, 3):
         made.save(state(step), run="run", step=step, metadata={"n": step}, attachments={"a.txt": b"x"})
@@ -131,7 +131,7 @@ def test_every_loading_front_end_requires_signatures(trusting: Callable[[], Stor
 
 
 def test_front_ends_read_manifests_through_the_signature_check() -> None:
-    """Data of a manifest that is read before the check may be hostile: notes may hold pickles."""
+    """Data before the check may be hostile: notes may hold pickles."""
     named = [path for path in (PACKAGE / "frontends").rglob("*.py") if "manifests.get(" in path.read_text()]
     assert named == []
 
@@ -334,7 +334,9 @@ def test_a_checkpoint_found_by_id_is_verified_though_its_record_is_exchanged(
     store: Store, alice: Pair, trusting: Callable[[], Store]
 ) -> None:
     first = store.get("run@2").id
-    store.save(state(5), run="run", step=2, overwrite=True)  # signed, too: it could be handed out for the first
+    store.save(
+        state(5), run="run", step=2, overwrite=True
+    )  # signed, too, so an attacker could pass it off as the first
     store.sign("run@2", key=alice.private)
     reader = trusting()
     found = reader.get(first)

@@ -1,4 +1,4 @@
-"""Saves and loads end on all ranks if a server falls silent, and earlier checkpoints stay."""
+"""Saves and loads end on all ranks if a server stops answering, and earlier checkpoints stay."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BEGIN, UPLOAD, COMMIT = 2, 5, 9
 
 
 def opened(options: Mapping[str, Any], bucket: str, cache: Path) -> Store:
-    """The store there, with small cells and blobs."""
+    """Open the store there, with small cells and blobs."""
     store = Store(Repository(RemoteStore(RemoteLocation("s3", f"{bucket}/store", {**options, **IMPATIENT})), cache))
     store.create(cell_bytes=CELL, blob_bytes=64 << 10)
     return store
@@ -56,7 +56,7 @@ def test_a_save_ends_when_the_server_falls_silent(after: int, moto_server: Serve
 
 
 def save_on_ranks(rank: int, size: int, options: list[Mapping[str, Any]], bucket: str, cache: Path) -> Any:
-    """Return the outcome of a save of all ranks. Each rank has its own connection to the server."""
+    """Save on all ranks and return the outcome. Each rank has its own connection to the server."""
     store = opened(options[rank], bucket, cache / str(rank))
     found = outcome_of(lambda: store.save({"own": casckpt.PerRank(cells(40, seed=rank))}, step=1))
     dist.barrier()

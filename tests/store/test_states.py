@@ -129,7 +129,7 @@ def test_a_view_of_an_array_is_stored_with_its_values_at_the_save() -> None:
 
 @pytest.mark.parametrize("names", [("a", "a/b"), ("x/y/z", "x"), ("x/y/z", "x/y")])
 def test_an_attachment_with_the_name_of_a_folder_is_refused(names: tuple[str, str]) -> None:
-    """No export could make files of both."""
+    """No export could create both files."""
     store = small()
     with pytest.raises(InvalidInput, match="would be the folder of attachment"):
         store.save({}, step=1, attachments=dict.fromkeys(names, b""))
@@ -412,7 +412,7 @@ def test_a_second_store_object_shows_the_same(tmp_path: Path) -> None:
 
 
 def test_a_model_is_refused_as_a_state_without_running_it() -> None:
-    """It can be called, as a function that makes a state can."""
+    """A model is callable, like a function that returns a state."""
 
     class Model(torch.nn.Linear):
         def forward(self, x: torch.Tensor | None = None) -> Any:

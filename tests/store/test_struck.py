@@ -1,4 +1,4 @@
-"""Processes stopped or killed at any call do no harm to others."""
+"""Stopping or killing a process at any call does not harm others."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.support.struck import KEPT, KILLED, LATER, MEET, NEW, RUNS, Point, Sc
 if TYPE_CHECKING:
     from tests.support.servers import Server
 
-PATIENCE = 4 * 3600.0  # seconds: that of all points is one sweep
+PATIENCE = 4 * 3600.0  # seconds, for a sweep of all points
 pytestmark = pytest.mark.timeout(PATIENCE)
 ROOT = Path(__file__).parents[2]
 POINTS = 1  # of each kind, in each way; with --full all, in buckets --points
 CAN_END = {
-    "gc": {"Conflict"},  # others were faster, again and again
-    "copy": {"Conflict", "Gone", "Revoked"},  # what it was at was purged, or it was given up on
-    "thin": {"Conflict", "Gone"},  # what it had chosen was purged
+    "gc": {"Conflict"},  # other processes were faster, several times
+    "copy": {"Conflict", "Gone", "Revoked"},  # its checkpoint was purged, or a gc revoked it
+    "thin": {"Conflict", "Gone"},  # its checkpoint was purged
 }
 """Errors with which it may end that was stopped, where it need not end well."""
 
@@ -48,7 +48,7 @@ def struck(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         done = run_script("tests.support.struck", *arguments, cwd=ROOT, patience=PATIENCE)
         assert done.status == 0, done.told
 
-    if bucket is not None:  # which is this worker's own
+    if bucket is not None:  # which only this worker uses
         sweep(folder := tmp_path_factory.mktemp("struck"))
     else:
         folder = made_once(tmp_path_factory, "struck", sweep)

@@ -36,7 +36,7 @@ def fresh() -> dict[str, Any]:
 
 @pytest.fixture
 def store() -> Store:
-    """run@1 to run@5."""
+    """A store with run@1 to run@5."""
     made = small()
     for step in range(1, 6):
         made.save(state(step), run="run", step=step, metadata={"n": step}, metrics={"loss": 1 / step})
@@ -48,7 +48,7 @@ def test_weights_of_thinned_checkpoints_are_unchanged(store: Store) -> None:
     blobs = {key: content(store, key) for key in blob_keys(store)}
     store.tag("best", "run@2")
     result = store.thin(drop=DROP, keep_last=2)
-    assert [one.step for one in result.thinned] == [1, 3]  # and not what is tagged
+    assert [one.step for one in result.thinned] == [1, 3]  # tagged checkpoints are not thinned
     assert {one.step: (one.id, one.created_at, one.metrics) for one in store.checkpoints()} == before
     assert {key: content(store, key) for key in blob_keys(store)} == blobs
     store.gc(min_age=0)

@@ -1,4 +1,4 @@
-"""Checkpoints of many ranks, thinned: nearly all that was dropped is freed, and all else stays as it is."""
+"""Thinned checkpoints of many ranks: nearly all dropped bytes become free, and the rest does not change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WEIGHTS = 1 << 20  # of each rank: 2 MB of bfloat16
 
 
 def thin_all(store: Store, tags: dict[str, str]) -> None:
-    """Thin all but the two newest, tagged ones too, and check the result."""
+    """Thin all checkpoints except the two newest, even tagged ones, and check the result."""
     before = {one.step: one.id for one in store.checkpoints()}
     signed = [f"signatures/{id}/{'a' * 64}" for id in before.values()]
     for key in signed:
@@ -47,7 +47,7 @@ def thin_all(store: Store, tags: dict[str, str]) -> None:
 
 
 def shard_of(rank: int, size: int, step: int) -> dict[str, Any]:
-    """The rows of one rank: weights of which a quarter changed, and two moments, which all did."""
+    """The rows of one rank: weights of which a quarter changed, and two moments that changed completely."""
 
     def rows(seed: int) -> casckpt.Shard:
         drawn = torch.randn(1024, WEIGHTS // 1024, generator=torch.Generator().manual_seed(seed)).bfloat16()
@@ -91,7 +91,7 @@ def train(rank: int, size: int, path: Path) -> None:
 
 
 def train_on(rank: int, size: int, path: Path) -> tuple[bool, int]:
-    """Load the weights of an early one and all of the newest. Save that again."""
+    """Load the weights of an early checkpoint and all of the newest. Save the result."""
     model, optim = sharded()
     checkpointer = casckpt.Checkpointer(casckpt.open(path), run="sft")
     checkpointer.load("sft@3", model)

@@ -1,4 +1,4 @@
-"""Any ranks load checkpoints of any others, bit for bit: random states under random topologies."""
+"""Random states saved under any topology load under any other, bit for bit."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 CHAINS = 16  # of two worlds that save and one that loads
 FULL_CHAINS = 320
-SAVERS = 2  # one after the other, under one run
-AGAIN = 100  # steps further on, the same is saved again
+SAVERS = 2  # one after the other, in one run
+AGAIN = 100  # the same state is saved again this many steps later
 
 
 def save_in(rank: int, size: int, path: Path, world: World, at: tuple[int, int]) -> Any:
@@ -38,7 +38,7 @@ def save_in(rank: int, size: int, path: Path, world: World, at: tuple[int, int])
 
 
 def load_in(rank: int, size: int, path: Path, world: World, seed: int) -> list[str]:
-    """Load each step. Return the differences."""
+    """Load each step, and return the differences."""
     store, wrong = casckpt.open(path), []
     for step in range(SAVERS):
         expected = world.state(rank, reference(seed, step))
@@ -87,9 +87,9 @@ def test_any_world_size_loads_checkpoints_of_others(
         assert wrong == [[]] * loader.size
 
 
-# models as torch wraps them, through the state_dict of the module
+# wrapped models of torch, through the state_dict of the module
 
-NAMES = [name for name in TOPOLOGIES if not name.startswith("fsdp1")]  # whose state_dict is not sharded by itself
+NAMES = [name for name in TOPOLOGIES if not name.startswith("fsdp1")]  # FSDP1's state_dict is not sharded by default
 
 
 def model_state(topology: str, seed: int, shapes: int) -> Any:

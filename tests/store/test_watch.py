@@ -1,4 +1,4 @@
-"""Watches from outside: yielded checkpoints can be loaded, beside writers in other processes."""
+"""Watches: yielded checkpoints load while other processes write."""
 
 from __future__ import annotations
 
@@ -108,5 +108,5 @@ def test_each_commit_of_four_processes_is_yielded_once(tmp_path: Path, commits: 
         assert one.late == (one.commit.txid < newest)
         newest = max(newest, one.commit.txid)
     assert watcher.next() is None
-    # for each its announcement and its log, and a check of the next numbers; and a poll each time
+    # for each checkpoint its announcement and log and both next numbers, and one poll each time
     assert storage.counts.requests - before <= 8 * commits + 3 * len(polls)

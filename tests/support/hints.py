@@ -3,10 +3,13 @@
 A hint is a message, or a part of one, that names an argument, a command, an option, a setting or a call. `hints` finds
 hints in the source. A test in `tests.hints` triggers a hint, does what it says, and checks the result::
 
-@follows("history/transactions.py:begin_save", "overwrite it") def test_a_step_that_exists_is_overwritten(store, told):
-store.save({"x": 1}, run="a", step=1) with told.error() as advice: # the error of that function, with that text
-store.save({"x": 2}, run="a", step=1) store.save({"x": 2}, run="a", step=1, **advice.argument("overwrite")) assert
-store.load("a@1") == {"x": 2}
+    @follows("history/transactions.py:begin_save", "overwrite it")
+    def test_a_step_that_exists_is_overwritten(store, messages):
+        store.save({"x": 1}, run="a", step=1)
+        with messages.error() as advice:  # the error of that function, with that text
+            store.save({"x": 2}, run="a", step=1)
+        store.save({"x": 2}, run="a", step=1, **advice.argument("overwrite"))
+        assert store.load("a@1") == {"x": 2}
 """
 
 from __future__ import annotations
@@ -201,8 +204,8 @@ class Advice:
         return [command, *(str(words.get(word, word)) for word in (found[1] or "").split())]
 
 
-class Told:
-    """The fixture ``told``. It catches the messages that a test causes, and matches them to the test's cases."""
+class Messages:
+    """The fixture ``messages``. It catches the messages that a test causes, and matches them to the test's cases."""
 
     def __init__(self, cases: Iterable[Case], caplog: pytest.LogCaptureFixture) -> None:
         self._cases = list(cases)

@@ -38,7 +38,7 @@ def layouts(seed: int, count: int, ranks: int) -> dict[str, Layout]:
 
 
 def check_here(drawn: dict[str, Layout], rank: int, mesh: DeviceMesh, store: casckpt.Store) -> None:
-    """What a rank holds is what numpy cuts out of the whole; so it loads, and compares."""
+    """Check that the part of a rank equals numpy's cut of the whole, after loads and comparisons too."""
     state: dict[str, Any] = {}
     data: dict[str, list[torch.Tensor]] = {}
     for key, layout in drawn.items():
@@ -71,7 +71,7 @@ def test_every_described_layout_is_saved(size: int, full: bool, seed: int) -> No
 
 
 def saved(rank: int, size: int, path: Path, seed: int, count: int) -> None:
-    """Save, update from a version before, and load anew; each rank what it holds."""
+    """Save, update from an earlier version, and load again. Return the part of each rank."""
     store = casckpt.open(path)
     mesh = init_device_mesh("cpu", (size,))
     drawn = layouts(seed, count, size)
@@ -95,7 +95,7 @@ def saved(rank: int, size: int, path: Path, seed: int, count: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_real_ranks_save_the_whole_tensor(ranks: Pool, store_path: Path, size: int, *, full: bool, seed: int) -> None:
-    """As a reader finds it that has no line in common with casckpt, and as they load it again."""
+    """The tests read it with the independent reader, and load it."""
     count = 50 if full else 8
     ranks.run(size, saved, store_path, seed, count)
     plain = PlainStore(store_path)
@@ -109,7 +109,7 @@ def test_the_generator_draws_each_kind() -> None:
     assert {layout.kind for layout in layouts(0, 200, 4).values()} == set(KINDS)
 
 
-# what does not fit
+# inconsistent descriptions
 
 
 def described(local: torch.Tensor, shape: Sequence[int], *chunks: tuple[Sequence[int], Sequence[int]]) -> DTensor:
@@ -166,7 +166,7 @@ def test_sums_are_refused_though_they_describe_themselves() -> None:
 
 
 def test_any_tensor_class_may_describe_itself() -> None:
-    """Of the shape that it has; what is a part of another one is refused."""
+    """Its parts must fit the shape of the tensor."""
     shards, store = [torch.ones(2, 3), torch.full((2, 2), 2.0)], small()
     store.save({"w": LocalShardsWrapper(shards, [(0, 0), (0, 3)])}, step=1)
     assert store.read("default@1")["w"].tolist() == [[1, 1, 1, 2, 2]] * 2
@@ -189,7 +189,7 @@ def test_any_tensor_class_may_describe_itself() -> None:
 
 @pytest.mark.parametrize("order", [(1, 0), (2, 0, 1), (2, 1, 0), (1, 2)], ids=str)
 def test_another_order_of_the_mesh_is_followed(order: tuple[int, ...]) -> None:
-    """Torch says the same by strided shards, and cuts them. What it describes of every DTensor ignores the order."""
+    """torch's strided shards describe the same cut. torch's own description of a DTensor ignores the order."""
     shape, full = (24, 2), arange((24, 2))
     placements = tuple(Shard(0) if dim in order else Shard(1) for dim in range(3))
     entries = [ShardOrderEntry(0, order), *(ShardOrderEntry(1, (dim,)) for dim in range(3) if dim not in order)]
@@ -207,7 +207,7 @@ def test_another_order_of_the_mesh_is_followed(order: tuple[int, ...]) -> None:
 
 
 def test_a_mesh_of_megatron_fsdp_does_not_say_which_elements_a_rank_holds() -> None:
-    """It cuts the inner dimension first, unevenly, whatever the placements say; so a tensor has to describe itself."""
+    """It cuts the inner dimension first, unevenly, with any placements, so a tensor must describe itself."""
     with pretending((2, 2)) as ranks:
         mesh = next(ranks)
         mesh._shard_order = [1, 0]  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""An arange distributed over meshes: `local_boxes` gives the place of each element for any placement."""
+"""An arange is distributed over meshes. `local_boxes` returns the place of each element for any placement."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHAPES: list[Shape] = [(8, 6), (7, 5), (3, 9), (16,), (5,), (1,), (4, 3, 5), (2,
 
 @contextmanager
 def pretending(mesh: Shape) -> Iterator[Iterator[DeviceMesh]]:
-    """The mesh as each of its ranks sees it, one after the other, in a group that never talks."""
+    """The mesh as each of its ranks sees it in turn, in a group without communication."""
 
     def ranks() -> Iterator[DeviceMesh]:
         for rank in range(prod(mesh)):
@@ -51,7 +51,7 @@ def pretending(mesh: Shape) -> Iterator[Iterator[DeviceMesh]]:
 
 
 def held(tensor: DTensor, full: torch.Tensor) -> list[int]:
-    """The elements that this rank holds, after a look at each of them."""
+    """The elements of this rank, each of them checked."""
     local, found = tensor.to_local(), []
     for outer, inner in local_boxes("key", tensor):
         assert outer.shape == inner.shape
@@ -70,7 +70,7 @@ Where = tuple[Shape, tuple[Placement, ...]]
 
 
 def scatter(mesh: Shape, shapes: Sequence[Shape], cuts: Callable[[int], Cuts]) -> dict[Where, list[int] | None]:
-    """What all ranks together hold of each shape, cut in each way; None if a rank refuses to say."""
+    """The elements of all ranks for each shape and cut, or None if a rank refuses."""
     said: dict[Where, list[list[int] | Exception]] = {}
     with pretending(mesh) as ranks:
         for here in ranks:
@@ -101,14 +101,14 @@ def proven(held: list[int] | Exception) -> list[int]:
 
 
 def whole(mesh: Shape, where: Where) -> list[int]:
-    """What they should hold."""
+    """The expected elements."""
     shape, placements = where
     times = prod(size for size, one in zip(mesh, placements, strict=True) if one.is_replicate())
     return sorted(list(range(prod(shape))) * times)
 
 
 def even(mesh: Shape, where: Where) -> bool:
-    """Does each mesh dimension cut into equal parts?"""
+    """Report whether each mesh dimension makes equal parts."""
     shape, placements = where
     left = list(shape)
     for size, one in zip(mesh, placements, strict=True):
@@ -131,7 +131,7 @@ def test_every_placement_gives_the_place_of_each_element(mesh: Shape) -> None:
 
 
 def pairs_of(last: int) -> Callable[[int], Cuts]:
-    """On two mesh dimensions."""
+    """Placements on two mesh dimensions."""
     return lambda dims: [
         *((_StridedShard(dim, split_factor=last), Shard(dim)) for dim in range(dims)),
         *((_StridedShard(a, split_factor=1), Shard(b)) for a, b in itertools.permutations(range(dims), 2)),
@@ -139,7 +139,7 @@ def pairs_of(last: int) -> Callable[[int], Cuts]:
 
 
 def triples(dims: int) -> Cuts:
-    """On three of two ranks each."""
+    """Placements on three mesh dimensions of two ranks each."""
     return [
         *((Replicate(), _StridedShard(dim, split_factor=2), Shard(dim)) for dim in range(dims)),
         *((_StridedShard(dim, split_factor=2), Replicate(), Shard(dim)) for dim in range(dims)),
@@ -158,7 +158,7 @@ STRIDED: dict[Shape, Callable[[int], Cuts]] = {
 @pytest.mark.skipif(TALKS, reason="a torch before 2.7 cuts nothing in strides")
 @pytest.mark.parametrize("mesh", STRIDED, ids=named)
 def test_strided_shards_give_the_place_of_each_element(mesh: Shape) -> None:
-    """Uneven ones torch cuts in two ways, of which FSDP2's is ours: the other one is told by its sizes, and refused."""
+    """torch cuts uneven ones in two ways. casckpt supports FSDP2's, and refuses the other, which its sizes reveal."""
     shapes = [*SHAPES, (16, 8), (24, 12), (48,)]
     for where, found in scatter(mesh, shapes, STRIDED[mesh]).items():
         if found is None:
@@ -185,7 +185,7 @@ def test_unreduced_sums_are_refused() -> None:
 
 
 def test_a_local_tensor_of_another_size_is_refused() -> None:
-    """As of one that was cut unevenly, which a DTensor cannot describe."""
+    """As after an uneven cut, which a DTensor cannot describe."""
     with pretending((2,)) as ranks:
         for rank, here in enumerate(ranks):
             local = torch.zeros(1 + 4 * rank)
@@ -211,7 +211,7 @@ def test_runs_of_indices_become_boxes() -> None:
     assert boxes_of([torch.tensor([], dtype=torch.int64).numpy()]) == []
 
 
-# what FSDP2 and tensor parallelism really do
+# real FSDP2 and tensor parallelism
 
 SIZES = [(8, 8), (6, 10), (7, 5), (9, 13), (3, 2), (1, 1)]
 
@@ -221,7 +221,7 @@ Held = dict[tuple[int, str], tuple[list[int], int]]
 
 
 def wrap(here: DeviceMesh, names: tuple[str, ...], model: torch.nn.Module) -> None:
-    """FSDP2 over all dimensions of the mesh but "tp", as they are, or ("flat") as one."""
+    """FSDP2 over all dimensions of the mesh except "tp", separate or ("flat") merged into one."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -236,7 +236,7 @@ def wrap(here: DeviceMesh, names: tuple[str, ...], model: torch.nn.Module) -> No
 
 
 def wrapped(rank: int, size: int, mesh: Shape, names: tuple[str, ...]) -> Held:
-    """What this rank holds of two layers of all sizes."""
+    """The elements of this rank, of two layers of all sizes."""
     here = init_device_mesh("cpu", mesh, mesh_dim_names=names)
     found = {}
     for number, (inner, outer) in enumerate(SIZES):
@@ -251,7 +251,7 @@ def wrapped(rank: int, size: int, mesh: Shape, names: tuple[str, ...]) -> Held:
 
 
 def check_whole(ranks: Sequence[Held]) -> None:
-    """Each element is held by as many ranks as any other one of its tensor."""
+    """Check that the same number of ranks holds each element of a tensor."""
     for where, (_, count) in ranks[0].items():
         times = Counter(element for found in ranks for element in found[where][0])
         assert set(times) == set(range(count))
@@ -279,7 +279,7 @@ def test_wrappers_of_torch_cut_as_described(ranks: Pool, mesh: Shape, names: tup
 
 
 def mixture(rank: int, size: int) -> Any:
-    """Placements that only talking ranks can make: redistributed ones."""
+    """Placements that need communication: redistributed ones."""
     here = init_device_mesh("cpu", (2, 2))
     full = arange((7, 6))
     tensor = distribute_tensor(full, here, [Shard(0), Shard(1)])

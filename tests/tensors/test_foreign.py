@@ -1,4 +1,4 @@
-"""Sharded tensors of other libraries, known by their attributes."""
+"""Sharded tensors of other libraries, recognized by their attributes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Part:
-    """As Megatron-core has it, of which casckpt knows no more than the attributes."""
+    """A part with the attributes of Megatron-core's."""
 
     key: str
     data: torch.Tensor | None

@@ -1,6 +1,6 @@
-"""Tensors in GPU memory are saved and loaded like those in host memory: on both, if there is a GPU.
+"""Tensors in GPU memory are saved and loaded like those in host memory. The tests use both if there is a GPU.
 
-As if there were one: with tensors in the host's memory, which casckpt takes for a GPU's, and must not look into.
+Otherwise they use tensors in host memory that look like a GPU's, so that casckpt must not access their bytes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def store(tmp_path: Path) -> casckpt.Store:
 
 
 def moved(state: Any, device: str) -> Any:
-    """A state whose tensors are on another device, with the same strides."""
+    """A state on another device, with the same strides."""
     if isinstance(state, torch.Tensor):
         if state.is_conj() or state.is_neg() or not state.numel():
             return state.to(device)
@@ -75,7 +75,7 @@ def on_host(state: Any) -> Any:
 
 @contextmanager
 def busy(device: str) -> Iterator[None]:
-    """A stream that is not the default one, and what is queued in it begins late."""
+    """Use a stream that is not the default, and whose work begins late."""
     if device == "cpu":
         yield
         return
@@ -94,7 +94,7 @@ def test_every_dtype_and_layout_is_saved_and_loaded(store: casckpt.Store, device
     store.save(state, run="a", step=1)
     assert same_state(store.read("a@1"), given)
     assert same_state(on_host(store.read("a@1", device=device)), given)
-    shared = ("expanded", "expanded scalar", "overlapping")  # whose elements are not of one place each
+    shared = ("expanded", "expanded scalar", "overlapping")  # whose elements share places
     target = moved({key: make(name, 2) for key, make in LAYOUTS.items() if key not in shared}, device)
     store.load(target, "a@1", strict=False)
     assert same_state(on_host(target), {key: given[key] for key in target})

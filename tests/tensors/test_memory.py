@@ -49,7 +49,7 @@ def test_bytes_are_read_from_conjugated_and_negated_views(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_buffer_may_begin_anywhere(name: str) -> None:
-    """What is stored as bytes lies at any byte of a blob; torch's copy of 16 bytes at once would crash there."""
+    """Values stored as bytes may begin at any byte of a blob, and torch's 16-byte copies would crash there."""
     source, target = raw(name, (9, 8)).t(), raw(name, (9, 8), 2).t()
     nbytes = len(bytes_of(source))
     buffer = memoryview(bytearray(nbytes + 1))[1:]
@@ -112,7 +112,7 @@ def test_narrow_selects_the_right_elements() -> None:
 
 
 def _filled(destination: Destination, source: bytes, shape: Shape, size: int, parts: list[Region]) -> None:
-    """Give a destination the elements of ``parts`` of a tensor with these bytes."""
+    """Fill a destination with the elements of ``parts`` of a tensor with these bytes."""
     for part in parts:
         if not part.numel:
             continue  # cells are never empty
@@ -136,7 +136,7 @@ def test_bytes_are_written_into_every_dtype_and_layout(name: str) -> None:
 
 @given(full_shapes, st.data())
 def test_any_region_is_copied_from_any_region(shape: Shape, data: st.DataObject) -> None:
-    """Elements that the destination wants are taken, and no others are touched."""
+    """The copy writes the requested elements and no others."""
     wanted, part = data.draw(regions(shape)), data.draw(regions(shape))
     source = np.arange(1, int(np.prod(shape)) + 1, dtype=np.int32)
     held = torch.zeros(wanted.numel, dtype=torch.int32)

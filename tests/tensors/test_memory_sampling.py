@@ -1,4 +1,4 @@
-"""Samples of tensors: the same bytes whatever their strides."""
+"""Samples of tensors have the same bytes for any strides."""
 
 from __future__ import annotations
 

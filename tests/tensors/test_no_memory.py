@@ -18,7 +18,7 @@ from tests.support.saves import small
 
 
 class Wrapped(torch.Tensor):
-    """A wrapper of another tensor, as quantized weights are, that says it is on ``device``."""
+    """A wrapper of another tensor, like quantized weights, that reports ``device``."""
 
     wrapped: torch.Tensor
 
@@ -37,7 +37,7 @@ class Wrapped(torch.Tensor):
 
 
 class Beside(torch.Tensor):
-    """One with memory of its own, and the scales by which that is to be read."""
+    """A tensor with memory of its own, and separate scales."""
 
     scale: torch.Tensor
 
@@ -52,7 +52,7 @@ def beside(device: str) -> torch.Tensor:
 
 
 def freed(_: str) -> torch.Tensor:
-    """What FSDP leaves of a parameter that it let go: an address, by its place in the storage, and nothing there."""
+    """A parameter after FSDP freed it: an address computed from its offset, with no memory there."""
     whole = torch.ones(16)
     part = whole[8:]
     whole.untyped_storage().resize_(0)
@@ -132,7 +132,7 @@ def test_dcp_refuses_a_tensor_without_memory(store: casckpt.Store, make: Callabl
 
 
 def test_state_without_memory_does_not_replace_a_parameter_without_memory(store: casckpt.Store) -> None:
-    """Both have the address 0. What is found to be taken is exchanged for a new tensor; this is refused instead."""
+    """Both have the address 0. A load replaces tied tensors, but refuses these."""
     model = nn.ParameterDict({"w": nn.Parameter(torch.ones(8)), "none": nn.Parameter(torch.empty(0))})
     optim = torch.optim.SGD(model.parameters(), momentum=0.9)
     optim.state[model["w"]] = {"momentum_buffer": torch.ones(8)}
@@ -146,7 +146,7 @@ def test_state_without_memory_does_not_replace_a_parameter_without_memory(store:
 
 
 def partitioned() -> nn.Module:
-    """As DeepSpeed leaves a model between its passes."""
+    """A model as DeepSpeed leaves it between passes."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
     for number, parameter in enumerate(model.parameters()):
         parameter.ds_id, parameter.ds_shape = number, parameter.shape  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Objects are plain data; a pickle is written and read only with permission of the user."""
+"""Objects are plain data. casckpt writes and reads a pickle only with the user's permission."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.ids import named
 
 
 class Thing:
-    """Can be pickled, is not plain."""
+    """An object that can be pickled and is not plain data."""
 
     def __init__(self, size: int) -> None:
         self.data = b"x" * size
@@ -62,7 +62,7 @@ def test_a_pickle_needs_permission_to_write_and_read() -> None:
     parts = Parts()
     data, pickled = encode_object("a", [b"y" * 5000, Thing(6000)], True, parts.spill)
     assert pickled
-    assert len(parts.parts) == 1  # the pickle; nothing of the attempt to store it as plain data
+    assert len(parts.parts) == 1  # the pickle, without remains of the attempt as plain data
     assert len(data) < 100
     with pytest.raises(InvalidInput, match="pass allow_pickle=True"):
         decode_object("a", data, pickled, False, parts.load)
@@ -95,7 +95,7 @@ def test_data_of_a_later_version_is_refused() -> None:
 
 
 def test_a_changed_archive_is_recognised_or_refused() -> None:
-    """As one whose directory asks for a later version of zip, for which Python's zipfile raises no BadZipFile."""
+    """For example, Python's zipfile raises no BadZipFile if the directory requires a later version of zip."""
     archive = write_archive([1])
     assert is_only_torchs(archive)
     found = {is_only_torchs(archive[:at] + b"\xff" + archive[at + 1 :]) for at in range(len(archive))}
@@ -103,7 +103,7 @@ def test_a_changed_archive_is_recognised_or_refused() -> None:
 
 
 def test_a_pickle_with_bytes_elsewhere_is_refused_unread() -> None:
-    """What lies there is fetched for whoever may unpickle alone; torch's restricted unpickler has no use for it."""
+    """Only readers that may unpickle fetch it. torch's restricted unpickler does not use it."""
     harmless = plain.encode(write_archive({"x": torch.ones(2)}))
     refuse_pickle("a", harmless, 0)
     for data, parts in ((harmless, 1), (plain.encode(b"\x80\x02N."), 0)):

@@ -1,4 +1,4 @@
-"""Leaves become chunks without a copy, and the error for one without bytes names it."""
+"""Leaves become chunks without a copy, and the error for a leaf without bytes names it."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_tensor_without_bytes_is_refused(problem: str) -> None:
 
 
 class _Wrapper(torch.Tensor):
-    """A tensor that is made of others, as quantized weights are."""
+    """A tensor made of others, like quantized weights."""
 
     @classmethod
     def __torch_dispatch__(cls, *_: object) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Copies for saves in the background: every bit, in memory that is used again."""
+"""Copies for saves in the background hold every bit, and reuse memory."""
 
 from __future__ import annotations
 

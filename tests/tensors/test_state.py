@@ -1,4 +1,4 @@
-"""Any nested state to flat leaves, and back as it was."""
+"""Any nested state becomes flat leaves and comes back equal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def kinds(flat: FlatState) -> dict[str, str]:
 
 
 def through(state: Any) -> Any:
-    """What a save and a read of everything give."""
+    """The state after a save and a complete read."""
     flat = flatten(state)
 
     def leaf(key: str, node: Leaf) -> Any:
@@ -42,7 +42,7 @@ def through(state: Any) -> Any:
     return inflate(decode_tree(encode_tree(flat.tree)), leaf, lambda key: True)
 
 
-# what is a leaf
+# leaves
 
 
 def test_mappings_are_descended_and_other_values_are_leaves() -> None:
@@ -114,7 +114,7 @@ def test_per_rank_marks_everything_below() -> None:
     assert flatten(PerRank({"x": 1})).leaves["x"].per_rank
 
 
-# what is refused
+# refusals
 
 
 @pytest.mark.parametrize("state", [torch.zeros(1), [1], None, PerRank([1])])
@@ -186,7 +186,7 @@ def test_metadata_that_is_not_plain_is_refused() -> None:
         encode_tree(flatten({"model": state}).tree)
 
 
-# there and back
+# saves and reads
 
 
 def test_states_of_a_module_and_an_optimizer_are_flattened() -> None:
@@ -250,7 +250,7 @@ STATES = st.dictionaries(
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Exact, and tensors by identity."""
+    """Compare exactly, and tensors by identity."""
     if isinstance(one, torch.Tensor):
         return one is other
     if type(one) is dict and type(other) is dict:

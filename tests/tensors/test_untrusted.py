@@ -1,4 +1,4 @@
-"""Hostile pickles: none runs code, allocates memory, hangs, or reaches beyond its own values."""
+"""A hostile pickle cannot run code, allocate memory, hang, or reach values outside."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def doubled(depth: int) -> bytes:
         b"\x80\x05\x96" + b"\xff" * 6 + b"\0\0.",  # a bytearray of 256 TiB
         b"\x80\x04\x95" + b"\xff" * 8 + b".",
         b"\x80\x04\x8e" + b"\xff" * 6 + b"\0\0.",
-        nested(200_000), doubled(100),  # hashing them overflows the stack, or takes for ever
+        nested(200_000), doubled(100),  # their hash overflows the stack, or takes forever
         b"\x80\x04\x8f(" + b")" + b"2\x86" * 100 + b"\x90.", b"(" + b")" + b"2\x86" * 100 + b"\x91.",
         b"\x80\x02}(" + b")" + b"2\x86" * 100 + b"Nu.",
-        f"\x80\x02c{HERE}\nKnown\nN}}X\x04\x00\x00\x00nameX\x01\x00\x00\x00xs\x86b.".encode("latin-1"),  # of the class
+        f"\x80\x02c{HERE}\nKnown\nN}}X\x04\x00\x00\x00nameX\x01\x00\x00\x00xs\x86b.".encode("latin-1"),  # a class state
     ],
 )  # fmt: skip
 def test_a_hostile_pickle_is_an_error_at_once(data: bytes) -> None:
@@ -72,7 +72,7 @@ def test_a_hostile_pickle_is_an_error_at_once(data: bytes) -> None:
 
 
 def test_a_large_memo_index_allocates_no_memory() -> None:
-    assert load(b"\x80\x02Nr\xff\xff\xff\x7f.") is None  # 16 GiB, for the unpickler of C
+    assert load(b"\x80\x02Nr\xff\xff\xff\x7f.") is None  # 16 GiB, for the unpickler in C
 
 
 def test_errors_of_a_reader_become_an_error_that_names_the_source() -> None:
@@ -137,5 +137,5 @@ def test_a_value_of_exponential_size_is_refused(monkeypatch: pytest.MonkeyPatch,
 def test_a_value_with_little_sharing_is_accepted() -> None:
     tensor = torch.ones(1000).expand(1000, 1000)
     parameter = torch.nn.Parameter(torch.ones(2))
-    vars(parameter)["tensor_model_parallel"] = True  # as Megatron's have
+    vars(parameter)["tensor_model_parallel"] = True  # as Megatron sets it
     check_expansion({"a": shared(10), "b": [tensor, tensor], "c": parameter, "d": OrderedDict(a=1)}, 1000, "the file")

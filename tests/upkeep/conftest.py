@@ -1,4 +1,4 @@
-"""Fixtures of most tests of upkeep, beside ``repo`` and its ``faults``."""
+"""Fixtures of most tests of upkeep, in addition to ``repo`` and its ``faults``."""
 
 from __future__ import annotations
 

@@ -296,7 +296,7 @@ def test_a_checkpoint_that_was_always_visible_is_never_reported_as_gone(tmp_path
 def test_a_look_at_a_run_follows_checkpoints_replaced_meanwhile(
     tmp_path: Path, repo: Repository, faults: FaultyStore
 ) -> None:
-    """The rewrite is read first and does not stand yet. Then its base is read, which has been replaced."""
+    """The reader first reads the rewrite, which is not valid yet. Then it reads its base, which has been replaced."""
     commit_bare(repo, step=0)
     base = commit_bare(repo, step=1)
     made = half_rewrite(repo, base)
@@ -316,7 +316,7 @@ def test_a_look_at_a_run_follows_checkpoints_replaced_meanwhile(
 
 
 def test_a_lost_record_after_a_rewrite_does_not_block_listings(tmp_path: Path) -> None:
-    """Read by keys, the log of the base ends before the gap, and the rewrite seems to stand. By the listing it does
+    """A read by keys ends the base's log before the gap, so that the rewrite seems valid. The listing shows that it is
     not."""
     storage = memory()
     repo = repository(tmp_path, storage)

@@ -1,4 +1,4 @@
-"""Thinning beside all else that may happen to a checkpoint: killed, interleaved, copied, mirrored."""
+"""Thinning combined with kills, interleaving, copies and mirrors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ COUNT, HOUR = 3, 3600.0
 
 
 def fill(repo: Repository) -> Repository:
-    """run@0 and so on, the optimizer of each in a blob of its own."""
+    """Save run@0 and so on, the optimizer of each in a blob of its own."""
     for step in range(COUNT):
         save_parts(repo, weights(step), {name: array(100 + step + n) for n, name in enumerate(OPTIM)}, step=step)
     return repo
@@ -53,7 +53,7 @@ def thin(repo: Repository, *refs: str) -> tuple[Commit, ...]:
 
 
 def check(repo: Repository) -> None:
-    """The weights of all are there; so is all else, of what is whole."""
+    """Check that the weights of all checkpoints exist, and all other entries of complete ones."""
     found = list_commits(repo)
     for one in found.current():
         lacking = OPTIM if one.dropped else ()
@@ -63,11 +63,11 @@ def check(repo: Repository) -> None:
 
 
 class Killed(BaseException):
-    """This process ends here."""
+    """The death of this process."""
 
 
 class Dying(FaultyStore):
-    """The storage of a process of which nothing runs any more after ``left`` calls."""
+    """The storage of a process that dies after ``left`` calls."""
 
     left = 1 << 30
 
@@ -104,7 +104,7 @@ def test_thinning_and_gc_killed_at_any_call_lose_nothing(tmp_path: Path, seed: i
 
 
 class ThinPlay(Play):
-    """Checkpoints that can be thinned, and who does it."""
+    """Checkpoints that can be thinned, and the actors that thin them."""
 
     def save(self, step: int) -> None:
         save_parts(self.watcher, weights(step), {name: array(100 + step) for name in OPTIM}, step=step)
@@ -133,7 +133,7 @@ def test_thinning_runs_beside_rewriters_leases_and_gcs(tmp_path: Path, seed: int
 @pytest.mark.sweep
 @pytest.mark.parametrize("dies", ["gc", "thinner"])
 def test_tagged_checkpoints_end_visible_and_whole(tmp_path: Path, seed: int, full: bool, dies: str) -> None:
-    """Beside a rule that forgets, and one who thins, one of whom is killed right behind its first change of a log."""
+    """A rule forgets, another process thins, and one of the two dies right after its first change of a log."""
     taken_back = 0
     for round_ in range(400):
         if taken_back and not full and round_ >= 24:
@@ -163,7 +163,8 @@ def test_tagged_checkpoints_end_visible_and_whole(tmp_path: Path, seed: int, ful
 
 
 def tags_that_lie(repo: Repository) -> list[str]:
-    """Those whose checkpoint is not visible, or lacks what it had where they were set, though that lives."""
+    """Tags whose checkpoint is not visible, or lacks entries that it had when the tag was set, although a complete one
+    lives."""
     listed = list_commits(repo)
     lying = []
     for name, tag in tags(repo).items():
@@ -183,12 +184,12 @@ def test_thinning_runs_beside_writers_and_users(tmp_path: Path, seed: int, full:
         play.user("user")
         play.gc("g0")
         play.run(0.1, 0.1)
-        for name in tags(play.watcher):  # they may hold old places
+        for name in tags(play.watcher):  # they may name old places
             delete_tag(play.watcher, name)
         play.clean_up()
 
 
-# beside tags
+# tags
 
 
 @pytest.fixture
@@ -208,7 +209,7 @@ TAGS: dict[str, Callable[[Repository], object]] = {
 
 
 def tag_right_before(repo: Repository, faults: FaultyStore, what: str) -> None:
-    """It is there when the thin one takes its place, and was not when that was planned."""
+    """The tag exists when the thinned checkpoint takes its place, but not when the thinning was planned."""
     set_it = meanwhile(lambda: TAGS[what](repo))
     faults.inject(call_first("put", set_it, key=f"commits/{resolve(repo, 'run@0').txid}.1"))
 
@@ -226,7 +227,7 @@ def test_a_checkpoint_tagged_during_thinning_stays_whole(filled: Repository, fau
 
 
 def test_thinning_undoes_its_own_change_but_no_later_one(filled: Repository, faults: FaultyStore) -> None:
-    """Before it restores what was tagged, who tags has done so, and somebody forgets it by name."""
+    """Before the thinning restores the tagged checkpoint, the writer of the tag does, and a user forgets it by name."""
     whole = resolve(filled, "run@0")
     tag_right_before(filled, faults, "a tag")
 
@@ -273,7 +274,7 @@ def test_gc_restores_tagged_checkpoints_of_a_killed_thinning(
         thin(filled, "run@0")
     assert resolve(filled, "run@0").dropped is not None
     collect(filled)
-    assert resolve(filled, "run@0").dropped is not None  # who thins may be about to move the tag
+    assert resolve(filled, "run@0").dropped is not None  # the thinning may be about to move the tag
     ticking(filled)(HOUR / 2)
     collect(filled, revoke_after=HOUR / 4)
     assert resolve(filled, "run@0").txid == whole.txid

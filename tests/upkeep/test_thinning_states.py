@@ -30,7 +30,7 @@ DROPS = st.sampled_from([["optim.*"], ["optim.a"], ["optim.b", "optim.a"]])
 
 
 class ThinModel(RuleBasedStateMachine):
-    """``here`` has a mirror, ``there``; ``other`` is what is copied to and from. ``ids``: of what was saved."""
+    """``here`` has a mirror, ``there``, and exchanges copies with ``other``. ``ids``: the saved checkpoints."""
 
     @initialize(thinned=st.booleans())
     def start(self, thinned: bool) -> None:

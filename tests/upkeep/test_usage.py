@@ -1,4 +1,4 @@
-"""Where the bytes are: of each run, of several, of none."""
+"""The bytes of each run, of several, and of none."""
 
 from __future__ import annotations
 

@@ -8,5 +8,5 @@
                 |
                 worker ---> tasks (save, load, limits of the machine, plan, catalogue) ---> peers
 
-What runs in the first process needs no torch; what is measured runs in workers.
+The first process does not import torch. Workers run the measured code.
 """

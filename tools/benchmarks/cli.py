@@ -29,7 +29,7 @@ _ON_GPU = ("save", "async", "load", "small")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, or only show earlier results; the exit status."""
+    """Run scenarios, or only show earlier results. Return the exit status."""
     parser = _parser()
     chosen = parser.parse_args(arguments)
     unknown = set(chosen.scenarios) - set(SCENARIOS)
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for scenario in report.scenarios:
             table.show(scenario)
     else:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as ctrl-C: what was saved is removed
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # like ctrl-C: saved files are removed
         try:
             report = _run(chosen)
         except Void as error:

@@ -1,4 +1,4 @@
-"""Virtual environments for peers whose requirements contradict ours, made when they are first asked for."""
+"""Virtual environments for peers whose requirements conflict with casckpt's, created on demand."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ REQUIREMENTS: dict[str, tuple[str, ...]] = {
 
 
 class Absent(Exception):
-    """A peer cannot be measured here; the text says why."""
+    """A peer cannot be measured here. The text gives the reason."""
 
 
 def python_of(environment: str) -> Path:
-    """The interpreter of an environment; one that requires nothing is ours. Raises `Absent` if it cannot be made."""
+    """The interpreter of an environment, or this one if there are no requirements.
+
+    Raises `Absent` if it cannot be created.
+    """
     if environment not in REQUIREMENTS:
         return Path(sys.executable)
     folder = platformdirs.user_cache_path("casckpt") / "bench" / environment
-    torch = f"torch=={version('torch').partition('+')[0]}"  # the same one that all others are measured with
+    torch = f"torch=={version('torch').partition('+')[0]}"  # the version that all other peers use
     wanted = (torch, *REQUIREMENTS[environment], *_ALWAYS)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_suffix(".lock"), "w") as lock:

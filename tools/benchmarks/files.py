@@ -1,4 +1,4 @@
-"""Folders of files: made durable, dropped from the page cache, brought into it, measured."""
+"""Folders of files: make them durable, drop them from the page cache, read them into it, measure them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 _PIECE = 8 << 20
 _FIRST = 64 << 10
-_COLD = 0.01  # part of the pages that may be left in the cache for a load that is called cold
+_COLD = 0.01  # the part of pages that may stay in the cache for a cold load
 
 
 class NotCold(Exception):
-    """The page cache could not be emptied of a checkpoint."""
+    """The pages of a checkpoint could not be dropped from the page cache."""
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -27,7 +27,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def make_durable(folder: Path) -> None:
-    """Sync every file and folder below ``folder``, and the folder that holds it: four at once, folders last."""
+    """Sync every file and folder below ``folder``, and its parent: four at once, folders last."""
     folders = [Path(base) for base, _, _ in os.walk(folder, topdown=False)]
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(sync, files_of(folder)))
@@ -45,14 +45,14 @@ def sync(path: Path) -> None:
 
 
 def stored(folder: Path) -> int:
-    """Bytes that the files below a folder take on the disk."""
+    """The bytes on disk of the files below a folder."""
     return sum(path.stat().st_blocks * 512 for path in files_of(folder))
 
 
 def drop_from_cache(folder: Path, *, everything: bool) -> None:
     """Empty the page cache of a folder's files. Raises `NotCold` if more than 1 % of their pages stay.
 
-    ``everything``: folders and inodes too, of the whole machine, where that is allowed.
+    ``everything``: drop folders and inodes of the whole machine too, where that is allowed.
     """
     paths = files_of(folder)
     for path in paths:
@@ -77,7 +77,7 @@ def _drop_all_caches() -> None:
 
 
 def resident(paths: Sequence[Path]) -> float:
-    """The part of the files' pages that are in the page cache."""
+    """The part of the files' pages that is in the page cache."""
     counts = [_pages(path) for path in paths]
     total = sum(count for _, count in counts)
     return sum(found for found, _ in counts) / total if total else 0.0
@@ -100,11 +100,10 @@ def _pages(path: Path) -> tuple[int, int]:
 
 
 def bring_into_cache(folder: Path) -> None:
-    """Read every file twice through the page cache, each from a small read on.
+    """Read every file twice through the page cache, each beginning with a small read.
 
-    Twice, because the first read of what was just brought in may be dearer than all later ones. From a small read on,
-    as most programs read, because after a large one Linux keeps the first MiBs of a file in single pages, and a set of
-    many files would be dearer to read than a large one.
+    The first read of cached pages may be slower than later ones. After a large first read, Linux keeps the first MiBs
+    of a file in single pages, which slows down sets of many files.
     """
     buffer = bytearray(_PIECE)
     for path in files_of(folder) * 2:
@@ -115,5 +114,5 @@ def bring_into_cache(folder: Path) -> None:
 
 
 def pieces(size: int, length: int = _PIECE) -> Iterator[tuple[int, int]]:
-    """(start, length) of the pieces that make up ``size`` bytes."""
+    """(start, length) of the pieces of ``size`` bytes."""
     return ((start, min(length, size - start)) for start in range(0, size, length))

@@ -1,4 +1,4 @@
-"""Interleaved rounds: A B C, B C A, C A B. Whatever slows the machine down for a while slows down all alike."""
+"""Interleaved rounds: A B C, B C A, C A B. A slow phase of the machine affects all cases equally."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Tell = Callable[[str], None]
 
 
 class Void(Exception):
-    """The benchmark is void: somebody gave wrong bytes, or casckpt itself failed."""
+    """The benchmark is void: a load returned wrong bytes, or casckpt itself failed."""
 
 
 class Enough(Exception):
-    """A case has had all the rounds that it shall have; those that it had count."""
+    """A case has had all of its rounds. The finished ones count."""
 
 
 @dataclass
 class Case:
-    """One row to be: ``run`` does one round of it, whose number it is given. ``ours``: its failure ends the run."""
+    """A row to measure. ``run`` does one round, given its number. ``ours``: its failure ends the run."""
 
     row: Row
     run: Callable[[int], Measured]
@@ -31,9 +31,9 @@ class Case:
 
 
 def run_rounds(cases: Sequence[Case], rounds: int, tell: Tell, *, warm_up: int = 1) -> list[Row]:
-    """All cases, ``rounds`` times, in an order that is rotated each time. The first ``warm_up`` rounds do not count.
+    """Run all cases ``rounds`` times, in an order that rotates. The first ``warm_up`` rounds do not count.
 
-    A peer that fails is left out from then on, and its row says why. Raises `Void`.
+    A peer that fails takes no further part, and its row gives the reason. Raises `Void`.
     """
     over: set[int] = set()
     for number in range(rounds + warm_up):

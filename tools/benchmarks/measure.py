@@ -1,4 +1,4 @@
-"""What an operation costs: time, processor seconds, extra memory, bytes. Of this process and all that it starts."""
+"""The cost of an operation: time, processor seconds, extra memory and bytes, of this process and its children."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _RESET_PEAK = "5"
 class Measured:
     """One operation in one round. Seconds and bytes.
 
-    ``blocked``: until the caller may go on and change the state; ``durable``: until all is on the disk (of a load:
-    until all tensors are filled). ``peak``: extra resident memory at the worst moment, None where the kernel does not
-    tell. ``written``, ``read``: from and to the storage device; ``asked``: by calls of read. ``stored``: by how much
-    the checkpoint's folder grew on the disk.
+    ``blocked``: until the caller may continue and change the state. ``durable``: until all bytes are on disk (for a
+    load: until all tensors are filled). ``peak``: the highest extra resident memory, None if the kernel does not report
+    it. ``written``, ``read``: to and from the storage device. ``asked``: by calls of read. ``stored``: the growth of
+    the checkpoint's folder on disk.
     """
 
     blocked: float = 0.0
@@ -39,7 +39,7 @@ class Measured:
 
 
 def together(parts: list[Measured]) -> Measured:
-    """What several ranks did at the same time: the slowest one's time, the sum of all costs."""
+    """Combine the costs of concurrent ranks: the time of the slowest, the sum of all other costs."""
     peaks = [part.peak for part in parts if part.peak is not None]
     return Measured(
         blocked=max(part.blocked for part in parts),
@@ -56,10 +56,11 @@ def together(parts: list[Measured]) -> Measured:
 
 
 class Meter:
-    """Runs from its making to `stop`. `mark_blocked` says when the caller could go on; by default that is the end.
+    """Measures from its creation to `stop`.
 
-    ``together``: called before time runs; waits for the other ranks, each of which makes its meter in a time of its
-    own.
+    `mark_blocked` marks the time at which the caller may continue, by default the end.
+
+    ``together``: called before time runs. It waits for the other ranks, since creating a meter takes time.
     """
 
     def __init__(self, together: Callable[[], object] = lambda: None) -> None:
@@ -72,18 +73,18 @@ class Meter:
         self._start = time.perf_counter()
 
     def mark_blocked(self) -> None:
-        """The caller may go on."""
+        """Mark that the caller may continue."""
         self._blocked = time.perf_counter() - self._start
 
     def stop(self) -> Measured:
-        """What it cost until now."""
+        """Return the cost until now."""
         durable = time.perf_counter() - self._start
         blocked = durable if self._blocked is None else self._blocked
         return self._tree.since(Measured(blocked=blocked, durable=durable, load_average=self._load))
 
 
 class Clock:
-    """Time of all that is done with it, and processor time of this process meanwhile."""
+    """The time inside its blocks, and the processor time of this process meanwhile."""
 
     def __init__(self) -> None:
         self.time = self.cpu = 0.0
@@ -97,7 +98,7 @@ class Clock:
         self.time += time.perf_counter()
 
     def write(self, measured: Measured) -> None:
-        """Put it among what was measured."""
+        """Write it into the measurement."""
         measured.blocked = measured.durable = self.time
         measured.cpu, measured.load_average = self.cpu, os.getloadavg()[0]
 
@@ -128,7 +129,7 @@ class _Tree:
         return seconds, io
 
     def since(self, measured: Measured) -> Measured:
-        """Fill in what was used since."""
+        """Add the usage since ``self`` to a measurement."""
         measured.peak = self._peak()
         seconds, io = self._counters()
         measured.cpu = seconds - self._seconds
@@ -143,13 +144,13 @@ class _Tree:
             with suppress(OSError):
                 _, peak, shared = _memory(pid)
                 if pid != os.getpid():
-                    peak = max(0, peak - shared)  # what it shares with its parent is counted there
+                    peak = max(0, peak - shared)  # memory shared with the parent counts there
                 extra += max(0, peak - self._resident.get(pid, 0))
         return extra
 
 
 def _pids() -> list[int]:
-    """This process and all below it; psutil would look at every process of the machine."""
+    """This process and its descendants. psutil would visit every process of the machine."""
     found = [os.getpid()]
     for pid in found:
         with suppress(OSError):
@@ -159,7 +160,7 @@ def _pids() -> list[int]:
 
 
 def _memory(pid: int) -> tuple[int, int, int]:
-    """(resident, its highest since the last reset, shared) bytes of a process."""
+    """(resident, highest resident since the last reset, shared) bytes of a process."""
     found = dict.fromkeys(("VmRSS", "VmHWM", "RssShmem"), 0)
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         name, _, rest = line.partition(":")
@@ -170,6 +171,6 @@ def _memory(pid: int) -> tuple[int, int, int]:
 
 
 def _trim() -> None:
-    """Give freed memory back, so that what the last operation left over is no help to this one."""
+    """Return freed memory to the system, so that this operation gains nothing from the last one."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""What a run found: rows of rounds, their medians, ratios and targets; as JSON and back."""
+"""The results of a run: rows of rounds, their medians, ratios and targets, as JSON and back."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Spread:
 
 @dataclass
 class Row:
-    """One configuration in one scenario. ``nbytes``: what it had to save or load; 0 where that says nothing.
+    """One configuration in one scenario. ``nbytes``: the bytes to save or load, or 0 if that has no meaning.
 
-    ``who``: "casckpt", a peer, or a limit of the machine (then ``limit``). ``what``: its settings. ``note``: why there
-    are no rounds. ``verified``: are loaded bytes compared with digests? None where nothing is loaded. ``bounds``: the
-    limits (their ``who``) that all such work has. ``summary``: of each metric, over all rounds; filled in by
-    `summarise`. Empty where nothing was measured. A published row has a summary and no rounds.
+    ``who``: "casckpt", a peer, or a limit of the machine (then ``limit``). ``what``: its settings. ``note``: the reason
+    for missing rounds. ``verified``: whether loads verify digests, or None without loads. ``bounds``: the limits (their
+    ``who``) of such work. ``summary``: each metric over all rounds, from `summarise`; empty without measurements. A
+    published row has a summary and no rounds.
     """
 
     group: str
@@ -57,7 +57,7 @@ class Row:
         return [float(value) for value in found if value is not None]
 
     def median(self, metric: str) -> float | None:
-        """The median of one metric; None where nothing was measured."""
+        """The median of one metric, or None without measurements."""
         if metric in self.summary:
             return self.summary[metric].median
         found = self.values(metric)
@@ -74,7 +74,7 @@ class Row:
 
 @dataclass
 class Ratio:
-    """How often ``peer``'s cost contains ours: over 1, casckpt is cheaper. Of medians; range over the rounds."""
+    """The cost of ``peer`` divided by casckpt's: above 1, casckpt is cheaper. Of medians; range over the rounds."""
 
     group: str
     ours: str
@@ -85,7 +85,7 @@ class Ratio:
 
 @dataclass
 class Check:
-    """A target, and what was found."""
+    """A target and its result."""
 
     text: str
     wanted: float
@@ -94,7 +94,7 @@ class Check:
 
     @property
     def met(self) -> bool | None:
-        """Is it met? None if it could not be looked at."""
+        """Report whether it is met, or None if it could not be checked."""
         if self.value is None:
             return None
         return self.value >= self.wanted if self.at_least else self.value <= self.wanted
@@ -102,7 +102,7 @@ class Check:
 
 @dataclass
 class ScenarioResult:
-    """One scenario. ``metric``: what its ratios and plot are about. ``note``: Markdown above its tables."""
+    """One scenario. ``metric``: the metric of its ratios and plot. ``note``: Markdown above its tables."""
 
     name: str
     title: str
@@ -126,7 +126,7 @@ class Report:
 
 
 def best(rows: list[Row], who: str, metric: str, *, group: str | None = None, what: str = "") -> Row | None:
-    """The row of ``who`` with the lowest median; ``what``: only rows whose settings contain this."""
+    """The row of ``who`` with the lowest median. ``what``: only rows whose settings contain this."""
     found = [
         (median, number, row)
         for number, row in enumerate(rows)
@@ -137,7 +137,7 @@ def best(rows: list[Row], who: str, metric: str, *, group: str | None = None, wh
 
 
 def binding(rows: list[Row], row: Row, metric: str = "durable") -> Row | None:
-    """The limit that binds a row: of those named in its bounds, each at its best, the slowest."""
+    """The limit that binds a row: the slowest of its bounds, each at its best."""
     found = [best(rows, who, metric, group=row.group) for who in row.bounds]
     measured = [(median, number) for number, one in enumerate(found) if (median := median_of(one, metric)) is not None]
     return found[max(measured)[1]] if measured else None
@@ -149,7 +149,7 @@ def median_of(row: Row | None, metric: str) -> float | None:
 
 
 def ratios(rows: list[Row], metric: str) -> list[Ratio]:
-    """Each of our rows against the best row of everybody else, group by group."""
+    """The ratios of each row of casckpt to the best row of each peer, by group."""
     found = []
     for group in dict.fromkeys(row.group for row in rows):
         here = [row for row in rows if row.group == group]
@@ -172,12 +172,12 @@ def _ratio(peer: Row, ours: Row, metric: str) -> Spread | None:
 
 
 def over(value: float | None, other: float | None) -> float | None:
-    """``value`` / ``other``, where both are known."""
+    """``value`` / ``other``, if both are known."""
     return value / other if value is not None and other else None
 
 
 def write_json(report: Report, path: Path, *, rounds: bool = True) -> None:
-    """Write a report. Without ``rounds`` only the summary of each row, one row a line, as in docs/benchmarks/."""
+    """Write a report. Without ``rounds``, only the summary of each row, one row per line, as in docs/benchmarks/."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if rounds:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
@@ -188,7 +188,7 @@ def write_json(report: Report, path: Path, *, rounds: bool = True) -> None:
 
 
 def read_json(paths: list[Path]) -> Report:
-    """One report of several files; of a scenario that stands in several, the last one's."""
+    """Merge several files into one report. If several have a scenario, the last one wins."""
     reports = [msgspec.json.decode(path.read_bytes(), type=Report) for path in paths]
     scenarios = {scenario.name: scenario for report in reports for scenario in report.scenarios}
     return Report(reports[-1].machine, list(scenarios.values()))

@@ -1,4 +1,4 @@
-"""Worker processes, seen from the first process: one for each rank, called over pipes, one call at a time."""
+"""Worker processes from the first process' side: one for each rank, called over pipes, one call at a time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from benchmarks.measure import Measured, together
 from benchmarks.results import OURS
 
 _TOOLS = Path(__file__).resolve().parent.parent
-_TIMEOUT = 1800.0  # seconds that one call may take
-_GRACE = 60.0  # seconds that the other ranks get after one has failed
+_TIMEOUT = 1800.0  # seconds, the limit for one call
+_GRACE = 60.0  # seconds for the other ranks after one has failed
 _FAREWELL = 10.0
 
 
 class CallFailed(Exception):
-    """A worker raised. ``kind``: the name of the error's class."""
+    """A worker raised an error. ``kind``: the name of the error's class."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(f"{kind}: {text}")
@@ -31,12 +31,14 @@ class CallFailed(Exception):
 
 
 class Team:
-    """``ranks`` workers of one environment. More than one make up a gloo process group."""
+    """``ranks`` workers of one environment. Several form a gloo process group."""
 
     def __init__(
         self, folder: Path, environment: str = "", ranks: int = 1, *, quick: bool = False, tree: Path | None = None
     ) -> None:
-        """``folder``: for logs and the rendezvous. ``quick``: see `Here`. ``tree``: whose casckpt and tasks it runs.
+        """``folder``: for logs and the rendezvous.
+
+        ``quick``: see `Here`. ``tree``: the source of casckpt and the tasks.
 
         Raises `Absent` without the environment.
         """
@@ -61,9 +63,9 @@ class Team:
             worker.close(_FAREWELL if not self.broken else 0.0)
 
     def call(self, task: str, **arguments: Any) -> list[Any]:
-        """Call ``task`` ("saves:save") in every worker; what they return, by rank. Raises `CallFailed`.
+        """Call ``task`` ("saves:save") in every worker, and return the results by rank. Raises `CallFailed`.
 
-        After a call that somebody does not answer the team is ``broken``.
+        After a call without an answer, the team is ``broken``.
         """
         if self._other_tree and "peer" in arguments:
             arguments["peer"] = OURS
@@ -90,12 +92,12 @@ class Team:
         return [answers[rank] for rank in range(len(self._workers))]
 
     def measure(self, task: str, **arguments: Any) -> Measured:
-        """Call a task that measures something; the ranks' answers as one."""
+        """Call a task that measures, and combine the answers of the ranks."""
         return together([Measured(**answer) for answer in self.call(task, **arguments)])
 
 
 def _path(tree: Path) -> str:
-    """Where a worker finds modules: those of ``tree`` first."""
+    """The module path of a worker, ``tree`` first."""
     return os.pathsep.join(filter(None, (str(tree / "tools"), os.environ.get("PYTHONPATH"))))
 
 
@@ -111,19 +113,19 @@ class _Worker:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=os.environ | {"PYTHONPATH": _path(tree), "PYTHONWARNINGS": "ignore"},
-                cwd=tree,  # where Python looks for casckpt first
-                start_new_session=True,  # ctrl-C is for the first process, which then closes this one
+                cwd=tree,  # the first place where Python looks for casckpt
+                start_new_session=True,  # ctrl-C ends the first process, which then ends this one
             )
 
     def ask(self, task: str, arguments: dict[str, Any]) -> None:
         assert self._process.stdin is not None  # noqa: S101 - a pipe was asked for
-        with suppress(BrokenPipeError):  # the answer will tell
+        with suppress(BrokenPipeError):  # the answer shows the error
             self._process.stdin.write(json.dumps({"task": task, "arguments": arguments}).encode() + b"\n")
             self._process.stdin.flush()
 
     @property
     def output(self) -> IO[bytes]:
-        """Where answers come from."""
+        """The stream of answers."""
         assert self._process.stdout is not None  # noqa: S101 - a pipe was asked for
         return self._process.stdout
 

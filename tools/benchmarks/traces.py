@@ -1,9 +1,9 @@
-"""Traces: what real trainings made of their states, step by step, kept in a folder so that scenarios can replay them.
+"""Traces of the states of real trainings, step by step, in a folder, so that scenarios can replay them.
 
-A trace is a folder: ``index.json``, written last; of each checkpoint ``<step>.<part>.npy``, one flat array with the
-elements of all tensors one after the other; and of each step of a run of consecutive versions ``<step>.changes.npz``,
-which elements of the weights changed since the step before, and into what. Parts: "weights" (bfloat16 as uint16, or
-float32), "master", "exp_avg", "exp_avg_sq" (float32).
+A trace is a folder. ``index.json`` is written last. Each checkpoint has ``<step>.<part>.npy`` files, flat arrays with
+the elements of all tensors. Each step of a run of consecutive versions has ``<step>.changes.npz``: the weights' changed
+elements since the previous step, and their new values. Parts: "weights" (bfloat16 as uint16, or float32), "master",
+"exp_avg", "exp_avg_sq" (float32).
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ import platformdirs
 
 Flat: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.float32]
 CELL = 1 << 20
-VERSION = 1  # of the trainings below: a trace of another one is made anew
+VERSION = 1  # of the trainings; a trace of another version is made again
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """A tensor of the model: its elements are [``start``, ``stop``) of each part. ``matrix``: one of the encoder's."""
+    """A tensor of the model.
+
+    Its elements are [``start``, ``stop``) of each part. ``matrix``: whether it is a matrix of the encoder.
+    """
 
     name: str
     start: int
@@ -33,7 +36,7 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 class Index(msgspec.Struct, frozen=True):
-    """What is in a trace. ``steps``: with whole states. ``run``: first and last of the consecutive versions."""
+    """The content of a trace. ``steps``: those with whole states. ``run``: the first and last consecutive version."""
 
     version: int
     name: str
@@ -46,20 +49,20 @@ class Index(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace that lies in a folder."""
+    """A trace in a folder."""
 
     folder: Path
     index: Index
 
     def part(self, step: int, part: str) -> Flat:
-        """All elements of one part at one step, mapped. ValueError where the trace has no checkpoint of that step."""
+        """All elements of one part at one step, mapped. Raises ValueError without a checkpoint of that step."""
         if step not in self.index.steps or part not in self.index.parts:
             raise ValueError(f"{self.index.name} has no {part} at step {step}; it has steps {self.index.steps}")
         found: Flat = np.load(self.folder / f"{step}.{part}.npy", mmap_mode="r")
         return found
 
     def versions(self) -> Iterator[tuple[int, Flat]]:
-        """The consecutive versions of the weights, with their steps: one array, which changes from each to the next."""
+        """The consecutive versions of the weights, with their steps, in one array that changes for each version."""
         if self.index.run is None:
             return
         first, last = self.index.run
@@ -78,12 +81,12 @@ def cut(tensor: Tensor, itemsize: int) -> list[slice]:
 
 
 def default_folder() -> Path:
-    """Where traces are kept if nobody says where: in the user's cache."""
+    """The default folder of traces, in the user's cache."""
     return platformdirs.user_cache_path("casckpt") / "bench" / "traces"
 
 
 def find(above: Path, name: str) -> Trace | None:
-    """The trace of a name, if it is there, whole, and of this version."""
+    """The trace of a name, if it exists, is complete, and has this version."""
     folder = above / name
     try:
         index = msgspec.json.decode((folder / "index.json").read_bytes(), type=Index)
@@ -93,7 +96,7 @@ def find(above: Path, name: str) -> Trace | None:
 
 
 class Recorder:
-    """Writes a trace, part by part and step by step; `close` makes it whole."""
+    """Writes a trace, part by part and step by step. `close` completes it."""
 
     def __init__(self, above: Path, name: str) -> None:
         self.folder = above / name
@@ -105,14 +108,14 @@ class Recorder:
         self._parts: tuple[str, ...] = ()
 
     def checkpoint(self, step: int, parts: dict[str, Flat]) -> None:
-        """A whole state."""
+        """Add a whole state."""
         for name, values in parts.items():
             np.save(self.folder / f"{step}.{name}.npy", values)
         self._steps.append(step)
         self._parts = tuple(parts)
 
     def version(self, step: int, weights: Flat) -> None:
-        """The next of the consecutive versions; of the first, the checkpoint is to be there too."""
+        """Add the next consecutive version. The first one needs its checkpoint, too."""
         if self._last is not None:
             places = np.flatnonzero(weights != self._last).astype(np.uint32)
             np.savez(self.folder / f"{step}.changes.npz", places=places, values=weights[places])
@@ -120,7 +123,7 @@ class Recorder:
         self._run.append(step)
 
     def close(self, about: str, tensors: Iterable[Tensor]) -> Trace:
-        """All is there."""
+        """Complete the trace."""
         run = (self._run[0], self._run[-1]) if self._run else None
         name = self.folder.name
         index = Index(VERSION, name, about, tuple(tensors), self._parts, tuple(self._steps), run)

@@ -1,7 +1,7 @@
 """Real trainings that make traces: a few minutes on two cores each, with tiny batches and fixed seeds.
 
-Whatever they learn, their weights change as those of large models do: what counts for that is the learning rate
-against the size of the weights, and an Adam whose moments have settled.
+Their weights change like those of large models. That depends on the learning rate relative to the size of the weights,
+and on settled moments of Adam.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Loss = Callable[[int], Torch]
 
 @dataclass(frozen=True)
 class Recipe:
-    """One training. ``steps``: of which whole states are kept; ``run``: how many consecutive versions of the weights.
+    """One training. ``steps``: those with whole states. ``run``: the number of consecutive versions of the weights.
 
-    ``about``: in a table. ``half``: weights are bfloat16 with a float32 master; else they are float32.
+    ``about``: its text in a table. ``half``: weights are bfloat16 with a float32 master; otherwise they are float32.
     """
 
     name: str
@@ -48,7 +48,10 @@ class Recipe:
 
 
 def trace(above: Path, name: str, tell: Callable[[str], None] = lambda text: None) -> Trace:
-    """The trace of a name, made if it is not there. ModuleNotFoundError where a package for it is not installed."""
+    """The trace of a name, made if it does not exist.
+
+    Raises ModuleNotFoundError if a package for it is not installed.
+    """
     return find(above, name) or _make(above, RECIPES[name], tell)
 
 
@@ -68,7 +71,7 @@ def _make(above: Path, recipe: Recipe, tell: Callable[[str], None]) -> Trace:
 
 
 class _Training:
-    """AdamW on a float32 master; with ``half``, the model computes with what bfloat16 leaves of it."""
+    """AdamW on a float32 master. With ``half``, the model computes with the master rounded to bfloat16."""
 
     def __init__(self, model: torch.nn.Module, recipe: Recipe) -> None:
         self._half = recipe.half
@@ -87,7 +90,7 @@ class _Training:
         self._publish()
 
     def weights(self) -> Flat:
-        """The weights as they are published, all in one row."""
+        """The published weights, in one row."""
         if self._half:
             flat = torch.cat([master.to(torch.bfloat16).reshape(-1) for master in self._master])
             return flat.view(torch.uint16).numpy()
@@ -102,7 +105,7 @@ class _Training:
         return {"weights": self.weights(), "master": master, **moments}
 
     def tensors(self) -> Iterator[Tensor]:
-        """Where each tensor lies in the rows. Matrices of embeddings are none of the encoder's."""
+        """The places of the tensors in the rows. Embeddings do not count as matrices of the encoder."""
         start = 0
         for name, one in self._named:
             matrix = one.dim() == 2 and one.numel() >= _MATRIX and "embed" not in name
@@ -123,7 +126,7 @@ class _Training:
 
 
 def sentences() -> list[str]:
-    """First lines of docstrings of the standard library and of torch, in an order that is always the same."""
+    """First lines of docstrings of the standard library and of torch, in a fixed order."""
     above = [Path(sysconfig.get_path("stdlib")), Path(str(torch.__file__)).parent]
     files = (path for folder in above for path in sorted(folder.glob("[!s]*/**/*.py")))
     found = (line for path in files for line in _DOCSTRING.findall(path.read_text("utf-8", "replace")))
@@ -131,7 +134,7 @@ def sentences() -> list[str]:
 
 
 class _Pairs:
-    """Batches for an encoder of sentences: each twice, with other words left out, as ids and mask."""
+    """Batches for an encoder of sentences: each sentence twice, with different words left out, as ids and mask."""
 
     def __init__(self, tokenizer: Any, size: int, length: int) -> None:
         self._ids = [one.ids[1:-1] for one in tokenizer.encode_batch(sentences())]
@@ -175,16 +178,16 @@ def _minilm(size: int, length: int) -> tuple[torch.nn.Module, Callable[[int], To
 
 
 def _contrastive() -> tuple[torch.nn.Module, Loss]:
-    """Which sentence is the same: as embedding models are tuned."""
+    """The contrastive loss of embedding models: find the same sentence."""
     size = 8
     model, similarities = _minilm(size, 24)
     return model, lambda step: functional.cross_entropy(similarities(step) * 20, torch.arange(size))
 
 
 def _policy() -> tuple[torch.nn.Module, Loss]:
-    """GRPO in small: 8 samples of which sentence is the same, rewarded if it is, advantages normalised in the group.
+    """A small GRPO: 8 samples of the same-sentence task, a reward for each hit, advantages normalised in the group.
 
-    There are 256 prompts; fewer in a batch, or ever new ones, make gradients that agree less, and change less.
+    There are 256 prompts. With fewer in a batch, or always new ones, gradients agree less and fewer weights change.
     """
     size, samples, batches = 16, 8, 16
     model, similarities = _minilm(size, 24)
@@ -219,7 +222,7 @@ class _Gpt(torch.nn.Module):
 
 
 def _language(width: int = 256, layers: int = 4) -> tuple[torch.nn.Module, Loss]:
-    """The next byte, from scratch."""
+    """Prediction of the next byte, from scratch."""
     model, length, size = _Gpt(width, layers), 128, 8
     text = torch.frombuffer(bytearray("\n".join(sentences()), "utf-8"), dtype=torch.uint8).long()
 

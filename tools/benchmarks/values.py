@@ -1,4 +1,4 @@
-"""The states that are saved and loaded: which tensors, and incompressible bytes for them, the same in every process."""
+"""The states to save and load: their tensors, filled with incompressible bytes that are equal in every process."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ class Spec:
 def specs(kind: str, size: int) -> list[Spec]:
     """The tensors of a state of about ``size`` bytes.
 
-    ``kind``: "model", a transformer in bfloat16; "adapted", one of 96 % of the bytes beside adapters of 4 %; "small",
-    tensors of 1 KiB; "square", a single matrix of float32 whose sides are multiples of 64;
-    "narrow", one of 2048 x 64.
+    ``kind``: "model", a transformer in bfloat16; "adapted", one of 96 % of the bytes with adapters of 4 %; "small",
+    tensors of 1 KiB; "square", a single matrix of float32 whose sides are multiples of 64; "narrow", one of 2048 x 64.
     """
     if kind == "model":
         return list(_model(size))
@@ -80,7 +79,7 @@ def _adapters(size: int) -> Iterator[Spec]:
 
 
 def make(kind: str, size: int, seed: int) -> dict[str, torch.Tensor]:
-    """A state, in memory that was touched. No element is NaN or infinite: some peers look for these."""
+    """A state in touched memory. No element is NaN or infinite, since some peers check for these."""
     return {spec.name: random_tensor(spec, seed + number) for number, spec in enumerate(specs(kind, size))}
 
 
@@ -111,20 +110,20 @@ def as_bytes(tensor: Any) -> torch.Tensor:
 
 
 def change(state: dict[str, torch.Tensor], *, prefix: str = "") -> None:
-    """Change every byte of the tensors whose name starts with ``prefix``: 255 times to what was not there before."""
+    """Change every byte of the tensors whose name starts with ``prefix``. 255 calls give 255 different values."""
     for name, tensor in state.items():
         if name.startswith(prefix):
             as_bytes(tensor).add_(1)
 
 
 def nudge(state: dict[str, torch.Tensor]) -> None:
-    """Change a few bytes of every tensor; a second call changes them back."""
+    """Change a few bytes of every tensor. A second call changes them back."""
     for tensor in state.values():
         as_bytes(tensor)[:64].bitwise_xor_(3)
 
 
 def poisoned(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of the same form, in touched memory, full of what is in no state."""
+    """Tensors of the same form in touched memory, with values that no state has."""
     import torch
 
     made = {name: torch.empty_like(tensor) for name, tensor in state.items()}
@@ -133,13 +132,13 @@ def poisoned(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def poison(state: dict[str, torch.Tensor]) -> None:
-    """Overwrite all of it, so that a load that fills nothing is found out."""
+    """Overwrite all of it, so that a load that fills nothing is noticed."""
     for tensor in state.values():
         as_bytes(tensor).fill_(_POISON)
 
 
 def differing(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
-    """Names of the tensors that are not the same in both, bit by bit."""
+    """The names of the tensors that differ in any bit."""
     import torch
 
     names = [name for name in state if not torch.equal(as_bytes(state[name]), as_bytes(other[name]))]
@@ -147,5 +146,5 @@ def differing(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 
 def size_of(state: dict[str, torch.Tensor]) -> int:
-    """Bytes of all tensors."""
+    """The bytes of all tensors."""
     return sum(tensor.nbytes for tensor in state.values())

@@ -1,4 +1,4 @@
-"""A worker process: does what it is told on a line of JSON, and answers with a line of JSON.
+"""A worker process. It reads requests as lines of JSON, and answers each with a line of JSON.
 
 It runs in any environment that has torch, numpy and psutil.
 """
@@ -27,12 +27,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 class WrongBytes(Exception):
-    """A checkpoint does not hold what was saved: the benchmark is void."""
+    """A checkpoint does not equal the saved state, so the benchmark is void."""
 
 
 @dataclass
 class Here:
-    """What one worker has at hand. ``states``: by name; ``peers``: by name and settings, kept for their caches.
+    """The objects of one worker. ``states``: by name. ``peers``: by name and settings, kept for their caches.
 
     ``quick``: a smoke run, which must not slow others down. ``on_gpu``: some state is in a GPU's memory.
     """
@@ -48,7 +48,7 @@ class Here:
     on_gpu: bool = False
 
     def peer(self, name: str, setting: dict[str, Any]) -> Peer:
-        """An adapter, always the same one for the same settings."""
+        """An adapter, the same one for equal settings."""
         from benchmarks.peers import peer_class
 
         key = name + json.dumps(setting, sort_keys=True)
@@ -64,14 +64,14 @@ class Here:
             dist.barrier()
 
     def settle(self) -> None:
-        """Wait for what a GPU was told to do: until then nothing of it is done."""
+        """Wait for the queued work of a GPU."""
         if self.on_gpu:
             import torch
 
             torch.cuda.synchronize()
 
     def on_host(self, state: str) -> dict[str, torch.Tensor]:
-        """A state as the processor reads it: itself, or a copy that was made when it was first asked for."""
+        """A state in host memory: itself, or a copy made on demand."""
         if not self.on_gpu:
             return self.states[state]
         key = f"{state} on the host"
@@ -81,7 +81,7 @@ class Here:
         return copied
 
     def open_group(self) -> None:
-        """Make the process group, if there are several ranks."""
+        """Create the process group, if there are several ranks."""
         if self.ranks == 1:
             return
         import torch
@@ -92,7 +92,7 @@ class Here:
         dist.init_process_group("gloo", init_method=where, rank=self.rank, world_size=self.ranks)
 
     def close(self) -> None:
-        """End what adapters keep running."""
+        """End the background work of adapters."""
         for peer in self.peers.values():
             peer.close()
 
@@ -103,7 +103,7 @@ def main() -> None:
     about = json.loads(sys.argv[1])
     here = Here(threads=len(os.sched_getaffinity(0)), **about)
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries is not an answer
     here.open_group()
     for line in sys.stdin.buffer:
         answers.write(json.dumps(_answer(here, json.loads(line))).encode() + b"\n")
@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def _die_with_parent() -> None:
-    """A worker in a long call would not notice that nobody waits for it any more."""
+    """Otherwise a worker in a long call would not notice the death of its parent."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -130,7 +130,7 @@ def _answer(here: Here, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def _first_line(error: Exception) -> str:
-    """What an error says; of torch's checkpoint errors, the line that tells something."""
+    """The first line of an error, or the informative line of torch's checkpoint errors."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if "Error" in line and "Exception ranks" not in line]
     return (told or lines or [""])[-1 if told else 0][:300]

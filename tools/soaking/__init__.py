@@ -1,19 +1,20 @@
 """See tools/soak. One process forks workers, kills or stops one of them every second or so, and starts it again.
 
-Of each minute the last third is calm, for what takes longer than the next kill is away. Two workers live as long as the
-soak does: one follows a run, one does all that a program does with a store.
+The last third of each minute is calm, for work that takes longer than the time between two kills. Two workers are never
+killed: one follows a run, and one does everything that a program does with a store.
 
-What a checkpoint holds follows from its run and step, so that everybody can tell whether it is right. Invariants:
+The content of a checkpoint follows from its run and step, so that every process can check it. Invariants:
 
-- what is loaded under a lease, or is tagged, is what was saved, to the bit; without either it may be gone, never wrong
-- once a save has returned, its run's latest is never an older one; of one that was revoked nothing is visible
-- verify finds no damage, while everything else goes on
-- what a watch tells can be loaded, or is gone
-- in each pause: nothing is open, no object is there that nothing names, every checkpoint loads; of those whose save has
-  returned the newest two of each run are there, and a copy has the newest two, and all, if it is told which
-- no worker ends but by a kill of the soak
-- memory, files and threads of the two that are never killed do not grow
+- a load under a lease, or of a tagged checkpoint, returns the saved state, bit for bit; without either, the checkpoint
+  may be gone, but is never wrong
+- after a save has returned, the latest checkpoint of its run is never an older one; a revoked save is not visible
+- verify finds no damage at any time
+- a checkpoint from a watch can be loaded, or is gone
+- in each pause, there is no open transaction and no unneeded object, and every checkpoint loads; the newest two saved
+  checkpoints of each run exist, and a copy has the newest two, and all others that it names
+- a worker ends only if the soak kills it
+- memory, files and threads of the two workers that are never killed do not grow
 
-In the folder each save that returned is a line of ``ledger``, each run of the soak one of ``runs``, and each invariant
-that did not hold one of ``failures``; ``counts.json`` has what happened in all runs together.
+In the folder, ``ledger`` has a line for each finished save, ``runs`` for each run of the soak, and ``failures`` for
+each broken invariant. ``counts.json`` has the totals of all runs.
 """

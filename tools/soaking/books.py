@@ -1,4 +1,4 @@
-"""What is saved, and what all processes write down of it."""
+"""The saved states, and the files in which all processes record their work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 RUNS = ("alpha", "beta/lora")
 LONG = "long"  # the run of one process
 CELL = 4096
-KEPT = 2  # of each run no gc here forgets so many
+KEPT = 2  # newest checkpoints of each run that no gc here forgets
 
 
 class Wrong(Exception):
@@ -23,7 +23,7 @@ class Wrong(Exception):
 
 
 def state(run: str, step: int) -> dict[str, Any]:
-    """What run@step holds: some that never changes, some of which few numbers change, some that is new; plain data."""
+    """The content of run@step: constant parts, parts in which few numbers change, new parts, and plain data."""
     made = torch.Generator().manual_seed(sum(run.encode()))
     told = torch.randn(16 * CELL, generator=made).bfloat16()
     told[:: max(1, 997 - step % 7)] += step % 251
@@ -36,7 +36,7 @@ def state(run: str, step: int) -> dict[str, Any]:
 
 
 def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two nested states are equal to the bit."""
+    """Report whether two nested states are equal, bit for bit."""
     if one.keys() != other.keys():
         return False
     return all(_equal(value, other[key]) for key, value in one.items())
@@ -50,7 +50,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 @dataclass
 class Books:
-    """What all processes write down, in a folder of this host; each line is one write at the end of a file."""
+    """Files of records in a folder of this host. Each record is one line, appended with a single write."""
 
     folder: Path
 
@@ -64,14 +64,14 @@ class Books:
             os.close(fd)
 
     def lines(self, book: str) -> Iterator[Any]:
-        """All lines of a book."""
+        """All lines of a file."""
         path = self.folder / book
         for line in path.read_text().splitlines() if path.exists() else ():
             with suppress(ValueError):  # a kill cut it off
                 yield json.loads(line)
 
     def newest(self) -> dict[str, list[int]]:
-        """The highest steps of each run whose save has returned, the highest of all first."""
+        """The highest saved steps of each run, highest first."""
         found: dict[str, list[int]] = {}
         for one in self.lines("ledger"):
             found[one["run"]] = sorted({one["step"], *found.get(one["run"], ())}, reverse=True)[:KEPT]

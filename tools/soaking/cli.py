@@ -1,4 +1,4 @@
-"""What was asked for, and the books of it."""
+"""The command line of the soak, and its files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from soaking.master import Soak
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """What was asked for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="tools/soak", description="Everything at once on one store, with kills.")
     parser.add_argument("hours", type=float)
     parser.add_argument("--folder", type=Path, help="for the books, and the store; a temporary one if it is left out")
@@ -35,7 +35,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Soak."""
+    """Run the soak."""
     asked = arguments()
     folder = asked.folder or Path(tempfile.mkdtemp(prefix="casckpt-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def main() -> int:
     print(f"seed {seed}, folder {folder}", file=sys.stderr)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", ForgottenWarning)  # under a lease
-    if "://" in asked.storage:  # else each worker imports it anew
+    if "://" in asked.storage:  # otherwise each worker imports it again
         for name in ("aiobotocore.session", "s3fs", "botocore.endpoint"):
             with suppress(ImportError):
                 importlib.import_module(name)

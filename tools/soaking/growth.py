@@ -1,4 +1,4 @@
-"""What those that are never killed hold, and whether it becomes more and more."""
+"""The resources of processes that are never killed, and whether they grow."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def held() -> dict[str, int]:
 
 
 def growth(books: Books, began: int) -> tuple[int, list[str]]:
-    """How many samples there are of those that lived long in the run that began then, and who held more and more.
+    """Return the number of samples of these processes in the run that began then, and the processes that grew.
 
-    That is: the median of its last third against that of its second. Each had done once all that it does before it
-    was sampled.
+    Growth compares the median of the last third with that of the second. Each process had done all its work once before
+    its first sample.
     """
     sampled, grown = 0, []
     for path in books.folder.glob(f"samples.*.{began}"):

@@ -1,4 +1,4 @@
-"""A pause: with nobody at work, the store is as it should be, and so is its copy."""
+"""The checks during a pause: with no process at work, the store and its copy must be correct."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from soaking.workers import Worker
 
 
 def make(worker: Worker) -> None:
-    """Make both stores, of small cells and blobs."""
+    """Create both stores, with small cells and blobs."""
     for store in (worker.store, worker.copy):
         store.create(cell_bytes=CELL, blob_bytes=16 * CELL)
 
 
 def look(worker: Worker) -> None:
-    """End what is open, and look at all that is there."""
+    """End open transactions, and check everything."""
     for save_in_progress in worker.store.transactions():
         worker.store.revoke(save_in_progress.txid)
     for name in worker.store.tags():
-        worker.store.untag(name)  # leases of killed readers end by themselves; nobody reads now
+        worker.store.untag(name)  # leases of killed readers expire by themselves, and no process reads now
     for store in (worker.store, worker.copy):
         store.gc(min_age=0, wait="5s", revoke_after=0)
     _check_copy(worker)
@@ -38,7 +38,7 @@ def look(worker: Worker) -> None:
 
 
 def _check_copy(worker: Worker) -> None:
-    """Copy once more: the newest of each run are there then, and the others, too, if one names them."""
+    """Copy again. Afterwards the newest checkpoints of each run exist, and others if the copy names them."""
     here = worker.store.checkpoints()
     worker.store.copy_to(worker.copy)
     there = {one.id for one in worker.copy.checkpoints()}
@@ -57,7 +57,7 @@ def _check_ids(copied: Store, wanted: list[casckpt.Checkpoint], there: set[str])
 
 
 def _check_saved(worker: Worker) -> None:
-    """Of those whose save has returned the newest are there, but where newer ones are, whose save was killed late."""
+    """Check that the newest saved checkpoints exist, unless newer ones do whose save was killed late."""
     for run, steps in worker.books.newest().items():
         there = {one.step for one in worker.store.checkpoints(run)}
         for step in steps:

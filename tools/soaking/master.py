@@ -1,4 +1,4 @@
-"""The process that starts all others, kills, stops, waits and adds up."""
+"""The process that starts, kills and stops all others, waits for them, and adds up their counts."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ ENDS = (signal.SIGINT, signal.SIGTERM)
 WRONG = 3
 ONCE: dict[str, Callable[[Worker], object]] = {"make": make, "pause": look, "overtake": overtake}
 SAMPLE_EVERY = 2.0  # seconds
-REST = 300.0  # seconds, at most, until those that are not killed have ended their round
-LOOK = 3600.0  # seconds, at most, of a pause
-OVERTAKEN = 10.0  # seconds, at most, for which one is stopped until a gc has given up on it
+REST = 300.0  # seconds, the limit for the current round of the processes that are not killed
+LOOK = 3600.0  # seconds, the limit for a pause
+OVERTAKEN = 10.0  # seconds, the limit for stopping a process until a gc revokes its save
 
 
 class Ended(Exception):
-    """Somebody ends the soak, by a signal."""
+    """A signal ends the soak."""
 
 
 def _end(signum: int, frame: object) -> NoReturn:
@@ -46,7 +46,7 @@ def _end(signum: int, frame: object) -> NoReturn:
 
 @dataclass
 class Soak:
-    """One run of all."""
+    """One run of the soak."""
 
     asked: argparse.Namespace
     folder: Path
@@ -64,11 +64,11 @@ class Soak:
         return json.loads(path.read_text()) if path.exists() else {}
 
     def run(self) -> int:
-        """Go on for as long as asked; the exit status."""
+        """Run for the requested time. Return the exit status."""
         for left in (self._rests(), *self.folder.glob("rests.*")):
             left.unlink(missing_ok=True)
         self._note_run()
-        for one in ENDS:  # whatever they were: who runs this behind a shell's & ignores SIGINT
+        for one in ENDS:  # with any earlier handler: a shell that starts this with & ignores SIGINT
             signal.signal(one, _end)
         good = self._holds(self._rounds)
         for one in ENDS:
@@ -82,7 +82,7 @@ class Soak:
         return 0 if good and not grown else 1
 
     def _note_run(self) -> None:
-        """Of which commit this is; of runs before there was such a book nobody knows."""
+        """Record the commit of this run. Runs from before this file existed have none."""
         if self.counts and not (self.folder / "runs").exists():
             self.books.note("runs", commit=None, time=None)
         told = ["git", "describe", "--always", "--dirty", "--exclude=*"]
@@ -90,7 +90,7 @@ class Soak:
         self.books.note("runs", commit=found.stdout.strip() or None, time=self.began)
 
     def _holds(self, what: Callable[[], None]) -> bool:
-        """Whether all goes well; what does not is written down."""
+        """Run a block. Record its failure, and report whether it succeeded."""
         try:
             what()
         except Ended:
@@ -112,7 +112,7 @@ class Soak:
             self._pause()
 
     def _at_work(self, until: float) -> None:
-        """All workers, of which one is killed or stopped now and then."""
+        """Run all workers, and kill or stop one now and then."""
         self._rests().unlink(missing_ok=True)
         calm = until - self.asked.pause / 3
         for role in [role for role in ROLES if role not in self.children.values()]:
@@ -126,7 +126,7 @@ class Soak:
                     self._start(role)
 
     def _pause(self) -> None:
-        """Nobody is at work: those that last rest, the others are killed."""
+        """Stop the work: the processes that are never killed rest, the others are killed."""
         self._end_all(but=LASTING)
         self._rests().touch()
         late = time.monotonic() + REST
@@ -140,11 +140,11 @@ class Soak:
         self._gather()
 
     def _rests(self, pid: int | None = None) -> Path:
-        """There while all should rest; of one worker: while it does."""
+        """The file that exists while all should rest; with a worker, while that one rests."""
         return self.folder / ("rest" if pid is None else f"rests.{pid}")
 
     def _hit(self) -> None:
-        """Kill one, or stop it for a while: some of those that save or copy until a gc has given up on them."""
+        """Kill a process or stop it for a while. Some savers and copiers stay stopped until a gc revokes their save."""
         drawn = self.random.random()
         chosen = REVOCABLE if drawn < 0.05 else ROLES.keys() - LASTING
         pid = self.random.choice([pid for pid, role in self.children.items() if role in chosen])
@@ -169,7 +169,7 @@ class Soak:
         return (pid, status) if pid else None
 
     def _judged(self, pid: int, status: int) -> str:
-        """The role of one that has ended. Raises Wrong if nobody here has ended it, and it had not done all."""
+        """The role of an ended process. Raises Wrong if the soak did not end it and it had not finished."""
         role, how = self.children.pop(pid), os.waitstatus_to_exitcode(status)
         was_killed = pid in self.killed
         self.killed.discard(pid)
@@ -179,12 +179,12 @@ class Soak:
         raise Wrong(f"{role}, pid {pid}, ended by itself: {told}")
 
     def _once(self, role: str) -> None:
-        """Let one process do this, and wait for it."""
+        """Run this in one process, and wait for it."""
         if not self._wait(self._start(role), LOOK):
             raise Wrong(f"no end of {role!r} in {LOOK} s")
 
     def _wait(self, pid: int, seconds: float) -> bool:
-        """Wait for one that ends by itself, but not longer than that. Whether it has ended."""
+        """Wait for a process to end, up to a limit. Report whether it has ended."""
         late = time.monotonic() + seconds
         while time.monotonic() < late:
             ended, status = os.waitpid(pid, os.WNOHANG)
@@ -203,12 +203,12 @@ class Soak:
         return child
 
     def _work(self, role: str, seed: int) -> NoReturn:
-        """In a child: rounds until somebody kills it, or a single one."""
+        """In a child: run rounds until it is killed, or a single one."""
         status = 0
         try:
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # with its parent
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # dies with its parent
             for one in ENDS:
-                signal.signal(one, signal.SIG_IGN)  # a Ctrl-C is for the parent, who ends this
+                signal.signal(one, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
             os.nice(self.asked.nice)
             worker = self._worker(seed)
             logging.getLogger(TELLS_OF_REVOKED).addHandler(BegunAnew(worker))
@@ -216,7 +216,7 @@ class Soak:
                 ONCE[role](worker)
             else:
                 self._go_on(role, worker)
-        except Ended:  # told to the whole group, before this one ignored it
+        except Ended:  # sent to the whole group, before this process ignored it
             pass
         except BaseException:  # noqa: BLE001 - whatever it is, it is a finding
             self._fail(traceback.format_exc(), role)
@@ -239,7 +239,7 @@ class Soak:
             worker.wait(self.asked.idle)
 
     def _rest(self) -> None:
-        """In a child: as long as all should."""
+        """In a child: rest as long as all should."""
         mine = self._rests(os.getpid())
         while self._rests().exists():
             mine.touch()
@@ -273,7 +273,7 @@ class Soak:
             raise wrong[0]
 
     def _gather(self) -> None:
-        """Take what workers counted into the sums of all runs; with nobody at work."""
+        """Add the counts of workers to the totals of all runs, while no process is at work."""
         now = time.monotonic()
         seconds = int(now - self.gathered)
         self.gathered += seconds

@@ -1,4 +1,4 @@
-"""What the workers do: each call is one round."""
+"""The workers. Each call is one round."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from soaking.books import KEPT, LONG, RUNS, Books, Wrong, same, state
 TAG = "soak"
 TELLS_OF_REVOKED = "casckpt.saving.save"
 COMPRESS: tuple[Literal["off", "auto", "always"], ...] = ("off", "auto", "always")
-HELD = 1.0  # seconds at most, between a lease and the load under it
-UNDONE = 5  # times that a gc may forget what is tagged, and be killed, while one looks
+HELD = 1.0  # seconds at most, between a lease and its load
+UNDONE = 5  # times that gcs may forget a tagged checkpoint and be killed, during one check
 
 
 @dataclass
 class Worker:
-    """What every worker has.
+    """The common part of all workers.
 
-    ``copy``: the other store. ``rounds``: that `live` has made. ``warm``: it has done once all that it does; until then
-    what it needs for that is no growth.
+    ``copy``: the other store. ``rounds``: of `live`. ``warm``: it has done all its work once. Earlier use of resources
+    does not count as growth.
     """
 
     store: Store
@@ -44,24 +44,24 @@ class Worker:
             self.books.note(f"counts.{os.getpid()}", did=what, times=times, **more)
 
     def wait(self, most: float) -> None:
-        """Let others go on for a moment."""
+        """Let other processes continue for a moment."""
         time.sleep(self.random.uniform(0, most))
 
     def check(self, ref: Any, found: Mapping[str, Any]) -> None:
-        """Compare a checkpoint with what its run and step say."""
+        """Compare a checkpoint with the state of its run and step."""
         wanted = {key: value for key, value in state(ref.run, ref.step).items() if key in found}
         if not same(found, wanted) or not {"model", "step"} <= set(found):
             raise Wrong(f"{ref} is not what was saved")
 
     def load(self, ref: Any) -> None:
-        """Load and compare it; of one that is thin, or is thinned just now, what it has."""
+        """Load a checkpoint and compare it. For a thinned one, or one that becomes thinned, compare the rest."""
         try:
             self.check(ref, self.store.read(ref))
         except MissingKey:
             self.check(ref, self.store.read(ref, keys=["model.*", "step"]))
 
     def read_or_gone(self, ref: Any) -> bool:
-        """Load what may be purged, or thinned, meanwhile."""
+        """Load a checkpoint that may be purged or thinned during the load."""
         try:
             self.load(ref)
         except (NotFound, MissingKey):
@@ -69,7 +69,7 @@ class Worker:
         return True
 
     def collect(self, store: Store, **policy: Any) -> None:
-        """Forget by a rule, and delete; count what came of it."""
+        """Forget by a rule, and delete. Count the results."""
         try:
             result = store.gc(**policy)
         except Conflict:
@@ -82,7 +82,7 @@ class Worker:
 
 
 class BegunAnew(logging.Handler):
-    """Counts saves of which a gc revoked the first attempt: they only say so in the log."""
+    """Counts saves whose first attempt a gc revoked. Only the log shows these."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class BegunAnew(logging.Handler):
 
 
 def save(worker: Worker, run: str) -> bool:
-    """Save the next step, in one of several ways. Whether it is there: a gc may give up on it twice."""
+    """Save the next step, in one of several ways. Report whether it exists, since a gc may revoke it twice."""
     try:
         step = worker.store.get(f"{run}@latest").step + 1
     except NotFound:
@@ -120,7 +120,7 @@ def save(worker: Worker, run: str) -> bool:
 
 
 def read(worker: Worker) -> None:
-    """Load anything: under a lease it must go well."""
+    """Read any checkpoint. Under a lease, the read must succeed."""
     there = worker.store.checkpoints()
     if not there:
         return
@@ -132,7 +132,7 @@ def read(worker: Worker) -> None:
 
 
 def load_under_lease(worker: Worker, chosen: Any) -> None:
-    """Hold it for a moment, in which others forget and collect, and load it then."""
+    """Lease a checkpoint for a moment, in which others forget and collect, then load it."""
     with ExitStack() as held:
         try:
             ref = held.enter_context(worker.store.lease(chosen, expires="10m"))
@@ -149,7 +149,7 @@ def load_under_lease(worker: Worker, chosen: Any) -> None:
 
 
 def _forget_old(worker: Worker, ref: Any) -> None:
-    """Forget it while one holds it, so that nothing but the lease keeps it; of a run in which nobody tags."""
+    """Forget a leased checkpoint, so that only the lease keeps it, in a run without tags."""
     newer = [one for one in worker.store.checkpoints(RUNS[0]) if one.step > ref.step]
     if ref.run == RUNS[0] and len(newer) >= KEPT:
         with suppress(NotFound, Conflict):
@@ -158,7 +158,7 @@ def _forget_old(worker: Worker, ref: Any) -> None:
 
 
 def follow(worker: Worker) -> None:
-    """Watch a run for a while, and update one state from version to version. It is never killed."""
+    """Watch a run for a while, and update one state from version to version. This process is never killed."""
     run, held, loaded = worker.random.choice(RUNS), None, None
     for told in worker.store.watch(run, latest_only=True, timeout="5s", poll="0.1s"):
         ref = told.checkpoint
@@ -177,9 +177,9 @@ def follow(worker: Worker) -> None:
 
 
 def live(worker: Worker) -> None:
-    """Save, load under a lease, look, verify and collect in one process, which is never killed.
+    """Save, load under a lease, list, verify and collect in one process, which is never killed.
 
-    It collects until a gc comes to its end, too: it needs the most memory for that, and that is no growth.
+    It also collects until one gc completes: that needs the most memory, and is not growth.
     """
     if save(worker, LONG):
         newest = worker.store.get(f"{LONG}@latest")
@@ -201,14 +201,14 @@ def collect(worker: Worker) -> None:
 
 
 def overtake(worker: Worker) -> None:
-    """Delete at once, and give up on all who save or copy: while one of them is stopped."""
+    """Delete at once, and revoke the saves and copies of a stopped process."""
     for store in (worker.store, worker.copy):
-        with suppress(StorageError):  # who only collects counts those
+        with suppress(StorageError):  # a worker that only collects counts these
             worker.collect(store, min_age=0, wait="2s", revoke_after=0)
 
 
 def thin(worker: Worker) -> None:
-    """Leave optimizers out."""
+    """Thin checkpoints by the optimizer."""
     try:
         worker.store.thin(drop="optim.*", keep_last=KEPT)
     except (Conflict, NotFound, MissingKey):
@@ -219,8 +219,8 @@ def thin(worker: Worker) -> None:
 
 
 def tag(worker: Worker) -> None:
-    """Tag one, load it by its tag, and move the tag on."""
-    there = [one for one in worker.store.checkpoints() if one.run != RUNS[0]]  # who forgets there takes tags along
+    """Tag a checkpoint, load it by its tag, and move the tag."""
+    there = [one for one in worker.store.checkpoints() if one.run != RUNS[0]]  # a forget there also removes tags
     if not there:
         return
     name, chosen = f"{TAG}-{os.getpid()}", worker.random.choice(there)
@@ -237,7 +237,10 @@ def tag(worker: Worker) -> None:
 
 
 def _tagged(worker: Worker, name: str, chosen: Any) -> Any:
-    """What a tag names. A gc that had not seen it may forget that, and be killed before it takes that back."""
+    """The checkpoint of a tag.
+
+    A gc that has not seen the tag may forget the checkpoint, and be killed before it restores it.
+    """
     for _ in range(UNDONE):
         try:
             return worker.store.get(f"tag:{name}")
@@ -250,7 +253,7 @@ def _tagged(worker: Worker, name: str, chosen: Any) -> Any:
 
 
 def verify(worker: Worker) -> None:
-    """Nothing is ever damaged."""
+    """Verify the store, which never has damage."""
     found = worker.store.verify(mode=worker.random.choice(["full", "exists"]))
     if found.is_damaged or found.failed:
         raise Wrong(f"verify: {found.damaged} {found.manifests} {found.records} {found.failed}")
@@ -259,7 +262,7 @@ def verify(worker: Worker) -> None:
 
 
 def copy(worker: Worker) -> None:
-    """Copy all that is visible, and rotate there."""
+    """Copy all visible checkpoints, and rotate the copies."""
     result = worker.store.copy_to(worker.copy, check=False)
     for one in result.failed:
         if not isinstance(one.error, Conflict | Gone):

@@ -1,4 +1,4 @@
-"""``casckpt copy``: output, and copies by processes that are killed or that share the work."""
+"""``casckpt copy``: its output, and copies by processes that are killed or that share the work."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def many(tmp_path: Path) -> casckpt.Store:
 
 
 def kill_a_copy(store: casckpt.Store, there: Path) -> None:
-    """In the midst of it, as SIGKILL would."""
+    """Kill a copy with SIGKILL before it ends."""
     code = (
         "import os, sys, casckpt\n"
         "seen = []\n"
@@ -230,7 +230,7 @@ def test_two_processes_copy_the_same_checkpoints_beside_gcs(many: casckpt.Store,
             other.gc(wait=0, min_age=0)
     said = [process.communicate()[0] for process in started]
     assert [process.returncode for process in started] == [0, 0]
-    assert bool(said[1]) == (world == 1)  # of several ranks the first one speaks
+    assert bool(said[1]) == (world == 1)  # of several ranks, only the first one prints
     assert steps(other) == [("default", 1), ("default", 2)]
     assert not other.verify().is_damaged
     for step in (1, 2):

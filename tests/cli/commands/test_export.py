@@ -11,7 +11,7 @@ from tests.cli.conftest import AsJson, Run
 BRIEF = {"id", "run", "step"}
 
 
-# in and out
+# both directions
 
 
 def test_import_and_export_give_the_same_file(store_path: Path, tmp_path: Path, as_json: AsJson) -> None:
@@ -66,7 +66,7 @@ def test_torch_files_and_folders_are_imported_and_exported(
     run("import", store_path, tmp_path / "odd.pt", "--step", 2, "--allow-pickle")
 
 
-# where the store is
+# the place of the store
 
 
 def test_an_export_reports_values_that_the_format_cannot_hold(tmp_path: Path, as_json: AsJson, run: Run) -> None:

@@ -18,7 +18,7 @@ def named(rows: list[dict[str, Any]]) -> list[str]:
     return [f"{row['run']}@{row['step']}" for row in rows]
 
 
-# looking
+# reads
 
 
 def test_restore_undoes_a_rewrite(store: casckpt.Store, saved: Path) -> None:
@@ -31,7 +31,7 @@ def test_restore_undoes_a_rewrite(store: casckpt.Store, saved: Path) -> None:
     assert len(store.checkpoints()) == 4
 
 
-# keeping and removing
+# tags and removal
 
 
 def test_restore_undoes_forget(saved: Path, as_json: AsJson, run: Run) -> None:

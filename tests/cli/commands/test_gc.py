@@ -19,7 +19,7 @@ def named(rows: list[dict[str, Any]]) -> list[str]:
 
 def test_gc_restores_tagged_checkpoints(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
     store.tag("best", "a@2")
-    forget(store.repository, store.get("a@2").commit)  # as a gc that was killed leaves it
+    forget(store.repository, store.get("a@2").commit)  # as a killed gc leaves it
     assert "would restore a@2" in run("gc", saved, "--dry-run").stdout
     assert named(as_json("gc", saved)["restored"]) == ["a@2"]
     assert "a@2" in run("show", saved, "tag:best").stdout
@@ -63,7 +63,7 @@ def test_gc_reports_deferred_checkpoints_and_times(saved: Path, as_json: AsJson,
 
 
 def test_a_checkpoint_forgotten_by_a_rule_can_be_restored_for_a_day(saved: Path, as_json: AsJson, run: Run) -> None:
-    """And the plan, the list and the sums say until when, and how much is freed then."""
+    """The plan, the list and the sums give the time limit and the bytes that gc frees then."""
     planned = as_json("gc", saved, "--keep-last", 1, "--dry-run")
     told = run("gc", saved, "--keep-last", 1).stdout
     assert told.count("forgot a@") == told.count(", can be restored until ") == 2

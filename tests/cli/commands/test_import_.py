@@ -23,6 +23,6 @@ def test_import_reports_the_actual_kind_of_a_file(store_path: Path, tmp_path: Pa
     assert "no file" in run("import", store_path, tmp_path / "absent", "--step", 0, status=3).stderr
     assert "'' names no file" in run("import", store_path, "", "--step", 0, status=1).stderr
     too_long = run("import", store_path, "x" * 300, "--step", 0, status=1).stderr
-    assert "cannot read xxx" in too_long  # as with whatever else the operating system refuses
+    assert "cannot read xxx" in too_long  # as for any error of the operating system
     assert "too long" in too_long
     assert not store_path.exists()

@@ -25,7 +25,7 @@ def named(rows: list[dict[str, Any]]) -> list[str]:
     return [f"{row['run']}@{row['step']}" for row in rows]
 
 
-# looking
+# reads
 
 
 def test_list_prints_checkpoints_oldest_first(saved: Path, store: casckpt.Store, as_json: AsJson) -> None:
@@ -81,7 +81,7 @@ def test_a_replaced_commit_of_a_visible_checkpoint_is_called_old_places(
     for _ in range(2):
         store.thin("a@1", drop=key)
         store.restore("a@1", whole=True)
-    run("gc", saved)  # it ends rewrites that were undone
+    run("gc", saved)  # gc ends undone rewrites
     assert [(one["reason"], one["replaced"]) for one in as_json("gc", saved)["waiting"]] == [("replaced", True)] * 2
     lines = run("gc", saved).stdout.splitlines()
     assert [line.partition(" (")[0] for line in lines[1:]] == ["left for later: the old places of a@1"], "once"
@@ -99,7 +99,7 @@ def test_list_shows_twins_as_superseded(
 ) -> None:
     old = store.get("a@2")
     new = store.save({"shared": torch.arange(3.0)}, run="a", step=2, overwrite=True)
-    # as a crash between the new commit and the forgetting of the old one would leave it
+    # as after a crash between the new commit and the forgetting of the old one
     monkeypatch.setattr("casckpt.history.commits.list_commits", _with_twin(old.commit))
     rows = [row for row in as_json("list", saved) if named([row]) == ["a@2"]]
     assert [(row["id"], row["superseded"]) for row in rows] == [(old.id, True), (new.id, False)]
@@ -131,7 +131,7 @@ def test_tables_fit_into_a_terminal(
         assert [line for line in lines if line != line.rstrip()] == []
 
 
-# keeping and removing
+# tags and removal
 
 
 def test_list_shows_and_sorts_by_metrics(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:

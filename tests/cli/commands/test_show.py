@@ -15,7 +15,7 @@ def named(rows: list[dict[str, Any]]) -> list[str]:
     return [f"{row['run']}@{row['step']}" for row in rows]
 
 
-# looking
+# reads
 
 
 def test_show_prints_details_and_tensors(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
@@ -74,7 +74,7 @@ def test_show_names_the_options_that_list_all_tensors(store: casckpt.Store, stor
     assert "--tensors lists them" not in run("show", store_path, "many@1", "--tensors").stdout
 
 
-# looking
+# reads
 
 
 def test_diff_prints_keys_and_bytes(saved: Path, as_json: AsJson, run: Run) -> None:

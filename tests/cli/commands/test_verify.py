@@ -111,7 +111,7 @@ def test_doctor_explains_the_settings_of_a_bucket(moto_server: Server, as_json: 
 
 
 def test_doctor_checks_a_folder(run: Run, tmp_path: Path) -> None:
-    """It goes as it came: what was not there is not there afterwards, and what was is."""
+    """doctor leaves the folder as it was: an absent folder stays absent."""
     (tmp_path / "there").mkdir()
     for name in ("there", "new/folder/store"):
         assert "all is well" in run("doctor", tmp_path / name).stdout

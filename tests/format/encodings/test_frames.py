@@ -1,4 +1,4 @@
-"""Frames: every cell comes back to the bit, differences add up and are undone, and no other bytes are taken for one."""
+"""Frames: every cell decodes exactly, deltas compose and can be undone, and other bytes are refused."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def cells(draw: st.DrawFn) -> tuple[bytes, int]:
 
 @st.composite
 def versions(draw: st.DrawFn, most: int = 2) -> tuple[list[bytes], int]:
-    """(versions of a cell, width): in each a share of the elements differs from the one before, mostly by little."""
+    """(versions of a cell, width). From one to the next, a share of the elements changes, mostly by little."""
     cell, width = draw(cells())
     found = [cell]
     for _ in range(draw(st.integers(1, most - 1))):
@@ -104,7 +104,7 @@ def decoded(frame: bytes, nbytes: int, base: bytes | None = None) -> bytes:
 
 
 def by_hand(frame: bytes, plain: bytes, base: bytes = b"") -> bytes:
-    """What the document's reader makes of the frame of a cell as long as ``plain``."""
+    """Decode a frame with the reader of docs/format.md, for a cell of the length of ``plain``."""
     return plain_reader.decoded(frame, len(plain), base)
 
 
@@ -390,7 +390,7 @@ def version(number: int) -> bytes:
 
 
 def chain(links: int, *, coded_key: bool) -> tuple[StoredCell, list[bytes]]:
-    """A cell with so many bases, and what is stored of each, the key first: its blob is its place in there."""
+    """A cell with this many bases, and the stored form of each, key first. Its blob number is its place in the list."""
     stored, made = list[bytes](), None
     for number in range(links + 1):
         plain, base = memoryview(version(number)), memoryview(version(number - 1)) if number else None
@@ -420,7 +420,7 @@ def test_a_wrong_byte_anywhere_is_refused_or_harmless(data: st.DataObject, links
         found = decode_chain(cell, lambda one: bytearray(stored[one.blob]))
     except Refused:
         return
-    assert found == version(links)  # some bits of a frame mean nothing
+    assert found == version(links)  # some bits of a frame have no effect
 
 
 def test_frames_of_differences_without_a_base_are_refused() -> None:

@@ -65,7 +65,7 @@ MATTER = ["zeros", "constant", "random", "ramp", "normal", "positive", "special"
 
 
 def by_hand(frame: bytes, plain: bytes, base: bytes = b"") -> bytes:
-    """What the document's reader makes of the frame of a cell as long as ``plain``."""
+    """Decode a frame with the reader of docs/format.md, for a cell of the length of ``plain``."""
     return plain_reader.decoded(frame, len(plain), base)
 
 

@@ -1,4 +1,4 @@
-"""Scratch is a thread's own, used again, and not kept where it is large."""
+"""Scratch belongs to one thread, is reused, and is freed if it is large."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section of health comes back as it was, and is refused where it is hostile."""
+"""The section of health decodes as encoded, and hostile content is refused."""
 
 from __future__ import annotations
 

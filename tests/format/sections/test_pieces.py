@@ -22,7 +22,7 @@ large = [bytes([number % 251]) * (number % 7 * 100) for number in range(40_000)]
 
 
 class Store:
-    """Bytes that are read by range, and which ranges were."""
+    """Serves bytes by range, and records the ranges."""
 
     def __init__(self, data: bytes) -> None:
         self.data, self.reads = data, [(0, 0)]

@@ -1,4 +1,4 @@
-"""Tables come back as they were, in two parts; and no stored one can name anything that is not there."""
+"""Tables decode as encoded, in two parts, and no stored table can name a missing place."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_tensor_without_elements_has_no_tables() -> None:
 
 
 def whole(count: int = 20) -> Case:
-    """Two cells that are a whole tensor, one after the other."""
+    """Two consecutive cells of a whole tensor."""
     box = full_box((count,))
     regions = [Region(box, lo, min(lo + 10, count)) for lo in range(0, count, 10)]
     cells = [stored_cell(one, 0, 4096 + one.lo, one.numel, digest(one)) for one in regions]
@@ -80,11 +80,12 @@ def test_an_extent_takes_at_most_60_bytes_beside_its_digests() -> None:
     assert len(encode_cells(table)) + len(encode_rows(table)) <= rows * (60 + DIGEST_BYTES)
 
 
-# hostile ones
+# hostile tables
 
 
 def _check_inside(case: Case, table: ExtentTable) -> None:
-    """Nothing in it points outside the tensor, a box, a blob or the digests, and no element of a box stands twice."""
+    """Check that every part lies inside the tensor, its box, a blob and the digests, and that no element of a box
+    occurs twice."""
     tensor = full_box(case.shape)
     assert all(box.inside(tensor) for box in table.boxes)
     seen: dict[Box, set[int]] = {}
@@ -227,7 +228,7 @@ def test_overlapping_spans_of_one_box_are_refused() -> None:
 
 @pytest.mark.parametrize("rows", [[2], [2, 1], [0, 1, 1], [1], [1, 1, 1], [1, 0, 1], []])
 def test_rows_that_do_not_match_their_cells_are_refused(rows: list[int]) -> None:
-    """Of two spans, of no cells, too few, too many; with as many digests as they have cells."""
+    """Rows with two spans, with no cells or too few or too many, and the matching number of digests."""
     _refuse(_table([(0, 0, 5), (0, 5, 10)], [(cells, 0, 4096) for cells in rows], sum(rows)), (10,))
 
 

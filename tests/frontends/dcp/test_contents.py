@@ -17,7 +17,7 @@ from tests.support.dcp import failure, load, save
 
 try:
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-except ImportError:  # of an older torch, whose metadata know no version
+except ImportError:  # an older torch, whose metadata has no version
     CURRENT_DCP_VERSION = None  # type: ignore[assignment,misc]
 
 from casckpt.contents import manifests
@@ -41,7 +41,7 @@ def test_dcp_streams_are_those_of_the_native_api(store: Store) -> None:
 
 
 def test_tied_memory_takes_equal_tensors_and_refuses_different_ones(store: Store) -> None:
-    """Else the one that is overwritten would be taken for damaged."""
+    """If casckpt kept both values, one would overwrite the other, and a load would report damage."""
     store.save({"a": torch.ones(3000), "b": torch.zeros(3000), "c": torch.ones(3000)}, step=1)
     shared = torch.full((3000,), 5.0)
     load({"a": shared, "c": shared}, StorageReader(store, "default@1"))
@@ -86,7 +86,7 @@ def test_metadata_name_their_save_and_load(store: Store, tmp_path: Path) -> None
 
 
 def test_metadata_have_every_field_of_torch(store: Store, tmp_path: Path) -> None:
-    """So that whoever reads one of its metadata finds it in ours; ``modules`` nobody fills."""
+    """A reader that uses a field of torch's metadata finds it in casckpt's. ``modules`` stays empty."""
     state = {"x": torch.ones(2), "n": 1}
     save(state, StorageWriter(store, step=1))
     save(state, FileSystemWriter(tmp_path / "torch"))

@@ -1,4 +1,4 @@
-"""Damaged and hostile ``.metadata`` files: an error, and no code runs."""
+"""Damaged and hostile ``.metadata`` files cause an error, and no code runs."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from tests.support.dcp import save
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """As DCP writes it."""
+    """A folder that DCP wrote."""
     save({"a": torch.ones(4, 2), "b": {"c": 1}}, FileSystemWriter(tmp_path / "in"))
     return tmp_path / "in"
 
 
 def twin() -> Any:
-    """Something else that has the attributes of a chunk."""
+    """An object of another type with the attributes of a chunk."""
     made = MetadataIndex("a")
     vars(made).update(offsets=torch.Size([0, 0]), sizes=torch.Size([4, 2]))
     return made
 
 
 class Missing:
-    """In place of an attribute that is to go."""
+    """Marks an attribute to delete."""
 
 
 PLACES: dict[str, Callable[[Any], Any]] = {
@@ -89,7 +89,7 @@ def test_unusable_metadata_are_an_error_even_if_pickles_are_allowed(store: casck
 
 
 def test_a_set_in_metadata_holds_only_text_and_numbers(store: casckpt.Store, folder: Path) -> None:
-    """Whatever else stands in it would be asked for its hash."""
+    """Python calls the ``__hash__`` of every member of a set, so other members could run code."""
     found = pickle.loads((folder / ".metadata").read_bytes())
     for member, is_read in ((3, True), (torch.Size([3]), False)):
         found.planner_data = {"a": ("a",), "b.c": ("b", "c"), "x": {member}}

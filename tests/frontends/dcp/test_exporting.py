@@ -19,8 +19,8 @@ from casckpt.frontends.dcp import (
     items,
 )
 from tests.support.dcp import load, save, zeros
+from tests.support.progress_calls import ProgressCalls
 from tests.support.together import numbers
-from tests.support.told import Told
 from tests.support.torch_folders import example, stringed
 from tests.support.training import identical
 
@@ -48,7 +48,7 @@ def test_a_dcp_folder_is_imported_and_exported(store: Store, tmp_path: Path, mon
     monkeypatch.setattr(exporting, "WINDOW_BYTES", 50_000)  # the largest tensor becomes three chunks
     monkeypatch.setattr(exporting, "FILE_BYTES", 60_000)
     state = example()
-    done = Told()
+    done = ProgressCalls()
     folder = stock(tmp_path / "in", state)
     (folder / "config.json").write_text("{}")
     found = dcp_to_casckpt(folder, store, run="a", step=3, metadata={"x": 1}, progress=done)

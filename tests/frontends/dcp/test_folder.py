@@ -60,7 +60,7 @@ def test_unusable_metadata_are_refused(store: Store, tmp_path: Path, capsys: pyt
 
 
 def test_objects_of_megatron_are_in_lists(store: Store, tmp_path: Path) -> None:
-    """Its `torch_dist` folders; that of the real package has more in its metadata: plans."""
+    """Folders of `torch_dist`. The real package adds plans to its metadata."""
     key, folder = "layer._extra_state/shard_0_1", tmp_path / "in"
     state = {"layer.weight": torch.ones(2), key: [{"scale": 1}]}
     save(state, FileSystemWriter(folder), planner=DefaultSavePlanner(flatten_state_dict=False))

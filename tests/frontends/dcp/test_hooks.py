@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
 
-# 2: errors that do not come back from a pickle leave the ranks waiting for each other
+# 2: if an error does not survive pickling, the ranks wait for each other
 
 
 class TwoTexts(Exception):
@@ -48,7 +48,7 @@ def test_02_an_error_that_cannot_be_pickled_reaches_every_rank_as_text(ranks: Po
     assert casckpt.open(store_path).checkpoints() == []
 
 
-# 3: a writer thread that fails must fail the save; a planned item that nobody wrote too
+# 3: a save fails if a writer thread fails, or if no rank wrote a planned item
 
 
 def test_03_a_failed_writer_thread_fails_the_save(store_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_03_a_failed_writer_thread_fails_the_save(store_path: Path) -> None:
     error = failure(lambda: save(state, StorageWriter(store, step=1, threads=2)))
     assert isinstance(causes(error)[0], StorageError)
     assert store.checkpoints() == []
-    assert storage.count("put", "commits/*") == 1  # the transaction was given up at once
+    assert storage.count("put", "commits/*") == 1  # the save ended its transaction at once
     storage.heal()
     save(state, StorageWriter(store, step=1, threads=2))
     assert torch.equal(store.read("default@1")["7"], state["7"])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
 try:
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-except ImportError:  # of an older torch, whose metadata know no version
+except ImportError:  # an older torch, whose metadata has no version
     CURRENT_DCP_VERSION = None  # type: ignore[assignment,misc]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore::FutureWarning")
 
@@ -32,7 +32,7 @@ def places(store: Store) -> list[tuple[str, int]]:
     return [(one.run, one.step) for one in store.checkpoints()]
 
 
-# paths, as loops have them that save into folders
+# paths, as in training loops that save into folders
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def places(store: Store) -> list[tuple[str, int]]:
         ("/ckpt/model-v2/last", "ckpt/model-v2/last@0"),
         ("sft@100", "sft@100"),
         ("100", "mine@100"),
-        ("20261123", "mine@20261123"),  # as a reference of eight digits it could be the beginning of an id
+        ("20261123", "mine@20261123"),  # eight digits alone could be the beginning of an id
     ],
 )
 def test_an_id_means_the_same_place_for_save_and_load(store: Store, id: Any, place: str) -> None:
@@ -113,7 +113,7 @@ def test_a_loop_overwrites_its_last_checkpoint(store: Store) -> None:
     assert load({"x": 0}, StorageReader(store), checkpoint_id="last") == {"x": 2}
 
 
-# a writer is told in one thread, and saves in another, or in another process
+# set up in one thread, used in another thread or process
 
 
 def test_reset_applies_to_a_save_in_the_background(store: Store) -> None:
@@ -123,7 +123,7 @@ def test_reset_applies_to_a_save_in_the_background(store: Store) -> None:
     async_save({"x": 5}, storage_writer=writer).result()  # type: ignore[union-attr] # a future
     assert places(store) == [("r", 1), ("r", 5)]
     async_save({"x": 6}, storage_writer=writer, checkpoint_id="r@6").result()  # type: ignore[union-attr] # a future
-    save({"x": 7}, writer)  # as DCP has it: where the last one went, whoever said so
+    save({"x": 7}, writer)  # as in DCP: the last place, set by either call
     assert [store.read(f"r@{step}")["x"] for step in (1, 5, 6)] == [1, 5, 7]
 
 
@@ -142,5 +142,5 @@ def test_the_id_set_by_a_thread_precedes_later_ids_of_other_threads(store: Store
     other.join()
     save({"x": 1}, writer)
     assert places(store) == [("r", 1)]
-    save({"x": 2}, writer)  # what it said itself is done
+    save({"x": 2}, writer)  # the writer's own place is used up
     assert places(store) == [("r", 1), ("r", 2)]

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
 class Bytes(DefaultSavePlanner):
-    """torch.save's bytes, and what becomes of them; remembers what it gave."""
+    """A planner that changes the bytes of torch.save with `made`. ``given`` holds the changed bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Signed(Bytes):
 
 
 class Recorded(Bytes):
-    """A record of its own in the archive."""
+    """A file with an additional record in the archive."""
 
     def made(self, data: bytes) -> bytes:
         stream = io.BytesIO(data)
@@ -70,7 +70,7 @@ class Recorded(Bytes):
 
 
 class Older(Bytes):
-    """Without the records that older versions of torch do not write."""
+    """A file without the records that older versions of torch do not write."""
 
     def made(self, data: bytes) -> bytes:
         stream = io.BytesIO()
@@ -82,7 +82,7 @@ class Older(Bytes):
 
 
 class Got(DefaultLoadPlanner):
-    """Keeps the bytes that it is handed."""
+    """A planner that keeps the bytes that it receives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def test_a_planner_receives_its_own_bytes(store: Store, kind: type[Bytes]) -> No
 
 def test_plain_data_that_torch_encoded_is_stored_without_pickle(store: Store) -> None:
     save(STATE, StorageWriter(store, step=1), planner=Bytes())
-    assert pickled(store, "default@1") <= {"names", "slice"}  # torch would save those otherwise, once read
+    assert pickled(store, "default@1") <= {"names", "slice"}  # torch would save these differently after a load
     assert "pair.0" in store.get("default@1").tensors
 
 
@@ -135,7 +135,7 @@ def test_bytes_of_a_planner_survive_an_import_and_an_export(store: Store, tmp_pa
 
 
 def test_an_import_converts_data_written_by_torch_to_plain_data(store: Store, tmp_path: Path) -> None:
-    """Also where torch would write it otherwise today: nobody but torch will read it."""
+    """This holds even if the current torch would write it differently, since only torch reads it."""
     save(STATE, FileSystemWriter(tmp_path / "old"), planner=Older())
     dcp_to_casckpt(tmp_path / "old", store, step=1)
     assert pickled(store, "default@1") == set()
@@ -164,7 +164,7 @@ def test_values_that_the_default_planner_pickles_are_logged_once(
 
 
 class Boxed(Bytes):
-    """As Megatron keeps objects: each in a list."""
+    """Objects as Megatron keeps them, each in a list."""
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         stream = io.BytesIO()
@@ -177,7 +177,7 @@ def test_objects_of_megatron_are_exported_as_they_were_imported(
     store: Store, tmp_path: Path, allow_pickle: bool
 ) -> None:
     state = {"plain": 7, "list": [1], "parameter": (torch.nn.Parameter(torch.ones(2)),)}
-    if allow_pickle:  # else a folder with this is refused
+    if allow_pickle:  # otherwise the import is refused
         state["kind"] = Kind.ONE
     save(state, FileSystemWriter(tmp_path / "old"), planner=Boxed())
     (tmp_path / "old/metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
@@ -190,7 +190,7 @@ def test_objects_of_megatron_are_exported_as_they_were_imported(
     assert str(found) == str({key: [value] for key, value in state.items()})
 
 
-# what is stored is what the native API stores
+# equal to a save by `Store.save`
 
 
 def test_plain_values_are_stored_without_a_pickle(store: Store) -> None:
@@ -258,7 +258,7 @@ def test_only_the_planner_unpickles_its_own_bytes(store: Store, capsys: pytest.C
     assert capsys.readouterr().out == ""
 
 
-# the patterns of torch's own documentation of planners
+# the examples of torch's documentation of planners
 
 
 class Fp16Save(DefaultSavePlanner):
@@ -275,7 +275,7 @@ class Fp16Save(DefaultSavePlanner):
 
 
 class SilentFp16Save(Fp16Save):
-    """Its metadata tell of float32."""
+    """A planner whose metadata claims float32."""
 
     def create_local_plan(self) -> SavePlan:
         return DefaultSavePlanner.create_local_plan(self)

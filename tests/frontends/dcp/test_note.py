@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 Store = casckpt.Store
 
 
-# what is stored is what the native API stores
+# equal to a save by `Store.save`
 
 
 class Colour(enum.Enum):
@@ -32,7 +32,7 @@ class Colour(enum.Enum):
 
 
 def test_a_list_that_dcp_describes_in_part_is_loaded(store: Store) -> None:
-    """DCP has no word for what is empty."""
+    """DCP's metadata has no entry for an empty container."""
     state = {"l": [{}, {"x": torch.ones(2)}, {"y": 1}], "whole": [{"z": 1}, {"x": torch.ones(2)}]}
     save(state, StorageWriter(store, step=1))
     assert identical(store.read("default@1"), state | {"l": {1: {"x": torch.ones(2)}, 2: {"y": 1}}})
@@ -40,7 +40,7 @@ def test_a_list_that_dcp_describes_in_part_is_loaded(store: Store) -> None:
     assert told.planner_data["l.1.x"] == ("l", 1, "x")
 
 
-# the patterns of torch's own documentation of planners
+# the examples of torch's documentation of planners
 
 
 class ExtraData(DefaultSavePlanner):

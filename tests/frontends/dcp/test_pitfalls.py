@@ -75,7 +75,7 @@ def test_01_cached_plans_of_an_earlier_save_are_not_reused_for_this_one(
     for step in range(3):
         blobs = manifests.get(store.repository, store.get(f"cached@{step}").commit).blobs
         own = {blob.uploader for blob in blobs}  # all of it is new
-        assert not own & uploaders  # a gc may be deleting in the folder of a save that has ended
+        assert not own & uploaders  # a gc may be deleting in the folder of a finished save
         uploaders |= own
         found = store.read(f"cached@{step}")
         assert torch.equal(found["a"], numbers(f"a{step}", 6 if step == changed else 4, 4))
@@ -83,7 +83,7 @@ def test_01_cached_plans_of_an_earlier_save_are_not_reused_for_this_one(
     assert not list((store_path / "transactions").glob("*"))
 
 
-# 3: a writer thread that fails must fail the save; a planned item that nobody wrote too
+# 3: a save fails if a writer thread fails, or if no rank wrote a planned item
 
 
 def test_03_a_planned_value_without_a_result_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_03_a_planned_value_without_a_result_is_refused(store: Store, monkeypatc
 
 
 class Given:
-    """A planner of what it is told to give."""
+    """A planner that returns given values."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
@@ -128,7 +128,7 @@ def test_03_ranks_that_store_one_tensor_in_two_dtypes_save_nothing(store: Store)
     assert store.checkpoints() == []
 
 
-# 4: holes are saved without a word where there is one plan, and load without a word
+# 4: DCP does not notice holes in a save with a single plan, nor in its load
 
 
 def test_04_a_hole_is_refused(store: Store) -> None:
@@ -195,7 +195,7 @@ def test_07_ranks_that_found_different_checkpoints_load_none(ranks: Pool, store_
 
 
 def load_with_a_failing_rank(rank: int, size: int, path: Path) -> Any:
-    faults = [fail_before("get", key="runs/*")] if rank == 1 else []  # the next one, when DCP tries again, would do
+    faults = [fail_before("get", key="runs/*")] if rank == 1 else []  # DCP tries again, so a second read would succeed
     store, _ = watched(path, *faults)
     return failed(lambda: load({"a": torch.zeros(3)}, StorageReader(store, "default@1")))
 
@@ -296,7 +296,7 @@ def test_12_views_are_stored_and_loaded_by_their_visible_elements(store: Store) 
     assert all(torch.equal(found[key], value) for key, value in state.items())
 
 
-# 13: dtypes that safetensors does not know
+# 13: dtypes that safetensors does not have
 
 
 @pytest.mark.parametrize("name", ["complex32", "complex128", "float8_e8m0fnu", "float8_e4m3fn", "uint16", "bool"])
@@ -312,10 +312,10 @@ def test_13_every_dtype_is_restored(store: Store, store_path: Path, name: str) -
     assert isinstance(seen, TensorStorageMetadata)
     assert seen.properties.dtype == dtype
     for blob in store_path.rglob("*.safetensors"):
-        assert load_file(blob)["0"].nbytes == 16  # anybody's reader opens it
+        assert load_file(blob)["0"].nbytes == 16  # any safetensors reader opens it
 
 
-# 14: another dtype is converted without a word
+# 14: DCP converts to another dtype silently
 
 
 def test_14_another_dtype_is_converted_with_a_log_line_or_refused(
@@ -336,7 +336,7 @@ def test_14_another_dtype_is_converted_with_a_log_line_or_refused(
 
 
 class CarelessPlanner(DefaultSavePlanner):
-    """Plans partial sums as if they were whole, as torch 2.6 does."""
+    """Plans partial sums as if they were complete, as torch 2.6 does."""
 
     def create_local_plan(self) -> SavePlan:
         chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))
@@ -441,7 +441,7 @@ def test_18_two_paths_with_one_flat_key_are_refused(store: Store) -> None:
     assert store.checkpoints() == []
 
 
-# what the tests stand on
+# assumptions of these tests
 
 
 def test_a_conflict_is_raised_as_a_conflict(store: Store) -> None:

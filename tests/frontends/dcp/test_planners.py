@@ -1,4 +1,4 @@
-"""Planners that pass values on without a pickle."""
+"""Planners that return values without pickling them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def test_planners_work_without_pickle(store: Store) -> None:
     save({"c": Colour.RED}, StorageWriter(store, step=2, allow_pickle=True), planner=PickleFreeSavePlanner())
     with_leave = StorageReader(store, "default@2", allow_pickle=True)
     assert load({"c": None}, with_leave, planner=PickleFreeLoadPlanner())["c"] is Colour.RED
-    assert value_of(io.BytesIO(ValueStream([3, "x"]).getvalue())) == [3, "x"]  # of a stream that went to a process
+    assert value_of(io.BytesIO(ValueStream([3, "x"]).getvalue())) == [
+        3,
+        "x",
+    ]  # from a stream that another process received
 
 
 def test_a_state_that_is_not_flattened_has_one_value_per_key(store: Store) -> None:

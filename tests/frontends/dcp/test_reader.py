@@ -1,4 +1,4 @@
-"""Loads through torch.distributed.checkpoint, and the planners of its users."""
+"""Loads through torch.distributed.checkpoint, with the default planner and planners of users."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_only_overlapping_cells_are_read(store_path: Path) -> None:
 
 
 class Slab(torch.Tensor):
-    """A box of a tensor, to be loaded."""
+    """A box of a tensor that a load fills."""
 
     at: tuple[int, ...]
     data_: torch.Tensor
@@ -178,13 +178,13 @@ def test_a_reader_raises_errors_of_every_kind(store: Store, monkeypatch: pytest.
 
     save({"a": torch.ones(2)}, StorageWriter(store, step=1))
     monkeypatch.setattr(store, "get", failing)
-    for ref in ("default@1", "other@1"):  # in the first call, and in the second
+    for ref in ("default@1", "other@1"):  # for the first call and for the second
         found = causes(failure(lambda ref=ref: load({"a": torch.zeros(2)}, StorageReader(store, ref))))[0]  # type: ignore[misc]
         assert type(found) is type(error)
         assert str(error) in str(found)
 
 
-# the patterns of torch's own documentation of planners
+# the examples of torch's documentation of planners
 
 
 class RenamingLoad(DefaultLoadPlanner):
@@ -219,7 +219,7 @@ def test_pattern_balance_the_load(store: Store) -> None:
 
 
 class Materialising(DefaultLoadPlanner):
-    """Tensors of a meta model come to be when they are loaded."""
+    """A planner that allocates the tensors of a meta model when it loads them."""
 
     def create_local_plan(self) -> LoadPlan:
         self.made: dict[str, torch.Tensor] = {}
@@ -231,7 +231,7 @@ class Materialising(DefaultLoadPlanner):
 
 
 class Meta(torch.Tensor):
-    """A meta tensor that DCP does not materialise by itself, which it does on the device of the process group."""
+    """A meta tensor. DCP does not allocate it; the planner does, on the device of the process group."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch documents it
 
@@ -256,7 +256,7 @@ def test_a_planner_that_recreates_tensors_holds_few_at_a_time(monkeypatch: pytes
     at = MetadataIndex("a", start)
     items = [ReadItem(LoadItemType.TENSOR, at, start, at, start, torch.Size([n])) for n in (6, 6, 7, 5)]
     items.append(ReadItem(LoadItemType.BYTE_IO, at, start, at, start, torch.Size([1])))
-    assert [len(window) for window in reading._windows(items, Materialising())] == [2, 2]  # of 8 bytes an element
+    assert [len(window) for window in reading._windows(items, Materialising())] == [2, 2]  # 8 bytes per element
     assert [len(window) for window in reading._windows(items, DefaultLoadPlanner())] == [4]
 
 
@@ -265,6 +265,6 @@ def test_a_planner_that_recreates_tensors_holds_few_at_a_time(monkeypatch: pytes
 
 @pytest.fixture(autouse=True)
 def _quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """DCP logs every step it takes."""
+    """DCP logs every step."""
     with caplog.at_level(logging.ERROR):
         yield

@@ -104,7 +104,7 @@ def with_options(rank: int, size: int, path: Path) -> list[str]:
         model, optim = build("fsdp2", size, 5)
         found, optimizer = get_state_dict(model, optim, options=option)
         state: dict[str, Any] = {"model": found, "optim": optimizer}
-        if option.full_state_dict:  # ranks other than 0 get none
+        if option.full_state_dict:  # the other ranks get none
             state = casckpt.open(path).read(f"options@{step}")
         else:
             load(state, StorageReader(path, f"options@{step}"))
@@ -117,7 +117,7 @@ def test_options_of_state_dicts_are_supported(ranks: Pool, store_path: Path) -> 
     assert ranks.run(2, with_options, store_path) == [[], []]
 
 
-# torch's own planner for what has no metadata, and metadata of what was sharded
+# torch's own planner, with missing metadata and with metadata of sharded tensors
 
 
 def planned_from_the_template(rank: int, size: int, path: Path) -> Any:
@@ -147,7 +147,7 @@ def test_ranks_with_different_stores_are_refused(ranks: Pool) -> None:
         assert "ranks must share one" in told[1][1]
 
 
-# replicas, parts of ranks, processes alone
+# replicas, parts of ranks, single processes
 
 
 def replicas(rank: int, size: int, path: Path) -> None:
@@ -254,7 +254,7 @@ def test_a_rank_that_dies_leaves_nothing_visible(ranks: Pool, store_path: Path) 
     assert casckpt.open(store_path).checkpoints() == []
 
 
-# the old way of FSDP
+# FSDP1
 
 
 def sharded_optimizer(rank: int, size: int, path: Path) -> None:
@@ -266,7 +266,7 @@ def sharded_optimizer(rank: int, size: int, path: Path) -> None:
     store.save(state, run="native", step=1)
     for ref in ("dcp@1", "native@1"):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, of what it no longer likes
+            warnings.simplefilter("ignore")  # torch's deprecation warnings
             found = load_sharded_optimizer_state_dict({"w": full}, "optimizer", StorageReader(store, ref))
             inner = found["optimizer"]["state"]["w"]
             assert torch.equal(inner["exp_avg"].local_shards()[0].tensor, full[rank * 4 : rank * 4 + 4])
@@ -279,9 +279,9 @@ def nested_sharded_optimizer(rank: int, size: int, path: Path) -> None:
     if rank == 0:
         store.save({"optimizer": {"state": {"w": {"exp_avg": full}}}}, step=1, no_dist=True)
     torch.distributed.barrier()
-    group: Any = torch.distributed.group.WORLD  # of both dimensions: torch takes no other ranks than the first ones
+    group: Any = torch.distributed.group.WORLD  # the group of both dimensions: torch accepts only the first ranks
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of what it no longer likes
+        warnings.simplefilter("ignore")  # torch's deprecation warnings
         outer = init_from_local_shards(
             [TorchShard.from_tensor_and_offsets(torch.zeros(4, 4), [4 * rank, 0], rank)], 8, 4, process_group=group
         )

@@ -1,4 +1,4 @@
-"""Flat tensors of Megatron-core up to 0.15 in a DCP folder: described in their own shape, or left as they are."""
+"""Flat tensors of Megatron-core up to 0.15 in a DCP folder get their own shape, or stay flat."""
 
 from __future__ import annotations
 

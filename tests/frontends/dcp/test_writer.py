@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
 STEPS = 10
-MEASURED = (2, 7, 8)  # and the last one: a look at all tensors takes half a second
+MEASURED = (2, 7, 8)  # and the last step: counting all tensors takes half a second
 SIZE = 1 << 20
 
 
@@ -46,9 +46,9 @@ def state_at(step: int, size: int) -> dict[str, Any]:
 
 
 def in_background(rank: int, size: int, path: Path, kind: str, cached: bool) -> list[int]:
-    """Save over weights that change as soon as they may; the bytes of all tensors after some steps."""
+    """Save while the weights change as soon as the save allows it. Return the bytes of all tensors after some steps."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # else it may start none
-    os.environ["MASTER_ADDR"] = "127.0.0.1"  # where DCP's processes meet
+    os.environ["MASTER_ADDR"] = "127.0.0.1"  # the address where DCP's processes meet
     forget_plans()
     store, memory = casckpt.open(path), []
     state = state_at(0, size)
@@ -58,9 +58,11 @@ def in_background(rank: int, size: int, path: Path, kind: str, cached: bool) -> 
             state["moving"].fill_(step)
         state["step"] = step
         if before is not None:
-            before.result()  # DCP wants them one after the other
+            before.result()  # DCP requires one save after the other
             if step - 1 in MEASURED:
-                memory.append(held())  # while none runs: what another thread is making must not be looked at
+                memory.append(
+                    held()
+                )  # when no save runs, since another thread must not change tensors during the count
         before = async_save(
             dict(state),
             storage_writer=StorageWriter(store, run=kind, step=step),
@@ -84,13 +86,14 @@ def in_background(rank: int, size: int, path: Path, kind: str, cached: bool) -> 
 
 
 def held() -> int:
-    """Bytes of all tensors that there are. What the process takes says less: malloc keeps what threads gave back."""
+    """Return the bytes of all live tensors. The memory of the process is less exact: malloc keeps what threads
+    freed."""
     storages = [one.untyped_storage() for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
     return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
 
 
 def _refused_in_memory(rank: int) -> None:
-    """The process of DCP has a memory of its own; a checkpoint there would be gone with it."""
+    """DCP's process has its own memory, so a checkpoint there would disappear with it."""
     writer = StorageWriter("memory://gone", step=1)
     pending: Any = async_save(
         {"x": torch.ones(3) * rank}, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS
@@ -101,7 +104,7 @@ def _refused_in_memory(rank: int) -> None:
 
 
 def _end_process() -> None:
-    """DCP keeps its process until the interpreter ends; its ranks wait for each other when they do."""
+    """DCP's process runs until the interpreter ends, and its ranks then wait for each other."""
     from torch.distributed.checkpoint import _async_process_executor as executor
 
     process = executor._CHECKPOINT_PROCESS
@@ -114,7 +117,7 @@ def _end_process() -> None:
 @pytest.mark.parametrize(("kind", "cached"), [("thread", False), ("thread", True), ("process", False)])
 def test_each_step_has_the_state_at_its_save(ranks: Pool, store_path: Path, kind: str, cached: bool) -> None:
     for memory in ranks.run(2, in_background, store_path, kind, cached):
-        # one copy of its half that each step left behind would be five of them by then
+        # if each step leaked one copy of its half, there would be five by then
         assert min(memory[1:]) - memory[0] < SIZE, memory
     store = casckpt.open(store_path)
     for step in range(STEPS):
@@ -160,7 +163,7 @@ def test_a_failure_is_raised_by_the_future(store: casckpt.Store) -> None:
 Store = casckpt.Store
 
 
-# what is stored is what the native API stores
+# equal to a save by `Store.save`
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")

@@ -1,4 +1,4 @@
-"""`casckpt.export`: the format by the suffix, and files of torch.save that plain torch.load reads."""
+"""`casckpt.export` chooses the format by the suffix, and plain torch.load reads its files of torch.save."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_containers_are_exported_as_types_that_torch_load_reads(store: Store, tm
 
 
 class _Averaged:
-    """An object of a program, which holds tensors of its own."""
+    """An object that holds tensors of its own."""
 
     def __init__(self) -> None:
         self.mean = torch.full((6,), 3.0)
@@ -147,7 +147,7 @@ def test_a_dtype_that_torch_save_cannot_write_is_refused(store: Store, tmp_path:
 def test_an_incomplete_tensor_stops_an_export_before_it_writes(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: Any
 ) -> None:
-    """A hostile shape would take all memory, or boxes without end."""
+    """A hostile shape would use all memory, or endless boxes."""
     store.save({"w": torch.ones(3)}, step=1)
     monkeypatch.setattr("casckpt.contents.contents.covers", lambda table, region: False)
     with pytest.raises(Damaged, match=r"holds 'w' \(12 bytes\) only in part"):

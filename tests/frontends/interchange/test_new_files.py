@@ -1,4 +1,4 @@
-"""New files and folders: an export removes leftovers of a killed export to the same place."""
+"""An export removes leftovers of a killed export to the same path."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_folder_of_a_running_export_stays(tmp_path: Path, kind: str) -> None
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_the_second_of_two_exports_to_a_path_is_a_conflict(tmp_path: Path, kind: str) -> None:
-    """It once said that there was no room, or wrote over the first unasked; with force it goes over it."""
+    """With force, the second export replaces the first."""
     out = tmp_path / "out"
     with pytest.raises(Conflict, match=r"out (exists already|is not empty)"):
         _overtaken(kind, out, force=False)

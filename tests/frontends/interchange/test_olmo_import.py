@@ -38,7 +38,7 @@ def stock(path: Path, state: Any) -> Path:
 
 
 def olmo(path: Path) -> dict[str, torch.Tensor]:
-    """A folder as release 0.1.0 writes it on two ranks; the optimizer with groups of parameters."""
+    """A folder that release 0.1.0 writes on two ranks. The optimizer has parameter groups."""
     full = {"up": numbers("up", 6, 4), "down": numbers("down", 5)}
     moments = {f"state.{key}.__exp_avg": value * 2 for key, value in full.items()}
     groups = {"_param_names": ["up", "down"], "params": [0, 1], "lr": 0.5, "betas": (0.9, 0.99)}
@@ -56,20 +56,20 @@ def _olmo_part(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     for key, value in tensors.items():
         flat, cut = value.reshape(-1), value.numel() // 3
         specs: dict[str, Any]
-        if key == "up":  # columns, as DTensors have them
+        if key == "up":  # columns, as a DTensor
             specs = {f"rank_{r}.safetensors": {"local_shape": [6, 2], "global_offset": [0, 2 * r]} for r in (0, 1)}
             for rank in (0, 1):
                 files[rank][key] = value[:, 2 * rank : 2 * rank + 2].reshape(-1).clone()
-        elif key == "state.down.__exp_avg":  # nothing of it on one rank, whose optimizer never saw it
+        elif key == "state.down.__exp_avg":  # only on one rank, since the optimizer of the other never had it
             specs = {"rank_0.safetensors": {"flattened_offsets": [[0, 0]]},
                      "rank_1.safetensors": {"flattened_offsets": [[0, value.numel()]]}}  # fmt: skip
             files[1][key] = flat.clone()
-        elif value.dim() and "state" in key and "param" not in key and "keys" not in key:  # flat, as FSDP has them
+        elif value.dim() and "state" in key and "param" not in key and "keys" not in key:  # flat, as with FSDP
             specs = {"rank_0.safetensors": {"flattened_offsets": [[0, cut], [2 * cut, value.numel()]]},
                      "rank_1.safetensors": {"flattened_offsets": [[cut, 2 * cut]]}}  # fmt: skip
             files[0][key] = torch.cat([flat[:cut], flat[2 * cut :]])
             files[1][key] = flat[cut : 2 * cut].clone()
-        else:  # replicas, which every rank writes
+        else:  # replicas: every rank writes them
             specs = {f"rank_{r}.safetensors": {"flattened_offsets": [[0, value.numel()]]} for r in (0, 1)}
             for rank in (0, 1):
                 files[rank][key] = flat.clone()

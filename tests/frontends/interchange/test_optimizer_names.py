@@ -1,4 +1,4 @@
-"""Files of torch.save: a training resumes bit for bit from their import, or the import reports why not."""
+"""A training resumes bit for bit from an imported file of torch.save, or the import reports why it cannot."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fresh() -> tuple[Network, optim.Optimizer]:
 
 
 def by_torch(path: Path, model: str, optimizer: str) -> tuple[Network, optim.Optimizer]:
-    """What plain torch makes of the file."""
+    """The result of plain torch with the file."""
     saved = torch.load(path)
     made = fresh()
     made[0].load_state_dict(saved[model])
@@ -101,7 +101,7 @@ def test_optimizer_state_is_named_for_ddp_tied_and_frozen_weights(tmp_path: Path
     assert identical(optim_again.state_dict(), optimizer.state_dict())
 
 
-@pytest.mark.process  # Lightning imports matplotlib, which asks for the fonts of the system
+@pytest.mark.process  # Lightning imports matplotlib, which lists the fonts of the system
 def test_a_lightning_file_with_several_optimizers_is_imported(tmp_path: Path) -> None:
     pytest.importorskip("lightning", reason="needs casckpt[lightning]")
     from casckpt.frontends.lightning.io import from_state
@@ -120,7 +120,7 @@ def test_a_lightning_file_with_several_optimizers_is_imported(tmp_path: Path) ->
     torch.save(file, tmp_path / "last.ckpt")
     store = small()
     assert "several ways" in torch_save_to_casckpt(tmp_path / "last.ckpt", store, step=1).notes[0]  # or frozen.bias
-    found = from_state(store.read("default@1"))  # for Lightning, all is where it looks for it
+    found = from_state(store.read("default@1"))  # every value is where Lightning expects it
     assert identical({name: found[name] for name in file}, file)
     names = ["norm.weight", "norm.bias", "head.weight"]
     for wrong in (names[::-1], names[:2], [*names[:2], names[0]]):
@@ -163,7 +163,7 @@ def test_names_given_to_the_optimizer_are_used(tmp_path: Path) -> None:
 
 
 def test_parameters_are_matched_by_memory_kind_and_order() -> None:
-    """Two parts of one memory are two parameters, two views of one part are one; what is empty counts each time."""
+    """Two parts of one memory are two parameters. Two views of one part are one. Each empty tensor counts by itself."""
     flat = torch.zeros(6)
     model = {
         "a": flat[:3], "b": flat[3:], "tied": flat[:3], "whole": flat, "none": torch.zeros(0), "no": torch.zeros(0),
@@ -171,7 +171,7 @@ def test_parameters_are_matched_by_memory_kind_and_order() -> None:
         "norm.running_mean": torch.zeros(2),
     }  # fmt: skip
     own = ["a", "b", "whole", "none", "no", "phase"]
-    plain = optim.SGD([nn.Parameter(model[name].clone()) for name in own], lr=0.1)  # it has no state, and no shapes
+    plain = optim.SGD([nn.Parameter(model[name].clone()) for name in own], lr=0.1)  # it has no state, and so no shapes
     named = by_name([plain.state_dict()], model)
     assert (named["state"], named["param_groups"][0]["params"]) == ({}, own)
     fewer = optim.SGD([nn.Parameter(model[name].clone()) for name in own[1:]], lr=0.1)

@@ -1,4 +1,4 @@
-"""Pages of mapped files do not pile up in memory."""
+"""Pages of mapped files do not accumulate in memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from casckpt.frontends.convert import (
     import_safetensors,
 )
 from casckpt.frontends.interchange import resident
+from tests.support.progress_calls import ProgressCalls
 from tests.support.safetensors_files import file_of, same, tensors
-from tests.support.told import Told
 
 pytestmark = pytest.mark.usefixtures("temporaries")
 
@@ -22,7 +22,7 @@ def test_mapped_pages_are_released(
 ) -> None:
     monkeypatch.setattr(resident, "RESIDENT_BYTES", 1000)  # nearly all the time
     state = tensors(seed)
-    done = Told()
+    done = ProgressCalls()
     import_safetensors(store, file_of(tmp_path, state), step=0, progress=done)
     assert same(store.read("latest"), state)
     assert done.done >= sum(tensor.nbytes for tensor in state.values())

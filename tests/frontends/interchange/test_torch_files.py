@@ -1,4 +1,4 @@
-"""Files of torch.save go into a store and out of it; contents and URLs of all formats."""
+"""A store imports and exports files of torch.save. Contents and URLs of all formats work."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from casckpt.frontends.dcp import (
 from casckpt.frontends.interchange import resident, torch_files
 from casckpt.loading import regions
 from tests.support.dcp import save
+from tests.support.progress_calls import ProgressCalls
 from tests.support.together import numbers
-from tests.support.told import Told
 from tests.support.torch_folders import example, stringed
 from tests.support.training import identical
 
@@ -68,7 +68,7 @@ def test_a_torch_save_file_is_imported_and_exported(
     state = example()
     for step, zipped in enumerate((True, False)):
         torch.save(state, tmp_path / "in.pt", _use_new_zipfile_serialization=zipped)
-        done = Told()
+        done = ProgressCalls()
         torch_save_to_casckpt(tmp_path / "in.pt", store, step=step, progress=done)
         assert identical(store.read(f"default@{step}"), state)
         assert done.done >= 120_000
@@ -83,7 +83,7 @@ def test_a_torch_save_file_is_imported_and_exported(
 
 @contextmanager
 def files_of_at_most(nbytes: int) -> Iterator[None]:
-    """As on a disk that is almost full: what goes beyond is written in part, or not at all."""
+    """Writes fail as on a nearly full disk: bytes beyond the limit are written in part, or not at all."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     try:
@@ -147,10 +147,10 @@ def test_conversions_take_a_bounded_amount_of_memory(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.peak_convert", str(tmp_path), "64"]
     root = Path(__file__).parents[3]
     found = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
-    assert max(map(float, found.split())) <= 32  # MiB, of a state of 64: windows of 4, and what is in flight
+    assert max(map(float, found.split())) <= 32  # MiB, for a state of 64: windows of 4, and reads in progress
 
 
-# what it is shows in its contents
+# the content shows the format
 
 
 def test_the_kind_of_a_path_is_found_from_its_content(store: Store, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_the_kind_of_a_path_is_found_from_its_content(store: Store, tmp_path: Pa
 
 @pytest.fixture
 def bucket() -> Iterator[str]:
-    """A place in fsspec's memory."""
+    """A folder in fsspec's memory."""
     yield "memory://bucket"
     fsspec.filesystem("memory").rm("/bucket", recursive=True)
 
@@ -207,7 +207,7 @@ def test_fsspec_urls_are_exported_to_and_imported_from(store: Store, tmp_path: P
 
 
 class Config:
-    """Of a training script."""
+    """The config of a training script."""
 
     def __init__(self) -> None:
         self.rate = 0.1

@@ -1,6 +1,6 @@
-"""The files of Lightning and the checkpoints that they name: moved, removed, or left by a crash."""
+"""Lightning's files and their checkpoints: moved, removed, or left by a crash."""
 
-# ruff: noqa: E402 - what is optional is asked for first
+# ruff: noqa: E402 - skip before importing optional packages
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ from tests.support.lightning_training import Model, Slow, data, trainer
 from tests.support.saves import small_folder, steps
 from tests.support.training import identical
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore"
-)  # of Lightning and of what it imports: about devices, loggers, workers
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning and its imports, about devices, loggers and workers
 
 
 def test_the_last_file_moves_and_its_old_checkpoint_goes(tmp_path: Path) -> None:
@@ -56,7 +54,7 @@ def test_removals_in_the_background_keep_their_order(tmp_path: Path) -> None:
     io = CasCheckpointIO(slow.store, run="sft", async_save=True)
     for step in range(1, 5):
         io.save_checkpoint(checkpoint(step, step), tmp_path / f"{step}.ckpt")
-        assert (tmp_path / f"{step}.ckpt").exists()  # at once, so that Lightning gives the name to nobody else
+        assert (tmp_path / f"{step}.ckpt").exists()  # at once, so that Lightning does not use the name again
         if step > 1:
             io.remove_checkpoint(tmp_path / f"{step - 1}.ckpt")
     io.teardown()
@@ -66,7 +64,7 @@ def test_removals_in_the_background_keep_their_order(tmp_path: Path) -> None:
 
 
 class Death(BaseException):
-    """The process is no more."""
+    """The death of the process."""
 
 
 @pytest.mark.parametrize("key", ["commits/*", "tags/*"])

@@ -1,6 +1,6 @@
-"""Lightning: real trainings with checkpoints in a store: saves, removals and resumes."""
+"""Lightning: real trainings with checkpoints in a store. This tests saves, removals and resumes."""
 
-# ruff: noqa: E402 - what is optional is asked for first
+# ruff: noqa: E402 - skip before importing optional packages
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ from tests.support.lightning_training import Losses, Model, Slow, data, trainer
 from tests.support.saves import small_folder, steps
 from tests.support.training import identical
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore"
-)  # of Lightning and of what it imports: about devices, loggers, workers
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning and its imports, about devices, loggers and workers
 
 
 def best_two(folder: Path, **options: Any) -> ModelCheckpoint:
@@ -66,7 +64,7 @@ def test_a_training_keeps_the_best_and_resumes_bit_for_bit(tmp_path: Path, async
     assert sorted(step for run, step in steps(store) if run == "sft") == [8, 12]  # the best two of 4, 8, 12
     assert ("sft/last", 12) in steps(store)
     assert all(0 < one.metrics["loss"] < 1e9 for one in store.checkpoints("sft"))
-    assert len(store.checkpoints(forgotten=True)) == len(store.checkpoints())  # what was removed is gone for good
+    assert len(store.checkpoints(forgotten=True)) == len(store.checkpoints())  # a removed checkpoint cannot be restored
 
     again, model = Losses(), Model()
     more = CasCheckpointIO(store, run="sft", async_save=async_save)
@@ -170,7 +168,7 @@ def test_lightning_loads_checkpoints_of_other_front_ends(store: Store, tmp_path:
 
 
 class Odd(Model):
-    """With a hyperparameter that is no plain data."""
+    """A module with a hyperparameter that is not plain data."""
 
     def __init__(self, act: Any = torch.relu) -> None:
         super().__init__()
@@ -178,7 +176,7 @@ class Odd(Model):
 
 
 class Projecting(torch.optim.SGD):
-    """Its first step makes state that is no plain data."""
+    """Its first step creates state that is not plain data."""
 
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
@@ -205,7 +203,7 @@ def test_an_unusable_state_is_reported_at_the_start(
 
 
 def test_a_module_among_hyperparameters_is_refused(tmp_path: Path) -> None:
-    """It would come back as a state_dict."""
+    """A load would return it as a state_dict."""
     checkpoint = {"state_dict": {"w": torch.ones(2)}, "global_step": 1, "hyper_parameters": {"net": nn.Linear(1, 1)}}
     with pytest.raises(InvalidInput, match=r"hyper_parameters\.net: a .*Linear cannot be stored"):
         CasCheckpointIO(tmp_path / "store", run="plain").check(checkpoint)
@@ -224,6 +222,6 @@ def test_the_first_failed_save_names_the_check_that_runs_earlier(
     with pytest.raises(InvalidInput) as caught:
         training.fit(Odd(), data())
     assert any("CasCheckpointCheck()" in note for note in getattr(caught.value, "__notes__", ())) == (not checks)
-    with pytest.raises(InvalidInput) as caught:  # of a Fabric, which has no callbacks
+    with pytest.raises(InvalidInput) as caught:  # from a Fabric, which has no callbacks
         CasCheckpointIO(tmp_path / "fabric", run="sft").save_checkpoint({"x": object()}, tmp_path / "x")
     assert not hasattr(caught.value, "__notes__")

@@ -1,6 +1,6 @@
-"""The small file in which Lightning finds a checkpoint."""
+"""The small file that names a checkpoint for Lightning."""
 
-# ruff: noqa: E402 - what is optional is asked for first
+# ruff: noqa: E402 - skip before importing optional packages
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ from tests.support.saves import small_folder
 from tests.support.signing import pair
 from tests.support.training import identical
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore"
-)  # of Lightning and of what it imports: about devices, loggers, workers
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning and its imports, about devices, loggers and workers
 
 
 def best_two(folder: Path, **options: Any) -> ModelCheckpoint:
@@ -54,7 +52,7 @@ def test_a_restored_file_is_readable_by_any_program(tmp_path: Path) -> None:
     assert identical(dict(again.state_dict()), dict(model.state_dict()))
     with pytest.raises(Conflict, match="exists already"):
         restore_checkpoint(store, "sft@4", path)
-    # and the plug-in takes it in turn, as any file that Lightning wrote before there was a store
+    # the plug-in also loads a file that Lightning wrote without a store
     io = CasCheckpointIO(store, run="sft")
     assert io.load_checkpoint(path)["global_step"] == 4
     trusting = CasCheckpointIO(open_store(store.url, require_signature=pair(tmp_path / "keys").public), run="sft")
@@ -82,5 +80,5 @@ def test_a_path_has_one_tag_however_it_is_spelled(monkeypatch: pytest.MonkeyPatc
     others = ("more/Last.ckpt", "files/Last", "s3://b/files/Last.ckpt", "files/" + "x" * 200 + ".ckpt")
     tags = {one.tag, *(Pointer(path).tag for path in others)}
     assert len(tags) == 5
-    assert max(map(len, tags)) == 87  # that of the longest name, which is cut
+    assert max(map(len, tags)) == 87  # of the longest name, which is cut
     assert [Pointer(path).name for path in ("a/epoch=1 b.ckpt", "a/")] == ["epoch-1-b", "file"]

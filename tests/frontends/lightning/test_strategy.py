@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Model(LightningModule):
-    """Sharded over all ranks; what it is fed depends on the step alone."""
+    """A model sharded over all ranks. Its input depends only on the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,11 +158,11 @@ def test_replicas_are_saved_once_and_loaded_on_every_rank(tmp_path: Path, ranks:
     second = ranks.run(2, fitted_by_ddp, tmp_path / "parts", 3, "last")
     assert [one | two for one, two in zip(first, second, strict=True)] == whole
     store = casckpt.open(tmp_path / "parts" / "store")
-    assert len([run for run, _ in steps(store) if run == "ddp"]) <= 2  # the best, and the last if it is another one
+    assert len([run for run, _ in steps(store) if run == "ddp"]) <= 2  # the best, and the last if it differs
 
 
 class Averaging(WeightAveraging):
-    """An averaged model that is sharded like the other. Lightning's own setup copies shards, which torch refuses."""
+    """An averaged model with the same sharding. Lightning's own setup copies shards, which torch refuses."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -196,7 +196,7 @@ def test_an_averaged_model_is_saved_and_loaded_beside_the_other(tmp_path: Path, 
 
 
 class Projecting(torch.optim.AdamW):
-    """Its first step makes state that is no plain data."""
+    """Its first step creates state that is not plain data."""
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
@@ -206,7 +206,7 @@ class Projecting(torch.optim.AdamW):
 
 
 class OddState(Model):
-    """Saves what is no plain data, on one rank, which is asked last."""
+    """Saves a value that is not plain data, on one rank, as the last callback."""
 
     odd: tuple[str, int, int, int]
 
@@ -224,7 +224,7 @@ def hears(rank: int, size: int, folder: Path) -> Any:
     for model in (OddState(), OddOptimizer()):
         for strategy in ("ddp", CasModelParallelStrategy(folder / "store", run="sft", process_group_backend="gloo")):
             with as_torchrun_says(rank, size):
-                # of a CheckpointIO rank 0 alone saves
+                # with a CheckpointIO, only rank 0 saves
                 model.__dict__["odd"] = (str(strategy == "ddp"), rank, size, 0 if strategy == "ddp" else size - 1)
                 if strategy == "ddp":
                     model.__dict__["configure_model"] = lambda: None

@@ -1,4 +1,4 @@
-"""A fully parallel load: read by one, handed on to the others."""
+"""In a fully parallel load, one rank reads a value and sends it to the others."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from casckpt.frontends.megatron import ShardedObject, ShardedTensor
 from casckpt.frontends.megatron.claims import claims_of, plan_sharing
 from tests.support import gpt
 from tests.support.gpt import Topology, differences, saved
+from tests.support.progress_calls import ProgressCalls
 from tests.support.ranks import die, outcome_of
-from tests.support.told import Told
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -62,7 +62,7 @@ def test_ranks_read_balanced_shares() -> None:
 
 def loaded(rank: int, size: int, where: str, topology: Topology) -> list[Any]:
     template = gpt.emptied(gpt.state(topology.at(rank)))
-    read = Told()
+    read = ProgressCalls()
     found = megatron.load(template, where, fully_parallel=True, progress=read)
     return [read.done, *differences(found, gpt.expected(gpt.state(topology.at(rank))))]
 
@@ -76,7 +76,7 @@ def test_a_parallel_load_gives_the_same_and_reads_less(tmp_path: Path, ranks: Po
 
 
 def odd_memory(rank: int, size: int, where: str) -> list[Any]:
-    """Tensors that are not contiguous, of 16 bytes an element, without dimensions, asked for twice."""
+    """Tensors that are not contiguous, that have 16 bytes per element or no dimensions, and duplicates."""
     numbers = torch.arange(12.0)
     tensors = {"c": numbers.to(torch.complex128), "t": numbers.view(3, 4), "s": torch.tensor(3.0)}
     state = {name: ShardedTensor.from_rank_offsets(name, value, replica_id=rank) for name, value in tensors.items()}

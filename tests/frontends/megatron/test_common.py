@@ -1,4 +1,4 @@
-"""common.pt: the types that torch's restricted unpickler may read, and the state of the process afterwards."""
+"""common.pt: the types that torch's restricted unpickler accepts, and the state of the process afterwards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ARGS = {"args": Namespace(lr=0.1), "iteration": 3}
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    """As in a process that has imported Megatron-core."""
+    """Registered, as in a process that has imported Megatron-core."""
     before = Namespace in get_safe_globals()
     add_safe_globals([Namespace])
     yield

@@ -1,4 +1,4 @@
-"""A GPTModel of Megatron-core and its optimizers, with the sharded state dicts that they make of themselves."""
+"""A GPTModel of Megatron-core and its optimizers, with their own sharded state dicts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_f
 
 
 class OnTheCPU(TorchFunctionMode):
-    """Megatron's optimizers make their tensors on "cuda", and take only such parameters: here it is the CPU."""
+    """Megatron's optimizers create tensors on "cuda" and accept only parameters there. This uses the CPU instead."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -45,7 +45,7 @@ def parallel(tp: int) -> Iterator[None]:
     core()
     state = module("megatron.core.parallel_state")
     with without_cuda(), OnTheCPU(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its own, of what it will drop
+        warnings.simplefilter("ignore")  # Megatron-core's deprecation warnings
         state.initialize_model_parallel(tensor_model_parallel_size=tp)
         try:
             yield
@@ -54,7 +54,7 @@ def parallel(tp: int) -> Iterator[None]:
 
 
 def gpt(tp: int, distributed: bool) -> tuple[Any, Any]:
-    """A model, other on each rank and at each call, and its optimizer after one step."""
+    """A model that differs on each rank and at each call, and its optimizer after one step."""
     config = module("megatron.core.transformer.transformer_config").TransformerConfig(
         num_layers=2, hidden_size=16, num_attention_heads=4, tensor_model_parallel_size=tp, gated_linear_unit=True,
         use_cpu_initialization=True, bias_activation_fusion=False, masked_softmax_fusion=False,
@@ -74,7 +74,7 @@ def gpt(tp: int, distributed: bool) -> tuple[Any, Any]:
 
 
 def state_of(model: Any, optimizer: Any, loading: bool = False) -> dict[str, Any]:
-    """The sharded state dict, as Megatron's training loop puts it together."""
+    """The sharded state dict that Megatron's training loop makes."""
     group = module("megatron.core.parallel_state").get_data_parallel_group(with_context_parallel=True)
     metadata = {**METADATA, "dp_cp_group": group}
     of_model = model.module.sharded_state_dict(metadata=metadata)
@@ -95,7 +95,7 @@ def save(path: Path, step: int, model: Any, optimizer: Any) -> None:
 
 
 def resumed(rank: int, size: int, path: Path, *, tp: int, distributed: bool, step: int) -> None:
-    """Load into another model and its optimizer, and save what is in them as the next step."""
+    """Load into another model and its optimizer, and save them as the next step."""
     with parallel(tp):
         torch.manual_seed(7)
         model, optimizer = gpt(tp, distributed)
@@ -108,7 +108,8 @@ def resumed(rank: int, size: int, path: Path, *, tp: int, distributed: bool, ste
 
 
 def with_steps(optimizer: Any) -> Any:
-    """Without Apex and TransformerEngine it has torch's Adam, whose steps a load of distributed state does not know."""
+    """Without Apex and TransformerEngine, Megatron uses torch's Adam. A load of distributed state does not restore its
+    step counts."""
     (inner,) = optimizer.chained_optimizers
     put = inner._set_main_param_and_optimizer_states
     return patch.object(

@@ -1,4 +1,4 @@
-"""Errors are those of Megatron and of casckpt."""
+"""Errors belong to Megatron's classes and to casckpt's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of Megatron-core for checkpoints in a store, after saves that fail."""
+"""Folders of Megatron-core that name checkpoints in a store, after saves that fail."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 
 class Phase(enum.Enum):
-    """Nobody has registered it."""
+    """An unregistered enum."""
 
     WARM = 1
 
 
 def part(rank: int, size: int, value: float = 0.0, **changes: Any) -> dict[str, Any]:
-    """A state dict of objects of Megatron's own."""
+    """A state dict of Megatron's own objects."""
     mapping = core(".mapping")
     shard = mapping.ShardedTensor.from_rank_offsets("w", torch.full((2,), value + rank), (0, rank, size))
     return {"w": shard, "iteration": int(value), **changes}
 
 
 def saved(rank: int, size: int, path: Path, value: float = 0.0, asynchronous: bool = False, **changes: Any) -> None:
-    """Into path / iter_4 and path / store."""
+    """Save into path / iter_4 and path / store."""
     core()
     strategy = megatron.CasSaveShardedStrategy(path / "store", run="a")
     state = part(rank, size, value, **changes)
@@ -57,7 +57,7 @@ def loaded(rank: int, size: int, path: Path, strategy: Any = None) -> dict[str, 
 
 
 def said(rank: int, size: int, call: Callable[..., Any], *arguments: Any, **named: Any) -> tuple[str, bool]:
-    """What a call says that fails, and whether that is an error of Megatron's and of ours too."""
+    """Return the message of the call's error, and whether it belongs to Megatron's classes and to casckpt's."""
     error = outcome_of(lambda: call(rank, size, *arguments, **named))
     both = isinstance(error, core(".mapping").CheckpointingException) and isinstance(error, CasckptError)
     return str(error), both
@@ -71,7 +71,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_a_save_into_a_folder_also_replaces_its_common_part(path: Path, ranks: Pool) -> None:
     ranks.run(2, saved, path, 1)
-    (path / "iter_4/.metadata").touch()  # as if torch_dist had been there
+    (path / "iter_4/.metadata").touch()  # as if torch_dist had written it
     ranks.run(2, saved, path, 5)
     assert ranks.run(2, loaded, path) == [{"w": [5, 5], "iteration": 5}, {"w": [6, 6], "iteration": 5}]
     assert not (path / "iter_4/.metadata").exists()
@@ -89,7 +89,7 @@ def test_an_object_that_one_rank_cannot_save_fails_on_all(
 
 
 def with_a_function(rank: int, size: int, path: Path, asynchronous: bool) -> str:
-    """Rank 1 alone has what needs pickle, and saves last."""
+    """Only rank 1 has a value that needs a pickle, and it saves last."""
     comes_last("save", rank, size, 1)
     mapping = core(".mapping")
     value = (lambda: None) if rank == 1 else 7
@@ -145,7 +145,7 @@ def test_two_main_replicas_are_refused(path: Path, ranks: Pool) -> None:
 
 
 def twice(rank: int, size: int, path: Path) -> tuple[str, bool]:
-    """Megatron's own check raises on rank 0 alone, whose process then ends."""
+    """Megatron's own check raises only on rank 0, whose process then ends."""
     saved(rank, size, path, 1)
     other = core(".mapping").ShardedTensor.from_rank_offsets("x", torch.ones(2))
     found = said(rank, size, saved, path, 1, other=other)

@@ -1,4 +1,4 @@
-"""Folders that Megatron-core removes, and the checkpoints that they named."""
+"""Folders that Megatron-core removes, and their checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def saved(rank: int, size: int, path: Path, *steps: int, forget_removed: bool = False) -> list[str]:
-    """What the log says meanwhile."""
+    """Return the log of the save."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a handler for this test
@@ -50,7 +50,7 @@ def test_checkpoints_of_removed_folders_are_forgotten(tmp_path: Path, ranks: Poo
     ranks.run(2, saved, tmp_path, 1, 2, 3, 4)
     store = casckpt.open(tmp_path / "store")
     assert store.get("a@1").metadata == {"mine": 1, "megatron_folder": os.path.realpath(tmp_path / "runs/iter_1")}
-    store.save({"w": torch.ones(1)}, run="a", step=9)  # by somebody else
+    store.save({"w": torch.ones(1)}, run="a", step=9)  # by another program
     store.tag("best", "a@2")
     assert megatron.forget_removed(store, tmp_path / "runs") == []
     for step in (1, 2, 3):
@@ -64,7 +64,7 @@ def test_checkpoints_of_removed_folders_are_forgotten(tmp_path: Path, ranks: Poo
 
 
 def test_nothing_is_forgotten_if_folders_cannot_be_listed(tmp_path: Path, ranks: Pool) -> None:
-    """An empty folder may be one that is not mounted; another store's folders say nothing of this one."""
+    """An empty folder may be an unmounted one. The folders of another store do not count here."""
     ranks.run(1, saved, tmp_path, 1, 2)
     store = casckpt.open(tmp_path / "store")
     shutil.move(tmp_path / "runs", tmp_path / "elsewhere")
@@ -75,12 +75,12 @@ def test_nothing_is_forgotten_if_folders_cannot_be_listed(tmp_path: Path, ranks:
     (tmp_path / "runs/iter_1/casckpt.json").write_text('{"store": "another", "run": "a", "step": 1}')
     with pytest.raises(megatron.CheckpointingException, match="is it mounted"):
         megatron.forget_removed(store, tmp_path / "runs")
-    assert megatron.forget_removed(store, tmp_path / "elsewhere") == []  # they were not saved from there
+    assert megatron.forget_removed(store, tmp_path / "elsewhere") == []  # another folder's checkpoints
     assert steps(tmp_path) == [1, 2]
 
 
 def test_a_save_forgets_checkpoints_of_removed_folders(tmp_path: Path, ranks: Pool) -> None:
-    """As with --save-retain-interval: each save is followed by the removal of the one before."""
+    """With --save-retain-interval, Megatron removes the previous folder after each save."""
     ranks.run(2, saved, tmp_path, 1, 2, forget_removed=True)
     assert steps(tmp_path) == [1, 2]
     shutil.rmtree(tmp_path / "runs/iter_1")

@@ -1,4 +1,4 @@
-"""A GPT-like model in one parallel configuration, loaded in others, bit by bit."""
+"""A model like GPT in one parallel configuration loads in others, bit for bit."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_store_has_whole_tensors_under_the_keys_of_megatron(where: str) -> N
 
 
 def swiglu(layer: int) -> torch.Tensor:
-    """Gate and up of one layer, one after the other, as the halves of one tensor."""
+    """Gate and up projections of one layer, concatenated as the halves of one tensor."""
     return gpt.whole(f"exp_avg_sq/fc1/{layer}", 2, gpt.FFN * 4, gpt.HIDDEN).flatten(0, 1)
 
 

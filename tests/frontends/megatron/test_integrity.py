@@ -1,4 +1,4 @@
-"""Inconsistent states are refused on every rank alike, before anything is written."""
+"""Every rank refuses an inconsistent state, before casckpt writes anything."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def uneven(lo: int, hi: int) -> ShardedTensor:
 
 @dataclass(frozen=True)
 class Bad:
-    """A state dict for each rank, and what the error says."""
+    """A state dict for each rank, and the text of the error."""
 
     make: Callable[[int], State]
     message: str
@@ -87,7 +87,7 @@ BAD = {
 
 
 class Unbuilt:
-    """What builds another of its kind."""
+    """A factory that builds another factory."""
 
     key, data, replica_id, merge_fn = "f", None, 0, None
 
@@ -98,7 +98,7 @@ class Unbuilt:
 
 
 def refused(rank: int, size: int, path: Path, name: str) -> tuple[str, str, bool]:
-    """The error, and is the store as it was before, and usable?"""
+    """Return the error, and whether the store is unchanged and usable."""
     megatron.save({"w": part(rank)}, f"{path}#before@1")
     before = files(path)
     error = outcome_of(lambda: megatron.save(BAD[name].make(rank), f"{path}#a@1"))

@@ -122,7 +122,7 @@ def test_objects_are_replaced_in_place(where: str) -> None:
     assert state["objects"][1]["e"] == {}
     assert untouched(state["w"])
     assert state["plain"] == 3
-    whole: list[Any] = [obj("groups")]  # the common part is one object each
+    whole: list[Any] = [obj("groups")]  # the common part is a single object
     load_sharded_objects(whole, where)
     assert whole == [[{"lr": 1.0}]]
     for missing in (obj("o", 2, 3), obj("nothing"), obj("args", 0, 2)):
@@ -174,7 +174,7 @@ def test_empty_flat_parts_are_dropped(tmp_path: Path) -> None:
 
 
 def alike(rank: int, size: int, where: str) -> list[str]:
-    """What is wrong on one rank alone, each time."""
+    """Errors that occur on one rank alone."""
     part = ShardedTensor.from_rank_offsets("w", torch.full((2, 3), -1.0), (0, rank, 2))
     asked: list[dict[str, Any]] = [
         {"w": part} | ({"x": tensor("x", 1)} if rank else {}),
@@ -259,7 +259,7 @@ def test_a_factory_with_an_unexpected_part_is_left_out_whole(tmp_path: Path) -> 
 
 
 def said_by_each(rank: int, size: int, where: str, strict: str) -> list[str]:
-    """What a rank's own log says of keys that only the other rank, or none, asks for."""
+    """The log of each rank, for keys that only the other rank requests or that no rank requests."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a handler for this test

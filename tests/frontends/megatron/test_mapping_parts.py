@@ -18,7 +18,7 @@ SECTIONS = (2, 1, 3)
 
 @given(data=st.data())
 def test_all_parts_together_make_the_narrowed_tensor(data: st.DataObject) -> None:
-    """Also where they are flat, and stacked: each writes its place of the whole."""
+    """Flat and stacked parts count too: each writes its place in the whole tensor."""
     parts, columns, layers = (data.draw(st.integers(1, 3)) for _ in range(3))
     extent = data.draw(st.integers(1, 4))
     start = data.draw(st.integers(0, extent - 1))
@@ -86,7 +86,7 @@ def test_parts_that_cannot_be_narrowed_are_refused(
 
 
 def split(template: ShardedTensor) -> ShardedTensorFactory:
-    """As Megatron's Mamba has it: a factory that narrows whatever it is given."""
+    """A factory that narrows its argument, as Megatron's Mamba does."""
 
     def build(key: str, data: torch.Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
         part = replace(

@@ -1,4 +1,4 @@
-"""Unusual state dicts: they are restored exactly, or the error gives advice."""
+"""Unusual state dicts: a load restores them exactly, or the error gives advice."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_factory_may_merge_to_any_value_and_not_build_factories(tmp_path: Path
 
 
 def two_values_for_one_place(rank: int, size: int, where: str) -> list[str]:
-    """On one rank alone, a sharded tensor stands where the checkpoint has a common value."""
+    """On one rank alone, a sharded tensor has the path of a common value in the checkpoint."""
     data = torch.full((4,), -1.0)
     asked = {"common" if rank else "mine": tensor("t", data, replica_id=rank)}
     error = outcome_of(lambda: load(asked, where))
@@ -214,14 +214,14 @@ def bytes_of(value: torch.Tensor) -> bytes:
 
 
 class DoesNotComeBack:
-    """Of a class whose pickles are of no use."""
+    """An instance of this class cannot be unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return int, ("no number",)
 
 
 class IsNotComparable:
-    """As plain as a dict, but for that."""
+    """A dict that cannot be compared."""
 
     def __ne__(self, other: object) -> bool:
         raise LookupError("it depends")
@@ -268,7 +268,7 @@ def test_a_common_part_that_cannot_be_compared_leaves_no_rank_waiting(tmp_path: 
 )
 @pytest.mark.parametrize("key", ["a.b", "a.b.t", "a", "7", "a (common).b"])
 def test_a_common_value_at_the_path_of_a_key_is_kept(tmp_path: Path, common: dict[Any, Any], key: str) -> None:
-    """Which Megatron takes: there the two lie in different files."""
+    """Megatron allows this, since it stores the two in different files."""
     where = f"{tmp_path}#a@1"
     save({**common, "x": {"y": tensor(key, torch.arange(2.0))}}, where)
     wanted = {**common, "x": {"y": torch.arange(2.0)}}

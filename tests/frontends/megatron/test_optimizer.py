@@ -1,4 +1,4 @@
-"""Optimizer state that is sharded as the parameters are."""
+"""Optimizer state with the sharding of its parameters."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def merged(parts: dict[int, torch.Tensor]) -> torch.Tensor:
 
 
 def sharded(model: nn.Module) -> dict[str, Any]:
-    """The weights as they are, the bias in two halves."""
+    """Whole weights, and the bias in two halves."""
     state: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if name.endswith("bias"):

@@ -1,4 +1,4 @@
-"""The forms in which a place can be given."""
+"""The forms of a place."""
 
 from __future__ import annotations
 

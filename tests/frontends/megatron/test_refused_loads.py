@@ -1,4 +1,4 @@
-"""Refused loads: on every rank alike, before any tensor changes."""
+"""Every rank refuses the load, before any tensor changes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def where(tmp_path: Path) -> str:
 
 @dataclass(frozen=True)
 class Bad:
-    """A state dict for each rank, what the error says, and how it is loaded."""
+    """A state dict for each rank, the text of the error, and the arguments of the load."""
 
     make: Callable[[int], State]
     message: str
@@ -75,7 +75,7 @@ BAD = {
 
 
 def refused(rank: int, size: int, where: str, name: str) -> tuple[bool, str, bool]:
-    """The error, and are the tensors and the store as they were before?"""
+    """Return the error, and whether the tensors and the store are unchanged."""
     state, options = BAD[name].make(rank), dict(BAD[name].options)
     path, _, ref = where.partition("#")
     before = files(Path(path))
@@ -98,7 +98,7 @@ RAISES = {"assume_ok_unexpected": "unexpected", "raise_unexpected": "unexpected"
 
 
 def strictly(rank: int, size: int, where: str, strict: str) -> list[tuple[str, bool]]:
-    """With a key that rank 1 alone asks for in vain, then with one that no rank asks for."""
+    """Load a missing key that rank 1 alone requests, then a key of the checkpoint that no rank requests."""
     results = []
     for more in ({"x": tensor("x", 2)} if rank else {}, {}):
         state = {"w": half(rank), "o": obj(rank, 2)} | more

@@ -1,4 +1,4 @@
-"""Flat tensors in the shape in which Megatron-core up to 0.15 stores them."""
+"""Flat tensors in the shape that Megatron-core up to 0.15 stores."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_reshaped_part_has_its_documented_shape(
 
 
 def as_stored(fragments: tuple[int, int]) -> torch.Tensor:
-    """By the parts of a grid, each flattened, in the order of the grid."""
+    """The parts of a grid, each flattened, in grid order."""
     flat = [torch.as_tensor(one.data).flatten() for one in parts(WHOLE, fragments, None)]
     return torch.stack(flat).view(PREPENDED, *fragments, -1)
 

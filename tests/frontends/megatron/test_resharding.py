@@ -1,4 +1,4 @@
-"""Any cut of a tensor loads from any other."""
+"""A tensor saved with any sharding loads with any other."""
 
 from __future__ import annotations
 

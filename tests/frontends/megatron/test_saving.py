@@ -1,4 +1,4 @@
-"""Replicas: how the writing is divided, and whether they are equal."""
+"""Replicas: how ranks divide the writes, and how a save compares replicas."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from casckpt.saving import save as saving
 from tests.support import gpt
 from tests.support.gpt import Topology, differences
 from tests.support.megatron_core import core, own_state, since, theirs, without_cuda
+from tests.support.progress_calls import ProgressCalls
 from tests.support.ranks import outcome_of
-from tests.support.told import Told
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
-MIB = 1 << 18  # elements of float32
+MIB = 1 << 18  # in elements of float32
 
 
 def tensor(key: str, data: torch.Tensor, **more: Any) -> ShardedTensor:
@@ -51,7 +51,7 @@ def random(key: str, count: int) -> torch.Tensor:
 
 
 def uneven(rank: int) -> dict[str, ShardedTensor]:
-    """A large tensor and small ones on all ranks, one on two of them, one that rank 2 has without data."""
+    """A large tensor and small ones on all ranks, one on two ranks, and one without data on rank 2."""
     state = {"large": tensor("large", random("large", 16 * MIB), replica_id=rank)}
     state |= {f"s{i}": tensor(f"s{i}", random(f"s{i}" * i, 1000 + i), replica_id=(0, rank)) for i in range(20)}
     if rank < 2:
@@ -61,7 +61,7 @@ def uneven(rank: int) -> dict[str, ShardedTensor]:
 
 
 def shared(rank: int, size: int, where: str) -> list[Any]:
-    """(bytes that this rank wrote, bytes that it read, is all as it was saved?)."""
+    """Return the bytes that this rank wrote and read, and whether all values are unchanged."""
     written: list[int] = []
 
     def write_part(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ def shared(rank: int, size: int, where: str) -> list[Any]:
 
     with patch.object(saving, "write_part", write_part):
         save(uneven(rank), where, fully_parallel=True, check_replicas=True)
-    read = Told()
+    read = ProgressCalls()
     asked = {name: one.without_data() for name, one in uneven(rank).items()}
     found = load(asked, where, fully_parallel=True, progress=read)
     same = [torch.equal(found[name], one.data) for name, one in uneven(rank).items() if one.data is not None]
@@ -165,7 +165,7 @@ def test_wrappers_of_core_work_around_both_strategies(tmp_path: Path, ranks: Poo
 
 
 def queued(rank: int, size: int, path: Path, async_strategy: str) -> list[Any]:
-    """A save that goes on until it is let go: what Megatron's queue makes of it before, and after."""
+    """A save that waits for the test. Return the state of Megatron's queue before and after."""
     core()
     go_on = threading.Event()
     strategy = megatron.CasSaveShardedStrategy(
@@ -176,7 +176,7 @@ def queued(rank: int, size: int, path: Path, async_strategy: str) -> list[Any]:
     further = {"async_strategy": async_strategy} if named else {}
     may_fork = patch.dict(multiprocessing.current_process()._config, daemon=False)  # type: ignore[attr-defined] # a worker of tests is a daemon
     with without_cuda(), may_fork, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # from Python 3.12 on: it forks a process that has threads
+        warnings.simplefilter("ignore")  # Python 3.12 and later warn about forking a process with threads
         queue = (core if async_strategy == "mcore" else nvrx)(".strategies.async_utils").AsyncCallsQueue()
         request = core().save(theirs(state), str(path), strategy, async_sharded_save=True, **further)
         queue.schedule_async_request(request)

@@ -29,7 +29,7 @@ from tests.support.megatron_state import COMMON
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
-alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as DCP says of a process by itself
+alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # DCP warns in a single process
 WEIGHT = torch.arange(24.0).view(4, 6)
 
 
@@ -46,7 +46,7 @@ def columns(rank: int, size: int, where: str) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path, ranks: Pool) -> casckpt.Store:
-    """Saved in Megatron style, by two ranks."""
+    """A store with a checkpoint that two ranks saved in Megatron style."""
     ranks.run(2, columns, f"{tmp_path}#a@5")
     return casckpt.open(tmp_path)
 
@@ -169,4 +169,6 @@ def test_parts_of_a_checkpoint_can_be_loaded(where: str) -> None:
 
 def test_an_empty_state_dict_loads_the_common_part(where: str, caplog: pytest.LogCaptureFixture) -> None:
     assert megatron.diff(load({}, where), COMMON) == ([], [], [])
-    assert not [record for record in caplog.records if record.name.startswith("casckpt")]  # what is left is meant
+    assert not [
+        record for record in caplog.records if record.name.startswith("casckpt")
+    ]  # the loads expected the unread rest

@@ -26,7 +26,7 @@ from tests.support.ranks import outcome_of
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
-SAVED = Topology(tp=2)  # no more than two ranks: in each of them Megatron-core takes seconds to import
+SAVED = Topology(tp=2)  # only two ranks, since the import of Megatron-core takes seconds in each
 
 
 def saved_by_core(rank: int, size: int, path: Path, topology: Topology, **options: Any) -> None:
@@ -95,7 +95,7 @@ def test_functions_of_casckpt_accept_objects_of_core(tmp_path: Path, ranks: Pool
 
 
 def mixed_state(rank: int, topology: Topology) -> dict[str, Any]:
-    """What is not persistent is theirs: that class has no base class that ours could be registered with."""
+    """The values that are not persistent are Megatron-core's: their class has no base class to register."""
     state = own_state(rank, topology)
     state["optimizer"]["param_groups"] = theirs(state["optimizer"]["param_groups"])
     return state
@@ -164,7 +164,7 @@ def strings(rank: int, size: int, path: Path) -> dict[str, Any]:
 
 
 def under_each_strictness(rank: int, size: int, path: Path) -> dict[str, Any]:
-    """What comes back for one key that is there and one that is not; the checkpoint has more."""
+    """Load one stored key and one missing key. The checkpoint has more."""
     kinds, mapping = core(".validation").StrictHandling, core(".mapping")
 
     def load(strict: Any) -> Any:
@@ -210,7 +210,7 @@ def test_the_wrapper_of_core_saves_in_the_background(tmp_path: Path, ranks: Pool
 
 
 def as_from_019_on(rank: int, size: int, path: Path) -> list[Any]:
-    """The common part is an object, and nobody but the strategy writes common.pt."""
+    """The common part is an object, and only the strategy writes common.pt."""
     core()
     common = megatron.ShardedObject("common_state", COMMON, (1,), (0,), replica_id=rank)
     part = megatron.ShardedTensor.from_rank_offsets("w", torch.full((2,), rank), (0, rank, size))
@@ -235,7 +235,7 @@ def called_by_itself(rank: int, size: int, path: Path, wrapped: bool) -> list[An
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_strategy_can_be_called_directly(tmp_path: Path, ranks: Pool, wrapped: bool) -> None:
-    """Nobody has written a common.pt, nor made the folder; nor does Megatron's own strategy need them."""
+    """There is no common.pt and no folder. Megatron's own strategies do not need them either."""
     files = ["casckpt.json"]
     wanted = [[[0, 0], {"w": [0, 0]}, files], [[1, 1], {"w": [1, 1]}, files]]
     assert ranks.run(2, called_by_itself, tmp_path, wrapped) == wanted
@@ -315,7 +315,7 @@ def test_strategies_refuse_unsupported_arguments(tmp_path: Path, ranks: Pool) ->
 
 
 def first_saves(rank: int, size: int, path: Path) -> list[str]:
-    """What the log says of enums among the arguments, in two saves."""
+    """Return the log about enums in the arguments of two saves."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a handler for this test

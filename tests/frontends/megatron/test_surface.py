@@ -1,7 +1,7 @@
 """The surface of Megatron's ``dist_checkpointing``: every name exists, flat, and has a test.
 
-`TABLE` names for each the test of this folder. That test must be there, use the name, by itself or by what it calls in
-its module or in tests/support, and assert something.
+`TABLE` maps each name to its test in this folder. That test must exist and assert something. It must use the name,
+directly or through functions of its module or of tests/support.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ TESTS = Path(__file__).parents[2]
 
 @cache
 def functions(module: str) -> dict[str, ast.FunctionDef]:
-    """The functions at the top of a test module, and of the modules of tests/support that it imports from."""
+    """Functions at the top of a test module, and of the modules of tests/support that it imports."""
     tree = ast.parse(Path(__file__).with_name(f"{module}.py").read_text())
     imported = [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
     support = [TESTS.parent / f"{name.replace('.', '/')}.py" for name in imported if name.startswith("tests.support.")]
@@ -149,7 +149,7 @@ def functions(module: str) -> dict[str, ast.FunctionDef]:
 
 
 def words(node: ast.AST) -> Iterator[str]:
-    """What it names: variables, attributes, arguments (of fixtures, too), and texts."""
+    """Names in a function: variables, attributes, arguments (fixtures too), and texts."""
     for part in ast.walk(node):
         for name in ("id", "attr", "arg", "value"):
             word = getattr(part, name, None)
@@ -158,7 +158,7 @@ def words(node: ast.AST) -> Iterator[str]:
 
 
 def reached(module: str, name: str) -> list[ast.FunctionDef]:
-    """A function and all that it uses of its module."""
+    """A function, and all functions of its module that it uses."""
     found, queue = {}, [name]
     while queue:
         function = functions(module)[queue.pop()]
@@ -169,7 +169,7 @@ def reached(module: str, name: str) -> list[ast.FunctionDef]:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_every_name_exists_and_has_a_test(name: str) -> None:
-    core()  # with its warnings ignored
+    core()  # ignores its warnings
     owner, _, member = name.rpartition(".")
     kind: Any = getattr(megatron, owner) if owner else megatron
     assert hasattr(kind, member) or member in {field.name for field in fields(kind)}
@@ -189,7 +189,10 @@ def test_the_table_lists_every_public_name() -> None:
 
 
 OURS_ALONE = {"fully_parallel", "process_group", "no_dist", "allow_pickle", "attachments", "overwrite", "options"}
-OTHER = {"validate_sharding_integrity", "CheckpointingException"}  # it gathers by itself; it is an error of casckpt
+OTHER = {
+    "validate_sharding_integrity",
+    "CheckpointingException",
+}  # the first communicates by itself; the second is an error of casckpt
 
 
 def member(of: Any, name: str) -> Any:
@@ -199,7 +202,7 @@ def member(of: Any, name: str) -> Any:
 
 
 def parameters(function: Any) -> dict[str, Any]:
-    """Names and defaults, in order; of a default that is a function or an enum its name."""
+    """Names and defaults, in order. A default that is a function or an enum appears by its name."""
     found = inspect.signature(function).parameters.values()
     return {one.name: getattr(one.default, "name", getattr(one.default, "__name__", one.default)) for one in found}
 

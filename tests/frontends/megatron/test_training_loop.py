@@ -1,4 +1,4 @@
-"""Megatron-core's training loop makes its strategies by itself: `install` lets them save into a store."""
+"""Megatron-core's training loop creates its own strategies. With `install` they save into a store."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def a_loop(rank: int, size: int, path: Path, fully_parallel: bool, asynchronous:
     context: dict[str, Any] = {}
     folders = [path / "runs/iter_0000010", path / "runs/iter_0000020"]
     state = own_state(rank, REPLICAS)
-    state["optimizer"].pop("flat", None)  # of which each rank has a part of its own, where Megatron takes it
+    state["optimizer"].pop("flat", None)  # each rank has its own part, where Megatron expects it
     with megatron.install(path / "store", run="gpt", progress=lambda done, total: written.append(done)):
         for folder in folders:
             saved_by_the_loop(context, folder, theirs(state), fully_parallel=fully_parallel, asynchronous=asynchronous)
@@ -58,7 +58,7 @@ def a_loop(rank: int, size: int, path: Path, fully_parallel: bool, asynchronous:
 def test_the_loop_saves_into_the_store_and_resumes(
     tmp_path: Path, ranks: Pool, fully_parallel: bool, asynchronous: bool
 ) -> None:
-    """--ckpt-fully-parallel-save: replicas write too, which otherwise only the first one does."""
+    """With --ckpt-fully-parallel-save, replicas write too. Otherwise only the first one does."""
     files = ["casckpt.json", "common.pt", "metadata.json"]
     found = ranks.run(2, a_loop, tmp_path, fully_parallel, asynchronous)
     assert found == [[files, [], True], [files, [], fully_parallel]]
@@ -71,7 +71,7 @@ def test_the_loop_saves_into_the_store_and_resumes(
 
 
 def resumed(rank: int, size: int, path: Path) -> list[Any]:
-    """In another process, on another number of ranks: from the store that the folder names, whichever is installed."""
+    """Resume in another process, on another number of ranks, from the store that the folder names."""
     core()
     state = own_state(rank, Topology())
     state["optimizer"].pop("flat", None)
@@ -168,7 +168,7 @@ def test_ephemeral_checkpoints_have_their_own_run(tmp_path: Path, ranks: Pool) -
 
 
 def trusting_loads(rank: int, size: int, path: Path, key: Path) -> list[str]:
-    """What became of loads of a folder that spells the store in other ways, that names a copy, that has no store."""
+    """The results of loads from folders that spell the store differently, that name a copy, or that have no store."""
     core()
     part = megatron.ShardedTensor.from_rank_offsets("w", torch.ones(2))
     folder, store = path / "iter_0000005", path / "store"

@@ -1,4 +1,4 @@
-"""Fixtures of several modules of tests here."""
+"""Fixtures that several test modules here share."""
 
 from __future__ import annotations
 

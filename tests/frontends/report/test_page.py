@@ -1,4 +1,4 @@
-"""A report is one small page that needs nothing else, whatever the store holds."""
+"""A report is one small, self-contained page for any store."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from casckpt.errors import NotFound
 from casckpt.frontends.report import page, write_report
 from casckpt.store.store import Store
 
-pytestmark = pytest.mark.process  # matplotlib asks for the fonts of the system
+pytestmark = pytest.mark.process  # matplotlib lists the fonts of the system
 
 
 EMPTY = {"meta", "link", "br", "path", "use", "image", "rect", "circle"}
 
 
 class Checker(HTMLParser):
-    """Sees that each tag is closed, and what would be fetched or run."""
+    """Checks that every tag is closed and that the page fetches and runs nothing."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Checker(HTMLParser):
 
 
 def checked(text: str) -> str:
-    """The words of a page that stands by itself."""
+    """Return the words of a self-contained page."""
     assert len(text.encode()) < 300_000
     found = Checker(text)
     assert all(one.startswith(("#", "data:")) for one in found.fetched)
@@ -75,7 +75,9 @@ def test_the_page_shows_growth_runs_layers_and_checkpoints(store: Store) -> None
     for word in ("sft@40", "other@1", "best", "model.layers.3", "one by one", "changed: model 4.0 KiB", "No damage"):
         assert word in words
     assert "gc --keep-last 3 would free" in words
-    assert page(store).count("<svg") == 2 + 2 + 1  # growth, runs; of sft two, of the other none that were compared
+    assert (
+        page(store).count("<svg") == 2 + 2 + 1
+    )  # growth, runs; two of sft; none of the other, which has no comparison
 
 
 def test_names_from_a_store_are_escaped(store_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A server asks for its token, and answers no web site."""
+"""A server requires its token, and refuses requests of web sites."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Headers of answers, and answers without a body."""
+"""Headers of responses, and responses without a body."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The real clients of a hub against a served store: equal weights, and only changes are transferred."""
 
-# ruff: noqa: E402 - what is optional is asked for first
+# ruff: noqa: E402 - skip before importing optional packages
 
 from __future__ import annotations
 
@@ -39,11 +39,14 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the clients
 SHARD = 20_000
 SERVING = DOCS / "serving.md"
-PATIENT = {"HF_HUB_ETAG_TIMEOUT": "120", "HF_HUB_DOWNLOAD_TIMEOUT": "120"}  # 10 seconds are short on a busy machine
+PATIENT = {
+    "HF_HUB_ETAG_TIMEOUT": "120",
+    "HF_HUB_DOWNLOAD_TIMEOUT": "120",
+}  # the default of 10 seconds is short on a busy machine
 
 
 def sharded(rank: int, size: int, where: str, options: dict[str, Any], compress: Compress) -> dict[str, torch.Tensor]:
-    """Two ranks train a model with FSDP2, of which one block changes between two steps; its weights then."""
+    """Two ranks train a model with FSDP2. Only one block changes between two steps. Return the final weights."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -1,4 +1,4 @@
-"""Leases of a server: how many outlive their files, and how many remain at its end."""
+"""Leases of a server: how many remain when it sends no file, and how many at its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.saves import small
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The steps of what is leased now, in place of leases."""
+    """Record the steps with a lease, instead of leases."""
     found = list[int]()
 
     @contextmanager
@@ -71,7 +71,7 @@ def test_a_lease_taken_during_shutdown_is_ended(taken: list[int], monkeypatch: p
 
 
 class Timer:
-    """A timer that goes off when the test says so."""
+    """A timer that the test fires."""
 
     made: ClassVar[list[Timer]] = []
 
@@ -104,7 +104,7 @@ def test_a_lease_outlives_its_last_user_for_a_while(taken: list[int], timers: li
     assert (timers[0].seconds, timers[0].daemon, timers[0].is_on, taken) == (7, True, True, [0])
     with leases.hold(one):
         assert not timers[0].is_on
-        timers[0].fire()  # it went off right before
+        timers[0].fire()  # it had just fired
         assert taken == [0]
     timers[1].fire()
     assert taken == []

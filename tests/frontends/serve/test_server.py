@@ -26,7 +26,7 @@ WEIGHTS = "/sft/resolve/main/model.safetensors"
 
 
 def weights_of(store: Store, step: int = 1) -> str:
-    """The path that others lead to."""
+    """The path of the weights."""
     return f"/sft/resolve/{commit_of(store.get(f'sft@{step}').id)}/model.safetensors"
 
 
@@ -34,7 +34,7 @@ def weights_of(store: Store, step: int = 1) -> str:
 
 
 def cut_short(served: Served, path: str, process: subprocess.Popen[str]) -> tuple[bytes, str]:
-    """What a client has of a file whose server is killed, and its ETag."""
+    """Return the part of a file that a client received before the server was killed, and the file's ETag."""
     with closing(http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)) as connection:
         connection.request("GET", path)
         answer = connection.getresponse()

@@ -47,7 +47,7 @@ def test_a_match_with_too_many_attempts_is_refused(name: str, piece: str) -> Non
 
 
 def test_no_match_makes_more_attempts_than_counted() -> None:
-    """As `re` does at worst: of what repeats here, each number of letters."""
+    """`re` backtracks at worst over every split of the letters among the repeats."""
     name = "a" * 12
     for repeats in range(1, 5):
         tried = sum(1 for _ in islice(splits(len(name), repeats), 10**6))
@@ -55,7 +55,7 @@ def test_no_match_makes_more_attempts_than_counted() -> None:
 
 
 def splits(left: int, repeats: int) -> Iterator[tuple[int, ...]]:
-    """How many letters each of ``repeats`` may take of ``left``, not all of them."""
+    """The number of ways to give ``repeats`` some of ``left`` letters, but not all."""
     if not repeats:
         yield ()
         return

@@ -1,4 +1,4 @@
-"""Unusable state is reported before the training or at its first step, without writing anything."""
+"""Unusable state is reported before the training or at its first step, before any write."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Phase(enum.Enum):
 
 
 class Phased(optim.AdamW):
-    """Its first step makes state that is no plain data."""
+    """Its first step creates state that is not plain data."""
 
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
@@ -38,7 +38,7 @@ class Phased(optim.AdamW):
 
 
 class Drawing:
-    """A part of a train state that draws when it is asked for its state, and counts how often."""
+    """A train state that draws a random number in state_dict, and counts the calls."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -87,7 +87,7 @@ def test_a_check_raises_what_a_save_would() -> None:
             check(Checkpointer(small(), run="sft"))
     both = nn.ModuleDict({"one": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
     optimizers = [optim.AdamW([parameter]) for parameter in both.parameters()]
-    Checkpointer(small(), run="sft").check(both, optimizers)  # as the messages advise, and:
+    Checkpointer(small(), run="sft").check(both, optimizers)  # the advice of the messages
     Checkpointer(small(), run="sft").check({"generator": nn.Linear(2, 2), "discriminator": nn.Linear(2, 2)})
     Checkpointer(small(), run="sft", allow_pickle=True).check(model, optimizer, {"phase": Phase.WARMUP})
 
@@ -112,7 +112,7 @@ def test_a_resume_raises_before_the_training(found: bool) -> None:
 
 
 def loop(store: Store, make: Callable[[nn.Module], optim.Optimizer], every: int = 1, state: Any = None) -> int:
-    """The step at which a training ends that steps its optimizer at each ``every``-th of 10 steps."""
+    """Train 10 steps, with an optimizer step at each ``every``-th. Return the step at which the training ends."""
     model = net()
     optimizer = make(model)
     checkpointer = Checkpointer(store, run="sft", save_interval=8)
@@ -146,7 +146,7 @@ def test_a_step_is_checked_until_the_optimizer_has_state() -> None:
 
 
 def bad_on_one(rank: int, size: int, path: Path) -> Any:
-    """Each way in which the last rank alone has something that no save can store; where each rank hears of it."""
+    """Every kind of state that cannot be saved, on the last rank alone. Return the step at which each rank raises."""
     last, model = rank == size - 1, net()
     found = []
     ways: list[tuple[dict[str, Any], Any]] = [
@@ -175,7 +175,7 @@ def test_all_ranks_raise_at_the_same_step(store_path: Path, ranks: Pool, size: i
 
 
 def stepped_on_one(rank: int, size: int, path: Path) -> Any:
-    """Only the optimizer of rank 1 makes state, at the second step."""
+    """Only the optimizer of rank 1 creates state, at the second step."""
     model = net()
     optimizer = Phased(model.parameters(), lr=0.0)
     run = Checkpointer(small_folder(path), run="sft", save_interval=5)
@@ -202,7 +202,12 @@ def differing(rank: int, size: int, path: Path) -> Any:
 
 
 def test_values_of_ranks_are_compared_only_in_training(store_path: Path, ranks: Pool) -> None:
-    expected = ["NoneType", "InvalidInput", "InvalidInput", "InvalidInput"]  # weights may be made equal after a resume
+    expected = [
+        "NoneType",
+        "InvalidInput",
+        "InvalidInput",
+        "InvalidInput",
+    ]  # two weights may become equal after a resume
     assert ranks.run(2, differing, store_path) == [expected] * 2
 
 

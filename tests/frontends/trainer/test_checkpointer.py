@@ -19,7 +19,7 @@ from tests.support.repositories import memory
 from tests.support.saves import small, steps
 from tests.support.training import Network, contents, identical, made, train, trained
 
-# there and back
+# save and restore
 
 
 @pytest.mark.parametrize("how", ["save", "save_async"])
@@ -153,7 +153,7 @@ def test_front_ends_read_checkpoints_of_each_other() -> None:
 
 
 class Module:
-    """A model that says by itself what is saved, as OLMo-core's do."""
+    """A model that defines its saved state, as OLMo-core's do."""
 
     def __init__(self) -> None:
         self.model, self.optimizer = trained()
@@ -181,13 +181,13 @@ def test_a_train_module_gives_its_own_state() -> None:
     assert module.asked == [(True, True)]
     assert identical(contents(module.model, module.optimizer), want)
     checkpointer.load("sft@1", module)
-    assert module.asked[-1] == (True, True)  # it is there
+    assert module.asked[-1] == (True, True)  # it exists
     with pytest.raises(InvalidInput, match="give no optimizer beside it"):
         checkpointer.save(2, module, module.optimizer)
 
 
 class Bare:
-    """One that is asked for nothing."""
+    """A module without the optional methods."""
 
     def __init__(self) -> None:
         self.model, _ = made()
@@ -212,7 +212,7 @@ def test_a_train_module_may_have_methods_without_arguments() -> None:
     assert identical(dict(module.model.state_dict()), dict(want))
 
 
-# looking, files
+# lookups and files
 
 
 def test_files_are_attached_to_the_next_save() -> None:
@@ -247,7 +247,7 @@ def test_a_wrong_train_state_changes_nothing() -> None:
 
 
 def trained_to(end: int, *, first: int = 1, last: bool = False, **settings: Any) -> list[int]:
-    """The steps that are saved."""
+    """Return the saved steps."""
     store = small()
     with Checkpointer(store, run="sft", **settings) as checkpointer:
         for step in range(first, end + 1):
@@ -284,11 +284,11 @@ def test_steps_before_a_loaded_checkpoint_are_not_logged(caplog: pytest.LogCaptu
     assert not caplog.records
 
 
-# how much a crash may cost
+# the work that a crash can lose
 
 
 class Waiting(Checkpointer):
-    """One whose saves in the background do not end before somebody waits for them."""
+    """A checkpointer whose background saves end only when a caller waits for them."""
 
     def __init__(self, storage: FaultyStore, **settings: Any) -> None:
         super().__init__(small(storage), run="sft", **settings)
@@ -303,7 +303,8 @@ class Waiting(Checkpointer):
 
 
 def lost_at_worst(interval: int, most: int) -> tuple[int, list[int]]:
-    """(the most finished steps that a kill would have cost, after which steps a save was waited for)."""
+    """Return the most finished steps that a kill would have lost, and the steps after which the loop waited for a
+    save."""
     storage = FaultyStore(memory())
     model, worst, waited = nn.Linear(2, 2), 0, []
     with Waiting(storage, save_interval=interval, max_steps_at_risk=most) as checkpointer:
@@ -342,7 +343,7 @@ def test_a_failed_save_stops_the_training_before_more_steps_are_at_risk() -> Non
     assert steps(checkpointer.store) == [("sft", 8)]
 
 
-# used wrongly
+# misuse
 
 
 @pytest.mark.parametrize("how", ["save", "save_async"])

@@ -1,4 +1,4 @@
-"""A gc beside the training."""
+"""gc during a training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ def test_gc_follows_a_save_if_requested() -> None:
             model.weight.data.fill_(step)
             checkpointer.save(step, model)
     found = store.stats()
-    assert (found.checkpoints, found.blobs) == (1, 2)  # the bias did not change, and lies where the first save put it
+    assert (found.checkpoints, found.blobs) == (
+        1,
+        2,
+    )  # the bias did not change, and stays in the blob of the first save
 
 
 def test_a_checkpointer_with_gc_frees_space(caplog: pytest.LogCaptureFixture) -> None:

@@ -38,7 +38,7 @@ def stopped_by_a_signal(rank: int, size: int, path: Path, saved_before: bool) ->
             for step in range(1, 100):
                 if step == 3 and rank == 1:
                     os.kill(os.getpid(), signal.SIGTERM)
-                    os.kill(os.getpid(), signal.SIGTERM)  # impatient
+                    os.kill(os.getpid(), signal.SIGTERM)  # a second signal
                 made.append(step)
                 if saved_before:
                     checkpointer.save_async(step, model(), None, {"step": step})

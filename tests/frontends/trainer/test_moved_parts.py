@@ -1,4 +1,4 @@
-"""Parts that a rank saved for itself are named where other ranks take them, or none; random generators are not."""
+"""A resume on other ranks reports parts that each rank saved for itself, but not random generators."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def save(store: casckpt.Store, run: str, rank: int) -> None:
-    """A train state, and values per rank."""
+    """Save a train state and values per rank."""
     Checkpointer(store, run=run).save(1, nn.Linear(1, 1), None, TrainState(loader={"at": rank}))
     state: dict[str, Any] = {
         "loader": casckpt.PerRank({"at": rank}),
@@ -33,7 +33,7 @@ def save(store: casckpt.Store, run: str, rank: int) -> None:
 
 
 def load(store: casckpt.Store, run: str) -> list[str]:
-    """What is told of it."""
+    """Load them, and return the log."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

@@ -71,7 +71,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_step_can_be_saved_again(sto
 
 
 def fails_again_and_again(rank: int, size: int, path: Path, *, repeats: bool) -> tuple[type, int]:
-    """Only rank 1 fails, and only its clock says that much time has gone by: (what was raised, at which step)."""
+    """Only rank 1 fails, and only its clock advances. Return each error with its step."""
     storage, clock = FaultyStore(LocalStore(path)), Ticks()
     checkpointer = Checkpointer(Store(Repository(storage, clock=clock)), run="sft", save_interval=2)
     if rank == 1:

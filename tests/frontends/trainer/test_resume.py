@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 STEPS, MORE, EVERY, SIZE = 12, 4, 4, 4
 KILLS = 2  # 20 with --full
-RISKS = (None, EVERY, EVERY, EVERY + 1)  # max_steps_at_risk: None is two intervals
-NOTICED = 5.0  # seconds after which torch's own collectives give up on a rank that died
+RISKS = (None, EVERY, EVERY, EVERY + 1)  # max_steps_at_risk: None means two intervals
+NOTICED = 5.0  # seconds until torch's collectives fail after the death of a rank
 
 
 def attempts(ranks: Pool, size: int, plan: Plan, draw: random.Random, *, kills: int, seconds: float) -> list[Plan]:
-    """Train again and again, killed at random moments, until so many kills have hit; then to the end. All the runs.
+    """Restart the training until this many random kills have hit, then train to the end. Return all runs.
 
-    Most kills hit all ranks. Where one hits a single rank, the others find out by torch's timeout.
+    Most kills hit all ranks. If one hits a single rank, the others fail by torch's timeout.
     """
     runs, hits = [plan], 0
     while True:
@@ -38,7 +38,7 @@ def attempts(ranks: Pool, size: int, plan: Plan, draw: random.Random, *, kills: 
         assert all(outcome.ok for outcome in outcomes) or victim is not None, outcomes
         if moment is None:
             return runs
-        runs.append(replace(plan, run=f"{plan.run}-{len(runs)}"))  # it was done before the kill
+        runs.append(replace(plan, run=f"{plan.run}-{len(runs)}"))  # the run ended before the kill
 
 
 def check(runs: list[Plan], size: int, whole: Diary, first: int = 0) -> None:
@@ -66,7 +66,7 @@ def test_a_training_killed_at_random_moments_resumes(tmp_path: Path, ranks: Pool
     assert {ckpt.step for ckpt in store.checkpoints("killed")} == {STEPS - EVERY, STEPS}
     assert not store.verify().is_damaged
     store.gc(wait=0)
-    assert not list(store.repository.storage.list("transactions/"))  # nothing of the killed saves stays
+    assert not list(store.repository.storage.list("transactions/"))  # killed saves leave nothing
 
     for size in (2, 3) if full else (3,):
         base = f"calm@{STEPS - EVERY}"

@@ -1,4 +1,4 @@
-"""A resume restores everything that it is given, or reports it: no training silently loses its optimizer."""
+"""A resume restores everything that it receives, or reports it. No training loses its optimizer silently."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Save = Callable[[Store, str], Any]
 
 
 def new_run() -> str:
-    """What is told of a run is told once."""
+    """A new run, since casckpt logs a message once per run."""
     return f"resumed{next(_RUNS)}"
 
 
@@ -46,7 +46,7 @@ def bare_weights(store: Store, run: str) -> Any:
 
 
 def optimizer_elsewhere(store: Store, run: str) -> Any:
-    """As an import of a file of torch.save had it."""
+    """A checkpoint with the optimizer at another key, as an import of a torch.save file stores it."""
     model, optimizer = trained()
     return store.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, run=run, step=5)
 
@@ -150,7 +150,7 @@ def test_parts_that_a_front_end_leaves_on_purpose_are_not_logged(caplog: pytest.
     assert not told(caplog)
     loaded = load_model_and_optim_state(store, f"{run}@5", model)
     assert loaded.unread_subtrees == ("optim", "train")
-    assert f"did not read 'train' of {run}@5" in told(caplog)  # no optimizer is asked for
+    assert f"did not read 'train' of {run}@5" in told(caplog)  # the call passes no optimizer
     caplog.clear()
     load_model_and_optim_state(store, f"{run}@5", model, optimizer, unread="ignore")
     assert not told(caplog)
@@ -162,7 +162,7 @@ def test_missing_is_raise_or_warn() -> None:
 
 
 class Module:
-    """A train module that says by itself what it has."""
+    """A train module that defines its own state."""
 
     def __init__(self) -> None:
         self.state = {"model": {"w": torch.zeros(2)}, "optim": {"m": torch.zeros(2)}}
@@ -186,7 +186,7 @@ def test_a_train_module_resumes_with_its_optimizer() -> None:
     assert module.loaded == {"model"}
 
 
-# what fits
+# matching state
 
 
 def layers(*names: str, rows: int = 6) -> nn.ModuleDict:
@@ -195,7 +195,7 @@ def layers(*names: str, rows: int = 6) -> nn.ModuleDict:
 
 
 def adam(model: nn.ModuleDict, *names: str) -> optim.AdamW:
-    """Of some layers, each a group of its own."""
+    """Adam with a parameter group for each of some layers."""
     return optim.AdamW([{"params": model[name].parameters(), "lr": 0.1 + at} for at, name in enumerate(names)])
 
 
@@ -214,7 +214,7 @@ def saved_layers(store: Store, run: str, model: nn.ModuleDict, optimizer: optim.
 def test_a_resume_restores_what_fits(caplog: pytest.LogCaptureFixture) -> None:
     store, run, model = small(), new_run(), layers("words", "low", "body", "head", "gone")
     saved_layers(store, run, model, adam(model, "words", "low", "head", "gone"))
-    # body is unfrozen, low is frozen, gone is removed, new is added, and there are more words
+    # body is unfrozen, low is frozen, gone is removed, new is added, and the vocabulary is larger
     other = layers("words", "low", "body", "head", "new", rows=8)
     words, new = weight(other, "words").clone(), weight(other, "new").clone()
     optimizer, state = adam(other, "words", "head", "body", "new"), TrainState(rng=False, epoch=0, late=2)
@@ -254,7 +254,7 @@ def test_a_vocabulary_is_loaded_and_then_resized(caplog: pytest.LogCaptureFixtur
     with torch.no_grad():
         wider.weight[:6] = weight(other, "words")
     assert torch.equal(wider.weight[:6], weight(model, "words"))
-    assert not told(caplog)  # all that was asked for is there
+    assert not told(caplog)  # everything that the call requests exists
 
 
 def test_another_dtype_is_not_skipped() -> None:
@@ -277,7 +277,7 @@ def test_a_new_learning_rate_stays_with_options_keep(how: str, caplog: pytest.Lo
         checkpointer.resume(other, optimizer, TrainState(rng=False, epoch=0, old=0), options="keep")
         assert checkpointer.resumed is not None
         assert "the learning rate" in checkpointer.resumed.left["optim.param_groups"]
-    assert not told(caplog)  # as was asked for
+    assert not told(caplog)  # as requested
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.5, 0.0)
     assert float(optimizer.state[weight(other, "head")]["step"]) == 1
     checkpointer.load(f"{run}@5", other, optimizer)
@@ -287,7 +287,8 @@ def test_a_new_learning_rate_stays_with_options_keep(how: str, caplog: pytest.Lo
 def resumed_with(
     store: Store, given: dict[str, Any], saved: dict[str, Any], schedule: Callable[[optim.Optimizer], Any] | None = None
 ) -> Checkpointer:
-    """A resume into a new optimizer, with the options ``given``, of one that was saved after two steps with others."""
+    """Resume into a new optimizer with the options ``given``, from one that was saved after two steps with other
+    options."""
 
     def made_with(options: dict[str, Any]) -> tuple[nn.Module, optim.Optimizer, TrainState]:
         model = layers("head")
@@ -381,7 +382,7 @@ def test_a_scheduler_that_may_undo_a_new_rate_is_named() -> None:
     checkpointer.resume(model, optimizer, state, options="keep")
     assert checkpointer.resumed is not None
     assert "base rates of the checkpoint" in checkpointer.resumed.left["train.schedule"]
-    state["schedule"].base_lrs = [group["initial_lr"] for group in optimizer.param_groups]  # as docs/training.md has it
+    state["schedule"].base_lrs = [group["initial_lr"] for group in optimizer.param_groups]  # as in docs/training.md
     optimizer.step()
     state["schedule"].step()
     assert optimizer.param_groups[0]["lr"] == 0.5
@@ -408,7 +409,7 @@ def test_a_whole_resume_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def of_stages(rank: int, size: int, path: Path) -> Any:
-    """Each rank has a stage; the last one has a layer more than was saved, and none has the layer "gone"."""
+    """Each rank has a stage. The last has one more layer than was saved, and no rank has the layer "gone"."""
     store = small_folder(path)
     stage = layers(f"stage{rank}", *(["new"] if rank == size - 1 else []))
     if rank == 0:
@@ -457,7 +458,7 @@ def test_the_state_dict_of_an_optimizer_is_refused_before_it_is_saved() -> None:
         for call in (checkpointer.check, partial(checkpointer.save, 1)):
             with pytest.raises(InvalidInput, match="an optimizer"):
                 call(models, beside)
-    checkpointer.save(1, {"model": model}, optimizer)  # as the message says
+    checkpointer.save(1, {"model": model}, optimizer)  # the advice of the message
     assert checkpointer.resume({"model": model}, optimizer) is not None
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that stay: by rule, for any history, and whenever the process dies."""
+"""The checkpoints that a rotation keeps, for any history and at any death of the process."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ def test_tagged_and_newest_checkpoints_always_stay(
     assert not commits or commits[-1] in stays
     assert {one.step for one in stays} >= {one.step for one in commits} & (fixed | tagged)
     free = [one for one in stays if not one.committed.ephemeral and one.step not in fixed | tagged]
-    assert len(free) <= number + 1 or every is not None  # one more: what is newest, and counts for nothing else
+    assert len(free) <= number + 1 or every is not None  # one more: the newest, which may match no other rule
     assert plan_rotation(stays, rotation, names, now=0) == []
-    assert gone <= {one.txid for one in plan_rotation(commits, rotation, (), now=0)}  # tags only ever keep more
+    assert gone <= {one.txid for one in plan_rotation(commits, rotation, (), now=0)}  # tags only add checkpoints
 
 
 # with a store
@@ -122,7 +122,7 @@ def checkpointer_of(store: Store) -> Checkpointer:
 
 
 def history_of_a_run(store: Store, model: nn.Linear, *, gc: bool) -> Iterator[None]:
-    """Saves, a tag and gcs, with a stop after each."""
+    """A history of saves, a tag and gcs that yields after each."""
     checkpointer = checkpointer_of(store)
     for step in range(10, 90, 10):
         model.weight.data.fill_(step)
@@ -146,7 +146,7 @@ def test_a_run_keeps_the_checkpoints_of_its_rotation() -> None:
 
 
 class Death(BaseException):
-    """The process is no more."""
+    """The death of the process."""
 
 
 def test_checkpoints_stay_loadable_whenever_the_process_dies() -> None:
@@ -156,13 +156,13 @@ def test_checkpoints_stay_loadable_whenever_the_process_dies() -> None:
     changes = [call.method for call in storage.calls if call.method in {"put", "delete"}]
     seen = set()
     for method in ("put", "delete"):
-        for at in range(2, changes.count(method) + 1):  # the first put makes the store
+        for at in range(2, changes.count(method) + 1):  # the first put creates the store
             seen.add(die_and_look(method, at))
     assert seen >= {0, 1, 3, 5, 9, 15}
 
 
 def die_and_look(method: str, at: int) -> int:
-    """Kill the process before a call; how far it had come."""
+    """Kill the process before a call. Return how far it got."""
     inner = memory()
     store = small(FaultyStore(inner, deadly(method, at)))
     done = 0
@@ -173,7 +173,7 @@ def die_and_look(method: str, at: int) -> int:
         pass
     after = Store(type(store.repository)(inner))
     check_loadable(after, tagged=done >= 2)
-    checkpointer = checkpointer_of(after)  # and it goes on without a conflict
+    checkpointer = checkpointer_of(after)  # training continues without a conflict
     resumed = checkpointer.resume(nn.Linear(2, 2))
     checkpointer.save(100 if resumed is None else resumed.step + 1, nn.Linear(2, 2))
     return done
@@ -228,7 +228,8 @@ def test_a_run_that_is_rolled_back_forgets_what_it_abandons_and_goes_on() -> Non
 
 
 def test_rotated_checkpoints_are_purged_and_the_log_mentions_gc_once(caplog: pytest.LogCaptureFixture) -> None:
-    """A number of checkpoints is about space: the next gc frees it, and who forgot to have one is told."""
+    """A limit on the number of checkpoints is about space, so the next gc frees them. The log reminds users to run
+    gc."""
     store = small()
     checkpointer = Checkpointer(store, run="sft", max_checkpoints=2)
     with caplog.at_level("WARNING"):
@@ -258,7 +259,7 @@ def test_checkpoints_that_the_mirror_lacks_are_not_rotated(tmp_path: Path) -> No
     assert [step for _, step in steps(store)] == [4]
 
 
-# what is left out of checkpoints that stay, and which of them are the best
+# entries that a rotation thins, and the best checkpoints
 
 
 def trained(**settings: Any) -> tuple[Store, Checkpointer, nn.Linear, torch.optim.AdamW]:
@@ -284,7 +285,7 @@ def test_optimizers_of_older_checkpoints_are_left_out() -> None:
     models = train(checkpointer, model, optimizer, *range(5))
     assert [one.dropped is not None for one in store.checkpoints()] == [True, True, True, False, False]
     before = store.stats().bytes_blobs
-    assert store.gc(wait=0).deleted_bytes > 0.39 * before  # at once: a rule of a training is about space
+    assert store.gc(wait=0).deleted_bytes > 0.39 * before  # at once, since a rule of a training is about space
     for step, one in enumerate(models):
         fresh = nn.Linear(400, 700)
         checkpointer.load(f"sft@{step}", fresh)

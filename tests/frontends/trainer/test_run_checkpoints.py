@@ -1,4 +1,4 @@
-"""The checkpoints of a run, from one listing, and runs that do not exist."""
+"""The checkpoints of a run, from one listing, and missing runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_resume_without_a_checkpoint_suggests_a_similar_run(
     run: str, meant: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, (model, optimizer) = small(), made(1)
-    assert Checkpointer(store, run=run).resume(model, optimizer) is None  # no store: no run
+    assert Checkpointer(store, run=run).resume(model, optimizer) is None  # without a store there is no run
     Checkpointer(store, run="llama-sft").save(1, model, optimizer)
     assert Checkpointer(store, run=run).resume(model, optimizer) is None
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -43,7 +43,7 @@ def test_a_resume_without_a_store_suggests_a_similar_folder(
 ) -> None:
     model, optimizer = made(1)
     Checkpointer(tmp_path / "run1" / "checkpoints", run="sft").save(1, model, optimizer)
-    (tmp_path / "run1" / "checkpoinds").mkdir()  # no store
+    (tmp_path / "run1" / "checkpoinds").mkdir()  # not a store
     monkeypatch.chdir(tmp_path)
     with caplog.at_level(logging.INFO, "casckpt"):
         assert Checkpointer(path, run="sft").resume(model, optimizer) is None
@@ -58,7 +58,7 @@ def test_a_resume_without_a_store_suggests_a_similar_folder(
 def test_checkpoints_are_found_from_one_listing(store: Store) -> None:
     model = nn.Linear(2, 2)
     checkpointer = Checkpointer(store, run="sft")
-    assert list(checkpointer.find_checkpoints()) == []  # there is no store yet
+    assert list(checkpointer.find_checkpoints()) == []  # the store does not exist yet
     assert not checkpointer.contains_checkpoint()
     with pytest.raises(FileNotFoundError):
         checkpointer.latest_checkpoint()
@@ -68,7 +68,7 @@ def test_checkpoints_are_found_from_one_listing(store: Store) -> None:
     assert [one.step for one in checkpointer.find_checkpoints()] == [10, 20, 30]
     assert [one.step for one in checkpointer.find_checkpoints(ephemeral=True)] == [10]
     assert [one.step for one in checkpointer.find_checkpoints(ephemeral=False)] == [20, 30]
-    assert checkpointer.latest_checkpoint().step == 20  # saved last: the run was rolled back
+    assert checkpointer.latest_checkpoint().step == 20  # saved last, since the run was rolled back
     assert checkpointer.contains_checkpoint()
     assert checkpointer.checkpoint_dirname(20) == "step20"
 

@@ -50,7 +50,7 @@ def test_a_failed_save_in_the_background_is_logged_and_can_be_repeated(
     assert next(record.message for record in caplog.records if record.levelno == logging.ERROR).startswith(
         "the save of sft@5 failed, and no part of it is visible: injected"
     )
-    assert store.attachments("sft@5") == {"a": 1}  # not lost with the save that failed
+    assert store.attachments("sft@5") == {"a": 1}  # not lost with the failed save
     assert checkpointer.load("sft@5", model, optimizer) == {"epoch": 1}
 
 
@@ -107,7 +107,7 @@ def test_the_last_failure_is_not_lost(end: str) -> None:
 
     with pytest.raises(StorageError, match="injected"):
         leave()
-    checkpointer.close()  # it was told
+    checkpointer.close()  # the error was already raised
 
 
 def test_a_failed_rotation_does_not_fail_the_save(caplog: pytest.LogCaptureFixture) -> None:
@@ -156,7 +156,7 @@ def test_a_run_that_was_not_resumed_does_not_train_on_without_a_checkpoint(caplo
     assert not caplog.records
     checkpointer = Checkpointer(store, run="sft")
     checkpointer.save_async(2, model)
-    assert checkpointer.load("sft@2", model) is None  # a load is no save
+    assert checkpointer.load("sft@2", model) is None  # a load does not save
     assert "the save of sft@2 failed" in caplog.text
 
 
@@ -173,7 +173,7 @@ def test_an_error_of_a_save_does_not_hide_an_error_of_the_loop() -> None:
         loop()
 
 
-# that will repeat, and that may pass
+# permanent and temporary errors
 
 
 def test_a_failure_in_the_background_that_would_repeat_is_raised_at_the_next_save_that_is_due(
@@ -201,7 +201,7 @@ MANIFEST = "objects/*.manifest"
 
 
 def raised_at(minutes: tuple[int, ...], *faults: Any, **settings: Any) -> list[int]:
-    """The minutes at which a save in the background raised what failed."""
+    """Return the minutes at which the error of a background save was raised."""
     _, store = broken(*faults)
     clock = store.repository.clock = Ticks()
     checkpointer, raised, before = Checkpointer(store, run="sft", **settings), [], 0
@@ -245,7 +245,7 @@ def test_a_failure_that_was_asked_for_is_not_raised_again_by_the_next_save() -> 
     assert isinstance(failed.exception(), Conflict)
 
 
-# what is said
+# messages
 
 
 def test_each_save_logs_a_summary(caplog: pytest.LogCaptureFixture) -> None:
@@ -269,7 +269,7 @@ def test_each_save_logs_a_summary(caplog: pytest.LogCaptureFixture) -> None:
     assert len(lines) == 2
 
 
-# used wrongly
+# misuse
 
 
 @pytest.mark.parametrize("how", ["save", "save_async"])

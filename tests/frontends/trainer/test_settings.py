@@ -93,7 +93,7 @@ def test_a_configuration_builds_a_checkpointer(store: Store) -> None:
         config.build(store, save_intervall=1)  # type: ignore[call-arg]  # what is tested
 
 
-# how much a crash may cost
+# the work that a crash can lose
 
 
 @pytest.mark.parametrize(
@@ -115,11 +115,11 @@ def test_a_max_steps_at_risk_below_the_interval_is_refused(settings: dict[str, A
         CheckpointerConfig(fixed_steps=[5], max_steps_at_risk=gap)
 
 
-# used wrongly
+# misuse
 
 
 class Keeps:
-    """Something whose state can be taken, but not set."""
+    """An object with a state_dict but no load_state_dict."""
 
     def state_dict(self) -> dict[str, int]:
         return {"a": 1}

@@ -24,9 +24,9 @@ from tests.support.copies import chain, check_clean, contents, copy, elsewhere
 from tests.support.faulty import FaultyStore, call_first, fail_before
 from tests.support.forging import taken_apart
 from tests.support.gcs import collect, snapshot
+from tests.support.progress_calls import ProgressCalls
 from tests.support.repositories import committed_encoded, meanwhile, memory, repository
 from tests.support.rewrites import move
-from tests.support.told import Told
 
 # results
 
@@ -129,7 +129,7 @@ def test_a_dry_run_writes_nothing(source: Repository, target: Repository) -> Non
 
 
 def test_progress_adds_up(source: Repository, target: Repository) -> None:
-    done = Told()
+    done = ProgressCalls()
     plan = plan_copy(source, target)
     execute(source, target, plan, progress=Progress(done))
     assert done.done == plan.total == plan.nbytes  # shared blobs are copied once

@@ -1,7 +1,7 @@
-"""A mirror beside rewrites, forgets and gcs on both sides, in any order of their calls, and killed anywhere.
+"""A mirror with concurrent rewrites, forgets and gcs on both sides, in any order of calls and with kills at any call.
 
-A live checkpoint is noted as safe, or purged, only if it was whole in the mirror since it was saved or restored here.
-(A checkpoint that was purged meanwhile may still be noted.)
+A note that a live checkpoint is safe, or its purge, requires that the mirror held it completely after its last save or
+restore here. A note may outlive the purge of its checkpoint.
 """
 
 from __future__ import annotations

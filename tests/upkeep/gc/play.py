@@ -1,4 +1,4 @@
-"""A store, writers, gcs and a user on a stage, with calls in a drawn order: their programs and invariants."""
+"""A simulated store with writers, gcs and a user, whose calls run in a drawn order: their programs and invariants."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.repositories import Ticks, memory, put_blob, repository, save
 from tests.support.stage import Stage
 
 ROUNDS = 24
-GC_WAIT = 0.5  # seconds of the clock of the stage: two or three polls
+GC_WAIT = 0.5  # seconds of the simulated clock: two or three polls
 HOUR = 3600.0
 CHANGES = {"put", "replace", "delete"}
 
@@ -82,7 +82,7 @@ class Play:
                         repo, gc.plan_gc(repo, policy, min_age=0.0), wait=GC_WAIT, revoke_after=revoke_after, sleep=nap
                     )
                 except Conflict:
-                    continue  # disturbed again and again
+                    continue  # other processes interfered again and again
                 self.deleted += result.deleted_blobs
 
         self.stage.add(name, run)
@@ -110,8 +110,8 @@ class Play:
     def choices(self, switches: float = 0.2, held_up: float = 0.0) -> Callable[[list[str]], str]:
         """Choose the actor of each call: mostly the same one, with this many switches.
 
-        ``held_up``: before this many of its changes an actor waits until all others are done or wait too. Then its
-        knowledge is old, which is the usual reason for which protocols break.
+        ``held_up``: before this many of its changes, an actor waits until all others are done or wait too. Its
+        knowledge is then old, which is the usual cause of protocol errors.
         """
         current, held = "", set[str]()
 
@@ -235,7 +235,7 @@ def thin_some(play: Play, repo: Repository) -> None:
     """Leave the optimizer out of some checkpoints."""
     for _ in range(3):
         visible = list_commits(repo).visible()
-        with suppress(Conflict, NotFound):  # it is held, or gone
+        with suppress(Conflict, NotFound):  # it is leased, or gone
             some = play.draw.sample(visible, min(1, len(visible)))
             execute(repo, plan_thin(repo, some, drop=["optim.*"], keep=None if some else LAST, tagged=True))
 

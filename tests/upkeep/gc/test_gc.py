@@ -38,8 +38,8 @@ from tests.support.gcs import (
     ticking,
 )
 from tests.support.local import only
+from tests.support.progress_calls import ProgressCalls
 from tests.support.repositories import Ticks, meanwhile, memory, put_blob, repository, save
-from tests.support.told import Told
 
 # deleted and kept
 
@@ -151,7 +151,7 @@ def is_change(call: Call) -> bool:
 def test_progress_counts_every_deleted_object(repo: Repository) -> None:
     for step in range(3):
         save(repo, step=step, texts=[f"{step}a", f"{step}b"])
-    seen = Told()
+    seen = ProgressCalls()
     result = run_gc(repo, LAST, progress=Progress(seen))
     assert seen.done == seen.total == result.deleted_blobs + result.deleted_manifests == 6
 

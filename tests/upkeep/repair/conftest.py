@@ -1,4 +1,4 @@
-"""Fixtures of several test modules in this folder."""
+"""Fixtures that several test modules here share."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from casckpt.upkeep.repair.verify import verify
 from tests.support.checkpoints import CELL, array, flip, known_cells, only_blob, put_cells, save_arrays
 from tests.support.faulty import FaultyStore, call_first, corrupt, fail_before
 from tests.support.gcs import collect
+from tests.support.progress_calls import ProgressCalls
 from tests.support.repositories import commit_draft, draft, repository
-from tests.support.told import Told
 
 
 def marks(repo: Repository) -> set[str]:
@@ -37,7 +37,7 @@ def hash_in(key: str) -> str:
 def test_verify_reads_each_byte_once(repo: Repository) -> None:
     one = save_arrays(repo, {"a": array(1), "b": array(2, dtype="int64")})
     save_arrays(repo, {"a": array(1), "c": array(3, 600)}, step=1, reuse=one)
-    seen = Told()
+    seen = ProgressCalls()
     found = verify(repo, progress=Progress(seen))
     sizes = [entry.size for entry in repo.storage.list("objects/") if entry.key.endswith(".safetensors")]
     assert not found.is_damaged

@@ -1,4 +1,4 @@
-"""Adapters: casckpt and whom it is compared with. Importing one imports no library of its own yet."""
+"""Adapters of casckpt and its peers. Importing one does not import its library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def peer_class(name: str) -> type[Peer]:
 
 
 def chosen(text: str) -> list[type[Peer]]:
-    """The peers of a list with commas, of names and groups. Raises ValueError for what nobody is called."""
+    """The peers of a comma-separated list of names and groups. Raises ValueError for an unknown name."""
     names: dict[str, None] = {}
     for word in filter(None, text.split(",")):
         known = GROUPS.get(word, (word,))

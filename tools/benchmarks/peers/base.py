@@ -1,4 +1,4 @@
-"""What the benchmark asks of whoever saves and loads."""
+"""The interface of every peer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DCP_SAVE, DCP_LOAD, DCP_PART = "save through DCP", "load through DCP", "part thr
 
 @dataclass
 class Part:
-    """A box of a tensor: its place in the whole tensor, and the memory that takes it."""
+    """A box of a tensor: its place in the whole tensor, and its memory."""
 
     data: torch.Tensor
     shape: tuple[int, ...]
@@ -28,12 +28,14 @@ class Part:
 
 
 class Peer:
-    """One way to save and load. Adapters are made once for each setting, so that they can keep caches and plans.
+    """One way to save and load.
 
-    ``best``: the settings worth trying for each kind of work; a kind that is not there is not offered. ``environment``:
-    "" or one of `benchmarks.environments`. ``durable``: all is on the disk when ``save`` returns; otherwise the
-    benchmark syncs files and folders, within the time that it measures. ``matters``: settings on which the files
-    depend, so that loads with other settings can share a checkpoint.
+    The benchmark creates one adapter for each setting, so that it can keep caches and plans.
+
+    ``best``: the settings to try for each kind of work. A missing kind is not supported. ``environment``: "" or one of
+    `benchmarks.environments`. ``durable``: all bytes are on disk when ``save`` returns. Otherwise the benchmark syncs
+    files and folders, within the measured time. ``matters``: settings that change the files, so that loads with other
+    settings can share a checkpoint.
     """
 
     name: ClassVar[str]
@@ -43,23 +45,23 @@ class Peer:
     matters: ClassVar[Sequence[str]] = ()
 
     def __init__(self, setting: Setting, threads: int) -> None:
-        """``threads``: how many cores there are."""
+        """``threads``: the number of cores."""
         self.setting = setting
         self.threads = threads
 
     @classmethod
     def as_saved(cls, setting: Setting) -> Setting:
-        """The part of a setting on which the files depend."""
+        """The part of a setting that changes the files."""
         return {name: value for name, value in setting.items() if name in cls.matters}
 
     @classmethod
     def verifies(cls, setting: Setting) -> bool:
-        """Does a load compare what it read with digests?"""
+        """Report whether a load verifies digests."""
         return False
 
     @classmethod
     def absent(cls) -> str | None:
-        """Why it cannot be used here; None if it can."""
+        """The reason why it cannot be used here, or None."""
         return None
 
     def save(self, state: State, folder: Path) -> Mapping[str, float] | None:
@@ -75,15 +77,15 @@ class Peer:
         raise NotImplementedError
 
     def start_save(self, state: State, folder: Path) -> Callable[[], object]:
-        """Begin to save. Returns once the state may change; what it returns waits for the end."""
+        """Begin to save. Returns once the state may change. The returned function waits for the end."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """End what runs in the background."""
+        """End background work."""
 
 
 def missing(*modules: str) -> str | None:
-    """Why a peer cannot be used: the first of ``modules`` that cannot be imported."""
+    """The reason why a peer cannot be used: the first of ``modules`` that cannot be imported."""
     from importlib import import_module
 
     for module in modules:

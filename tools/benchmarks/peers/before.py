@@ -1,4 +1,4 @@
-"""casckpt as it was in another tree: ``--before TREE``. Its workers run the benchmark's tasks of that tree, too."""
+"""casckpt from another tree: ``--before TREE``. Its workers run the benchmark's tasks of that tree, too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAME = "before"
 
 
 class Before(Casckpt):
-    """What this tree is compared with. There its adapter has the name that ours has here."""
+    """The earlier tree. Its adapter there has the name of casckpt's adapter here."""
 
     name = NAME
     environment = NAME

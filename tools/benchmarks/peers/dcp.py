@@ -32,10 +32,10 @@ _LATE = {"sync": False}  # synced by the benchmark, several files at once
 
 
 class Dcp(Peer):
-    """``threads``: writers, each with a file. ``sync``: files are synced by DCP. ``cache``: plans are kept.
+    """``threads``: writers, each with a file. ``sync``: DCP syncs the files. ``cache``: DCP keeps plans.
 
-    ``hf``: HuggingFaceStorageWriter, tensors dealt out to one file for each thread. ``process``: asynchronous saves by
-    a process, staged in shared memory; else by a thread, staged in memory that is reused. ``pinned``: that memory.
+    ``hf``: HuggingFaceStorageWriter, with one file for each thread. ``process``: asynchronous saves by a process,
+    staged in shared memory; otherwise by a thread, staged in memory that is reused. ``pinned``: that memory is pinned.
     """
 
     name = "dcp"
@@ -89,7 +89,7 @@ class Dcp(Peer):
         dcp.load(self._named(state), storage_reader=self._reader(folder))
 
     def load_part(self, parts: Mapping[str, Part], folder: Path) -> None:
-        """See `Peer.load_part`. DCP takes anything that tells of its chunks as DTensor does."""
+        """See `Peer.load_part`. DCP accepts any object that describes its chunks as DTensor does."""
         dcp = _library()
         boxes: Any = {name: box_class()(part) for name, part in parts.items()}
         dcp.load(self._named(boxes), storage_reader=self._reader(folder))
@@ -108,7 +108,7 @@ class Dcp(Peer):
             async_stager=self._kept_stager(),
         )
         if hasattr(found, "staging_completion"):
-            found.staging_completion.result()  # before that the state must not change
+            found.staging_completion.result()  # the state must not change before that
             found = found.upload_completion
         wait: Callable[[], object] = found.result
         return wait
@@ -141,14 +141,14 @@ class Dcp(Peer):
         return dcp.FileSystemReader(folder)
 
     def _kept_stager(self) -> Any:
-        """A stager that copies into the same memory each time; for a process, memory that both see."""
+        """A stager that copies into the same memory each time; for a process, into shared memory."""
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         shared = self.setting.get("process", False)
         if shared:
             _open_group()
 
-        if self._stager is None or not self._stager._state_dict_stager._deepcopy_dispatch:  # torch 2.11 wears it out
+        if self._stager is None or not self._stager._state_dict_stager._deepcopy_dispatch:  # torch 2.11 clears it
             pinned = self.setting.get("pinned", False)
             self._stager = DefaultStager(StagingOptions(pinned, shared, False, pinned))
         return self._stager
@@ -159,7 +159,7 @@ def _library() -> Any:
 
 
 def _open_group() -> None:
-    """A process group of this process alone, without which DCP starts no process."""
+    """A process group of this process alone. Without one, DCP starts no process."""
     dist: Any = import_module("torch.distributed")
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     if not dist.is_initialized():
@@ -168,7 +168,7 @@ def _open_group() -> None:
 
 
 def _dealt_out(state: State, files: int) -> dict[str, int]:
-    """Tensors to files, from 1, balanced by bytes."""
+    """Map tensors to files, numbered from 1, balanced by bytes."""
     loads = [0] * files
     dealt: dict[str, int] = {}
     for name in sorted(state, key=lambda name: -state[name].nbytes):
@@ -179,7 +179,7 @@ def _dealt_out(state: State, files: int) -> dict[str, int]:
 
 
 def box_class() -> Any:
-    """The class of tensors of which only one box has memory; made when torch is there."""
+    """The class of tensors with memory for one box only, created once torch is imported."""
     import torch
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 

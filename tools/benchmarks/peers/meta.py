@@ -15,10 +15,10 @@ _ITEM = "model"
 
 
 class TorchCheckpointing(Peer):
-    """Buffered: its direct I/O fails on sizes that are no multiple of the block.
+    """Buffered, since its direct I/O fails on sizes that are not a multiple of the block.
 
     ``format``: "torch", or "safetensors". ``split``: two items, so two files written by two threads. ``async``: staged
-    in shared memory and written by a process of its own. ``reshard``: with what it needs to load onto other ranks.
+    in shared memory and written by a separate process. ``reshard``: with the metadata for loads on other ranks.
     """
 
     name = "torch_checkpointing"
@@ -52,7 +52,7 @@ class TorchCheckpointing(Peer):
         """See `Peer.start_save`."""
         manager = self._manager()
         future = manager.save(str(folder), self._items(state))
-        with manager.lock():  # until staging ends the state must not change
+        with manager.lock():  # the state must not change until staging ends
             wait: Callable[[], object] = future.result
             return wait
 

@@ -1,4 +1,4 @@
-"""OLMo-core: the early checkpointer (0.1.0) and the one of its trainer (3.0.0), each in an environment of its own."""
+"""OLMo-core: the early checkpointer (0.1.0) and its trainer's (3.0.0), each in a separate environment."""
 
 from __future__ import annotations
 

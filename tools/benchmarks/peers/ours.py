@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 class Casckpt(Peer):
-    """``verify``: compare what is loaded with its digests. ``kept``: load from a store that is open.
+    """``verify``: verify digests in loads. ``kept``: load from an open store.
 
-    ``frozen``: declare all but the adapters as unchanged. ``cell_bytes``: of a store that is made with such cells.
-    ``page_cache``: as of `casckpt.open`. ``through_dcp``: with `torch.distributed.checkpoint`, by our storage writer
-    and reader.
+    ``frozen``: declare everything except the adapters as unchanged. ``cell_bytes``: the cell size of a new store.
+    ``page_cache``: as in `casckpt.open`. ``through_dcp``: use `torch.distributed.checkpoint` with casckpt's storage
+    writer and reader.
     """
 
     name = "casckpt"
@@ -70,7 +70,7 @@ class Casckpt(Peer):
         )
 
     def save(self, state: State, folder: Path) -> Mapping[str, float]:
-        """A step of a training: the store stays open from one to the next."""
+        """A step of a training: the store stays open between steps."""
         if self.setting.get("through_dcp"):
             return self._save_through_dcp(state, folder)
         found = self._store(folder).save({"model": state}, **self._options(folder))
@@ -90,7 +90,7 @@ class Casckpt(Peer):
         return self._store(folder).save_async({"model": state}, **self._options(folder)).result
 
     def load(self, state: State, folder: Path) -> Mapping[str, float]:
-        """As a job that starts: the store is opened anew."""
+        """Load as a job that starts: the store is opened again."""
         return self._load({"model": state}, folder)
 
     def load_part(self, parts: Mapping[str, Part], folder: Path) -> Mapping[str, float]:
@@ -129,7 +129,7 @@ class Casckpt(Peer):
 
     def _store(self, folder: Path) -> casckpt.Store:
         if folder not in self._stores:
-            self._stores.clear()  # of folders that are gone
+            self._stores.clear()  # of removed folders
             self._stores[folder] = self._open(folder)
         return self._stores[folder]
 
@@ -144,7 +144,7 @@ class Casckpt(Peer):
 
 
 def is_frozen(key: str) -> bool:
-    """Is this key of the backbone, and no adapter?"""
+    """Report whether this key belongs to the backbone and is not an adapter."""
     return not key.startswith(f"model.{ADAPTERS}")
 
 

@@ -20,8 +20,7 @@ _FILE = "state.safetensors"
 class Safetensors(Peer):
     """``way``: "file", load_file and copy; "open", safe_open with ``threads`` threads that copy.
 
-    ``gpu``: only for states on a GPU. "file" then loads onto it, and "prefetch" does so by the reader threads that
-    came with version 0.9.
+    ``gpu``: only for states on a GPU. "file" then loads onto it, and "prefetch" uses the reader threads of version 0.9.
     """
 
     name = "safetensors"
@@ -96,6 +95,6 @@ class Safetensors(Peer):
 
 
 def device_of(state: State) -> str:
-    """The device of a state, as safetensors takes it."""
+    """The device of a state, in safetensors' form."""
     tensor: torch.Tensor = next(iter(state.values()))
     return "cpu" if tensor.is_cpu else f"cuda:{tensor.device.index or 0}"

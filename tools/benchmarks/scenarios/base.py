@@ -1,4 +1,4 @@
-"""What all scenarios are made of: options, teams of workers, cases of peers."""
+"""Common parts of all scenarios: options, teams of workers, cases of peers."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _LOADS = (LOAD, PART, RESTART, DCP_LOAD, DCP_PART)
 
 @dataclass
 class Options:
-    """What a run was asked for. ``size``: bytes of a state, None for the scenario's own. ``quick``: a smoke run.
+    """The options of a run. ``size``: bytes of a state, None for the scenario's default. ``quick``: a smoke run.
 
-    ``before``: the tree of the peer of that name. ``full``: sizes that take long. ``traces``: where those are kept.
-    ``device``: torch's name of where states are.
+    ``before``: the tree of the peer of that name. ``full``: include sizes that take long. ``traces``: the folder of
+    traces. ``device``: torch's name of the device of states.
     """
 
     folder: Path
@@ -47,7 +47,7 @@ class Options:
     tell: Tell = lambda text: None
 
     def size_or(self, usual: int, *, quick: int = 4 << 20) -> int:
-        """The size of a state: as asked, or as usual."""
+        """The requested size of a state, or the default."""
         return self.size or (quick if self.quick else usual)
 
 
@@ -68,7 +68,7 @@ class Bench:
         self._stack.close()
 
     def team(self, environment: str = "", ranks: int = 1) -> Team:
-        """The workers of an environment. Started when first asked for, and again after one died, and given all states.
+        """The workers of an environment. They start on demand and after one died, and receive all states.
 
         Raises `Absent`.
         """
@@ -86,9 +86,9 @@ class Bench:
         return self._teams[key]
 
     def make_state(self, name: str, kind: str, size: int, *, ranks: int = 1, **more: Any) -> int:
-        """Make a state in the workers of every environment; its size in bytes."""
+        """Make a state in the workers of every environment. Return its size in bytes."""
         arguments = {"name": name, "kind": kind, "size": size, **more}
-        if self.options.device != "cpu":  # of which the tasks of an earlier tree know nothing
+        if self.options.device != "cpu":  # an earlier tree's tasks do not have this argument
             arguments["device"] = self.options.device
         first = self.team(ranks=ranks)
         self._made.append((ranks, "states:make", arguments))
@@ -96,17 +96,17 @@ class Bench:
         return found
 
     def change_state(self, name: str, prefix: str = "") -> int:
-        """Change a state in all workers that have it; how many bytes."""
+        """Change a state in all workers that have it. Return the number of bytes."""
         self._made.append((1, "states:change", {"name": name, "prefix": prefix}))
         teams = [team for (_, ranks), team in self._teams.items() if ranks == 1]
         return [int(team.call("states:change", name=name, prefix=prefix)[0]) for team in teams][-1]
 
     def place(self) -> str:
-        """A new place for a checkpoint: a folder that does not exist, in one that will hold nothing else."""
+        """A new place for a checkpoint: a missing folder inside a new one."""
         return str(self.options.folder / f"{next(_NUMBERS):05}" / "checkpoint")
 
     def run(self, cases: Sequence[Case], *, warm_up: int = 1) -> list[Row]:
-        """Rounds of these cases; their rows, group by group, which are those of the scenario too."""
+        """Run rounds of these cases. Return their rows by group, which also join the scenario's."""
         found = run_rounds(cases, self.options.rounds, self.options.tell, warm_up=warm_up)
         groups = list(dict.fromkeys(row.group for row in found))
         rows = sorted(found, key=lambda row: groups.index(row.group))
@@ -114,7 +114,7 @@ class Bench:
         return rows
 
     def peers(self, work: str, *, ours: type[Peer] = Casckpt) -> Iterator[tuple[type[Peer], Setting]]:
-        """We and every peer that does ``work``, with each of the settings worth trying."""
+        """Return casckpt and every peer that does ``work``, with each setting to try."""
         for peer in (ours, *self.options.peers):
             settings = [self._widened(setting) for setting in peer.best.get(work, ())]
             for_gpu = [setting for setting in settings if setting.get("pinned") or setting.get("gpu")]
@@ -123,7 +123,7 @@ class Bench:
                 yield peer, setting
 
     def _widened(self, setting: Setting) -> Setting:
-        """A setting with 2 threads with as many as there are cores, up to 8."""
+        """Replace 2 threads in a setting by the number of cores, up to 8."""
         many = max(2, min(8, self.options.threads))
         return setting | {"threads": many} if setting.get("threads") == 2 else setting
 
@@ -138,7 +138,7 @@ class Bench:
         prepare: Callable[[type[Peer], Setting, Team], None] | None = None,
         only: Callable[[type[Peer], Setting], bool] = lambda peer, setting: True,
     ) -> list[Case]:
-        """A case for each peer and setting; those that are absent say so in their row."""
+        """Return a case for each peer and setting. The row of an absent one gives the reason."""
         found = []
         for peer, setting in self.peers(work):
             if only(peer, setting):
@@ -171,7 +171,7 @@ class Bench:
         return runner
 
     def limit(self, who: str, what: str, task: str, *, group: str = "", nbytes: int = 0, **arguments: Any) -> Case:
-        """A case that measures a limit of the machine. ``folder="new"``: in a place of its own, removed again."""
+        """A case that measures a limit of the machine. ``folder="new"``: in a new place, removed afterwards."""
 
         def run(_: int) -> Measured:
             if arguments.get("folder") != "new":
@@ -185,21 +185,21 @@ class Bench:
         return Case(Row(group, who, what, nbytes, limit=True), run)
 
     def ways(self, state: str, size: int, group: str = "", *, to_gpu: bool) -> list[Case]:
-        """The way between a GPU and pinned memory of the host, where the state is on one."""
+        """The limit of copies between a GPU and pinned host memory, for a state on a GPU."""
         if self.options.device == "cpu":
             return []
         what = "pinned memory to the GPU" if to_gpu else "GPU to pinned memory"
         return [self.limit(WAY, what, "limits:across", group=group, nbytes=size, state=state, to_gpu=to_gpu)]
 
     def several(self, counts: Sequence[int]) -> Sequence[int]:
-        """How many threads ask a limit of the machine: ``counts``, or with many cores half and all of them."""
+        """Numbers of threads for a limit of the machine: ``counts``, or with many cores half and all of them."""
         cores = self.options.threads
         return counts if cores <= max(counts) else (cores // 2, cores)
 
     def result(
         self, name: str, title: str, checks: list[Check], metric: str = "durable", **parameters: str | int | float
     ) -> ScenarioResult:
-        """What the scenario found."""
+        """The results of the scenario."""
         parameters = {"rounds": self.options.rounds, "threads": self.options.threads, **parameters}
         return ScenarioResult(name, title, metric, parameters, self.rows, ratios(self.rows, metric), checks)
 

@@ -1,4 +1,4 @@
-"""Saves and loads in a bucket, beside what raw clients reach with the same server."""
+"""Saves and loads in a bucket, compared with raw clients on the same server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CLIENTS = ("s3fs", "obstore")
 
 
 def s3(options: Options) -> ScenarioResult:
-    """One process, one server on the same machine (SeaweedFS), which takes its part of the cores."""
+    """One process and one server on the same machine (SeaweedFS), which share the cores."""
     with Bench(options) as bench:
         size = bench.make_state(_STATE, "model", options.size_or(_USUAL))
         bench.team().call("buckets:start", folder=bench.place(), state=_STATE)

@@ -1,4 +1,4 @@
-"""Looking at a store of 1,000 checkpoints and a million blobs."""
+"""Listing and planning in a store of 1,000 checkpoints and a million blobs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIRST, LATER, NEWER = "first look", "later look", "after one more checkpoint"
 
 @dataclass
 class _Store:
-    """Where it is, and how large it is by now."""
+    """The place of the store, and its present size."""
 
     folder: str
     blobs: int
@@ -32,7 +32,7 @@ class _Store:
 
 
 def catalogue(options: Options) -> ScenarioResult:
-    """Each look is a process of its own. First looks have an empty catalogue, and the store's files are cached."""
+    """Each operation runs in a new process. First ones have an empty catalogue, and the store's files are cached."""
     checkpoints, blobs = (20, 20) if options.quick else (1000, 1000)
     options.rounds = min(options.rounds, _ROUNDS)
     with Bench(options) as bench:
@@ -72,7 +72,7 @@ def _case(bench: Bench, store: _Store, group: str, what: str) -> Case:
         cache = store.cache(f"{what} later")
         if not Path(cache).exists():
             look(cache)
-        look(cache)  # others may have added a checkpoint since
+        look(cache)  # other cases may have added a checkpoint since
         return look(cache)
 
     def newer(_: int) -> Measured:

@@ -1,4 +1,4 @@
-"""Saves and loads through torch.distributed.checkpoint: our storage writer and reader against its own."""
+"""Saves and loads through torch.distributed.checkpoint: casckpt's storage writer and reader against DCP's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What encodings and deltas save, of states that real trainings made, and what they cost."""
+"""The savings and costs of encodings and deltas, for states of real trainings."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _QUICK = {"quick": "smoke run"}
 _SAVES, _FEW = 64, 8
 _GIB = 1 << 30
 _LIMITS = {"weights": 0.68, "master": 0.845, "exp_avg": 0.845, "exp_avg_sq": 0.81}  # of planes, each part
-_LOAD = 2.4  # with two cores, 1.2 times what raw cells take from a bucket of 1 GB/s
+_LOAD = 2.4  # with two cores, 1.2 times the load of raw cells from a bucket of 1 GB/s
 _RUN, _ALONE, _STATES, _DELTAS = "versions of RL", "alone", "whole states, ", "; deltas of weights"
-_WHOLE = (  # of states that are so many steps apart
+_WHOLE = (  # of states this many steps apart
     (10, "matrices", 0.81),
     (10, "matrices" + _DELTAS, 0.73),
     (10, "matrices, float32", 0.83),
@@ -32,9 +32,9 @@ _KINDS = {"alone": (OURS, "zstd-1", "zipnn", "dcp"), "delta": (OURS, "zstd-1")}
 
 
 def deltas(options: Options) -> ScenarioResult:
-    """Bytes of matrices of encoders, but for whole states; all is decoded and compared.
+    """The bytes of encoder matrices, or of whole states. All of it is decoded and compared.
 
-    Traces are made by trainings of some minutes, and kept.
+    Trainings of some minutes make the traces, which are kept.
     """
     with Bench(options) as bench:
         traces = _QUICK if options.quick else _TRACES
@@ -47,7 +47,7 @@ def deltas(options: Options) -> ScenarioResult:
 
 
 def runs(options: Options) -> ScenarioResult:
-    """Versions of RL through `Store.save`; a bucket is a folder behind a paced way."""
+    """Versions of an RL training through `Store.save`. A bucket is a folder behind a paced connection."""
     with Bench(options) as bench:
         name = next(iter(_QUICK if options.quick else _TRACES))
         bench.team().call("deltas:make", folder=_folder(bench), name=name)
@@ -79,7 +79,7 @@ def _case_of(bench: Bench, row: Row, task: str, **arguments: Any) -> Case:
 
 
 def _run_checks(rows: list[Row]) -> list[Check]:
-    """Of each place, with deltas."""
+    """The targets of each place, with deltas."""
     found = [row for row in rows if row.what == "auto"]
     return [
         check
@@ -94,7 +94,7 @@ def _run_checks(rows: list[Row]) -> list[Check]:
 
 
 def coded(options: Options) -> ScenarioResult:
-    """Saves of as many bytes as a figure of speed needs: of versions of RL, and of noise, which gains nothing."""
+    """Saves of enough bytes for a speed: of RL versions, and of noise, which gains nothing."""
     with Bench(options) as bench:
         name = next(iter(_QUICK if options.quick else _TRACES))
         bench.team().call("deltas:make", folder=_folder(bench), name=name)
@@ -128,7 +128,7 @@ def _coded_checks(rows: list[Row]) -> Iterator[Check]:
 
 
 def coding(options: Options) -> ScenarioResult:
-    """One thread encodes and decodes 1 GiB of weights of RL: each version alone, and since the one before."""
+    """One thread encodes and decodes 1 GiB of RL weights: each version alone, and against the previous one."""
     with Bench(options) as bench:
         name = next(iter(_QUICK if options.quick else _TRACES))
         bench.team().call("deltas:make", folder=_folder(bench), name=name)
@@ -142,7 +142,7 @@ def _folder(bench: Bench) -> str:
 
 
 def _case(bench: Bench, row: Row, task: str, **arguments: Any) -> Case:
-    """Its bytes are the same in each round, so there is one."""
+    """Its bytes are equal in each round, so one round is enough."""
 
     def run(number: int) -> Measured:
         if number:
@@ -153,7 +153,7 @@ def _case(bench: Bench, row: Row, task: str, **arguments: Any) -> Case:
 
 
 def _versions(bench: Bench, name: str) -> Iterator[Case]:
-    """A run of versions, with all that it takes to load any of them."""
+    """A run of versions, with the bytes that a load of any of them needs."""
     saves = _FEW if bench.options.quick else _SAVES
     peers = {"zstd-1": ("XOR with the one before, two alone", saves // 2),
              "zipnn": ("", 1), "dcp": ("zstd extension", 1), "raw": ("", 1)}  # fmt: skip
@@ -164,7 +164,7 @@ def _versions(bench: Bench, name: str) -> Iterator[Case]:
 
 
 def _distances(bench: Bench, name: str, about: str, steps: Sequence[int]) -> Iterator[Case]:
-    """Of one training: the weights since earlier ones, each part alone, and whole states."""
+    """Of one training: the weights against earlier ones, each part alone, and whole states."""
     first, last = steps[0], steps[-1]
     half = name != "gpt"
     parts = ["weights", *(["master"] if half else []), "exp_avg", "exp_avg_sq"]
@@ -243,7 +243,7 @@ def _measuring(bench: Bench, task: str, arguments: dict[str, Any]) -> Callable[[
 
 
 def _speed_checks(rows: list[Row]) -> list[Check]:
-    """GB for each second of the processor."""
+    """Targets in GB per processor second."""
     wanted = {"encode alone": 1.0, "decode alone": 1.8, "encode delta": 4.7, "decode delta": 11.0}
     return [
         Check(

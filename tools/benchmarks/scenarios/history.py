@@ -1,4 +1,4 @@
-"""A save does not pay for history: what it asks of the storage after 100 saves of its run, and after 100,000."""
+"""The cost of a save does not depend on history: its storage requests after 100 saves of its run, and after 100,000."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _COUNTS = ("requests", "names", "nbytes")
 
 
 def history(options: Options) -> ScenarioResult:
-    """Requests are counted, and names and bytes that listings return; the bucket is a folder that says it is far."""
+    """This counts requests, and the names and bytes of listings.
+
+    The bucket is a folder that reports itself as remote.
+    """
     many = _QUICK if options.quick else _FULL if options.full else _MANY
     copies = 20 if options.quick else 1000
     with Bench(options) as bench:
@@ -59,7 +62,7 @@ def _latest(bench: Bench, where: str, length: int, folder: str) -> Case:
 
 
 def _checks(rows: list[Row]) -> list[Check]:
-    """Of each pair of saves: the same counts, and not much more time."""
+    """For each pair of saves: equal counts, and similar time."""
     checks = []
     saves = [row for row in rows if row.what.startswith("save")]
     for few, many in zip(saves[::2], saves[1::2], strict=True):

@@ -45,7 +45,7 @@ def _load_checks(rows: list[Row]) -> list[Check]:
 
 
 def _bounded(rows: list[Row]) -> list[Row]:
-    """Say which limits a load has: to read; who verifies, to read and hash in one pass, where memory is read."""
+    """Name the limits of a load: reading, and with verification, reading and hashing in one pass from memory."""
     for row in (row for row in rows if not row.limit):
         row.bounds = [_RAW]
         if row.verified:
@@ -76,7 +76,7 @@ def read_factor(row: Row | None) -> float | None:
 
 
 def excess(row: Row | None) -> float | None:
-    """Cells read for nothing: verification may take one more at each end of a tensor's range."""
+    """Cells read in vain: verification may read one more at each end of a tensor's range."""
     asked, wanted, ranges = (median_of(row, name) for name in ("bytes_asked", "bytes_wanted", "ranges"))
     if asked is None or wanted is None or not ranges:
         return None
@@ -84,7 +84,7 @@ def excess(row: Row | None) -> float | None:
 
 
 def our_row(rows: list[Row], group: str, *, verify: bool) -> Row | None:
-    """Our best row of a group."""
+    """The best row of casckpt in a group."""
     found = [row for row in rows if row.who == OURS and row.group == group and ("verify=no" not in row.what) is verify]
     return best(found, OURS, "durable")
 
@@ -126,7 +126,7 @@ def loads(
 
 
 def raw_reads(bench: Bench, size: int, *, eighth: int | None = None) -> list[Case]:
-    """What memory and disk can give: warm reads by threads; cold ones, buffered and direct."""
+    """The limits of memory and disk: warm reads by threads; cold ones, buffered and direct."""
     place = bench.place()
     bench.team().call("limits:put_state", folder=place, state=_STATE)
     more: dict[str, Any] = {"state": _STATE, "folder": place, "eighth": eighth}

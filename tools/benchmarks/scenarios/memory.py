@@ -12,11 +12,14 @@ from benchmarks.scenarios.base import BLOB, Absent, Bench, Options, described
 from benchmarks.teams import Team
 
 _USUAL = 2 << 30
-_ROUNDS = 2  # a peak hardly differs from one time to the next
+_ROUNDS = 2  # a peak hardly varies
 
 
 def memory(options: Options) -> ScenarioResult:
-    """A quarter, a half and all of the size; loads from the page cache. Settings of saves, for the loads too."""
+    """A quarter, a half and all of the size.
+
+    Loads come from the page cache. Settings of saves apply to the loads too.
+    """
     whole = options.size_or(_USUAL)
     sizes = (whole // 4, whole // 2, whole)
     options.rounds = min(options.rounds, _ROUNDS)
@@ -43,7 +46,7 @@ def _buffers(rows: list[Row], group: str, threads: int) -> float | None:
 
 
 def _cases(bench: Bench, peer: type[Peer], setting: Setting, size: int) -> list[Case]:
-    """A save, and a load after it in the same process. Whichever comes first in a round does both."""
+    """A save, and a load after it in the same process. The first case of a round does both."""
     waiting: dict[str, list[Measured]] = {SAVE: [], LOAD: []}
 
     def run(work: str) -> Measured:
@@ -62,7 +65,7 @@ def _cases(bench: Bench, peer: type[Peer], setting: Setting, size: int) -> list[
 def _both(bench: Bench, peer: type[Peer], setting: Setting, size: int) -> dict[str, Measured]:
     place = bench.place()
     with Team(bench.options.folder, peer.environment) as team:
-        why = team.call("storing:absent", peer=peer.name)[0]  # this imports what it needs
+        why = team.call("storing:absent", peer=peer.name)[0]  # this imports its libraries
         if why:
             raise Absent(why)
         team.call("states:make", name="state", kind="model", size=size)

@@ -1,4 +1,4 @@
-"""Who writes what, planned for simulated ranks with 1,000 tensors each."""
+"""Plans of writes for simulated ranks with 1,000 tensors each."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from benchmarks.scenarios.saving import time_of
 _RANKS = (4, 256, 1024, 4096)
 _KINDS = ("replicas", "shards", "hsdp")
 _TENSORS = 1000
-_MANY = 4096  # ranks for which DCP has one round: with the making of what it plans, that takes minutes
+_MANY = 4096  # ranks for which DCP has one round: making its input takes minutes
 _ROUNDS = 3
 
 
 def plan(options: Options) -> ScenarioResult:
-    """What rank 0 does with what all ranks told it, the first time; both keep the plan while nothing changes.
+    """The first plan that rank 0 makes from the messages of all ranks.
+
+    Both libraries keep the plan while nothing changes.
 
     "replicas": all ranks hold the same; "shards": each holds its rows; "hsdp": rows over 8 ranks, the same in each
     group of 8. For 4,096 ranks DCP has one round.

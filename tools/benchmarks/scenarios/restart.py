@@ -1,4 +1,4 @@
-"""A save, and loads by other processes: as of a job that starts again, or of evaluations of one checkpoint."""
+"""A save, and loads by other processes, as of a job that restarts, or of evaluations of one checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WHO = {FIRST: slice(0, 1), AGAIN: slice(1, 2), WARM: slice(1, 2)}
 
 
 def restart(options: Options) -> ScenarioResult:
-    """Nothing but the save and the loads touches the page cache, until all files are read for the warm load.
+    """Only the save and the loads touch the page cache, until all files are read for the warm load.
 
     Eight processes load an eighth of the size each, all of it the same.
     """
@@ -66,7 +66,7 @@ def _time(rows: Sequence[Row], group: str, what: str) -> float | None:
 
 
 class _Readers:
-    """Processes that load, and none of which saved; they have no process group. Started when first asked for."""
+    """Processes that only load, without a process group. They start on demand."""
 
     def __init__(self, bench: Bench, stack: ExitStack) -> None:
         self._bench, self._stack = bench, stack
@@ -93,7 +93,7 @@ class _Readers:
 
 
 class _Subject(NamedTuple):
-    """Who saves, and how many ``processes`` that load ``size`` bytes each."""
+    """The peer that saves, and the number of ``processes`` that load ``size`` bytes each."""
 
     peer: type[Peer]
     setting: Setting
@@ -102,7 +102,7 @@ class _Subject(NamedTuple):
 
 
 def _cases(bench: Bench, readers: _Readers, subject: _Subject) -> list[Case]:
-    """The loads of one checkpoint. Whichever comes first in a round does them all, in their order."""
+    """The loads of one checkpoint. The first case of a round does all of them, in order."""
     peer, setting, size, count = subject
     waiting: dict[str, list[Measured]] = {load: [] for load in _LOADS}
 

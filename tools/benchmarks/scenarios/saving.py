@@ -1,4 +1,4 @@
-"""Saves of one process: a whole state, an unchanged one, one that is mostly frozen, one in the background."""
+"""Saves of one process: a whole state, an unchanged one, a mostly frozen one, and one in the background."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COPY = "copy and BLAKE3"
 
 
 def save(options: Options) -> ScenarioResult:
-    """A full durable save of a state of which the store knows nothing."""
+    """A full durable save of a state that is new to the store."""
     with Bench(options) as bench:
         size = bench.make_state(_STATE, "model", options.size_or(_USUAL))
         limits = [
@@ -44,7 +44,7 @@ def save(options: Options) -> ScenarioResult:
 
 
 def resave(options: Options) -> ScenarioResult:
-    """A save of a state that has not changed since the last one. The peers write it all again."""
+    """A save of a state that has not changed since the last save. The peers write all of it again."""
     with Bench(options) as bench:
         size = bench.make_state(_STATE, "model", options.size_or(_USUAL))
         hashes = raw_hashes(bench, size)
@@ -60,7 +60,7 @@ def resave(options: Options) -> ScenarioResult:
 
 
 def frozen(options: Options) -> ScenarioResult:
-    """A save after a step that changed the adapters alone: 4 % of the bytes."""
+    """A save after a step that changed only the adapters: 4 % of the bytes."""
     with Bench(options) as bench:
         size = bench.make_state(_STATE, "adapted", options.size_or(_USUAL))
         changed = bench.change_state(_STATE, ADAPTERS)
@@ -93,7 +93,10 @@ def _frozen_checks(rows: list[Row], changed: int) -> list[Check]:
 
 
 def in_background(options: Options) -> ScenarioResult:
-    """Saves that go on while the state changes: how long the caller waits. Every byte changes from save to save."""
+    """Background saves while the state changes: the time that the caller waits.
+
+    Every byte changes from save to save.
+    """
     with Bench(options) as bench:
         size = bench.make_state(_STATE, "model", options.size_or(_USUAL))
         place = bench.place()  # of casckpt: its store stays open
@@ -143,7 +146,7 @@ def saved_once(bench: Bench, team: Team, job: Mapping[str, Any]) -> Measured:
 
 
 def steps(bench: Bench, size: int, *, change: str | None = None, setting: Setting | None = None) -> list[Case]:
-    """Our saves of one training: into one store, after a first save that does not count."""
+    """Saves of one training with casckpt, into one store, after a first save that does not count."""
     job = {"peer": OURS, "setting": setting or {}, "state": _STATE, "folder": bench.place()}
 
     def run(_: type[Peer], __: Setting, team: Team, number: int) -> Measured:
@@ -172,7 +175,7 @@ def _if_offered(bench: Bench, run: Callable[[int], Measured]) -> Callable[[int],
 
 
 def raw_writes(bench: Bench, size: int, who: str = "raw direct write") -> list[Case]:
-    """What the disk can take."""
+    """The limits of the disk."""
     return [
         bench.limit(who, f"{n} writers", "limits:write", nbytes=size, folder="new", size=size, writers=n)
         for n in bench.several(WRITERS)
@@ -180,18 +183,18 @@ def raw_writes(bench: Bench, size: int, who: str = "raw direct write") -> list[C
 
 
 def raw_hashes(bench: Bench, size: int, group: str = "") -> Case:
-    """What the cores can hash."""
+    """The limits of hashing on all cores."""
     return bench.limit(HASHES, "all cores", "limits:hashes", group=group, nbytes=size, state=_STATE)
 
 
 def reached(rows: list[Row], row: Row | None) -> float | None:
-    """How much a row reached of the limit that binds it."""
+    """The part of its binding limit that a row reaches."""
     limit = binding(rows, row) if row else None
     return over(median_of(limit, "durable"), median_of(row, "durable"))
 
 
 def time_of(rows: list[Row], who: str, metric: str = "durable", *, group: str | None = None) -> float | None:
-    """The median of the best row of somebody."""
+    """The median of a participant's best row."""
     return median_of(best(rows, who, metric, group=group), metric)
 
 

@@ -1,4 +1,4 @@
-"""A store that answers as a hub: how fast, how soon, and in how much memory, beside static files."""
+"""A store that answers as a hub: throughput, latency and memory, compared with static files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CLIENTS = (1, 8)
 
 
 def serve(options: Options) -> ScenarioResult:
-    """One file of the weights, warm. Static files: of the exported folder, by the same ASGI server and framework."""
+    """One file of the weights, warm. The same ASGI server and framework serve the exported folder as static files."""
     with Bench(options) as bench:
         folder, size = bench.place(), options.size_or(_USUAL)
         try:

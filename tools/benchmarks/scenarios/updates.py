@@ -1,4 +1,4 @@
-"""What it costs to go from one version of RL to another in memory, beside loads of all of it."""
+"""The cost of updates from one RL version to another in memory, compared with complete loads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOVES = (_ONE, _ALL, _LEAST, "5 forward", "10 back")
 
 
 def update(options: Options) -> ScenarioResult:
-    """Each version is saved with ``compress="auto"``, read by one step, and loaded; all is compared."""
+    """Each version is saved with ``compress="auto"``, reached by one step, and loaded. All of it is compared."""
     with Bench(options) as bench:
         name = "quick" if options.quick else "rl"
         bench.team().call("deltas:make", folder=str(options.traces), name=name)
@@ -32,7 +32,7 @@ def update(options: Options) -> ScenarioResult:
 
 
 def _cases(bench: Bench, where: str, *, nbytes: int, **arguments: Any) -> Iterator[Case]:
-    """The first one does all the work, and the others tell of it."""
+    """The first case does all the work, and the others report from it."""
 
     def run(what: str, number: int) -> Measured:
         if number:
@@ -50,7 +50,7 @@ def _checks(rows: list[Row]) -> Iterator[Check]:
     found = {(row.group, row.what): row for row in rows}
     for where, rate in _PLACES.items():
         one, whole, least = (found[where, what] for what in (_ONE, _ALL, _LEAST))
-        if rate:  # of a folder blobs are not told apart
+        if rate:  # a folder does not distinguish blobs
             yield Check(f"{where}: read / written by the save, worst", 1.1, False, one.median("worst/delta"))
         yield Check(
             f"{where}: time / that of a load", 0.05, False, over(one.median("durable"), whole.median("durable"))

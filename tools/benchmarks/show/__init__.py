@@ -1,1 +1,1 @@
-"""Results for people: on the terminal, as pictures, as a page of the documentation."""
+"""Results on the terminal, as pictures, and as a page of the documentation."""

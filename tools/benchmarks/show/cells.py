@@ -1,4 +1,4 @@
-"""How figures are written: the same on the terminal and in the documentation."""
+"""The format of figures, on the terminal and in the documentation."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from benchmarks.results import OURS, Check, Row, ScenarioResult, Spread, best, binding, over
 
-_NOISE = 64 << 10  # bytes: what a process reads and writes anyway
+_NOISE = 64 << 10  # bytes that a process reads and writes anyway
 Column = tuple[str, Callable[[Row], str]]
 
 
 def columns(scenario: ScenarioResult) -> list[Column]:
-    """Headings, and what stands under them. Columns that say nothing about this scenario are left out."""
+    """Headings and cells. Columns without values in this scenario are left out."""
     found: list[Column] = [("time", _time("durable")), ("CPU", _time("cpu"))]
     rows = scenario.rows
     if any("peak" in row.summary for row in rows):
@@ -61,12 +61,12 @@ def size(value: float) -> str:
 
 
 def verdict(check: Check) -> str:
-    """Was a target met?"""
+    """The verdict on a target."""
     return {None: "not measured", True: "met", False: "not met"}[check.met]
 
 
 def target(check: Check) -> tuple[str, str, str, str]:
-    """What, wanted, found, verdict."""
+    """The cells of a target: name, limit, result, verdict."""
     sign = "at least" if check.at_least else "at most"
     found = "" if check.value is None else _number(check.value)
     return check.text, f"{sign} {_number(check.wanted)}", found, verdict(check)
@@ -97,14 +97,14 @@ def _differ(row: Row) -> bool:
 
 
 def _of_limit(row: Row, scenario: ScenarioResult) -> str:
-    """How much was reached of the limit that binds, and which that is."""
+    """The part of the binding limit that a row reaches, and the name of the limit."""
     limit = binding(scenario.rows, row, scenario.metric)
     reached = over(limit.median(scenario.metric), row.median(scenario.metric)) if limit else None
     return f"{reached:.2f} of {limit.who}" if limit and reached is not None else ""
 
 
 def _to_ours(row: Row, scenario: ScenarioResult) -> str:
-    """How many times the cost of our first row of the group."""
+    """The cost as a multiple of casckpt's first row in the group."""
     ours = next((one for one in scenario.rows if one.group == row.group and one.who == OURS), None)
     ours = ours or best(scenario.rows, OURS, scenario.metric)
     ratio = over(row.median(scenario.metric), ours.median(scenario.metric)) if ours else None

@@ -1,4 +1,4 @@
-"""Results as pages of the site: `tools/docs` makes one of each file of docs/benchmarks/."""
+"""Results as pages of the site. `tools/docs` makes one from each file of docs/benchmarks/."""
 
 from __future__ import annotations
 

@@ -11,14 +11,14 @@ from rich.table import Table
 from benchmarks.results import ScenarioResult
 from benchmarks.show import cells
 
-_WIDTH = 200  # where no terminal says how wide it is
+_WIDTH = 200  # if the terminal has no width
 _OUT = Console(width=None if Console().is_terminal else _WIDTH)
 _ERR = Console(stderr=True)
 
 
 @contextmanager
 def progress(name: str) -> Iterator[Callable[[str], None]]:
-    """Say what is being done, where somebody looks."""
+    """Report progress on a terminal."""
     if not _ERR.is_terminal:
         yield lambda text: None
         return

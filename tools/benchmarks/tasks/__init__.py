@@ -1,1 +1,1 @@
-"""What workers are told to do. Each task takes `benchmarks.worker.Here` and plain arguments, and returns plain data."""
+"""The tasks of workers. Each takes `benchmarks.worker.Here` and plain arguments, and returns plain data."""

@@ -1,6 +1,6 @@
-"""Saves and loads over S3, ours and those of raw clients, on one server of this machine.
+"""Saves and loads over S3, by casckpt and by raw clients, on one server of this machine.
 
-The server is that of the tests, so it lives in the worker that starts it.
+The server belongs to the tests and lives in the worker that starts it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _NUMBERS = itertools.count()
 
 
 def start(here: Here, folder: str, state: str) -> None:
-    """Start the server with its data in ``folder``, and store what loads will read: our checkpoint, and raw objects."""
+    """Start the server with its data in ``folder``, and store the inputs of loads: a checkpoint, and raw objects."""
     sys.path.append(str(Path(__file__).resolve().parents[3]))
     from tests.support import servers
 
     path = Path(folder)
     path.mkdir(parents=True)
-    server = servers.seaweed(path, memory="2GiB")  # with less its collector takes most of the time of all puts
+    server = servers.seaweed(path, memory="2GiB")  # with less, its collector takes most of the time of all puts
     server.start()
     here.kept["server"], here.kept["bucket"], here.kept["folder"] = server, server.new_bucket(), path
     _store(here, _LOADED).save({"model": here.states[state]}, step=0)
@@ -45,7 +45,7 @@ def start(here: Here, folder: str, state: str) -> None:
 
 
 def stop(here: Here) -> None:
-    """Kill the server, and remove what it kept."""
+    """Kill the server, and remove its data."""
     here.kept["server"].kill()
     shutil.rmtree(here.kept["folder"])
 
@@ -81,7 +81,7 @@ def load(here: Here, state: str, verify: bool) -> Measured:
 
 
 def raw_put(here: Here, state: str, client: str, parallel: int) -> Measured:
-    """All bytes of a state, as objects of 32 MiB, so many puts in flight."""
+    """Put all bytes of a state, as objects of 32 MiB, with this many puts in flight."""
     prefix = f"raw-{next(_NUMBERS)}"
     meter = Meter()
     if client == "obstore":
@@ -94,7 +94,7 @@ def raw_put(here: Here, state: str, client: str, parallel: int) -> Measured:
 
 
 def raw_get(here: Here, state: str, client: str, parallel: int) -> Measured:
-    """All bytes of a state, in ranges of 8 MiB, so many in flight; into the client's own memory."""
+    """Get all bytes of a state, in ranges of 8 MiB, with this many in flight, into the client's own memory."""
     size = values.size_of(here.states[state])
     meter = Meter()
     if client == "obstore":
@@ -105,12 +105,12 @@ def raw_get(here: Here, state: str, client: str, parallel: int) -> Measured:
 
 
 def has(here: Here, client: str) -> bool:
-    """Is a client installed?"""
+    """Report whether a client is installed."""
     return importlib.util.find_spec(client) is not None
 
 
 def _store(here: Here, name: str) -> casckpt.Store:
-    """A store of the bucket; of one name always the same, without a cache of blobs."""
+    """A store of the bucket, the same for equal names, without a cache of blobs."""
     import casckpt
 
     key = f"store {name}"
@@ -137,7 +137,7 @@ def _bodies(here: Here, state: str) -> Iterator[bytes]:
 
 
 def _kept_bodies(here: Here, state: str) -> Sequence[bytes]:
-    """Made once: a raw client is not charged for it."""
+    """Made once, so that a raw client's time does not include it."""
     if "bodies" not in here.kept:
         here.kept["bodies"] = list(_bodies(here, state))
     found: list[bytes] = here.kept["bodies"]

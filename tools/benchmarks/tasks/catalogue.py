@@ -1,4 +1,4 @@
-"""A store of many checkpoints, made without saving anything, and what it takes to look at it."""
+"""A store of many checkpoints, made without saves, and the cost of listing it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RUN = "bench"
 
 
 def build(here: Here, folder: str, checkpoints: int, blobs: int, first: int = 0) -> int:
-    """Add checkpoints of ``blobs`` blobs each, which are files without content; how many objects there are then."""
+    """Add checkpoints of ``blobs`` blobs each, which are files without content. Return the number of objects."""
     repo = _open(folder, Path(folder).with_name("builder.cache"))
     repo.create()
     draw = random.Random(first)  # noqa: S311 - names for a benchmark
@@ -81,7 +81,7 @@ def _draft(refs: list[BlobRef], step: int, draw: random.Random) -> Draft:
 
 
 def look(here: Here, *, folder: str, cache: str, what: str, checkpoints: int, blobs: int) -> Measured:
-    """List, measure, or plan a gc, as the command line does: the store is opened anew."""
+    """List, measure, or plan a gc, as the command line does: the store is opened again."""
     from casckpt.store.opening import open as open_store
 
     meter = Meter()

@@ -1,4 +1,4 @@
-"""Coders of weights: ours, and those that others ship. Each makes fewer bytes of an array, alone or since another."""
+"""Coders of weights, casckpt's and others'. Each shortens an array, alone or against another."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from casckpt.format.encodings.frames import decode, encode
 
 
 class Coder(Protocol):
-    """One coder. ``by_cell``: it is given cells of 1 MiB; else whole tensors."""
+    """One coder. ``by_cell``: it receives cells of 1 MiB, otherwise whole tensors."""
 
     by_cell: ClassVar[bool]
 
     def encode(self, plain: Flat, base: Flat | None) -> bytes:
-        """What is stored of an array; with a ``base``, of what changed since."""
+        """Encode an array; with a ``base``, only the changes since."""
 
     def decode(self, stored: bytes, out: Flat, *, has_base: bool) -> None:
-        """The array again, in the place of its base, if it has one."""
+        """Return the array, in the memory of its base if it has one."""
 
 
 class Ours:
-    """The frames of casckpt, and the bytes themselves where a frame is not worth it."""
+    """casckpt's frames, and the bytes themselves if a frame is not worth it."""
 
     by_cell: ClassVar[bool] = True
 
@@ -44,7 +44,7 @@ class Ours:
 
 
 class Zstd:
-    """zstd at level 1, of the bytes as they are or of their XOR with the base: what slime, miles and SGLang ship."""
+    """zstd at level 1, of the bytes or of their XOR with the base, as in slime, miles and SGLang."""
 
     by_cell: ClassVar[bool] = False
 
@@ -67,7 +67,7 @@ class Zstd:
 
 
 class ZipNN:
-    """ZipNN, which knows no base."""
+    """ZipNN, which has no bases."""
 
     by_cell: ClassVar[bool] = False
 
@@ -88,7 +88,7 @@ class ZipNN:
 
 
 class Dcp:
-    """The zstd extension of torch.distributed.checkpoint, which knows no base."""
+    """The zstd extension of torch.distributed.checkpoint, which has no bases."""
 
     by_cell: ClassVar[bool] = False
 
@@ -110,7 +110,7 @@ class Dcp:
 
 
 class Raw:
-    """The bytes as they are."""
+    """The bytes without encoding."""
 
     by_cell: ClassVar[bool] = True
 
@@ -127,7 +127,7 @@ CODERS: dict[str, type[Coder]] = {"casckpt": Ours, "zstd-1": Zstd, "zipnn": ZipN
 
 
 def coder(name: str) -> Coder:
-    """The coder of a name. Raises `Skipped` where its library is not installed."""
+    """The coder of a name. Raises `Skipped` if its library is not installed."""
     return CODERS[name]()
 
 
@@ -137,7 +137,7 @@ def view(array: Flat) -> memoryview:
 
 
 def touched(like: Flat) -> Flat:
-    """Memory for such an array, of which no page is touched for the first time later."""
+    """Memory for such an array, with all pages touched."""
     made: Flat = like.copy()
     made.fill(1)
     return made

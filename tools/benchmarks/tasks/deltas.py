@@ -1,4 +1,4 @@
-"""States of real trainings, coded: alone, and since an earlier version. All that is coded is decoded and compared."""
+"""States of real trainings, encoded alone and against an earlier version. All of it is decoded and compared."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def make(here: Here, folder: str, name: str) -> tuple[int, ...]:
-    """Make a trace if it is not there: its steps with whole states. It is a training of some minutes."""
+    """Make a trace if it does not exist: its steps with whole states. The training takes some minutes."""
     return trace_of(here, folder, name).index.steps
 
 
 def code(
     here: Here, *, folder: str, name: str, who: str, parts: Sequence[str], step: int, since: int | None, matrices: bool
 ) -> Measured:
-    """Code the parts of a state; of the first what changed ``since``. Extra: the entropy bound of the changes."""
+    """Encode the parts of a state, the first one as changes ``since``. Extra: the entropy bound of the changes."""
     trace, using, clock = trace_of(here, folder, name), coder(who), Clock()
     measured, whole = Measured(), 0
     for part in parts:
@@ -44,7 +44,7 @@ def code(
 
 
 def speed(here: Here, *, folder: str, name: str, who: str, work: str, nbytes: int) -> Measured:
-    """Encode or decode as many bytes of the weights' matrices, each version since the one before, or alone."""
+    """Encode or decode this many bytes of weight matrices, each version against the previous one, or alone."""
     trace, using = trace_of(here, folder, name), coder(who)
     encoding, decoding, left, measured = Clock(), Clock(), nbytes, Measured()
     while left > 0:
@@ -59,7 +59,7 @@ def speed(here: Here, *, folder: str, name: str, who: str, work: str, nbytes: in
 
 
 def replay(here: Here, *, folder: str, name: str, who: str, saves: int, each: int) -> Measured:
-    """The first versions of the matrices, each since the one before, and every ``each``-th by itself."""
+    """Encode the first versions of the matrices, each against the previous one, and every ``each``-th alone."""
     trace, using, clock, measured, whole = trace_of(here, folder, name), coder(who), Clock(), Measured(), 0
     for number, (plain, before) in enumerate(islice(_steps(trace, first=True), saves)):
         for piece in _pieces(trace, plain.itemsize, using, matrices=True):
@@ -70,7 +70,7 @@ def replay(here: Here, *, folder: str, name: str, who: str, saves: int, each: in
 
 
 def trace_of(here: Here, folder: str, name: str) -> Trace:
-    """A trace, made if it is not there."""
+    """A trace, made if it does not exist."""
     from benchmarks.training import trace
 
     if name not in here.kept:
@@ -80,7 +80,7 @@ def trace_of(here: Here, folder: str, name: str) -> Trace:
 
 
 def coded(clock: Clock, measured: Measured, plain: int) -> Measured:
-    """What it cost, and the share of ``plain`` bytes that is stored."""
+    """The cost, and the stored share of the ``plain`` bytes."""
     clock.write(measured)
     measured.extra["share"] = measured.stored / plain
     return measured
@@ -94,7 +94,7 @@ def _pieces(trace: Trace, itemsize: int, using: Coder, *, matrices: bool) -> lis
 
 
 def _steps(trace: Trace, *, first: bool = False) -> Iterator[tuple[Flat, Flat]]:
-    """Each version, and the one before; with ``first``, the first one too."""
+    """Each version with the previous one; with ``first``, the first one too."""
     before: Flat | None = None
     for _, weights in trace.versions():
         if before is not None or first:
@@ -103,7 +103,7 @@ def _steps(trace: Trace, *, first: bool = False) -> Iterator[tuple[Flat, Flat]]:
 
 
 def _coded(using: Coder, plain: Flat, base: Flat | None, encoding: Clock, decoding: Clock | None = None) -> int:
-    """The bytes of what is stored, which was decoded again. Raises WrongBytes."""
+    """The stored bytes, checked by decoding. Raises WrongBytes."""
     with encoding:
         stored = using.encode(plain, base)
     out: Flat = touched(plain) if base is None else base.copy()
@@ -114,19 +114,19 @@ def _coded(using: Coder, plain: Flat, base: Flat | None, encoding: Clock, decodi
 
 
 def compare(found: Flat, wanted: Flat) -> None:
-    """Raise WrongBytes where two arrays differ."""
+    """Raise WrongBytes if two arrays differ."""
     if view(found) != view(wanted):
         raise WrongBytes("what was decoded is not what was encoded")
 
 
 def _bound(base: Flat, plain: Flat) -> float:
-    """Bytes of changes that are independent of each other: the entropy of which elements changed, and by how much."""
+    """Bytes of independent changes: the entropy of the changed elements, and of their changes."""
     changed = base != plain
     _, counts = np.unique(plain[changed] - base[changed], return_counts=True)
     return (_entropy(np.array([changed.sum(), (~changed).sum()])) + _entropy(counts)) / 8
 
 
 def _entropy(counts: npt.NDArray[np.int64]) -> float:
-    """Bits of so many symbols of each kind, together."""
+    """The total bits of these counts of symbols."""
     counts = counts[counts > 0]
     return float(-(counts * np.log2(counts / counts.sum())).sum())

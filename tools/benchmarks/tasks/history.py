@@ -1,4 +1,4 @@
-"""Runs with a long history, made without saving it, and what the next save and a first look ask of the storage."""
+"""Runs with a long history, made without saves, and the storage requests of the next save and a first listing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NUMBERS = itertools.count()
 
 @dataclass
 class Asked:
-    """What was asked of a storage. ``names``, ``nbytes``: of keys that listings returned."""
+    """The requests to a storage. ``names``, ``nbytes``: of keys in listings."""
 
     requests: int = 0
     names: int = 0
@@ -38,7 +38,7 @@ class Asked:
 
 
 class Counting:
-    """A folder that counts what is asked of it. ``remote``: as a bucket looks from above, with pages of 1,000 names."""
+    """A folder that counts requests. ``remote``: it behaves as a bucket, with pages of 1,000 names."""
 
     def __init__(self, inner: Any, *, remote: bool) -> None:
         self.inner, self.asked, self._remote = inner, Asked(), remote
@@ -56,13 +56,13 @@ class Counting:
         return Traits(remote=self._remote, read_gap=0, parallel=4, exclusive=True)
 
     def list(self, prefix: str, *, known: Known | None = None) -> Iterator[ListedObject]:
-        """Counts a request for each page."""
+        """Count a request for each page."""
         entries = [*self.inner.list(prefix, known=known)]
         self._count([entry.key for entry in entries])
         return iter(entries)
 
     def list_folder(self, folder: str) -> tuple[builtins.list[ListedObject], builtins.list[str]]:
-        """Counts the names of folders, too."""
+        """Count the names of folders, too."""
         entries, folders = self.inner.list_folder(folder)
         self._count([*(entry.key for entry in entries), *folders])
         return entries, folders
@@ -86,7 +86,7 @@ class Counting:
 class _History:
     """A store whose run has ``length`` checkpoints, each committed and announced, the last two by saves.
 
-    ``store``, ``other``, ``maker``: it, as three hosts see it; the first one's saves are counted.
+    ``store``, ``other``, ``maker``: the store on three hosts. The saves of the first one count.
     """
 
     storage: Counting
@@ -100,7 +100,7 @@ class _History:
 
 
 def build(here: Here, where: str, case: str, length: int, folder: str) -> None:
-    """Make a run of ``length`` checkpoints; all but the last two are records alone."""
+    """Make a run of ``length`` checkpoints. All except the last two have only records."""
     storage = _storage(where, folder)
     store, other = _open(storage, folder, 0), _open(storage, folder, 600 if case == CLOCKS else 0)
     store.create()
@@ -112,7 +112,7 @@ def build(here: Here, where: str, case: str, length: int, folder: str) -> None:
 
 
 def save(here: Here, where: str, case: str, length: int, copies: int) -> Measured:
-    """What the next save costs, after whatever ``case`` says happened since the one before."""
+    """The cost of the next save, after the event that ``case`` names."""
     from casckpt.format.records import Forgotten, Restored
     from casckpt.history.commits import append
 
@@ -132,7 +132,7 @@ def save(here: Here, where: str, case: str, length: int, copies: int) -> Measure
 
 
 def latest(here: Here, where: str, length: int, folder: str) -> Measured:
-    """What a host that knows nothing asks for the newest of a run, under ``length`` later commits of other runs."""
+    """The requests of a new host for the newest checkpoint of a run, under ``length`` later commits of other runs."""
     from casckpt.contents.refs import resolve
 
     key = f"{where} latest {length}"
@@ -154,7 +154,7 @@ def latest(here: Here, where: str, length: int, folder: str) -> Measured:
 
 
 def drop(here: Here, folder: str) -> None:
-    """Remove what was made."""
+    """Remove the stores."""
     here.kept.clear()
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -172,7 +172,7 @@ def _storage(where: str, folder: str) -> Counting:
 
 
 def _open(storage: Counting, folder: str, ahead: int) -> Store:
-    """As a host of its own, whose clock is so many seconds ahead."""
+    """Open it as another host, whose clock is this many seconds ahead."""
     from casckpt.repository.repository import Repository, microseconds
     from casckpt.store.store import Store
 
@@ -192,7 +192,10 @@ def _save(history: _History, store: Store | None = None) -> None:
 def _synthesize(
     history: _History, run: str, count: int, began: datetime, *, first: int = 0, copied: bool = False
 ) -> Commit | None:
-    """Write the records of ``count`` checkpoints, 30 seconds apart, and announcements; no objects. The last one."""
+    """Write the records of ``count`` checkpoints, 30 seconds apart, and announcements, without objects.
+
+    Return the last one.
+    """
     from casckpt.base.names import run_hash
     from casckpt.format import records
     from casckpt.format.keys import announcement_key, commit_key, make_txid

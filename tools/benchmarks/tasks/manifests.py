@@ -1,4 +1,4 @@
-"""A manifest of a million extents: made, encoded, and used by one rank, which loads a part of all or all of a part."""
+"""A manifest of a million extents: made, encoded, and used by one rank for a partial load."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 _COLUMNS, _ITEM = 256, 4
 _CELL = 1 << 20
 _OVERHEAD = 4096  # bytes before the data of a blob
-_OBJECT = 5000  # bytes of random state that each rank has for itself
+_OBJECT = 5000  # bytes of random state per rank
 
 
 def make(here: Here, tensors: int, shards: int, ranks: int) -> int:
-    """Make the tables of ``tensors`` tensors that ``shards`` ranks wrote, each its rows into blobs of its own.
+    """Make the tables of ``tensors`` tensors that ``shards`` ranks wrote, each its rows into its own blobs.
 
-    No two cells of a tensor follow each other in a blob: each is an extent. How many there are. ``ranks``: so many have
-    an object.
+    No two cells of a tensor are neighbors in a blob, so each is an extent. Returns their number. ``ranks``: the number
+    of ranks with an object.
     """
     from casckpt.format.manifest import ObjectEntry
     from casckpt.format.names import BlobHash, TxId
@@ -91,7 +91,7 @@ def _key(number: int) -> str:
 
 
 def decode(here: Here) -> Measured:
-    """The manifest again, and the table of every tensor, of each of which a rank needs a part."""
+    """Decode the manifest and the table of every tensor, for a rank that needs a part of each."""
     from casckpt.format import manifest
 
     meter = Meter()
@@ -103,9 +103,9 @@ def decode(here: Here) -> Measured:
 
 
 def reach(here: Here, ranks: int) -> Measured:
-    """What is sent to one of ``ranks`` ranks that loads as small a part of the tensors, and its own object; its plan.
+    """The message to one of ``ranks`` ranks that loads this small a part of the tensors and its own object; its plan.
 
-    ``read``: bytes, of rank 0's message and of the ranges that it reads itself.
+    ``read``: the bytes of rank 0's message, and of the ranges that the rank reads itself.
     """
     from casckpt.contents.contents import Contents
     from casckpt.format.manifest import FRONT, Manifest
@@ -141,7 +141,7 @@ def reach(here: Here, ranks: int) -> Measured:
 
 
 def plan(here: Here, ranks: int) -> Measured:
-    """What one of ``ranks`` ranks reads of every tensor, verified."""
+    """The reads of one of ``ranks`` ranks from every tensor, verified."""
     from casckpt.plan.reads import plan_units
 
     wants = [(table, _part(table.shape, table.shape[0] // ranks)) for table in here.kept["found"]]
@@ -154,7 +154,7 @@ def plan(here: Here, ranks: int) -> Measured:
 
 
 def _part(shape: tuple[int, ...], rows: int) -> Any:
-    """The second of as many parts as there are."""
+    """The second of this many parts."""
     from casckpt.format.regions import Box, Region, normalise
 
     box = Box((rows, 0), (rows, shape[1]))

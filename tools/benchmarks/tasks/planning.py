@@ -1,4 +1,4 @@
-"""The plan that rank 0 makes of what all ranks told it, for ranks that do not exist."""
+"""The plan that rank 0 makes from the messages of all ranks, for simulated ranks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 _COLUMNS = 1024
 _GROUP = 8  # ranks of one sharding group of "hsdp"
 _CELL = 1 << 20
-_BYTES_OF_AN_ITEM = 3000  # about what one item of a DCP plan takes
+_BYTES_OF_AN_ITEM = 3000  # about the size of one item of a DCP plan
 _Rows = list[tuple[int, int, int]]
 
 
 def _rows(kind: str, ranks: int, tensors: int, rank: int) -> _Rows:
-    """(rows of the tensor, first row, row behind the last) of each tensor of a rank."""
+    """(rows of the tensor, first row, end row) of each tensor of a rank."""
     draw = np.random.default_rng(1)
     shards = {"replicas": 1, "shards": ranks, "hsdp": min(_GROUP, ranks)}[kind]
     factors = draw.integers(1, 9, size=tensors)
@@ -90,7 +90,7 @@ def _layout(kind: str, ranks: int, tensors: int, rank: int) -> Any:
 
 
 def _save_plans(kind: str, ranks: int, tensors: int) -> list[Any]:
-    """What `DefaultSavePlanner.create_local_plan` gives on each rank."""
+    """The results of `DefaultSavePlanner.create_local_plan` on each rank."""
     import torch
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
@@ -112,7 +112,7 @@ def _save_plans(kind: str, ranks: int, tensors: int) -> list[Any]:
 
 
 def _key(number: int) -> str:
-    """A new string each time, as it would be off the wire."""
+    """A new string each time, as after a transfer."""
     return f"model.layers.{number}.weight"
 
 

@@ -1,4 +1,4 @@
-"""Versions of a trace saved into a store and loaded from it: in a folder, or over a way of so many bytes a second."""
+"""Versions of a trace saved into a store and loaded from it: in a folder, or over a connection of limited speed."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from casckpt.store.store import Store
 
 _RUN, _KEPT, _GIB = "run", 8, 1 << 30
-_SHIFT = 12_347  # elements: no cell of one copy of the matrices is a cell of another
+_SHIFT = 12_347  # elements: copies of the matrices share no cell
 _NUMBERS = itertools.count()
 
 
 @dataclass
 class _Paced:
-    """A folder behind a way that all requests share; nothing but blobs and reads of parts is held up.
+    """A folder behind a connection that all requests share. Only blobs and ranged reads wait.
 
     ``read``: bytes of blobs that were read.
     """
@@ -54,18 +54,18 @@ class _Paced:
         return Traits(remote=True, read_gap=1 << 20, parallel=8, exclusive=True, uploads=4)
 
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
-        """Wait for the way, and put."""
+        """Wait for the connection, and put."""
         self.wait(len(data))
         self.inner.put(key, data, settle=settle)
 
     @contextmanager
     def open(self, key: str, *, shared: bool = False) -> Iterator[Reader]:
-        """Open for reads that wait for the way."""
+        """Open for reads that wait for the connection."""
         with self.inner.open(key, shared=shared) as reader:
             yield _PacedReader(self, reader, key.endswith(".safetensors"))
 
     def wait(self, nbytes: int) -> None:
-        """Wait until so many bytes have gone the way."""
+        """Wait until the connection has carried this many bytes."""
         with self._lock:
             self._free = max(self._free, time.perf_counter()) + nbytes / self.rate
             until = self._free
@@ -97,9 +97,9 @@ class _PacedReader:
 def replay(here: Here, *, folder: str, name: str, place: str, saves: int, compress: str, rate: float) -> Measured:
     """Save the first versions, and load the newest and the first.
 
-    ``rate``: bytes a second, 0 for a folder. Times are medians of the saves behind the first. Extra: "share" of as many
+    ``rate``: bytes a second, 0 for a folder. Times are medians of the saves after the first. Extra: "share" of as many
     copies; "cpu/GiB" of a save; "held": bytes of host memory; "newest cold", "first warm", ...: seconds of a load;
-    "kept": copies that are stored after a gc of all but the last 8.
+    "kept": copies that are stored after a gc that keeps the last 8.
     """
     from tests.support.held import held_bytes
 
@@ -125,7 +125,7 @@ def replay(here: Here, *, folder: str, name: str, place: str, saves: int, compre
 def speed(
     here: Here, *, folder: str, name: str | None, place: str, nbytes: int, saves: int, compress: str, rate: float
 ) -> Measured:
-    """Save versions of ``nbytes``: of a trace, or noise (None). Medians of the saves behind the first.
+    """Save versions of ``nbytes``: of a trace, or noise (None). Medians of the saves after the first.
 
     ``rate``: bytes a second, 0 for a folder. Extra: "cpu/GiB" of a save; "worst": the seconds of the slowest; those of
     loads.
@@ -147,7 +147,7 @@ def speed(
 
 
 def shifted(trace: Trace, nbytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Copies of the matrices, each shifted, as many as ``nbytes`` hold; memory that changes from each to the next."""
+    """Shifted copies of the matrices, up to ``nbytes``, in memory that changes for each version."""
     import torch
 
     matrices = [one for one in trace.index.tensors if one.matrix]
@@ -163,7 +163,7 @@ def shifted(trace: Trace, nbytes: int) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _noise(nbytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """A model of random bits, in memory that changes: no version tells anything of another one."""
+    """A model of random bits, in memory that changes. Versions are independent."""
     base = values.make("model", nbytes, 1)
     state = values.poisoned(base)
     for number in itertools.count(1):
@@ -174,7 +174,7 @@ def _noise(nbytes: int) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def open_store(path: Path, rate: float) -> Store:
-    """As a host without a cache does. ``rate``: bytes a second, 0 for a folder."""
+    """Open it as a host without a cache. ``rate``: bytes a second, 0 for a folder."""
     from casckpt.repository.repository import Repository
     from casckpt.storage.local.store import LocalStore
     from casckpt.store.store import Store
@@ -185,7 +185,7 @@ def open_store(path: Path, rate: float) -> Store:
 
 
 def _states(trace: Trace) -> Iterator[dict[str, torch.Tensor]]:
-    """The matrices of each version, in memory that changes from each to the next."""
+    """The matrices of each version, in memory that changes for each version."""
     import torch
 
     for _, weights in trace.versions():
@@ -194,7 +194,7 @@ def _states(trace: Trace) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _loads(path: Path, rate: float, newest: int, state: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Seconds of loads by a host that has read nothing yet, and once more; the newest version is compared."""
+    """Seconds of a first load by a new host, and of a second one. The newest version is compared."""
     target, seconds = values.poisoned(state), dict[str, float]()
     for what, step in (("first", 0), ("newest", newest)):
         store = open_store(path, rate)

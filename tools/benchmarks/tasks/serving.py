@@ -1,4 +1,4 @@
-"""A store that answers as a hub, beside static files of the folder that it would export: the same ASGI server."""
+"""A store that answers as a hub, compared with static files of its export on the same ASGI server."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ uvicorn.Server(uvicorn.Config(app, log_level="critical", http="h11")).run(socket
 
 
 def make(here: Here, folder: str, size: int) -> int:
-    """Two versions of some weights, as they are and coded, and a folder of the second; bytes of its file."""
+    """Make two versions of some weights, raw and as deltas, and a folder of the second.
+
+    Return the bytes of its file.
+    """
     import casckpt
 
     for name in (RAW, CODED):
@@ -52,7 +55,7 @@ def make(here: Here, folder: str, size: int) -> int:
 
 
 def _weights(size: int, step: int) -> dict[str, Any]:
-    """bfloat16, of whose elements one in 100 changes with each step."""
+    """bfloat16; one in 100 elements changes with each step."""
     import torch
 
     generator, found = torch.Generator().manual_seed(1), {}
@@ -65,7 +68,7 @@ def _weights(size: int, step: int) -> dict[str, Any]:
 
 
 def fetch(here: Here, *, folder: str, who: str, clients: int, nbytes: int) -> Measured:
-    """Some clients, each of which gets the whole file at the same time, warm. Extra: first byte, memory of the server.
+    """Some clients get the whole file at the same time, warm. Extra: first byte, memory of the server.
 
     CPU: of the server.
     """
@@ -85,18 +88,18 @@ def fetch(here: Here, *, folder: str, who: str, clients: int, nbytes: int) -> Me
 
 
 class _Got:
-    """What a client got: the digest of the body, its size, and the seconds to its first byte."""
+    """The response to a client: the digest of the body, its size, and the seconds to its first byte."""
 
     def __init__(self) -> None:
         self._hash, self.nbytes, self.first = blake2b(), 0, 0.0
 
     @property
     def digest(self) -> str:
-        """Of what was added."""
+        """The digest of the body."""
         return self._hash.hexdigest()
 
     def add(self, data: memoryview, *, check: bool) -> None:
-        """Take what came."""
+        """Add received bytes."""
         self.nbytes += len(data)
         if check:
             self._hash.update(data)

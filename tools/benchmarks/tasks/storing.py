@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 
 class Skipped(Exception):
-    """Not measured; the text says why."""
+    """Not measured. The text gives the reason."""
 
 
 Figures = Mapping[str, float] | None
 
 
 def absent(here: Here, peer: str) -> str | None:
-    """Why a peer cannot be used in this environment."""
+    """The reason why a peer cannot be used in this environment."""
     return peer_class(peer).absent()
 
 
 def offers_frozen(here: Here) -> None:
-    """Raises `Skipped` if casckpt cannot be told yet what is frozen."""
+    """Raises `Skipped` if this casckpt cannot declare frozen keys."""
     import casckpt
 
     if "``frozen``" not in str(casckpt.Store.save.__doc__):
@@ -52,7 +52,7 @@ def save(here: Here, peer: str, setting: Setting, state: str, folder: str) -> Me
 
 
 def save_in_background(here: Here, peer: str, setting: Setting, state: str, folder: str) -> Measured:
-    """Save while the state changes. Afterwards the state is what was saved."""
+    """Save while the state changes. Afterwards the state equals the saved one."""
     path, content, adapter = _ready(folder), here.states[state], here.peer(peer, setting)
     before = files.stored(path)
     here.settle()
@@ -69,7 +69,7 @@ def save_in_background(here: Here, peer: str, setting: Setting, state: str, fold
 
 
 def _ready(folder: str) -> Path:
-    """The checkpoint's folder, which does not exist; the one around it does."""
+    """The checkpoint's folder, which does not exist, in an existing parent."""
     path = Path(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
@@ -142,7 +142,7 @@ def _prepare_cache(here: Here, path: Path, cache: str) -> None:
 
 
 def _destination(here: Here, name: str, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Memory to load into, the same for all peers: touched, and without any right byte in it."""
+    """Memory to load into, the same for all peers: touched, and without correct bytes."""
     key = f"into {name}"
     if key not in here.kept:
         here.kept[key] = values.poisoned(like)
@@ -173,6 +173,6 @@ def _compare(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor], pe
 
 
 def delete(here: Here, folder: str) -> None:
-    """Remove a checkpoint, and the folder around it with what else is there."""
+    """Remove a checkpoint, and its parent folder with its other content."""
     if here.rank == 0:
         shutil.rmtree(Path(folder).parent, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A reader that follows a run of RL, step by step and in jumps, beside loads of all of it."""
+"""A reader that follows an RL run, step by step and in jumps, compared with complete loads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _JUMPS = {"5 forward": (4, 9), "10 back": (12, 2)}
 
 @dataclass
 class _Moves:
-    """What was measured of one kind of move. ``read``: bytes of blobs; ``wrote``: of the save that led there."""
+    """The measurements of one kind of move. ``read``: bytes of blobs. ``wrote``: bytes of the save before it."""
 
     clocks: list[Clock] = field(default_factory=list)
     read: list[int] = field(default_factory=list)
@@ -42,7 +42,7 @@ class _Moves:
     kept: list[float] = field(default_factory=list)  # share of the state, in frames
 
     def measured(self) -> Measured:
-        """Medians. Extra: the worst, and the sum, of what was read over what was written."""
+        """Medians. Extra: the worst and the total ratio of bytes read to bytes written."""
         time, cpu = (median(getattr(clock, name) for clock in self.clocks) for name in ("time", "cpu"))
         extra = {"blobs": float(median(self.read)), "around": float(median(self.around))}
         if self.wrote:
@@ -56,9 +56,9 @@ class _Moves:
 
 
 def follow(here: Here, *, folder: str, name: str, place: str, nbytes: int, steps: int, rate: float) -> Measured:
-    """Save each version; then a reader updates by one step, and loads all. The updates; `found` has the rest.
+    """Save each version. A reader then updates by one step, and loads all. Returns the updates; `found` has the rest.
 
-    ``rate``: bytes a second, 0 for a folder, of whose reads only the bytes of all together are known.
+    ``rate``: bytes a second, 0 for a folder, for which only the total of the reads is known.
     """
     path = Path(place)
     try:
@@ -70,7 +70,7 @@ def follow(here: Here, *, folder: str, name: str, place: str, nbytes: int, steps
 
 
 def found(here: Here, *, what: str) -> Measured:
-    """What the last `follow` measured of something else."""
+    """Another result of the last `follow`."""
     if what not in here.kept["updates"]:
         raise Skipped("there are too few versions")
     measured: Measured = here.kept["updates"][what]
@@ -84,7 +84,7 @@ class _Follower:
         self._moves: dict[str, _Moves] = {}
 
     def follow(self, trace: Trace, nbytes: int, steps: int) -> dict[str, _Moves]:
-        """All moves, by name; each ends with the right bytes."""
+        """All moves, by name. Each ends with correct bytes."""
         versions = itertools.islice(shifted(trace, nbytes), steps)
         state = next(versions)
         mine, other = values.poisoned(state), values.poisoned(state)
@@ -140,7 +140,7 @@ class _Follower:
 
 
 def _counts(store: Store) -> tuple[int, int]:
-    """Bytes that were read of blobs, and of all else; of a folder they are not told apart."""
+    """Bytes read from blobs, and other bytes. A folder does not distinguish them."""
     storage: Any = store.repository.storage
     counts = storage.inner.counts if hasattr(storage, "read") else storage.counts
     blobs = getattr(storage, "read", counts.bytes_read)
@@ -159,7 +159,7 @@ def _check(wanted: dict[str, torch.Tensor], *found: dict[str, torch.Tensor]) -> 
 
 
 def _least(before: torch.Tensor, after: torch.Tensor, copies: int) -> _Moves:
-    """The cost of hashing and decoding alone, measured on one of the copies, for all of them."""
+    """The cost of hashing and decoding alone, measured on one copy and scaled."""
     from casckpt.format.digest import cell_digest
     from casckpt.format.encodings.frames import decode, encode
 

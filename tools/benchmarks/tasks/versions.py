@@ -1,4 +1,4 @@
-"""Versions of a trace, each since the one that casckpt chooses: what a store would hold, without a store."""
+"""Versions of a trace, each against the base that casckpt chooses: the content of a store, without a store."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from casckpt.plan.bases import choose_base
 if TYPE_CHECKING:
     from benchmarks.worker import Here
 
-_KEPT = 8  # versions, by the policy of a gc whose rest is counted
-_LOADED = 4  # one version in so many is loaded
+_KEPT = 8  # versions that gc's policy keeps in the counts
+_LOADED = 4  # one of this many versions is loaded
 _OURS = Ours()
 
 
 def follow(here: Here, *, folder: str, name: str, saves: int) -> Measured:
-    """The first versions of the matrices, each with the base that `choose_base` names.
+    """Encode the first versions of the matrices, each with the base of `choose_base`.
 
-    Extra: "kept worst", "kept mean": what the last 8 versions need, in copies, from the middle of ``saves`` on; "load
-    worst", "load mean": CPU-seconds for each GB of a verified load; "later": a save behind ``saves``, in copies.
+    Extra: "kept worst", "kept mean": the size of the last 8 versions, in copies, from the middle of ``saves`` on; "load
+    worst", "load mean": CPU-seconds for each GB of a verified load; "later": a save after ``saves``, in copies.
     """
     trace, saving = trace_of(here, folder, name), Clock()
     rows = [_Row(tensor, 2) for tensor in trace.index.tensors if tensor.matrix]
@@ -52,7 +52,7 @@ def follow(here: Here, *, folder: str, name: str, saves: int) -> Measured:
 
 @dataclass(frozen=True)
 class _Version:
-    """What is stored of one version of a row: a frame for each cell; ``base``: the number of another version."""
+    """The stored form of one version of a row: a frame for each cell. ``base``: the number of another version."""
 
     base: int | None
     frames: list[bytes]
@@ -63,7 +63,7 @@ class _Version:
 
 
 class _Row:
-    """The cells of a tensor, saved version by version as a store does it, and loaded."""
+    """The cells of a tensor, saved version by version as in a store, and loaded."""
 
     def __init__(self, tensor: Tensor, itemsize: int) -> None:
         self._place, self._cells = f"{tensor.name} 0", cut(tensor, itemsize)
@@ -72,11 +72,11 @@ class _Row:
         self.versions: list[_Version] = []
 
     def links(self) -> int:
-        """The most that a version has."""
+        """The longest chain of any version."""
         return max(len(self.chain(number)) for number in range(len(self.versions))) - 1
 
     def chain(self, number: int) -> list[int]:
-        """The versions that this one is made of: itself, its base, ..., the key."""
+        """The versions that a read of this one decodes: itself, its base, ..., the full cell."""
         found, base = [number], self.versions[number].base
         while base is not None:
             found.append(base)
@@ -84,7 +84,7 @@ class _Row:
         return found
 
     def save(self, weights: Flat, clock: Clock) -> None:
-        """One version more: encoded, decoded again, and compared."""
+        """Encode one more version, decode it, and compare."""
         plain = [weights[cell] for cell in self._cells]
         self._last = self._last or [touched(one) for one in plain]
         with clock:
@@ -98,7 +98,7 @@ class _Row:
                 compare(cell, one)
 
     def _step_back(self) -> int | None:
-        """Make the base of the next version of the last one: its number, or None for a new key."""
+        """Restore the base of the next version from the last one. Return its number, or None for a full cell."""
         chain = self.chain(len(self.versions) - 1)
         left = choose_base([self.versions[number].nbytes for number in chain[:-1]], self.nbytes, self._place)
         for number in chain[: left or 0]:
@@ -107,7 +107,7 @@ class _Row:
         return None if left is None else chain[left]
 
     def load(self, out: list[Flat]) -> None:
-        """The newest version, in place, with the digests that a load computes."""
+        """Load the newest version in place, with its digests."""
         for number in reversed(self.chain(len(self.versions) - 1)):
             for frame, cell in zip(self.versions[number].frames, out, strict=True):
                 _OURS.decode(frame, cell, has_base=True)
@@ -115,12 +115,12 @@ class _Row:
             cell_digest(view(cell))
 
     def check(self, cells: list[Flat]) -> None:
-        """Raise WrongBytes for cells that are not those of the newest version."""
+        """Raise WrongBytes for cells that differ from the newest version."""
         for pair in zip(cells, self._last, strict=True):
             compare(*pair)
 
     def memory(self) -> list[Flat]:
-        """Where a version can be loaded to."""
+        """Memory for a load."""
         return [touched(one) for one in self._last]
 
 
@@ -140,7 +140,7 @@ def _load(rows: list[_Row]) -> float:
 
 
 def _kept(rows: list[_Row], newest: int) -> int:
-    """Bytes that the last versions need."""
+    """The bytes of the last versions and their bases."""
     last = range(max(0, newest + 1 - _KEPT), newest + 1)
     needed = {(row, one) for row in rows for number in last for one in row.chain(number)}
     return sum(row.versions[one].nbytes for row, one in needed)

@@ -19,8 +19,8 @@ from casckpt.frontends.convert import (
     import_safetensors,
 )
 from casckpt.loading import regions
+from tests.support.progress_calls import ProgressCalls
 from tests.support.safetensors_files import Tensors, same, tensors
-from tests.support.told import Told
 
 pytestmark = pytest.mark.usefixtures("temporaries")
 
@@ -58,7 +58,7 @@ def test_small_windows_give_the_same_file(
     store.save(state, step=0, attachments={"long.txt": random.Random(seed).randbytes(25_600)})
     whole = export_safetensors(store, "latest", tmp_path / "whole")
     monkeypatch.setattr(regions, "WINDOW_BYTES", 10_000)
-    done = Told()
+    done = ProgressCalls()
     parts = export_safetensors(store, "latest", tmp_path / "parts", progress=done)
     for one, other in zip(whole.files, parts.files, strict=True):
         assert Path(one).read_bytes() == Path(other).read_bytes()
@@ -97,7 +97,7 @@ def test_a_dtype_that_safetensors_lacks_is_named_before_anything_is_written(
     assert export_safetensors(store, "latest", tmp_path / "m.safetensors", keys=["a"]).tensors == 1
 
 
-# what is there already, and what goes wrong
+# existing files and failures
 
 
 @pytest.mark.parametrize("below", [".", "objects", "commits/x.pt", "new"])

@@ -162,7 +162,7 @@ def test_shards_of_ranks_are_joined_to_a_tensor(store: casckpt.Store, tmp_path: 
 
 def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.pt")
-    writer = os.open(tmp_path / "pipe.pt", os.O_RDWR)  # one that opens it ends, and finds what is no checkpoint
+    writer = os.open(tmp_path / "pipe.pt", os.O_RDWR)  # open and close it, so that the reader finds an empty file
     os.write(writer, b"none")
     try:
         with pytest.raises(InvalidInput, match="neither a file nor a folder"):
@@ -195,14 +195,14 @@ def two_ranks(rank: int, size: int, folder: Path, more: dict[str, Any]) -> None:
 
 
 def whole(store: casckpt.Store, ref: str) -> bool:
-    """Does it hold the example, in whatever order?"""
+    """Report whether it holds the example in any order."""
     found = store.read(ref)
     return identical(dict(sorted(found.items())), dict(sorted(example().items())))
 
 
 @pytest.fixture(scope="module")
 def written(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as two ranks write it."""
+    """A folder that two ranks wrote."""
     folder = tmp_path_factory.mktemp("written") / "in"
     ranks.run(2, two_ranks, folder, {})
     return folder
@@ -210,7 +210,7 @@ def written(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(written: Path, tmp_path: Path) -> Path:
-    """A copy of it to be changed."""
+    """A copy of the folder, to change."""
     (tmp_path / "in").mkdir()
     for path in written.iterdir():
         (tmp_path / "in" / path.name).write_bytes(path.read_bytes())
@@ -228,7 +228,7 @@ def test_files_of_ranks_are_joined(
     assert "2 files of ranks, but their full number is unknown" in caplog.text
     assert whole(store, "hf@1")
     assert store.attachments(found) == {"config.json": 2}
-    assert found.metadata == {"safetensors": {"format": "pt"}}  # nothing of where parts lay
+    assert found.metadata == {"safetensors": {"format": "pt"}}  # without the places of parts
 
 
 def test_an_imported_and_exported_model_is_complete(store: casckpt.Store, folder: Path, tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_consolidated_files_are_imported_as_one_model(ranks: Pool, store: casckp
     ranks.run(2, two_ranks, tmp_path / "in", {"enable_consolidation": True})
     import_safetensors(store, tmp_path / "in", run="whole", step=1)
     import_safetensors(store, tmp_path / "in/sharded", run="parts", step=1)
-    expected = {key: value for key, value in example().items() if value.dim()}  # the writer leaves a scalar zero
+    expected = {key: value for key, value in example().items() if value.dim()}  # the writer stores zero for a scalar
     for ref in ("whole@1", "parts@1"):
         found = store.read(ref)
         assert identical({key: found[key] for key in expected}, expected)
@@ -268,7 +268,7 @@ def test_files_of_one_process_are_imported_by_their_index(store: casckpt.Store, 
 def test_the_file_of_a_single_rank_is_refused(store: casckpt.Store, folder: Path, name: str) -> None:
     with pytest.raises(InvalidInput, match=f"{name} holds the parts .* give the folder"):
         import_safetensors(store, folder / name, step=1)
-    (folder / SECOND).rename(folder / "model.safetensors")  # it says where its parts begin, whatever its name is
+    (folder / SECOND).rename(folder / "model.safetensors")  # its metadata says where its parts begin, whatever its name
     with pytest.raises(InvalidInput, match=r"model\.safetensors holds the parts"):
         look_at(folder / "model.safetensors")
     assert not Path(store.url).exists()
@@ -339,7 +339,7 @@ def test_a_part_recognised_by_its_name_is_refused_beside_others(
     store: casckpt.Store, tmp_path: Path, name: str, beside: str
 ) -> None:
     save_file({"w": torch.ones(3)}, tmp_path / name)
-    import_safetensors(store, tmp_path / name, step=1)  # alone in its folder it may be all
+    import_safetensors(store, tmp_path / name, step=1)  # a single file may be complete
     save_file({"w": torch.ones(3)}, tmp_path / beside)
     with pytest.raises(InvalidInput, match="holds the parts"):
         import_safetensors(store, tmp_path / name, step=2)

@@ -1,4 +1,4 @@
-"""A folder of safetensors files holds a whole model with its config, or is refused."""
+"""A folder of safetensors files holds a complete model with its config, or casckpt refuses it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_no_export_loads_as_random_weights(store: Store, tmp_path: Path) -> None
 
 
 def test_values_of_registered_classes_are_left_out(store: Store, tmp_path: Path) -> None:
-    """Whoever reads the file may not have imported it: Megatron-core lets torch.load read paths and numpy's arrays."""
+    """A reader may not have imported the class: Megatron-core lets torch.load read paths and numpy arrays."""
     store.save({"path": PurePosixPath("x"), "w": torch.ones(2)}, step=1)
     with torch.serialization.safe_globals([PurePosixPath]):
         assert store.export("latest", tmp_path / "x.pt").left_out == ("path",)
@@ -36,7 +36,7 @@ def test_values_of_registered_classes_are_left_out(store: Store, tmp_path: Path)
 
 
 def test_an_export_of_a_part_of_a_model_has_no_config(store: Store, tmp_path: Path) -> None:
-    """``--keys`` of a model with its config.json once made one, and named nothing as left out."""
+    """Regression: ``--keys`` wrote the config.json of the whole model and did not report the missing keys."""
     state = {"model": {"w": torch.ones(2), "v": torch.ones(1)}, "optim": {"m": torch.ones(2)}}
     store.save(state, step=1, attachments={"config.json": b"{}", "tokenizer.json": b"{}"})
     found = store.export("latest", tmp_path / "part", keys=["model.w"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Told:
+class ProgressCalls:
     """Receives calls as `casckpt.base.progress.Shown` specifies. ``done``, ``total``: of the last call. ``calls``:
     their number."""
 
