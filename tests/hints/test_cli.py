@@ -315,11 +315,11 @@ def test_damaged_records_are_replaced_or_forgotten(
         record.write_bytes(b"not a record")
     advice = messages.text(run("verify", store_path, status=4).output)
     if way == "put back":
-        advice.says("put the files back")
+        advice.says("restore the files from a backup")
         for record, data in zip(records, before, strict=True):
             record.write_bytes(data)
     else:
-        advice.says("set tags again")
+        advice.says("set the tags again")
         saved.save({"x": 1}, run="b", step=1)
         run("tag", store_path, "best", "b@1")
         run(*advice.command("transactions", STORE=store_path, TXID=records[0].name))

@@ -80,7 +80,7 @@ def test_copy_reports_a_missing_run(run: Run, saved: Path, there: Path) -> None:
 
 def test_the_error_for_storage_options_of_a_copy_names_those_of_the_target(run: Run, saved: Path) -> None:
     said = run("copy", saved, "s3://bucket/x", "--storage-option", "anon=true", status=2).stderr
-    assert "those of DST are --dst-option" in said
+    assert "use --dst-option for DST" in said
 
 
 def test_another_checkpoint_at_the_step_is_a_conflict(run: Run, as_json: AsJson, saved: Path, there: Path) -> None:
