@@ -254,7 +254,7 @@ def _update_or_fail(store: Store, state: Any, held: Checkpoint, step: int, found
         store.update(state, ref(step), held=held)
     except Damaged as error:
         told = str(error)
-    assert same_state(state, found[step]) if told is None else "a load of all of it" in told
+    assert same_state(state, found[step]) if told is None else "load all of them, or update" in told
 
 
 def _name(blob: Any) -> str:

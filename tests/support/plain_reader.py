@@ -250,8 +250,7 @@ class Store:
         return {(run, step): txid for _, txid, run, step in seen}
 
     def newest_announced(self, run: str) -> str:
-        """Find the newest visible checkpoint by the announcements of the run, from the head downwards. "" means
-        none."""
+        """Find the newest visible checkpoint by the announcements of the run, newest first. "" means none."""
         folder, best, floor = f"runs/{blake3(run.encode()).hexdigest()[:16]}", ("", ""), -1
         folders = self._names(folder, r"\d{6}")
         for key in (f"{six}/{name}" for six in folders for name in self._names(f"{folder}/{six}", r"\d{3}")):
