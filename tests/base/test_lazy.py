@@ -17,6 +17,7 @@ class Slow:
 
     @cached_property
     def value(self) -> object:
+        """What is computed."""
         self.times += 1
         self.begun.set()
         self.go_on.wait()
@@ -43,6 +44,7 @@ def test_threads_that_compute_a_lazy_value_at_once_get_the_same_one() -> None:
 
         @cached_property
         def value(self) -> object:
+        """What is computed."""
             self.together.wait()
             return object()
 

@@ -176,7 +176,7 @@ def test_a_damaged_record_affects_only_its_own_line(saved: Path, run: Run, as_js
     assert len(json.loads(result.stdout)) == 3
     assert f"the record of {record.name} cannot be read" in result.stderr
     verified = run("verify", saved, status=4).stdout
-    assert "1 record damaged: put the files back from a copy" in verified
+    assert "1 record damaged: restore the files from a backup" in verified
     assert "casckpt repair" not in verified  # there is no other copy of the record
     assert as_json("gc", saved, status=4)["error"]["kind"] == "damaged"
 

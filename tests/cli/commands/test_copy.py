@@ -89,7 +89,7 @@ def test_another_checkpoint_at_the_step_is_a_conflict(run: Run, as_json: AsJson,
     assert [(one["step"], one["kind"]) for one in found["failed"]] == [(2, "conflict")]
     assert {(row["run"], row["step"]) for row in as_json("list", there)} == {("a", 1), ("a", 2), ("a", 3), ("b", 1)}
     assert "not copied: a@2" in run("copy", saved, there, "a@2", status=5).output
-    with pytest.raises(Conflict, match="Forget it there"):
+    with pytest.raises(Conflict, match="forget it there"):
         casckpt.open(saved).copy_to(there, "a@2")
 
 

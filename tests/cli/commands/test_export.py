@@ -92,6 +92,6 @@ def test_an_export_says_why_a_config_is_left_out(tmp_path: Path, run: Run) -> No
     assert "a part of a model: from_pretrained would fill the rest" in said("part", "--keys", "model.w")
     assert "these are not the names of a model" in said("all", "--format", "safetensors")
     unwanted = said("unwanted", "--no-attachments")
-    assert "put that of the model there" in unwanted
+    assert "copy that of the model into it" in unwanted
     assert "part of a model" not in unwanted
     assert "no names" not in said("neither", "--format", "safetensors", "--no-attachments"), "it is not why"

@@ -70,8 +70,8 @@ def test_show_groups_many_values_by_container(saved: Path, store: casckpt.Store,
 
 def test_show_names_the_options_that_list_all_tensors(store: casckpt.Store, store_path: Path, run: Run) -> None:
     store.save({f"w{number}": torch.zeros(1) for number in range(30)}, run="many", step=1)
-    assert "--tensors lists them" in run("show", store_path, "many@1").stdout
-    assert "--tensors lists them" not in run("show", store_path, "many@1", "--tensors").stdout
+    assert "--tensors lists all of them" in run("show", store_path, "many@1").stdout
+    assert "--tensors lists all of them" not in run("show", store_path, "many@1", "--tensors").stdout
 
 
 # reads

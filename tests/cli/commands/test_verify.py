@@ -45,7 +45,7 @@ def test_known_damage_is_reported_again(saved: Path, as_json: AsJson, run: Run) 
     blob = damage(saved)
     run("verify", saved, status=4)
     assert as_json("stats", saved)["damaged_blobs"] == 1
-    assert "damaged      1 blob: `casckpt repair`" in run("stats", saved).output
+    assert "damaged      1 blob: run `casckpt repair`" in run("stats", saved).output
     assert [one["blob"] for one in as_json("verify", saved, "--quick", status=4)["damaged"]] == [blob]
     run("forget", saved, "a@1..3", "b@1")
     run("gc", saved, "--min-age", "0")
@@ -78,9 +78,9 @@ def test_doctor_and_init_refuse_a_server_that_ignores_the_condition(
     bucket = rclone_server.new_bucket()
     found = checks(rclone_server, bucket, as_json, status=1)
     assert [name for name, check in found.items() if check["ok"] is False] == ["create-only"]
-    assert "a second create replace the first one" in found["create-only"]["found"]
+    assert "a second create replaced the first one" in found["create-only"]["found"]
     result = run("init", f"s3://{bucket}/store", *arguments(rclone_server), status=1)
-    assert "a second create replace the first one" in result.stderr
+    assert "a second create replaced the first one" in result.stderr
     assert "--single-writer" in result.stderr
     assert rclone_server.client.list_objects_v2(Bucket=bucket).get("Contents", []) == []
     run("init", f"s3://{bucket}/store", "--single-writer", *arguments(rclone_server))
