@@ -44,7 +44,6 @@ def test_threads_that_compute_a_lazy_value_at_once_get_the_same_one() -> None:
 
         @cached_property
         def value(self) -> object:
-        """What is computed."""
             self.together.wait()
             return object()
 

@@ -324,7 +324,7 @@ def test_14_another_dtype_is_converted_with_a_log_line_or_refused(
     save({"a": torch.arange(4.0), "c": torch.ones(2, dtype=torch.complex64)}, StorageWriter(store, step=1))
     found = load({"a": torch.zeros(4, dtype=torch.float16)}, StorageReader(store, "default@1"))
     assert found["a"].tolist() == [0, 1, 2, 3]
-    assert "converted to the dtype of what is loaded into: a" in caplog.text
+    assert "converted to the dtype of the target: a" in caplog.text
     strict = StorageReader(store, "default@1", cast=False)
     error = failure(lambda: load({"a": torch.zeros(4, dtype=torch.float16)}, strict))
     assert isinstance(causes(error)[0], Mismatch)
@@ -437,7 +437,7 @@ def test_18_two_paths_with_one_flat_key_are_refused(store: Store) -> None:
     error = failure(lambda: save({"a.b": 1, "a": {"b": 2}}, StorageWriter(store, step=1)))
     assert "a.b" in str(causes(error)[0])
     error = failure(lambda: save({"a.0": torch.ones(1), "a": (torch.ones(2),)}, StorageWriter(store, step=1)))
-    assert "one flat key 'a.0'" in str(causes(error)[0])
+    assert "the same flat key 'a.0'" in str(causes(error)[0])
     assert store.checkpoints() == []
 
 

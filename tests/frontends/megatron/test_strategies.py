@@ -312,7 +312,7 @@ def test_strategies_refuse_unsupported_arguments(tmp_path: Path, ranks: Pool) ->
     (found,) = ranks.run(1, refused, tmp_path)
     parts = [
         "not end in a number",
-        "no CasSaveShardedStrategy saved",
+        "no CasSave",
         *["does not say where"] * 3,
         "'torch_dist'",
         "version 2",
