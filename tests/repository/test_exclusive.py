@@ -85,7 +85,7 @@ def test_a_storage_that_keeps_the_promise_passes_and_stays_clean() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "why"), [(Ignoring, "let a second create replace"), (LooksFirst, "4 of 4"), (Lying, "bytes of another")]
+    ("make", "why"), [(Ignoring, "a second create replace"), (LooksFirst, "4 of 4"), (Lying, "bytes of another")]
 )
 def test_a_failed_probe_explains_the_failure(make: Callable[[], Unknown], why: str) -> None:
     store = make()
@@ -101,7 +101,7 @@ def test_a_probe_needs_no_right_to_delete() -> None:
 
 def test_a_store_is_not_made_where_creates_replace(tmp_path: Path) -> None:
     repo = Repository(Ignoring(), tmp_path / "cache")
-    with pytest.raises(Unsupported, match=r"let a second create replace.*single_writer"):
+    with pytest.raises(Unsupported, match=r"a second create replace.*single_writer"):
         repo.create()
     assert list(repo.storage.list("")) == []
 
@@ -113,7 +113,7 @@ def test_nothing_is_written_to_a_store_that_lies_where_creates_replace(tmp_path:
         if not entry.key.startswith("settings/"):
             moved.storage.replace(entry.key, good.storage.get(entry.key, limit=1 << 20))
     before = set(moved.storage.list(""))
-    with pytest.raises(Unsupported, match="replace the first"):
+    with pytest.raises(Unsupported, match="replaced the first"):
         commit_bare(moved)
     assert set(moved.storage.list("")) == before
     commit_bare(replace(moved, single_writer=True))

@@ -101,7 +101,7 @@ def test_a_thinned_checkpoint_can_be_restored_until_the_purge(store: Store) -> N
     assert same_state(store.read("run@1"), state(1))
     with pytest.raises(NotFound, match="purged"):
         store.restore("run@2", whole=True)
-    with pytest.raises(NotFound, match="whole"):
+    with pytest.raises(NotFound, match="was never thinned"):
         store.restore("run@3", whole=True)
     store.thin("run@1", drop=DROP)
     store.gc(min_age=0)
@@ -112,7 +112,7 @@ def test_thinned_checkpoints_of_a_range_are_restored(store: Store) -> None:
     store.thin("run@1", "run@2", drop=DROP)
     assert [one.step for one in store.restore_many("run@..3", whole=True).restored] == [1, 2]
     assert same_state(store.read("run@2"), state(2))
-    with pytest.raises(NotFound, match="is whole"):
+    with pytest.raises(NotFound, match="was never thinned"):
         store.restore_many("run@..3", whole=True)
     with pytest.raises(InvalidInput, match="restore_many takes ranges"):
         store.restore("run@..3", whole=True)

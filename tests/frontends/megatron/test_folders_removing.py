@@ -94,5 +94,5 @@ def test_a_save_forgets_checkpoints_of_removed_folders(tmp_path: Path, ranks: Po
 def test_a_save_succeeds_though_forgetting_fails(tmp_path: Path) -> None:
     with patch.object(folders, "forget_removed", side_effect=NotFound("the disk is gone")):
         said = saved(0, 1, tmp_path, 1, forget_removed=True)
-    assert said == ["what was saved from folders that are gone was not forgotten: the disk is gone"]
+    assert said == ["could not forget the checkpoints of removed folders: the disk is gone"]
     assert steps(tmp_path) == [1]

@@ -54,7 +54,7 @@ BAD = {
     "two main replicas": Bad(lambda r: {"w": part(r, at=0, of=1)}, r"'w': \[0:2\]x\[0:3\] of rank 0 and .* of rank 1"),
     "no main replica": Bad(lambda r: {"w": part(r, replica_id=1)}, r"'w': no rank has a main replica of \[0:4\]"),
     "a hole": Bad(lambda r: {"w": part(r, of=3)}, r"'w': no rank has a main replica of .* hold parts of it: 0, 1\)"),
-    "an overlap": Bad(lambda r: {"w": uneven(2 * r, 3 + 2 * r)}, r"'w': .* of rank 0 and .* of rank 1 have"),
+    "an overlap": Bad(lambda r: {"w": uneven(2 * r, 3 + 2 * r)}, r"'w': .* of rank 0 and .* of rank 1 overlap"),
     "another dtype": Bad(
         lambda r: {"w": replace(part(r), data=None, dtype=(torch.float32, torch.float64)[r])},
         "'w': dtype is float32 on rank 0, but float64 on rank 1",

@@ -166,7 +166,7 @@ def test_an_index_decodes_as_encoded(tmp_path: Path) -> None:
 def test_an_index_names_plain_files_only(tmp_path: Path, name: Any) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": name}}))
-    with pytest.raises(InvalidInput, match=r"'b' lies in .* do not trust"):
+    with pytest.raises(InvalidInput, match=r"lists 'b' in .* do not trust"):
         read_index(path)
 
 
