@@ -53,7 +53,7 @@ def test_one_replica_is_the_main_replica(store_path: Path, messages: Messages) -
         twice, once = f"{store_path}#{make.__name__}@1", f"{store_path}#{make.__name__}@2"
         with messages.error(CheckpointingException) as advice:
             save({"a": make(0), "b": make(0)}, twice)
-        advice.says("another replica_id")
+        advice.says("a different replica_id")
         save({"a": make(0), "b": make(1)}, twice)
         with messages.error(CheckpointingException) as advice:
             save({"a": make(1)}, once)
@@ -237,7 +237,7 @@ def test_classes_in_the_common_part_are_loaded_with_allow_pickle_or_by_megatron(
     for leave in (said.argument("allow_pickle"), advice.argument("allow_pickle")):
         assert megatron.load_common_state_dict(where, **leave)["phase"] is Phase.WARM
         assert megatron.load_content_metadata(where, **leave) is None
-    assert advice.says("where megatron.core is imported")
+    assert advice.says("if megatron.core is imported")
     assert megatron.load_common_state_dict(f"{store_path}#a@2")["phase"] is backend
 
 

@@ -127,6 +127,6 @@ def _cannot_read(broken: list[tuple[Commit, CasckptError]]) -> Damaged:
     lines = [str(error) for _, error in broken[:_NAMED_AT_MOST]]
     more = f" (and {len(broken) - _NAMED_AT_MOST} more)" if len(broken) > _NAMED_AT_MOST else ""
     return Damaged(
-        f"gc deletes nothing, because it cannot read the manifests of these checkpoints{more}:  {'; '.join(lines)}",
+        f"gc deletes nothing, because it cannot read the manifests of these checkpoints{more}: {'; '.join(lines)}",
         checkpoints=tuple(commit.id for commit, _ in broken),
     )

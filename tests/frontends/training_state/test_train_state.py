@@ -44,7 +44,7 @@ def test_a_dict_that_asks_for_more_than_was_saved_is_refused_before_it_changes()
     store = small()
     Checkpointer(store, run="a").save(1, nn.Linear(1, 1), None, {"epoch": 3})
     plain = {"epoch": 0, "more": 1}
-    with pytest.raises(MissingKey, match="no 'more', but 'epoch'"):
+    with pytest.raises(MissingKey, match="has no 'more'; it has 'epoch'"):
         resumed(store, "a", plain)
     assert plain == {"epoch": 0, "more": 1}
     Checkpointer(store, run="a").resume(nn.Linear(1, 1), None, plain, missing="warn")
@@ -161,7 +161,7 @@ def test_an_unsaved_object_inside_a_dict_is_not_lost() -> None:
 @pytest.mark.parametrize("saved", [[], [{}] * 3, 3, {"0": {}}])
 def test_a_list_with_another_saved_length_is_not_lost(saved: Any) -> None:
     schedules = [schedule(1), schedule(2)]
-    with pytest.raises(Mismatch, match="'scheds' is a list of 2"):
+    with pytest.raises(Mismatch, match="'scheds' is a list with objects, of length 2"):
         TrainState(rng=False, scheds=schedules).load_state_dict({"scheds": saved})
     assert [one.step_size for one in schedules] == [1, 2]
 
