@@ -341,7 +341,7 @@ def test_a_follower_logs_its_waiting_once(store: Store, tmp_path: Path, caplog: 
     faulty, asked = FaultyStore(store.repository.storage), itertools.count()
 
     def come(_: Call) -> None:
-        if "waited for" in caplog.text and next(asked) == 3:
+        if "casckpt waits for" in caplog.text and next(asked) == 3:
             store.save(state(5), run="other", step=5)
 
     faulty.inject(call_first("list", come, key="runs/*", times=10**6))

@@ -618,7 +618,7 @@ def test_generators_are_restored_from_created_ones(messages: Messages) -> None:
 def test_unsaved_parts_are_left_out(messages: Messages) -> None:
     with messages.error(MissingKey) as advice:
         TrainState(epoch=0, place=1).load_state_dict({"epoch": 3})
-    advice.says("leave that part out of the TrainState")
+    advice.says("Leave that part out of the TrainState")
     train = TrainState(epoch=0, **advice.argument("rng"))
     train.load_state_dict({"epoch": 3})
     assert train["epoch"] == 3
