@@ -358,7 +358,7 @@ def fails_on_rank_0(rank: int, size: int, folder: Path) -> str:
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_an_error_of_rank_0_is_raised_on_all_ranks(tmp_path: Path, ranks: Pool, size: int) -> None:
     found = ranks.run(size, fails_on_rank_0, tmp_path)
-    assert all("checkpoint-9 is not there" in text for text in found)
+    assert all("checkpoint-9 does not exist" in text for text in found)
     assert all(text.startswith("rank 0: ") for text in found[1:])
 
 
@@ -399,7 +399,7 @@ def test_several_files_and_subfolders_are_attached(tmp_path: Path, store: Store)
             callback.on_save(args, state, None)
         (folder / name).rmdir()
     state.global_step = 9
-    with pytest.raises(NotFound, match="checkpoint-9 is not there"):
+    with pytest.raises(NotFound, match="checkpoint-9 does not exist"):
         callback.on_save(args, state, None)
     store.save({"w": torch.ones(2)}, run="other", step=1)
     with pytest.raises(Mismatch, match="not saved from a folder"):

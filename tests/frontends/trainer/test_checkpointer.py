@@ -85,7 +85,7 @@ def test_a_missing_part_is_none_unless_it_is_required() -> None:
     assert identical(contents(model, optimizer), before)
     options: list[dict[str, Any]] = [{"load_optim_state": True}, {"load_trainer_state": True}]
     for wanted in options:
-        with pytest.raises(NotFound, match="sft@1 was saved without"):
+        with pytest.raises(NotFound, match="sft@1 holds no optimizer"):
             checkpointer.load("sft@1", model, optimizer, **wanted)
     with pytest.raises(InvalidInput, match="needs an optimizer"):
         checkpointer.load("sft@1", model, load_optim_state=True)
@@ -236,7 +236,7 @@ def test_files_are_attached_to_the_next_save() -> None:
 
 def test_a_wrong_train_state_changes_nothing() -> None:
     state = TrainState(epoch=1, rng=False)
-    with pytest.raises(MissingKey, match="has no 'epoch', but 'step'"):
+    with pytest.raises(MissingKey, match="has no 'epoch'; it has 'step'"):
         state.load_state_dict({"step": 1})
     with pytest.raises(MissingKey, match="lacks 'rank'"):
         TrainState().load_state_dict({"rng": {}})

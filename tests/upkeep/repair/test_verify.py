@@ -254,7 +254,7 @@ def test_damage_that_cannot_be_marked_is_reported(
     flip(repo, only_blob(repo, save_arrays(repo, {"a": array(1)})), DATA_OFFSET)
     faults.inject(fail_before("put", times=99, error=error))
     assert len(verify(repo).damaged) == 1
-    assert f"saves rely on them: {error}" in caplog.text
+    assert f"saves may reuse damaged blobs: {error}" in caplog.text
     assert marks(repo) == set()
 
 
