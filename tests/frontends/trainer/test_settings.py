@@ -138,7 +138,7 @@ def test_an_unusable_argument_is_refused_by_name() -> None:
     plain: Any = [0]
     with pytest.raises(InvalidInput, match="give resume a TrainState or a dict"):
         checkpointer.resume(model, optimizer, plain)
-    with pytest.raises(InvalidInput, match="'rng' is where"):
+    with pytest.raises(InvalidInput, match="'rng' is reserved"):
         TrainState()["rng"] = 5
     state = TrainState(rng=False, keeps=Keeps())
     with pytest.raises(InvalidInput, match="a Keeps has a state_dict, but no load_state_dict"):
