@@ -141,5 +141,5 @@ def test_an_unusable_argument_is_refused_by_name() -> None:
     with pytest.raises(InvalidInput, match="'rng' is reserved"):
         TrainState()["rng"] = 5
     state = TrainState(rng=False, keeps=Keeps())
-    with pytest.raises(InvalidInput, match="a Keeps has a state_dict, but no load_state_dict"):
+    with pytest.raises(InvalidInput, match="a Keeps has a state_dict but no load_state_dict"):
         state.load_state_dict(state.state_dict())
