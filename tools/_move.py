@@ -311,13 +311,9 @@ def move_one(project: Project, old: str, new: str) -> tuple[list[str], list[str]
     project.tidy([home, target], unused=True)
     project.tidy(list(project.edits))
     left = [f"{target} imports {', '.join(back)} of {module}"] if back else []
-    last = module.rpartition(".")[2]
-    uses = (
-        (file, place.start())
-        for file in project.files
-        for place in re.finditer(rf"\b{last}\.{name}\b", project.edited(file))
-    )
-    left += [f"{file}: still has {last}.{name}" for file in dict.fromkeys(file for file, _ in uses)]
+    use = f"{module.rpartition('.')[2]}.{name}"
+    uses = re.compile(rf"\b{re.escape(use)}\b")
+    left += [f"{file}: still has {use}" for file in project.files if uses.search(project.edited(file))]
     return [f"{name}: {home} -> {target}", f"{len(project.edits)} files edited"], [*left, *_not_imported(project, new)]
 
 

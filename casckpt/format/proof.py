@@ -68,7 +68,7 @@ def as_leaves(data: Buffer) -> list[Leaf]:
 def find_proof(tail: Buffer, size: int) -> bytes | None:
     """Find the proof at the end of ``tail``, the last bytes of a file of ``size`` bytes; None if it is not complete.
 
-    At most one number of records, together with their leaves, has the size of the file.
+    The size of the file determines the number of records: at most one number, with its leaves, adds up to it.
     """
     count = min(len(tail) // RECORD_BYTES, MAX_LEAVES)
     if not count:

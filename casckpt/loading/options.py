@@ -100,5 +100,5 @@ class LoadOptions:
         """Return the options in usable form. Raises InvalidInput; called inside an exchange, so all ranks raise it."""
         patterns = usable_patterns(self.ignore_mismatched, "ignore_mismatched") or ()
         if self.unread not in get_args(Unread):
-            raise InvalidInput(f'unread={self.unread!r:.80} is not usable; give "warn" or "ignore"')
+            raise InvalidInput(f'unread={self.unread!r:.80} is not valid; give "warn" or "ignore"')
         return replace(self, ignore_mismatched=tuple(patterns), threads=usable_threads(self.threads))

@@ -137,7 +137,9 @@ class RegionReader:
         for wants, window, _ in self._planned(self.windows(slices)):
             start = file.tell()
             if file.readinto(window) != len(window):
-                raise StorageError(f"{file.name} was cut while it was read; let nothing else write to it")
+                raise StorageError(
+                    f"{file.name} was truncated while it was being read; make sure that nothing else writes to it"
+                )
             before = bytes(window)
             change(self._reader, wants, held, 0, check=True)
             for at in range(0, len(window), _BLOCK):

@@ -90,7 +90,7 @@ def is_generator(key: str) -> bool:
 
 
 def warn_moved(run: str, step: int, holders: Mapping[str, Collection[int]], size: int) -> None:
-    """Log which values per rank are loaded by other ranks than saved them, or by none, once for each run.
+    """Log, once for each run, which per-rank values go to another rank than the one that saved them, or to none.
 
     ``holders``: the ranks that saved a value of their own, by key. ``size``: the number of ranks that load.
     """

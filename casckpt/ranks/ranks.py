@@ -331,7 +331,7 @@ def _timeout_of(group: ProcessGroup) -> timedelta:
 def _connect(parent: ProcessGroup, name: str, rank: int, size: int) -> Wire:
     """Connect over a new gloo group. `new_group` names groups by their number on a rank, which may differ."""
     if not torch.distributed.is_gloo_available():
-        raise Unsupported("this build of torch has no gloo, over which the ranks of a save talk")
+        raise Unsupported("this build of torch lacks gloo, which the ranks of a save use to communicate")
     dist: Any = torch.distributed
     shared = dist.distributed_c10d._world.pg_map[parent][1]
     if current_thread() is not main_thread() and hasattr(shared, "clone"):

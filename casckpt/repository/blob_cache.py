@@ -134,7 +134,7 @@ class BlobCache:
         )
 
     def _fetch(self, storage: ObjectStore, ref: BlobRef) -> int:
-        """Fetch a blob. Return the bytes fetched: 0 if the cache had it, or another process has just fetched it."""
+        """Fetch a blob. Return the number of bytes fetched: 0 if the blob is already there."""
         if self._touch(ref):
             return 0
         with self._turns.get(), alone_on_this_host(self.root / LOCKS / ref.hash[:3]):

@@ -269,7 +269,7 @@ class _Flattener:
 
     def _add(self, leaf: LeafValue) -> None:
         if not leaf.key:
-            raise InvalidInput("a leaf of the state has the empty text as its whole key; give it a name", key="")
+            raise InvalidInput("the key of a leaf of the state is an empty string; give it a name", key="")
         other = self.leaves.setdefault(leaf.key, leaf)
         if other is not leaf:
             raise InvalidInput(

@@ -178,7 +178,7 @@ def test_one_of_eight_simultaneous_moves_of_a_tag_wins(tmp_path: Path, where: st
     assert tags(repo)["best"].generation == 1
 
 
-def test_two_processes_that_set_a_tag_at_once_do_not_both_win(tmp_path: Path) -> None:
+def test_only_one_of_two_processes_that_set_a_tag_simultaneously_wins(tmp_path: Path) -> None:
     storage = memory()
     commit = commit_bare(repository(tmp_path, storage))
     other = repository(tmp_path, storage, seed=2, clock=lambda: 5)

@@ -183,7 +183,7 @@ def trained_store() -> tuple[Store, list[dict[str, torch.Tensor]]]:
     return store, found
 
 
-def test_an_update_from_a_since_thinned_version_reads_dropped_entries() -> None:
+def test_an_update_from_a_version_that_was_thinned_reads_dropped_entries() -> None:
     store, found = trained_store()
     mine = emptied(found[0])
     held = store.load(mine, ref(0))

@@ -138,7 +138,7 @@ def test_a_module_is_no_state() -> None:
         ({"a\0": 1}, "NUL"),
         ({"\ud800": {}}, "surrogate"),
         ({"a" * 4000: {"b" * 96: 1}}, "4097 characters"),
-        ({"": 1}, "empty text"),
+        ({"": 1}, "an empty string"),
     ],
     ids=["dot", "int", "nul", "surrogate", "long", "empty"],
 )

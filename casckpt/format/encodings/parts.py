@@ -65,7 +65,7 @@ def decompress(data: Buffer, nbytes: int) -> bytes:
     try:
         plain = decoder.decompress(data, max_length=nbytes + 1)
     except zstd.ZstdError as error:
-        raise Refused(f"a part of a frame is no zstd frame that can be read: {error}") from None
+        raise Refused(f"a part of a frame is not a readable zstd frame: {error}") from None
     if not decoder.eof or decoder.unused_data or len(plain) != nbytes:
         raise Refused(f"a part of a frame is not one zstd frame of {nbytes} bytes")
     return plain

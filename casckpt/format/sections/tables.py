@@ -108,7 +108,7 @@ def _add_bases(extents: list[Extent], rows: Sequence[_Row], digests: bytes) -> d
         links.append(links[number] + 1)
         at = end
     if at != len(digests) or max(links, default=0) > MAX_LINKS:
-        raise Refused("a tensor has another number of digests than of bases, or too many of them in a chain")
+        raise Refused("the digests of a tensor differ in number from its bases, or too many of them in a chain")
     return bases
 
 
@@ -232,7 +232,7 @@ def decode_cells(cells: Buffer, *, shape: Shape, itemsize: int, cell: int) -> Ex
         extents.append(Extent(box, lo, hi, 0, 0, digests[at:end]))
         at = end
     if at != len(digests):
-        raise Refused("a tensor has another number of digests than of cells")
+        raise Refused("a tensor has more or fewer digests than cells")
     return ExtentTable(shape, itemsize, cell, boxes, tuple(extents))
 
 
@@ -242,7 +242,7 @@ def _decoded_cells(cells: Buffer, shape: Shape) -> tuple[tuple[Box, ...], Sequen
     if form == (WHOLE if numel else b""):
         return (tensor,), [(0, 0, numel)] if numel else [], stored[1:]
     if not numel or not form:
-        raise Refused("a tensor has no cell table, or one although it is empty")
+        raise Refused("a non-empty tensor has no cell table, or an empty tensor has one")
     if form != SPANS:
         raise Refused(f"a cell table has the form {form[0]}, which this version does not know; upgrade casckpt")
     packed = _SPANS.decode(stored[1:])
@@ -304,4 +304,4 @@ def _extents(
             yield Extent(box, lo, hi, blob, offset, digests[at:end])
             lo, at = hi, end
     if at != len(digests) or next(rows, None) is not None:
-        raise Refused("a tensor has another number of digests, or of rows, than of cells")
+        raise Refused("a tensor has more or fewer digests or rows than cells")

@@ -90,7 +90,7 @@ def optim_state_to_sharding_state(
     for number, state in optim_state_dict["state"].items():
         wanted = {name: value for name, value in state.items() if name not in exclude_keys}
         if wanted and number not in id_to_sharded_param_map:
-            raise CheckpointingException(f"parameter {number} of the optimizer is no sharded parameter of the model")
+            raise CheckpointingException(f"parameter {number} of the optimizer is not a sharded parameter of the model")
         sharded[number] = {
             name: make_sharded_optimizer_tensor(id_to_sharded_param_map[number], value, f"optimizer.state.{name}")
             for name, value in wanted.items()

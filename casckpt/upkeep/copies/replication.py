@@ -399,7 +399,7 @@ def occupant(listed: CommitList, commit: Commit) -> Commit | None:
 def taken(target: Repository, commit: Commit, other: Commit) -> Conflict:
     """Return the error for a run and step that the target uses for another checkpoint."""
     return Conflict(
-        f"{commit} was not copied: {target.storage.url} has another checkpoint with that run and step, {other.id}.  "
+        f"{commit} was not copied: {target.storage.url} has another checkpoint with that run and step, {other.id}. "
         "If you do not need it, forget it there first (`casckpt forget`)",
         checkpoints=(commit.id, other.id),
     )

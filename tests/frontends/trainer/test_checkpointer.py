@@ -85,7 +85,7 @@ def test_a_missing_part_is_none_unless_it_is_required() -> None:
     assert identical(contents(model, optimizer), before)
     options: list[dict[str, Any]] = [{"load_optim_state": True}, {"load_trainer_state": True}]
     for wanted in options:
-        with pytest.raises(NotFound, match="sft@1 holds no (optimizer|train state)"):
+        with pytest.raises(NotFound, match=r"sft@1 holds no (optimizer|train state)"):
             checkpointer.load("sft@1", model, optimizer, **wanted)
     with pytest.raises(InvalidInput, match="needs an optimizer"):
         checkpointer.load("sft@1", model, load_optim_state=True)

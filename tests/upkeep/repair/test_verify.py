@@ -97,7 +97,7 @@ def test_rows_are_compared_with_blobs_of_other_leaves(
     assert [one.step for one in verify(repo).manifests] == ([] if is_right else [1])
 
 
-def test_a_blob_with_another_header_is_damaged_without_effect_on_loads(repo: Repository) -> None:
+def test_a_blob_with_a_wrong_header_is_reported_as_damaged_but_loads(repo: Repository) -> None:
     """All hashes are correct, but no writer makes such a header."""
     commit = save_arrays(repo, {"a": array(1)})
     (ref,) = manifests.get(repo, commit).blobs
