@@ -340,7 +340,7 @@ def test_any_mapping_can_be_saved() -> None:
         ({"a": {1: 1, "1": 2}}, "one flat key 'a.1'"),
         ({(1, 2): torch.ones(1)}, "neither text nor an int"),
         ({"a" * 5000: 1}, "characters"),
-        ({"": 1}, "empty text"),
+        ({"": 1}, "an empty string"),
         ({"a\0": 1}, "NUL"),
     ],
     ids=["paths", "int and str", "tuple key", "long", "empty", "nul"],

@@ -358,7 +358,7 @@ class TrainingStateLoad:
 
 
 def _all_of(fit: Fit) -> str:
-    """Return a text like "5 of 5" if all tensors are filled; else an empty text."""
+    """Return a text like "5 of 5" if all tensors are filled; otherwise an empty string."""
     return f"{fit.count} of {fit.count}" if fit.is_full else ""
 
 

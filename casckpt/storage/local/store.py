@@ -65,7 +65,7 @@ def caches_well(path: Path, mounts: Path = _MOUNTS, release: str | None = None) 
 
 
 def _mount_of(folder: Path, mounts: Path) -> tuple[str, str]:
-    """Return (type, options) of the deepest mount that holds ``folder``, or empty texts if unknown."""
+    """Return (type, options) of the deepest mount that holds ``folder``, or empty strings if unknown."""
     path, best = os.path.realpath(folder), ("", "", "")
     try:
         lines = mounts.read_text(errors="replace").splitlines()
