@@ -33,7 +33,7 @@ def refused(*arguments: object, status: int = 1) -> str:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.1", "example.com", ""])
 def test_an_address_open_to_others_needs_a_token(tmp_path: Path, host: str) -> None:
-    assert "give --token-file or --no-token" in refused(tmp_path, "--host", host)
+    assert "pass --token-file or --no-token" in refused(tmp_path, "--host", host)
 
 
 @pytest.mark.parametrize(
@@ -57,12 +57,12 @@ def test_a_path_without_a_store_is_not_served(tmp_path: Path) -> None:
 
 def test_unusable_files_and_addresses_are_refused(store: Path) -> None:
     assert "give a larger --max-shard-size" in refused(store, "--max-shard-size", "0")
-    assert "cannot listen at" in refused(store, "--host", "a..b", "--no-token")
+    assert "cannot listen on" in refused(store, "--host", "a..b", "--no-token")
 
 
 def test_a_used_port_is_reported(store: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert "give another --port" in refused(store, "--port", taken.getsockname()[1])
+        assert "pass a different --port" in refused(store, "--port", taken.getsockname()[1])
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])

@@ -80,7 +80,7 @@ def test_unusable_attachments_are_refused(saved: casckpt.Store, given: Any) -> N
 @pytest.mark.parametrize("name", ["wait", "revoke_after", "min_age", "keep_within"])
 def test_unusable_durations_of_a_gc_are_refused(saved: casckpt.Store, name: str, duration: Any) -> None:
     """A negative revoke_after would revoke every save in progress, and a bare 7 may mean days."""
-    with pytest.raises(InvalidInput, match=f"{name.replace('_', '-')}: .* is not a duration with its unit"):
+    with pytest.raises(InvalidInput, match=f"{name.replace('_', '-')}: .* is not a duration with a unit"):
         saved.gc(keep_last=1, **{name: duration})
     with pytest.raises(InvalidInput, match=name.replace("_", "-")):
         saved.gc(keep_last=1, dry_run=True, **{name: duration})  # what the real one would refuse

@@ -34,8 +34,10 @@ def test_import_and_export_give_the_same_file(store_path: Path, tmp_path: Path, 
 def test_export_reports_keys_that_it_leaves_out(saved: Path, tmp_path: Path, as_json: AsJson, run: Run) -> None:
     assert as_json("export", saved, "a@1", tmp_path / "out", "--max-shard-size", "10KB")["left_out"] == ["lr"]
     assert len(list((tmp_path / "out").glob("model-0000?-of-00002.safetensors"))) == 2
-    assert "not REGEX=NAME" in run("export", saved, "a@1", tmp_path / "x", "--rename", "w", status=2).stderr
-    assert "left out: lr\n" in run("export", saved, "a@1", tmp_path / "again").stdout
+    assert (
+        "not have the form REGEX=NAME" in run("export", saved, "a@1", tmp_path / "x", "--rename", "w", status=2).stderr
+    )
+    assert "omitted: lr\n" in run("export", saved, "a@1", tmp_path / "again").stdout
 
 
 def test_torch_files_and_folders_are_imported_and_exported(
@@ -75,7 +77,7 @@ def test_an_export_reports_values_that_the_format_cannot_hold(tmp_path: Path, as
     found = as_json("export", tmp_path / "s", "latest", tmp_path / "out.pt", "--format", "torch")
     assert (found["attachments"], found["skipped"]) == ([], [".metadata", "note"])
     said = run("export", tmp_path / "s", "latest", tmp_path / "again.pt", "--format", "torch").stdout
-    assert "files left out: .metadata, note" in said
+    assert "files omitted: .metadata, note" in said
     refused = run("export", tmp_path / "s", "latest", tmp_path / "out", "--format", "dcp", status=1).stderr
     assert "--no-attachments" in refused.splitlines()[-1]
     found = as_json("export", tmp_path / "s", "latest", tmp_path / "out", "--format", "dcp", "--no-attachments")
@@ -89,9 +91,9 @@ def test_an_export_says_why_a_config_is_left_out(tmp_path: Path, run: Run) -> No
     def said(out: str, *options: str) -> str:
         return run("export", tmp_path / "s", "latest", tmp_path / out, *options).stdout
 
-    assert "a part of a model: from_pretrained would fill the rest" in said("part", "--keys", "model.w")
+    assert "part of a model: from_pretrained would fill the rest" in said("part", "--keys", "model.w")
     assert "these are not the names of a model" in said("all", "--format", "safetensors")
     unwanted = said("unwanted", "--no-attachments")
-    assert "copy that of the model into it" in unwanted
+    assert "copy the model's config.json into it" in unwanted
     assert "part of a model" not in unwanted
     assert "no names" not in said("neither", "--format", "safetensors", "--no-attachments"), "it is not why"

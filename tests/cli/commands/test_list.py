@@ -166,10 +166,10 @@ def test_list_shows_the_health_that_a_save_found(saved: Path, store: casckpt.Sto
     sick = {"nan": 1, "inf": 1, "largest": 0.0}
     assert as_json("show", saved, "h@2")["tensors"][0]["health"] == sick
     assert "1 NaN, 1 infinite in a" in run("show", saved, "h@2").output
-    assert "no NaN, none infinite\n" in run("show", saved, "h@1").output
+    assert "no NaN or infinite elements\n" in run("show", saved, "h@1").output
     store.save(tensors, run="f", step=1)
     store.save(tensors, run="f", step=2, health=True, frozen=["a"])
-    assert "no NaN, none infinite; 1 tensor not checked\n" in run("show", saved, "f@2").output
+    assert "no NaN or infinite elements; 1 tensor not checked\n" in run("show", saved, "f@2").output
     before = {"nan": 0, "inf": 0, "largest": 2.5}
     assert as_json("diff", saved, "h@2", "--values")["values"] == [{"key": "a", "old": before, "new": sick}]
     assert re.search(r"a +2.5 +0 +1 NaN, 1 infinite", run("diff", saved, "h@2", "--values").output)
@@ -189,7 +189,7 @@ def test_a_list_may_be_short_sorted_and_with_columns_of_the_metadata(saved: Path
     assert "0.3333" in shown.splitlines()[1]
     assert "LOSS" in run("list", saved, "--show", "loss").stdout
     told = run("list", saved, "--sort", "accuracy", status=1).stderr
-    assert "no checkpoint in the list has a number 'accuracy' to sort by; give one of created, loss, new" in told
+    assert "no listed checkpoint has a number 'accuracy' to sort by; pass one of created, loss, new" in told
 
 
 def test_nan_metrics_are_sorted_last(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:

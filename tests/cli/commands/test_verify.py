@@ -137,7 +137,7 @@ def test_repair_reports_that_it_does_not_repair_records(saved: Path, as_json: As
     assert [one["key"] for one in as_json("repair", saved, status=4)["records"]] == [f"commits/{record.name}"]
     said = run("repair", saved, status=4).output
     assert f"not repaired: record commits/{record.name}: " in said
-    assert "restore the files from a backup of the files" in said
+    assert "restore the files from a backup of the store's files" in said
 
 
 def test_repair_from_a_missing_store_is_not_found(saved: Path, tmp_path: Path, as_json: AsJson) -> None:
