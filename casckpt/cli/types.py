@@ -32,9 +32,7 @@ def _setting(text: str) -> tuple[str, Any]:
     """Split KEY=VALUE. The value is JSON if it parses as JSON (true, 8, {"a": 1}), and otherwise a string."""
     key, equals, value = text.partition("=")
     if not key or not equals:
-        raise InvalidInput(
-            "the value does not have the form KEY=VALUE"
-        )  # does not quote the value, which may be a secret
+        raise InvalidInput("the value does not have the form KEY=VALUE")  # not quoted, because it may be a secret
     try:
         return key, json.loads(value)
     except ValueError:

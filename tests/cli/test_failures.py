@@ -188,7 +188,7 @@ def test_a_record_with_an_impossible_time_affects_only_its_own_line(saved: Path,
     record.chmod(0o600)
     record.write_bytes(line + b"\n" + hex_digest(line).encode() + b"\n")
     assert len(as_json("list", saved)) == 3
-    assert "are no date" in run("verify", saved, status=4).stdout
+    assert "is not a date" in run("verify", saved, status=4).stdout
 
 
 def test_a_tag_on_a_checkpoint_with_a_damaged_record_is_reported(saved: Path, store: casckpt.Store, run: Run) -> None:

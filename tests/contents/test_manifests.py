@@ -107,7 +107,7 @@ def test_an_error_for_an_unusable_manifest_names_the_checkpoint(tmp_path: Path, 
     for look in (manifests.get, manifests.blob_list):
         with pytest.raises(Refused, match=r"sft@7.*later version"):
             look(fresh(tmp_path, repo), later)
-        with pytest.raises(Damaged, match="another manifest"):
+        with pytest.raises(Damaged, match="a different manifest"):
             look(repository(tmp_path / "new", repo.storage), commit)
 
 

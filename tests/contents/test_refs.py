@@ -209,7 +209,7 @@ def test_the_error_for_records_of_another_version_suggests_an_upgrade(repo: Repo
     line = repo.storage.get(key, limit=1 << 20).partition(b"\n")[0].replace(b'"head"', b'"foot"')
     repo.storage.replace(key, line + b"\n" + hex_digest(line).encode() + b"\n")
     for ref in ("latest", "a@1", "a@latest"):
-        with pytest.raises(NotFound, match=r"Another version of casckpt wrote it: .*into a new store\)"):
+        with pytest.raises(NotFound, match=r"A different version of casckpt wrote it\. .*into a new store\)"):
             resolve(repo, ref)
 
 

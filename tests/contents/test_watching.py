@@ -125,7 +125,7 @@ def test_the_checkpoint_to_start_after_must_be_of_the_run(repo: Repository) -> N
     for missing in ("run@7", "abcdef", "tag:none"):
         with pytest.raises(NotFound):
             Seen(repo, missing)
-    with pytest.raises(InvalidInput, match="not a usable name"):
+    with pytest.raises(InvalidInput, match="not a valid name"):
         Watcher(repo, "a run", latest_only=False)
 
 

@@ -103,7 +103,7 @@ def test_bytes_without_a_header_are_refused(header: bytes) -> None:
 
 
 def test_a_header_that_does_not_match_its_data_is_refused() -> None:
-    with pytest.raises(Refused, match="does not describe"):
+    with pytest.raises(Refused, match="header does not match its data"):
         decode_header(encode_header([("int8", 5)], 2), size_of([("int8", 4)]))
 
 

@@ -67,7 +67,7 @@ def test_the_error_for_a_bad_metric_names_it(value: Any) -> None:
 
 @pytest.mark.parametrize("name", ["", "x" * (MAX_METRIC_NAME + 1), "a\nb", "\ud800", 3, None])
 def test_an_invalid_metric_name_is_refused(name: Any) -> None:
-    with pytest.raises(InvalidInput, match="name of metric"):
+    with pytest.raises(InvalidInput, match="the metric name"):
         stored_metrics({name: 1.0})
 
 

@@ -221,7 +221,7 @@ REFUSED = [
     (np.zeros(2, [(("title", "a"), "<i4")]), "dtype"),
     (np.zeros(2, np.dtype("<i4", metadata={"a": 1})), "dtype"),
     (np.zeros(2, [("a", "<i4")]).view(np.recarray), "recarray"),
-    (np.full(2, 0x110000, np.uint32).view("<U1"), "beyond Unicode"),
+    (np.full(2, 0x110000, np.uint32).view("<U1"), "outside Unicode"),
     (np.ma.masked_array([1], [True]), "Masked"),
     (np.float64, "a class"),
     (dt.datetime(2020, 1, 1, tzinfo=type("Mine", (dt.tzinfo,), {})()), "tzinfo"),

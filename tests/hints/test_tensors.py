@@ -88,13 +88,13 @@ def test_the_state_of_a_generator_is_stored(store: Store, messages: Messages) ->
     assert torch.equal(store.read("a@1")["rng"][0], generator.get_state())
 
 
-@follows("tensors/shards.py:_problem", "for a load, call module.to_empty(device=...), for a save fill the module")
+@follows("tensors/shards.py:_problem", "for a load, call module.to_empty(device=...), and for a save, fill the module")
 def test_a_meta_tensor_is_materialised(store: Store, messages: Messages) -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     with messages.error(InvalidInput) as advice:
         store.save({"model": model.state_dict()}, run="a", step=1)
-    advice.says("for a save fill the module")
+    advice.says("for a save, fill the module")
     filled = nn.Linear(2, 2)
     store.save({"model": filled.state_dict()}, run="a", step=1)
     with pytest.raises(InvalidInput):
@@ -106,7 +106,8 @@ def test_a_meta_tensor_is_materialised(store: Store, messages: Messages) -> None
 
 
 @follows(
-    "tensors/shards.py:_problem", "store these in its place. If an optimizer keeps it, save without that (optim=None)"
+    "tensors/shards.py:_problem",
+    "store these in its place. If it belongs to an optimizer, save without the optimizer (optim=None)",
 )
 def test_the_inner_tensors_of_a_composite_tensor_are_stored(store: Store, messages: Messages) -> None:
     two = TwoTensor(torch.ones(2), torch.zeros(2))  # type: ignore[no-untyped-call]

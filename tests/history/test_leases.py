@@ -67,7 +67,7 @@ def test_an_expired_tag_can_be_set_moved_and_deleted(repo: Repository) -> None:
 def test_a_tag_without_a_time_is_refused(repo: Repository, seconds: float) -> None:
     with pytest.raises(InvalidInput, match="cannot expire at once"):
         hold(repo, "eval", commit_bare(repo), seconds)
-    with pytest.raises(InvalidInput, match="not a usable name"):
+    with pytest.raises(InvalidInput, match="not a valid name"):
         hold(repo, "Eval", commit_bare(repo), HOUR)
 
 

@@ -114,7 +114,7 @@ def test_diff_refuses_what_cannot_be_compared() -> None:
         store.compare({"optim.m": numbers("m", 9000)}, "default@1")
     with pytest.raises(NotFound):
         store.compare({}, "default@2")
-    with pytest.raises(InvalidInput, match="a state is a mapping"):
+    with pytest.raises(InvalidInput, match="a state must be a mapping"):
         store.compare([], "default@1")  # type: ignore[arg-type]  # as a slip
 
 

@@ -283,7 +283,7 @@ def test_an_immutable_template_is_refused_before_anything_changes(store: Store) 
 
 @pytest.mark.parametrize("template", [None, [torch.zeros(5)], torch.zeros(5), 5])
 def test_a_template_is_a_mapping(store: Store, template: Any) -> None:
-    with pytest.raises(InvalidInput, match="a state is a mapping"):
+    with pytest.raises(InvalidInput, match="a state must be a mapping"):
         store.load(template, REF)
 
 

@@ -273,7 +273,7 @@ def test_the_last_healthy_checkpoint_stays() -> None:
     [3, {}, {"drop": []}, {"drop": ["a"]}, {"keep_last": 1}, {"drop": [1], "keep_last": 1}, {"drop": "a", "x": 1}],
 )
 def test_an_invalid_thinning_rule_is_refused(rule: Any) -> None:
-    with pytest.raises(InvalidInput, match=r"drop|stays whole"):
+    with pytest.raises(InvalidInput, match=r"drop|is kept whole"):
         thinning_of(rule)
 
 

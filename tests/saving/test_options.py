@@ -25,7 +25,7 @@ STATE = {"w": torch.arange(6.0), "x": [1]}
         ({"metrics": {"loss": True}}, "metric 'loss' is a bool"),
         (
             {"metrics": {"loss": torch.ones(1)}},
-            r"metric 'loss' is a Tensor of shape \[1\]; give a number, or a tensor of no dimensions",
+            r"metric 'loss' is a Tensor of shape \[1\]; pass a number, or a 0-dimensional tensor",
         ),
         ({"metrics": {"loss": "low"}}, "metric 'loss' is a str"),
         ({"metrics": {"x" * 101: 1}}, "'xxxx"),
@@ -54,7 +54,7 @@ def test_unusable_metrics_are_refused(arguments: dict[str, Any], error: str) -> 
 )  # fmt: skip
 def test_unusable_arguments_are_refused_before_anything_is_made(arguments: Any, tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
-    with pytest.raises(InvalidInput, match=r"not usable|not a usable|not known"):
+    with pytest.raises(InvalidInput, match=r"not usable|not valid|not a valid|not known"):
         store.save(STATE, **({"step": 1} | arguments))
     assert not (tmp_path / "store").exists()
 

@@ -255,7 +255,7 @@ def test_a_flipped_byte_of_an_object_affects_nothing_else(store: Store) -> None:
     flip(store, key, content(store, key).index(b"x" * 300) + 3)
     again = reopened(store)
     (broken,) = again.verify().manifests
-    assert "'objects' does not have its hash, which hits 'text'" in broken.why
+    assert "'objects' does not match its hash, which affects 'text'" in broken.why
     with pytest.raises(Damaged, match="'text'"):
         again.read("c@1")
     assert same_state(again.read("c@1", keys=["w", "other"]), {"w": cells(3, seed=4), "other": 5})

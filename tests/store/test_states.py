@@ -322,7 +322,7 @@ def test_a_state_is_a_mapping(state: Any, tmp_path: Path) -> None:
         lambda: store.save_async(state, step=1).result(),
     ]
     for call in calls:
-        with pytest.raises(InvalidInput, match="a state is a mapping"):
+        with pytest.raises(InvalidInput, match="a state must be a mapping"):
             call()
     assert not (tmp_path / "store").exists()
 
@@ -338,7 +338,7 @@ def test_any_mapping_can_be_saved() -> None:
     [
         ({"a": {"b": 1}, "a.b": 2}, "one flat key 'a.b'"),
         ({"a": {1: 1, "1": 2}}, "one flat key 'a.1'"),
-        ({(1, 2): torch.ones(1)}, "neither text nor an int"),
+        ({(1, 2): torch.ones(1)}, "neither a string nor a 64-bit int"),
         ({"a" * 5000: 1}, "characters"),
         ({"": 1}, "an empty string"),
         ({"a\0": 1}, "NUL"),

@@ -161,7 +161,7 @@ def test_sums_are_refused_though_they_describe_themselves() -> None:
         tensor._local_tensor.__create_chunk_list__ = lambda: [  # type: ignore[attr-defined]
             ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((2, 2)))
         ]
-        with pytest.raises(InvalidInput, match="added up"):
+        with pytest.raises(InvalidInput, match="partial sums"):
             local_tensor("w", tensor)
 
 

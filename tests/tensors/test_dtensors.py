@@ -179,7 +179,7 @@ def test_unreduced_sums_are_refused() -> None:
     with pretending((2, 2)) as ranks:
         for here in ranks:
             tensor = DTensor.from_local(torch.zeros(4, 4), here, [Partial(), Shard(0)], run_check=False)
-            with pytest.raises(InvalidInput, match=r"'layer\.w'.*added up.*redistribute") as caught:
+            with pytest.raises(InvalidInput, match=r"'layer\.w'.*partial sums.*redistribute") as caught:
                 local_boxes("layer.w", tensor)
             assert caught.value.key == "layer.w"
 

@@ -71,7 +71,7 @@ def test_a_pickle_needs_permission_to_write_and_read() -> None:
 
 
 def test_a_value_that_cannot_be_pickled_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="neither plain data nor can it be pickled") as caught:
+    with pytest.raises(InvalidInput, match="is not plain data, and it cannot be pickled") as caught:
         encode_object("hook", lambda: 0, True)
     assert caught.value.key == "hook"
 

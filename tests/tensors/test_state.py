@@ -133,7 +133,7 @@ def test_a_module_is_no_state() -> None:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"a.b": 1, "a": {"b": 2}}, r"state\['a\.b'\] and state\['a'\]\['b'\] have one flat key 'a\.b'"),
+        ({"a.b": 1, "a": {"b": 2}}, r"state\['a\.b'\] and state\['a'\]\['b'\] have the same flat key 'a\.b'"),
         ({1: 1, "1": 2}, r"state\[1\] and state\['1'\]"),
         ({"a\0": 1}, "NUL"),
         ({"\ud800": {}}, "surrogate"),

@@ -38,7 +38,7 @@ def test_known_types_are_read_and_no_code_runs() -> None:
         assert load(pickle.dumps(value, protocol)) == value
     sung.clear()
     for protocol in range(6):
-        with pytest.raises(pickle.UnpicklingError, match=r"it holds tests\.support\.fuzz\.sing"):
+        with pytest.raises(pickle.UnpicklingError, match=r"it contains tests\.support\.fuzz\.sing"):
             load(pickle.dumps([Canary()], protocol))
     assert sung == []
     assert load(pickle.dumps([Canary()]), anything=True) == ["run"]

@@ -85,7 +85,7 @@ _KNOWN_BY_THEN: Final = (
     "revoked",
     "thin",
     "dry_run",
-)  # the fields that are already set when a gc fails
+)  # fields that are set when a gc fails
 
 
 @store_command("gc")

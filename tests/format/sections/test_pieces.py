@@ -72,7 +72,7 @@ def test_a_flipped_byte_damages_only_its_piece(given_: list[bytes], data_: st.Da
     reader.ready(range(len(given_)))
     if len(good) < 512:
         assert [number for number in range(len(given_)) if not reader.is_right(number)] == [hit]
-    with pytest.raises(Damaged, match="'cells' does not have its hash"):
+    with pytest.raises(Damaged, match="'cells' does not match its hash"):
         reader.get(hit)
 
 

@@ -46,7 +46,7 @@ def test_verify_reads_each_byte_once(repo: Repository) -> None:
     assert marks(repo) == set()
 
 
-HEADER, PROOF = "its header is not what was written", "its proof does not have the hash in its name"
+HEADER, PROOF = "its header is not what was written", "its proof does not match the hash in its name"
 
 
 DATA = f"its bytes {DATA_OFFSET} to {DATA_OFFSET + 3 * CELL} are not what was written"
