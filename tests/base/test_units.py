@@ -48,7 +48,7 @@ def test_an_invalid_duration_is_refused(duration: Any) -> None:
 def test_the_error_for_a_number_without_a_unit_suggests_a_duration(bare: Any) -> None:
     """Regression: ``--keep-within 7`` meant seconds and forgot a week of checkpoints."""
     text = str(bare).strip()
-    with pytest.raises(InvalidInput, match=f"give {text}s or {text}d"):
+    with pytest.raises(InvalidInput, match=f"pass {text}s or {text}d"):
         seconds_of(bare, "keep-within")
 
 

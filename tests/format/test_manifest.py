@@ -205,7 +205,7 @@ def test_a_manifest_with_an_unknown_section_can_be_sent_to_another_rank() -> Non
 
 def test_another_manifest_under_the_name_is_damage() -> None:
     raw = data()[1]
-    with pytest.raises(Damaged, match="another checkpoint") as caught:
+    with pytest.raises(Damaged, match="a different checkpoint") as caught:
         decode(raw, ManifestId("0" * 64))
     assert caught.value.checkpoints == ("0" * 64,)
     with pytest.raises(Damaged, match="a different manifest"):

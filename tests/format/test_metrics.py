@@ -114,7 +114,7 @@ class Distributed:
 
 
 @pytest.mark.parametrize(
-    ("value", "advice"), [(torch.ones((), device="meta"), "give a number"), (Distributed(), "its full_tensor()")]
+    ("value", "advice"), [(torch.ones((), device="meta"), "pass a number"), (Distributed(), "its full_tensor()")]
 )
 def test_the_error_for_a_tensor_without_a_value_names_it(value: Any, advice: str) -> None:
     with pytest.raises(InvalidInput) as caught:

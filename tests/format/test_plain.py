@@ -185,7 +185,7 @@ def test_nothing_inside_a_set_is_spilled() -> None:
 
 def test_a_part_of_another_length_is_refused() -> None:
     data = plain.encode(b"x" * 200, spill=lambda _: 0, spill_from=100)
-    with pytest.raises(Refused, match="part 0 has 3 bytes, not 200"):
+    with pytest.raises(Refused, match="part 0 has 3 bytes instead of 200"):
         plain.decode(data, load=lambda _: b"abc")
 
 
@@ -318,7 +318,7 @@ def test_an_extension_adds_a_type() -> None:
 def test_an_unknown_tag_is_shown_or_refused() -> None:
     data = plain.encode({"price": Money(3)}, extensions=[MONEY])
     assert plain.decode(data) == {"price": Tagged("money", 3)}
-    with pytest.raises(Refused, match="'money' is not known"):
+    with pytest.raises(Refused, match="does not know plain data of kind 'money'"):
         plain.decode(data, strict=True)
 
 
@@ -331,7 +331,7 @@ def test_an_extension_refuses_a_hostile_payload() -> None:
 
 @pytest.mark.parametrize("tag", ["list", "part", "numpy.ndarray"])
 def test_an_extension_takes_no_tag_of_plain_data(tag: str) -> None:
-    with pytest.raises(InvalidInput, match="taken"):
+    with pytest.raises(InvalidInput, match="which plain data itself uses"):
         plain.encode(1, extensions=[Extension(tag, Money, lambda value: 1, money)])
 
 

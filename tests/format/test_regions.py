@@ -166,7 +166,7 @@ def test_a_box_outside_the_limits_is_refused(offset: Shape, shape: Shape) -> Non
 
 @pytest.mark.parametrize(("lo", "hi"), [(-1, 2), (3, 2), (0, 7)])
 def test_a_range_outside_its_box_is_refused(lo: int, hi: int) -> None:
-    with pytest.raises(InvalidInput, match="does not lie in a box of 6 elements"):
+    with pytest.raises(InvalidInput, match="is outside a box of 6 elements"):
         Region(Box((0, 0), (2, 3)), lo, hi)
 
 

@@ -235,7 +235,7 @@ def test_a_run_without_the_metric_stays_and_is_named() -> None:
 
 def test_a_metric_without_values_is_refused() -> None:
     store = [replace(one, metrics={**one.metrics, "acc": 1.0}) for one in scored(1.0, 2.0)]
-    with pytest.raises(InvalidInput, match="no checkpoint here has a metric 'los'; there are acc, loss"):
+    with pytest.raises(InvalidInput, match="no checkpoint here has a metric 'los'; the existing metrics are acc, loss"):
         runs_without(store, Policy(keep_best=["loss:1", "los:3"]))
     other = replace(store[0], run="other", metrics={})
     assert runs_without([*store, other], Policy(keep_best="loss:1")) == {"loss": ["other"]}

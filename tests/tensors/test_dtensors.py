@@ -190,7 +190,7 @@ def test_a_local_tensor_of_another_size_is_refused() -> None:
         for rank, here in enumerate(ranks):
             local = torch.zeros(1 + 4 * rank)
             tensor = DTensor.from_local(local, here, [Shard(0)], run_check=False, shape=torch.Size([6]), stride=(1,))
-            with pytest.raises(InvalidInput, match=r"local tensor of shape \[\d\] here, where \[3\] was expected"):
+            with pytest.raises(InvalidInput, match=r"local tensor of shape \[\d\] here instead of \[3\]"):
                 local_boxes("key", tensor)
 
 

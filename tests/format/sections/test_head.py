@@ -134,5 +134,5 @@ def test_an_unknown_section_is_skipped_unless_it_is_required() -> None:
     assert [section.name for section in head.foreign] == ["hints"]
     head.check_known()
     needed = decode_head(assemble(PARTS, [(extra[0]._replace(flags=NEEDED), b"")])[1])
-    with pytest.raises(Refused, match=r"needs the section 'hints'.*upgrade"):
+    with pytest.raises(Refused, match=r"requires the section 'hints'.*upgrade"):
         needed.check_known()
