@@ -151,7 +151,7 @@ def test_every_command_has_the_common_options(name: str) -> None:
         assert {"--storage-option", "--cache-dir"} <= options
 
 
-def test_verbose_shows_the_log_and_leaves_no_trace(failing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verbose_shows_the_log_without_lasting_effects(failing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     @store_command("talk")
     def command(session: Session) -> None:
         logging.getLogger("casckpt.x").info("info")
@@ -215,7 +215,9 @@ def test_a_store_may_have_any_name_that_a_folder_may(saved: Path, tmp_path: Path
     assert len(as_json("copy", odd, tmp_path / os.fsdecode(b"\xfe"))["copied"]) == 4
 
 
-def test_a_damaged_tag_affects_no_checkpoint(saved: Path, store: casckpt.Store, run: Run, as_json: AsJson) -> None:
+def test_a_damaged_tag_does_not_affect_checkpoints(
+    saved: Path, store: casckpt.Store, run: Run, as_json: AsJson
+) -> None:
     for name in ("good", "bad"):
         store.tag(name, "a@1")
     record = saved / "tags" / "bad" / "0"

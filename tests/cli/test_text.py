@@ -79,7 +79,7 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
 
 
-def test_a_pipe_gets_each_row_whole_in_one_line(
+def test_each_row_is_one_complete_line_in_a_pipe(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "30")
@@ -94,7 +94,7 @@ def test_a_long_cell_ends_in_an_ellipsis_and_leaves_room_for_others(
     assert lines[1:] == ["abcdef  rrrrrr…     7  nnnnnn…", "x       \u6f22\u5b57\u6f22…     8"]
 
 
-def test_an_optional_column_is_dropped_before_others_are_cut_to_nothing(
+def test_an_optional_column_is_dropped_before_others_are_truncated_to_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     columns = (Column("ID", fixed=True, spare=2), Column("RUN"), Column("NEW", "right", fixed=True, spare=1))

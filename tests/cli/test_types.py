@@ -56,7 +56,7 @@ def test_a_pattern_that_matches_nothing_stops_a_gc_before_it_forgets(saved: Path
     assert as_json("gc", saved, "--thin", "nix.*", "--thin-keep-last", 3)["thin"]["thinned"] == [], "all stay whole"
 
 
-def test_a_metric_that_no_checkpoint_has_forgets_and_thins_nothing(
+def test_a_metric_that_no_checkpoint_has_does_not_forget_or_thin_anything(
     saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
 ) -> None:
     key = next(iter(store.get("a@1").tensors))

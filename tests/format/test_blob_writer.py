@@ -92,7 +92,7 @@ def test_large_cells_are_leaves_at_pages_and_small_cells_share_leaves(given: lis
 
 @settings(deadline=None)
 @given(cells())
-def test_no_large_cell_is_hashed_again(given: list[tuple[str, bytes]]) -> None:
+def test_large_cells_are_not_rehashed(given: list[tuple[str, bytes]]) -> None:
     hashed = []
 
     def digest(data: Buffer) -> CellDigest:
@@ -155,7 +155,7 @@ def test_every_reader_of_safetensors_sees_padding_in_the_run_before(tmp_path: Pa
         assert opened.get_tensor("1").nbytes == LEAF_BYTES
 
 
-def test_cells_that_are_not_added_leave_no_trace() -> None:
+def test_cells_that_are_not_added_do_not_leave_a_trace() -> None:
     buffer = memoryview(bytearray(buffer_bytes(padded(3 * LEAF_BYTES))))
     writer = BlobWriter(buffer)
     for _ in range(3):

@@ -117,7 +117,7 @@ def test_a_manifest_decodes_as_encoded() -> None:
     _use(manifest)
 
 
-def test_the_id_depends_on_content_and_not_on_places() -> None:
+def test_the_id_depends_on_content_and_not_on_locations() -> None:
     """The test changes blobs, offsets and uploaders."""
     moved = {
         name: (
@@ -172,7 +172,7 @@ def test_a_manifest_read_by_ranges_is_the_same() -> None:
 
 
 @pytest.mark.parametrize("ranged", [True, False])
-def test_a_manifest_can_be_sent_to_another_rank(ranged: bool) -> None:
+def test_a_manifest_can_be_sent_to_a_different_rank(ranged: bool) -> None:
     made = encode(drawn())
     source = Ranged(made)
     told = pickle.loads(pickle.dumps(source.manifest if ranged else decode(made.data, made.id)))
@@ -185,7 +185,7 @@ def test_a_manifest_can_be_sent_to_another_rank(ranged: bool) -> None:
     assert told.encoded() == made.data
 
 
-def test_a_manifest_with_an_unknown_section_can_be_sent_to_another_rank() -> None:
+def test_a_manifest_with_an_unknown_section_can_be_sent_to_a_different_rank() -> None:
     made, parts, end = encode(drawn()), [], HEAD_BYTES
     for one in made.decoded_head.sections:
         parts.append((one, made.data[one.offset : one.end]))
@@ -203,7 +203,7 @@ def test_a_manifest_with_an_unknown_section_can_be_sent_to_another_rank() -> Non
     assert told.encoded() == source.data
 
 
-def test_another_manifest_under_the_name_is_damage() -> None:
+def test_a_different_manifest_under_the_name_is_damage() -> None:
     raw = data()[1]
     with pytest.raises(Damaged, match="a different checkpoint") as caught:
         decode(raw, ManifestId("0" * 64))
@@ -465,7 +465,7 @@ def section(data: bytes, name: str) -> bytes:
     return data[found.offset : found.end]
 
 
-def test_a_copy_has_its_own_places() -> None:
+def test_a_copy_has_its_own_locations() -> None:
     made = encode(drawn())
     refs = [replace(ref, uploader=UPLOADERS[0]) for ref in BLOBS]
     copy = placed(decode(made.data, made.id), encode_blobs(refs))

@@ -200,5 +200,5 @@ WIRE = st.recursive(
 
 @settings(max_examples=600, deadline=None)
 @given(WIRE)
-def test_well_formed_nonsense_gives_a_value_or_refused(wire: Any) -> None:
+def test_well_formed_nonsense_is_decoded_or_refused(wire: Any) -> None:
     decoded_or_refused(msgspec.msgpack.encode(wire))

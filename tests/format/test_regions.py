@@ -107,7 +107,7 @@ def test_strides_are_those_of_numpy(shape: Shape) -> None:
 
 
 @given(st.integers(0, 500), st.integers(0, 500), st.integers(1, 64))
-def test_a_region_is_cut_at_the_grid(lo: int, length: int, cell: int) -> None:
+def test_a_region_is_split_at_the_grid(lo: int, length: int, cell: int) -> None:
     pieces = cut(lo, lo + length, cell)
     assert [i for a, b in pieces for i in range(a, b)] == list(range(lo, lo + length))
     assert all(a < b and a // cell == (b - 1) // cell for a, b in pieces)
@@ -143,7 +143,7 @@ def test_a_region_is_shown_as_slices(region: Region, text: str) -> None:
 
 
 @given(st.data())
-def test_a_box_is_selected_from_an_array_of_another_box(data: st.DataObject) -> None:
+def test_a_box_is_selected_from_the_array_of_an_enclosing_box(data: st.DataObject) -> None:
     shape = data.draw(shapes)
     outer = data.draw(boxes(shape))
     part = data.draw(boxes(outer.shape))

@@ -127,7 +127,7 @@ def test_depth_is_limited() -> None:
         decode_tree(b"\x91" * 100_000)
 
 
-def test_a_tree_gives_flat_keys_and_leaves() -> None:
+def test_a_tree_yields_flat_keys_and_leaves() -> None:
     node: Node = {"model": {"layers": [T, P]}, "step": P}
     assert join(("model", "layers", 0)) == "model.layers.0"
     assert [(join(path), leaf) for path, leaf in leaves(node)] == [
@@ -158,7 +158,7 @@ def test_merge_keeps_the_first_order_and_adds_what_is_new() -> None:
     assert merge([one]) is one
 
 
-def test_merge_of_lists_goes_by_index() -> None:
+def test_lists_are_merged_by_index() -> None:
     assert merge([{"a": [P, {"x": T}]}, {"a": [P, {"y": T}, T]}]) == {"a": [P, {"x": T, "y": T}, T]}
     assert merge([(T,), (T, P)]) == (T, P)
 
@@ -179,7 +179,7 @@ def test_merge_refuses_two_kinds_and_names_the_key(one: Node, two: Node) -> None
     assert caught.value.key == "m.a"
 
 
-def test_merge_refuses_two_paths_with_one_flat_key() -> None:
+def test_merge_refuses_two_paths_with_the_same_flat_key() -> None:
     with pytest.raises(InvalidInput, match=r"\['a'\]\['b'\] of one rank and \['a\.b'\] of a different rank"):
         merge([{"a": {"b": T}}, {"a.b": T}])
 
@@ -216,7 +216,7 @@ def named(key: str, leaf: Leaf) -> str:
     return f"{'object' if leaf else 'tensor'}:{key}"
 
 
-def test_rebuild_gives_the_nested_value() -> None:
+def test_rebuild_returns_the_nested_value() -> None:
     metadata = OrderedDict({"": {"version": 1}})
     node: Node = {
         "o": ordered(metadata, z=T, a=P),

@@ -90,7 +90,7 @@ def test_a_whole_tensor_finds_every_cell_of_uneven_columns(height: int, widths: 
 
 
 @given(full_shapes, st.integers(1, 20), st.data())
-def test_the_same_shards_find_every_cell_again(shape: Shape, cell: int, data: st.DataObject) -> None:
+def test_the_same_shards_reuse_every_cell(shape: Shape, cell: int, data: st.DataObject) -> None:
     parts = data.draw(partitions(shape))
     table = table_of(shape, cell, [c for part in parts for c in cells_of(plan_cells(part, shape, cell, None))])
     for part in parts:
@@ -141,7 +141,7 @@ def test_one_rank_shares_every_cell_of_uneven_ones(ranks: int, cell: int) -> Non
 
 
 @pytest.mark.parametrize("cell", [4, 16, 100])
-def test_more_ranks_share_what_no_new_boundary_cuts(cell: int) -> None:
+def test_more_ranks_share_cells_that_no_new_boundary_splits(cell: int) -> None:
     shape = (60, 7)
     saves = Saves(shape, cell)
     saves.save([whole(shape)])

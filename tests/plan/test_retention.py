@@ -65,7 +65,7 @@ def test_a_duration_may_be_text() -> None:
         Policy(keep_within="7 days")
 
 
-def test_no_policy_forgets_nothing() -> None:
+def test_without_a_policy_nothing_is_forgotten() -> None:
     assert plan_forget([*TEN, kept(11, 50)], Policy(), 99 * DAY) == []
 
 
@@ -81,7 +81,7 @@ def test_keep_within_keeps_recent_checkpoints() -> None:
     assert steps(plan_forget(TEN, Policy(keep_within="2d"), 9 * DAY)) == [0, 50, 100, 150, 200, 250, 300]
 
 
-def test_the_newest_of_each_day_week_and_month_stays() -> None:
+def test_the_newest_of_each_day_week_and_month_is_kept() -> None:
     """Days without checkpoints do not count. Day 0 is 1970-01-01, a Thursday."""
     store = [kept(number, number * 10, day=day) for number, day in enumerate([0, 3, 3, 4, 31, 33])]
     assert steps(plan_forget(store, Policy(keep_daily=3), 0)) == [0, 10, 20]
@@ -131,7 +131,7 @@ def test_rules_are_a_union() -> None:
     assert steps(plan_forget(TEN, policy, 9 * DAY)) == [50, 100, 150, 250]
 
 
-def test_keep_last_0_adds_nothing_to_another_rule() -> None:
+def test_keep_last_0_adds_nothing_to_other_rules() -> None:
     assert plan_forget(TEN, Policy(keep_last=0, keep_every=100), 0) == plan_forget(TEN, Policy(keep_every=100), 0)
 
 
@@ -223,7 +223,7 @@ def test_the_best_checkpoints_by_a_metric_stay(best: Any, stay: list[int]) -> No
     assert steps(plan_forget(store, Policy(keep_best=best), 0)) == [n for n in range(6) if n not in stay]
 
 
-def test_a_run_without_the_metric_stays_and_is_named() -> None:
+def test_a_run_without_the_metric_is_kept_and_named() -> None:
     with_it, young = scored(3.0, 1.0, 2.0), [kept(number, number, run="young") for number in range(2)]
     sick = [replace(kept(number, number, run="sick"), metrics={"loss": float("nan")}) for number in range(2)]
     store, policy = [*with_it, *sick, *young], Policy(keep_best="loss:1")
@@ -256,12 +256,12 @@ def test_an_invalid_keep_best_is_refused(best: Any) -> None:
         Policy(keep_best=best)
 
 
-def test_an_empty_keep_best_is_no_rule() -> None:
+def test_an_empty_keep_best_is_not_a_rule() -> None:
     assert Policy(keep_best=()).is_empty
     assert plan_forget(TEN, Policy(keep_best=[]), 0) == []
 
 
-def test_the_last_healthy_checkpoint_stays() -> None:
+def test_the_last_healthy_checkpoint_is_kept() -> None:
     store = [replace(kept(i, i), healthy=word) for i, word in enumerate([True, None, None, False, False])]
     assert steps(plan_forget(store, Policy(keep_last=1), 0)) == [0, 1, 3]
     assert steps(plan_forget(store[:3], Policy(keep_last=1), 0)) == [0, 1]

@@ -106,7 +106,7 @@ def test_regions_that_may_differ_are_written_by_the_lowest_rank(world: tuple[lis
 
 
 @given(worlds())
-def test_replicas_are_cut_between_cells_in_the_order_of_ranks(world: tuple[list[Row], int]) -> None:
+def test_replicas_are_split_between_cells_in_rank_order(world: tuple[list[Row], int]) -> None:
     rows, ranks = world
     found = duties(rows, ranks)
     for row in rows:

@@ -188,7 +188,7 @@ def test_any_tensor_class_may_describe_itself() -> None:
 
 
 @pytest.mark.parametrize("order", [(1, 0), (2, 0, 1), (2, 1, 0), (1, 2)], ids=str)
-def test_another_order_of_the_mesh_is_followed(order: tuple[int, ...]) -> None:
+def test_a_custom_mesh_order_is_followed(order: tuple[int, ...]) -> None:
     """torch's strided shards describe the same cut. torch's own description of a DTensor ignores the order."""
     shape, full = (24, 2), arange((24, 2))
     placements = tuple(Shard(0) if dim in order else Shard(1) for dim in range(3))

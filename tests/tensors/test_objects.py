@@ -52,7 +52,7 @@ def test_plain_data_is_not_pickled_even_if_allowed() -> None:
     assert len(parts.parts) == 2
 
 
-def test_the_error_for_a_value_that_is_not_plain_names_its_place() -> None:
+def test_the_error_for_a_value_that_is_not_plain_names_its_position() -> None:
     with pytest.raises(InvalidInput, match=r"train\.state\['thing'\]\[0\]: a value of type .*Thing") as caught:
         encode_object("train.state", {"thing": [Thing(1)]}, False)
     assert caught.value.key == "train.state"
@@ -77,12 +77,12 @@ def test_a_value_that_cannot_be_pickled_is_refused() -> None:
 
 
 @pytest.mark.parametrize("payload", [1, b"", b"\x80\x05cno.such.module\nx\n.", b"\x80\x05", b"garbage"])
-def test_an_unusable_pickle_is_refused(payload: Any) -> None:
+def test_an_invalid_pickle_is_refused(payload: Any) -> None:
     with pytest.raises(Refused, match="key 'a'"):
         decode_object("a", plain.encode(payload), True, True)
 
 
-def test_the_error_for_unusable_bytes_names_the_key() -> None:
+def test_the_error_for_invalid_bytes_names_the_key() -> None:
     with pytest.raises(Refused, match="key 'a'") as caught:
         decode_object("a", b"\xc1", False, False)
     assert caught.value.key == "a"

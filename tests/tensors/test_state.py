@@ -125,7 +125,7 @@ def test_a_state_is_a_mapping(state: Any) -> None:
         replace_leaves(state, {})
 
 
-def test_a_module_is_no_state() -> None:
+def test_a_module_is_not_a_valid_state() -> None:
     with pytest.raises(InvalidInput, match=r'not a Linear; pass it by name, as \{"model": model\}'):
         flatten(torch.nn.Linear(1, 1))
 
@@ -142,7 +142,7 @@ def test_a_module_is_no_state() -> None:
     ],
     ids=["dot", "int", "nul", "surrogate", "long", "empty"],
 )
-def test_unusable_keys_are_refused(state: Any, message: str) -> None:
+def test_invalid_keys_are_refused(state: Any, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         flatten(state)
 
@@ -306,7 +306,7 @@ def test_none_and_whole_containers_may_be_replaced() -> None:
     assert state["list"] == [filled, filled]
 
 
-def test_a_value_per_rank_stays_marked() -> None:
+def test_a_value_per_rank_remains_marked() -> None:
     inner = {"a": 1}
     state: dict[str, Any] = {"x": PerRank(1), "y": PerRank(inner)}
     replace_leaves(state, {"x": 2, "y.a": 3})

@@ -84,7 +84,7 @@ def test_an_export_reports_values_that_the_format_cannot_hold(tmp_path: Path, as
     assert (found["attachments"], found["skipped"]) == ([], [".metadata", "note"])
 
 
-def test_an_export_says_why_a_config_is_left_out(tmp_path: Path, run: Run) -> None:
+def test_export_reports_why_a_config_is_omitted(tmp_path: Path, run: Run) -> None:
     state = {"model": {"w": torch.ones(2), "v": torch.ones(1)}, "optim": {"m": torch.ones(2)}}
     casckpt.open(tmp_path / "s").save(state, step=0, attachments={"config.json": b"{}"})
 

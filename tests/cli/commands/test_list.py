@@ -44,7 +44,9 @@ def test_list_prints_checkpoints_oldest_first(saved: Path, store: casckpt.Store,
     assert named(as_json("list", saved, "--run", "b")) == ["b@1"]
 
 
-def test_list_shows_forgotten_ones_only_with_all(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+def test_list_shows_forgotten_checkpoints_only_with_all(
+    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
+) -> None:
     store.forget("a@2")
     assert named(as_json("list", saved)) == ["a@1", "a@3", "b@1"]
     rows = as_json("list", saved, "--all")

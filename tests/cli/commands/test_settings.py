@@ -55,7 +55,7 @@ def test_a_mirror_is_stored_as_a_full_url(saved: Path, tmp_path: Path, as_json: 
         (["--set", "min_age=1d", "--unset", "min_age"], 2, "both name min_age"),
     ],
 )
-def test_an_unusable_setting_is_named_and_changes_nothing(
+def test_an_invalid_setting_is_named_and_changes_nothing(
     saved: Path, as_json: AsJson, options: list[str], status: int, says: str
 ) -> None:
     assert says in as_json("settings", saved, *options, status=status)["error"]["message"]
@@ -99,7 +99,7 @@ def test_reindex_rebuilds_the_catalogue(saved: Path, tmp_path: Path, as_json: As
     assert Path(found["path"]).is_file()
 
 
-def test_reindex_fails_without_a_place_for_the_catalogue(saved: Path, tmp_path: Path, run: Run) -> None:
+def test_reindex_fails_without_a_location_for_the_catalogue(saved: Path, tmp_path: Path, run: Run) -> None:
     (tmp_path / "file").touch()
     said = run("reindex", saved, "--cache-dir", tmp_path / "file" / "below", status=1).stderr
     assert "catalogue.sqlite cannot be written" in said.splitlines()[-1]

@@ -118,7 +118,7 @@ def test_doctor_checks_a_folder(run: Run, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == ["there"]
 
 
-def test_repair_takes_bytes_from_another_store(saved: Path, tmp_path: Path, as_json: AsJson, run: Run) -> None:
+def test_repair_takes_bytes_from_a_second_store(saved: Path, tmp_path: Path, as_json: AsJson, run: Run) -> None:
     other = casckpt.open(tmp_path / "other")
     other.save({"shared": torch.arange(5000.0), "own": torch.full((1000,), 1.0), "lr": 0.1}, run="a", step=1)
     blob = damage(saved)

@@ -77,7 +77,7 @@ def test_a_head_that_differs_from_the_record_is_damage() -> None:
 
 
 @pytest.mark.parametrize("part", [b"", b"indeX", b"index "])
-def test_bytes_that_differ_from_the_head_are_no_section(part: bytes) -> None:
+def test_bytes_that_differ_from_the_head_are_not_a_valid_section(part: bytes) -> None:
     with pytest.raises(Damaged, match="'index' does not match its hash"):
         check_section(made()[0]["index"], part)
 
