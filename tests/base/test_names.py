@@ -16,7 +16,7 @@ from tests.support.saves import small
 
 
 @pytest.mark.parametrize("run", ["a", "A-1/b.c_d", "x" * 200])
-def test_a_usable_run_is_returned(run: str) -> None:
+def test_a_valid_run_name_is_returned(run: str) -> None:
     assert check_run(run) == run
 
 

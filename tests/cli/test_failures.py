@@ -68,7 +68,9 @@ def test_debug_shows_the_traceback(failing: Any) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no\nway"), PermissionError(13, "Permission denied", "/x"), EOFError()])
-def test_an_unexpected_error_is_one_line_and_a_hint(failing: Any, run: Run, as_json: AsJson, error: Exception) -> None:
+def test_an_unexpected_error_is_reported_in_one_line_with_a_hint(
+    failing: Any, run: Run, as_json: AsJson, error: Exception
+) -> None:
     failing(error)
     first, last = run("fail", "s", status=1).stderr.strip().splitlines()
     assert type(error).__name__ in first
@@ -113,7 +115,7 @@ def test_wrong_usage_explains_the_usage(run: Run, as_json: AsJson, args: list[st
     assert as_json(*args, status=2)["error"]["kind"] == "usage"
 
 
-def test_without_arguments_there_is_help() -> None:
+def test_without_arguments_the_help_is_shown() -> None:
     result = CliRunner().invoke(cli, [])
     assert result.exit_code == 2
     assert "Commands:" in result.output

@@ -18,7 +18,7 @@ def named(rows: list[dict[str, Any]]) -> list[str]:
 # reads
 
 
-def test_a_store_cannot_talk_to_the_terminal(saved: Path, store: casckpt.Store, run: Run) -> None:
+def test_a_store_cannot_send_control_characters_to_the_terminal(saved: Path, store: casckpt.Store, run: Run) -> None:
     store.save({"evil\x1b[2J\n[red]key": torch.zeros(2)}, run="evil", step=1, metadata={"x": "\x1b[31m"})
     for command in ("show", "diff"):
         shown = run(command, saved, "evil@1", *(["a@1"] if command == "diff" else [])).stdout

@@ -27,7 +27,7 @@ def test_the_error_for_a_storage_option_names_it(run: Run, saved: Path) -> None:
         ("a=", ""),
     ],
 )
-def test_values_of_storage_options_are_json_or_text(text: str, value: Any) -> None:
+def test_storage_option_values_are_json_or_strings(text: str, value: Any) -> None:
     assert SETTING.convert(text, None, None) == ("a", value)
 
 

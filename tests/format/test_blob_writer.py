@@ -139,7 +139,7 @@ def test_frames_follow_the_cells_and_large_frames_are_leaves(
     )
 
 
-def test_blobs_of_few_bytes_stay_small() -> None:
+def test_small_blobs_remain_small() -> None:
     _, file, places = written([("float32", b"1234")])
     assert (len(file), places) == (DATA_OFFSET + 4 + 2 * 36, [DATA_OFFSET])
 

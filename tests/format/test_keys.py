@@ -110,7 +110,7 @@ def test_a_txid_of_an_impossible_day_is_refused(day: str) -> None:
 
 
 @pytest.mark.parametrize("digits", ["٣" * 64, "A" * 64, "0" * 63, "0" * 65, "0" * 64 + "\n"])
-def test_other_text_is_refused_as_a_hash(digits: str) -> None:
+def test_other_strings_are_refused_as_a_hash(digits: str) -> None:
     with pytest.raises(Refused):
         keys.check_hash(digits)
 

@@ -65,7 +65,7 @@ def test_a_value_decodes_exactly(value: Any) -> None:
     assert same(back([{"k": (value,)}]), [{"k": (value,)}])
 
 
-def test_order_of_a_dict_is_kept() -> None:
+def test_dict_order_is_preserved() -> None:
     assert list(back({"z": 1, "a": 2, 3: 3})) == ["z", "a", 3]
 
 

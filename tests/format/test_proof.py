@@ -99,7 +99,7 @@ HOSTILE: dict[str, list[int]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_proof_is_refused_though_its_hash_is_right(name: str) -> None:
+def test_a_hostile_proof_is_refused_even_with_the_right_hash(name: str) -> None:
     with pytest.raises(Refused):
         decode_proof(proof_of(HOSTILE[name]))
 

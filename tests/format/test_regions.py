@@ -96,7 +96,7 @@ def test_boxes_subtract_and_intersect(data: st.DataObject) -> None:
         assert one.inside(other) == (mine <= theirs)
 
 
-def test_a_box_is_shifted_relative_to_another() -> None:
+def test_a_box_is_shifted_relative_to_a_second_box() -> None:
     assert Box((3, 4), (1, 2)).relative_to(Box((1, 4), (5, 5))) == Box((2, 0), (1, 2))
 
 
@@ -138,7 +138,7 @@ def test_whole_and_empty_regions_are_recognised() -> None:
         (Region(Box((1, 2), (3, 3)), 2, 7), "[1:4]x[2:5] elements 2..7"),
     ],
 )
-def test_a_region_is_shown_as_slices(region: Region, text: str) -> None:
+def test_a_region_is_formatted_as_slices(region: Region, text: str) -> None:
     assert str(region) == text
 
 

@@ -59,7 +59,7 @@ def test_any_tree_decodes_as_encoded(node: Node) -> None:
 
 @settings(max_examples=300)
 @given(NODES.map(encode_tree), st.data())
-def test_mutated_bytes_give_a_tree_or_refused(data: bytes, draw: st.DataObject) -> None:
+def test_mutated_bytes_are_decoded_or_refused(data: bytes, draw: st.DataObject) -> None:
     at = draw.draw(st.integers(0, len(data)))
     changed = data[:at] + draw.draw(st.binary(max_size=4)) + data[at + draw.draw(st.integers(0, 2)) :]
     try:
@@ -184,7 +184,7 @@ def test_merge_refuses_two_paths_with_the_same_flat_key() -> None:
         merge([{"a": {"b": T}}, {"a.b": T}])
 
 
-def test_merge_of_nothing_is_refused() -> None:
+def test_merging_no_trees_is_refused() -> None:
     with pytest.raises(InvalidInput):
         merge([])
 

@@ -57,7 +57,7 @@ def test_an_invalid_policy_is_refused(rules: dict[str, Any]) -> None:
         Policy(**rules)
 
 
-def test_a_duration_may_be_text() -> None:
+def test_a_duration_may_be_a_string() -> None:
     store = [*TEN, kept(11, 50)]
     by_text, by_timedelta = Policy(keep_within="2d"), Policy(keep_within=timedelta(days=2))
     assert plan_forget(store, by_text, 9 * DAY) == plan_forget(store, by_timedelta, 9 * DAY) != []
@@ -147,7 +147,7 @@ def test_the_newest_is_the_latest_transaction_not_the_greatest_step() -> None:
     assert steps(plan_forget(rolled_back, Policy(keep_last=1), 0)) == [500, 600]
 
 
-def test_age_is_that_of_the_checkpoint_not_of_its_copy() -> None:
+def test_the_age_of_a_copy_is_that_of_its_checkpoint() -> None:
     store = [kept(0, 0, day=9), kept(8, 8, day=1), kept(9, 9, day=2)]
     assert steps(plan_forget(store, Policy(keep_within="1d"), 9 * DAY)) == [8]
 
@@ -159,7 +159,7 @@ def test_superseded_twins_are_forgotten_and_not_counted() -> None:
     assert plan_forget(store, Policy(keep_last=2), 0) == store[:2]
 
 
-def test_tagged_checkpoints_stay_and_count_for_keep_last() -> None:
+def test_tagged_checkpoints_are_kept_and_count_for_keep_last() -> None:
     tagged = {TEN[0].txid, TEN[9].txid}
     assert steps(plan_forget(TEN, Policy(keep_last=2), 0, tagged=tagged)) == [50, 100, 150, 200, 250, 300, 350]
 
@@ -218,7 +218,7 @@ def scored(*values: float | None, name: str = "loss") -> list[SavedCheckpoint]:
         (["loss:1", "acc:3"], [0, 1, 2, 3, 4, 5]),
     ],
 )
-def test_the_best_checkpoints_by_a_metric_stay(best: Any, stay: list[int]) -> None:
+def test_the_best_checkpoints_by_a_metric_are_kept(best: Any, stay: list[int]) -> None:
     store = [*scored(9.0, 2.0, 2.0, float("-inf"), float("nan"), None), kept(9, 9)]
     assert steps(plan_forget(store, Policy(keep_best=best), 0)) == [n for n in range(6) if n not in stay]
 

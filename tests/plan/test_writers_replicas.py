@@ -55,7 +55,7 @@ def test_sample_positions_depend_on_save_and_row_and_smaller_samples_are_prefixe
 
 
 @given(st.integers(0, 7), st.integers(0, 63))
-def test_a_changed_bit_changes_the_digest_of_its_row_alone(word: int, bit: int) -> None:
+def test_a_changed_bit_changes_only_its_rows_digest(word: int, bit: int) -> None:
     words = np.arange(16, dtype=np.uint64).reshape(2, 8)
     before = row_digests(words)
     words[1, word] ^= np.uint64(1 << bit)
@@ -80,7 +80,7 @@ def test_each_cell_of_other_ranks_is_read_once_per_cycle_of_saves(ranks: int, le
         assert sorted(read) == sorted(theirs)
 
 
-def test_a_save_rereads_a_64th_of_the_share_of_a_rank() -> None:
+def test_a_save_rereads_a_64th_of_each_ranks_share() -> None:
     rows = held([1], length=64 * 200)
     duties = plan_writers([rows] * 2)
     for turn in range(3):

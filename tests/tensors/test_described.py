@@ -154,7 +154,7 @@ def small_with_it() -> casckpt.Store:
     return store
 
 
-def test_sums_are_refused_though_they_describe_themselves() -> None:
+def test_partial_sums_are_refused_even_with_a_chunk_description() -> None:
     with pretending((2,)) as ranks:
         mesh = next(ranks)
         tensor = DTensor.from_local(torch.ones(2, 2), mesh, [Partial()], run_check=False)

@@ -194,7 +194,7 @@ def test_a_local_tensor_of_the_wrong_size_is_refused() -> None:
                 local_boxes("key", tensor)
 
 
-def test_a_stride_that_the_mesh_does_not_give_is_refused() -> None:
+def test_a_stride_that_does_not_match_the_mesh_is_refused() -> None:
     with pretending((2, 3)) as ranks:
         here = next(ranks)
         local = torch.zeros(2)

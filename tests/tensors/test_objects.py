@@ -129,7 +129,7 @@ def test_a_value_decodes_exactly(value: Any) -> None:
     assert same(plain.decode(data, extensions=TORCH_EXTENSIONS), {"x": [value]})
 
 
-def test_every_dtype_comes_back() -> None:
+def test_every_dtype_is_restored() -> None:
     dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     data = plain.encode(dtypes, extensions=TORCH_EXTENSIONS)
     assert plain.decode(data, extensions=TORCH_EXTENSIONS) == dtypes

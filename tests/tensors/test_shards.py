@@ -69,7 +69,7 @@ def test_replicated_shards_are_marked() -> None:
     assert not local_tensor("w", Shard(torch.zeros(2), (2,))).replicated
 
 
-def test_a_shard_may_hold_nothing_of_a_tensor() -> None:
+def test_a_shard_may_hold_no_elements() -> None:
     local = local_tensor("w", Shard(torch.zeros(0), (4, 3), flat=(5, 5)))
     assert local.shape == (4, 3)
     assert not local.pieces
@@ -80,7 +80,7 @@ def test_a_shard_may_hold_nothing_of_a_tensor() -> None:
     [Shard(torch.zeros(2), (5,), offset=(2,)), Shard(torch.zeros(2, dtype=torch.int8), (4,), offset=(2,))],
     ids=["shape", "dtype"],
 )
-def test_chunks_of_two_tensors_are_refused(other: Shard) -> None:
+def test_shards_of_two_different_tensors_are_refused(other: Shard) -> None:
     with pytest.raises(InvalidInput, match="'w': the shards of this key differ"):
         local_tensor("w", [Shard(torch.zeros(2), (4,), offset=(0,)), other])
 

@@ -41,7 +41,7 @@ def test_a_copy_uses_reserved_memory() -> None:
     assert staging.nbytes == before
 
 
-def test_a_tensor_given_twice_is_copied_once() -> None:
+def test_a_tensor_passed_twice_is_copied_once() -> None:
     data = torch.randn(64)
     one, two, other = Staging().copy([data, data, data.view(8, 8)])
     assert one is two

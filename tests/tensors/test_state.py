@@ -90,7 +90,7 @@ def test_dicts_with_other_keys_are_leaves_without_tensors() -> None:
     assert caught.value.key == "m.a"
 
 
-def test_the_state_itself_has_text_or_int_keys() -> None:
+def test_the_state_itself_has_str_or_int_keys() -> None:
     with pytest.raises(InvalidInput, match=r"the key 1\.5"):
         flatten({1.5: 1})
 

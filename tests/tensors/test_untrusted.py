@@ -65,7 +65,7 @@ def doubled(depth: int) -> bytes:
         f"\x80\x02c{HERE}\nKnown\nN}}X\x04\x00\x00\x00nameX\x01\x00\x00\x00xs\x86b.".encode("latin-1"),  # a class state
     ],
 )  # fmt: skip
-def test_a_hostile_pickle_is_an_error_at_once(data: bytes) -> None:
+def test_a_hostile_pickle_fails_immediately(data: bytes) -> None:
     with pytest.raises(MISREAD):
         load(data)
     assert Known().name == ""

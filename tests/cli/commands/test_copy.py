@@ -213,7 +213,7 @@ def test_a_gc_revokes_a_killed_copy_and_the_next_copy_starts_over(
 
 
 @pytest.mark.parametrize("world", [1, 2], ids=["both copy all", "as torchrun starts them"])
-def test_two_processes_copy_the_same_checkpoints_beside_gcs(many: casckpt.Store, there: Path, world: int) -> None:
+def test_two_processes_copy_the_same_checkpoints_during_gcs(many: casckpt.Store, there: Path, world: int) -> None:
     many.save({"w": cells(200, seed=4)}, step=2)
     started = [
         subprocess.Popen(

@@ -14,7 +14,7 @@ BRIEF = {"id", "run", "step"}
 # both directions
 
 
-def test_import_and_export_give_the_same_file(store_path: Path, tmp_path: Path, as_json: AsJson) -> None:
+def test_import_and_export_produce_the_same_file(store_path: Path, tmp_path: Path, as_json: AsJson) -> None:
     source, out = tmp_path / "m.safetensors", tmp_path / "o.safetensors"
     safetensors.torch.save_file({"a": torch.randn(100), "b": torch.ones(3).bfloat16()}, source)
     made = as_json("import", store_path, source, "--run", "base", "--step", 0)
@@ -31,7 +31,7 @@ def test_import_and_export_give_the_same_file(store_path: Path, tmp_path: Path, 
     assert list(safetensors.torch.load_file(out)) == ["a"]
 
 
-def test_export_reports_keys_that_it_leaves_out(saved: Path, tmp_path: Path, as_json: AsJson, run: Run) -> None:
+def test_export_reports_keys_that_it_omits(saved: Path, tmp_path: Path, as_json: AsJson, run: Run) -> None:
     assert as_json("export", saved, "a@1", tmp_path / "out", "--max-shard-size", "10KB")["left_out"] == ["lr"]
     assert len(list((tmp_path / "out").glob("model-0000?-of-00002.safetensors"))) == 2
     assert (

@@ -180,7 +180,7 @@ def test_list_shows_the_health_that_a_save_found(saved: Path, store: casckpt.Sto
 # lists
 
 
-def test_a_list_may_be_short_sorted_and_with_columns_of_the_metadata(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_a_list_may_be_limited_sorted_and_have_metadata_columns(saved: Path, as_json: AsJson, run: Run) -> None:
     assert named(as_json("list", saved, "--limit", 2)) == ["a@3", "b@1"]
     assert named(as_json("ls", saved, "--sort", "loss")) == ["a@3", "a@2", "a@1", "b@1"]  # b@1 has none
     assert named(as_json("list", saved, "--sort", "-loss", "--limit", 1)) == ["a@1"]

@@ -17,7 +17,9 @@ UNSET = {
 }  # fmt: skip
 
 
-def test_a_changed_setting_applies_to_all_and_others_stay(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_a_changed_setting_applies_to_all_users_and_others_remain_unchanged(
+    saved: Path, as_json: AsJson, run: Run
+) -> None:
     assert as_json("settings", saved) == UNSET
     changed = as_json("settings", saved, "--set", "min_age=3d", "--set", "revoke_after=90s")
     assert changed == UNSET | {"min_age": 3 * 86400.0, "revoke_after": 90.0}

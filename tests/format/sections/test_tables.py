@@ -63,7 +63,7 @@ def whole(count: int = 20) -> Case:
     return Case((count,), 1, 10, cells, [4096 + count])
 
 
-def test_most_tensors_take_14_bytes_beside_their_digests() -> None:
+def test_most_tensors_take_14_bytes_besides_their_digests() -> None:
     case = whole()
     cells, rows = encode_cells(case.table), encode_rows(case.table)
     assert (len(cells), len(rows)) == (1 + 2 * DIGEST_BYTES, 13)
