@@ -1,6 +1,6 @@
 """Codecs that convert standard library types to plain children and back.
 
-A `Codec` handles the values with one tag. ``split`` returns children that are plain data. ``join`` receives children
+Each `Codec` handles the values of one tag. ``split`` returns children that are plain data. ``join`` receives children
 that were decoded from untrusted bytes. It checks their types first, and raises one of `JOIN_ERRORS` if they do not
 fit. Types are compared exactly, because a subclass may hold more data than its base class.
 """

@@ -1,7 +1,8 @@
 """Converts numpy arrays, scalars and random generators to plain data.
 
-Values are preserved exactly, including byte order, NaN payloads, NaT and structured dtypes. Memory order is not (an
-array is restored in C order), and neither is the aliasing of views. dtypes that contain object references are refused.
+Values are preserved exactly, including byte order, NaN payloads, NaT and structured dtypes. Memory order and the
+aliasing of views are not preserved: an array is restored in C order. dtypes that contain object references are
+refused.
 """
 
 from __future__ import annotations
