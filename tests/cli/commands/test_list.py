@@ -202,7 +202,7 @@ def test_nan_metrics_are_sorted_last(saved: Path, store: casckpt.Store, as_json:
     shown = run("list", saved, "--show", "loss", "--show", "note", "--show", "none").stdout
     assert all(value in shown for value in ("low", "true", "null", '{"a": [1]}'))
     told = run("list", saved, "--show", "los", "--show", "note").stderr
-    assert "no checkpoint in the list has 'los' in its metrics or metadata; they have loss, note" in told
+    assert "no listed checkpoint has 'los' in its metrics or metadata; the known names are loss, note" in told
     assert "'note'" not in told
 
 

@@ -120,7 +120,7 @@ def test_an_unsharded_state_is_on_the_chosen_device(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
 def test_an_unavailable_device_is_refused(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
     for unshard in (unshard_model_state, unshard_optim_state):
-        with pytest.raises(InvalidInput, match="cannot be made on cuda"):
+        with pytest.raises(InvalidInput, match=r"cannot allocate .* on cuda"):
             unshard(store, "a@2", device="cuda")
 
 
