@@ -414,11 +414,11 @@ def test_values_of_different_shapes_on_ranks_are_saved_per_rank(
 def far_apart(rank: int, size: int, path: str) -> str:
     store, weight = casckpt.open(path), nn.Parameter(torch.full((64,), rank + 1.0))
     advice = Advice(str(outcome_of(lambda: store.save({"x": weight}, run="a", step=1))))
-    advice.says("Give what each rank has for itself a name of its own")
+    advice.says("Use a different name on each rank")
     store.save({f"x.{rank}": weight}, run="names", step=1)
     advice.says("wrap it in casckpt.PerRank")
     store.save({"x": casckpt.PerRank(weight.detach())}, run="parts", step=1)
-    advice.says("name the one rank that maintains it with owners=")
+    advice.says("name the rank that maintains it with owners=")
     store.save({"x": weight}, run="owners", step=1, owners=lambda _: 1)
     store.save({"x": weight}, run="off", step=1, **advice.argument("check_replicas"))
     mine = {"x": casckpt.PerRank(torch.zeros(64))}
@@ -427,7 +427,7 @@ def far_apart(rank: int, size: int, path: str) -> str:
     return advice.message
 
 
-@follows("saving/replicas.py:", "With check_replicas='off' the value of one")
+@follows("saving/replicas.py:", "With check_replicas='off', casckpt saves")
 def test_a_parameter_that_differs_between_ranks_is_saved_in_four_ways(
     ranks: Pool, store_path: Path, messages: Messages
 ) -> None:
@@ -445,7 +445,7 @@ def near(rank: int, size: int, path: str) -> tuple[str, str]:
     advice = Advice(str(outcome_of(lambda: store.save({"x": weight}, run="a", step=1, check_replicas="raise"))))
     with heard() as texts:
         store.save({"x": weight}, run="a", step=1, **advice.argument("check_replicas"))
-    advice.says("Synchronise it before the save")
+    advice.says("Synchronize it before the save")
     dist.broadcast(weight, 0)
     store.save({"x": weight}, run="a", step=2, check_replicas="raise")
     again = torch.ones(64) + rank * 1e-5
@@ -457,14 +457,14 @@ def near(rank: int, size: int, path: str) -> tuple[str, str]:
 
 
 @follows("saving/replicas.py:find_odd", "or pass check_replicas='sample'")
-@follows("saving/leader.py:", "Synchronise them before the save")
+@follows("saving/leader.py:", "Synchronize the values before the save")
 def test_small_differences_between_ranks_are_synchronised_or_allowed(
     ranks: Pool, store_path: Path, messages: Messages
 ) -> None:
     (message, logged), _ = ranks.run(2, near, str(store_path))
     messages.text(message).says("check_replicas='sample'")
     advice = messages.text(logged)
-    advice.says("Synchronise them before the save")
+    advice.says("Synchronize the values before the save")
     advice.says("casckpt.PerRank")
     assert len(casckpt.open(store_path).checkpoints()) == 3
 
@@ -515,11 +515,11 @@ class Settings(UserDict[str, Any]):
     """A mapping type that is not a dict."""
 
 
-@follows("saving/prepare.py:_log_class", "Store.read gives a dict, and a load into such an object fills it")
+@follows("saving/prepare.py:_log_class", "Store.read returns a dict, and a load into such an object fills it")
 def test_a_mapping_of_another_class_is_filled_by_a_load(store: casckpt.Store, messages: Messages) -> None:
     with messages.log() as advice:
         store.save({"more": Settings(lr=0.5)}, run="a", step=1)
-    advice.says("Store.read gives a dict")
+    advice.says("Store.read returns a dict")
     assert store.read("a@1") == {"more": {"lr": 0.5}}
     advice.says("a load into such an object fills it")
     state = {"more": Settings(lr=0.0)}

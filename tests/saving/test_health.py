@@ -71,7 +71,7 @@ def test_a_save_logs_bad_health_and_healthy_overrides_it(caplog: pytest.LogCaptu
         "default@1 holds NaN (1 elements; in w): it is saved as unhealthy",
         "default@2 holds NaN (1 elements; in w)",
     ]
-    with pytest.raises(InvalidInput, match="health=1 is not usable"):
+    with pytest.raises(InvalidInput, match="health=1 is not valid"):
         store.save({}, step=4, health=1)  # type: ignore[arg-type]  # as a slip
 
 

@@ -31,8 +31,8 @@ STATE = {"w": torch.arange(6.0), "x": [1]}
         ({"metrics": {"x" * 101: 1}}, "'xxxx"),
         ({"metrics": {str(n): n for n in range(65)}}, "65 metrics"),
         ({"metrics": 3}, "metrics is a int"),
-        ({"healthy": 1}, "healthy=1 is not usable"),
-        ({"healthy": "no"}, "healthy='no' is not usable"),
+        ({"healthy": 1}, "healthy=1 is not valid"),
+        ({"healthy": "no"}, "healthy='no' is not valid"),
     ],
 )
 def test_unusable_metrics_are_refused(arguments: dict[str, Any], error: str) -> None:
@@ -54,7 +54,7 @@ def test_unusable_metrics_are_refused(arguments: dict[str, Any], error: str) -> 
 )  # fmt: skip
 def test_unusable_arguments_are_refused_before_anything_is_made(arguments: Any, tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
-    with pytest.raises(InvalidInput, match=r"not usable|not a usable|not known"):
+    with pytest.raises(InvalidInput, match=r"not usable|not a usable|not valid"):
         store.save(STATE, **({"step": 1} | arguments))
     assert not (tmp_path / "store").exists()
 

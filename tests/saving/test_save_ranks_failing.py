@@ -79,12 +79,12 @@ def bad_state(rank: int, kind: str) -> dict[str, Any]:
 
 
 REFUSED = {
-    "hole": [r"not whole", r"no rank holds .*8.*10"],
+    "hole": [r"incomplete", r"no rank holds .*8.*10"],
     "overlap": [r"overlap", r"ranks \[0, 1\]"],
     "shape": [r"\[4\] on rank 0", r"\[5\] on rank 2"],
     "dtype": [r"float32 .* on rank 0", r"float64 .* on rank 2"],
     "kind": [r"tensor on one rank and something else on another"],
-    "per rank": [r"per rank on one of them only"],
+    "per rank": [r"per rank on one only one of them"],
     "nested": [],
     "spelt": [],
     "meta": ["meta tensor"],

@@ -141,12 +141,12 @@ def test_a_second_save_is_refused_on_request() -> None:
     held = Held()
     first = held.store.save_async({"w": cells(2)}, step=0)
     assert held.reached.wait(SECONDS)
-    with pytest.raises(Conflict, match="still runs in the background"):
+    with pytest.raises(Conflict, match="still running in the background"):
         held.store.save_async({"w": cells(2)}, step=1, when_busy="refuse")
     held.go.set()
     first.result(SECONDS)
     assert held.store.save_async({"w": cells(2)}, step=1, when_busy="refuse").result(SECONDS).step == 1
-    with pytest.raises(InvalidInput, match="give 'wait' or 'refuse'"):
+    with pytest.raises(InvalidInput, match="pass 'wait' or 'refuse'"):
         held.store.save_async({}, step=2, when_busy="never")  # type: ignore[arg-type]  # a wrong value on purpose
 
 

@@ -49,7 +49,7 @@ def test_a_mirror_is_stored_as_a_full_url(saved: Path, tmp_path: Path, as_json: 
         (["--unset", "exclusive_create"], 1, "no setting 'exclusive_create'"),
         (["--set", "min_age=3"], 1, "min_age: '3' is not a duration"),
         (["--set", "revoke_after=-1s"], 1, "revoke_after: '-1s' is not a duration"),
-        (["--set", "compress=zstd"], 1, "give 'auto', 'off' or 'always'"),
+        (["--set", "compress=zstd"], 1, "pass 'auto', 'off' or 'always'"),
         (["--set", "min_age"], 2, "'min_age' is not NAME=VALUE"),
         (["--set", "min_age="], 2, "'min_age=' is not NAME=VALUE"),
         (["--set", "min_age=1d", "--unset", "min_age"], 2, "both name min_age"),
