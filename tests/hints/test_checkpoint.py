@@ -86,7 +86,7 @@ def test_a_damaged_blob_is_repaired(
     assert equal(loaded, weights)
 
 
-@follows("loading/frames.py:decode_again", "`casckpt verify --decode` tells")
+@follows("loading/frames.py:decode_again", "run `casckpt verify --decode` to find out")
 def test_a_damaged_frame_is_named_by_verify(
     store: casckpt.Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
@@ -103,7 +103,7 @@ def test_a_damaged_frame_is_named_by_verify(
 
 
 @follows("loading/fit.py:check_fit", "rename=")
-@follows("loading/fit.py:rename_hint", "of them have other names there")
+@follows("loading/fit.py:rename_hint", "of them have different names there")
 def test_weights_under_other_names_load_with_the_suggested_rename(
     saved: casckpt.Store, weights: Weights, messages: Messages
 ) -> None:
@@ -114,7 +114,7 @@ def test_weights_under_other_names_load_with_the_suggested_rename(
     assert equal(state["net"], weights)
 
 
-@follows("loading/fit.py:check_fit", 'unread="ignore" leaves them as they are')
+@follows("loading/fit.py:check_fit", 'unread="ignore" leaves them unchanged')
 def test_unfilled_weights_are_left_on_request(saved: casckpt.Store, weights: Weights, messages: Messages) -> None:
     state = {"other": torch.ones(3)}
     with messages.error(MissingKey) as advice:
@@ -208,7 +208,7 @@ def test_a_pattern_that_matches_no_key_is_made_from_what_show_lists(
     assert saved.read("a@1", keys=["w"]).keys() == {"w"}
 
 
-@follows("loading/load_plan.py:LoadPlan._add_tensor", "ignore_mismatched= leaves it as it is")
+@follows("loading/load_plan.py:LoadPlan._add_tensor", "ignore_mismatched= leaves it unchanged")
 def test_a_tensor_of_another_shape_is_left(saved: casckpt.Store, weights: Weights, messages: Messages) -> None:
     state = zeros(weights) | {"w": torch.ones(7)}
     with messages.error(Mismatch) as advice:
@@ -233,7 +233,7 @@ def test_tensors_of_other_shapes_are_left(saved: casckpt.Store, messages: Messag
     with messages.error(Mismatch) as advice:
         saved.load(state, "a@1")
     patterns: Any = {advice.says("ignore_mismatched"): ["*"]}
-    with pytest.raises(MissingKey, match="has 'w', 'b' with another shape or dtype") as caught:
+    with pytest.raises(MissingKey, match="has 'w', 'b' with a different shape or dtype") as caught:
         saved.load(state, "a@1", **patterns)
     saved.load(state, "a@1", **patterns, **Advice(str(caught.value)).argument("unread"))
     assert equal(state, {"w": torch.ones(7), "b": torch.ones(1)})

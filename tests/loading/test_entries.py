@@ -33,7 +33,7 @@ SEEN: dict[Any, Any] = {
 }
 
 
-@pytest.fixture(params=[3, 1000], ids=["one object", "entry by entry"])
+@pytest.fixture(params=[3, 1000], ids=["a single object", "entry by entry"])
 def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Store:
     """A store with `SEEN` in it, stored in either form. Loads are the same."""
     monkeypatch.setattr(prepare, "LARGE", request.param)
@@ -109,7 +109,7 @@ def test_a_mapping_and_a_value_do_not_match(store: Store) -> None:
         with pytest.raises((Mismatch, MissingKey)):
             store.load(template(**seen), "latest", unread="ignore")
     fixed = {"w": torch.zeros(2), "train": {"seen": MappingProxyType({"a": 0})}}
-    with pytest.raises(InvalidInput, match="cannot be changed; give a dict"):
+    with pytest.raises(InvalidInput, match="cannot be changed: use a dict"):
         store.load(fixed, "latest", unread="ignore")
 
 
@@ -134,7 +134,7 @@ def test_a_rename_of_single_entries_is_refused(rename: dict[str, str], monkeypat
     into: dict[str, Any] = {"w": torch.zeros(2), "ids": {"a": 0, "deep": {"n": 0}}}
     with pytest.raises(InvalidInput):
         store.load(into, "latest", rename=rename, strict=False, unread="ignore")
-    with pytest.raises(InvalidInput, match=r"rename gives 'train\.seen") as refused:
+    with pytest.raises(InvalidInput, match=r"rename returns 'train\.seen") as refused:
         store.load(into, "latest", rename=rename, unread="ignore")
     advice = Advice(str(refused.value))
     assert into["ids"] == {"a": 0, "deep": {"n": 0}}

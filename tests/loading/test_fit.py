@@ -153,7 +153,7 @@ def test_a_load_that_misses_less_than_a_tenth_logs_counts(count: int) -> None:
     said = check_fit(*part_of(count, 291), "a@1")
     assert said is not None
     assert f"filled {count} of 291 tensors from a@1" in said
-    assert f"{291 - count} of them have other names there" in said
+    assert f"{291 - count} of them have different names there" in said
 
 
 def test_a_complete_load_logs_nothing_and_an_empty_load_raises() -> None:

@@ -84,7 +84,7 @@ REFUSED = {
     "shape": [r"\[4\] on rank 0", r"\[5\] on rank 2"],
     "dtype": [r"float32 .* on rank 0", r"float64 .* on rank 2"],
     "kind": [r"tensor on one rank and something else on another"],
-    "per rank": [r"per rank on one only one of them"],
+    "per rank": [r"per rank on only one of them"],
     "nested": [],
     "spelt": [],
     "meta": ["meta tensor"],
