@@ -213,7 +213,7 @@ def rename_hint(pairs: Mapping[str, str], filled: Mapping[str, str], rename: Ren
         return ""
     while isinstance(rename, Renaming):
         rename = rename.given
-    rules, more = rename_for(pairs, filled), " for these, in addition to what your function does"
+    rules, more = rename_for(pairs, filled), " for these, in addition to what your own function does"
     if rename is None or isinstance(rename, Mapping):
         rules, more = rules | {old: new for old, new in (rename or {}).items() if old not in rules}, ""
     return f"{len(pairs)} of them have different names there: {way} rename={rules!r}{more}"

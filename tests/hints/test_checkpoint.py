@@ -227,7 +227,7 @@ def test_a_tensor_of_another_dtype_is_converted(saved: casckpt.Store, weights: W
     assert equal(state, weights | {"w": weights["w"].double()})
 
 
-@follows("loading/template.py:Template._misfits", "ignore_mismatched= takes patterns of keys")
+@follows("loading/template.py:Template._misfits", "ignore_mismatched= accepts patterns of keys")
 def test_tensors_of_other_shapes_are_left(saved: casckpt.Store, messages: Messages) -> None:
     state = {"w": torch.ones(7), "b": torch.ones(1)}
     with messages.error(Mismatch) as advice:
@@ -239,7 +239,7 @@ def test_tensors_of_other_shapes_are_left(saved: casckpt.Store, messages: Messag
     assert equal(state, {"w": torch.ones(7), "b": torch.ones(1)})
 
 
-@follows("loading/template.py:Template._lacks", "Pass strict=False to leave them as they are, or rename=")
+@follows("loading/template.py:Template._lacks", "Pass strict=False to leave them unchanged, or rename=")
 def test_keys_that_a_checkpoint_lacks_are_left_or_mapped(
     saved: casckpt.Store, weights: Weights, messages: Messages
 ) -> None:
@@ -270,7 +270,7 @@ def test_an_empty_mapping_is_filled_or_left(store: casckpt.Store, weights: Weigh
     assert state == {"w": {}, "n": 1}
 
 
-@follows("loading/update.py:update", "load all of them, or update with check=True, to repair them")
+@follows("loading/update.py:update", "to repair them, load all of them, or update with check=True")
 def test_a_state_left_undefined_by_an_update_is_loaded(
     store: casckpt.Store, store_path: Path, messages: Messages
 ) -> None:

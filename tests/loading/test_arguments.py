@@ -26,8 +26,8 @@ def saved() -> casckpt.Store:
     [
         ({"(": "x"}, r"'\(' is no regular expression"),
         ({5: "x"}, "5 is no regular expression"),
-        ({"w": r"\9"}, r"'\\\\9' is no replacement for 'w'"),
-        ({"w": 5}, "5 is no replacement"),
+        ({"w": r"\9"}, r"'\\\\9' is not a replacement for 'w'"),
+        ({"w": 5}, "5 is not a replacement"),
         ([("a", "b")], "rename is a list"),
         (lambda key: None, "gives None for 'w'"),
     ],
@@ -53,7 +53,7 @@ def test_unusable_values_of_frozen_are_refused(saved: casckpt.Store, frozen: Any
 
 @pytest.mark.parametrize("device", ["nonsense", None])
 def test_unknown_devices_are_refused(saved: casckpt.Store, device: Any) -> None:
-    with pytest.raises(InvalidInput, match="is not usable; give one as"):
+    with pytest.raises(InvalidInput, match="is not valid: pass a device such as"):
         saved.read("default@1", device=device)
 
 

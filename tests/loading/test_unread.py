@@ -86,7 +86,7 @@ def test_nothing_is_logged_if_only_an_epoch_is_unread(caplog: pytest.LogCaptureF
 def test_unread_is_warn_or_ignore() -> None:
     store = small()
     store.save({"w": torch.ones(2)}, step=1)
-    with pytest.raises(InvalidInput, match=r"unread=.* give .warn. or .ignore."):
+    with pytest.raises(InvalidInput, match=r"unread=.* pass .warn. or .ignore."):
         store.load({"w": torch.ones(2)}, "default@1", unread=False)  # type: ignore[arg-type]
 
 

@@ -43,7 +43,7 @@ def test_tensors_are_concatenated() -> None:
         ({"x": {"a": 0, "b": 1}}, {}, "cannot be split"),
         ({"x": []}, {}, "cannot be split"),
         ({"(": ["a"]}, {}, "no regular expression"),
-        ({"x": [r"\3", "b"]}, {}, "no replacement"),
+        ({"x": [r"\3", "b"]}, {}, "not a replacement"),
         ({}, {"x": ["whole", "z"]}, "no tensor 'z'"),
         ({}, {"x": ["whole", "other"]}, "cannot be concatenated"),
     ],
