@@ -86,7 +86,7 @@ def newest_of_runs(
 ) -> list[Commit]:
     """Return the newest commit of each run except ``but``, in the same way as `newest`. The newest of all is first.
 
-    ``skip_doubtful``: leave out commits whose log cannot be read.
+    ``skip_doubtful``: skip commits whose log cannot be read.
     """
     hashes = [run for run in runs(repo) if but is None or run != run_hash(but)]
     if len(hashes) > MANY_RUNS:

@@ -166,7 +166,7 @@ class Lease:
             return False
         except CasckptError as error:
             log.warning(
-                "%s was not renewed; it expires at %s, and casckpt retries before then: %s",
+                "%s was not renewed; it expires at %s, and a retry follows: %s",
                 self._what,
                 self._until,
                 error,

@@ -361,8 +361,7 @@ def _began(repo: Repository, txid: TxId) -> Began | None:
 
 
 def has_died(repo: Repository, transaction: OpenTransaction) -> bool:
-    """Return whether the process that began an open transaction, and the last process that joined it, are provably
-    dead.
+    """Return whether the process that began an open transaction, and the last that joined it, are provably dead.
 
     Return False in case of doubt. Raises `StorageError`.
     """

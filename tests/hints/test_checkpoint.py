@@ -527,13 +527,13 @@ def test_a_mapping_of_another_class_is_filled_by_a_load(store: casckpt.Store, me
     assert state["more"] == Settings(lr=0.5)
 
 
-@follows("history/transactions.py:begin_save", "save another step, or overwrite it (overwrite=True")
+@follows("history/transactions.py:begin_save", "save a different step, or overwrite it (overwrite=True")
 def test_a_step_that_exists_is_overwritten(saved: casckpt.Store, messages: Messages) -> None:
     with messages.error() as advice:
         saved.save({"x": 2}, run="a", step=1)
     saved.save({"x": 2}, run="a", step=1, **advice.argument("overwrite"))
     assert saved.read("a@1") == {"x": 2}
-    advice.says("save another step")
+    advice.says("save a different step")
     saved.save({"x": 3}, run="a", step=2)
     assert saved.read("a@2") == {"x": 3}
 

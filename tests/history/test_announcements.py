@@ -272,7 +272,7 @@ def test_a_restored_backup_is_read_again(tmp_path: Path, caplog: pytest.LogCaptu
         storage.inner.delete(announcement_key(RUN, number))
     with caplog.at_level(logging.WARNING):
         assert look(repo, RUN).head == 0
-    assert "put back from a copy" in caplog.text
+    assert "restored from a copy" in caplog.text
     commit_bare(repo, step=3)
     assert [number for number, _ in told(repo)] == [0, 1]
 

@@ -65,7 +65,7 @@ def test_an_expired_tag_can_be_set_moved_and_deleted(repo: Repository) -> None:
 
 @pytest.mark.parametrize("seconds", [0, -1.0])
 def test_a_tag_without_a_time_is_refused(repo: Repository, seconds: float) -> None:
-    with pytest.raises(InvalidInput, match="cannot expire at once"):
+    with pytest.raises(InvalidInput, match="cannot expire immediately"):
         hold(repo, "eval", commit_bare(repo), seconds)
     with pytest.raises(InvalidInput, match="not a usable name"):
         hold(repo, "Eval", commit_bare(repo), HOUR)
@@ -291,7 +291,7 @@ def test_a_failed_renewal_is_logged_and_tried_again(
         with caplog.at_level(logging.WARNING):
             assert not lease.renew()
         assert "a@1" in caplog.text
-        assert "was not renewed; a retry follows" in caplog.text
+        assert "was not renewed; it expires at" in caplog.text
         assert lease.renew()
     assert tags(repo) == {}
 

@@ -24,12 +24,12 @@ def saved() -> casckpt.Store:
 @pytest.mark.parametrize(
     ("rename", "names"),
     [
-        ({"(": "x"}, r"'\(' is no regular expression"),
-        ({5: "x"}, "5 is no regular expression"),
+        ({"(": "x"}, r"'\(' is not a regular expression"),
+        ({5: "x"}, "5 is not a regular expression"),
         ({"w": r"\9"}, r"'\\\\9' is not a replacement for 'w'"),
         ({"w": 5}, "5 is not a replacement"),
         ([("a", "b")], "rename is a list"),
-        (lambda key: None, "gives None for 'w'"),
+        (lambda key: None, "returns None for 'w'"),
     ],
 )
 def test_unusable_renames_are_refused(saved: casckpt.Store, rename: Any, names: str) -> None:
@@ -41,13 +41,13 @@ def test_unusable_renames_are_refused(saved: casckpt.Store, rename: Any, names: 
 
 @pytest.mark.parametrize("keys", [5, [5], [b"w"]])
 def test_unusable_patterns_are_refused(saved: casckpt.Store, keys: Any) -> None:
-    with pytest.raises(InvalidInput, match="give a list of patterns"):
+    with pytest.raises(InvalidInput, match="pass a list of patterns"):
         saved.read("default@1", keys=keys)
 
 
 @pytest.mark.parametrize("frozen", ["w", 5, True, [5], b"w"])
 def test_unusable_values_of_frozen_are_refused(saved: casckpt.Store, frozen: Any) -> None:
-    with pytest.raises(InvalidInput, match="give a list of patterns, or a function"):
+    with pytest.raises(InvalidInput, match="pass a list of patterns, or a function"):
         saved.save({"w": torch.zeros(3)}, step=2, frozen=frozen)
 
 

@@ -42,7 +42,7 @@ def test_tensors_are_concatenated() -> None:
         ({"x": ["a", "b", "c"]}, {}, "cannot be split"),
         ({"x": {"a": 0, "b": 1}}, {}, "cannot be split"),
         ({"x": []}, {}, "cannot be split"),
-        ({"(": ["a"]}, {}, "no regular expression"),
+        ({"(": ["a"]}, {}, "not a regular expression"),
         ({"x": [r"\3", "b"]}, {}, "not a replacement"),
         ({}, {"x": ["whole", "z"]}, "no tensor 'z'"),
         ({}, {"x": ["whole", "other"]}, "cannot be concatenated"),
