@@ -85,7 +85,7 @@ def test_an_entry_with_holes_is_damage_before_memory_is_made_for_it(store: casck
     assert contents.extents(entry).shape == (3,)
     contents.check_whole([entry])
     contents.manifest.extents = lambda entry: build((3,), 4, 1024, [])  # type: ignore[method-assign]  # holds no cell
-    with pytest.raises(Damaged, match=r"default@1 holds 'w' \(12 bytes\) only in part"):
+    with pytest.raises(Damaged, match=r"default@1 holds only a part of 'w' \(12 bytes\)"):
         contents.check_whole([entry])
 
 

@@ -69,7 +69,7 @@ def test_an_existing_manifest_of_another_size_is_refused(repo: Repository) -> No
     made = draft([])
     found = manifests.put(repo, txid, made)
     repo.storage.replace(manifest_key(txid, found.id), b"short")
-    with pytest.raises(StorageError, match="another size"):
+    with pytest.raises(StorageError, match="a different size"):
         manifests.put(repo, txid, made)
 
 

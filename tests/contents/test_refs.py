@@ -73,7 +73,7 @@ def test_ids_and_their_prefixes_are_found(repo: Repository) -> None:
     assert resolve(repo, one.id) == one
     assert resolve(repo, one.id.upper()) == one
     assert resolve(repo, "abcdef3") == two
-    with pytest.raises(InvalidInput, match=r"2 ids: abcdef12\S* \(a@1\), abcdef34\S* \(a@2\); give more digits"):
+    with pytest.raises(InvalidInput, match=r"2 ids: abcdef12\S* \(a@1\), abcdef34\S* \(a@2\); use more digits"):
         resolve(repo, "abcdef")
     with pytest.raises(NotFound):
         resolve(repo, "abcdef5")
@@ -126,7 +126,7 @@ def test_a_tag_finds_its_checkpoint(repo: Repository) -> None:
     commit = commit_bare(repo, "a", 1)
     set_tag(repo, "best", commit)
     assert resolve(repo, "tag:best") == commit
-    with pytest.raises(NotFound, match="there are: best"):
+    with pytest.raises(NotFound, match="existing tags: best"):
         resolve(repo, "tag:bets")
     with pytest.raises(InvalidInput):
         resolve(repo, "tag:No Good")
@@ -176,7 +176,7 @@ def test_an_invalid_reference_is_refused(repo: Repository, ref: str) -> None:
 def test_the_error_not_found_lists_alternatives(repo: Repository) -> None:
     with pytest.raises(NotFound, match="no visible checkpoint"):
         resolve(repo, "latest")
-    with pytest.raises(NotFound, match="no visible checkpoint at all"):
+    with pytest.raises(NotFound, match="has no visible checkpoints"):
         resolve(repo, "sft@1")
     for step in (10, 30, 20):
         commit_bare(repo, "sft-v1", step)
@@ -184,7 +184,7 @@ def test_the_error_not_found_lists_alternatives(repo: Repository) -> None:
         resolve(repo, "sft-v1@5")
     with pytest.raises(NotFound, match=r"did you mean sft-v1\?"):
         resolve(repo, "sft_v1@10")
-    with pytest.raises(NotFound, match="there are sft-v1"):
+    with pytest.raises(NotFound, match="existing runs: sft-v1"):
         resolve(repo, "zzz@latest")
 
 
@@ -275,7 +275,7 @@ def test_for_restore_a_step_or_range_means_forgotten_checkpoints(repo: Repositor
     assert resolve_forgotten(repo, forgotten[0].id[:12], found) == [forgotten[0]]
     with pytest.raises(NotFound, match=r"run 'a' in \S+ has no forgotten checkpoint in 6\.\."):
         resolve_forgotten(repo, "a@6..", found)
-    with pytest.raises(NotFound, match=r"did you mean a\?|there are a"):
+    with pytest.raises(NotFound, match=r"did you mean a\?|existing runs: a"):
         resolve_forgotten(repo, "aa@..", found)
     with pytest.raises(NotFound, match="no step 2"):
         resolve_forgotten(repo, "a@2", found)

@@ -377,7 +377,7 @@ def test_an_unusable_catalogue_is_rebuilt(
         assert list((tmp_path / "other").rglob("*"))
 
 
-@follows("contents/manifests.py:reindex", "make room there, or name another --cache-dir")
+@follows("contents/manifests.py:reindex", "free some space there, or pass a different --cache-dir")
 def test_a_catalogue_is_created_in_a_writable_folder(
     saved: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:

@@ -302,7 +302,7 @@ def test_a_lost_lease_is_logged(repo: Repository, caplog: pytest.LogCaptureFixtu
         delete_tag(repo, name)
         with caplog.at_level(logging.ERROR):
             assert not lease.renew()
-    assert "is lost, and the checkpoint may be purged" in caplog.text
+    assert "was lost, so the checkpoint may be purged" in caplog.text
     assert generations(repo, name) == 2, "it is not ended once more"
 
 

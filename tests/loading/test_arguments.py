@@ -139,7 +139,7 @@ def test_loading_a_forgotten_checkpoint_warns(saved: casckpt.Store) -> None:
     saved.read(id)
     saved.forget(id)
     for load in (lambda: saved.read(id), lambda: saved.load({"w": torch.zeros(3)}, held)):
-        text = rf"default@1 \({id[:10]}.* was forgotten, and the next gc may purge"
+        text = rf"default@1 \({id[:10]}.* was forgotten, so the next gc may purge"
         with pytest.warns(ForgottenWarning, match=text) as told:
             load()
         assert [one.filename for one in told] == [__file__]  # and not a file of casckpt
