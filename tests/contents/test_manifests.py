@@ -47,7 +47,7 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path: Path, repo: Repository) 
     ]
 
 
-def test_a_manifest_is_read_once_and_never_if_just_written(
+def test_a_manifest_is_read_once_or_not_at_all_if_it_was_just_written(
     tmp_path: Path, repo: Repository, faults: FaultyStore
 ) -> None:
     commit = save(repo)
@@ -64,7 +64,7 @@ def test_an_existing_manifest_of_the_same_size_counts_as_put(repo: Repository) -
     assert manifests.put(repo, txid, made) == manifests.put(repo, txid, made)
 
 
-def test_an_existing_manifest_of_another_size_is_refused(repo: Repository) -> None:
+def test_an_existing_manifest_of_a_different_size_is_refused(repo: Repository) -> None:
     txid = repo.new_txid("a", 1)
     made = draft([])
     found = manifests.put(repo, txid, made)
@@ -96,7 +96,7 @@ def test_damage_names_the_checkpoint_and_the_object(
     assert caught.value.key == key_of(commit)
 
 
-def test_an_error_for_an_unusable_manifest_names_the_checkpoint(tmp_path: Path, repo: Repository) -> None:
+def test_an_error_for_an_invalid_manifest_names_the_checkpoint(tmp_path: Path, repo: Repository) -> None:
     """The head is that of a later version, and the record confirms it."""
     commit = save(repo, "sft", 7)
     data = bytearray(repo.storage.get(key_of(commit), limit=1 << 30))
@@ -122,7 +122,7 @@ def test_a_record_that_contradicts_its_manifest_is_refused(
     assert len(manifests.blob_list(fresh(tmp_path, repo), other)) == 0  # whatever it says, a gc knows what it needs
 
 
-def test_a_checkpoint_purged_meanwhile_is_gone_and_not_damaged(
+def test_a_checkpoint_purged_in_the_meantime_is_gone_and_not_damaged(
     tmp_path: Path, repo: Repository, faults: FaultyStore
 ) -> None:
     commit = save(repo, "sft", 7)
@@ -143,7 +143,7 @@ def test_a_failing_storage_does_not_mean_damage(tmp_path: Path, repo: Repository
         manifests.get(fresh(tmp_path, repo), commit)
 
 
-def test_the_catalogue_keeps_lists_of_blobs(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_the_catalogue_keeps_blob_lists(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
     base = save(repo, "a", 1, texts=["one", "two"])
     commit = save(repo, "a", 2, texts=["three"], reused=manifests.get(repo, base).blobs)
     wanted = [
@@ -157,11 +157,11 @@ def test_the_catalogue_keeps_lists_of_blobs(tmp_path: Path, repo: Repository, fa
     assert manifests.blobs_of(fresh(tmp_path, repo), commit) == wanted
 
 
-def test_a_checkpoint_without_blobs_names_none(repo: Repository) -> None:
+def test_a_checkpoint_without_blobs_has_an_empty_blob_list(repo: Repository) -> None:
     assert manifests.blobs_of(repo, save(repo)) == []
 
 
-def test_places_differ_between_transactions_of_one_manifest(tmp_path: Path, repo: Repository) -> None:
+def test_transactions_with_the_same_manifest_have_different_locations(tmp_path: Path, repo: Repository) -> None:
     records = []
     for _ in range(2):
         txid = repo.new_txid("a", 1)
@@ -194,7 +194,7 @@ def save_large(repo: Repository, count: int = 30_000) -> Commit:
     return just_committed(record)
 
 
-def test_only_the_wanted_parts_of_a_large_manifest_are_read(
+def test_only_the_requested_parts_of_a_large_manifest_are_read(
     tmp_path: Path, repo: Repository, faults: FaultyStore
 ) -> None:
     commit = save_large(repo)
@@ -217,9 +217,7 @@ def test_only_the_wanted_parts_of_a_large_manifest_are_read(
     assert faults.count("get", "objects/*") == 0
 
 
-def test_gc_reads_only_the_list_of_blobs_of_a_large_manifest(
-    tmp_path: Path, repo: Repository, faults: FaultyStore
-) -> None:
+def test_gc_reads_only_the_blob_list_of_a_large_manifest(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
     commit = save_large(repo)
     counts: IoCounts = cast("Any", faults.inner).counts
     before = counts.bytes_read
@@ -229,7 +227,7 @@ def test_gc_reads_only_the_list_of_blobs_of_a_large_manifest(
     assert faults.count("get", "objects/*") == 0
 
 
-def test_a_large_manifest_that_is_cut_short_is_damaged(tmp_path: Path, repo: Repository) -> None:
+def test_a_truncated_large_manifest_is_damaged(tmp_path: Path, repo: Repository) -> None:
     commit = save_large(repo)
     data = repo.storage.get(key_of(commit), limit=1 << 30)
     for size in (len(data) - 1, 4097, 4000, 0):
@@ -260,7 +258,7 @@ def test_damage_in_a_large_manifest_affects_only_the_damaged_part(tmp_path: Path
     assert len(manifests.stored_blobs(fresh(tmp_path, repo), commit)) == 1
 
 
-def test_a_large_manifest_that_is_purged_while_it_is_read_is_gone(tmp_path: Path, repo: Repository) -> None:
+def test_purging_a_large_manifest_while_it_is_read_raises_gone(tmp_path: Path, repo: Repository) -> None:
     commit = save_large(repo)
     found = manifests.get(fresh(tmp_path, repo), commit)
     purge(repo, forget(repo, commit))

@@ -71,7 +71,7 @@ def test_a_digest_is_the_same_for_all_topologies(ranks: Pool, tmp_path: Path) ->
     assert all(one == expected(state) for one in found.values())
 
 
-def test_a_digest_equals_that_of_the_bytes_in_a_safetensors_file(tmp_path: Path) -> None:
+def test_a_digest_matches_the_bytes_in_a_safetensors_file(tmp_path: Path) -> None:
     dtypes = ("bfloat16", "float64", "complex64", "uint32", "bool", "float8_e4m3fn", "float8_e8m0fnu")
     state = {dtype: raw(dtype, (37, 300), 1).clone() for dtype in dtypes if dtype in NAMES}
     state |= tensors() | {"t": numbers("t", 90, 70).t()}
@@ -87,7 +87,7 @@ def test_a_digest_equals_that_of_the_bytes_in_a_safetensors_file(tmp_path: Path)
     assert store.digests("default@1") == {key: hex_digest(body[lo:hi]) for key, (lo, hi) in ends.items()}
 
 
-def test_equal_cells_in_another_order_give_another_digest() -> None:
+def test_equal_cells_in_a_different_order_have_a_different_digest() -> None:
     store, full = small(), numbers("full", 64, 64)
     left, right = full[:, :32].contiguous(), full[:, 32:].contiguous()
     other = torch.cat([left.view(32, 64), right.view(32, 64)])
@@ -98,7 +98,7 @@ def test_equal_cells_in_another_order_give_another_digest() -> None:
         assert store.digests("default@1", keys=[key]) == expected({key: one})
 
 
-def test_a_computed_digest_is_known_for_checkpoints_with_the_same_cells() -> None:
+def test_a_computed_digest_also_applies_to_checkpoints_with_the_same_cells() -> None:
     store, state = small(), {"a": numbers("a", 9000), "b": numbers("b", 9000)}
     store.save(state, step=1)
     store.digests("default@1")
@@ -112,7 +112,7 @@ def test_a_computed_digest_is_known_for_checkpoints_with_the_same_cells() -> Non
     assert counts.bytes_read < 1000  # of records
 
 
-def test_damaged_bytes_have_no_digest(tmp_path: Path) -> None:
+def test_the_digest_of_damaged_bytes_is_not_computed(tmp_path: Path) -> None:
     store = small_folder(tmp_path)
     store.save({"a": numbers("a", 9000)}, step=1)
     for key in blob_keys(store):

@@ -46,7 +46,7 @@ def keys(store: Store) -> list[str]:
     return Contents(manifests.get(store.repository, store.get("default@1").commit), 0).keys()
 
 
-def test_a_mapping_of_many_plain_values_is_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mapping_of_many_plain_values_is_stored_as_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "LARGE", 3)
     store = small()
     few = {"a": 1, "b": 2}
@@ -65,7 +65,7 @@ def template(**seen: Any) -> dict[str, Any]:
     return {"w": torch.zeros(2), "train": {"seen": seen}}
 
 
-def test_a_template_with_its_entries_is_filled_in_place(store: Store) -> None:
+def test_a_template_with_the_same_entries_is_filled_in_place(store: Store) -> None:
     held: dict[Any, Any] = {"a": 0, "b": 0, 3: "", "deep": {"n": 0, "t": []}, "counts": Counter(), "raw": b""}
     into = {"w": torch.zeros(2), "train": {"seen": held}}
     deep = held["deep"]
@@ -75,7 +75,7 @@ def test_a_template_with_its_entries_is_filled_in_place(store: Store) -> None:
     assert held["deep"] is deep
 
 
-def test_a_template_with_some_entries_is_filled_and_the_others_are_logged(
+def test_a_template_with_some_of_the_entries_is_filled_and_the_rest_is_logged(
     store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unread, "_LOGGED", set())
@@ -113,7 +113,7 @@ def test_a_mapping_and_a_value_do_not_match(store: Store) -> None:
         store.load(fixed, "latest", unread="ignore")
 
 
-def test_a_mapping_of_entries_may_be_renamed(store: Store) -> None:
+def test_a_mapping_of_entries_can_be_renamed(store: Store) -> None:
     into = {"w": torch.zeros(2), "ids": {"a": 0}}
     store.load(into, "latest", rename=lambda key: key.replace("ids", "train.seen"), unread="ignore")
     assert into["ids"] == {"a": 1}
@@ -127,7 +127,7 @@ def test_a_mapping_of_entries_may_be_renamed(store: Store) -> None:
         {r"ids\.deep\.n": "train.seen.a", "ids": "train.seen"},
     ],
 )
-def test_a_rename_of_single_entries_is_refused(rename: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renaming_individual_entries_is_refused(rename: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "LARGE", 3)
     store = small()
     store.save({"w": torch.ones(2), "train": {"seen": SEEN}}, step=1)
@@ -154,5 +154,5 @@ def saving(rank: int, size: int, where: str) -> Any:
     return len(store.read("latest")["seen"])
 
 
-def test_entries_of_several_ranks_are_united(ranks: Pool, tmp_path: Path) -> None:
+def test_entries_of_several_ranks_are_merged(ranks: Pool, tmp_path: Path) -> None:
     assert ranks.run(2, saving, str(tmp_path)) == [10, 10]

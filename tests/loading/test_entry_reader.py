@@ -43,7 +43,7 @@ def test_a_rank_reads_memory_with_its_own_cores_and_a_disk_with_more(
 
 
 @pytest.mark.parametrize(("loose", "reads"), [(2, 1), (8, 16)])
-def test_a_few_copied_cells_cause_no_small_reads(
+def test_a_few_copied_cells_do_not_cause_small_reads(
     loose: int, reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(download, "_SCRATCH_BYTES", CELL)

@@ -53,7 +53,7 @@ def test_names_are_compared_without_wrappers(name: str, without: str) -> None:
         ("module.q.w", "module.q.w"),
     ],
 )
-def test_only_additions_of_peft_are_removed_from_base_names(name: str, before: str) -> None:
+def test_only_peft_additions_are_removed_from_base_names(name: str, before: str) -> None:
     assert name_without_adapters(name) == before
 
 
@@ -77,7 +77,7 @@ def test_each_key_is_in_one_pair() -> None:
     assert missed_pairs({"x.a.w": W, "a.w": W}, {"a.w": W, "y.a.w": W}) == {"x.a.w": "a.w", "a.w": "y.a.w"}
 
 
-def test_an_unfilled_model_is_matched_with_one_of_two_equal_models() -> None:
+def test_an_unfilled_model_matches_one_of_two_equal_models() -> None:
     missed = {"model.a.w": W, "model.b.w": W}
     saved = {"g.a.w": W, "d.b.w": W, "d.a.w": W, "g.b.w": W}
     assert missed_pairs(missed, saved) == {"model.a.w": "d.a.w", "model.b.w": "d.b.w"}
@@ -89,7 +89,7 @@ def test_the_most_similar_of_equal_unwrapped_names_are_a_pair() -> None:
         assert missed_pairs(dict.fromkeys(keys, W), saved) == {key: f"model.{key}" for key in keys}
 
 
-def test_a_rename_rule_keeps_numbers_and_filled_keys() -> None:
+def test_a_rename_rule_preserves_numbers_and_filled_keys() -> None:
     layers = {f"m.layers.{n}.wrap.a.w": f"layers.{n}.a.w" for n in range(12)}
     assert rename_for(layers, {}) == {r"m\.layers\.(\d+)\.wrap\.(.*)": r"layers.\1.\2"}
     pairs, filled = {"model.a.w": "model.x.a.w"}, {"model.b.w": "model.b.w"}
@@ -104,7 +104,7 @@ NAMES = st.dictionaries(st.lists(PART, min_size=1, max_size=5).map(".".join), st
 
 
 @given(unfilled=NAMES, unread=NAMES, filled=NAMES)
-def test_the_rename_maps_every_pair_and_no_filled_key(
+def test_the_rename_maps_every_pair_and_leaves_filled_keys_unchanged(
     unfilled: dict[str, tuple[int, ...]], unread: dict[str, tuple[int, ...]], filled: dict[str, tuple[int, ...]]
 ) -> None:
     unfilled = {key: shape for key, shape in unfilled.items() if key not in filled}
@@ -139,7 +139,7 @@ def part_of(count: int, total: int) -> tuple[Fit, dict[str, tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("count", [0, 5, 261])
-def test_a_load_that_misses_more_than_a_tenth_by_name_raises_and_shows_the_rename(count: int) -> None:
+def test_a_load_that_misses_over_a_tenth_by_name_raises_and_shows_the_rename(count: int) -> None:
     fit, saved = part_of(count, 291)
     with pytest.raises(MissingKey, match=f"would fill {count} of 291 tensors") as caught:
         check_fit(fit, saved, "a@1")

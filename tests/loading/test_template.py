@@ -94,7 +94,7 @@ def test_an_optimizer_saved_before_its_first_step_loads_empty() -> None:
 
 
 @pytest.mark.parametrize("key", ["model", "optim.state", "cfg"])
-def test_any_other_empty_mapping_is_a_mismatch_with_advice(key: str) -> None:
+def test_any_other_empty_mapping_raises_a_mismatch_with_advice(key: str) -> None:
     store = small()
     state: dict[str, Any] = {"model": {"w": torch.ones(2)}, "optim": {"state": {"w": torch.ones(2)}}, "cfg": {"a": 1}}
     store.save(state, step=1)
@@ -144,7 +144,7 @@ def load_on_ranks(rank: int, size: int, path: Path) -> list[str]:
     return wrong
 
 
-def test_all_ranks_load_alike(tmp_path: Path, ranks: Pool) -> None:
+def test_all_ranks_load_in_the_same_way(tmp_path: Path, ranks: Pool) -> None:
     small_folder(tmp_path).save(state_of(*trained()), run="a", step=1)
     assert ranks.run(2, load_on_ranks, tmp_path) == [[], []]
 
@@ -217,7 +217,7 @@ def test_a_new_head_is_left_unchanged() -> None:
         store.load(fits, "default@1", ignore_mismatched=[3])  # type: ignore[list-item]
 
 
-def test_a_missing_key_that_shares_memory_with_what_is_loaded_is_excused() -> None:
+def test_a_missing_key_is_allowed_if_it_shares_memory_with_a_loaded_key() -> None:
     store = small()
     saved = torch.arange(6.0).view(2, 3)
     store.save({"emb": saved, "empty": torch.ones(0)}, step=1)

@@ -45,7 +45,7 @@ def test_tied_memory_with_different_values_is_refused_before_any_change(count: i
     assert torch.equal(template[HEAD], cells(count, seed=2))
 
 
-def test_one_differing_cell_is_enough_to_refuse_tied_memory() -> None:
+def test_a_single_differing_cell_is_enough_to_refuse_tied_memory() -> None:
     store, weight = small(), cells(6, seed=1)
     store.save({EMBED: weight}, step=1)
     other = weight.clone()
@@ -63,7 +63,7 @@ def test_one_stored_key_may_fill_both_tied_tensors() -> None:
     assert torch.equal(template[HEAD], weight)
 
 
-def test_adjacent_views_share_no_memory() -> None:
+def test_adjacent_views_do_not_share_memory() -> None:
     store = small()
     store.save({"q": torch.ones(4, 3), "k": torch.full((4, 3), 2.0)}, step=1)
     both = torch.zeros(4, 6)
@@ -131,7 +131,7 @@ def test_views_of_shared_memory_with_different_stored_values_are_refused(
         assert torch.equal(found["a"], whole)
 
 
-def test_a_head_that_shares_rows_of_an_embedding_refuses_other_values() -> None:
+def test_a_head_that_shares_embedding_rows_refuses_different_values() -> None:
     store, embed = small(), torch.randn(400, 16)
     store.save({EMBED: embed, HEAD: torch.randn(300, 16)}, step=1)
     model = torch.zeros(400, 16)
@@ -155,7 +155,7 @@ def test_partly_overlapping_views_need_one_value_per_element(differ: bool) -> No
 
 
 @pytest.mark.parametrize("differ", [False, True])
-def test_tied_tensors_that_are_stored_in_other_cells_or_dtypes_are_read_to_compare_them(differ: bool) -> None:
+def test_tied_tensors_with_different_cells_or_dtypes_are_read_to_compare_them(differ: bool) -> None:
     store, weight = small(), torch.randn(3000, dtype=torch.bfloat16)
     wide = weight.float()
     wide[7] += differ
@@ -194,7 +194,7 @@ def test_columns_of_one_matrix_are_not_read_to_compare_them(monkeypatch: pytest.
     assert whole[7].tolist() == [i for i in range(30) for _ in range(2)]
 
 
-def test_empty_tensors_share_nothing() -> None:
+def test_empty_tensors_do_not_share_memory() -> None:
     store, empty = small(), torch.empty(0, 3)
     store.save({"a": empty, "b": empty.clone()}, step=1)
     store.load({"a": empty, "b": empty}, "default@1")

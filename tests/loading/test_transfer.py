@@ -15,7 +15,7 @@ from tests.support.saves import CELL, cells, counted, small, small_folder
 PER = CELL // 4  # float32 of a cell
 
 
-def test_nearby_ranges_of_a_blob_are_one_request(tmp_path: Path) -> None:
+def test_nearby_ranges_of_a_blob_are_read_with_one_request(tmp_path: Path) -> None:
     """In a folder, 128 KiB of unwanted bytes cost less than another request."""
     state = {f"w{i}": cells(1) for i in range(14)}
     store = small_folder(tmp_path / "store")

@@ -54,7 +54,9 @@ def frames(store: Store, one: int, other: int, key: str | None = None) -> int:
 
 
 @pytest.mark.parametrize(("threads", "check", "planes"), half_of([1, 4], [False, True], [False, True]))
-def test_an_update_goes_from_any_version_to_any_other(tmp_path: Path, threads: int, check: bool, planes: bool) -> None:
+def test_any_version_can_be_updated_to_any_other_version(
+    tmp_path: Path, threads: int, check: bool, planes: bool
+) -> None:
     found = states()
     for made in (small(), small_folder(tmp_path), small(far())):
         store = reopened(saved(made, found, planes=planes))
@@ -92,7 +94,7 @@ def destinations(draw: st.DrawFn) -> tuple[tuple[int, int], list[tuple[slice, sl
 
 
 @given(destinations(), st.tuples(*[st.integers(0, STEPS - 1)] * 2), st.tuples(*[st.booleans()] * 3))
-def test_any_part_in_any_memory_is_updated(
+def test_any_part_in_any_memory_can_be_updated(
     box: tuple[tuple[int, int], list[tuple[slice, slice]]], order: tuple[int, ...], flags: tuple[bool, ...]
 ) -> None:
     (before, after), (planes, check, cast) = order, flags
@@ -181,7 +183,7 @@ def test_an_update_reads_only_differences(tmp_path: Path, place: str) -> None:
         at = step
 
 
-def test_an_update_reads_nothing_of_equal_tensors() -> None:
+def test_an_update_does_not_read_equal_tensors() -> None:
     store = small()
     state = {"a": smooth((90, 256)), "b": smooth((9, 256))}
     held = store.save(state, step=0)
@@ -213,7 +215,7 @@ def test_an_update_with_check_repairs_changed_memory(step: int) -> None:
             assert torch.equal(state["m"]["w"], found[step]["m"]["w"])
 
 
-def test_an_update_with_check_hashes_held_memory_and_reads_none_of_it() -> None:
+def test_an_update_with_check_hashes_held_memory_instead_of_reading() -> None:
     store = saved(small(), states())
     state, held = held_at(store, 1)
     del state["o"]

@@ -93,7 +93,7 @@ def test_the_first_update_keeps_all_tables(folder: Path, check: bool) -> None:
         assert sum(read) <= 1.1 * delta
 
 
-def test_an_update_without_kept_tables_reads_undone_frames_too(folder: Path) -> None:
+def test_an_update_without_kept_tables_also_reads_undone_frames(folder: Path) -> None:
     """As after a full load or in another process. The result is correct."""
     store = casckpt.open(folder)
     found, more = emptied(state(0)), []
@@ -123,7 +123,7 @@ def test_kept_tables_follow_each_update() -> None:
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_wrong_kept_tables_do_no_harm(check: bool) -> None:
+def test_wrong_kept_tables_are_harmless(check: bool) -> None:
     store = run(small(), 12)
     found = emptied(state(0))
     held = store.load(found, ref(0))
@@ -175,7 +175,7 @@ def test_an_update_over_several_steps_reads_no_full_cell(folder: Path, first: in
     assert sum(read) < new + 8 * CELL
 
 
-def test_an_update_after_a_watch_requests_only_news() -> None:
+def test_an_update_after_a_watch_requests_only_new_data() -> None:
     """The number does not depend on the length of the run: no listing, and no record of another checkpoint."""
     faulty = FaultyStore(small().repository.storage)
     run(Store(Repository(faulty.inner)), 12)

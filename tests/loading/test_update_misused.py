@@ -29,7 +29,7 @@ def run(store: Store, count: int = 6) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("wrong", ["another model", "another shape", "another dtype", "a key too many", "plain data"])
-def test_a_state_that_does_not_fit_is_left_as_it_is(wrong: str) -> None:
+def test_a_state_that_does_not_fit_is_left_unchanged(wrong: str) -> None:
     store = saved(small(), states())
     state, held = held_at(store, 0)
     before = state["m"]["w"].clone()
@@ -51,7 +51,7 @@ def test_a_state_that_does_not_fit_is_left_as_it_is(wrong: str) -> None:
     assert held.frames is frames
 
 
-def test_the_held_version_may_be_of_another_store() -> None:
+def test_the_held_version_may_belong_to_a_different_store() -> None:
     """With the same versions, with others of the same names, with other cells, and deleted."""
     store, twin, other, coarse = small(), small(), small(), small(cell_bytes=2 * CELL)
     found = run(store)
@@ -121,7 +121,7 @@ def test_an_empty_state_and_a_state_without_tensors_are_updated() -> None:
         assert state.get("n", 1) == 1
 
 
-def test_several_updates_start_from_a_held_version() -> None:
+def test_several_updates_can_start_from_the_same_held_version() -> None:
     store = small()
     found = run(store, 8)
     first = emptied(found[0])
@@ -215,7 +215,7 @@ def test_an_update_from_a_thinned_version_reads_missing_entries() -> None:
 # beside a gc, without a lease
 
 
-def test_a_checkpoint_deleted_during_an_update_is_not_found(tmp_path: Path) -> None:
+def test_deleting_a_checkpoint_during_an_update_raises_not_found(tmp_path: Path) -> None:
     """Two readers follow a run in which a gc keeps only the newest checkpoint."""
     store = small_folder(tmp_path / "store")
     tensor = torch.randn(48, 512, generator=torch.Generator().manual_seed(1)).bfloat16()

@@ -76,6 +76,6 @@ def test_tensors_that_differ_in_form_from_the_parent_are_hashed(small: casckpt.S
         assert torch.equal(small.read(saved)[key], value)
 
 
-def test_frozen_is_a_list_of_patterns_or_a_function(small: casckpt.Store) -> None:
+def test_frozen_accepts_a_list_of_patterns_or_a_function(small: casckpt.Store) -> None:
     with pytest.raises(InvalidInput, match="list of patterns"):
         small.save(state(1), step=1, frozen="backbone.*")

@@ -42,7 +42,7 @@ def save_unchecked(rank: int, size: int, path: Path) -> Any:
     return [outcome_of(partial(store.save, same, run="raise", step=2, check_replicas=check)) for check in checks]
 
 
-def test_everything_or_nothing_is_compared_on_request(ranks: Pool, path: Path) -> None:
+def test_check_replicas_compares_everything_or_nothing(ranks: Pool, path: Path) -> None:
     for differs, unknown in ranks.run(2, save_unchecked, path):
         assert isinstance(differs, InvalidInput)
         assert "'model.shared' differs between ranks 0 and 1" in str(differs)
@@ -75,7 +75,7 @@ def owned(rank: int, size: int, path: Path) -> Any:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_tensor_of_an_owner_is_taken_from_its_owner(ranks: Pool, path: Path, size: int) -> None:
+def test_an_owned_tensor_is_saved_from_its_owner(ranks: Pool, path: Path, size: int) -> None:
     for empty, errors in ranks.run(size, owned, path):
         assert empty["ema"]["w"].tolist() == [size - 1] * (4 + size)
         assert empty["ema"]["n"] == size - 1

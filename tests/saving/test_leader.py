@@ -12,7 +12,7 @@ from tests.support.repositories import memory
 from tests.support.saves import cells, same_state, small
 
 
-def test_the_log_of_the_parent_is_read_after_begin_and_before_the_first_upload() -> None:
+def test_the_parents_log_is_read_after_begin_and_before_the_first_upload() -> None:
     """The parent is live at that time, and every gc that could purge it sees the transaction."""
     storage = FaultyStore(memory(near=False))
     store = small(storage)
@@ -40,7 +40,7 @@ def test_a_save_never_lists_all_commits() -> None:
     assert ("list", "commits/") not in {(call.method, call.key) for call in storage.calls}
 
 
-def test_written_bytes_are_the_hashed_bytes_though_the_tensor_changes(
+def test_written_bytes_match_the_hashed_bytes_even_if_the_tensor_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A program that trains on too early mixes two steps, but every cell stays readable."""

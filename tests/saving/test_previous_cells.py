@@ -29,7 +29,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return small() if request.param == "memory" else small_folder(tmp_path / "store")
 
 
-def test_an_older_version_matches_its_manifest_or_is_not_used() -> None:
+def test_an_older_version_is_used_only_if_it_matches_its_manifest() -> None:
     """A run that was rolled back may reach the same version in another way, in another process."""
     first, second = (bytearray(bytes_of(one)) for one in (weights(numel=CELL), stepped(weights(numel=CELL), 1)))
     frame = encode_delta(memoryview(second), 2, memoryview(first))

@@ -128,7 +128,7 @@ def save_with_other_words(rank: int, size: int, path: Path) -> Any:
     return outcome_of(lambda: casckpt.open(path).save({"x": torch.ones(3)}, step=1, check_replicas=check))
 
 
-def test_ranks_with_different_comparisons_are_refused(ranks: Pool, path: Path) -> None:
+def test_ranks_with_different_check_replicas_are_refused(ranks: Pool, path: Path) -> None:
     for error in ranks.run(2, save_with_other_words, path):
         assert isinstance(error, InvalidInput)
         assert "check_replicas='off'" in str(error)
@@ -147,7 +147,7 @@ def save_one_other_element(rank: int, size: int, path: Path) -> Any:
     return errors, written, text_of(lambda: dcp_save({"w": data}, storage_writer=writer))
 
 
-def test_any_difference_is_refused_before_writing_on_request(ranks: Pool, path: Path) -> None:
+def test_check_replicas_raise_refuses_any_difference_before_writing(ranks: Pool, path: Path) -> None:
     for errors, written, other_words in ranks.run(2, save_one_other_element, path):
         assert all("'w' differs between ranks 0 and 1" in error for error in errors)
         assert all("check_replicas='sample'" in error for error in errors)
@@ -199,7 +199,7 @@ def diverging(rank: int, size: int, path: Path) -> Any:
     return noted(casckpt.open(path), "b@2")
 
 
-def test_replicas_saved_before_by_this_process_are_never_refused(ranks: Pool, path: Path) -> None:
+def test_replicas_that_this_process_saved_before_are_never_refused(ranks: Pool, path: Path) -> None:
     assert ranks.run(2, diverging, path) == [["w"], ["w"]]
     assert torch.equal(casckpt.open(path).read("b@2")["w"], numbers("w", 3000))
 
@@ -218,7 +218,7 @@ def failing_after_it_was_accepted(rank: int, size: int, path: Path) -> Any:
     return str(error), silent, heard.taken(), noted(store, "a@1")
 
 
-def test_a_difference_is_reported_with_the_first_save_of_it(ranks: Pool, path: Path) -> None:
+def test_a_difference_is_reported_by_the_first_save_that_stores_it(ranks: Pool, path: Path) -> None:
     (error, silent, told, keys), _ = ranks.run(2, failing_after_it_was_accepted, path)
     assert "as it happens" in error
     assert silent == []
@@ -244,7 +244,7 @@ def drifted_elsewhere(rank: int, size: int, path: Path) -> list[tuple[list[str],
     return found
 
 
-def test_dcp_and_megatron_name_drifted_keys(ranks: Pool, path: Path) -> None:
+def test_dcp_and_megatron_report_drifted_keys(ranks: Pool, path: Path) -> None:
     first, second = ranks.run(2, drifted_elsewhere, path)
     noted_keys = [[], ["w"], ["w"], [], ["m.w"], ["m.w"]]
     assert first == list(zip(noted_keys, [0, 1, 0, 0, 1, 0], strict=True))
@@ -263,7 +263,7 @@ def counted(rank: int, size: int, path: Path) -> tuple[int, int]:
     return sampled[0], sampled[1] - sampled[0]
 
 
-def test_only_replicas_are_sampled_again(ranks: Pool, path: Path) -> None:
+def test_only_replicas_are_resampled(ranks: Pool, path: Path) -> None:
     assert ranks.run(2, counted, path) == [(21, 20)] * 2
 
 
@@ -335,9 +335,7 @@ def test_a_difference_is_relative_to_the_larger_norm() -> None:
         (torch.tensor([3 + 4j]), torch.tensor([3 + 0j]), 0.8),
     ],
 )
-def test_values_that_are_not_finite_count_as_completely_different(
-    one: torch.Tensor, other: torch.Tensor, ratio: float
-) -> None:
+def test_non_finite_values_count_as_completely_different(one: torch.Tensor, other: torch.Tensor, ratio: float) -> None:
     dtype = str(one.dtype).removeprefix("torch.")
     data = [bytes(x.view(torch.uint8).numpy()) for x in (one, other)]
     assert relative_difference(dtype, *data) == pytest.approx(ratio)

@@ -64,7 +64,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return small() if request.param == "memory" else small_folder(tmp_path / "store")
 
 
-def test_an_unchanged_state_writes_no_blob(store: Store) -> None:
+def test_saving_an_unchanged_state_writes_no_blobs(store: Store) -> None:
     state = {"w": cells(40.5), "t": cells(20).view(128, -1).t(), "x": {"y": torch.arange(3)}}
     assert saved(store, state, 1) > 60 * CELL
     for step in (2, 3):
@@ -74,7 +74,7 @@ def test_an_unchanged_state_writes_no_blob(store: Store) -> None:
         assert ckpt.stats.blobs_reused == len(blob_keys(store))
 
 
-def test_one_changed_tensor_of_a_hundred_costs_itself(store: Store) -> None:
+def test_one_changed_tensor_of_a_hundred_costs_only_its_own_bytes(store: Store) -> None:
     state = {f"layer.{i}": cells(3) for i in range(100)}
     saved(store, state, 1)
     state["layer.37"] += 1
@@ -82,7 +82,7 @@ def test_one_changed_tensor_of_a_hundred_costs_itself(store: Store) -> None:
     assert store.diff("default@1", "default@2").changed == ("layer.37",)
 
 
-def test_ten_changed_rows_of_an_embedding_cost_their_cells(store: Store) -> None:
+def test_ten_changed_embedding_rows_cost_only_their_cells(store: Store) -> None:
     table = torch.randn(4000, 64)  # 16 rows a cell
     saved(store, {"embedding": table}, 1)
     rows = [0, 1, 15, 16, 500, 501, 1000, 2000, 3000, 3999]
@@ -101,7 +101,7 @@ def test_tied_and_constant_tensors_are_stored_once(store: Store) -> None:
     assert data_bytes(store, zeros | {"more": torch.zeros(3 * CELL // 4)}, 3) == 0
 
 
-def test_the_same_bytes_under_another_dtype_are_shared(store: Store) -> None:
+def test_equal_bytes_with_a_different_dtype_are_shared(store: Store) -> None:
     weight = cells(4)
     saved(store, {"w": weight}, 1)
     assert data_bytes(store, {"w": weight.view(torch.int32), "x": weight.view(torch.uint8)}, 2) == 0
@@ -113,7 +113,7 @@ def test_a_renamed_or_moved_key_is_shared(store: Store) -> None:
     assert saved(store, {"model": {f"block.{i}": state[f"l{i}"] for i in reversed(range(10))}}, 2) == 0
 
 
-def test_an_appended_tensor_costs_itself(store: Store) -> None:
+def test_an_added_tensor_costs_only_its_own_bytes(store: Store) -> None:
     weight = cells(20)
     saved(store, {"w": weight[: 10 * CELL // 4]}, 1)
     assert data_bytes(store, {"w": weight}, 2) == 10 * CELL
@@ -129,7 +129,7 @@ def test_many_small_tensors_are_reused(store: Store) -> None:
     assert data_bytes(store, state, 3) == 12
 
 
-def test_a_new_run_finds_its_base(store: Store) -> None:
+def test_a_new_run_reuses_cells_of_its_base_run(store: Store) -> None:
     base, head = {"backbone": cells(30)}, {"head": cells(2)}
     saved(store, base, 0, run="base")
     assert data_bytes(store, base | head, 1, run="sft") == 2 * CELL
@@ -137,7 +137,7 @@ def test_a_new_run_finds_its_base(store: Store) -> None:
     assert saved(store, base | head, 1, run="other") == 0
 
 
-def test_reuse_may_be_limited_to_the_run(store: Store) -> None:
+def test_reuse_can_be_limited_to_the_run(store: Store) -> None:
     state = {"w": cells(10)}
     saved(store, state, 1, run="a")
     assert data_bytes(store, state, 1, run="b", dedup="run") == 10 * CELL
@@ -168,7 +168,7 @@ ROWS: dict[str, Callable[[torch.Tensor, int], list[Shard]]] = {
 
 
 @pytest.mark.parametrize("split", ROWS)
-def test_other_topologies_share_their_cells(store: Store, split: str) -> None:
+def test_different_topologies_share_cells(store: Store, split: str) -> None:
     weight = torch.randn(128, 120)
     shards = ROWS[split]
 
@@ -183,7 +183,7 @@ def test_other_topologies_share_their_cells(store: Store, split: str) -> None:
     assert [written(shards(weight, n), 10 + i) for i, n in enumerate((8, 1, 4))] == [0, 0, 0]
 
 
-def test_more_shards_than_before_cost_cells_at_new_boundaries() -> None:
+def test_additional_shards_cost_only_cells_at_new_boundaries() -> None:
     store, weight = small(), torch.randn(1024, 40)
     store.save({"w": weight}, step=1)
     ckpt = store.save({"w": ROWS["rows"](weight, 4)}, step=2)
@@ -205,7 +205,7 @@ def test_overlapping_flat_parts_do_not_confuse_the_next_save() -> None:
     assert torch.equal(store.read("default@2")["w"], w)
 
 
-def test_a_store_with_other_cell_sizes_is_not_followed() -> None:
+def test_cells_of_a_different_size_are_not_reused() -> None:
     """After a copy into a store with other cell sizes, the cells are cut again."""
     store, state = small(cell_bytes=16 << 10), {"w": cells(64)}
     store.save(state, step=1)
@@ -291,7 +291,7 @@ class TestWorn:
         assert not any(blob.worn for blob in manifest_of(store, "default@1").blobs)
         assert saved(store, state, 2) == 0
 
-    def test_blobs_of_a_live_other_run_are_not_worn(self) -> None:
+    def test_blobs_of_a_different_live_run_are_not_worn(self) -> None:
         store = small()
         base = {f"w{i}": cells(2) for i in range(8)}
         store.save(base, run="base", step=0)
@@ -304,7 +304,7 @@ class TestWorn:
 class TestDamage:
     """A save does not reuse damaged data. It continues without it."""
 
-    def test_a_damaged_parent_manifest_only_prevents_reuse(
+    def test_a_damaged_parent_manifest_prevents_only_reuse(
         self, store: Store, caplog: pytest.LogCaptureFixture
     ) -> None:
         state = {"w": cells(10)}
@@ -318,7 +318,7 @@ class TestDamage:
             again.read("default@1")
         assert saved(again, state, 3) == 0
 
-    def test_a_missing_parent_manifest_only_prevents_reuse(
+    def test_a_missing_parent_manifest_prevents_only_reuse(
         self, store: Store, caplog: pytest.LogCaptureFixture
     ) -> None:
         state = {"w": cells(10)}
@@ -330,7 +330,7 @@ class TestDamage:
 
     @pytest.mark.parametrize("first_changed", [False, True], ids=["all alike", "first cell changed"])
     @pytest.mark.parametrize("damage", ["deleted", "truncated", "longer"])
-    def test_cells_of_a_missing_or_short_blob_are_stored_again(
+    def test_cells_of_a_missing_or_truncated_blob_are_stored_again(
         self, store: Store, damage: str, first_changed: bool, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Even if the first cell of a tensor changed, so that the others are found while they are packed."""
@@ -352,7 +352,7 @@ class TestDamage:
                 again.read("default@1")
         assert again.save(state, step=3).stats.bytes_written == 0
 
-    def test_a_save_stores_everything_again_if_every_blob_is_missing(self, store: Store) -> None:
+    def test_a_save_stores_everything_again_if_all_blobs_are_missing(self, store: Store) -> None:
         state = {"w": cells(50)}
         store.save(state, step=1)
         for key in blob_keys(store):
@@ -391,7 +391,7 @@ def _damage(store: Store, ref: BlobRef, how: str) -> None:
         storage.put(key, data[:-CELL] if how == "truncated" else data + b"\0")
 
 
-def test_digests_decide_about_reuse_and_times_do_not(tmp_path: Path) -> None:
+def test_reuse_depends_on_digests_and_not_on_times(tmp_path: Path) -> None:
     """A tensor that changed and changed back is reused."""
     store, weight = small_folder(tmp_path / "s"), cells(4)
     store.save({"w": weight}, step=1)

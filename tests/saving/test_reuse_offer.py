@@ -59,7 +59,7 @@ def test_a_resharded_state_writes_nothing_on_fewer_ranks_and_little_on_more(rank
 
 
 @pytest.mark.parametrize("section", ["objects", "cells"])
-def test_a_damaged_parent_manifest_prevents_reuse_but_no_save(ranks: Pool, path: Path, section: str) -> None:
+def test_a_damaged_parent_manifest_prevents_reuse_but_not_the_save(ranks: Pool, path: Path, section: str) -> None:
     ranks.run(2, save_rows, path, 1, 4)
     store = casckpt.open(path)
     commit = store.save({"model": store.read("a@1")["model"], "text": "x" * 500}, run="a", step=2).commit
@@ -89,7 +89,7 @@ def save_columns(rank: int, size: int, path: Path, step: int, dim: int) -> int:
     return casckpt.open(path).save(spread(tensors, line(size), [Shard(dim)]), run="a", step=step).stats.bytes_written
 
 
-def test_columns_are_reused_on_fewer_ranks_too(ranks: Pool, path: Path) -> None:
+def test_columns_are_also_reused_on_fewer_ranks(ranks: Pool, path: Path) -> None:
     assert ranks.run(4, save_columns, path, 1, 1)[0] > 0
     assert ranks.run(2, save_columns, path, 2, 1)[0] == 0
     assert ranks.run(1, save_columns, path, 3, 1)[0] == 0
@@ -103,7 +103,7 @@ def reading(rank: int, size: int, path: Path, step: int) -> list[str]:
     return storage.reads()
 
 
-def test_only_rank_0_reads_the_parent_and_once(ranks: Pool, path: Path) -> None:
+def test_only_rank_0_reads_the_parent_and_only_once(ranks: Pool, path: Path) -> None:
     ranks.run(4, reading, path, 1)
     found = ranks.run(4, reading, path, 2)
     read = [[key for key in keys if (name := parse_object(key)) and name.kind == "manifest"] for keys in found]
@@ -181,7 +181,7 @@ def beside_another_job(rank: int, size: int, path: Path) -> Any:
     return written, manifests.get(store.repository, store.get("a@1").commit).body.parent
 
 
-def test_a_parent_of_another_job_replaces_the_remembered_offer(ranks: Pool, path: Path) -> None:
+def test_a_parent_from_a_different_job_replaces_the_remembered_offer(ranks: Pool, path: Path) -> None:
     found = ranks.run(2, beside_another_job, path)
     assert found[0] == found[1]
     written, parent = found[0]
@@ -254,7 +254,7 @@ CHANGES: dict[str, Callable[[Repository, Commit], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_rewritten_parent_is_reused_at_its_new_place(ranks: Pool, path: Path, change: str) -> None:
+def test_a_rewritten_parent_is_reused_at_its_new_location(ranks: Pool, path: Path, change: str) -> None:
     found = ranks.run(2, beside_a_rewrite, path, change)
     assert found[0] == found[1]
     assert (found[0][0], found[0][1] > 0) == (0, True)
@@ -296,7 +296,7 @@ def two_runs(rank: int, size: int, path: Path) -> list[int]:
     return [store.save(state, run=run, step=step).stats.bytes_written for step, (run, state) in enumerate(saves)]
 
 
-def test_cells_of_another_rank_are_reused_after_shares_change(ranks: Pool, path: Path) -> None:
+def test_cells_of_a_different_rank_are_reused_after_shares_change(ranks: Pool, path: Path) -> None:
     for first, other, again in ranks.run(3, two_runs, path):
         assert first > 0
         assert (other, again) == (0, 0)
@@ -343,7 +343,7 @@ def save_frozen(rank: int, size: int, path: Path, forgets: bool) -> Any:
 
 
 @pytest.mark.parametrize("forgets", [False, True])
-def test_frozen_tensors_are_not_written_again(ranks: Pool, path: Path, forgets: bool) -> None:
+def test_frozen_tensors_are_not_rewritten(ranks: Pool, path: Path, forgets: bool) -> None:
     for first, *later in ranks.run(3, save_frozen, path, forgets):
         assert first > 3 * 80 * 90 * 4
         assert all(0 < nbytes <= 50 * 40 * 4 + 3 * 4096 for nbytes in later)

@@ -72,7 +72,9 @@ def by_dcp(storage: FarStore, step: int) -> None:
 
 
 @pytest.mark.parametrize("save", [by_save, by_turns, by_dcp])
-def test_the_next_save_continues_from_any_front_end(storage: FarStore, save: Callable[[FarStore, int], None]) -> None:
+def test_the_next_save_continues_encoding_from_any_front_end(
+    storage: FarStore, save: Callable[[FarStore, int], None]
+) -> None:
     for step in range(STEPS):
         save(storage, step)
     check(storage)
@@ -95,7 +97,7 @@ def test_a_trainer_over_a_network_encodes_deltas(storage: FarStore) -> None:
     assert same_state(dict(here(storage).read("default@3")["model"]), state(3))
 
 
-def test_a_pickled_writer_continues(tmp_path: Any) -> None:
+def test_a_pickled_writer_continues_encoding(tmp_path: Any) -> None:
     """Each DCP save in a separate process has one."""
     store = small()
     for step in range(STEPS):
@@ -136,7 +138,7 @@ def test_cells_of_removed_keys_are_released(storage: FarStore) -> None:
         assert held_bytes() == 0
 
 
-def test_windows_of_a_dcp_save_count_together(storage: FarStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_windows_of_a_dcp_save_count_together(storage: FarStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("casckpt.frontends.dcp.items.WINDOW_BYTES", 1)
     for step in range(STEPS):
         by_dcp(storage, step)
@@ -178,7 +180,7 @@ def test_all_runs_share_the_measured_speed_of_a_storage(storage: FarStore) -> No
         assert run_memory(other, "default").rate.bytes_per_second == float("inf")
 
 
-def test_a_repeatedly_useless_encoding_pauses_twice_as_long() -> None:
+def test_repeatedly_useless_encoding_doubles_the_pause() -> None:
     stream, tried = ("tensor", "w", 0, None), list[int]()
     kept = RunMemory(PutRate())
     for kept.saves in range(1, 200):

@@ -81,7 +81,7 @@ def save_ddp(rank: int, size: int, path: Path, keep_vars: bool) -> Any:
 
 
 @pytest.mark.parametrize("keep_vars", [False, True])
-def test_differing_statistics_are_those_of_one_rank(ranks: Pool, path: Path, keep_vars: bool) -> None:
+def test_differing_statistics_are_saved_from_one_rank(ranks: Pool, path: Path, keep_vars: bool) -> None:
     found = ranks.run(4, save_ddp, path, keep_vars)
     assert not torch.equal(found[0][1]["norm.running_var"], found[1][1]["norm.running_var"])
     stored = casckpt.open(path).read("a@1")
@@ -104,7 +104,7 @@ def save_some_keys(rank: int, size: int, path: Path) -> Any:
     return ckpt.id, store.read_attachment(ckpt, "note"), store.load(emptied(state), ckpt).unread_keys
 
 
-def test_keys_of_some_ranks_are_saved(ranks: Pool, path: Path) -> None:
+def test_keys_that_only_some_ranks_hold_are_saved(ranks: Pool, path: Path) -> None:
     found = ranks.run(4, save_some_keys, path)
     assert len({id for id, _, _ in found}) == 1
     assert {note for _, note, _ in found} == {b"0"}
@@ -132,7 +132,7 @@ def load_per_rank(rank: int, size: int, path: Path) -> Any:
     return template["mine"].value
 
 
-def test_each_rank_has_its_own_value_and_new_ranks_get_that_of_rank_0(ranks: Pool, path: Path) -> None:
+def test_each_rank_loads_its_own_value_and_new_ranks_load_that_of_rank_0(ranks: Pool, path: Path) -> None:
     ranks.run(3, save_per_rank, path)
     for rank, found in enumerate(ranks.run(4, load_per_rank, path)):
         whose = rank if rank < 3 else 0
@@ -164,7 +164,7 @@ def save_in_halves(rank: int, size: int, path: Path) -> Any:
     return ckpts[1].id
 
 
-def test_groups_save_side_by_side_and_all_load(ranks: Pool, path: Path) -> None:
+def test_groups_save_concurrently_and_all_ranks_load(ranks: Pool, path: Path) -> None:
     ids = ranks.run(4, save_in_halves, path)
     assert ids[0] == ids[1] != ids[2] == ids[3]
 
@@ -233,7 +233,7 @@ def save_behind(rank: int, size: int, path: Path) -> Any:
     return [future.result().id for future in futures], front.id, outcome_of(bad.result)
 
 
-def test_saves_in_the_background_run_beside_one_in_the_foreground(ranks: Pool, path: Path) -> None:
+def test_background_saves_run_concurrently_with_a_foreground_save(ranks: Pool, path: Path) -> None:
     found = ranks.run(3, save_behind, path)
     assert all(one[:2] == found[0][:2] for one in found)
     assert all(isinstance(error, CasckptError) for _, _, error in found)
@@ -267,7 +267,7 @@ def load_bad(rank: int, size: int, path: Path, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["key", "shape", "dtype", "ref"])
-def test_a_load_refused_by_a_rank_changes_nothing_on_any(ranks: Pool, path: Path, kind: str) -> None:
+def test_a_load_that_one_rank_refuses_changes_nothing_on_any_rank(ranks: Pool, path: Path, kind: str) -> None:
     for rank, (error, untouched, good) in enumerate(ranks.run(3, load_bad, path, kind)):
         assert isinstance(error, CasckptError)
         assert not isinstance(error, RankFailed)
@@ -289,7 +289,7 @@ def save_one(rank: int, size: int, path: Path) -> None:
     casckpt.open(path).save(spread({"w": numbers("w", 60, 400)}, line(size), [Shard(0)]), run="a", step=1)
 
 
-def test_damage_found_by_a_rank_is_raised_by_all(ranks: Pool, path: Path) -> None:
+def test_damage_found_by_one_rank_is_raised_on_all_ranks(ranks: Pool, path: Path) -> None:
     ranks.run(3, save_one, path)
     store = casckpt.open(path)
     key = blob_keys(store)[0]

@@ -100,7 +100,7 @@ def save_bad(rank: int, size: int, path: Path, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_contradictory_states_are_refused_by_all(ranks: Pool, path: Path, kind: str) -> None:
+def test_contradictory_states_are_refused_on_all_ranks(ranks: Pool, path: Path, kind: str) -> None:
     for rank, error in enumerate(ranks.run(4, save_bad, path, kind)):
         assert isinstance(error, InvalidInput)
         assert "layer.w" in str(error)
@@ -142,7 +142,7 @@ def save_checked(rank: int, size: int, path: Path, who: int, plain: bool) -> Any
 @pytest.mark.parametrize(
     ("plain", "who", "named"), [(True, 2, "0 and 2"), (False, 2, "0 and 2"), (False, 1, "1 and 3")]
 )
-def test_differing_replicas_are_found_on_request(ranks: Pool, path: Path, plain: bool, who: int, named: str) -> None:
+def test_differing_replicas_are_found_if_requested(ranks: Pool, path: Path, plain: bool, who: int, named: str) -> None:
     for error in ranks.run(4, save_checked, path, who, plain):
         assert isinstance(error, InvalidInput)
         assert f"'b' differs between ranks {named}" in str(error)
@@ -199,7 +199,9 @@ FAULTS = [("put", "objects/*.safetensors", who) for who in range(4)] + [
 
 
 @pytest.mark.parametrize(("method", "key", "who"), FAULTS)
-def test_a_storage_that_fails_one_rank_fails_all(ranks: Pool, path: Path, method: str, key: str, who: int) -> None:
+def test_a_storage_failure_on_one_rank_fails_all_ranks(
+    ranks: Pool, path: Path, method: str, key: str, who: int
+) -> None:
     for rank, (error, seen) in enumerate(ranks.run(4, save_with_a_fault, path, who, (method, key))):
         assert isinstance(error, StorageError)
         assert seen == []
@@ -222,7 +224,7 @@ def save_after_a_failed_plan(rank: int, size: int, path: Path) -> Any:
     return error, ckpt.stats.bytes_written, storage.blob_bytes
 
 
-def test_a_plan_that_was_not_sent_is_made_again(ranks: Pool, path: Path) -> None:
+def test_a_plan_that_was_not_sent_is_recreated(ranks: Pool, path: Path) -> None:
     found = ranks.run(3, save_after_a_failed_plan, path)
     assert all(isinstance(error, StorageError) for error, _, _ in found)
     assert torch.equal(casckpt.open(path).read("a@2")["w"], numbers("w", 60, 400))
@@ -257,7 +259,7 @@ def test_a_revoked_save_is_retried_without_reuse(ranks: Pool, path: Path, who: i
     assert all({ref.uploader} == {only.commit.txid} for ref in manifests.get(store.repository, only.commit).blobs)
 
 
-def test_a_save_revoked_twice_fails_on_all(ranks: Pool, path: Path) -> None:
+def test_a_save_that_is_revoked_twice_fails_on_all_ranks(ranks: Pool, path: Path) -> None:
     for error, _ in ranks.run(2, save_revoked, path, 1, 100):
         assert isinstance(error, Revoked)
     assert visible(path) == []
@@ -301,7 +303,7 @@ def save_after(rank: int, size: int, path: Path) -> None:
 
 
 @pytest.mark.parametrize(("method", "key", "who"), DEATHS)
-def test_a_killed_rank_is_named_and_nothing_is_visible(
+def test_an_error_names_a_killed_rank_and_nothing_becomes_visible(
     ranks: Pool, path: Path, method: str, key: str, who: int
 ) -> None:
     outcomes = ranks.outcomes(4, save_killed, path, who, (method, key))
@@ -328,7 +330,7 @@ def save_killed_late(rank: int, size: int, path: Path) -> Any:
     return outcome_of(lambda: store.save(spread({"w": numbers("w", 60, 400)}, line(size), [Shard(0)]), run="a", step=1))
 
 
-def test_the_error_after_a_death_of_rank_0_at_commit_advises_to_look_it_up(ranks: Pool, path: Path) -> None:
+def test_the_error_after_rank_0_dies_at_commit_advises_to_check_the_list(ranks: Pool, path: Path) -> None:
     outcomes = ranks.outcomes(3, save_killed_late, path)
     assert [outcome.died for outcome in outcomes] == [-9, None, None]
     for outcome in outcomes[1:]:
@@ -355,7 +357,7 @@ def save_stalled(rank: int, size: int, path: Path) -> Any:
     return error, seen, again.id
 
 
-def test_a_rank_that_stalls_is_named_and_the_next_save_works(ranks: Pool, path: Path) -> None:
+def test_an_error_names_a_stalled_rank_and_the_next_save_works(ranks: Pool, path: Path) -> None:
     found = ranks.run(3, save_stalled, path, timeout=5)
     for error, seen, _ in found:
         assert isinstance(error, RankFailed)
