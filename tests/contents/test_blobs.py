@@ -1,4 +1,4 @@
-"""Blobs as objects, and the marks on damaged ones."""
+"""Blobs as objects, and the marks for damaged blobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manifests as objects: written once, verified when read, and known to the catalogue."""
+"""Manifests as objects: they are written once, verified when they are read, and recorded in the catalogue."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.repositories import blob_hash, committed_draft, draft, reposi
 
 
 def fresh(tmp_path: Path, repo: Repository) -> Repository:
-    """A new process without memory."""
+    """A new process, with nothing in memory."""
     return repository(tmp_path, repo.storage)
 
 
@@ -97,7 +97,7 @@ def test_damage_names_the_checkpoint_and_the_object(
 
 
 def test_an_error_for_an_invalid_manifest_names_the_checkpoint(tmp_path: Path, repo: Repository) -> None:
-    """The head is that of a later version, and the record confirms it."""
+    """The head belongs to a later version, and the record confirms it."""
     commit = save(repo, "sft", 7)
     data = bytearray(repo.storage.get(key_of(commit), limit=1 << 30))
     data[7] = 200
@@ -119,7 +119,9 @@ def test_a_record_that_contradicts_its_manifest_is_refused(
     other = just_committed(changed(commit.committed, **fields))
     with pytest.raises(Refused, match="not that of its manifest"):
         manifests.get(fresh(tmp_path, repo), other)
-    assert len(manifests.blob_list(fresh(tmp_path, repo), other)) == 0  # whatever it says, a gc knows what it needs
+    assert (
+        len(manifests.blob_list(fresh(tmp_path, repo), other)) == 0
+    )  # whatever it contains, a gc knows which objects it needs
 
 
 def test_a_checkpoint_purged_in_the_meantime_is_gone_and_not_damaged(
@@ -179,7 +181,7 @@ def test_transactions_with_the_same_manifest_have_different_locations(tmp_path: 
 
 
 def save_large(repo: Repository, count: int = 30_000) -> Commit:
-    """A manifest of some MiB: many tensors of one cell each, in one blob."""
+    """A manifest of several MiB: many tensors of one cell each, all in one blob."""
     txid = repo.new_txid("a", 1)
     ref = BlobRef(blob_hash("large"), 4096 + 64 * count, txid)
     box = full_box((16,))
@@ -202,9 +204,9 @@ def test_only_the_requested_parts_of_a_large_manifest_are_read(
     assert total > manifests.WHOLE_BYTES
     other = fresh(tmp_path, repo)
     found = manifests.get(other, commit)
-    assert faults.count("read_into") == 2  # the head, the sections in front
+    assert faults.count("read_into") == 2  # the head, and the front sections
     found.ready([7, 8, 9, 20_000], [])
-    assert faults.count("read_into") == 6  # cells and rows, here and there
+    assert faults.count("read_into") == 6  # pieces of the cells and rows sections
     for number in (7, 20_000):
         (cell,) = found.extents(found.entries[number]).stored_cells()
         assert cell.digest == number.to_bytes(32, "little")
@@ -223,7 +225,7 @@ def test_gc_reads_only_the_blob_list_of_a_large_manifest(tmp_path: Path, repo: R
     before = counts.bytes_read
     assert manifests.learn(fresh(tmp_path, repo), [commit]) == [commit]
     assert manifests.blobs_of(fresh(tmp_path, repo), commit) == [(commit.txid, blob_hash("large"), 4096 + 64 * 30_000)]
-    assert counts.bytes_read - before < 6000  # with the marker, and a head of 4096
+    assert counts.bytes_read - before < 6000  # the marker is also read, and the head takes 4096 bytes
     assert faults.count("get", "objects/*") == 0
 
 
@@ -275,4 +277,4 @@ def test_reindex_rebuilds_the_catalogue(tmp_path: Path, repo: Repository, faults
     reads = faults.count("get")
     assert manifests.blobs_of(fresh(tmp_path, repo), commits[0]) == [(commits[0].txid, blob_hash("blob 0"), 6)]
     assert len(list_commits(fresh(tmp_path, repo)).live()) == 3
-    assert faults.count("get") == reads + 2  # the marker, by each of the two
+    assert faults.count("get") == reads + 2  # each of the two reads the marker

@@ -18,7 +18,7 @@ def test_a_prefetched_checkpoint_is_not_reread(tmp_path: Path) -> None:
     model, optimizer = trained()
     checkpointer = Checkpointer(store, run="sft", pre_download=True)
     checkpointer.save(1, model, optimizer, {"seen": torch.arange(5000)})
-    for wanted in (True, False):  # the second time it is there
+    for wanted in (True, False):  # the second time, it is already there
         storage.calls.clear()
         other, fresh = made(1)
         checkpointer.load("sft@1", other, fresh)

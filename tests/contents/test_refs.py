@@ -1,4 +1,4 @@
-"""References: the grammar, the checkpoint that each finds, and errors."""
+"""References: the grammar, the checkpoint that each reference finds, and errors."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_purged_checkpoint_is_reported_as_gone(repo: Repository) -> None:
 
 
 def test_a_purged_commit_resolves_to_a_different_commit_of_the_checkpoint(repo: Repository) -> None:
-    """A repair rewrote the checkpoint, and the old commit was purged. The holder continues with the new one."""
+    """A repair rewrote the checkpoint, and the old commit was purged. The holder continues with the new commit."""
     commit = commit_bare(repo, "a", 1)
     purge(repo, forget(repo, commit))
     with pytest.raises(Gone, match="purged"):

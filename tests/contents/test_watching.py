@@ -1,4 +1,4 @@
-"""Watching a run: each checkpoint is yielded once, after it exists, and requests cover only news."""
+"""Watching a run: each checkpoint is yielded once, after it exists, and requests cover only new data."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Seen:
         self.now = 0.0
 
     def __call__(self, polls: int = 0, meanwhile: Callable[[], object] = lambda: None) -> list[tuple[int, bool]]:
-        """Return the steps of new checkpoints after this many polls, a second each, and whether each is late."""
+        """Return the steps of new checkpoints after a number of polls, one second apart, and whether each is late."""
         return [(told.commit.step, told.late) for told in self.told(polls, meanwhile)]
 
     def told(self, polls: int = 0, meanwhile: Callable[[], object] = lambda: None) -> list[Notice]:
@@ -71,7 +71,7 @@ def on_time(*steps: int) -> list[tuple[int, bool]]:
 
 
 def begun(repo: Repository, step: int) -> Any:
-    """An announced save without a record."""
+    """A save that was announced, but has no record."""
     save = saved(repo, "run", step)
     announce(repo, [(save.txid, 0)])
     return save
@@ -130,7 +130,7 @@ def test_the_checkpoint_to_start_after_must_belong_to_the_run(repo: Repository) 
 
 
 def test_nothing_is_yielded_before_its_record_exists(repo: Repository) -> None:
-    """It is announced but late. Later checkpoints do not wait for it."""
+    """It is announced, but arrives late. Later checkpoints do not wait for it."""
     seen = Seen(repo)
     slow = begun(repo, 1)
     assert seen() == []
@@ -245,7 +245,7 @@ def test_a_copy_of_an_older_checkpoint_is_yielded_as_late(repo: Repository) -> N
     assert latest() == []
 
 
-# only the latest
+# latest_only
 
 
 def test_latest_yields_only_the_newest_at_each_poll(repo: Repository) -> None:
@@ -263,7 +263,7 @@ def test_latest_yields_only_the_newest_at_each_poll(repo: Repository) -> None:
 
 
 def test_latest_depends_on_the_first_save_of_a_copy(repo: Repository) -> None:
-    """The copy of a rewrite is later."""
+    """The copy of the rewrite arrives later."""
     seen, latest = Seen(repo), Seen(repo, latest_only=True)
     old = make_txid(time_of(START), bytes(8), "run", 1)
     commit_bare(repo, step=2)
@@ -432,7 +432,7 @@ def test_a_poll_costs_one_request_regardless_of_history(tmp_path: Path, length: 
     writer = repository(tmp_path / "writer", storage)
     for step in range(length):
         commit_bare(writer, step=step)
-    begun(writer, length).leave()  # nobody ends it
+    begun(writer, length).leave()  # it never ends
     seen = Seen(repository(tmp_path / "reader", storage), latest_only=latest_only)
     seen(200)
     storage.calls.clear()
@@ -469,7 +469,7 @@ def test_a_watch_starts_with_few_requests_and_then_reads_only_new_records(tmp_pa
 
 @dataclass
 class Watched:
-    """A watch among others. ``before``: ids that existed before it. ``told``: all ids that it yielded."""
+    """One of several watches. ``before``: the ids that existed before it. ``told``: all ids that it yielded."""
 
     run: str
     latest_only: bool
@@ -536,7 +536,7 @@ def test_every_checkpoint_is_yielded_exactly_once(changes: list[str], seed: int)
         hosts.close()
 
 
-# the part that does no I/O
+# the part that performs no I/O
 
 
 def bare(txid: TxId, **fields: Any) -> Commit:

@@ -1,4 +1,4 @@
-"""Announcements: a run announces each record before it exists, with dense numbers, and followers miss none."""
+"""Announcements: a run announces each record before it exists. Numbers are dense, and followers miss no record."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_put_with_a_lost_answer_is_recognized(tmp_path: Path) -> None:
 
 
 def test_a_late_put_and_its_retry_have_different_numbers(tmp_path: Path) -> None:
-    """The delayed put arrives after its writer has read that the number is free."""
+    """The delayed put arrives after its writer has read that the number is still free."""
     repo, storage = faulty(tmp_path)
     other = repository(tmp_path / "other", storage.inner, seed=2)
     storage.inject(call_first("put", meanwhile(lambda: commit_bare(other, step=7)), key="runs/*"))
@@ -103,7 +103,7 @@ def test_a_late_put_and_its_retry_have_different_numbers(tmp_path: Path) -> None
 @pytest.mark.parametrize("folder", ["runs", f"runs/{RUN}", announcement_key(RUN, 0).rpartition("/")[0]])
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_file_in_place_of_an_announcement_folder_is_an_error(tmp_path: Path, folder: str, is_known: bool) -> None:
-    """Otherwise each number after the head seems taken, without end, and none is readable."""
+    """Otherwise, every number after the head would seem to be in use, without end, and none would be readable."""
     storage = LocalStore(tmp_path / "store")
     repo = repository(tmp_path / "host", storage)
     commit_bare(repo)
@@ -244,7 +244,7 @@ def test_processes_of_a_host_share_read_announcements(tmp_path: Path) -> None:
 
 
 def test_announced_records_that_do_not_exist_yet_are_read_later(tmp_path: Path) -> None:
-    """This holds within a process and after its end."""
+    """This holds within one process, and after it ends."""
     from casckpt.history.following import is_visible, newest
 
     repo, storage = faulty(tmp_path)
@@ -264,7 +264,7 @@ def test_announced_records_that_do_not_exist_yet_are_read_later(tmp_path: Path) 
 
 
 def test_a_restored_backup_is_reread(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """So no number is put after a gap."""
+    """This ensures that no number is put after a gap."""
     repo, storage = faulty(tmp_path)
     for step in range(3):
         commit_bare(repo, step=step)

@@ -104,8 +104,10 @@ def test_an_old_listing_never_overrules_a_later_change(repo: Repository) -> None
 
 
 def test_a_purge_based_on_an_old_listing_fails_whatever_the_clocks_say(tmp_path: Path) -> None:
-    """It was restored, tagged and forgotten again in one tick. So this is not the `forgotten` record that the gc
-    read."""
+    """It was restored, tagged and forgotten again within one tick.
+
+    Thus, this is not the `forgotten` record that the gc read.
+    """
     repo = repository(tmp_path, clock=Ticks(step=0))
     old = forget(repo, commit_bare(repo))
     now = forget(repo, restore(repo, old))
@@ -240,7 +242,7 @@ def test_one_of_eight_simultaneous_appends_wins(tmp_path: Path, where: str) -> N
     assert now.number == 2
     for kind, result in zip(kinds, results, strict=True):
         if kind.__name__.lower() == now.last:
-            assert result == now  # the winner, and those that wanted the same
+            assert result == now  # the winner, and the processes that wanted the same record
         else:
             assert isinstance(result, Conflict)
 
@@ -309,7 +311,9 @@ def test_a_cached_record_that_is_no_longer_listed_is_ignored(repo: Repository) -
 def test_a_restored_backup_with_different_records_is_reread(repo: Repository) -> None:
     purged = purge(repo, forget(repo, commit_bare(repo)))
     assert not list_commits(repo).commits[purged.txid].live
-    repo.storage.delete(commit_key(purged.txid, 2))  # as a backup from before the purge, restored on another host
+    repo.storage.delete(
+        commit_key(purged.txid, 2)
+    )  # as with a backup from before the purge that is restored on a different host
     repo.put_record(commit_key(purged.txid, 2), Restored(txid=purged.txid, time=purged.changed_at))
     assert list_commits(repo).commits[purged.txid].visible
 
@@ -321,7 +325,7 @@ def test_a_remote_storage_is_read_by_several_threads(tmp_path: Path) -> None:
     storage = MemoryStore(uuid4().hex)
     writer = repository(tmp_path, storage)
     made = {commit_bare(writer, "a", step).txid for step in range(8)}
-    barrier = threading.Barrier(4, timeout=60)  # passes only if four reads are in flight at once
+    barrier = threading.Barrier(4, timeout=60)  # passes only if four reads are in flight at the same time
     waits = [call_first("get", meanwhile(barrier.wait), key="commits/*", times=8)]
     repo = repository(tmp_path, FaultyStore(Remote(storage.name), waits))
     assert list_commits(repo).commits.keys() == made

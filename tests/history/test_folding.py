@@ -1,4 +1,4 @@
-"""Logs of rewrites, folded with those of their bases."""
+"""Logs of rewrites, folded together with the logs of their bases."""
 
 from __future__ import annotations
 

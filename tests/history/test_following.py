@@ -1,4 +1,4 @@
-"""Following runs shows the same as a listing of commits/, for any order of announcements and events."""
+"""Following runs returns the same as a listing of commits/, for any order of announcements and events."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.support.repositories import START, Ticks, commit_bare, memory, reposi
 
 
 def check(repo: Repository, run: str) -> None:
-    """Check that following shows the same as a listing."""
+    """Check that following returns the same as a listing."""
     listed = list_commits(repo)
     visible = [one for one in listed.visible() if one.run == run]
     live = [one for one in listed.live() if one.run == run]
@@ -102,7 +102,7 @@ def requests(storage: FaultyStore) -> list[str]:
 
 @pytest.mark.parametrize("length", [3, 1100])
 def test_a_first_look_needs_few_requests(tmp_path: Path, length: int) -> None:
-    """The number depends neither on the length of the run nor on other changes."""
+    """The number of requests depends neither on the length of the run nor on other changes."""
     storage = FaultyStore(memory())
     repo = repository(tmp_path / "writer", storage)
     for step in range(length):
@@ -139,7 +139,7 @@ def test_latest_reads_each_run_but_makes_a_listing_if_there_are_many(tmp_path: P
 
 @pytest.mark.parametrize("count", [2, MANY_RUNS + 1])
 def test_runs_in_doubt_are_not_reused(tmp_path: Path, count: int) -> None:
-    """Its checkpoint may be purged: the record that would say so is not readable."""
+    """Its checkpoint may have been purged, because the record that would say so is not readable."""
     storage = memory()
     repo = repository(tmp_path, storage)
     one, *others = (commit_bare(repo, f"run-{number}") for number in range(count))
@@ -165,7 +165,7 @@ def test_a_run_without_announcements_is_listed(tmp_path: Path) -> None:
 
 
 def test_a_save_announced_with_a_later_clock_does_not_hide_other_saves(tmp_path: Path) -> None:
-    """A writer that has followed the run knows all earlier checkpoints. A writer that has not claims nothing."""
+    """A writer that has followed the run knows all earlier checkpoints. Other writers make no such claim."""
     storage = memory()
     ahead = repository(tmp_path / "ahead", storage, clock=Ticks(START + AHEAD * 10**6))
     repo = repository(tmp_path / "behind", storage, seed=2)

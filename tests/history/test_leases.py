@@ -1,4 +1,4 @@
-"""Expiring tags: they are granted only on checkpoints that are visible afterwards, renewed in time, and ended."""
+"""Expiring tags are granted only on checkpoints that are visible afterwards, renewed in time, and ended."""
 
 from __future__ import annotations
 
@@ -105,7 +105,9 @@ def test_an_expiring_tag_is_not_granted_for_a_forgotten_checkpoint(repo: Reposit
     assert hold(repo, "eval", restore(repo, commit), HOUR)[1].visible
 
 
-def test_an_expiring_tag_is_granted_if_its_checkpoint_is_being_restored(repo: Repository, faults: FaultyStore) -> None:
+def test_an_expiring_tag_is_granted_if_its_checkpoint_is_restored_in_time(
+    repo: Repository, faults: FaultyStore
+) -> None:
     commit = commit_bare(repo)
     faults.inject(call_first("put", meanwhile(lambda: restore(repo, forget(repo, commit))), key="tags/*"))
     assert hold(repo, "eval", commit, HOUR)[1].visible
@@ -131,7 +133,7 @@ def test_a_tag_that_is_moved_in_the_meantime_remains_moved(repo: Repository, fau
 
 def test_a_timely_renewal_does_not_read_the_log(repo: Repository) -> None:
     tag, commit = hold(repo, "eval", commit_bare(repo), HOUR)
-    forget(repo, commit)  # which ends no lease
+    forget(repo, commit)  # this does not end a lease
     advance(repo, HOUR / 2)
     made, _ = renew(repo, tag, commit, HOUR)
     assert (made.generation, made.unique) == (1, tag.unique)
@@ -143,7 +145,7 @@ def test_a_timely_renewal_does_not_read_the_log(repo: Repository) -> None:
 
 @pytest.mark.parametrize("visible", [False, True])
 def test_a_late_renewal_is_granted_again(repo: Repository, faults: FaultyStore, visible: bool) -> None:
-    """The clock is read after the renewal is stored, since the network may have delayed the put."""
+    """The clock is read after the renewal is stored, because the network may have delayed the put."""
     tag, commit = hold(repo, "eval", commit_bare(repo), HOUR)
     if not visible:
         forget(repo, commit)

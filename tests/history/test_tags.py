@@ -231,7 +231,7 @@ def test_tag_records_are_read_once(tmp_path: Path, repo: Repository, faults: Fau
     assert faults.count("get", "tags/*") == reads == 1
 
 
-# by id
+# tags by id
 
 
 def test_a_tag_names_the_id_of_any_of_its_commits(repo: Repository) -> None:
@@ -281,8 +281,10 @@ def test_only_the_newest_generation_is_kept_after_it_expired(repo: Repository) -
 def test_a_number_is_never_reused_despite_a_delayed_cleanup(
     tmp_path: Path, repo: Repository, faults: FaultyStore
 ) -> None:
-    """The cleanup has chosen what to delete and sleeps. Meanwhile the tag is set again, and another process cleans
-    up."""
+    """The cleanup has chosen what to delete, and then sleeps.
+
+    Meanwhile, the tag is set again, and another process cleans up.
+    """
     commit = commit_bare(repo)
     hold(repo, "eval", commit, 1)
     hold(repo, "eval", commit, 1)

@@ -1,4 +1,4 @@
-"""Saves in progress: their files and their heartbeats."""
+"""Saves in progress: their files and their signs of life."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from casckpt.repository.repository import Repository
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
 from tests.support.repositories import commit_bare, committed, meanwhile
 
-NEVER = 1e6  # seconds between heartbeats, for tests without heartbeats
+NEVER = 1e6  # seconds between signs of life, for tests that do not need any
 
 
 @pytest.fixture
@@ -46,8 +46,8 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("casckpt-alive")]
 
 
-def test_signs_of_life_require_a_thread(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As during the shutdown of the interpreter, from Python 3.12 on."""
+def test_no_signs_of_life_are_sent_if_no_thread_can_start(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This is the case during interpreter shutdown, from Python 3.12 on."""
 
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -60,7 +60,7 @@ def test_signs_of_life_require_a_thread(repo: Repository, monkeypatch: pytest.Mo
 def test_a_save_does_not_build_on_a_checkpoint_that_is_purged_before_its_transaction_begins(
     repo: Repository, faults: FaultyStore
 ) -> None:
-    """A gc that has not seen the transaction may delete the blobs of that checkpoint."""
+    """A gc that has not seen the transaction may delete the blobs of this checkpoint."""
     older, newest = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
     faults.inject(call_first("put", meanwhile(lambda: purge(repo, forget(repo, newest))), key="transactions/*"))
     transaction, parent, _ = begin_save(repo, "a", 3)
@@ -210,7 +210,7 @@ def test_close_leaves_the_files_if_the_storage_fails(repo: Repository, faults: F
     one = begin(repo, "a", 1, seconds=NEVER)
     commit(repo, committed(repo, "a", 1, txid=one.txid))
     faults.inject(fail_before("size"))
-    one.close()  # the save is done; this does not raise
+    one.close()  # the save is complete, so this does not raise
     assert (files(repo), threads()) == ([transaction_key(one.txid)], [])
 
 

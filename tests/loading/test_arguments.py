@@ -1,4 +1,4 @@
-"""Unusable arguments: an error with advice, before anything is read or changed."""
+"""Invalid arguments raise an error with advice before anything is read or changed."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ def test_invalid_attachments_are_refused(saved: casckpt.Store, given: Any) -> No
 @pytest.mark.parametrize("duration", [-1, 7, "1", float("nan")])
 @pytest.mark.parametrize("name", ["wait", "revoke_after", "min_age", "keep_within"])
 def test_invalid_gc_durations_are_refused(saved: casckpt.Store, name: str, duration: Any) -> None:
-    """A negative revoke_after would revoke every save in progress, and a bare 7 may mean days."""
+    """A negative revoke_after would revoke every save in progress, and a plain 7 may mean days."""
     with pytest.raises(InvalidInput, match=f"{name.replace('_', '-')}: .* is not a duration with its unit"):
         saved.gc(keep_last=1, **{name: duration})
     with pytest.raises(InvalidInput, match=name.replace("_", "-")):
-        saved.gc(keep_last=1, dry_run=True, **{name: duration})  # what the real one would refuse
+        saved.gc(keep_last=1, dry_run=True, **{name: duration})  # a dry run also refuses what the real one would refuse
 
 
 @pytest.mark.parametrize("sample", ["1", None, 0, 1.5])
@@ -142,7 +142,7 @@ def test_loading_a_forgotten_checkpoint_warns(saved: casckpt.Store) -> None:
         text = rf"default@1 \({id[:10]}.* was forgotten, so the next gc may purge"
         with pytest.warns(ForgottenWarning, match=text) as told:
             load()
-        assert [one.filename for one in told] == [__file__]  # and not a file of casckpt
+        assert [one.filename for one in told] == [__file__]  # instead of a file of casckpt
     saved.restore(id)
     saved.read(id)
 

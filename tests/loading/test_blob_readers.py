@@ -1,4 +1,4 @@
-"""The source of a blob in a load: this host's cache, or the storage once the cached copy was damaged."""
+"""A load reads a blob from this host's cache, or from the storage after the cached copy was found to be damaged."""
 
 from __future__ import annotations
 

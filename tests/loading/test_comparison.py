@@ -1,4 +1,4 @@
-"""A live state against a checkpoint: differences are named with rank and place, under any topology."""
+"""Compares a live state with a checkpoint. Differences are reported by rank and location, under any topology."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_diff_with_an_equal_state_reads_no_blobs() -> None:
         found = store.compare(mine, "default@1")
     assert found == Comparison((), 70 * 300 * 4 + 50 * 90 * 4 + 9000 * 2 + 4)
     assert found.is_same
-    assert counts.bytes_read < 1000  # of records
+    assert counts.bytes_read < 1000  # the size of the records
 
 
 def test_per_rank_values_are_compared_with_the_value_of_the_same_rank() -> None:
@@ -44,7 +44,7 @@ def test_per_rank_values_are_compared_with_the_value_of_the_same_rank() -> None:
     store.save(mine, step=1)
     with counted(store) as counts:
         assert store.compare(mine, "default@1").is_same
-    assert counts.bytes_read < 1000  # of records
+    assert counts.bytes_read < 1000  # the size of the records
     assert store.compare({"own": numbers("own", 9000)}, "default@1").is_same
 
 
@@ -118,7 +118,7 @@ def test_diff_refuses_states_that_cannot_be_compared() -> None:
         store.compare([], "default@1")  # type: ignore[arg-type]  # as a slip
 
 
-# ranks
+# several ranks
 
 
 def save_rows(rank: int, size: int, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The digest of a tensor is that of its bytes in row-major order, whichever ranks saved it, and in which shards."""
+"""A tensor's digest hashes its bytes in row-major order. It does not depend on ranks or shards."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def expected(state: dict[str, torch.Tensor]) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lots of a few cells."""
+    """Use lots of a few cells."""
     monkeypatch.setattr(regions, "WINDOW_BYTES", 5 * 4096)
 
 
@@ -109,7 +109,7 @@ def test_a_computed_digest_also_applies_to_checkpoints_with_the_same_cells() -> 
     assert counts.bytes_read < 1.2 * state["b"].nbytes
     with counted(store) as counts:
         assert store.digests("default@2", keys=["b"]) == expected({"b": state["b"]})
-    assert counts.bytes_read < 1000  # of records
+    assert counts.bytes_read < 1000  # the size of the records
 
 
 def test_the_digest_of_damaged_bytes_is_not_computed(tmp_path: Path) -> None:
@@ -125,7 +125,10 @@ def test_a_thinned_tensor_keeps_its_known_digest() -> None:
     store, state = small(), {"model.w": numbers("w", 9000), "optim.m": numbers("m", 9000), "optim.s": torch.ones(1)}
     saved = store.save(state, step=1)
     store.thin("default@1", drop="optim.*")
-    assert store.digests(saved.id).keys() == {"model.w", "optim.s"}  # of one cell it is that of the cell
+    assert store.digests(saved.id).keys() == {
+        "model.w",
+        "optim.s",
+    }  # the digest of a tensor with one cell is the cell's digest
     store.restore(saved.id, whole=True)
     assert store.digests(saved.id) == expected(state)
     store.thin("default@1", drop="optim.*")

@@ -1,4 +1,4 @@
-"""A mapping of many plain values is one object of a checkpoint. Templates still name its entries."""
+"""A mapping of many plain values is one object of a checkpoint. Templates still refer to its entries."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SEEN: dict[Any, Any] = {
 
 @pytest.fixture(params=[3, 1000], ids=["a single object", "entry by entry"])
 def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """A store with `SEEN` in it, stored in either form. Loads are the same."""
+    """A store that contains `SEEN`, stored in either form. Loads are the same for both."""
     monkeypatch.setattr(prepare, "LARGE", request.param)
     found = small()
     found.save({"w": torch.ones(2), "train": {"seen": SEEN}}, step=1)
@@ -144,7 +144,7 @@ def test_renaming_individual_entries_is_refused(rename: dict[str, str], monkeypa
 
 
 def saving(rank: int, size: int, where: str) -> Any:
-    """Each rank has entries of its own."""
+    """Each rank has its own entries."""
     prepare.LARGE = 3
     store = casckpt.open(where)
     try:

@@ -1,4 +1,4 @@
-"""Names that do not match: the pairs that are found, and a suggested rename that loads them."""
+"""Names that do not match: which pairs are found, and the suggested rename that loads them."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_every_pair_is_found(unfilled: dict[str, tuple[int, ...]], unread: dict[
 
 
 def part_of(count: int, total: int) -> tuple[Fit, dict[str, tuple[int, ...]]]:
-    """A model with ``count`` filled tensors. The checkpoint has the others below "net"."""
+    """A model with ``count`` filled tensors. The checkpoint has the rest of its tensors below "net"."""
     keys = [f"model.layers.{n}.w" for n in range(total)]
     filled = {key: key for key in keys[:count]}
     others = {f"model.net.{key.removeprefix('model.')}": W for key in keys[count:]}
@@ -158,7 +158,7 @@ def test_a_load_that_misses_less_than_a_tenth_logs_counts(count: int) -> None:
 
 def test_a_complete_load_logs_nothing_and_an_empty_load_raises() -> None:
     assert check_fit(*part_of(7, 7), "a@1") is None
-    assert check_fit(Fit(), {"w": W}, "a@1") is None  # a stage without tensors
+    assert check_fit(Fit(), {"w": W}, "a@1") is None  # a pipeline stage without tensors
     with pytest.raises(MissingKey, match=r"fill 0 of 1 tensors .* has 'other'.* unread=\"ignore\""):
         check_fit(Fit({}, {"w": W}), {"other": (9,)}, "a@1")
     said = check_fit(Fit({"a": "a"}, {"w": W}), {"a": W, "other": (9,)}, "a@1")
@@ -181,6 +181,6 @@ def test_the_interpretation_that_fills_more_is_chosen_and_a_tie_is_an_error() ->
     two, one = {"model.a": "model.a", "model.b": "model.b"}, {"model.a": "a"}
     assert chosen("a@1", Fit(two), Fit(one)) is False
     assert chosen("a@1", Fit(one), Fit(two)) is True
-    assert chosen("a@1", Fit(two), Fit(two)) is False  # a rename gave the same keys to both
+    assert chosen("a@1", Fit(two), Fit(two)) is False  # a rename returned the same keys for both
     with pytest.raises(InvalidInput, match=r"twice: 'model\.a'.*rename=.*store\.load"):
         chosen("a@1", Fit({"model.a": "model.a"}), Fit(one))

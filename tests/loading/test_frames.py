@@ -1,4 +1,4 @@
-"""Loads of cells that are stored as frames: from and to any layout, and with damage."""
+"""Loads of cells that are stored as frames: from and into any layout, and with damage."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def key_of(store: Store, ref: str, cell: StoredCell) -> str:
 def test_each_version_of_a_chain_loads_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planes: bool, threads: int, verify: bool
 ) -> None:
-    """At the first look."""
+    """The first attempt to decode succeeds."""
     monkeypatch.delattr(transfer, "decode_again")
     found = states()
     for made in (small(), small_folder(tmp_path), small(far())):
@@ -144,7 +144,7 @@ def test_a_cell_that_two_keys_share_is_decoded_once(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_base_that_is_also_requested_loads_together_with_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tensors that were equal but no longer are share a base. A third still equals it."""
+    """Two tensors that used to be equal share a base. A third tensor still equals this base."""
     before = smooth((32, 256))
     states = [{"a": before, "b": before.clone(), "c": before.clone()}]
     states.append({"a": changed(before, 1), "b": changed(before, 2), "c": before})
@@ -165,7 +165,7 @@ def test_a_template_with_tied_memory_loads_from_frames() -> None:
 
 
 def test_a_remote_load_of_frames_needs_few_requests() -> None:
-    """One for each run of adjacent cells, frames or bases, and no byte twice."""
+    """There is one read for each run of adjacent cells, frames or bases, and no byte is read twice."""
     storage = far()
     store = saved(small(storage), states())
     cells = [cell for (name, _), cell in Stored(store, "latest").cells().items() if name[1].startswith("m.")]
@@ -247,7 +247,10 @@ def faults() -> FaultyStore:
 
 @pytest.fixture
 def store(faults: FaultyStore, objects: dict[str, bytes]) -> Store:
-    """Each version of ``m`` is coded against the previous one, and the first without a base. ``same`` is raw."""
+    """Each version of ``m`` is encoded against the previous one. The first version has no base.
+
+    ``same`` is stored raw.
+    """
     faults.inner = again(objects, near=False)
     return Store(Repository(faults))
 

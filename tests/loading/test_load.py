@@ -1,4 +1,4 @@
-"""Loading into a template: checks before any change, replaced values, and values that are left."""
+"""Loads into a template: checks before any change, replaced values, and values that are not touched."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def store() -> Store:
 
 
 def zeros(value: Any) -> Any:
-    """A template: the same tensors with zeros, and other plain data."""
+    """A template with the same tensors, filled with zeros, and with different plain data."""
     if isinstance(value, dict):
         return {key: zeros(inner) for key, inner in value.items()}
     if isinstance(value, torch.Tensor):
@@ -195,10 +195,10 @@ def test_every_pair_of_dtypes_is_cast_as_torch_does_or_refused() -> None:
 
 
 def _numbers(name: str) -> torch.Tensor:
-    """Small numbers, so that no conversion depends on how a processor treats numbers out of range."""
+    """The numbers are small, so that no conversion depends on how a processor handles out-of-range numbers."""
     try:
         return torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0]).to(dtype_of(name))
-    except RuntimeError:  # NotImplementedError is one, too
+    except RuntimeError:  # NotImplementedError is also a RuntimeError
         return raw(name, (6,))
 
 
@@ -277,7 +277,7 @@ def test_an_immutable_template_is_refused_before_anything_changes(store: Store) 
         store.load(template, REF)
     assert not template["model"]["b"].any()
     fixed = MappingProxyType({"model": MappingProxyType({"b": torch.zeros(5)})})
-    store.load(fixed, REF)  # only tensors, which are filled where they are
+    store.load(fixed, REF)  # only tensors, which are filled in place
     assert torch.equal(fixed["model"]["b"], torch.arange(5.0))
 
 
@@ -381,7 +381,7 @@ def test_state_dict_metadata_survives_a_load(store: Store) -> None:
 
 @given(st.data())
 def test_any_part_of_a_state_loads_into_any_layout(data: st.DataObject) -> None:
-    """A template of some keys, permuted, sliced out of larger tensors, from a state of several cells."""
+    """A template with some keys, permuted and sliced out of larger tensors, for a state of several cells."""
     store = small()
     shapes = data.draw(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=4))
     whole = {str(i): raw("int32", (*shape,), i) for i, shape in enumerate(shapes)}

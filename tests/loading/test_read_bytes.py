@@ -1,4 +1,4 @@
-"""A load reads the wanted bytes once, rounded to cells if verified: the storage counts."""
+"""A load reads the requested bytes once, rounded to cells if it verifies them. The storage counts the bytes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.support.reads import pages
 from tests.support.repositories import memory
 from tests.support.saves import CELL, cells, counted, same_state, small
 
-PER = CELL // 4  # float32 of a cell
+PER = CELL // 4  # the number of float32 elements in a cell
 
 
 def warmed(state: Any) -> Store:
-    """A store that has read its commit and manifest, so that it reads only tensors from now on."""
+    """A store that has read its commit and manifest. From now on, it reads only tensors."""
     store = small()
     store.save(state, step=1)
     store.read("default@1", keys=[])
@@ -30,7 +30,10 @@ def warmed(state: Any) -> Store:
 
 
 def bytes_read(store: Store, call: Callable[[], Any]) -> int:
-    """Return the bytes read without the small records that locate the checkpoint, which are read each time."""
+    """Return the number of bytes read, except for the small records that locate the checkpoint.
+
+    They are read each time.
+    """
     with counted(store) as found:
         store.get("default@1")
     with counted(store) as io:
@@ -62,7 +65,7 @@ def test_tied_and_constant_tensors_are_read_once(verify: bool) -> None:
     }
     store = warmed(state)
     template = {key: torch.ones_like(tensor) for key, tensor in state.items()}
-    want = (10 + 10 + 1) * CELL  # c is other bytes, as it lies in memory
+    want = (10 + 10 + 1) * CELL  # in memory, c consists of different bytes
     assert bytes_read(store, lambda: store.load(template, "default@1", verify=verify)) == want
     assert same_state(template, {key: tensor.contiguous() for key, tensor in state.items()})
     assert bytes_read(store, lambda: store.read("default@1", verify=verify)) == want
@@ -123,7 +126,7 @@ def test_a_new_process_reads_the_marker_and_the_manifest_once() -> None:
         again.read("default@1")
     assert faulty.count("get", "casckpt.json") == 1
     assert faulty.count("get", "objects/*.manifest") == 1
-    assert faulty.count("get", "commits/*") == 6  # its record, and whether there is another one
+    assert faulty.count("get", "commits/*") == 6  # its record, and a check for a further record
     assert faulty.count("list", "commits/") == 0
 
 

@@ -1,4 +1,4 @@
-"""Running loads continue at the new locations of a checkpoint that is rewritten meanwhile."""
+"""Running loads continue at the new locations of a checkpoint that is rewritten in the meantime."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEYS = 6
 
 
 def state() -> dict[str, Any]:
-    """Several blobs, two equal tensors, one without whole cells, an object with a large buffer."""
+    """Several blobs, two equal tensors, a tensor without whole cells, and an object with a large buffer."""
     many = {f"w{n}": cells(15, seed=n) for n in range(KEYS)}
     return many | {"same": cells(15, seed=0), "odd": cells(2.5, seed=99), "plain": b"x" * 70_000}
 
@@ -49,7 +49,7 @@ def store(faults: FaultyStore) -> Store:
 
 
 def elsewhere(store: Store) -> Repository:
-    """Another host."""
+    """A different host."""
     storage = store.repository.storage
     assert isinstance(storage, FaultyStore)
     return Repository(storage.inner)
@@ -62,7 +62,7 @@ def rewritten(repo: Repository) -> None:
 
 
 def rewritten_twice(repo: Repository) -> None:
-    """It is rewritten again, and the blobs of the first rewrite are deleted."""
+    """It is rewritten a second time, and the blobs of the first rewrite are deleted."""
     rewritten(repo)
     rewritten(repo)
 

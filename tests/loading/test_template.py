@@ -1,4 +1,4 @@
-"""Loads report omitted state, mismatched templates, tied weights and new heads."""
+"""Loads report omitted state, mismatched templates, tied weights, and new heads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RUNS = itertools.count()
 
 
 def new_run() -> str:
-    """A new run, since a warning about a run appears once."""
+    """Return a new run, because a warning about a run appears only once."""
     return f"run{next(_RUNS)}"
 
 
@@ -138,7 +138,7 @@ def load_on_ranks(rank: int, size: int, path: Path) -> list[str]:
         except Mismatch as mismatch:
             wrong += [] if error in str(mismatch) else [str(mismatch)]
     parts: dict[str, Any] = {"model": {"head.weight": torch.zeros(3, 5)} if rank == 1 else {}}
-    loaded = store.load(parts, "a@1")  # what one rank has not, another one has
+    loaded = store.load(parts, "a@1")  # entries that one rank lacks, and another rank has
     if loaded.unread_subtrees != ("optim",):
         wrong.append(f"unread: {loaded.unread_subtrees}")
     return wrong
@@ -212,7 +212,7 @@ def test_a_new_head_is_left_unchanged() -> None:
         store.load({"body": {"new": torch.zeros(1)}}, "default@1", ignore_mismatched="head.*")
     fits = {"head": {"w": torch.zeros(3)}}
     store.load(fits, "default@1", ignore_mismatched=["head.*"], unread="ignore")
-    assert fits["head"]["w"].eq(1).all()  # what fits is loaded
+    assert fits["head"]["w"].eq(1).all()  # fitting keys are loaded
     with pytest.raises(InvalidInput, match="ignore_mismatched"):
         store.load(fits, "default@1", ignore_mismatched=[3])  # type: ignore[list-item]
 

@@ -29,14 +29,14 @@ def test_unread_per_rank_values_are_searched_once(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("casckpt.loading.template.is_generator", is_generator)
     store.load({"seen": PerRank({"k3": None})}, REF)
-    assert len(looked) <= 100  # once before the load, and once after it; not once for each
+    assert len(looked) <= 100  # once before and once after the load, instead of once for each value
 
 
 _RUNS = itertools.count()
 
 
 def new_run() -> str:
-    """A new run, since a warning about a run appears once."""
+    """Return a new run, because a warning about a run appears only once."""
     return f"run{next(_RUNS)}"
 
 

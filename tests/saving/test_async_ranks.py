@@ -1,4 +1,4 @@
-"""Saves in the background on several ranks: errors unknown to a rank, and simultaneous saves."""
+"""Background saves on several ranks: errors that a rank does not know of, and simultaneous saves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def unheard(rank: int, size: int, path: Path) -> Any:
-    """Rank 0 learns of the failure, rank 1 does not."""
+    """Rank 0 learns of the failure, but rank 1 does not."""
     store, faults = watched(path)
     state = spread({"w": numbers("w", 64, 100)}, line(size), [Shard(0)])
     store.warm_up(state)
@@ -49,7 +49,7 @@ def test_a_failure_that_a_rank_missed_stops_the_next_save_on_all_ranks(ranks: Po
 
 
 def wrong_on_one(rank: int, size: int, path: Path) -> Any:
-    """Rank 1 passes an unusable value: as a metric, then in the state."""
+    """Rank 1 passes an invalid value: first as a metric, then in the state."""
     store = casckpt.open(path)
     state = spread({"w": numbers("w", 64, 100)}, line(size), [Shard(0)])
     metrics: Any = {"loss": "low"} if rank == 1 else None
@@ -66,7 +66,7 @@ def test_an_invalid_argument_on_one_rank_raises_on_all_ranks(ranks: Pool, path: 
 
 
 def refusing(rank: int, size: int, path: Path) -> Any:
-    """The save of rank 1 still runs; that of rank 0 waits for it."""
+    """Rank 1's save is still running. Rank 0's save waits for it."""
     store, faults = watched(path)
     state = spread({"w": numbers("w", 64, 100)}, line(size), [Shard(0)])
 

@@ -1,4 +1,4 @@
-"""Blobs are safetensors files that any reader opens, named by the hash of their bytes."""
+"""Blobs are safetensors files that any reader can open. Their names are the hash of their bytes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def large(folder: Path) -> Store:
 
 
 def branches_of_blobs(store: Store, ref: str) -> dict[str, set[str]]:
-    """Return the branches of the state with cells in each blob."""
+    """Return the branches of the state that have cells in each blob."""
     manifest = manifests.get(store.repository, store.get(ref).commit)
     found: dict[str, set[str]] = {}
     for entry in manifest.entries:
@@ -82,7 +82,7 @@ def branches_of_blobs(store: Store, ref: str) -> dict[str, set[str]]:
     return found
 
 
-MIB = 256  # cells
+MIB = 256  # the number of cells
 
 
 def test_each_branch_of_a_state_has_its_own_blobs(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_small_state_is_stored_in_one_blob(tmp_path: Path) -> None:
 
 
 def test_padding_fits_in_a_blob(tmp_path: Path) -> None:
-    """Without padding, fifteen such cells have just less than the maximum size of a blob."""
+    """Without padding, the size of fifteen such cells is just below the maximum size of a blob."""
     store = Store(Repository(LocalStore(tmp_path / "store")))
     store.create(cell_bytes=128 << 10, blob_bytes=1 << 20)
     state = {f"m.{i}": torch.full((69_633,), i, dtype=torch.uint8) for i in range(40)}
@@ -130,7 +130,7 @@ def test_padding_fits_in_a_blob(tmp_path: Path) -> None:
 
 def test_large_cells_are_leaves_and_begin_at_page_boundaries(tmp_path: Path) -> None:
     store = large(tmp_path / "store")
-    counts = (3.3, 0.01, 1.001, 0.26, 2, 0.3)  # of 256 KiB
+    counts = (3.3, 0.01, 1.001, 0.26, 2, 0.3)  # cells of 256 KiB
     state = {f"m.w{i}": cells(64 * count) for i, count in enumerate(counts)} | {"m.i": torch.arange(9)}
     ckpt = store.save(state, step=1)
     manifest = manifests.get(store.repository, ckpt.commit)
@@ -188,7 +188,7 @@ def test_equal_cells_produce_equal_blobs(store: Store, tmp_path: Path) -> None:
 
 
 def test_blobs_are_filled(store: Store) -> None:
-    """All blobs but the last one of each worker are at least three quarters full."""
+    """All blobs are at least three quarters full, except for the last blob of each worker."""
     state = {f"w{i}": cells(3.3) for i in range(60)}
     store.save(state, step=1, threads=1)
     sizes = sorted(data_of(store, key) for key in blob_keys(store))

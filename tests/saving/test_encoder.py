@@ -1,4 +1,4 @@
-"""Saves that store deltas: every version loads exactly, from any base, after any failure."""
+"""Saves that store deltas: every version loads exactly, from any base, and after any failure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
 
-NUMEL = 40 * CELL // 2  # of 2 bytes
+NUMEL = 40 * CELL // 2  # elements of 2 bytes
 
 
 def weights(seed: int = 0, numel: int = NUMEL, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -49,7 +49,7 @@ def stepped(tensor: torch.Tensor, step: int, share: float = 0.01) -> torch.Tenso
 
 
 def versions(count: int, **more: Any) -> list[dict[str, Any]]:
-    """Versions of a state in which only "w" changes, and "n" a little."""
+    """Versions of a state in which only "w" changes, and "n" changes slightly."""
     state: dict[str, Any] = {"w": weights(), "still": weights(1), "n": torch.arange(5), **more}
     found = [state]
     for step in range(1, count):
@@ -87,7 +87,7 @@ def test_each_version_stores_only_changes_and_loads_exactly(store: Store) -> Non
 
 
 def test_bytes_reused_counts_the_bytes_that_are_not_stored_again(store: Store) -> None:
-    """It excludes cells that were saved as deltas."""
+    """The figure excludes cells that were saved as deltas."""
     states = versions(3, tied=weights(1))
     stats = [store.save(state, step=step, compress="auto").stats for step, state in enumerate(states)]
     still, n = states[0]["still"].nbytes, states[0]["n"].nbytes
@@ -124,7 +124,7 @@ def test_only_cells_in_memory_are_bases_over_a_network() -> None:
     storage, states = far(), versions(4)
     store = small(storage)
     for step, state in enumerate(states):
-        if step == 2:  # a process that was started anew
+        if step == 2:  # a process that was restarted
             store = Store(Repository(storage))
             forget_run(store.repository, "default")
         before = storage.reads_of_blobs()
@@ -135,7 +135,7 @@ def test_only_cells_in_memory_are_bases_over_a_network() -> None:
 
 
 def test_cells_in_memory_are_bases_only_if_the_parent_has_them(store: Store) -> None:
-    """After a rollback, a failed save, a save of another process, and a save of another run."""
+    """Covers a rollback, a failed save, a save by a different process, and a save of a different run."""
     states = versions(9)
     for step in (0, 1, 2):
         store.save(states[step], step=step, compress="auto")
@@ -256,7 +256,7 @@ def test_a_few_cells_of_noise_are_stored_raw_without_extra_memory(store: Store) 
 
 
 def test_frozen_tensors_are_bases_only_by_their_bytes(store: Store) -> None:
-    """A tensor that was declared frozen but changed between samples differs from the manifest."""
+    """If a tensor was declared frozen but changed between samples, it differs from the manifest."""
     states = versions(3)
     store.save(states[0], step=0, compress="auto")
     store.save(states[1], step=1, compress="auto", frozen=["w"])
@@ -281,7 +281,7 @@ def test_a_missing_cell_is_not_a_base_even_if_its_bytes_are_in_memory(store: Sto
 
 
 def test_blobs_of_frames_are_never_worn(store: Store) -> None:
-    """A new blob would need all of its cells raw."""
+    """A new blob would need all of these cells unencoded."""
     states = versions(4)
     for step, state in enumerate(states):
         more = {f"x{n}": stepped(weights(50 + n, CELL), step) for n in range(30)} if step < 2 else {}
@@ -295,7 +295,7 @@ def test_blobs_of_frames_are_never_worn(store: Store) -> None:
 
 
 def first(call: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., Any]:
-    """``call``, but ``then`` runs at the first call."""
+    """Return ``call``, except that ``then`` runs at the first call."""
     calls = iter([then])
 
     def called(*given: Any) -> Any:
@@ -338,7 +338,7 @@ def save_version(rank: int, size: int, url: str, step: int, spread_by: Callable[
 
 
 def test_deltas_continue_with_different_ranks_and_columns(ranks: Pool, tmp_path: Path) -> None:
-    """By rows on 2 ranks, then 4, by columns on 2, and 1. The result is always correct."""
+    """The state is saved by rows on 2 ranks and on 4, by columns on 2, and on 1. The result is always correct."""
     url = small_folder(tmp_path / "s").url
     written = [
         ranks.run(size, save_version, url, step, by)[0]
@@ -351,7 +351,7 @@ def test_deltas_continue_with_different_ranks_and_columns(ranks: Pool, tmp_path:
 
 
 def test_repacking_copies_keep_frames_unchanged(store: Store, tmp_path: Path) -> None:
-    """Into another store, and in place: nothing grows, and every version is unchanged."""
+    """Copies go into a different store, and repacking is in place. Nothing grows, and every version is unchanged."""
     states = versions(6, big=weights(4))
     for step, state in enumerate(states):
         store.save(state, step=step, compress="auto")

@@ -1,4 +1,4 @@
-"""A save reuses frozen tensors without a full comparison, after it compares a sample."""
+"""A save reuses frozen tensors without a full comparison if a sample is unchanged."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_only_a_sample_is_hashed_and_the_manifest_records_it(
 
     monkeypatch.setattr("casckpt.saving.upload.cell_digest", counting)
     second = small.save(state(2), step=2, frozen=["backbone.*"])
-    assert sum(hashed) < 40 * 4096  # of 512 cells
+    assert sum(hashed) < 40 * 4096  # cells of 512 elements
     assert unhashed(small, second) == {"backbone.w", "backbone.t"}
     assert second.stats.blobs_written == 1
     for key, value in state(2).items():

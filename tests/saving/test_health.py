@@ -1,4 +1,4 @@
-"""Health in a save: NaN, infinities and largest values of changed cells on all ranks."""
+"""The health that a save records: NaN, infinities and largest values of changed cells, on all ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def expected(tensors: Sequence[torch.Tensor]) -> TensorHealth:
     return TensorHealth(int(values.isnan().sum()), int(values.isinf().sum()), float(finite.max()) if len(finite) else 0)
 
 
-# a save
+# one save
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -167,7 +167,7 @@ def test_per_rank_values_count_toward_health() -> None:
     assert saved.health == {"w": TensorHealth(0, 0, 3.0)}
 
 
-# ranks
+# several ranks
 
 
 def save_shards(rank: int, size: int, path: Path, sick: int | None) -> Any:

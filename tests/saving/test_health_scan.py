@@ -26,11 +26,11 @@ NUMBERS = sorted(filter(has_health, DTYPES))
 @pytest.mark.parametrize("dtype", [name for name in NUMBERS if name in NAMES])
 @given(raw=st.binary(min_size=16, max_size=160).map(lambda raw: raw[: len(raw) // 16 * 16]), small=st.booleans())
 def test_health_of_a_cell_matches_torch(dtype: str, raw: bytes, small: bool) -> None:
-    data = bytearray(byte // 3 for byte in raw) if small else bytearray(raw)  # few NaNs, or many
+    data = bytearray(byte // 3 for byte in raw) if small else bytearray(raw)  # a few NaNs, or many
     values = torch.frombuffer(data, dtype=getattr(torch, PARTS.get(dtype, dtype)))
     wide = values.to(torch.float32).double() if dtype.startswith("float8") else values
     found = health_of(dtype, memoryview(data))
-    if values.dtype == torch.uint64:  # torch rounds other than Python
+    if values.dtype == torch.uint64:  # torch rounds differently from Python
         assert found == CellHealth(0, 0, float(max(values.tolist())))
     else:
         assert TensorHealth(*found) == expected([wide])
@@ -43,7 +43,7 @@ def test_tensors_without_numbers_are_not_scanned() -> None:
     }  # fmt: skip
 
 
-# a save
+# one save
 
 
 def state() -> dict[str, torch.Tensor]:

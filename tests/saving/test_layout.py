@@ -26,7 +26,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-# refused
+# refused layouts
 
 
 def save_unchecked(rank: int, size: int, path: Path) -> Any:
@@ -52,7 +52,7 @@ def test_check_replicas_compares_everything_or_nothing(ranks: Pool, path: Path) 
     assert visible(path) == [("off", 1), ("off", 2), ("raise", 1)]
 
 
-# owned
+# owned tensors
 
 
 def owned(rank: int, size: int, path: Path) -> Any:

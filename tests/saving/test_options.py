@@ -1,4 +1,4 @@
-"""Arguments of a save: usable values, and where a setting applies."""
+"""The arguments of a save: valid values, and the cases in which a setting applies."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_invalid_arguments_are_refused_before_anything_is_created(arguments: Any
     assert not (tmp_path / "store").exists()
 
 
-NUMEL = 40 * CELL // 2  # of 2 bytes
+NUMEL = 40 * CELL // 2  # elements of 2 bytes
 
 
 def weights(seed: int = 0, numel: int = NUMEL, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Pickled values and classes of mappings are reported once."""
+"""Pickled values and mapping classes are reported once."""
 
 from __future__ import annotations
 

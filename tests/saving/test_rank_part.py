@@ -1,4 +1,4 @@
-"""The part of a rank: whole, although its values come one after the other."""
+"""One rank's part of a save. It is complete, although its values arrive one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A save writes only changes: exact numbers, from statistics and from the storage itself."""
+"""A save writes only changes. The exact numbers come from statistics and from the storage itself."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.saves import (
     small_folder,
 )
 
-AROUND = DATA_OFFSET + 2 * RECORD_BYTES  # header and proof of a blob of less than 64 KiB
+AROUND = DATA_OFFSET + 2 * RECORD_BYTES  # the header and proof of a blob of less than 64 KiB
 
 
 def manifest_of(store: Store, ref: str) -> Manifest:
@@ -41,19 +41,19 @@ def manifest_of(store: Store, ref: str) -> Manifest:
 
 
 def saved(store: Store, state: Any, step: int, **options: Any) -> int:
-    """Check that a save and the storage agree on the bytes of written blobs, and return them."""
+    """Check that a save and the storage agree on the number of written blob bytes. Return this number."""
     before = {key: store.repository.storage.size(key) or 0 for key in blob_keys(store)}
     with counted(store) as io:
         stats = store.save(state, step=step, **options).stats
     new = [store.repository.storage.size(key) or 0 for key in blob_keys(store) if key not in before]
     assert (stats.bytes_written, stats.blobs_written) == (sum(new), len(new))
-    assert io.bytes_written - sum(new) < 100_000  # manifest and records
+    assert io.bytes_written - sum(new) < 100_000  # the manifest and records
     assert same_state(reopened(store).read(f"{options.get('run', 'default')}@{step}"), state)
     return stats.bytes_written
 
 
 def data_bytes(store: Store, state: Any, step: int, **options: Any) -> int:
-    """The same without the headers and proofs of blobs."""
+    """Return the same number without the headers and proofs of blobs."""
     before = set(blob_keys(store))
     saved(store, state, step, **options)
     return sum(data_of(store, key) for key in set(blob_keys(store)) - before)
@@ -83,7 +83,7 @@ def test_one_changed_tensor_of_a_hundred_costs_only_its_own_bytes(store: Store) 
 
 
 def test_ten_changed_embedding_rows_cost_only_their_cells(store: Store) -> None:
-    table = torch.randn(4000, 64)  # 16 rows a cell
+    table = torch.randn(4000, 64)  # 16 rows per cell
     saved(store, {"embedding": table}, 1)
     rows = [0, 1, 15, 16, 500, 501, 1000, 2000, 3000, 3999]
     table[rows] += 1
@@ -97,7 +97,7 @@ def test_tied_and_constant_tensors_are_stored_once(store: Store) -> None:
     state = {"embed": weight, "head": weight, "flat": weight.view(-1, 32), "copy": weight.clone()}
     assert data_bytes(store, state, 1) == 5 * CELL
     zeros = {"m": torch.zeros(50 * CELL // 4), "v": torch.zeros(20 * CELL // 4), "z": torch.zeros(7 * CELL // 8)}
-    assert data_bytes(store, zeros, 2) == CELL + CELL // 2  # one full cell, one short one
+    assert data_bytes(store, zeros, 2) == CELL + CELL // 2  # one full cell and one short cell
     assert data_bytes(store, zeros | {"more": torch.zeros(3 * CELL // 4)}, 3) == 0
 
 
@@ -123,7 +123,7 @@ def test_many_small_tensors_are_reused(store: Store) -> None:
     state = {f"n{i}": torch.full((3,), float(i)) for i in range(500)}
     assert data_bytes(store, state, 1) == 500 * 12
     assert len(blob_keys(store)) == 1
-    state["n7"] = torch.zeros(3)  # what n0 holds
+    state["n7"] = torch.zeros(3)  # the value of n0
     assert saved(store, state, 2) == 0
     state["n8"] = torch.full((3,), -1.0)
     assert data_bytes(store, state, 3) == 12
@@ -206,7 +206,7 @@ def test_overlapping_flat_parts_do_not_confuse_the_next_save() -> None:
 
 
 def test_cells_of_a_different_size_are_not_reused() -> None:
-    """After a copy into a store with other cell sizes, the cells are cut again."""
+    """After a copy into a store with a different cell size, the state is divided into new cells."""
     store, state = small(cell_bytes=16 << 10), {"w": cells(64)}
     store.save(state, step=1)
     store.repository._marker = None
@@ -219,11 +219,11 @@ def test_cells_of_a_different_size_are_not_reused() -> None:
 
 
 class TestWorn:
-    """A save leaves blobs of which little is used, so that space stays bounded without repacking."""
+    """A save abandons blobs of which little is used. Therefore, space is bounded without repacking."""
 
     @staticmethod
     def live(store: Store, step: int) -> tuple[int, int]:
-        """Return (bytes of data in the blobs that a checkpoint names, bytes that it uses)."""
+        """Return (bytes of data in the blobs that a checkpoint refers to, bytes that it uses)."""
         manifest = manifest_of(store, f"default@{step}")
         held = sum(most_data(size) for size in manifest.blob_sizes)
         return held, sum(entry.nbytes for entry in manifest.entries)
@@ -246,7 +246,7 @@ class TestWorn:
         assert same_state(store.read("default@24"), state)
 
     def test_the_worst_pattern_of_changes_needs_bounded_space(self) -> None:
-        """Keep half of each blob. Then change all but one cell of each at once."""
+        """Keep half of each blob. Then change all cells except one per blob in one go."""
         store, per = small(), BLOB // CELL
         state = {f"w{i}": cells(per) for i in range(6)}
         store.save(state, step=0)
@@ -302,7 +302,7 @@ class TestWorn:
 
 
 class TestDamage:
-    """A save does not reuse damaged data. It continues without it."""
+    """A save does not reuse damaged data, but continues without it."""
 
     def test_a_damaged_parent_manifest_prevents_only_reuse(
         self, store: Store, caplog: pytest.LogCaptureFixture
@@ -333,7 +333,7 @@ class TestDamage:
     def test_cells_of_a_missing_or_truncated_blob_are_stored_again(
         self, store: Store, damage: str, first_changed: bool, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Even if the first cell of a tensor changed, so that the others are found while they are packed."""
+        """This holds even if the first cell of a tensor changed, so that the others are only found during packing."""
         state = {"w": cells(40), "t": cells(20).view(64, -1).t()}
         store.save(state, step=1)
         lost = _ref(store, blob_keys(store)[0])
@@ -347,7 +347,7 @@ class TestDamage:
         assert blobs.damaged_marks(again.repository) == {(lost.uploader, lost.hash)}
         assert lost not in manifest_of(again, "default@2").blobs
         assert same_state(again.read("default@2"), state)
-        if damage != "longer":  # its cells are what they were
+        if damage != "longer":  # its cells are unchanged
             with pytest.raises(Damaged):
                 again.read("default@1")
         assert again.save(state, step=3).stats.bytes_written == 0
@@ -400,5 +400,5 @@ def test_reuse_depends_on_digests_and_not_on_times(tmp_path: Path) -> None:
     store.save({"w": weight}, step=2)
     weight.copy_(kept)
     written = store.save({"w": weight}, step=3).stats.bytes_written
-    assert written == 4 * CELL + AROUND  # only the newest checkpoint of a run is looked at
+    assert written == 4 * CELL + AROUND  # only the newest checkpoint of a run is considered
     assert store.save({"w": weight}, step=4).stats.bytes_written == 0

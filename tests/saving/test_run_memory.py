@@ -1,4 +1,4 @@
-"""The memory of a process about its saved runs, for their next saves from any front end."""
+"""The data that a process remembers about its saved runs, for their next saves from any front end."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def nbytes(tensors: dict[str, Any]) -> int:
 
 @pytest.fixture
 def storage() -> FarStore:
-    """A remote storage, from which a save reads nothing."""
+    """A remote storage. A save never reads from it."""
     found = far()
     small(found).change_settings(compress="auto")
     return found
 
 
 def here(storage: FarStore) -> Store:
-    """The store, opened again."""
+    """Return the store, reopened."""
     return Store(Repository(storage))
 
 
 def check(storage: FarStore, run: str = "default", first: int = 0) -> None:
-    """Check that each version loads unchanged, and that all but the ``first`` are coded."""
+    """Check that each version loads unchanged, and that all versions except the ``first`` are encoded."""
     store = here(storage)
     for step in range(STEPS):
         assert same_state(store.read(f"{run}@{step}"), state(step)), step
@@ -60,7 +60,7 @@ def by_save(storage: FarStore, step: int) -> None:
 
 
 def by_turns(storage: FarStore, step: int) -> None:
-    """In the foreground and in the background."""
+    """This covers foreground and background saves."""
     if step % 2:
         here(storage).save_async(state(step), step=step).result()
     else:
@@ -98,7 +98,7 @@ def test_a_trainer_over_a_network_encodes_deltas(storage: FarStore) -> None:
 
 
 def test_a_pickled_writer_continues_encoding(tmp_path: Any) -> None:
-    """Each DCP save in a separate process has one."""
+    """Each DCP save in a separate process has its own writer."""
     store = small()
     for step in range(STEPS):
         writer = StorageWriter(store, step=step, compress="auto")
@@ -186,7 +186,7 @@ def test_repeatedly_useless_encoding_doubles_the_pause() -> None:
     for kept.saves in range(1, 200):
         if not kept.pauses(stream):
             tried.append(kept.saves)
-            for _ in range(2):  # by two threads at once
+            for _ in range(2):  # by two threads at the same time
                 kept.pause(stream, 8, 64)
     assert tried == [1, 9, 25, 57, 121, 185]
 
@@ -197,7 +197,7 @@ def test_another_thread_may_resume_encoding_at_any_time() -> None:
     class Shared(dict[Any, Pause]):
         def __contains__(self, name: object) -> bool:
             found = super().__contains__(name)
-            self.clear()  # by the other one, right behind this look
+            self.clear()  # by the other thread, right after this check
             return found
 
     kept = RunMemory(PutRate(), saves=9, in_vain=Shared({stream: Pause(9, 8)}))

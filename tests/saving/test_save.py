@@ -1,4 +1,4 @@
-"""Results and refusals of a save, the objects that it leaves, and repeated saves of a step."""
+"""The results and refusals of a save, the objects that it leaves behind, and repeated saves of a step."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_metadata_that_json_cannot_represent_is_refused(metadata: Any, tmp_path:
 
 
 def test_few_stack_frames_separate_a_save_from_its_first_look_at_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader can follow `Store.save` to `Upload.place`, which compares and stores cells, in eight steps."""
+    """A reader can follow `Store.save` in eight steps to `Upload.place`, which compares and stores cells."""
     frames: list[str] = []
     place = Upload.place
 
@@ -112,7 +112,7 @@ def test_a_forgotten_step_can_be_saved_again() -> None:
     store.forget("default@1")
     assert "default@1" not in store
     second = store.save(STATE, step=1)
-    assert second.stats.bytes_written == 0  # a forgotten one still lives, and may be reused
+    assert second.stats.bytes_written == 0  # a forgotten checkpoint is still live, and may be reused
     assert store.get(first.id[:20]).forgotten
     with pytest.raises(Conflict):
         store.restore(first)
@@ -239,12 +239,12 @@ def test_a_successful_save_logs_nothing(caplog: pytest.LogCaptureFixture) -> Non
 def test_a_save_into_a_store_without_announcements_finds_existing_checkpoints(
     known: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in a copy of folders that left runs/ out."""
+    """This is the case for a copy of folders that omitted runs/."""
     _finds_what_is_not_announced(small(), known, caplog)
 
 
 def test_empty_run_folders_are_not_announcements(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Some servers keep the folder of deleted objects for a while, and a copy by hand may leave files out alone."""
+    """Some servers keep the folder of deleted objects for a while, and a manual copy may omit only the files."""
     _finds_what_is_not_announced(small(LocalStore(tmp_path / "store")), True, caplog)
     assert list((tmp_path / "store/runs").iterdir())
 

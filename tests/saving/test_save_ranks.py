@@ -1,4 +1,4 @@
-"""Saves of several ranks: each byte is written once, and loads on all ranks."""
+"""Saves on several ranks: each byte is written once, and loads on all ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def stored_bytes(path: Path) -> int:
     return sum(len(content(store, key)) for key in blob_keys(store))
 
 
-# who writes what
+# which rank writes what
 
 
 def save_replicas(rank: int, size: int, path: Path) -> Any:
@@ -59,7 +59,7 @@ def test_replicas_are_stored_once_and_each_rank_writes_its_share(ranks: Pool, pa
 
 
 class Normed(nn.Module):
-    """A layer, and statistics of what it has seen."""
+    """A layer, and statistics of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Normed(nn.Module):
 
 
 def save_ddp(rank: int, size: int, path: Path, keep_vars: bool) -> Any:
-    """Ranks see other inputs, so their statistics differ; parameters are alike."""
+    """The ranks receive different inputs, so their statistics differ. Their parameters are equal."""
     torch.manual_seed(7)
     model = nn.parallel.DistributedDataParallel(Normed())
     with torch.no_grad():
@@ -89,9 +89,9 @@ def test_differing_statistics_are_saved_from_one_rank(ranks: Pool, path: Path, k
     assert all(torch.equal(stored[key], found[0][1][key]) for key in stored)
     others = [nbytes for nbytes, _ in found[1:]]
     parameters = 4 * (8 * 3000 + 3 * 3000)
-    if keep_vars:  # parameters are replicas: shared out
+    if keep_vars:  # parameters are replicas, so the ranks share the writes
         assert all(nbytes > parameters / 4 for nbytes in others)
-    else:  # detached, they are plain tensors: nobody can know that they are alike
+    else:  # detached parameters are plain tensors, so casckpt cannot know that they are equal
         assert others == [0, 0, 0]
 
 
@@ -142,7 +142,7 @@ def test_each_rank_loads_its_own_value_and_new_ranks_load_that_of_rank_0(ranks: 
 
 
 def save_in_halves(rank: int, size: int, path: Path) -> Any:
-    """Two groups at the same time, each with a run of its own, and a mesh of its own."""
+    """Two groups save at the same time. Each has its own run and its own mesh."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     half, mine = rank // 2, rank % 2
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "inner"))["inner"]
@@ -218,7 +218,7 @@ def test_flat_shards_uneven_shards_and_several_chunks_are_saved(ranks: Pool, pat
             assert torch.equal(value, numbers("boxed", 6, 8) if key == "inside" else numbers("flat", 10, 100)), key
 
 
-# in the background
+# background saves
 
 
 def save_behind(rank: int, size: int, path: Path) -> Any:
@@ -279,7 +279,7 @@ def test_a_load_that_one_rank_refuses_changes_nothing_on_any_rank(ranks: Pool, p
 
 
 def load_damaged(rank: int, size: int, path: Path) -> Any:
-    """One blob is cut short: only the rank that needs it sees that."""
+    """One blob is truncated. Only the rank that needs it notices."""
     store = casckpt.open(path)
     target = emptied(spread({"w": numbers("w", 60, 400)}, line(size), [Shard(0)]))
     return outcome_of(lambda: store.load(target, "a@1"))

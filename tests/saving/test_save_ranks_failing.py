@@ -1,4 +1,4 @@
-"""Saves of several ranks that fail: on one of them, so on all; nothing shows, and the next save works."""
+"""Saves on several ranks that fail on one rank, and therefore on all. Nothing is visible, and the next save works."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
 
-# what is refused
+# refused saves
 
 
 def in_stores_of_their_own(rank: int, size: int, url: str) -> Any:
@@ -49,7 +49,7 @@ def in_stores_of_their_own(rank: int, size: int, url: str) -> Any:
 
 @pytest.mark.parametrize("url", ["memory://own", "{path}/{{rank}}"])
 def test_ranks_with_different_stores_are_refused(ranks: Pool, tmp_path: Path, url: str) -> None:
-    """Else the one that commits would name what nobody else can find."""
+    """Otherwise, the committing rank would refer to objects that no other rank can find."""
     for told, saved in ranks.run(2, in_stores_of_their_own, url.format(path=tmp_path)):
         assert "ranks must share one" in told
         assert saved == 0
@@ -150,7 +150,7 @@ def test_differing_replicas_are_found_if_requested(ranks: Pool, path: Path, plai
     assert visible(path) == [("good", 1), ("unchecked", 3)]
 
 
-# what fails
+# failing saves
 
 
 def save_existing(rank: int, size: int, path: Path) -> Any:
@@ -214,7 +214,7 @@ def test_a_storage_failure_on_one_rank_fails_all_ranks(
 
 
 def save_after_a_failed_plan(rank: int, size: int, path: Path) -> Any:
-    """The storage fails between the new plan and its being told."""
+    """The storage fails after the new plan is made, and before it is sent."""
     store, storage = watched(path)
     store.save({"x": torch.zeros(3)}, run="a", step=1)
     storage.inject(fail_before("list", key="damaged/*"))
@@ -232,7 +232,7 @@ def test_a_plan_that_was_not_sent_is_recreated(ranks: Pool, path: Path) -> None:
 
 
 def save_revoked(rank: int, size: int, path: Path, who: int, times: int) -> Any:
-    """A gc gives up on the save whenever ``who`` begins to upload a blob, so many times."""
+    """A gc revokes the save whenever ``who`` begins to upload a blob, up to a given number of times."""
 
     def revoke(_: Call) -> None:
         repo = casckpt.open(path).repository
@@ -265,7 +265,7 @@ def test_a_save_that_is_revoked_twice_fails_on_all_ranks(ranks: Pool, path: Path
     assert visible(path) == []
 
 
-# who dies
+# dying ranks
 
 DEATHS = [
     ("put", "transactions/*", 0),
@@ -323,7 +323,7 @@ def test_an_error_names_a_killed_rank_and_nothing_becomes_visible(
 
 
 def save_killed_late(rank: int, size: int, path: Path) -> Any:
-    """Rank 0 dies when it has committed, before it can tell."""
+    """Rank 0 dies after it has committed, and before it can tell the other ranks."""
     impatient()
     hook = call_first("delete", killing, key="transactions/*")
     store, _ = watched(path, *([hook] if rank == 0 else []))
@@ -342,7 +342,7 @@ def test_the_error_after_rank_0_dies_at_commit_advises_to_check_the_list(ranks: 
 
 
 def save_stalled(rank: int, size: int, path: Path) -> Any:
-    """Rank 2 stalls in its upload until the others have given up, and then goes on as if nothing was."""
+    """Rank 2 stalls in its upload until the others have given up. Then it continues as if nothing had happened."""
 
     def stall(_: Call) -> None:
         for other in (0, 1):

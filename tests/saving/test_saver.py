@@ -1,4 +1,4 @@
-"""Saves in the background: of the state as it was, in order, with their errors in their futures."""
+"""Background saves: they save the state at the time of the call, in order, and their futures hold their errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECONDS = 60  # a hung save fails the test
 
 
 class Held:
-    """A storage whose next put of a blob waits until it is let go."""
+    """A storage whose next put of a blob waits until it is released."""
 
     def __init__(self) -> None:
         self.faulty = FaultyStore(memory())
@@ -37,7 +37,7 @@ class Held:
 
 
 def test_metrics_may_change_after_the_call_returns() -> None:
-    """A loop fills the same dict at each step."""
+    """A loop refills the same dict at each step."""
     held = Held()
     metrics: dict[str, Any] = {"loss": 1.0}
     metadata: dict[str, Any] = {"data": {"epoch": 1}}
@@ -179,7 +179,7 @@ def test_the_next_call_raises_an_unretrieved_failure_once() -> None:
 
 
 def test_the_next_call_does_not_raise_an_awaited_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits for the future in a thread may not have woken up yet when the next call looks."""
+    """A thread that waits for the future may not have woken up yet when the next call checks it."""
     held = Held()
     held.faulty.inject(fail_before("put", key="objects/*.manifest"))
     future = held.store.save_async({"w": cells(1)}, step=1)
@@ -187,7 +187,7 @@ def test_the_next_call_does_not_raise_an_awaited_failure(monkeypatch: pytest.Mon
     result, errors = Future.result, []
 
     def slow(self: Future[Any], timeout: float | None = None) -> Any:
-        if self is future:  # a client of a bucket waits for futures of its own
+        if self is future:  # a bucket client waits for its own futures
             waiting.set()
             assert wake.wait(SECONDS)
         return result(self, timeout)
@@ -212,7 +212,7 @@ def test_the_next_call_does_not_raise_an_awaited_failure(monkeypatch: pytest.Mon
 
 
 def test_the_calling_thread_saves_if_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the next call does not wait for a thread that never was."""
+    """The next call does not wait for a thread that never started."""
 
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -240,12 +240,12 @@ def test_a_hundred_saves_use_one_copy_and_leave_no_thread_behind() -> None:
     weight = cells(4)
     store.warm_up({"w": weight, "v": weight})
     background = store._saver.get().background
-    memory, threads = background.staging._arena.data_ptr(), threading.active_count() + 1  # that of a save
+    memory, threads = background.staging._arena.data_ptr(), threading.active_count() + 1  # plus the thread of a save
     for step in range(100):
         weight += 1
         store.save_async({"w": weight, "v": weight}, step=step).result(SECONDS)
     assert background.staging._arena.data_ptr() == memory
-    assert weight.nbytes <= background.staging.nbytes < 1.1 * weight.nbytes  # what is given twice is copied once
+    assert weight.nbytes <= background.staging.nbytes < 1.1 * weight.nbytes  # a tensor that occurs twice is copied once
     assert threading.active_count() <= threads
     assert torch.equal(store.read("default@99")["w"], weight)
 

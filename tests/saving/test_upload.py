@@ -1,4 +1,4 @@
-"""Cells in a GPU's memory are copied several at once, and each gets its own bytes."""
+"""Several cells in GPU memory are copied in one go, and each cell receives its own bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from casckpt.saving.upload import Copier
 
 @dataclass
 class Far:
-    """``count`` elements of 4 bytes that cannot be looked into; ``copied``: the ranges that were asked for."""
+    """``count`` elements of 4 bytes that cannot be viewed directly. ``copied``: the ranges that were requested."""
 
     count: int
     seed: int
