@@ -276,7 +276,7 @@ def check_restore(listed: CommitList, commit: Commit) -> None:
     _check_allowed(commit, "restored")
     twin = listed.at(commit.run, commit.step)
     if twin is not None and not listed.is_rewrite_of(twin, commit.txid):
-        message = f"{commit} was not restored: {twin} is visible at the same run and step. Forget that checkpoint first"
+        message = f"{commit} was not restored: {twin} is visible under the same run and step. Forget that one first"
         raise Conflict(message, checkpoints=(commit.id, twin.id))
 
 
