@@ -117,7 +117,7 @@ def test_a_record_that_contradicts_its_manifest_is_refused(
 ) -> None:
     commit = save(repo, "sft", 7)
     other = just_committed(changed(commit.committed, **fields))
-    with pytest.raises(Refused, match="not that of its manifest"):
+    with pytest.raises(Refused, match="does not match its manifest"):
         manifests.get(fresh(tmp_path, repo), other)
     assert (
         len(manifests.blob_list(fresh(tmp_path, repo), other)) == 0

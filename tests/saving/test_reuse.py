@@ -313,7 +313,7 @@ class TestDamage:
         flip(store, key, 100)
         again = reopened(store)
         assert data_bytes(again, state, 2) == 10 * CELL
-        assert "reuses nothing of default@1" in caplog.text
+        assert "reuses nothing from default@1" in caplog.text
         with pytest.raises(Damaged, match="default@1"):
             again.read("default@1")
         assert saved(again, state, 3) == 0
@@ -326,7 +326,7 @@ class TestDamage:
         (key,) = manifest_keys(store)
         store.repository.storage.delete(key)
         assert data_bytes(reopened(store), state, 2) == 10 * CELL
-        assert "reuses nothing of default@1" in caplog.text
+        assert "reuses nothing from default@1" in caplog.text
 
     @pytest.mark.parametrize("first_changed", [False, True], ids=["all alike", "first cell changed"])
     @pytest.mark.parametrize("damage", ["deleted", "truncated", "longer"])

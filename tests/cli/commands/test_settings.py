@@ -102,4 +102,4 @@ def test_reindex_rebuilds_the_catalogue(saved: Path, tmp_path: Path, as_json: As
 def test_reindex_fails_without_a_place_for_the_catalogue(saved: Path, tmp_path: Path, run: Run) -> None:
     (tmp_path / "file").touch()
     said = run("reindex", saved, "--cache-dir", tmp_path / "file" / "below", status=1).stderr
-    assert "catalogue.sqlite cannot be written" in said.splitlines()[-1]
+    assert "casckpt cannot write" in said.splitlines()[-1]
