@@ -81,9 +81,7 @@ class LoadPlan:
         elif entry is not None:
             if leaf.value is not None:
                 kind = type(leaf.value).__name__
-                raise Mismatch(
-                    f"{key!r} is a tensor in the checkpoint (key {name!r}), but a {kind} in the template", key=key
-                )
+                raise Mismatch(f"{key!r} is a tensor in the checkpoint (key {name!r}), but {kind} here", key=key)
             self._values[key] = self.new_tensor(entry, torch.device("cpu"))
         elif stored is not None:
             self._add_object(key, stored)
