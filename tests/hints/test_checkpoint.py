@@ -86,7 +86,7 @@ def test_a_damaged_blob_is_repaired(
     assert equal(loaded, weights)
 
 
-@follows("loading/frames.py:decode_again", "`casckpt verify --decode` tells")
+@follows("loading/frames.py:decode_again", "run `casckpt verify --decode` to find out")
 def test_a_damaged_frame_is_named_by_verify(
     store: casckpt.Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
@@ -103,7 +103,7 @@ def test_a_damaged_frame_is_named_by_verify(
 
 
 @follows("loading/fit.py:check_fit", "rename=")
-@follows("loading/fit.py:rename_hint", "of them have other names there")
+@follows("loading/fit.py:rename_hint", "of them have different names there")
 def test_weights_under_other_names_load_with_the_suggested_rename(
     saved: casckpt.Store, weights: Weights, messages: Messages
 ) -> None:
@@ -114,7 +114,7 @@ def test_weights_under_other_names_load_with_the_suggested_rename(
     assert equal(state["net"], weights)
 
 
-@follows("loading/fit.py:check_fit", 'unread="ignore" leaves them as they are')
+@follows("loading/fit.py:check_fit", 'unread="ignore" leaves them unchanged')
 def test_unfilled_weights_are_left_on_request(saved: casckpt.Store, weights: Weights, messages: Messages) -> None:
     state = {"other": torch.ones(3)}
     with messages.error(MissingKey) as advice:
@@ -208,7 +208,7 @@ def test_a_pattern_that_matches_no_key_is_made_from_what_show_lists(
     assert saved.read("a@1", keys=["w"]).keys() == {"w"}
 
 
-@follows("loading/load_plan.py:LoadPlan._add_tensor", "ignore_mismatched= leaves it as it is")
+@follows("loading/load_plan.py:LoadPlan._add_tensor", "ignore_mismatched= leaves it unchanged")
 def test_a_tensor_of_another_shape_is_left(saved: casckpt.Store, weights: Weights, messages: Messages) -> None:
     state = zeros(weights) | {"w": torch.ones(7)}
     with messages.error(Mismatch) as advice:
@@ -227,19 +227,19 @@ def test_a_tensor_of_another_dtype_is_converted(saved: casckpt.Store, weights: W
     assert equal(state, weights | {"w": weights["w"].double()})
 
 
-@follows("loading/template.py:Template._misfits", "ignore_mismatched= takes patterns of keys")
+@follows("loading/template.py:Template._misfits", "ignore_mismatched= accepts patterns of keys")
 def test_tensors_of_other_shapes_are_left(saved: casckpt.Store, messages: Messages) -> None:
     state = {"w": torch.ones(7), "b": torch.ones(1)}
     with messages.error(Mismatch) as advice:
         saved.load(state, "a@1")
     patterns: Any = {advice.says("ignore_mismatched"): ["*"]}
-    with pytest.raises(MissingKey, match="has 'w', 'b' with another shape or dtype") as caught:
+    with pytest.raises(MissingKey, match="has 'w', 'b' with a different shape or dtype") as caught:
         saved.load(state, "a@1", **patterns)
     saved.load(state, "a@1", **patterns, **Advice(str(caught.value)).argument("unread"))
     assert equal(state, {"w": torch.ones(7), "b": torch.ones(1)})
 
 
-@follows("loading/template.py:Template._lacks", "Pass strict=False to leave them as they are, or rename=")
+@follows("loading/template.py:Template._lacks", "Pass strict=False to leave them unchanged, or rename=")
 def test_keys_that_a_checkpoint_lacks_are_left_or_mapped(
     saved: casckpt.Store, weights: Weights, messages: Messages
 ) -> None:
@@ -270,7 +270,7 @@ def test_an_empty_mapping_is_filled_or_left(store: casckpt.Store, weights: Weigh
     assert state == {"w": {}, "n": 1}
 
 
-@follows("loading/update.py:update", "load all of them, or update with check=True, to repair them")
+@follows("loading/update.py:update", "to repair them, load all of them, or update with check=True")
 def test_a_state_left_undefined_by_an_update_is_loaded(
     store: casckpt.Store, store_path: Path, messages: Messages
 ) -> None:
@@ -414,11 +414,11 @@ def test_values_of_different_shapes_on_ranks_are_saved_per_rank(
 def far_apart(rank: int, size: int, path: str) -> str:
     store, weight = casckpt.open(path), nn.Parameter(torch.full((64,), rank + 1.0))
     advice = Advice(str(outcome_of(lambda: store.save({"x": weight}, run="a", step=1))))
-    advice.says("Give what each rank has for itself a name of its own")
+    advice.says("Use a different name on each rank")
     store.save({f"x.{rank}": weight}, run="names", step=1)
     advice.says("wrap it in casckpt.PerRank")
     store.save({"x": casckpt.PerRank(weight.detach())}, run="parts", step=1)
-    advice.says("name the one rank that maintains it with owners=")
+    advice.says("name the rank that maintains it with owners=")
     store.save({"x": weight}, run="owners", step=1, owners=lambda _: 1)
     store.save({"x": weight}, run="off", step=1, **advice.argument("check_replicas"))
     mine = {"x": casckpt.PerRank(torch.zeros(64))}
@@ -427,7 +427,7 @@ def far_apart(rank: int, size: int, path: str) -> str:
     return advice.message
 
 
-@follows("saving/replicas.py:", "With check_replicas='off' the value of one")
+@follows("saving/replicas.py:", "With check_replicas='off', casckpt saves")
 def test_a_parameter_that_differs_between_ranks_is_saved_in_four_ways(
     ranks: Pool, store_path: Path, messages: Messages
 ) -> None:
@@ -445,7 +445,7 @@ def near(rank: int, size: int, path: str) -> tuple[str, str]:
     advice = Advice(str(outcome_of(lambda: store.save({"x": weight}, run="a", step=1, check_replicas="raise"))))
     with heard() as texts:
         store.save({"x": weight}, run="a", step=1, **advice.argument("check_replicas"))
-    advice.says("Synchronise it before the save")
+    advice.says("Synchronize it before the save")
     dist.broadcast(weight, 0)
     store.save({"x": weight}, run="a", step=2, check_replicas="raise")
     again = torch.ones(64) + rank * 1e-5
@@ -457,14 +457,14 @@ def near(rank: int, size: int, path: str) -> tuple[str, str]:
 
 
 @follows("saving/replicas.py:find_odd", "or pass check_replicas='sample'")
-@follows("saving/leader.py:", "Synchronise them before the save")
+@follows("saving/leader.py:", "Synchronize the values before the save")
 def test_small_differences_between_ranks_are_synchronised_or_allowed(
     ranks: Pool, store_path: Path, messages: Messages
 ) -> None:
     (message, logged), _ = ranks.run(2, near, str(store_path))
     messages.text(message).says("check_replicas='sample'")
     advice = messages.text(logged)
-    advice.says("Synchronise them before the save")
+    advice.says("Synchronize the values before the save")
     advice.says("casckpt.PerRank")
     assert len(casckpt.open(store_path).checkpoints()) == 3
 
@@ -515,11 +515,11 @@ class Settings(UserDict[str, Any]):
     """A mapping type that is not a dict."""
 
 
-@follows("saving/prepare.py:_log_class", "Store.read gives a dict, and a load into such an object fills it")
+@follows("saving/prepare.py:_log_class", "Store.read returns a dict, and a load into such an object fills it")
 def test_a_mapping_of_another_class_is_filled_by_a_load(store: casckpt.Store, messages: Messages) -> None:
     with messages.log() as advice:
         store.save({"more": Settings(lr=0.5)}, run="a", step=1)
-    advice.says("Store.read gives a dict")
+    advice.says("Store.read returns a dict")
     assert store.read("a@1") == {"more": {"lr": 0.5}}
     advice.says("a load into such an object fills it")
     state = {"more": Settings(lr=0.0)}
@@ -527,13 +527,13 @@ def test_a_mapping_of_another_class_is_filled_by_a_load(store: casckpt.Store, me
     assert state["more"] == Settings(lr=0.5)
 
 
-@follows("history/transactions.py:begin_save", "save another step, or overwrite it (overwrite=True")
+@follows("history/transactions.py:begin_save", "save a different step, or overwrite it (overwrite=True")
 def test_a_step_that_exists_is_overwritten(saved: casckpt.Store, messages: Messages) -> None:
     with messages.error() as advice:
         saved.save({"x": 2}, run="a", step=1)
     saved.save({"x": 2}, run="a", step=1, **advice.argument("overwrite"))
     assert saved.read("a@1") == {"x": 2}
-    advice.says("save another step")
+    advice.says("save a different step")
     saved.save({"x": 3}, run="a", step=2)
     assert saved.read("a@2") == {"x": 3}
 

@@ -226,7 +226,7 @@ def test_a_renamed_model_continues_as_another_run(store: Store, messages: Messag
     inside = nn.Sequential(OrderedDict(net=fresh))
     with messages.error(MissingKey) as advice:
         manager_of(inside)[0].load()
-    rename = advice.argument("rename", after="other names there: give")
+    rename = advice.argument("rename", after="different names there: give")
     begun = {**advice.argument("initial_load_ref"), **advice.argument("initial_load_model_only")}
     loading, fresh_adam = manager_of(inside, "next", **begun, **rename)
     assert loading.load()

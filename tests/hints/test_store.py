@@ -312,7 +312,7 @@ def test_a_damaged_blob_found_by_prefetch_is_repaired(tmp_path: Path, messages: 
     )
 
 
-@follows("contents/signatures.py:check_trusted", "If you know that it is right, sign it with `casckpt sign`")
+@follows("contents/signatures.py:check_trusted", "If you know that it is genuine, sign it with `casckpt sign`")
 @follows("contents/signatures.py:check_verified", "this store was opened with require_signature")
 def test_a_checkpoint_without_a_signature_is_signed(
     saved: Store, tmp_path: Path, messages: Messages, run: Run, weights: dict[str, torch.Tensor]
@@ -377,7 +377,7 @@ def test_an_unusable_catalogue_is_rebuilt(
         assert list((tmp_path / "other").rglob("*"))
 
 
-@follows("contents/manifests.py:reindex", "make room there, or name another --cache-dir")
+@follows("contents/manifests.py:reindex", "free some space there, or pass a different --cache-dir")
 def test_a_catalogue_is_created_in_a_writable_folder(
     saved: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:

@@ -214,7 +214,7 @@ def test_a_revoked_save_is_retried_without_reuse(method: str, key: str, caplog: 
     faulty.inject(call_first(method, revoker(store, faulty), key=key))
     ckpt = store.save(states()[1], step=2)
     faulty.heal()
-    assert "a gc took the save of default@2 for dead" in caplog.text
+    assert "gc assumed that the save of default@2 was dead" in caplog.text
     assert ckpt.stats.blobs_reused == 0
     assert ckpt.stats.bytes_written > 60 * CELL
     assert {ref.uploader for ref in _refs(store, "default@2")} == {ckpt.commit.txid}

@@ -75,7 +75,7 @@ def test_a_damaged_tag_is_listed_separately(store: casckpt.Store, tmp_path: Path
 
 
 def test_a_listing_names_runs_that_are_spelt_alike(store: casckpt.Store) -> None:
-    assert "there are a" in store.listing().about_run("zebra")
+    assert "existing runs: a" in store.listing().about_run("zebra")
 
 
 def test_forgotten_at_once_is_purged_at_once(store: casckpt.Store) -> None:

@@ -203,7 +203,7 @@ def test_an_unreported_failed_last_save_sets_the_exit_status(ended: dict[str, En
         said = ended[program].said
         assert "second\n" in said, said
         assert said.endswith("first "), said
-        told = "the last save in the background failed, and no caller asked its future"
+        told = "the last background save failed, and no caller asked its future"
         assert said.count(told) == (program in FAILED and "stderr = None" not in program), said
 
 

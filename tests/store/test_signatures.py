@@ -358,7 +358,7 @@ def test_metadata_comes_from_the_signed_manifest_not_the_record(store: Store, tr
 
 def test_a_manifest_that_contradicts_its_record_is_not_signed(store: Store, alice: Pair) -> None:
     gone_to(store, "run@3", "run@1")
-    with pytest.raises(Refused, match="its commit record is not that of its manifest"):
+    with pytest.raises(Refused, match="its commit record does not match its manifest"):
         casckpt.open(store.url).sign("run@3", key=alice.private)
 
 

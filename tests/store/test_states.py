@@ -169,7 +169,7 @@ def test_unusable_names_of_attachments_are_refused(name: Any) -> None:
 
 
 def test_an_attachment_is_bytes() -> None:
-    with pytest.raises(InvalidInput, match="give its contents as bytes"):
+    with pytest.raises(InvalidInput, match="pass its contents as bytes"):
         small().save({}, step=1, attachments={"a": "text"})  # type: ignore[dict-item]  # a wrong type on purpose
 
 
@@ -239,7 +239,7 @@ class TestShards:
     @pytest.mark.parametrize("bounds", [(0, 5), (5, 12), (0, 0)])
     def test_holes_are_refused_naming_key_and_region(self, bounds: tuple[int, ...]) -> None:
         store = small()
-        with pytest.raises(InvalidInput, match=r"'m\.w' of shape \[12, 20\] is not whole.*Nothing was saved") as caught:
+        with pytest.raises(InvalidInput, match=r"'m\.w' of shape \[12, 20\] is incomplete.*Nothing") as caught:
             store.save({"m": {"w": self.rows(*bounds)}}, step=1)
         assert caught.value.key == "m.w"
         assert steps(store) == []

@@ -190,7 +190,7 @@ def test_a_reused_blob_missing_after_a_revocation_is_an_error(source: Repository
     (ref,) = manifests.get(target, resolve(target, "run@1")).blobs
     target.storage.delete(blob_key(ref.uploader, ref.hash))
     transactions.revoke(target, made.uploader, "test")
-    with pytest.raises(Revoked, match="considered this save dead"):
+    with pytest.raises(Revoked, match="assumed that this save was dead"):
         made.run()
     assert not blobs.damaged_marks(target)
 

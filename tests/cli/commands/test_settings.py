@@ -51,7 +51,7 @@ def test_a_mirror_is_stored_as_a_full_url(saved: Path, tmp_path: Path, as_json: 
         (["--unset", "exclusive_create"], 1, "no setting 'exclusive_create'"),
         (["--set", "min_age=3"], 1, "min_age: '3' is not a duration"),
         (["--set", "revoke_after=-1s"], 1, "revoke_after: '-1s' is not a duration"),
-        (["--set", "compress=zstd"], 1, "give 'auto', 'off' or 'always'"),
+        (["--set", "compress=zstd"], 1, "pass 'auto', 'off' or 'always'"),
         (["--set", "min_age"], 2, "'min_age' does not have the form NAME=VALUE"),
         (["--set", "min_age="], 2, "'min_age=' does not have the form NAME=VALUE"),
         (["--set", "min_age=1d", "--unset", "min_age"], 2, "both name min_age"),
@@ -104,4 +104,4 @@ def test_reindex_rebuilds_the_catalogue(saved: Path, tmp_path: Path, as_json: As
 def test_reindex_fails_without_a_location_for_the_catalogue(saved: Path, tmp_path: Path, run: Run) -> None:
     (tmp_path / "file").touch()
     said = run("reindex", saved, "--cache-dir", tmp_path / "file" / "below", status=1).stderr
-    assert "catalogue.sqlite cannot be written" in said.splitlines()[-1]
+    assert "casckpt cannot write" in said.splitlines()[-1]

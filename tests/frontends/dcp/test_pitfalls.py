@@ -134,7 +134,7 @@ def test_03_ranks_that_store_one_tensor_in_two_dtypes_save_nothing(store: Store)
 def test_04_a_hole_is_refused(store: Store) -> None:
     error = failure(lambda: save({"a": half()}, StorageWriter(store, step=1)))
     assert isinstance(causes(error)[0], InvalidInput)
-    assert "'a' of shape [4, 2] is not whole" in str(causes(error)[0])
+    assert "'a' of shape [4, 2] is incomplete" in str(causes(error)[0])
     assert store.checkpoints() == []
 
 

@@ -57,18 +57,18 @@ def on_two(rank: int, size: int, path: Path) -> tuple[list[str], list[str]]:
 def test_values_per_rank_that_move_are_logged(tmp_path: Path, ranks: Pool) -> None:
     store = small_folder(tmp_path)
     save(store, "one", 0)
-    nobody = "the load did not read 'loader', 'seen' of {}/keys@1; if that is meant, pass unread=\"ignore\""
+    nobody = "the load did not read 'loader', 'seen' of {}/keys@1; if this is intended, pass unread=\"ignore\""
     (same, more), others = ranks.run(2, on_two, tmp_path)
     assert others == ([], [])
     assert same == [nobody.format("two")]
     assert more == [
-        "'train.loader' of one@1: rank 1 took what rank 0 saved",
-        "'loader.at', 'seen' of one/keys@1: rank 1 took what rank 0 saved",
+        "'train.loader' of one@1: rank 1 loaded the value of rank 0",
+        "'loader.at', 'seen' of one/keys@1: rank 1 loaded the value of rank 0",
         nobody.format("one"),
     ]
     assert load(store, "two") == [
-        "'train.loader' of two@1: what rank 1 saved was not taken",
-        "'loader.at', 'seen' of two/keys@1: what rank 1 saved was not taken",
+        "'train.loader' of two@1: no rank loaded the value of rank 1",
+        "'loader.at', 'seen' of two/keys@1: no rank loaded the value of rank 1",
         nobody.format("two"),
     ]
 
@@ -88,14 +88,14 @@ def test_a_resume_of_models_on_fewer_ranks_names_once_what_moves(
     models = {"model": nn.Linear(1, 1), "ema": nn.Linear(1, 1)}
     checkpointer = Checkpointer(small_folder(tmp_path), run="models")
     checkpointer.resume(models, None, TrainState(loader={"at": 9}))
-    assert caplog.messages == ["'train.loader' of models@1: what rank 1 saved was not taken"]
+    assert caplog.messages == ["'train.loader' of models@1: no rank loaded the value of rank 1"]
     caplog.clear()
     checkpointer.resume(models)
     assert caplog.messages == [str(checkpointer.resumed)]
     assert "left: 'train' (in the checkpoint, but not passed" in caplog.text
     caplog.clear()
     assert checkpointer.load("models@1", {"ema": models["ema"]}) is not None
-    assert caplog.messages == ["the load did not read 'model' of models@1; if that is meant, pass unread=\"ignore\""]
+    assert caplog.messages == ["the load did not read 'model' of models@1; if this is intended, pass unread=\"ignore\""]
 
 
 def test_ranks_and_parts_are_listed(caplog: pytest.LogCaptureFixture) -> None:
@@ -103,8 +103,8 @@ def test_ranks_and_parts_are_listed(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         warn_moved("moved", 1, holders, 3)
     assert caplog.messages == [
-        "'moved.a', 'moved.b' of moved@1: rank 2 took what rank 0 saved",
-        "'moved.c' of moved@1: ranks 0, 2 took what rank 1 saved; what rank 3 saved was not taken",
+        "'moved.a', 'moved.b' of moved@1: rank 2 loaded the value of rank 0",
+        "'moved.c' of moved@1: ranks 0, 2 loaded the value of rank 1; no rank loaded the value of rank 3",
     ]
 
 

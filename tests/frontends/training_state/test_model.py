@@ -201,7 +201,7 @@ def test_a_copy_in_a_state_dict_is_filled_only_with_equal_values(store: casckpt.
     assert torch.equal(same.weight, Packing(1).weight)
     before = {name: value.clone() for name, value in other.state_dict().items()}
     for options in ({}, {"strict": False}, {"ignore_mismatched": ["*"]}):
-        with pytest.raises(Mismatch, match=r"Leave 'model\.weight', and all keys that begin with it, out") as refused:
+        with pytest.raises(Mismatch, match=r"Omit 'model\.weight', and all keys that begin with it, from") as refused:
             store.load({"model": other.state_dict()}, "a@1", **options)
         assert refused.value.keys == ("model.weight.quant_state.bitsandbytes__nf4",)
         assert identical(dict(other.state_dict()), before)

@@ -426,7 +426,7 @@ def test_an_error_gives_the_rename_that_loads_objects_and_names_no_function(fron
         store.load({"model": fresh}, "a@1")
     assert "your own function" not in str(refused.value)
     rename = ast.literal_eval(str(refused.value).rpartition("rename=")[2])
-    with pytest.raises(MissingKey, match="beside what your own function does"):
+    with pytest.raises(MissingKey, match="in addition to what your own function does"):
         store.load({"model": fresh}, "a@1", rename=lambda key: key)
     front(store, "a@1", fresh, fresh_optimizer, rename=rename)
     assert identical(contents(fresh, fresh_optimizer), contents(model, optimizer))

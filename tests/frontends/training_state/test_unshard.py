@@ -113,7 +113,7 @@ def test_an_unsharded_state_is_on_the_chosen_device(
 ) -> None:
     assert unshard_model_state(store, "a@2", device=torch.device("cpu"))["counts"].device.type == "cpu"
     for unshard in (unshard_model_state, unshard_optim_state):
-        with pytest.raises(InvalidInput, match="device='nowhere' is not usable"):
+        with pytest.raises(InvalidInput, match="device='nowhere' is not valid"):
             unshard(store, "a@2", device="nowhere")
 
 
@@ -130,7 +130,7 @@ def test_patterns_choose_keys(store: casckpt.Store, saved: tuple[Network, optim.
     first = unshard_optim_state(store, "a@2", keys=["norm.*"], by_name=True)["state"]
     assert identical(unshard_optim_state(store, "a@2", keys="norm.*", by_name=True)["state"], first)
     for unshard in (unshard_model_state, unshard_optim_state):
-        with pytest.raises(InvalidInput, match="give a list of patterns"):
+        with pytest.raises(InvalidInput, match="pass a list of patterns"):
             unshard(store, "a@2", keys=5)  # type: ignore[arg-type]  # what is refused
 
 

@@ -64,7 +64,7 @@ def test_wrapper_prefixes_are_removed_from_a_chosen_model_too(store: Store) -> N
         ({"strip_prefix": "mod"}, MissingKey, "no tensor of default@0 is below 'mod.'"),
         ({"rename": {r".*\.w": "w"}}, InvalidInput, "would both be named 'w'"),
         ({"rename": {r".*\.w": ""}}, InvalidInput, "would be empty"),
-        ({"rename": {"(": "w"}}, InvalidInput, "no regular expression"),
+        ({"rename": {"(": "w"}}, InvalidInput, "not a regular expression"),
     ],
 )
 def test_unusable_rules_are_refused(store: Store, rules: Any, kind: type[CasckptError], match: str) -> None:
