@@ -1,8 +1,8 @@
-"""Bytes by key: the contract of a storage (`casckpt.storage.base`) and its implementations.
+"""Stores bytes by key: the storage contract (`casckpt.storage.base`) and its implementations.
 
-A storage puts, reads, lists and deletes objects. The store relies on three promises: a key is created only once, an
-object never changes, and a listing shows every object that was put before it began. `local` is a folder, `memory` is
-for tests, and `remote` is S3 and every other storage that fsspec knows.
+A storage puts, reads, lists and deletes objects. The store relies on three guarantees: a key is created only once, an
+object never changes, and a listing shows every object that was put before the listing began. `local` is a folder,
+`memory` is for tests, and `remote` covers S3 and every other storage that fsspec supports.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ def open_storage(
     single_writer: bool = False,
     page_cache: bool | None = None,
 ) -> ObjectStore:
-    """Open a path, ``file:///path``, ``memory://name``, ``s3://bucket/prefix`` or another URL that fsspec knows.
+    """Open a path, ``file:///path``, ``memory://name``, ``s3://bucket/prefix`` or any other URL that fsspec supports.
 
     Creates and reads nothing. Relative paths are made absolute, and ``~`` is expanded. ``single_writer``: see
     `casckpt.storage.remote.store.RemoteStore`. ``page_cache``: see `LocalStore`; other storages ignore it. Raises
-    `InvalidInput` for an unusable name, `Unsupported` for a storage that cannot be opened here.
+    `InvalidInput` for an invalid name and `Unsupported` for a storage that cannot be opened on this machine.
     """
     text: Any = os.fspath(url) if hasattr(url, "__fspath__") else url
     if not isinstance(text, str) or not text or "\0" in text:
         raise InvalidInput(f"{url!r} does not name a store: give a path or a URL")
     if storage_options is not None and not isinstance(storage_options, Mapping):
-        raise InvalidInput("storage_options are names and values: give a dict")  # not shown: some are secrets
+        raise InvalidInput(
+            "storage_options are names and values: give a dict"
+        )  # values are not shown because they may be secrets
     match = _SCHEME.fullmatch(text) if isinstance(url, str) else None
     scheme, rest = (match[1].lower(), match[2]) if match else ("", text)
     opener = _OPENERS.get(scheme)
@@ -89,7 +91,7 @@ def _is_known(scheme: str) -> bool:
     return is_known(scheme)
 
 
-# One line for each storage in this package; fsspec opens all others. A function gets the URL after "scheme://".
+# One line per storage in this package; fsspec opens all others. Each function receives the part after "scheme://".
 _OPENERS: dict[str, Callable[[str], ObjectStore]] = {
     "": _open_path,
     "file": _open_file_url,

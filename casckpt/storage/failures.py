@@ -1,4 +1,4 @@
-"""Messages with advice for errors of the operating system."""
+"""Turns operating system errors into messages with advice."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _ADVICE = {
 
 @contextmanager
 def reporting(verb: str, path: Path) -> Iterator[None]:
-    """Turn errors of the operating system into a `StorageError` with advice."""
+    """Turn operating system errors into a `StorageError` with advice."""
     try:
         yield
     except CasckptError:
-        raise  # some of them are OSErrors too
+        raise  # some of these are also OSErrors
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, f"{error.strerror or error}: check the disk and try again")
         raise StorageError(f"cannot {verb} {path}: {advice}", path=str(path)) from error

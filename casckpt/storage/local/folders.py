@@ -1,4 +1,4 @@
-"""The folders of a local store: opened part by part, so that no symlink leads out of it, and synced."""
+"""Opens and syncs the folders of a local store, one path component at a time so that no symlink can lead out of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from casckpt.storage.base import IoCounts, split_folder
 from casckpt.storage.local import syscalls
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_NO_FOLDER_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)  # file systems that need no sync of folders
+_NO_FOLDER_SYNC = (
+    errno.EINVAL,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+)  # from file systems on which folders need not be synced
 _REMEMBERED = 4096  # folders
 _PUT_BACK = "put back what was there, from a copy of the store, or move this out of the store"
 
@@ -25,12 +29,12 @@ class Folders:
     def __init__(self, root: Path, counts: IoCounts) -> None:
         self.root = root
         self._counts = counts
-        self._anchored: set[str] = set()  # folders whose own names this instance made durable
-        self._made: list[Path] = []  # the root and folders above it that this instance made
+        self._anchored: set[str] = set()  # folders whose names this instance has made durable
+        self._made: list[Path] = []  # the root and its parent folders, if this instance created them
 
     @contextmanager
     def open(self, folder: str, *, create: bool = False) -> Iterator[int]:
-        """Open a folder. Raises FileNotFoundError, other OSErrors, and `Refused` for a symlink in the path."""
+        """Open a folder. Raises FileNotFoundError, other OSErrors, and `Refused` if the path contains a symlink."""
         fd = self._open_root(create)
         try:
             path = ""
@@ -44,7 +48,7 @@ class Folders:
             os.close(fd)
 
     def settle(self, fd: int, folder: str) -> None:
-        """Make the names in the open ``folder`` durable, and the names of the folder and of those above it."""
+        """Make the names in the open ``folder`` durable, and the names of the folder itself and its parents."""
         self._sync(fd)
         if len(self._anchored) > _REMEMBERED:
             self._anchored.clear()
@@ -59,7 +63,7 @@ class Folders:
             self._anchored.add("")
 
     def remove(self, folder: str) -> None:
-        """Remove an empty folder; the root and those above it only if this instance made them."""
+        """Remove an empty folder. The root and its parents are removed only if this instance created them."""
         parent, _, name = folder.rpartition("/")
         self._anchored.discard(folder)
         with _unless_needed():
@@ -118,7 +122,7 @@ class Folders:
     def _sync_outside(self, path: Path) -> None:
         try:
             fd = os.open(path, _FOLDER)
-        except PermissionError:  # a folder may be writable but not readable; then its owner syncs it
+        except PermissionError:  # the folder may be writable but not readable; its owner must sync it
             return
         try:
             self._sync(fd)
@@ -128,7 +132,7 @@ class Folders:
 
 @contextmanager
 def _unless_needed() -> Iterator[None]:
-    """Suppress errors for a folder that is not empty or does not exist."""
+    """Suppress the errors raised for a folder that is not empty or does not exist."""
     try:
         yield
     except OSError as error:
@@ -139,14 +143,14 @@ def _unless_needed() -> Iterator[None]:
 def _open_inside(above: int, name: str, path: Path) -> int:
     try:
         return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=above)
-    except NotADirectoryError as error:  # Linux raises it for a symlink too
+    except NotADirectoryError as error:  # Linux also raises this for a symlink
         raise misplaced(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode, path) from error
 
 
 def misplaced(mode: int, path: Path) -> Refused:
-    """Return the error for something that is no file, or for a file in place of a folder.
+    """Return the error for a path that is not a file, or for a file in place of a folder.
 
-    Skipping it could hide a commit from gc, and following a symlink could lead out of the store.
+    Skipping such a path could hide a commit from gc, and following a symlink could lead out of the store.
     """
     if stat.S_ISLNK(mode):
         return Refused(f"{path} is a symlink, which a store does not follow: put the file itself there, or remove it")
