@@ -40,10 +40,10 @@ def open_storage(
     """
     text: Any = os.fspath(url) if hasattr(url, "__fspath__") else url
     if not isinstance(text, str) or not text or "\0" in text:
-        raise InvalidInput(f"{url!r} does not name a store: give a path or a URL")
+        raise InvalidInput(f"{url!r} does not name a store: pass a path or a URL")
     if storage_options is not None and not isinstance(storage_options, Mapping):
         raise InvalidInput(
-            "storage_options are names and values: give a dict"
+            "storage_options must be a dict of names and values"
         )  # values are not shown because they may be secrets
     match = _SCHEME.fullmatch(text) if isinstance(url, str) else None
     scheme, rest = (match[1].lower(), match[2]) if match else ("", text)
@@ -55,7 +55,7 @@ def open_storage(
         storage = LocalStore(storage.path, page_cache=page_cache)
     if storage_options:
         names = sorted(storage_options)
-        raise InvalidInput(f"storage_options are for remote storages; here they would do nothing: {names}")
+        raise InvalidInput(f"storage_options apply only to remote storages: remove {names}")
     return storage
 
 
@@ -63,8 +63,8 @@ def _open_path(rest: str) -> ObjectStore:
     match = _NORMALISED.match(rest)
     if match and (match[1] in _OPENERS or _is_known(match[1])):
         raise InvalidInput(
-            f"{rest!r} is a URL that has lost a slash, as in a pathlib.Path: give {match[1]}:// as text, "
-            "or ./ before the name of a folder"
+            f"{rest!r} looks like a URL that has lost a slash, as in a pathlib.Path: pass the {match[1]}:// URL as "
+            "a string, or put ./ before the name of a folder"
         )
     return LocalStore(os.path.expanduser(rest))
 
@@ -81,7 +81,7 @@ def _open_remote(scheme: str, rest: str, options: Options, *, single_writer: boo
 
     if not _is_known(scheme):
         known = ", ".join(f"{name}://" for name in (*filter(None, _OPENERS), "s3", "gs", "az", "http", "https"))
-        raise Unsupported(f"{scheme}:// storages cannot be opened: use a path or one of {known}")
+        raise Unsupported(f"casckpt cannot open {scheme}:// URLs: use a path or one of {known}")
     return open_remote(scheme, rest, options, single_writer=single_writer)
 
 

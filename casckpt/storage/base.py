@@ -220,7 +220,7 @@ def split_folder(folder: str) -> list[str]:
     """Return the parts of a folder's path ("" is the store itself). Raises `Refused` for an invalid name."""
     parts = folder.split("/") if folder else []
     if any(not part or part.startswith(".") or "\0" in part for part in parts):
-        raise Refused(f"not a key of a store: {folder[:300]!r}; only names without a leading dot are used")
+        raise Refused(f"{folder[:300]!r} is not a key of a store: keys consist of names without a leading dot")
     return parts
 
 

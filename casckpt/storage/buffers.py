@@ -37,7 +37,7 @@ class AlignedBuffer:
 
     def __init__(self, nbytes: int) -> None:
         if nbytes < 1:
-            raise InvalidInput(f"a buffer of {nbytes} bytes cannot be made: give at least 1")
+            raise InvalidInput(f"a buffer cannot have {nbytes} bytes: pass at least 1")
         self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # without huge pages, the buffer still works but is slower
@@ -93,7 +93,7 @@ class BufferPool:
 
     def __init__(self, count: int, nbytes: int, ready: Ready | None = None) -> None:
         if count < 1 or nbytes < 1:
-            raise InvalidInput(f"a pool of {count} buffers of {nbytes} bytes cannot be made: give at least 1 of each")
+            raise InvalidInput(f"a pool cannot have {count} buffers of {nbytes} bytes: pass at least 1 for each")
         self.count = count
         self.nbytes = nbytes
         self._ready = ready
@@ -111,7 +111,7 @@ class BufferPool:
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._lent < self.count)
             if self._closed:
-                raise InvalidInput("this pool of buffers is closed: make a new one")
+                raise InvalidInput("this buffer pool is closed: create a new one")
             buffer = self._free.pop() if self._free else None
             self._lent += 1
         try:

@@ -78,7 +78,9 @@ class LocalFiles(Files):
                 raise FileNotFoundError
             return path.open("rb")
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise NotFound(f"there is no file {name} in {self.url}; get the whole folder") from error
+            raise NotFound(
+                f"file {name} is missing from {self.url}; make sure that you have the whole folder"
+            ) from error
 
     @override
     def size(self, name: str) -> int:

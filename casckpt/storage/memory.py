@@ -121,7 +121,7 @@ class MemoryStore(ObjectStore):
     def get(self, key: str, *, limit: int) -> bytes:
         data = self._find(key)
         if len(data) > limit:
-            raise Refused(f"object {key} in {self.url} has {len(data)} bytes where at most {limit} are allowed")
+            raise Refused(f"object {key} in {self.url} has {len(data)} bytes, but at most {limit} are allowed")
         self.counts.add(reads=1, bytes_read=len(data))
         return data
 
@@ -181,5 +181,5 @@ class MemoryStore(ObjectStore):
         self.counts.add(requests=1)
         data = self._objects.get(key)
         if data is None:
-            raise NotFound(f"object {key} is not in {self.url}: it was deleted, or never written")
+            raise NotFound(f"object {key} is not in {self.url}: it was deleted or never written")
         return data

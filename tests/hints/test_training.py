@@ -591,7 +591,7 @@ def test_an_interval_limits_the_steps_at_risk(messages: Messages, way: str) -> N
     assert CheckpointerConfig(max_steps_at_risk=5, **({"save_interval": None} | interval)).longest_gap == 5
 
 
-@follows("storage/throttle.py:Turn._wait", "give work_dir=, a folder on a local disk")
+@follows("storage/throttle.py:Turn._wait", "set work_dir= to a folder on a local disk")
 def test_throttling_uses_a_folder_that_supports_locks(
     store: Store, tmp_path: Path, model: Two, messages: Messages
 ) -> None:

@@ -163,7 +163,7 @@ def test_a_read_only_storage_is_reported_even_to_a_single_writer(tmp_path: Path)
     store = Unknown()
     store.read_only = True
     for single in (False, True):
-        with pytest.raises(Unsupported, match="can only be read"):
+        with pytest.raises(Unsupported, match="is read-only"):
             Repository(store, tmp_path / "cache", single_writer=single).create()
 
 

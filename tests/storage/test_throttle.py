@@ -79,7 +79,7 @@ def test_the_threads_of_a_process_share_its_turn(tmp_path: Path) -> None:
 def test_a_save_raises_an_error_if_it_cannot_lock_files(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     checkpointer = Checkpointer(tmp_path / "store", run="sft", throttle=1, work_dir=tmp_path / "file")
-    with pytest.raises(StorageError, match=r"cannot be locked: .* give work_dir="):
+    with pytest.raises(StorageError, match=r"cannot lock files in .* set work_dir="):
         checkpointer.save(1, model())
     assert not list(checkpointer.find_checkpoints())
 

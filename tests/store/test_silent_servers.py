@@ -46,7 +46,7 @@ def test_a_save_ends_when_the_server_falls_silent(after: int, moto_server: Serve
         proxy.mute(after=after)
         with pytest.raises(StorageError, match="_timeout in storage_options"):
             store.save(state(1), step=1)
-        with pytest.raises(StorageError, match=r"after an earlier timeout this call had only 0\.25 s"):
+        with pytest.raises(StorageError, match=r"after an earlier timeout, this call had only 0\.25 s"):
             store.read("default@0")
         proxy.calm()
         there = steps(opened(moto_server.options, bucket, tmp_path / "other"))

@@ -20,7 +20,7 @@ _NO_FOLDER_SYNC = (
     errno.ENOSYS,
 )  # from file systems on which folders need not be synced
 _REMEMBERED = 4096  # folders
-_PUT_BACK = "put back what was there, from a copy of the store, or move this out of the store"
+_PUT_BACK = "restore the original from a copy of the store, or move this out of the store"
 
 
 class Folders:
@@ -79,7 +79,7 @@ class Folders:
             return os.open(self.root, _FOLDER)
         except NotADirectoryError as error:
             raise InvalidInput(
-                f"{self.root} cannot be a store: it, or a part of its path, is a file; give the path of a folder"
+                f"{self.root} cannot be a store because it, or part of its path, is a file: use the path of a folder"
             ) from error
         except FileNotFoundError:
             if not create:
@@ -93,7 +93,9 @@ class Folders:
             missing.append(missing[-1].parent)
         for path in reversed(missing):
             if path.is_symlink():
-                raise InvalidInput(f"{path} is a link to {os.readlink(path)}, which does not exist: make it first")
+                raise InvalidInput(
+                    f"{path} is a link to {os.readlink(path)}, which does not exist: create that folder first"
+                )
             with suppress(FileExistsError):
                 path.mkdir()
                 self._made.append(path)
@@ -153,7 +155,9 @@ def misplaced(mode: int, path: Path) -> Refused:
     Skipping such a path could hide a commit from gc, and following a symlink could lead out of the store.
     """
     if stat.S_ISLNK(mode):
-        return Refused(f"{path} is a symlink, which a store does not follow: put the file itself there, or remove it")
+        return Refused(
+            f"{path} is a symlink, which a store does not follow: replace it with the file itself, or remove it"
+        )
     if stat.S_ISREG(mode):
         return Refused(f"{path} is a file where a folder of the store belongs: {_PUT_BACK}")
     what = "a folder" if stat.S_ISDIR(mode) else "neither a file nor a folder"

@@ -52,5 +52,5 @@ def _left_in(folder: Path) -> Iterator[int]:
 def _number(name: str, text: str) -> int:
     match = re.search(rf"^{name}\s+(\d+)", text, re.MULTILINE)
     if match is None:
-        raise ValueError(f"{name} is not there")
+        raise ValueError(f"{name} is missing")
     return int(match[1])

@@ -75,7 +75,7 @@ class FileMaker:
                 if way is Naming.RENAME:
                     raise Unsupported(
                         "this file system can neither link files nor rename without replacing, so two writers could "
-                        "destroy each other's objects: put the store on another file system"
+                        "destroy each other's objects: put the store on a different file system"
                     ) from lacking
                 self.way = max(self.way, Naming(way + 1))
 

@@ -175,7 +175,7 @@ class LocalStore(ObjectStore):
         self.counts.add(requests=1, reads=1)
         with self._open(key) as reader:
             if reader.size > limit:
-                raise Refused(f"{self.path / key} has {reader.size} bytes where at most {limit} are allowed")
+                raise Refused(f"{self.path / key} has {reader.size} bytes, but at most {limit} are allowed")
             data = reader.read_all()
         self.counts.add(bytes_read=len(data))
         return data
@@ -244,8 +244,8 @@ class LocalStore(ObjectStore):
     def examine(self) -> Iterator[Finding]:
         """Yield a finding on whether listings are reliable on this mount."""
         stale = self.traits.stale
-        found = stale or "no attributes of files are cached that other hosts may have changed"
-        yield Finding("mount", not stale, found, "gc is refused here until then" if stale else "")
+        found = stale or "this mount does not cache file attributes that other hosts may change"
+        yield Finding("mount", not stale, found, "casckpt refuses to run gc here until you do" if stale else "")
 
     def _open(self, key: str, *, shared: bool = False) -> LocalReader:
         folder, name = split_key(key)
@@ -255,7 +255,7 @@ class LocalStore(ObjectStore):
                 with self._folders.open(folder) as above:
                     fd = _open_file(above, name, path)
             except FileNotFoundError:
-                raise NotFound(f"object {key} is not in {self.url}: it was deleted, or never written") from None
+                raise NotFound(f"object {key} is not in {self.url}: it was deleted or never written") from None
         return LocalReader(fd, os.fstat(fd).st_size, key, path, self.counts, shared=shared)
 
     def _in_folder(self, folder: str, key: str, act: Callable[[int], None]) -> None:

@@ -115,7 +115,7 @@ def test_a_dangling_link_is_reported(tmp_path: Path, below: str) -> None:
 def test_a_file_in_place_of_a_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for path in ("file", "file/store", "file/a/b"):
-        with pytest.raises(InvalidInput, match="is a file; give the path of a folder"):
+        with pytest.raises(InvalidInput, match="is a file: use the path of a folder"):
             LocalStore(tmp_path / path).put("a", b"")
 
 

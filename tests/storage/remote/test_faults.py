@@ -145,7 +145,7 @@ def test_a_refused_connection_is_reported(naps: Naps, moto_server: Server) -> No
 
 def test_wrong_credentials_are_reported(seaweed_server: Server, naps: Naps) -> None:
     bucket = seaweed_server.new_bucket()
-    for wrong, says in ({"secret": "guess"}, "secret key does not fit"), ({"key": "nobody"}, "does not know this"):
+    for wrong, says in ({"secret": "guess"}, "secret key does not match"), ({"key": "nobody"}, "does not know this"):
         options = seaweed_server.options | wrong
         storage = RemoteStore(RemoteLocation("s3", f"{bucket}/store", options), backoff=Backoff(sleep=naps))
         for act in (lambda: storage.put("a", b"1"), lambda: storage.size("a"), lambda: list(storage.list(""))):  # noqa: B023 - called here
@@ -158,7 +158,7 @@ def test_wrong_credentials_are_reported(seaweed_server: Server, naps: Naps) -> N
 def test_https_to_an_http_server_is_reported(moto_server: Server, naps: Naps) -> None:
     options = {**moto_server.options, "endpoint_url": moto_server.endpoint.replace("http:", "https:")}
     storage = RemoteStore(RemoteLocation("s3", "bucket/store", options), backoff=Backoff(sleep=naps))
-    with pytest.raises(StorageError, match="does the endpoint speak https"):
+    with pytest.raises(StorageError, match="check that the endpoint supports https"):
         storage.size("a")
 
 
@@ -284,7 +284,7 @@ def test_a_reader_does_not_mix_two_objects(storage: RemoteStore) -> None:
     with storage.open("a") as reader:
         reader.read_into(0, [buffer])
         storage.replace("a", b"9876543210")
-        with pytest.raises(StorageError, match="replaced while it was read"):
+        with pytest.raises(StorageError, match="replaced while casckpt was reading it"):
             reader.read_into(5, [buffer])
     with storage.open("a") as reader:
         assert reader.size == 10

@@ -149,7 +149,7 @@ def test_no_surplus_bytes_are_accepted(kind: Callable[..., ObjectStore], hostili
 def test_settings_of_a_silent_bucket_time_out(tmp_path: Path) -> None:
     with hostile(Hostility.SILENT) as server:
         storage = s3(server)
-        with pytest.raises(StorageError, match=r"cannot look at the settings of s3://bucket/store: .*request_timeout"):
+        with pytest.raises(StorageError, match=r"cannot read the settings of s3://bucket/store: .*request_timeout"):
             list(storage.examine())  # type: ignore[attr-defined]  # it is remote
         found = list(doctor.examine(Repository(storage, tmp_path)))
     assert [(one.name, one.ok) for one in found] == [("write", False), ("settings", False)]
@@ -244,7 +244,9 @@ def test_timeouts_are_refused_for_a_folder(tmp_path: Path) -> None:
 
 def test_an_invalid_timeout_is_refused(tmp_path: Path) -> None:
     for url in ("s3://bucket/store", "https://localhost/store"):
-        with pytest.raises(InvalidInput, match="request_timeout in storage_options is a number of seconds above 0"):
+        with pytest.raises(
+            InvalidInput, match="request_timeout in storage_options must be a number of seconds above 0"
+        ):
             open_storage(url, {"request_timeout": -1}).size("a")
 
 

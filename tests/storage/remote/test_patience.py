@@ -69,7 +69,7 @@ def test_attempts_and_pauses_share_the_time_of_a_call() -> None:
     assert "60 s (request_timeout" in one.why
     whole.spend(50)
     assert one.left == 30
-    assert "180 s in all (call_timeout" in one.why
+    assert "180 s in total (call_timeout" in one.why
 
 
 def test_immediate_answers_do_not_use_the_time_of_a_call() -> None:
@@ -92,7 +92,7 @@ def test_a_failed_request_uses_the_time_of_its_call() -> None:
 def test_after_a_silent_call_the_next_one_is_short() -> None:
     whole = Call(PATIENCE, hopeless=True)
     assert whole.left == 15
-    assert "after an earlier timeout this call had only 15 s (by request_timeout in storage_options)" in whole.why
+    assert "after an earlier timeout, this call had only 15 s (by request_timeout in storage_options)" in whole.why
     assert "20 s (by call_timeout in storage_options)" in Call(Patience(600, 20), hopeless=True).why
 
 
@@ -125,7 +125,7 @@ class Held(Future[None]):
 def test_a_client_gets_a_second_more_than_its_call() -> None:
     held, patience = Held(), Patience(request=60, call=180)
     one = PatientRequest(Call(patience), patience.request, clock=lambda: held.now)
-    with pytest.raises(TimeoutError, match=r"did not end a request in time: the server was silent.* for 60 s"):
+    with pytest.raises(TimeoutError, match=r"did not end a request in time; the server was silent.* for 60 s"):
         _result(held, one)
     assert held.waited == [61, 1]
 

@@ -34,7 +34,7 @@ def test_a_listing_that_ends_early_is_an_error(moto_server: Server, monkeypatch:
 
     monkeypatch.setattr(remotes3.S3Client, "call", without_token)
     storage = open_storage(f"s3://{bucket}/store", moto_server.options)
-    with pytest.raises(StorageError, match=r"ends the listing of 'commits/' early"):
+    with pytest.raises(StorageError, match=r"truncated the listing of 'commits/'"):
         list(storage.list("commits/"))
 
 

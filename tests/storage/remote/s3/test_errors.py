@@ -128,7 +128,7 @@ def test_credentials_invalid_in_a_new_session_too_are_an_error(
     expiring = Expiring(monkeypatch, "ExpiredToken", renewed="OLDER")
     storage = store_of(moto_server)
     refusing(expiring)
-    with pytest.raises(StorageError, match="the credentials have expired: give other ones"):
+    with pytest.raises(StorageError, match="the credentials have expired: provide different ones"):
         storage.put("a", b"data")
     assert expiring.refused == 2
 
@@ -139,7 +139,7 @@ def test_given_credentials_are_not_looked_up(
     expiring = Expiring(monkeypatch, "ExpiredToken")
     storage = store_of(moto_server, key="OLD", secret="secret")
     refusing(expiring)
-    with pytest.raises(StorageError, match="the credentials have expired: give other ones"):
+    with pytest.raises(StorageError, match="the credentials have expired: provide different ones"):
         storage.put("a", b"data")
     assert expiring.refused == 1
 
