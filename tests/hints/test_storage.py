@@ -100,7 +100,7 @@ def make_public(client: Any, bucket: str) -> None:
 
 @pytest.mark.usefixtures("no_credentials")
 @follows("storage/remote/s3/errors.py:explain", "no credentials were found: …, or anon=True for a public bucket")
-@follows("storage/remote/s3/errors.py:", "provide different ones in storage_options (--storage-option) or in the usual AWS")
+@follows("storage/remote/s3/errors.py:", "provide different ones in storage_options (--storage-option) or in the usual")
 def test_credentials_are_given_in_three_ways_or_access_is_anonymous(
     moto_server: Server, messages: Messages, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
