@@ -1,6 +1,6 @@
-"""Checks that a storage refuses to create a key twice. The safety of a store depends on that.
+"""Checks that a storage refuses to create a key twice. The safety of a store depends on this.
 
-Some S3-compatible servers and some old clients silently ignore the condition of a put. Then two jobs can both create
+Some S3-compatible servers and some old clients silently ignore the condition of a put. Two jobs can then both create
 the same key, and gc can delete objects that a save has just committed.
 """
 
@@ -23,7 +23,7 @@ def require_exclusive(
 ) -> None:
     """Raise `Unsupported` for a storage in which two writers could both create the same key.
 
-    ``known``: the result of an earlier probe. ``single_writer``: the caller promises that there is only one writer.
+    ``known``: the result of an earlier probe. ``single_writer``: the caller promises to be the only writer.
     """
     traits = storage.traits
     if traits.read_only:
@@ -42,7 +42,7 @@ def require_exclusive(
 
 
 def probe(storage: ObjectStore, entropy: Callable[[int], bytes], racers: int = RACERS) -> str:
-    """Return the problem with exclusive creates in ``storage``, or "" without a problem.
+    """Return what is wrong with exclusive creates in ``storage``, or "" if they work.
 
     Puts two small objects under probes/, several times each, and deletes them if the storage allows it. Raises
     `StorageError` and `Unsupported`.
@@ -58,7 +58,7 @@ def probe(storage: ObjectStore, entropy: Callable[[int], bytes], racers: int = R
 
 
 def _twice(storage: ObjectStore, key: str, entropy: Callable[[int], bytes]) -> str:
-    _wins(storage, key, entropy(_PAYLOAD))  # if this create is refused, the answer to an earlier attempt was lost
+    _wins(storage, key, entropy(_PAYLOAD))  # if this create is refused, the response to an earlier attempt was lost
     if _wins(storage, key, entropy(_PAYLOAD)):
         return "a second create replaced the first one without an error"
     return ""

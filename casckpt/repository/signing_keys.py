@@ -1,4 +1,4 @@
-"""Ed25519 keys (RFC 8032) of signers, read from files in the formats of OpenSSL and ssh-keygen."""
+"""Reads signers' Ed25519 keys (RFC 8032) from files in OpenSSL and ssh-keygen formats."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 PublicKey = NewType("PublicKey", bytes)
-"""The 32 bytes of the key."""
+"""The key's 32 bytes."""
 KeyFile: TypeAlias = str | os.PathLike[str]
-"""The path of a key file. A public key may also be given as 64 hex digits."""
+"""The path of a key file. A public key can also be passed as 64 hex digits."""
 KeyFiles: TypeAlias = KeyFile | Sequence[KeyFile]
 
 _HEX = re.compile("[0-9a-f]{64}")
@@ -27,7 +27,7 @@ _MAKE = "`openssl genpkey -algorithm ed25519` and `ssh-keygen -t ed25519` make o
 
 
 def public_keys(given: KeyFiles) -> frozenset[PublicKey]:
-    """Read the public keys in ``given``, at least one. Raises `NotFound`, `InvalidInput`, `Unsupported`."""
+    """Read the public keys in ``given``, which must not be empty. Raises `NotFound`, `InvalidInput`, `Unsupported`."""
     named = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     if not named:
         raise InvalidInput("no key is given to verify signatures; give the file of a public key")
@@ -35,12 +35,12 @@ def public_keys(given: KeyFiles) -> frozenset[PublicKey]:
 
 
 def key_name(key: PublicKey) -> str:
-    """Return the 64 hex digits that name a key in the store."""
+    """Return the 64 hex digits that identify a key in the store."""
     return hex_digest(key)
 
 
 def private_key(file: KeyFile, password: bytes | None = None) -> Ed25519PrivateKey:
-    """Read the private key of a signer. Raises `NotFound`, `InvalidInput`, `Unsupported`."""
+    """Read a signer's private key. Raises `NotFound`, `InvalidInput`, `Unsupported`."""
     data = _read(file)
     with _key_errors(f"{os.fspath(file)} is no usable private key"):
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -65,7 +65,7 @@ def public_key_of(key: Ed25519PrivateKey) -> PublicKey:
 
 
 def is_right(key: PublicKey, signature: bytes, message: bytes) -> bool:
-    """Return whether ``signature`` is a signature of ``message`` by ``key``. Raises `Unsupported`."""
+    """Return whether ``signature`` is a valid signature of ``message`` with ``key``. Raises `Unsupported`."""
     with _key_errors("this key cannot be used"):
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -107,7 +107,7 @@ def _read(file: KeyFile) -> bytes:
 
 @contextmanager
 def _key_errors(what: str) -> Iterator[None]:
-    """Convert errors of cryptography to errors of casckpt, with ``what`` in the message.
+    """Convert errors of the cryptography package to casckpt errors, with ``what`` in the message.
 
     Raises `InvalidInput`, `Unsupported`.
     """

@@ -522,7 +522,7 @@ class Store:
         """Forget and purge checkpoints without gc, and return the forgotten ones. The next gc frees the space.
 
         Tagged checkpoints, and those that are not yet safe in the mirror, are not forgotten. If the store has a
-        minimum age, gc purges them instead. Raises StorageError.
+        minimum age, gc purges the forgotten checkpoints instead. Raises StorageError.
         """
         from casckpt.upkeep.gc.purge import forget_and_purge
 
