@@ -55,7 +55,9 @@ class BlobCache:
 
     def __init__(self, root: Path, limit: int | None = None) -> None:
         if limit is not None and (type(limit) is not int or limit < 0):
-            raise InvalidInput(f"a cache of {limit!r} bytes is not possible: give a number of bytes, or 0 for no cache")
+            raise InvalidInput(
+                f"a cache cannot have {limit!r} bytes: pass a number of bytes, or 0 to disable the cache"
+            )
         self.root = root
         self._limit = limit
         self._files = LocalStore(root)
@@ -85,7 +87,7 @@ class BlobCache:
 
     def drop(self, ref: BlobRef) -> None:
         """Remove a damaged blob."""
-        log.warning("%s is damaged in this cache; it is read from the store", self.root / _key(ref))
+        log.warning("%s is damaged in this cache; casckpt reads it from the store instead", self.root / _key(ref))
         with suppress(CasckptError):
             self._files.delete(_key(ref))
 
@@ -105,7 +107,7 @@ class BlobCache:
         except _Unusable as error:
             if not self._off:  # only one of several threads logs this
                 self._off = True
-                log.warning("nothing more is put into the cache %s by this process: %s", self.root, error)
+                log.warning("this process no longer adds blobs to the cache %s: %s", self.root, error)
             return False
         return True
 
@@ -128,9 +130,9 @@ class BlobCache:
             if need <= room:
                 return sum(in_parallel(threads, fetch_one, wanted, name="cache"))
         except _Unusable as error:
-            raise StorageError(f"{error}; or give another cache_dir") from error
+            raise StorageError(f"{error}; or pass a different cache_dir") from error
         raise InvalidInput(
-            f"the blobs need {need} bytes, and the cache {self.root} may hold {room}: give it more (cache_bytes), "
+            f"the blobs need {need} bytes, but the cache {self.root} can hold only {room}: allow more (cache_bytes), "
             "or use a larger disk (cache_dir)"
         )
 

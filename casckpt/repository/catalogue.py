@@ -177,8 +177,8 @@ class Catalogue:
         self.close()
         self.is_off = True
         log.warning(
-            "the catalogue %s cannot be used (%s); this process goes on without it, more slowly. "
-            "`casckpt reindex` makes a new one, --cache-dir names another place",
+            "the catalogue %s cannot be used (%s); this process continues without it, but more slowly. "
+            "Run `casckpt reindex` to create a new one, or choose a different folder with --cache-dir",
             self.path,
             error,
         )

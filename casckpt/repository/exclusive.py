@@ -27,16 +27,16 @@ def require_exclusive(
     """
     traits = storage.traits
     if traits.read_only:
-        raise Unsupported(f"{storage.url} can only be read: save to another store, or copy this one there")
+        raise Unsupported(f"{storage.url} is read-only: save to a different store, or copy this one there")
     if single_writer or (traits.exclusive is None and known):
         return
-    why = {True: "", False: "it cannot do that in one step", None: None}[traits.exclusive]
+    why = {True: "", False: "it cannot check and create in one step", None: None}[traits.exclusive]
     if why is None:
-        why = probe(storage, entropy) if known is None else "so its settings say"
+        why = probe(storage, entropy) if known is None else "an earlier probe recorded this in the store's settings"
     if why:
         raise Unsupported(
-            f"{storage.url} does not refuse to create a name twice: {why}. So two jobs could both commit the same "
-            "checkpoint, and a gc could delete objects of a new save. Use another storage, or give single_writer "
+            f"{storage.url} does not refuse to create a key twice: {why}. Two jobs could therefore both commit the "
+            "same checkpoint, and gc could delete objects of a new save. Use a different storage, or pass single_writer "
             "(--single-writer) if no other process writes at the same time"
         )
 
@@ -72,7 +72,7 @@ def _race(storage: ObjectStore, key: str, entropy: Callable[[int], bytes], racer
         return f"{len(won)} of {racers} concurrent creates of one key succeeded"
     found = None if storage.size(key) is None else storage.get(key, limit=_PAYLOAD)
     if won and found != won[0]:
-        return "one of several concurrent creates of a key succeeded, but the key has the bytes of another one"
+        return "one of several concurrent creates of a key succeeded, but the key has the bytes of a different one"
     return "" if found in payloads else "none of several concurrent creates of a key succeeded"
 
 

@@ -131,8 +131,7 @@ def _words(ranges: Sequence[Range]) -> str:
 
 
 def compare_size(ref: BlobRef, size: int | None) -> str:
-    """Describe what is wrong with a blob of ``size`` bytes (None if it is missing). "" means that the size is
-    correct."""
+    """Describe the damage of a blob of ``size`` bytes (None: it is missing). "" means that the size is correct."""
     if size is None:
         return "it is gone"
     return "" if size == ref.size else f"it has {size} bytes instead of {ref.size}"

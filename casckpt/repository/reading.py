@@ -68,7 +68,7 @@ def check_no_file(url: str, entry: ListedObject, known: Known) -> None:
     """Raise `Refused` if ``entry``, which is not a record, is where a folder of records should be."""
     if any(known(entry.key + below) is not None for below in _BELOW):
         raise Refused(
-            f"{url}/{entry.key} is an object where a folder of records should be: put the folder back from a copy of "
+            f"{url}/{entry.key} is an object where a folder of records should be: restore the folder from a copy of "
             "the store, or move the object out of the store",
             key=entry.key,
         )

@@ -100,15 +100,15 @@ class Repository:
         except NotFound as error:
             with suppress(StorageError):
                 self._check_lost()
-            message = f"there is no store at {self.storage.url}: the first save or `casckpt init` makes one"
+            message = f"there is no store at {self.storage.url}: create it with a save or `casckpt init`"
             raise NotFound(message, key=keys.MARKER) from error
         try:
             marker = records.decode_marker(data)
         except Damaged as error:
-            message = f"{error}; put the file back from a copy of the store at {self.storage.url}"
+            message = f"{error}: restore the file from a copy of the store at {self.storage.url}"
             raise Damaged(message, key=keys.MARKER) from error
         if not _STORE_ID.fullmatch(marker.store_id):
-            raise Refused(f"casckpt.json at {self.storage.url} holds an unusable store id", key=keys.MARKER)
+            raise Refused(f"casckpt.json at {self.storage.url} contains an invalid store id", key=keys.MARKER)
         return marker
 
     def _check_lost(self) -> None:
@@ -117,12 +117,10 @@ class Repository:
         The marker is always put before the first record in commits/.
         """
         is_store = any(keys.parse_log(entry.key) for entry in self.storage.list("commits/"))
-        if (
-            is_store and self.storage.size(keys.MARKER) is None
-        ):  # check again, because it may have been created in the meantime
+        if is_store and self.storage.size(keys.MARKER) is None:  # recheck: it may have been created in the meantime
             message = (
-                f"casckpt.json is gone from {self.storage.url}, where commits/ has records of a store. A new one might "
-                "have other sizes, for good; put the file back from a copy of the store, or from its mirror"
+                f"casckpt.json is missing from {self.storage.url}, although commits/ has records of a store. A new one "
+                "might have different sizes permanently: restore the file from a copy of the store or from its mirror"
             )
             raise Damaged(message, key=keys.MARKER)
 
@@ -172,8 +170,7 @@ class Repository:
         self._marker = marker
 
     def forget_all(self, *, keep_marker: bool) -> None:
-        """Drop all caches of the store in this process and on this host, because the store was restored or
-        replaced."""
+        """Drop all caches of the store in this process and on this host: the store was restored or replaced."""
         marker = self.marker
         self.catalogue.reindex()
         self.records, self.manifests = RecordCache(), ManifestCache()
@@ -220,7 +217,7 @@ class Repository:
         """Write the next generation with ``fields`` changed. Raises `InvalidInput`, `Unsupported`, `StorageError`."""
         unknown = sorted(set(fields) - set(Settings.__struct_fields__) | {"created_at"} & set(fields))
         if unknown:
-            raise InvalidInput(f"there is no setting {', '.join(unknown)}; see `casckpt settings --help`")
+            raise InvalidInput(f"there is no setting {', '.join(unknown)}: see `casckpt settings --help`")
         while True:
             number, old = self.newest_settings()
             records.check_requirements(old, self.storage.url)
@@ -228,7 +225,7 @@ class Repository:
             try:
                 records.decode(records.encode(new), Settings, "settings")
             except Refused as error:
-                raise InvalidInput(f"settings {fields} are not usable: {error}") from error
+                raise InvalidInput(f"settings {fields} are not valid: {error}") from error
             try:
                 self.put_record(keys.settings_key(number + 1), new)
             except Conflict:
@@ -248,7 +245,7 @@ class Repository:
         try:
             return newest, self.get_record(keys.settings_key(newest), Settings)
         except (Damaged, Refused) as error:
-            message = f"{error}. Put the file back from a copy of the store, or delete it: older settings count then"
+            message = f"{error}. Restore the file from a copy of the store, or delete it to use the previous settings"
             raise type(error)(message, key=error.key) from error
 
     @property
@@ -288,7 +285,7 @@ class Repository:
         try:
             begun = keys.later_than(time_of(self.clock()), [latest] if latest else [])
         except OverflowError as error:
-            raise Refused(f"transaction id {latest} lies at the end of time; nothing can come after it") from error
+            raise Refused(f"transaction id {latest} has the latest possible time; no id can come after it") from error
         return keys.make_txid(begun, self.entropy(8), run, step)
 
     def put_record(self, key: str, record: Record) -> None:
@@ -304,7 +301,7 @@ class Repository:
         if len(data) > records.MAX_RECORD_BYTES:
             raise InvalidInput(f"the record for {key} is larger than {records.MAX_RECORD_BYTES} bytes", key=key)
         if not self._put_once(key, data):
-            raise Conflict(f"{key} exists already: another process was first", key=key)
+            raise Conflict(f"{key} already exists: another process created it first", key=key)
 
     def _put_once(self, key: str, data: bytes) -> bool:
         """Put ``data`` and return whether ``key`` now has it. Returns False if ``key`` has different data."""

@@ -23,14 +23,14 @@ KeyFiles: TypeAlias = KeyFile | Sequence[KeyFile]
 
 _HEX = re.compile("[0-9a-f]{64}")
 _MOST_BYTES = 65536
-_MAKE = "`openssl genpkey -algorithm ed25519` and `ssh-keygen -t ed25519` make one"
+_MAKE = "create one with `openssl genpkey -algorithm ed25519` or `ssh-keygen -t ed25519`"
 
 
 def public_keys(given: KeyFiles) -> frozenset[PublicKey]:
     """Read the public keys in ``given``, which must not be empty. Raises `NotFound`, `InvalidInput`, `Unsupported`."""
     named = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     if not named:
-        raise InvalidInput("no key is given to verify signatures; give the file of a public key")
+        raise InvalidInput("no key was passed to verify signatures: pass a public key file")
     return frozenset(map(_public_key, named))
 
 
@@ -42,14 +42,14 @@ def key_name(key: PublicKey) -> str:
 def private_key(file: KeyFile, password: bytes | None = None) -> Ed25519PrivateKey:
     """Read a signer's private key. Raises `NotFound`, `InvalidInput`, `Unsupported`."""
     data = _read(file)
-    with _key_errors(f"{os.fspath(file)} is no usable private key"):
+    with _key_errors(f"{os.fspath(file)} is not a valid private key"):
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_ssh_private_key
 
         load = load_ssh_private_key if b"OPENSSH" in data[:64] else load_pem_private_key
         if isinstance(key := load(data, password), Ed25519PrivateKey):
             return key
-    raise InvalidInput(f"{os.fspath(file)} is a key of another kind than Ed25519; {_MAKE}")
+    raise InvalidInput(f"{os.fspath(file)} is not an Ed25519 key: {_MAKE}")
 
 
 def private_key_of(raw: bytes) -> Ed25519PrivateKey:
@@ -83,16 +83,16 @@ def _public_key(given: KeyFile) -> PublicKey:
     data = _read(given)
     if b"PRIVATE KEY" in data:
         raise InvalidInput(
-            f"{os.fspath(given)} is a private key, which only its signer should have; give the public one"
+            f"{os.fspath(given)} is a private key, which only its signer should have: pass the public key instead"
         )
-    with _key_errors(f"{os.fspath(given)} is no usable public key"):
+    with _key_errors(f"{os.fspath(given)} is not a valid public key"):
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
         from cryptography.hazmat.primitives.serialization import load_pem_public_key, load_ssh_public_key
 
         load = load_ssh_public_key if data.startswith(b"ssh-") else load_pem_public_key
         if isinstance(key := load(data), Ed25519PublicKey):
             return PublicKey(key.public_bytes_raw())
-    raise InvalidInput(f"{os.fspath(given)} is a key of another kind than Ed25519; {_MAKE}")
+    raise InvalidInput(f"{os.fspath(given)} is not an Ed25519 key: {_MAKE}")
 
 
 def _read(file: KeyFile) -> bytes:
@@ -100,9 +100,9 @@ def _read(file: KeyFile) -> bytes:
         with Path(file).expanduser().open("rb") as opened:
             return opened.read(_MOST_BYTES)
     except FileNotFoundError as error:
-        raise NotFound(f"there is no key {os.fspath(file)!r}; give its file") from error
+        raise NotFound(f"there is no key file {os.fspath(file)!r}: check the path") from error
     except (OSError, TypeError) as error:
-        raise InvalidInput(f"the key {file!r:.200} cannot be read ({error}); give the file of a key") from error
+        raise InvalidInput(f"cannot read the key {file!r:.200} ({error}): pass the path of a key file") from error
 
 
 @contextmanager

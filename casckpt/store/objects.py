@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("casckpt")
 
 _BARE = (
-    "%r was filled, but is a state_dict: no optimizer changes until its load_state_dict is called with it. Keep the "
-    "state in a variable, and call optim.load_state_dict(state[%r]) after the load; or save the optimizer itself "
-    'beside its module, as in store.save({"model": model, "%s": optim}, step=step), and load it so'
+    "%r was filled, but it is a state_dict: no optimizer changes until you pass it to load_state_dict. Keep the "
+    "state in a variable, and call optim.load_state_dict(state[%r]) after the load. Or save the optimizer itself "
+    'with its module, as in store.save({"model": model, "%s": optim}, step=step), and load it the same way'
 )
 
 home: Callable[[], Any]

@@ -55,7 +55,7 @@ def open(
         return Store(here)
     there = repository_of(mirror, None if cache_dir is None else Path(cache_dir))
     if there.storage.url == here.storage.url:
-        raise InvalidInput(f"{there.storage.url} cannot be its own mirror: give another store")
+        raise InvalidInput(f"{there.storage.url} cannot be its own mirror: pass a different store")
     store = Store(here, there)
     for wake in here.listeners:  # continue copying where an earlier process stopped
         wake()

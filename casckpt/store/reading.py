@@ -57,7 +57,7 @@ def resolve_held(repo: Repository, ref: str | Checkpoint, held: ExitStack) -> Co
     try:
         commit = held.enter_context(lease(repo, ref, AN_HOUR)).commit
     except (StorageError, Unsupported) as error:
-        more = "A lease is a small record in tags/; if you cannot write there, load without lease=True"
+        more = "A lease is a small record in tags/: if you cannot write there, load without lease=True"
         raise type(error)(f"{error}. {more}", **error.__dict__) from error
     return _trusted(repo, commit)
 
@@ -152,7 +152,7 @@ def watch(
 
     seconds, limit = seconds_of(poll, "poll"), None if timeout is None else seconds_of(timeout, "timeout")
     if seconds < _MOST_OFTEN:
-        raise InvalidInput(f"poll: {poll!r} is too often; give 0.1s or more")
+        raise InvalidInput(f"poll={poll!r} is too short: pass 0.1s or more")
     behind = f"{run}@{after}" if isinstance(after, int) else None if after is None else plain(after)
     watcher = watching.Watcher(repo, run, behind, latest_only=latest_only)
     arrivals = watching.watch(watcher, poll=seconds, timeout=limit)

@@ -60,13 +60,13 @@ def change_settings(repo: Repository, changes: SettingChanges) -> StoreSettings:
     """Write ``changes`` and return all settings. ``mirror`` is a URL. InvalidInput names the offending setting."""
     for name in changes:
         if name not in NAMES:
-            raise InvalidInput(f"there is no setting {name!r} to change; there are {', '.join(NAMES)}")
+            raise InvalidInput(f"there is no setting {name!r}: use one of {', '.join(NAMES)}")
     fields: dict[str, Any] = {name: value for name, value in changes.items() if name not in DURATIONS}
     given: dict[str, Any] = {name: value for name, value in changes.items() if name in DURATIONS}
     for name, value in given.items():
         fields[f"{name}_seconds"] = None if value is None else seconds_of(value, name)
     if fields.get("mirror") == repo.storage.url:
-        raise InvalidInput(f"mirror: {repo.storage.url} cannot be its own mirror; give another store")
+        raise InvalidInput(f"mirror: {repo.storage.url} cannot be its own mirror: pass a different store")
     if fields.get("compress") is not None:
         fields["compress"] = usable_compress(fields["compress"])
     return settings_from(repo.change_settings(**fields))

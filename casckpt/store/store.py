@@ -73,7 +73,9 @@ class Store:
 
     def __init__(self, repository: Repository, mirror: Repository | None = None) -> None:
         if not isinstance(repository, Repository):
-            raise InvalidInput(f"a store is opened with casckpt.open({repository!r}), not made with casckpt.Store")
+            raise InvalidInput(
+                f"casckpt.Store cannot be called directly: open the store with casckpt.open({repository!r})"
+            )
         self.repository = repository
         self._saver = PerProcess(partial(_new_saver, repository))  # a forked child does not have its parent's threads
         self._mirror: Mirror | None = None
@@ -236,7 +238,7 @@ class Store:
         """
         check_keywords("Store.update", options, UpdateArguments)
         if held is not None and not isinstance(held, Checkpoint):
-            raise InvalidInput(f"held={held!r:.80} is not usable; give what load or update returned, or None")
+            raise InvalidInput(f"held={held!r:.80} is not valid: pass what load or update returned, or None")
         return self._load(state, ref, LoadOptions(updates=True, held=held, **options))
 
     def _load(self, state: Any, ref: str | Checkpoint, given: LoadOptions) -> Checkpoint:
@@ -457,7 +459,7 @@ class Store:
         purged, Conflict if another process is purging it.
         """
         if isinstance(ref, str) and is_reference(name) and not is_reference(ref):
-            raise InvalidInput(f"the name of a tag comes first, then the checkpoint: tag({ref!r}, {name!r})")
+            raise InvalidInput(f"the tag name comes first, and then the checkpoint: call tag({ref!r}, {name!r})")
         if expires is None:
             tags.set_tag(self.repository, name, resolve(self.repository, ref))
         else:
@@ -478,7 +480,7 @@ class Store:
         """Return all tags and their checkpoints, except tags whose records are damaged."""
         listing = self.listing()
         for name in listing.damaged_tags:
-            log.warning("the record of tag %s cannot be read: set the tag again, or delete it", name)
+            log.warning("cannot read the record of tag %s: set the tag again, or delete it", name)
         return {name: tag.checkpoint for name, tag in listing.tags.items()}
 
     def untag(self, name: str) -> None:
@@ -587,7 +589,7 @@ class Store:
         back the tensors that `thin` dropped. Raises NotFound if gc has purged them.
         """
         if refs.is_range(ref):
-            raise InvalidInput(f"{ref!r} does not name one checkpoint; restore_many takes ranges")
+            raise InvalidInput(f"{ref!r} does not name a single checkpoint: use restore_many for ranges")
         (restored,) = self.restore_many(ref, whole=whole).restored
         return Checkpoint(self.repository, restored)
 
@@ -777,7 +779,7 @@ class Store:
         from casckpt.upkeep.copies import copy as copying
 
         if compress not in {None, "off", "always"}:
-            raise InvalidInput(f"compress={compress!r} is not usable in a copy; give 'always' or 'off'")
+            raise InvalidInput(f"compress={compress!r} is not valid for a copy: pass 'always' or 'off'")
         source, other = self.repository, repository_of(target, self.repository.cache_dir)
         packs = compress == "always"
         plan = copying.plan_copy(source, other, map(plain, refs), run=run, blob_bytes=blob_bytes, compress=packs)
@@ -807,7 +809,7 @@ class Store:
 
     def _its_mirror(self) -> Mirror:
         if self._mirror is None:
-            raise InvalidInput(f"{self.url} was opened without a mirror: give casckpt.open(..., mirror=URL)")
+            raise InvalidInput(f"{self.url} was opened without a mirror: use casckpt.open(..., mirror=URL)")
         return self._mirror
 
 

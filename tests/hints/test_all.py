@@ -143,7 +143,7 @@ def test_every_extra_that_a_hint_names_exists() -> None:
         "call mark_as_sharded() first",
         "pass it to dcp.load",
         "it belongs into exclude_keys",
-        "give another cache_dir",
+        "pass a different cache_dir",
     ],
 )
 def test_a_text_that_names_something_to_use_is_advice(text: str) -> None:

@@ -37,7 +37,7 @@ Store = casckpt.Store
 # opening
 
 
-@follows("store/store.py:Store.__init__", "a store is opened with casckpt.open")
+@follows("store/store.py:Store.__init__", "open the store with casckpt.open")
 def test_a_store_is_opened_with_open(store_path: Path, messages: Messages) -> None:
     with messages.error((InvalidInput, TypeError)) as advice:
         Store(str(store_path))  # type: ignore[arg-type]
@@ -45,7 +45,7 @@ def test_a_store_is_opened_with_open(store_path: Path, messages: Messages) -> No
     casckpt.open(store_path).save({"x": 1}, run="a", step=1)
 
 
-@follows("store/store.py:Store._its_mirror", "give casckpt.open(..., mirror=URL)")
+@follows("store/store.py:Store._its_mirror", "use casckpt.open(..., mirror=URL)")
 def test_a_mirror_is_given_when_a_store_is_opened(
     saved: Store, store_path: Path, tmp_path: Path, messages: Messages
 ) -> None:
@@ -58,7 +58,7 @@ def test_a_mirror_is_given_when_a_store_is_opened(
     assert [str(one) for one in casckpt.open(tmp_path / "mirror").checkpoints()] == [str(saved.get("a@1"))]
 
 
-@follows("repository/repository.py:Repository._read_marker", "the first save or `casckpt init` makes one")
+@follows("repository/repository.py:Repository._read_marker", "create it with a save or `casckpt init`")
 def test_a_missing_store_is_created(store_path: Path, tmp_path: Path, messages: Messages, run: Run) -> None:
     with messages.error(NotFound) as advice:
         casckpt.open(store_path).checkpoints()
@@ -77,7 +77,7 @@ def test_the_help_lists_names_of_settings(saved: Store, messages: Messages, run:
     assert saved.settings.min_age == timedelta(days=2)
 
 
-@follows("repository/exclusive.py:require_exclusive", "Use another storage, or give single_writer")
+@follows("repository/exclusive.py:require_exclusive", "Use a different storage, or pass single_writer")
 def test_a_storage_that_replaces_objects_is_used_by_a_single_writer(tmp_path: Path, messages: Messages) -> None:
     storage = Ignoring()
     with messages.error(Unsupported) as advice:
@@ -103,7 +103,7 @@ def test_another_step_than_a_purged_one_is_found_in_the_list(
     assert saved.read(listed["id"]) == {"x": 2}
 
 
-@follows("store/store.py:Store.tag", "the name of a tag comes first, then the checkpoint: tag(…, …)")
+@follows("store/store.py:Store.tag", "the tag name comes first, and then the checkpoint: call tag(…, …)")
 def test_a_tag_is_set_with_the_suggested_call(saved: Store, messages: Messages) -> None:
     with messages.error(InvalidInput) as advice:
         saved.tag("a@1", "best")
@@ -111,7 +111,7 @@ def test_a_tag_is_set_with_the_suggested_call(saved: Store, messages: Messages) 
     assert saved.get("tag:best").step == 1
 
 
-@follows("store/store.py:Store.restore", "restore_many takes ranges")
+@follows("store/store.py:Store.restore", "use restore_many for ranges")
 def test_a_range_is_restored_with_restore_many(saved: Store, messages: Messages) -> None:
     saved.save({"x": 2}, run="a", step=2)
     saved.forget("a@1..2")
@@ -344,18 +344,20 @@ def test_a_small_cache_is_given_more_space(tmp_path: Path, messages: Messages) -
     assert casckpt.open(tmp_path, cache_dir=tmp_path / "more", **more).repository.cache_bytes == 1 << 20
 
 
-@follows("repository/blob_cache.py:BlobCache.fill", "or give another cache_dir")
+@follows("repository/blob_cache.py:BlobCache.fill", "or pass a different cache_dir")
 def test_another_cache_folder_replaces_an_unwritable_one(tmp_path: Path, messages: Messages) -> None:
     storage = far()
     Store(Repository(storage, tmp_path / "one")).save({"w": torch.arange(2000.0)}, run="a", step=1)
     (tmp_path / "file").write_text("no folder")
     with messages.error(StorageError) as advice:
         Store(Repository(storage, tmp_path / "file", cache_bytes=1 << 20)).pre_download("a@1")
-    advice.says("another cache_dir")
+    advice.says("different cache_dir")
     assert Store(Repository(storage, tmp_path / "other", cache_bytes=1 << 20)).pre_download("a@1") > 8000
 
 
-@follows("repository/catalogue.py:Catalogue._turn_off", "`casckpt reindex` makes a new one, --cache-dir names another")
+@follows(
+    "repository/catalogue.py:Catalogue._turn_off", "create a new one, or choose a different folder with --cache-dir"
+)
 @pytest.mark.parametrize("way", ["reindex", "--cache-dir"])
 def test_an_unusable_catalogue_is_rebuilt(
     tmp_path: Path, store_path: Path, messages: Messages, run: Run, way: str

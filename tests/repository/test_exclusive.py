@@ -63,7 +63,7 @@ class LooksFirst(Unknown):
 
 
 class Lying(Unknown):
-    """Reports success to one writer, and keeps the bytes of another."""
+    """Reports success to one writer, and keeps the bytes of a different."""
 
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         if self.size(key) is not None:
@@ -85,7 +85,7 @@ def test_a_storage_that_keeps_the_promise_passes_and_stays_clean() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "why"), [(Ignoring, "a second create replace"), (LooksFirst, "4 of 4"), (Lying, "bytes of another")]
+    ("make", "why"), [(Ignoring, "a second create replace"), (LooksFirst, "4 of 4"), (Lying, "bytes of a different")]
 )
 def test_a_failed_probe_explains_the_failure(make: Callable[[], Unknown], why: str) -> None:
     store = make()

@@ -46,7 +46,9 @@ def test_a_store_without_its_marker_is_not_recreated(tmp_path: Path) -> None:
     storage.delete("casckpt.json")
     repo = Repository(storage, tmp_path)
     for attempt in (lambda: repo.create(cell_bytes=1 << 14), repo.check_exists, lambda: list_commits(repo)):
-        with pytest.raises(Damaged, match=r"casckpt\.json is gone from \S+, where .*put the file back from a copy"):
+        with pytest.raises(
+            Damaged, match=r"casckpt\.json is missing from \S+, although .*restore the file from a copy"
+        ):
             attempt()
     storage.put("casckpt.json", marker)
     assert not repo.create()
@@ -114,14 +116,14 @@ def test_a_marker_that_was_not_written_is_an_error(tmp_path: Path) -> None:
 def test_a_store_id_that_is_not_a_folder_name_is_refused(tmp_path: Path, store_id: str) -> None:
     storage = memory()
     storage.put("casckpt.json", encode_marker(Marker(format=1, store_id=store_id, created_at=0)))
-    with pytest.raises(Refused, match="unusable store id"):
+    with pytest.raises(Refused, match="invalid store id"):
         _ = Repository(storage, tmp_path).catalogue
 
 
 def test_a_torn_marker_is_damage(tmp_path: Path) -> None:
     storage = memory()
     storage.put("casckpt.json", b'{"format": 1, "sto')
-    with pytest.raises(Damaged, match=r"casckpt\.json is damaged.*put the file back from a copy .* \w+:"):
+    with pytest.raises(Damaged, match=r"casckpt\.json is damaged.*restore the file from a copy .* \w+:"):
         _ = Repository(storage, tmp_path).marker
 
 
@@ -207,7 +209,7 @@ def test_a_record_with_a_lost_answer_counts_as_put(tmp_path: Path) -> None:
     key = commit_key(commit.txid, 1)
     repo.put_record(key, Forgotten(txid=commit.txid, time=3))
     repo.put_record(key, Forgotten(txid=commit.txid, time=3))  # a retry by the storage itself finds it there
-    with pytest.raises(Conflict, match="exists already"):
+    with pytest.raises(Conflict, match="already exists"):
         repo.put_record(key, Forgotten(txid=commit.txid, time=4))
 
 

@@ -81,7 +81,7 @@ def test_unreadable_settings_count_as_an_unknown_requirement(repo: Repository) -
     demand(repo)
     (key,) = keys(repo, "settings/")
     repo.storage.replace(key, b"torn")
-    with pytest.raises(Damaged, match="Put the file back"):
+    with pytest.raises(Damaged, match="Restore the file"):
         check_requirements(repo)
 
 

@@ -44,7 +44,7 @@ def test_a_password_opens_only_its_key(tmp_path: Path) -> None:
     made = pair(tmp_path, password=b"open")
     assert public_keys(made.public) == {public_key_of(private_key(made.private, b"open"))}
     for wrong in (None, b"shut"):
-        with pytest.raises(InvalidInput, match=r"alice\.key is no usable private key"):
+        with pytest.raises(InvalidInput, match=r"alice\.key is not a valid private key"):
             private_key(made.private, wrong)
 
 

@@ -266,7 +266,7 @@ def test_swapped_arguments_of_tag_are_reported(tmp_path: Path) -> None:
     store = casckpt.open(tmp_path)
     saved = store.save({"w": torch.ones(2)}, run="sft", step=1)
     for name in ("sft@1", saved.id, "latest"):
-        with pytest.raises(InvalidInput, match="the name of a tag comes first, then the checkpoint"):
+        with pytest.raises(InvalidInput, match="the tag name comes first, and then the checkpoint"):
             store.tag(name, "best")
     assert not store.tags()
     store.tag("best", "sft@1")

@@ -114,7 +114,7 @@ def test_thinned_checkpoints_of_a_range_are_restored(store: Store) -> None:
     assert same_state(store.read("run@2"), state(2))
     with pytest.raises(NotFound, match="was never thinned"):
         store.restore_many("run@..3", whole=True)
-    with pytest.raises(InvalidInput, match="restore_many takes ranges"):
+    with pytest.raises(InvalidInput, match="use restore_many for ranges"):
         store.restore("run@..3", whole=True)
     store.forget("run@1")
     assert store.restore("run@1") == store.get("run@1")
