@@ -162,9 +162,7 @@ class BlobCache:
         try:
             if path.stat().st_size != ref.size:
                 return False
-            with suppress(
-                PermissionError
-            ):  # the file belongs to a different user, and only that user can update its time
+            with suppress(PermissionError):  # only the file's owner can update its time
                 os.utime(path)
         except OSError:
             return False

@@ -76,9 +76,7 @@ class Catalogue:
         self.is_off = False
         with _sqlite:
             _files.add(self._file)
-        weakref.finalize(
-            self, self._file.close
-        )  # without the lock, because this may run while the thread holds a different one
+        weakref.finalize(self, self._file.close)  # unlocked: this may run while another lock is held
 
     def records(self, prefix: str, first: str = "") -> dict[str, bytes]:
         """Return the bytes of all known records under ``prefix`` ("commits/") by key, from the key ``first`` on."""
@@ -184,11 +182,7 @@ class Catalogue:
         )
 
     def _remove_files(self) -> None:
-        for suffix in (
-            "-wal",
-            "-shm",
-            "",
-        ):  # the write-ahead log first, because an old one must not be replayed into a new file
+        for suffix in ("-wal", "-shm", ""):  # the log first, so that an old one is not replayed into a new file
             try:
                 self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
             except OSError as error:

@@ -36,8 +36,8 @@ def require_exclusive(
     if why:
         raise Unsupported(
             f"{storage.url} does not refuse to create a key twice: {why}. Two jobs could therefore both commit the "
-            "same checkpoint, and gc could delete objects of a new save. Use a different storage, or pass single_writer "
-            "(--single-writer) if no other process writes at the same time"
+            "same checkpoint, and gc could delete objects of a new save. Use a different storage, or pass "
+            "single_writer (--single-writer) if no other process writes at the same time"
         )
 
 

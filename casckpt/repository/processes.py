@@ -47,9 +47,7 @@ def is_dead(process: Process) -> bool:
         return not _exists(process.pid)  # /proc may hide other users' processes
     if int(stat[_STARTED]) != process.started:
         return True  # a different process has the PID now
-    return (
-        stat[_STATE] in "ZX" and int(stat[_THREADS]) <= 1
-    )  # an ended thread group leader is in state Z while its threads run
+    return stat[_STATE] in "ZX" and int(stat[_THREADS]) <= 1  # an ended leader is in state Z while its threads run
 
 
 def _exists(pid: int) -> bool:

@@ -42,9 +42,7 @@ def open_storage(
     if not isinstance(text, str) or not text or "\0" in text:
         raise InvalidInput(f"{url!r} does not name a store: pass a path or a URL")
     if storage_options is not None and not isinstance(storage_options, Mapping):
-        raise InvalidInput(
-            "storage_options must be a dict of names and values"
-        )  # values are not shown because they may be secrets
+        raise InvalidInput("storage_options must be a dict of names and values")  # the values may be secrets
     match = _SCHEME.fullmatch(text) if isinstance(url, str) else None
     scheme, rest = (match[1].lower(), match[2]) if match else ("", text)
     opener = _OPENERS.get(scheme)

@@ -332,7 +332,7 @@ def test_a_checkpoint_without_a_signature_is_signed(
 # caches
 
 
-@follows("repository/blob_cache.py:BlobCache.fill", "give it more (cache_bytes), or use a larger disk (cache_dir)")
+@follows("repository/blob_cache.py:BlobCache.fill", "allow more (cache_bytes), or use a larger disk (cache_dir)")
 def test_a_small_cache_is_given_more_space(tmp_path: Path, messages: Messages) -> None:
     storage = far()
     store = Store(Repository(storage, tmp_path / "one"))

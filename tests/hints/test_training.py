@@ -203,7 +203,7 @@ def test_the_model_of_a_checkpoint_without_a_named_optimizer_loads(
 
 
 @follows(
-    "store/objects.py:", "call optim.load_state_dict(state[%r]) after the load; or save the optimizer itself beside its"
+    "store/objects.py:", "call optim.load_state_dict(state[%r]) after the load. Or save the optimizer itself with its"
 )
 def test_optimizer_state_is_loaded_through_the_optimizer(store: Store, model: Two, messages: Messages) -> None:
     trained = stepped(model)

@@ -14,11 +14,7 @@ from casckpt.storage.base import IoCounts, split_folder
 from casckpt.storage.local import syscalls
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_NO_FOLDER_SYNC = (
-    errno.EINVAL,
-    errno.EOPNOTSUPP,
-    errno.ENOSYS,
-)  # from file systems on which folders need not be synced
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)  # file systems that do not need folder syncs
 _REMEMBERED = 4096  # folders
 _PUT_BACK = "restore the original from a copy of the store, or move this out of the store"
 

@@ -32,9 +32,7 @@ def _left(mine: str, groups: Path) -> Iterator[int]:
         if kinds and "memory" not in kinds.split(","):
             continue
         root = groups / "memory" if kinds else groups
-        inside = root.joinpath(
-            *Path(path).parts[1:]
-        )  # does not exist in a container that sees its own group as the root
+        inside = root.joinpath(*Path(path).parts[1:])  # missing if a container sees its group as the root
         for folder in (inside, *inside.parents):
             if folder.is_relative_to(root):
                 yield from _left_in(folder)

@@ -145,9 +145,7 @@ class LocalReader(Reader):
             first, nbytes = full, 0
             while nbytes < _WORTH_A_CALL and full < min(len(buffers), first + _MAX_BUFFERS):
                 nbytes, full = nbytes + buffers[full].nbytes, full + 1
-            self._fill(
-                offset, buffers[first:full], nbytes
-            )  # without holding a turn, because this may wait for the disk
+            self._fill(offset, buffers[first:full], nbytes)  # without a turn, because this may wait for the disk
             offset += nbytes
             with turns:
                 yield full

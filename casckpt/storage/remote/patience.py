@@ -22,9 +22,7 @@ from typing import Any, TypeVar
 from casckpt.errors import InvalidInput, Unsupported
 
 SLOWEST = 64 << 10  # bytes per second for a request: a slower server counts as silent
-_UNHEARD = (
-    8 * SLOWEST
-)  # for clients that do not report progress: including the call's own time, twice `SLOWEST` for 32 MiB
+_UNHEARD = 8 * SLOWEST  # for clients that do not report progress: with the call's own time, twice `SLOWEST` for 32 MiB
 _ANSWER = 1.0  # seconds: a response within this time does not count against its call
 _HOPELESS = 4  # after a call without a response, the next call gets a request's time limit divided by this number
 _OPTIONS = {"request": "request_timeout", "call": "call_timeout"}
