@@ -105,13 +105,13 @@ def test_every_dtype_is_documented_with_its_stored_name() -> None:
     assert found == {name: dtypes.stored_name(name) for name in dtypes.DTYPES}
 
 
-def test_every_tag_of_plain_data_is_documented() -> None:
+def test_every_plain_data_tag_is_documented() -> None:
     codecs = (*plain_codecs.STANDARD, *plain_numpy.NUMPY)
     column = "".join(re.findall(r"^\| (.*?) \|", section("Plain data"), re.MULTILINE))
     assert quoted(column) == {codec.tag for codec in codecs} | {plain._PART}
 
 
-def test_every_container_of_a_tree_is_documented() -> None:
+def test_every_tree_container_is_documented() -> None:
     kinds = re.search(r"Its containers are (.*?), and", section("Trees"), re.DOTALL)
     assert kinds
     assert quoted(kinds[1]) == {kind.__name__ for kind in (*tree._MAPPINGS, *tree._SEQUENCES)}
@@ -175,7 +175,7 @@ def test_heading_levels_have_no_gaps() -> None:
         assert all(after <= before + 1 for before, after in pairwise([0, *levels])), page
 
 
-def test_a_page_with_examples_is_run() -> None:
+def test_pages_with_examples_are_run() -> None:
     for page in EVERY_PAGE:
         assert page in (*PAGES, REMOTE, HUB, SERVING) or not blocks(page), f"{page.name} has examples: add it to PAGES"
 

@@ -244,11 +244,11 @@ def circles(imported: dict[str, set[str]]) -> set[str]:
     return set(left)
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_modules_do_not_import_each_other_in_a_cycle() -> None:
     assert circles(imports()) == set()
 
 
-def test_a_circle_is_found() -> None:
+def test_an_import_cycle_is_found() -> None:
     assert circles({"a": {"b", "c"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"a", "b", "c"}
 
 
@@ -356,7 +356,7 @@ def beyond(path: str, source: str) -> set[tuple[str, str]]:
     return {(path, name) for name in names if path.startswith(CIRCLE) and not within(name, SEEN)}
 
 
-def test_users_of_the_store_import_nothing_below_it() -> None:
+def test_users_of_the_store_do_not_import_packages_below_it() -> None:
     assert {pair for path in modules() for pair in beyond(path, (PACKAGE / path).read_text())} == set()
 
 
@@ -391,11 +391,11 @@ def beyond_open(path: str, source: str) -> set[tuple[str, str]]:
     return {(path, name) for name in names if not within(name, OPEN)}
 
 
-def test_front_ends_of_tensors_see_contents_and_readers_only() -> None:
+def test_tensor_front_ends_use_only_contents_and_readers() -> None:
     assert {pair for path in modules() for pair in beyond_open(path, (PACKAGE / path).read_text())} == set()
 
 
-def test_a_reach_of_a_tensor_front_end_is_seen() -> None:
+def test_a_forbidden_import_of_a_tensor_front_end_is_found() -> None:
     source = (
         "def late():\n    from casckpt.history.commits import list_commits\nfrom casckpt.format.keys import check_tag"
     )

@@ -118,7 +118,7 @@ def test_tested_versions_are_in_the_declared_ranges() -> None:
         assert pinned[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
 
-def test_no_file_names_a_machine() -> None:
+def test_no_file_contains_a_machine_name() -> None:
     machine = re.compile(r"(?:^|[\s\"'=(:`])/(?:work|farm|root|home|Users|opt)/|(?:extra-)?index-url|find-links")
     found = [
         f"{path.relative_to(ROOT)}:{number}"

@@ -71,7 +71,7 @@ def test_each_restartable_example_survives_a_kill() -> None:
     [pytest.param(one, marks=[pytest.mark.soak] if one.name == "fsdp2" else []) for one in RECIPES],
     ids=lambda one: str(one.name),
 )
-def test_a_training_resumes_bit_for_bit_after_a_kill(recipe: Recipe, tmp_path: Path) -> None:
+def test_training_resumes_bit_for_bit_after_a_kill(recipe: Recipe, tmp_path: Path) -> None:
     missing = [name for name in recipe.needs if find_spec(name.partition(".")[0]) is None]
     if missing:
         pytest.skip(f"needs {', '.join(missing)}")
@@ -92,7 +92,7 @@ def test_a_training_resumes_bit_for_bit_after_a_kill(recipe: Recipe, tmp_path: P
     [pytest.param(one, marks=[] if one.name == "fsdp2" else [pytest.mark.soak]) for one in RECIPES if one.batch],
     ids=lambda one: str(one.name),
 )
-def test_a_training_resumes_on_another_number_of_ranks(recipe: Recipe, tmp_path: Path) -> None:
+def test_training_resumes_on_a_different_number_of_ranks(recipe: Recipe, tmp_path: Path) -> None:
     starts = [*up_to_the_kill(recipe), Start("resumed", "killed", ranks=recipe.others)]
     path = EXAMPLES / f"{recipe.name}.py"
     seen = train(Training(path, tmp_path, batch=recipe.batch), starts)

@@ -79,7 +79,7 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     ),
     Case(
         "history/commits.py:gone", "lease=True, or Store.lease"
-    ): "tests/store/test_gone.py::test_the_advice_of_gone_helps",
+    ): "tests/store/test_gone.py::test_the_advice_in_a_gone_error_helps",
 }
 """Hints that another test triggers and follows, and that test."""
 
@@ -146,12 +146,12 @@ def test_every_extra_that_a_hint_names_exists() -> None:
         "pass a different cache_dir",
     ],
 )
-def test_a_text_that_names_something_to_use_is_advice(text: str) -> None:
+def test_a_message_that_names_something_to_use_is_advice(text: str) -> None:
     assert is_advice(text)
 
 
 @pytest.mark.parametrize("text", ["jobs=… is not usable; give a positive number", "no name is given", "casckpt would"])
-def test_a_text_that_only_states_an_error_is_no_advice(text: str) -> None:
+def test_a_message_that_only_states_an_error_is_not_advice(text: str) -> None:
     assert not is_advice(text)
 
 
@@ -174,7 +174,7 @@ class A:
     ]
 
 
-def test_an_advice_contains_only_parts_of_its_message() -> None:
+def test_advice_contains_only_parts_of_its_message() -> None:
     advice = Advice("pass rename={'a': 'b'} or unread=\"ignore\" (or x=1): see `casckpt tag STORE NAME`")
     assert advice.argument("rename") == {"rename": {"a": "b"}}
     assert advice.argument("unread") == {"unread": "ignore"}

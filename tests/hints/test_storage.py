@@ -101,7 +101,7 @@ def make_public(client: Any, bucket: str) -> None:
 @pytest.mark.usefixtures("no_credentials")
 @follows("storage/remote/s3/errors.py:explain", "no credentials were found: …, or anon=True for a public bucket")
 @follows("storage/remote/s3/errors.py:", "provide different ones in storage_options (--storage-option) or in the usual")
-def test_credentials_are_given_in_three_ways_or_access_is_anonymous(
+def test_credentials_can_be_passed_in_three_ways_or_access_is_anonymous(
     moto_server: Server, messages: Messages, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = bucket_of(moto_server, key=None, secret=None)
@@ -124,7 +124,7 @@ def test_credentials_are_given_in_three_ways_or_access_is_anonymous(
 
 
 @follows("storage/remote/s3/errors.py:", "the bucket is in a different region: set that region with storage_options")
-def test_the_region_of_a_bucket_is_given(moto_server: Server, messages: Messages) -> None:
+def test_the_region_of_a_bucket_is_set_with_an_option(moto_server: Server, messages: Messages) -> None:
     answer = {"Error": {"Code": "PermanentRedirect"}, "ResponseMetadata": {"HTTPStatusCode": 301}}
     advice = messages.text(explain(ClientError(answer, "PutObject")).why)
     shown = advice.says("client_kwargs={'region_name': ...}").replace("...", "'eu-central-1'")
@@ -151,7 +151,7 @@ def test_a_certificate_is_trusted_by_an_option(moto_server: Server, tmp_path: Pa
 
 
 @follows("storage/remote/s3/errors.py:", "or promise with single_writer (--single-writer) that no other process writes")
-def test_a_server_without_conditional_puts_is_for_a_single_writer(
+def test_a_server_without_conditional_puts_supports_a_single_writer(
     rclone_server: Server, messages: Messages, run: Run
 ) -> None:
     answer = {"Error": {"Code": "NotImplemented"}, "ResponseMetadata": {"HTTPStatusCode": 501}}
@@ -165,7 +165,7 @@ def test_a_server_without_conditional_puts_is_for_a_single_writer(
 
 
 @follows("storage/remote/patience.py:Call.why", "no call waits longer than … s in total (… in storage_options)")
-def test_a_call_waits_for_the_time_of_the_option(messages: Messages) -> None:
+def test_a_call_waits_as_long_as_the_option_allows(messages: Messages) -> None:
     advice = messages.text(Call(Patience()).why)
     patience, rest = Patience.of({advice.says("call_timeout"): 500})
     assert (Call(patience).left, rest) == (500, {})
@@ -173,7 +173,7 @@ def test_a_call_waits_for_the_time_of_the_option(messages: Messages) -> None:
 
 
 @follows("storage/remote/urls.py:open_remote", "a …:// URL must not contain credentials: pass them in storage_options")
-def test_credentials_are_given_outside_the_url(moto_server: Server, messages: Messages) -> None:
+def test_credentials_are_passed_outside_the_url(moto_server: Server, messages: Messages) -> None:
     bucket, options = moto_server.new_bucket(), moto_server.options
     with messages.error(InvalidInput) as advice:
         casckpt.open(f"s3://{options['key']}:{options['secret']}@{bucket}/store")
@@ -182,7 +182,7 @@ def test_credentials_are_given_outside_the_url(moto_server: Server, messages: Me
 
 
 @follows("storage/remote/files.py:RemoteFiles.check_free", "pass a different URL, or --force to overwrite it")
-def test_an_export_overwrites_a_url_with_force(
+def test_an_export_overwrites_a_url_with_the_force_option(
     saved: casckpt.Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     where = "memory://of-hints/model.safetensors"

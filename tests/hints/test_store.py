@@ -46,7 +46,7 @@ def test_a_store_is_opened_with_open(store_path: Path, messages: Messages) -> No
 
 
 @follows("store/store.py:Store._its_mirror", "use casckpt.open(..., mirror=URL)")
-def test_a_mirror_is_given_when_a_store_is_opened(
+def test_a_mirror_is_passed_when_a_store_is_opened(
     saved: Store, store_path: Path, tmp_path: Path, messages: Messages
 ) -> None:
     with messages.error(InvalidInput) as advice:
@@ -69,7 +69,7 @@ def test_a_missing_store_is_created(store_path: Path, tmp_path: Path, messages: 
 
 
 @follows("repository/repository.py:Repository.change_settings", "see `casckpt settings --help`")
-def test_the_help_lists_names_of_settings(saved: Store, messages: Messages, run: Run) -> None:
+def test_the_help_lists_setting_names(saved: Store, messages: Messages, run: Run) -> None:
     with messages.error(InvalidInput) as advice:
         saved.repository.change_settings(least_age=3)
     assert "min_age" in run(*advice.command("settings")).output
@@ -78,7 +78,7 @@ def test_the_help_lists_names_of_settings(saved: Store, messages: Messages, run:
 
 
 @follows("repository/exclusive.py:require_exclusive", "Use a different storage, or pass single_writer")
-def test_a_storage_that_replaces_objects_is_used_by_a_single_writer(tmp_path: Path, messages: Messages) -> None:
+def test_a_storage_that_replaces_objects_supports_a_single_writer(tmp_path: Path, messages: Messages) -> None:
     storage = Ignoring()
     with messages.error(Unsupported) as advice:
         Store(Repository(storage, tmp_path / "cache")).save({"x": 1}, run="a", step=1)
@@ -94,7 +94,7 @@ def test_a_storage_that_replaces_objects_is_used_by_a_single_writer(tmp_path: Pa
 
 
 @follows("contents/refs.py:_at_step", "was purged: it is gone for good; see `casckpt list`")
-def test_another_step_than_a_purged_one_is_found_in_the_list(
+def test_the_list_shows_a_step_to_use_instead_of_a_purged_one(
     saved: Store, purged: casckpt.Checkpoint, messages: Messages, run: Run
 ) -> None:
     with messages.error(Gone) as advice:
@@ -192,7 +192,7 @@ def purged(saved: Store) -> casckpt.Checkpoint:
 
 
 @follows("contents/refs.py:_by_id", "was purged: it is gone for good; see `casckpt list`")
-def test_another_id_than_a_purged_one_is_found_in_the_list(
+def test_the_list_shows_an_id_to_use_instead_of_a_purged_one(
     saved: Store, purged: casckpt.Checkpoint, messages: Messages, run: Run
 ) -> None:
     with messages.error(Gone) as advice:
@@ -202,7 +202,7 @@ def test_another_id_than_a_purged_one_is_found_in_the_list(
 
 
 @follows("contents/refs.py:_as_it_is", "was purged: it is gone for good; see `casckpt list`")
-def test_another_checkpoint_than_a_purged_one_is_found_in_the_list(
+def test_the_list_shows_a_checkpoint_to_use_instead_of_a_purged_one(
     saved: Store, purged: casckpt.Checkpoint, messages: Messages, run: Run
 ) -> None:
     with messages.error(Gone) as advice:
@@ -230,7 +230,7 @@ def test_a_commit_record_that_cannot_be_read_is_named_by_verify(
 
 
 @follows("history/tags.py:no_tag", "there are none; `casckpt tag STORE NAME REF` creates one")
-def test_a_missing_tag_is_set(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
+def test_a_missing_tag_is_created(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
     with messages.error(NotFound) as advice:
         saved.get("tag:best")
     run(*advice.command("tag", STORE=store_path, NAME="best", REF="a@1"))
@@ -333,7 +333,7 @@ def test_a_checkpoint_without_a_signature_is_signed(
 
 
 @follows("repository/blob_cache.py:BlobCache.fill", "allow more (cache_bytes), or use a larger disk (cache_dir)")
-def test_a_small_cache_is_given_more_space(tmp_path: Path, messages: Messages) -> None:
+def test_a_cache_that_is_too_small_is_enlarged(tmp_path: Path, messages: Messages) -> None:
     storage = far()
     store = Store(Repository(storage, tmp_path / "one"))
     store.save({"w": torch.arange(2000.0)}, run="a", step=1)
@@ -345,7 +345,7 @@ def test_a_small_cache_is_given_more_space(tmp_path: Path, messages: Messages) -
 
 
 @follows("repository/blob_cache.py:BlobCache.fill", "or pass a different cache_dir")
-def test_another_cache_folder_replaces_an_unwritable_one(tmp_path: Path, messages: Messages) -> None:
+def test_a_different_cache_folder_replaces_an_unwritable_one(tmp_path: Path, messages: Messages) -> None:
     storage = far()
     Store(Repository(storage, tmp_path / "one")).save({"w": torch.arange(2000.0)}, run="a", step=1)
     (tmp_path / "file").write_text("no folder")

@@ -94,7 +94,7 @@ def test_every_change_of_the_protocol_loses_data(mutant: str) -> None:
 @pytest.mark.parametrize(
     "setup", {NEEDS.get(mutant, PLAIN) for mutant in (*MUTANTS, *OWN_MUTANTS)} - set(SAFE.values())
 )
-def test_the_model_without_the_changes_loses_no_data(setup: Setup) -> None:
+def test_the_unchanged_model_does_not_lose_data(setup: Setup) -> None:
     """The models that catch the mutants pass without them."""
     assert check(setup).outcome == "SAFE"
 
@@ -102,12 +102,12 @@ def test_the_model_without_the_changes_loses_no_data(setup: Setup) -> None:
 @pytest.mark.parametrize(
     "mutant", ["resume_without_waiting", "resume_with_new_purged", "trusts_announcements", "reads_logs_early"]
 )
-def test_every_change_loses_data_with_saves_beside_a_resumed_gc(mutant: str) -> None:
+def test_every_change_loses_data_if_saves_run_during_a_resumed_gc(mutant: str) -> None:
     """A small model that stands in for the larger soak model."""
     assert check(replace(SAFE["two that read logs, a gc that resumes"], mutant=mutant)).outcome == "UNSAFE"
 
 
-def test_a_process_lists_commits_after_it_joins_a_transaction() -> None:
+def test_a_process_lists_commits_after_joining_a_transaction() -> None:
     verdict = check(Setup(writers=2, toggles=2, shared=True, retry=True, mutant="list_first"))
     assert verdict.outcome == "UNSAFE"
 

@@ -118,7 +118,7 @@ def test_a_cache_without_a_limit_leaves_half_of_the_disk(
     assert len(names(root)) == 3
 
 
-def test_a_cached_blob_of_another_size_is_dropped(repo: Repository, storage: FarStore, root: Path) -> None:
+def test_a_cached_blob_with_the_wrong_size_is_dropped(repo: Repository, storage: FarStore, root: Path) -> None:
     cache, ref = BlobCache(root), put(repo, 1)
     cache.keep(storage, ref)
     path = root / FOLDER / ref.hash
@@ -189,7 +189,7 @@ def _work(root: Path, folder: Path, seed: int) -> None:
                 assert is_blob(ref.hash, data)
 
 
-def test_processes_may_fill_and_evict_at_once(tmp_path: Path, root: Path) -> None:
+def test_processes_can_fill_and_evict_concurrently(tmp_path: Path, root: Path) -> None:
     folder = tmp_path / "store"
     repo = repository(tmp_path, LocalStore(folder))
     for seed in range(9):

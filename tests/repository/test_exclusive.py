@@ -78,7 +78,7 @@ def counter() -> Callable[[int], bytes]:
     return lambda size: next(count).to_bytes(size, "big")
 
 
-def test_a_storage_that_keeps_the_promise_passes_and_stays_clean() -> None:
+def test_a_storage_with_exclusive_creates_passes_and_is_left_clean() -> None:
     store = Unknown()
     assert probe(store, counter()) == ""
     assert list(store.list("")) == []
@@ -93,20 +93,20 @@ def test_a_failed_probe_explains_the_failure(make: Callable[[], Unknown], why: s
     assert list(store.list("")) == []
 
 
-def test_a_probe_needs_no_right_to_delete() -> None:
+def test_a_probe_does_not_need_permission_to_delete() -> None:
     store = FaultyStore(Unknown(), [fail_before("delete", times=9)])
     assert probe(store, counter()) == ""
     assert {entry.key.split("/")[0] + "/" for entry in store.list("")} == {PREFIX}
 
 
-def test_a_store_is_not_made_where_creates_replace(tmp_path: Path) -> None:
+def test_a_store_is_not_created_on_a_storage_that_replaces_objects(tmp_path: Path) -> None:
     repo = Repository(Ignoring(), tmp_path / "cache")
     with pytest.raises(Unsupported, match=r"a second create replace.*single_writer"):
         repo.create()
     assert list(repo.storage.list("")) == []
 
 
-def test_nothing_is_written_to_a_store_that_lies_where_creates_replace(tmp_path: Path) -> None:
+def test_a_store_on_a_storage_that_replaces_objects_is_not_written_to(tmp_path: Path) -> None:
     good = repository(tmp_path, Unknown())
     moved = Repository(Ignoring(), tmp_path / "cache2", clock=Ticks())
     for entry in good.storage.list(""):
@@ -119,7 +119,7 @@ def test_nothing_is_written_to_a_store_that_lies_where_creates_replace(tmp_path:
     commit_bare(replace(moved, single_writer=True))
 
 
-def test_the_probe_is_made_once_and_noted(tmp_path: Path) -> None:
+def test_the_probe_runs_once_and_is_recorded(tmp_path: Path) -> None:
     store = Unknown()
     repo = repository(tmp_path, store)
     assert repo.settings.exclusive_create
@@ -130,7 +130,7 @@ def test_the_probe_is_made_once_and_noted(tmp_path: Path) -> None:
     assert sum(key.startswith(PREFIX) for key in store.puts) == probes
 
 
-def test_a_store_from_elsewhere_is_probed_at_the_first_write(tmp_path: Path) -> None:
+def test_a_store_copied_from_elsewhere_is_probed_on_the_first_write(tmp_path: Path) -> None:
     repo = repository(tmp_path, Unknown())
     repo.storage.delete("settings/0")
     fresh = Repository(repo.storage, tmp_path / "other", clock=Ticks())
@@ -167,7 +167,7 @@ def test_a_read_only_storage_is_reported_even_to_a_single_writer(tmp_path: Path)
             Repository(store, tmp_path / "cache", single_writer=single).create()
 
 
-def test_a_failing_probe_decides_nothing(tmp_path: Path) -> None:
+def test_a_failing_probe_is_inconclusive(tmp_path: Path) -> None:
     store = FaultyStore(Unknown(), [fail_before("put", key=f"{PREFIX}*")])
     repo = Repository(store, tmp_path / "cache")
     with pytest.raises(StorageError):
@@ -183,6 +183,6 @@ class Losing(Unknown):
         raise AlreadyExists(key)
 
 
-def test_lost_answers_decide_nothing(tmp_path: Path) -> None:
+def test_lost_responses_are_inconclusive(tmp_path: Path) -> None:
     assert probe(Losing(), counter()) == ""
     assert all(found.ok is not False for found in examine(Repository(Losing(), tmp_path)))

@@ -116,7 +116,7 @@ def test_a_process_that_proc_hides_is_not_dead(tmp_path: Path, monkeypatch: pyte
 
 @needs_proc
 @pytest.mark.parametrize(("state", "alive", "dead"), [("S", 1, False), ("Z", 1, True), ("Z", 2, False), ("X", 0, True)])
-def test_process_names_hold_any_text_and_leaders_may_end_before_threads(
+def test_process_names_can_contain_any_characters_and_leaders_can_end_before_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, alive: int, dead: bool
 ) -> None:
     me = this_process()

@@ -50,7 +50,7 @@ def test_a_save_decodes_only_new_records(store: casckpt.Store, monkeypatch: pyte
     assert [key for key in seen if key.startswith("commits/")] == [commit_key(store.get("default@1").commit.txid)]
 
 
-def test_another_process_reads_the_catalogue_and_then_only_news(
+def test_another_process_reads_the_catalogue_and_then_only_new_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inner = memory()
@@ -76,7 +76,7 @@ def test_additions_to_a_log_are_seen(tmp_path: Path) -> None:
     assert [commit.last for commit in list_commits(repo).live()] == ["forgotten"]
 
 
-def test_a_record_of_another_size_is_read_again(tmp_path: Path) -> None:
+def test_a_record_with_a_different_size_is_reread(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     made = commit_bare(repo)
     list_commits(repo)

@@ -20,7 +20,7 @@ from tests.support.faulty import Call, FaultyStore, call_first, fail_after, fail
 from tests.support.repositories import Ticks, commit_bare, memory, repository
 
 
-def test_opening_a_missing_store_creates_nothing_and_gives_advice(tmp_path: Path) -> None:
+def test_opening_a_missing_store_does_not_create_it_and_gives_advice(tmp_path: Path) -> None:
     repo = Repository(memory(), tmp_path)
     assert not repo.exists()
     with pytest.raises(NotFound, match=r"there is no store at \w+://.*casckpt init"):
@@ -100,7 +100,7 @@ def test_sizes_outside_the_limits_are_refused_before_anything_is_written(tmp_pat
     assert not repo.exists()
 
 
-def test_a_marker_with_a_lost_answer_counts_as_put(tmp_path: Path) -> None:
+def test_a_marker_with_a_lost_response_counts_as_put(tmp_path: Path) -> None:
     repo = Repository(FaultyStore(memory(), [fail_after("put")]), tmp_path)
     assert repo.create()
 
@@ -120,7 +120,7 @@ def test_a_store_id_that_is_not_a_folder_name_is_refused(tmp_path: Path, store_i
         _ = Repository(storage, tmp_path).catalogue
 
 
-def test_a_torn_marker_is_damage(tmp_path: Path) -> None:
+def test_a_torn_marker_is_reported_as_damaged(tmp_path: Path) -> None:
     storage = memory()
     storage.put("casckpt.json", b'{"format": 1, "sto')
     with pytest.raises(Damaged, match=r"casckpt\.json is damaged.*restore the file from a copy .* \w+:"):
@@ -148,7 +148,7 @@ def test_the_error_for_damaged_settings_gives_advice(tmp_path: Path) -> None:
     assert repo.settings.min_age_seconds == 60.0
 
 
-def test_generations_of_settings_are_compared_as_numbers(tmp_path: Path) -> None:
+def test_settings_generations_are_compared_as_numbers(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     for seconds in range(11):
         repo.change_settings(revoke_after_seconds=float(seconds))
@@ -163,7 +163,7 @@ def test_settings_that_cannot_be_read_back_are_not_written(tmp_path: Path, field
     assert list(repo.storage.list("settings/")) == []
 
 
-def test_two_simultaneous_changes_of_settings_both_count(tmp_path: Path) -> None:
+def test_two_simultaneous_settings_changes_both_take_effect(tmp_path: Path) -> None:
     storage = memory()
     other = repository(tmp_path, storage)
 
@@ -202,7 +202,7 @@ def test_the_last_possible_time_is_refused(tmp_path: Path, time: str) -> None:
         repository(tmp_path).new_txid("a", 1, after=[TxId(f"{time}-{'0' * 16}-{'0' * 16}-1")])
 
 
-def test_a_record_with_a_lost_answer_counts_as_put(tmp_path: Path) -> None:
+def test_a_record_with_a_lost_response_counts_as_put(tmp_path: Path) -> None:
     repo = repository(tmp_path, FaultyStore(memory()))
     commit = commit_bare(repo)
     repo.storage.inject(fail_after("put"))  # type: ignore[attr-defined]  # a FaultyStore
@@ -232,7 +232,7 @@ def test_a_record_that_was_not_written_is_an_error(tmp_path: Path) -> None:
     assert list_commits(repo).commits[commit.txid].last == "committed"
 
 
-def test_a_failed_put_that_finds_the_record_of_another_is_a_conflict(tmp_path: Path) -> None:
+def test_a_failed_put_that_finds_a_different_record_is_a_conflict(tmp_path: Path) -> None:
     storage = memory()
     repo = repository(tmp_path, FaultyStore(storage))
     commit = commit_bare(repo)
@@ -250,7 +250,7 @@ def test_unreadable_records_are_not_written(tmp_path: Path) -> None:
     assert list_commits(repo).commits == {}
 
 
-def test_a_repository_pickles(tmp_path: Path) -> None:
+def test_a_repository_can_be_pickled(tmp_path: Path) -> None:
     repo = Repository(LocalStore(tmp_path / "store"), tmp_path / "cache", clock=microseconds)
     repo.create()
     commit = commit_bare(repo)

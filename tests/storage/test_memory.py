@@ -25,7 +25,7 @@ class TestContract(StorageContract):
         return memory._SPACES[storage.name].get
 
 
-def test_a_name_means_one_space_in_memory() -> None:
+def test_stores_with_the_same_name_share_memory() -> None:
     name = uuid4().hex
     MemoryStore(name).put("a", b"1")
     assert MemoryStore(name).get("a", limit=1) == b"1"

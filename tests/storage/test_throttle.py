@@ -47,7 +47,7 @@ def uploads_in_turn(rank: int, size: int, path: Path, count: int) -> int:
     return most[0]
 
 
-def test_throttle_limits_the_ranks_of_a_node_that_upload(tmp_path: Path, ranks: Pool) -> None:
+def test_the_throttle_limits_how_many_ranks_of_a_node_upload(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(4, uploads_in_turn, tmp_path, 1) == [1, 1, 1, 1]
     (tmp_path / "two").mkdir()
     assert max(ranks.run(4, uploads_in_turn, tmp_path / "two", 2)) <= 2
@@ -70,7 +70,7 @@ def test_a_process_that_dies_frees_its_turn(tmp_path: Path, ranks: Pool) -> None
     assert found[1].ok
 
 
-def test_the_threads_of_a_process_share_its_turn(tmp_path: Path) -> None:
+def test_threads_of_a_process_share_its_turn(tmp_path: Path) -> None:
     turn = Turn(1, tmp_path)
     with turn, turn:
         assert (tmp_path / "upload-0.lock").exists()
@@ -84,7 +84,7 @@ def test_a_save_raises_an_error_if_it_cannot_lock_files(tmp_path: Path) -> None:
     assert not list(checkpointer.find_checkpoints())
 
 
-def test_a_throttled_store_is_otherwise_a_normal_store(store_path: Path) -> None:
+def test_a_throttled_store_otherwise_behaves_normally(store_path: Path) -> None:
     inner = LocalStore(store_path)
     throttled: Any = ThrottledStore(inner, Turn(2))
     assert throttled.url == inner.url

@@ -157,7 +157,7 @@ def save_or_collect(rank: int, size: int, place: RemoteLocation, folder: Path) -
             return deleted
 
 
-def test_processes_save_beside_repeated_gcs(ranks: Pool, place: RemoteLocation, tmp_path: Path) -> None:
+def test_processes_save_during_repeated_gcs(ranks: Pool, place: RemoteLocation, tmp_path: Path) -> None:
     *_, deleted = ranks.run(SAVERS + 1, save_or_collect, place, tmp_path)
     store = opened(place, tmp_path / "mine")
     assert sorted(steps(store)) == [(f"run-{rank}", SAVES - 1) for rank in range(SAVERS)]
@@ -214,7 +214,7 @@ def test_a_gc_waits_for_a_save_that_has_uploaded(place: RemoteLocation, tmp_path
     assert collector.gc(min_age=0).deleted_blobs == 1
 
 
-def test_a_gc_keeps_checkpoints_committed_meanwhile(place: RemoteLocation, tmp_path: Path) -> None:
+def test_a_gc_keeps_checkpoints_committed_while_it_runs(place: RemoteLocation, tmp_path: Path) -> None:
     """The save commits between the gc's listing of commits and its listing of transactions."""
     with_garbage(place, tmp_path / "gc")
     held = Held(place, tmp_path / "save")
@@ -330,7 +330,7 @@ def test_loading_an_eighth_of_a_checkpoint_reads_an_eighth(
     assert len(gets) <= count * (-(-part * 65536 // (8 * MIB)) + 1) + len({batch.blob for batch in planned})
 
 
-def test_a_save_and_a_load_need_few_requests(moto_server: Server, tmp_path: Path) -> None:
+def test_saves_and_loads_need_few_requests(moto_server: Server, tmp_path: Path) -> None:
     """The numbers are exact, so the test notices any additional request."""
     url = f"s3://{moto_server.new_place()}/store"
     with Proxy(moto_server.endpoint) as proxy:
@@ -371,7 +371,7 @@ def test_a_watch_needs_few_requests(moto_server: Server, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("trouble", list(Trouble))
-def test_a_save_and_a_load_succeed_with_faults_in_every_request(
+def test_saves_and_loads_succeed_with_faults_in_every_request(
     trouble: Trouble, moto_server: Server, tmp_path: Path
 ) -> None:
     bucket = moto_server.new_bucket()

@@ -53,7 +53,7 @@ def objects() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_gc_of_delta_checkpoints_may_be_killed_anywhere(
+def test_a_gc_of_delta_checkpoints_can_be_killed_at_any_point(
     objects: dict[str, bytes], way: str, seed: int, full: bool
 ) -> None:
     stride = 1 if full else 3  # each way begins at another call
@@ -160,7 +160,7 @@ def test_a_mirror_follows_saves_of_deltas(tmp_path: Path, at: int) -> None:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_mirror_killed_anywhere_shows_only_complete_checkpoints(
+def test_a_mirror_killed_at_any_point_shows_only_complete_checkpoints(
     objects: dict[str, bytes], way: str, seed: int, monkeypatch: pytest.MonkeyPatch, *, full: bool
 ) -> None:
     """The kill comes at any change of the store or the mirror. A gc then purges only checkpoints that the mirror

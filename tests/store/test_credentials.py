@@ -55,7 +55,7 @@ def test_a_save_survives_expiring_credentials(code: str, moto_server: Server, tm
         assert same_state(store.read("default@latest"), state(step))
 
 
-def test_readers_need_only_read_rights(moto_server: Server, tmp_path: Path) -> None:
+def test_readers_need_only_read_permission(moto_server: Server, tmp_path: Path) -> None:
     """Reads write nothing, and the error of a save names the missing right."""
     bucket = moto_server.new_bucket()
     with Proxy(moto_server.endpoint) as proxy:

@@ -46,7 +46,9 @@ def test_a_save_whose_names_do_not_become_durable_raises(
     assert not again.verify().is_damaged
 
 
-def test_a_commit_durable_at_the_second_attempt_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_that_is_durable_on_the_second_attempt_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = casckpt.open(tmp_path / "store")
     store.save({"x": torch.arange(5)}, run="run", step=0)
     monkeypatch.setattr(syscalls, "sync", failing_in("commits", 1))

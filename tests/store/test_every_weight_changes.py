@@ -192,7 +192,7 @@ def plan(request: pytest.FixtureRequest, tmp_path: Path, full: bool) -> Training
     return Training(f"s3://{server.new_place()}/store", tmp_path, versions, server.options)
 
 
-def test_kept_checkpoints_are_exact_and_take_little_space(plan: Training, ranks: Pool, seed: int, full: bool) -> None:
+def test_kept_checkpoints_are_exact_and_use_little_space(plan: Training, ranks: Pool, seed: int, full: bool) -> None:
     draw = random.Random(seed)
     with collecting(plan):
         for at in sorted(draw.sample(range(2, plan.versions), 5 if full else 1)):

@@ -107,7 +107,7 @@ def test_a_repeatedly_failing_put_fails_the_save(where: str, key: str, kind: str
     check_after(store, failed)
 
 
-def test_a_commit_with_a_lost_answer_and_a_failed_check_is_found() -> None:
+def test_a_commit_with_a_lost_response_and_a_failed_check_is_found() -> None:
     faulty, store = prepared(memory())
     faulty.inject(fail_after("put", key="commits/*-2"), fail_before("get", key="commits/*-2"))
     store.save(states()[1], step=2)
@@ -116,7 +116,7 @@ def test_a_commit_with_a_lost_answer_and_a_failed_check_is_found() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_storage_that_fails_from_the_commit_on_is_an_error(kind: str) -> None:
+def test_a_storage_that_fails_permanently_at_the_commit_is_an_error(kind: str) -> None:
     """The result is unknown, so the save fails. Later readers see all of it or nothing."""
     faulty, store = prepared(memory())
     gone = [fail_before(method, times=1000) for method in ("put", "get", "list", "size", "delete")]
@@ -161,7 +161,7 @@ def test_an_interrupt_ends_the_transaction() -> None:
 
 
 @pytest.mark.parametrize("fault", [fail_before("open", at=2), fail_before("read_into", at=2), fail_after("read_into")])
-def test_a_failed_load_can_be_repeated(fault: Fault) -> None:
+def test_a_failed_load_can_be_retried(fault: Fault) -> None:
     faulty, store = prepared(memory())
     template = {"kept": torch.zeros(20 * CELL // 4), "changed": torch.zeros(20 * CELL // 4), "o": None}
     faulty.inject(fault)
@@ -249,7 +249,7 @@ def _refs(store: Store, ref: str) -> list[Any]:
     return list(manifests.get(store.repository, store.get(ref).commit).blobs)
 
 
-def test_repeatedly_lost_answers_fail_the_save() -> None:
+def test_repeatedly_lost_responses_fail_the_save() -> None:
     """If the blob exists with another size, the server stored it wrongly."""
     faulty, store = prepared(memory())
 
@@ -263,7 +263,7 @@ def test_repeatedly_lost_answers_fail_the_save() -> None:
     check_after(store, failed=True)
 
 
-def test_every_error_of_a_save_is_an_error_of_casckpt() -> None:
+def test_every_save_error_is_a_casckpt_error() -> None:
     faulty, store = prepared(memory())
     for method in ("put", "list", "size"):
         faulty.inject(fail_before(method, times=1000))

@@ -102,7 +102,7 @@ def forge(store: Store, elsewhere: Path, evil: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("evil", [EVIL, {**EVIL, "note": Called()}])
-def test_all_readers_refuse_other_bytes_under_a_signed_id(
+def test_all_readers_refuse_different_bytes_under_a_signed_id(
     tmp_path: Path, store: Store, open_trusting: Callable[[], Store], evil: dict[str, Any]
 ) -> None:
     id = store.get("run@1").id
@@ -159,7 +159,7 @@ def test_bits_flipped_under_correct_hashes_do_not_change_loaded_values(
     assert same_state(open_trusting().read("run@1"), GOOD)
 
 
-def test_a_verified_manifest_is_not_used_for_another_id(store: Store, open_trusting: Callable[[], Store]) -> None:
+def test_a_verified_manifest_is_not_used_for_a_different_id(store: Store, open_trusting: Callable[[], Store]) -> None:
     store.save(EVIL, run="run", step=2, attachments={"a.txt": b"evil"})
     trusting = open_trusting()
     assert trusting.get("run@2").tensors  # the tensors, which are not secret, are in memory now

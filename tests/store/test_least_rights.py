@@ -100,7 +100,7 @@ def test_writers_without_delete_rights_work_and_another_process_cleans_up(role: 
     assert same_state(keeper.read("run@latest"), state(10))
 
 
-def test_a_reader_loads_and_changes_nothing(role: Role, tmp_path: Path) -> None:
+def test_a_reader_loads_without_changing_anything(role: Role, tmp_path: Path) -> None:
     keeper, reader = role("keeper"), role("reader")
     keeper.create(cell_bytes=CELL, blob_bytes=64 << 10)
     keeper.save({"model": state(1)}, run="run", step=1)

@@ -40,7 +40,7 @@ def test_a_used_store_can_be_pickled(store: casckpt.Store) -> None:
     assert copy.save_async({"w": torch.ones(3)}, step=3).result() in store.checkpoints()
 
 
-def test_a_forked_child_may_save_in_the_background(store: casckpt.Store) -> None:
+def test_a_forked_child_can_save_in_the_background(store: casckpt.Store) -> None:
     """The child lacks the parent's thread, so it must not wait for it."""
     store.save_async({"w": torch.ones(3)}, step=1).result()
     with forked(lambda: store.save_async({"w": torch.zeros(3)}, step=2).result(SECONDS)):
@@ -188,7 +188,7 @@ def test_saves_in_the_background_are_finished_when_the_interpreter_ends(ended: d
     assert not store.verify().is_damaged
 
 
-def test_a_forked_child_may_exit_during_a_save_of_its_parent(ended: dict[str, Ended]) -> None:
+def test_a_forked_child_can_exit_while_its_parent_saves(ended: dict[str, Ended]) -> None:
     """The child does not wait for that save, which never ends in it."""
     said, status, store = ended[BESIDE_A_CHILD]
     assert (said, status) == ("second\nfirst " * 2, 0)
@@ -247,7 +247,7 @@ def test_a_relative_or_home_cache_folder_is_made_absolute(tmp_path: Path, monkey
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_the_cache_folder_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_folder_can_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This works for programs and for the command line. An explicit argument wins, and an empty variable has no
     effect."""
     monkeypatch.chdir(tmp_path)

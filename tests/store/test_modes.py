@@ -89,7 +89,7 @@ def test_saves_and_loads_are_the_same_in_every_mode(name: str, threads: int) -> 
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("template", [state, wide])
-def test_tensors_of_inference_mode_are_filled_by_any_thread(
+def test_inference_mode_tensors_are_filled_by_any_thread(
     template: Callable[[float], dict[str, Any]], threads: int
 ) -> None:
     store = small()
@@ -103,7 +103,7 @@ def test_tensors_of_inference_mode_are_filled_by_any_thread(
 
 
 @pytest.mark.parametrize("cast", [False, True])
-def test_tensors_of_inference_mode_are_updated(cast: bool) -> None:
+def test_inference_mode_tensors_are_updated(cast: bool) -> None:
     store = small()
     one, two = state(1), state(2)
     store.save(one, step=1, compress="always")
@@ -116,7 +116,7 @@ def test_tensors_of_inference_mode_are_updated(cast: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
-def test_the_error_explains_a_failed_allocation_of_torch() -> None:
+def test_the_error_explains_a_failed_torch_allocation() -> None:
     store, here = small(), {"w": torch.zeros(5)}
     store.save({"w": torch.ones(5)}, step=1)
 

@@ -65,7 +65,7 @@ def save_on_ranks(rank: int, size: int, options: list[Mapping[str, Any]], bucket
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("silent", "path"), [(0, "/commits/*"), (1, ".safetensors")])
-def test_a_server_that_is_silent_to_one_rank_fails_the_save_on_all(
+def test_a_server_that_is_silent_to_one_rank_fails_the_save_on_all_ranks(
     silent: int, path: str, ranks: Pool, moto_server: Server, tmp_path: Path
 ) -> None:
     bucket = moto_server.new_bucket()

@@ -48,14 +48,14 @@ DIES = {
 
 
 @pytest.mark.parametrize("setup", SAFE)
-def test_a_look_shows_every_announced_record(setup: str) -> None:
+def test_a_read_shows_every_announced_record(setup: str) -> None:
     check_holds(model(**SAFE[setup]), ("creates runs/1", "creates commits"))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("setup", LARGE)
-def test_a_look_shows_every_announced_record_in_larger_models(setup: str) -> None:
+def test_a_read_shows_every_announced_record_in_larger_models(setup: str) -> None:
     check_holds(model(**LARGE[setup]), ("creates runs/1", "creates commits"), limit=6_000_000)
 
 

@@ -56,14 +56,14 @@ DIES = {
 
 
 @pytest.mark.parametrize("setup", SAFE)
-def test_a_checkpoint_stays_visible_exactly_once_until_forget(setup: str) -> None:
+def test_a_checkpoint_is_visible_exactly_once_until_it_is_forgotten(setup: str) -> None:
     check_holds(model(**SAFE[setup]), ("= Replaced", "= purged", "= kept"))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("setup", LARGE)
-def test_a_checkpoint_stays_visible_exactly_once_in_larger_models(setup: str) -> None:
+def test_a_checkpoint_is_visible_exactly_once_in_larger_models(setup: str) -> None:
     check_holds(model(**LARGE[setup]), ("= Replaced", "= purged", "= kept"), limit=4_000_000)
 
 

@@ -133,7 +133,7 @@ def test_an_unreadable_parent_folder_is_reported(store: LocalStore, monkeypatch:
     assert store.counts.fsyncs == 2
 
 
-def test_the_memory_of_folders_is_bounded(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_set_of_remembered_folders_is_bounded(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "_REMEMBERED", 3)
     for number in range(20):
         store.put(f"objects/{number}/a", b"")

@@ -65,7 +65,7 @@ class TestEachWay:
         store.put(KEY, b"2")
         assert store.get(KEY, limit=1) == b"2"
 
-    def test_a_put_that_loses_after_writing_is_a_conflict(
+    def test_a_put_that_loses_the_race_after_writing_is_a_conflict(
         self, store: LocalStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         store.put(KEY, b"first")
@@ -153,7 +153,7 @@ def test_a_file_system_without_exclusive_create_is_refused(store: LocalStore, mo
     assert list(store.list("")) == []
 
 
-def test_a_lost_answer_of_nfs_is_recognised(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_nfs_response_is_recognized(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     only(Naming.LINK, monkeypatch)
     link = syscalls.link_named
 

@@ -95,7 +95,7 @@ def test_sweep_leaves_unknown_files(store: LocalStore) -> None:
     assert files(store) == ["objects/x/.hidden"]
 
 
-def test_reading_creates_nothing(store: LocalStore) -> None:
+def test_reading_does_not_create_anything(store: LocalStore) -> None:
     assert list(store.list("")) == []
     assert store.size(KEY) is None
     with pytest.raises(NotFound, match=r"objects/x/a is not in /.*store"):
@@ -148,7 +148,7 @@ def test_other_things_in_place_of_a_folder_are_refused(store: LocalStore, odd: s
             act()
 
 
-def test_no_descriptor_stays_open(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_descriptor_remains_open(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def use() -> None:
         put_aligned(store, KEY, noise(MIB + 1))
         store.replace(KEY, b"1")

@@ -39,7 +39,7 @@ class CloudContract(SharedContract):
     def peek(self, cloud: Cloud, bucket: str) -> Peek:
         return lambda key: cloud.look(bucket, f"deep/store/{key}")
 
-    def test_saves_loads_and_gc_work_in_a_cloud(self, cloud: Cloud, tmp_path: Path) -> None:
+    def test_saves_loads_and_gc_work_in_the_cloud(self, cloud: Cloud, tmp_path: Path) -> None:
         """The user need not promise a single writer: creates are exclusive, and the probe detects it."""
         import torch
 

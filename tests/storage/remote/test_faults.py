@@ -119,7 +119,7 @@ def test_endless_faults_are_an_error_that_names_them(
     assert sum(naps.seconds[:7]) < 13
 
 
-def test_a_conflict_after_faults_stays_one_if_the_object_is_unreadable(storage: RemoteStore, proxy: Proxy) -> None:
+def test_a_conflict_after_faults_remains_one_if_the_object_is_unreadable(storage: RemoteStore, proxy: Proxy) -> None:
     proxy.plan(Trouble.LOST, method="PUT")
     proxy.plan(Trouble.BUSY, method="HEAD", times=1000)
     with pytest.raises(AlreadyExists):
@@ -215,7 +215,7 @@ def test_exactly_one_concurrent_put_wins_despite_faults(
     assert moto_server.look(bucket, "store/commits/1") == noise(1000, won.index(True))
 
 
-def test_metadata_of_casckpt_and_the_user_coexist(moto_server: Server, bucket: str) -> None:
+def test_casckpt_metadata_and_user_metadata_coexist(moto_server: Server, bucket: str) -> None:
     extra = {"s3_additional_kwargs": {"Metadata": {"team": "a"}, "StorageClass": "STANDARD_IA"}}
     RemoteStore(RemoteLocation("s3", f"{bucket}/store", moto_server.options | extra)).put("a", b"1")
     found = moto_server.client.head_object(Bucket=bucket, Key="store/a")
@@ -223,7 +223,7 @@ def test_metadata_of_casckpt_and_the_user_coexist(moto_server: Server, bucket: s
     assert set(found["Metadata"]) == {"team", "casckpt-put"}
 
 
-def test_large_objects_are_one_request(storage: RemoteStore, proxy: Proxy) -> None:
+def test_a_large_object_is_put_in_one_request(storage: RemoteStore, proxy: Proxy) -> None:
     """s3fs alone would upload this in parts, several of which can win a race."""
     storage.put("objects/x/a", bytes(101 * MIB))
     puts = [one for one in proxy.seen if one.method != "HEAD"]
@@ -303,7 +303,7 @@ def test_calls_and_bytes_are_counted(storage: RemoteStore) -> None:
     assert counts.requests == 3
 
 
-def test_a_call_from_the_client_loop_is_an_error(storage: RemoteStore) -> None:
+def test_a_call_from_the_event_loop_of_the_client_is_an_error(storage: RemoteStore) -> None:
     storage.size("a")
     loop = storage._clients.get()._fs.loop  # type: ignore[attr-defined]  # of S3
 

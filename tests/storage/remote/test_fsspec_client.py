@@ -59,7 +59,7 @@ class TestOneWriter(StorageContract):
         return look
 
 
-def test_two_writers_are_refused(tmp_path: Path) -> None:
+def test_a_storage_without_exclusive_creates_refuses_two_writers(tmp_path: Path) -> None:
     storage = RemoteStore(Folder(tmp_path / "store"))
     with pytest.raises(Unsupported, match="in one step"):
         Repository(storage, tmp_path / "cache").create()
@@ -159,7 +159,7 @@ class Unwell(BaseHTTPRequestHandler):
         """Log nothing to stderr."""
 
 
-def test_errors_of_a_web_server_do_not_mean_missing_objects() -> None:
+def test_web_server_errors_do_not_mean_missing_objects() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Unwell) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         for folder, absent in (("store", False), ("none", True)):

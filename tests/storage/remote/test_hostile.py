@@ -121,7 +121,9 @@ def test_every_call_to_a_hostile_server_ends(kind: Callable[[Hostile], ObjectSto
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("hostility", [Hostility.SILENT, Hostility.DRIP])
 @pytest.mark.parametrize("kind", [google, azure])
-def test_every_call_to_other_hostile_clouds_ends(kind: Callable[[Hostile], ObjectStore], hostility: Hostility) -> None:
+def test_every_call_to_a_hostile_server_of_another_cloud_ends(
+    kind: Callable[[Hostile], ObjectStore], hostility: Hostility
+) -> None:
     with hostile(hostility) as server:
         found = outcomes(kind(server), {**READS, **WRITES} | {"put of 8 MiB": WRITES["put"]})
     assert {name: type(error) for name, error in found.items()} == dict.fromkeys(found, StorageError)
@@ -206,7 +208,7 @@ def slow(pause: float) -> Iterator[str]:
 
 
 @pytest.mark.timeout(60)
-def test_a_slow_server_that_makes_progress_is_waited_for() -> None:
+def test_casckpt_waits_for_a_slow_server_that_makes_progress() -> None:
     """Each transfer takes longer than the limits for silence and for a call."""
 
     def fill(storage: ObjectStore) -> None:
@@ -237,7 +239,7 @@ def test_accepted_pieces_of_a_put_count_as_progress() -> None:
 # messages
 
 
-def test_timeouts_are_refused_for_a_folder(tmp_path: Path) -> None:
+def test_timeout_options_are_refused_for_a_folder(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="call_timeout"):
         casckpt.open(tmp_path / "store", storage_options={"call_timeout": 5})
 

@@ -43,7 +43,7 @@ def test_silence_and_dropped_connections_end_a_request() -> None:
 
 
 @given(st.floats(1, 50), st.floats(1, 1000))
-def test_a_slow_server_that_makes_progress_is_waited_for(every: float, faster: float) -> None:
+def test_casckpt_waits_for_a_slow_server_that_makes_progress(every: float, faster: float) -> None:
     """The size of its pieces does not matter: a slow link sends bursts."""
     assert lasts(int(faster * every * SLOWEST) + 1, every) == 1000
 
@@ -56,11 +56,11 @@ def test_fast_bytes_do_not_extend_the_time_for_silence() -> None:
     assert one.left == 60
 
 
-def test_unconfirmed_bytes_have_their_own_time() -> None:
+def test_unreported_bytes_extend_the_time_limit() -> None:
     assert lasts(0, 1, nbytes=800 * SLOWEST) == 160
 
 
-def test_attempts_and_pauses_share_the_time_of_a_call() -> None:
+def test_attempts_and_pauses_share_the_time_limit_of_a_call() -> None:
     whole = Call(PATIENCE)
     whole.spend(100)
     clock = Clock()
@@ -72,7 +72,7 @@ def test_attempts_and_pauses_share_the_time_of_a_call() -> None:
     assert "180 s in total (call_timeout" in one.why
 
 
-def test_immediate_answers_do_not_use_the_time_of_a_call() -> None:
+def test_immediate_responses_do_not_count_against_the_call() -> None:
     """A listing of a web server takes thousands of requests."""
     whole = Call(Patience(request=1, call=1e-9))
     with whole.running():
@@ -82,14 +82,14 @@ def test_immediate_answers_do_not_use_the_time_of_a_call() -> None:
     assert whole.left == 1e-9
 
 
-def test_a_failed_request_uses_the_time_of_its_call() -> None:
+def test_a_failed_request_counts_against_its_call() -> None:
     whole = Call(PATIENCE)
     with whole.running(), pytest.raises(TimeoutError), begin_request(PATIENCE):
         raise TimeoutError
     assert whole.left < 180
 
 
-def test_after_a_silent_call_the_next_one_is_short() -> None:
+def test_the_call_after_a_silent_one_has_less_time() -> None:
     whole = Call(PATIENCE, hopeless=True)
     assert whole.left == 15
     assert "after an earlier timeout, this call had only 15 s (by request_timeout in storage_options)" in whole.why
@@ -103,7 +103,7 @@ def test_options_that_are_not_seconds_are_refused(value: object) -> None:
             Patience.of({name: value})
 
 
-def test_options_of_casckpt_and_of_the_client_are_separated() -> None:
+def test_casckpt_options_and_client_options_are_separated() -> None:
     assert Patience.of({"call_timeout": 5, "key": "k"}) == (Patience(call=5.0), {"key": "k"})
 
 
@@ -130,7 +130,7 @@ def test_a_client_gets_a_second_more_than_its_call() -> None:
     assert held.waited == [61, 1]
 
 
-def test_a_late_result_that_is_done_is_used() -> None:
+def test_a_finished_late_result_is_used() -> None:
     done, patience = Future[int](), Patience(request=60, call=180)
     done.set_result(3)
     one = PatientRequest(Call(patience), patience.request)

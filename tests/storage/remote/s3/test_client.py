@@ -38,14 +38,14 @@ def test_a_listing_that_ends_early_is_an_error(moto_server: Server, monkeypatch:
         list(storage.list("commits/"))
 
 
-def test_a_bucket_that_is_not_there_is_not_empty(moto_server: Server) -> None:
+def test_a_missing_bucket_does_not_count_as_empty(moto_server: Server) -> None:
     storage = open_storage("s3://nobody-made-this/store", moto_server.options)
     for look in (lambda: list(storage.list("commits/")), lambda: storage.list_folder("objects")):
         with pytest.raises(CasckptError, match="nobody-made-this"):
             look()
 
 
-def test_a_delete_in_a_bucket_with_versions_frees_the_bytes(moto_server: Server) -> None:
+def test_a_delete_in_a_versioned_bucket_frees_the_bytes(moto_server: Server) -> None:
     bucket, client = moto_server.new_bucket(), moto_server.client
     client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
     storage = open_storage(f"s3://{bucket}/store", moto_server.options)

@@ -101,7 +101,7 @@ def test_the_size_is_found_after_credentials_expire_in_a_head_request(
     assert storage.size("a") == 4
 
 
-def test_threads_whose_credentials_expire_at_once_share_a_session(
+def test_threads_whose_credentials_expire_together_share_a_session(
     moto_server: Server, refusing: Callable[[Refuses], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expiring, made = Expiring(monkeypatch, "ExpiredToken"), []
@@ -122,7 +122,7 @@ def test_threads_whose_credentials_expire_at_once_share_a_session(
     assert len(made) == 1
 
 
-def test_credentials_invalid_in_a_new_session_too_are_an_error(
+def test_credentials_that_are_also_invalid_in_a_new_session_are_an_error(
     moto_server: Server, refusing: Callable[[Refuses], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expiring = Expiring(monkeypatch, "ExpiredToken", renewed="OLDER")
@@ -133,7 +133,7 @@ def test_credentials_invalid_in_a_new_session_too_are_an_error(
     assert expiring.refused == 2
 
 
-def test_given_credentials_are_not_looked_up(
+def test_passed_credentials_are_not_looked_up_again(
     moto_server: Server, refusing: Callable[[Refuses], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expiring = Expiring(monkeypatch, "ExpiredToken")

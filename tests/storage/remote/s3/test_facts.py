@@ -61,7 +61,7 @@ def locked(**retention: int) -> dict[str, Any]:
     return {"ObjectLockConfiguration": found | ({"Rule": {"DefaultRetention": retention}} if retention else {})}
 
 
-def test_old_versions_are_counted_over_all_pages() -> None:
+def test_old_versions_are_counted_across_all_pages() -> None:
     pages: list[Any] = [
         {"Versions": [{"IsLatest": True, "Size": 5}, {"IsLatest": False, "Size": 3}], "IsTruncated": True,
          "NextKeyMarker": "k", "NextVersionIdMarker": "v"},
@@ -124,7 +124,7 @@ def test_object_locks_are_reported(answer: Any, ok: bool | None, says: str) -> N
         (rule(Filter={}, Prefix="other/", Expiration={"Days": 3}), True),
     ],
 )  # fmt: skip
-def test_lifecycle_rules_over_the_store_are_reported(rules: Any, ok: bool | None) -> None:
+def test_lifecycle_rules_that_affect_the_store_are_reported(rules: Any, ok: bool | None) -> None:
     assert told("lifecycle", **{RULES: rules})[0] is ok
 
 
