@@ -340,13 +340,13 @@ def section(page: Path, heading: str) -> str:
 
 
 def figures() -> Iterator[list[str]]:
-    """Return the cells of each row of the page's tables of figures, without code spans."""
+    """Return the cells of each row in the page's tables of figures, without code spans."""
     for line in re.findall(r"^\| (.*?) \|$", section(PAGE, "Figures"), re.MULTILINE):
         yield [re.sub(r"`.*?`", "", cell) for cell in line.split(" | ")]
 
 
 def test_each_ratio_on_the_page_is_in_the_results() -> None:
-    """A row of the page gives the time of casckpt, followed by ratios to it."""
+    """A row on the page shows casckpt's time, followed by ratios to it."""
     known = list(of_casckpt())
     rows = [row for row in figures() if len(row) > 2 and re.fullmatch(r"[\d.]+ m?s", row[1])]
     rows = [row for row in rows if not any(re.search(r"\d m?s$", cell) for cell in row[2:])]

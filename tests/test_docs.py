@@ -76,7 +76,7 @@ def section(title: str) -> str:
 
 
 def quoted(text: str) -> set[str]:
-    """All texts in backticks."""
+    """All strings in backticks."""
     return set(re.findall(r"`([^`\n]+)`", text))
 
 
@@ -151,7 +151,7 @@ def test_links_have_targets() -> None:
 OUTSIDE = {
     "https://filesystem-spec.readthedocs.io", "https://pytorch.org/get-started/locally/", "https://s3fs.readthedocs.io",
 }  # fmt: skip
-"""All links to other sites: look at them by hand when this list changes, as tests have no network."""
+"""All links to other sites. Check them by hand when this list changes, because tests do not have network access."""
 
 
 def test_links_to_other_sites_are_listed() -> None:
@@ -230,7 +230,7 @@ def test_every_example_on_buckets_works_as_documented(
 
 
 def model_and_optimizer() -> dict[str, object]:
-    """The model and optimizer of the README's examples. Other pages make their own."""
+    """The model and optimizer in the README's examples. Other pages create their own."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 2))
     return {"model": model, "optim": torch.optim.AdamW(model.parameters()), "train_step": train_step}
 
@@ -244,7 +244,7 @@ def train_step(model: torch.nn.Module, optim: torch.optim.Optimizer) -> float:
 
 
 def on_rank(rank: int, size: int, block: Block, folder: Path) -> None:
-    torch.manual_seed(0)  # ranks of a pool have drawn different numbers, while torchrun's begin equal
+    torch.manual_seed(0)  # pool ranks have drawn different numbers; torchrun's start equal
     with chdir(folder):
         block.run_python({})
 

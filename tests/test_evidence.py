@@ -55,9 +55,7 @@ def test_a_figure_is_kept_until_a_new_one_exists(tmp_path: Path) -> None:
     )
     assert told["soak in a bucket: saves"] == ("1,234", "`tools/soak`", "2025-12-31, 123 to 456 |")
     assert told["soak in a bucket: hours"][0] == "1.50"
-    assert (
-        told["planted bugs that the default run detects"][2] == "2026-01-01, abc |"
-    )  # the bugs were not planted again
+    assert told["planted bugs that the default run detects"][2] == "2026-01-01, abc |"  # the bugs were not replanted
     (tmp_path / "store").mkdir()
     assert soaked(tmp_path)["soak in a folder: loads, all compared"] == "5"
     (tmp_path / "failures").write_text("{}")

@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(folder: Path) -> casckpt.Store:
-    """The store, on a host without notes about it."""
+    """The store, on a host that does not have notes about it."""
     return casckpt.open(folder)
 
 

@@ -1,4 +1,4 @@
-"""The package: its names, types and version, and the content of a fresh clone."""
+"""The package: its names, types and version, and the contents of a fresh clone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def functions(thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def files() -> list[Path]:
-    """All text files of a clone."""
+    """All text files in a clone."""
     folders = ("casckpt", "tests", "tools", "docs", ".ci")
     inside = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     local = {".venv.lock", ".coverage", ".git"}  # a file in a worktree

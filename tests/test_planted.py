@@ -1,4 +1,4 @@
-"""Each bug of tools/mutants has one place in the code, and tests that detect it."""
+"""Each bug in tools/mutants has one place in the code, and tests that detect it."""
 
 from __future__ import annotations
 

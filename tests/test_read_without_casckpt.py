@@ -242,7 +242,7 @@ def read_all(reader: Any, folder: Path, ref: str = "a@2") -> dict[str, bytes]:
 
 
 def places(data: bytes, kind: str) -> list[int]:
-    """Places to flip in a blob: between the header and the proof, since reads do not need the proof."""
+    """Offsets to flip in a blob: between the header and the proof, because reads do not need the proof."""
     if kind == "blob":
         return [4096, 4097, 8191, 8192, 4096 + 12_287]
     if kind == "manifest":

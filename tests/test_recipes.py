@@ -1,4 +1,4 @@
-"""The trainings of docs/examples resume as if they had never been killed."""
+"""The training programs in docs/examples resume as if they had never been killed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "docs" / "examples"
 
 @dataclass(frozen=True)
 class Recipe:
-    """An example. It is killed in call ``dies_at`` of backward, and continues after call ``goes_on``.
+    """An example. It is killed in call number ``dies_at`` of backward, and continues after call number ``goes_on``.
 
     ``needs``: modules of packages that may be missing. ``others``: another number of ranks for the resume, where
     ``batch`` is evaluated.
@@ -127,5 +127,5 @@ def assert_prints(ranks: list[Seen], path: Path, number: int) -> None:
 
 
 def of_all(ranks: list[Seen]) -> list[float]:
-    """The losses of the whole batches, of which each rank has an equal share."""
+    """The losses of whole batches, of which each rank has an equal share."""
     return [sum(losses) / len(losses) for losses in zip(*(one.losses for one in ranks), strict=True)]

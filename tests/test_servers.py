@@ -1,4 +1,4 @@
-"""The servers of the tests also start if another process takes their port first."""
+"""Test servers start even if another process takes their port first."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_each_environment_variable_is_documented() -> None:
 
 
 def quoted(text: str) -> list[str]:
-    """The texts in backticks."""
+    """The strings in backticks."""
     return re.findall(r"`([^`]+)`", text)
 
 
@@ -148,7 +148,7 @@ def test_documented_settings_for_a_new_store_match_the_code() -> None:
 
 
 def as_written(values: dict[str, Any]) -> dict[str, str]:
-    """Defaults as a page shows them. A name without a default has ""."""
+    """Defaults as shown on a page. A name without a default has ""."""
     return {name: "" if value in NONE else repr(value).replace("'", '"') for name, value in values.items()}
 
 

@@ -1,4 +1,4 @@
-"""tools/soak for a minute, and errors that it must notice."""
+"""Runs tools/soak for a minute, and checks that it detects errors."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_a_gc_that_keeps_too_few_checkpoints_is_detected(worker: Worker) -> None
 
 def test_a_saved_checkpoint_may_be_missing_if_newer_saves_are_unknown(worker: Worker) -> None:
     workers.save(worker, RUNS[0])
-    for step in (1, 2):  # both killed before they could note it
+    for step in (1, 2):  # both were killed before they could record it
         worker.store.save(state(RUNS[0], step), run=RUNS[0], step=step)
     worker.store.gc(keep_last=2, min_age=0)
     looks.look(worker)
@@ -259,6 +259,6 @@ def test_a_soak_run_names_its_commit(tmp_path: Path) -> None:
     for _ in range(2):
         master(tmp_path)._note_run()
     before, *those = Books(tmp_path).lines("runs")
-    assert before["commit"] is None  # that version kept no such file
+    assert before["commit"] is None  # that version did not write this file
     assert len({one["commit"] for one in those}) == 1
     assert len(those) == 2

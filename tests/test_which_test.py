@@ -1,4 +1,4 @@
-"""tools/which-test finds functions by the end of their names, and their tests."""
+"""tools/which-test finds functions by the end of their names, and finds their tests."""
 
 from __future__ import annotations
 

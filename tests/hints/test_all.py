@@ -1,4 +1,4 @@
-"""Each hint has a case, and each case a hint."""
+"""Each hint has a case, and each case has a hint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOT_HERE = {
     "install tzdata": "a test installs nothing",
     "pgrade": "a later version is not here yet",
 }
-"""Texts of hints that no test can follow, and why."""
+"""Hints that no test can follow, and why."""
 
 NO_HINTS = {
     Case("saving/save.py:_Attempt._request", "(dedup=…, check_replicas=…)"): "names what a rank gave",
@@ -33,7 +33,7 @@ NO_HINTS = {
     Case("frontends/megatron/mapping.py:ShardedTensor._problem", "do not make up"): "names fields that do not fit",
     Case("tensors/values.py:Shard.__repr__", "Shard(… of …, …)"): "is no message",
 }
-"""Texts that look like advice, and are none, and why."""
+"""Messages that look like advice but are not, and why."""
 
 FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("ranks/ranks.py:_gloo", "Set GLOO_SOCKET_IFNAME to the network interface"): (
@@ -81,7 +81,7 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
         "history/commits.py:gone", "lease=True, or Store.lease"
     ): "tests/store/test_gone.py::test_the_advice_in_a_gone_error_helps",
 }
-"""Hints that another test triggers and follows, and that test."""
+"""Hints that a test elsewhere triggers and follows, and that test."""
 
 
 @cache

@@ -63,7 +63,7 @@ def test_launched_processes_share_a_copy(
 
 
 class Once:
-    """A server that ends before its first answer."""
+    """A server that ends before its first response."""
 
     def __init__(self, _: object) -> None: ...
 

@@ -33,7 +33,7 @@ Store = casckpt.Store
 
 
 class Odd:
-    """An object that only a pickle can hold."""
+    """An object that can only be pickled."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Odd)

@@ -234,7 +234,7 @@ def test_a_renamed_model_continues_as_a_different_run(store: Store, messages: Me
     assert identical(fresh_adam.state_dict()["state"], adam.state_dict()["state"])
     loading.save(3)
     loading.maybe_wait_for_saving()
-    assert manager_of(inside, "next", **begun, **rename)[0].load()  # names of the manager's own are not renamed
+    assert manager_of(inside, "next", **begun, **rename)[0].load()  # the manager's own names are not changed
 
 
 # Transformers

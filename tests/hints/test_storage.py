@@ -1,4 +1,4 @@
-"""Advice about folders, buckets and other places."""
+"""Advice about folders, buckets and other storages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advice about stores, their content and its names."""
+"""Advice about stores, their contents, and names in them."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_a_missing_id_is_found_in_the_list(saved: Store, store_path: Path, messa
 
 @pytest.fixture
 def purged(saved: Store) -> casckpt.Checkpoint:
-    """Return the former a@1 after a gc purged it. a@2 is visible."""
+    """Return what was a@1 before a gc purged it. a@2 is visible."""
     saved.save({"x": 2}, run="a", step=2)
     old = saved.get("a@1")
     saved.forget("a@1")

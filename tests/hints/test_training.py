@@ -1,4 +1,4 @@
-"""Advice about models, optimizers and trainings."""
+"""Advice about models, optimizers and training runs."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ def test_keys_to_unshard_are_chosen_from_the_list(trained: Store, model: Two, me
 
 
 def wrapped_otherwise(rank: int, size: int, path: str) -> list[str]:
-    """Cases that FSDP refuses, each followed by the advised call."""
+    """Cases that FSDP refuses, each of which then uses the advised call."""
     said = []
 
     def refused(model: nn.Module, trained: optim.Optimizer | None = None) -> Advice:

@@ -37,7 +37,7 @@ def trained(store: Store) -> Store:
 
 
 def spoil(path: Path) -> Callable[[], int]:
-    """Damage a file. The returned function restores it."""
+    """Damage a file, and return a function that restores it."""
     before = path.read_bytes()
     path.chmod(0o600)
     path.write_bytes(b"not a record")

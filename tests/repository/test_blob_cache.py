@@ -1,4 +1,4 @@
-"""The cache of blobs is bounded, never returns wrong bytes, allows many users at once, and never makes a load fail."""
+"""The blob cache is bounded, never returns wrong bytes, allows concurrent users, and never makes a load fail."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_least_recently_used_blobs_are_evicted_first(repo: Repository, storage: 
     assert names(root) == {ref.hash for ref in (refs[0], refs[2], refs[3])}
     cache.fill(storage, [refs[1], refs[2]], 2, silent)
     assert reader is not None
-    with reader:  # an open reader stays readable after its file was removed
+    with reader:  # an open reader remains readable after its file is removed
         reader.read_into(0, [memoryview(bytearray(SIZE))])
 
 
@@ -161,12 +161,12 @@ def test_an_unwritable_cache_is_not_used(
     assert [unusable.keep(storage, ref) for ref in refs] == [False] * 3
     assert storage.count("open") <= 1  # it tries once
     assert len([record for record in caplog.records if "no longer adds blobs" in record.message]) == 1
-    with pytest.raises(StorageError, match="another cache_dir"):
+    with pytest.raises(StorageError, match="different cache_dir"):
         unusable.fill(storage, refs, 2, silent)
 
 
 def test_an_unreadable_cache_is_not_used(repo: Repository, tmp_path: Path) -> None:
-    cache = BlobCache(tmp_path / ("x" * 300))  # an error of the operating system, as for another user's folder
+    cache = BlobCache(tmp_path / ("x" * 300))  # an operating system error, as for another user's folder
     assert cache.open(put(repo, 0)) is None
     assert not cache.is_there
 

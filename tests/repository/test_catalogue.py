@@ -1,4 +1,4 @@
-"""The catalogue: after any damage to its file, answers are correct and no error is raised."""
+"""After any damage to its file, the catalogue returns correct results and does not raise errors."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_next_process_sees_added_records(path: Path, caplog: pytest.LogCaptu
     check_filled(Catalogue(path))  # by another object
     first.close()
     check_filled(Catalogue(path))
-    check_filled(first)  # the file opens again
+    check_filled(first)  # the file is reopened
     assert warnings(caplog) == []
     assert sql(path, "PRAGMA journal_mode") == [("wal",)]
 

@@ -1,4 +1,4 @@
-"""casckpt detects storages on which two writers can both win, and refuses them before it stores anything."""
+"""casckpt detects storages on which two writers can both succeed, and refuses them before storing anything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.repositories import Ticks, commit_bare, repository
 
 
 class Unknown(MemoryStore):
-    """A storage without a declared guarantee. It does create exclusively."""
+    """A storage that does not declare the guarantee, although its creates are exclusive."""
 
     exclusive: bool | None = None
     read_only = False
@@ -40,7 +40,7 @@ class Unknown(MemoryStore):
 
 
 class Ignoring(Unknown):
-    """Ignores the condition silently."""
+    """Silently ignores the condition."""
 
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         self.puts.append(key)
@@ -63,7 +63,7 @@ class LooksFirst(Unknown):
 
 
 class Lying(Unknown):
-    """Reports success to one writer, and keeps the bytes of a different."""
+    """Reports success to one writer, but keeps the bytes of a different one."""
 
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         if self.size(key) is not None:
@@ -176,7 +176,7 @@ def test_a_failing_probe_is_inconclusive(tmp_path: Path) -> None:
 
 
 class Losing(Unknown):
-    """Loses its first answers, and reports a taken key to the repeated puts."""
+    """Loses its first responses, and tells the repeated puts that the key is taken."""
 
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         super().put(key, data, settle=settle)

@@ -1,4 +1,4 @@
-"""casckpt proves that a process on this host is dead, or treats it as alive."""
+"""casckpt treats a process on this host as alive unless it can prove that the process is dead."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_lock_is_held_and_released(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
-    """A worker of a data loader lives as long as the training, and a mirror would wait for its end."""
+    """A data loader worker lives as long as the training, and a mirror would wait for it to end."""
     path = tmp_path / "lock"
     held = alone_on_this_host(path)
     with held:

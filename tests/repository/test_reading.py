@@ -87,7 +87,7 @@ def test_a_record_with_a_different_size_is_reread(tmp_path: Path) -> None:
 
 def test_a_fresh_read_notices_a_corrupted_known_record(tmp_path: Path) -> None:
     class Silent(MemoryStore):
-        """Its listings do not show changed content, like a folder on a disk with a flipped bit."""
+        """Its listings do not show that content has changed, as in a folder on a disk with a flipped bit."""
 
         def list(self, prefix: str, **known: Any) -> Iterator[ListedObject]:
             return (ListedObject(entry.key, entry.size) for entry in super().list(prefix, **known))

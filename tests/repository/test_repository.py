@@ -1,4 +1,4 @@
-"""The marker, the settings, transaction ids, and puts of records without an answer."""
+"""The marker, the settings, transaction ids, and record puts whose response is lost."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_the_error_for_damaged_settings_gives_advice(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     repo.change_settings(min_age_seconds=60.0)
     repo.storage.put("settings/1", b"torn")
-    with pytest.raises(Damaged, match=r"settings/1 is damaged.*Put the file back"):
+    with pytest.raises(Damaged, match=r"settings/1 is damaged.*Restore the file"):
         _ = repo.settings
     repo.storage.delete("settings/1")
     assert repo.settings.min_age_seconds == 60.0
@@ -208,7 +208,7 @@ def test_a_record_with_a_lost_response_counts_as_put(tmp_path: Path) -> None:
     repo.storage.inject(fail_after("put"))  # type: ignore[attr-defined]  # a FaultyStore
     key = commit_key(commit.txid, 1)
     repo.put_record(key, Forgotten(txid=commit.txid, time=3))
-    repo.put_record(key, Forgotten(txid=commit.txid, time=3))  # a retry by the storage itself finds it there
+    repo.put_record(key, Forgotten(txid=commit.txid, time=3))  # a retry by the storage itself finds the record
     with pytest.raises(Conflict, match="already exists"):
         repo.put_record(key, Forgotten(txid=commit.txid, time=4))
 

@@ -1,4 +1,4 @@
-"""Requirements in the settings: a version without support for them writes nothing, and may read."""
+"""Requirements in the settings: a version that does not support them may read but does not write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signing keys from files of OpenSSL and ssh-keygen, and errors for other files."""
+"""Signing keys from OpenSSL and ssh-keygen files, and errors for other files."""
 
 from __future__ import annotations
 

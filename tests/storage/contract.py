@@ -1,4 +1,4 @@
-"""The contract of every storage: one suite that each of them runs, with direct access to the objects.
+"""The contract of every storage: one suite for all storages, with direct access to the objects.
 
 A subclass gives two fixtures: ``storage``, an empty one, and ``peek``, which reads an object (None: missing) without
 the storage. `SharedContract` is for storages that other processes can reach.
@@ -58,7 +58,7 @@ def _race_process(store: ObjectStore, number: int, start: Barrier, answers: Simp
 
 
 class StorageContract:
-    """The promises of `casckpt.storage.base.ObjectStore` within one process."""
+    """The guarantees of `casckpt.storage.base.ObjectStore` within one process."""
 
     def test_a_storage_implements_the_protocol(self, storage: ObjectStore) -> None:
         assert isinstance(storage, ObjectStore)
@@ -328,7 +328,7 @@ class StorageContract:
 
 
 class SharedContract(StorageContract):
-    """The promises between processes."""
+    """The guarantees across processes."""
 
     def test_one_of_several_processes_creates_a_key(self, storage: ObjectStore, peek: Peek) -> None:
         context = afresh()

@@ -45,4 +45,4 @@ def test_a_memory_store_is_refused_in_another_process(monkeypatch: pytest.Monkey
     for call in calls:
         with pytest.raises(Unsupported, match="memory of another process"):
             call()
-    assert pickle.dumps(copy) == pickled  # it keeps its origin through any number of copies
+    assert pickle.dumps(copy) == pickled  # any number of copies keep their origin

@@ -1,4 +1,4 @@
-"""Only some ranks of a node upload at a time."""
+"""Only some ranks of a node upload at the same time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model() -> nn.Linear:
 
 
 def uploads_in_turn(rank: int, size: int, path: Path, count: int) -> int:
-    """How many ranks were in an upload at once, at the most, as this one saw."""
+    """The maximum number of simultaneous uploads that this rank saw."""
     here, most = path / "here", [0]
     here.mkdir(exist_ok=True)
 
@@ -60,7 +60,7 @@ def holds_a_turn(rank: int, size: int, path: Path) -> None:
             tell("held")
             die()
     wait_for("held")
-    with turn:  # a dead process holds nothing
+    with turn:  # a dead process does not hold a turn
         pass
 
 

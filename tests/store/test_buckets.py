@@ -46,7 +46,7 @@ MIB = 1 << 20
 
 @pytest.fixture(params=[pytest.param("straight", marks=pytest.mark.soak), "in trouble"])
 def endpoint(request: pytest.FixtureRequest, seaweed_server: Server) -> Iterator[str]:
-    """The address of a real server, once behind a network that loses one of ten requests."""
+    """The address of a real server, directly and through a network that loses one in ten requests."""
     if request.param == "straight":
         yield seaweed_server.endpoint
         return
@@ -57,7 +57,7 @@ def endpoint(request: pytest.FixtureRequest, seaweed_server: Server) -> Iterator
 
 @pytest.fixture
 def place(seaweed_server: Server, endpoint: str) -> RemoteLocation:
-    """A new place for a store."""
+    """A new location for a store."""
     return RemoteLocation(
         "s3", f"{seaweed_server.new_place()}/store", {**seaweed_server.options, "endpoint_url": endpoint}
     )
@@ -172,7 +172,7 @@ HELD = {"new": cells(40, seed=9)}
 
 
 class Held:
-    """A save on a host of its own, which stops before its commit until `go`."""
+    """A save on a separate host, which stops before its commit until `go` is called."""
 
     def __init__(self, place: RemoteLocation, cache: Path) -> None:
         self._reached, self._free = threading.Event(), threading.Event()
@@ -188,7 +188,7 @@ class Held:
             raise StorageError("the test let the save wait for ever")
 
     def go(self) -> None:
-        """Let the save commit, and wait for it."""
+        """Let the save commit, and wait until it has finished."""
         self._free.set()
         self._saved.result(60)
         self._pool.shutdown()

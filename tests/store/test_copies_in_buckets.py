@@ -1,4 +1,4 @@
-"""Copies, a mirror and the cache with buckets: an imitation of S3, and a real server."""
+"""Copies, a mirror and the cache with buckets, on an S3 emulator and on a real server."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_a_first_save_hashes_and_copies_each_byte_once(meter: Meter) -> None:
 def test_an_unchanged_save_does_not_copy_tensors_or_write_blobs(meter: Meter) -> None:
     meter.store.save(state(), step=0)
     cost = meter.of(lambda: meter.store.save(state(), step=1))
-    assert part(cost, "hashed", "copied") == (W + B, B)  # a small value goes through a buffer: one hash if it changed
+    assert part(cost, "hashed", "copied") == (W + B, B)  # a small value is buffered: one hash if it changed
     assert part(cost, "puts", "reads", "fsyncs", "requests") == (4, 4, 9, 12)
 
 

@@ -53,7 +53,7 @@ from tests.support.saves import (
 
 @pytest.fixture(params=["memory", "folder"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """a@1 and a@2 share the tensor "shared"; b@1 shares nothing."""
+    """a@1 and a@2 share the tensor "shared"; b@1 does not share anything."""
     made = small() if request.param == "memory" else small_folder(tmp_path / "store")
     made.save({"m": {"shared": cells(3, seed=1)}}, run="a", step=1)
     made.save({"m": {"shared": cells(3, seed=1), "own": cells(3, seed=2)}}, run="a", step=2)
@@ -407,7 +407,7 @@ def test_extents_that_overlap_across_boxes_do_not_show_foreign_memory() -> None:
 
 @pytest.mark.in_memory
 def test_random_damage_to_any_object_is_detected_or_harmless(seed: int) -> None:
-    """After any flip or truncation, a load returns correct bytes or raises an error of casckpt, and listings work."""
+    """After any bit flip or truncation, a load returns correct bytes or raises a casckpt error, and listings work."""
     rng = random.Random(seed)
     state = {"w": cells(20, seed=1), "x": {"y": torch.arange(300)}, "o": b"z" * 6000}
     made = small()

@@ -1,5 +1,7 @@
-"""Every storage call of a save fails once, before and after its effect. The save fails or succeeds, but never in
-part."""
+"""Every storage call of a save fails once, before and after its effect.
+
+The save fails or succeeds, but never partially.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ def reopened(store: Store) -> Store:
 
 
 def check_after(store: Store, failed: bool) -> None:
-    """Check that a failed save shows nothing, a successful one everything, and that the next save works."""
+    """Check that a failed save is invisible, that a successful one is complete, and that the next save works."""
     first, second, third = states()
     for look in (store, reopened(store)):
         assert steps(look) == [("default", 1)] + [("default", 2)] * (not failed)
@@ -188,7 +190,7 @@ def test_a_storage_error_during_a_lookup_is_raised(method: str) -> None:
 
 
 def revoker(store: Store, faulty: FaultyStore, *, purge: bool = False) -> Callable[[Call], None]:
-    """Act as a gc that takes the save for dead: revoke it, and delete its blobs."""
+    """Act as a gc that considers the save dead: revoke it, and delete its blobs."""
 
     def revoke(_: Call) -> None:
         names = [parse_log(key) for key in faulty.keys("put") if key.startswith("transactions/")]
@@ -250,7 +252,7 @@ def _refs(store: Store, ref: str) -> list[Any]:
 
 
 def test_repeatedly_lost_responses_fail_the_save() -> None:
-    """If the blob exists with another size, the server stored it wrongly."""
+    """If the blob exists with a different size, the server has stored it incorrectly."""
     faulty, store = prepared(memory())
 
     def spoil(call: Call) -> None:

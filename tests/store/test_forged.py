@@ -1,4 +1,4 @@
-"""An attacker without a key stores other bytes under a pinned or signed id.
+"""An attacker without a key stores different bytes under a pinned or signed id.
 
 The id is the hash of the index. The attacks rewrite everything else of a manifest, its head and the record that names
 the head. All hashes are correct except those in the index.
@@ -61,7 +61,7 @@ def store(tmp_path: Path, alice: Pair) -> Store:
 def open_trusting(
     tmp_path: Path, store: Store, alice: Pair, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[], Store]:
-    """Open the store again with trust in Alice's signatures and an empty cache."""
+    """Reopen the store, trusting Alice's signatures, with an empty cache."""
     if request.param == "read in parts":
         monkeypatch.setattr(manifests, "WHOLE_BYTES", 0)
     return lambda: casckpt.open(

@@ -241,7 +241,7 @@ def later(store: Store, hours: float) -> None:
 
 
 def test_no_leased_checkpoint_is_deleted_by_gcs(tmp_path: Path) -> None:
-    """Two readers and a gc run in a loop while a training saves."""
+    """Two readers and a gc run in a loop while a training run saves."""
     store, over = small_folder(tmp_path / "store"), threading.Event()
     store.save(state(0), run="run", step=0)
     read: list[int] = []

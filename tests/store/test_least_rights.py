@@ -24,7 +24,7 @@ from tests.support.signing import pair
 
 FOREVER = 1 << 30
 Role = Callable[[str], Store]
-"""The store, as somebody has it."""
+"""The store as opened by a certain user."""
 
 
 def folder(tmp_path: Path) -> Role:

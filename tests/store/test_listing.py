@@ -1,4 +1,4 @@
-"""A listing holds the checkpoints and tags of one instant."""
+"""A listing has the checkpoints and tags of one instant."""
 
 from __future__ import annotations
 

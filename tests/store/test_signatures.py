@@ -64,7 +64,7 @@ def store(tmp_path: Path, alice: Pair) -> Store:
 
 @pytest.fixture
 def trusting(tmp_path: Path, store: Store, alice: Pair) -> Callable[[], Store]:
-    """Open the store again with trust in Alice's signatures and without this host's cache."""
+    """Reopen the store, trusting Alice's signatures, without this host's cache."""
 
     def call(url: str | None = None) -> Store:
         cache = tmp_path / "caches" / os.urandom(4).hex()

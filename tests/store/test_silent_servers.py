@@ -1,4 +1,4 @@
-"""Saves and loads end on all ranks if a server stops answering, and earlier checkpoints stay."""
+"""Saves and loads end on all ranks if a server stops answering, and earlier checkpoints are preserved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States of any nesting load exactly, with objects and attachments; errors name values that cannot be stored."""
+"""Arbitrarily nested states load exactly, with objects and attachments. Errors name values that cannot be stored."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ CAN_END = {
     "copy": {"Conflict", "Gone", "Revoked"},  # its checkpoint was purged, or a gc revoked it
     "thin": {"Conflict", "Gone"},  # its checkpoint was purged
 }
-"""Errors with which it may end that was stopped, where it need not end well."""
+"""Errors with which a stopped process may end, where it does not have to succeed."""
 
 
 @pytest.fixture(scope="module", params=["folders", pytest.param("buckets", marks=pytest.mark.soak)])

@@ -1,4 +1,4 @@
-"""Watches: yielded checkpoints load while other processes write."""
+"""Watches: yielded checkpoints can be loaded while other processes write."""
 
 from __future__ import annotations
 

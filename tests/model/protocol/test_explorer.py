@@ -1,4 +1,4 @@
-"""The explorer itself: errors that it finds in the smallest models, and explorations that must not pass."""
+"""The explorer itself: the errors that it finds in minimal models, and explorations that must not pass."""
 
 from __future__ import annotations
 

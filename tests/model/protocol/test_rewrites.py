@@ -1,4 +1,4 @@
-"""Rewrites that replace: one commit of an id stays visible beside rewriters, users, gcs and late puts."""
+"""Rewrites that replace: one commit of an id remains visible despite rewriters, users, gcs and late puts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes of rewrites: gc deletes nothing live, and in the end everything that only replaced commits name."""
+"""The bytes of rewrites: gc does not delete live objects, and eventually deletes what only replaced commits name."""
 
 from __future__ import annotations
 

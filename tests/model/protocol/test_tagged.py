@@ -1,4 +1,4 @@
-"""Tags beside rules that forget and thin: tagged checkpoints survive any kill."""
+"""Tags together with rules that forget and thin: tagged checkpoints survive if any process is killed."""
 
 from __future__ import annotations
 

@@ -20,11 +20,11 @@ from tests.support.local import KEY, failing
 
 def test_new_folders_above_the_store_are_made_durable(store: LocalStore) -> None:
     store.put("a", b"")
-    assert store.counts.fsyncs == 5  # the file, the store; folders that got a new folder: two, and one of them again
+    assert store.counts.fsyncs == 5  # the file, the store; folders with a new subfolder: two, one of them twice
 
 
 def test_a_failed_folder_sync_is_an_error(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The object exists, but its name may not be durable. Another put makes it so."""
+    """The object exists, but its name may not be durable. A second put makes it durable."""
     store.put("commits/0", b"")
     monkeypatch.setattr(syscalls, "sync", failing(syscalls.sync, errno.EIO, after=1))
     with pytest.raises(StorageError):

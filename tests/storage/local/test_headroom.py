@@ -1,4 +1,4 @@
-"""The memory that a process may fill with reads."""
+"""How much memory a process may fill with reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New files of a local store, in each way that file systems support."""
+"""New files in a local store, created in each way that file systems support."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_write_of_zero_bytes_is_an_error(store: LocalStore, monkeypatch: pytes
 
 
 def answering(answer: bool, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """A set_direct without an effect. It records its arguments."""
+    """A set_direct that only records its arguments."""
     asked: list[bool] = []
 
     def set_direct(fd: int, on: bool) -> bool:

@@ -33,7 +33,7 @@ class LocalFixtures:
 
 
 class TestContract(LocalFixtures, SharedContract):
-    """The present file system."""
+    """The current file system."""
 
 
 @pytest.mark.parametrize("way", [Naming.LINK, Naming.RENAME], ids=lambda way: way.name)
@@ -116,7 +116,7 @@ ODD: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("odd", ODD)
 def test_other_things_in_place_of_a_file_are_refused(store: LocalStore, odd: str) -> None:
-    """If the storage ignored it, the object would seem to have never existed, and a gc would act on that."""
+    """If the storage ignored it, the object would appear never to have existed, and gc would act on that."""
     store.put("commits/a", b"1")
     ODD[odd](store.path / "commits/b")
     acts: list[Callable[[], object]] = [

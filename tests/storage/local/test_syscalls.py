@@ -1,4 +1,4 @@
-"""System calls that a file system may lack."""
+"""System calls that a file system may not support."""
 
 from __future__ import annotations
 

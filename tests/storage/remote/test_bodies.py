@@ -1,4 +1,4 @@
-"""A put sends memory of the caller: it is never copied whole, and each attempt sends it again."""
+"""A put sends the caller's memory, which is never copied in full, and resends it in each attempt."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_body_is_read_like_a_file(size: int) -> None:
 
 
 class Arriving:
-    """A body that gives two bytes at a time, and counts them."""
+    """A body that returns two bytes at a time and counts them."""
 
     def __init__(self, size: int) -> None:
         self.left = size

@@ -1,4 +1,4 @@
-"""Calls to file systems of fsspec."""
+"""Calls to fsspec file systems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of networks and servers: the storage retries, and recognises its own earlier put."""
+"""Network and server faults: the storage retries, and recognizes its own earlier put."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_connections_are_reused(storage: RemoteStore, proxy: Proxy) -> None:
 
 
 def test_reads_run_concurrently(storage: RemoteStore, proxy: Proxy) -> None:
-    """There are as many connections as the traits promise. None waits for another one's answer."""
+    """There are as many connections as the traits promise, and none of them waits for another's response."""
     data = noise(64 * 1000)
     storage.put("a", data)
     parallel = storage.traits.parallel
@@ -316,7 +316,7 @@ def test_a_call_from_the_event_loop_of_the_client_is_an_error(storage: RemoteSto
 
 @pytest.mark.parametrize("nbytes", [1, 64 * MIB])
 def test_a_server_that_accepts_no_bytes_is_an_error(nbytes: int, naps: Naps) -> None:
-    """It accepts connections and is silent. The client would wait for ever for permission to continue."""
+    """The server accepts connections but is silent. The client would wait forever for permission to continue."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}"}
         place = RemoteLocation("s3", "bucket/store", {**options, "config_kwargs": {"read_timeout": 0.2}})

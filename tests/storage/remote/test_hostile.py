@@ -1,4 +1,4 @@
-"""Servers that never answer, or never end: every call to them ends with an error, and takes no memory."""
+"""Servers that never answer or never finish: every call to them ends with an error and does not use up memory."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_every_call_to_a_hostile_server_ends(kind: Callable[[Hostile], ObjectSto
     with hostile(hostility, "206 Partial Content") as server:
         found = outcomes(kind(server), acts)
     for name, error in found.items():
-        if hostility is Hostility.DRIP_BODY:  # a HEAD has no body, so the slow bytes look like the next answer
+        if hostility is Hostility.DRIP_BODY:  # a HEAD has no body, so the slow bytes look like the next response
             assert isinstance(error, StorageError) or name.startswith("size")
         else:
             assert "_timeout in storage_options)" in str(error), name
@@ -140,10 +140,10 @@ def test_no_surplus_bytes_are_accepted(kind: Callable[..., ObjectStore], hostili
             before = server.sent
             (error,) = outcomes(storage, {name: act}, attempts=1).values()
             fine = hostility is Hostility.BODY and (name.startswith("size") or name == "read")
-            # Refused by the size of the body, unless the client fails on the bytes after an answer first.
+            # Refused because of the body's size, unless the client fails first on the bytes after a response.
             expected = (Refused, StorageError) if hostility is Hostility.BODY else StorageError
             assert fine or isinstance(error, expected), name
-            most = 80 if kind is web else 30  # a page of a web server may have 64, an answer of S3 16
+            most = 80 if kind is web else 30  # a web server's page may have 64, a response from S3 16
             assert server.sent - before < most * MIB, name
 
 

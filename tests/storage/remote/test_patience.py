@@ -1,4 +1,4 @@
-"""Timeouts: silence and trickles count, bytes that arrive fast enough do not."""
+"""Timeouts count silence and slow trickles, but not the time for bytes that arrive fast enough."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Clock:
 
 
 def lasts(piece: int, every: float, *, most: float = 1000, nbytes: int = 0) -> float:
-    """Return the seconds until a request times out that gets this many bytes at this interval."""
+    """Return the seconds until a request times out if it receives this many bytes at this interval."""
     clock = Clock()
     one = PatientRequest(Call(PATIENCE), PATIENCE.request, nbytes, clock)
     begun = clock.now

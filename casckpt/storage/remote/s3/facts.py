@@ -140,7 +140,5 @@ def _multipart(call: Call, prefix: str) -> Finding:
     if not uploads:
         return Finding("multipart", True, "there are no unfinished multipart uploads")
     oldest = min(upload["Initiated"] for upload in uploads)
-    what = (
-        f"{len(uploads)} unfinished multipart uploads of other programs use space, the oldest since {oldest:%Y-%m-%d}"
-    )
+    what = f"{len(uploads)} unfinished multipart uploads by others use space; the oldest is from {oldest:%Y-%m-%d}"
     return Finding("multipart", None, what, "set a lifecycle rule with AbortIncompleteMultipartUpload")

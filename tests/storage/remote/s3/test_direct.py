@@ -1,4 +1,4 @@
-"""Direct ranged reads: they equal those of the S3 client, or are left to it."""
+"""Direct ranged reads return the same bytes as the S3 client, or leave the read to it."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_concurrent_first_reads_of_two_versions_are_separate(moto_server: Server
 def test_a_response_for_the_wrong_range_is_refused(
     direct: bool, moto_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Caches on the way may answer so if they know only the name of an object."""
+    """Caches between client and server may respond like this if they identify objects only by name."""
     storage = store_of(moto_server)
     storage.put("a", b"0123456789")
     client = client_of(storage)
@@ -219,7 +219,7 @@ def test_a_response_for_the_wrong_range_is_refused(
 
 
 def test_aiobotocore_2_bodies_are_read(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There, entering a body returns the inner answer, which has another ``read``."""
+    """There, entering a body returns the inner response, which has a different ``read``."""
 
     async def inside(_: object) -> object:
         return object()
@@ -232,13 +232,15 @@ def test_aiobotocore_2_bodies_are_read(moto_server: Server, monkeypatch: pytest.
     assert read(storage, "a", 2, 3) == b"234"
 
 
-# scripted answers of a server
+# scripted server responses
 
 
 @contextmanager
 def scripted(answers: Sequence[bytes | None]) -> Iterator[tuple[Signed, list[int]]]:
-    """Return the request to send, and the connection (0, 1, ...) of each answer. None closes the connection. Then the
-    server is silent."""
+    """Return the request to send, and the connection (0, 1, ...) of each answer. None closes the connection.
+
+    Then the server is silent.
+    """
     left, came, ends = iter(answers), [], threading.Event()
     connections: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -390,7 +392,7 @@ def test_an_unreachable_server_is_an_error(direct: DirectReads) -> None:
     with pytest.raises(ConnectionRefusedError):
         ask(direct, request)
     never = DirectReads(5, Patience(), verify=True)
-    assert ask(never, request) == b""  # the client may know another way
+    assert ask(never, request) == b""  # the client may have a different way
 
 
 def test_the_check_sees_the_headers_before_any_byte_is_written(direct: DirectReads) -> None:

@@ -1,4 +1,4 @@
-"""Refusals by servers: credentials are looked up again, and errors name the setting that helps."""
+"""Server refusals: credentials are looked up again, and errors name the setting that helps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Refuses = Callable[[Any], "tuple[int, str, str] | None"]
 
 
 class _Body:
-    """The body of an answer, as aiohttp represents it."""
+    """A response body as aiohttp represents it."""
 
     def __init__(self, code: str, message: str) -> None:
         self._data = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
@@ -34,7 +34,7 @@ class _Body:
 
 @pytest.fixture
 def refusing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Refuses], None]:
-    """Let the server refuse some requests. The argument says which, and how."""
+    """Make the server refuse some requests. The argument specifies which requests and how."""
     real = AIOHTTPSession.send
 
     def set_up(refuses: Refuses) -> None:
@@ -57,7 +57,7 @@ def store_of(server: Server, **options: Any) -> RemoteStore:
 
 
 class Expiring:
-    """A server that knows one access key. When it refuses another one, ``renewed`` appears in the environment."""
+    """A server that knows one access key. When it refuses a different one, ``renewed`` appears in the environment."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, code: str, renewed: str = "NEW") -> None:
         self._monkeypatch, self._code, self._renewed = monkeypatch, code, renewed

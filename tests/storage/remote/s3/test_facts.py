@@ -1,4 +1,4 @@
-"""Findings of doctor for a bucket whose server refuses to answer."""
+"""Findings of `casckpt doctor` for a bucket whose server refuses to answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_clock_refused_by_the_server_is_reported(hours: int, says: str) -> Non
 
 
 class Bucket:
-    """The answers of a server to each operation, 404 for others, and the arguments that it received."""
+    """A server's response to each operation, 404 for all others, and the arguments that it received."""
 
     def __init__(self, **answers: Any) -> None:
         self.answers, self.asked = answers, list[tuple[str, dict[str, Any]]]()
