@@ -28,8 +28,8 @@ def open_repository(
 ) -> Repository:
     """Open a store with the arguments of `casckpt.open`, without creating or reading anything.
 
-    If ``cache_dir`` is None, the environment variable `CACHE_VARIABLE` names the cache folder, both for programs and
-    for the command line.
+    If ``cache_dir`` is None, the environment variable that `CACHE_VARIABLE` names sets the cache folder, both for
+    programs and for the command line.
 
     Raises `InvalidInput` or `Unsupported` for an invalid URL or key, and `NotFound` for a missing key file.
     """

@@ -45,14 +45,14 @@ def checked(name: str) -> str:
     """Return ``name`` unchanged. Raises Refused if it could escape its folder."""
     parts = PurePosixPath(name).parts
     if not parts or parts[0] == "/" or ".." in parts or "\0" in name:
-        raise Refused(f"{name!r} is not the name of a file in a folder")
+        raise Refused(f"{name!r} is not a valid file name: it must be relative and must not contain ..")
     return name
 
 
 def check_size(name: str, nbytes: int) -> None:
     """Raise Refused for a file that is too large to read in one piece."""
     if nbytes > MAX_WHOLE_BYTES:
-        raise Refused(f"{name} has more than {MAX_WHOLE_BYTES} bytes; no file of this kind is that large")
+        raise Refused(f"{name} is larger than {MAX_WHOLE_BYTES} bytes, which is too large for this kind of file")
 
 
 class LocalFiles(Files):

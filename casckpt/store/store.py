@@ -626,13 +626,14 @@ class Store:
         tell: Tell | None = None,
         **keep: Unpack[KeepRules],
     ) -> GcResult:
-        """Forget checkpoints by a policy, purge forgotten ones, and delete unneeded objects. Safe to run at any time.
+        """Forget checkpoints by a policy, purge forgotten ones, and delete unneeded objects.
 
-        ``keep_last``, ``keep_every`` (step % N == 0), ``keep_within``, ``keep_daily``, ``keep_weekly``,
-        ``keep_monthly``, ``keep_best`` ("loss:3", "acc:max:1"): the policy. In each run, it keeps every checkpoint
-        that any rule keeps (see `Policy`). Without a rule, gc does not forget any checkpoint. gc always keeps the
-        newest checkpoint of a run, the newest one that is not unhealthy, and tagged ones. ``thin``: tensors to drop
-        from the other checkpoints, such as ``{"drop": ["optim.*"], "keep_last": 2}``. ``run``: only this run.
+        It is safe to run at any time. ``keep_last``, ``keep_every`` (step % N == 0), ``keep_within``, ``keep_daily``,
+        ``keep_weekly``, ``keep_monthly``, ``keep_best`` ("loss:3", "acc:max:1"): the policy. In each run, it keeps
+        every checkpoint that any rule keeps (see `Policy`). Without a rule, gc does not forget any checkpoint. gc
+        always keeps the newest checkpoint of a run, the newest one that is not unhealthy, and tagged ones. ``thin``:
+        tensors to drop from the other checkpoints, such as ``{"drop": ["optim.*"], "keep_last": 2}``. ``run``: only
+        this run.
 
         Durations are a timedelta or a string with a unit ("7d", "90s"); 0 does not need a unit. ``min_age``: time
         between forgetting and purging, during which `restore` can bring a checkpoint back (default: the store's
@@ -721,7 +722,7 @@ class Store:
         decode: bool = False,
         progress: Shown | None = None,
     ) -> VerifyResult:
-        """Check all objects of live checkpoints, or of ``refs``. Mark damaged blobs as damaged in the store.
+        """Check all objects of live checkpoints, or of ``refs``. Record damaged blobs in the store.
 
         ``mode``: "full" reads every blob and checks its hash, "exists" checks presence and size. ``sample``: the
         fraction of the blobs to check, chosen at random. ``decode``: also decode encoded cells and check their

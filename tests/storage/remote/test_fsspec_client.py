@@ -92,9 +92,9 @@ def test_a_store_on_a_web_server_can_be_read(web: Server, store_path: Path, tmp_
 def test_a_web_server_is_read_only(web: Server, tmp_path: Path) -> None:
     for single in (False, True):
         store = casckpt.open(f"{web.endpoint}/none", cache_dir=tmp_path / "cache", single_writer=single)
-        with pytest.raises(Unsupported, match="(are|is) read-only"):
+        with pytest.raises(Unsupported, match=r"(are|is) read-only"):
             store.save({"a": 1}, step=0)
-        with pytest.raises(Unsupported, match="(are|is) read-only"):
+        with pytest.raises(Unsupported, match=r"(are|is) read-only"):
             store.repository.storage.delete("casckpt.json")
 
 
