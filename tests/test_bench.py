@@ -98,7 +98,7 @@ def test_the_machine_description_names_neither_host_nor_location(smoke: Path) ->
     assert not any(word in json.dumps(machine) for word in ("/", os.uname().nodename))
 
 
-def test_earlier_results_are_drawn_and_published(smoke: Path, tmp_path: Path) -> None:
+def test_earlier_results_are_plotted_and_published(smoke: Path, tmp_path: Path) -> None:
     published = tmp_path / "published"
     done = bench("--from", smoke, "--json", published / "smoke.json", "--no-rounds", "--plot", tmp_path / "plots")
     assert done.status == 0, done.told

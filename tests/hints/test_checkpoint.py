@@ -58,7 +58,7 @@ def equal(one: Weights, other: Weights) -> bool:
 
 
 @follows("contents/checkpoint.py:warn_if_forgotten", "Store.restore keeps it")
-def test_a_checkpoint_read_after_forget_is_restored(saved: casckpt.Store, messages: Messages) -> None:
+def test_a_checkpoint_read_after_it_was_forgotten_is_restored(saved: casckpt.Store, messages: Messages) -> None:
     id = saved.get("a@1").id
     saved.forget("a@1")
     with warnings.catch_warnings(record=True) as heard:

@@ -100,7 +100,7 @@ def test_an_existing_file_is_overwritten_with_force(saved: Store, tmp_path: Path
 
 
 @follows("frontends/interchange/new_files.py:_check_empty", "give another folder, or --force to write into it")
-def test_a_folder_with_files_is_written_into_with_force(
+def test_the_force_option_writes_into_a_folder_with_files(
     saved: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     (tmp_path / "out").mkdir()
@@ -115,7 +115,7 @@ def test_a_folder_with_files_is_written_into_with_force(
     "leave attachments out with attachments=False (--no-attachments)",
 )
 @pytest.mark.parametrize("way", ["attachments", "--no-attachments"])
-def test_an_attachment_in_the_way_of_a_file_is_left_out(
+def test_an_attachment_that_conflicts_with_a_file_is_omitted(
     store: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     store.save({"w": torch.ones(1)}, run="a", step=1, attachments={"model.safetensors": b"x"})

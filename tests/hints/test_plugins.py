@@ -168,7 +168,7 @@ def test_models_that_accelerate_did_not_prepare_are_saved_by_accelerate(
 
 
 @follows("frontends/torchtitan.py:CasCheckpointManager._ref", "has no step …; `casckpt list` shows its steps")
-def test_an_existing_step_is_found_in_the_list(store: Store, messages: Messages, run: Run) -> None:
+def test_the_list_shows_an_existing_step(store: Store, messages: Messages, run: Run) -> None:
     pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
     from casckpt.frontends.torchtitan import CasCheckpointManager
 

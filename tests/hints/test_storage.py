@@ -137,7 +137,7 @@ def test_the_region_of_a_bucket_is_set_with_an_option(moto_server: Server, messa
 
 @pytest.mark.usefixtures("no_credentials")
 @follows("storage/remote/s3/errors.py:", "that its certificate is trusted (client_kwargs={'verify': 'ca.pem'})")
-def test_a_certificate_is_trusted_by_an_option(moto_server: Server, tmp_path: Path, messages: Messages) -> None:
+def test_an_option_makes_a_certificate_trusted(moto_server: Server, tmp_path: Path, messages: Messages) -> None:
     certificate = make_certificate(tmp_path)
     with Proxy(moto_server.endpoint, certificate) as proxy:
         where = RemoteLocation("s3", "bucket/store", {**moto_server.options, "endpoint_url": proxy.endpoint})

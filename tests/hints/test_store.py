@@ -173,7 +173,9 @@ def test_a_run_whose_checkpoints_were_forgotten_is_listed_and_restored(
 
 
 @follows("contents/refs.py:_by_id", "see `casckpt list --all`")
-def test_a_missing_id_is_found_in_the_list(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
+def test_the_list_shows_an_id_to_use_instead_of_a_missing_one(
+    saved: Store, store_path: Path, messages: Messages, run: Run
+) -> None:
     with messages.error(NotFound) as advice:
         saved.get("f" * 64 if not saved.get("a@1").id.startswith("f") else "0" * 64)
     output = run(*advice.command("list"), store_path).output

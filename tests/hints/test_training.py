@@ -154,7 +154,7 @@ def test_keys_unread_by_a_module_are_handled_or_ignored(store: Store, messages: 
 
 
 @follows("frontends/training_state/loading.py:TrainingStateLoad.check_unused", "pass strict=False to skip them")
-def test_weights_without_a_parameter_are_left_out(trained: Store, model: Two, messages: Messages) -> None:
+def test_weights_without_a_parameter_are_omitted(trained: Store, model: Two, messages: Messages) -> None:
     fresh = Two("a")
     with messages.error(Mismatch) as advice:
         load_model_and_optim_state(trained, "a@1", fresh)
@@ -617,7 +617,7 @@ def test_generators_are_restored_after_they_are_created(messages: Messages) -> N
 
 
 @follows("frontends/training_state/train_state.py:TrainState._missing", "rng=False: without the random generators")
-def test_unsaved_parts_are_left_out(messages: Messages) -> None:
+def test_unsaved_parts_are_omitted(messages: Messages) -> None:
     with messages.error(MissingKey) as advice:
         TrainState(epoch=0, place=1).load_state_dict({"epoch": 3})
     advice.says("Leave that part out of the TrainState")

@@ -84,7 +84,7 @@ def test_no_committed_data_is_lost_in_larger_models(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("mutant", [*MUTANTS, *OWN_MUTANTS])
-def test_every_change_of_the_protocol_loses_data(mutant: str) -> None:
+def test_every_change_to_the_protocol_loses_data(mutant: str) -> None:
     verdict = check(replace(NEEDS.get(mutant, PLAIN), mutant=mutant), deep=mutant == "unreadable_root_ignored")
     assert verdict.outcome == "UNSAFE", f"{mutant}: {(MUTANTS | OWN_MUTANTS)[mutant]}, and nobody notices"
     assert "lacks" in verdict.trace[-1]

@@ -64,7 +64,7 @@ def holds_a_turn(rank: int, size: int, path: Path) -> None:
         pass
 
 
-def test_a_process_that_dies_frees_its_turn(tmp_path: Path, ranks: Pool) -> None:
+def test_a_process_that_dies_releases_its_turn(tmp_path: Path, ranks: Pool) -> None:
     found = ranks.outcomes(2, holds_a_turn, tmp_path)
     assert found[0].died == -signal.SIGKILL
     assert found[1].ok

@@ -235,7 +235,9 @@ def mortal(tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
-def test_a_server_killed_during_a_save_leaves_nothing_half_visible(mortal: Server, tmp_path: Path, full: bool) -> None:
+def test_a_server_killed_during_a_save_does_not_leave_a_partial_checkpoint(
+    mortal: Server, tmp_path: Path, full: bool
+) -> None:
     bucket, seen = mortal.new_bucket(), set()
     with Proxy(mortal.endpoint) as proxy:
         store = impatient(mortal, proxy, bucket, tmp_path / "cache", Backoff(attempts=3, first=0.01))

@@ -393,7 +393,7 @@ def _overlapping(table: Table) -> None:
     table.boxes[1:] = [((0, 1), (4, 2))]
 
 
-def test_extents_that_overlap_across_boxes_do_not_show_foreign_memory() -> None:
+def test_extents_that_overlap_across_boxes_do_not_expose_other_memory() -> None:
     """Overlaps that match holes in number would leave foreign memory in a new tensor."""
     from casckpt.tensors.values import Shard
 

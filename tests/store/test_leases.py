@@ -129,7 +129,7 @@ def empty() -> dict[str, Any]:
     return {"w": torch.zeros_like(state(0)["w"])}
 
 
-def test_a_load_holds_what_it_reads_until_its_end(store: Store) -> None:
+def test_a_load_holds_a_lease_on_what_it_reads_until_it_ends(store: Store) -> None:
     held: list[int] = []
 
     def look(done: int, total: int | None) -> None:
@@ -240,7 +240,7 @@ def later(store: Store, hours: float) -> None:
     store.repository.clock = lambda: now() + round(hours * 3600e6)
 
 
-def test_no_leased_checkpoint_is_deleted_by_gcs(tmp_path: Path) -> None:
+def test_gc_does_not_delete_leased_checkpoints(tmp_path: Path) -> None:
     """Two readers and a gc run in a loop while a training run saves."""
     store, over = small_folder(tmp_path / "store"), threading.Event()
     store.save(state(0), run="run", step=0)

@@ -71,7 +71,7 @@ def test_cgroup_v1_limits_are_found(host: Host) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "MemTotal: 900 kB\n"])
-def test_a_system_without_memory_information_has_no_limit(host: Host, text: str) -> None:
+def test_a_system_without_memory_information_does_not_have_a_limit(host: Host, text: str) -> None:
     host.tell("meminfo", text)
     assert host.found() == 0
     (host.root / "meminfo").unlink()

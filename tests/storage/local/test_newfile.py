@@ -82,7 +82,7 @@ class TestEachWay:
             store.put(KEY, noise(100))
         assert files(store) == ["a"]
 
-    def test_failed_allocation_is_reported(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_failed_allocation_is_reported(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(syscalls, "allocate", failing(syscalls.allocate, errno.EDQUOT))
         with pytest.raises(StorageError, match="quota"):
             put_aligned(store, KEY, noise(2 * MIB))

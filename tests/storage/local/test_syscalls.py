@@ -100,7 +100,7 @@ def test_an_unnamed_file_in_a_removed_folder_is_an_error(tmp_path: Path) -> None
     os.close(folder)
 
 
-def test_another_libc_or_system_is_supported(folder: int, file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_libcs_and_systems_are_supported(folder: int, file: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(syscalls, "_LIBC", SimpleNamespace())
     monkeypatch.setattr(syscalls, "_O_TMPFILE", 0)
     monkeypatch.setattr(syscalls, "_O_DIRECT", 0)

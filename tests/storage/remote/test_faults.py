@@ -174,7 +174,7 @@ def test_missing_credentials_are_reported(moto_server: Server, monkeypatch: pyte
         storage.size("a")
 
 
-def test_the_environment_is_read_when_a_store_is_opened(
+def test_environment_variables_are_read_when_a_store_is_opened(
     seaweed_server: Server, moto_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for server in (seaweed_server, moto_server):
@@ -315,7 +315,7 @@ def test_a_call_from_the_event_loop_of_the_client_is_an_error(storage: RemoteSto
 
 
 @pytest.mark.parametrize("nbytes", [1, 64 * MIB])
-def test_a_server_that_accepts_no_bytes_is_an_error(nbytes: int, naps: Naps) -> None:
+def test_a_server_that_does_not_accept_bytes_is_an_error(nbytes: int, naps: Naps) -> None:
     """The server accepts connections but is silent. The client would wait forever for permission to continue."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}"}

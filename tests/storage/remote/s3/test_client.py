@@ -10,7 +10,7 @@ from casckpt.storage.remote.s3 import client as remotes3
 from tests.support.servers import Server
 
 
-def test_many_pages_are_listed(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listing_can_span_many_pages(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remotes3, "PAGE", 7)
     bucket = moto_server.new_bucket()
     for number in range(21):
