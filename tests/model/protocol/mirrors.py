@@ -113,8 +113,7 @@ def is_noted(now: Logs, noted: Notes, txid: str, mutant: str = "") -> bool:
 
 
 def waiting(now: Logs, noted: Notes, mutant: str = "") -> tuple[str, ...]:
-    """Return what a pass copies, oldest first: live commits that are neither noted nor covered, and rewrites only if
-    they stand."""
+    """Return what a pass copies, oldest first: live, neither noted nor covered. Rewrites only if they stand."""
     found = (txid for txid in now.live() if now.stands(txid) and not covered_by(now, txid, mutant))
     return tuple(txid for txid in found if not is_noted(now, noted, txid, mutant))
 
