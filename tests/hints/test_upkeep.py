@@ -55,7 +55,7 @@ def test_a_gc_can_run_after_a_record_is_replaced_or_purged(
     if way == "give up":
         run(*advice.command("transactions", STORE=store_path))
     else:
-        advice.says("Restore the file")
+        advice.says("Put the file back")
         put_back()
     casckpt.open(store_path).gc()
     assert [one.step for one in casckpt.open(store_path).checkpoints()] == ([2] if way == "give up" else [1, 2])
