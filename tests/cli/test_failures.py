@@ -224,7 +224,7 @@ def test_a_damaged_tag_affects_no_checkpoint(saved: Path, store: casckpt.Store, 
     assert json.loads(run("show", saved, "a@1", "--json").stdout)["tags"] == ["good"]
     listed = run("tag", saved, "--json")
     assert [tag["name"] for tag in json.loads(listed.stdout)] == ["good"]
-    assert "cannot read the record of tag bad" in listed.stderr
+    assert "the record of tag bad cannot be read" in listed.stderr
     assert "--delete bad" in as_json("gc", saved, status=4)["error"]["message"]
     run("tag", saved, "--delete", "bad")
     run("gc", saved)
