@@ -242,7 +242,7 @@ def read_all(reader: Any, folder: Path, ref: str = "a@2") -> dict[str, bytes]:
 
 
 def places(data: bytes, kind: str) -> list[int]:
-    """Places to flip in a blob: between the header and the proof, since reads do not need the proof."""
+    """Offsets to flip in a blob: between the header and the proof, because reads do not need the proof."""
     if kind == "blob":
         return [4096, 4097, 8191, 8192, 4096 + 12_287]
     if kind == "manifest":
@@ -295,14 +295,14 @@ def test_a_manifest_with_more_bytes_is_refused(reader: Any, saved: Path) -> None
         read_all(reader, saved)
 
 
-def test_a_link_in_the_place_of_an_object_is_refused(reader: Any, saved: Path) -> None:
+def test_a_link_in_place_of_an_object_is_refused(reader: Any, saved: Path) -> None:
     for path in [*saved.rglob("*.safetensors")]:
         path.symlink_to(path.rename(path.with_name("elsewhere")))
     with pytest.raises(ValueError, match="is no file"):
         read_all(reader, saved)
 
 
-def test_a_log_that_lacks_a_record_is_refused(reader: Any, saved: Path) -> None:
+def test_a_log_with_a_missing_record_is_refused(reader: Any, saved: Path) -> None:
     store = casckpt.open(saved)
     store.restore(store.forget("a@1")[0])
     txid = store.get("a@1").commit.txid
@@ -316,7 +316,7 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
     write(path, line + b"\n" + blake3(line).hexdigest().encode() + b"\n")
 
 
-def test_records_that_keep_a_number_change_nothing(reader: Any, saved: Path) -> None:
+def test_records_that_only_keep_a_number_have_no_effect(reader: Any, saved: Path) -> None:
     store = casckpt.open(saved)
     first, second = (store.get(f"a@{step}").commit.txid for step in (1, 2))
     store.forget("a@1")
@@ -375,7 +375,7 @@ def test_a_replaced_manifest_is_refused(reader: Any, saved: Path, told: str) -> 
         read_all(reader, saved)
 
 
-def test_a_rewrite_whose_place_was_taken_is_void(reader: Any, tmp_path: Path) -> None:
+def test_a_rewrite_that_lost_the_race_is_void(reader: Any, tmp_path: Path) -> None:
     store = small_folder(tmp_path)
     base = store.save({"a": cells(2)}, run="a", step=1).commit
     made = move(store.repository, base)
@@ -407,7 +407,7 @@ def test_unknown_forms_are_refused(reader: Any, saved: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_manifest_yields_no_other_bytes(reader: Any, saved: Path, name: str) -> None:
+def test_a_hostile_manifest_does_not_yield_wrong_bytes(reader: Any, saved: Path, name: str) -> None:
     sound = [*read_all(reader, saved).values()]
     ref = forge(casckpt.open(saved), HOSTILE[name])
     try:
@@ -426,7 +426,7 @@ def test_a_later_format_is_refused(reader: Any, saved: Path, new: dict[str, Any]
 
 
 @pytest.mark.parametrize("new", [{"type": "married"}, {"txid": "20260101T000000000000Z-0-0-1"}, {"step": 3}], ids=str)
-def test_a_record_of_another_object_is_refused(reader: Any, saved: Path, new: dict[str, Any]) -> None:
+def test_a_record_for_a_different_object_is_refused(reader: Any, saved: Path, new: dict[str, Any]) -> None:
     path = next((saved / "commits").iterdir())
     write_record(path, json.loads(path.read_bytes().splitlines()[0]) | new)
     with pytest.raises(ValueError, match="the record of something else, or of an unknown type"):

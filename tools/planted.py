@@ -538,8 +538,8 @@ PLANTED = (
     Planted(
         "the name of a commit is not made durable",
         "LocalStore.put.create",
-        "            if settle:  # also",
-        "            if settle and folder != 'commits':  # also",
+        "            if settle:  # even",
+        "            if settle and folder != 'commits':  # even",
         "tests/store/test_power.py",
     ),
     Planted(

@@ -11,7 +11,7 @@ from tests.cli.conftest import AsJson, Run
 
 
 def test_the_error_for_a_storage_option_names_it(run: Run, saved: Path) -> None:
-    assert "would do nothing: ['anon']" in run("list", saved, "--storage-option", "anon=true", status=1).stderr
+    assert "remove ['anon']" in run("list", saved, "--storage-option", "anon=true", status=1).stderr
     assert "KEY=VALUE" in run("list", saved, "--storage-option", "anon", status=2).stderr
 
 

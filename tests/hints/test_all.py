@@ -1,4 +1,4 @@
-"""Each hint has a case, and each case a hint."""
+"""Each hint has a case, and each case has a hint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOT_HERE = {
     "install tzdata": "a test installs nothing",
     "pgrade": "a later version is not here yet",
 }
-"""Texts of hints that no test can follow, and why."""
+"""Hints that no test can follow, and why."""
 
 NO_HINTS = {
     Case("saving/save.py:_Attempt._request", "(dedup=…, check_replicas=…)"): "names what a rank gave",
@@ -33,7 +33,7 @@ NO_HINTS = {
     Case("frontends/megatron/mapping.py:ShardedTensor._problem", "do not make up"): "names fields that do not fit",
     Case("tensors/values.py:Shard.__repr__", "Shard(… of …, …)"): "is no message",
 }
-"""Texts that look like advice, and are none, and why."""
+"""Messages that look like advice but are not, and why."""
 
 FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("ranks/ranks.py:_gloo", "Set GLOO_SOCKET_IFNAME to the network interface"): (
@@ -79,9 +79,9 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     ),
     Case(
         "history/commits.py:gone", "lease=True, or Store.lease"
-    ): "tests/store/test_gone.py::test_the_advice_of_gone_helps",
+    ): "tests/store/test_gone.py::test_the_advice_in_a_gone_error_helps",
 }
-"""Hints that another test triggers and follows, and that test."""
+"""Hints that a test elsewhere triggers and follows, and that test."""
 
 
 @cache
@@ -143,15 +143,15 @@ def test_every_extra_that_a_hint_names_exists() -> None:
         "call mark_as_sharded() first",
         "pass it to dcp.load",
         "it belongs into exclude_keys",
-        "give another cache_dir",
+        "pass a different cache_dir",
     ],
 )
-def test_a_text_that_names_something_to_use_is_advice(text: str) -> None:
+def test_a_message_that_names_something_to_use_is_advice(text: str) -> None:
     assert is_advice(text)
 
 
 @pytest.mark.parametrize("text", ["jobs=… is not usable; give a positive number", "no name is given", "casckpt would"])
-def test_a_text_that_only_states_an_error_is_no_advice(text: str) -> None:
+def test_a_message_that_only_states_an_error_is_not_advice(text: str) -> None:
     assert not is_advice(text)
 
 
@@ -174,7 +174,7 @@ class A:
     ]
 
 
-def test_an_advice_contains_only_parts_of_its_message() -> None:
+def test_advice_contains_only_parts_of_its_message() -> None:
     advice = Advice("pass rename={'a': 'b'} or unread=\"ignore\" (or x=1): see `casckpt tag STORE NAME`")
     assert advice.argument("rename") == {"rename": {"a": "b"}}
     assert advice.argument("unread") == {"unread": "ignore"}

@@ -58,7 +58,7 @@ def equal(one: Weights, other: Weights) -> bool:
 
 
 @follows("contents/checkpoint.py:warn_if_forgotten", "Store.restore keeps it")
-def test_a_checkpoint_read_after_forget_is_restored(saved: casckpt.Store, messages: Messages) -> None:
+def test_a_checkpoint_read_after_it_was_forgotten_is_restored(saved: casckpt.Store, messages: Messages) -> None:
     id = saved.get("a@1").id
     saved.forget("a@1")
     with warnings.catch_warnings(record=True) as heard:
@@ -104,7 +104,7 @@ def test_a_damaged_frame_is_named_by_verify(
 
 @follows("loading/fit.py:check_fit", "rename=")
 @follows("loading/fit.py:rename_hint", "of them have different names there")
-def test_weights_under_other_names_load_with_the_suggested_rename(
+def test_weights_with_different_names_load_with_the_suggested_rename(
     saved: casckpt.Store, weights: Weights, messages: Messages
 ) -> None:
     state = {"net": zeros(weights)}
@@ -115,7 +115,9 @@ def test_weights_under_other_names_load_with_the_suggested_rename(
 
 
 @follows("loading/fit.py:check_fit", 'unread="ignore" leaves them unchanged')
-def test_unfilled_weights_are_left_on_request(saved: casckpt.Store, weights: Weights, messages: Messages) -> None:
+def test_unfilled_weights_are_left_unchanged_on_request(
+    saved: casckpt.Store, weights: Weights, messages: Messages
+) -> None:
     state = {"other": torch.ones(3)}
     with messages.error(MissingKey) as advice:
         saved.load(state, "a@1", strict=False)
@@ -156,7 +158,7 @@ class Adapted(nn.Module):
 
 
 @follows("loading/fit.py:check_no_adapters", "peft.get_peft_model")
-def test_a_model_with_adapters_takes_a_checkpoint_with_adapters(store: casckpt.Store, messages: Messages) -> None:
+def test_a_model_with_adapters_loads_a_checkpoint_with_adapters(store: casckpt.Store, messages: Messages) -> None:
     adapted = Adapted(nn.Linear(2, 2))
     casckpt.save_model_and_optim_state(store, adapted, run="a", step=1)
     with messages.error(Mismatch) as advice:
@@ -198,7 +200,7 @@ def test_unread_keys_are_not_logged_on_request(store: casckpt.Store, messages: M
 
 
 @follows("loading/arguments.py:check_used", "`casckpt show --tensors` lists its keys")
-def test_a_pattern_that_matches_no_key_is_made_from_what_show_lists(
+def test_a_pattern_without_a_match_is_corrected_from_the_list_of_show(
     saved: casckpt.Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     with messages.error(MissingKey) as advice:
@@ -209,7 +211,9 @@ def test_a_pattern_that_matches_no_key_is_made_from_what_show_lists(
 
 
 @follows("loading/load_plan.py:LoadPlan._add_tensor", "ignore_mismatched= leaves it unchanged")
-def test_a_tensor_of_another_shape_is_left(saved: casckpt.Store, weights: Weights, messages: Messages) -> None:
+def test_a_tensor_with_a_different_shape_is_left_unchanged(
+    saved: casckpt.Store, weights: Weights, messages: Messages
+) -> None:
     state = zeros(weights) | {"w": torch.ones(7)}
     with messages.error(Mismatch) as advice:
         saved.load(state, "a@1")
@@ -219,7 +223,9 @@ def test_a_tensor_of_another_shape_is_left(saved: casckpt.Store, weights: Weight
 
 
 @follows("tensors/dtypes.py:check_cast", "pass cast=True to …")
-def test_a_tensor_of_another_dtype_is_converted(saved: casckpt.Store, weights: Weights, messages: Messages) -> None:
+def test_a_tensor_with_a_different_dtype_is_converted(
+    saved: casckpt.Store, weights: Weights, messages: Messages
+) -> None:
     state = zeros(weights) | {"w": torch.zeros(6, dtype=torch.double)}
     with messages.error(Mismatch) as advice:
         saved.load(state, "a@1")
@@ -228,7 +234,7 @@ def test_a_tensor_of_another_dtype_is_converted(saved: casckpt.Store, weights: W
 
 
 @follows("loading/template.py:Template._misfits", "ignore_mismatched= accepts patterns of keys")
-def test_tensors_of_other_shapes_are_left(saved: casckpt.Store, messages: Messages) -> None:
+def test_tensors_with_different_shapes_are_left_unchanged(saved: casckpt.Store, messages: Messages) -> None:
     state = {"w": torch.ones(7), "b": torch.ones(1)}
     with messages.error(Mismatch) as advice:
         saved.load(state, "a@1")
@@ -240,7 +246,7 @@ def test_tensors_of_other_shapes_are_left(saved: casckpt.Store, messages: Messag
 
 
 @follows("loading/template.py:Template._lacks", "Pass strict=False to leave them unchanged, or rename=")
-def test_keys_that_a_checkpoint_lacks_are_left_or_mapped(
+def test_keys_missing_from_a_checkpoint_are_left_unchanged_or_mapped(
     saved: casckpt.Store, weights: Weights, messages: Messages
 ) -> None:
     state = zeros(weights) | {"more": torch.ones(1)}
@@ -257,7 +263,9 @@ def test_keys_that_a_checkpoint_lacks_are_left_or_mapped(
 
 
 @follows("loading/template.py:Template.check_empty", "Put None in its place")
-def test_an_empty_mapping_is_filled_or_left(store: casckpt.Store, weights: Weights, messages: Messages) -> None:
+def test_an_empty_mapping_is_filled_or_left_unchanged(
+    store: casckpt.Store, weights: Weights, messages: Messages
+) -> None:
     store.save({"w": weights, "n": 1}, run="a", step=1)
     with messages.error(Mismatch) as advice:
         store.load({"w": {}, "n": 0}, "a@1")
@@ -271,7 +279,7 @@ def test_an_empty_mapping_is_filled_or_left(store: casckpt.Store, weights: Weigh
 
 
 @follows("loading/update.py:update", "to repair them, load all of them, or update with check=True")
-def test_a_state_left_undefined_by_an_update_is_loaded(
+def test_a_state_left_undefined_by_an_update_is_reloaded(
     store: casckpt.Store, store_path: Path, messages: Messages
 ) -> None:
     store.save({"w": torch.arange(40000.0)}, run="a", step=1)
@@ -319,7 +327,7 @@ def fresh_and_sharded(rank: int, size: int, path: str) -> tuple[str, bool, bool]
 
 
 @follows("loading/template.py:Template._look_below", "use casckpt.load_model_and_optim_state or Checkpointer")
-def test_a_sharded_fresh_optimizer_is_filled_by_name(ranks: Pool, store_path: Path, messages: Messages) -> None:
+def test_a_new_sharded_optimizer_is_filled_by_name(ranks: Pool, store_path: Path, messages: Messages) -> None:
     for message, first, second in ranks.run(2, fresh_and_sharded, str(store_path)):
         advice = messages.text(message)
         advice.says("casckpt.load_model_and_optim_state")
@@ -341,7 +349,7 @@ def outside(rank: int, size: int, path: str) -> str | None:
 
 
 @follows("ranks/ranks.py:open_ranks", "call only on its ranks, or pass no_dist=True")
-def test_a_rank_outside_of_a_group_saves_alone(ranks: Pool, store_path: Path, messages: Messages) -> None:
+def test_a_rank_outside_a_group_saves_alone(ranks: Pool, store_path: Path, messages: Messages) -> None:
     message, _ = ranks.run(2, outside, str(store_path))
     messages.text(message).says("call only on its ranks")
     assert casckpt.open(store_path).runs() == ["alone", "group"]
@@ -376,7 +384,7 @@ def grouped(rank: int, size: int, path: str) -> int:
 
 
 @follows("ranks/ranks.py:_warn_of_others", "init_process_group first, or pass no_dist=True if that is meant")
-def test_a_process_of_a_launcher_joins_its_group_or_works_alone(
+def test_a_launched_process_joins_its_group_or_works_alone(
     saved: casckpt.Store, messages: Messages, ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_ranks._warn_of_others.cache_clear()
@@ -404,7 +412,7 @@ def other_shapes(rank: int, size: int, path: str) -> str:
 
 
 @follows("saving/layout.py:plan_writes", "or wrap it in casckpt.PerRank")
-def test_values_of_different_shapes_on_ranks_are_saved_per_rank(
+def test_values_with_different_shapes_across_ranks_are_saved_per_rank(
     ranks: Pool, store_path: Path, messages: Messages
 ) -> None:
     for message in ranks.run(2, other_shapes, str(store_path)):
@@ -428,7 +436,7 @@ def far_apart(rank: int, size: int, path: str) -> str:
 
 
 @follows("saving/replicas.py:", "With check_replicas='off', casckpt saves")
-def test_a_parameter_that_differs_between_ranks_is_saved_in_four_ways(
+def test_a_parameter_that_differs_across_ranks_can_be_saved_in_four_ways(
     ranks: Pool, store_path: Path, messages: Messages
 ) -> None:
     for message in ranks.run(2, far_apart, str(store_path)):
@@ -458,7 +466,7 @@ def near(rank: int, size: int, path: str) -> tuple[str, str]:
 
 @follows("saving/replicas.py:find_odd", "or pass check_replicas='sample'")
 @follows("saving/leader.py:", "Synchronize the values before the save")
-def test_small_differences_between_ranks_are_synchronised_or_allowed(
+def test_small_differences_across_ranks_are_synchronized_or_allowed(
     ranks: Pool, store_path: Path, messages: Messages
 ) -> None:
     (message, logged), _ = ranks.run(2, near, str(store_path))
@@ -475,7 +483,7 @@ def alone_of_two(rank: int, size: int, path: str, given: dict[str, Any]) -> None
 
 
 @follows("ranks/waiting.py:late", "Store.save and Store.load have no_dist=True, for one rank alone")
-def test_a_rank_that_need_not_wait_uses_no_dist(ranks: Pool, store_path: Path, messages: Messages) -> None:
+def test_a_rank_that_does_not_need_to_wait_uses_no_dist(ranks: Pool, store_path: Path, messages: Messages) -> None:
     advice = messages.text(waiting.late([1], 30.0))
     ranks.run(2, alone_of_two, str(store_path), advice.argument("no_dist"))
     assert casckpt.open(store_path).read("a@1") == {"x": 1}
@@ -516,7 +524,7 @@ class Settings(UserDict[str, Any]):
 
 
 @follows("saving/prepare.py:_log_class", "Store.read returns a dict, and a load into such an object fills it")
-def test_a_mapping_of_another_class_is_filled_by_a_load(store: casckpt.Store, messages: Messages) -> None:
+def test_a_mapping_of_a_different_class_is_filled_by_a_load(store: casckpt.Store, messages: Messages) -> None:
     with messages.log() as advice:
         store.save({"more": Settings(lr=0.5)}, run="a", step=1)
     advice.says("Store.read returns a dict")
@@ -528,7 +536,7 @@ def test_a_mapping_of_another_class_is_filled_by_a_load(store: casckpt.Store, me
 
 
 @follows("history/transactions.py:begin_save", "save a different step, or overwrite it (overwrite=True")
-def test_a_step_that_exists_is_overwritten(saved: casckpt.Store, messages: Messages) -> None:
+def test_an_existing_step_is_overwritten(saved: casckpt.Store, messages: Messages) -> None:
     with messages.error() as advice:
         saved.save({"x": 2}, run="a", step=1)
     saved.save({"x": 2}, run="a", step=1, **advice.argument("overwrite"))
@@ -539,7 +547,7 @@ def test_a_step_that_exists_is_overwritten(saved: casckpt.Store, messages: Messa
 
 
 @follows("history/transactions.py:begin_save", "--overwrite")
-def test_a_step_that_exists_is_overwritten_by_an_import(
+def test_an_existing_step_is_overwritten_by_an_import(
     saved: casckpt.Store, store_path: Path, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     torch.save({"x": torch.ones(2)}, tmp_path / "x.pt")

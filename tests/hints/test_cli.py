@@ -27,7 +27,7 @@ Store = casckpt.Store
 
 
 @follows("cli/commands/copy.py:command", "--storage-option is for STORE, which is a local folder; use --dst-option for")
-def test_options_of_the_target_of_a_copy_have_their_own_flag(
+def test_storage_options_of_a_copy_target_have_their_own_flag(
     saved: Store, store_path: Path, moto_server: Server, messages: Messages, run: Run
 ) -> None:
     command = ("copy", store_path, f"s3://{moto_server.new_bucket()}/store")
@@ -44,7 +44,7 @@ def beside(option: str, values: Iterable[str]) -> list[str]:
 
 @follows("cli/commands/copy.py:_part", "RANK and WORLD_SIZE in the environment must be numbers")
 @follows("cli/commands/copy.py:_part", "in the environment do not fit together: unset them")
-def test_processes_of_a_launcher_share_a_copy(
+def test_launched_processes_share_a_copy(
     saved: Store, tmp_path: Path, messages: Messages, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store_path = saved.url
@@ -63,7 +63,7 @@ def test_processes_of_a_launcher_share_a_copy(
 
 
 class Once:
-    """A server that ends before its first answer."""
+    """A server that ends before its first response."""
 
     def __init__(self, _: object) -> None: ...
 
@@ -81,7 +81,7 @@ def not_served(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("not_served")
 @follows("cli/commands/export.py:serve", "can reach the store at …: pass --token-file or --no-token")
 @pytest.mark.parametrize("option", ["--token-file", "--no-token"])
-def test_a_server_on_a_public_address_gets_a_token_or_none(
+def test_a_server_on_a_public_address_runs_with_or_without_a_token(
     saved: Store, tmp_path: Path, messages: Messages, run: Run, option: str
 ) -> None:
     (tmp_path / "tokens").write_text("secret\n")
@@ -93,7 +93,9 @@ def test_a_server_on_a_public_address_gets_a_token_or_none(
 
 @pytest.mark.usefixtures("not_served")
 @follows("cli/commands/export.py:serve", "cannot listen on …:…: …; pass a different --port")
-def test_a_used_port_is_replaced_by_another(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
+def test_a_port_in_use_is_replaced_by_a_different_one(
+    saved: Store, store_path: Path, messages: Messages, run: Run
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         advice = messages.text(run("serve", store_path, "--port", taken.getsockname()[1], status=1).output)
         assert "serving" in run("serve", store_path, advice.says("--port"), "0").output
@@ -132,7 +134,7 @@ def test_a_setting_is_set_or_unset(saved: Store, store_path: Path, messages: Mes
 
 
 @follows("cli/commands/show.py:_chosen", "omit --keys to list all tensors")
-def test_all_keys_are_listed_without_an_unmatched_pattern(
+def test_omitting_an_unmatched_pattern_lists_all_keys(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     advice = messages.text(run("show", store_path, "a@1", "--tensors", "--keys", "x.*", status=3).output)
@@ -142,7 +144,7 @@ def test_all_keys_are_listed_without_an_unmatched_pattern(
 
 @follows("cli/commands/tag.py:command", "--expires needs a tag to set: pass NAME and REF")
 @follows("cli/commands/tag.py:command", "--delete takes a single name: omit all other arguments")
-def test_a_tag_is_set_for_a_time_and_deleted(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
+def test_a_tag_is_set_temporarily_and_deleted(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
     advice = messages.text(run("tag", store_path, "--expires", "1d", status=2).output)
     names = advice.says("NAME and REF").replace("NAME", "best").replace("REF", "a@1").split(" and ")
     run("tag", store_path, *names, "--expires", "1d")
@@ -153,7 +155,7 @@ def test_a_tag_is_set_for_a_time_and_deleted(saved: Store, store_path: Path, mes
 
 
 @follows("cli/commands/tag.py:_rows", "set it with `casckpt tag STORE … REF`")
-def test_a_missing_tag_is_set_with_the_suggested_command(
+def test_a_missing_tag_is_created_with_the_suggested_command(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     advice = messages.text(run("tag", store_path, "best", status=3).output)
@@ -163,9 +165,7 @@ def test_a_missing_tag_is_set_with_the_suggested_command(
 
 @follows("cli/commands/list.py:transactions", "--revoke is for a save in progress, and --give-up for a damaged one")
 @follows("cli/commands/list.py:_txid", "`casckpt transactions STORE` lists them")
-def test_a_save_in_progress_is_revoked_by_its_name(
-    saved: Store, store_path: Path, messages: Messages, run: Run
-) -> None:
+def test_a_save_in_progress_is_revoked_by_name(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
     from casckpt.history.transactions import begin
 
     save = begin(saved.repository, "a", 3)
@@ -182,7 +182,7 @@ def test_a_save_in_progress_is_revoked_by_its_name(
 
 
 @follows("cli/commands/export.py:", "use --format hf for a folder that from_pretrained can load")
-def test_an_export_without_its_config_is_made_for_a_model(
+def test_an_export_without_a_config_succeeds_with_the_suggested_option(
     store: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     state = {"model": {"w": torch.ones(2)}, "optim": {"m": torch.ones(2)}}
@@ -193,7 +193,7 @@ def test_an_export_without_its_config_is_made_for_a_model(
 
 
 @follows("cli/commands/gc.py:_say_space", "once the forgotten checkpoints are purged; --min-age 0 does it immediately")
-def test_forgotten_checkpoints_are_deleted_at_once_with_the_option(
+def test_the_option_deletes_forgotten_checkpoints_immediately(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     saved.save({"w": torch.zeros(7)}, run="a", step=2)
@@ -241,7 +241,7 @@ def test_unrepairable_damage_is_repaired_from_a_copy_or_forgotten(
 
 
 @follows("cli/commands/report.py:say_unreadable", "could not be read; run `casckpt verify` for details")
-def test_verify_explains_a_checkpoint_that_cannot_be_counted(
+def test_verify_explains_a_checkpoint_that_cannot_be_measured(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     id = saved.get("a@1").id
@@ -279,7 +279,7 @@ def test_tensors_are_shown_with_the_suggested_options(
 
 @follows("cli/commands/show.py:_signers", "not checked here: use `casckpt verify --require-signature`")
 @follows("cli/commands/verify.py:_to_do", "not signed: if you trust them, run `casckpt sign`")
-def test_signatures_are_checked_and_made(
+def test_signatures_are_verified_and_created(
     saved: Store, store_path: Path, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     alice, bob = pair(tmp_path / "keys"), pair(tmp_path / "keys", "bob")
@@ -293,7 +293,7 @@ def test_signatures_are_checked_and_made(
 
 
 @follows("cli/commands/gc.py:thinned_text", "--min-age 0 does it immediately, but purges all forgotten checkpoints")
-def test_thinned_bytes_are_freed_at_once_with_the_option(
+def test_the_option_frees_thinned_bytes_immediately(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     advice = messages.text(run("thin", store_path, "a@1", "--drop", "b").output)
@@ -346,7 +346,7 @@ def test_the_help_explains_a_command(saved: Store, store_path: Path, messages: M
 
 
 @follows("cli/text.py:shortened", "(--json lists all)")
-def test_a_long_list_is_complete_as_json(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
+def test_json_output_shows_a_long_list_in_full(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
     steps = range(2, 24)
     for step in steps:
         saved.save({"x": step}, run="a", step=step)

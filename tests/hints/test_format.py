@@ -102,7 +102,7 @@ def test_the_full_tensor_of_a_dtensor_is_a_metric(store: Store, messages: Messag
 
 
 @follows("format/metrics.py:_items", "pass str() of it")
-def test_keys_of_metadata_are_converted_to_text(store: Store, messages: Messages) -> None:
+def test_metadata_keys_are_converted_to_strings(store: Store, messages: Messages) -> None:
     with messages.error(InvalidInput) as advice:
         store.save({"x": 1}, run="a", step=1, metadata={3: "three"})  # type: ignore[dict-item]
     advice.says("pass str() of it")
@@ -114,7 +114,7 @@ def test_keys_of_metadata_are_converted_to_text(store: Store, messages: Messages
 
 
 @follows("plan/retention.py:thinning_of", "also pass keep_last=1 or a different rule")
-def test_a_thinning_rule_names_checkpoints_that_stay_whole(saved: Store, messages: Messages) -> None:
+def test_a_thinning_rule_names_checkpoints_to_keep_whole(saved: Store, messages: Messages) -> None:
     rule: dict[str, Any] = {"drop": ["b"]}
     saved.save({"w": torch.ones(2), "b": torch.ones(1)}, run="a", step=2)
     with messages.error(InvalidInput) as advice:
@@ -125,7 +125,7 @@ def test_a_thinning_rule_names_checkpoints_that_stay_whole(saved: Store, message
 
 
 @follows("plan/retention.py:runs_without", "save with metrics={...}, or omit this rule")
-def test_the_best_are_kept_by_a_metric_that_is_saved(store: Store, messages: Messages) -> None:
+def test_the_best_checkpoints_are_kept_by_a_saved_metric(store: Store, messages: Messages) -> None:
     store.save({"x": 1}, run="a", step=1)
     store.save({"x": 2}, run="a", step=2)
     with messages.error(InvalidInput) as advice:

@@ -67,7 +67,7 @@ def test_one_replica_is_the_main_replica(store_path: Path, messages: Messages) -
 
 
 @follows("frontends/megatron/loading.py:RankLoad._shards", "allow_shape_mismatch=True pads and cuts")
-def test_a_tensor_of_another_shape_is_padded(where: str, messages: Messages) -> None:
+def test_a_tensor_with_a_different_shape_is_padded(where: str, messages: Messages) -> None:
     save({"w": tensor()}, where)
     longer = torch.full((6,), -1.0)
     with messages.error(CheckpointingException) as advice:
@@ -78,7 +78,7 @@ def test_a_tensor_of_another_shape_is_padded(where: str, messages: Messages) -> 
 
 
 @follows("frontends/megatron/mapping.py:ShardedTensor._problem", "for an uneven cut give axis_fragmentations=None")
-def test_an_uneven_cut_is_given_without_fragmentations(messages: Messages) -> None:
+def test_an_uneven_split_is_described_without_fragmentations(messages: Messages) -> None:
     def part(**more: Any) -> ShardedTensor:
         fields: dict[str, Any] = {"axis_fragmentations": (2,), "replica_id": 0} | more
         return ShardedTensor("w", torch.ones(3), torch.float32, (3,), (5,), (2,), **fields)
@@ -89,7 +89,7 @@ def test_an_uneven_cut_is_given_without_fragmentations(messages: Messages) -> No
 
 
 @follows("frontends/megatron/mapping.py:ShardedTensor.local_coordinates", "and it has none; use global_slice()")
-def test_the_place_of_a_whole_part_is_given_by_its_slice(messages: Messages) -> None:
+def test_the_position_of_a_whole_part_is_given_by_its_slice(messages: Messages) -> None:
     with messages.error(CheckpointingException) as advice:
         tensor().local_coordinates()
     assert getattr(tensor(), advice.says("global_slice()")[:-2])() == (slice(0, 4),)
@@ -98,7 +98,7 @@ def test_the_place_of_a_whole_part_is_given_by_its_slice(messages: Messages) -> 
 @follows(
     "frontends/megatron/mapping.py:ShardedTensor.max_allowed_chunks", "give allow_shape_mismatch=True if it is padded"
 )
-def test_a_padded_axis_need_not_divide(messages: Messages) -> None:
+def test_a_padded_axis_does_not_have_to_divide_evenly(messages: Messages) -> None:
     def part(**more: Any) -> ShardedTensor:
         return ShardedTensor("w", None, torch.float32, (2,), (5,), (2,), (2,), **more)
 
@@ -128,7 +128,7 @@ def test_flat_and_other_parts_have_their_own_constructors(messages: Messages) ->
 @follows(
     "frontends/megatron/place.py:_text", "give STORE#RUN@STEP, as ckpts#sft@100, or casckpt.at(store, run=, step=)"
 )
-def test_a_place_is_a_reference_or_built_with_at(store_path: Path, messages: Messages) -> None:
+def test_a_checkpoint_location_is_a_reference_or_built_with_at(store_path: Path, messages: Messages) -> None:
     wrong: list[Any] = ["iter_0000001", 5]
     for step, place in enumerate(wrong):
         with messages.error(CheckpointingException) as advice:
@@ -144,7 +144,7 @@ def test_a_place_is_a_reference_or_built_with_at(store_path: Path, messages: Mes
 @follows(
     "frontends/megatron/saving.py:located", "give None as sharded_strategy, or call megatron.core.dist_checkpointing"
 )
-def test_a_strategy_is_for_the_functions_of_megatron(
+def test_a_strategy_is_passed_to_megatron_functions(
     where: str, store_path: Path, tmp_path: Path, messages: Messages
 ) -> None:
     core()
@@ -160,7 +160,7 @@ def test_a_strategy_is_for_the_functions_of_megatron(
 
 
 @follows("frontends/megatron/stored.py:load_content_metadata", "give a checkpoint_dir, or a preloaded_state_dict")
-def test_content_metadata_belong_to_a_checkpoint_or_a_loaded_state(where: str, messages: Messages) -> None:
+def test_content_metadata_belongs_to_a_checkpoint_or_a_loaded_state(where: str, messages: Messages) -> None:
     save({"w": tensor()}, where, content_metadata={"n": 1})
     with messages.error(ValueError) as advice:
         megatron.load_content_metadata()
@@ -172,7 +172,7 @@ def test_content_metadata_belong_to_a_checkpoint_or_a_loaded_state(where: str, m
 
 @follows("frontends/megatron/loading.py:check_unexpected", "strict='log_unexpected' leaves them out")
 @follows("frontends/megatron/loading.py:check_missing", "strict='raise_unexpected' leaves them unread")
-def test_keys_of_one_side_are_left(where: str, messages: Messages) -> None:
+def test_keys_on_only_one_side_are_left_unchanged(where: str, messages: Messages) -> None:
     save({"w": tensor(), "v": tensor("v")}, where)
     wanted = {"w": tensor(value=0), "x": tensor("x", value=0)}
     with messages.error(CheckpointingException) as advice:
@@ -186,7 +186,7 @@ def test_keys_of_one_side_are_left(where: str, messages: Messages) -> None:
 @follows(
     "frontends/megatron/optimizer.py:get_param_id_to_sharded_param_map", "make it with keep_vars=True, and transform"
 )
-def test_a_state_dict_of_parameters_has_them(messages: Messages) -> None:
+def test_a_parameter_state_dict_contains_parameters(messages: Messages) -> None:
     model = nn.Linear(3, 4)
     with messages.log() as advice:
         copies = {name: ShardedTensor.from_rank_offsets(name, value) for name, value in model.state_dict().items()}
@@ -199,7 +199,7 @@ def test_a_state_dict_of_parameters_has_them(messages: Messages) -> None:
 
 
 @follows("frontends/megatron/optimizer.py:make_sharded_optimizer_tensor", "such as 'step', belongs into exclude_keys")
-def test_state_of_another_shape_is_excluded_from_sharding(store_path: Path, messages: Messages) -> None:
+def test_state_with_a_different_shape_is_excluded_from_sharding(store_path: Path, messages: Messages) -> None:
     model, optim = trained()
     numbers = get_param_id_to_sharded_param_map(sharded(model), model.parameters())
     with messages.error(CheckpointingException) as advice:
@@ -242,7 +242,9 @@ def test_classes_in_the_common_part_are_loaded_with_allow_pickle_or_by_megatron(
 
 
 @follows("frontends/megatron/strategies.py:CasSaveShardedStrategy._step", "give the strategy step=, or a function")
-def test_the_step_of_a_folder_without_a_number_is_given(store_path: Path, tmp_path: Path, messages: Messages) -> None:
+def test_the_step_of_a_folder_without_a_number_is_passed_explicitly(
+    store_path: Path, tmp_path: Path, messages: Messages
+) -> None:
     core()
     folder = tmp_path / "newest"
     folder.mkdir()
@@ -256,7 +258,7 @@ def test_the_step_of_a_folder_without_a_number_is_given(store_path: Path, tmp_pa
 
 
 @follows("frontends/megatron/training_loop.py:install", "call undo() on the result of install()")
-def test_the_patch_of_megatron_is_undone_before_other_saves(store_path: Path, messages: Messages) -> None:
+def test_the_megatron_patch_is_undone_before_other_saves(store_path: Path, messages: Messages) -> None:
     core()
     installed = megatron.install(store_path, run="a")
     with messages.error(Conflict) as advice:

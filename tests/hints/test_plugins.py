@@ -56,7 +56,9 @@ def test_a_pointer_file_is_restored_with_its_command(store: Store, tmp_path: Pat
 
 
 @follows("frontends/lightning/io.py:CasCheckpointIO.save_checkpoint", "go to casckpt.open; leave them out here")
-def test_storage_options_are_given_when_a_store_is_opened(store_path: Path, tmp_path: Path, messages: Messages) -> None:
+def test_storage_options_are_passed_when_a_store_is_opened(
+    store_path: Path, tmp_path: Path, messages: Messages
+) -> None:
     options: dict[str, Any] = {}
     with messages.error(InvalidInput) as advice:
         CasCheckpointIO(store_path, run="sft").save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt", options)
@@ -82,9 +84,7 @@ class Begins(LightningModule):
 
 
 @follows("frontends/lightning/io.py:CasCheckpointIO.save_checkpoint", "CasCheckpointCheck(), ...]) raises this before")
-def test_a_callback_raises_errors_of_a_save_before_the_first_batch(
-    store: Store, tmp_path: Path, messages: Messages
-) -> None:
+def test_a_callback_raises_save_errors_before_the_first_batch(store: Store, tmp_path: Path, messages: Messages) -> None:
     def fit(*callbacks: Callback) -> tuple[int, InvalidInput]:
         trainer = Trainer(
             plugins=[CasCheckpointIO(store, run="sft")], callbacks=[*callbacks], accelerator="cpu", max_epochs=1,
@@ -104,7 +104,7 @@ def test_a_callback_raises_errors_of_a_save_before_the_first_batch(
 @follows(
     "frontends/lightning/strategy.py:CasModelParallelStrategy.save_checkpoint", "go to casckpt.open; leave them out"
 )
-def test_the_strategy_takes_a_store_with_its_options(store_path: Path, tmp_path: Path, messages: Messages) -> None:
+def test_the_strategy_accepts_a_store_with_its_options(store_path: Path, tmp_path: Path, messages: Messages) -> None:
     options: dict[str, Any] = {}
     with messages.error(InvalidInput) as advice:
         CasModelParallelStrategy(store_path, run="sft").save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt", options)
@@ -142,7 +142,7 @@ def test_an_unsigned_file_is_imported_and_signed(tmp_path: Path, messages: Messa
 
 
 @follows("frontends/accelerate.py:AcceleratorCheckpointer.__init__", "save by accelerator.save_state")
-def test_models_not_prepared_by_accelerate_are_saved_by_accelerate(
+def test_models_that_accelerate_did_not_prepare_are_saved_by_accelerate(
     store: Store, tmp_path: Path, messages: Messages
 ) -> None:
     pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
@@ -168,7 +168,7 @@ def test_models_not_prepared_by_accelerate_are_saved_by_accelerate(
 
 
 @follows("frontends/torchtitan.py:CasCheckpointManager._ref", "has no step …; `casckpt list` shows its steps")
-def test_an_existing_step_is_found_in_the_list(store: Store, messages: Messages, run: Run) -> None:
+def test_the_list_shows_an_existing_step(store: Store, messages: Messages, run: Run) -> None:
     pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
     from casckpt.frontends.torchtitan import CasCheckpointManager
 
@@ -183,7 +183,7 @@ def test_an_existing_step_is_found_in_the_list(store: Store, messages: Messages,
 
 @follows("frontends/torchtitan.py:_refuse", "casckpt import, and initial_load_ref")
 @follows("frontends/torchtitan.py:_refuse", "casckpt export --format safetensors")
-def test_folders_of_a_hub_go_through_commands(store: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
+def test_hub_folders_are_handled_by_commands(store: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
     pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
     from casckpt.frontends.torchtitan import CasCheckpointManager, _refuse
 
@@ -207,7 +207,7 @@ def test_folders_of_a_hub_go_through_commands(store: Store, tmp_path: Path, mess
 
 
 @follows("frontends/torchtitan.py:", "Under torchtitan, rename is for initial_load_ref")
-def test_a_renamed_model_continues_as_another_run(store: Store, messages: Messages) -> None:
+def test_a_renamed_model_continues_as_a_different_run(store: Store, messages: Messages) -> None:
     pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
     from casckpt.frontends.torchtitan import CasCheckpointManager
 
@@ -234,7 +234,7 @@ def test_a_renamed_model_continues_as_another_run(store: Store, messages: Messag
     assert identical(fresh_adam.state_dict()["state"], adam.state_dict()["state"])
     loading.save(3)
     loading.maybe_wait_for_saving()
-    assert manager_of(inside, "next", **begun, **rename)[0].load()  # names of the manager's own are not renamed
+    assert manager_of(inside, "next", **begun, **rename)[0].load()  # the manager's own names are not changed
 
 
 # Transformers
@@ -251,7 +251,7 @@ def test_a_custom_loop_saves_states_that_a_trainer_cannot(store: Store, messages
 
 
 @follows("frontends/transformers.py:restore_checkpoint", "casckpt export writes its weights")
-def test_weights_that_no_trainer_of_transformers_saved_are_exported(
+def test_weights_not_saved_by_a_transformers_trainer_are_exported(
     saved: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     with messages.error(Mismatch) as advice:

@@ -44,7 +44,7 @@ def described(tensor: torch.Tensor, at: int) -> torch.Tensor:
 
 
 @follows("tensors/dtensors.py:described_shards", "Correct its …, or save its parts as casckpt.Shard")
-def test_a_tensor_with_a_wrong_description_is_corrected_or_saved_in_parts(store: Store, messages: Messages) -> None:
+def test_a_wrongly_described_tensor_is_corrected_or_saved_in_parts(store: Store, messages: Messages) -> None:
     with messages.error(InvalidInput) as advice:
         store.save({"w": described(torch.ones(2), at=2)}, run="a", step=1)
     advice.says("Correct its __create_chunk_list__")
@@ -89,7 +89,7 @@ def test_the_state_of_a_generator_is_stored(store: Store, messages: Messages) ->
 
 
 @follows("tensors/shards.py:_problem", "for a load, call module.to_empty(device=...), and for a save, fill the module")
-def test_a_meta_tensor_is_materialised(store: Store, messages: Messages) -> None:
+def test_a_meta_tensor_is_materialized(store: Store, messages: Messages) -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     with messages.error(InvalidInput) as advice:
@@ -188,7 +188,7 @@ def function_of(module: str, name: str) -> Any:
 
 
 @follows("tensors/dtensors.py:_mesh_order", "call preprocess_state_dict_for_uneven_dtensor")
-def test_a_dtensor_of_megatron_fsdp_is_saved_after_preprocessing(
+def test_a_megatron_fsdp_dtensor_is_saved_after_preprocessing(
     ranks: Pool, store_path: Path, messages: Messages
 ) -> None:
     for message in ranks.run(2, uneven, str(store_path)):

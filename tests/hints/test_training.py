@@ -1,4 +1,4 @@
-"""Advice about models, optimizers and trainings."""
+"""Advice about models, optimizers and training runs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def weights(model: nn.Module) -> dict[str, Any]:
 
 
 @follows("frontends/training_state/groups.py:match", "or load the model alone (optim=None; from a dict")
-def test_two_parameters_with_one_name_get_different_names(trained: Store, model: Two, messages: Messages) -> None:
+def test_two_parameters_with_the_same_name_get_different_names(trained: Store, model: Two, messages: Messages) -> None:
     fresh = Two("a", "c")
     new = SGD(fresh.parameters())
     with messages.error(InvalidInput) as advice:
@@ -91,7 +91,7 @@ def test_two_parameters_with_one_name_get_different_names(trained: Store, model:
 
 
 @follows("frontends/training_state/groups.py:check", "Make the same optimizer as was saved, or load the model alone")
-def test_the_same_optimizer_is_created_or_none_is_loaded(trained: Store, model: Two, messages: Messages) -> None:
+def test_the_same_optimizer_is_created_or_loading_is_skipped(trained: Store, model: Two, messages: Messages) -> None:
     fresh = Two()
     with messages.error(Mismatch) as advice:
         load_model_and_optim_state(trained, "a@1", fresh, optim.Adadelta(fresh.parameters()))
@@ -108,7 +108,7 @@ def test_the_same_optimizer_is_created_or_none_is_loaded(trained: Store, model: 
 
 
 @follows("frontends/training_state/groups.py:_other_parameters", "Pass strict=False to load what both have")
-def test_state_that_both_optimizers_have_is_loaded(trained: Store, messages: Messages) -> None:
+def test_state_common_to_both_optimizers_is_loaded(trained: Store, messages: Messages) -> None:
     fresh = Two("a", "b", "c")
     new = SGD(fresh.parameters())
     with messages.error(MissingKey) as advice:
@@ -118,7 +118,7 @@ def test_state_that_both_optimizers_have_is_loaded(trained: Store, messages: Mes
 
 
 @follows("frontends/training_state/optimizer.py:StateKind.check", "or load the model alone (optim=None; from a dict")
-def test_state_of_another_kind_is_not_loaded(store: Store, model: Two, messages: Messages) -> None:
+def test_state_of_a_different_kind_is_not_loaded(store: Store, model: Two, messages: Messages) -> None:
     save_model_and_optim_state(store, model, stepped(model, optim.Adagrad), run="a", step=1)
     state = store.read("a@1")
     state["optim"]["param_groups"][0] |= {"alpha": 0.9, "centered": False, "momentum": 0}
@@ -136,7 +136,7 @@ def test_state_of_another_kind_is_not_loaded(store: Store, model: Two, messages:
 
 @follows("frontends/training_state/loading.py:TrainingStateLoad._leave", "or leave these unchanged with")
 @follows("frontends/training_state/model.py:_warn_once", "unless ignore_mismatched leaves their modules as they are")
-def test_keys_unread_by_a_module_are_handled_or_left(store: Store, messages: Messages) -> None:
+def test_keys_unread_by_a_module_are_handled_or_ignored(store: Store, messages: Messages) -> None:
     of_models._warn_once.cache_clear()
     model = nn.Sequential(nn.Linear(3, 3), Scaled(2.0))
     with messages.log() as said:
@@ -154,7 +154,7 @@ def test_keys_unread_by_a_module_are_handled_or_left(store: Store, messages: Mes
 
 
 @follows("frontends/training_state/loading.py:TrainingStateLoad.check_unused", "pass strict=False to skip them")
-def test_weights_without_a_parameter_are_left_out(trained: Store, model: Two, messages: Messages) -> None:
+def test_weights_without_a_parameter_are_omitted(trained: Store, model: Two, messages: Messages) -> None:
     fresh = Two("a")
     with messages.error(Mismatch) as advice:
         load_model_and_optim_state(trained, "a@1", fresh)
@@ -163,7 +163,7 @@ def test_weights_without_a_parameter_are_left_out(trained: Store, model: Two, me
 
 
 @follows("frontends/training_state/save_load.py:load_model_and_optim_state", 'pass unread="ignore"')
-def test_keys_left_by_a_load_are_not_logged_on_request(trained: Store, messages: Messages) -> None:
+def test_keys_skipped_by_a_load_are_not_logged_on_request(trained: Store, messages: Messages) -> None:
     trained.save({**trained.read("a@1"), "more": {"x": 1, "y": 2}}, run="leaving-more", step=1)
     fresh = Two()
     with messages.log() as advice:
@@ -177,7 +177,7 @@ def test_keys_left_by_a_load_are_not_logged_on_request(trained: Store, messages:
 
 @follows("frontends/training_state/stored.py:StoredTraining.groups", "Load the model alone (optim=None; from a dict")
 @follows("frontends/training_state/stored.py:StoredTraining.groups", "read it with store.read")
-def test_the_model_of_a_checkpoint_without_a_named_optimizer_loads(
+def test_a_model_loads_from_a_checkpoint_without_a_named_optimizer(
     store: Store, model: Two, messages: Messages
 ) -> None:
     trained = stepped(model)
@@ -203,7 +203,7 @@ def test_the_model_of_a_checkpoint_without_a_named_optimizer_loads(
 
 
 @follows(
-    "store/objects.py:", "call optim.load_state_dict(state[%r]) after the load; or save the optimizer itself beside its"
+    "store/objects.py:", "call optim.load_state_dict(state[%r]) after the load. Or save the optimizer itself with its"
 )
 def test_optimizer_state_is_loaded_through_the_optimizer(store: Store, model: Two, messages: Messages) -> None:
     trained = stepped(model)
@@ -249,7 +249,7 @@ def test_the_optimizer_belongs_to_the_model_or_is_none(store: Store, model: Two,
     "frontends/training_state/optimizer.py:unflatten_optimizer_state",
     "give all of the result of flatten_optimizer_state",
 )
-def test_a_flat_state_is_given_complete(model: Two, messages: Messages) -> None:
+def test_a_flat_state_is_passed_in_full(model: Two, messages: Messages) -> None:
     trained = stepped(model)
     flat = casckpt.flatten_optimizer_state(model, trained)
     part = {key: value for key, value in flat.items() if "momentum" not in key}
@@ -278,7 +278,7 @@ def test_keys_to_unshard_are_chosen_from_the_list(trained: Store, model: Two, me
 
 
 def wrapped_otherwise(rank: int, size: int, path: str) -> list[str]:
-    """Cases that FSDP refuses, each followed by the advised call."""
+    """Cases that FSDP refuses, each of which then uses the advised call."""
     said = []
 
     def refused(model: nn.Module, trained: optim.Optimizer | None = None) -> Advice:
@@ -374,7 +374,9 @@ def state_of_shards(rank: int, size: int, path: str) -> list[str]:
 @follows("frontends/training_state/together.py:_check_alike", "Save it with Store.save, as casckpt.Shard or")
 @follows("frontends/training_state/contents.py:_of_one_rank", "Pass it beside the model, as in")
 @follows("frontends/training_state/unshard.py:_unshard", "leave no_dist out")
-def test_state_that_may_belong_to_shards_is_saved_as_such(ranks: Pool, store_path: Path, messages: Messages) -> None:
+def test_state_that_may_belong_to_shards_is_saved_as_shard_state(
+    ranks: Pool, store_path: Path, messages: Messages
+) -> None:
     _, (buffer, scales, ema, alone) = ranks.run(2, state_of_shards, str(store_path))
     messages.text(buffer).says("casckpt.Shard")
     messages.text(scales).says("remove it")
@@ -421,7 +423,7 @@ def test_gc_frees_space_of_rotated_checkpoints(
     "frontends/trainer/checkpointer.py:Checkpointer._warn_of_unsaved", "give the Checkpointer last_step=%d, or the"
 )
 @pytest.mark.parametrize("way", ["last_step", "last"])
-def test_the_last_step_of_a_training_is_saved(store: Store, model: Two, messages: Messages, way: str) -> None:
+def test_the_last_training_step_is_saved(store: Store, model: Two, messages: Messages, way: str) -> None:
     def train(run: str, last: dict[str, Any] | None = None, **settings: Any) -> None:
         with Checkpointer(store, run=run, save_interval=2, **settings) as made:
             for step in range(1, 6):
@@ -439,7 +441,7 @@ def test_the_last_step_of_a_training_is_saved(store: Store, model: Two, messages
     'pass unread="ignore" (or load_optim_state=False, load_trainer_state=False)',
 )
 @pytest.mark.parametrize("way", ["unread", "load_optim_state"])
-def test_parts_left_by_a_resume_are_not_logged_on_request(
+def test_parts_skipped_by_a_resume_are_not_logged_on_request(
     store: Store, model: Two, messages: Messages, way: str
 ) -> None:
     made = Checkpointer(store, run=(name := f"leaving-{way}"))
@@ -497,7 +499,7 @@ def test_optimizer_state_is_loaded_into_an_optimizer(store: Store, model: Two, m
     "frontends/training_state/contents.py:Restoring._check_there", '=None (to resume: missing="warn") to go on without'
 )
 @pytest.mark.parametrize("way", ["load_optim_state", "missing", "another"])
-def test_a_training_resumes_without_unsaved_parts(store: Store, model: Two, messages: Messages, way: str) -> None:
+def test_training_resumes_without_unsaved_parts(store: Store, model: Two, messages: Messages, way: str) -> None:
     made = checkpointer(store)
     made.save(1, model, stepped(model))
     made.save(2, model)
@@ -524,7 +526,7 @@ class Loading(Whole):
 
 
 @follows("frontends/training_state/contents.py:Restoring.load.wanted_optimizers", 'leave out options="keep"')
-def test_a_model_that_loads_by_itself_has_no_options_to_keep(store: Store, messages: Messages) -> None:
+def test_a_model_loaded_directly_does_not_have_options_to_keep(store: Store, messages: Messages) -> None:
     whole: Any = Loading()
     checkpointer(store).save(1, whole)
     whole.weight.data.zero_()
@@ -536,7 +538,7 @@ def test_a_model_that_loads_by_itself_has_no_options_to_keep(store: Store, messa
 
 
 @follows("frontends/trainer/resumed.py:", 'but not passed to resume; to ignore this, pass unread="ignore"')
-def test_a_part_missing_from_a_resume_is_passed_or_left_on_purpose(
+def test_a_part_missing_from_a_resume_is_passed_or_skipped_explicitly(
     store: Store, model: Two, messages: Messages
 ) -> None:
     made = checkpointer(store)
@@ -551,7 +553,7 @@ def test_a_part_missing_from_a_resume_is_passed_or_left_on_purpose(
 
 
 @follows("frontends/trainer/resumed.py:", 'options="keep" keeps the given rate')
-def test_a_given_rate_stays_with_keep(store: Store, model: Two, messages: Messages) -> None:
+def test_keep_preserves_a_passed_learning_rate(store: Store, model: Two, messages: Messages) -> None:
     made = checkpointer(store)
     first = stepped(model)
     StepLR(first, 100)
@@ -591,7 +593,7 @@ def test_an_interval_limits_the_steps_at_risk(messages: Messages, way: str) -> N
     assert CheckpointerConfig(max_steps_at_risk=5, **({"save_interval": None} | interval)).longest_gap == 5
 
 
-@follows("storage/throttle.py:Turn._wait", "give work_dir=, a folder on a local disk")
+@follows("storage/throttle.py:Turn._wait", "set work_dir= to a folder on a local disk")
 def test_throttling_uses_a_folder_that_supports_locks(
     store: Store, tmp_path: Path, model: Two, messages: Messages
 ) -> None:
@@ -604,7 +606,7 @@ def test_throttling_uses_a_folder_that_supports_locks(
 
 
 @follows("frontends/training_state/train_state.py:restore_rng", "give a result of rng_state")
-def test_generators_are_restored_from_created_ones(messages: Messages) -> None:
+def test_generators_are_restored_after_they_are_created(messages: Messages) -> None:
     with messages.error(MissingKey) as advice:
         restore_rng({"torch": torch.get_rng_state()})
     advice.says("rng_state")
@@ -615,7 +617,7 @@ def test_generators_are_restored_from_created_ones(messages: Messages) -> None:
 
 
 @follows("frontends/training_state/train_state.py:TrainState._missing", "rng=False: without the random generators")
-def test_unsaved_parts_are_left_out(messages: Messages) -> None:
+def test_unsaved_parts_are_omitted(messages: Messages) -> None:
     with messages.error(MissingKey) as advice:
         TrainState(epoch=0, place=1).load_state_dict({"epoch": 3})
     advice.says("Leave that part out of the TrainState")

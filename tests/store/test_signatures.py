@@ -64,7 +64,7 @@ def store(tmp_path: Path, alice: Pair) -> Store:
 
 @pytest.fixture
 def trusting(tmp_path: Path, store: Store, alice: Pair) -> Callable[[], Store]:
-    """Open the store again with trust in Alice's signatures and without this host's cache."""
+    """Reopen the store, trusting Alice's signatures, without this host's cache."""
 
     def call(url: str | None = None) -> Store:
         cache = tmp_path / "caches" / os.urandom(4).hex()
@@ -146,7 +146,7 @@ def outcome(rank: int, size: int, url: str, key: Path, ref: str) -> str | bool:
     return same_state(loaded, state(1))
 
 
-def test_all_ranks_load_a_signed_checkpoint_or_none_does(ranks: Pool, store: Store, alice: Pair) -> None:
+def test_all_ranks_load_a_signed_checkpoint_or_none_do(ranks: Pool, store: Store, alice: Pair) -> None:
     assert ranks.run(2, outcome, store.url, alice.public, "run@1") == [True, True]
     assert ranks.run(2, outcome, store.url, alice.public, "run@3") == ["unsigned", "unsigned"]
 
@@ -197,7 +197,7 @@ def test_a_follower_skips_unsigned_checkpoints(
 # later changes
 
 
-def test_signatures_stay_valid_after_repair_repacking_thinning_and_copies(
+def test_signatures_remain_valid_after_repair_repacking_thinning_and_copies(
     tmp_path: Path, store: Store, alice: Pair, trusting: Callable[..., Store]
 ) -> None:
     store.thin("run@1", drop="optim.*")
@@ -318,7 +318,7 @@ def test_tampered_stores_are_refused(
         assert same_state(trusting().read(ref), state(1))
 
 
-def test_a_handle_from_a_false_record_does_not_load_another_checkpoint(
+def test_a_handle_from_a_forged_record_does_not_load_a_different_checkpoint(
     store: Store, trusting: Callable[[], Store]
 ) -> None:
     gone_to(store, "run@2", "run@1")
@@ -330,7 +330,7 @@ def test_a_handle_from_a_false_record_does_not_load_another_checkpoint(
         reader.load(state(0), found)
 
 
-def test_a_checkpoint_found_by_id_is_verified_though_its_record_is_exchanged(
+def test_a_checkpoint_found_by_id_is_verified_even_if_its_record_is_replaced(
     store: Store, alice: Pair, trusting: Callable[[], Store]
 ) -> None:
     first = store.get("run@2").id

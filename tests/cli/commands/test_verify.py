@@ -96,7 +96,7 @@ def test_doctor_explains_the_settings_of_a_bucket(moto_server: Server, as_json: 
     expires = {"ID": "old", "Status": "Enabled", "Filter": {"Prefix": "sto"}, "Expiration": {"Days": 30}}
     client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration={"Rules": [expires]})
     found = checks(moto_server, bucket, as_json, status=1)
-    assert "2 old versions under this store hold 10 bytes" in found["versions"]["found"]
+    assert "2 old versions in this store use 10 bytes" in found["versions"]["found"]
     assert "NoncurrentVersionExpiration" in found["versions"]["advice"]
     assert "1 unfinished" in found["multipart"]["found"]
     assert "AbortIncompleteMultipartUpload" in found["multipart"]["advice"]
