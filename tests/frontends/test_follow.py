@@ -321,7 +321,7 @@ def test_a_follower_retries_a_failing_store(
     following: Any = Follower(failing, "run", folder).follow()
     assert next(following).checkpoint.step == 0
     assert pauses == [2**n for n in range(len(pauses))]
-    assert caplog.text.count("casckpt retries in") == len(pauses) > 2
+    assert caplog.text.count("casckpt will retry in") == len(pauses) > 2
     assert is_at(folder, 0)
     save(store, 1)
     faulty.inject(fail_before("open", times=2))
@@ -341,7 +341,7 @@ def test_a_follower_logs_its_waiting_once(store: Store, tmp_path: Path, caplog: 
     faulty, asked = FaultyStore(store.repository.storage), itertools.count()
 
     def come(_: Call) -> None:
-        if "casckpt waits for" in caplog.text and next(asked) == 3:
+        if "casckpt is waiting for" in caplog.text and next(asked) == 3:
             store.save(state(5), run="other", step=5)
 
     faulty.inject(call_first("list", come, key="runs/*", times=10**6))
@@ -350,7 +350,7 @@ def test_a_follower_logs_its_waiting_once(store: Store, tmp_path: Path, caplog: 
     following.close()
     assert (
         caplog.text.count("no checkpoint of run 'other'")
-        == caplog.text.count("casckpt waits for the first checkpoint")
+        == caplog.text.count("casckpt is waiting for the first checkpoint")
         == 1
     )
 

@@ -90,7 +90,7 @@ def test_an_option_is_used_with_formats_that_support_it(
     assert names_in(tmp_path / "out" / "model.safetensors") == {"w"}
 
 
-@follows("frontends/interchange/new_files.py:_check_no_file", "give another name, or --force to overwrite it")
+@follows("frontends/interchange/new_files.py:_check_no_file", "choose a different name, or pass --force")
 def test_an_existing_file_is_overwritten_with_force(saved: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
     path = tmp_path / "x.safetensors"
     path.touch()
@@ -99,7 +99,7 @@ def test_an_existing_file_is_overwritten_with_force(saved: Store, tmp_path: Path
     assert names_in(path) == {"w", "b"}
 
 
-@follows("frontends/interchange/new_files.py:_check_empty", "give another folder, or --force to write into it")
+@follows("frontends/interchange/new_files.py:_check_empty", "choose a different folder, or pass --force")
 def test_a_folder_with_files_is_written_into_with_force(
     saved: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
@@ -112,7 +112,7 @@ def test_a_folder_with_files_is_written_into_with_force(
 
 @follows(
     "frontends/interchange/new_files.py:check_file_names",
-    "leave attachments out with attachments=False (--no-attachments)",
+    "omit attachments with attachments=False (--no-attachments)",
 )
 @pytest.mark.parametrize("way", ["attachments", "--no-attachments"])
 def test_an_attachment_in_the_way_of_a_file_is_left_out(
@@ -162,7 +162,7 @@ def test_the_exported_model_is_chosen_explicitly(store: Store, tmp_path: Path, m
     assert names_in(tmp_path / "out" / "model.safetensors") == {"w"}
 
 
-@follows("frontends/views/model_part.py:model_part", "`casckpt show --tensors` lists what it holds")
+@follows("frontends/views/model_part.py:model_part", "`casckpt show --tensors` lists its contents")
 def test_a_checkpoint_without_weights_is_inspected(store: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
     store.save({"epoch": 1, "loss": torch.ones(1)}, run="a", step=1)
     store.save({"epoch": 1}, run="b", step=1)
@@ -173,7 +173,7 @@ def test_a_checkpoint_without_weights_is_inspected(store: Store, tmp_path: Path,
 @follows("frontends/views/model_part.py:_unclear", "--strip-prefix …")
 @follows(
     "frontends/views/model_part.py:_unclear",
-    "or choose tensors with --keys, and --strip-prefix '' for their full names",
+    "or select tensors with --keys, and pass --strip-prefix '' to keep their full names",
 )
 @pytest.mark.parametrize("way", ["prefix", "keys", "all"])
 def test_one_of_two_models_is_chosen(store: Store, tmp_path: Path, messages: Messages, run: Run, way: str) -> None:
@@ -211,7 +211,7 @@ def test_a_model_with_adapters_is_exported_in_three_ways(
     assert names_in(tmp_path / "out" / "model.safetensors") == expected[way]
 
 
-@follows("frontends/views/view.py:_part", "`casckpt show --tensors` lists them")
+@follows("frontends/views/view.py:_part", "`casckpt show --tensors` lists its tensors")
 def test_patterns_and_prefixes_of_an_export_are_made_from_the_list(
     training: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
@@ -375,7 +375,7 @@ def test_a_file_with_a_pickle_is_imported_with_allow_pickle(
 
 @follows(
     "frontends/interchange/torch_files.py:casckpt_to_torch_save",
-    "because plain torch.load does not read it (allow_pickle=True)",
+    "because plain torch.load cannot read it (pass allow_pickle=True)",
 )
 def test_values_that_torch_load_refuses_are_exported_with_allow_pickle(
     store: Store, tmp_path: Path, messages: Messages
@@ -435,7 +435,7 @@ def test_an_optimizer_alone_is_loaded_by_itself(store: Store, tmp_path: Path, me
 
 
 @follows(
-    "frontends/interchange/olmo_import.py:_train_state", "because it needs unpickling (allow_pickle, --allow-pickle)"
+    "frontends/interchange/olmo_import.py:_train_state", "because reading it requires allow_pickle (--allow-pickle)"
 )
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
 def test_a_train_state_of_olmo_is_imported_with_allow_pickle(

@@ -77,7 +77,7 @@ def test_checkpoint_id_names_the_place(store: Store) -> None:
     with pytest.raises(BaseException, match=r"RUN@STEP"):
         save({}, StorageWriter(store))
     error = failure(lambda: load({"x": 0}, StorageReader(store)))
-    assert "give ref=" in str(causes(error)[0])
+    assert "pass ref=" in str(causes(error)[0])
     error = failure(lambda: load({"x": 0}, StorageReader(store, "b@9")))
     assert "has no step 9" in str(causes(error)[0])
 

@@ -101,7 +101,7 @@ def test_an_incomplete_olmo_core_folder_is_refused(store: Store, tmp_path: Path)
     with pytest.raises(Refused):
         import_olmo(tmp_path / "in", store, step=1)
     metadata.write_text("{}")
-    with pytest.raises(Refused, match="is not from OLMo-core"):
+    with pytest.raises(Refused, match="was not written by OLMo-core"):
         import_olmo(tmp_path / "in", store, step=1)
 
 

@@ -193,8 +193,8 @@ def odd_files() -> dict[str, tuple[dict[str, Any], str]]:
     few = {name: value for name, value in weights.items() if not name.startswith("head")}
     return {
         "no model": ({"optimizer": state, "epoch": 1}, "none of model"),
-        "an optimizer alone": (dict(state), "no model beside it"),
-        "another model": ({"model": few, "optimizer": state}, "no way or in several ways"),
+        "an optimizer alone": (dict(state), "no model that could provide names"),
+        "another model": ({"model": few, "optimizer": state}, "or match in several ways"),
         "more in it": ({"model": weights, "optimizer": {**state, "scaler": {}}}, "'scaler' beside"),
         "state of nobody": (
             {"model": weights, "optimizer": {**state, "state": {**state["state"], 99: {"a": 1}}}},

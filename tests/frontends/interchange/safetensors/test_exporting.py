@@ -110,7 +110,7 @@ def test_an_export_into_the_store_itself_is_refused(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to("store")
     for path in (Path("link") / below, tmp_path / "store" / below, f"file://{tmp_path}/store/{below}"):
-        with pytest.raises(InvalidInput, match="in the folder of the store itself"):
+        with pytest.raises(InvalidInput, match="inside the folder of the store itself"):
             store.export("run@1", path, force=True)
     assert sorted((tmp_path / "store").rglob("*")) == before
     store.export("run@1", "beside")
@@ -171,6 +171,6 @@ def test_an_export_of_damaged_data_leaves_nothing(
 
 def test_an_attachment_does_not_replace_weights(store: casckpt.Store, tmp_path: Path) -> None:
     store.save({"a": torch.ones(2)}, step=0, attachments={"Model.safetensors": b"not weights"})
-    with pytest.raises(InvalidInput, match="has the name of a file with tensors"):
+    with pytest.raises(InvalidInput, match="has the same name as a file with tensors"):
         export_safetensors(store, "latest", tmp_path / "out")
     assert not (tmp_path / "out").exists()
