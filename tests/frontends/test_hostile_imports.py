@@ -195,7 +195,7 @@ def test_dcp_reports_unusable_names_and_ids(store: casckpt.Store, folder: Path) 
     assert "attachment name" in str(causes(error)[0])
     assert not StorageWriter.validate_checkpoint_id(6)  # type: ignore[arg-type] # that is the point
     for call in (StorageWriter(store).reset, StorageReader(store).reset):
-        with pytest.raises(InvalidInput, match="checkpoint_id=6 is neither text"):
+        with pytest.raises(InvalidInput, match="checkpoint_id=6 is neither a string"):
             call(6)  # type: ignore[arg-type] # that is the point
     assert not StorageWriter.validate_checkpoint_id(6)  # type: ignore[arg-type] # that is the point
     (folder / os.fsdecode(b"\xff.json")).write_text("{}")

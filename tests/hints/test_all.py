@@ -29,8 +29,10 @@ NO_HINTS = {
     Case("cli/commands/demo.py:Tour.run", "compared with the weights"): "tells what the demo did",
     Case("cli/commands/demo.py:Tour.run", "gc --keep-last 1"): "tells what the demo does",
     Case("frontends/trainer/resumed.py:", "all other options stay unchanged"): "tells what was asked for",
-    Case("frontends/megatron/mapping.py:ShardedTensorFactory.build", "takes three arguments"): "names what is too many",
-    Case("frontends/megatron/mapping.py:ShardedTensor._problem", "do not make up"): "names fields that do not fit",
+    Case(
+        "frontends/megatron/mapping.py:ShardedTensorFactory.build", "accepts three arguments"
+    ): "names what is too many",
+    Case("frontends/megatron/mapping.py:ShardedTensor._problem", "do not add up"): "names fields that do not fit",
     Case("tensors/values.py:Shard.__repr__", "Shard(… of …, …)"): "is no message",
 }
 """Texts that look like advice, and are none, and why."""
@@ -63,7 +65,7 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("cli/commands/export.py:_listening", "for clients: export HF_ENDPOINT=…"): (
         "tests/frontends/serve/test_clients.py::test_from_pretrained_needs_only_an_endpoint"
     ),
-    Case("frontends/megatron/folders.py:check_common", "puts back what was saved"): (
+    Case("frontends/megatron/folders.py:check_common", "restores the saved file"): (
         "tests/frontends/megatron/test_folders.py::test_a_failed_save_into_a_folder_keeps_the_old_checkpoint"
     ),
     Case(

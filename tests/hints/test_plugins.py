@@ -117,9 +117,7 @@ def test_the_strategy_takes_a_store_with_its_options(store_path: Path, tmp_path:
     assert casckpt.open(store_path).get("sft@3").step == 3
 
 
-@follows(
-    "frontends/stores.py:check_foreign", "Import it and sign the imported checkpoint"
-)
+@follows("frontends/stores.py:check_foreign", "Import it and sign the imported checkpoint")
 @pytest.mark.parametrize("way", ["sign", "without"])
 def test_an_unsigned_file_is_imported_and_signed(tmp_path: Path, messages: Messages, run: Run, way: str) -> None:
     path, where, alice = tmp_path / "x.ckpt", tmp_path / "store", pair(tmp_path / "keys")

@@ -100,5 +100,5 @@ def test_a_set_in_metadata_holds_only_text_and_numbers(store: casckpt.Store, fol
 
 def test_tiny_hostile_metadata_allocate_no_memory(store: casckpt.Store, folder: Path) -> None:
     (folder / ".metadata").write_bytes(b"\x80\x02Nr\xff\xff\xff\x7f.")
-    with pytest.raises(Refused, match=r"\.metadata is not metadata"):
+    with pytest.raises(Refused, match=r"\.metadata is not valid"):
         dcp_to_casckpt(folder, store, step=1)

@@ -67,7 +67,7 @@ def test_an_id_means_the_same_place_for_save_and_load(store: Store, id: Any, pla
     "id", ["latest", "tag:best", "sft@latest", "deface", "a b/step-1", "../x/1", "", ".", "/", 6, "a-" + "9" * 5000]
 )
 def test_an_id_without_a_place_is_refused(store: Store, id: Any) -> None:
-    with pytest.raises(InvalidInput, match=r"(?i)give 'RUN@STEP'"):
+    with pytest.raises(InvalidInput, match=r"(?i)pass 'RUN@STEP'"):
         StorageWriter(store).reset(id)
     assert not StorageWriter.validate_checkpoint_id(id)
 

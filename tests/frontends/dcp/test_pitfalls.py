@@ -191,7 +191,7 @@ def test_07_ranks_that_found_different_checkpoints_load_none(ranks: Pool, store_
         store.save({"a": torch.ones(3) * step}, step=step)
     for told in ranks.run(2, load_what_changes, store_path):
         assert told[0][0] == "Conflict"
-        assert "names 2 checkpoints on different ranks" in told[0][1]
+        assert "refers to 2 different checkpoints across the ranks" in told[0][1]
 
 
 def load_with_a_failing_rank(rank: int, size: int, path: Path) -> Any:
@@ -324,7 +324,7 @@ def test_14_another_dtype_is_converted_with_a_log_line_or_refused(
     save({"a": torch.arange(4.0), "c": torch.ones(2, dtype=torch.complex64)}, StorageWriter(store, step=1))
     found = load({"a": torch.zeros(4, dtype=torch.float16)}, StorageReader(store, "default@1"))
     assert found["a"].tolist() == [0, 1, 2, 3]
-    assert "converted to the dtype of the target: a" in caplog.text
+    assert "converted to the dtype of the target tensor: a" in caplog.text
     strict = StorageReader(store, "default@1", cast=False)
     error = failure(lambda: load({"a": torch.zeros(4, dtype=torch.float16)}, strict))
     assert isinstance(causes(error)[0], Mismatch)

@@ -157,7 +157,7 @@ def test_an_incomplete_tensor_stops_an_export_before_it_writes(
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"format": "gguf"}, "format='gguf' is not known; give one of hf, safetensors, dcp, torch"),
+        ({"format": "gguf"}, "format='gguf' is not a known format; choose one of hf, safetensors, dcp, torch"),
         ({"format": "dcp", "strip_prefix": "model"}, "--strip-prefix is for hf and safetensors and torch"),
         ({"format": "torch", "max_shard_size": "1GB"}, "--max-shard-size is for hf and safetensors: --format torch"),
     ],
@@ -188,7 +188,7 @@ def test_a_suffix_that_names_another_format_is_refused(
 @pytest.mark.parametrize("name", ["m.onnx", "m.gguf", "M.ONNX"])
 def test_suffixes_of_other_formats_are_refused(name: str, store: Store, tmp_path: Path) -> None:
     store.save({"w": torch.ones(2)}, step=1)
-    with pytest.raises(InvalidInput, match=r"writes no \.\w+ files: give a name that ends in \.safetensors"):
+    with pytest.raises(InvalidInput, match=r"cannot write \.\w+ files: use a name that ends in \.safetensors"):
         store.export("latest", tmp_path / name)
     assert not (tmp_path / name).exists()
     store.export("latest", tmp_path / "m.safetensors")

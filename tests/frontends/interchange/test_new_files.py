@@ -74,7 +74,7 @@ def test_the_folder_of_a_running_export_stays(tmp_path: Path, kind: str) -> None
 def test_the_second_of_two_exports_to_a_path_is_a_conflict(tmp_path: Path, kind: str) -> None:
     """With force, the second export replaces the first."""
     out = tmp_path / "out"
-    with pytest.raises(Conflict, match=r"out (exists already|is not empty)"):
+    with pytest.raises(Conflict, match=r"out (already exists|is not empty)"):
         _overtaken(kind, out, force=False)
     assert (out if kind == "file" else out / "a").read_bytes() == b"new"
     _overtaken(kind, tmp_path / "other", force=True)
@@ -91,7 +91,7 @@ def _overtaken(kind: str, path: Path, *, force: bool) -> None:
 def test_the_error_advises_to_free_space_only_on_a_full_disk(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
-        pytest.raises(StorageError, match=r"x cannot be written: [^;]*; give another place$"),
+        pytest.raises(StorageError, match=r"x cannot be written: [^;]*; choose a different location$"),
         begin("file", tmp_path / "file" / "x"),
     ):
         pass

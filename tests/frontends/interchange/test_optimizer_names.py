@@ -158,7 +158,7 @@ def test_names_given_to_the_optimizer_are_used(tmp_path: Path) -> None:
     assert named["state"]["b.weight"] is state["state"][0]
     assert [group["params"] for group in named["param_groups"]] == [["b.weight", "b.bias"], ["a.weight", "a.bias"]]
     state["param_groups"][0]["param_names"] = ["b.bias", "b.weight"]
-    with pytest.raises(Mismatch, match=r"'b\.bias', but the model has no such parameter of that shape"):
+    with pytest.raises(Mismatch, match=r"'b\.bias', but the model does not have a parameter of that name and shape"):
         by_name([state], model.state_dict())
 
 
@@ -192,10 +192,10 @@ def odd_files() -> dict[str, tuple[dict[str, Any], str]]:
     weights, state = model.state_dict(), optimizer.state_dict()
     few = {name: value for name, value in weights.items() if not name.startswith("head")}
     return {
-        "no model": ({"optimizer": state, "epoch": 1}, "none of model"),
+        "no model": ({"optimizer": state, "epoch": 1}, "the file has no model's state_dict under model"),
         "an optimizer alone": (dict(state), "no model that could provide names"),
         "another model": ({"model": few, "optimizer": state}, "or match in several ways"),
-        "more in it": ({"model": weights, "optimizer": {**state, "scaler": {}}}, "'scaler' beside"),
+        "more in it": ({"model": weights, "optimizer": {**state, "scaler": {}}}, "'scaler' in addition"),
         "state of nobody": (
             {"model": weights, "optimizer": {**state, "state": {**state["state"], 99: {"a": 1}}}},
             "state under 99",

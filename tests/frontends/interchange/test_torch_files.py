@@ -101,7 +101,7 @@ def test_an_object_in_a_torch_save_file_stays_an_object(store: Store, tmp_path: 
 @pytest.mark.parametrize("call", [casckpt_to_torch_save, casckpt_to_dcp])
 def test_a_full_disk_is_reported(store: Store, tmp_path: Path, call: Callable[..., Any]) -> None:
     store.save({"a": numbers("a", 3000), "b": numbers("b", 100_000)}, step=1)
-    with files_of_at_most(4000), pytest.raises(StorageError, match=r"out cannot be written: .*make room"):
+    with files_of_at_most(4000), pytest.raises(StorageError, match=r"out cannot be written: .*free some space"):
         call(store, "default@1", tmp_path / "out")
     assert not list(tmp_path.glob("*out*"))
 
@@ -117,7 +117,7 @@ def test_a_disk_that_fills_up_during_a_write_is_reported(
 
     monkeypatch.setattr(torch_files, "_filled", filling)
     store.save({"a": numbers("a", 3000)}, step=1)
-    with pytest.raises(StorageError, match=r"out cannot be written: .*make room"):
+    with pytest.raises(StorageError, match=r"out cannot be written: .*free some space"):
         casckpt_to_torch_save(store, "default@1", tmp_path / "out")
 
 
@@ -239,7 +239,9 @@ def test_a_folder_of_checkpoints_differs_from_a_checkpoint(kind: str, store: Sto
         else:
             folder.mkdir()
             save_file({"w": torch.ones(2)}, folder / "model.safetensors")
-    with pytest.raises(InvalidInput, match="is not a checkpoint, but holds several: step-10, step-20; give"):
+    with pytest.raises(
+        InvalidInput, match="is not a checkpoint itself, but contains several: step-10, step-20; choose"
+    ):
         look_at(tmp_path)
     if kind == "dcp":
         with pytest.raises(InvalidInput, match="is not a checkpoint, but holds several: 'step-10', 'step-20'; give"):

@@ -46,7 +46,7 @@ def test_globals_registered_by_the_user_stay_registered() -> None:
 def test_globals_registered_for_a_load_are_removed() -> None:
     before = get_safe_globals()
     assert common.read(write_archive(ARGS), "a@1", allow_pickle=False) == ARGS
-    with pytest.raises(CheckpointingException, match="needs pickle"):
+    with pytest.raises(CheckpointingException, match="needs to be unpickled"):
         common.read(write_archive({"odd": Color.RED}), "a@1", allow_pickle=False)
     assert set(get_safe_globals()) == set(before)
 

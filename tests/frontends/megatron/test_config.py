@@ -86,7 +86,7 @@ def test_the_config_of_a_checkpoint_does_not_change(tmp_path: Path) -> None:
     where = f"{tmp_path}#a@3"
     save(state(), where)
     save_config(CheckpointingConfig("casckpt"), where)
-    with pytest.raises(Conflict, match="does not change"):
+    with pytest.raises(Conflict, match="never changes"):
         save_config(CheckpointingConfig("casckpt", 2), where)
 
 
@@ -109,5 +109,5 @@ def test_a_strategy_object_is_refused_outside_megatron(tmp_path: Path) -> None:
     ]
     for call, strategy in calls:
         name = type(strategy).__name__
-        with pytest.raises(CheckpointingException, match=f"a {name} is for the save and the load of Megatron-core"):
+        with pytest.raises(CheckpointingException, match=f"a {name} works with Megatron-core's own save and load"):
             call(state(), f"{tmp_path}#a@3", strategy)

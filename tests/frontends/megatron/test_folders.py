@@ -130,7 +130,7 @@ def test_a_failed_save_into_a_folder_keeps_the_old_checkpoint(path: Path, ranks:
     before = common.read_bytes()
     torch.save({"iteration": 5}, common)  # as Megatron-core up to 0.18 has done by then
     answers = ranks.run(2, said, loaded, path)
-    assert all("common.pt is not the one that was saved with a@4" in text for text, _ in answers), answers
+    assert all("common.pt is not the file that was saved with a@4" in text for text, _ in answers), answers
     assert all(both for _, both in answers)
     megatron.write_folder(f"{path}/store#a@4", path / "iter_4")
     assert common.read_bytes() == before
@@ -176,7 +176,7 @@ def test_a_folder_overwritten_by_torch_dist_loads_as_torch_dist(path: Path, rank
     ranks.run(2, saved, path, 1)
     (path / "iter_4/.metadata").touch()
     answers = ranks.run(2, said, loaded, path)
-    assert all("torch_dist has written over" in text and both for text, both in answers), answers
+    assert all("torch_dist has overwritten" in text and both for text, both in answers), answers
 
 
 def test_a_folder_is_created_for_an_earlier_save(path: Path, ranks: Pool) -> None:

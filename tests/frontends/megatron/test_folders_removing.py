@@ -70,10 +70,10 @@ def test_nothing_is_forgotten_if_folders_cannot_be_listed(tmp_path: Path, ranks:
     shutil.move(tmp_path / "runs", tmp_path / "elsewhere")
     for made in ("", "runs", "runs/iter_1"):
         (tmp_path / made).mkdir(exist_ok=True)
-        with pytest.raises(NotFound, match="is it mounted"):
+        with pytest.raises(NotFound, match="Check that the disk is mounted"):
             megatron.forget_removed(store, tmp_path / "runs")
     (tmp_path / "runs/iter_1/casckpt.json").write_text('{"store": "another", "run": "a", "step": 1}')
-    with pytest.raises(megatron.CheckpointingException, match="is it mounted"):
+    with pytest.raises(megatron.CheckpointingException, match="Check that the disk is mounted"):
         megatron.forget_removed(store, tmp_path / "runs")
     assert megatron.forget_removed(store, tmp_path / "elsewhere") == []  # another folder's checkpoints
     assert steps(tmp_path) == [1, 2]

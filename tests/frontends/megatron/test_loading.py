@@ -111,7 +111,7 @@ def test_a_different_shape_is_refused(where: str, more: dict[str, Any]) -> None:
 @pytest.mark.parametrize("notes", [b"{", b"[]", b'{"common_tensors": 5}'])
 def test_unusable_notes_are_refused(tmp_path: Path, notes: bytes) -> None:
     casckpt.open(tmp_path).save({"w": torch.ones(1)}, run="a", step=1, attachments={"megatron.json": notes})
-    with pytest.raises(CheckpointingException, match=r"megatron.json is not usable"):
+    with pytest.raises(CheckpointingException, match=r"megatron.json is invalid"):
         load({}, f"{tmp_path}#a@1")
 
 
@@ -228,7 +228,7 @@ def test_each_strictness_handles_missing_and_unexpected_keys(where: str, caplog:
             load(asked(), where, strict=strict)
         assert isinstance(caught.value, MissingKey)
         assert caught.value.keys == ("x", "y")
-    with pytest.raises(CheckpointingException, match="'b', 'o', which no rank asks for"):
+    with pytest.raises(CheckpointingException, match="'b', 'o', which no rank requests"):
         load({"w": tensor("w", 4, 3)}, where, strict=StrictHandling.RAISE_ALL)
     for strict, missing in (("return_unexpected", set()), ("return_all", {"b", "o"})):
         found = load(asked(), where, strict=strict)
@@ -240,7 +240,7 @@ def test_each_strictness_handles_missing_and_unexpected_keys(where: str, caplog:
             assert load(asked(), where, strict=strict)["w"].sum() == 66
         assert len(caplog.records) == lines
         caplog.clear()
-    with pytest.raises(ValueError, match="strict='no' is not known; give one of 'assume_ok_unexpected'"):
+    with pytest.raises(ValueError, match="strict='no' is not a known value; use one of 'assume_ok_unexpected'"):
         load({}, where, strict="no")
 
 
@@ -273,7 +273,7 @@ def said_by_each(rank: int, size: int, where: str, strict: str) -> list[str]:
 
 
 def test_missing_keys_are_logged_on_every_rank(where: str, ranks: Pool) -> None:
-    words = "a@1 holds 'o', 'w', which no rank asked for"
+    words = "a@1 holds 'o', 'w', which no rank requested"
     assert ranks.run(2, said_by_each, where, "log_all") == [[words], [words]]
     assert ranks.run(2, said_by_each, where, "log_unexpected") == [[], []]
 

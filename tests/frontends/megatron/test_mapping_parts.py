@@ -71,10 +71,14 @@ def flat(at: slice) -> ShardedTensor:
 @pytest.mark.parametrize(
     ("part", "asked", "message"),
     [
-        (ShardedTensor.from_rank_offsets("k", torch.ones(3)), (1, 0, 1), "has 1 axes, and dim is 1"),
-        (ShardedTensor.from_rank_offsets("k", torch.ones(3)), (0, 2, 2), "2 elements from 2 on are not within the 3"),
-        (ShardedTensor("k", None, torch.int8, (2,), (5,), (3,), None), (0, 0, 1), "not cut evenly along axis 0"),
-        (flat(slice(0, 3)), (1, 0, 1), "along the first axis alone, not along 1"),
+        (ShardedTensor.from_rank_offsets("k", torch.ones(3)), (1, 0, 1), "has 1 axes, but dim is 1"),
+        (
+            ShardedTensor.from_rank_offsets("k", torch.ones(3)),
+            (0, 2, 2),
+            "2 elements starting at 2 exceed the extent 3",
+        ),
+        (ShardedTensor("k", None, torch.int8, (2,), (5,), (3,), None), (0, 0, 1), "not equal along axis 0"),
+        (flat(slice(0, 3)), (1, 0, 1), "along the first axis only, not along axis 1"),
     ],
 )
 def test_parts_that_cannot_be_narrowed_are_refused(

@@ -93,7 +93,7 @@ def test_tuples_are_not_searched_for_sharded_tensors(tmp_path: Path, value: Any)
     "state", [{"x/shard_0_1": 5}, {"x/shard_0_1": {"y": torch.ones(1)}}, {"w": tensor("x/shard_0_1", torch.ones(2))}]
 )
 def test_keys_of_objects_are_unchanged(tmp_path: Path, state: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointingException, match="'x/shard_0_1' has the form of the key of an object"):
+    with pytest.raises(CheckpointingException, match="'x/shard_0_1' has the form of an object's key"):
         save(state, f"{tmp_path}/s#a@1")
     assert nothing_is_there(tmp_path)
 
@@ -157,9 +157,9 @@ def test_two_values_for_a_path_are_refused_before_anything_is_read(tmp_path: Pat
     save({"t": tensor("t", torch.ones(4)), "common": 5}, where)
     for text, data in ranks.run(2, two_values_for_one_place, where):
         assert "CheckpointingException" in text
-        assert "two values for one place, at ('common',)" in text
+        assert "two values for the same position, at ('common',)" in text
         assert data == str([-1.0] * 4)
-    with pytest.raises(CheckpointingException, match="two values for one place"):
+    with pytest.raises(CheckpointingException, match="two values for the same position"):
         load({"common": LocalNonpersistentObject(1)}, where)
 
 

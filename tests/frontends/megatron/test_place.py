@@ -66,6 +66,6 @@ def test_unusable_places_of_a_save_are_refused(tmp_path: Path, where: str, monke
 @pytest.mark.parametrize("call", [save, load])
 def test_invalid_places_are_refused(tmp_path: Path, call: Any) -> None:
     for where in (casckpt.open(tmp_path), None, 5, b"store#a@1"):
-        with pytest.raises(CheckpointingException, match=f"not a {type(where).__name__}: give STORE#RUN@STEP"):
+        with pytest.raises(CheckpointingException, match=f"cannot be a {type(where).__name__}: pass STORE#RUN@STEP"):
             call(state(), where)
     assert not list(tmp_path.iterdir())

@@ -67,9 +67,11 @@ BAD = {
     "an object of another shape": Bad(
         lambda r: {"w": half(r), "o": obj(r, 3)}, r"'o' at .* of \(3,\); it has the object at"
     ),
-    "an object twice": Bad(lambda r: {"w": half(r), "o": obj(0, 2)}, r"'o': .* at \(0,\) .*rank 0 and on rank 1"),
-    "a place that is taken": Bad(lambda r: {"w" if r else "common": half(r)}, r"one place, at \('common',\): 1 and"),
-    "a strictness that is none": Bad(lambda r: {"w": half(r)}, "strict='no' is not known", {"strict": "no"}),
+    "an object twice": Bad(lambda r: {"w": half(r), "o": obj(0, 2)}, r"'o': .* at \(0,\) .*ranks 0 and 1"),
+    "a place that is taken": Bad(
+        lambda r: {"w" if r else "common": half(r)}, r"same position, at \('common',\): 1 and"
+    ),
+    "a strictness that is none": Bad(lambda r: {"w": half(r)}, "strict='no' is not a known value", {"strict": "no"}),
     "no such checkpoint": Bad(lambda r: {"w": half(r)}, "has no step 9", {"ref": "a@9"}),
 }
 

@@ -163,7 +163,7 @@ def test_parts_of_a_checkpoint_can_be_loaded(where: str) -> None:
     assert set(load_sharded_metadata(where)) == {"w", "b", "o/shard_0_2", "o/shard_1_2"}
     assert load_content_metadata(where) == {"version": 2}
     assert load_content_metadata(preloaded_state_dict={}) is None
-    with pytest.raises(ValueError, match="give a checkpoint_dir"):
+    with pytest.raises(ValueError, match="pass a checkpoint_dir"):
         load_content_metadata()
 
 

@@ -312,7 +312,7 @@ def test_strategies_refuse_unsupported_arguments(tmp_path: Path, ranks: Pool) ->
     (found,) = ranks.run(1, refused, tmp_path)
     parts = [
         "not end in a number",
-        "no CasSave",
+        "was not saved with CasSave",
         *["does not say where"] * 3,
         "'torch_dist'",
         "version 2",
@@ -357,5 +357,7 @@ def test_the_first_save_logs_classes_that_other_loads_need(tmp_path: Path, ranks
     done = subprocess.run(
         [sys.executable, "-c", code, f"{tmp_path}/store#a@2"], capture_output=True, text=True, check=True
     )
-    assert "common.pt of a@2 needs pickle (it holds megatron.core.transformer.enums.AttnBackend)" in done.stdout
+    assert (
+        "common.pt of a@2 needs to be unpickled (it holds megatron.core.transformer.enums.AttnBackend)" in done.stdout
+    )
     assert "if megatron.core is imported" in done.stdout

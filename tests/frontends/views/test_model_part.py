@@ -98,9 +98,9 @@ def test_a_part_of_a_model_may_be_named_like_a_training_part(store: Store) -> No
 
 
 def test_a_checkpoint_without_a_model_is_refused(store: Store) -> None:
-    with pytest.raises(MissingKey, match="holds no weights of a model, but keys below optim"):
+    with pytest.raises(MissingKey, match="does not hold a model's weights, but keys below optim"):
         view(store, {"optim": OPTIMIZER, "epoch": 1}, model=True)
-    with pytest.raises(MissingKey, match="holds no weights of a model; "):
+    with pytest.raises(MissingKey, match="does not hold a model's weights; "):
         view(store, {"epoch": 1}, model=True)
 
 

@@ -61,7 +61,7 @@ def test_wrapper_prefixes_are_removed_from_a_chosen_model_too(store: Store) -> N
     ("rules", "kind", "match"),
     [
         ({"keys": ["nothing*"]}, MissingKey, "nothing in default@0 matches 'nothing"),
-        ({"strip_prefix": "mod"}, MissingKey, "no tensor of default@0 is below 'mod.'"),
+        ({"strip_prefix": "mod"}, MissingKey, "default@0 has no tensors below 'mod.'"),
         ({"rename": {r".*\.w": "w"}}, InvalidInput, "would both be named 'w'"),
         ({"rename": {r".*\.w": ""}}, InvalidInput, "would be empty"),
         ({"rename": {"(": "w"}}, InvalidInput, "no regular expression"),
