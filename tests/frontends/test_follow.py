@@ -107,7 +107,7 @@ def once(store: Store, folder: Path, **options: Any) -> list[int]:
     return [one.checkpoint.step for one in Follower(store, "run", folder, **options).follow(once=True)]
 
 
-def test_the_newest_checkpoint_becomes_current_and_old_folders_are_unchanged(store: Store, tmp_path: Path) -> None:
+def test_the_newest_checkpoint_becomes_current_and_old_folders_are_kept(store: Store, tmp_path: Path) -> None:
     folder = tmp_path / "to"
     assert once(store, folder) == [0]
     assert once(store, folder) == []
@@ -128,7 +128,7 @@ def test_the_newest_checkpoint_becomes_current_and_old_folders_are_unchanged(sto
     assert len(leases) == 1, "each version was held by one, and they leave one record behind"
 
 
-def test_follow_once_without_a_checkpoint_is_an_error(store: Store, tmp_path: Path) -> None:
+def test_follow_once_raises_without_a_checkpoint(store: Store, tmp_path: Path) -> None:
     folder = tmp_path / "to"
     for of, run, match in (
         (casckpt.open(tmp_path / "none"), "run", "there is no store at"),
@@ -171,7 +171,7 @@ def test_the_command_receives_an_absolute_path(store: Store, tmp_path: Path, mon
     assert (tmp_path / "told").read_text().strip() == f"{tmp_path}/to/{os.readlink('to/current')}"
 
 
-def test_a_foreign_folder_is_refused(store: Store, tmp_path: Path) -> None:
+def test_a_folder_with_other_contents_is_refused(store: Store, tmp_path: Path) -> None:
     (tmp_path / "to").mkdir()
     (tmp_path / "to" / "mine").touch()
     with pytest.raises(InvalidInput, match="mine"):
@@ -252,7 +252,7 @@ def fail(number: int) -> None:
     raise OSError(number, os.strerror(number))
 
 
-def test_a_changed_layout_or_damaged_file_is_written_again(tmp_path: Path) -> None:
+def test_a_changed_layout_or_damaged_file_is_rewritten(tmp_path: Path) -> None:
     store, folder = small_folder(tmp_path / "store"), tmp_path / "to"
     shapes = [(64, 64), (64, 64), (65, 64), (65, 64)]
     for step, shape in enumerate(shapes):
@@ -278,7 +278,7 @@ def test_the_previous_checkpoint_may_be_purged_or_missing(store: Store, tmp_path
     assert is_at(folder, 1)
 
 
-def test_a_mapped_folder_stays_readable(store: Store, tmp_path: Path) -> None:
+def test_a_mapped_folder_remains_readable(store: Store, tmp_path: Path) -> None:
     folder = tmp_path / "to"
     once(store, folder)
     with (folder / CURRENT / "model.safetensors").open("rb") as file:
@@ -336,7 +336,9 @@ def test_a_follower_retries_a_failing_store(
     assert is_at(folder, 1)
 
 
-def test_a_follower_logs_its_waiting_once(store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_follower_logs_once_that_it_is_waiting(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The follower logs this once, however often it polls."""
     faulty, asked = FaultyStore(store.repository.storage), itertools.count()
 

@@ -230,7 +230,7 @@ def test_torchtitan_signs_and_mirrors(store_path: Path, ranks: Pool, tmp_path: P
     assert [one.step for one in casckpt.open(f"{store_path}.away", require_signature=keys.public).checkpoints()] == [2]
 
 
-def test_settings_without_meaning_for_a_store_are_refused(store_path: Path, ranks: Pool) -> None:
+def test_settings_that_do_not_apply_to_a_store_are_refused(store_path: Path, ranks: Pool) -> None:
     ranks.run(1, refuses, store_path)
     tensors = casckpt.open(store_path).get("titan@1").tensors.values()
     assert {one.dtype for one in tensors} == {"bfloat16", "int64"}  # a buffer of integers is not converted
@@ -262,7 +262,7 @@ def hears(rank: int, size: int, path: Path) -> Any:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_an_unusable_state_is_reported_by_the_first_step(store_path: Path, ranks: Pool, size: int) -> None:
+def test_an_invalid_state_is_reported_by_the_first_step(store_path: Path, ranks: Pool, size: int) -> None:
     expected = [(0, "InvalidInput"), (1, "InvalidInput"), (1, "dict")]
     assert ranks.run(size, hears, store_path) == [expected] * size
 
@@ -279,5 +279,5 @@ def keeps(rank: int, size: int, path: Path) -> Any:
     return loop.step, {group["lr"] for optimizer in loop.optimizers for group in optimizer.param_groups}
 
 
-def test_a_new_learning_rate_stays(store_path: Path, ranks: Pool) -> None:
+def test_a_new_learning_rate_is_kept(store_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, keeps, store_path) == [(2, {0.125})] * 2

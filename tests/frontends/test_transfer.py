@@ -62,7 +62,7 @@ def test_a_base_model_with_tied_weights_loads_without_a_head(load: Load, tmp_pat
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_a_model_with_other_top_level_names_is_reported(load: Load) -> None:
+def test_a_model_with_different_top_level_names_is_reported(load: Load) -> None:
     store = small()
     store.save({"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2), "1.scale": torch.ones(1)}, run="base", step=0)
     model: Any = nn.Sequential(nn.Linear(2, 2))
@@ -75,7 +75,7 @@ def test_a_model_with_other_top_level_names_is_reported(load: Load) -> None:
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_a_model_that_lies_elsewhere_loads_by_the_rename_that_the_error_gives(load: Load) -> None:
+def test_a_model_under_a_different_key_loads_with_the_suggested_rename(load: Load) -> None:
     store = small()
     store.save({"net": {"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)}}, run="base", step=0)
     model: Any = nn.Sequential(nn.Linear(2, 2))
@@ -98,7 +98,7 @@ def step(model: Any, optimizer: optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_a_new_head_and_its_optimizer_state_stay_unchanged(load: Load) -> None:
+def test_a_new_head_and_its_optimizer_state_remain_unchanged(load: Load) -> None:
     store, (base, base_optimizer) = small(), classifier(1, 3)
     step(base, base_optimizer)
     casckpt.save_model_and_optim_state(store, base, base_optimizer, run="base", step=1)
@@ -119,7 +119,7 @@ def test_a_new_head_and_its_optimizer_state_stay_unchanged(load: Load) -> None:
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_a_head_with_another_name_is_left(load: Load) -> None:
+def test_a_head_with_a_different_name_remains_unchanged(load: Load) -> None:
     store, (base, base_optimizer) = small(), classifier(1, 3)
     step(base, base_optimizer)
     casckpt.save_model_and_optim_state(store, base, base_optimizer, run="base", step=1)
@@ -134,7 +134,7 @@ def test_a_head_with_another_name_is_left(load: Load) -> None:
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_a_load_without_strict_reports_all_differences_at_once(load: Load) -> None:
+def test_a_load_without_strict_reports_all_differences_together(load: Load) -> None:
     store, (base, _) = small(), classifier(1, 3)
     base["old"] = nn.Linear(1, 1)
     casckpt.save_model_and_optim_state(store, base, run="base", step=1)
@@ -168,7 +168,7 @@ def load_on_ranks(rank: int, size: int, path: Path) -> list[str]:
     return wrong if names == {"emb.weight"} else [*wrong, str(names)]
 
 
-def test_all_ranks_load_alike(tmp_path: Path, ranks: Pool) -> None:
+def test_all_ranks_load_tied_weights_and_a_new_head(tmp_path: Path, ranks: Pool) -> None:
     model = nn.ModuleDict({"emb": nn.Embedding(6, 4), "head": nn.Linear(4, 3)})
     for one in model.parameters():
         one.data.fill_(1.0)

@@ -280,7 +280,7 @@ class Saving:
         self.files = {CONFIG_NAME: encoded(OURS)} | ({NOTES_NAME: data} if data else {})
 
     def select(self, gathered: Sequence[Claims]) -> list[list[bool]]:
-        """Select the sharded values that each rank saves: main replicas, and those that share writing or are compared."""
+        """Select the sharded values that each rank saves: main replicas, and any that share writing or are compared."""
         main = main_regions(gathered) if self.fully_parallel or self.check_replicas == "raise" else set()
 
         def is_selected(claim: Claim) -> bool:

@@ -66,7 +66,7 @@ SPOILT: dict[tuple[str, str], tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize(("what", "name"), SPOILT)
-def test_unusable_metadata_are_an_error(store: casckpt.Store, folder: Path, what: str, name: str) -> None:
+def test_invalid_metadata_raises_an_error(store: casckpt.Store, folder: Path, what: str, name: str) -> None:
     good = (folder / ".metadata").read_bytes()
     for value in SPOILT[what, name]:
         found = pickle.loads(good)
@@ -81,14 +81,14 @@ def test_unusable_metadata_are_an_error(store: casckpt.Store, folder: Path, what
     assert not Path(store.url).exists() or store.checkpoints() == []
 
 
-def test_unusable_metadata_are_an_error_even_if_pickles_are_allowed(store: casckpt.Store, folder: Path) -> None:
+def test_invalid_metadata_raises_an_error_even_if_pickles_are_allowed(store: casckpt.Store, folder: Path) -> None:
     for data in (b"", b"\x80\x02R.", pickle.dumps(SavePlan([])), pickle.dumps({"state_dict_metadata": {}})):
         (folder / ".metadata").write_bytes(data)
         with pytest.raises(Refused, match=r"\.metadata"):
             dcp_to_casckpt(folder, store, step=1, allow_pickle=True)
 
 
-def test_a_set_in_metadata_holds_only_text_and_numbers(store: casckpt.Store, folder: Path) -> None:
+def test_a_set_in_metadata_holds_only_strings_and_numbers(store: casckpt.Store, folder: Path) -> None:
     """Python calls the ``__hash__`` of every member of a set, so other members could run code."""
     found = pickle.loads((folder / ".metadata").read_bytes())
     for member, is_read in ((3, True), (torch.Size([3]), False)):
@@ -98,7 +98,7 @@ def test_a_set_in_metadata_holds_only_text_and_numbers(store: casckpt.Store, fol
             dcp_to_casckpt(folder, store, step=1)
 
 
-def test_tiny_hostile_metadata_allocate_no_memory(store: casckpt.Store, folder: Path) -> None:
+def test_tiny_hostile_metadata_does_not_allocate_memory(store: casckpt.Store, folder: Path) -> None:
     (folder / ".metadata").write_bytes(b"\x80\x02Nr\xff\xff\xff\x7f.")
     with pytest.raises(Refused, match=r"\.metadata is not valid"):
         dcp_to_casckpt(folder, store, step=1)

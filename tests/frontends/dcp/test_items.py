@@ -125,7 +125,7 @@ def test_plain_data_that_torch_encoded_is_stored_without_pickle(store: Store) ->
 
 
 @pytest.mark.parametrize("kind", [Signed, Recorded])
-def test_bytes_of_a_planner_survive_an_import_and_an_export(store: Store, tmp_path: Path, kind: type[Bytes]) -> None:
+def test_planner_bytes_survive_an_import_and_an_export(store: Store, tmp_path: Path, kind: type[Bytes]) -> None:
     planner, got = kind(), Got()
     save(STATE, FileSystemWriter(tmp_path / "old"), planner=planner)
     dcp_to_casckpt(tmp_path / "old", store, step=1)
@@ -173,9 +173,7 @@ class Boxed(Bytes):
 
 
 @pytest.mark.parametrize("allow_pickle", [True, False])
-def test_objects_of_megatron_are_exported_as_they_were_imported(
-    store: Store, tmp_path: Path, allow_pickle: bool
-) -> None:
+def test_megatron_objects_are_exported_unchanged(store: Store, tmp_path: Path, allow_pickle: bool) -> None:
     state = {"plain": 7, "list": [1], "parameter": (torch.nn.Parameter(torch.ones(2)),)}
     if allow_pickle:  # otherwise the import is refused
         state["kind"] = Kind.ONE
@@ -209,7 +207,7 @@ class Colour(enum.Enum):
     RED = 1
 
 
-def test_loading_a_pickle_needs_allow_pickle(store: Store) -> None:
+def test_loading_a_pickle_requires_allow_pickle(store: Store) -> None:
     state = {"colour": Colour.RED, "parameters": (nn.Parameter(torch.ones(2)),), "a": 1}
     save(state, StorageWriter(store, step=1))
     assert load({"a": 0}, StorageReader(store, "default@1"))["a"] == 1

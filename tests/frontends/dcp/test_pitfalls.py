@@ -66,9 +66,7 @@ def cached_saves(rank: int, size: int, path: Path, changed: int) -> None:
 
 
 @pytest.mark.parametrize("changed", [2, 9])
-def test_01_cached_plans_of_an_earlier_save_are_not_reused_for_this_one(
-    ranks: Pool, store_path: Path, changed: int
-) -> None:
+def test_01_cached_plans_from_an_earlier_save_are_not_reused(ranks: Pool, store_path: Path, changed: int) -> None:
     ranks.run(2, cached_saves, store_path, changed)
     store = casckpt.open(store_path)
     uploaders: set[str] = set()
@@ -111,7 +109,7 @@ class Given:
         return self.data
 
 
-def test_03_ranks_that_store_one_tensor_in_two_dtypes_save_nothing(store: Store) -> None:
+def test_03_a_tensor_whose_dtype_differs_across_ranks_is_not_saved(store: Store) -> None:
     properties, size, rows = TensorProperties(dtype=torch.float32), torch.Size((4, 2)), torch.Size((2, 2))
     chunks = [ChunkStorageMetadata(torch.Size((start, 0)), rows) for start in (0, 2)]
     asked, sessions = [], []
@@ -141,7 +139,7 @@ def test_04_a_hole_is_refused(store: Store) -> None:
 # 5: an asynchronous save by a process unpickles a new writer each time, in a daemon
 
 
-def test_05_a_writer_pickles_in_the_middle_of_its_life(store: Store) -> None:
+def test_05_a_writer_can_be_pickled_between_saves(store: Store) -> None:
     writer = StorageWriter(store, run="a", step=1)
     save({"a": torch.ones(3)}, writer)
     other = pickle.loads(pickle.dumps(writer))
@@ -163,7 +161,7 @@ class MeetingPlanner(DefaultSavePlanner):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_06_overlapping_saves_with_one_writer_do_not_mix(store: Store) -> None:
+def test_06_overlapping_saves_with_one_writer_do_not_interfere(store: Store) -> None:
     writer, meeting = StorageWriter(store), threading.Barrier(2)
 
     def run(step: int) -> None:
@@ -186,7 +184,7 @@ def load_what_changes(rank: int, size: int, path: Path) -> Any:
     return failed(lambda: load(state, StorageReader(path, f"default@{rank + 1}")))
 
 
-def test_07_ranks_that_found_different_checkpoints_load_none(ranks: Pool, store_path: Path, store: Store) -> None:
+def test_07_a_load_fails_if_ranks_find_different_checkpoints(ranks: Pool, store_path: Path, store: Store) -> None:
     for step in (1, 2):
         store.save({"a": torch.ones(3) * step}, step=step)
     for told in ranks.run(2, load_what_changes, store_path):
@@ -200,7 +198,7 @@ def load_with_a_failing_rank(rank: int, size: int, path: Path) -> Any:
     return failed(lambda: load({"a": torch.zeros(3)}, StorageReader(store, "default@1")))
 
 
-def test_07_a_rank_that_cannot_read_does_not_fall_back_to_what_it_saved_alone(
+def test_07_a_rank_that_cannot_read_does_not_fall_back_to_its_own_checkpoint(
     ranks: Pool, store_path: Path, store: Store
 ) -> None:
     for run in ("default", "default/rank-0", "default/rank-1"):
@@ -318,7 +316,7 @@ def test_13_every_dtype_is_restored(store: Store, store_path: Path, name: str) -
 # 14: DCP converts to another dtype silently
 
 
-def test_14_another_dtype_is_converted_with_a_log_line_or_refused(
+def test_14_a_different_dtype_is_converted_and_logged_or_refused(
     store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     save({"a": torch.arange(4.0), "c": torch.ones(2, dtype=torch.complex64)}, StorageWriter(store, step=1))
@@ -423,7 +421,7 @@ class Wrapper(torch.Tensor):
         raise NotImplementedError(str(func))
 
 
-def test_17_the_error_for_a_tensor_without_memory_names_it(store: Store) -> None:
+def test_17_the_error_for_a_tensor_without_memory_names_the_key(store: Store) -> None:
     error = failure(lambda: save({"q": Wrapper(torch.ones(3))}, StorageWriter(store, step=1)))
     assert "'q'" in str(causes(error)[0])
     assert "no memory of its own" in str(causes(error)[0])
@@ -433,7 +431,7 @@ def test_17_the_error_for_a_tensor_without_memory_names_it(store: Store) -> None
 # 18: "a.b" beside a -> b
 
 
-def test_18_two_paths_with_one_flat_key_are_refused(store: Store) -> None:
+def test_18_two_paths_with_the_same_flat_key_are_refused(store: Store) -> None:
     error = failure(lambda: save({"a.b": 1, "a": {"b": 2}}, StorageWriter(store, step=1)))
     assert "a.b" in str(causes(error)[0])
     error = failure(lambda: save({"a.0": torch.ones(1), "a": (torch.ones(2),)}, StorageWriter(store, step=1)))

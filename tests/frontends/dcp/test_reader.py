@@ -34,7 +34,7 @@ Store = casckpt.Store
 # features
 
 
-def test_a_partial_load_leaves_what_is_missing(store: Store) -> None:
+def test_a_partial_load_leaves_missing_values_unchanged(store: Store) -> None:
     save({"a": torch.ones(2)}, StorageWriter(store, step=1))
     state = {"a": torch.zeros(2), "new": torch.full((2,), 3.0)}
     with pytest.raises(BaseException, match="Missing key in checkpoint state_dict: new"):
@@ -43,7 +43,7 @@ def test_a_partial_load_leaves_what_is_missing(store: Store) -> None:
     assert [value.tolist() for value in state.values()] == [[1, 1], [3, 3]]
 
 
-def test_a_partial_load_fails_if_names_miss_its_tensors(store: Store) -> None:
+def test_a_partial_load_fails_if_the_names_do_not_match(store: Store) -> None:
     save({"a": torch.ones(2), "b": torch.ones(2)}, StorageWriter(store, step=1))
     state = {"model.a": torch.zeros(2), "model.b": torch.zeros(2)}
 
@@ -67,7 +67,7 @@ def test_a_partial_load_logs_how_many_tensors_it_filled(store: Store, caplog: py
     assert "filled 1 of 2 tensors from default@1; left unchanged: 'new'." in caplog.messages
 
 
-def test_checkpoint_id_names_the_place(store: Store) -> None:
+def test_checkpoint_id_names_the_checkpoint(store: Store) -> None:
     writer, reader = StorageWriter(store, run="a"), StorageReader(store)
     save({"x": 1}, writer, checkpoint_id="b@4")
     save({"x": 2}, writer, checkpoint_id="5")

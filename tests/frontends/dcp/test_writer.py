@@ -115,7 +115,9 @@ def _end_process() -> None:
 
 
 @pytest.mark.parametrize(("kind", "cached"), [("thread", False), ("thread", True), ("process", False)])
-def test_each_step_has_the_state_at_its_save(ranks: Pool, store_path: Path, kind: str, cached: bool) -> None:
+def test_each_step_has_the_state_at_the_time_of_its_save(
+    ranks: Pool, store_path: Path, kind: str, cached: bool
+) -> None:
     for memory in ranks.run(2, in_background, store_path, kind, cached):
         # if each step leaked one copy of its half, there would be five by then
         assert min(memory[1:]) - memory[0] < SIZE, memory
@@ -131,7 +133,7 @@ def test_each_step_has_the_state_at_its_save(ranks: Pool, store_path: Path, kind
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_stager_of_the_user_is_used(store: casckpt.Store) -> None:
+def test_a_user_defined_stager_is_used(store: casckpt.Store) -> None:
     state = {"a": torch.ones(4)}
     future: Any = async_save(state, storage_writer=StorageWriter(store, step=1), async_stager=BlockingAsyncStager())
     future.result()
@@ -178,7 +180,7 @@ def test_an_unknown_keyword_of_a_writer_is_named(store: Store, name: str) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_a_writer_takes_the_options_of_a_save(store: Store) -> None:
+def test_a_writer_accepts_the_options_of_a_save(store: Store) -> None:
     save({"a": torch.ones(2)}, StorageWriter(store, step=1))
     save({"a": torch.zeros(2)}, StorageWriter(store, step=1, overwrite=True, ephemeral=True))
     assert torch.equal(store.read("default@1")["a"], torch.zeros(2))

@@ -105,7 +105,7 @@ def test_an_incomplete_olmo_core_folder_is_refused(store: Store, tmp_path: Path)
         import_olmo(tmp_path / "in", store, step=1)
 
 
-def test_a_folder_of_the_later_olmo_trainer_is_imported(store: Store, tmp_path: Path) -> None:
+def test_a_folder_from_the_later_olmo_trainer_is_imported(store: Store, tmp_path: Path) -> None:
     state = {"model": {"w": numbers("w", 9)}, "optim": {"state.w.step": torch.tensor(1.0)}}
     folder = tmp_path / "step10"
     stock(folder / "model_and_optim", state)

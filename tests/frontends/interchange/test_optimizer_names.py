@@ -45,7 +45,7 @@ def by_torch(path: Path, model: str, optimizer: str) -> tuple[Network, optim.Opt
     ("model_key", "optimizer_key"),
     [("model", "optimizer"), ("model_state_dict", "optimizer_state_dict"), ("state_dict", "optim"), ("net", "opt")],
 )
-def test_a_training_resumes_from_an_import_to_the_bit(tmp_path: Path, model_key: str, optimizer_key: str) -> None:
+def test_a_training_resumes_bit_for_bit_from_an_import(tmp_path: Path, model_key: str, optimizer_key: str) -> None:
     model, optimizer = trained()
     schedule = optim.lr_scheduler.StepLR(optimizer, 1)
     file = {model_key: model.state_dict(), optimizer_key: optimizer.state_dict(), "epoch": 3}
@@ -137,7 +137,7 @@ def test_a_lightning_file_with_several_optimizers_is_imported(tmp_path: Path) ->
     assert set(laid_out(file).state) == {"model", "lightning"}
 
 
-def test_names_given_to_the_optimizer_are_used(tmp_path: Path) -> None:
+def test_names_passed_to_the_optimizer_are_used(tmp_path: Path) -> None:
     class Alike(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -204,7 +204,7 @@ def odd_files() -> dict[str, tuple[dict[str, Any], str]]:
 
 
 @pytest.mark.parametrize("name", odd_files())
-def test_an_optimizer_without_matching_names_keeps_numbers_and_is_reported(
+def test_an_optimizer_without_matching_names_keeps_its_numbers_and_is_reported(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file, why = odd_files()[name]

@@ -92,7 +92,7 @@ def files_of_at_most(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_an_object_in_a_torch_save_file_stays_an_object(store: Store, tmp_path: Path) -> None:
+def test_an_object_in_a_torch_save_file_remains_an_object(store: Store, tmp_path: Path) -> None:
     torch.save({"net": torch.nn.Linear(1, 1), "w": torch.ones(2)}, tmp_path / "x.pt")
     torch_save_to_casckpt(tmp_path / "x.pt", store, run="a", step=1, allow_pickle=True)
     assert type(store.read("a@1", allow_pickle=True)["net"]) is torch.nn.Linear
@@ -121,7 +121,7 @@ def test_a_disk_that_fills_up_during_a_write_is_reported(
         casckpt_to_torch_save(store, "default@1", tmp_path / "out")
 
 
-def test_unusable_files_are_refused(store: Store, tmp_path: Path) -> None:
+def test_invalid_files_are_refused(store: Store, tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     with pytest.raises(NotFound):
         torch_save_to_casckpt(path, store, step=1)
@@ -143,7 +143,7 @@ def test_unusable_files_are_refused(store: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc")
-def test_conversions_take_a_bounded_amount_of_memory(tmp_path: Path) -> None:
+def test_conversions_use_a_bounded_amount_of_memory(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.peak_convert", str(tmp_path), "64"]
     root = Path(__file__).parents[3]
     found = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
@@ -153,7 +153,7 @@ def test_conversions_take_a_bounded_amount_of_memory(tmp_path: Path) -> None:
 # the content shows the format
 
 
-def test_the_kind_of_a_path_is_found_from_its_content(store: Store, tmp_path: Path) -> None:
+def test_the_kind_of_a_path_is_detected_from_its_content(store: Store, tmp_path: Path) -> None:
     stock(tmp_path / "dcp", {"a": torch.ones(2)})
     (tmp_path / "dcp/common.pt").write_bytes(b"x")
     torch.save({"a": torch.ones(2)}, tmp_path / "weights")
@@ -181,7 +181,7 @@ def bucket() -> Iterator[str]:
     fsspec.filesystem("memory").rm("/bucket", recursive=True)
 
 
-def test_fsspec_urls_are_exported_to_and_imported_from(store: Store, tmp_path: Path, bucket: str) -> None:
+def test_exports_and_imports_accept_fsspec_urls(store: Store, tmp_path: Path, bucket: str) -> None:
     state = example()
     store.save(state, step=1)
     casckpt_to_dcp(store, "default@1", f"{bucket}/dcp")
@@ -213,7 +213,7 @@ class Config:
         self.rate = 0.1
 
 
-def test_the_error_for_a_class_of_the_saving_script_names_it(
+def test_the_error_for_a_class_from_the_saving_script_names_the_class(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = sys.modules["__main__"]
@@ -231,7 +231,7 @@ def test_the_error_for_a_class_of_the_saving_script_names_it(
 
 
 @pytest.mark.parametrize("kind", ["dcp", "safetensors"])
-def test_a_folder_of_checkpoints_differs_from_a_checkpoint(kind: str, store: Store, tmp_path: Path) -> None:
+def test_a_folder_of_checkpoints_is_not_imported_as_a_checkpoint(kind: str, store: Store, tmp_path: Path) -> None:
     for step in (10, 20):
         folder = tmp_path / f"step-{step}"
         if kind == "dcp":

@@ -67,7 +67,7 @@ def loaded(rank: int, size: int, where: str, topology: Topology) -> list[Any]:
     return [read.done, *differences(found, gpt.expected(gpt.state(topology.at(rank))))]
 
 
-def test_a_parallel_load_gives_the_same_and_reads_less(tmp_path: Path, ranks: Pool) -> None:
+def test_a_parallel_load_returns_the_same_values_and_reads_less(tmp_path: Path, ranks: Pool) -> None:
     place, topology = f"{tmp_path}#gpt@7", Topology(tp=2, dp=2)
     total = sum(ranks.run(1, saved, place, Topology()))
     found = ranks.run(4, loaded, place, topology)
@@ -112,7 +112,7 @@ def dies_on_the_way(rank: int, size: int, where: str) -> str:
     return repr(outcome_of(lambda: megatron.load(state, where, fully_parallel=True)))
 
 
-def test_a_rank_that_dies_on_the_way_is_named_on_all_others(tmp_path: Path, ranks: Pool) -> None:
+def test_a_rank_that_dies_during_a_load_is_named_on_all_other_ranks(tmp_path: Path, ranks: Pool) -> None:
     found = ranks.outcomes(3, dies_on_the_way, f"{tmp_path}#a@1")
     assert found[2].died is not None
     for outcome in found[:2]:

@@ -79,7 +79,7 @@ def test_a_save_into_a_folder_also_replaces_its_common_part(path: Path, ranks: P
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_an_object_that_one_rank_cannot_save_fails_on_all(
+def test_an_object_that_one_rank_cannot_save_fails_on_all_ranks(
     path: Path, ranks: Pool, asynchronous: bool, size: int
 ) -> None:
     ranks.run(2, saved, path, 1)
@@ -110,7 +110,7 @@ def fails_late(rank: int, size: int, path: Path) -> None:
         request.execute_sync()
 
 
-def test_a_failed_save_in_the_background_is_raised_at_its_end(path: Path, ranks: Pool) -> None:
+def test_the_error_of_a_background_save_is_raised_at_its_end(path: Path, ranks: Pool) -> None:
     ranks.run(1, fails_late, path)
     assert not list((path / "iter_4").iterdir())
 

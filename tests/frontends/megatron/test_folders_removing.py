@@ -91,7 +91,7 @@ def test_a_save_forgets_checkpoints_of_removed_folders(tmp_path: Path, ranks: Po
     assert steps(tmp_path) == [2, 3, 4]
 
 
-def test_a_save_succeeds_though_forgetting_fails(tmp_path: Path) -> None:
+def test_a_save_succeeds_even_if_forgetting_fails(tmp_path: Path) -> None:
     with patch.object(folders, "forget_removed", side_effect=NotFound("the disk is gone")):
         said = saved(0, 1, tmp_path, 1, forget_removed=True)
     assert said == ["could not forget the checkpoints of removed folders: the disk is gone"]

@@ -85,7 +85,7 @@ def test_values_that_are_not_persistent_are_returned(where: str) -> None:
     ("shape", "rows"),
     [((6, 3), [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11], [0] * 3, [0] * 3]), ((2, 2), [[0, 1], [3, 4]])],
 )
-def test_a_different_shape_is_padded_and_cut(where: str, shape: tuple[int, ...], rows: list[list[int]]) -> None:
+def test_a_different_shape_is_padded_and_truncated(where: str, shape: tuple[int, ...], rows: list[list[int]]) -> None:
     found = load({"w": tensor("w", *shape, allow_shape_mismatch=True)}, where)["w"]
     assert found.tolist() == rows
     count = found.numel()
@@ -109,7 +109,7 @@ def test_a_different_shape_is_refused(where: str, more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("notes", [b"{", b"[]", b'{"common_tensors": 5}'])
-def test_unusable_notes_are_refused(tmp_path: Path, notes: bytes) -> None:
+def test_invalid_notes_are_refused(tmp_path: Path, notes: bytes) -> None:
     casckpt.open(tmp_path).save({"w": torch.ones(1)}, run="a", step=1, attachments={"megatron.json": notes})
     with pytest.raises(CheckpointingException, match=r"megatron.json is invalid"):
         load({}, f"{tmp_path}#a@1")
@@ -133,7 +133,7 @@ def test_objects_are_replaced_in_place(where: str) -> None:
         load({"o": obj("o", 0, 1)}, where, strict="log_all")
 
 
-def test_values_that_are_not_plain_need_pickle_on_both_sides(tmp_path: Path) -> None:
+def test_values_that_are_not_plain_data_need_pickle_in_saves_and_loads(tmp_path: Path) -> None:
     where = f"{tmp_path}#a@1"
     with pytest.raises(CheckpointingException, match="o/shard_0_1"):
         save({"o": obj("o", data=Odd())}, where)
@@ -186,7 +186,7 @@ def alike(rank: int, size: int, where: str) -> list[str]:
     return [*errors, str(untouched(part)), str(load({"w": part}, where)["w"].sum().item())]
 
 
-def test_every_rank_raises_alike_and_nothing_changes(where: str, ranks: Pool) -> None:
+def test_every_rank_raises_the_same_error_and_nothing_changes(where: str, ranks: Pool) -> None:
     first, second = ranks.run(2, alike, where)
     words = ["lacks 'x'", "local shape is", "lacks the object 'o'", "global shape"]
     for found in (first, second):
@@ -248,7 +248,7 @@ def halves(key: str, data: torch.Tensor, replica_id: Any, flattened_range: slice
     return [ShardedTensor.from_rank_offsets(f"{key}.{i}", part, replica_id=replica_id) for i, part in enumerate(data)]
 
 
-def test_a_factory_with_an_unexpected_part_is_left_out_whole(tmp_path: Path) -> None:
+def test_a_factory_with_an_unexpected_part_is_omitted_entirely(tmp_path: Path) -> None:
     save({"a": numbered("f.0", 3), "b": numbered("b", 1)}, f"{tmp_path}#a@1")
     factory = ShardedTensorFactory("f", torch.ones(2, 3), halves, torch.stack)
     found, _, unexpected = load({"f": factory, "b": tensor("b", 1)}, f"{tmp_path}#a@1", strict="return_all")

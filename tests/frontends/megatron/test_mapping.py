@@ -62,7 +62,7 @@ def test_a_bad_rank_offset_is_refused(triple: tuple[int, int, int]) -> None:
     assert caught.value.key == "k"
 
 
-def test_the_last_of_two_offsets_for_an_axis_counts() -> None:
+def test_the_last_of_two_offsets_for_an_axis_is_used() -> None:
     assert ShardedTensor.from_rank_offsets("k", torch.ones(2), (0, 0, 2), (0, 2, 3)).global_offset == (4,)
 
 
@@ -88,14 +88,14 @@ def test_contradictory_fields_are_refused(changed: dict[str, Any], message: str)
         ShardedTensor(**fields | changed)
 
 
-def test_an_uneven_cut_has_no_grid() -> None:
+def test_uneven_parts_do_not_have_a_grid() -> None:
     part = ShardedTensor("k", None, torch.float32, (2,), (5,), (3,), None)
     assert part.has_regular_grid is False
     with pytest.raises(CheckpointingException, match="does not have a regular grid"):
         part.max_allowed_chunks()
 
 
-def test_an_axis_that_does_not_divide_is_refused() -> None:
+def test_an_axis_that_is_not_divisible_is_refused() -> None:
     part = ShardedTensor("k", None, torch.float32, (2,), (5,), (2,), (2,))
     with pytest.raises(CheckpointingException, match="not a multiple of 2"):
         part.max_allowed_chunks()
@@ -145,7 +145,7 @@ def test_coordinates_need_a_flat_part() -> None:
         (torch.ones(4), None, "needs a flattened_range"),
     ],
 )
-def test_flat_data_of_a_wrong_size_is_refused(data: torch.Tensor, at: slice | None, message: str) -> None:
+def test_flat_data_of_the_wrong_size_is_refused(data: torch.Tensor, at: slice | None, message: str) -> None:
     with pytest.raises(CheckpointingException, match=message):
         ShardedTensor.from_rank_offsets_flat("k", data, (2, 2), flattened_range=at)
 
@@ -196,7 +196,7 @@ def test_an_object_has_the_fields_of_megatron() -> None:
 
 
 @pytest.mark.parametrize("text", ["a", "a/shard_1", "a/shard_x_1", "a/shard_1_2_3"])
-def test_other_text_is_refused_as_a_unique_key(text: str) -> None:
+def test_other_strings_are_refused_as_unique_keys(text: str) -> None:
     with pytest.raises(CheckpointingException, match="does not name a shard"):
         ShardedObject.empty_from_unique_key(text)
 

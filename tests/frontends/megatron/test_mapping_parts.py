@@ -17,7 +17,7 @@ SECTIONS = (2, 1, 3)
 
 
 @given(data=st.data())
-def test_all_parts_together_make_the_narrowed_tensor(data: st.DataObject) -> None:
+def test_all_parts_together_form_the_narrowed_tensor(data: st.DataObject) -> None:
     """Flat and stacked parts count too: each writes its place in the whole tensor."""
     parts, columns, layers = (data.draw(st.integers(1, 3)) for _ in range(3))
     extent = data.draw(st.integers(1, 4))

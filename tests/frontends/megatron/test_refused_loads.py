@@ -111,7 +111,7 @@ def strictly(rank: int, size: int, where: str, strict: str) -> list[tuple[str, b
 
 
 @pytest.mark.parametrize("strict", [one.value for one in StrictHandling])
-def test_each_strictness_raises_on_all_ranks_or_none(strict: str, where: str, ranks: Pool) -> None:
+def test_each_strictness_raises_on_all_ranks_or_on_none(strict: str, where: str, ranks: Pool) -> None:
     for unexpected, missing in ranks.run(2, strictly, where, strict):
         wanted = {"unexpected": unexpected, "missing": missing}
         for what, key in (("unexpected", "'x'"), ("missing", "'b'")):

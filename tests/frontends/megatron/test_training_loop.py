@@ -109,7 +109,7 @@ def test_undoing_the_patch_restores_everything(tmp_path: Path) -> None:
     assert methods() == before
 
 
-def test_patches_of_others_stay_and_save_as_before(tmp_path: Path) -> None:
+def test_patches_by_others_remain_and_save_as_before(tmp_path: Path) -> None:
     calls: list[Any] = []
     loop = module("casckpt.frontends.megatron.training_loop")
     kind = core(".strategies.torch").TorchDistSaveShardedStrategy
