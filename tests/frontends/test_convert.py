@@ -1,4 +1,4 @@
-"""Imports and exports return equal bits, and a failed one leaves nothing."""
+"""Imports and exports preserve every bit, and a failed one leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[2]
 SURROGATE = "a\ud800"
 
 
-# every importer, with changed bytes
+# every importer, with altered bytes
 
 
 @pytest.mark.filterwarnings("ignore")  # torch warns about protocols and deprecated types
@@ -63,7 +63,7 @@ def test_functions_named_in_a_pickle_are_not_called(store: casckpt.Store, tmp_pa
     path = KINDS[kind](tmp_path, Canary())
     sung.clear()
     if kind == "olmo-trainer":
-        import_any(store, look_at(path), step=1)  # without the state around it
+        import_any(store, look_at(path), step=1)  # without the surrounding state
     else:
         with pytest.raises(InvalidInput, match=r"sing.*--allow-pickle|--allow-pickle.*sing"):
             import_any(store, look_at(path), step=1)
@@ -72,7 +72,7 @@ def test_functions_named_in_a_pickle_are_not_called(store: casckpt.Store, tmp_pa
     assert kind == "olmo-trainer" or "run" in sung
 
 
-# files of torch.save
+# torch.save files
 
 
 def legacy(state: Any) -> bytes:
@@ -107,7 +107,7 @@ def test_errors_for_invalid_files_name_the_file(
     assert not Path(store.url).exists()
 
 
-# folders of DCP
+# DCP folders
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_damaged_value_is_not_committed(store: casckpt.Store, folder: Path) -> None:
-    """If an import kept the damaged bytes, no read could decode them."""
+    """If an import kept the damaged bytes, reads could not decode them."""
     found = pickle.loads((folder / ".metadata").read_bytes())
     place = found.storage_data[MetadataIndex("b.c")]
     data = bytearray((folder / place.relative_path).read_bytes())
@@ -138,7 +138,7 @@ def test_a_pipe_in_a_folder_raises_immediately(store: casckpt.Store, folder: Pat
         dcp_to_casckpt(folder, store, step=1)
 
 
-# folders of OLMo-core
+# OLMo-core folders
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_the_error_for_a_damaged_train_state_names_the_file(store: casckpt.Store
             import_olmo_trainer(tmp_path, store, step=1)
 
 
-# keys that are not text
+# keys that are not valid strings
 
 
 def test_the_error_for_a_lone_surrogate_names_the_key(store: casckpt.Store, tmp_path: Path) -> None:

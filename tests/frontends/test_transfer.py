@@ -1,4 +1,4 @@
-"""Weights for another training: base models with tied weights, new heads, and several mismatches at once."""
+"""Weights for a different training: base models with tied weights, new heads, and several mismatches together."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_new_head_and_its_optimizer_state_remain_unchanged(load: Load) -> None
         assert set(optimizer.state) == set(model["body"].parameters())
     exp_avg = optimizer.state[model["body"].weight]["exp_avg"]
     assert torch.equal(exp_avg, base_optimizer.state[base["body"].weight]["exp_avg"])
-    step(model, optimizer)  # the state fits
+    step(model, optimizer)  # the optimizer state matches
     with pytest.raises(InvalidInput, match="ignore_mismatched"):
         load(store, "base@1", model, ignore_mismatched=7)
 
@@ -127,7 +127,7 @@ def test_a_head_with_a_different_name_remains_unchanged(load: Load) -> None:
     model["score"] = model.pop("head")
     score = copy.deepcopy(model["score"].state_dict())
     with pytest.raises((MissingKey, Mismatch)):
-        load(store, "base@1", model, optimizer, ignore_mismatched=["score.*"])  # the state of the old head does not fit
+        load(store, "base@1", model, optimizer, ignore_mismatched=["score.*"])  # the old head's state does not match
     load(store, "base@1", model, optimizer, ignore_mismatched=["score.*", "head.*"])
     assert identical(dict(model["score"].state_dict()), dict(score))
     assert set(optimizer.state) == set(model["body"].parameters())
@@ -147,7 +147,7 @@ def test_a_load_without_strict_reports_all_differences_together(load: Load) -> N
 
 
 def load_on_ranks(rank: int, size: int, path: Path) -> list[str]:
-    """With FSDP2, load a tied model without its second name, and a new head."""
+    """With FSDP2, load a tied model without its second name, and a model with a new head."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -161,7 +161,7 @@ def load_on_ranks(rank: int, size: int, path: Path) -> list[str]:
     optimizer = optim.AdamW(model.parameters())
     loaded = casckpt.load_model_and_optim_state(store, "base@1", model, optimizer, ignore_mismatched=["head.*"])
     if not model.emb.weight.full_tensor().eq(1).all():
-        wrong.append("the embedding is not what was saved")
+        wrong.append("the embedding differs from the saved one")
     if loaded.mismatched_keys != ("model.head.weight", "model.head.bias"):
         wrong.append(str(loaded.mismatched_keys))
     names = {name for name, one in model.named_parameters() if one in optimizer.state}

@@ -59,7 +59,7 @@ def names_in(path: Path) -> set[str]:
 
 @follows(
     "frontends/interchange/export.py:_check_suffix",
-    "has a suffix of --format …, but the format is …; give another name",
+    "has the suffix of --format …, but the format is …; choose a different name",
 )
 @pytest.mark.parametrize("way", ["name", "format"])
 def test_the_suffix_of_an_export_matches_its_format(
@@ -153,7 +153,7 @@ def test_a_format_unclear_from_the_name_is_given(
 # parts
 
 
-@follows("frontends/views/model_part.py:model_part", "but keys below …; give --strip-prefix if one of these is a model")
+@follows("frontends/views/model_part.py:model_part", "but keys below …; pass --strip-prefix if one of these is a model")
 def test_the_exported_model_is_chosen_explicitly(store: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
     store.save({"optim": {"w": torch.ones(2)}}, run="a", step=1)
     command = ("export", store.url, "a@1", tmp_path / "out", "--format", "hf")
@@ -375,7 +375,7 @@ def test_a_file_with_a_pickle_is_imported_with_allow_pickle(
 
 @follows(
     "frontends/interchange/torch_files.py:casckpt_to_torch_save",
-    "because plain torch.load cannot read it (pass allow_pickle=True)",
+    "because plain torch.load cannot read it (pass allow_pickle=True to include it)",
 )
 def test_values_that_torch_load_refuses_are_exported_with_allow_pickle(
     store: Store, tmp_path: Path, messages: Messages

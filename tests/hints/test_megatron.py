@@ -38,9 +38,9 @@ def where(store_path: Path) -> str:
 # writers
 
 
-@follows("frontends/megatron/claims.py:_check_cover", "assign a different replica_id to all but one of them")
-@follows("frontends/megatron/claims.py:_check_object", "assign a different replica_id to all but one of them")
-@follows("frontends/megatron/claims.py:_without_main", "assign replica_id 0 on one rank")
+@follows("frontends/megatron/claims.py:_check_cover", "use a different replica_id for all but one of them")
+@follows("frontends/megatron/claims.py:_check_object", "use a different replica_id for all but one of them")
+@follows("frontends/megatron/claims.py:_without_main", "use replica_id 0 on one rank")
 def test_one_replica_is_the_main_replica(store_path: Path, messages: Messages) -> None:
     def shared(replica_id: int) -> ShardedObject:
         return ShardedObject("w", {"n": 1}, (1,), (0,), replica_id=replica_id)
@@ -57,7 +57,7 @@ def test_one_replica_is_the_main_replica(store_path: Path, messages: Messages) -
         save({"a": make(0), "b": make(1)}, twice)
         with messages.error(CheckpointingException) as advice:
             save({"a": make(1)}, once)
-        save({"a": make(int(advice.says("assign replica_id 0 on one rank")[-1]))}, once)
+        save({"a": make(int(advice.says("use replica_id 0")[-1]))}, once)
         for place in (twice, once):
             found = load({"a": make(0)}, place)["a"]
             assert found == {"n": 1} if make is shared else torch.equal(found, torch.ones(4))
@@ -200,7 +200,7 @@ def test_a_state_dict_of_parameters_has_them(messages: Messages) -> None:
     assert len(get_param_id_to_sharded_param_map(sharded(model), model.parameters())) == 2
 
 
-@follows("frontends/megatron/optimizer.py:make_sharded_optimizer_tensor", "such as 'step', in exclude_keys")
+@follows("frontends/megatron/optimizer.py:make_sharded_optimizer_tensor", "such as 'step', into exclude_keys")
 def test_state_of_another_shape_is_excluded_from_sharding(store_path: Path, messages: Messages) -> None:
     model, optim = trained()
     numbers = get_param_id_to_sharded_param_map(sharded(model), model.parameters())

@@ -118,7 +118,7 @@ class DcpContents:
             if planned.get(key, 0) != wanted:
                 raise InvalidInput(
                     f"{key!r}: this rank saved alone and now loads more than it saved. Load on as many ranks, "
-                    "with the same sharding, or save with use_collectives=True",
+                    "with the same sharding, or save with collectives enabled",
                     key=key,
                 )
 

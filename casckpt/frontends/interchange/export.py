@@ -114,7 +114,7 @@ def _check_suffix(format: Format, path: str | os.PathLike[str]) -> None:
     if of in (None, format) or (of, format) == ("safetensors", "hf") or os.path.isdir(path):
         return
     raise InvalidInput(
-        f"{Path(path).name} has a suffix of --format {of}, but the format is {format}; choose a different name"
+        f"{Path(path).name} has the suffix of --format {of}, but the format is {format}; choose a different name"
     )
 
 

@@ -139,7 +139,7 @@ def _check_cover(key: str, shape: Shape, mains: Sequence[tuple[int, Region]], ho
         (rank, region), (other, theirs) = (mains[i] for i in overlaps[0])
         common = f"{region} of rank {rank} and {theirs} of rank {other} overlap"
         raise refused(
-            key, f"{common}, and both are main replicas; assign a different replica_id to all but one of them", other
+            key, f"{common}, and both are main replicas; use a different replica_id for all but one of them", other
         )
     if holes:
         raise _without_main(key, " and ".join(map(str, holes)), holders)
@@ -147,7 +147,7 @@ def _check_cover(key: str, shape: Shape, mains: Sequence[tuple[int, Region]], ho
 
 def _without_main(key: str, what: str, holders: Sequence[int]) -> CheckpointingException:
     lacking = f"no rank has a main replica of {what} (ranks that hold parts of it: {listed(holders)})"
-    return refused(key, f"{lacking}; assign replica_id 0 on one rank")
+    return refused(key, f"{lacking}; use replica_id 0 on one rank")
 
 
 def _check_object(holders: Sequence[tuple[int, ObjectClaim]]) -> None:
@@ -160,7 +160,7 @@ def _check_object(holders: Sequence[tuple[int, ObjectClaim]]) -> None:
     for offset, ranks in mains.items():
         if len(ranks) > 1:
             both = f"the object at {offset} of {first.shape} has main replicas on ranks {ranks[0]} and {ranks[1]}"
-            raise refused(first.key, f"{both}; assign a different replica_id to all but one of them", ranks[1])
+            raise refused(first.key, f"{both}; use a different replica_id for all but one of them", ranks[1])
     missing = [at for at in product(*map(range, first.shape)) if at not in mains]
     if missing:
         raise _without_main(

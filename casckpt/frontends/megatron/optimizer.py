@@ -72,8 +72,8 @@ def make_sharded_optimizer_tensor(model_param: Any, optim_param: torch.Tensor, p
     if getattr(model_param, "flattened_range", None) is None and tuple(data.shape) != tuple(model_param.local_shape):
         raise CheckpointingException(
             f"{key!r} has shape {list(data.shape)}, but the parameter has shape {list(model_param.local_shape)}; "
-            "list state of "
-            "a different shape, such as 'step', in exclude_keys",
+            "put state of "
+            "a different shape, such as 'step', into exclude_keys",
             key=key,
         )
     return replace(model_param, key=key, data=data, dtype=data.dtype)

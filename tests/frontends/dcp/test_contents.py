@@ -17,7 +17,7 @@ from tests.support.dcp import failure, load, save
 
 try:
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-except ImportError:  # an older torch, whose metadata has no version
+except ImportError:  # an older torch, whose metadata lacks the version
     CURRENT_DCP_VERSION = None  # type: ignore[assignment,misc]
 
 from casckpt.contents import manifests
@@ -86,7 +86,7 @@ def test_metadata_names_its_save_and_load(store: Store, tmp_path: Path) -> None:
 
 
 def test_metadata_has_every_field_that_torch_defines(store: Store, tmp_path: Path) -> None:
-    """A reader that uses a field of torch's metadata finds it in casckpt's. ``modules`` stays empty."""
+    """A reader that uses a field of torch's metadata finds it in casckpt's metadata. ``modules`` is always empty."""
     state = {"x": torch.ones(2), "n": 1}
     save(state, StorageWriter(store, step=1))
     save(state, FileSystemWriter(tmp_path / "torch"))

@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def twin() -> Any:
-    """An object of another type with the attributes of a chunk."""
+    """An object of a different type that has a chunk's attributes."""
     made = MetadataIndex("a")
     vars(made).update(offsets=torch.Size([0, 0]), sizes=torch.Size([4, 2]))
     return made
@@ -62,7 +62,7 @@ SPOILT: dict[tuple[str, str], tuple[Any, ...]] = {
     ("place", "offset"): (Missing, None, "1", -5, 1 << 80),
     ("place", "length"): (Missing, None, 1.5, -5, 1),
 }
-"""Of what which attribute is given which values."""
+"""For each object, the attributes to change and the values to set."""
 
 
 @pytest.mark.parametrize(("what", "name"), SPOILT)

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint, read without their pickles."""
+"""torch.distributed.checkpoint folders, read without unpickling."""
 
 from __future__ import annotations
 

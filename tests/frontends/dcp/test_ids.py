@@ -1,4 +1,4 @@
-"""Ids and paths name the place of a save or load; a writer may be set up in another thread."""
+"""Ids and paths name the checkpoint to save or load. A writer may be set up in a different thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
 try:
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-except ImportError:  # an older torch, whose metadata has no version
+except ImportError:  # an older torch, whose metadata lacks the version
     CURRENT_DCP_VERSION = None  # type: ignore[assignment,misc]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore::FutureWarning")
 
@@ -113,7 +113,7 @@ def test_a_loop_overwrites_its_last_checkpoint(store: Store) -> None:
     assert load({"x": 0}, StorageReader(store), checkpoint_id="last") == {"x": 2}
 
 
-# set up in one thread, used in another thread or process
+# a writer that is set up in one thread and used in a different thread or process
 
 
 def test_reset_applies_to_a_background_save(store: Store) -> None:
@@ -123,7 +123,7 @@ def test_reset_applies_to_a_background_save(store: Store) -> None:
     async_save({"x": 5}, storage_writer=writer).result()  # type: ignore[union-attr] # a future
     assert places(store) == [("r", 1), ("r", 5)]
     async_save({"x": 6}, storage_writer=writer, checkpoint_id="r@6").result()  # type: ignore[union-attr] # a future
-    save({"x": 7}, writer)  # as in DCP: the last place, set by either call
+    save({"x": 7}, writer)  # as in DCP: the last target, whichever call set it
     assert [store.read(f"r@{step}")["x"] for step in (1, 5, 6)] == [1, 5, 7]
 
 
@@ -142,5 +142,5 @@ def test_the_id_that_a_thread_sets_overrides_later_ids_of_other_threads(store: S
     other.join()
     save({"x": 1}, writer)
     assert places(store) == [("r", 1)]
-    save({"x": 2}, writer)  # the writer's own place is used up
+    save({"x": 2}, writer)  # the writer's own target has been used
     assert places(store) == [("r", 1), ("r", 2)]

@@ -1,4 +1,4 @@
-"""The note for DCP keeps structure that the tree does not hold."""
+"""The note for DCP preserves structure that the tree does not hold."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_list_that_dcp_describes_only_partly_is_loaded(store: Store) -> None:
     assert told.planner_data["l.1.x"] == ("l", 1, "x")
 
 
-# the examples of torch's documentation of planners
+# the examples in torch's documentation of planners
 
 
 class ExtraData(DefaultSavePlanner):

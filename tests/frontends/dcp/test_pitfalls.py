@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 Store = casckpt.Store
 
 
-# 1: with cached plans, the hooks see plans of the first save, and finish gets the metadata of the first save
+# 1: with cached plans, the hooks see the first save's plans, and finish receives the first save's metadata
 
 
 def cached_saves(rank: int, size: int, path: Path, changed: int) -> None:
@@ -72,8 +72,8 @@ def test_01_cached_plans_from_an_earlier_save_are_not_reused(ranks: Pool, store_
     uploaders: set[str] = set()
     for step in range(3):
         blobs = manifests.get(store.repository, store.get(f"cached@{step}").commit).blobs
-        own = {blob.uploader for blob in blobs}  # all of it is new
-        assert not own & uploaders  # a gc may be deleting in the folder of a finished save
+        own = {blob.uploader for blob in blobs}  # all blobs are new
+        assert not own & uploaders  # gc may be deleting files from the folder of a finished save
         uploaders |= own
         found = store.read(f"cached@{step}")
         assert torch.equal(found["a"], numbers(f"a{step}", 6 if step == changed else 4, 4))
@@ -126,7 +126,7 @@ def test_03_a_tensor_whose_dtype_differs_across_ranks_is_not_saved(store: Store)
     assert store.checkpoints() == []
 
 
-# 4: DCP does not notice holes in a save with a single plan, nor in its load
+# 4: DCP does not notice holes in a save with a single plan, or in the load of such a save
 
 
 def test_04_a_hole_is_refused(store: Store) -> None:
@@ -136,7 +136,7 @@ def test_04_a_hole_is_refused(store: Store) -> None:
     assert store.checkpoints() == []
 
 
-# 5: an asynchronous save by a process unpickles a new writer each time, in a daemon
+# 5: an asynchronous save in a separate process unpickles a new writer each time, in a daemon
 
 
 def test_05_a_writer_can_be_pickled_between_saves(store: Store) -> None:
@@ -156,7 +156,7 @@ class MeetingPlanner(DefaultSavePlanner):
         self.meeting = meeting
 
     def create_local_plan(self) -> SavePlan:
-        self.meeting.wait(60)  # the other save was set up on the same writer, too
+        self.meeting.wait(60)  # the other save was also set up on the same writer
         return super().create_local_plan()
 
 
@@ -193,7 +193,7 @@ def test_07_a_load_fails_if_ranks_find_different_checkpoints(ranks: Pool, store_
 
 
 def load_with_a_failing_rank(rank: int, size: int, path: Path) -> Any:
-    faults = [fail_before("get", key="runs/*")] if rank == 1 else []  # DCP tries again, so a second read would succeed
+    faults = [fail_before("get", key="runs/*")] if rank == 1 else []  # DCP retries, so a second read would succeed
     store, _ = watched(path, *faults)
     return failed(lambda: load({"a": torch.zeros(3)}, StorageReader(store, "default@1")))
 
@@ -228,7 +228,7 @@ def test_08_empty_shards_are_not_stored(ranks: Pool, store_path: Path) -> None:
     assert found["none"].shape == (0, 8)
 
 
-# 9: {} vanishes; [] and tuples are pickled, with the tensors in them
+# 9: {} vanishes; [] and tuples are pickled along with the tensors in them
 
 
 def test_09_tensors_in_tuples_and_lists_are_stored_as_tensors(store: Store) -> None:
@@ -254,7 +254,7 @@ def test_10_tied_tensors_are_stored_once(store: Store) -> None:
     assert store.get("default@1").stats.bytes_written < 1.1 * weight.nbytes
 
 
-# 11: extra state of a module is flattened into items of its own
+# 11: a module's extra state is flattened into separate items
 
 
 class WithExtra(torch.nn.Linear):
@@ -310,10 +310,10 @@ def test_13_every_dtype_is_restored(store: Store, store_path: Path, name: str) -
     assert isinstance(seen, TensorStorageMetadata)
     assert seen.properties.dtype == dtype
     for blob in store_path.rglob("*.safetensors"):
-        assert load_file(blob)["0"].nbytes == 16  # any safetensors reader opens it
+        assert load_file(blob)["0"].nbytes == 16  # any safetensors reader can open it
 
 
-# 14: DCP converts to another dtype silently
+# 14: DCP silently converts to a different dtype
 
 
 def test_14_a_different_dtype_is_converted_and_logged_or_refused(
@@ -382,7 +382,7 @@ def test_15_chunks_of_user_types_are_saved(store: Store) -> None:
     assert torch.equal(into["a"].held[0, 1], full[:, 1:])
 
 
-# 16: hints of chunks count all ranks on a save, and this rank's own on a load
+# 16: chunk hints count the chunks of all ranks in a save, but only this rank's chunks in a load
 
 
 class HintlessPlanner(DefaultLoadPlanner):
@@ -403,7 +403,7 @@ def test_16_hints_are_not_relied_upon(store: Store) -> None:
     assert found["b"] == 3
 
 
-# 17: tensors that wrap others have no memory of their own
+# 17: tensors that wrap other tensors have no memory of their own
 
 
 class Wrapper(torch.Tensor):
@@ -428,7 +428,7 @@ def test_17_the_error_for_a_tensor_without_memory_names_the_key(store: Store) ->
     assert store.checkpoints() == []
 
 
-# 18: "a.b" beside a -> b
+# 18: "a.b" next to a -> b
 
 
 def test_18_two_paths_with_the_same_flat_key_are_refused(store: Store) -> None:

@@ -1,4 +1,4 @@
-"""Loads through torch.distributed.checkpoint, with the default planner and planners of users."""
+"""Loads through torch.distributed.checkpoint, with the default planner and with user-defined planners."""
 
 from __future__ import annotations
 
@@ -178,13 +178,13 @@ def test_a_reader_raises_errors_of_every_kind(store: Store, monkeypatch: pytest.
 
     save({"a": torch.ones(2)}, StorageWriter(store, step=1))
     monkeypatch.setattr(store, "get", failing)
-    for ref in ("default@1", "other@1"):  # for the first call and for the second
+    for ref in ("default@1", "other@1"):  # for the first call and for the second call
         found = causes(failure(lambda ref=ref: load({"a": torch.zeros(2)}, StorageReader(store, ref))))[0]  # type: ignore[misc]
         assert type(found) is type(error)
         assert str(error) in str(found)
 
 
-# the examples of torch's documentation of planners
+# the examples in torch's documentation of planners
 
 
 class RenamingLoad(DefaultLoadPlanner):
@@ -231,7 +231,7 @@ class Materialising(DefaultLoadPlanner):
 
 
 class Meta(torch.Tensor):
-    """A meta tensor. DCP does not allocate it; the planner does, on the device of the process group."""
+    """A meta tensor. DCP does not allocate it, but the planner does, on the process group's device."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch documents it
 

@@ -104,7 +104,7 @@ def with_options(rank: int, size: int, path: Path) -> list[str]:
         model, optim = build("fsdp2", size, 5)
         found, optimizer = get_state_dict(model, optim, options=option)
         state: dict[str, Any] = {"model": found, "optim": optimizer}
-        if option.full_state_dict:  # the other ranks get none
+        if option.full_state_dict:  # the other ranks receive nothing
             state = casckpt.open(path).read(f"options@{step}")
         else:
             load(state, StorageReader(path, f"options@{step}"))
@@ -279,7 +279,7 @@ def nested_sharded_optimizer(rank: int, size: int, path: Path) -> None:
     if rank == 0:
         store.save({"optimizer": {"state": {"w": {"exp_avg": full}}}}, step=1, no_dist=True)
     torch.distributed.barrier()
-    group: Any = torch.distributed.group.WORLD  # the group of both dimensions: torch accepts only the first ranks
+    group: Any = torch.distributed.group.WORLD  # the group for both dimensions: torch accepts only the first ranks
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's deprecation warnings
         outer = init_from_local_shards(

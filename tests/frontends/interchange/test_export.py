@@ -1,4 +1,4 @@
-"""`casckpt.export` chooses the format by the suffix, and plain torch.load reads its files of torch.save."""
+"""`casckpt.export` chooses the format by the suffix, and plain torch.load can read its torch.save files."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_dtype_that_torch_save_cannot_write_is_refused(store: Store, tmp_path:
 def test_an_incomplete_tensor_stops_an_export_before_it_writes(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: Any
 ) -> None:
-    """A hostile shape would use all memory, or endless boxes."""
+    """A hostile shape would use up all memory, or yield endless boxes."""
     store.save({"w": torch.ones(3)}, step=1)
     monkeypatch.setattr("casckpt.contents.contents.covers", lambda table, region: False)
     with pytest.raises(Damaged, match=r"holds 'w' \(12 bytes\) only in part"):
@@ -180,7 +180,7 @@ def test_the_suffix_of_a_different_format_is_refused(
     store: Store, tmp_path: Path, name: str, format: Any, of: str
 ) -> None:
     store.save({"w": torch.ones(2)}, step=1)
-    with pytest.raises(InvalidInput, match=rf"{name} has a suffix of --format {of}, but the format is {format}"):
+    with pytest.raises(InvalidInput, match=rf"{name} has the suffix of --format {of}, but the format is {format}"):
         store.export("latest", tmp_path / name, format=format)
     assert not (tmp_path / name).exists()
 

@@ -1,4 +1,4 @@
-"""A training resumes bit for bit from an imported file of torch.save, or the import reports why it cannot."""
+"""A training resumes bit for bit from an imported torch.save file, or the import reports why it cannot."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fresh() -> tuple[Network, optim.Optimizer]:
 
 
 def by_torch(path: Path, model: str, optimizer: str) -> tuple[Network, optim.Optimizer]:
-    """The result of plain torch with the file."""
+    """The result of loading the file with plain torch."""
     saved = torch.load(path)
     made = fresh()
     made[0].load_state_dict(saved[model])
@@ -101,7 +101,7 @@ def test_optimizer_state_is_named_for_ddp_tied_and_frozen_weights(tmp_path: Path
     assert identical(optim_again.state_dict(), optimizer.state_dict())
 
 
-@pytest.mark.process  # Lightning imports matplotlib, which lists the fonts of the system
+@pytest.mark.process  # Lightning imports matplotlib, which lists the system's fonts
 def test_a_lightning_file_with_several_optimizers_is_imported(tmp_path: Path) -> None:
     pytest.importorskip("lightning", reason="needs casckpt[lightning]")
     from casckpt.frontends.lightning.io import from_state
@@ -163,7 +163,10 @@ def test_names_passed_to_the_optimizer_are_used(tmp_path: Path) -> None:
 
 
 def test_parameters_are_matched_by_memory_kind_and_order() -> None:
-    """Two parts of one memory are two parameters. Two views of one part are one. Each empty tensor counts by itself."""
+    """Two parts of the same memory are two parameters. Two views of one part are one parameter.
+
+    Each empty tensor is separate.
+    """
     flat = torch.zeros(6)
     model = {
         "a": flat[:3], "b": flat[3:], "tied": flat[:3], "whole": flat, "none": torch.zeros(0), "no": torch.zeros(0),
@@ -171,7 +174,9 @@ def test_parameters_are_matched_by_memory_kind_and_order() -> None:
         "norm.running_mean": torch.zeros(2),
     }  # fmt: skip
     own = ["a", "b", "whole", "none", "no", "phase"]
-    plain = optim.SGD([nn.Parameter(model[name].clone()) for name in own], lr=0.1)  # it has no state, and so no shapes
+    plain = optim.SGD(
+        [nn.Parameter(model[name].clone()) for name in own], lr=0.1
+    )  # it has no state and therefore no shapes
     named = by_name([plain.state_dict()], model)
     assert (named["state"], named["param_groups"][0]["params"]) == ({}, own)
     fewer = optim.SGD([nn.Parameter(model[name].clone()) for name in own[1:]], lr=0.1)

@@ -1,4 +1,4 @@
-"""A store imports and exports files of torch.save. Contents and URLs of all formats work."""
+"""A store imports and exports torch.save files. Contents and URLs of all formats work."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Colour(enum.Enum):
     RED = 1
 
 
-# folders of DCP
+# DCP folders
 
 
 def stock(path: Path, state: Any) -> Path:
@@ -83,7 +83,7 @@ def test_a_torch_save_file_is_imported_and_exported(
 
 @contextmanager
 def files_of_at_most(nbytes: int) -> Iterator[None]:
-    """Writes fail as on a nearly full disk: bytes beyond the limit are written in part, or not at all."""
+    """Writes fail as on a nearly full disk: bytes beyond the limit are written only partly, or not at all."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     try:
@@ -150,7 +150,7 @@ def test_conversions_use_a_bounded_amount_of_memory(tmp_path: Path) -> None:
     assert max(map(float, found.split())) <= 32  # MiB, for a state of 64: windows of 4, and reads in progress
 
 
-# the content shows the format
+# the content determines the format
 
 
 def test_the_kind_of_a_path_is_detected_from_its_content(store: Store, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_the_kind_of_a_path_is_detected_from_its_content(store: Store, tmp_path:
 
 @pytest.fixture
 def bucket() -> Iterator[str]:
-    """A folder in fsspec's memory."""
+    """A folder in fsspec's in-memory file system."""
     yield "memory://bucket"
     fsspec.filesystem("memory").rm("/bucket", recursive=True)
 
@@ -207,7 +207,7 @@ def test_exports_and_imports_accept_fsspec_urls(store: Store, tmp_path: Path, bu
 
 
 class Config:
-    """The config of a training script."""
+    """A training script's config."""
 
     def __init__(self) -> None:
         self.rate = 0.1

@@ -54,7 +54,7 @@ def test_ranks_read_balanced_shares() -> None:
     claims = claims_of([ShardedTensor.from_rank_offsets(f"w{i}", torch.ones(10)) for i in range(8)])
     sharings = plan_sharing([claims] * 4)
     assert Counter(sum(sharing.is_read(n) for n in range(8)) for sharing in sharings) == {2: 4}
-    sizes = [1, 1, 2]  # the largest goes first
+    sizes = [1, 1, 2]  # the largest value is assigned first
     claims = claims_of([ShardedTensor.from_rank_offsets(f"w{i}", torch.ones(n)) for i, n in enumerate(sizes)])
     sharings = plan_sharing([claims] * 2)
     assert [sum(n for i, n in enumerate(sizes) if sharing.is_read(i)) for sharing in sharings] == [2, 2]
@@ -76,7 +76,7 @@ def test_a_parallel_load_returns_the_same_values_and_reads_less(tmp_path: Path, 
 
 
 def odd_memory(rank: int, size: int, where: str) -> list[Any]:
-    """Tensors that are not contiguous, that have 16 bytes per element or no dimensions, and duplicates."""
+    """Tensors that are not contiguous, have 16 bytes per element, have no dimensions, or are duplicates."""
     numbers = torch.arange(12.0)
     tensors = {"c": numbers.to(torch.complex128), "t": numbers.view(3, 4), "s": torch.tensor(3.0)}
     state = {name: ShardedTensor.from_rank_offsets(name, value, replica_id=rank) for name, value in tensors.items()}

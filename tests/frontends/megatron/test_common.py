@@ -27,7 +27,7 @@ ARGS = {"args": Namespace(lr=0.1), "iteration": 3}
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    """Registered, as in a process that has imported Megatron-core."""
+    """Register `Color`, as in a process that has imported Megatron-core."""
     before = Namespace in get_safe_globals()
     add_safe_globals([Namespace])
     yield

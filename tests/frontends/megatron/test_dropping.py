@@ -1,4 +1,4 @@
-"""Checkpoints without some of their sharded tensors."""
+"""Removal of some of a checkpoint's sharded tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors belong to Megatron's classes and to casckpt's."""
+"""Each error belongs to both Megatron's and casckpt's error classes."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Phase(enum.Enum):
 
 
 def part(rank: int, size: int, value: float = 0.0, **changes: Any) -> dict[str, Any]:
-    """A state dict of Megatron's own objects."""
+    """A state dict with Megatron's own objects."""
     mapping = core(".mapping")
     shard = mapping.ShardedTensor.from_rank_offsets("w", torch.full((2,), value + rank), (0, rank, size))
     return {"w": shard, "iteration": int(value), **changes}
@@ -71,7 +71,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_a_save_into_a_folder_also_replaces_its_common_part(path: Path, ranks: Pool) -> None:
     ranks.run(2, saved, path, 1)
-    (path / "iter_4/.metadata").touch()  # as if torch_dist had written it
+    (path / "iter_4/.metadata").touch()  # as if torch_dist had written the folder
     ranks.run(2, saved, path, 5)
     assert ranks.run(2, loaded, path) == [{"w": [5, 5], "iteration": 5}, {"w": [6, 6], "iteration": 5}]
     assert not (path / "iter_4/.metadata").exists()
@@ -89,7 +89,7 @@ def test_an_object_that_one_rank_cannot_save_fails_on_all_ranks(
 
 
 def with_a_function(rank: int, size: int, path: Path, asynchronous: bool) -> str:
-    """Only rank 1 has a value that needs a pickle, and it saves last."""
+    """Only rank 1 has a value that must be pickled, and this rank saves last."""
     comes_last("save", rank, size, 1)
     mapping = core(".mapping")
     value = (lambda: None) if rank == 1 else 7
@@ -128,7 +128,7 @@ def test_a_failed_save_into_a_folder_keeps_the_old_checkpoint(path: Path, ranks:
     ranks.run(2, saved, path, 1)
     common = path / "iter_4/common.pt"
     before = common.read_bytes()
-    torch.save({"iteration": 5}, common)  # as Megatron-core up to 0.18 has done by then
+    torch.save({"iteration": 5}, common)  # as Megatron-core up to 0.18 would have done by then
     answers = ranks.run(2, said, loaded, path)
     assert all("common.pt is not the file that was saved with a@4" in text for text, _ in answers), answers
     assert all(both for _, both in answers)
@@ -145,7 +145,7 @@ def test_two_main_replicas_are_refused(path: Path, ranks: Pool) -> None:
 
 
 def twice(rank: int, size: int, path: Path) -> tuple[str, bool]:
-    """Megatron's own check raises only on rank 0, whose process then ends."""
+    """Megatron's own check raises only on rank 0, and that process then ends."""
     saved(rank, size, path, 1)
     other = core(".mapping").ShardedTensor.from_rank_offsets("x", torch.ones(2))
     found = said(rank, size, saved, path, 1, other=other)

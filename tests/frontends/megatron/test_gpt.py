@@ -1,4 +1,4 @@
-"""A model like GPT in one parallel configuration loads in others, bit for bit."""
+"""A GPT-like model that was saved in one parallel configuration loads in others, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every rank refuses an inconsistent state, before casckpt writes anything."""
+"""Every rank refuses an inconsistent state before casckpt writes anything."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Unbuilt:
 
 
 def refused(rank: int, size: int, path: Path, name: str) -> tuple[str, str, bool]:
-    """Return the error, and whether the store is unchanged and usable."""
+    """Return the error, and whether the store is unchanged and still works."""
     megatron.save({"w": part(rank)}, f"{path}#before@1")
     before = files(path)
     error = outcome_of(lambda: megatron.save(BAD[name].make(rank), f"{path}#a@1"))

@@ -1,4 +1,4 @@
-"""Loads into a sharded state dict: other shapes, objects, factories, and errors on all ranks."""
+"""Loads into a sharded state dict: different shapes, objects, factories, and errors on all ranks."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_empty_flat_parts_are_dropped(tmp_path: Path) -> None:
 
 
 def alike(rank: int, size: int, where: str) -> list[str]:
-    """Errors that occur on one rank alone."""
+    """Errors that occur on only one rank."""
     part = ShardedTensor.from_rank_offsets("w", torch.full((2, 3), -1.0), (0, rank, 2))
     asked: list[dict[str, Any]] = [
         {"w": part} | ({"x": tensor("x", 1)} if rank else {}),
@@ -259,7 +259,7 @@ def test_a_factory_with_an_unexpected_part_is_omitted_entirely(tmp_path: Path) -
 
 
 def said_by_each(rank: int, size: int, where: str, strict: str) -> list[str]:
-    """The log of each rank, for keys that only the other rank requests or that no rank requests."""
+    """Each rank's log, for keys that only the other rank requests or that no rank requests."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a handler for this test

@@ -1,4 +1,4 @@
-"""Parts of parts, as the factories of Megatron's Mamba and GatedDeltaNet layers make them."""
+"""Parts of parts, as created by the factories of Megatron's Mamba and GatedDeltaNet layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECTIONS = (2, 1, 3)
 
 @given(data=st.data())
 def test_all_parts_together_form_the_narrowed_tensor(data: st.DataObject) -> None:
-    """Flat and stacked parts count too: each writes its place in the whole tensor."""
+    """This includes flat and stacked parts: each writes its own elements of the whole tensor."""
     parts, columns, layers = (data.draw(st.integers(1, 3)) for _ in range(3))
     extent = data.draw(st.integers(1, 4))
     start = data.draw(st.integers(0, extent - 1))

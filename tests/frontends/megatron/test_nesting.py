@@ -1,4 +1,4 @@
-"""Nested dicts and lists, by example; `test_against_core` compares with Megatron-core."""
+"""Nested dicts and lists, by example. `test_against_core` compares the results with Megatron-core's."""
 
 from __future__ import annotations
 

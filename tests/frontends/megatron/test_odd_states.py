@@ -147,7 +147,7 @@ def test_a_factory_may_merge_to_any_value_but_not_build_factories(tmp_path: Path
 
 
 def two_values_for_one_place(rank: int, size: int, where: str) -> list[str]:
-    """On one rank alone, a sharded tensor has the path of a common value in the checkpoint."""
+    """On only one rank, a sharded tensor has the path of a common value in the checkpoint."""
     data = torch.full((4,), -1.0)
     asked = {"common" if rank else "mine": tensor("t", data, replica_id=rank)}
     error = outcome_of(lambda: load(asked, where))
@@ -270,7 +270,7 @@ def test_a_common_part_that_cannot_be_compared_does_not_block_any_rank(tmp_path:
 )
 @pytest.mark.parametrize("key", ["a.b", "a.b.t", "a", "7", "a (common).b"])
 def test_a_common_value_at_the_path_of_a_key_is_kept(tmp_path: Path, common: dict[Any, Any], key: str) -> None:
-    """Megatron allows this, since it stores the two in different files."""
+    """Megatron allows this, because it stores the two values in different files."""
     where = f"{tmp_path}#a@1"
     save({**common, "x": {"y": tensor(key, torch.arange(2.0))}}, where)
     wanted = {**common, "x": {"y": torch.arange(2.0)}}

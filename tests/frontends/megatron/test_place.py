@@ -1,4 +1,4 @@
-"""The forms of a place."""
+"""The forms of a checkpoint's location."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every rank refuses the load, before any tensor changes."""
+"""Every rank refuses an invalid load before any tensor changes."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ RAISES = {"assume_ok_unexpected": "unexpected", "raise_unexpected": "unexpected"
 
 
 def strictly(rank: int, size: int, where: str, strict: str) -> list[tuple[str, bool]]:
-    """Load a missing key that rank 1 alone requests, then a key of the checkpoint that no rank requests."""
+    """First, only rank 1 requests a missing key. Then no rank requests one of the checkpoint's keys."""
     results = []
     for more in ({"x": tensor("x", 2)} if rank else {}, {}):
         state = {"w": half(rank), "o": obj(rank, 2)} | more

@@ -1,4 +1,4 @@
-"""Flat tensors in the shape that Megatron-core up to 0.15 stores."""
+"""Flat tensors in the shape that Megatron-core up to 0.15 stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tensor saved with any sharding loads with any other."""
+"""A tensor that was saved with any sharding loads with any other."""
 
 from __future__ import annotations
 

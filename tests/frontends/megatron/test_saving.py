@@ -1,4 +1,4 @@
-"""Replicas: how ranks divide the writes, and how a save compares replicas."""
+"""Replicas: how ranks divide the writing, and how a save compares replicas."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_writing_is_balanced_by_bytes_and_a_load_reads_each_byte_once(tmp_path: 
     assert all(same)
     assert sum(read) == total
     assert total <= sum(written) < total * 1.01
-    assert max(written) - min(written) < 4 << 20, written  # a cell has 1 MiB, and three tensors are cut
+    assert max(written) - min(written) < 4 << 20, written  # a cell has 1 MiB, and three tensors are split
 
 
 @pytest.mark.parametrize("options", [{}, {"fully_parallel": True}, {"check_replicas": "raise"}])
@@ -165,7 +165,7 @@ def test_core_wrappers_work_with_both_strategies(tmp_path: Path, ranks: Pool) ->
 
 
 def queued(rank: int, size: int, path: Path, async_strategy: str) -> list[Any]:
-    """A save that waits for the test. Return the state of Megatron's queue before and after."""
+    """Run a save that waits for the test. Return the state of Megatron's queue before and after the save."""
     core()
     go_on = threading.Event()
     strategy = megatron.CasSaveShardedStrategy(

@@ -1,4 +1,4 @@
-"""Every front end loads checkpoints of every other."""
+"""Every front end loads the checkpoints of every other front end."""
 
 from __future__ import annotations
 
@@ -171,4 +171,4 @@ def test_an_empty_state_dict_loads_the_common_part(where: str, caplog: pytest.Lo
     assert megatron.diff(load({}, where), COMMON) == ([], [], [])
     assert not [
         record for record in caplog.records if record.name.startswith("casckpt")
-    ]  # the loads expected the unread rest
+    ]  # the loads reported the values that they did not read

@@ -1,4 +1,4 @@
-"""The real Megatron-core saves into a store, and loads from it."""
+"""The real Megatron-core saves to a store and loads from it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.ranks import outcome_of
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
-SAVED = Topology(tp=2)  # only two ranks, since the import of Megatron-core takes seconds in each
+SAVED = Topology(tp=2)  # only two ranks, because importing Megatron-core takes seconds on each
 
 
 def saved_by_core(rank: int, size: int, path: Path, topology: Topology, **options: Any) -> None:
@@ -95,7 +95,7 @@ def test_casckpt_functions_accept_core_objects(tmp_path: Path, ranks: Pool) -> N
 
 
 def mixed_state(rank: int, topology: Topology) -> dict[str, Any]:
-    """The values that are not persistent are Megatron-core's: their class has no base class to register."""
+    """The non-persistent values are Megatron-core's, because their class has no base class to register."""
     state = own_state(rank, topology)
     state["optimizer"]["param_groups"] = theirs(state["optimizer"]["param_groups"])
     return state
@@ -164,7 +164,7 @@ def strings(rank: int, size: int, path: Path) -> dict[str, Any]:
 
 
 def under_each_strictness(rank: int, size: int, path: Path) -> dict[str, Any]:
-    """Load one stored key and one missing key. The checkpoint has more."""
+    """Load one stored key and one missing key. The checkpoint has further keys."""
     kinds, mapping = core(".validation").StrictHandling, core(".mapping")
 
     def load(strict: Any) -> Any:
@@ -235,7 +235,7 @@ def called_by_itself(rank: int, size: int, path: Path, wrapped: bool) -> list[An
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_strategy_can_be_called_directly(tmp_path: Path, ranks: Pool, wrapped: bool) -> None:
-    """There is no common.pt and no folder. Megatron's own strategies do not need them either."""
+    """There is neither a common.pt nor a folder. Megatron's own strategies do not need them either."""
     files = ["casckpt.json"]
     wanted = [[[0, 0], {"w": [0, 0]}, files], [[1, 1], {"w": [1, 1]}, files]]
     assert ranks.run(2, called_by_itself, tmp_path, wrapped) == wanted

@@ -1,4 +1,4 @@
-"""The surface of Megatron's ``dist_checkpointing``: every name exists, flat, and has a test.
+"""The surface of Megatron's ``dist_checkpointing``: every name exists at the top level and has a test.
 
 `TABLE` maps each name to its test in this folder. That test must exist and assert something. It must use the name,
 directly or through functions of its module or of tests/support.
@@ -149,7 +149,7 @@ def functions(module: str) -> dict[str, ast.FunctionDef]:
 
 
 def words(node: ast.AST) -> Iterator[str]:
-    """Names in a function: variables, attributes, arguments (fixtures too), and texts."""
+    """The names in a function: variables, attributes, arguments (including fixtures), and strings."""
     for part in ast.walk(node):
         for name in ("id", "attr", "arg", "value"):
             word = getattr(part, name, None)
@@ -192,7 +192,7 @@ OURS_ALONE = {"fully_parallel", "process_group", "no_dist", "allow_pickle", "att
 OTHER = {
     "validate_sharding_integrity",
     "CheckpointingException",
-}  # the first communicates by itself; the second is an error of casckpt
+}  # the first communicates on its own; the second is a casckpt error
 
 
 def member(of: Any, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Import of a folder that Megatron-core wrote."""
+"""Imports of folders that Megatron-core wrote."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_flat_state_loads_in_a_different_configuration(flat: str, topology: Topo
 
 
 def test_flat_state_has_the_shape_of_its_parameter(flat: str) -> None:
-    """The folder pads the vocabulary to 16 rows, and a single process to 12."""
+    """The folder pads the vocabulary to 16 rows, but a single process pads it to 12."""
     path, _, ref = flat.partition("#")
     shapes = {key: info.shape for key, info in casckpt.open(path).get(ref).tensors.items()}
     prefix = "optimizer.state.exp_avg_sq"
@@ -99,7 +99,7 @@ def test_torch_dist_metadata_is_read_if_pickle_is_allowed(tmp_path: Path) -> Non
 def test_a_box_is_extracted_from_the_middle_of_a_chunk() -> None:
     box = FlatBox(MetadataIndex("w"), 1, (0, 0), (2, 2))
     assert box.out_of(torch.arange(7.0)).tolist() == [[1, 2], [3, 4]]
-    assert box.out_of(torch.arange(3.0)).tolist() == [1, 2]  # the result is too short, and the caller notices it
+    assert box.out_of(torch.arange(3.0)).tolist() == [1, 2]  # the result is too short, which the caller notices
 
 
 class Odd:
