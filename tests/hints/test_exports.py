@@ -235,7 +235,7 @@ def small_headers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @follows(
     "frontends/interchange/safetensors/exporting.py:_exported_to",
-    "Give another folder, or --format hf for the model",
+    "Choose a different folder, or pass --format hf",
 )
 @pytest.mark.parametrize("way", ["folder", "hf"])
 def test_a_config_is_exported_with_a_model(
@@ -247,7 +247,7 @@ def test_a_config_is_exported_with_a_model(
     command = ("export", training.url, "a@1")
     advice = messages.text(run(*command, folder, "--format", "safetensors", "--force", status=5).output)
     if way == "folder":
-        advice.says("Give another folder")
+        advice.says("Choose a different folder")
         run(*command, tmp_path / "other", "--format", "safetensors")
         assert names_in(tmp_path / "other" / "model.safetensors") == {"model.h.w", "optim.m"}
     else:
@@ -313,11 +313,12 @@ def test_a_file_of_another_kind_is_read_by_its_library(
 
 @follows("frontends/interchange/safetensors/importing.py:_nothing_in", "`casckpt import` reads it directly")
 @follows(
-    "frontends/interchange/safetensors/importing.py:_nothing_in", "a checkpoint of another trainer; save its state with"
+    "frontends/interchange/safetensors/importing.py:_nothing_in",
+    "a checkpoint from a different trainer; save its state with",
 )
 @follows(
     "frontends/interchange/safetensors/importing.py:_nothing_in",
-    "weights of torch.save in several files; save the state with",
+    "weights from torch.save in several files; save the state with",
 )
 def test_folders_without_safetensors_are_imported_or_saved(
     store: Store, tmp_path: Path, messages: Messages, run: Run
@@ -337,9 +338,9 @@ def test_folders_without_safetensors_are_imported_or_saved(
         assert len(store.read(f"default@{step}")["w"]) == step
 
 
-@follows("frontends/interchange/safetensors/layout.py:plan_shards", "give a larger --max-shard-size")
+@follows("frontends/interchange/safetensors/layout.py:plan_shards", "pass a larger --max-shard-size")
 @follows(
-    "frontends/interchange/safetensors/layout.py:_file_names", "files are too many; give a larger --max-shard-size"
+    "frontends/interchange/safetensors/layout.py:_file_names", "files are too many; pass a larger --max-shard-size"
 )
 def test_a_file_size_that_is_too_small_is_increased(saved: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
     command = ("export", saved.url, "a@1", tmp_path / "out", "--max-shard-size")
