@@ -69,7 +69,7 @@ def test_the_suffix_of_an_export_matches_its_format(
         run("export", saved.url, "a@1", tmp_path / "x.pt", "--format", "safetensors", status=1).output
     )
     if way == "name":
-        advice.says("give another name")
+        advice.says("choose a different name")
         run("export", saved.url, "a@1", tmp_path / "x.safetensors", "--format", "safetensors")
         assert names_in(tmp_path / "x.safetensors") == {"w", "b"}
     else:

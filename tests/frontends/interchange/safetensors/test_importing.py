@@ -89,7 +89,7 @@ def test_a_tensor_that_is_only_in_the_index_is_reported(
     folder = hugging_face(tmp_path / "hf", {"a": torch.ones(2), "b": torch.ones(2)})
     file_of(folder, {"c": torch.ones(2)}, "model-00002-of-00002.safetensors")
     assert list(import_safetensors(store, folder, step=0).tensors) == ["a", "c"]
-    assert "names tensors that no file holds: b" in caplog.text
+    assert "names tensors that are not in any file: b" in caplog.text
 
 
 def test_links_out_of_the_folder_are_not_attached(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_files_of_ranks_are_joined(
     (folder / "config.json").write_text("{}")
     with caplog.at_level(logging.WARNING):
         found = import_any(store, look_at(folder), run="hf", step=1)
-    assert "2 files of ranks, but their full number is unknown" in caplog.text
+    assert "2 ranks' files, but their full number is unknown" in caplog.text
     assert whole(store, "hf@1")
     assert store.attachments(found) == {"config.json": 2}
     assert found.metadata == {"safetensors": {"format": "pt"}}  # without the places of parts
