@@ -244,6 +244,6 @@ def test_a_folder_of_checkpoints_is_not_imported_as_a_checkpoint(kind: str, stor
     ):
         look_at(tmp_path)
     if kind == "dcp":
-        with pytest.raises(InvalidInput, match="is not a checkpoint itself, but contains several: 'step-10', 'step-20'; choose"):
+        with pytest.raises(InvalidInput, match="contains several: 'step-10', 'step-20'; choose one"):
             dcp_to_casckpt(tmp_path, store, step=1)
     assert import_any(store, look_at(tmp_path / "step-20"), step=1).step == 1
