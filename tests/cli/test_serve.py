@@ -56,7 +56,7 @@ def test_a_path_without_a_store_is_not_served(tmp_path: Path) -> None:
 
 
 def test_invalid_files_and_addresses_are_refused(store: Path) -> None:
-    assert "give a larger --max-shard-size" in refused(store, "--max-shard-size", "0")
+    assert "pass a larger --max-shard-size" in refused(store, "--max-shard-size", "0")
     assert "cannot listen on" in refused(store, "--host", "a..b", "--no-token")
 
 

@@ -29,8 +29,6 @@ NO_HINTS = {
     Case("cli/commands/demo.py:Tour.run", "compared with the weights"): "tells what the demo did",
     Case("cli/commands/demo.py:Tour.run", "gc --keep-last 1"): "tells what the demo does",
     Case("frontends/trainer/resumed.py:", "all other options stay unchanged"): "tells what was asked for",
-    Case("frontends/megatron/mapping.py:ShardedTensorFactory.build", "takes three arguments"): "names what is too many",
-    Case("frontends/megatron/mapping.py:ShardedTensor._problem", "do not make up"): "names fields that do not fit",
     Case("tensors/values.py:Shard.__repr__", "Shard(… of …, …)"): "is no message",
 }
 """Messages that look like advice but are not, and why."""
@@ -55,7 +53,7 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
         "tests/frontends/test_accelerate.py::test_an_offloaded_model_differs_from_one_without_values"
     ),
     Case("frontends/interchange/torch_files.py:", "call torch_save_to_casckpt of casckpt.frontends.convert there"): (
-        "tests/frontends/interchange/test_torch_files.py::test_the_error_for_a_class_of_the_saving_script_names_it"
+        "tests/frontends/interchange/test_torch_files.py::test_the_error_for_a_class_from_the_saving_script_names_the_class"
     ),
     Case("storage/remote/s3/errors.py:", "set AWS_REQUEST_CHECKSUM_CALCULATION"): (
         "tests/storage/remote/s3/test_errors.py::test_settings_in_the_error_help_with_servers_without_checksums"
@@ -63,7 +61,7 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("cli/commands/export.py:_listening", "for clients: export HF_ENDPOINT=…"): (
         "tests/frontends/serve/test_clients.py::test_from_pretrained_needs_only_an_endpoint"
     ),
-    Case("frontends/megatron/folders.py:check_common", "puts back what was saved"): (
+    Case("frontends/megatron/folders.py:check_common", "restores the saved file"): (
         "tests/frontends/megatron/test_folders.py::test_a_failed_save_into_a_folder_keeps_the_old_checkpoint"
     ),
     Case(

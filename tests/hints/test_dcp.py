@@ -55,7 +55,7 @@ def test_metadata_with_a_pickle_is_imported_with_allow_pickle(
     assert torch.equal(store.read("default@1")["a"], torch.ones(2))
 
 
-@follows("frontends/dcp/folder.py:Folder.read_values", "(--allow-pickle) to keep them as they are")
+@follows("frontends/dcp/folder.py:Folder.read_values", "(--allow-pickle) to keep them unchanged")
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
 def test_pickled_values_are_imported_with_allow_pickle(
     store: Store, tmp_path: Path, messages: Messages, run: Run, way: str
@@ -114,8 +114,8 @@ def test_a_pickled_value_is_loaded_with_allow_pickle(store: Store, messages: Mes
     assert found["colour"] is Colour.RED
 
 
-@follows("frontends/dcp/reader.py:StorageReader._metadata", "give ref=, or checkpoint_id=REF to each load")
-@follows("frontends/dcp/writer.py:StorageWriter.set_up_storage_writer", "give step=, or checkpoint_id='RUN@STEP'")
+@follows("frontends/dcp/reader.py:StorageReader._metadata", "pass ref=, or pass checkpoint_id=REF to each load")
+@follows("frontends/dcp/writer.py:StorageWriter.set_up_storage_writer", "or pass checkpoint_id='RUN@STEP' to each save")
 def test_a_store_and_checkpoint_are_passed_to_the_reader_or_the_call(store: Store, messages: Messages) -> None:
     advice = messages.text(cause(lambda: save({"a": torch.ones(1)}, StorageWriter(store))))
     step: Any = {advice.says("step"): 1}
@@ -144,13 +144,13 @@ def test_readers_and_writers_are_passed_to_dcp(store: Store, messages: Messages)
     assert load({"a": torch.zeros(1)}, reader)["a"] == 1
 
 
-@follows("frontends/dcp/reader.py:StorageReader._check_fit", "name keys so, or use store.load with")
+@follows("frontends/dcp/reader.py:StorageReader._check_fit", "rename the keys accordingly, or use store.load with")
 def test_keys_with_different_names_are_renamed_on_save_or_load(store: Store, messages: Messages) -> None:
     store.save({"net": {"w": torch.ones(2), "b": torch.ones(3)}}, step=1)
     state = {"w": torch.zeros(2), "b": torch.zeros(3)}
     partly = DefaultLoadPlanner(allow_partial_load=True)
     advice = messages.text(cause(lambda: load(state, StorageReader(store, "default@1"), planner=partly)))
-    advice.says("name keys so")
+    advice.says("rename the keys accordingly")
     named = load({"net": state}, StorageReader(store, "default@1"))
     assert torch.equal(named["net"]["w"], torch.ones(2))
     state = {"w": torch.zeros(2), "b": torch.zeros(3)}

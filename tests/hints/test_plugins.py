@@ -117,9 +117,7 @@ def test_the_strategy_accepts_a_store_with_its_options(store_path: Path, tmp_pat
     assert casckpt.open(store_path).get("sft@3").step == 3
 
 
-@follows(
-    "frontends/stores.py:check_foreign", "Import it, and sign that; or load it with a store that was opened without"
-)
+@follows("frontends/stores.py:check_foreign", "Import it and sign the imported checkpoint")
 @pytest.mark.parametrize("way", ["sign", "without"])
 def test_an_unsigned_file_is_imported_and_signed(tmp_path: Path, messages: Messages, run: Run, way: str) -> None:
     path, where, alice = tmp_path / "x.ckpt", tmp_path / "store", pair(tmp_path / "keys")
@@ -128,7 +126,7 @@ def test_an_unsigned_file_is_imported_and_signed(tmp_path: Path, messages: Messa
     with messages.error(Unsigned) as advice:
         trusting.load_checkpoint(path)
     if way == "sign":
-        advice.says("Import it, and sign that")
+        advice.says("Import it and sign the imported checkpoint")
         run("import", where, path, "--run", "sft", "--step", 3)
         run("sign", where, "sft@3", "--key", alice.private)
         found = trusting.load_checkpoint("sft@3")
@@ -206,7 +204,7 @@ def test_hub_folders_are_handled_by_commands(store: Store, tmp_path: Path, messa
     assert identical(dict(fresh.state_dict()), dict(model.state_dict()))
 
 
-@follows("frontends/torchtitan.py:", "Under torchtitan, rename is for initial_load_ref")
+@follows("frontends/torchtitan.py:", "In torchtitan, rename works with initial_load_ref only")
 def test_a_renamed_model_continues_as_a_different_run(store: Store, messages: Messages) -> None:
     pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
     from casckpt.frontends.torchtitan import CasCheckpointManager
