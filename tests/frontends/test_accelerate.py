@@ -214,7 +214,7 @@ def test_models_not_prepared_by_accelerate_are_refused(store: casckpt.Store, kin
     from casckpt.frontends.accelerate import AcceleratorCheckpointer
 
     accelerator: Any = SimpleNamespace(distributed_type=SimpleNamespace(name=kind))
-    with pytest.raises(Unsupported, match=f"models of {kind} are not supported"):
+    with pytest.raises(Unsupported, match=f"{kind} models are not supported"):
         AcceleratorCheckpointer(accelerator, store, run="a")
 
 

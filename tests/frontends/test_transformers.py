@@ -260,7 +260,7 @@ def test_user_entries_of_an_optimizer_are_restored(tmp_path: Path, store: Store)
 
 
 def test_save_intervals_of_the_callback_are_refused(store: Store) -> None:
-    with pytest.raises(InvalidInput, match=r"save_interval has no effect here: .* save_steps of Trainer"):
+    with pytest.raises(InvalidInput, match=r"save_interval has no effect here: .* save_steps of the Trainer"):
         CasCheckpointCallback(store, run="sft", save_interval=100, max_checkpoints=3)
 
 
@@ -402,7 +402,7 @@ def test_several_files_and_subfolders_are_attached(tmp_path: Path, store: Store)
     with pytest.raises(NotFound, match="checkpoint-9 does not exist"):
         callback.on_save(args, state, None)
     store.save({"w": torch.ones(2)}, run="other", step=1)
-    with pytest.raises(Mismatch, match="not saved from a folder"):
+    with pytest.raises(Mismatch, match="not saved from a Transformers folder"):
         restored_folder(store, "other@1", tmp_path)
 
 

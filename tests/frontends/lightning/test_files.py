@@ -90,7 +90,7 @@ def test_a_crash_between_commit_and_file_does_not_block_the_next_save(tmp_path: 
 def test_a_file_of_an_unfinished_save_is_recognised(tmp_path: Path, store: Store) -> None:
     (tmp_path / "1.ckpt").write_text(json.dumps({"casckpt": {"run": "sft", "step": 1}}))
     io = CasCheckpointIO(store, run="sft")
-    with pytest.raises(NotFound, match="a save that did not end"):
+    with pytest.raises(NotFound, match="a save that did not finish"):
         io.load_checkpoint(tmp_path / "1.ckpt")
     io.remove_checkpoint(tmp_path / "1.ckpt")
     assert not (tmp_path / "1.ckpt").exists()
