@@ -150,5 +150,5 @@ def test_failed_leases_are_logged_once(
                 pass
     said = [(one.levelname, one.getMessage()) for one in caplog.records if "lease" in one.getMessage()]
     assert [level for level, _ in said] == ["WARNING", "INFO", "DEBUG"]
-    assert "no lease can be taken, so a gc may delete data that is being sent: only reads" in said[0][1]
+    assert "cannot acquire a lease, so a gc may delete data that is being sent: only reads" in said[0][1]
     assert "is sent without a lease: purged" in said[1][1]

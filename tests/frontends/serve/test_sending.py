@@ -130,7 +130,7 @@ def test_a_server_without_leases_warns_once(
     with serving(small_store) as served:
         for _ in range(3):
             assert served.get(WEIGHTS).status == 200
-    assert sum("no lease can be taken" in one.message for one in caplog.records if one.levelno >= logging.WARNING) == 1
+    assert sum("cannot acquire a lease" in one.message for one in caplog.records if one.levelno >= logging.WARNING) == 1
 
 
 def test_a_window_for_several_clients_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
