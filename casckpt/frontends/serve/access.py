@@ -65,11 +65,7 @@ class Guard:
             host = headers.get("host", "").lower()
             name = host if host.endswith("]") else host.rpartition(":")[0] or host
             is_ours = name in _LOCAL or is_loopback(name)
-            return (
-                None
-                if is_ours or not self.checks_host
-                else Refusal(403, "", f"this server does not serve the host {host!r:.80}")
-            )
+            return None if is_ours or not self.checks_host else Refusal(403, "", f"host {host!r:.80} is not allowed")
         given = _given(headers.get("authorization", ""))
         if given is None:
             return Refusal(401, "", "a token is needed: set HF_TOKEN", WWW_Authenticate='Basic realm="casckpt"')

@@ -274,4 +274,4 @@ async def _not_allowed(_: Request, error: Exception) -> Response:
 
 
 async def _gone(_: Request, __: Exception) -> Response:
-    return Response(status_code=400)  # the client is gone
+    return Response(status_code=400)  # the client has disconnected

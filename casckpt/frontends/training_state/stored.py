@@ -27,7 +27,7 @@ MODEL, OPTIM = "model", "optim"
 GROUPS, STATE = f"{OPTIM}.param_groups", f"{OPTIM}.state"
 
 _TOP = frozenset(("model", "optim", "train", "lightning", "transformers"))
-"""The keys at the top of a checkpoint that a front end of casckpt saved."""
+"""The top-level keys of checkpoints that casckpt's front ends save."""
 
 _STEP_NAMES = frozenset(("step", "mu_product"))
 

@@ -183,6 +183,6 @@ def test_an_empty_store_has_a_start_page() -> None:
     from tests.support.repositories import memory
 
     with serving(Store(Repository(memory(near=False)))) as served:
-        assert b"no checkpoint yet" in served.body("/")
+        assert b"no checkpoints yet" in served.body("/")
         assert served.json("/api/models") == []
         assert served.get(WEIGHTS).headers["X-Error-Code"] == "RepoNotFound"

@@ -187,7 +187,7 @@ VIEW = (
         (b'{"keys": "a"}', "keys is"),
         (b'{"keys": [1]}', "keys is"),
         (b'{"model": 1}', "model is"),
-        (b'{"rename": {"a": 1}}', "both text"),
+        (b'{"rename": {"a": 1}}', "both strings"),
         (b"[" * 100_000, "not JSON"),
         (b'{"rename": {"(": "a"}}', "no regular expression"),
         (b'{"concat": {"*": ["a"]}}', "no regular expression"),

@@ -224,5 +224,5 @@ def test_a_client_that_disconnects_ends_its_response(
         raw.sendall(b"GET " + weights_of(store).encode() + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
         raw.recv(1000)
         raw.close()
-        while not any("the client left" in one.message for one in caplog.records):
+        while not any("the client disconnected" in one.message for one in caplog.records):
             time.sleep(0.05)
