@@ -28,7 +28,7 @@ NO_HINTS = {
     Case("frontends/serve/folders.py:", "bytes="): "is a regular expression",
     Case("cli/commands/demo.py:Tour.run", "compared with the weights"): "tells what the demo did",
     Case("cli/commands/demo.py:Tour.run", "gc --keep-last 1"): "tells what the demo does",
-    Case("frontends/trainer/resumed.py:", "all other options stay unchanged"): "tells what was asked for",
+    Case("frontends/trainer/resumed.py:", "all other options are left unchanged"): "tells what was asked for",
     Case("frontends/megatron/mapping.py:ShardedTensorFactory.build", "takes three arguments"): "names what is too many",
     Case("frontends/megatron/mapping.py:ShardedTensor._problem", "do not make up"): "names fields that do not fit",
     Case("tensors/values.py:Shard.__repr__", "Shard(… of …, …)"): "is no message",

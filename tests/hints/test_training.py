@@ -568,20 +568,20 @@ def test_a_given_rate_stays_with_keep(store: Store, model: Two, messages: Messag
     assert (lower.param_groups[0]["lr"], texts) == (1e-9, [])
 
 
-@follows("frontends/trainer/run_checkpoints.py:newest_healthy", "load one of them by its step")
+@follows("frontends/trainer/run_checkpoints.py:newest_healthy", "to load one of them, name its step")
 def test_an_unhealthy_checkpoint_is_loaded_by_its_step(store: Store, model: Two, messages: Messages) -> None:
     made = checkpointer(store)
     made.save(1, model, healthy=False)
     fresh = Two()
     with messages.error(NotFound) as advice:
         made.resume(fresh, healthy=True)
-    advice.says("by its step")
+    advice.says("name its step")
     made.load("sft@1", fresh)
     assert identical(weights(fresh), weights(model))
 
 
 @follows(
-    "frontends/trainer/settings.py:TrainerSettings._check_risk", "give a save_interval or an ephemeral_save_interval"
+    "frontends/trainer/settings.py:TrainerSettings._check_risk", "pass a save_interval or an ephemeral_save_interval"
 )
 @pytest.mark.parametrize("way", ["save_interval", "ephemeral_save_interval"])
 def test_an_interval_limits_the_steps_at_risk(messages: Messages, way: str) -> None:

@@ -164,7 +164,7 @@ def _check(where: str, name: str, value: Any) -> None:
         )
     if name == "concat" and not all(map(_are_names, value.values())):
         raise InvalidInput(
-            f"{where}: concat must map a regular expression to a list: the new name, then the names to append"
+            f"{where}: concat must map a regular expression to a list: the whole's name, then the names to append"
         )
 
 

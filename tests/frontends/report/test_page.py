@@ -72,7 +72,7 @@ def layers(step: int) -> dict[str, object]:
 
 def test_the_page_shows_growth_runs_layers_and_checkpoints(store: Store) -> None:
     words = checked(page(store))
-    for word in ("sft@40", "other@1", "best", "model.layers.3", "one by one", "changed: model 4.0 KiB", "No damage"):
+    for word in ("sft@40", "other@1", "best", "model.layers.3", "separately", "changed: model 4.0 KiB", "No damage"):
         assert word in words
     assert "gc --keep-last 3 would free" in words
     assert (

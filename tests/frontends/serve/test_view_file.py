@@ -85,5 +85,5 @@ def test_matching_all_names_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_names_that_grow_without_bound_are_refused() -> None:
     for name in ("\\1" * 21, "x" * 1001):
-        with pytest.raises(InvalidInput, match="the name .* is too long"):
+        with pytest.raises(InvalidInput, match=r"the name .* is too long"):
             BoundedMatch("the view", {"(.*)"}, [name])

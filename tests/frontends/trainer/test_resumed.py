@@ -105,11 +105,11 @@ def test_the_error_for_an_unusable_train_state_explains_it(caplog: pytest.LogCap
     checkpointer = Checkpointer(store, run=run)
     saved = checkpointer.save(5, model, optimizer)
     state = TrainState(rng=False, epoch=7)
-    with pytest.raises(NotFound, match="holds no train state"):
+    with pytest.raises(NotFound, match="has no train state"):
         checkpointer.resume(model, optimizer, state)
     assert checkpointer.resume(model, optimizer, state, missing="warn") == saved
     assert state["epoch"] == 7
-    assert "holds no train state" in told(caplog)
+    assert "has no train state" in told(caplog)
 
 
 def test_missing_parts_of_a_train_state_are_raised_or_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -333,7 +333,7 @@ def test_a_resume_names_the_rates_that_it_replaces(
     assert checkpointer.resumed is not None
     assert checkpointer.resumed.replaced == want
     assert [line.strip() for line in told(caplog).splitlines()[1:]] == [
-        f'replaced: {key!r} ({one} was given, the checkpoint has {other}; options="keep" keeps the given rate)'
+        f'replaced: {key!r} ({one} was given, but the checkpoint has {other}; options="keep" keeps the given rate)'
         for key, (one, other) in want.items()
     ]
 

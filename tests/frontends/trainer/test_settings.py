@@ -109,7 +109,7 @@ def test_a_configuration_builds_a_checkpointer(store: Store) -> None:
 def test_a_max_steps_at_risk_below_the_interval_is_refused(settings: dict[str, Any], gap: int) -> None:
     assert CheckpointerConfig(**settings, max_steps_at_risk=gap).longest_gap == gap
     if gap > 1:
-        with pytest.raises(InvalidInput, match=f"there may be {gap} steps between two saves"):
+        with pytest.raises(InvalidInput, match=f"there can be {gap} steps between two saves"):
             CheckpointerConfig(**settings, max_steps_at_risk=gap - 1)
     with pytest.raises(InvalidInput, match="there is no save interval"):
         CheckpointerConfig(fixed_steps=[5], max_steps_at_risk=gap)
@@ -136,7 +136,7 @@ def test_an_unusable_argument_is_refused_by_name() -> None:
         checkpointer.save_if_due(nothing, model)
     checkpointer.save(1, model, optimizer, {"epoch": 1})
     plain: Any = [0]
-    with pytest.raises(InvalidInput, match="give resume a TrainState or a dict"):
+    with pytest.raises(InvalidInput, match="pass a TrainState or a dict"):
         checkpointer.resume(model, optimizer, plain)
     with pytest.raises(InvalidInput, match="'rng' is reserved"):
         TrainState()["rng"] = 5
