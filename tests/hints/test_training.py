@@ -372,7 +372,7 @@ def state_of_shards(rank: int, size: int, path: str) -> list[str]:
 
 @follows("frontends/training_state/holding.py:Holding._tensor_as_saved", "Save it with store.save, as casckpt.Shard or")
 @follows("frontends/training_state/together.py:_check_alike", "Save it with Store.save, as casckpt.Shard or")
-@follows("frontends/training_state/contents.py:_of_one_rank", "Pass it beside the model, as in")
+@follows("frontends/training_state/contents.py:_of_one_rank", "Pass it next to the model, as in")
 @follows("frontends/training_state/unshard.py:_unshard", "leave no_dist out")
 def test_state_that_may_belong_to_shards_is_saved_as_such(ranks: Pool, store_path: Path, messages: Messages) -> None:
     _, (buffer, scales, ema, alone) = ranks.run(2, state_of_shards, str(store_path))
@@ -392,7 +392,7 @@ def checkpointer(store: Store, **settings: Any) -> Checkpointer:
 
 
 @follows(
-    "frontends/trainer/checkpointer.py:Checkpointer._after", "make the Checkpointer with gc=True, or run `casckpt gc"
+    "frontends/trainer/checkpointer.py:Checkpointer._after", "create the Checkpointer with gc=True, or run `casckpt gc"
 )
 @pytest.mark.parametrize("way", ["gc=True", "casckpt gc"])
 def test_gc_frees_space_of_rotated_checkpoints(
@@ -417,9 +417,7 @@ def test_gc_frees_space_of_rotated_checkpoints(
         assert len(list(store_path.rglob("*.safetensors"))) < blobs
 
 
-@follows(
-    "frontends/trainer/checkpointer.py:Checkpointer._warn_of_unsaved", "give the Checkpointer last_step=%d, or the"
-)
+@follows("frontends/trainer/checkpointer.py:Checkpointer._warn_of_unsaved", "pass last_step=%d to the Checkpointer, or")
 @pytest.mark.parametrize("way", ["last_step", "last"])
 def test_the_last_step_of_a_training_is_saved(store: Store, model: Two, messages: Messages, way: str) -> None:
     def train(run: str, last: dict[str, Any] | None = None, **settings: Any) -> None:
@@ -468,19 +466,19 @@ class Whole(nn.Module):
         return self.state_dict_to_save()
 
 
-@follows("frontends/training_state/contents.py:_contents", "give no optimizer beside it")
+@follows("frontends/training_state/contents.py:_contents", "do not pass an optimizer")
 def test_a_train_module_is_saved_without_an_optimizer(store: Store, messages: Messages) -> None:
     whole: Any = Whole()
     with messages.error(InvalidInput) as advice:
         checkpointer(store).save(1, whole, SGD(whole.parameters()))
-    advice.says("give no optimizer beside it")
+    advice.says("do not pass an optimizer")
     checkpointer(store).save(1, whole)
     assert torch.equal(store.read("sft@1")["model"]["weight"], torch.ones(2))
 
 
 @follows(
     "frontends/training_state/contents.py:Restoring.load.wanted_optimizers",
-    "needs an optimizer to load into; give optim",
+    "needs an optimizer to load into; pass optim",
 )
 def test_optimizer_state_is_loaded_into_an_optimizer(store: Store, model: Two, messages: Messages) -> None:
     made = checkpointer(store)
@@ -488,14 +486,12 @@ def test_optimizer_state_is_loaded_into_an_optimizer(store: Store, model: Two, m
     with messages.error(InvalidInput) as advice:
         made.load("sft@1", Two(), load_optim_state=True)
     fresh = Two()
-    new: Any = {advice.says("give optim").split()[-1]: SGD(fresh.parameters())}
+    new: Any = {advice.says("pass optim").split()[-1]: SGD(fresh.parameters())}
     made.load("sft@1", fresh, load_optim_state=True, **new)
     assert len(new["optim"].state) == 2
 
 
-@follows(
-    "frontends/training_state/contents.py:Restoring._check_there", '=None (to resume: missing="warn") to go on without'
-)
+@follows("frontends/training_state/contents.py:Restoring._check_there", '=None (in a resume: missing="warn")')
 @pytest.mark.parametrize("way", ["load_optim_state", "missing", "another"])
 def test_a_training_resumes_without_unsaved_parts(store: Store, model: Two, messages: Messages, way: str) -> None:
     made = checkpointer(store)

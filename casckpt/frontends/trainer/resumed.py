@@ -26,8 +26,7 @@ _NOT_GIVEN = 'in the checkpoint, but not passed to resume; to ignore this, pass 
 _NO_OPTIMIZER = "the checkpoint has no optimizer that can be loaded: the given optimizer is left unchanged"
 _NO_TRAIN = "the checkpoint has no train state: the given train state is left unchanged"
 _RESIZED = (
-    "different shape in the checkpoint, left unchanged; to keep the saved values, load into the old size, then "
-    "resize"
+    "different shape in the checkpoint, left unchanged; to keep the saved values, load into the old size, then resize"
 )
 _KEPT = 'options="keep": the learning rate and all other options are left unchanged'
 _TO_KEEP = 'options="keep" keeps the given rate'

@@ -182,7 +182,7 @@ def test_a_train_module_gives_its_own_state() -> None:
     assert identical(contents(module.model, module.optimizer), want)
     checkpointer.load("sft@1", module)
     assert module.asked[-1] == (True, True)  # it exists
-    with pytest.raises(InvalidInput, match="give no optimizer beside it"):
+    with pytest.raises(InvalidInput, match="do not pass an optimizer"):
         checkpointer.save(2, module, module.optimizer)
 
 
@@ -272,7 +272,7 @@ def test_unsaved_steps_at_the_end_are_logged(
     trained_to(5, first=first, save_interval=interval)
     told = [record.message for record in caplog.records]
     assert len(told) == bool(unsaved)
-    assert all(one.startswith(f"{unsaved}of sft are in no checkpoint") and "last_step=5" in one for one in told)
+    assert all(one.startswith(f"{unsaved}of sft are not in any checkpoint") and "last_step=5" in one for one in told)
 
 
 def test_steps_before_a_loaded_checkpoint_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -77,7 +77,7 @@ def test_the_error_for_an_unusable_optimizer_explains_it(save: Save, caplog: pyt
     assert checkpointer.resume(model, optimizer, missing="warn") == saved
     assert identical(dict(model.state_dict()), dict(trained()[0].state_dict()))
     assert not optimizer.state
-    assert "holds no optimizer that can be loaded" in told(caplog)
+    assert "has no optimizer that can be loaded" in told(caplog)
     with pytest.raises((NotFound, Mismatch), match=r"optimizer|param_groups"):
         checkpointer.load(f"{run}@5", model, optimizer, load_optim_state=True)
 
@@ -93,7 +93,7 @@ def test_a_load_logs_an_optimizer_that_the_checkpoint_lacks(caplog: pytest.LogCa
     store, run, (model, optimizer) = small(), new_run(), made(1)
     optimizer_elsewhere(store, run)
     Checkpointer(store, run=run).load(f"{run}@5", model, optimizer)
-    assert "holds no optimizer that can be loaded (it holds 'model', 'optimizer')" in told(caplog)
+    assert "has no optimizer that can be loaded (it has 'model', 'optimizer')" in told(caplog)
     assert f"did not read 'optimizer' of {run}@5" in told(caplog)
     caplog.clear()
     Checkpointer(store, run=run).load(f"{run}@5", model, optimizer, load_optim_state=False, unread="ignore")
@@ -393,7 +393,7 @@ def test_unusable_group_options_are_refused() -> None:
     Checkpointer(store, run="sft").save(1, model, optimizer)
     with pytest.raises(InvalidInput, match="options='saved' is not usable"):
         Checkpointer(store, run="sft").resume(model, optimizer, options="saved")  # type: ignore[arg-type]
-    with pytest.raises(InvalidInput, match="sets its optimizer by itself"):
+    with pytest.raises(InvalidInput, match="sets the state of its optimizer itself"):
         Checkpointer(store, run="sft").resume(Module(), options="keep")
 
 
@@ -441,7 +441,7 @@ def test_optimizers_of_several_models_are_required_or_left_on_request(caplog: py
         with pytest.raises((NotFound, MissingKey), match="optimizer"):
             checkpointer.resume(models, beside, unread="ignore")
         assert checkpointer.resume(models, beside, unread="ignore", missing="warn") is not None
-        assert "holds no optimizer that can be loaded" in told(caplog)
+        assert "has no optimizer that can be loaded" in told(caplog)
         caplog.clear()
     with pytest.raises(InvalidInput, match="give one of them"):
         checkpointer.save(3, {"model": model, "optim": optimizer}, optimizer)

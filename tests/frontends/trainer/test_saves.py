@@ -229,7 +229,7 @@ def test_a_successful_save_resets_the_count_of_failures(caplog: pytest.LogCaptur
 def test_a_save_in_the_foreground_precedes_the_error_of_too_many_failures(caplog: pytest.LogCaptureFixture) -> None:
     assert raised_at(MINUTES, fail_before("put", key=MANIFEST, times=5)) == []
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
-        "5 saves of sft in a row failed: training waits for the next one"
+        "5 consecutive saves of sft failed: the training waits for the next one"
     ]
 
 
