@@ -226,7 +226,7 @@ def test_an_offloaded_model_differs_from_one_without_values(tmp_path: Path) -> N
     model, store = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)), casckpt.open(tmp_path)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     cpu_offload(model, torch.device("cpu"))
-    with pytest.raises(InvalidInput, match=r"accelerate has offloaded .* without device_map") as caught:
+    with pytest.raises(InvalidInput, match=r"Accelerate has offloaded .* without device_map") as caught:
         casckpt.save_model_and_optim_state(store, model, run="r", step=1)
     assert "accelerate.hooks.remove_hook_from_submodules(model)" in str(caught.value)
     with pytest.raises(InvalidInput, match=r"a meta tensor has no values.* without device_map"):

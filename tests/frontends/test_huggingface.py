@@ -109,7 +109,7 @@ def test_a_config_is_attached_unless_one_is_given(
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):  # the save succeeds all the same
         patch.setattr(model.config, "odd", {1, 2}, raising=False)
         casckpt.save_model_and_optim_state(store, model, run="b", step=1)
-    assert "the config of a LlamaForCausalLM is not saved" in caplog.text
+    assert "the config of the LlamaForCausalLM was not saved" in caplog.text
     assert store.attachments("b@1") == {}
     model._hf_peft_config_loaded = True  # Transformers sets this when names differ from its config
     for step, other in enumerate((model, [model.model, model.lm_head], torch.nn.Linear(2, 2)), 4):

@@ -1,5 +1,7 @@
-"""A load fills everything, logs counts of the rest, or raises. This holds in each front end, with names of real
-models."""
+"""A load fills everything, logs counts of the rest, or raises.
+
+This holds in each front end, with names of real models.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +132,7 @@ def test_a_head_that_the_inner_model_does_not_have_is_named(load: Load, caplog: 
     store, run = small(), new_run()
     store.save(dict(model_of(LLAMA, 5).state_dict()), run=run, step=1)
     load(store, f"{run}@1", model_of([name.removeprefix("model.") for name in LLAMA[:-1]]))
-    assert f"{run}@1 has 'lm_head.w', which this model does not have: they are skipped" in warnings(caplog)
+    assert f"{run}@1 has 'lm_head.w', which this model lacks: they are skipped" in warnings(caplog)
 
 
 @LOADS
@@ -277,7 +279,7 @@ def test_names_that_only_the_checkpoint_has_are_reported(load: Load, caplog: pyt
     save_model_and_optim_state(store, model_of(LLAMA, 5), run=run, step=1)
     load(store, f"{run}@1", model, strict=False)
     assert filled(model) == 4
-    assert "has 'lm_head.w', which this model does not have" in warnings(caplog)
+    assert "has 'lm_head.w', which this model lacks" in warnings(caplog)
     load(store, f"{run}@1", model, strict=False, unread="ignore")
     assert warnings(caplog).count("skipped") == 1
 
@@ -417,8 +419,10 @@ WHOLE = [*(f"layers.{number}.w" for number in range(12)), "norm.w"]
 
 
 def load_any_stages(rank: int, size: int, path: Path, seed: int, trials: int) -> None:
-    """Load a part of a model, saved with or without a prefix, into some stages. The log must match the filled
-    parameters."""
+    """Load a part of a model, saved with or without a prefix, into some stages.
+
+    The log must match the filled parameters.
+    """
     random, store, said = Random(seed), casckpt.open(path), list[str]()
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

@@ -51,7 +51,7 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("frontends/training_state/contents.py:_with", "is the state_dict of an optimizer"): (
         "tests/frontends/trainer/test_resumed.py::test_the_state_dict_of_an_optimizer_is_refused_before_it_is_saved"
     ),
-    Case("frontends/training_state/model.py:_live_state", "remove_hook_from_submodules(model) brings back"): (
+    Case("frontends/training_state/model.py:_live_state", "remove_hook_from_submodules(model) restores"): (
         "tests/frontends/test_accelerate.py::test_an_offloaded_model_differs_from_one_without_values"
     ),
     Case("frontends/interchange/torch_files.py:", "call torch_save_to_casckpt of casckpt.frontends.convert there"): (
@@ -67,11 +67,11 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
         "tests/frontends/megatron/test_folders.py::test_a_failed_save_into_a_folder_keeps_the_old_checkpoint"
     ),
     Case(
-        "frontends/training_state/optimizer.py:_state_of", "in a TrainState, or by its state_dict() with store.save"
+        "frontends/training_state/optimizer.py:_state_of", "in a TrainState, or save its state_dict() with store.save"
     ): (
         "tests/frontends/training_state/test_optimizer.py::test_an_optimizer_with_more_in_its_state_is_saved_as_an_object"
     ),
-    Case("frontends/training_state/optimizer.py:local_optimizer", "make it without overlap_with_ddp"): (
+    Case("frontends/training_state/optimizer.py:local_optimizer", "create it without overlap_with_ddp"): (
         "tests/frontends/training_state/test_optimizer.py::test_zero_redundancy_resumes_with_and_without_its_parts"
     ),
     Case("tensors/objects.py:encode_object", "pass allow_pickle=True to store it as torch.save does"): (

@@ -71,7 +71,7 @@ def weights(model: nn.Module) -> dict[str, Any]:
 # loads of models and optimizers
 
 
-@follows("frontends/training_state/groups.py:match", "or load the model alone (optim=None; from a dict")
+@follows("frontends/training_state/groups.py:match", "or load the model alone (optim=None; in a dict")
 def test_two_parameters_with_one_name_get_different_names(trained: Store, model: Two, messages: Messages) -> None:
     fresh = Two("a", "c")
     new = SGD(fresh.parameters())
@@ -85,29 +85,33 @@ def test_two_parameters_with_one_name_get_different_names(trained: Store, model:
     )
     assert torch.equal(fresh.c.weight, model.a.weight)  # type: ignore[union-attr,arg-type]
     trained.load({"model": fresh}, "a@1", rename={"model.c.weight": "model.a.weight"}, strict=False)
-    advice.says("map each to one of its own")
+    advice.says("map each to a different one")
     load_model_and_optim_state(trained, "a@1", fresh, new, rename={"model.c.weight": "model.b.weight"})
     assert torch.equal(fresh.c.weight, model.b.weight)  # type: ignore[union-attr,arg-type]
 
 
-@follows("frontends/training_state/groups.py:check", "Make the same optimizer as was saved, or load the model alone")
+@follows(
+    "frontends/training_state/groups.py:check", "Create the kind of optimizer that was saved, or load the model alone"
+)
 def test_the_same_optimizer_is_created_or_none_is_loaded(trained: Store, model: Two, messages: Messages) -> None:
     fresh = Two()
     with messages.error(Mismatch) as advice:
         load_model_and_optim_state(trained, "a@1", fresh, optim.Adadelta(fresh.parameters()))
-    advice.says("Make the same optimizer as was saved")
+    advice.says("Create the kind of optimizer that was saved")
     load_model_and_optim_state(trained, "a@1", fresh, SGD(fresh.parameters()))
     assert identical(weights(fresh), weights(model))
     other = Two()
     alone: Any = advice.argument("optim")
     load_model_and_optim_state(trained, "a@1", other, **alone)
     assert identical(weights(other), weights(model))
-    advice.says("from a dict, leave the optimizer out")
+    advice.says("in a dict, leave the optimizer out")
     trained.load({"model": fresh}, "a@1")
     Checkpointer(trained, run="a").resume({"model": fresh}, **alone)
 
 
-@follows("frontends/training_state/groups.py:_other_parameters", "Pass strict=False to load what both have")
+@follows(
+    "frontends/training_state/groups.py:_other_parameters", "Pass strict=False to load the parameters that both have"
+)
 def test_state_that_both_optimizers_have_is_loaded(trained: Store, messages: Messages) -> None:
     fresh = Two("a", "b", "c")
     new = SGD(fresh.parameters())
@@ -117,7 +121,7 @@ def test_state_that_both_optimizers_have_is_loaded(trained: Store, messages: Mes
     assert len(new.state) == 2
 
 
-@follows("frontends/training_state/optimizer.py:StateKind.check", "or load the model alone (optim=None; from a dict")
+@follows("frontends/training_state/optimizer.py:StateKind.check", "or load the model alone (optim=None; in a dict")
 def test_state_of_another_kind_is_not_loaded(store: Store, model: Two, messages: Messages) -> None:
     save_model_and_optim_state(store, model, stepped(model, optim.Adagrad), run="a", step=1)
     state = store.read("a@1")
@@ -126,7 +130,7 @@ def test_state_of_another_kind_is_not_loaded(store: Store, model: Two, messages:
     fresh = Two()
     with messages.error(Mismatch) as advice:
         load_model_and_optim_state(store, "a@2", fresh, optim.RMSprop(fresh.parameters()))
-    advice.says("Make the same optimizer as was saved, with the same options")
+    advice.says("Create the kind of optimizer that was saved, with the same options")
     load_model_and_optim_state(store, "a@1", fresh, optim.Adagrad(fresh.parameters()))
     other = Two()
     alone: Any = advice.argument("optim")
@@ -134,8 +138,8 @@ def test_state_of_another_kind_is_not_loaded(store: Store, model: Two, messages:
     assert identical(weights(other), weights(model))
 
 
-@follows("frontends/training_state/loading.py:TrainingStateLoad._leave", "or leave these unchanged with")
-@follows("frontends/training_state/model.py:_warn_once", "unless ignore_mismatched leaves their modules as they are")
+@follows("frontends/training_state/loading.py:TrainingStateLoad._leave", "or leave these modules unchanged with")
+@follows("frontends/training_state/model.py:_warn_once", "unless ignore_mismatched leaves their modules unchanged")
 def test_keys_unread_by_a_module_are_handled_or_left(store: Store, messages: Messages) -> None:
     of_models._warn_once.cache_clear()
     model = nn.Sequential(nn.Linear(3, 3), Scaled(2.0))
@@ -175,7 +179,7 @@ def test_keys_left_by_a_load_are_not_logged_on_request(trained: Store, messages:
     assert texts == []
 
 
-@follows("frontends/training_state/stored.py:StoredTraining.groups", "Load the model alone (optim=None; from a dict")
+@follows("frontends/training_state/stored.py:StoredTraining.groups", "Load the model alone (optim=None; in a dict")
 @follows("frontends/training_state/stored.py:StoredTraining.groups", "read it with store.read")
 def test_the_model_of_a_checkpoint_without_a_named_optimizer_loads(
     store: Store, model: Two, messages: Messages
@@ -190,9 +194,9 @@ def test_the_model_of_a_checkpoint_without_a_named_optimizer_loads(
     alone: Any = advice.argument("optim")
     load_model_and_optim_state(store, "a@1", fresh, **alone)
     assert identical(weights(fresh), weights(model))
-    advice.says("from a dict, leave the optimizer out")
+    advice.says("in a dict, leave the optimizer out")
     store.load({"model": fresh}, "a@1")
-    advice.says("choose another checkpoint")
+    advice.says("choose a different checkpoint")
     load_model_and_optim_state(store, "a@2", fresh, SGD(fresh.parameters()))
     with messages.error(Mismatch) as advice:
         load_model_and_optim_state(store, "a@3", fresh, SGD(fresh.parameters()))
@@ -229,14 +233,14 @@ def test_optimizer_state_is_loaded_through_the_optimizer(store: Store, model: Tw
 
 
 @follows(
-    "frontends/training_state/optimizer.py:named_groups", "give the list of these, or none (optim=None; of a Trainer"
+    "frontends/training_state/optimizer.py:named_groups", "pass the list of these, or none (optim=None; in a Trainer"
 )
 def test_the_optimizer_belongs_to_the_model_or_is_none(store: Store, model: Two, messages: Messages) -> None:
     with messages.error(InvalidInput) as advice:
         save_model_and_optim_state(store, model, stepped(Two()), run="a", step=1)
-    advice.says("give the model that the optimizer was made for")
+    advice.says("pass the model that the optimizer was created for")
     save_model_and_optim_state(store, model, stepped(model), run="a", step=1)
-    advice.says("give the list of these")
+    advice.says("pass the list of these")
     each = [stepped(layer) for layer in model.children()]
     save_model_and_optim_state(store, model, each, run="a", step=2)
     assert store.get("a@2").tensors.keys() == store.get("a@1").tensors.keys()
@@ -247,7 +251,7 @@ def test_the_optimizer_belongs_to_the_model_or_is_none(store: Store, model: Two,
 
 @follows(
     "frontends/training_state/optimizer.py:unflatten_optimizer_state",
-    "give all of the result of flatten_optimizer_state",
+    "pass the complete result of flatten_optimizer_state",
 )
 def test_a_flat_state_is_given_complete(model: Two, messages: Messages) -> None:
     trained = stepped(model)
@@ -293,7 +297,7 @@ def wrapped_otherwise(rank: int, size: int, path: str) -> list[str]:
     again = joined(nn.Linear(4, 4), **refused(one, SGD(one.parameters())).argument("use_orig_params"))
     save(again, "original", SGD(again.parameters()))
     with FullyShardedDataParallel.summon_full_params(again):
-        refused(again).says("save and load outside forward, backward and summon_full_params")
+        refused(again).says("save and load outside of forward, backward and summon_full_params")
     save(again, "outside")
     image = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     refused(joined(image)).says("model.to(memory_format=torch.contiguous_format)")
@@ -308,9 +312,9 @@ def wrapped_otherwise(rank: int, size: int, path: str) -> list[str]:
     return said
 
 
-@follows("frontends/training_state/flat.py:_check", "shard it with torch.distributed.fsdp.fully_shard")
+@follows("frontends/training_state/flat.py:_check", "shard the model with torch.distributed.fsdp.fully_shard")
 @follows("frontends/training_state/flat.py:_check", "wrap the model with use_orig_params=True")
-@follows("frontends/training_state/flat.py:_check", "save and load outside forward, backward and summon_full_params")
+@follows("frontends/training_state/flat.py:_check", "save and load outside of forward, backward and summon_full_params")
 @follows("frontends/training_state/flat.py:_check_order", "make it contiguous before it is wrapped")
 def test_a_model_is_wrapped_in_a_supported_way(ranks: Pool, store_path: Path, messages: Messages) -> None:
     for texts in ranks.run(2, wrapped_otherwise, str(store_path)):
@@ -506,7 +510,7 @@ def test_a_training_resumes_without_unsaved_parts(store: Store, model: Two, mess
     if way == "missing":
         made.resume(fresh, SGD(fresh.parameters()), **advice.argument(way))
     elif way == "another":
-        advice.says("choose another checkpoint")
+        advice.says("choose a different checkpoint")
         made.load("sft@1", fresh, SGD(fresh.parameters()), load_optim_state=True)
     else:
         made.load("sft@2", fresh, SGD(fresh.parameters()), **advice.argument(way))
@@ -599,7 +603,7 @@ def test_throttling_uses_a_folder_that_supports_locks(
     assert store.get("sft@1").step == 1
 
 
-@follows("frontends/training_state/train_state.py:restore_rng", "give a result of rng_state")
+@follows("frontends/training_state/train_state.py:restore_rng", "pass a result of rng_state")
 def test_generators_are_restored_from_created_ones(messages: Messages) -> None:
     with messages.error(MissingKey) as advice:
         restore_rng({"torch": torch.get_rng_state()})
@@ -610,11 +614,11 @@ def test_generators_are_restored_from_created_ones(messages: Messages) -> None:
     assert torch.equal(torch.rand(3), first)
 
 
-@follows("frontends/training_state/train_state.py:TrainState._missing", "rng=False: without the random generators")
+@follows("frontends/training_state/train_state.py:TrainState._missing", "rng=False leaves out the random generators")
 def test_unsaved_parts_are_left_out(messages: Messages) -> None:
     with messages.error(MissingKey) as advice:
         TrainState(epoch=0, place=1).load_state_dict({"epoch": 3})
-    advice.says("Leave that part out of the TrainState")
+    advice.says("Leave this part out of the TrainState")
     train = TrainState(epoch=0, **advice.argument("rng"))
     train.load_state_dict({"epoch": 3})
     assert train["epoch"] == 3

@@ -486,8 +486,8 @@ class Checkpointer(RunCheckpoints):
         if reached is None or after is None or reached <= after or (this_rank() and self.process_group is None):
             return
         log.warning(
-            "steps %d to %d of %s are not in any checkpoint; pass last_step=%d to the Checkpointer, or last=True to the "
-            "last save_if_due", after + 1, reached, self.run, reached,
+            "steps %d to %d of %s are not in any checkpoint; pass last_step=%d to the Checkpointer, or last=True to "
+            "the last save_if_due", after + 1, reached, self.run, reached,
         )  # fmt: skip
 
     def _begin(self) -> tuple[Ranks, bool]:

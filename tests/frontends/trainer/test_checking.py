@@ -79,8 +79,8 @@ def test_a_check_raises_what_a_save_would() -> None:
     elsewhere = optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     cases: dict[str, Callable[[Checkpointer], None]] = {
         r"train\.0\.phase": lambda run: run.check(model, optimizer, {"phase": Phase.WARMUP}),
-        "give the list of these": lambda run: run.check(model, elsewhere),
-        "give a dict of them": lambda run: run.check([nn.Linear(2, 2), nn.Linear(2, 2)]),
+        "pass the list of these": lambda run: run.check(model, elsewhere),
+        "pass a dict of the models": lambda run: run.check([nn.Linear(2, 2), nn.Linear(2, 2)]),
     }
     for message, check in cases.items():
         with pytest.raises(InvalidInput, match=message):

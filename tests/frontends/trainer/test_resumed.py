@@ -85,7 +85,7 @@ def test_the_error_for_an_unusable_optimizer_explains_it(save: Save, caplog: pyt
 def test_an_error_names_the_keys_of_the_checkpoint() -> None:
     store, run, (model, optimizer) = small(), new_run(), made(1)
     optimizer_elsewhere(store, run)
-    with pytest.raises(NotFound, match=r"holds no optimizer .* it has 'model', 'optimizer'.*missing=\"warn\""):
+    with pytest.raises(NotFound, match=r"has no optimizer .* it has 'model', 'optimizer'.*missing=\"warn\""):
         Checkpointer(store, run=run).resume(model, optimizer)
 
 

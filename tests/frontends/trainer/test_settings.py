@@ -129,7 +129,9 @@ def test_an_unusable_argument_is_refused_by_name() -> None:
     model, optimizer = made()
     checkpointer = Checkpointer(small(), run="sft", save_interval=2)
     wrong: Any = optim.lr_scheduler.StepLR(optimizer, 1)
-    with pytest.raises(InvalidInput, match=r"an optimizer is a torch\.optim\.Optimizer or a list of them, not StepLR"):
+    with pytest.raises(
+        InvalidInput, match=r"an optimizer must be a torch\.optim\.Optimizer or a list of these, not StepLR"
+    ):
         checkpointer.save(1, model, wrong)
     nothing: Any = None
     with pytest.raises(InvalidInput, match="step None"):

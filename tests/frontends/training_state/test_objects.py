@@ -142,9 +142,9 @@ def shared_out() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("state", "says"),
     [
-        (lambda: {"optim": made()[1]}, "no module of the state has all parameters of the optimizer 'optim'"),
+        (lambda: {"optim": made()[1]}, "no module in the state has all parameters of the optimizer 'optim'"),
         (lambda: {"model": made()[0], "optim": made(1)[1]}, 'as {"model": model, "optim": optim}'),
-        (shared_out, "'a', 'b' have some: put these into one torch.nn.ModuleDict"),
+        (shared_out, "'a', 'b' have some of them: put these into one torch.nn.ModuleDict"),
         (lambda: {"model": casckpt.PerRank(made()[0])}, "'model' is in a PerRank"),
         (lambda: {"loader": DataLoader([1])}, "StatefulDataLoader"),  # type: ignore[arg-type]  # a list will do
     ],
@@ -402,7 +402,7 @@ def test_names_that_only_the_checkpoint_has_are_found_below_a_renamed_model() ->
     model.register_buffer("more", torch.ones(2))
     store.save({"net": model, "optim": optimizer}, run="a", step=1)
     fresh, fresh_optimizer = made(seed=1)
-    with pytest.raises(Mismatch, match="the model in a@1 has 'more', which this model does not have"):
+    with pytest.raises(Mismatch, match="the model in a@1 has 'more', which this model lacks"):
         load_objects(store, "a@1", fresh, fresh_optimizer, rename={r"model\.(.*)": r"net.\1"})
 
 
@@ -491,7 +491,7 @@ def fail_on_one(rank: int, size: int, path: Path) -> list[str]:
 def test_an_object_that_fails_on_one_rank_fails_on_all(tmp_path: Path, ranks: Pool) -> None:
     for saved, loaded in ranks.run(2, fail_on_one, tmp_path):
         assert "raised in state_dict of 'z'" in saved
-        assert "raised in load_state_dict of 'z'; earlier parts are loaded already" in loaded
+        assert "raised in load_state_dict of 'z'; earlier parts are already loaded" in loaded
 
 
 def objects_on_one(rank: int, size: int, path: Path) -> dict[str, list[str]]:

@@ -306,7 +306,7 @@ class Noted(optim.SGD):
 def test_an_optimizer_with_more_in_its_state_is_saved_as_an_object() -> None:
     model, store = network(1), small()
     noted = Noted(model.parameters(), 7)
-    with pytest.raises(InvalidInput, match=r"holds \['note'\].* in a TrainState, or by its state_dict"):
+    with pytest.raises(InvalidInput, match=r"has \['note'\].* in a TrainState, or save its state_dict"):
         Checkpointer(store, run="r").save(0, model, noted)
     train(model, noted, range(2))
     Checkpointer(store, run="r").save(2, model, None, TrainState(optim=noted))
@@ -383,7 +383,7 @@ def zero_resumed(rank: int, size: int, path: Path) -> Any:
 
 def test_zero_redundancy_resumes_with_and_without_its_parts(store_path: Path, ranks: Pool) -> None:
     found, overlapping = ranks.run(2, zero_resumed, store_path)[0]
-    assert "make it without overlap_with_ddp" in overlapping
+    assert "create it without overlap_with_ddp" in overlapping
     alone = network(3)
     whole = optim.AdamW(alone.parameters(), lr=0.5)
     load_model_and_optim_state(store_path, "r@3", alone, whole)

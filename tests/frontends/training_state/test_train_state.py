@@ -95,7 +95,7 @@ def test_a_model_with_the_name_of_the_train_state_is_refused() -> None:
 
 def test_a_data_loader_without_a_position_is_refused_at_once() -> None:
     loader: DataLoader[int] = DataLoader([1, 2])  # type: ignore[arg-type]  # a list will do
-    with pytest.raises(InvalidInput, match=r"'loader' is a DataLoader of torch.*StatefulDataLoader"):
+    with pytest.raises(InvalidInput, match=r"'loader' is a torch DataLoader.*StatefulDataLoader"):
         TrainState(loader=loader)
     with pytest.raises(InvalidInput, match="StatefulDataLoader"):
         TrainState()["loader"] = loader
