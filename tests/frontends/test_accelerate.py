@@ -100,14 +100,14 @@ def loaded(rank: int, size: int, path: Path) -> Any:
         return training.schedule.get_last_lr()
 
 
-def test_a_reference_is_loaded_on_another_number_of_ranks(store_path: Path, ranks: Pool) -> None:
+def test_a_reference_loads_on_a_different_number_of_ranks(store_path: Path, ranks: Pool) -> None:
     ranks.run(1, trained, store_path, range(4), "parts")
     first, *others = ranks.run(3, loaded, store_path)
     assert first < [0.01]
     assert all(one == first for one in others)
 
 
-def test_models_with_equal_parameter_names_are_kept_apart(store: casckpt.Store) -> None:
+def test_models_with_equal_parameter_names_are_stored_separately(store: casckpt.Store) -> None:
     from accelerate import Accelerator
 
     from casckpt.frontends.accelerate import AcceleratorCheckpointer
@@ -152,7 +152,7 @@ class Data:
 
 @pytest.mark.parametrize("generator", [True, False])
 @pytest.mark.parametrize("stateful", [True, False])
-def test_a_data_loader_continues_at_its_position(stateful: bool, generator: bool) -> None:
+def test_a_data_loader_resumes_at_its_position(stateful: bool, generator: bool) -> None:
     from casckpt.frontends.accelerate import _Loader
 
     data, again, fresh = (Data(place, stateful=stateful, generator=generator) for place in (7, 0, 0))
@@ -203,14 +203,14 @@ def hears(rank: int, size: int, path: Path) -> Any:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_an_unusable_state_is_reported_on_all_ranks_at_the_same_step(store_path: Path, ranks: Pool, size: int) -> None:
+def test_invalid_state_raises_on_all_ranks_at_the_same_step(store_path: Path, ranks: Pool, size: int) -> None:
     assert (
         ranks.run(size, hears, store_path) == [[("InvalidInput", 0), ("InvalidInput", 1), ("InvalidInput", 4)]] * size
     )
 
 
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA"])
-def test_models_not_prepared_by_accelerate_are_refused(store: casckpt.Store, kind: str) -> None:
+def test_unsupported_distributed_types_are_refused(store: casckpt.Store, kind: str) -> None:
     from casckpt.frontends.accelerate import AcceleratorCheckpointer
 
     accelerator: Any = SimpleNamespace(distributed_type=SimpleNamespace(name=kind))
@@ -218,7 +218,7 @@ def test_models_not_prepared_by_accelerate_are_refused(store: casckpt.Store, kin
         AcceleratorCheckpointer(accelerator, store, run="a")
 
 
-def test_an_offloaded_model_differs_from_one_without_values(tmp_path: Path) -> None:
+def test_an_offloaded_model_is_refused_and_can_be_restored(tmp_path: Path) -> None:
     from accelerate import cpu_offload
     from accelerate.hooks import remove_hook_from_submodules
 

@@ -134,7 +134,7 @@ def names_another(rank: int, size: int, path: Path) -> Any:
     return one_is_odd(rank, size, path, NAMES)
 
 
-def test_ranks_that_name_different_checkpoints_raise_a_conflict(path: Path, ranks: Pool) -> None:
+def test_different_references_on_two_ranks_raise_a_conflict(path: Path, ranks: Pool) -> None:
     for found in ranks.run(2, names_another, path, timeout=20):
         for name, outcomes in found.items():
             for odd, (kind, text) in enumerate(outcomes):
@@ -167,6 +167,6 @@ def together(rank: int, size: int, path: Path) -> list[Any]:
     return found
 
 
-def test_each_rank_may_ask_for_its_own_train_state(path: Path, ranks: Pool) -> None:
+def test_each_rank_can_request_its_own_train_state(path: Path, ranks: Pool) -> None:
     found = ranks.run(2, together, path, timeout=20)
     assert found == [[None, 0, {"epoch": 3}, 3], [{"epoch": 3}, 3, None, 0]]

@@ -107,7 +107,7 @@ def restored_folder(*arguments: Any, **options: Any) -> Path:
     return Path(found)
 
 
-def test_ten_checkpoints_of_a_frozen_encoder_store_it_once(tmp_path: Path, store: Store) -> None:
+def test_a_frozen_encoder_in_ten_checkpoints_is_stored_once(tmp_path: Path, store: Store) -> None:
     learner, losses = model(), Losses()
     training = trainer(tmp_path / "out", learner, CasCheckpointCallback(store, run="sft"), losses)
     training.train()
@@ -181,7 +181,7 @@ def test_compressed_states_are_restored_bit_for_bit(tmp_path: Path, store: Store
     assert not store.verify(decode=True).is_damaged
 
 
-def test_retention_of_the_store_keeps_the_best_checkpoint(tmp_path: Path, store: Store) -> None:
+def test_store_retention_keeps_the_best_checkpoint(tmp_path: Path, store: Store) -> None:
     callback = CasCheckpointCallback(store, run="sft", max_checkpoints=2, tag_best="best", async_save=True)
     training = trainer(
         tmp_path, tiny(), callback, most=6, eval_strategy="steps", eval_steps=1, metric_for_best_model="loss",
@@ -194,7 +194,7 @@ def test_retention_of_the_store_keeps_the_best_checkpoint(tmp_path: Path, store:
     assert callback.checkpointer.summary is not None
 
 
-def test_a_rule_also_keeps_the_best_checkpoints(tmp_path: Path, store: Store) -> None:
+def test_a_keep_best_rule_keeps_the_best_checkpoints(tmp_path: Path, store: Store) -> None:
     callback = CasCheckpointCallback(store, run="sft", keep={"keep_best": "eval_loss:max:2"})
     training = trainer(tmp_path, tiny(), callback, most=6, eval_strategy="steps", eval_steps=1, learning_rate=5e-3)
     training.train()
@@ -222,7 +222,7 @@ def test_evaluation_metrics_are_kept_if_there_are_too_many(tmp_path: Path, store
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "deepspeed"])
-def test_a_training_whose_folders_would_be_refused_does_not_begin(store: Store, kind: str) -> None:
+def test_a_training_with_unsupported_folders_does_not_start(store: Store, kind: str) -> None:
     callback = CasCheckpointCallback(store, run="sft")
     with pytest.raises(Unsupported, match=f"a Trainer with {kind} are not supported"):
         callback.on_train_begin(SimpleNamespace(**{kind: True}), None, None)
@@ -264,7 +264,7 @@ def test_save_intervals_of_the_callback_are_refused(store: Store) -> None:
         CasCheckpointCallback(store, run="sft", save_interval=100, max_checkpoints=3)
 
 
-def test_a_crashed_training_resumes_over_its_checkpoints(tmp_path: Path, store: Store) -> None:
+def test_a_restarted_training_overwrites_steps_that_exist(tmp_path: Path, store: Store) -> None:
     for most in (4, 3):  # the second training saves steps that exist
         trainer(tmp_path / str(most), tiny(), CasCheckpointCallback(store, run="sft"), most=most).train()
     assert [step for _, step in steps(store)] == [4, 1, 2, 3]
@@ -356,7 +356,7 @@ def fails_on_rank_0(rank: int, size: int, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_an_error_of_rank_0_is_raised_on_all_ranks(tmp_path: Path, ranks: Pool, size: int) -> None:
+def test_an_error_on_rank_0_is_raised_on_all_ranks(tmp_path: Path, ranks: Pool, size: int) -> None:
     found = ranks.run(size, fails_on_rank_0, tmp_path)
     assert all("checkpoint-9 does not exist" in text for text in found)
     assert all(text.startswith("rank 0: ") for text in found[1:])
@@ -406,7 +406,7 @@ def test_several_files_and_subfolders_are_attached(tmp_path: Path, store: Store)
         restored_folder(store, "other@1", tmp_path)
 
 
-def test_a_restored_folder_has_a_type_that_the_trainer_accepts() -> None:
+def test_the_type_of_a_restored_folder_is_accepted_by_the_trainer() -> None:
     """This holds for both types: their files may hold names that a program lacks at run time."""
     given, taken = (
         set(str(function.__annotations__[name]).replace("NoneType", "None").split(" | "))
@@ -440,7 +440,7 @@ class WithProjector(torch.optim.SGD):
             self.state[parameter]["projector"] = object()
 
 
-def test_an_unusable_optimizer_ends_a_training_at_its_start(tmp_path: Path, store: Store) -> None:
+def test_an_invalid_optimizer_ends_a_training_at_its_start(tmp_path: Path, store: Store) -> None:
     def train(make: Any, **options: Any) -> int:
         learner = tiny()
         training = trainer(

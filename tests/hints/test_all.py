@@ -40,7 +40,7 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
         "tests/ranks/test_waiting.py::test_a_gloo_that_cannot_start_is_reported_on_all_ranks"
     ),
     Case("ranks/messages.py:astray", "give the objects on every rank, or the state_dict of each"): (
-        "tests/frontends/training_state/test_objects.py::test_objects_on_a_single_rank_are_refused_at_once_on_all_ranks"
+        "tests/frontends/training_state/test_objects.py::test_objects_on_a_single_rank_are_refused_on_all_ranks_without_waiting"
     ),
     Case("loading/entries.py:no_entry", "Give the key of the mapping, as rename="): (
         "tests/loading/test_entries.py::test_a_rename_of_single_entries_is_refused"
@@ -52,7 +52,7 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
         "tests/frontends/trainer/test_resumed.py::test_the_state_dict_of_an_optimizer_is_refused_before_it_is_saved"
     ),
     Case("frontends/training_state/model.py:_live_state", "remove_hook_from_submodules(model) restores"): (
-        "tests/frontends/test_accelerate.py::test_an_offloaded_model_differs_from_one_without_values"
+        "tests/frontends/test_accelerate.py::test_an_offloaded_model_is_refused_and_can_be_restored"
     ),
     Case("frontends/interchange/torch_files.py:", "call torch_save_to_casckpt of casckpt.frontends.convert there"): (
         "tests/frontends/interchange/test_torch_files.py::test_the_error_for_a_class_of_the_saving_script_names_it"
@@ -69,13 +69,13 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case(
         "frontends/training_state/optimizer.py:_state_of", "in a TrainState, or save its state_dict() with store.save"
     ): (
-        "tests/frontends/training_state/test_optimizer.py::test_an_optimizer_with_more_in_its_state_is_saved_as_an_object"
+        "tests/frontends/training_state/test_optimizer.py::test_an_optimizer_with_additional_state_is_saved_as_an_object"
     ),
     Case("frontends/training_state/optimizer.py:local_optimizer", "create it without overlap_with_ddp"): (
         "tests/frontends/training_state/test_optimizer.py::test_zero_redundancy_resumes_with_and_without_its_parts"
     ),
     Case("tensors/objects.py:encode_object", "pass allow_pickle=True to store it as torch.save does"): (
-        "tests/frontends/training_state/test_optimizer.py::test_tensors_made_of_others_are_stored_where_pickles_are_allowed"
+        "tests/frontends/training_state/test_optimizer.py::test_tensors_composed_of_tensors_are_stored_if_pickles_are_allowed"
     ),
     Case(
         "history/commits.py:gone", "lease=True, or Store.lease"

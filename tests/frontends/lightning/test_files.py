@@ -25,7 +25,7 @@ from tests.support.training import identical
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning and its imports, about devices, loggers and workers
 
 
-def test_the_last_file_moves_and_its_old_checkpoint_goes(tmp_path: Path) -> None:
+def test_the_last_file_moves_and_its_old_checkpoint_is_forgotten(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     keeping = ModelCheckpoint(tmp_path / "files", save_last=True, save_top_k=0, every_n_epochs=1)
     trainer(tmp_path, CasCheckpointIO(store, run="sft"), keeping).fit(Model(), data())
@@ -38,7 +38,7 @@ def test_the_last_file_moves_and_its_old_checkpoint_goes(tmp_path: Path) -> None
     assert (pointer["run"], pointer["step"], pointer["id"]) == ("sft", 16, store.get("sft@16").id)
 
 
-def test_a_missing_path_is_not_found(tmp_path: Path, store: Store) -> None:
+def test_a_missing_path_raises_not_found(tmp_path: Path, store: Store) -> None:
     io = CasCheckpointIO(store, run="sft")
     for path in (tmp_path / "none.ckpt", "none.ckpt", "memory://none/x.ckpt", "memory://none/x", "./none"):
         with pytest.raises(FileNotFoundError, match=r"there is no file .*none.*; give the path of one, or a reference"):
@@ -49,7 +49,7 @@ def checkpoint(step: int, value: float = 0.0) -> dict[str, Any]:
     return {"state_dict": {"w": torch.full((8,), value)}, "global_step": step, "epoch": 0, "loops": {}}
 
 
-def test_removals_in_the_background_keep_their_order(tmp_path: Path) -> None:
+def test_background_removals_run_in_order(tmp_path: Path) -> None:
     slow = Slow(tmp_path / "store")
     io = CasCheckpointIO(slow.store, run="sft", async_save=True)
     for step in range(1, 5):
@@ -111,7 +111,7 @@ def test_lightning_paths_may_be_remote(tmp_path: Path, store: Store) -> None:
     assert steps(store) == []
 
 
-def test_a_checkpoint_with_a_tag_of_a_user_survives_its_file(tmp_path: Path, store: Store) -> None:
+def test_a_checkpoint_with_a_user_tag_survives_the_removal_of_its_file(tmp_path: Path, store: Store) -> None:
     io, path = CasCheckpointIO(store, run="sft"), tmp_path / "a b.ckpt"
     io.save_checkpoint(checkpoint(1, 1), path)
     store.tag("best", "sft@1")

@@ -33,7 +33,7 @@ def best_two(folder: Path, **options: Any) -> ModelCheckpoint:
     return ModelCheckpoint(folder / "files", monitor="loss", save_top_k=2, save_last=True, **options)
 
 
-def test_an_average_of_weights_resumes_bit_for_bit(tmp_path: Path) -> None:
+def test_averaged_weights_resume_bit_for_bit(tmp_path: Path) -> None:
     def fit(name: str, epochs: int, path: str | None = None) -> Any:
         averaging = EMAWeightAveraging(decay=0.5)
         io = CasCheckpointIO(tmp_path / name, run="sft")
@@ -122,7 +122,7 @@ def checkpoint(step: int, value: float = 0.0) -> dict[str, Any]:
     return {"state_dict": {"w": torch.full((8,), value)}, "global_step": step, "epoch": 0, "loops": {}}
 
 
-def test_a_failed_save_in_the_background_is_raised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_error_of_a_failed_background_save_is_raised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     slow = Slow(tmp_path / "store")
     io = CasCheckpointIO(slow.store, run="sft", async_save=True)
     slow.faulty.inject(fail_before("put", key="objects/*.manifest"))
@@ -192,9 +192,7 @@ class Projected(Model):
 @pytest.mark.parametrize(
     ("model", "pickles", "step"), [(Odd, False, 0), (Odd, True, 4), (Projected, False, 1), (Model, False, 4)]
 )
-def test_an_unusable_state_is_reported_at_the_start(
-    tmp_path: Path, model: type[Model], pickles: bool, step: int
-) -> None:
+def test_invalid_state_raises_at_the_start(tmp_path: Path, model: type[Model], pickles: bool, step: int) -> None:
     io = CasCheckpointIO(tmp_path / "store", run="sft", allow_pickle=pickles)
     training = trainer(tmp_path, io, CasCheckpointCheck(), epochs=1, limit_train_batches=4)
     with nullcontext() if step == 4 else pytest.raises(InvalidInput, match=r"projector|hyper_parameters\.act"):
@@ -214,7 +212,7 @@ def test_a_module_among_hyperparameters_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("async_save", [True, False])
 @pytest.mark.parametrize("checks", [(), (CasCheckpointCheck(),)])
-def test_the_first_failed_save_names_the_check_that_runs_earlier(
+def test_the_first_failed_save_suggests_the_check_callback(
     tmp_path: Path, checks: tuple[Callback, ...], async_save: bool
 ) -> None:
     io = CasCheckpointIO(tmp_path / "store", run="sft", async_save=async_save)

@@ -111,9 +111,7 @@ def test_a_plug_in_that_would_be_ignored_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cast", [False, True])
-def test_the_strategy_loads_with_the_cast_that_it_was_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cast: bool
-) -> None:
+def test_the_strategy_loads_with_its_cast_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cast: bool) -> None:
     store = small_folder(tmp_path / "store")
     model, low = nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()
     casckpt.save_model_and_optim_state(store, model, run="sft", step=1)
@@ -184,7 +182,7 @@ def averaged(rank: int, size: int, folder: Path, epochs: int, path: str | None =
     return losses, *averaging.found()
 
 
-def test_an_averaged_model_is_saved_and_loaded_beside_the_other(tmp_path: Path, ranks: Pool) -> None:
+def test_an_averaged_model_is_saved_and_loaded_with_the_model(tmp_path: Path, ranks: Pool) -> None:
     whole = ranks.run(2, averaged, tmp_path / "whole", 3)[0]
     ranks.run(2, averaged, tmp_path / "parts", 2)
     store = casckpt.open(tmp_path / "parts" / "store")
@@ -244,7 +242,7 @@ def hears(rank: int, size: int, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_an_unusable_state_is_reported_on_all_ranks_at_the_start(tmp_path: Path, ranks: Pool, size: int) -> None:
+def test_invalid_state_raises_on_all_ranks_at_the_start(tmp_path: Path, ranks: Pool, size: int) -> None:
     expected = [("InvalidInput", 0)] * 2 + [("InvalidInput", 1)] * 2
     assert ranks.run(size, hears, tmp_path) == [expected] * size
     assert steps(small_folder(tmp_path / "store")) == []

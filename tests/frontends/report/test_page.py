@@ -89,7 +89,7 @@ def test_names_from_a_store_are_escaped(store_path: Path) -> None:
     assert "<script>" in words
 
 
-def test_a_store_of_many_checkpoints_has_a_small_page(store_path: Path) -> None:
+def test_the_page_of_a_store_with_many_checkpoints_is_small(store_path: Path) -> None:
     store = casckpt.open(store_path)
     for run in range(13):
         for step in range(1, 13):
@@ -115,7 +115,7 @@ def test_an_empty_store_has_a_page(store_path: Path) -> None:
     assert "There are no checkpoints" in checked(page(store))
 
 
-def test_without_a_store_nothing_is_written(tmp_path: Path) -> None:
+def test_nothing_is_written_if_the_store_is_missing(tmp_path: Path) -> None:
     with pytest.raises(NotFound):
         write_report(casckpt.open(tmp_path / "nothing"), tmp_path / "report.html")
     assert list(tmp_path.iterdir()) == []

@@ -198,7 +198,7 @@ def test_hf_api_lists_trees(served: Served) -> None:
         list(api.list_repo_tree("sft", "nothing"))
 
 
-def test_a_run_with_a_name_invalid_for_hubs_is_served(store: casckpt.Store, served: Served, tmp_path: Path) -> None:
+def test_a_run_whose_name_is_invalid_on_hubs_is_served(store: casckpt.Store, served: Served, tmp_path: Path) -> None:
     get = partial(hub.hf_hub_download, endpoint=served.endpoint, cache_dir=tmp_path / "hub", token=False)
     found = get(repo_of("exp/a/b"), "config.json", revision="7")
     assert Path(found).read_bytes() == store.read_attachment("exp/a/b@7", "config.json")

@@ -42,7 +42,7 @@ def saved(count: int) -> tuple[Store, list[Checkpoint]]:
     return store, store.checkpoints()
 
 
-def test_few_leases_outlive_their_downloads(taken: list[int]) -> None:
+def test_the_number_of_idle_leases_is_limited(taken: list[int]) -> None:
     store, found = saved(_MOST_IDLE + 4)
     leases = Leases(store)
     with leases.hold(found[0]):
@@ -54,7 +54,7 @@ def test_few_leases_outlive_their_downloads(taken: list[int]) -> None:
     assert not taken
 
 
-def test_a_lease_taken_during_shutdown_is_ended(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_acquired_during_shutdown_is_ended(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     store, (one,) = saved(1)
     leases, lease = Leases(store), Store.lease
 
@@ -94,7 +94,7 @@ def timers(monkeypatch: pytest.MonkeyPatch) -> list[Timer]:
     return found
 
 
-def test_a_lease_outlives_its_last_user_for_a_while(taken: list[int], timers: list[Timer]) -> None:
+def test_a_lease_remains_for_a_while_after_its_last_user(taken: list[int], timers: list[Timer]) -> None:
     store, (one,) = saved(1)
     leases = Leases(store, linger=7)
     with leases.hold(one):

@@ -49,7 +49,7 @@ def damaged(tmp_path: Path, at: int) -> tuple[Store, bytes, int]:
     return store, whole, len(whole) - value.nbytes + at
 
 
-def test_a_flipped_byte_ends_the_response_short(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_flipped_byte_truncates_the_response(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store, whole, place = damaged(tmp_path, 17 << 20)
     with serving(store) as served, pytest.raises(http.client.IncompleteRead) as error:
         served.get(WEIGHTS)
@@ -64,7 +64,7 @@ def test_a_flipped_byte_ends_the_response_short(tmp_path: Path, caplog: pytest.L
         assert served.body(WEIGHTS, Range="bytes=0-999999") == whole[:1_000_000]
 
 
-def test_a_client_receives_no_wrong_byte_and_resumes_after_a_repair(
+def test_a_client_receives_no_damaged_bytes_and_resumes_after_a_repair(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     hub: Any = pytest.importorskip("huggingface_hub", reason="needs casckpt[transformers]")
@@ -133,7 +133,7 @@ def test_a_server_without_leases_warns_once(
     assert sum("cannot acquire a lease" in one.message for one in caplog.records if one.levelno >= logging.WARNING) == 1
 
 
-def test_a_window_for_several_clients_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_that_several_clients_need_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = casckpt.open(tmp_path / "store")
     store.save({"model": {"w": torch.arange(3 << 20, dtype=torch.int64)}}, run="sft", step=1)
     folders = ServedFolders(store, None, 1 << 30)

@@ -46,7 +46,7 @@ def test_a_match_with_too_many_attempts_is_refused(name: str, piece: str) -> Non
         match(re.compile(pattern), name)
 
 
-def test_no_match_makes_more_attempts_than_counted() -> None:
+def test_a_match_does_not_exceed_the_computed_attempts() -> None:
     """`re` backtracks at worst over every split of the letters among the repeats."""
     name = "a" * 12
     for repeats in range(1, 5):
@@ -83,7 +83,7 @@ def test_matching_all_names_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) ->
         match(pattern, "ab")
 
 
-def test_names_that_grow_without_bound_are_refused() -> None:
+def test_replacements_that_could_grow_without_bound_are_refused() -> None:
     for name in ("\\1" * 21, "x" * 1001):
         with pytest.raises(InvalidInput, match=r"the name .* is too long"):
             BoundedMatch("the view", {"(.*)"}, [name])

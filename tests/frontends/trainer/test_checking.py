@@ -61,7 +61,7 @@ def stepped(model: nn.Module, optimizer: optim.Optimizer) -> None:
     optimizer.step()
 
 
-def test_a_check_writes_nothing_and_draws_no_random_numbers(tmp_path: Path) -> None:
+def test_a_check_does_not_write_or_draw_random_numbers(tmp_path: Path) -> None:
     store, (model, optimizer) = open_store(tmp_path / "store"), trained()
     checkpointer, state, before = Checkpointer(store, run="sft"), TrainState(loader=Drawing()), torch.get_rng_state()
     checkpointer.check(model, optimizer, state)
@@ -74,7 +74,7 @@ def test_a_check_writes_nothing_and_draws_no_random_numbers(tmp_path: Path) -> N
     assert files(tmp_path / "store") == there
 
 
-def test_a_check_raises_what_a_save_would() -> None:
+def test_a_check_raises_the_errors_of_a_save() -> None:
     model, optimizer = trained()
     elsewhere = optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     cases: dict[str, Callable[[Checkpointer], None]] = {
@@ -92,7 +92,7 @@ def test_a_check_raises_what_a_save_would() -> None:
     Checkpointer(small(), run="sft", allow_pickle=True).check(model, optimizer, {"phase": Phase.WARMUP})
 
 
-def test_a_store_checks_a_state_as_it_would_save_it() -> None:
+def test_store_check_raises_the_errors_of_a_save() -> None:
     store = small()
     store.check({"w": torch.ones(2)}, run="a")
     with pytest.raises(InvalidInput, match="phase"):
@@ -103,7 +103,7 @@ def test_a_store_checks_a_state_as_it_would_save_it() -> None:
 
 
 @pytest.mark.parametrize("found", [False, True])
-def test_a_resume_raises_before_the_training(found: bool) -> None:
+def test_a_resume_raises_the_errors_of_later_saves(found: bool) -> None:
     store, model = small(), net()
     if found:
         Checkpointer(store, run="sft").save(1, model, None, TrainState(phase=1))
@@ -133,7 +133,7 @@ def test_a_check_finds_optimizer_state_that_cannot_be_saved() -> None:
     assert loop(small(), lambda model: optim.SGD(model.parameters()), state={"phase": Phase.WARMUP}) == 1
 
 
-def test_a_step_is_checked_until_the_optimizer_has_state() -> None:
+def test_steps_are_checked_until_the_optimizer_has_state() -> None:
     store, state = small(), TrainState(loader=Drawing())
     assert loop(store, lambda model: optim.AdamW(model.parameters()), every=4, state=state) == 0
     assert state["loader"].asked == 3  # at steps 1 and 4, and the save at step 8
@@ -188,7 +188,7 @@ def stepped_on_one(rank: int, size: int, path: Path) -> Any:
     return None
 
 
-def test_state_that_one_rank_has_is_checked_on_all(store_path: Path, ranks: Pool) -> None:
+def test_optimizer_state_on_a_single_rank_is_checked_on_all_ranks(store_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, stepped_on_one, store_path) == [("InvalidInput", 2)] * 2
 
 
@@ -201,7 +201,7 @@ def differing(rank: int, size: int, path: Path) -> Any:
     return [type(one).__name__ for one in (*found, outcome_of(lambda: run.resume(wide)))]
 
 
-def test_values_of_ranks_are_compared_only_in_training(store_path: Path, ranks: Pool) -> None:
+def test_values_are_compared_across_ranks_only_during_training(store_path: Path, ranks: Pool) -> None:
     expected = [
         "NoneType",
         "InvalidInput",
@@ -235,7 +235,7 @@ def test_a_check_that_raised_runs_again() -> None:
     assert run.save_if_due(3, model, optimizer) is None
 
 
-def test_a_training_that_can_be_saved_continues() -> None:
+def test_a_training_with_valid_state_continues() -> None:
     store, (model, optimizer) = small(), made(1)
     checkpointer = Checkpointer(store, run="sft", save_interval=2)
     checkpointer.resume(model, optimizer)

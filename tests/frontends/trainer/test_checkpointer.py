@@ -76,7 +76,7 @@ def test_nested_train_state_of_any_kind_is_restored_exactly() -> None:
     assert identical(checkpointer.load("sft@1", model, optimizer), state)
 
 
-def test_a_missing_part_is_none_unless_it_is_required() -> None:
+def test_a_missing_part_loads_as_none_unless_it_is_required() -> None:
     store, (model, optimizer) = small(), trained()
     checkpointer = Checkpointer(store, run="sft")
     checkpointer.save(1, model)
@@ -99,7 +99,7 @@ def test_an_unknown_keyword_of_a_load_is_refused(keyword: str) -> None:
         checkpointer.load("a@1", nn.Linear(1, 1), **given)
 
 
-def test_a_load_leaves_out_unwanted_parts() -> None:
+def test_a_load_skips_parts_that_are_not_requested() -> None:
     store, (model, optimizer) = small(), trained()
     checkpointer = Checkpointer(store, run="sft")
     checkpointer.save(1, model, optimizer, {"epoch": 3})
@@ -112,7 +112,7 @@ def test_a_load_leaves_out_unwanted_parts() -> None:
 
 
 @pytest.mark.parametrize("where", ["model", "top"])
-def test_a_checkpoint_of_weights_alone_loads(where: str) -> None:
+def test_a_checkpoint_of_only_weights_loads(where: str) -> None:
     store, (model, _) = small(), trained()
     weights = model.state_dict()
     store.save({"model": weights} if where == "model" else dict(weights), run="base", step=0)
@@ -126,7 +126,7 @@ def test_a_checkpoint_of_weights_alone_loads(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["model", "top"])
-def test_a_model_with_other_layers_loads_the_common_layers_with_strict_false(where: str) -> None:
+def test_strict_false_loads_the_layers_that_both_sides_have(where: str) -> None:
     store, (model, _) = small(), trained()
     weights = {**model.state_dict(), "old.head": torch.ones(3)}
     store.save({"model": weights} if where == "model" else weights, run="base", step=0)
@@ -142,7 +142,7 @@ def test_a_model_with_other_layers_loads_the_common_layers_with_strict_false(whe
     assert identical(dict(new.state_dict()), dict(before))
 
 
-def test_front_ends_read_checkpoints_of_each_other() -> None:
+def test_front_ends_read_each_others_checkpoints() -> None:
     store, (model, optimizer) = small(), trained()
     save_model_and_optim_state(store, model, optimizer, run="other", step=1)
     Checkpointer(store, run="sft").save(1, model, optimizer)
@@ -171,7 +171,7 @@ class Module:
         self.optimizer.load_state_dict(state["optim"])
 
 
-def test_a_train_module_gives_its_own_state() -> None:
+def test_a_train_module_returns_its_own_state() -> None:
     store, module = small(), Module()
     checkpointer = Checkpointer(store, run="sft")
     checkpointer.save(1, module, train_state={"epoch": 1})
@@ -234,7 +234,7 @@ def test_files_are_attached_to_the_next_save() -> None:
 # settings
 
 
-def test_a_wrong_train_state_changes_nothing() -> None:
+def test_a_failed_load_of_a_train_state_changes_nothing() -> None:
     state = TrainState(epoch=1, rng=False)
     with pytest.raises(MissingKey, match="has no 'epoch'; it has 'step'"):
         state.load_state_dict({"step": 1})
@@ -347,7 +347,7 @@ def test_a_failed_save_stops_the_training_before_more_steps_are_at_risk() -> Non
 
 
 @pytest.mark.parametrize("how", ["save", "save_async"])
-def test_a_conflict_over_the_step_of_a_save_in_the_background_stops_the_next_save(how: str) -> None:
+def test_a_conflict_in_a_background_save_is_raised_by_the_next_save(how: str) -> None:
     store, (model, optimizer) = small(), trained()
     store.save({"x": 1}, run="sft", step=2)
     with Checkpointer(store, run="sft") as checkpointer:

@@ -30,7 +30,7 @@ def test_a_checkpointer_with_gc_frees_space(caplog: pytest.LogCaptureFixture) ->
     assert (store.stats().blobs, caplog.messages) == (1, [])
 
 
-def test_a_minimum_age_of_the_store_holds_for_a_checkpointer() -> None:
+def test_a_checkpointer_respects_the_minimum_age_of_the_store() -> None:
     store = small()
     store.create()
     store.repository.change_settings(min_age_seconds=3600.0)

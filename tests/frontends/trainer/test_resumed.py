@@ -66,7 +66,9 @@ ODD: list[Save] = [
 
 
 @pytest.mark.parametrize("save", ODD)
-def test_the_error_for_an_unusable_optimizer_explains_it(save: Save, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_error_for_an_invalid_saved_optimizer_explains_the_problem(
+    save: Save, caplog: pytest.LogCaptureFixture
+) -> None:
     store, run, (model, optimizer) = small(), new_run(), made(1)
     saved = save(store, run)
     before = model.state_dict()["head.weight"].clone()
@@ -82,7 +84,7 @@ def test_the_error_for_an_unusable_optimizer_explains_it(save: Save, caplog: pyt
         checkpointer.load(f"{run}@5", model, optimizer, load_optim_state=True)
 
 
-def test_an_error_names_the_keys_of_the_checkpoint() -> None:
+def test_an_error_lists_the_keys_of_the_checkpoint() -> None:
     store, run, (model, optimizer) = small(), new_run(), made(1)
     optimizer_elsewhere(store, run)
     with pytest.raises(NotFound, match=r"has no optimizer .* it has 'model', 'optimizer'.*missing=\"warn\""):
@@ -100,7 +102,7 @@ def test_a_load_logs_an_optimizer_that_the_checkpoint_lacks(caplog: pytest.LogCa
     assert not told(caplog)
 
 
-def test_the_error_for_an_unusable_train_state_explains_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_error_for_an_invalid_train_state_explains_the_problem(caplog: pytest.LogCaptureFixture) -> None:
     store, run, (model, optimizer) = small(), new_run(), trained()
     checkpointer = Checkpointer(store, run=run)
     saved = checkpointer.save(5, model, optimizer)
@@ -126,7 +128,7 @@ def test_missing_parts_of_a_train_state_are_raised_or_logged(caplog: pytest.LogC
     assert "left: 'train.schedule', 'train.rng' (not in the checkpoint" in told(caplog)
 
 
-def test_a_resume_logs_saved_parts_that_it_was_not_given(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resume_logs_saved_parts_that_were_not_passed(caplog: pytest.LogCaptureFixture) -> None:
     store, run, (model, optimizer) = small(), new_run(), trained()
     checkpointer = Checkpointer(store, run=run)
     checkpointer.save(5, model, optimizer, TrainState(epoch=3))
@@ -142,7 +144,7 @@ def test_a_resume_logs_saved_parts_that_it_was_not_given(caplog: pytest.LogCaptu
     assert not told(caplog)
 
 
-def test_parts_that_a_front_end_leaves_on_purpose_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_parts_that_are_skipped_on_request_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     store, run, (model, optimizer) = small(), new_run(), trained()
     Checkpointer(store, run=run).save(5, model, optimizer, TrainState(epoch=3))
     unshard_model_state(store, f"{run}@5")
@@ -245,7 +247,7 @@ def test_a_resume_restores_what_fits(caplog: pytest.LogCaptureFixture) -> None:
     assert str(checkpointer.resumed) in told(caplog)
 
 
-def test_a_vocabulary_is_loaded_and_then_resized(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_vocabulary_can_be_loaded_and_then_resized(caplog: pytest.LogCaptureFixture) -> None:
     store, run, model = small(), new_run(), layers("words", "head")
     saved_layers(store, run, model, adam(model, "head"))
     other = layers("words", "head")
@@ -257,7 +259,7 @@ def test_a_vocabulary_is_loaded_and_then_resized(caplog: pytest.LogCaptureFixtur
     assert not told(caplog)  # everything that the call requests exists
 
 
-def test_another_dtype_is_not_skipped() -> None:
+def test_a_tensor_with_a_different_dtype_is_not_skipped() -> None:
     store, run, model = small(), new_run(), layers("head")
     saved_layers(store, run, model, adam(model, "head"))
     with pytest.raises(Mismatch, match="pass cast=True"):
@@ -265,7 +267,7 @@ def test_another_dtype_is_not_skipped() -> None:
 
 
 @pytest.mark.parametrize("how", ["resume", "load"])
-def test_a_new_learning_rate_stays_with_options_keep(how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_options_keep_preserves_a_new_learning_rate(how: str, caplog: pytest.LogCaptureFixture) -> None:
     store, run, model = small(), new_run(), layers("head")
     saved_layers(store, run, model, adam(model, "head"))
     other = layers("head")
@@ -325,7 +327,7 @@ def cosine(optimizer: optim.Optimizer) -> Any:
         ({"lr": torch.tensor(0.1)}, {"lr": 0.3}, cosine, {"initial_lr": (0.1, 0.3)}),
     ],
 )  # fmt: skip
-def test_a_resume_names_the_rates_that_it_replaces(
+def test_a_resume_logs_the_rates_that_it_replaces(
     given: dict[str, Any], saved: dict[str, Any], schedule: Any, replaced: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpointer = resumed_with(small(), given, saved, schedule)
@@ -340,7 +342,7 @@ def test_a_resume_names_the_rates_that_it_replaces(
 
 @pytest.mark.parametrize("schedule", [None, warmup, cycle, cosine])
 @pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
-def test_an_ordinary_restart_names_no_rates(schedule: Any, rate: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_ordinary_restart_does_not_log_rates(schedule: Any, rate: Any, caplog: pytest.LogCaptureFixture) -> None:
     checkpointer = resumed_with(small(), {"lr": rate}, {"lr": rate}, schedule)
     assert checkpointer.resumed is not None
     assert not checkpointer.resumed.replaced
@@ -348,14 +350,14 @@ def test_an_ordinary_restart_names_no_rates(schedule: Any, rate: Any, caplog: py
 
 
 @pytest.mark.parametrize("given", [0.3, torch.tensor(0.05)])
-def test_a_replaced_rate_without_a_scheduler_is_no_warning(given: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_replaced_rate_without_a_scheduler_does_not_warn(given: Any, caplog: pytest.LogCaptureFixture) -> None:
     checkpointer = resumed_with(small(), {"lr": given}, {"lr": 0.1})
     assert checkpointer.resumed is not None
     assert checkpointer.resumed.replaced == {"optim.param_groups.0.lr": (round(float(given), 6), 0.1)}
     assert not told(caplog)
 
 
-def test_rates_of_all_optimizers_are_named_by_their_keys() -> None:
+def test_the_rates_of_all_optimizers_are_logged_by_key() -> None:
     store, run, models = small(), new_run(), {"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}
 
     def resumed(rate: float) -> Checkpointer:
@@ -371,7 +373,7 @@ def test_rates_of_all_optimizers_are_named_by_their_keys() -> None:
     assert found.replaced == {"sgd.param_groups.0.lr": (0.1, 0.5), "optim.param_groups.0.lr": (0.1, 0.5)}
 
 
-def test_a_scheduler_that_may_undo_a_new_rate_is_named() -> None:
+def test_a_scheduler_that_may_undo_a_new_rate_is_logged() -> None:
     store, run, model = small(), new_run(), layers("head")
     optimizer = adam(model, "head")
     state = TrainState(rng=False, schedule=optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0))
@@ -388,7 +390,7 @@ def test_a_scheduler_that_may_undo_a_new_rate_is_named() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_unusable_group_options_are_refused() -> None:
+def test_invalid_group_options_are_refused() -> None:
     store, (model, optimizer) = small(), trained()
     Checkpointer(store, run="sft").save(1, model, optimizer)
     with pytest.raises(InvalidInput, match="options='saved' is not usable"):
@@ -397,7 +399,7 @@ def test_unusable_group_options_are_refused() -> None:
         Checkpointer(store, run="sft").resume(Module(), options="keep")
 
 
-def test_a_whole_resume_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_complete_resume_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
     store, (model, optimizer) = small(), trained()
     checkpointer = Checkpointer(store, run="sft")
     checkpointer.save(1, model, optimizer)
@@ -421,13 +423,13 @@ def of_stages(rank: int, size: int, path: Path) -> Any:
     return sorted(checkpointer.resumed.left)
 
 
-def test_a_resume_logs_what_all_ranks_together_left(store_path: Path, ranks: Pool) -> None:
+def test_a_resume_logs_the_keys_that_all_ranks_skipped(store_path: Path, ranks: Pool) -> None:
     small_folder(store_path)
     left = sorted(f"model.{name}.{what}" for name in ("new", "gone") for what in ("weight", "bias"))
     assert ranks.run(2, of_stages, store_path) == [left] * 2
 
 
-def test_optimizers_of_several_models_are_required_or_left_on_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_optimizers_of_several_models_are_required_unless_missing_is_warn(caplog: pytest.LogCaptureFixture) -> None:
     store, run, (model, optimizer) = small(), new_run(), trained()
     checkpointer, ema = Checkpointer(store, run=run), nn.Linear(2, 2)
     checkpointer.save(1, {"model": model, "ema": ema}, optimizer, {"epoch": 1})
@@ -443,7 +445,7 @@ def test_optimizers_of_several_models_are_required_or_left_on_request(caplog: py
         assert checkpointer.resume(models, beside, unread="ignore", missing="warn") is not None
         assert "has no optimizer that can be loaded" in told(caplog)
         caplog.clear()
-    with pytest.raises(InvalidInput, match="give one of them"):
+    with pytest.raises(InvalidInput, match="pass only one of them"):
         checkpointer.save(3, {"model": model, "optim": optimizer}, optimizer)
 
 
@@ -462,7 +464,7 @@ def test_the_state_dict_of_an_optimizer_is_refused_before_it_is_saved() -> None:
     assert checkpointer.resume({"model": model}, optimizer) is not None
 
 
-def test_names_that_have_changed_are_renamed_in_a_resume() -> None:
+def test_a_resume_renames_changed_names() -> None:
     store, run, (model, optimizer) = small(), new_run(), trained()
     Checkpointer(store, run=run).save(1, model, optimizer)
     inner, _ = made(1)

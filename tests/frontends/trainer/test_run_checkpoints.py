@@ -82,13 +82,13 @@ def test_a_resume_logs_that_a_run_is_missing(caplog: pytest.LogCaptureFixture) -
     assert "did you mean pretrain?" in caplog.text
 
 
-def test_the_first_run_of_a_store_is_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_run_of_a_store_does_not_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         assert Checkpointer(tmp_path / "new", run="sft").resume(nn.Linear(2, 2)) is None
     assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
-def test_one_listing_is_one_list_call() -> None:
+def test_one_listing_makes_one_list_call() -> None:
     storage = FaultyStore(memory())
     checkpointer = Checkpointer(small(storage), run="sft")
     for step in range(3):

@@ -40,7 +40,7 @@ def test_a_step_is_due_at_its_intervals() -> None:
     ephemeral=st.none() | st.integers(1, 9),
     cooldown=st.none() | st.integers(1, 9),
 )
-def test_no_gap_is_longer_than_the_longest(
+def test_gaps_between_saves_do_not_exceed_longest_gap(
     every: int | None, fixed: frozenset[int], ephemeral: int | None, cooldown: int | None
 ) -> None:
     settings = TrainerSettings(
@@ -76,7 +76,7 @@ def test_no_gap_is_longer_than_the_longest(
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_unusable_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CheckpointerConfig(**settings)
     with pytest.raises(InvalidInput, match=message):
@@ -125,7 +125,7 @@ class Keeps:
         return {"a": 1}
 
 
-def test_an_unusable_argument_is_refused_by_name() -> None:
+def test_the_error_for_an_invalid_argument_names_it() -> None:
     model, optimizer = made()
     checkpointer = Checkpointer(small(), run="sft", save_interval=2)
     wrong: Any = optim.lr_scheduler.StepLR(optimizer, 1)

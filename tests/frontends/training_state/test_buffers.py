@@ -65,7 +65,7 @@ def saves(rank: int, size: int, path: Path, wrap: str, differ: bool) -> tuple[li
 
 
 @pytest.mark.parametrize("wrap", ["plain", "ddp", "fully_shard"])
-def test_buffers_that_differ_are_named_in_one_warning_of_rank_0(tmp_path: Path, ranks: Pool, wrap: str) -> None:
+def test_rank_0_warns_once_about_buffers_that_differ(tmp_path: Path, ranks: Pool, wrap: str) -> None:
     found = ranks.run(3, saves, tmp_path, wrap, True)
     (alike, (text,), *again), _ = found[0]
     assert [alike, *again] == [[]] * (SAVES - 1)
@@ -76,7 +76,7 @@ def test_buffers_that_differ_are_named_in_one_warning_of_rank_0(tmp_path: Path, 
     assert [logged for logged, _ in found[1:]] == [[[]] * SAVES] * 2
 
 
-def test_equal_buffers_need_no_exchange(tmp_path: Path, ranks: Pool) -> None:
+def test_equal_buffers_do_not_cost_an_exchange(tmp_path: Path, ranks: Pool) -> None:
     differ = ranks.run(2, saves, tmp_path / "differ", "plain", True)
     alike = ranks.run(2, saves, tmp_path / "alike", "plain", False)
     assert [logged for logged, _ in alike] == [[[]] * SAVES] * 2
@@ -95,7 +95,7 @@ def stages(rank: int, size: int, path: Path) -> list[str]:
     return heard.texts
 
 
-def test_buffers_of_a_single_rank_differ_from_none(tmp_path: Path, ranks: Pool) -> None:
+def test_buffers_of_a_single_rank_do_not_warn(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, stages, tmp_path / "s") == [[], []]
 
 
@@ -106,7 +106,7 @@ def with_a_meta_buffer(rank: int, size: int, path: Path) -> tuple[str, str]:
     return type(error).__name__, str(error)
 
 
-def test_the_error_for_an_unusable_buffer_names_it(tmp_path: Path, ranks: Pool) -> None:
+def test_the_error_for_an_invalid_buffer_names_it(tmp_path: Path, ranks: Pool) -> None:
     for kind, text in ranks.run(2, with_a_meta_buffer, tmp_path / "s"):
         assert kind == InvalidInput.__name__
         assert "model.odd" in text

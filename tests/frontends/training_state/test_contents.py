@@ -51,7 +51,7 @@ def load_draws(rank: int, size: int, path: Path) -> Any:
     return draws(), state["own"], raw["own"]
 
 
-def test_each_rank_loads_its_own_value_and_new_ranks_that_of_rank_0(store_path: Path, ranks: Pool) -> None:
+def test_each_rank_loads_its_own_value_and_new_ranks_load_that_of_rank_0(store_path: Path, ranks: Pool) -> None:
     saved = ranks.run(2, save_draws, store_path)
     for size in (1, 2, 3):
         found = ranks.run(size, load_draws, store_path)
@@ -98,7 +98,7 @@ def two_stages_a_rank(rank: int, size: int, path: Path) -> Any:
     return all(map(torch.equal, want, weights)), rates, [len(optim.state) for optim in fresh]
 
 
-def test_pipeline_stages_and_their_optimizers_are_lists(store_path: Path, ranks: Pool) -> None:
+def test_pipeline_stages_and_their_optimizers_can_be_lists(store_path: Path, ranks: Pool) -> None:
     assert ranks.run(4, two_stages_a_rank, store_path) == [(True, [0.1, 0.2], [2, 2])] * 4
     assert len(small_folder(store_path).read("sft@1")["model"]) == 8
 
@@ -135,7 +135,7 @@ def load_thinned(rank: int, size: int, path: Path) -> Any:
     return sums, str(told), resumed.step
 
 
-def test_sharded_optimizers_are_left_out(store_path: Path, ranks: Pool) -> None:
+def test_sharded_optimizers_are_dropped_from_older_checkpoints(store_path: Path, ranks: Pool) -> None:
     saved = ranks.run(2, train_thinned, store_path)
     store = open_store(store_path)
     before = store.stats().bytes_blobs
@@ -163,6 +163,6 @@ def load_without_an_optimizer(rank: int, size: int, path: Path) -> list[str]:
     return [text for text in said if "has no optimizer" in text]
 
 
-def test_one_rank_logs_that_there_is_no_optimizer(store_path: Path, ranks: Pool) -> None:
+def test_one_rank_logs_that_the_optimizer_is_missing(store_path: Path, ranks: Pool) -> None:
     first, second = ranks.run(2, load_without_an_optimizer, store_path)
     assert (len(first), second) == (1, [])

@@ -100,7 +100,7 @@ def looked_at(rank: int, size: int, path: Path, topology: str, grad: bool) -> li
 @pytest.mark.parametrize(
     "topology", ["fsdp1 nested", "fsdp1 SHARD_GRAD_OP", "fsdp1 NO_SHARD", "fsdp1 mixed precision", "fsdp2 on 2"]
 )
-def test_a_forward_before_a_load_leaves_no_gathered_values(
+def test_values_gathered_by_a_forward_are_not_used_after_a_load(
     store_path: Path, ranks: Pool, topology: str, grad: bool
 ) -> None:
     ranks.run(2, looked_at, store_path, topology, grad)
@@ -114,7 +114,7 @@ def odd_flat_parameters(rank: int, size: int, path: Path) -> list[str]:
     return [str(outcome_of(partial(save_model_and_optim_state, path, model, run="a", step=1))) for model in models]
 
 
-def test_flat_parameters_that_are_no_flat_ranges_are_refused(store_path: Path, ranks: Pool) -> None:
+def test_flat_parameters_that_are_not_flat_ranges_are_refused(store_path: Path, ranks: Pool) -> None:
     for parallel, image in ranks.run(4, odd_flat_parameters, store_path):
         assert "tensor-parallel" in parallel
         assert "'weight'" in image
@@ -190,7 +190,7 @@ def test_flat_state_is_saved_before_the_first_step(store_path: Path, ranks: Pool
     ranks.run(2, before_the_first_step, store_path, topology)
 
 
-def test_fsdp_is_not_imported_to_detect_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsdp_is_detected_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("torch.distributed.fsdp", "torch.distributed.fsdp.fully_sharded_data_parallel"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     assert flat_parts(Network(1)) == {}

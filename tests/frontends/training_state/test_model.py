@@ -65,7 +65,7 @@ def names_passed_by(model: nn.Module, *, strict: bool = False) -> list[str]:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_keys_that_a_module_saves_and_does_not_read_are_refused_before_anything_changes(
+def test_keys_that_a_module_saves_but_does_not_read_are_refused_before_a_change(
     store: casckpt.Store, strict: bool
 ) -> None:
     model = nn.Sequential(nn.Linear(3, 3), Scaled(2.0))
@@ -90,7 +90,7 @@ def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optim
 
 
-def test_such_modules_can_be_left_as_the_error_advises(store: casckpt.Store) -> None:
+def test_modules_with_unread_keys_can_be_left_unchanged_as_the_error_advises(store: casckpt.Store) -> None:
     model, optim = made(1)
     save_model_and_optim_state(store, model, optim, run="a", step=1)
     fresh, other = made(2)
@@ -120,7 +120,7 @@ def test_a_save_warns_once_about_keys_that_a_load_will_refuse(
     assert "'once.weight.absmax', which its load_state_dict does not read" in caplog.text
 
 
-def test_a_checkpoint_without_such_modules_is_loaded_beside_them(store: casckpt.Store) -> None:
+def test_modules_with_unread_keys_do_not_prevent_a_load_without_them(store: casckpt.Store) -> None:
     adapter = nn.Linear(3, 3)
     save_model_and_optim_state(store, nn.ModuleDict({"adapter": adapter}), run="a", step=1)
     model: Any = nn.ModuleDict({"adapter": nn.Linear(3, 3), "base": Scaled(2.0)})
@@ -128,7 +128,7 @@ def test_a_checkpoint_without_such_modules_is_loaded_beside_them(store: casckpt.
     assert torch.equal(model["adapter"].weight, adapter.weight)
 
 
-def test_keys_read_in_any_way_are_loaded(store: casckpt.Store) -> None:
+def test_keys_that_a_module_reads_in_any_way_are_loaded(store: casckpt.Store) -> None:
     hooked: Any = Scaled(7.0)
     after: Any = Scaled(7.0)
     above: Any = nn.Sequential(Told(3, 3))
@@ -212,7 +212,7 @@ def test_a_copy_in_a_state_dict_is_filled_only_with_equal_values(store: casckpt.
     assert torch.equal(other.bias, store.read("a@1")["model"]["bias"])
 
 
-def test_a_checkpoint_without_the_weights_of_such_a_module_is_loaded_beside_them(store: casckpt.Store) -> None:
+def test_packing_modules_do_not_prevent_a_load_without_their_weights(store: casckpt.Store) -> None:
     store.save({"model": {"bias": torch.ones(3)}, "plain": {"weight": torch.ones(3, 3)}}, run="a", step=1)
     model = Packing(2)
     store.load({"model": model.state_dict()}, "a@1", strict=False, unread="ignore")
@@ -228,7 +228,7 @@ def test_a_module_that_packs_its_state_receives_it(store: casckpt.Store) -> None
     assert (model.offset, model.weight[0, 0].item()) == (1, 1.0)
 
 
-def test_a_bitsandbytes_linear_is_refused_by_the_names_of_its_scales(store: casckpt.Store) -> None:
+def test_the_error_for_a_bitsandbytes_linear_names_its_scales(store: casckpt.Store) -> None:
     bnb: Any = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
 
     def quantised(seed: int) -> Any:

@@ -73,7 +73,7 @@ WRAPS: dict[str, Callable[[Any], nn.Module]] = {
 
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_keys_are_those_of_the_plain_model(store: casckpt.Store, wrap: str) -> None:
+def test_the_keys_of_a_wrapped_model_are_those_of_the_plain_model(store: casckpt.Store, wrap: str) -> None:
     plain = Named(1)
     names = list(plain.state_dict())
     metadata = plain.state_dict()._metadata  # type: ignore[attr-defined]  # torch hangs it on the dict
@@ -101,13 +101,13 @@ def test_keys_are_those_of_the_plain_model(store: casckpt.Store, wrap: str) -> N
         ]
 
 
-def test_a_module_of_the_user_keeps_its_name() -> None:
+def test_a_user_module_named_module_keeps_its_name() -> None:
     model = Named(1)
     assert all(plain_name(model, name) == name for name in model.state_dict())
     assert [wrapped_child(module) for module in model.modules()] == [None] * 5
 
 
-def test_a_subclass_of_a_wrapper_wraps() -> None:
+def test_a_subclass_of_a_wrapper_counts_as_a_wrapper() -> None:
     class Mine(nn.DataParallel[Any]):
         pass
 
@@ -115,7 +115,7 @@ def test_a_subclass_of_a_wrapper_wraps() -> None:
 
 
 @pytest.mark.parametrize(("name", "child"), WRAPPERS.items())
-def test_the_wrappers_are_where_torch_has_them(name: str, child: str) -> None:
+def test_the_wrapper_classes_exist_under_their_names_in_torch(name: str, child: str) -> None:
     """Megatron-FSDP, which need not be installed, is taken to have its own where its version 0.6.1 has it."""
     place, _, name_of_kind = name.rpartition(".")
     if place.startswith("torch."):

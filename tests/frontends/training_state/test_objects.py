@@ -103,7 +103,7 @@ def test_a_fresh_optimizer_receives_moments_and_rate(caplog: pytest.LogCaptureFi
     assert "did not read" not in warnings(caplog)
 
 
-def test_both_front_ends_load_checkpoints_of_each_other() -> None:
+def test_both_front_ends_load_each_others_checkpoints() -> None:
     store, (model, optimizer) = small(), trained()
     store.save({"model": model, "optim": optimizer}, run="a", step=1)
     save_model_and_optim_state(store, model, optimizer, run="b", step=1)
@@ -185,7 +185,7 @@ def test_everything_is_checked_before_anything_changes() -> None:
     assert not log
 
 
-def test_a_module_that_reads_less_than_it_saves_is_refused_before_anything_changes() -> None:
+def test_a_module_that_reads_less_than_it_saves_is_refused_before_a_change() -> None:
     store, layer = small(), Scaled(4, 4)
     store.save({"layer": layer}, run="a", step=1)
     fresh = Scaled(4, 4)
@@ -196,7 +196,7 @@ def test_a_module_that_reads_less_than_it_saves_is_refused_before_anything_chang
     assert torch.equal(fresh.weight, before)
 
 
-def test_missing_parts_stay_unchanged_if_allowed() -> None:
+def test_missing_parts_are_left_unchanged_if_allowed() -> None:
     store, log = small(), list[str]()
     model, _ = trained()
     store.save({"model": model}, run="a", step=1)
@@ -208,7 +208,7 @@ def test_missing_parts_stay_unchanged_if_allowed() -> None:
     assert identical(contents(fresh), contents(model))
 
 
-def test_state_dicts_are_asked_in_sorted_order_and_generators_loaded_last() -> None:
+def test_state_dicts_are_called_in_key_order_and_generators_loaded_last() -> None:
     store, log = small(), list[str]()
 
     class Drawing(Counter):
@@ -236,7 +236,7 @@ def draw(state: dict[str, Any]) -> list[float]:
     return [random.random(), float(torch.rand(1, generator=state["b"])), array.random(), plain.random()]
 
 
-def test_objects_are_saved_in_the_background_and_by_a_function_and_updated() -> None:
+def test_objects_can_be_saved_async_saved_by_a_function_and_updated() -> None:
     store, (model, optimizer) = small(), trained()
     state = {"model": model, "optim": optimizer, "t": torch.ones(3)}
     store.warm_up(state)
@@ -254,7 +254,7 @@ def test_objects_are_saved_in_the_background_and_by_a_function_and_updated() -> 
     assert [store.compare(mine, f"a@{step}").is_same for step in (1, 3)] == [False, True]
 
 
-def test_objects_may_stand_in_values_per_rank_and_in_lists() -> None:
+def test_objects_can_be_in_per_rank_values_and_in_lists() -> None:
     store, log = small(), list[str]()
     store.save({"l": casckpt.PerRank(Counter("l", log, 1)), "n": [{"x": Counter("x", log, 2)}]}, run="a", step=1)
     one, other = Counter("l", log), Counter("x", log)
@@ -263,7 +263,7 @@ def test_objects_may_stand_in_values_per_rank_and_in_lists() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_list_of_objects_has_the_saved_length(count: int) -> None:
+def test_a_list_of_objects_must_have_the_saved_length(count: int) -> None:
     store = small()
     store.save({"l": [Counter("a", [], 1), Counter("b", [], 2)]}, run="a", step=1)
     objects = [Counter("", []) for _ in range(count)]
@@ -281,7 +281,7 @@ def test_check_accepts_what_save_accepts() -> None:
     assert store.checkpoints() == []
 
 
-def test_a_filled_state_dict_without_its_optimizer_draws_a_warning(
+def test_filling_a_state_dict_without_its_optimizer_warns(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store, (model, optimizer) = small(), trained()
@@ -385,7 +385,7 @@ RENAMED: list[tuple[Callable[[Any, Any], Any], Callable[[Any], Any], dict[str, s
 
 
 @pytest.mark.parametrize(("saved", "here", "rename"), RENAMED, ids=["names", "keys", "both"])
-def test_a_rename_of_a_model_takes_its_optimizer_along(
+def test_a_rename_of_a_model_also_renames_its_optimizer(
     saved: Callable[[Any, Any], Any], here: Callable[[Any], Any], rename: dict[str, str]
 ) -> None:
     store, (model, optimizer) = small(), trained()
@@ -406,7 +406,7 @@ def test_names_that_only_the_checkpoint_has_are_found_below_a_renamed_model() ->
         load_objects(store, "a@1", fresh, fresh_optimizer, rename={r"model\.(.*)": r"net.\1"})
 
 
-def test_an_optimizer_loads_other_names_only_with_a_rename() -> None:
+def test_an_optimizer_loads_different_names_only_with_a_rename() -> None:
     store, (model, optimizer) = small(), trained()
     store.save({"model": model, "optim": optimizer}, run="a", step=1)
     fresh, fresh_optimizer = made(seed=1)
@@ -418,7 +418,7 @@ def test_an_optimizer_loads_other_names_only_with_a_rename() -> None:
 
 
 @pytest.mark.parametrize("front", [load_objects, load_model_and_optim_state])
-def test_an_error_gives_the_rename_that_loads_objects_and_names_no_function(front: Callable[..., Any]) -> None:
+def test_an_error_suggests_a_rename_that_loads_the_objects(front: Callable[..., Any]) -> None:
     store, (model, optimizer) = small(), trained()
     store.save({"net": model, "optim": optimizer}, run="a", step=1)
     fresh, fresh_optimizer = made(seed=1)
@@ -520,7 +520,7 @@ def objects_on_one(rank: int, size: int, path: Path) -> dict[str, list[str]]:
     return found
 
 
-def test_objects_on_a_single_rank_are_refused_at_once_on_all_ranks(tmp_path: Path, ranks: Pool) -> None:
+def test_objects_on_a_single_rank_are_refused_on_all_ranks_without_waiting(tmp_path: Path, ranks: Pool) -> None:
     for found in ranks.run(2, objects_on_one, tmp_path):
         for text in (*found["dict"], *found["nothing"]):
             assert "Rank 1 has the whole objects 'model' in its state, and rank 0 has none" in text

@@ -260,7 +260,7 @@ def test_an_optimizer_resumes_bit_for_bit(monkeypatch: pytest.MonkeyPatch, row: 
 
 @pytest.mark.filterwarnings("ignore")  # of the package
 @pytest.mark.parametrize("name", ["AggMo", "Lookahead", "Magma"])
-def test_values_that_checkpoints_cannot_hold_are_refused(name: str) -> None:
+def test_values_that_a_checkpoint_cannot_store_are_refused(name: str) -> None:
     row = next(row for row in ROWS if row.outcome == REFUSED)
     model, store = network(1), small()
     optimizer = row.of(name, model)
@@ -303,7 +303,7 @@ class Noted(optim.SGD):
         super().load_state_dict(state_dict)
 
 
-def test_an_optimizer_with_more_in_its_state_is_saved_as_an_object() -> None:
+def test_an_optimizer_with_additional_state_is_saved_as_an_object() -> None:
     model, store = network(1), small()
     noted = Noted(model.parameters(), 7)
     with pytest.raises(InvalidInput, match=r"has \['note'\].* in a TrainState, or save its state_dict"):
@@ -320,7 +320,7 @@ def test_an_optimizer_with_more_in_its_state_is_saved_as_an_object() -> None:
         assert one.note == 7
 
 
-def test_tensors_made_of_others_are_stored_where_pickles_are_allowed() -> None:
+def test_tensors_composed_of_tensors_are_stored_if_pickles_are_allowed() -> None:
     model, store = nn.Linear(3, 2), small()
     make: Any = TwoTensor
     codes = make(torch.arange(6.0).view(2, 3), torch.ones(2, 3))
@@ -435,7 +435,7 @@ def maintained(model: nn.Module, optimizer: Optimizer, owners: Callable[[str], i
 
 
 @pytest.mark.parametrize("name", ["Muon", "MuonWithAuxAdam"])
-def test_muon_resumes_with_the_momentum_of_its_owners(store_path: Path, ranks: Pool, name: str) -> None:
+def test_muon_resumes_with_the_momentum_of_the_owning_ranks(store_path: Path, ranks: Pool, name: str) -> None:
     pytest.importorskip("muon")
     for refused in ranks.run(2, muon_resumed, store_path, name):
         assert "owners=" in refused
@@ -516,7 +516,7 @@ def trained() -> dict[str, tuple[casckpt.Store, Optimizer]]:
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
 @pytest.mark.parametrize("stepped", [True, False], ids=["stepped", "fresh"])
-def test_state_of_each_kind_loads_into_each_other_kind_or_is_refused(
+def test_state_of_each_kind_loads_into_every_other_kind_or_is_refused(
     trained: dict[str, tuple[casckpt.Store, Optimizer]], strict: bool, stepped: bool
 ) -> None:
     serves = set()
@@ -575,7 +575,7 @@ class Slow(optim.Adam):
 
 
 @pytest.mark.parametrize("make", [More, Slow])
-def test_an_optimizer_of_the_user_may_have_any_state(make: Callable[..., Any]) -> None:
+def test_a_user_defined_optimizer_can_have_any_state(make: Callable[..., Any]) -> None:
     store, model = small(), made("SGD", 1)[0]
     optimizer = make(model.parameters(), lr=0.1)
     step(model, optimizer, 1)

@@ -22,7 +22,7 @@ class Stages(nn.Module):
         self.layers = nn.ModuleDict(layers)
 
 
-def test_lists_of_models_and_optimizers_are_one_model_and_one_optimizer() -> None:
+def test_lists_of_models_and_optimizers_act_as_one_model_and_one_optimizer() -> None:
     store, layers = small(), {str(number): nn.Linear(3, 3) for number in range(4)}
     whole = Stages(layers)
     parts = [Stages({name: layers[name] for name in names}) for names in ("01", "23")]

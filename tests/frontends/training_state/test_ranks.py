@@ -81,7 +81,7 @@ def by_hand(model: nn.Module, optimizer: Optimizer, saved: Everything) -> None:
                 }
 
 
-def test_a_training_resumes_bit_for_bit_on_another_number_of_ranks(store_path: Path, ranks: Pool) -> None:
+def test_a_training_resumes_bit_for_bit_on_a_different_number_of_ranks(store_path: Path, ranks: Pool) -> None:
     saved = ranks.run(4, trained_on_4, store_path)[0]
     assert ranks.run(2, resumed_on_2, store_path, saved) == [[[]] * 4] * 2
 
@@ -201,7 +201,7 @@ def same_state(one: Optimizer, other: Optimizer) -> bool:
 
 
 @pytest.mark.parametrize("topology", ["ddp", "fsdp2 on 3", "fsdp1 on 3"])
-def test_state_of_other_dtypes_and_shapes_is_sharded(store_path: Path, ranks: Pool, topology: str) -> None:
+def test_state_with_different_dtypes_and_shapes_is_sharded(store_path: Path, ranks: Pool, topology: str) -> None:
     ranks.run(3, odd_state, store_path, topology)
 
 
@@ -220,7 +220,7 @@ def stale_steps(rank: int, size: int, path: Path, factory: Factory) -> list[floa
 
 
 @pytest.mark.parametrize("factory", [adamw, optim.Adagrad])  # Adagrad has state before the first step
-def test_steps_are_those_of_ranks_that_take_them(store_path: Path, ranks: Pool, factory: Factory) -> None:
+def test_step_counts_come_from_ranks_that_take_the_steps(store_path: Path, ranks: Pool, factory: Factory) -> None:
     assert ranks.run(4, stale_steps, store_path, factory) == [[5.0]] * 4
 
 
@@ -238,7 +238,7 @@ def with_state_of_blocks(rank: int, size: int, path: Path, wrap: bool, drift: fl
     return "saved"
 
 
-def test_state_that_may_belong_to_a_shard_is_refused_where_ranks_differ(tmp_path: Path, ranks: Pool) -> None:
+def test_state_that_may_belong_to_a_shard_is_refused_if_it_differs_across_ranks(tmp_path: Path, ranks: Pool) -> None:
     for drift in (1.0, 1e-6):
         for text in ranks.run(2, with_state_of_blocks, tmp_path / "s", True, drift):
             assert "'optim.state.weight.scales' differs between ranks 0 and 1, and its parameter is sharded" in text
@@ -277,7 +277,7 @@ def with_odd_state_beside_shards(rank: int, size: int, path: Path) -> list[str]:
     return found
 
 
-def test_state_beside_a_shard_is_compared_exactly_or_refused_by_name(tmp_path: Path, ranks: Pool) -> None:
+def test_whole_state_of_a_sharded_parameter_is_compared_exactly_or_refused(tmp_path: Path, ranks: Pool) -> None:
     for conjugate, wrapper in ranks.run(2, with_odd_state_beside_shards, tmp_path / "s"):
         assert conjugate == "saved"
         assert "'optim.state.weight.scales': a TwoTensor consists of other tensors" in wrapper

@@ -66,7 +66,9 @@ def alike(found: tuple[nn.Module, optim.Optimizer], saved: tuple[nn.Module, opti
 @LOADS
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("rename", [RENAME, lambda key: key.replace("model.trunk", "model.body")])
-def test_names_are_mapped_for_model_and_optimizer(store: casckpt.Store, load: Load, strict: bool, rename: Any) -> None:
+def test_a_rename_maps_the_names_of_model_and_optimizer(
+    store: casckpt.Store, load: Load, strict: bool, rename: Any
+) -> None:
     saved = trained("body", 1)
     save_model_and_optim_state(store, *saved, run="a", step=1)
     found = made("trunk", 2)
@@ -75,7 +77,7 @@ def test_names_are_mapped_for_model_and_optimizer(store: casckpt.Store, load: Lo
     assert len(found[1].state) == 4
 
 
-def test_nothing_is_missing_or_left_over(store: casckpt.Store) -> None:
+def test_a_rename_leaves_no_missing_or_unread_keys(store: casckpt.Store) -> None:
     save_model_and_optim_state(store, *trained("body", 1), run="a", step=1)
     loaded = load_model_and_optim_state(store, "a@1", *made("trunk", 2), rename=RENAME)
     assert (loaded.missing_keys, loaded.unread_keys) == ((), ())
@@ -103,7 +105,7 @@ def test_missing_keys_are_reported_by_their_new_names(store: casckpt.Store) -> N
 
 
 @LOADS
-def test_one_name_for_two_parameters_of_an_optimizer_is_refused(store: casckpt.Store, load: Load) -> None:
+def test_a_rename_of_two_parameters_to_one_name_is_refused(store: casckpt.Store, load: Load) -> None:
     saved = nn.Sequential(OrderedDict(one=nn.Linear(3, 3)))
     save_model_and_optim_state(store, saved, optim.SGD(saved.parameters()), run="a", step=1)
     two = nn.Sequential(OrderedDict(one=nn.Linear(3, 3), two=nn.Linear(3, 3)))

@@ -141,7 +141,7 @@ def test_state_is_restored_in_its_saved_dtype(store: casckpt.Store, kind: Factor
     resumes_to_the_bit(store, kind, Network(1, dtype), Network(2, dtype))
 
 
-def test_nan_and_other_bits_are_kept(store: casckpt.Store) -> None:
+def test_nan_payloads_and_other_bit_patterns_are_preserved(store: casckpt.Store) -> None:
     model, fresh = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     trained, other = optim.SGD(model.parameters(), momentum=0.9), optim.SGD(fresh.parameters(), momentum=0.9)
     odd = torch.tensor([0x7FC00123, -1, -(2**31), 1], dtype=torch.int32).view(torch.float32).view(2, 2)
@@ -163,7 +163,7 @@ class Refusing(optim.AdamW):
         raise AssertionError("a step was taken")
 
 
-def test_a_save_before_the_first_step_stores_no_state_and_makes_none(store: casckpt.Store) -> None:
+def test_a_save_before_the_first_step_neither_stores_nor_creates_state(store: casckpt.Store) -> None:
     model = Network(1).eval()
     model.norm.train()
     fresh = Refusing(model.parameters())
@@ -289,7 +289,7 @@ def test_a_scheduler_resumes(store: casckpt.Store) -> None:
     assert other.param_groups[0]["lr"] == trained.param_groups[0]["lr"] == 0.025
 
 
-def test_named_parameters_keep_their_given_names(store: casckpt.Store) -> None:
+def test_parameters_named_by_the_user_keep_their_names(store: casckpt.Store) -> None:
     model, fresh = Network(1), Network(2)
     trained = optim.AdamW(model.named_parameters())
     train(model, trained, range(1))

@@ -82,7 +82,7 @@ def statistics(rank: int, size: int, path: Path, wrap: Callable[[nn.Module], nn.
     ],
     ids=["ddp", "fsdp1", "fsdp2"],
 )
-def test_statistics_are_those_of_one_rank(
+def test_statistics_are_stored_from_one_rank(
     store_path: Path, ranks: Pool, wrap: Callable[[nn.Module], nn.Module]
 ) -> None:
     small_folder(store_path)  # of cells that are smaller than the statistics
@@ -199,7 +199,7 @@ def missing_state(rank: int, size: int, path: Path) -> Any:
     return [kinds(error) for error in errors], done
 
 
-def test_an_optimizer_of_other_parameters_is_refused(store_path: Path, ranks: Pool) -> None:
+def test_an_optimizer_with_different_parameters_is_refused(store_path: Path, ranks: Pool) -> None:
     for errors, done in ranks.run(2, missing_state, store_path):
         assert [kind for kind, _ in errors] == ["MissingKey", "Mismatch", "MissingKey"]
         assert all("tied.0.weight" in text for _, text in errors[:2])
@@ -258,7 +258,7 @@ def of_two_kinds(rank: int, size: int, path: Path) -> Any:
     return whole, objects
 
 
-def test_ranks_with_different_optimizers_under_a_key_are_refused(store_path: Path, ranks: Pool) -> None:
+def test_different_optimizers_under_one_key_are_refused(store_path: Path, ranks: Pool) -> None:
     small_folder(store_path)
     for found in ranks.run(2, of_two_kinds, store_path):
         for key, (kind, text) in zip(("optim", "own"), found, strict=True):
@@ -311,7 +311,7 @@ def alone(rank: int, size: int, path: Path) -> Any:
 READERS: list[Callable[..., Any]] = [unshard_model_state, unshard_optim_state]
 
 
-def test_rank_0_may_save_load_and_unshard_alone(store_path: Path, ranks: Pool) -> None:
+def test_rank_0_can_save_load_and_unshard_alone(store_path: Path, ranks: Pool) -> None:
     first, second = ranks.run(2, alone, store_path)
     assert first == [True, True]
     assert [kind for kind, _ in second] == ["InvalidInput"] * 2

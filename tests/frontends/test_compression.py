@@ -139,7 +139,7 @@ def rounds(store: Store, made: Callable[[int], dict[str, Any]], **options: Any) 
     assert not store.verify(decode=True).is_damaged
 
 
-def test_equal_cells_under_another_dtype_and_key_are_encoded(store: Store) -> None:
+def test_equal_cells_under_a_different_dtype_and_key_are_encoded(store: Store) -> None:
     """Zeros of any dtype are one cell. A later version is a delta to it, or equal to an earlier one."""
 
     def made(step: int) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def test_delta_checkpoints_are_shown_counted_compared_and_fetched(store: Store, 
     assert store.diff("default@0", "default@1") == off.diff("default@2", "default@3")
 
 
-def test_deltas_can_be_turned_off_and_runs_can_branch(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_compression_can_be_disabled_and_runs_can_branch(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     words: list[Compress] = ["auto", "auto", "off", "auto", "always", "auto"]
     for step, compress in enumerate(words):
         store.save(state(step), step=step, compress=compress)
