@@ -1,4 +1,4 @@
-"""Accelerate: real trainings with their complete state in a store, on one rank and on several."""
+"""Accelerate: real trainings whose complete state is in a store, on one rank and on several ranks."""
 
 from __future__ import annotations
 
@@ -76,7 +76,12 @@ def test_a_training_resumes_bit_for_bit(store_path: Path, ranks: Pool, size: int
     store = casckpt.open(store_path)
     assert [step for run, step in steps(store) if run == "parts"] == [2, 3]
     assert not store.diff("whole@3", "parts@3").changed
-    assert set(store.read("parts@3")["model"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}  # of the plain model
+    assert set(store.read("parts@3")["model"]) == {
+        "0.weight",
+        "0.bias",
+        "2.weight",
+        "2.bias",
+    }  # the names in the plain model
 
 
 def test_a_training_with_compression_resumes_bit_for_bit(store_path: Path, ranks: Pool) -> None:
@@ -135,7 +140,7 @@ def test_models_with_equal_parameter_names_are_stored_separately(store: casckpt.
 
 
 class Data:
-    """A prepared data loader. ``place`` is the position of a stateful one."""
+    """A prepared data loader. ``place``: the position of a stateful loader."""
 
     def __init__(self, place: Any, *, stateful: bool, generator: bool) -> None:
         self.iteration, self.place, self.use_stateful_dataloader = 0, place, stateful
@@ -164,12 +169,12 @@ def test_a_data_loader_resumes_at_its_position(stateful: bool, generator: bool) 
     assert (again.iteration, again.place) == (3, 7 if stateful else 0)
     if data.synchronized_generator is not None and again.synchronized_generator is not None:
         assert torch.equal(again.synchronized_generator.get_state(), data.synchronized_generator.get_state())
-    _Loader(fresh).load_state_dict(state | {"inside": None})  # saved by a loader without this knowledge
+    _Loader(fresh).load_state_dict(state | {"inside": None})  # saved by a loader that does not track its position
     assert (fresh.iteration, fresh.place) == (3, 0)
 
 
 class Refused:
-    """A state that cannot be saved, on the last rank alone, from a given step on."""
+    """A state that, on the last rank alone, cannot be saved from a given step on."""
 
     def __init__(self, rank: int, size: int, step: int) -> None:
         self.rank, self.size, self.step, self.now = rank, size, step, 0
@@ -196,7 +201,7 @@ def hears(rank: int, size: int, path: Path) -> Any:
                 bad.now += 1
                 training.accelerator.backward(training.model(torch.ones(4, 8)).square().mean())
                 training.optim.step()
-                error = outcome_of(lambda: run.save_if_due(bad.now))  # noqa: B023 - called at once
+                error = outcome_of(lambda: run.save_if_due(bad.now))  # noqa: B023 - called immediately
             outcome_of(run.close)
             found.append((type(error).__name__, bad.now))
     return found

@@ -1,6 +1,6 @@
-"""A load fills everything, logs counts of the rest, or raises.
+"""A load fills everything, logs how much it did not fill, or raises an error.
 
-This holds in each front end, with names of real models.
+This holds for each front end, with the names of real models.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Load = Callable[..., Any]
 
 
 def new_run() -> str:
-    """A new run, since casckpt logs a message once per run."""
+    """Return a new run, because casckpt logs each message once per run."""
     return f"run{next(_RUNS)}"
 
 
 def model_of(names: Iterable[str], value: float = 0.0) -> nn.Module:
-    """A model whose parameters have these names and two elements each."""
+    """Return a model whose parameters have these names and two elements each."""
     top = nn.Module()
     for name in names:
         *above, last = name.split(".")
@@ -71,7 +71,7 @@ ALL = pytest.mark.parametrize("load", [by_function, by_checkpointer, by_store])
 
 
 def filled(model: nn.Module) -> int:
-    """Count the parameters that changed."""
+    """Return the number of parameters that changed."""
     return sum(bool(one.ne(0).any()) for one in model.parameters())
 
 
@@ -172,7 +172,7 @@ def test_top_level_weights_with_different_shapes_are_reported_as_mismatches(load
 
 
 def adapted(names: Sequence[str], *targets: str) -> list[str]:
-    """PEFT's names, with adapters at the modules ``targets``."""
+    """Return PEFT's names, with adapters at the modules ``targets``."""
     found = []
     for name in names:
         module, _, last = name.rpartition(".")
@@ -325,7 +325,7 @@ PREFIX = st.sampled_from(["", "", "model.", "module.", "net.", "base_model.model
 def test_a_load_that_does_not_fill_everything_is_reported(
     load: Load, names: list[str], prefixes: tuple[str, str], bare: bool, data: Any
 ) -> None:
-    """A save of any part of a model with one prefix, and a load into any part with another."""
+    """Save any part of a model under one prefix, and load into any part under a different prefix."""
     saved = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1))
     wanted = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1))
     state = {f"{prefixes[0]}{name}": torch.full((2,), float(names.index(name) + 1)) for name in saved}
@@ -364,7 +364,7 @@ STAGES = [[], ["layers.0.w", "layers.1.w"], ["layers.2.w", "norm.w"]]
 
 
 def load_stages(rank: int, size: int, path: Path) -> list[str]:
-    """Load pipeline stages, of which the first has no parameters."""
+    """Load pipeline stages. The first has no parameters."""
     store, found = casckpt.open(path), []
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -382,7 +382,7 @@ def load_stages(rank: int, size: int, path: Path) -> list[str]:
 
 
 def load_stage_by_store(rank: int, size: int, path: Path) -> list[str]:
-    """The load fills the whole first stage, and a part of the second."""
+    """Run a load that fills the whole first stage and part of the second."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -421,7 +421,7 @@ WHOLE = [*(f"layers.{number}.w" for number in range(12)), "norm.w"]
 
 
 def load_any_stages(rank: int, size: int, path: Path, seed: int, trials: int) -> None:
-    """Load a part of a model, saved with or without a prefix, into some stages.
+    """Load part of a model, saved with or without a prefix, into some stages.
 
     The log must match the filled parameters.
     """

@@ -1,4 +1,4 @@
-"""Lightning's files and their checkpoints: moved, removed, or left by a crash."""
+"""Lightning's files and their checkpoints, which are moved, removed, or left behind by a crash."""
 
 # ruff: noqa: E402 - skip before importing optional packages
 
@@ -22,7 +22,7 @@ from tests.support.lightning_training import Model, Slow, data, trainer
 from tests.support.saves import small_folder, steps
 from tests.support.training import identical
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning and its imports, about devices, loggers and workers
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning and its imports warn about devices, loggers and workers
 
 
 def test_the_last_file_moves_and_its_old_checkpoint_is_forgotten(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_background_removals_run_in_order(tmp_path: Path) -> None:
     io = CasCheckpointIO(slow.store, run="sft", async_save=True)
     for step in range(1, 5):
         io.save_checkpoint(checkpoint(step, step), tmp_path / f"{step}.ckpt")
-        assert (tmp_path / f"{step}.ckpt").exists()  # at once, so that Lightning does not use the name again
+        assert (tmp_path / f"{step}.ckpt").exists()  # immediately, so that Lightning does not reuse the name
         if step > 1:
             io.remove_checkpoint(tmp_path / f"{step - 1}.ckpt")
     io.teardown()
@@ -118,7 +118,7 @@ def test_a_checkpoint_with_a_user_tag_survives_the_removal_of_its_file(tmp_path:
     io.save_checkpoint(checkpoint(1, 2), path)
     assert steps(store) == [("sft", 1), ("sft/a-b", 1)]
     assert io.load_checkpoint(path)["state_dict"]["w"][0] == 2
-    io.save_checkpoint(checkpoint(1, 2), path)  # the same again
+    io.save_checkpoint(checkpoint(1, 2), path)  # the same save once more
     assert io.load_checkpoint(path)["state_dict"]["w"][0] == 2
     io.remove_checkpoint(path)
     assert steps(store) == [("sft", 1)]

@@ -23,7 +23,7 @@ from tests.support.saves import small_folder
 from tests.support.signing import pair
 from tests.support.training import identical
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning and its imports, about devices, loggers and workers
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning and its imports warn about devices, loggers and workers
 
 
 def best_two(folder: Path, **options: Any) -> ModelCheckpoint:
@@ -80,5 +80,5 @@ def test_different_spellings_of_a_path_have_the_same_tag(monkeypatch: pytest.Mon
     others = ("more/Last.ckpt", "files/Last", "s3://b/files/Last.ckpt", "files/" + "x" * 200 + ".ckpt")
     tags = {one.tag, *(Pointer(path).tag for path in others)}
     assert len(tags) == 5
-    assert max(map(len, tags)) == 87  # of the longest name, which is cut
+    assert max(map(len, tags)) == 87  # the length for the longest name, which is truncated
     assert [Pointer(path).name for path in ("a/epoch=1 b.ckpt", "a/")] == ["epoch-1-b", "file"]

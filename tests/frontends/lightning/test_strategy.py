@@ -1,4 +1,4 @@
-"""Lightning on ranks: a model sharded by FSDP2 is saved in shards and resumes, also on other ranks."""
+"""Lightning on several ranks: a model sharded with FSDP2 is saved in shards, and resumes on any number of ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Model(LightningModule):
-    """A model sharded over all ranks. Its input depends only on the step."""
+    """A model that is sharded across all ranks. Its input depends only on the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,11 +156,13 @@ def test_replicas_are_saved_once_and_loaded_on_every_rank(tmp_path: Path, ranks:
     second = ranks.run(2, fitted_by_ddp, tmp_path / "parts", 3, "last")
     assert [one | two for one, two in zip(first, second, strict=True)] == whole
     store = casckpt.open(tmp_path / "parts" / "store")
-    assert len([run for run, _ in steps(store) if run == "ddp"]) <= 2  # the best, and the last if it differs
+    assert (
+        len([run for run, _ in steps(store) if run == "ddp"]) <= 2
+    )  # the best checkpoint, and the last one if it differs
 
 
 class Averaging(WeightAveraging):
-    """An averaged model with the same sharding. Lightning's own setup copies shards, which torch refuses."""
+    """An averaged model with the same sharding. Lightning's own setup copies shards, which torch does not allow."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -204,7 +206,7 @@ class Projecting(torch.optim.AdamW):
 
 
 class OddState(Model):
-    """Saves a value that is not plain data, on one rank, as the last callback."""
+    """Saves a value that is not plain data on one rank, in the last callback."""
 
     odd: tuple[str, int, int, int]
 
@@ -236,7 +238,7 @@ def hears(rank: int, size: int, folder: Path) -> Any:
                     use_distributed_sampler=False,
                 )  # fmt: skip
 
-                error = outcome_of(lambda: trainer.fit(model))  # noqa: B023 - called at once
+                error = outcome_of(lambda: trainer.fit(model))  # noqa: B023 - called immediately
                 found.append((type(error).__name__, trainer.global_step))
     return found
 

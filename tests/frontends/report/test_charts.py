@@ -1,4 +1,4 @@
-"""Charts are equal for equal stores, and show the first and the last checkpoint."""
+"""Equal stores have equal charts, which show the first and the last checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from casckpt.frontends.report import page
 from casckpt.frontends.report.charts import run_growth, thinned
 from casckpt.store.store import Store
 
-pytestmark = pytest.mark.process  # matplotlib lists the fonts of the system
+pytestmark = pytest.mark.process  # matplotlib lists the system's fonts
 
 
 def layers(step: int) -> dict[str, object]:

@@ -19,14 +19,14 @@ from casckpt.errors import NotFound
 from casckpt.frontends.report import page, write_report
 from casckpt.store.store import Store
 
-pytestmark = pytest.mark.process  # matplotlib lists the fonts of the system
+pytestmark = pytest.mark.process  # matplotlib lists the system's fonts
 
 
 EMPTY = {"meta", "link", "br", "path", "use", "image", "rect", "circle"}
 
 
 class Checker(HTMLParser):
-    """Checks that every tag is closed and that the page fetches and runs nothing."""
+    """Checks that every tag is closed, and that the page does not fetch or run anything."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Checker(HTMLParser):
 
 
 def checked(text: str) -> str:
-    """Return the words of a self-contained page."""
+    """Check that a page is self-contained, and return its words."""
     assert len(text.encode()) < 300_000
     found = Checker(text)
     assert all(one.startswith(("#", "data:")) for one in found.fetched)
@@ -77,7 +77,7 @@ def test_the_page_shows_growth_runs_layers_and_checkpoints(store: Store) -> None
     assert "gc --keep-last 3 would free" in words
     assert (
         page(store).count("<svg") == 2 + 2 + 1
-    )  # growth, runs; two of sft; none of the other, which has no comparison
+    )  # growth, runs, and two charts of sft; none of the other run, which has nothing to compare
 
 
 def test_names_from_a_store_are_escaped(store_path: Path) -> None:

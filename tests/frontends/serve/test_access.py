@@ -1,4 +1,4 @@
-"""A server requires its token, and refuses requests of web sites."""
+"""A server requires its token, and refuses requests from web sites."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of clients and browsers, and the page of a server."""
+"""Requests from clients and browsers, and the start page of a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real clients of a hub against a served store: equal weights, and only changes are transferred."""
+"""Real hub clients load from a served store: weights are equal, and only changes are transferred."""
 
 # ruff: noqa: E402 - skip before importing optional packages
 
@@ -36,17 +36,20 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
     from tests.support.servers import Server
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the clients
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the clients
 SHARD = 20_000
 SERVING = DOCS / "serving.md"
 PATIENT = {
     "HF_HUB_ETAG_TIMEOUT": "120",
     "HF_HUB_DOWNLOAD_TIMEOUT": "120",
-}  # the default of 10 seconds is short on a busy machine
+}  # the default of 10 seconds is too short on a busy machine
 
 
 def sharded(rank: int, size: int, where: str, options: dict[str, Any], compress: Compress) -> dict[str, torch.Tensor]:
-    """Two ranks train a model with FSDP2. Only one block changes between two steps. Return the final weights."""
+    """Train a model with FSDP2 on two ranks. Only one block changes between the two steps.
+
+    Return the final weights.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -1,4 +1,4 @@
-"""Repositories and revisions as a hub lists them."""
+"""Repositories and revisions in the lists of a hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases of a server: how many remain when it sends no file, and how many at its end."""
+"""Leases of a server: how many remain when no file is being sent, and how many at shutdown."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.saves import small
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the steps with a lease, instead of leases."""
+    """Replace leases with a record of the steps that have one."""
     found = list[int]()
 
     @contextmanager
@@ -71,7 +71,7 @@ def test_a_lease_acquired_during_shutdown_is_ended(taken: list[int], monkeypatch
 
 
 class Timer:
-    """A timer that the test fires."""
+    """A timer that the test fires manually."""
 
     made: ClassVar[list[Timer]] = []
 
@@ -122,7 +122,7 @@ def test_two_simultaneous_requests_share_a_lease(taken: list[int], timers: list[
 
     def taking(*args: Any, **options: Any) -> Any:
         assert leases._held[one.id].lock.locked()
-        assert not leases._lock.locked(), "others are served meanwhile"
+        assert not leases._lock.locked(), "other clients must be served in the meantime"
         return lease(*args, **options)
 
     def starting(timer: Timer) -> None:

@@ -1,4 +1,4 @@
-"""Files in transfer: damaged bytes, slow clients, and clients that disconnect."""
+"""File transfers with damaged bytes, slow clients, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WEIGHTS = "/sft/resolve/main/model.safetensors"
 
 
 def weights_of(store: Store, step: int = 1) -> str:
-    """The path of the weights."""
+    """Return the path of the weights."""
     return f"/sft/resolve/{commit_of(store.get(f'sft@{step}').id)}/model.safetensors"
 
 
@@ -38,7 +38,7 @@ def weights_of(store: Store, step: int = 1) -> str:
 
 
 def damaged(tmp_path: Path, at: int) -> tuple[Store, bytes, int]:
-    """A store with a file of several windows and one flipped bit; the file; the place of the bit."""
+    """Return a store with a file of several windows and one flipped bit, the file, and the bit's position."""
     store = casckpt.open(tmp_path / "store")
     value = torch.arange(3 << 20, dtype=torch.int64)  # 24 MiB
     store.save({"model": {"w": value}}, run="sft", step=1)
@@ -94,7 +94,7 @@ def test_a_purged_checkpoint_is_not_served_from_memory(tmp_path: Path) -> None:
     with serving(store) as served:
         served.get(path, "HEAD")
         store.forget("sft@1")
-        assert len(served.body(path)) > 1_600_000  # it stays available under its id until the purge
+        assert len(served.body(path)) > 1_600_000  # it remains available under its id until the purge
         store.gc(min_age=0)
         gone = served.get(path)
         assert (gone.status, gone.headers["X-Error-Code"]) == (404, "RevisionNotFound")
@@ -181,7 +181,7 @@ def test_a_client_that_does_not_read_is_disconnected(tmp_path: Path, caplog: pyt
                 raw = held.enter_context(socket.create_connection(("127.0.0.1", served.port)))
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 raw.sendall(b"GET " + weights_of(store).encode() + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert len(served.body(WEIGHTS)) > 60 << 20  # others are not delayed for long
+            assert len(served.body(WEIGHTS)) > 60 << 20  # other clients are not delayed for long
             while len([one for one in caplog.records if "does not read" in one.message]) < sending.WINDOWS + 4:
                 time.sleep(0.05)
         assert served.get("/").status == 200

@@ -47,7 +47,7 @@ def test_a_match_with_too_many_attempts_is_refused(name: str, piece: str) -> Non
 
 
 def test_a_match_does_not_exceed_the_computed_attempts() -> None:
-    """`re` backtracks at worst over every split of the letters among the repeats."""
+    """In the worst case, `re` backtracks over every split of the letters among the repeats."""
     name = "a" * 12
     for repeats in range(1, 5):
         tried = sum(1 for _ in islice(splits(len(name), repeats), 10**6))
@@ -55,7 +55,7 @@ def test_a_match_does_not_exceed_the_computed_attempts() -> None:
 
 
 def splits(left: int, repeats: int) -> Iterator[tuple[int, ...]]:
-    """The number of ways to give ``repeats`` some of ``left`` letters, but not all."""
+    """Yield all ways to give ``repeats`` some of ``left`` letters, but not all."""
     if not repeats:
         yield ()
         return

@@ -1,4 +1,4 @@
-"""Unusable state is reported before the training or at its first step, before any write."""
+"""Invalid state is reported before the training or at its first step, before anything is written."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Phased(optim.AdamW):
 
 
 class Drawing:
-    """A train state that draws a random number in state_dict, and counts the calls."""
+    """A train state whose state_dict draws a random number and counts its calls."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -87,7 +87,7 @@ def test_a_check_raises_the_errors_of_a_save() -> None:
             check(Checkpointer(small(), run="sft"))
     both = nn.ModuleDict({"one": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
     optimizers = [optim.AdamW([parameter]) for parameter in both.parameters()]
-    Checkpointer(small(), run="sft").check(both, optimizers)  # the advice of the messages
+    Checkpointer(small(), run="sft").check(both, optimizers)  # as the messages advise
     Checkpointer(small(), run="sft").check({"generator": nn.Linear(2, 2), "discriminator": nn.Linear(2, 2)})
     Checkpointer(small(), run="sft", allow_pickle=True).check(model, optimizer, {"phase": Phase.WARMUP})
 
@@ -112,7 +112,10 @@ def test_a_resume_raises_the_errors_of_later_saves(found: bool) -> None:
 
 
 def loop(store: Store, make: Callable[[nn.Module], optim.Optimizer], every: int = 1, state: Any = None) -> int:
-    """Train 10 steps, with an optimizer step at each ``every``-th. Return the step at which the training ends."""
+    """Train for 10 steps, with an optimizer step at every ``every``-th one.
+
+    Return the step at which the training ends.
+    """
     model = net()
     optimizer = make(model)
     checkpointer = Checkpointer(store, run="sft", save_interval=8)
@@ -136,7 +139,7 @@ def test_a_check_finds_optimizer_state_that_cannot_be_saved() -> None:
 def test_steps_are_checked_until_the_optimizer_has_state() -> None:
     store, state = small(), TrainState(loader=Drawing())
     assert loop(store, lambda model: optim.AdamW(model.parameters()), every=4, state=state) == 0
-    assert state["loader"].asked == 3  # at steps 1 and 4, and the save at step 8
+    assert state["loader"].asked == 3  # at steps 1 and 4, and by the save at step 8
     state = TrainState(loader=Drawing())
     assert loop(small(), lambda model: optim.AdamW(model.parameters()), state=state) == 0
     assert state["loader"].asked == 2
@@ -146,7 +149,7 @@ def test_steps_are_checked_until_the_optimizer_has_state() -> None:
 
 
 def bad_on_one(rank: int, size: int, path: Path) -> Any:
-    """Every kind of state that cannot be saved, on the last rank alone. Return the step at which each rank raises."""
+    """Try each kind of invalid state on the last rank alone. Return the step at which each rank raises the error."""
     last, model = rank == size - 1, net()
     found = []
     ways: list[tuple[dict[str, Any], Any]] = [
@@ -175,7 +178,7 @@ def test_all_ranks_raise_at_the_same_step(store_path: Path, ranks: Pool, size: i
 
 
 def stepped_on_one(rank: int, size: int, path: Path) -> Any:
-    """Only the optimizer of rank 1 creates state, at the second step."""
+    """Train so that only rank 1's optimizer creates state, at the second step."""
     model = net()
     optimizer = Phased(model.parameters(), lr=0.0)
     run = Checkpointer(small_folder(path), run="sft", save_interval=5)

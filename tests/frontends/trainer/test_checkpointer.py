@@ -1,4 +1,4 @@
-"""The checkpointer of one process: content of a checkpoint, restores, failures and log messages."""
+"""The checkpointer of one process: checkpoint contents, restores, failures and log messages."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_checkpoint_of_only_weights_loads(where: str) -> None:
     checkpointer = Checkpointer(store, run="sft")
     assert checkpointer.load("base@0", other, fresh) is None
     assert identical(dict(other.state_dict()), dict(weights))
-    assert checkpointer.saved_step is None  # that was another run
+    assert checkpointer.saved_step is None  # the checkpoint is from a different run
     with pytest.raises((MissingKey, Mismatch)):
         checkpointer.load("base@0", nn.Linear(2, 2))
 
@@ -153,7 +153,7 @@ def test_front_ends_read_each_others_checkpoints() -> None:
 
 
 class Module:
-    """A model that defines its saved state, as OLMo-core's do."""
+    """A model that defines its own saved state, as OLMo-core's models do."""
 
     def __init__(self) -> None:
         self.model, self.optimizer = trained()
@@ -181,7 +181,7 @@ def test_a_train_module_returns_its_own_state() -> None:
     assert module.asked == [(True, True)]
     assert identical(contents(module.model, module.optimizer), want)
     checkpointer.load("sft@1", module)
-    assert module.asked[-1] == (True, True)  # it exists
+    assert module.asked[-1] == (True, True)  # the checkpoint has it
     with pytest.raises(InvalidInput, match="do not pass an optimizer"):
         checkpointer.save(2, module, module.optimizer)
 
@@ -228,7 +228,7 @@ def test_files_are_attached_to_the_next_save() -> None:
         checkpointer.write_file("late", "", step=1)
     for name, content in (("../x", ""), ("x", 5)):
         with pytest.raises(InvalidInput):
-            checkpointer.write_file(name, content)  # type: ignore[arg-type]  # a wrong type on purpose
+            checkpointer.write_file(name, content)  # type: ignore[arg-type]  # intentionally the wrong type
 
 
 # settings
@@ -284,11 +284,11 @@ def test_steps_before_a_loaded_checkpoint_are_not_logged(caplog: pytest.LogCaptu
     assert not caplog.records
 
 
-# the work that a crash can lose
+# how much work a crash can lose
 
 
 class Waiting(Checkpointer):
-    """A checkpointer whose background saves end only when a caller waits for them."""
+    """A checkpointer whose background saves finish only when a caller waits for them."""
 
     def __init__(self, storage: FaultyStore, **settings: Any) -> None:
         super().__init__(small(storage), run="sft", **settings)
@@ -303,7 +303,7 @@ class Waiting(Checkpointer):
 
 
 def lost_at_worst(interval: int, most: int) -> tuple[int, list[int]]:
-    """Return the most finished steps that a kill would have lost, and the steps after which the loop waited for a
+    """Return the most completed steps that a kill would have lost, and the steps after which the loop waited for a
     save."""
     storage = FaultyStore(memory())
     model, worst, waited = nn.Linear(2, 2), 0, []

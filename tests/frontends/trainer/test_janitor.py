@@ -1,4 +1,4 @@
-"""gc during a training."""
+"""gc while a training runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_gc_follows_a_save_if_requested() -> None:
     assert (found.checkpoints, found.blobs) == (
         1,
         2,
-    )  # the bias did not change, and stays in the blob of the first save
+    )  # the bias did not change, so it remains in the blob of the first save
 
 
 def test_a_checkpointer_with_gc_frees_space(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""One last save after a signal, on all ranks."""
+"""A last save on all ranks after a signal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A resume on other ranks reports parts that each rank saved for itself, but not random generators."""
+"""A resume on different ranks reports per-rank parts that have moved, except random generators."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def save(store: casckpt.Store, run: str, rank: int) -> None:
-    """Save a train state and values per rank."""
+    """Save a train state and per-rank values."""
     Checkpointer(store, run=run).save(1, nn.Linear(1, 1), None, TrainState(loader={"at": rank}))
     state: dict[str, Any] = {
         "loader": casckpt.PerRank({"at": rank}),
@@ -33,7 +33,7 @@ def save(store: casckpt.Store, run: str, rank: int) -> None:
 
 
 def load(store: casckpt.Store, run: str) -> list[str]:
-    """Load them, and return the log."""
+    """Load both, and return the log."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Failures of one rank of many, and agreement on the checkpoint to resume."""
+"""Failures on one of several ranks, and agreement on the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_failure_on_one_rank_fails_on_all_and_the_step_can_be_retried(store_pa
 
 
 def fails_again_and_again(rank: int, size: int, path: Path, *, repeats: bool) -> tuple[type, int]:
-    """Only rank 1 fails, and only its clock advances. Return each error with its step."""
+    """Let only rank 1 fail, and only its clock advance. Return each error with its step."""
     storage, clock = FaultyStore(LocalStore(path)), Ticks()
     checkpointer = Checkpointer(Store(Repository(storage, clock=clock)), run="sft", save_interval=2)
     if rank == 1:

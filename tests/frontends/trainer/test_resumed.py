@@ -1,4 +1,4 @@
-"""A resume restores everything that it receives, or reports it. No training loses its optimizer silently."""
+"""A resume restores or reports everything that it receives. No training loses its optimizer silently."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Save = Callable[[Store, str], Any]
 
 
 def new_run() -> str:
-    """A new run, since casckpt logs a message once per run."""
+    """Return a new run, because casckpt logs each message once per run."""
     return f"resumed{next(_RUNS)}"
 
 
@@ -46,7 +46,7 @@ def bare_weights(store: Store, run: str) -> Any:
 
 
 def optimizer_elsewhere(store: Store, run: str) -> Any:
-    """A checkpoint with the optimizer at another key, as an import of a torch.save file stores it."""
+    """Save a checkpoint with the optimizer at a different key, as an import of a torch.save file does."""
     model, optimizer = trained()
     return store.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, run=run, step=5)
 
@@ -152,7 +152,7 @@ def test_parts_that_are_skipped_on_request_are_not_logged(caplog: pytest.LogCapt
     assert not told(caplog)
     loaded = load_model_and_optim_state(store, f"{run}@5", model)
     assert loaded.unread_subtrees == ("optim", "train")
-    assert f"did not read 'train' of {run}@5" in told(caplog)  # the call passes no optimizer
+    assert f"did not read 'train' of {run}@5" in told(caplog)  # the call does not pass an optimizer
     caplog.clear()
     load_model_and_optim_state(store, f"{run}@5", model, optimizer, unread="ignore")
     assert not told(caplog)
@@ -197,7 +197,7 @@ def layers(*names: str, rows: int = 6) -> nn.ModuleDict:
 
 
 def adam(model: nn.ModuleDict, *names: str) -> optim.AdamW:
-    """Adam with a parameter group for each of some layers."""
+    """Return AdamW with a parameter group for each of the named layers."""
     return optim.AdamW([{"params": model[name].parameters(), "lr": 0.1 + at} for at, name in enumerate(names)])
 
 
@@ -216,7 +216,7 @@ def saved_layers(store: Store, run: str, model: nn.ModuleDict, optimizer: optim.
 def test_a_resume_restores_what_fits(caplog: pytest.LogCaptureFixture) -> None:
     store, run, model = small(), new_run(), layers("words", "low", "body", "head", "gone")
     saved_layers(store, run, model, adam(model, "words", "low", "head", "gone"))
-    # body is unfrozen, low is frozen, gone is removed, new is added, and the vocabulary is larger
+    # body was unfrozen, low frozen, gone removed, new added, and the vocabulary enlarged
     other = layers("words", "low", "body", "head", "new", rows=8)
     words, new = weight(other, "words").clone(), weight(other, "new").clone()
     optimizer, state = adam(other, "words", "head", "body", "new"), TrainState(rng=False, epoch=0, late=2)
@@ -256,7 +256,7 @@ def test_a_vocabulary_can_be_loaded_and_then_resized(caplog: pytest.LogCaptureFi
     with torch.no_grad():
         wider.weight[:6] = weight(other, "words")
     assert torch.equal(wider.weight[:6], weight(model, "words"))
-    assert not told(caplog)  # everything that the call requests exists
+    assert not told(caplog)  # everything that the call requests is in the checkpoint
 
 
 def test_a_tensor_with_a_different_dtype_is_not_skipped() -> None:
@@ -289,12 +289,14 @@ def test_options_keep_preserves_a_new_learning_rate(how: str, caplog: pytest.Log
 def resumed_with(
     store: Store, given: dict[str, Any], saved: dict[str, Any], schedule: Callable[[optim.Optimizer], Any] | None = None
 ) -> Checkpointer:
-    """Resume into a new optimizer with the options ``given``, from one that was saved after two steps with other
-    options."""
+    """Resume into a new optimizer with the options ``given``.
+
+    The saved one had different options and had taken two steps.
+    """
 
     def made_with(options: dict[str, Any]) -> tuple[nn.Module, optim.Optimizer, TrainState]:
         model = layers("head")
-        optimizer = optim.AdamW(model.parameters(), **deepcopy(options))  # a scheduler changes a tensor in place
+        optimizer = optim.AdamW(model.parameters(), **deepcopy(options))  # a scheduler changes tensors in place
         return model, optimizer, TrainState(rng=False, schedule=schedule(optimizer) if schedule else 0)
 
     checkpointer, (model, optimizer, state) = Checkpointer(store, run=new_run()), made_with(saved)
@@ -411,7 +413,7 @@ def test_a_complete_resume_logs_one_line(caplog: pytest.LogCaptureFixture) -> No
 
 
 def of_stages(rank: int, size: int, path: Path) -> Any:
-    """Each rank has a stage. The last has one more layer than was saved, and no rank has the layer "gone"."""
+    """Resume stages, one per rank. The last has an unsaved layer, and no rank has the saved layer "gone"."""
     store = small_folder(path)
     stage = layers(f"stage{rank}", *(["new"] if rank == size - 1 else []))
     if rank == 0:
@@ -460,7 +462,7 @@ def test_the_state_dict_of_an_optimizer_is_refused_before_it_is_saved() -> None:
         for call in (checkpointer.check, partial(checkpointer.save, 1)):
             with pytest.raises(InvalidInput, match="an optimizer"):
                 call(models, beside)
-    checkpointer.save(1, {"model": model}, optimizer)  # the advice of the message
+    checkpointer.save(1, {"model": model}, optimizer)  # as the message advises
     assert checkpointer.resume({"model": model}, optimizer) is not None
 
 

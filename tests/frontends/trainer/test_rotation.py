@@ -1,4 +1,4 @@
-"""The checkpoints that a rotation keeps, for any history and at any death of the process."""
+"""The checkpoints that a rotation keeps, for any history and wherever the process dies."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_tagged_and_newest_checkpoints_are_always_kept(
     assert not commits or commits[-1] in stays
     assert {one.step for one in stays} >= {one.step for one in commits} & (fixed | tagged)
     free = [one for one in stays if not one.committed.ephemeral and one.step not in fixed | tagged]
-    assert len(free) <= number + 1 or every is not None  # one more: the newest, which may match no other rule
+    assert len(free) <= number + 1 or every is not None  # plus one: the newest, which may not match any other rule
     assert plan_rotation(stays, rotation, names, now=0) == []
     assert gone <= {one.txid for one in plan_rotation(commits, rotation, (), now=0)}  # tags only add checkpoints
 
@@ -122,7 +122,7 @@ def checkpointer_of(store: Store) -> Checkpointer:
 
 
 def history_of_a_run(store: Store, model: nn.Linear, *, gc: bool) -> Iterator[None]:
-    """A history of saves, a tag and gcs that yields after each."""
+    """Make a history of saves, a tag and gcs. Yield after each."""
     checkpointer = checkpointer_of(store)
     for step in range(10, 90, 10):
         model.weight.data.fill_(step)
@@ -162,7 +162,7 @@ def test_checkpoints_remain_loadable_whenever_the_process_dies() -> None:
 
 
 def die_and_look(method: str, at: int) -> int:
-    """Kill the process before a call. Return how far it got."""
+    """Kill the process before a call, and return how far it got."""
     inner = memory()
     store = small(FaultyStore(inner, deadly(method, at)))
     done = 0
@@ -173,7 +173,7 @@ def die_and_look(method: str, at: int) -> int:
         pass
     after = Store(type(store.repository)(inner))
     check_loadable(after, tagged=done >= 2)
-    checkpointer = checkpointer_of(after)  # training continues without a conflict
+    checkpointer = checkpointer_of(after)  # the training continues without a conflict
     resumed = checkpointer.resume(nn.Linear(2, 2))
     checkpointer.save(100 if resumed is None else resumed.step + 1, nn.Linear(2, 2))
     return done
@@ -222,14 +222,16 @@ def test_a_rolled_back_run_forgets_abandoned_checkpoints_and_continues() -> None
     checkpointer.load("sft@500", model)
     assert [one.step for one in store.forget("sft@501..")] == [600, 700, 800, 900]
     for step in range(600, 1000, 100):
-        checkpointer.save(step, model)  # no conflict
+        checkpointer.save(step, model)  # must not raise a conflict
     assert [step for _, step in steps(store)] == list(range(100, 1000, 100))
     assert checkpointer.latest_checkpoint().step == 900
 
 
 def test_rotated_checkpoints_are_purged_and_gc_is_mentioned_once(caplog: pytest.LogCaptureFixture) -> None:
-    """A limit on the number of checkpoints is about space, so the next gc frees them. The log reminds users to run
-    gc."""
+    """The purpose of a limit on the number of checkpoints is to save space, so the next gc frees them.
+
+    The log reminds users to run gc.
+    """
     store = small()
     checkpointer = Checkpointer(store, run="sft", max_checkpoints=2)
     with caplog.at_level("WARNING"):
@@ -285,7 +287,9 @@ def test_optimizers_of_older_checkpoints_are_dropped() -> None:
     models = train(checkpointer, model, optimizer, *range(5))
     assert [one.dropped is not None for one in store.checkpoints()] == [True, True, True, False, False]
     before = store.stats().bytes_blobs
-    assert store.gc(wait=0).deleted_bytes > 0.39 * before  # at once, since a rule of a training is about space
+    assert (
+        store.gc(wait=0).deleted_bytes > 0.39 * before
+    )  # freed immediately, because the purpose of such a rule is to save space
     for step, one in enumerate(models):
         fresh = nn.Linear(400, 700)
         checkpointer.load(f"sft@{step}", fresh)

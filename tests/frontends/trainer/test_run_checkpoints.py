@@ -23,7 +23,7 @@ def test_a_resume_without_a_checkpoint_suggests_a_similar_run(
     run: str, meant: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, (model, optimizer) = small(), made(1)
-    assert Checkpointer(store, run=run).resume(model, optimizer) is None  # without a store there is no run
+    assert Checkpointer(store, run=run).resume(model, optimizer) is None  # there is no store, so there is no run
     Checkpointer(store, run="llama-sft").save(1, model, optimizer)
     assert Checkpointer(store, run=run).resume(model, optimizer) is None
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -68,7 +68,7 @@ def test_checkpoints_are_found_from_one_listing(store: Store) -> None:
     assert [one.step for one in checkpointer.find_checkpoints()] == [10, 20, 30]
     assert [one.step for one in checkpointer.find_checkpoints(ephemeral=True)] == [10]
     assert [one.step for one in checkpointer.find_checkpoints(ephemeral=False)] == [20, 30]
-    assert checkpointer.latest_checkpoint().step == 20  # saved last, since the run was rolled back
+    assert checkpointer.latest_checkpoint().step == 20  # saved last, because the run was rolled back
     assert checkpointer.contains_checkpoint()
     assert checkpointer.checkpoint_dirname(20) == "step20"
 

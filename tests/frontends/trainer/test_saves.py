@@ -1,4 +1,4 @@
-"""Failed saves of a training loop: errors, logs, and repeated saves of a step."""
+"""Failed saves in a training loop: errors, log messages, and retries of a step."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_last_failure_is_not_lost(end: str) -> None:
 
     with pytest.raises(StorageError, match="injected"):
         leave()
-    checkpointer.close()  # the error was already raised
+    checkpointer.close()  # must not raise the error twice
 
 
 def test_a_failed_rotation_does_not_fail_the_save(caplog: pytest.LogCaptureFixture) -> None:

@@ -90,10 +90,10 @@ def test_a_configuration_builds_a_checkpointer(store: Store) -> None:
         run="sft", save_interval=10, fixed_steps=[5], keep={"keep_within": "7d"}, throttle=2, max_checkpoints=3
     )
     with pytest.raises(InvalidInput, match="no setting 'save_intervall'; it has"):
-        config.build(store, save_intervall=1)  # type: ignore[call-arg]  # what is tested
+        config.build(store, save_intervall=1)  # type: ignore[call-arg]  # the subject of the test
 
 
-# the work that a crash can lose
+# how much work a crash can lose
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Buffers on several ranks: a save warns once about those that differ."""
+"""Buffers on several ranks. A save warns once about buffers that differ."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAVES = 20
 
 
 class Heard(logging.Handler):
-    """What was logged."""
+    """Records the log messages."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -37,7 +37,10 @@ class Heard(logging.Handler):
 
 
 def saves(rank: int, size: int, path: Path, wrap: str, differ: bool) -> tuple[list[list[str]], int]:
-    """Saves, the first with buffers that are alike; what each of them logged, and the exchanges of the last."""
+    """Save several times, first with equal buffers.
+
+    Return the log of each save, and the number of exchanges of the last.
+    """
     heard, found, store = Heard(), list[list[str]](), casckpt.open(path)
     logging.getLogger("casckpt").addHandler(heard)
     model: Any = Network(1)
@@ -71,7 +74,7 @@ def test_rank_0_warns_once_about_buffers_that_differ(tmp_path: Path, ranks: Pool
     assert [alike, *again] == [[]] * (SAVES - 1)
     for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "counts"):
         assert repr(f"model.{name}") in text
-    assert "scratch" not in text  # it is not saved
+    assert "scratch" not in text  # it is not persistent, so it is not saved
     assert "weight" not in text
     assert [logged for logged, _ in found[1:]] == [[[]] * SAVES] * 2
 
@@ -80,11 +83,11 @@ def test_equal_buffers_do_not_cost_an_exchange(tmp_path: Path, ranks: Pool) -> N
     differ = ranks.run(2, saves, tmp_path / "differ", "plain", True)
     alike = ranks.run(2, saves, tmp_path / "alike", "plain", False)
     assert [logged for logged, _ in alike] == [[[]] * SAVES] * 2
-    assert {count for _, count in alike} == {count for _, count in differ}  # which were named by an earlier save
+    assert {count for _, count in alike} == {count for _, count in differ}  # an earlier save warned about these
 
 
 def stages(rank: int, size: int, path: Path) -> list[str]:
-    """Each rank has a part of the model of its own, and a buffer in common, which is alike."""
+    """Save a model of which each rank has its own part. Both have one buffer, with equal values."""
     heard = Heard()
     logging.getLogger("casckpt").addHandler(heard)
     model = nn.Module()

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint on many ranks."""
+"""The contents of a checkpoint on several ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def draws() -> tuple[Any, ...]:
 
 def save_draws(rank: int, size: int, path: Path) -> Any:
     random.seed(rank)
-    np.random.seed(rank)  # noqa: NPY002 - the global generator is what is saved
+    np.random.seed(rank)  # noqa: NPY002 - the save stores the global generator
     torch.manual_seed(rank)
     own: dict[str, Any] = {"only on 1": {"deep": torch.ones(2)}} if rank == 1 else {"value": rank}
     Checkpointer(small_folder(path), run="sft").save(1, model(), None, TrainState(own=own))
@@ -61,12 +61,12 @@ def test_each_rank_loads_its_own_value_and_new_ranks_load_that_of_rank_0(store_p
             assert list(found[1][1]) == ["only on 1"]
         if size > 2:
             assert found[2][1:] == ({"value": 0}, {"value": 0})
-            assert found[2][0] not in saved  # no two ranks draw the same
-            assert ranks.run(3, load_draws, store_path)[2][0] == found[2][0]  # but always the same
+            assert found[2][0] not in saved  # no two ranks draw the same numbers
+            assert ranks.run(3, load_draws, store_path)[2][0] == found[2][0]  # but each resume draws the same numbers
 
 
 class Stage(nn.Module):
-    """One layer of a model, under the name that it has in the whole."""
+    """One layer of a model, under its name in the whole model."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Stage(nn.Module):
 
 
 def two_stages_a_rank(rank: int, size: int, path: Path) -> Any:
-    """A pipeline of two ranks, twice: each rank has two stages, and an optimizer for each."""
+    """Save and load a pipeline on two ranks. Each rank has two stages, with an optimizer for each."""
     stages = [Stage(str(2 * (rank % 2) + number)) for number in range(2)]
 
     def optims(rate: float) -> list[torch.optim.AdamW]:
@@ -103,11 +103,11 @@ def test_pipeline_stages_and_their_optimizers_can_be_lists(store_path: Path, ran
     assert len(small_folder(store_path).read("sft@1")["model"]) == 8
 
 
-# what is left out
+# dropped entries
 
 
 def train_thinned(rank: int, size: int, path: Path) -> Any:
-    """Six checkpoints with AdamW, sharded; all but the last two without the optimizer's state."""
+    """Save six sharded checkpoints with AdamW. All but the last two are thinned to drop the optimizer's state."""
     torch.manual_seed(0)
     whole = sharded(nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)))
     optimizer = torch.optim.AdamW(whole.parameters())
@@ -153,7 +153,7 @@ def test_sharded_optimizers_are_dropped_from_older_checkpoints(store_path: Path,
 def load_without_an_optimizer(rank: int, size: int, path: Path) -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a test may
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign] # allowed in a test
     logging.getLogger("casckpt").addHandler(handler)
     checkpointer, whole = Checkpointer(open_store(path), run="sft"), model()
     checkpointer.save(1, whole)

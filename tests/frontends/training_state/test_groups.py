@@ -1,4 +1,4 @@
-"""Matching of parameters: groups of other number and order, tied parameters, and mismatches by name."""
+"""Matching of parameters: groups in a different number or order, tied parameters, and mismatches by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = ["frozen.weight", "frozen.bias", "norm.weight", "norm.bias", "head.weigh
 
 
 def adamw(model: nn.Module, *groups: list[str], **options: list[float]) -> Optimizer:
-    """AdamW with the parameters of these names in each group, and an option of each."""
+    """Return AdamW with the named parameters in each group, and an option for each group."""
     parameters = dict(model.named_parameters())
     each = [{name: values[number] for name, values in options.items()} for number in range(len(groups))]
     made = [{"params": [parameters[name] for name in group]} | each[number] for number, group in enumerate(groups)]
@@ -129,7 +129,7 @@ def test_an_option_that_differs_between_joined_groups_is_kept(
 
 def test_an_option_that_the_checkpoint_lacks_is_kept(store: casckpt.Store) -> None:
     model, trained = trained_pair(NAMES)
-    del trained.param_groups[0]["decoupled_weight_decay"]  # as an earlier torch has it
+    del trained.param_groups[0]["decoupled_weight_decay"]  # as in earlier versions of torch
     save_model_and_optim_state(store, model, trained, run="a", step=2)
     fresh = Network(2)
     other = adamw(fresh, NAMES)
@@ -148,7 +148,7 @@ def test_state_without_a_parameter_is_restored(store: casckpt.Store) -> None:
     assert identical(other.state_dict(), trained.state_dict())
 
 
-# what does not fit: an error that names it, and nothing changed
+# mismatches: the error names them, and nothing changes
 
 
 def refused(store: casckpt.Store, model: nn.Module, other: Optimizer | None, kind: type[CasckptError]) -> str:
@@ -161,7 +161,7 @@ def refused(store: casckpt.Store, model: nn.Module, other: Optimizer | None, kin
 
 @pytest.fixture
 def saved(store: casckpt.Store) -> tuple[Network, Optimizer]:
-    """Saved as a@2, with an optimizer that has all parameters but one."""
+    """Save a model as a@2, with an optimizer that has all parameters except one."""
     model, trained = trained_pair(NAMES[:4])
     save_model_and_optim_state(store, model, trained, run="a", step=2)
     return model, trained

@@ -1,4 +1,5 @@
-"""Loads into a model of another dtype: state follows its parameter or stays as saved, and training continues."""
+"""Loads into a model with a different dtype: state follows its parameter or keeps its dtype, and training
+continues."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def step(model: nn.Module, optimizer: optim.Optimizer) -> None:
         return float(value.detach())
 
     loss()
-    optimizer.step(loss)  # LBFGS takes a closure
+    optimizer.step(loss)  # LBFGS needs a closure
 
 
 def dtypes(optimizer: optim.Optimizer) -> dict[str, torch.dtype]:
@@ -107,7 +108,7 @@ def test_state_whose_dtype_differs_from_its_parameter_keeps_its_dtype(store: cas
 
 def test_state_that_an_optimizer_excludes_from_casts_keeps_its_dtype(store: casckpt.Store) -> None:
     class Eight(optim.AdamW):
-        """As those of bitsandbytes say it."""
+        """An optimizer that excludes state from casts in the same way as bitsandbytes."""
 
         non_castable_tensor_keys = frozenset(("exp_avg_sq",))
 

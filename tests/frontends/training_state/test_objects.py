@@ -1,4 +1,4 @@
-"""Whole objects in a state: how `Store.save` stores them, and in which order `Store.load` fills them."""
+"""Whole objects in a state: how `Store.save` stores them, and the order in which `Store.load` fills them."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def warnings(caplog: pytest.LogCaptureFixture) -> str:
 
 
 def contents(model: nn.Module, optimizer: optim.Optimizer | None = None) -> Any:
-    """A copy of what is saved of them."""
+    """Return a copy of the values that are saved for the model and the optimizer."""
     return copy.deepcopy([model.state_dict(), {} if optimizer is None else optimizer.state_dict()])
 
 
 class Counter:
-    """An object with a state_dict; ``log``: who was called, in order."""
+    """An object with a state_dict. ``log``: the names of the objects, in call order."""
 
     def __init__(self, name: str, log: list[str], value: int = 0) -> None:
         self.name, self.log, self.value = name, log, value
@@ -65,7 +65,7 @@ class Counter:
 
 
 class Scaled(nn.Linear):
-    """Like a quantised layer: it saves a scale that it does not read."""
+    """Like a quantized layer, it saves a scale that it does not read."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -118,7 +118,7 @@ def load_objects(store: Store, ref: str, model: nn.Module, optimizer: optim.Opti
 
 
 def adversaries(seed: int) -> dict[str, Any]:
-    """Two models of equal names, each with its optimizer, nested."""
+    """Return two nested models with equal parameter names, each with its optimizer."""
     (one, its), (other, others) = (made(seed), made(seed + 1)) if seed else (trained(5), trained(6))
     return {"nets": {"g": one, "d": other}, "optims": [others, its]}
 
@@ -146,7 +146,7 @@ def shared_out() -> dict[str, Any]:
         (lambda: {"model": made()[0], "optim": made(1)[1]}, 'as {"model": model, "optim": optim}'),
         (shared_out, "'a', 'b' have some of them: put these into one torch.nn.ModuleDict"),
         (lambda: {"model": casckpt.PerRank(made()[0])}, "'model' is in a PerRank"),
-        (lambda: {"loader": DataLoader([1])}, "StatefulDataLoader"),  # type: ignore[arg-type]  # a list will do
+        (lambda: {"loader": DataLoader([1])}, "StatefulDataLoader"),  # type: ignore[arg-type]  # a list is sufficient
     ],
 )
 def test_an_object_that_cannot_be_stored_is_refused(state: Callable[[], Any], says: str) -> None:
@@ -290,7 +290,7 @@ def test_filling_a_state_dict_without_its_optimizer_warns(
     held, inside = {"adam": fresh_optimizer.state_dict()}, fresh_optimizer.state_dict()
     store.load({"model": fresh.state_dict()}, "a@1", unread="ignore")
     store.load({"adam": fresh_optimizer.state_dict()}, "a@1", unread="ignore")
-    store.load(held, "a@1")  # its caller may call load_state_dict with it
+    store.load(held, "a@1")  # the caller may pass it to load_state_dict
     store.load({"adam": inside}, "a@1")
     assert "state_dict" not in warnings(caplog)
     store.load({"model": fresh.state_dict(), "adam": fresh_optimizer.state_dict()}, "a@1")
@@ -299,7 +299,7 @@ def test_filling_a_state_dict_without_its_optimizer_warns(
 
 
 class Holder:
-    """Its state_dict, its extra state or its optimizer's state has an object in it."""
+    """An object whose state_dict contains another object."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -329,7 +329,7 @@ class Extra(nn.Linear):
     ids=lambda value: type(value).__name__,
 )
 def test_an_object_inside_a_state_dict_is_stored_exactly_or_refused(value: Any) -> None:
-    """Else it would come back as its state_dict, which its owner did not ask for."""
+    """Otherwise, a load would return its state_dict, which the owner does not expect."""
     model, holder, extra = nn.Linear(1, 1), Holder(value), Extra(value)
     sgd = optim.SGD(model.parameters())
     sgd.state[model.weight]["x"] = value
@@ -362,7 +362,7 @@ def test_a_single_model_is_passed_by_name() -> None:
 
 
 class Inside(nn.Module):
-    """A model that was put into another one since it was saved."""
+    """A model that has been put into an outer model since it was saved."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -432,11 +432,12 @@ def test_an_error_suggests_a_rename_that_loads_the_objects(front: Callable[..., 
     assert identical(contents(fresh, fresh_optimizer), contents(model, optimizer))
 
 
-# over ranks
+# several ranks
 
 
 class Averaging:
-    """A model, an averaged one and a shadow of its weights, all sharded alike, and the optimizer of the first."""
+    """A model, an averaged model and a shadow of the weights, all with the same sharding, and the model's
+    optimizer."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -470,7 +471,7 @@ class Averaging:
 
 
 class FailsOnRank1(Counter):
-    """Its state_dict and its load_state_dict fail there alone."""
+    """Its state_dict and load_state_dict fail only on rank 1."""
 
     def state_dict(self) -> dict[str, int]:
         return {"value": 1 // (1 - self.value)}
@@ -495,7 +496,7 @@ def test_an_object_that_fails_on_one_rank_fails_on_all(tmp_path: Path, ranks: Po
 
 
 def objects_on_one(rank: int, size: int, path: Path) -> dict[str, list[str]]:
-    """What each call raises where rank 1 alone has objects: rank 0 has their state_dict, or nothing."""
+    """Return what each call raises if only rank 1 has objects, and rank 0 has their state_dict or nothing."""
     store = casckpt.open(path)
     model = nn.Linear(1, 1)
     store.save({"model": model}, run="good", step=1, check_replicas="off")
@@ -507,7 +508,7 @@ def objects_on_one(rank: int, size: int, path: Path) -> dict[str, list[str]]:
     ):
         state: Any = {"model": model} if rank else mine
         calls: list[Callable[[], Any]] = [
-            lambda: store.save(state, run="bad", step=1),  # noqa: B023 - called at once
+            lambda: store.save(state, run="bad", step=1),  # noqa: B023 - called immediately
             lambda: store.save_async(state, run="bad", step=2).result(),  # noqa: B023
             lambda: store.save_async(state, run="bad", step=3, when_busy="refuse").result(),  # noqa: B023
             lambda: store.check(state),  # noqa: B023
@@ -524,7 +525,9 @@ def test_objects_on_a_single_rank_are_refused_on_all_ranks_without_waiting(tmp_p
     for found in ranks.run(2, objects_on_one, tmp_path):
         for text in (*found["dict"], *found["nothing"]):
             assert "Rank 1 has the whole objects 'model' in its state, and rank 0 has none" in text
-        assert not any("same calls" in text for text in found["function"])  # it gives the same objects
+        assert not any(
+            "same calls" in text for text in found["function"]
+        )  # the function returns the same objects on both ranks
 
 
 def save_averaged(rank: int, size: int, path: Path) -> tuple[list[torch.Tensor], str]:

@@ -15,7 +15,7 @@ from tests.support.training import contents, identical
 
 
 class Stages(nn.Module):
-    """A part of a model: some of its layers, under the names that they have in the whole."""
+    """Part of a model: some of its layers, under their names in the whole model."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Parameters that had other names when they were saved: ``rename`` maps the model, its optimizer, and the checks."""
+"""Parameters whose saved names were different: ``rename`` applies to the model, its optimizer, and the checks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Load = Callable[..., Any]
 
 
 def made(first: str, seed: int, second: str = "head") -> tuple[nn.Module, optim.Optimizer]:
-    """Two layers of these names; a buffer in the first."""
+    """Return a model with two layers of these names, the first of which has a buffer, and its optimizer."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         layers = OrderedDict([(first, nn.BatchNorm1d(3)), (second, nn.Linear(3, 2))])
@@ -141,7 +141,7 @@ def test_top_level_weights_are_renamed(store: casckpt.Store, load: Load) -> None
 
 
 class Module:
-    """A train module in the manner of OLMo-core."""
+    """A train module like those of OLMo-core."""
 
     def __init__(self) -> None:
         self.weight = torch.zeros(3)

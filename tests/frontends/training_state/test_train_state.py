@@ -1,4 +1,4 @@
-"""A train state: accepted values, and values that a load fills in place."""
+"""Train states: values that they accept, and values that a load fills in place."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_model_with_the_name_of_the_train_state_is_refused() -> None:
 
 
 def test_a_data_loader_that_cannot_save_its_position_is_refused() -> None:
-    loader: DataLoader[int] = DataLoader([1, 2])  # type: ignore[arg-type]  # a list will do
+    loader: DataLoader[int] = DataLoader([1, 2])  # type: ignore[arg-type]  # a list is sufficient
     with pytest.raises(InvalidInput, match=r"'loader' is a torch DataLoader.*StatefulDataLoader"):
         TrainState(loader=loader)
     with pytest.raises(InvalidInput, match="StatefulDataLoader"):

@@ -1,4 +1,4 @@
-"""Whole weights and optimizer state out of a checkpoint, without a model."""
+"""Whole weights and optimizer state are read from a checkpoint without a model."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_an_unsharded_state_is_on_the_chosen_device(
             unshard(store, "a@2", device="nowhere")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is available")
 def test_an_unavailable_device_is_refused(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
     for unshard in (unshard_model_state, unshard_optim_state):
         with pytest.raises(InvalidInput, match="cannot be made on cuda"):
@@ -125,13 +125,13 @@ def test_an_unavailable_device_is_refused(store: casckpt.Store, saved: tuple[Net
 
 
 def test_patterns_select_keys(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
-    """One text is one pattern, as for `Store.read`."""
+    """A string is one pattern, as for `Store.read`."""
     assert list(unshard_model_state(store, "a@2", keys="counts")) == ["counts"]
     first = unshard_optim_state(store, "a@2", keys=["norm.*"], by_name=True)["state"]
     assert identical(unshard_optim_state(store, "a@2", keys="norm.*", by_name=True)["state"], first)
     for unshard in (unshard_model_state, unshard_optim_state):
         with pytest.raises(InvalidInput, match="give a list of patterns"):
-            unshard(store, "a@2", keys=5)  # type: ignore[arg-type]  # what is refused
+            unshard(store, "a@2", keys=5)  # type: ignore[arg-type]  # the invalid value
 
 
 def test_a_single_process_acts_as_rank_0(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
