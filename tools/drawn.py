@@ -646,8 +646,8 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "every range is empty",
         "FileMap._elements",
-        'lie before."""\n        if start >= stop:',
-        'lie before."""\n        if start >= start:',
+        'skip in the first."""\n        if start >= stop:',
+        'skip in the first."""\n        if start >= start:',
         "tests/frontends/serve/test_app.py",
     ),
     (

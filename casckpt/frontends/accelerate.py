@@ -23,7 +23,7 @@ from typing import Any, Self, Unpack
 try:
     import accelerate
 except ImportError as error:
-    raise ImportError("casckpt.frontends.accelerate needs it: pip install 'casckpt[transformers]'") from error
+    raise ImportError("casckpt.frontends.accelerate needs Accelerate: pip install 'casckpt[transformers]'") from error
 
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, Unsupported

@@ -25,7 +25,9 @@ from safetensors.torch import save_file
 try:
     from transformers import TrainerCallback
 except ImportError as error:
-    raise ImportError("casckpt.frontends.transformers needs it: pip install 'casckpt[transformers]'") from error
+    raise ImportError(
+        "casckpt.frontends.transformers needs Transformers: pip install 'casckpt[transformers]'"
+    ) from error
 
 from casckpt.base.lazy import cached_property
 from casckpt.base.names import LATEST, MAX_METRIC_NAME, MAX_METRICS, check_attachment_name

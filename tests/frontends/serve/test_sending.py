@@ -182,7 +182,7 @@ def test_a_client_that_does_not_read_is_disconnected(tmp_path: Path, caplog: pyt
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 raw.sendall(b"GET " + weights_of(store).encode() + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert len(served.body(WEIGHTS)) > 60 << 20  # other clients are not delayed for long
-            while len([one for one in caplog.records if "does not read" in one.message]) < sending.WINDOWS + 4:
+            while len([one for one in caplog.records if "stopped reading" in one.message]) < sending.WINDOWS + 4:
                 time.sleep(0.05)
         assert served.get("/").status == 200
 

@@ -85,7 +85,7 @@ def test_a_missing_part_loads_as_none_unless_it_is_required() -> None:
     assert identical(contents(model, optimizer), before)
     options: list[dict[str, Any]] = [{"load_optim_state": True}, {"load_trainer_state": True}]
     for wanted in options:
-        with pytest.raises(NotFound, match=r"sft@1 holds no (optimizer|train state)"):
+        with pytest.raises(NotFound, match=r"sft@1 has no (optimizer|train state)"):
             checkpointer.load("sft@1", model, optimizer, **wanted)
     with pytest.raises(InvalidInput, match="needs an optimizer"):
         checkpointer.load("sft@1", model, load_optim_state=True)
@@ -224,7 +224,7 @@ def test_files_are_attached_to_the_next_save() -> None:
     assert store.attachments("sft@1") == {"config.json": 2, "big/file": 9000, "more": 1}
     checkpointer.save(2, model)
     assert store.attachments("sft@2") == {}
-    with pytest.raises(Conflict, match="sft@1 is saved"):
+    with pytest.raises(Conflict, match="sft@1 is already saved"):
         checkpointer.write_file("late", "", step=1)
     for name, content in (("../x", ""), ("x", 5)):
         with pytest.raises(InvalidInput):

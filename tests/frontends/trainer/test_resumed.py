@@ -159,7 +159,7 @@ def test_parts_that_are_skipped_on_request_are_not_logged(caplog: pytest.LogCapt
 
 
 def test_missing_is_raise_or_warn() -> None:
-    with pytest.raises(InvalidInput, match="missing='error' is not usable"):
+    with pytest.raises(InvalidInput, match="missing='error' is not valid"):
         Checkpointer(small(), run="sft").resume(nn.Linear(2, 2), missing="error")  # type: ignore[arg-type]
 
 
@@ -395,7 +395,7 @@ def test_a_scheduler_that_may_undo_a_new_rate_is_logged() -> None:
 def test_invalid_group_options_are_refused() -> None:
     store, (model, optimizer) = small(), trained()
     Checkpointer(store, run="sft").save(1, model, optimizer)
-    with pytest.raises(InvalidInput, match="options='saved' is not usable"):
+    with pytest.raises(InvalidInput, match="options='saved' is not valid"):
         Checkpointer(store, run="sft").resume(model, optimizer, options="saved")  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="sets the state of its optimizer itself"):
         Checkpointer(store, run="sft").resume(Module(), options="keep")

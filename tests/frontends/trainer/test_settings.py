@@ -89,7 +89,7 @@ def test_a_configuration_builds_a_checkpointer(store: Store) -> None:
     assert checkpointer.config == CheckpointerConfig(
         run="sft", save_interval=10, fixed_steps=[5], keep={"keep_within": "7d"}, throttle=2, max_checkpoints=3
     )
-    with pytest.raises(InvalidInput, match="no setting 'save_intervall'; it has"):
+    with pytest.raises(InvalidInput, match="no setting 'save_intervall'; its settings are"):
         config.build(store, save_intervall=1)  # type: ignore[call-arg]  # the subject of the test
 
 

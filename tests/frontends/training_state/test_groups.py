@@ -260,7 +260,7 @@ def test_a_checkpoint_without_an_optimizer_is_refused(store: casckpt.Store) -> N
         unshard_optim_state(store, "a@2")
 
 
-def test_a_checkpoint_with_an_optimizer_loads_into_a_model_alone(
+def test_a_model_alone_loads_from_a_checkpoint_with_an_optimizer(
     store: casckpt.Store, saved: tuple[Network, Optimizer]
 ) -> None:
     fresh = Network(2)
