@@ -66,9 +66,8 @@ def match(
             if owners.setdefault(matches[0], named.names[0]) != named.names[0]:
                 raise InvalidInput(
                     f"rename maps two parameters of the optimizer, {owners[matches[0]]!r} and {named.names[0]!r}, to "
-                    "the "
-                    f"saved {matches[0]!r}; map each to a different one, or load the model "
-                    "alone (optim=None; in a dict, leave the optimizer out)",
+                    f"the saved {matches[0]!r}; map each to a different one, or load the model alone (optim=None; in "
+                    "a dict, leave the optimizer out)",
                     key=matches[0],
                 )
         else:

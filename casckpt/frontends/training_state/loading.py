@@ -294,8 +294,7 @@ class TrainingStateLoad:
             raise Mismatch(
                 f"the model's state_dict has {listed(list(refused))}, which its load_state_dict does not read; the "
                 f"rest of their modules would be loaded without these keys from {self._stored.where}. Load into "
-                "modules "
-                "that read all keys that they save, or leave these modules unchanged with "
+                "modules that read all keys that they save, or leave these modules unchanged with "
                 f"ignore_mismatched={list(dict.fromkeys(refused.values()))}",
                 keys=tuple(refused),
             )

@@ -95,9 +95,9 @@ def load_model_and_optim_state(
     `Store.load`. Saved optimizer state follows its parameter. The model's names may also be at the top level of the
     checkpoint. If the checkpoint lacks a name, the load also tries the name that the parameter had before PEFT added
     adapters. ``cast``: convert to the model's dtypes. State that was saved in the dtype of its parameter is converted
-    with it. All other state, and ``step``, keep the saved dtype. ``unread``: with "warn" (the default), the log lists
-    the skipped names of the model and of the checkpoint, except for an optimizer that you do not load. A load that
-    would fill nothing, or that misses more than a tenth of the model's names, raises MissingKey and suggests a
+    with it. All other state, including ``step``, keeps the saved dtype. ``unread``: with "warn" (the default), the log
+    lists the skipped names of the model and of the checkpoint, except for an optimizer that you do not load. A load
+    that would fill nothing, or that misses more than a tenth of the model's names, raises MissingKey and suggests a
     ``rename``. "ignore" disables both. ``options``: also ``verify`` and other options of `Store.load`.
 
     Some modules, such as bitsandbytes' Linear4bit, save keys that load_state_dict does not read. For such a module,

@@ -120,8 +120,7 @@ def _check_alike(found: Sequence[Mapping[str, bytes]]) -> None:
             if digest != wanted:
                 raise InvalidInput(
                     f"{key!r} differs between ranks {other} and {rank}, and its parameter is sharded. It may belong "
-                    "to each "
-                    "rank's shard, but which elements it belongs to is unknown. Save it with Store.save, as "
+                    "to each rank's shard, but which elements it belongs to is unknown. Save it with Store.save, as "
                     "casckpt.Shard or casckpt.PerRank, or remove it from the optimizer's state",
                     key=key,
                     rank=rank,
@@ -138,9 +137,8 @@ def _check_one_kind(key: str, groups_of: Mapping[int, StoredGroups]) -> None:
             if options - mine and mine - options:
                 raise InvalidInput(
                     f"{key!r} is a different kind of optimizer on rank {rank} than on rank {other}: for {name!r} it "
-                    "has "
-                    f"{listed(sorted(mine - options))} there, but {listed(sorted(options - mine))} on rank {other}. "
-                    "Create the same optimizer on all ranks",
+                    f"has {listed(sorted(mine - options))} there, but {listed(sorted(options - mine))} on rank "
+                    f"{other}. Create the same optimizer on all ranks",
                     key=key,
                     rank=rank,
                 )

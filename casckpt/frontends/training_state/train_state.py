@@ -128,7 +128,9 @@ def objects_within(value: Any, state: Any, key: str) -> dict[Any, Any]:
     objects = {name: child for name, child in within.items() if holds_object([child])}
     lacking = [name for name in objects if isinstance(state, Mapping) and name not in state]
     if lacking:
-        raise MissingKey(f"{key!r} was saved without {lacking[0]!r}; leave it out", keys=(f"{key}.{lacking[0]}",))
+        raise MissingKey(
+            f"{key!r} was saved without {lacking[0]!r}; leave that item out", keys=(f"{key}.{lacking[0]}",)
+        )
     return objects
 
 
