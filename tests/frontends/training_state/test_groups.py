@@ -290,7 +290,7 @@ def test_an_optimizer_of_a_different_model_is_refused(store: casckpt.Store) -> N
 def test_state_of_a_parameter_outside_all_groups_is_refused(store: casckpt.Store) -> None:
     model, trained = trained_pair(NAMES)
     trained.param_groups[0]["params"].pop()
-    with pytest.raises(InvalidInput, match=r"\[3, 5\].*none of its groups"):
+    with pytest.raises(InvalidInput, match=r"\[3, 5\].*not in any of its groups"):
         save_model_and_optim_state(store, model, trained, run="a", step=2)
 
 

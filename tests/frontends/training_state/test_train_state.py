@@ -188,8 +188,8 @@ def test_a_value_that_cannot_be_filled_in_place_is_replaced_and_logged(caplog: p
     state.load_state_dict({"buffer": torch.ones(3), "ids": np.ones(2, np.int64)})
     assert state["buffer"].tolist() == [1, 1, 1]
     assert state["ids"].dtype == np.int64
-    assert "'buffer' has another shape or dtype" in caplog.text
-    assert "'ids' has another shape or dtype" in caplog.text
+    assert "'buffer' has a different shape or dtype" in caplog.text
+    assert "'ids' has a different shape or dtype" in caplog.text
 
 
 def test_generators_are_restored_after_parts_that_draw_numbers() -> None:
