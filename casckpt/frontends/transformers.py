@@ -204,11 +204,11 @@ def restore_checkpoint(
     Return None if ``ref`` is ``RUN@latest`` and the run has no checkpoint; the trainer then starts from the beginning.
     Pass the result to ``trainer.train(resume_from_checkpoint=...)``. If ``output_dir`` is itself named
     ``checkpoint-<number>``, the files are written directly into it. One process per file system makes the call. An
-    existing folder is replaced if it has the same ``trainer_state.json``, because an earlier start of the job left it.
-    ``force``: replace any folder. ``allow_pickle``: as for `Store.read`; a checkpoint that was saved with it may need
-    it. Raises Refused for a pickle without ``allow_pickle``, NotFound, Conflict if the folder has different contents,
-    Mismatch for a checkpoint that was not saved by `CasCheckpointCallback`, and Damaged. After an error, no folder
-    with the final name exists.
+    existing folder is replaced if it has the same ``trainer_state.json``, which shows that an earlier start of the job
+    left it. ``force``: replace any folder. ``allow_pickle``: as for `Store.read`; a checkpoint that was saved with it
+    may need it. Raises Refused for a pickle without ``allow_pickle``, NotFound, Conflict if the folder has different
+    contents, Mismatch for a checkpoint that was not saved by `CasCheckpointCallback`, and Damaged. After an error, no
+    folder with the final name exists.
     """
     opened = as_store(store)
     try:

@@ -30,8 +30,8 @@ _COMMIT = re.compile(rf"[0-9a-f]{{{COMMIT_DIGITS},}}")
 class Hub:
     """A store under hub names. ``rules``: the view rules for every checkpoint; if None, each checkpoint's own rules.
 
-    Raises InvalidInput if ``max_shard_size`` is below 1. The methods raise `Refusal` for anything that does not exist,
-    and store errors.
+    Raises InvalidInput if ``max_shard_size`` is below 1. The methods raise `Refusal` for anything that does not exist.
+    They also raise the errors of the store.
     """
 
     def __init__(self, store: Store, *, rules: Rules | None = None, max_shard_size: int = MAX_SHARD_SIZE) -> None:
