@@ -143,7 +143,7 @@ def shared_out() -> dict[str, Any]:
     ("state", "says"),
     [
         (lambda: {"optim": made()[1]}, "no module in the state has all parameters of the optimizer 'optim'"),
-        (lambda: {"model": made()[0], "optim": made(1)[1]}, 'as {"model": model, "optim": optim}'),
+        (lambda: {"model": made()[0], "optim": made(1)[1]}, 'as in {"model": model, "optim": optim}'),
         (shared_out, "'a', 'b' have some of them: put these into one torch.nn.ModuleDict"),
         (lambda: {"model": casckpt.PerRank(made()[0])}, "'model' is in a PerRank"),
         (lambda: {"loader": DataLoader([1])}, "StatefulDataLoader"),  # type: ignore[arg-type]  # a list is sufficient
