@@ -37,7 +37,7 @@ def test_an_address_open_to_others_needs_a_token(tmp_path: Path, host: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "match"), [("", "holds no token"), ("a b", "with a space"), ("t\u00f6", "beyond ASCII")]
+    ("text", "match"), [("", "does not contain a token"), ("a b", "with a space"), ("t\u00f6", "non-ASCII")]
 )
 def test_a_file_without_tokens_is_refused(tmp_path: Path, text: str, match: str) -> None:
     (tmp_path / "tokens").write_text(text)

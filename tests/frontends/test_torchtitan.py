@@ -202,9 +202,7 @@ def refuses(rank: int, size: int, path: Path) -> None:
             Loop(rank, size, path, **settings)
     loop = Loop(rank, size, path, last_save_model_only=True, export_dtype="bfloat16")
     loop.train(1, last=1)
-    with pytest.raises(
-        NotFound, match="holds no optimizer"
-    ):  # a training cannot resume from a final save of weights alone
+    with pytest.raises(NotFound, match="has no optimizer"):  # a final save of weights alone cannot resume
         loop.load()
     begun = {"run": "next", "initial_load_ref": "titan@1", "initial_load_model_only": True}
     with pytest.raises(Mismatch, match="pass cast=True"):

@@ -66,7 +66,7 @@ def test_a_model_with_different_top_level_names_is_reported(load: Load) -> None:
     store = small()
     store.save({"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2), "1.scale": torch.ones(1)}, run="base", step=0)
     model: Any = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(Mismatch, match=r"'1\.scale', which this model does not have"):
+    with pytest.raises(Mismatch, match=r"'1\.scale', which this model lacks"):
         load(store, "base@0", model)
     load(store, "base@0", model, strict=False)
     assert model[0].weight.eq(1).all()

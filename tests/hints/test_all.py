@@ -28,7 +28,9 @@ NO_HINTS = {
     Case("frontends/serve/folders.py:", "bytes="): "is a regular expression",
     Case("cli/commands/demo.py:Tour.run", "compared with the weights"): "tells what the demo did",
     Case("cli/commands/demo.py:Tour.run", "gc --keep-last 1"): "tells what the demo does",
-    Case("frontends/trainer/resumed.py:", "all other options stay unchanged"): "tells what was asked for",
+    Case("frontends/trainer/resumed.py:", "all other options are left unchanged"): "tells what was asked for",
+    Case("frontends/megatron/mapping.py:ShardedTensorFactory.build", "takes three arguments"): "names what is too many",
+    Case("frontends/megatron/mapping.py:ShardedTensor._problem", "do not make up"): "names fields that do not fit",
     Case("tensors/values.py:Shard.__repr__", "Shard(… of …, …)"): "is no message",
 }
 """Messages that look like advice but are not, and why."""
@@ -38,7 +40,7 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
         "tests/ranks/test_waiting.py::test_a_gloo_that_cannot_start_is_reported_on_all_ranks"
     ),
     Case("ranks/messages.py:astray", "give the objects on every rank, or the state_dict of each"): (
-        "tests/frontends/training_state/test_objects.py::test_objects_on_a_single_rank_are_refused_at_once_on_all_ranks"
+        "tests/frontends/training_state/test_objects.py::test_objects_on_a_single_rank_are_refused_on_all_ranks_without_waiting"
     ),
     Case("loading/entries.py:no_entry", "Map the whole mapping, with rename="): (
         "tests/loading/test_entries.py::test_renaming_individual_entries_is_refused"
@@ -49,8 +51,8 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("frontends/training_state/contents.py:_with", "is the state_dict of an optimizer"): (
         "tests/frontends/trainer/test_resumed.py::test_the_state_dict_of_an_optimizer_is_refused_before_it_is_saved"
     ),
-    Case("frontends/training_state/model.py:_live_state", "remove_hook_from_submodules(model) brings back"): (
-        "tests/frontends/test_accelerate.py::test_an_offloaded_model_differs_from_one_without_values"
+    Case("frontends/training_state/model.py:_live_state", "remove_hook_from_submodules(model) restores"): (
+        "tests/frontends/test_accelerate.py::test_an_offloaded_model_is_refused_and_can_be_restored"
     ),
     Case("frontends/interchange/torch_files.py:", "call torch_save_to_casckpt of casckpt.frontends.convert there"): (
         "tests/frontends/interchange/test_torch_files.py::test_the_error_for_a_class_from_the_saving_script_names_the_class"
@@ -65,15 +67,15 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
         "tests/frontends/megatron/test_folders.py::test_a_failed_save_into_a_folder_keeps_the_old_checkpoint"
     ),
     Case(
-        "frontends/training_state/optimizer.py:_state_of", "in a TrainState, or by its state_dict() with store.save"
+        "frontends/training_state/optimizer.py:_state_of", "in a TrainState, or save its state_dict() with store.save"
     ): (
-        "tests/frontends/training_state/test_optimizer.py::test_an_optimizer_with_more_in_its_state_is_saved_as_an_object"
+        "tests/frontends/training_state/test_optimizer.py::test_an_optimizer_with_additional_state_is_saved_as_an_object"
     ),
-    Case("frontends/training_state/optimizer.py:local_optimizer", "make it without overlap_with_ddp"): (
+    Case("frontends/training_state/optimizer.py:local_optimizer", "create it without overlap_with_ddp"): (
         "tests/frontends/training_state/test_optimizer.py::test_zero_redundancy_resumes_with_and_without_its_parts"
     ),
     Case("tensors/objects.py:encode_object", "pass allow_pickle=True to store it as torch.save does"): (
-        "tests/frontends/training_state/test_optimizer.py::test_tensors_made_of_others_are_stored_where_pickles_are_allowed"
+        "tests/frontends/training_state/test_optimizer.py::test_tensors_composed_of_tensors_are_stored_if_pickles_are_allowed"
     ),
     Case(
         "history/commits.py:gone", "lease=True, or Store.lease"

@@ -55,14 +55,14 @@ def test_a_pointer_file_is_restored_with_its_command(store: Store, tmp_path: Pat
     assert identical({name: found[name] for name in CHECKPOINT}, CHECKPOINT)
 
 
-@follows("frontends/lightning/io.py:CasCheckpointIO.save_checkpoint", "go to casckpt.open; leave them out here")
+@follows("frontends/lightning/io.py:CasCheckpointIO.save_checkpoint", "pass them to casckpt.open instead")
 def test_storage_options_are_passed_when_a_store_is_opened(
     store_path: Path, tmp_path: Path, messages: Messages
 ) -> None:
     options: dict[str, Any] = {}
     with messages.error(InvalidInput) as advice:
         CasCheckpointIO(store_path, run="sft").save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt", options)
-    advice.says("storage_options of save_checkpoint go to casckpt.open")
+    advice.says("save_checkpoint does not accept storage_options; pass them to casckpt.open")
     store = casckpt.open(store_path, storage_options=options)
     CasCheckpointIO(store, run="sft").save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt")
     assert store.get("sft@3").step == 3
@@ -102,13 +102,13 @@ def test_a_callback_raises_save_errors_before_the_first_batch(store: Store, tmp_
 
 
 @follows(
-    "frontends/lightning/strategy.py:CasModelParallelStrategy.save_checkpoint", "go to casckpt.open; leave them out"
+    "frontends/lightning/strategy.py:CasModelParallelStrategy.save_checkpoint", "pass them to casckpt.open instead"
 )
 def test_the_strategy_accepts_a_store_with_its_options(store_path: Path, tmp_path: Path, messages: Messages) -> None:
     options: dict[str, Any] = {}
     with messages.error(InvalidInput) as advice:
         CasModelParallelStrategy(store_path, run="sft").save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt", options)
-    advice.says("storage_options of save_checkpoint go to casckpt.open")
+    advice.says("save_checkpoint does not accept storage_options; pass them to casckpt.open")
     strategy = CasModelParallelStrategy(casckpt.open(store_path, storage_options=options), run="sft")
     module: Any = nn.Linear(2, 2)
     module.trainer = SimpleNamespace(callbacks=[])
@@ -139,7 +139,7 @@ def test_an_unsigned_file_is_imported_and_signed(tmp_path: Path, messages: Messa
 # Accelerate
 
 
-@follows("frontends/accelerate.py:AcceleratorCheckpointer.__init__", "save by accelerator.save_state")
+@follows("frontends/accelerate.py:AcceleratorCheckpointer.__init__", "save them with accelerator.save_state")
 def test_models_that_accelerate_did_not_prepare_are_saved_by_accelerate(
     store: Store, tmp_path: Path, messages: Messages
 ) -> None:
@@ -238,7 +238,7 @@ def test_a_renamed_model_continues_as_a_different_run(store: Store, messages: Me
 # Transformers
 
 
-@follows("frontends/transformers.py:", "save by casckpt.frontends.trainer.Checkpointer in a loop of your own")
+@follows("frontends/transformers.py:", "save with casckpt.frontends.trainer.Checkpointer in your own training loop")
 def test_a_custom_loop_saves_states_that_a_trainer_cannot(store: Store, messages: Messages) -> None:
     callback = CasCheckpointCallback(store, run="sft")
     with messages.error(Unsupported) as advice:
@@ -248,7 +248,7 @@ def test_a_custom_loop_saves_states_that_a_trainer_cannot(store: Store, messages
     assert store.get("sft@1").step == 1
 
 
-@follows("frontends/transformers.py:restore_checkpoint", "casckpt export writes its weights")
+@follows("frontends/transformers.py:restore_checkpoint", "use casckpt export to write its weights")
 def test_weights_not_saved_by_a_transformers_trainer_are_exported(
     saved: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:

@@ -1,4 +1,4 @@
-"""A resume on other ranks reports parts that each rank saved for itself, but not random generators."""
+"""A resume on different ranks reports per-rank parts that have moved, except random generators."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def save(store: casckpt.Store, run: str, rank: int) -> None:
-    """Save a train state and values per rank."""
+    """Save a train state and per-rank values."""
     Checkpointer(store, run=run).save(1, nn.Linear(1, 1), None, TrainState(loader={"at": rank}))
     state: dict[str, Any] = {
         "loader": casckpt.PerRank({"at": rank}),
@@ -33,7 +33,7 @@ def save(store: casckpt.Store, run: str, rank: int) -> None:
 
 
 def load(store: casckpt.Store, run: str) -> list[str]:
-    """Load them, and return the log."""
+    """Load both, and return the log."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -54,7 +54,7 @@ def on_two(rank: int, size: int, path: Path) -> tuple[list[str], list[str]]:
     return load(store, "two"), load(store, "one")
 
 
-def test_values_per_rank_that_move_are_logged(tmp_path: Path, ranks: Pool) -> None:
+def test_per_rank_values_that_move_to_a_different_rank_are_logged(tmp_path: Path, ranks: Pool) -> None:
     store = small_folder(tmp_path)
     save(store, "one", 0)
     nobody = "the load did not read 'loader', 'seen' of {}/keys@1; if this is intended, pass unread=\"ignore\""
@@ -81,7 +81,7 @@ def of_models(rank: int, size: int, path: Path) -> None:
     Checkpointer(small_folder(path), run="models").save(1, models, None, TrainState(loader={"at": rank}))
 
 
-def test_a_resume_of_models_on_fewer_ranks_names_once_what_moves(
+def test_a_resume_on_fewer_ranks_logs_moved_parts_once(
     tmp_path: Path, ranks: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
     ranks.run(2, of_models, tmp_path)
@@ -109,10 +109,10 @@ def test_ranks_and_parts_are_listed(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("key", ["rng", "train.rng", "rng_state", "cuda_rng", "a.random.b", "generator0"])
-def test_random_generators_are_known_by_name(key: str) -> None:
+def test_random_generators_are_recognized_by_name(key: str) -> None:
     assert is_generator(key)
 
 
 @pytest.mark.parametrize("key", ["loader", "arng", "strong", "train.epoch"])
-def test_other_parts_are_no_generators(key: str) -> None:
+def test_other_parts_are_not_taken_for_generators(key: str) -> None:
     assert not is_generator(key)
