@@ -393,7 +393,7 @@ UNKNOWN = {
     "kind": (setting("index", "entries", "kinds", to=["picture"]), "unknown kinds: {'picture'}"),
     "form of cells": (with_piece("cells", b"\2" + bytes(96)), "unknown form"),
     "width": (setting("index", "entries", "dtypes", to=[["float64", 4]]), "elements of 4 bytes and dtype float64"),
-    "step": (setting("index", "step", to=7), "another checkpoint"),
+    "step": (setting("index", "step", to=7), "a different checkpoint"),
     "group": (lambda parts, _: parts.pieces["cells"].reverse(), "cell"),
 }
 
