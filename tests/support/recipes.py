@@ -72,7 +72,7 @@ class Training:
 
 def says_kill_it(program: Path) -> bool:
     """Report whether an example claims that it can be killed."""
-    return "\nKill it, and start it again" in program.read_text()
+    return "\nIf you kill it and restart it" in program.read_text()
 
 
 def train(training: Training, starts: Sequence[Start]) -> dict[str, list[Seen]]:

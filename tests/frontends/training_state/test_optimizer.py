@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 TRAINING = Path(__file__).parents[3] / "docs" / "training.md"
 
-AS_IT_IS = "as it is"
-ON_ONE = "as it is, on one process"
+AS_IT_IS = "with default arguments"
+ON_ONE = "with default arguments, on a single process"
 PICKLED = "with `allow_pickle=True`"
 OWNED = "with `owners=`"
-SHARDED = "as it is, on any number of ranks; refused with `overlap_with_ddp=True`"
+SHARDED = "with default arguments, on any number of ranks; refused with `overlap_with_ddp=True`"
 AS_OBJECT = "refused before step 1: leave `optim` out, and pass `TrainState(optim=optim)`"
-REFUSED = "refused, in a `TrainState` too: its state is by numbers that are no integers, or by tuples"
+REFUSED = "refused, also in a `TrainState`, because the keys of its state are tuples or non-integer numbers"
 
 Make = Callable[[Any, nn.Module], Optimizer]
 
