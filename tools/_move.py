@@ -184,10 +184,10 @@ def defined(body: Sequence[ast.stmt]) -> dict[str, str]:
 
 
 def merged(source: str, target: str, move: Move) -> str:
-    """Merge two modules:
+    """Merge two modules.
 
-    the imports of both, then the target's definitions, then the source's. The source's definitions come first if the
-    target imports from it. Raises Refused for names that both define.
+    The result has the imports of both, then the target's definitions, then the source's. The source's definitions come
+    first if the target imports from it. Raises Refused for names that both define.
     """
     (head, _, names, body), (other_head, other_docs, other_names, other) = (
         _parts(one, move) for one in (source, target)

@@ -36,9 +36,9 @@ class Renaming:
     # code
 
     def sort_code(self) -> None:
-        """Sort the occurrences in code:
+        """Sort the occurrences in code.
 
-        those that mean this name, those that mean a different one, and unknown ones.
+        There are those that mean this name, those that mean a different one, and unknown ones.
         """
         places = []
         for name in self.project.with_word(self.old, self.project.python):
