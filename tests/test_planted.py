@@ -47,7 +47,7 @@ def test_an_ambiguous_or_missing_place_is_refused(tmp_path: Path, function: str,
     (tmp_path / "casckpt").mkdir()
     for name in "ab":
         (tmp_path / "casckpt" / f"{name}.py").write_text("def put():\n    return 1\n")
-    with pytest.raises(NoPlace, match=f"stands {count} times in {function}"):
+    with pytest.raises(NoPlace, match=f"occurs {count} times in {function}"):
         Planted("a bug", function, text, "", "").place(tmp_path)
 
 

@@ -163,7 +163,7 @@ def test_a_gc_that_keeps_too_few_checkpoints_is_detected(worker: Worker) -> None
     worker.store.gc(keep_last=2, min_age=0)
     looks.look(worker)
     worker.store.gc(keep_last=1, min_age=0)
-    with pytest.raises(Wrong, match=r"beta/lora@1 was saved, and is not there: \[2\]"):
+    with pytest.raises(Wrong, match=r"beta/lora@1 was saved, but does not exist: \[2\]"):
         looks.look(worker)
 
 
@@ -200,7 +200,7 @@ def test_a_revoked_save_is_counted_and_leaves_nothing_behind(worker: Worker, mon
         raise Revoked("of it nothing is visible")
 
     monkeypatch.setattr(Store, "save", lies)
-    with pytest.raises(Wrong, match="alpha@1 was revoked, and is there"):
+    with pytest.raises(Wrong, match="alpha@1 was revoked, but exists"):
         workers.save(worker, RUNS[0])
 
 
