@@ -29,8 +29,8 @@ def check_same(given: Sequence[str]) -> None:
         texts = [f"{text[:200]} on {_ranks(ranks)}" for text, ranks in list(ranks_of.items())[:_SHOWN]]
         more = "; ..." if len(ranks_of) > _SHOWN else ""
         raise Conflict(
-            f"ranks name different checkpoints: {'; '.join(texts)}{more}. All ranks must name the same, or let rank 0 "
-            "tell the others"
+            f"ranks name different checkpoints: {'; '.join(texts)}{more}. Pass the same reference on every rank, or "
+            "broadcast it from rank 0"
         )
 
 
@@ -69,16 +69,16 @@ class StoreIdentity:
                 break
             sleep(1.0)
         if not repo.exists():
-            raise self._apart(repo, "none there")
+            raise self._apart(repo, "no store there")
         self.check(repo)
         if not _shows(repo, txid):
-            raise self._apart(repo, "a copy")
+            raise self._apart(repo, "a copy of it")
 
     def _apart(self, repo: Repository, what: str) -> Conflict:
         return Conflict(
-            f"this rank uses the store at {repo.storage.url} ({what}), rank 0 that at {self.url} ({self.store_id}): "
-            "ranks must share one. What is in memory, or on a disk of each host's own, is another one for each: give "
-            "all a folder or a bucket that all of them reach"
+            f"this rank uses the store at {repo.storage.url} ({what}), but rank 0 uses the one at {self.url} "
+            f"({self.store_id}): all ranks must share one store. A store in memory or on a local disk is a different "
+            "store on each host: use a folder or a bucket that all ranks can reach"
         )
 
 

@@ -115,16 +115,20 @@ def astray(messages: Sequence[Message], mine: Message) -> InvalidInput | None:
     if not away:
         return None
     call, rank = away[0].call, away[0].rank
-    where = f"in {call}, rank 0 in {mine.call}" if call != mine.call else f"at another point of {call} than rank 0"
-    text = f"rank {rank} is {where}: all ranks must make the same calls of casckpt in the same order"
+    where = (
+        f"in {call}, but rank 0 is in {mine.call}"
+        if call != mine.call
+        else f"not at the same point in {call} as rank 0"
+    )
+    text = f"rank {rank} is {where}: all ranks must make the same casckpt calls in the same order"
     keys = {one.rank: one.value.keys for one in messages if isinstance(one.value, WithObjects) and one.value.keys}
     without = [one.rank for one in messages if one.rank not in keys]
     if not keys or not without:
-        return InvalidInput(f"{text}, from one thread or with process_group=... for each", rank=rank)
+        return InvalidInput(f"{text}, from one thread, or from several with process_group=... for each", rank=rank)
     holder, held = next(iter(keys.items()))
     return InvalidInput(
-        f"{text}. Rank {holder} has the whole objects {listed(held)} in its state, and rank {without[0]} has none: "
-        "give the objects on every rank, or the state_dict of each",
+        f"{text}. Rank {holder} has the whole objects {listed(held)} in its state, but rank {without[0]} has none: "
+        "pass the objects on every rank, or pass their state dicts",
         rank=rank,
         keys=tuple(held),
     )
@@ -175,11 +179,13 @@ def seen_from(answer: Message, rank: int) -> Message:
 def broken(rank: int, error: RuntimeError) -> RankFailed:
     """Return the error for a failed connection to ``rank``."""
     late = timed_out(error)
-    how = "did not answer in time" if late else "died, or closed its connection"
-    done = "nothing was saved or loaded" if rank else "see in the list of checkpoints whether it had committed by then"
+    how = "did not answer in time" if late else "died or closed its connection"
+    done = (
+        "nothing was saved or loaded" if rank else "check in the list of checkpoints whether it had already committed"
+    )
     done += ". Every rank must make the call" * late
     return RankFailed(
-        f"rank {rank} {how}: {done}. Look at the log of rank {rank}, then start again ({first_line(error)})",
+        f"rank {rank} {how}: {done}. Check the log of rank {rank}, then restart the job ({first_line(error)})",
         rank=rank,
         lost="late" if late else "died",
     )

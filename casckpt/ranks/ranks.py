@@ -130,7 +130,7 @@ def open_ranks(process_group: ProcessGroup | None = None, *, no_dist: bool = Fal
     dist = torch.distributed
     if not dist.is_available() or not dist.is_initialized():
         if process_group is not None:
-            raise InvalidInput("process_group was given, but torch.distributed is not initialised")
+            raise InvalidInput("process_group was given, but torch.distributed is not initialized")
         _warn_of_others()
         return Solo()
     _refuse_inherited()
@@ -139,10 +139,12 @@ def open_ranks(process_group: ProcessGroup | None = None, *, no_dist: bool = Fal
     if group is None or not any(group is one for one in known):
         raise InvalidInput(
             f"process_group is a {type(group).__name__} that torch.distributed does not know: it was destroyed, or "
-            "forwards to another group. Pass what new_group or the get_group of a DeviceMesh returns"
+            "it wraps a different group. Pass a group from new_group or from DeviceMesh.get_group"
         )
     if dist.get_rank(group) < 0:
-        raise InvalidInput("this process is not in process_group; call only on its ranks, or pass no_dist=True")
+        raise InvalidInput(
+            "this process is not in process_group: make this call only on its ranks, or pass no_dist=True"
+        )
     if dist.get_world_size(group) == 1:
         return Solo()
     return _groups.get(group, purpose)
@@ -153,9 +155,9 @@ def _warn_of_others() -> None:
     """If a launcher started this process as one of several, warn once that it works alone."""
     if os.environ.get("WORLD_SIZE", "1") not in {"", "0", "1"}:
         log.warning(
-            "WORLD_SIZE is %s, but torch.distributed is not initialised: this process saves and loads alone, whole "
-            "checkpoints of its own. Call torch.distributed.init_process_group first, or pass no_dist=True if that is "
-            "meant",
+            "WORLD_SIZE is %s, but torch.distributed is not initialized: this process saves and loads its own complete "
+            "checkpoints, without the other processes. Call torch.distributed.init_process_group first, or pass "
+            "no_dist=True if this is intended",
             os.environ["WORLD_SIZE"],
         )
 
@@ -175,7 +177,7 @@ def _refuse_inherited() -> None:
     """Raise InvalidInput in a forked process, because it would corrupt messages on its parent's connections."""
     if any(world is torch.distributed.group.WORLD for world in _inherited):
         raise InvalidInput(
-            "this process was forked by a rank of torch.distributed, and is none itself: call Store.read, or pass "
+            "this process was forked by a torch.distributed rank, but is not a rank itself: call Store.read, or pass "
             "no_dist=True"
         )
 
@@ -343,7 +345,7 @@ def _connect(parent: ProcessGroup, name: str, rank: int, size: int) -> Wire:
     Do not use `new_group`, because it names groups by a per-rank count that may differ.
     """
     if not torch.distributed.is_gloo_available():
-        raise Unsupported("this build of torch lacks gloo, which the ranks of a save use to communicate")
+        raise Unsupported("this build of torch does not include gloo, which casckpt uses for messages between ranks")
     dist: Any = torch.distributed
     shared = dist.distributed_c10d._world.pg_map[parent][1]
     if current_thread() is not main_thread() and hasattr(shared, "clone"):
@@ -355,7 +357,7 @@ def _connect(parent: ProcessGroup, name: str, rank: int, size: int) -> Wire:
     meeting.come("start", seconds, problem and f"gloo cannot start on rank {rank}: {problem}")
     end = monotonic() + seconds + waiting.HEARD_SECONDS
     group, problem = _gloo(store, rank, size, timeout)
-    problem = problem and f"gloo cannot connect rank {rank} with the others: {problem}"
+    problem = problem and f"gloo cannot connect rank {rank} to the other ranks: {problem}"
     meeting.come("connected", end - monotonic(), problem)
     return Wire(group, store, rank, size, timeout=timeout, patience=2 * timeout + MARGIN)
 
@@ -368,8 +370,8 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[Any, st
         name = os.environ.get("GLOO_SOCKET_IFNAME")
         chosen = f" (here it is {name})" if name else ""
         return None, (
-            f"{first_line(error)}. Set GLOO_SOCKET_IFNAME to the network interface of each host that the others "
-            f"reach{chosen}; `ip address` lists them"
+            f"{first_line(error)}. On each host, set GLOO_SOCKET_IFNAME to a network interface that the other "
+            f"hosts can reach{chosen}. `ip address` lists the interfaces"
         )
 
 

@@ -31,8 +31,8 @@ def late(ranks: Sequence[int], seconds: float) -> str:
     """Return the warning that other ranks have been waiting for ``ranks`` for ``seconds``."""
     return (
         f"waited {seconds:.0f} s for rank{'s' * (len(ranks) > 1)} {listed(ranks, _NAMED)}: every rank of the process "
-        "group must make the same call of casckpt, not rank 0 alone. The wait goes on. Only Store.save and Store.load "
-        "have no_dist=True, for one rank alone"
+        "group must make the same casckpt call, not only rank 0. The wait continues. To involve only one rank, use "
+        "Store.save or Store.load with no_dist=True"
     )
 
 
@@ -81,8 +81,8 @@ class Meeting:
             verdict = self._verdict(stage, seconds, problem)
         except RuntimeError as error:  # the process that hosts the store died: rank 0 or its launcher
             raise RankFailed(
-                f"rank 0 died, or the process that has the store of the process group: nothing was saved or loaded; "
-                f"start again ({str(error)[:200]})",
+                f"rank 0 or the process that hosts the process group's store died: nothing was saved or loaded. "
+                f"Restart the job ({str(error)[:200]})",
                 rank=0,
             ) from error
         if verdict:
@@ -119,8 +119,8 @@ class Meeting:
         if absent:
             problem = verdict and f" ({verdict.partition(_END)[2]})"
             verdict = (
-                f"{absent[0]}{_END}not all ranks came to save or load together (absent: [{listed(absent, _NAMED)}]); "
-                f"all of them must make the call. Look at the log of rank {absent[0]}, then start again{problem}"
+                f"{absent[0]}{_END}not all ranks came to the save or load (absent: [{listed(absent, _NAMED)}]): every "
+                f"rank must make the call. Check the log of rank {absent[0]}, then restart the job{problem}"
             )
         self.store.compare_set(f"{stage}/verdict", "", f"={verdict}")
 

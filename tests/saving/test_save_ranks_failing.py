@@ -51,7 +51,7 @@ def in_stores_of_their_own(rank: int, size: int, url: str) -> Any:
 def test_ranks_with_different_stores_are_refused(ranks: Pool, tmp_path: Path, url: str) -> None:
     """Else the one that commits would name what nobody else can find."""
     for told, saved in ranks.run(2, in_stores_of_their_own, url.format(path=tmp_path)):
-        assert "ranks must share one" in told
+        assert "all ranks must share one store" in told
         assert saved == 0
 
 
