@@ -22,13 +22,13 @@ T = TypeVar("T")
 RACERS = 8
 _SMALL = 20  # objects
 _LARGE, _LARGE_BYTES = 4, 8 << 20
-_USE_ANOTHER = "use another storage, or repair this one: checkpoints are not safe here"
+_USE_ANOTHER = "checkpoints are not safe here: use a different storage, or repair this one"
 
 
 def examine(repo: Repository) -> Iterator[Finding]:
     """Yield the finding of each check as soon as the check ends. A storage error becomes a finding."""
     if repo.storage.traits.read_only:
-        yield Finding("write", None, "the storage is read-only, so no other check ran", "save to another store")
+        yield Finding("write", None, "the storage is read-only, so no other check ran", "save to a different store")
         return
     probes = _Probes(repo)
     yield (writes := _safely("write", probes.write))
@@ -51,7 +51,7 @@ def _safely(name: str, check: Callable[[], Finding]) -> Finding:
     try:
         return check()
     except CasckptError as error:
-        return Finding(name, False, str(error), "fix this error, then run doctor again")
+        return Finding(name, False, str(error), "fix this error, then rerun doctor")
 
 
 def _creates(repo: Repository) -> Finding:
@@ -60,7 +60,7 @@ def _creates(repo: Repository) -> Finding:
     if repo.storage.traits.exclusive is None and repo.exists() and repo.settings.exclusive_create is not (not why):
         repo.note_creates(exclusive=not why)
     if why:
-        advice = "use another storage; or use only one writer at a time, with single_writer (--single-writer)"
+        advice = "use a different storage, or allow only one writer at a time with single_writer (--single-writer)"
         return Finding("create-only", False, f"a key can be created twice: {why}", advice)
     found = f"a second create is refused, and one of {RACERS} concurrent creates succeeded"
     return Finding("create-only", True, found)
@@ -101,7 +101,7 @@ class _Probes:
             if found != data or self._storage.size(self._key(number)) != len(data):
                 why = f"{self._key(number)} differs from the bytes that were just written"
                 return Finding("read-after-write", False, why, _USE_ANOTHER)
-        return Finding("read-after-write", True, "new objects can be read at once")
+        return Finding("read-after-write", True, "new objects can be read immediately")
 
     def ranges(self) -> Finding:
         """Check reads of parts of an object, and a read past its end."""
@@ -126,9 +126,9 @@ class _Probes:
             return Finding("list-after-write", False, stale, "gc refuses to run here until listings are complete")
         if listed != wanted:
             missing = len(wanted.keys() - listed.keys())
-            found = f"a listing lacks {missing} of {_SMALL} objects written just before, or has wrong sizes"
+            found = f"a listing lacks {missing} of {_SMALL} objects that were just written, or shows wrong sizes"
             return Finding("list-after-write", False, found, _USE_ANOTHER)
-        return Finding("list-after-write", True, "new objects are listed at once")
+        return Finding("list-after-write", True, "new objects are listed immediately")
 
     def throughput(self) -> Finding:
         """Measure the speed of concurrent writes and reads of large objects."""
@@ -157,13 +157,13 @@ class _Probes:
                 self._timed("delete", partial(self._storage.delete, self._key(number)))
         except StorageError as error:
             found = f"objects cannot be deleted: {error}"
-            return Finding("delete", None, found, "saves work; gc needs credentials that may delete")
+            return Finding("delete", None, found, "saves work, but gc needs credentials that allow deletes")
         left = [entry.key for entry in self._storage.list(f"{self.folder}/")]
         for folder in (self.folder, PREFIX.rstrip("/"), ""):
             self._storage.sweep(folder)
         if left or self._is_there(self._key(0)):
             return Finding("delete", False, "deleted objects can still be read or listed", _USE_ANOTHER)
-        return Finding("delete", True, "deleted objects are gone at once")
+        return Finding("delete", True, "deleted objects disappear immediately")
 
     def latency(self) -> Finding:
         """Report the median time of each kind of small request."""

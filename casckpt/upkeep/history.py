@@ -98,14 +98,14 @@ def _changed(repo: Repository, commit: Commit, before: dict[str, Manifest]) -> d
 def _why(commit: Commit, changed: Mapping[str, int] | None) -> str:
     record = commit.committed
     if record.dropped is not None:
-        return f"thinned: {record.dropped.entries} tensors are left out, by {record.dropped.rule}"
+        return f"thinned: {record.dropped.entries} tensors were dropped by {record.dropped.rule}"
     coded = f"; {format_size(record.bytes_coded)} are stored as {format_size(record.bytes_frames)} of frames"
     return _cause(record.bytes_reused, changed) + (coded if record.bytes_coded else "")
 
 
 def _cause(reused: int, changed: Mapping[str, int] | None) -> str:
     if changed is None:
-        return f"{format_size(reused)} of it were there already" if reused else "all of it was new"
+        return f"{format_size(reused)} of it was already stored" if reused else "all of it was new"
     if not any(changed.values()):
         return "nothing changed"
     branches: dict[str, int] = {}

@@ -49,7 +49,7 @@ def check_recorded(repo: Repository, keys: Iterable[str], ended: Container[TxId]
         shown = ", ".join(commit_key(txid) for txid in lost[:_NAMED_AT_MOST])
         more = f" and {len(lost) - _NAMED_AT_MOST} more" if lost[_NAMED_AT_MOST:] else ""
         raise Damaged(
-            f"gc deletes nothing, because records are missing from {repo.storage.url}: {shown}{more}; there are "
-            f"manifests under objects/ that nothing else knows of. {ADVICE}",
+            f"gc deletes nothing, because records are missing from {repo.storage.url}: {shown}{more}. "
+            f"Manifests under objects/ have no record in commits/ or transactions/. {ADVICE}",
             key=commit_key(lost[0]),
         )

@@ -41,7 +41,7 @@ def rewrite(repo: Repository, base: Commit, save: Callable[[TxId, CommitList], C
         listed = list_commits(repo)
         now = listed.commits.get(base.txid)
         if now is None or not now.visible or now.txid in listed.damaged:
-            raise Conflict(f"{base} was forgotten, purged or rewritten meanwhile, so it cannot be rewritten")
+            raise Conflict(f"{base} cannot be rewritten, because it was forgotten, purged or rewritten in the meantime")
         record = save(transaction.txid, listed)
         if record is None:
             transaction.abort("damaged bytes cannot be recovered")

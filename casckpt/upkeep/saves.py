@@ -72,7 +72,7 @@ def revoke_save(repo: Repository, txid: TxId) -> None:
     if txid not in closed and txid not in {one.txid for one in open_transactions(repo, closed)}:
         raise NotFound(f"there is no save {txid} in progress; `casckpt transactions STORE` lists them")
     if txid in closed or not revoke(repo, txid, "revoked by hand"):
-        raise Conflict(f"save {txid} has ended already; `casckpt list STORE` shows whether it was committed")
+        raise Conflict(f"save {txid} has already ended; `casckpt list STORE` shows whether it was committed")
 
 
 def give_up(repo: Repository, txid: TxId) -> None:

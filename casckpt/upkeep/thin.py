@@ -335,7 +335,7 @@ def whole_of(repo: Repository, commit: Commit, listed: CommitList | None = None)
     old = [other for other in listed.standing() if other.id == commit.id and other.last == "replaced"]
     fullest = min(reversed(old), key=_lacking, default=commit)
     if _lacking(fullest) >= _lacking(commit):
-        raise NotFound(f"{commit} was never thinned, or a gc purged what the thinning dropped")
+        raise NotFound(f"{commit} was never thinned, or gc has purged its old commits")
     return fullest
 
 
