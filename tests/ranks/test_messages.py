@@ -168,7 +168,9 @@ def test_a_save_on_one_rank_and_a_load_on_another_fail_on_both(ranks: Pool, tmp_
     """The error names the calls of the user, not the inner calls."""
     for kind, text, steps in ranks.run(2, saving_or_loading, str(tmp_path / "store")):
         assert (kind, steps) == (InvalidInput, [0, 2])
-        assert "rank 1 is in Store.load, but rank 0 is in Store.save: all ranks must make the same calls" in text
+        assert (
+            "rank 1 is in Store.load, but rank 0 is in Store.save: all ranks must make the same casckpt calls" in text
+        )
 
 
 def with_objects_on_one_rank(rank: int, size: int, where: str) -> str:

@@ -334,7 +334,7 @@ def test_the_error_after_a_death_of_rank_0_at_commit_advises_to_look_it_up(ranks
     for outcome in outcomes[1:]:
         assert isinstance(outcome.value, RankFailed)
         assert outcome.value.rank == 0
-        assert "whether it had committed" in str(outcome.value)
+        assert "whether it had already committed" in str(outcome.value)
     assert visible(path) == [("a", 1)]
     assert torch.equal(casckpt.open(path).read("a@1")["w"], numbers("w", 60, 400))
 
