@@ -128,7 +128,7 @@ def astray(messages: Sequence[Message], mine: Message) -> InvalidInput | None:
     holder, held = next(iter(keys.items()))
     return InvalidInput(
         f"{text}. Rank {holder} has the whole objects {listed(held)} in its state, but rank {without[0]} has none: "
-        "give the objects on every rank, or give their state dicts",
+        "give the objects on every rank, or give the state_dict of each",
         rank=rank,
         keys=tuple(held),
     )
