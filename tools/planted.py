@@ -381,7 +381,7 @@ PLANTED = (
         "tags are listed before a gc forgets",
         "retire",
         """    _each_unless_changed(repo, forget, chosen, done.forgotten)
-    # list tags again: a new tag counts, and a process that sets one later sees these records
+    # relist tags: a new tag counts, and a process that sets one later sees these records
     tagged = _barred(repo, [*plan.purge, *done.forgotten])
 """,
         """    tagged = _barred(repo, [*plan.purge, *plan.forget])
@@ -916,7 +916,7 @@ PLANTED = (
     Planted(
         "ranks may use different stores",
         "StoreIdentity.check_shared",
-        '            raise self._apart(repo, "a copy")',
+        '            raise self._apart(repo, "a copy of it")',
         "            return",
         "tests/ranks/test_agreement.py tests/saving/test_save_ranks_failing.py",
     ),
@@ -2276,7 +2276,7 @@ PLANTED = (
     Planted(
         "exchanges at different points have the same name",
         "exchange_keeping.answers",
-        "    @wraps(decide)  # ranks compare its name, to check that they are at the same point\n",
+        "    @wraps(decide)  # ranks compare its name to check that they are at the same point\n",
         "",
         "tests/ranks/test_ranks.py",
     ),

@@ -36,10 +36,10 @@ NO_HINTS = {
 """Messages that look like advice but are not, and why."""
 
 FOLLOWED_ELSEWHERE: dict[Case, str] = {
-    Case("ranks/ranks.py:_gloo", "Set GLOO_SOCKET_IFNAME to the network interface"): (
+    Case("ranks/ranks.py:_gloo", "set GLOO_SOCKET_IFNAME to a network interface"): (
         "tests/ranks/test_waiting.py::test_a_gloo_that_cannot_start_is_reported_on_all_ranks"
     ),
-    Case("ranks/messages.py:astray", "give the objects on every rank, or the state_dict of each"): (
+    Case("ranks/messages.py:astray", "give the objects on every rank, or give the state_dict of each"): (
         "tests/frontends/training_state/test_objects.py::test_objects_on_a_single_rank_are_refused_on_all_ranks_without_waiting"
     ),
     Case("loading/entries.py:no_entry", "Map the whole mapping, with rename="): (

@@ -383,7 +383,7 @@ def grouped(rank: int, size: int, path: str) -> int:
     return rank
 
 
-@follows("ranks/ranks.py:_warn_of_others", "init_process_group first, or pass no_dist=True if that is meant")
+@follows("ranks/ranks.py:_warn_of_others", "init_process_group first, or pass no_dist=True if this is intended")
 def test_a_launched_process_joins_its_group_or_works_alone(
     saved: casckpt.Store, messages: Messages, ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -482,7 +482,7 @@ def alone_of_two(rank: int, size: int, path: str, given: dict[str, Any]) -> None
         casckpt.open(path).save({"x": 1}, run="a", step=1, **given)
 
 
-@follows("ranks/waiting.py:late", "Store.save and Store.load have no_dist=True, for one rank alone")
+@follows("ranks/waiting.py:late", "use Store.save or Store.load with no_dist=True")
 def test_a_rank_that_does_not_need_to_wait_uses_no_dist(ranks: Pool, store_path: Path, messages: Messages) -> None:
     advice = messages.text(waiting.late([1], 30.0))
     ranks.run(2, alone_of_two, str(store_path), advice.argument("no_dist"))

@@ -204,7 +204,7 @@ def test_a_pattern_to_drop_is_chosen_from_listed_keys(
 
 
 @follows("upkeep/gc/gc.py:_check_storage", "stop all saves, then open the store with single_writer")
-@follows("upkeep/doctor.py:_creates", "only one writer at a time, with single_writer (--single-writer)")
+@follows("upkeep/doctor.py:_creates", "allow only one writer at a time with single_writer (--single-writer)")
 def test_gc_on_a_replacing_storage_requires_a_single_writer(tmp_path: Path, messages: Messages) -> None:
     storage = Ignoring()
     Store(Repository(storage, tmp_path / "cache", single_writer=True)).save({"x": 1}, run="a", step=1)
