@@ -42,7 +42,7 @@ def test_an_address_open_to_others_needs_a_token(tmp_path: Path, host: str) -> N
 def test_a_file_without_tokens_is_refused(tmp_path: Path, text: str, match: str) -> None:
     (tmp_path / "tokens").write_text(text)
     assert match in refused(tmp_path / "store", "--token-file", tmp_path / "tokens")
-    assert "cannot be read" in refused(tmp_path / "store", "--token-file", tmp_path / "none")
+    assert "cannot read" in refused(tmp_path / "store", "--token-file", tmp_path / "none")
 
 
 def test_an_unknown_view_is_refused(tmp_path: Path) -> None:

@@ -260,7 +260,7 @@ def test_a_tuple_in_a_template_is_replaced(store: Store) -> None:
 )
 def test_an_expanded_destination_is_refused(store: Store, target: torch.Tensor) -> None:
     template = {"model": {"n": torch.zeros((), dtype=torch.int64), "b": target}}
-    with pytest.raises(InvalidInput, match=r"'model\.b': an expanded tensor"):
+    with pytest.raises(InvalidInput, match=r"'model\.b': the elements of an expanded tensor"):
         store.load(template, REF)
     assert not template["model"]["n"]
 

@@ -336,8 +336,8 @@ def test_any_mapping_can_be_saved() -> None:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"a": {"b": 1}, "a.b": 2}, "one flat key 'a.b'"),
-        ({"a": {1: 1, "1": 2}}, "one flat key 'a.1'"),
+        ({"a": {"b": 1}, "a.b": 2}, "the same flat key 'a.b'"),
+        ({"a": {1: 1, "1": 2}}, "the same flat key 'a.1'"),
         ({(1, 2): torch.ones(1)}, "neither a string nor a 64-bit int"),
         ({"a" * 5000: 1}, "characters"),
         ({"": 1}, "an empty string"),
@@ -419,8 +419,8 @@ def test_a_model_is_refused_as_a_state_without_running_it() -> None:
             raise AssertionError
 
     model, store = Model(2, 2), small()
-    with pytest.raises(InvalidInput, match="not a Model; give it by name"):
+    with pytest.raises(InvalidInput, match="not a Model; pass it by name"):
         store.save(model, step=1)
     store.save(model.state_dict(), step=1)
-    with pytest.raises(InvalidInput, match="not a Model; give it by name"):
+    with pytest.raises(InvalidInput, match="not a Model; pass it by name"):
         store.load(model, "default@1")

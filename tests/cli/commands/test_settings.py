@@ -47,7 +47,7 @@ def test_a_mirror_is_stored_as_a_full_url(saved: Path, tmp_path: Path, as_json: 
 @pytest.mark.parametrize(
     ("options", "status", "says"),
     [
-        (["--set", "colour=red"], 1, "no setting 'colour' to change; there are min_age, min_age_ephemeral"),
+        (["--set", "colour=red"], 1, "no setting 'colour': use one of min_age, min_age_ephemeral"),
         (["--unset", "exclusive_create"], 1, "no setting 'exclusive_create'"),
         (["--set", "min_age=3"], 1, "min_age: '3' is not a duration"),
         (["--set", "revoke_after=-1s"], 1, "revoke_after: '-1s' is not a duration"),

@@ -50,7 +50,7 @@ def test_a_restored_file_is_readable_without_casckpt(tmp_path: Path) -> None:
     again = Model.load_from_checkpoint(path, weights_only=True)
     assert again.hparams["width"] == 32
     assert identical(dict(again.state_dict()), dict(model.state_dict()))
-    with pytest.raises(Conflict, match="exists already"):
+    with pytest.raises(Conflict, match="already exists"):
         restore_checkpoint(store, "sft@4", path)
     # the plug-in also loads a file that Lightning wrote without a store
     io = CasCheckpointIO(store, run="sft")

@@ -57,7 +57,7 @@ def test_the_error_for_data_changed_after_construction_names_the_key(tmp_path: P
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (torch.ones(1, dtype=torch.complex128).expand(4), "'t': an expanded tensor"),
+        (torch.ones(1, dtype=torch.complex128).expand(4), "'t': the elements of an expanded tensor"),
         (torch.ones(4, dtype=torch.complex128, device="meta"), "'t': a meta tensor"),
         (torch.ones(4, dtype=torch.float64), "'t' is float64 here, but complex128"),
     ],
