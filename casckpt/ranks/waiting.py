@@ -81,8 +81,8 @@ class Meeting:
             verdict = self._verdict(stage, seconds, problem)
         except RuntimeError as error:  # the process that hosts the store died: rank 0 or its launcher
             raise RankFailed(
-                f"rank 0 or the process that hosts the process group's store died: nothing was saved or loaded. "
-                f"Restart the job ({str(error)[:200]})",
+                "rank 0 died, or the process that hosts the store of the process group died: nothing was saved or "
+                f"loaded. Restart the job ({str(error)[:200]})",
                 rank=0,
             ) from error
         if verdict:
