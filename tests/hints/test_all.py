@@ -29,8 +29,6 @@ NO_HINTS = {
     Case("cli/commands/demo.py:Tour.run", "compared with the weights"): "tells what the demo did",
     Case("cli/commands/demo.py:Tour.run", "gc --keep-last 1"): "tells what the demo does",
     Case("frontends/trainer/resumed.py:", "all other options are left unchanged"): "tells what was asked for",
-    Case("frontends/megatron/mapping.py:ShardedTensorFactory.build", "takes three arguments"): "names what is too many",
-    Case("frontends/megatron/mapping.py:ShardedTensor._problem", "do not make up"): "names fields that do not fit",
     Case("tensors/values.py:Shard.__repr__", "Shard(… of …, …)"): "is no message",
 }
 """Messages that look like advice but are not, and why."""

@@ -105,9 +105,9 @@ def test_a_rewrite_record_of_a_different_checkpoint_is_refused(repo: Repository,
     if wrong != "later":
         record = committed(repo, "a", 1)
     for fields in ({"replaces": (base, 1)}, {"origin": base}):
-        with pytest.raises(Refused, match="not possible"):
+        with pytest.raises(Refused, match="impossible"):
             changed(record, **fields)
-    with pytest.raises(Refused, match="not possible"):
+    with pytest.raises(Refused, match="impossible"):
         Replaced(txid=record.txid, time=0, by=record.txid)
 
 

@@ -160,7 +160,7 @@ def test_a_run_without_announcements_is_listed(tmp_path: Path) -> None:
         storage.delete(entry.key)
     assert resolve(repository(tmp_path / "new", storage), "a@latest").txid == one.txid
     assert resolve(repository(tmp_path / "newer", storage), "latest").txid == one.txid
-    with pytest.raises(NotFound, match="there are a"):
+    with pytest.raises(NotFound, match="existing runs: a"):
         resolve(repo, "other@latest")
 
 

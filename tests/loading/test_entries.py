@@ -109,7 +109,7 @@ def test_a_mapping_and_a_value_do_not_match(store: Store) -> None:
         with pytest.raises((Mismatch, MissingKey)):
             store.load(template(**seen), "latest", unread="ignore")
     fixed = {"w": torch.zeros(2), "train": {"seen": MappingProxyType({"a": 0})}}
-    with pytest.raises(InvalidInput, match="cannot be changed"):
+    with pytest.raises(InvalidInput, match="cannot be modified"):
         store.load(fixed, "latest", unread="ignore")
 
 

@@ -1,7 +1,4 @@
-"""Reads a store in a folder, written from docs/format.md alone.
-
-It does not share code with casckpt and does not need torch.
-"""
+"""Reads a store in a folder, written from docs/format.md alone. It does not use casckpt or torch."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ def test_spans_of_other_cell_sizes_are_refused_before_they_are_placed(source: Re
     parts.pieces["rows"][0] = b"\0" + ROW.pack(1, row[1], row[2]) + ROW.pack(1, row[1], row[2] + CELL)
     cut = parts.put_together().manifest()
     assert len(cut.extents(cut.entries[0]).extents) == 2
-    with pytest.raises(Refused, match="those of two spans"):
+    with pytest.raises(Refused, match="has cells from two spans"):
         replace(recoding(source, target, resolve(source, "run@0")), manifest=cut).run()
 
 

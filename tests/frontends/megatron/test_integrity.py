@@ -69,7 +69,7 @@ BAD = {
     "flat ranges that overlap": Bad(lambda r: {"w": flat((slice(0, 4), slice(3, 6))[r])}, "'w': .*0..4.* of rank 0"),
     "outside of the global shape": Bad(
         lambda r: {"w": ShardedTensor("w", torch.ones(3), torch.float32, (3,), (5,), (3 * r,), None)},
-        r"'w': a part at \[3\] of shape \[3\] does not lie",
+        r"'w': a part at \[3\] of shape \[3\] is outside the global shape",
     ),
     "a tensor and an object": Bad(
         lambda r: {"w": (part(0, of=1), ShardedObject("w", 1, (1,), (0,)))[r]},

@@ -524,7 +524,7 @@ def objects_on_one(rank: int, size: int, path: Path) -> dict[str, list[str]]:
 def test_objects_on_a_single_rank_are_refused_on_all_ranks_without_waiting(tmp_path: Path, ranks: Pool) -> None:
     for found in ranks.run(2, objects_on_one, tmp_path):
         for text in (*found["dict"], *found["nothing"]):
-            assert "Rank 1 has the whole objects 'model' in its state, and rank 0 has none" in text
+            assert "Rank 1 has the whole objects 'model' in its state, but rank 0 has none" in text
         assert not any(
             "same calls" in text for text in found["function"]
         )  # the function returns the same objects on both ranks

@@ -503,7 +503,7 @@ def test_stats_report_a_missing_mirror(store: Store, away: Path, capsys: pytest.
     store.wait_for_mirror()
     shutil.rmtree(away)
     report.stats_text(plain(store.stats()))
-    assert f"{away}, 2 checkpoints noted as safe, mirror not found" in capsys.readouterr().out
+    assert f"{away}, 2 checkpoints recorded as safe, mirror not found" in capsys.readouterr().out
 
 
 def test_an_inaccessible_mirror_counts_by_its_notes(
