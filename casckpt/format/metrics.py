@@ -129,7 +129,7 @@ def plain_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def _items(found: Mapping[Any, Any], path: str) -> Iterable[tuple[str, Any]]:
     for key in found:
         if type(key) is not str:
-            raise InvalidInput(f"{path} has the key {key!r:.80}; metadata keys must be strings: pass str() of it")
+            raise InvalidInput(f"{path} has the key {key!r:.80}; metadata keys must be strings: convert it with str()")
         key.encode()  # a lone surrogate
     return found.items()
 

@@ -431,7 +431,7 @@ def _holds(commit: Commit, wanted: str) -> bool:
 def _check_standing(commit: Commit, wanted: str) -> None:
     """Raise `Conflict` for a rewrite that does not stand, unless the record purges it or forgets a void rewrite."""
     if commit.standing != STANDS and wanted != "purged" and (commit.standing, wanted) != (VOID, "forgotten"):
-        raise Conflict(f"{commit} was not {wanted}: it is a rewrite that does not stand", checkpoints=(commit.id,))
+        raise Conflict(f"{commit} was not {wanted}: it is a rewrite that is not in effect", checkpoints=(commit.id,))
 
 
 def _check_allowed(commit: Commit, wanted: str) -> None:

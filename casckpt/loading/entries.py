@@ -40,7 +40,7 @@ class Entries:
             here, there = type(target).__name__, type(saved).__name__
             raise Mismatch(f"{key!r} is a {here} here, but a {there} in the checkpoint (key {name!r})", key=key)
         if not isinstance(target, MutableMapping):
-            raise InvalidInput(f"{key!r}: a {type(target).__qualname__} cannot be changed: use a dict", key=key)
+            raise InvalidInput(f"{key!r}: a {type(target).__qualname__} cannot be modified; pass a dict", key=key)
         for element, value in target.items():
             here, there = f"{key}.{element}", f"{name}.{element}"
             if (renamed := self.rename(here)) not in (here, there):

@@ -424,7 +424,7 @@ def far_apart(rank: int, size: int, path: str) -> str:
     advice = Advice(str(outcome_of(lambda: store.save({"x": weight}, run="a", step=1))))
     advice.says("Use a different name on each rank")
     store.save({f"x.{rank}": weight}, run="names", step=1)
-    advice.says("wrap it in casckpt.PerRank")
+    advice.says("wrap such a value in casckpt.PerRank")
     store.save({"x": casckpt.PerRank(weight.detach())}, run="parts", step=1)
     advice.says("name the rank that maintains it with owners=")
     store.save({"x": weight}, run="owners", step=1, owners=lambda _: 1)

@@ -101,11 +101,11 @@ def test_the_full_tensor_of_a_dtensor_is_a_metric(store: Store, messages: Messag
     assert store.get("a@1").metrics == {"loss": 0.5}
 
 
-@follows("format/metrics.py:_items", "pass str() of it")
+@follows("format/metrics.py:_items", "convert it with str()")
 def test_metadata_keys_are_converted_to_strings(store: Store, messages: Messages) -> None:
     with messages.error(InvalidInput) as advice:
         store.save({"x": 1}, run="a", step=1, metadata={3: "three"})  # type: ignore[dict-item]
-    advice.says("pass str() of it")
+    advice.says("convert it with str()")
     store.save({"x": 1}, run="a", step=1, metadata={str(3): "three"})
     assert store.get("a@1").metadata == {"3": "three"}
 

@@ -126,7 +126,9 @@ def plan_copy(
     if in_place and compress:
         raise InvalidInput(f"{source.storage.url} cannot be encoded in place: copy it into another store")
     if in_place and blob_bytes is None:
-        raise InvalidInput(f"{source.storage.url} cannot be copied into itself: give another store, or a size of blobs")
+        raise InvalidInput(
+            f"{source.storage.url} cannot be copied into itself: specify a different store, or a blob size"
+        )
     if blob_bytes is not None and not 4096 <= blob_bytes <= 1 << 30:
         raise InvalidInput(f"blobs of {blob_bytes} bytes are not possible: give a size from 4KiB to 1GiB")
     named = list(refs)

@@ -357,5 +357,8 @@ def test_the_first_save_logs_classes_that_other_loads_need(tmp_path: Path, ranks
     done = subprocess.run(
         [sys.executable, "-c", code, f"{tmp_path}/store#a@2"], capture_output=True, text=True, check=True
     )
-    assert "common.pt of a@2 needs to be unpickled (it contains megatron.core.transformer.enums.AttnBackend)" in done.stdout
+    assert (
+        "common.pt of a@2 needs to be unpickled (it contains megatron.core.transformer.enums.AttnBackend)"
+        in done.stdout
+    )
     assert "if megatron.core is imported" in done.stdout

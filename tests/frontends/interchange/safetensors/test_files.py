@@ -70,7 +70,7 @@ def test_the_error_for_an_unsupported_dtype_names_the_key(name: str) -> None:
     assert caught.value.key == "layer.x"
 
 
-def test_the_key_of_the_metadata_is_refused() -> None:
+def test_the_metadata_key_is_refused() -> None:
     with pytest.raises(InvalidInput, match="__metadata__"):
         encode_header([TensorHeader("__metadata__", "float32", (1,), 4)], {})
 
