@@ -71,7 +71,7 @@ def test_copy_repacks_a_store_in_place(as_json: AsJson, run: Run, saved: Path) -
     assert [row["id"] for row in as_json("list", saved)] == ids
     run("gc", saved, "--min-age", "0")
     run("verify", saved)
-    assert "or a size of blobs" in run("copy", saved, saved, status=1).stderr
+    assert "or a blob size" in run("copy", saved, saved, status=1).stderr
 
 
 def test_copy_reports_a_missing_run(run: Run, saved: Path, there: Path) -> None:

@@ -133,7 +133,7 @@ def test_a_dry_run_in_place_writes_nothing(source: Repository) -> None:
 
 
 def test_unusable_options_of_repacking_are_refused(source: Repository, target: Repository) -> None:
-    with pytest.raises(InvalidInput, match="or a size of blobs"):
+    with pytest.raises(InvalidInput, match="or a blob size"):
         copy(source, source)
     for blob_bytes in (0, 4095, (1 << 30) + 1):
         with pytest.raises(InvalidInput, match="from 4KiB to 1GiB"):
