@@ -137,12 +137,13 @@ class CasCheckpointCallback(TrainerCallback):
         self.checkpointer.close()
 
 
-def _metrics(state: Any, step: int) -> dict[str, float]:
-    """Return the numbers that were logged at a step, such as a loss or results of an evaluation."""
+def _metrics(state: Any, step: int, first: str | None = None) -> dict[str, float]:
+    """Return the numbers that were logged at a step: ``first``, then results of an evaluation, then others."""
     logged = [one for one in getattr(state, "log_history", None) or () if one.get("step") == step]
     numbers = {str(name): value for one in logged for name, value in one.items() if type(value) in (int, float)}
-    wanted = sorted(numbers.keys() - {"step", "epoch"}, key=lambda name: not name.startswith("eval_"))
-    return {name: numbers[name] for name in wanted[:MAX_METRICS] if len(name) <= MAX_METRIC_NAME and name.isprintable()}
+    wanted = sorted(numbers.keys() - {"step", "epoch"}, key=lambda name: (name != first, not name.startswith("eval_")))
+    wanted = wanted[: MAX_METRICS - 1]  # the mixin adds one
+    return {name: numbers[name] for name in wanted if len(name) <= MAX_METRIC_NAME and name.isprintable()}
 
 
 class _Folder:
