@@ -75,6 +75,10 @@ class CasTrainerMixin(Trainer):
     replicated by DDP. Raises InvalidInput and Unsupported for arguments that cannot work.
     """
 
+    model: Any
+    args: Any
+    state: Any
+
     def __init__(
         self,
         *args: Any,
@@ -279,7 +283,8 @@ class CasTrainerMixin(Trainer):
             return Checkpoint(self._store.repository, commit)
         warn_of_similar(self._store, self._run)
         output = Path(self.args.output_dir)
-        folder = get_last_checkpoint(output) if output.is_dir() else None
+        last: Any = get_last_checkpoint
+        folder = last(output) if output.is_dir() else None
         if folder is not None:
             log.warning(
                 "run %s has no checkpoint, so the training starts from the beginning; a plain Trainer saved %s: to "
