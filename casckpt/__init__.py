@@ -1,4 +1,4 @@
-"""casckpt keeps the checkpoints of PyTorch trainings in a store. The store holds equal bytes once.
+"""casckpt keeps checkpoints of PyTorch training runs in a store, which holds identical bytes only once.
 
 ::
 
@@ -22,7 +22,7 @@ The path of the bytes::
 
 docs/design.md lists the packages.
 
-This module imports a name when a program first uses it. So code that uses no tensor does not import torch.
+This module imports each name when a program first uses it, so code that does not use tensors does not import torch.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value  # Python then finds the name without a call of this function
+    globals()[name] = value  # from now on, Python finds the name without calling this function
     return value
 
 
@@ -103,5 +103,5 @@ def __dir__() -> list[str]:
     return __all__
 
 
-_exports.exporter = lambda: __getattr__("export")  # front ends lie above the store, which must not import them
+_exports.exporter = lambda: __getattr__("export")  # front ends are above the store, which must not import them
 _objects.home = lambda: import_module("casckpt.frontends.training_state.objects")  # for modules and optimizers

@@ -6,22 +6,22 @@
     |-- NotFound       FileNotFoundError  not-found       3   store, checkpoint, tag, attachment or object is absent
     |   `-- Gone                          gone            3   the checkpoint was purged, perhaps while it was read
     |-- Conflict       FileExistsError    conflict        5   it already exists, or another writer changed it
-    |   `-- Revoked                       revoked         5   a gc revoked this save
+    |   `-- Revoked                       revoked         5   gc revoked this save
     |-- MissingKey     KeyError           missing-key     3   the checkpoint lacks a requested key
     |-- Mismatch       ValueError         mismatch        1   shape, dtype or kind differs
     |-- Damaged        OSError            damaged         4   stored bytes are missing, or differ from the written bytes
-    |-- InvalidInput   ValueError         invalid-input   1   an argument or a state cannot be used
+    |-- InvalidInput   ValueError         invalid-input   1   an argument or a state is not valid
     |   |-- Unsupported                   unsupported     1   the store or storage needs something that is not available
     |   `-- Refused                       refused         1   stored data is hostile, or has a later version
     |       `-- Unsigned                  unsigned        1   no trusted key has signed the checkpoint
     |-- StorageError   OSError            storage         1   the storage failed; trying again may help
     `-- RankFailed     RuntimeError       rank-failed     1   another rank of the process group failed or died
 
-Every error takes one message and keyword attributes (``key``, ``blob``, ``rank``, ...), which survive pickling. The
-end of a message says what to do next. Code that retries catches `StorageError`, never OSError. `Damaged` and `NotFound`
-are OSErrors too, and a retry does not help there.
+Every error accepts a message and keyword attributes (``key``, ``blob``, ``rank``, ...). The attributes survive
+pickling. The end of each message says what to do next. Code that retries should catch `StorageError`, not OSError:
+`Damaged` and `NotFound` are also OSErrors, and a retry does not help with them.
 
-`ForgottenWarning` is a warning for Python's `warnings`: the next gc may purge the loaded checkpoint.
+`ForgottenWarning`, a category for Python's `warnings`, means that the next gc may purge the loaded checkpoint.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from typing import Any, ClassVar
 
 
 class CasckptError(Exception):
-    """The base of all errors. ``kind``: a stable name for programs. ``exit_status``: the exit status of a command.
+    """The base class of all errors. ``kind``: a stable name for programs.
 
-    ``done``: the `GcResult` of the work that a gc did before the error.
+    ``exit_status``: the exit status of a command. ``done``: the `GcResult` of the work that gc did before the error.
     """
 
     kind: ClassVar[str] = "error"
@@ -61,25 +61,25 @@ class NotFound(CasckptError, FileNotFoundError):
 
 
 class Gone(NotFound):
-    """An error for a checkpoint that was purged before or during the read. Load another one.
+    """An error for a checkpoint that was purged before or during the read.
 
-    A lease protects a checkpoint from gc.
+    Load a different checkpoint. A lease protects a checkpoint from gc.
     """
 
     kind = "gone"
 
 
 class Conflict(CasckptError, FileExistsError):
-    """An error for something that already exists, or that another writer changed first."""
+    """An error for something that already exists or that another writer changed first."""
 
     kind = "conflict"
     exit_status = 5
 
 
 class Revoked(Conflict):
-    """An error for a save that a gc revoked because it showed no sign of life.
+    """An error for a save that gc revoked because it showed no sign of life.
 
-    No part of the save is visible. Save again.
+    No part of the save is visible. Repeat the save.
     """
 
     kind = "revoked"
@@ -101,7 +101,7 @@ class Mismatch(CasckptError, ValueError):
 class Damaged(CasckptError, OSError):
     """An error for stored bytes that are missing or differ from the written bytes.
 
-    ``blob``, ``keys`` and ``checkpoints`` name them.
+    ``blob``, ``keys`` and ``checkpoints`` name what is affected.
     """
 
     kind = "damaged"
@@ -115,25 +115,25 @@ class InvalidInput(CasckptError, ValueError):
 
 
 class Unsupported(InvalidInput):
-    """An error for a store or storage that needs something that is not available here."""
+    """An error for a store or storage that needs something this environment lacks."""
 
     kind = "unsupported"
 
 
 class Refused(InvalidInput):
-    """An error for stored data that breaks the rules of the format: it has a later version, or is hostile."""
+    """An error for stored data that breaks the rules of the format because it is hostile or has a later version."""
 
     kind = "refused"
 
 
 class Unsigned(Refused):
-    """An error for a checkpoint that none of the required keys has signed. ``checkpoints`` has its id."""
+    """An error for a checkpoint that none of the required keys has signed. ``checkpoints`` contains its id."""
 
     kind = "unsigned"
 
 
 class StorageError(CasckptError, OSError):
-    """An error of the storage. A retry may help."""
+    """An error that the storage raised. A retry may help."""
 
     kind = "storage"
 
@@ -141,7 +141,7 @@ class StorageError(CasckptError, OSError):
 class RankFailed(CasckptError, RuntimeError):
     """An error for another rank of the process group that failed or died.
 
-    ``rank``: that rank. ``lost``: "died", "late" or None.
+    ``rank``: the failed rank. ``lost``: "died", "late" or None.
     """
 
     lost: str | None = None
@@ -150,4 +150,4 @@ class RankFailed(CasckptError, RuntimeError):
 
 
 class ForgottenWarning(UserWarning):
-    """A warning about the load of a forgotten checkpoint. The next gc may purge it. `Store.restore` keeps it."""
+    """A warning that a forgotten checkpoint was loaded. The next gc may purge it; `Store.restore` prevents that."""

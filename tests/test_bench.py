@@ -82,7 +82,7 @@ def test_a_smoke_run_fills_the_whole_table(smoke: Path, full: bool) -> None:
     assert all(one["durable"] > 0 for row in measured for one in row["rounds"])
 
 
-def test_targets_and_ratios_stand_beside_the_rows(smoke: Path) -> None:
+def test_targets_and_ratios_are_shown_in_the_rows(smoke: Path) -> None:
     report = json.loads(smoke.read_bytes())
     frozen = next(one for one in report["scenarios"] if one["name"] == "frozen")
     assert {ratio["peer"] for ratio in frozen["ratios"]} >= {"safetensors, way=file", "raw BLAKE3, all cores"}
@@ -90,7 +90,7 @@ def test_targets_and_ratios_stand_beside_the_rows(smoke: Path) -> None:
     assert 1.0 <= written["value"] <= 1.02  # counted, not timed
 
 
-def test_the_description_of_the_machine_names_neither_host_nor_place(smoke: Path) -> None:
+def test_the_machine_description_names_neither_host_nor_location(smoke: Path) -> None:
     report = json.loads(smoke.read_bytes())
     machine = report["machine"]
     assert all(re.fullmatch(r"([0-9a-f]{7,}(-dirty)?)?", one["commit"]) for one in report["scenarios"])
@@ -98,7 +98,7 @@ def test_the_description_of_the_machine_names_neither_host_nor_place(smoke: Path
     assert not any(word in json.dumps(machine) for word in ("/", os.uname().nodename))
 
 
-def test_earlier_results_are_drawn_and_published(smoke: Path, tmp_path: Path) -> None:
+def test_earlier_results_are_plotted_and_published(smoke: Path, tmp_path: Path) -> None:
     published = tmp_path / "published"
     done = bench("--from", smoke, "--json", published / "smoke.json", "--no-rounds", "--plot", tmp_path / "plots")
     assert done.status == 0, done.told
@@ -185,7 +185,7 @@ def test_a_planned_manifest_has_the_wanted_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_bucket_is_measured_beside_a_raw_client(tmp_path: Path) -> None:
+def test_a_bucket_is_measured_along_with_a_raw_client(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     done = bench("s3", "--quick", "--dir", tmp_path / "work", "--json", tmp_path / "s3.json")
     assert done.status == 0, done.told
@@ -218,7 +218,7 @@ def test_training_states_are_encoded_and_decoded(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_reader_follows_a_run_beside_full_loads(tmp_path: Path) -> None:
+def test_a_reader_follows_a_run_alongside_full_loads(tmp_path: Path) -> None:
     results = tmp_path / "update.json"
     done = bench("update", "--quick", "--dir", tmp_path / "work", "--json", results, "--traces", tmp_path / "traces")
     assert done.status == 0, done.told
@@ -230,7 +230,7 @@ def test_a_reader_follows_a_run_beside_full_loads(tmp_path: Path) -> None:
     assert one["worst/delta"]["median"] <= 1.1  # counted, not timed
 
 
-def test_a_trace_replays_what_its_training_made(tmp_path: Path) -> None:
+def test_a_trace_replays_its_training(tmp_path: Path) -> None:
     from benchmarks.traces import find
     from benchmarks.training import trace
 
@@ -249,7 +249,7 @@ def test_a_trace_replays_what_its_training_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_save_does_not_depend_on_the_history(tmp_path: Path) -> None:
+def test_save_time_does_not_depend_on_the_history(tmp_path: Path) -> None:
     """The requests, exactly, after 100 saves of the run and after 300. The names in listings count."""
     results = tmp_path / "history.json"
     done = bench("history", "--quick", "--dir", tmp_path, "--json", results)
@@ -281,7 +281,7 @@ def test_only_some_scenarios_put_states_on_a_gpu(scenarios: list[str], capsys: p
     assert "--device cuda is for save, async, load, small" in capsys.readouterr().err
 
 
-def test_states_in_host_memory_equal_those_of_an_earlier_tree(tmp_path: Path) -> None:
+def test_host_memory_states_equal_those_from_an_earlier_tree(tmp_path: Path) -> None:
     """The earlier tree's tasks run with ``--before`` and have no device argument."""
     given: list[dict[str, Any]] = []
 
@@ -299,7 +299,7 @@ def test_states_in_host_memory_equal_those_of_an_earlier_tree(tmp_path: Path) ->
     assert ["device" in one for one in given] == [False, True]
 
 
-def test_published_results_are_small_and_of_known_scenarios() -> None:
+def test_published_results_are_small_and_from_known_scenarios() -> None:
     assert sum(path.stat().st_size for path in PUBLISHED) < MAX_PUBLISHED
     page = PAGE.read_text()
     for path in PUBLISHED:
@@ -340,13 +340,13 @@ def section(page: Path, heading: str) -> str:
 
 
 def figures() -> Iterator[list[str]]:
-    """Return the cells of each row of the page's tables of figures, without code spans."""
+    """Return the cells of each row in the page's tables of figures, without code spans."""
     for line in re.findall(r"^\| (.*?) \|$", section(PAGE, "Figures"), re.MULTILINE):
         yield [re.sub(r"`.*?`", "", cell) for cell in line.split(" | ")]
 
 
-def test_each_ratio_of_the_page_is_in_the_results() -> None:
-    """A row of the page gives the time of casckpt, followed by ratios to it."""
+def test_each_ratio_on_the_page_is_in_the_results() -> None:
+    """A row on the page shows casckpt's time, followed by ratios to it."""
     known = list(of_casckpt())
     rows = [row for row in figures() if len(row) > 2 and re.fullmatch(r"[\d.]+ m?s", row[1])]
     rows = [row for row in rows if not any(re.search(r"\d m?s$", cell) for cell in row[2:])]
@@ -357,7 +357,7 @@ def test_each_ratio_of_the_page_is_in_the_results() -> None:
         assert any(time == ours and said <= ratios for time, ratios in known), f"{ours}: {said}"
 
 
-def test_each_time_and_share_of_the_page_is_in_the_results() -> None:
+def test_each_time_and_share_on_the_page_is_in_the_results() -> None:
     rows = [row for scenario in read_all() for row in scenario.rows]
     times = {written(row, metric) for row in rows for metric in ("blocked", "durable") if metric in row.summary}
     shares = {f"{row.summary['share'].median:.2%}"[:-1] for row in rows if "share" in row.summary}
@@ -370,7 +370,7 @@ def test_each_time_and_share_of_the_page_is_in_the_results() -> None:
     assert set(percents) <= shares
 
 
-def test_each_missed_target_of_the_page_is_one_of_the_results() -> None:
+def test_each_missed_target_on_the_page_is_in_the_results() -> None:
     missed = {cells.target(one)[1:3] for found in read_all() for one in found.checks if one.met is False}
     rows = re.findall(r"^\| .* \| (at .*?) \| (\d.*?) \| .*\|$", section(PAGE, "Missed targets"), re.MULTILINE)
     assert len(rows) > 5
@@ -378,7 +378,7 @@ def test_each_missed_target_of_the_page_is_one_of_the_results() -> None:
         assert {(wanted, one) for one in re.split("; | to ", found)} <= missed
 
 
-def test_the_figures_of_the_readme_are_those_of_the_page() -> None:
+def test_the_readme_figures_match_the_page() -> None:
     numbers = re.compile(r"\d+\.\d+")
     page = [float(one) for one in numbers.findall(section(PAGE, "Figures"))]
     said = numbers.findall(section(ROOT / "README.md", "How fast"))

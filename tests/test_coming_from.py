@@ -31,10 +31,10 @@ ELSEWHERE = {
     "interchange/test_torch_files.py imports folders as it writes them",
     "Orbax": "needs JAX, which casckpt has no other use for",
 }
-"""Why a section is not run here. Of Megatron-core, what is before needs a GPU; casckpt is given a folder of its."""
+"""Why a section is not run here. For Megatron-core, the "before" part needs a GPU; casckpt gets one of its folders."""
 
 
-def test_each_section_is_run_or_has_a_reason_not_to() -> None:
+def test_each_section_is_run_or_gives_a_reason_not_to() -> None:
     sections = re.findall(r"^## (.*)$", PAGE.read_text(), re.MULTILINE)
     assert sections == ["torch.save", "safetensors", "torch.distributed.checkpoint", *HERE, "OLMo-core", "Orbax",
                         "Intentional differences"]  # fmt: skip

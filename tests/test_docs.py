@@ -76,7 +76,7 @@ def section(title: str) -> str:
 
 
 def quoted(text: str) -> set[str]:
-    """All texts in backticks."""
+    """All strings in backticks."""
     return set(re.findall(r"`([^`\n]+)`", text))
 
 
@@ -105,13 +105,13 @@ def test_every_dtype_is_documented_with_its_stored_name() -> None:
     assert found == {name: dtypes.stored_name(name) for name in dtypes.DTYPES}
 
 
-def test_every_tag_of_plain_data_is_documented() -> None:
+def test_every_plain_data_tag_is_documented() -> None:
     codecs = (*plain_codecs.STANDARD, *plain_numpy.NUMPY)
     column = "".join(re.findall(r"^\| (.*?) \|", section("Plain data"), re.MULTILINE))
     assert quoted(column) == {codec.tag for codec in codecs} | {plain._PART}
 
 
-def test_every_container_of_a_tree_is_documented() -> None:
+def test_every_tree_container_is_documented() -> None:
     kinds = re.search(r"Its containers are (.*?), and", section("Trees"), re.DOTALL)
     assert kinds
     assert quoted(kinds[1]) == {kind.__name__ for kind in (*tree._MAPPINGS, *tree._SEQUENCES)}
@@ -151,7 +151,7 @@ def test_links_have_targets() -> None:
 OUTSIDE = {
     "https://filesystem-spec.readthedocs.io", "https://pytorch.org/get-started/locally/", "https://s3fs.readthedocs.io",
 }  # fmt: skip
-"""All links to other sites: look at them by hand when this list changes, as tests have no network."""
+"""All links to other sites. Check them by hand when this list changes, because tests do not have network access."""
 
 
 def test_links_to_other_sites_are_listed() -> None:
@@ -175,7 +175,7 @@ def test_heading_levels_have_no_gaps() -> None:
         assert all(after <= before + 1 for before, after in pairwise([0, *levels])), page
 
 
-def test_a_page_with_examples_is_run() -> None:
+def test_pages_with_examples_are_run() -> None:
     for page in EVERY_PAGE:
         assert page in (*PAGES, REMOTE, HUB, SERVING) or not blocks(page), f"{page.name} has examples: add it to PAGES"
 
@@ -230,7 +230,7 @@ def test_every_example_on_buckets_works_as_documented(
 
 
 def model_and_optimizer() -> dict[str, object]:
-    """The model and optimizer of the README's examples. Other pages make their own."""
+    """The model and optimizer in the README's examples. Other pages create their own."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 2))
     return {"model": model, "optim": torch.optim.AdamW(model.parameters()), "train_step": train_step}
 
@@ -244,7 +244,7 @@ def train_step(model: torch.nn.Module, optim: torch.optim.Optimizer) -> float:
 
 
 def on_rank(rank: int, size: int, block: Block, folder: Path) -> None:
-    torch.manual_seed(0)  # ranks of a pool have drawn different numbers, while torchrun's begin equal
+    torch.manual_seed(0)  # pool ranks have drawn different numbers; torchrun's start equal
     with chdir(folder):
         block.run_python({})
 

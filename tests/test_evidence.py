@@ -38,7 +38,7 @@ def test_observers_and_truncated_explorations_are_not_evidence(tmp_path: Path, m
     assert counted == told | {"states of models": "40", "planted": planted()}
 
 
-def test_a_figure_stays_until_a_new_one_exists(tmp_path: Path) -> None:
+def test_a_figure_is_kept_until_a_new_one_exists(tmp_path: Path) -> None:
     (tmp_path / "counts.json").write_text(
         json.dumps({"save": 1234, "seconds": 5400, "load": 2, "load under a lease": 3})
     )
@@ -55,9 +55,7 @@ def test_a_figure_stays_until_a_new_one_exists(tmp_path: Path) -> None:
     )
     assert told["soak in a bucket: saves"] == ("1,234", "`tools/soak`", "2025-12-31, 123 to 456 |")
     assert told["soak in a bucket: hours"][0] == "1.50"
-    assert (
-        told["planted bugs that the default run detects"][2] == "2026-01-01, abc |"
-    )  # the bugs were not planted again
+    assert told["planted bugs that the default run detects"][2] == "2026-01-01, abc |"  # the bugs were not replanted
     (tmp_path / "store").mkdir()
     assert soaked(tmp_path)["soak in a folder: loads, all compared"] == "5"
     (tmp_path / "failures").write_text("{}")
@@ -68,7 +66,7 @@ def test_a_figure_stays_until_a_new_one_exists(tmp_path: Path) -> None:
     assert page.endswith("after\n")
 
 
-def test_a_soak_names_its_commits(tmp_path: Path) -> None:
+def test_a_soak_result_names_its_commits(tmp_path: Path) -> None:
     runs = [{"commit": "123", "time": 0}, {"commit": "456", "time": 86400}]
     (tmp_path / "runs").write_text("".join(f"{json.dumps(one)}\n" for one in runs))
     assert soaked_on(tmp_path) == "1970-01-02, 123 to 456"

@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(folder: Path) -> casckpt.Store:
-    """The store, on a host without notes about it."""
+    """The store, on a host that does not have notes about it."""
     return casckpt.open(folder)
 
 
@@ -64,7 +64,7 @@ def assert_equal(found: Any, saved: Any) -> None:
         assert same(found, saved)
 
 
-def test_the_frozen_store_has_its_content_and_is_small() -> None:
+def test_the_frozen_store_has_the_expected_content_and_is_small() -> None:
     kinds = {path.relative_to(DATA).parts[0] for path in DATA.rglob("*") if path.is_file()}
     assert kinds >= {"casckpt.json", "commits", "damaged", "mirrored", "objects", "runs", "settings", "tags"}
     records = [path.read_text() for path in (DATA / "commits").iterdir()]

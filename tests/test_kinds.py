@@ -1,4 +1,4 @@
-"""Marks name the resources that tests use, and plain tests start nothing."""
+"""Marks name the resources that tests use, and plain tests do not start anything."""
 
 from __future__ import annotations
 

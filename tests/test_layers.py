@@ -37,7 +37,7 @@ ROOMS: tuple[tuple[str, tuple[str, ...]], ...] = (
 BELOW: dict[str, frozenset[str]] = {}
 for _room, _below in ROOMS:
     BELOW[_room] = frozenset(_below).union(*(BELOW[_one] for _one in _below))
-"""What each package may import, beside itself."""
+"""What each package may import besides itself."""
 
 FREE = {"__init__.py": "the public names", "_version.py": "imports nothing", "__main__.py": "is the command line"}
 """Modules outside the layers, and why."""
@@ -107,7 +107,7 @@ IMPORTERS = {"import_module", "importlib.import_module", "__import__"}
 
 @dataclass(frozen=True)
 class Use:
-    """A dotted name that a module imports, or reaches through an import, with its line."""
+    """A dotted name that a module imports or reaches through an import, with its line number."""
 
     name: str
     line: int
@@ -161,7 +161,7 @@ def _dotted(node: ast.expr) -> str:
 
 
 def within(name: str, modules: tuple[str, ...]) -> bool:
-    """Report whether ``name`` is one of the modules, or inside one."""
+    """Report whether ``name`` is one of the modules or inside one."""
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
@@ -205,7 +205,7 @@ def modules() -> list[str]:
 
 
 MOST = 20
-"""Modules beside each other in one folder: more are no longer seen at a glance."""
+"""The maximum number of modules in one folder: more than this is hard to take in at a glance."""
 
 
 def test_imports_go_down_only() -> None:
@@ -244,11 +244,11 @@ def circles(imported: dict[str, set[str]]) -> set[str]:
     return set(left)
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_modules_do_not_import_each_other_in_a_cycle() -> None:
     assert circles(imports()) == set()
 
 
-def test_a_circle_is_found() -> None:
+def test_an_import_cycle_is_found() -> None:
     assert circles({"a": {"b", "c"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"a", "b", "c"}
 
 
@@ -340,14 +340,14 @@ CIRCLE = (
     "frontends/serve/names.py",
     "frontends/serve/access.py",
 )
-"""Users of `Store`: they see the store, its checkpoints, values and ranks, and nothing of what lies below."""
+"""Users of `Store`: they see the store, its checkpoints, values and ranks, but nothing below these."""
 
 SEEN = (
     *("casckpt.__version__", "casckpt._version", "casckpt.errors", "casckpt.base", "casckpt.cli", "casckpt.frontends"),
     *("casckpt.store", "casckpt.contents.checkpoint", "casckpt.ranks", "casckpt.tensors.values"),
     *(f"casckpt.plan.{name}" for name in ("difference", "retention")),
 )
-"""What users of `Store` may name of the package."""
+"""What users of `Store` may reference in the package."""
 
 
 def beyond(path: str, source: str) -> set[tuple[str, str]]:
@@ -356,7 +356,7 @@ def beyond(path: str, source: str) -> set[tuple[str, str]]:
     return {(path, name) for name in names if path.startswith(CIRCLE) and not within(name, SEEN)}
 
 
-def test_users_of_the_store_import_nothing_below_it() -> None:
+def test_users_of_the_store_do_not_import_packages_below_it() -> None:
     assert {pair for path in modules() for pair in beyond(path, (PACKAGE / path).read_text())} == set()
 
 
@@ -377,7 +377,8 @@ OPEN = (
     *(f"casckpt.loading.{name}" for name in ("arguments", "options", "entry_reader", "regions", "fit", "unread")),
     "casckpt.loading.tied_tensors",
 )
-"""What front ends that handle tensors may name: the parts of a save, the contents of a checkpoint and their readers.
+"""What front ends that handle tensors may reference: the parts of a save, the contents of a checkpoint and their
+readers.
 
 They do not see history, upkeep, other parts of contents and repository, or how a load works.
 """
@@ -391,11 +392,11 @@ def beyond_open(path: str, source: str) -> set[tuple[str, str]]:
     return {(path, name) for name in names if not within(name, OPEN)}
 
 
-def test_front_ends_of_tensors_see_contents_and_readers_only() -> None:
+def test_tensor_front_ends_use_only_contents_and_readers() -> None:
     assert {pair for path in modules() for pair in beyond_open(path, (PACKAGE / path).read_text())} == set()
 
 
-def test_a_reach_of_a_tensor_front_end_is_seen() -> None:
+def test_a_forbidden_import_of_a_tensor_front_end_is_found() -> None:
     source = (
         "def late():\n    from casckpt.history.commits import list_commits\nfrom casckpt.format.keys import check_tag"
     )

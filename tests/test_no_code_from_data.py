@@ -1,8 +1,8 @@
-"""casckpt runs no code from data without ``allow_pickle=True``. The tests check the source.
+"""casckpt does not run code from data without ``allow_pickle=True``. The tests check the source.
 
-They find functions that may run code by name. Each use must check ``allow_pickle`` itself or appear here with its
-reason. tests/frontends/test_hostile_imports.py and tests/tensors/test_untrusted.py check that a pickle cannot call the
-functions that it names.
+They find functions that may run code by their names. Each use must check ``allow_pickle`` itself or appear here with
+its reason. tests/frontends/test_hostile_imports.py and tests/tensors/test_untrusted.py check that a pickle cannot call
+the functions that it names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RUNNING = {
     "torch.serialization.load", "torch.package.PackageImporter", "shutil.unpack_archive",
     "casckpt.tensors.untrusted.BoundedUnpickler", "casckpt.frontends.dcp.described.read_metadata", "_run_pickle",
 }  # fmt: skip
-"""Functions that may run what they are given, in full. The last three are our own."""
+"""Full names of functions that may run what they are passed. The last three are our own."""
 
 _TABLE = "its names stand in the code"
 _CALLER = "whoever calls it has asked"

@@ -1,4 +1,4 @@
-"""The package: its names, types and version, and the content of a fresh clone."""
+"""The package: its names, types and version, and the contents of a fresh clone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def functions(thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def files() -> list[Path]:
-    """All text files of a clone."""
+    """All text files in a clone."""
     folders = ("casckpt", "tests", "tools", "docs", ".ci")
     inside = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     local = {".venv.lock", ".coverage", ".git"}  # a file in a worktree
@@ -118,7 +118,7 @@ def test_tested_versions_are_in_the_declared_ranges() -> None:
         assert pinned[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
 
-def test_no_file_names_a_machine() -> None:
+def test_no_file_contains_a_machine_name() -> None:
     machine = re.compile(r"(?:^|[\s\"'=(:`])/(?:work|farm|root|home|Users|opt)/|(?:extra-)?index-url|find-links")
     found = [
         f"{path.relative_to(ROOT)}:{number}"

@@ -1,4 +1,4 @@
-"""Each bug of tools/mutants has one place in the code, and tests that detect it."""
+"""Each bug in tools/mutants has one place in the code, and tests that detect it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_an_ambiguous_or_missing_place_is_refused(tmp_path: Path, function: str,
     (tmp_path / "casckpt").mkdir()
     for name in "ab":
         (tmp_path / "casckpt" / f"{name}.py").write_text("def put():\n    return 1\n")
-    with pytest.raises(NoPlace, match=f"stands {count} times in {function}"):
+    with pytest.raises(NoPlace, match=f"occurs {count} times in {function}"):
         Planted("a bug", function, text, "", "").place(tmp_path)
 
 
@@ -90,7 +90,7 @@ def test_each_planted_bug_has_an_existing_test_in_the_default_run() -> None:
         assert test in tests, default
 
 
-def test_killers_have_a_line_each_in_the_order_of_the_bugs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_killer_has_its_own_line_in_bug_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_mutants, "KILLERS", tmp_path / "killers.json")
     _mutants.write_killers({"no longer planted": ["", "", ""], **dict(reversed(KILLERS.items()))})
     assert (tmp_path / "killers.json").read_text() == (ROOT / "tools/killers.json").read_text()

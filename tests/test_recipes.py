@@ -1,4 +1,4 @@
-"""The trainings of docs/examples resume as if they had never been killed."""
+"""The training programs in docs/examples resume as if they had never been killed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "docs" / "examples"
 
 @dataclass(frozen=True)
 class Recipe:
-    """An example. It is killed in call ``dies_at`` of backward, and continues after call ``goes_on``.
+    """An example. It is killed in call number ``dies_at`` of backward, and continues after call number ``goes_on``.
 
     ``needs``: modules of packages that may be missing. ``others``: another number of ranks for the resume, where
     ``batch`` is evaluated.
@@ -71,7 +71,7 @@ def test_each_restartable_example_survives_a_kill() -> None:
     [pytest.param(one, marks=[pytest.mark.soak] if one.name == "fsdp2" else []) for one in RECIPES],
     ids=lambda one: str(one.name),
 )
-def test_a_training_resumes_bit_for_bit_after_a_kill(recipe: Recipe, tmp_path: Path) -> None:
+def test_training_resumes_bit_for_bit_after_a_kill(recipe: Recipe, tmp_path: Path) -> None:
     missing = [name for name in recipe.needs if find_spec(name.partition(".")[0]) is None]
     if missing:
         pytest.skip(f"needs {', '.join(missing)}")
@@ -92,7 +92,7 @@ def test_a_training_resumes_bit_for_bit_after_a_kill(recipe: Recipe, tmp_path: P
     [pytest.param(one, marks=[] if one.name == "fsdp2" else [pytest.mark.soak]) for one in RECIPES if one.batch],
     ids=lambda one: str(one.name),
 )
-def test_a_training_resumes_on_another_number_of_ranks(recipe: Recipe, tmp_path: Path) -> None:
+def test_training_resumes_on_a_different_number_of_ranks(recipe: Recipe, tmp_path: Path) -> None:
     starts = [*up_to_the_kill(recipe), Start("resumed", "killed", ranks=recipe.others)]
     path = EXAMPLES / f"{recipe.name}.py"
     seen = train(Training(path, tmp_path, batch=recipe.batch), starts)
@@ -127,5 +127,5 @@ def assert_prints(ranks: list[Seen], path: Path, number: int) -> None:
 
 
 def of_all(ranks: list[Seen]) -> list[float]:
-    """The losses of the whole batches, of which each rank has an equal share."""
+    """The losses of whole batches, of which each rank has an equal share."""
     return [sum(losses) / len(losses) for losses in zip(*(one.losses for one in ranks), strict=True)]

@@ -116,7 +116,7 @@ def text(project: Project, name: str) -> str:
     return (project.root / name).read_text()
 
 
-def test_a_function_has_its_new_name_in_code_text_and_pages(project: Project) -> None:
+def test_a_renamed_function_is_renamed_in_code_comments_and_pages(project: Project) -> None:
     _, left = rename(project, "casckpt.deep.wheels.make_wheel", "build")
     assert left == []
     used = text(project, "casckpt/using.py")
@@ -130,7 +130,7 @@ def test_a_function_has_its_new_name_in_code_text_and_pages(project: Project) ->
     assert text(project, "CHANGELOG.md") == FILES["CHANGELOG.md"]
 
 
-def test_classes_of_one_name_are_distinguished_and_doubts_reported(project: Project) -> None:
+def test_classes_with_the_same_name_are_distinguished_and_doubts_reported(project: Project) -> None:
     _, left = rename(project, "casckpt.deep.wheels.Wheel", "Roller")
     used = text(project, "casckpt/using.py")
     assert "import Roller as P\n" in used
@@ -142,7 +142,7 @@ def test_classes_of_one_name_are_distinguished_and_doubts_reported(project: Proj
     assert [one.partition(": ")[0] for one in left] == ["docs/page.md:3"]
 
 
-def test_a_field_is_renamed_where_its_class_is_meant_and_unknown_objects_are_reported(project: Project) -> None:
+def test_a_field_is_renamed_only_for_its_class_and_unknown_objects_are_reported(project: Project) -> None:
     _, left = rename(project, "casckpt.deep.wheels.Wheel.spokes", "length")
     assert "{wheel.length} {other.spokes}" in text(project, "casckpt/using.py")
     assert "[one.length for one in (make_wheel(spokes=3)" in text(project, "casckpt/using.py")
@@ -159,7 +159,7 @@ def test_objects_of_unknown_types_are_renamed_on_request(project: Project) -> No
     assert left == []
 
 
-def test_a_method_is_renamed_with_those_that_override_it(project: Project) -> None:
+def test_a_method_is_renamed_together_with_its_overrides(project: Project) -> None:
     rename(project, "casckpt.deep.wheels.Wheel.turn_by", "grown")
     wheels = text(project, "casckpt/deep/wheels.py")
     assert wheels.count("def grown(") == 2
@@ -167,7 +167,7 @@ def test_a_method_is_renamed_with_those_that_override_it(project: Project) -> No
     assert '"Wheel.grown"' in text(project, "tools/planted.py")
 
 
-def test_a_parameter_is_renamed_with_the_keywords_of_calls(project: Project) -> None:
+def test_a_parameter_is_renamed_together_with_call_keywords(project: Project) -> None:
     rename(project, "casckpt.deep.wheels.make_wheel:spokes", "length")
     assert "def make_wheel(length: int = 1)" in text(project, "casckpt/deep/wheels.py")
     assert "return Wheel(spokes=length)" in text(project, "casckpt/deep/wheels.py")
@@ -185,7 +185,7 @@ def test_a_parameter_is_renamed_with_the_keywords_of_calls(project: Project) -> 
         ("casckpt.deep.wheels.Wheel", "class", "not a name"),
     ],
 )
-def test_a_used_or_missing_name_is_refused(project: Project, old: str, new: str, why: str) -> None:
+def test_a_name_that_is_in_use_or_missing_is_refused(project: Project, old: str, new: str, why: str) -> None:
     with pytest.raises(Refused, match=why):
         rename(project, old, new)
     assert text(project, "casckpt/deep/wheels.py") == FILES["casckpt/deep/wheels.py"]
@@ -209,7 +209,7 @@ def test_a_module_moves_with_its_tests_and_references(project: Project) -> None:
     assert '"casckpt.shallow.rollers.make_wheel"' in text(project, "tests/shallow/test_rollers.py")
 
 
-def test_a_package_moves_with_its_content(project: Project) -> None:
+def test_a_package_moves_with_its_contents(project: Project) -> None:
     move(project, "casckpt.deep", "casckpt.far.deeper")
     assert "from casckpt.far.deeper import wheels\n" in text(project, "casckpt/using.py")
     assert "`far/deeper/wheels.py`" in text(project, "docs/page.md")
@@ -244,7 +244,7 @@ def test_modules_with_a_common_name_are_not_merged(project: Project) -> None:
     assert (project.root / "casckpt/deep/wheels.py").exists()
 
 
-def test_import_circles_and_unreachable_fixtures_are_reported(project: Project) -> None:
+def test_import_cycles_and_unreachable_fixtures_are_reported(project: Project) -> None:
     (project.root / "tests/deep/conftest.py").write_text("")
     (project.root / "casckpt/deep/wheels.py").write_text("from casckpt.using import total\n\nPART = total\n")
     (project.root / "casckpt/using.py").write_text("from casckpt.deep.wheels import PART\n\ntotal = PART\n")
@@ -253,7 +253,7 @@ def test_import_circles_and_unreachable_fixtures_are_reported(project: Project) 
     assert any(one.startswith("import casckpt.rollers: ImportError") for one in left)
 
 
-def test_one_function_moves_into_another_module(project: Project) -> None:
+def test_a_single_function_moves_to_a_different_module(project: Project) -> None:
     with pytest.raises(Refused, match="has another Wheel, which make_wheel needs"):
         move(project, "casckpt.deep.wheels.make_wheel", "casckpt.other")
     (project.root / "casckpt/more.py").write_text('"""More."""\n\nlog = 1\n')

@@ -1,4 +1,4 @@
-"""The servers of the tests also start if another process takes their port first."""
+"""Test servers start even if another process takes their port first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.servers import Server
 
 
 @pytest.mark.parametrize("kind", [servers.moto, servers.seaweed])
-def test_a_server_whose_port_was_taken_starts_on_others(
+def test_a_server_whose_port_is_taken_starts_on_a_different_one(
     kind: Callable[[Path], Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw, drawn = servers.free_ports, 0

@@ -1,4 +1,4 @@
-"""tools/setup continues with a Python that works."""
+"""tools/setup skips broken Pythons and continues with one that works."""
 
 from __future__ import annotations
 

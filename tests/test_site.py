@@ -51,7 +51,7 @@ def test_each_public_name_has_its_page(stem: str) -> None:
     assert all("```py" in example or "](" in example for example in page.examples.values())
 
 
-def test_results_of_methods_are_documented() -> None:
+def test_method_results_are_documented() -> None:
     names = {one.__name__ for one in reference.values()}
     assert {"GcResult", "VerifyResult", "SaveStats", "StoreUsage", "RunUsage", "Difference", "Change"} <= names
     assert not {"Store", "Checkpoint", "Repository"} & names
@@ -125,7 +125,7 @@ def test_each_environment_variable_is_documented() -> None:
 
 
 def quoted(text: str) -> list[str]:
-    """The texts in backticks."""
+    """The strings in backticks."""
     return re.findall(r"`([^`]+)`", text)
 
 
@@ -136,19 +136,19 @@ def settings(heading: str) -> dict[str, str]:
     return dict(re.findall(r"^\| `(\w+)`(?: \(.*?\))? \| ?(?:`(.*?)`)? \|", found[1], re.MULTILINE))
 
 
-def test_documented_settings_of_a_store_match_the_code() -> None:
+def test_documented_store_settings_match_the_code() -> None:
     assert settings("Store settings") == _DEFAULTS
     assert list(_DEFAULTS) == list(NAMES)
 
 
-def test_documented_settings_of_a_new_store_match_the_code() -> None:
+def test_documented_settings_for_a_new_store_match_the_code() -> None:
     fields = {field.name: field.default for field in msgspec.structs.fields(Marker)}
     sizes = {name: parse_size(default) for name, default in settings("Sizes of a new store").items()}
     assert sizes == {name: fields[name] for name in ("cell_bytes", "blob_bytes")}
 
 
 def as_written(values: dict[str, Any]) -> dict[str, str]:
-    """Defaults as a page shows them. A name without a default has ""."""
+    """Defaults as shown on a page. A name without a default has ""."""
     return {name: "" if value in NONE else repr(value).replace("'", '"') for name, value in values.items()}
 
 
@@ -160,7 +160,7 @@ def test_documented_arguments_of_open_match_the_code() -> None:
 @pytest.mark.parametrize(
     ("heading", "kind"), [("Options of save", SaveOptions), ("Options of Checkpointer", CheckpointerConfig)]
 )
-def test_documented_settings_of_saves_match_the_code(heading: str, kind: Any) -> None:
+def test_documented_save_settings_match_the_code(heading: str, kind: Any) -> None:
     assert settings(heading) == as_written({field.name: field.default for field in fields(kind)})
 
 

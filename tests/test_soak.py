@@ -1,4 +1,4 @@
-"""tools/soak for a minute, and errors that it must notice."""
+"""Runs tools/soak for a minute, and checks that it detects errors."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_growing_memory_is_reported(tmp_path: Path, what: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=lambda one: one.name)
-def test_a_signal_ends_a_soak_with_its_counts(tmp_path: Path, signum: signal.Signals) -> None:
+def test_a_signal_ends_a_soak_which_reports_its_counts(tmp_path: Path, signum: signal.Signals) -> None:
     command = [*map(str, SOAK), "1", "--folder", str(tmp_path)]
     with subprocess.Popen(
         command, env=os.environ | ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -122,7 +122,7 @@ def counted(worker: Worker) -> Counter[str]:
 
 
 @pytest.mark.filterwarnings("ignore::casckpt.errors.ForgottenWarning")
-def test_a_leased_checkpoint_deleted_by_gc_is_noticed(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deleting_a_leased_checkpoint_in_gc_is_detected(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         assert workers.save(worker, RUNS[0])
     oldest = worker.store.get(f"{RUNS[0]}@0")
@@ -136,7 +136,7 @@ def test_a_leased_checkpoint_deleted_by_gc_is_noticed(worker: Worker, monkeypatc
         workers.load_under_lease(worker, oldest)
 
 
-def test_a_lease_on_a_checkpoint_already_gone_does_not_count(worker: Worker) -> None:
+def test_a_lease_on_a_purged_checkpoint_does_not_count(worker: Worker) -> None:
     workers.save(worker, RUNS[0])
     gone = worker.store.get(f"{RUNS[0]}@0")
     worker.store.forget(gone)
@@ -144,7 +144,7 @@ def test_a_lease_on_a_checkpoint_already_gone_does_not_count(worker: Worker) -> 
     assert counted(worker)["lease of what was gone"] == 1
 
 
-def test_a_copy_that_copies_nothing_is_noticed(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_copies_nothing_is_detected(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(6):
         workers.save(worker, RUNS[0])
         worker.store.copy_to(worker.copy)
@@ -157,25 +157,25 @@ def test_a_copy_that_copies_nothing_is_noticed(worker: Worker, monkeypatch: pyte
         looks.look(worker)
 
 
-def test_a_gc_that_keeps_too_few_is_noticed(worker: Worker) -> None:
+def test_a_gc_that_keeps_too_few_checkpoints_is_detected(worker: Worker) -> None:
     for _ in range(3):
         workers.save(worker, RUNS[1])
     worker.store.gc(keep_last=2, min_age=0)
     looks.look(worker)
     worker.store.gc(keep_last=1, min_age=0)
-    with pytest.raises(Wrong, match=r"beta/lora@1 was saved, and is not there: \[2\]"):
+    with pytest.raises(Wrong, match=r"beta/lora@1 was saved, but does not exist: \[2\]"):
         looks.look(worker)
 
 
-def test_a_saved_checkpoint_may_go_if_newer_saves_are_unknown(worker: Worker) -> None:
+def test_a_saved_checkpoint_may_be_missing_if_newer_saves_are_unknown(worker: Worker) -> None:
     workers.save(worker, RUNS[0])
-    for step in (1, 2):  # both killed before they could note it
+    for step in (1, 2):  # both were killed before they could record it
         worker.store.save(state(RUNS[0], step), run=RUNS[0], step=step)
     worker.store.gc(keep_last=2, min_age=0)
     looks.look(worker)
 
 
-def test_a_revoked_save_is_counted_and_leaves_nothing(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_revoked_save_is_counted_and_leaves_nothing_behind(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Store.save
     commit = Transaction.commit
 
@@ -200,7 +200,7 @@ def test_a_revoked_save_is_counted_and_leaves_nothing(worker: Worker, monkeypatc
         raise Revoked("of it nothing is visible")
 
     monkeypatch.setattr(Store, "save", lies)
-    with pytest.raises(Wrong, match="alpha@1 was revoked, and is there"):
+    with pytest.raises(Wrong, match="alpha@1 was revoked, but exists"):
         workers.save(worker, RUNS[0])
 
 
@@ -228,7 +228,7 @@ sys.exit(cli.main())
 
 
 @pytest.mark.parametrize(("role", "name"), [("read", "SIGSEGV"), ("live", "SIGKILL")])
-def test_a_process_killed_by_a_foreign_signal_ends_a_soak(tmp_path: Path, role: str, name: str) -> None:
+def test_a_process_killed_by_an_unexpected_signal_ends_a_soak(tmp_path: Path, role: str, name: str) -> None:
     program = [sys.executable, "-c", PLANTED.format(role=role, signal=name)]
     done = soak(60 / 3600, "--folder", tmp_path, "--every", 0.1, "--pause", 3, "--seed", 1, program=program)
     assert done.returncode == 1
@@ -259,6 +259,6 @@ def test_a_soak_run_names_its_commit(tmp_path: Path) -> None:
     for _ in range(2):
         master(tmp_path)._note_run()
     before, *those = Books(tmp_path).lines("runs")
-    assert before["commit"] is None  # that version kept no such file
+    assert before["commit"] is None  # that version did not write this file
     assert len({one["commit"] for one in those}) == 1
     assert len(those) == 2

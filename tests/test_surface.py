@@ -15,7 +15,7 @@ from tests.test_packaging import ROOT
 
 
 def options() -> list[str]:
-    """The long options of all commands, as "casckpt gc: --dry-run"."""
+    """The long options of all commands, such as "casckpt gc: --dry-run"."""
     found = {f"casckpt {name}": commands.command_of(name) for name in commands.names()}
     pairs = [(name, param) for name, command in (*found.items(), ("casckpt", cli)) for param in command.params]
     own = [f"{name}: {option}" for name, param in pairs for option in (*param.opts, *param.secondary_opts)]
@@ -23,7 +23,7 @@ def options() -> list[str]:
 
 
 def is_there(name: str) -> bool:
-    """Report whether a front end, as "dcp: StorageWriter", has a name. True if its package is not installed."""
+    """Report whether a front end has a name, such as "dcp: StorageWriter". True if its package is not installed."""
     page, _, wanted = name.partition(": ")
     module = {"casckpt": "casckpt", "errors": "casckpt.errors", "README": ""}.get(page, f"casckpt.frontends.{page}")
     module = page if page.startswith("casckpt.") else module

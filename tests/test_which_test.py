@@ -1,4 +1,4 @@
-"""tools/which-test finds functions by the end of their names, and their tests."""
+"""tools/which-test finds functions by the end of their names, and finds their tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_function_is_found_by_a_unique_part_of_its_name(name: str) -> None:
     assert [function for _, function in _which_test.functions(name)] == ["CommitList.live"]
 
 
-def test_a_name_may_mean_several_functions_or_none() -> None:
+def test_a_name_can_match_several_functions_or_none() -> None:
     assert len(_which_test.functions("newest_settings")) == 1 < len(_which_test.functions("settle"))
     assert _which_test.functions("live_long") == {}
 

@@ -1,4 +1,4 @@
-"""Run `casckpt demo` on real weights: import MiniLM into a store and fine-tune from there with a frozen encoder.
+"""Run `casckpt demo` on real weights: import MiniLM into a store and fine-tune it with a frozen encoder.
 
 Exit with 1 if a claim does not hold.
 """
@@ -62,7 +62,7 @@ hub.logging.disable_progress_bar()
 
 
 class FineTune(Training):
-    """Classifies sentences by topic: MiniLM, of which only the pooler is trained, and a head."""
+    """Classifies sentences by topic with MiniLM, of which only the pooler is trained, and a head."""
 
     def __init__(self, store: casckpt.Store) -> None:
         torch.manual_seed(0)
@@ -104,28 +104,28 @@ def show(folder: Path) -> None:
     cli(["import", str(folder), str(MODEL), "--run", "base", "--step", "0"], standalone_mode=False)
     weights, filled = load_file(MODEL / "model.safetensors"), FineTune(store).model.state_dict()
     same = all(torch.equal(filled[f"encoder.{name}"], weights[name]) for name in weights if f"encoder.{name}" in filled)
-    claim(same, "loaded from the store, the model has just the weights of its package")
+    claim(same, "loaded from the store, the model has exactly the weights of its package")
     base = store.stats().bytes_stored
     tour = Tour(Output(), folder, lambda: FineTune(store))
     tour.run()
-    claim(tour.holds, "every bit that was loaded is as it was")
+    claim(tour.holds, "every bit that was loaded is unchanged")
     tuned = FineTune(store)
     store.load({"model": tuned.model.state_dict()}, f"{RUN}@latest", unread="ignore")
-    claim(bool((tuned.scores().argmax(1) == tuned.topics).float().mean() > 0.9), "the model has learnt the topics")
+    claim(bool((tuned.scores().argmax(1) == tuned.topics).float().mean() > 0.9), "the model has learned the topics")
     expected = base + tuned.changing_bytes()
-    claim(abs(store.stats().bytes_stored - expected) <= 0.02 * expected, "only what changed was stored, within 2 %")
-    print(f"\nGo on with: {Path(sys.executable).parent / 'casckpt'} list {folder}")
+    claim(abs(store.stats().bytes_stored - expected) <= 0.02 * expected, "only what changed was stored, to within 2 %")
+    print(f"\nContinue with: {Path(sys.executable).parent / 'casckpt'} list {folder}")
 
 
 def main() -> None:
-    """Use a folder, and show everything there."""
-    parser = argparse.ArgumentParser(prog="tools/demo", description="Show on a real model what casckpt does.")
+    """Show everything in a folder."""
+    parser = argparse.ArgumentParser(prog="tools/demo", description="Demonstrate casckpt on a real model.")
     parser.add_argument("folder", nargs="?", type=Path, help="becomes the store (default: a new temporary folder)")
     folder: Path = parser.parse_args().folder or Path(tempfile.mkdtemp(prefix="casckpt-demo-"))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        sys.exit(f"demo: {folder} is not empty; give another folder, or none")
+        sys.exit(f"demo: {folder} is not empty: pass a different folder, or none")
     with tempfile.TemporaryDirectory(prefix="casckpt-demo-cache-") as cache:
-        os.environ["CASCKPT_CACHE_DIR"] = cache  # leaves no files elsewhere
+        os.environ["CASCKPT_CACHE_DIR"] = cache  # does not leave files elsewhere
         show(folder.resolve())
 
 

@@ -1,4 +1,4 @@
-"""Bugs at random places: see ``tools/mutants --draw``. Each is one small edit of one statement."""
+"""Bugs at random positions: see ``tools/mutants --draw``. Each bug is one small edit of one statement."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WORDS = ("log.", "warn", "super()", "isinstance", "getattr", "hasattr", "cast",
 
 
 class Source:
-    """A module, and all edits of it that can be drawn."""
+    """A module, and all possible edits of it that can be drawn."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.text = path, path.read_bytes()
@@ -39,7 +39,7 @@ class Source:
         return self.text[slice(*self._span(node))].decode()
 
     def edits(self) -> Iterator[Edit]:
-        """Return all edits, except in texts of errors and logs and in types."""
+        """Return all edits, except those in error messages, log messages and types."""
         nodes: list[ast.AST] = [ast.parse(self.text)]
         while nodes:
             node = nodes.pop()
@@ -89,7 +89,7 @@ class Source:
                 yield "wrong operand", node, self._of(node).removesuffix(name) + _TWINS[name]
 
     def planted(self, edit: Edit, tests: str) -> Planted:
-        """Return the bug, with as many lines as make its text unique in the file.
+        """Return the bug, with enough lines to make its text unique in the file.
 
         Raises SyntaxError for an invalid program.
         """
@@ -107,7 +107,7 @@ class Source:
 
 
 def draw(paths: Sequence[str], count: int, seed: int) -> Iterator[Planted]:
-    """Draw ``count`` bugs, evenly over paths and kinds, each with the tests for the present bugs of its file."""
+    """Draw ``count`` bugs, evenly over paths and kinds, each with the tests for the existing bugs of its file."""
     chance, tests = random.Random(seed), defaultdict[str, dict[str, None]](dict)  # noqa: S311 - nothing is secret
     for one in PLANTED:
         tests[one.place()[0]] |= dict.fromkeys(one.tests.split())

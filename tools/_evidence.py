@@ -88,7 +88,7 @@ def soaked(folder: Path) -> dict[str, str]:
 
 
 def soaked_on(folder: Path) -> str:
-    """Return the first and last commit of its runs. Runs from before the file existed have none."""
+    """Return the first and last commit of its runs. Runs from before the file existed do not have a commit."""
     runs = [json.loads(line) for line in (folder / "runs").read_text().splitlines()]
     first, last = (one["commit"] or "earlier ones" for one in (runs[0], runs[-1]))
     return (
@@ -106,7 +106,7 @@ def planted() -> str:
 
 
 def figures(counted: Mapping[str, int], soaks: Sequence[Path] = ()) -> dict[str, str]:
-    """Return the present figures by name."""
+    """Return the current figures by name."""
     sums = {counts: sum(n for what, n in counted.items() if what.startswith(counts)) for counts in ROWS.values()}
     found = {counts: f"{count:,}" for counts, count in sums.items() if count} | {"planted": planted()}
     for folder in soaks:
@@ -117,7 +117,10 @@ def figures(counted: Mapping[str, int], soaks: Sequence[Path] = ()) -> dict[str,
 def with_table(
     page: str, new: Mapping[str, str], command: str, when: str, soaks: Mapping[str, str] = MappingProxyType({})
 ) -> str:
-    """Return the page with new figures. Rows without a new figure stay. ``soaks``: the commits of each soak."""
+    """Return the page with new figures.
+
+    Rows without a new figure do not change. ``soaks``: the commits of each soak.
+    """
     before, _, rest = page.partition(BEGIN)
     old, _, after = rest.partition(END)
     held = {line.split(" | ")[0].removeprefix("| "): line for line in old.splitlines()[2:]}

@@ -1,4 +1,4 @@
-"""See tools/move. Paths and dotted names are text. ty finds modules that are imported by their last name."""
+"""See tools/move. Paths and dotted names are found as text. ty finds modules that are imported by their last name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Move:
         self.merges = bool(project.module(new))
         self.doubtful = list[str]()
         if self.merges and self.package:
-            raise Refused(f"{new} is there already: merge its modules one by one")
+            raise Refused(f"{new} already exists: merge its modules one at a time")
 
     # references
 
@@ -84,7 +84,7 @@ class Move:
         self._rename_uses(uses, last, new_last)
 
     def split(self, name: str, source: Source, node: ast.ImportFrom, alias: ast.alias, line: str) -> None:
-        """Import one name of several on a line of its own."""
+        """Move one of several imported names to a separate line."""
         start, end = source.span(node)
         indent = source.line(start)[1][: node.col_offset]
         rest = [ast.unparse(one) for one in node.names if one is not alias]
@@ -148,7 +148,7 @@ class Move:
 
 
 def _has(source: Source, name: str) -> bool:
-    """Report whether a module binds or reads this name."""
+    """Return whether a module binds or reads this name."""
     nodes = (node for node in ast.walk(source.tree) if isinstance(node, ast.Name | ast.arg | ast.alias))
     return any(name in _names(node) for node in nodes)
 
@@ -162,7 +162,10 @@ def _names(node: ast.Name | ast.arg | ast.alias) -> set[str]:
 
 
 def defined(body: Sequence[ast.stmt]) -> dict[str, str]:
-    """Map each name to the text of the statement that binds it. An imported name is mapped to its home."""
+    """Map each name to the text of the statement that binds it.
+
+    An imported name is mapped to the module that defines it.
+    """
     found = dict[str, str]()
     for one in statements(body):
         if isinstance(one, ast.Import | ast.ImportFrom):
@@ -181,9 +184,10 @@ def defined(body: Sequence[ast.stmt]) -> dict[str, str]:
 
 
 def merged(source: str, target: str, move: Move) -> str:
-    """Merge two modules: the imports of both, then the definitions of the target, then those of the source.
+    """Merge two modules.
 
-    The definitions of the source come first if the target imports from it. Raises Refused for names that both define.
+    The result has the imports of both, then the target's definitions, then the source's. The source's definitions come
+    first if the target imports from it. Raises Refused for names that both define.
     """
     (head, _, names, body), (other_head, other_docs, other_names, other) = (
         _parts(one, move) for one in (source, target)
@@ -199,7 +203,7 @@ def merged(source: str, target: str, move: Move) -> str:
 
 
 def _parts(text: str, move: Move) -> tuple[str, str, dict[str, str], str]:
-    """The imports, the docstring, the bound names, and the rest of a module."""
+    """Return the imports, the docstring, the bound names, and the rest of a module."""
     source = Source(text)
     imports, taken = list[str](), list[tuple[int, int]]()
     docs = ""
@@ -242,7 +246,7 @@ def move(project: Project, old: str, new: str) -> tuple[list[str], list[str]]:
     for test, to in change.tests():
         dotted = [one.removesuffix(".py").replace("/", ".") for one in (test, to)]
         tests = Move(project, *dotted)
-        if tests.merges and not _fits(tests):  # it stays a separate file beside the other one
+        if tests.merges and not _fits(tests):  # it remains a separate file next to the other one
             tests = Move(project, dotted[0], f"{dotted[1]}_{old.rpartition('.')[2]}")
         moves.append(tests)
     for one in moves:
@@ -261,7 +265,7 @@ def move(project: Project, old: str, new: str) -> tuple[list[str], list[str]]:
 
 
 def _fits(change: Move) -> bool:
-    """Report whether the two modules can be merged."""
+    """Return whether the two modules can be merged."""
     try:
         return bool(merged(change.project.source(change.home).text, change.project.source(change.target).text, change))
     except Refused:
@@ -318,7 +322,7 @@ def move_one(project: Project, old: str, new: str) -> tuple[list[str], list[str]
 
 
 def _cut(source: Source, name: str) -> tuple[int, int]:
-    """Return the begin and end of a definition, with its decorators, the comments above it, and a string below it."""
+    """Return the start and end of a definition, with its decorators, the comments above it, and a string below it."""
     body = source.tree.body
     at = next(number for number, one in enumerate(body) if name in defined([one]))
     node, below = body[at], body[at + 1] if at + 1 < len(body) else None
@@ -352,14 +356,14 @@ def _fixtures(change: Move) -> list[str]:
 
 
 def _not_imported(project: Project, module: str) -> list[str]:
-    """Return Python's error if the moved module cannot be imported: a cycle, or a missing name."""
+    """Return Python's error if the moved module cannot be imported because of a cycle or a missing name."""
     command = [sys.executable, "-c", f"import {module}"]
     done = subprocess.run(command, cwd=project.root, capture_output=True, text=True, check=False)
     return [f"import {module}: {done.stderr.strip().splitlines()[-1]}"] if done.returncode else []
 
 
 def _left(change: Move) -> list[str]:
-    """Return texts that may still name the module by the end of its path."""
+    """Return the texts that may still refer to the module by the end of its path."""
     parts = change.old.split(".")[-2:]
     word, ending = r"[./]".join(map(re.escape, parts)), r"\b" if change.package else r"(?:\.py)?\b(?!\.py)"
     alone = rf"|(?<![\w/.-]){re.escape(parts[-1])}\.py\b" if not change.package else rf"|`{re.escape(parts[-1])}/?`"
@@ -374,10 +378,10 @@ def _left(change: Move) -> list[str]:
 
 
 def command(project: Project, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Read the command line, and move."""
+    """Parse the command line, and move."""
     parser = argparse.ArgumentParser(prog="tools/move", description="Move a module or package, with its tests.")
-    parser.add_argument("old", help="the module or package, with dots; or one name of a module")
-    parser.add_argument("new", help="its new name; a module that is there takes it in")
+    parser.add_argument("old", help="the dotted name of the module or package, or of one definition in a module")
+    parser.add_argument("new", help="its new name; if that module exists, the two are merged")
     asked = parser.parse_args(arguments)
     return move(project, asked.old, asked.new)
 

@@ -1,4 +1,4 @@
-"""See tools/mutants. Exits with 1 if a planted bug survives. CI does not run it, since it takes long."""
+"""See tools/mutants. Exits with 1 if a planted bug survives. CI does not run it because it takes a long time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from planted import PLANTED
 
 ROOT = Path(__file__).resolve().parent.parent
 KILLERS = ROOT / "tools" / "killers.json"
-RUNS = {"--quick": "`--quick`", "": "default", "--full": "`--full`"}  # each includes the tests of the earlier ones
+RUNS = {"--quick": "`--quick`", "": "default", "--full": "`--full`"}  # each includes the tests of the previous ones
 SECONDS = 600
 
 
@@ -48,7 +48,7 @@ def outcome(folder: Path, planted: Planted, run: str) -> str:
     finally:
         file.write_text(before)
     if found and first_failure(folder, run, [found]):
-        sys.exit(f"{found} fails without a bug, too")
+        sys.exit(f"{found} also fails without a bug")
     return found
 
 
@@ -56,7 +56,7 @@ def first_failure(folder: Path, run: str, tests: Sequence[str]) -> str:
     """Return the first failing test, or "". Exit if the tests cannot run."""
     chosen = [run] if run else []
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *chosen, *tests]
-    copied = os.environ | {"PYTHONPATH": str(folder)}  # otherwise the processes of tests find the installed project
+    copied = os.environ | {"PYTHONPATH": str(folder)}  # otherwise, tests' processes would find the installed project
     done = subprocess.run(command, cwd=folder, env=copied, capture_output=True, text=True, check=False, timeout=SECONDS)
     nothing_plain = done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED and run == "--quick"
     if done.returncode not in (0, 1) and not nothing_plain:  # a name is wrong, ...
@@ -76,7 +76,7 @@ def killers(folder: Path, planted: Planted, runs: Sequence[str]) -> dict[str, st
 
 
 def all_killers(chosen: Sequence[Planted], runs: Sequence[str], jobs: int) -> Iterator[tuple[Planted, dict[str, str]]]:
-    """Try one bug after another, ``jobs`` at a time, each in a copy of the project."""
+    """Try all bugs, ``jobs`` at a time, each in a copy of the project."""
     with tempfile.TemporaryDirectory(prefix="casckpt-mutants-") as name, ThreadPoolExecutor(jobs) as pool:
         copies = [copy_of_the_project(Path(name, str(number))) for number in range(jobs)]
 
@@ -100,23 +100,27 @@ def known_killers() -> dict[str, list[str]]:
 
 
 def write_killers(known: Mapping[str, list[str]]) -> None:
-    """Write the killers, one line for each planted bug, in the order of the bugs."""
+    """Write the killers, one line for each planted bug, in bug order."""
     lines = [f"  {json.dumps(one.name)}: {json.dumps(known[one.name])}" for one in PLANTED if one.name in known]
     KILLERS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="tools/mutants", description="Plant bugs, and see that tests notice.")
-    parser.add_argument("words", nargs="*", help="those whose names hold one of these; none: all")
+    parser = argparse.ArgumentParser(prog="tools/mutants", description="Plant bugs, and check that tests detect them.")
+    parser.add_argument("words", nargs="*", help="bugs whose names contain one of these words (default: all)")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--quick", action="store_const", dest="run", const="--quick", help="by tools/test --quick alone")
-    which.add_argument("--full", action="store_const", dest="run", const="--full", help="by tools/test --full")
-    which.add_argument("--table", action="store_true", help="by each of the three, into tools/killers.json")
-    parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
-    drawn = "plant N new bugs, drawn evenly over the files and folders given; with the tests of what is planted there"
+    which.add_argument(
+        "--quick", action="store_const", dest="run", const="--quick", help="use only the tests of tools/test --quick"
+    )
+    which.add_argument(
+        "--full", action="store_const", dest="run", const="--full", help="use the tests of tools/test --full"
+    )
+    which.add_argument("--table", action="store_true", help="use all three sets of tests, and write tools/killers.json")
+    parser.add_argument("--jobs", type=int, default=1, help="how many bugs to try at a time")
+    drawn = "plant N new bugs, drawn evenly over the given files and folders; run the tests of the bugs there"
     parser.add_argument("--draw", type=int, metavar="N", help=drawn)
-    parser.add_argument("--seed", type=int, default=0, help="what --draw draws by (0)")
+    parser.add_argument("--seed", type=int, default=0, help="the random seed of --draw (0)")
     asked = parser.parse_args()
     if asked.draw and (asked.table or not asked.words):
         parser.error("--draw needs files or folders of casckpt, and excludes --table")

@@ -11,16 +11,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class NoPlace(Exception):
-    """The text occurs nowhere, or more than once."""
+    """The text does not occur, or occurs more than once."""
 
 
 @dataclass(frozen=True)
 class Planted:
-    """``before`` occurs once in ``function``, and ``after`` in its place is the bug.
+    """``before`` occurs once in ``function``. Replacing it with ``after`` is the bug.
 
     ``tests``: the files that detect it.
 
-    ``function``: the innermost one that contains the text, as "function", "Class.method" or "Class", or "".
+    ``function``: the innermost scope that contains the text, as "function", "Class.method" or "Class", or "".
     """
 
     name: str
@@ -30,7 +30,7 @@ class Planted:
     tests: str
 
     def place(self, root: Path = ROOT) -> tuple[str, int, int]:
-        """Return the file, relative to ``root``, and the begin and end of the text in it. Raises NoPlace."""
+        """Return the file, relative to ``root``, and the start and end of the text in it. Raises NoPlace."""
         found = []
         for name, text in _texts(root).items():
             ends = [(at, at + len(self.before)) for at in _all(self.before, text)]
@@ -38,7 +38,7 @@ class Planted:
         if len(found) != 1:
             where = ", ".join(sorted({name for name, _, _ in found})) or "casckpt/"
             raise NoPlace(
-                f"{self.name!r}: its text stands {len(found)} times in {self.function or 'modules'} of {where}"
+                f"{self.name!r}: its text occurs {len(found)} times in {self.function or 'modules'} of {where}"
             )
         return found[0]
 
@@ -58,7 +58,7 @@ def _all(part: str, text: str) -> list[int]:
 
 @cache
 def scopes(text: str) -> tuple[tuple[str, int, int], ...]:
-    """Return (qualified name, start, end) of a module's functions and classes, in whole lines, outer ones first."""
+    """Return (qualified name, start, end) of a module's functions and classes, in whole lines, outermost first."""
     starts = [0]
     for line in text.split("\n"):
         starts.append(starts[-1] + len(line) + 1)

@@ -21,14 +21,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "casckpt"
 PLANTED = ("tools/planted.py", "tools/drawn.py")
 HISTORY = ("CHANGELOG.md",)
-"""Pages that keep the names of their time."""
+"""Pages whose names remain as they were when they were written."""
 
 Place: TypeAlias = tuple[str, int]
 """A file, relative to the root, and an offset in its text."""
 
 
 class Refused(Exception):
-    """The change would be wrong. No file was written."""
+    """The change would be incorrect. No file was written."""
 
 
 class Source:
@@ -44,22 +44,22 @@ class Source:
         return ast.parse(self.text)
 
     def offset(self, line: int, byte: int) -> int:
-        """The offset of a byte in a line; the first line is 1."""
+        """Return the offset of a byte in a line; the first line is 1."""
         start = self.starts[line - 1]
         return start + len(self.text[start:].partition("\n")[0].encode()[:byte].decode())
 
     def position(self, offset: int) -> tuple[int, int]:
-        """The line (the first is 1) and the byte in it."""
+        """Return the line of an offset (the first is 1), and the byte in the line."""
         line = bisect_right(self.starts, offset)
         return line, len(self.text[self.starts[line - 1] : offset].encode())
 
     def line(self, offset: int) -> tuple[int, str]:
-        """The number of the line that holds an offset, and its text."""
+        """Return the number and the text of the line that contains an offset."""
         line = bisect_right(self.starts, offset)
         return line, self.text[self.starts[line - 1] :].partition("\n")[0]
 
     def span(self, node: Any) -> tuple[int, int]:
-        """Where a node begins and ends."""
+        """Return the offsets at which a node begins and ends."""
         return self.offset(node.lineno, node.col_offset), self.offset(node.end_lineno, node.end_col_offset)
 
     def words(self, word: str) -> list[int]:
@@ -68,7 +68,7 @@ class Source:
 
     @cached_property
     def prose(self) -> list[tuple[int, int]]:
-        """Return the begin and end of the comments and strings of a Python file."""
+        """Return the start and end of the comments and strings of a Python file."""
         tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
         kinds = {tokenize.COMMENT, tokenize.STRING}
         at = self.starts
@@ -127,7 +127,7 @@ class Project:
         self.edits.setdefault(name, {})[start, end] = new
 
     def edited(self, name: str) -> str:
-        """The text of a file with its edits."""
+        """Return the text of a file with its edits."""
         text = self.source(name).text
         for (start, end), new in sorted(self.edits.get(name, {}).items(), reverse=True):
             text = text[:start] + new + text[end:]
@@ -168,13 +168,13 @@ class Ty:
         beside = Path(sys.executable).with_name("ty")
         command = str(beside) if beside.exists() else shutil.which("ty")
         if not command:
-            raise Refused("ty is not installed: run tools/setup, or put it on the PATH (pip install ty)")
+            raise Refused("ty is not installed: run tools/setup, or put ty on the PATH (pip install ty)")
         self._process = subprocess.Popen(
             [command, "server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=os.environ | {"VIRTUAL_ENV": sys.prefix},  # the place of the libraries
+            env=os.environ | {"VIRTUAL_ENV": sys.prefix},  # the location of the libraries
         )
         self._write, self._read = cast(BinaryIO, self._process.stdin), cast(BinaryIO, self._process.stdout)
         root = project.root.as_uri()
@@ -198,25 +198,25 @@ class Ty:
         length = 0
         while (header := self._read.readline()) != b"\r\n":
             if not header:
-                raise Refused("ty ended without an answer")
+                raise Refused("ty exited without an answer")
             if header.lower().startswith(b"content-length:"):
                 length = int(header.split(b":")[1])
         return dict(json.loads(self._read.read(length)))
 
     def _ask(self, methods: Sequence[str], params: Sequence[Any]) -> list[Any]:
-        """Ask questions one after the other, so that no pipe fills, and return the answers."""
+        """Ask questions one at a time, so no pipe fills up, and return the answers."""
         answers = []
         for method, given in zip(methods, params, strict=True):
             self._number += 1
             self._send({"id": self._number, "method": method, "params": given})
             while (got := self._receive()).get("id") != self._number or "method" in got:
-                if "method" in got and "id" in got:  # a request of the server
+                if "method" in got and "id" in got:  # a request from the server
                     self._send({"id": got["id"], "result": None})
             answers.append(got.get("result"))
         return answers
 
     def definitions(self, places: Sequence[Place]) -> dict[Place, set[Place]]:
-        """Return the definitions of the names at these places. A definition outside the project has the file ""."""
+        """Return the definitions of the names at these positions. A definition outside the project has the file ""."""
         params = []
         for name, offset in places:
             uri = (self.project.root / name).as_uri()
@@ -299,5 +299,5 @@ def main(change: Callable[[Project, Sequence[str]], tuple[list[str], list[str]]]
     print("\n".join(done))
     doubtful += project.planted_nowhere()
     if doubtful:
-        print(f"\nLook at these by hand ({len(doubtful)}):")
+        print(f"\nCheck these by hand ({len(doubtful)}):")
         print("\n".join(doubtful))

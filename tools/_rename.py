@@ -1,4 +1,4 @@
-"""See tools/rename. ty resolves each occurrence in code. Text follows if its meaning is certain."""
+"""See tools/rename. ty resolves each occurrence in code. Text is renamed too if its meaning is certain."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ class Renaming:
     # code
 
     def sort_code(self) -> None:
-        """Sort the occurrences in code: those that mean the name, those that mean another, and unknown ones."""
+        """Sort the occurrences in code.
+
+        There are those that mean this name, those that mean a different one, and unknown ones.
+        """
         places = []
         for name in self.project.with_word(self.old, self.project.python):
             source = self.project.source(name)
@@ -56,18 +59,18 @@ class Renaming:
                 self.unknown.add(place)
 
     def _could_mean_it(self, source: Source, offset: int) -> bool:
-        """Report whether a name that ty cannot resolve could mean this one."""
+        """Return whether a name that ty cannot resolve could mean this one."""
         attribute = source.text[:offset].rstrip().endswith(".")
         if self.parameter:
             return not attribute and re.match(r"\s*=[^=]", source.text[offset + len(self.old) :]) is not None
         return attribute or not self.owner
 
     def unique(self) -> bool:
-        """Report whether the name has one meaning in the package."""
+        """Return whether the name has only one meaning in the package."""
         return not any(name.startswith(f"{PACKAGE}/") for name, _ in self.foreign | self.unknown)
 
     def check(self) -> None:
-        """Refuse a new name that is taken, or that would hide another."""
+        """Refuse a new name that is already taken or would hide a different one."""
         clashes = list[str]()
         for name in sorted({name for name, _ in self.ours}):
             source = self.project.source(name)
@@ -123,7 +126,7 @@ class Renaming:
         ]
 
     def _in_text(self, name: str, source: Source, offset: int) -> None:
-        """Rename in text. Columns of a page keep their places if there is room."""
+        """Rename in text. Columns of a page keep their positions if there is room."""
         end, new = offset + len(self.old), self.new
         gap = re.match(r" {2,}(?=\S)", source.text[end:]) if name.endswith(".md") else None
         if gap:
@@ -157,7 +160,7 @@ class Renaming:
         return certain, span or distinct or after.startswith("(")
 
     def _inside_owner(self, source: Source, name: str, offset: int) -> bool:
-        """Report whether a text of the class or function names its own member or parameter."""
+        """Return whether text in the class or function refers to its own member or parameter."""
         if name != self.home or not self.owner:
             return False
         scope = _scope(source.tree, self.owner.split("."))
@@ -165,7 +168,7 @@ class Renaming:
         return start <= offset < end
 
     def _planted(self, name: str) -> Iterator[str]:
-        """Edit the code in planted bugs like the code itself, and the names of functions."""
+        """Edit the code in planted bugs in the same way as the code itself, and the names of their functions."""
         source = self.project.source(name)
         nodes = (node for node in ast.walk(source.tree) if isinstance(node, ast.Call | ast.Tuple))
         for node in nodes:
@@ -245,7 +248,7 @@ class Families:
         self.beside = list[str]()  # classes that may satisfy a protocol without inheriting from it
 
     def classes(self, name: str) -> dict[Place, tuple[Source, ast.ClassDef]]:
-        """Return the classes of a module, by the place of their names."""
+        """Return the classes of a module, by the position of their names."""
         source = self.project.source(name)
         nodes = (node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef))
         found = {}
@@ -290,7 +293,7 @@ class Families:
 
 
 def _family(project: Project, ty: Ty, home: str, path: Sequence[str], parameter: str) -> tuple[set[Place], list[str]]:
-    """Return the places of the name's definitions, and the classes that may have to follow."""
+    """Return the positions of the name's definitions, and the classes that may have to be renamed too."""
     beside = list[str]()
     source = project.source(home)
     member = path[-1]
@@ -319,11 +322,14 @@ def _family(project: Project, ty: Ty, home: str, path: Sequence[str], parameter:
 def _refuse_stored(scope: Scope) -> None:
     bases = [ast.unparse(base) for base in scope.bases] if isinstance(scope, ast.ClassDef) else []
     if any("Struct" in base or "TypedDict" in base or base == "Record" for base in bases):
-        raise Refused(f"{scope.name} is stored or is JSON: its fields are a contract")  # type: ignore[union-attr]
+        raise Refused(f"{scope.name} is stored or appears in JSON: its fields are a contract")  # type: ignore[union-attr]
 
 
 def rename(project: Project, old: str, new: str, *, doubtful: bool = False) -> tuple[list[str], list[str]]:
-    """Rename in all files. Return the changes, and the places to check. With ``doubtful``, edit unresolved code too."""
+    """Rename in all files.
+
+    Return the changes, and the places to check. With ``doubtful``, also edit unresolved code.
+    """
     dotted, _, parameter = old.partition(":")
     parts = dotted.split(".")
     count = next((count for count in range(len(parts) - 1, 0, -1) if project.module(".".join(parts[:count]))), 0)
@@ -354,11 +360,11 @@ def rename(project: Project, old: str, new: str, *, doubtful: bool = False) -> t
 
 
 def command(project: Project, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Read the command line, and rename."""
+    """Parse the command line, and rename."""
     parser = argparse.ArgumentParser(prog="tools/rename", description="Rename a name in code, tests, tools and docs.")
     parser.add_argument("old", help="package.module.name, package.module.Class.member, or function:parameter")
-    parser.add_argument("new", help="the new name alone")
-    parser.add_argument("--doubtful", action="store_true", help="also code whose type is not known, if it fits")
+    parser.add_argument("new", help="only the new name")
+    parser.add_argument("--doubtful", action="store_true", help="also rename matching code whose type is not known")
     asked = parser.parse_args(arguments)
     return rename(project, asked.old, asked.new, doubtful=asked.doubtful)
 

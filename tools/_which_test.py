@@ -20,7 +20,7 @@ RECORD = ROOT / "build" / "which-test.coverage"
 
 
 def functions(name: str) -> dict[tuple[str, str], tuple[int, int]]:
-    """Return (file, qualified name) of the functions that a name may mean, and their first and last line."""
+    """Return the (file, qualified name) of each function that a name may mean, and its first and last line."""
     parts = name.split(".")
     found = {}
     for path in sorted((ROOT / "casckpt").rglob("*.py")):
@@ -73,10 +73,14 @@ def record(tests: list[str]) -> int:
 
 
 def main() -> None:
-    """Answer a question, or record."""
+    """List the tests of a function, or record them."""
     parser = argparse.ArgumentParser(prog="tools/which-test", description="Which tests cover a function?")
-    parser.add_argument("what", nargs="*", metavar="FUNCTION", help="its name, as much of it as tells it apart")
-    parser.add_argument("--record", action="store_true", help="run these tests (none: --quick), and keep what they run")
+    parser.add_argument("what", nargs="*", metavar="FUNCTION", help="its name, or an unambiguous end of it")
+    parser.add_argument(
+        "--record",
+        action="store_true",
+        help="run these tests (default: those of --quick), and record which functions they run",
+    )
     asked = parser.parse_args()
     if asked.record:
         sys.exit(record(asked.what))

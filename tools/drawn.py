@@ -632,8 +632,8 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "the page of a server shows no run",
         "page_of",
-        '"".join(_run(repo, of_run, tags) for repo, of_run in repos.items()) or "<p>There is no checkpoint yet.</p>"',
-        '("<p>There is no checkpoint yet.</p>")',
+        '"".join(_run(repo, of_run, tags) for repo, of_run in repos.items()) or "<p>There are no checkpoints yet.</p>"',
+        '("<p>There are no checkpoints yet.</p>")',
         "tests/frontends/serve/test_app.py",
     ),
     (
@@ -646,8 +646,8 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "every range is empty",
         "FileMap._elements",
-        'lie before."""\n        if start >= stop:',
-        'lie before."""\n        if start >= start:',
+        'skip in the first."""\n        if start >= stop:',
+        'skip in the first."""\n        if start >= start:',
         "tests/frontends/serve/test_app.py",
     ),
     (

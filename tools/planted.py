@@ -381,7 +381,7 @@ PLANTED = (
         "tags are listed before a gc forgets",
         "retire",
         """    _each_unless_changed(repo, forget, chosen, done.forgotten)
-    # list tags again: a new tag counts, and a process that sets one later sees these records
+    # relist tags: a new tag counts, and a process that sets one later sees these records
     tagged = _barred(repo, [*plan.purge, *done.forgotten])
 """,
         """    tagged = _barred(repo, [*plan.purge, *plan.forget])
@@ -538,8 +538,8 @@ PLANTED = (
     Planted(
         "the name of a commit is not made durable",
         "LocalStore.put.create",
-        "            if settle:  # also",
-        "            if settle and folder != 'commits':  # also",
+        "            if settle:  # even",
+        "            if settle and folder != 'commits':  # even",
         "tests/store/test_power.py",
     ),
     Planted(
@@ -916,7 +916,7 @@ PLANTED = (
     Planted(
         "ranks may use different stores",
         "StoreIdentity.check_shared",
-        '            raise self._apart(repo, "a copy")',
+        '            raise self._apart(repo, "a copy of it")',
         "            return",
         "tests/ranks/test_agreement.py tests/saving/test_save_ranks_failing.py",
     ),
@@ -1049,7 +1049,7 @@ PLANTED = (
     Planted(
         "a cell at another offset counts as held",
         "common",
-        "        if extent.lo != wanted.lo:  # a cell that begins elsewhere is a different cell\n",
+        "        if extent.lo != wanted.lo:  # a cell that begins elsewhere is a different one\n",
         "        if False:\n",
         "tests/plan/test_routes.py",
     ),
@@ -2276,7 +2276,7 @@ PLANTED = (
     Planted(
         "exchanges at different points have the same name",
         "exchange_keeping.answers",
-        "    @wraps(decide)  # ranks compare its name, to check that they are at the same point\n",
+        "    @wraps(decide)  # ranks compare its name to check that they are at the same point\n",
         "",
         "tests/ranks/test_ranks.py",
     ),

@@ -1,4 +1,4 @@
-"""BLAKE3 of bytes, as text. The digests of the format are in `casckpt.format.digest`.
+"""BLAKE3 hashes of bytes, as hex strings. The digests used by the format are in `casckpt.format.digest`.
 
 No other module imports blake3.
 """
@@ -13,5 +13,5 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 def hex_digest(data: Buffer) -> str:
-    """Compute the digest of a whole object: 64 hex digits, as b3sum prints them."""
+    """Compute the digest of a whole object: the 64 hex digits that b3sum prints."""
     return blake3(data).hexdigest()

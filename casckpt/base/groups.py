@@ -1,4 +1,4 @@
-"""Groups of items: consecutive items up to a size, and items by key. Pure."""
+"""Pure functions that group items: consecutive items up to a total size, or items by key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def in_batches(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Group items, in order, into lists with a total ``size`` of at most ``most``. A larger item gets its own list."""
+    """Split items, in order, into lists whose total ``size`` is at most ``most``. A larger item gets its own list."""
     batch: list[T] = []
     room = most
     for item in items:
@@ -24,7 +24,7 @@ def in_batches(items: Iterable[T], size: Callable[[T], int], most: int) -> Itera
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Group items by ``key``. The groups, and the items of each, are in the order of the items."""
+    """Group items by ``key``. The groups, and the items within each group, keep their original order."""
     groups: dict[K, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)

@@ -1,4 +1,4 @@
-"""Names of runs, steps, metrics and attachments: checks of names, and the parts of references."""
+"""Checks for the names of runs, steps and attachments, and the parts of references."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ MAX_METRIC_NAME = 100
 LATEST = "latest"
 TAG = "tag:"
 ID = re.compile("[0-9a-f]{6,64}")
-"""Parts of references, see `casckpt.contents.refs`."""
+"""Parts of references. See `casckpt.contents.refs`."""
 _SIMILAR = 5
 _MAX_ATTACHMENT_NAME = 1024
 _DATE = r"[0-9]{4}(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01])T(?:[01][0-9]|2[0-3])[0-5][0-9][0-5][0-9][0-9]{6}Z"
-TXID = rf"{_DATE}-[0-9a-f]{{16}}-[0-9a-f]{{16}}-(?:0|[1-9][0-9]{{0,18}})"  # \d would match all Unicode digits
+TXID = rf"{_DATE}-[0-9a-f]{{16}}-[0-9a-f]{{16}}-(?:0|[1-9][0-9]{{0,18}})"  # \d matches all Unicode digits
 _TXID_RE = re.compile(TXID)
 _RUN_RE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
-_UNFIT_RE = re.compile("[\0-\x1f\\\\\ud800-\udfff]")  # no UTF-8 has a lone surrogate
+_UNFIT_RE = re.compile("[\0-\x1f\\\\\ud800-\udfff]")  # UTF-8 cannot encode lone surrogates
 
 
 def is_reference(text: str) -> bool:
-    """Return whether a text has the form of a reference."""
+    """Return whether ``text`` has the form of a reference."""
     return "@" in text or text == LATEST or text.startswith(TAG) or ID.fullmatch(text.lower()) is not None
 
 
@@ -38,42 +38,42 @@ def is_txid(text: str) -> bool:
 
 
 def run_hash(run: str) -> str:
-    """Return the 16 hex digits that stand for a run's name in a txid."""
+    """Return the 16 hex digits that represent a run's name in a txid."""
     return hex_digest(run.encode())[:16]
 
 
 def check_run(run: str) -> str:
-    """Return a valid name of a run. Raises `InvalidInput` for any other."""
+    """Return ``run`` if it is a valid run name. Raises `InvalidInput` otherwise."""
     if type(run) is not str or not _RUN_RE.fullmatch(run):
         raise InvalidInput(
-            f"run {run!r} is not a usable name: use up to 200 of A-Z a-z 0-9 . _ - /, beginning with a letter or digit"
+            f"run {run!r} is not a valid name: use up to 200 of A-Z a-z 0-9 . _ - /, starting with a letter or digit"
         )
     return run
 
 
 def check_step(step: Any) -> int:
-    """Return a step as an int. Raises `InvalidInput` for anything else."""
+    """Return ``step`` as an int. Raises `InvalidInput` if it is not a valid step."""
     if isinstance(step, bool) or not isinstance(step, Integral) or not 0 <= int(step) <= MAX_STEP:
-        raise InvalidInput(f"step {step!r} is not usable: give an int from 0 to 2**63 - 1")
-    return int(step)  # it may be a numpy integer
+        raise InvalidInput(f"step {step!r} is not valid: pass an int from 0 to 2**63 - 1")
+    return int(step)  # may be a numpy integer
 
 
 def check_attachment_name(name: str) -> str:
-    """Return ``name`` if it is a relative path without "..". Raises `InvalidInput` if not."""
+    """Return ``name`` if it is a relative path without "..". Raises `InvalidInput` otherwise."""
     if not is_attachment_name(name):
-        raise InvalidInput(f"attachment name {name!r} is not usable: give a relative path without '..', in UTF-8")
+        raise InvalidInput(f"attachment name {name!r} is not valid: pass a relative path without '..', in UTF-8")
     return name
 
 
 def is_attachment_name(name: Any) -> bool:
-    """Return whether ``name`` is a relative path without "..", with characters that files and manifests allow."""
+    """Return whether ``name`` is a relative path without ".." and all its characters are allowed in file names."""
     if type(name) is not str or len(name) > _MAX_ATTACHMENT_NAME or _UNFIT_RE.search(name):
         return False
     return not any(part in ("", ".", "..") for part in name.split("/"))
 
 
 def similar_runs(run: str, runs: Sequence[str]) -> list[str]:
-    """Return those of ``runs`` that are similar to ``run`` or share a prefix relation with it, ignoring case."""
+    """Return the ``runs`` that are similar to ``run``, or that start with it or it with them, ignoring case."""
     name, names = run.casefold(), [other.casefold() for other in runs]
     close = difflib.get_close_matches(name, names, _SIMILAR)
     near = [a in close or a.startswith(name) or name.startswith(a) for a in names]
@@ -81,7 +81,7 @@ def similar_runs(run: str, runs: Sequence[str]) -> list[str]:
 
 
 def check_keywords(call: str, given: Mapping[str, object], known: type) -> None:
-    """Raise TypeError, as Python does for ``call``, for a keyword that the TypedDict ``known`` does not have."""
+    """Raise the TypeError that Python would raise for ``call``, for a keyword that the TypedDict ``known`` lacks."""
     for name in given:
         if name not in known.__annotations__:
             raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")

@@ -1,4 +1,4 @@
-"""Work in several threads: `in_parallel` yields results in order, and `run_all` also uses the calling thread."""
+"""Runs work in several threads: `in_parallel` yields results in order, and `run_all` also uses the calling thread."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from casckpt.errors import CasckptError, InvalidInput
 A = TypeVar("A")
 B = TypeVar("B")
 T = TypeVar("T")
-_WAITING = 4  # items for each thread: enough to keep it busy
+_WAITING = 4  # queued items per thread: enough to keep it busy
 _WORTH_A_THREAD = 64 << 10
 _Task: TypeAlias = "tuple[Future[B], Callable[[A], B], A]"
 
 
 def useful_threads(threads: int, nbytes: int, pieces: int) -> int:
-    """Return ``threads``, or 1 if the pieces are so small that all threads would wait for the interpreter."""
+    """Return ``threads``, or 1 if the pieces are so small that the threads would mostly wait for the interpreter."""
     return threads if nbytes >= pieces * _WORTH_A_THREAD else 1
 
 
 def usable_cores(ranks: int = 1) -> int:
-    """Return the number of cores for each of ``ranks`` processes on this host: 1 or more."""
+    """Return the number of cores available to each of ``ranks`` processes on this host, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // ranks)
 
 
 def usable_threads(threads: int | None) -> int:
-    """Return the number of threads to use, by default the number of cores, 2 to 8. Raises InvalidInput."""
+    """Return the number of threads to use: by default the number of cores, but 2 to 8. Raises InvalidInput."""
     if threads is None:
         return max(2, min(8, usable_cores()))
     if type(threads) is not int or threads < 1:
-        raise InvalidInput(f"threads={threads!r} is not usable; give a positive number")
+        raise InvalidInput(f"threads={threads!r} is not valid; pass a positive number")
     return threads
 
 
 def in_parallel(threads: int, function: Callable[[A], B], items: Iterable[A], *, name: str = "read") -> Iterator[B]:
-    """Call ``function`` with every item, and yield the results in order. With one thread the caller does the work.
+    """Call ``function`` with every item, and yield the results in order. With one thread, the caller does the work.
 
-    Raises the first error, and then skips the remaining items. ``name``: of the threads. A thread starts when there is
-    an item for it. The threads are daemons, so that a program can end without waiting for them.
+    Raises the first error and skips the remaining items. ``name`` is part of the thread names. A thread starts only
+    when there is an item for it. The threads are daemons, so a program can exit without waiting for them.
     """
     if threads <= 1:
         yield from map(function, items)
@@ -88,13 +88,13 @@ def _work(tasks: SimpleQueue[_Task[B, A] | None]) -> None:
             future.set_result(function(item))
         except BaseException as error:  # noqa: BLE001 - the future raises it
             future.set_exception(error)
-        del future, item, task  # else they live until the next task
+        del future, item, task  # otherwise they stay alive until the next task
 
 
 def run_all(call: Callable[[T], None], tasks: Iterable[T], threads: int) -> None:
-    """Call ``call`` with all tasks in threads and the caller. Raise the first error when all have ended.
+    """Call ``call`` with every task, in threads and in the caller. Once all have finished, raise the first error.
 
-    If no thread can be started, as in a save that runs while the interpreter exits, the caller runs all tasks.
+    If no thread can be started, such as in a save that runs while the interpreter exits, the caller runs all tasks.
     """
     todo = list(tasks)
     if threads == 1 or len(todo) <= 1:
@@ -112,12 +112,12 @@ def run_all(call: Callable[[T], None], tasks: Iterable[T], threads: int) -> None
 
 
 def _rank(error: BaseException) -> int:
-    """Order errors: interrupts first, then errors of casckpt, then others."""
+    """Order errors: interrupts first, then casckpt's errors, then all others."""
     return 0 if not isinstance(error, Exception) else 1 if isinstance(error, CasckptError) else 2
 
 
 class _Team(Generic[T]):
-    """The threads of one task queue. The caller of `work` takes tasks too. ``errors``: of all tasks."""
+    """The threads of one task queue. The caller of `work` runs tasks too. ``errors``: the errors of all tasks."""
 
     def __init__(self, call: Callable[[T], None], tasks: Iterable[T]) -> None:
         self.errors: list[BaseException] = []
@@ -134,7 +134,7 @@ class _Team(Generic[T]):
             helper = Thread(target=self._help, name="casckpt")
             try:
                 helper.start()
-            except RuntimeError:  # no thread can be started
+            except RuntimeError:  # the interpreter cannot start a thread
                 return
             self._helpers.append(helper)
 
@@ -168,10 +168,10 @@ class _Team(Generic[T]):
                 self._tasks.clear()
 
     def join(self) -> None:
-        """Wait for the helpers. They start no more tasks.
+        """Wait for the helpers, which start no more tasks.
 
-        Raises an interrupt only after they have ended, because a running helper would write into tensors that the
-        caller fills again. (An interrupted `Thread.join` of Python 3.11 reports a running thread as ended.)
+        Raises an interrupt only after the helpers have finished. Otherwise, a running helper could write into tensors
+        that the caller refills. (In Python 3.11, an interrupted `Thread.join` reports a running thread as finished.)
         """
         while True:
             try:

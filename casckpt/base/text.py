@@ -1,4 +1,4 @@
-"""Text for messages: lists of names, errors in one line, HTML tables, and a test for URLs."""
+"""Formatting for messages: lists of names, one-line errors and HTML tables. It also recognizes URLs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def listed(names: Sequence[object], most: int = 5) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return the type and the message of a foreign error in one line."""
+    """Return the type and message of another library's error on one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -33,15 +33,15 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a local file or folder, given as a path or a file:// URL. Raises InvalidInput for ""."""
+    """Return the local path that a path or a file:// URL names. Raises InvalidInput for an empty string."""
     text = os.fspath(path)
     if not text:
-        raise InvalidInput("'' names no file or folder; give a path or a URL")
+        raise InvalidInput("'' does not name a file or folder; pass a path or a URL")
     return Path(unquote(text.removeprefix("file://")) if text.startswith("file://") else text).expanduser()
 
 
 def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Render a title and a table. Escape all cells."""
+    """Render a title and a table as HTML, with all cells escaped."""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
     return f"<div><b>{escape(title)}</b><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"

@@ -1,4 +1,4 @@
-"""Durations, times and sizes with units. A duration needs a unit: a bare number could mean days or seconds."""
+"""Durations, times and sizes with units. A duration needs a unit, because a bare number could mean days or seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from casckpt.errors import InvalidInput
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 Duration: TypeAlias = timedelta | str | Literal[0]
-"""A `timedelta`, a number and a unit as text ("90s", "15m", "12h", "7d", "2w"), or 0."""
+"""A `timedelta`, a string with a number and a unit ("90s", "15m", "12h", "7d", "2w"), or 0."""
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _MOST = 36500 * 86400  # 100 years; such an early date is still valid
@@ -27,22 +27,22 @@ _SHOWN_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def seconds_of(duration: Duration, what: str = "") -> float:
-    """Return the seconds of a duration. ``what``: its name in errors.
+    """Return a duration in seconds. ``what`` names it in error messages.
 
-    Raises InvalidInput for a bare or a negative number, and for more than 100 years.
+    Raises InvalidInput for a number without a unit, a negative duration, or one of more than 100 years.
     """
     seconds = _seconds(duration)
     given = f"{what}: {str(duration)[:40]!r}" if what else repr(str(duration)[:40])
     if seconds is None:
-        hint = f": give {_bare(duration)}s or {_bare(duration)}d if that is meant" if _bare(duration) else ""
-        raise InvalidInput(f"{given} is not a duration with its unit, as 90s, 15m, 12h, 7d or 2w{hint}")
+        hint = f": pass {_bare(duration)}s or {_bare(duration)}d if you mean that" if _bare(duration) else ""
+        raise InvalidInput(f"{given} is not a duration with a unit, such as 90s, 15m, 12h, 7d or 2w{hint}")
     if seconds > _MOST:
-        raise InvalidInput(f"{given} is too long a time: give 36500d or less")
+        raise InvalidInput(f"{given} is too long: pass 36500d or less")
     return seconds
 
 
 def format_duration(seconds: float) -> str:
-    """Format seconds for `seconds_of`, in the largest unit that divides them: 7200 is ``2h``."""
+    """Format seconds in the form that `seconds_of` parses, in the largest unit that divides them: 7200 is ``2h``."""
     if not seconds:
         return "0"
     unit = next((unit for unit in "dhm" if seconds % _SECONDS[unit] == 0), "s")
@@ -64,13 +64,13 @@ def _seconds(duration: Any) -> float | None:
 
 
 def _bare(duration: Any) -> str:
-    """Return the text of a number without a unit, or "" for other values."""
+    """Return a number without a unit as a string, or "" for any other value."""
     text = str(duration).strip()
     return text if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text) else ""
 
 
 def time_of(microseconds: int) -> datetime:
-    """Convert microseconds since the epoch, as in records, to a datetime in UTC."""
+    """Convert microseconds since the epoch, the time unit of records, to a datetime in UTC."""
     return _EPOCH + timedelta(microseconds=microseconds)
 
 
@@ -89,6 +89,6 @@ def parse_size(text: str) -> int:
     match = _SIZE_RE.fullmatch(text.strip())
     unit = _SIZE_UNITS.get(match[3].lower()) if match else None
     if match is None or unit is None:
-        raise InvalidInput(f"{text[:40]!r} is not a size: give a number and a unit, as 4096, 512KiB, 1MiB or 5GB")
+        raise InvalidInput(f"{text[:40]!r} is not a size: pass a number and a unit, such as 4096, 512KiB, 1MiB or 5GB")
     fraction = match[2] or ""
     return int(match[1] + fraction) * unit // int(10 ** len(fraction))

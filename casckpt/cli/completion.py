@@ -1,4 +1,4 @@
-"""Shell completion: folders for STORE, and the runs and references of a store."""
+"""Shell completion of folders for STORE, and of a store's runs and references."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from casckpt.store.listing import Listing
 
 ENV_STORE: Final = "CASCKPT_STORE"
-_AT_MOST: Final = 200  # checkpoints to offer, the newest first
+_AT_MOST: Final = 200  # checkpoints to offer, newest first
 
 
 class StoreType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes none
@@ -32,15 +32,15 @@ class StoreType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes n
 
 
 class OfStoreType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes none
-    """A name from the store of the same command line. ``offered``: a function that yields all candidates."""
+    """A name from the store on the same command line. ``offered`` is a function that yields all candidates."""
 
     def __init__(self, name: str, offered: Callable[[Listing], Iterator[str]]) -> None:
         self.name, self._offered = name, offered
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Return the candidates with this prefix; an empty list if the store cannot be read."""
+        """Return the candidates with this prefix. The list is empty if the store cannot be read."""
         url = ctx.params.get("named_store") or os.environ.get(ENV_STORE) or ctx.params.get("store")
-        url = url or next(iter(ctx.args), None)  # click parses no arguments if an option lacks its value
+        url = url or next(iter(ctx.args), None)  # click does not parse arguments if an option lacks its value
         if not url:
             return []
         logging.disable(logging.CRITICAL)

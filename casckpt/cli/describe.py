@@ -1,4 +1,4 @@
-"""Plain data for the JSON output, and the warning about a run without checkpoints."""
+"""Converts results to plain data for the JSON output, and warns about a run without checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def plain(value: Any) -> Any:
-    """Convert a result to plain data: fields by name, times in ISO 8601, durations in seconds, checkpoints by name."""
+    """Convert a result to plain data: fields by name, times as ISO 8601, durations in seconds, checkpoints by name."""
     from casckpt.contents.checkpoint import Checkpoint
     from casckpt.store.types import Commit
 
@@ -36,7 +36,7 @@ def plain(value: Any) -> Any:
 
 
 def brief(checkpoint: Checkpoint | Commit) -> dict[str, Any]:
-    """Return the name of a checkpoint, and whether a rewrite replaced the commit."""
+    """Return a checkpoint's name, and whether a rewrite replaced its commit."""
     from casckpt.store.types import Commit
 
     name = {"id": checkpoint.id, "run": checkpoint.run, "step": checkpoint.step}
@@ -45,7 +45,7 @@ def brief(checkpoint: Checkpoint | Commit) -> dict[str, Any]:
 
 
 def summary(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Describe a checkpoint by its commit and the statistics of its save, without its manifest."""
+    """Describe a checkpoint from its commit and its save's statistics, without reading its manifest."""
     return brief(checkpoint) | {
         "created_at": checkpoint.created_at.isoformat(),
         "ephemeral": checkpoint.ephemeral,
@@ -64,6 +64,6 @@ def _fields(record: Any) -> dict[str, Any] | None:
 
 
 def doubt(store: Store, run: str) -> None:
-    """Warn if ``run`` has no checkpoint, not even a forgotten one. Its name may be mistyped."""
+    """Warn if ``run`` has no checkpoints, not even forgotten ones, because its name may be mistyped."""
     if not store.checkpoints(run, forgotten=True):
         log.warning("%s", store.listing().about_run(run))

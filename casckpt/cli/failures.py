@@ -1,4 +1,4 @@
-"""Errors of commands: each gives a message on stderr with the next step, and an exit status."""
+"""Turns the errors of commands into exit statuses and messages on stderr. Each message names the next step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HELP = getattr(click.exceptions, "NoArgsIsHelpError", ())  # its message is the
 
 @dataclass
 class Reported:
-    """A context manager that reports errors and sets ``status``, the exit status. SystemExit passes through."""
+    """A context manager that reports errors and sets ``status``, the exit status. It does not catch SystemExit."""
 
     as_json: bool
     debug: bool
@@ -39,7 +39,7 @@ class Reported:
         if error is None or not isinstance(error, Exception | KeyboardInterrupt):
             return False
         if isinstance(error, click.Abort) and isinstance(error.__cause__, EOFError | KeyboardInterrupt):
-            error = error.__cause__  # click treats EOFError as the end of the user's input
+            error = error.__cause__  # click treats EOFError as the end of user input
         if self.debug:
             traceback.print_exception(error)
         self.status = self._report(error)
@@ -62,8 +62,8 @@ class Reported:
 
     def _hint(self) -> str:
         if self.debug:
-            return "The traceback above shows where it happened. Report it if the next step is not clear."
-        return "Run it again with --debug to see where it happened."
+            return "The traceback above shows where the error occurred. If the next step is not clear, report it."
+        return "Rerun the command with --debug to see where the error occurred."
 
     def _say(self, kind: str, message: str, status: int, more: dict[str, Any]) -> int:
         click.echo(f"casckpt: {printable(message, lines=True)}", err=True)
@@ -77,7 +77,7 @@ class Reported:
 
 
 def beside(error: BaseException, found: dict[str, Any]) -> None:
-    """Add ``found`` to the JSON of an error, next to "error"."""
+    """Add ``found`` to an error's JSON, next to "error"."""
     vars(error)[_BESIDE] = found
 
 
@@ -96,9 +96,9 @@ def _reader_is_gone() -> int:
     """Handle a closed pipe (``casckpt list | head``), which is not an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nowhere, sys.stdout.fileno())  # Python flushes stdout again when it exits
+        os.dup2(nowhere, sys.stdout.fileno())  # Python flushes stdout once more when it exits
     except OSError:
-        pass  # not a file, as in tests
+        pass  # not a file, such as in tests
     finally:
         os.close(nowhere)
     return FAILED

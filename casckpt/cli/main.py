@@ -1,4 +1,4 @@
-"""The ``casckpt`` command. It finds and runs a subcommand, and reports errors."""
+"""The ``casckpt`` command. It finds and runs subcommands, and reports errors."""
 
 from __future__ import annotations
 
@@ -33,29 +33,32 @@ _BESIDE: Final = {
     "thin": "gc",
     "transactions": "list",
 }
-"""Commands that share the module of another command: their names, each with that module."""
+"""Commands that are defined in another command's module: their names, each with the module's name."""
 
 
 _FOREIGN = {"delete": ["forget"], "remove": ["forget"], "rm": ["forget"], "prune": ["gc"], "info": ["show"]}
-"""Names that other programs use for these commands. The hint about an unknown command uses them."""
+"""Names that other programs use for these commands. The hint for an unknown command uses them."""
 
 
 @cache
 def command_modules() -> dict[str, str]:
-    """Return the names of the commands, each with the name of its module."""
+    """Return the command names, each with the name of the command's module."""
     found = (module.name for module in pkgutil.iter_modules(commands.__path__))
     return {name.rstrip("_"): name for name in found} | _BESIDE
 
 
 class Commands(click.Group):
-    """The group of all commands. It imports a command's module on use, so that most commands start without torch."""
+    """The group of all commands.
+
+    It imports a command's module only on use, so that most commands start without torch.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names, sorted."""
         return sorted(command_modules())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command with this name; None if there is none."""
+        """Return the command with this name, or None if there is no such command."""
         name = _ALIASES.get(cmd_name, cmd_name)
         module = command_modules().get(name)
         if module is None:
@@ -67,11 +70,14 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command at the start of ``args``. Raises UsageError with similar names."""
+        """Return the command that ``args`` starts with.
+
+        Raises UsageError, with similar names, if there is no such command.
+        """
         if not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
             near = _FOREIGN.get(args[0]) or difflib.get_close_matches(args[0], command_modules())
             meant = f"; did you mean {' or '.join(near)}?" if near else ""
-            raise click.UsageError(f"there is no command {args[0]!r}{meant}", ctx)
+            raise click.UsageError(f"unknown command {args[0]!r}{meant}", ctx)
         return super().resolve_command(ctx, args)
 
     def main(
@@ -82,7 +88,10 @@ class Commands(click.Group):
         standalone_mode: bool = True,
         **extra: Any,  # click's
     ) -> Any:
-        """Run a command and exit with its status. Without ``standalone_mode``, return its result or raise its error."""
+        """Run a command and exit with its status.
+
+        Without ``standalone_mode``, return the result or raise the error.
+        """
         given = list(sys.argv[1:] if args is None else args)
         run = super().main
         if not standalone_mode:
@@ -90,24 +99,24 @@ class Commands(click.Group):
         with Reported(as_json="--json" in given, debug="--debug" in given) as outcome:
             result = run(given, NAME, complete_var, standalone_mode=False, **extra)
             outcome.status = result if isinstance(result, int) else 0
-            if sys.stdout is not None:  # None if it was closed at the start
-                sys.stdout.flush()  # a closed pipe fails here, and not when the process exits
+            if sys.stdout is not None:  # None if stdout was closed when the process started
+                sys.stdout.flush()  # a closed pipe must fail here, not when the process exits
         sys.exit(outcome.status)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def cli() -> None:
-    """Store PyTorch checkpoints, and store equal bytes only once.
+    """Store PyTorch checkpoints, and store identical bytes only once.
 
-    STORE is a folder or a URL. Omit it if you pass -s or set CASCKPT_STORE. REF names a checkpoint: an id (or its first
-    6 or more hex digits), RUN@STEP, RUN@latest, latest, or tag:NAME. Commands that take several checkpoints also take
-    ranges of steps: RUN@100..500, RUN@501.., RUN@..500 and RUN@..
+    STORE is a folder or a URL. Omit it if you pass -s or set CASCKPT_STORE. REF names a checkpoint: an id (or at least
+    its first 6 hex digits), RUN@STEP, RUN@latest, latest, or tag:NAME. Commands that accept several checkpoints also
+    accept step ranges: RUN@100..500, RUN@501.., RUN@..500 and RUN@..
 
     Exit status: 0 success, 1 failure, 2 wrong usage, 3 not found, 4 damaged data, 5 conflict, 130 interrupted.
     """
 
 
 def main() -> None:
-    """Run the command line of this process."""
+    """Run this process's command line."""
     cli()

@@ -1,4 +1,4 @@
-"""Progress of long commands: a bar on a terminal, or else a line every half minute."""
+"""Progress of long commands: a bar on a terminal, and a line every half minute elsewhere."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from casckpt.cli.text import say, size
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
-EACH: Final = 30.0  # seconds between two lines
-_NARROW: Final = 60  # columns of a terminal
+EACH: Final = 30.0  # seconds between lines
+_NARROW: Final = 60  # terminal columns
 
 
 class Lines:
-    """A printer of progress for logs. It prints at most one line every half minute."""
+    """Prints progress for logs, at most one line every half minute."""
 
     def __init__(self, what: str, *, of_bytes: bool) -> None:
         self._what, self._of_bytes = what, of_bytes
@@ -40,10 +40,11 @@ class Lines:
 
 
 class progress_bar:  # noqa: N801 - programs call it like a function
-    """A display of progress on stderr: ``store.save(..., progress=casckpt.progress_bar("saving"))``.
+    """Displays progress on stderr: ``store.save(..., progress=casckpt.progress_bar("saving"))``.
 
-    On a terminal it is a bar, which disappears when the work or the ``with`` block ends. Elsewhere it prints a line
-    every half minute. ``what``: the name of the work. ``of_bytes``: False to count objects. Make one for each call.
+    On a terminal, it is a bar that disappears when the work or the ``with`` block ends. Elsewhere, it prints a line
+    every half minute. ``what`` names the work. Pass ``of_bytes=False`` to count objects instead of bytes. Make a new
+    progress bar for each call.
     """
 
     def __init__(self, what: str = "working", *, of_bytes: bool = True) -> None:
@@ -52,7 +53,7 @@ class progress_bar:  # noqa: N801 - programs call it like a function
         self._lines = None if sys.stderr is not None and sys.stderr.isatty() else Lines(what, of_bytes=of_bytes)
 
     def __call__(self, done: int, total: int | None) -> None:
-        """Report the finished amount and the total."""
+        """Show the finished amount and the total."""
         if self._lines is not None:
             self._lines(done, total)
             return
@@ -85,7 +86,7 @@ def _bars(of_bytes: bool) -> Progress:
 
 
 def _columns(of_bytes: bool) -> list[ProgressColumn]:
-    """Return the columns that fit: name, bar and amount; on wide terminals also rate and time."""
+    """Return the columns that fit: name, bar and amount, and on wide terminals also rate and time."""
     from rich import progress as rich
 
     columns: list[ProgressColumn] = [

@@ -1,4 +1,4 @@
-"""The common part of all commands: the STORE argument, shared options, and output."""
+"""What all commands share: the STORE argument, common options and output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from casckpt.store.store import Store
 
 Function: TypeAlias = Callable[..., int | None]
-"""The function of a command. It returns an exit status, or None for 0."""
+"""A command's function. It returns an exit status, or None for 0."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Output:
     as_json: bool = False
 
     def give(self, result: Any, text: Callable[[Any], None]) -> None:
-        """Print a result, which is plain data."""
+        """Print a result that consists of plain data."""
         if self.as_json:
             click.echo(json.dumps(finite(result), indent=2, allow_nan=False))
         else:
@@ -44,7 +44,7 @@ class Output:
 
 @dataclass
 class Session(Output):
-    """One run of a command on a store."""
+    """A single run of a command on a store."""
 
     url: str = ""
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # secrets
@@ -54,7 +54,7 @@ class Session(Output):
 
     @cached_property
     def store(self) -> Store:
-        """The store. This neither reads nor creates it."""
+        """The store object. Making it neither reads nor creates the store."""
         from casckpt.store.opening import open as open_store
 
         return open_store(
@@ -64,7 +64,7 @@ class Session(Output):
 
 
 def finite(value: Any) -> Any:
-    """Replace NaN and infinities in ``value`` by null, because JSON does not have them."""
+    """Replace NaN and infinities in ``value`` with null, because JSON cannot represent them."""
     if isinstance(value, float):
         return value if isfinite(value) else None
     if isinstance(value, dict):
@@ -75,8 +75,8 @@ def finite(value: Any) -> Any:
 STORE_ARGUMENT = click.Argument(["store"], metavar="STORE", type=STORE)
 COMMON: tuple[click.Parameter, ...] = (
     click.Option(["--json", "as_json"], is_flag=True, help="Print the result as JSON."),
-    click.Option(["-v", "--verbose"], count=True, help="Log more; twice: log everything."),
-    click.Option(["--debug"], is_flag=True, help="Show the traceback of an error."),
+    click.Option(["-v", "--verbose"], count=True, help="Log more. Repeat it to log everything."),
+    click.Option(["--debug"], is_flag=True, help="Show an error's traceback."),
 )
 ON_STORES: tuple[click.Parameter, ...] = (
     click.Option(
@@ -85,25 +85,25 @@ ON_STORES: tuple[click.Parameter, ...] = (
         type=STORE,
         envvar=ENV_STORE,
         show_envvar=True,
-        help="The store, instead of the argument STORE.",
+        help="The store. Replaces the argument STORE.",
     ),
     click.Option(
         ["--storage-option", "storage_options"],
         type=SETTING,
         multiple=True,
-        help="An option for the client of a remote storage; the value is JSON or text. May be repeated.",
+        help="An option for the client of a remote storage. The value is JSON or a string. May be repeated.",
     ),
     click.Option(
         ["--cache-dir"],
         type=click.Path(path_type=Path, file_okay=False),
         envvar="CASCKPT_CACHE_DIR",
         show_envvar=True,
-        help="The folder for the catalogue and the blob cache.",
+        help="The folder that holds the catalogue and the blob cache.",
     ),
     click.Option(
         ["--single-writer"],
         is_flag=True,
-        help="Promise that no other process writes. Needed for a storage without exclusive creates.",
+        help="Promise that no other process writes to the store. Required for a storage without exclusive creates.",
     ),
 )
 
@@ -112,12 +112,13 @@ REQUIRE_SIGNATURE = click.Option(
     ["--require-signature"],
     metavar="KEY",
     multiple=True,
-    help="Require a signature by this public key: a file, or 64 hex digits. May be repeated: any key is enough.",
+    help="Require a signature by this public key: a file, or 64 hex digits. May be repeated: one matching key is "
+    "enough.",
 )
 
 
 class StoreCommand(click.Command):
-    """A command whose first argument is STORE, unless an option or the environment sets the store."""
+    """A command whose first argument is STORE unless an option or the environment sets the store."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments, without STORE if an option or the environment sets it."""
@@ -139,17 +140,17 @@ class StoreCommand(click.Command):
 
 
 def _about_store(error: click.UsageError) -> str:
-    """Return a hint about STORE for a wrong command line; empty if there is none."""
+    """Return a hint about STORE for a command line with a usage error. It is empty if there is no hint."""
     if os.environ.get(ENV_STORE):
-        return f"{ENV_STORE} names the store, so leave STORE out; -s names another store"
+        return f"{ENV_STORE} already names the store: omit STORE, or name a different store with -s"
     is_missing = isinstance(error, click.MissingParameter) and error.param is STORE_ARGUMENT
-    return f"a folder or a URL; -s or {ENV_STORE} can also name it" if is_missing else ""
+    return f"a folder or a URL; you can also set it with -s or {ENV_STORE}" if is_missing else ""
 
 
 def store_command(name: str, *, loads: bool = False) -> Callable[[Function], click.Command]:
     """Define a command on a store. Its first argument is STORE. The function gets a `Session` and its own options.
 
-    ``loads``: the command loads checkpoints, so it has an option for required signatures.
+    ``loads``: whether the command loads checkpoints. If it does, it has an option that requires signatures.
     """
 
     def decorate(function: Function) -> click.Command:
@@ -162,7 +163,7 @@ def store_command(name: str, *, loads: bool = False) -> Callable[[Function], cli
             named_store: str | None,
             store: str = "",
             require_signature: tuple[str, ...] = (),
-            **options: Any,  # the command's own, by click's names
+            **options: Any,  # the command's own options, by click's names
         ) -> int | None:
             as_json, url = _take_common(options), named_store or store
             return function(
@@ -194,7 +195,7 @@ def plain_command(name: str) -> Callable[[Function], click.Command]:
 
 def _take_common(options: dict[str, Any]) -> bool:
     """Remove the common options, apply them, and return whether the output is JSON."""
-    del options["debug"]  # `casckpt.cli.main` handles it
+    del options["debug"]  # `casckpt.cli.main` handles this one
     click.get_current_context().with_resource(_log_to_stderr(options.pop("verbose")))
     return bool(options.pop("as_json"))
 

@@ -1,4 +1,4 @@
-"""Text output: tables that fit the terminal, sizes and times, without control characters from a store."""
+"""Text output: tables that fit the terminal, sizes and times. Control characters from a store are escaped."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from casckpt.base.units import format_size
 SHORT_ID: Final = 12
 _MANY: Final = 20
 _GAP: Final = 2
-_LEAST: Final = 12  # the least columns of a cut cell
+_LEAST: Final = 12  # the minimum columns of a truncated cell
 
 say = partial(click.echo)
 size = format_size
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """Escape the control characters in ``text``; keep line ends only if ``lines``."""
+    """Escape the control characters in ``text``. Keep line breaks only if ``lines`` is set."""
 
     def shown(character: str) -> str:
         if character.isprintable() or (lines and character == "\n"):
@@ -37,13 +37,13 @@ def printable(text: str, *, lines: bool = False) -> str:
 
 
 def bold(text: str) -> str:
-    """Return ``text`` in bold, if the terminal can show it and NO_COLOR is not set."""
+    """Return ``text`` in bold if the terminal can show it and NO_COLOR is not set."""
     plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
     return text if plain else click.style(text, bold=True)
 
 
 def freed(now: int, later: int) -> str:
-    """Format the bytes that a gc deletes now, and the bytes that it deletes after a purge of forgotten checkpoints."""
+    """Format the bytes that a gc frees now, and those that it frees once forgotten checkpoints are purged."""
     return f"{size(now)} now, {size(later)} later" if later else size(now)
 
 
@@ -53,35 +53,35 @@ def count(number: int, what: str) -> str:
 
 
 def moment(iso: str) -> str:
-    """Format a time of the JSON output to the minute, in UTC."""
+    """Format a time from the JSON output in UTC, to the minute."""
     return datetime.fromisoformat(iso).astimezone(UTC).strftime("%Y-%m-%d %H:%M")
 
 
 def name(one: dict[str, Any]) -> str:
-    """Format RUN@STEP and the short id of a checkpoint in the JSON output."""
+    """Format RUN@STEP and the short id of a checkpoint from the JSON output."""
     return f"{printable(one['run'])}@{one['step']} ({one['id'][:SHORT_ID]})"
 
 
 def shortened(items: Sequence[str], most: int = _MANY) -> list[str]:
-    """Return the first ``most`` items, and a line with the number of other items."""
+    """Return the first ``most`` items, and a line with the number of remaining items."""
     if len(items) <= most:
         return list(items)
     return [*items[:most], f"... and {len(items) - most} more (--json lists all)"]
 
 
 def say_all(lines: Iterable[str]) -> None:
-    """Print each line."""
+    """Print the lines."""
     for line in lines:
         say(line)
 
 
 def say_some(items: Sequence[str], most: int = _MANY) -> None:
-    """Print the first ``most`` items, one per line, and the number of other items."""
+    """Print the first ``most`` items, one per line, and the number of remaining items."""
     say_all(shortened(items, most))
 
 
 def summed(keys: Sequence[str]) -> Iterator[str]:
-    """Yield the keys, with one text for all keys that share their first part."""
+    """Yield the keys, but combine all keys that share their first part into one line."""
     for head, number in Counter(key.partition(".")[0] for key in keys).items():
         same = (key for key in keys if key.partition(".")[0] == head)
         yield next(same) if number == 1 else f"{head}.* ({number} keys)"
@@ -89,9 +89,10 @@ def summed(keys: Sequence[str]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table. ``side``: its alignment. ``fixed``: do not cut its cells to fit the terminal.
+    """A table column. ``side``: its alignment. ``fixed``: its cells are never truncated to fit the terminal.
 
-    ``spare``: drop the column if cutting is not enough, the lowest number first; 0: never.
+    ``spare``: if truncation is not enough, columns are dropped in the order of this number, lowest first. A column
+    with 0 is never dropped.
     """
 
     title: str
@@ -101,9 +102,9 @@ class Column:
 
 
 def table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table, one line for each row. On a terminal, cut long lines and mark the cut with an ellipsis.
+    """Print a table, one line per row. On a terminal, truncate long lines with an ellipsis.
 
-    rich would take half a second for a thousand rows.
+    This does not use rich, which would take half a second for a thousand rows.
     """
     cells = [tuple(map(printable, row)) for row in rows]
     room = terminal_width()
@@ -119,12 +120,12 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
 
 
 def terminal_width() -> int:
-    """Return the width of the terminal at stdout; without a terminal, a number above the width of any line."""
+    """Return the width of the terminal at stdout. Without a terminal, return a number larger than any line's width."""
     return shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else sys.maxsize
 
 
 def _kept(columns: Sequence[Column], widths: Sequence[int], room: int) -> list[int]:
-    """Return the numbers of the columns to show: as many as fit after cutting."""
+    """Return the indices of the columns to show: as many as fit after truncation."""
     kept = list(range(len(columns)))
     least = [width if c.fixed else min(width, _LEAST) for c, width in zip(columns, widths, strict=True)]
     for i in sorted((i for i in kept if columns[i].spare), key=lambda i: columns[i].spare):
@@ -135,7 +136,7 @@ def _kept(columns: Sequence[Column], widths: Sequence[int], room: int) -> list[i
 
 
 def _cut_widths(columns: Sequence[Column], wanted: Sequence[int], room: int) -> list[int]:
-    """Return the widths of the columns. If the line is too long, the widest column that is not fixed shrinks first."""
+    """Return the column widths. If a line is too long, the widest column that is not fixed shrinks first."""
     widths = list(wanted)
     excess = sum(widths) + _GAP * (len(widths) - 1) - room
     while excess > 0:
@@ -156,7 +157,7 @@ def _line(columns: Sequence[Column], widths: Sequence[int], cells: Iterable[str]
 
 
 def _cut(text: str, width: int) -> str:
-    """Cut ``text`` if it is too long, and mark the cut with an ellipsis."""
+    """Truncate ``text`` with an ellipsis if it is too long."""
     if cell_width(text) <= width:
         return text
     from rich.cells import set_cell_size
@@ -165,7 +166,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def cell_width(text: str) -> int:
-    """Return the number of terminal columns that ``text`` takes."""
+    """Return the number of terminal columns that ``text`` occupies."""
     if text.isascii():
         return len(text)
     from rich.cells import cell_len
@@ -174,7 +175,7 @@ def cell_width(text: str) -> int:
 
 
 def facts(rows: Iterable[tuple[str, str]]) -> None:
-    """Print names and values, one pair per line."""
+    """Print name-value pairs, one per line."""
     given = list(rows)
     width = max((len(title) for title, _ in given), default=0)
     for title, value in given:
@@ -182,12 +183,12 @@ def facts(rows: Iterable[tuple[str, str]]) -> None:
 
 
 def unusual(health: Mapping[str, Any] | None) -> list[str]:
-    """Format the counts of NaN and infinite elements; empty if there are none."""
+    """Format the counts of NaN and infinite elements. The result is empty if there are none."""
     found = {} if health is None else {"NaN": health["nan"], "infinite": health["inf"]}
     return [f"{number} {what}" for what, number in found.items() if number]
 
 
 def coded(stats: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Return a fact about encoded cells, with their plain and their stored size; empty without such cells."""
+    """Return a fact with the plain and stored size of the encoded cells. It is empty if there are none."""
     plain, frames, deltas = (stats[f"bytes_{name}"] for name in ("coded", "frames", "deltas"))
-    return [("smaller", f"{size(plain)} in {size(frames)}, {size(deltas)} of it deltas")] if plain else []
+    return [("smaller", f"{size(plain)} in {size(frames)}, including {size(deltas)} of deltas")] if plain else []

@@ -1,4 +1,4 @@
-"""Types of option values, and the options for keep rules, which several commands share."""
+"""Types of option values, and the keep-rule options that several commands share."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from casckpt.plan.retention import Best
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes none
-    """A type whose values ``parse`` makes from text. ``name``: shown in capitals in the help."""
+    """A type whose values ``parse`` creates from strings. ``name`` appears in capitals in the help."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name, self._parse = name, parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Parse the value, unless it is already parsed. An InvalidInput becomes a usage error."""
+        """Parse the value unless it is already parsed. Convert an InvalidInput to a usage error."""
         try:
             return self._parse(value) if isinstance(value, str) else value
         except InvalidInput as error:
@@ -29,10 +29,10 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes none
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """Split KEY=VALUE. The value is JSON if it parses as JSON (true, 8, {"a": 1}), else text."""
+    """Split KEY=VALUE. The value is JSON if it parses as JSON (true, 8, {"a": 1}), and otherwise a string."""
     key, equals, value = text.partition("=")
     if not key or not equals:
-        raise InvalidInput("the value is not KEY=VALUE")  # without the text, which may be a secret
+        raise InvalidInput("the value does not have the form KEY=VALUE")  # not quoted, because it may be a secret
     try:
         return key, json.loads(value)
     except ValueError:
@@ -42,14 +42,14 @@ def _setting(text: str) -> tuple[str, Any]:
 def _text_setting(text: str) -> tuple[str, str]:
     name, _, value = text.partition("=")
     if not name or not value:
-        raise InvalidInput(f"{text!r} is not NAME=VALUE")
+        raise InvalidInput(f"{text!r} does not have the form NAME=VALUE")
     return name, value
 
 
 def _renaming(text: str) -> tuple[str, str]:
-    pattern, _, name = text.rpartition("=")  # the last "=" ends the expression
+    pattern, _, name = text.rpartition("=")  # the expression ends at the last "="
     if not pattern:
-        raise InvalidInput(f"{text!r} is not REGEX=NAME")
+        raise InvalidInput(f"{text!r} does not have the form REGEX=NAME")
     return pattern, name
 
 
@@ -75,27 +75,27 @@ _OPTIONS: Final = (
     click.option(
         "--keep-every", type=AT_LEAST_ONE, metavar="N", help="Keep checkpoints whose step is a multiple of N."
     ),
-    click.option("--keep-within", type=DURATION, help="Keep checkpoints saved within this time (12h, 7d)."),
+    click.option("--keep-within", type=DURATION, help="Keep checkpoints that were saved within this time (12h, 7d)."),
     click.option(
         "--keep-daily",
         type=AT_LEAST_ONE,
         metavar="N",
-        help="Keep the newest checkpoint of each of the last N days that have one.",
+        help="Keep the newest checkpoint of each of the last N days on which any was saved.",
     ),
-    click.option("--keep-weekly", type=AT_LEAST_ONE, metavar="N", help="The same for N weeks."),
-    click.option("--keep-monthly", type=AT_LEAST_ONE, metavar="N", help="The same for N months."),
+    click.option("--keep-weekly", type=AT_LEAST_ONE, metavar="N", help="The same for weeks."),
+    click.option("--keep-monthly", type=AT_LEAST_ONE, metavar="N", help="The same for months."),
     click.option(
         "--keep-best",
         type=Parsed("best", _best),
         multiple=True,
         metavar="METRIC:[max:]N",
-        help="Keep the N checkpoints with the lowest value, or the highest (max). May be repeated.",
+        help="Keep the N checkpoints with the lowest (or with max, the highest) value. May be repeated.",
     ),
 )
 
 
 def keep_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the keep rules to a command as options. The function gets them under the names of the fields of `Policy`."""
+    """Add the keep rules to a command as options. The function receives them under the field names of `Policy`."""
     for option in reversed(_OPTIONS):
         function = option(function)
     return function

@@ -1,4 +1,4 @@
-"""Blobs as objects of a store, and the marks on damaged blobs."""
+"""Blobs as objects of a store, and the marks for damaged blobs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from casckpt.storage.base import AlreadyExists, ListedObject
 PREFIX = "damaged/"
 DAMAGED, REPAIRED = "damaged", "repaired"
 FRAMES = "frames"
-"""The mark of a blob whose bytes are as they were written, but a frame in it decodes to a wrong cell."""
+"""The mark of a blob whose bytes match what was written, but which holds a frame that decodes to a wrong cell."""
 MAX_WHY_CHARACTERS = 500
 _SAMPLE = 16
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DamageMark:
-    """The latest mark of a blob. ``number``: the number of its record. ``why``: the reason, as text."""
+    """The latest mark of a blob. ``number``: the number of its record. ``why``: the reason, as a string."""
 
     uploader: TxId
     blob: BlobHash
@@ -39,9 +39,10 @@ class DamageMark:
 
 
 def put(repo: Repository, uploader: TxId, blob_hash: BlobHash, data: memoryview | bytes) -> None:
-    """Write a blob under ``uploader``. A blob that exists there already is success. Durable after ``settle``.
+    """Write a blob under ``uploader``. A blob that already exists counts as success. It is durable after ``settle``.
 
-    Raises `StorageError`, also if a blob of another size exists (a failed put on the server).
+    Raises `StorageError`. This includes the case that a blob of a different size exists (after a failed put on the
+    server).
     """
     key, size = blob_key(uploader, blob_hash), memoryview(data).nbytes
     try:
@@ -55,9 +56,9 @@ def put(repo: Repository, uploader: TxId, blob_hash: BlobHash, data: memoryview 
 
 
 def check(repo: Repository, refs: Iterable[BlobRef]) -> list[BlobRef]:
-    """Return those of ``refs`` that are missing or have another size. Takes one small request for each blob.
+    """Return those of ``refs`` that are missing or have a different size. Takes one small request for each blob.
 
-    Over a network a process checks each blob once, and later only a sample. Raises `StorageError`.
+    Over a network, a process checks each blob once, and later only a sample. Raises `StorageError`.
     """
     wanted = list(dict.fromkeys(refs))
     if repo.storage.traits.remote:
@@ -71,30 +72,34 @@ def check(repo: Repository, refs: Iterable[BlobRef]) -> list[BlobRef]:
 
 
 def check_reused(repo: Repository, txid: TxId, refs: Iterable[BlobRef]) -> list[BlobRef]:
-    """Return those of ``refs`` that are missing or cut short, and mark them. Transaction ``txid`` reuses all of them.
+    """Return those of ``refs`` that are missing or truncated, and mark them.
 
-    Raises `Revoked` if a gc has revoked the transaction and may have deleted the blobs; `StorageError`.
+    Transaction ``txid`` reuses all of ``refs``.
+
+    Raises `Revoked` if a gc has revoked the transaction and may have deleted the blobs. Raises `StorageError`.
     """
     lost = check(repo, refs)
     if lost and repo.storage.size(commit_key(txid)) is not None:
         raise Revoked(
-            "gc considered this save dead, and deleted blobs that it reused; start again", key=commit_key(txid)
+            "gc assumed that this save was dead, and deleted blobs that it reused; save again", key=commit_key(txid)
         )
     for ref in lost:
-        log.warning("blob %s is gone or cut short; its cells are stored again", ref.hash)
-        mark_damaged(repo, ref.uploader, ref.hash, "missing or of another size when a save tried to reuse it")
+        log.warning("blob %s is missing or truncated; this save stores its cells again", ref.hash)
+        mark_damaged(
+            repo, ref.uploader, ref.hash, "it was missing or had a different size when a save tried to reuse it"
+        )
     return lost
 
 
 def _unseen_and_sample(repo: Repository, refs: Sequence[BlobRef]) -> list[BlobRef]:
-    """Return the blobs that this process has not seen, and a sample of the others."""
+    """Return the blobs that this process has not seen, and a sample of those that it has seen."""
     seen = [ref for ref in refs if (ref.uploader, ref.hash) in repo.seen_blobs]
-    again = set(Random(repo.entropy(8)).sample(seen, min(len(seen), _SAMPLE)))  # noqa: S311 - a sample, no secret
+    again = set(Random(repo.entropy(8)).sample(seen, min(len(seen), _SAMPLE)))  # noqa: S311 - a sample, not a secret
     return [ref for ref in refs if ref in again or (ref.uploader, ref.hash) not in repo.seen_blobs]
 
 
 def marks(repo: Repository) -> list[DamageMark]:
-    """Return the latest mark of each blob that has one. An unreadable mark counts as damaged. Raises `StorageError`."""
+    """Return the latest mark of each marked blob. An unreadable mark counts as damaged. Raises `StorageError`."""
     return _marks_under(repo, PREFIX)
 
 
@@ -112,19 +117,20 @@ def _marks_under(repo: Repository, prefix: str) -> list[DamageMark]:
 
 
 def damaged_marks(repo: Repository) -> set[tuple[TxId, BlobHash]]:
-    """Return (uploader, blob) of the blobs whose latest mark says that they are damaged. Raises `StorageError`."""
+    """Return (uploader, blob) of each blob whose latest mark says that it is damaged. Raises `StorageError`."""
     return {(mark.uploader, mark.blob) for mark in marks(repo) if mark.state != REPAIRED}
 
 
 def frame_marks(repo: Repository) -> set[tuple[TxId, BlobHash]]:
-    """Return (uploader, blob) of the blobs that are marked only for wrong frames. Raises `StorageError`."""
+    """Return (uploader, blob) of each blob that is marked only because of wrong frames. Raises `StorageError`."""
     return {(mark.uploader, mark.blob) for mark in marks(repo) if mark.state == FRAMES}
 
 
 def mark_damaged(repo: Repository, uploader: TxId, blob: BlobHash, why: str, *, by_frames: bool = False) -> None:
-    """Mark a blob as damaged, if it is not marked yet. Later saves do not reuse it. Raises `StorageError`.
+    """Mark a blob as damaged unless it is already marked. Later saves do not reuse it. Raises `StorageError`.
 
-    ``why``: the reason; its first 500 characters are kept. ``by_frames``: only frames are wrong, not the stored bytes.
+    ``why``: the reason, of which the first 500 characters are kept. ``by_frames``: whether only frames are wrong, but
+    not the stored bytes.
     """
     _mark_as(repo, uploader, blob, FRAMES if by_frames else DAMAGED, why)
 
@@ -135,7 +141,7 @@ def mark_repaired(repo: Repository, uploader: TxId, blob: BlobHash, why: str) ->
 
 
 def remove_marks(repo: Repository, deleted: Collection[str]) -> None:
-    """Remove all marks of the blobs that gc ``deleted`` (keys). Keys are never used again. Raises `StorageError`."""
+    """Remove all marks of the blobs that gc has ``deleted`` (keys). Keys are never reused. Raises `StorageError`."""
     names = {(name.uploader, name.hash) for key in deleted if (name := parse_object(key))}
     for entry in list(repo.storage.list(PREFIX, known=parse_damaged)) if names else ():
         mark = parse_damaged(entry.key)
@@ -160,12 +166,12 @@ def _mark_as(repo: Repository, uploader: TxId, blob: BlobHash, state: str, why: 
         try:
             repo.put_record(damaged_key(uploader, blob, number + 1), record)
         except Conflict:
-            continue  # another process added a mark just now: read it, and add this mark after it if they still differ
+            continue  # another process has just added a mark: read it, and add this mark after it if they still differ
         return
 
 
 def _mark(name: tuple[TxId, BlobHash], number: int, record: Read) -> DamageMark:
     if isinstance(record, CasckptError):
-        return DamageMark(*name, number, DAMAGED, f"its mark cannot be read: {record}")
+        return DamageMark(*name, number, DAMAGED, f"casckpt cannot read its mark: {record}")
     fits = (record.uploader, record.blob) == name and record.state in {REPAIRED, FRAMES}
     return DamageMark(*name, number, record.state if fits else DAMAGED, record.why)

@@ -1,4 +1,4 @@
-"""`Checkpoint`, the value that users receive, and the figures in it. It does not need torch."""
+"""Defines `Checkpoint`, the value that users receive, and the figures in it. Works without torch."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from casckpt.history.commits import Commit
 from casckpt.repository.repository import Repository
 
 if TYPE_CHECKING:
-    from casckpt.format.manifest import Manifest  # it needs numpy, but a listing needs no manifest
+    from casckpt.format.manifest import Manifest  # it needs numpy, but a listing does not need manifests
     from casckpt.plan.routes import Link
 
 Frames: TypeAlias = "dict[str, dict[Link, bytes]]"
-"""Frames of cells, by the key of their tensor."""
+"""The frames of cells, by tensor key."""
 
-_SHOWN = 20  # checkpoints in a notebook
+_SHOWN = 20  # the number of checkpoints that a notebook shows
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor: dtype with its name in torch, global shape, size in bytes."""
+    """A tensor: its dtype (by torch's name), its global shape, and its size in bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,9 +42,9 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class TensorHealth:
-    """The numbers of NaN and of infinite elements of a tensor, and the largest absolute value of the others, or 0.
+    """The number of NaN and infinite elements of a tensor, and the largest absolute value of all others, or 0.
 
-    Both parts of a complex number count as elements.
+    The two parts of a complex number count as separate elements.
     """
 
     nan: int
@@ -54,10 +54,13 @@ class TensorHealth:
 
 @dataclass(frozen=True, slots=True)
 class SaveStats:
-    """The result of a save, over all ranks. ``bytes_written``: of blob files. ``seconds``: until it was durable.
+    """The result of a save, over all ranks. ``bytes_written``: the size of the written blob files.
 
-    ``bytes_reused``: of tensors, as held in memory, that were stored already. ``bytes_coded``: of encoded cells, as
-    held in memory. ``bytes_frames``: of their frames. ``bytes_deltas``: of the frames that have a base.
+    ``seconds``: the time until it was durable.
+
+    ``bytes_reused``: the size in memory of the tensor data that was already stored. ``bytes_coded``: the size in
+    memory of the encoded cells. ``bytes_frames``: the size of their frames. ``bytes_deltas``: the size of the frames
+    that have a base.
     """
 
     bytes_total: int
@@ -73,11 +76,11 @@ class SaveStats:
 
 @dataclass(frozen=True, slots=True)
 class SaveDetails:
-    """How a checkpoint was saved. ``parent``: id of the previous checkpoint of its run.
+    """The details of how a checkpoint was saved. ``parent``: the id of the previous checkpoint of its run.
 
-    ``world_size``: number of ranks. ``casckpt``, ``torch``: versions. ``objects``: keys of values that are not
-    tensors; ``pickled``: those stored as a pickle. ``differing``: keys that differed between ranks that should hold
-    the same values.
+    ``world_size``: the number of ranks. ``casckpt``, ``torch``: their versions. ``objects``: the keys of values that
+    are not tensors. ``pickled``: the keys of those that are stored as pickles. ``differing``: the keys whose values
+    differed across ranks that should hold the same values.
     """
 
     parent: str | None
@@ -91,13 +94,13 @@ class SaveDetails:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint of a store, from its commit. It reads the manifest when a property first needs it.
+    """A checkpoint of a store, from its commit. The manifest is read when a property first needs it.
 
-    ``missing_keys``: keys of the template that the checkpoint lacks (after a load with ``strict=False``).
-    ``unread_keys``: keys of the checkpoint that the template did not name. ``unread_subtrees``: whole containers
-    among these that no rank read. ``mismatched_keys``: keys of the template that ``ignore_mismatched`` left
-    unchanged. ``notes``: parts that an import did not take over exactly, as text. ``frames``: frames that updates
-    decoded. The next update applies them to the state in memory; they are never pickled.
+    ``missing_keys``: the template keys that the checkpoint lacks (after a load with ``strict=False``).
+    ``unread_keys``: the checkpoint keys that the template did not name. ``unread_subtrees``: the whole containers
+    among them that no rank read. ``mismatched_keys``: the template keys that ``ignore_mismatched`` left unchanged.
+    ``notes``: descriptions of the parts that an import did not preserve exactly. ``frames``: the frames that updates
+    decoded. The next update applies them to the state in memory. They are never pickled.
     """
 
     repo: Repository = field(repr=False)
@@ -124,7 +127,10 @@ class Checkpoint:
 
     @property
     def id(self) -> str:
-        """The BLAKE3 hash of everything that was saved, independent of its place in the store: 64 hex digits."""
+        """The BLAKE3 hash of everything that was saved, as 64 hex digits.
+
+        It does not depend on locations in the store.
+        """
         return self.commit.id
 
     @property
@@ -144,27 +150,33 @@ class Checkpoint:
 
     @property
     def ephemeral(self) -> bool:
-        """Whether it was saved as ephemeral, so that gc may purge it soon."""
+        """Whether it was saved as ephemeral. If so, gc may purge it soon."""
         return self._record.ephemeral
 
     @property
     def forgotten(self) -> bool:
-        """Whether it is forgotten: only its id names it, until it is restored or purged."""
+        """Whether it is forgotten.
+
+        A forgotten checkpoint can only be named by its id, until it is restored or purged.
+        """
         return self.commit.is_forgotten
 
     @property
     def replaced(self) -> bool:
-        """Whether this is the old commit of a rewrite. The id of the checkpoint means the new one."""
+        """Whether this is the old commit of a rewrite. The checkpoint's id refers to the new commit."""
         return self.commit.last == "replaced"
 
     @property
     def dropped(self) -> Dropped | None:
-        """The entries that thinning left out: the number of tensors, their bytes, and the rule. None if it is whole."""
+        """The entries that thinning dropped: the number of tensors, their size, and the rule. None if it is whole."""
         return self.commit.dropped
 
     @property
     def healthy(self) -> bool | None:
-        """The value that the save declared; also False if the save found NaN. None if the save declared nothing."""
+        """The value that the save declared. Also False if the save found NaN.
+
+        None if the save did not declare a value.
+        """
         return self._record.healthy
 
     @property
@@ -174,7 +186,7 @@ class Checkpoint:
 
     @cached_property
     def metadata(self) -> dict[str, Any]:
-        """The user's metadata. Raises Unsigned if the store requires a signature and the checkpoint has none."""
+        """The user's metadata. Raises Unsigned if the store requires a signature and there is none."""
         if self.repo.trusted is not None:  # a signature does not cover the record
             from casckpt.contents.signatures import get_trusted
 
@@ -183,7 +195,7 @@ class Checkpoint:
 
     @property
     def tags(self) -> list[str]:
-        """The tags that currently name it, sorted, without tags whose records are damaged."""
+        """The tags that currently name it, sorted. Tags with damaged records are omitted."""
         return tags.tags_of(tags.list_tags(self.repo).tags, self.commit.id)
 
     @property
@@ -210,15 +222,15 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Its tensors by key, in the order of the save."""
+        """Its tensors, by key, in the order of the save."""
         entries = self._manifest.tensors
         return {key: TensorInfo(entry.dtype, entry.shape, entry.nbytes) for key, entry in entries.items()}
 
     @cached_property
     def health(self) -> Mapping[str, TensorHealth] | None:
-        """The findings of its save about each tensor, by key, over all ranks; None if the save did not check tensors.
+        """The health of each tensor, by key, over all ranks. None if the save did not check tensors.
 
-        Leaves out tensors without such figures: those that were declared frozen, and those that hold no
+        Omits tensors without health figures. These are tensors that were declared frozen, and tensors that do not hold
         numbers.
         """
         from casckpt.format.sections.health import joined, sum_of
@@ -263,7 +275,7 @@ class Arrival:
 
 
 def html_of(url: str, checkpoints: Sequence[Checkpoint]) -> str:
-    """Return the HTML that a notebook shows for the store at ``url``: a table of its last ``checkpoints``."""
+    """Return the HTML that a notebook displays for the store at ``url``: a table of its last ``checkpoints``."""
     rows = [
         (
             shown.run, shown.step, f"{shown.created_at:%Y-%m-%d %H:%M} UTC", format_size(shown.stats.bytes_total),
@@ -277,14 +289,14 @@ def html_of(url: str, checkpoints: Sequence[Checkpoint]) -> str:
 
 
 def warn_if_forgotten(commit: Commit) -> None:
-    """Warn before a load if the checkpoint is forgotten."""
+    """Warn, before a load, if the checkpoint is forgotten."""
     if commit.is_forgotten:
-        message = f"{commit} was forgotten, and the next gc may purge it; Store.restore keeps it"
+        message = f"{commit} was forgotten, so the next gc may purge it; Store.restore keeps it"
         warnings.warn(message, ForgottenWarning, stacklevel=_level_outside())
 
 
 def _level_outside() -> int:
-    """Return the stack level of the user's code, so that a warning names a line in it."""
+    """Return the stack level of the user's code, so that a warning points to a line there."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("casckpt."):
         level, frame = level + 1, frame.f_back

@@ -1,4 +1,7 @@
-"""The contents of a checkpoint by key: tensors, objects, attachments, and the tree that nests them. Needs no torch."""
+"""The contents of a checkpoint, by key: tensors, objects and attachments, and the tree that nests them.
+
+Works without torch.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +27,19 @@ from casckpt.repository.repository import Repository
 class Contents:
     """The contents of a checkpoint for one rank.
 
-    Where each rank saved a value, it is that of this rank, or else of rank 0. ``extensions``: types that the tree
-    may hold in addition to plain data, such as those of torch.
+    If each rank saved its own value, the contents hold this rank's value, or else rank 0's value. ``extensions``:
+    types that the tree may hold in addition to plain data, such as torch's types.
     """
 
     def __init__(self, manifest: Manifest, rank: int = 0, extensions: Sequence[Extension] = ()) -> None:
         self.manifest, self._extensions = manifest, extensions
         self.tensors: dict[str, Entry] = {}
-        """The entries of tensors, by key."""
+        """The tensor entries, by key."""
         self.objects: dict[str, StoredObject] = {}
         self.attachments: dict[str, StoredObject | Entry] = {one.key: one for one in manifest.body.attachments}
-        """By name; large ones are entries."""
+        """The attachments, by name. Large attachments are entries."""
         self.per_rank: dict[str, list[int]] = {}
-        """The ranks that saved a value of their own, by key."""
+        """The ranks that saved their own value, by key."""
         self._parts: dict[tuple[str, int], Entry] = {}
         for entry in manifest.entries:
             key, is_own = entry.key, entry.rank == rank
@@ -57,16 +60,16 @@ class Contents:
 
     @classmethod
     def open(cls, repo: Repository, commit: Commit, rank: int = 0, extensions: Sequence[Extension] = ()) -> Self:
-        """Read the contents of a checkpoint. Raises as `casckpt.contents.signatures.get_trusted`."""
+        """Read the contents of a checkpoint. Raises the errors of `casckpt.contents.signatures.get_trusted`."""
         return cls(get_trusted(repo, commit), rank, extensions)
 
     def adopt(self, repo: Repository, commit: Commit) -> None:
-        """Cache the manifest, which another rank has sent. Its missing parts are read from ``repo``."""
+        """Cache the manifest that another rank has sent. Its missing parts are read from ``repo``."""
         manifests.adopt(repo, commit, self.manifest)
 
     @property
     def where(self) -> str:
-        """RUN@STEP, for messages."""
+        """The checkpoint as RUN@STEP, for messages."""
         return f"{self.manifest.body.run}@{self.manifest.body.step}"
 
     def keys(self) -> list[str]:
@@ -80,7 +83,7 @@ class Contents:
         return self.tensors[key]
 
     def lacks(self, key: str) -> Refused:
-        """Return the error for a leaf of the tree that is not stored."""
+        """Return the error for a tree leaf that is not stored."""
         return Refused(f"manifest {self.manifest.id} names {key!r} in its tree, but has no entry for it", key=key)
 
     def parts(self, stored: StoredObject) -> list[Entry]:
@@ -92,7 +95,7 @@ class Contents:
 
     @cached_property
     def tree(self) -> Node:
-        """The nested containers of the state, with its leaves."""
+        """The nested containers of the state, and its leaves."""
         return decode_tree(self.manifest.body.tree, self._extensions)
 
     def whole_tree(self) -> Node:
@@ -104,7 +107,7 @@ class Contents:
         return self.tree
 
     def ready(self, keys: Iterable[str]) -> None:
-        """Fetch the parts of the manifest for these keys, in few reads, before they are used."""
+        """Fetch the manifest's parts for these keys, in few reads. Call this before you use them."""
         entries, objects = list[Entry](), list[int]()
         for key in keys:
             if key in self.tensors:
@@ -115,18 +118,18 @@ class Contents:
         self.manifest.ready([entry.number for entry in entries], objects)
 
     def extents(self, entry: Entry) -> ExtentTable:
-        """Return the extents of an entry that is stored as a whole. Call it before you allocate memory for the entry.
+        """Return the extents of a complete entry. Call this before you allocate memory for the entry.
 
-        Raises Damaged for an entry with holes, because its shape may be hostile, and the errors of
+        Raises Damaged for an entry with holes, because its shape may be hostile. Raises the errors of
         `Manifest.extents`.
         """
         table = self.manifest.extents(entry)
         if not covers(table, whole(entry.shape)):
-            raise Damaged(f"{self.where} holds {entry.key!r} ({entry.nbytes} bytes) only in part", key=entry.key)
+            raise Damaged(f"{self.where} holds only a part of {entry.key!r} ({entry.nbytes} bytes)", key=entry.key)
         return table
 
     def check_whole(self, entries: Sequence[Entry]) -> None:
-        """Raise as `extents` for each entry, with few reads."""
+        """Raise the errors of `extents` for all entries, with few reads."""
         self.manifest.ready([entry.number for entry in entries], ())
         for entry in entries:
             self.extents(entry)

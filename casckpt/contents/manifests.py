@@ -1,7 +1,7 @@
 """Manifests as objects of a store.
 
-A small manifest is read at once. For a large manifest, casckpt reads the front sections, and later, by range, each part
-that a load needs. A reader that only needs the blobs reads only the list of blobs.
+A small manifest is read in one go. For a large manifest, casckpt first reads the front sections. Later, it reads each
+part that a load needs, by range. A reader that only needs the blobs reads only the blob list.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from casckpt.repository.repository import Repository
 from casckpt.storage.base import AlreadyExists, Reader, ShortObject
 
 WHOLE_BYTES = 1 << 20
-"""The maximum size of a manifest that is read whole. For a small one, several requests would take longer."""
+"""The maximum size of a manifest that is read in one go. For a small manifest, several requests would take longer."""
 
 T = TypeVar("T")
 
 
 def put(repo: Repository, txid: TxId, draft: Draft) -> Encoded:
-    """Write a manifest, durably, under ``txid``, the transaction that will commit it.
+    """Write a manifest durably, under ``txid``, the transaction that will commit it.
 
-    Raises `StorageError`, `InvalidInput` if it is too large or exceeds the limits of the format.
+    Raises `StorageError`, and `InvalidInput` if it is too large or exceeds the format's limits.
     """
     return put_encoded(repo, txid, encode(draft))
 
 
 def put_encoded(repo: Repository, txid: TxId, made: Encoded) -> Encoded:
-    """Write an encoded manifest. An existing one is success. Raises as `put`."""
+    """Write an encoded manifest. An existing one counts as success. Raises the errors of `put`."""
     key = manifest_key(txid, made.id)
     if len(made.data) > MAX_MANIFEST_BYTES:
         raise InvalidInput(f"a manifest of {len(made.data)} bytes is larger than {MAX_MANIFEST_BYTES} bytes")
@@ -54,7 +54,7 @@ def put_encoded(repo: Repository, txid: TxId, made: Encoded) -> Encoded:
         repo.storage.put(key, made.data)
     except AlreadyExists:
         if repo.storage.size(key) != len(made.data):
-            raise StorageError(f"{key} exists with another size; save again", key=key) from None
+            raise StorageError(f"{key} exists with a different size; save again", key=key) from None
     repo.manifests.add(txid, made.manifest())
     return made
 
@@ -62,8 +62,9 @@ def put_encoded(repo: Repository, txid: TxId, made: Encoded) -> Encoded:
 def get(repo: Repository, commit: Commit) -> Manifest:
     """Return the verified manifest of a checkpoint, from memory if it was used recently.
 
-    Raises `Damaged` if it is gone or differs from the written one, `Refused` if it is not usable, `Gone` if the
-    checkpoint was purged since ``commit`` was read; `StorageError`. Later reads of its parts raise the same errors.
+    Raises `Damaged` if it is missing or differs from what was written, `Refused` if it is not valid, and `Gone` if the
+    checkpoint was purged after ``commit`` was read. Raises `StorageError`. Later reads of its parts raise the same
+    errors.
     """
     manifest = _unless_purged(repo, commit, lambda: _read(repo, commit))
     manifest.left_out = left_out(commit)
@@ -71,25 +72,25 @@ def get(repo: Repository, commit: Commit) -> Manifest:
 
 
 def get_with_extents(repo: Repository, commit: Commit) -> Manifest:
-    """Return the manifest with the extents of all its entries read. Raises as `get`."""
+    """Return the manifest, with the extents of all its entries already read. Raises the errors of `get`."""
     manifest = get(repo, commit)
     manifest.ready(objects=())
     return manifest
 
 
 def left_out(commit: Commit) -> str | None:
-    """Describe the entries that thinning left out, with rule, time and advice; None if the checkpoint is whole.
+    """Describe which entries thinning dropped, with the rule, the time and advice. Return None for a whole checkpoint.
 
     For a copy or a repaired checkpoint, the time is that of the copy or repair.
     """
     if commit.dropped is None:
         return None
     when = f"{time_of(commit.committed.time):%Y-%m-%d %H:%M} UTC"
-    return f"it was thinned by {commit.dropped.rule[:500]} ({when}). Load other keys, or another checkpoint"
+    return f"it was thinned by {commit.dropped.rule[:500]} ({when}). Load other keys, or a different checkpoint"
 
 
 def others(repo: Repository, id: ManifestId, tried: Container[str]) -> list[Commit]:
-    """Return the live commits of an id, best first, except those whose head or transaction is in ``tried``.
+    """Return the live commits of an id, best first. Omit those whose head or transaction is in ``tried``.
 
     Takes a new listing, because a rewrite may have been undone. Raises `StorageError`.
     """
@@ -99,10 +100,10 @@ def others(repo: Repository, id: ManifestId, tried: Container[str]) -> list[Comm
 
 
 def use(repo: Repository, commit: Commit, act: Callable[[Commit, Manifest], T]) -> T:
-    """Call ``act`` with a manifest; if it is gone or damaged, with the manifest of another commit of the id.
+    """Call ``act`` with a manifest. If it is missing or damaged, use the manifest of a different commit of the id.
 
-    The record of the other commit must agree with that of ``commit``, because a hostile record may name a foreign
-    id. ``act`` may be called several times. Raises the errors of `get` and ``act``.
+    The other commit's record must agree with that of ``commit``, because a hostile record may name a foreign id.
+    ``act`` may be called several times. Raises the errors of `get` and ``act``.
     """
     tried, shared = set[str](), _shared_fields(commit.committed)
     while True:
@@ -149,15 +150,17 @@ def _read(repo: Repository, commit: Commit) -> Manifest:
             sections = {name: front[head[name].offset - first : head[name].end - first] for name in FRONT}
             manifest = Manifest(head, sections, partial(_read_later, repo, commit)).check()
         body = manifest.body
-        if _shared_fields(record) != _shared_fields(body):  # a hostile record could pose as another run
-            raise Refused(f"its commit record is not that of its manifest ({body.run}@{body.step})")
-    if record.manifest_bytes > WHOLE_BYTES or manifest.is_sound:  # a damaged one may be repaired in the store
+        if _shared_fields(record) != _shared_fields(body):  # a hostile record could pose as a different run
+            raise Refused(f"its commit record does not match its manifest ({body.run}@{body.step})")
+    if (
+        record.manifest_bytes > WHOLE_BYTES or manifest.is_sound
+    ):  # not cached if damaged, because it may be repaired in the store
         repo.manifests.add(commit.txid, manifest)
     return manifest
 
 
 def _read_later(repo: Repository, commit: Commit, ranges: Sequence[tuple[int, int]]) -> Sequence[memoryview]:
-    """Read ranges of a manifest with a known head."""
+    """Read ranges of a manifest whose head is known."""
 
     def read() -> list[memoryview]:
         with _naming(commit), repo.storage.open(_key(commit.committed)) as reader:
@@ -188,14 +191,14 @@ def _naming(commit: Commit) -> Iterator[None]:
     try:
         yield
     except (NotFound, ShortObject, Damaged) as error:
-        key, why = _key(commit.committed), "is gone" if isinstance(error, NotFound) else "is damaged"
+        key, why = _key(commit.committed), "is missing" if isinstance(error, NotFound) else "is damaged"
         reason = str(error).removeprefix(f"manifest {commit.id} is damaged: ")
         more = f" ({reason})" if isinstance(error, Damaged) else ""
         message = (
             f"the manifest of checkpoint {commit.run}@{commit.step} ({commit.id}) {why}: {key}{more}. "
             "Restore it with `casckpt repair`, or give it up with `casckpt forget`: gc continues without it a day "
-            f"later, or at once with `--run {shlex.quote(commit.run)} --min-age 0`, which also purges everything else "
-            "of that run that is forgotten"
+            f"later, or immediately with `--run {shlex.quote(commit.run)} --min-age 0`, which also purges all other "
+            "forgotten checkpoints of that run"
         )
         raise Damaged(message, key=key, checkpoints=(commit.id,)) from error
     except Refused as error:
@@ -204,15 +207,15 @@ def _naming(commit: Commit) -> Iterator[None]:
 
 
 def _shared_fields(of: Committed | ManifestBody) -> tuple[str, int | None, int, ManifestId | None]:
-    """Return the fields that a commit record and its manifest share."""
+    """Return the fields that a commit record and its manifest have in common."""
     return of.run, of.step, of.created_at, of.parent
 
 
 def blob_list(repo: Repository, commit: Commit) -> BlobList:
     """Return the blobs of a checkpoint, from the catalogue or the store.
 
-    Raises `Damaged` if the manifest differs from the one that the record names, `Refused`, `StorageError`; never
-    `Gone`.
+    Raises `Damaged` if the manifest differs from the one that the record names. Raises `Refused`, `StorageError`.
+    Never raises `Gone`.
     """
     head = commit.committed.head
     known = repo.catalogue.blobs(commit.txid, head)
@@ -225,7 +228,10 @@ def blob_list(repo: Repository, commit: Commit) -> BlobList:
 
 
 def stored_blobs(repo: Repository, commit: Commit) -> BlobList:
-    """Return the blobs of a checkpoint from the store, without caches. Raises as `blob_list`, and `Gone` if purged."""
+    """Return the blobs of a checkpoint from the store, without caches.
+
+    Raises as `blob_list`, or `Gone` if it was purged.
+    """
     return _unless_purged(repo, commit, lambda: _read_blobs(repo, commit))
 
 
@@ -246,12 +252,12 @@ def _read_blobs(repo: Repository, commit: Commit) -> BlobList:
 
 
 def blobs_of(repo: Repository, commit: Commit) -> list[tuple[TxId, BlobHash, int]]:
-    """Return (uploader, hash, bytes) of every blob of a checkpoint. Raises as `blob_list`."""
+    """Return (uploader, hash, bytes) of every blob of a checkpoint. Raises the errors of `blob_list`."""
     return blob_list(repo, commit).names()
 
 
 def learn(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
-    """Read the lists of blobs that the catalogue lacks, in parallel. Return the commits whose list can be read.
+    """Read, in parallel, the blob lists that the catalogue lacks. Return the commits whose list can be read.
 
     Raises `StorageError`.
     """
@@ -269,10 +275,10 @@ def learn(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
 
 
 def locate(repo: Repository, commits: Iterable[Commit], wanted: Mapping[BlobHash, BlobRef]) -> dict[BlobHash, BlobRef]:
-    """Return the locations in ``repo`` of the ``wanted`` blobs, by hash, if one of the live ``commits`` names them.
+    """Return the locations in ``repo`` of those ``wanted`` blobs that any of the live ``commits`` names, by hash.
 
-    A blob without a live commit does not count, because gc may delete it. A marked blob does not count either.
-    Raises `StorageError`.
+    A blob without a live commit does not count, because gc may delete it. Neither does a blob that is marked as
+    damaged. Raises `StorageError`.
     """
     marked = blobs.damaged_marks(repo)
     heads = np.array([int.from_bytes(bytes.fromhex(name[:16]), "little") for name in wanted], dtype="<u8")
@@ -295,11 +301,13 @@ def _named(repo: Repository, commit: Commit, heads: npt.NDArray[np.uint64]) -> I
 def reindex(repo: Repository) -> int:
     """Rebuild the catalogue from the store. Return the number of live checkpoints in it.
 
-    Checkpoints with an unreadable manifest are left out; gc and verify report them. Raises `StorageError`, also if the
-    catalogue cannot be written.
+    Checkpoints with an unreadable manifest are omitted. gc and verify report them. Raises `StorageError`, including
+    the case that the catalogue cannot be written.
     """
     repo.catalogue.reindex()
     known = learn(repo, list_commits(repo).live())
     if repo.catalogue.is_off:
-        raise StorageError(f"{repo.catalogue.path} cannot be written: make room there, or name another --cache-dir")
+        raise StorageError(
+            f"casckpt cannot write {repo.catalogue.path}: free some space there, or pass a different --cache-dir"
+        )
     return len(known)

@@ -1,4 +1,4 @@
-"""Fetches the blobs of a checkpoint into the cache of this host before a load."""
+"""Fetches the blobs of a checkpoint into this host's cache before a load."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from casckpt.repository.repository import Repository
 
 
 def pre_download(repo: Repository, commit: Commit, refs: Sequence[BlobRef], *, threads: int, progress: Progress) -> int:
-    """Fetch ``refs``, which ``commit`` needs, into the cache of this host. Return the number of fetched bytes.
+    """Fetch ``refs``, which ``commit`` needs, into this host's cache. Return the number of fetched bytes.
 
-    ``progress``: called with the bytes of each blob in the cache. Raises `Damaged`, or `Gone` if the checkpoint was
-    purged meanwhile; `InvalidInput` if the blobs exceed the limit of the cache, `StorageError`.
+    ``progress``: called with the size of each blob once it is in the cache. Raises `Damaged`, or `Gone` if the
+    checkpoint was purged in the meantime. Raises `InvalidInput` if the blobs exceed the cache's limit. Raises
+    `StorageError`.
     """
     try:
         progress.expect(sum(ref.size for ref in refs))

@@ -1,14 +1,14 @@
-"""References: the texts that name a checkpoint, and the commits that they mean.
+"""References: the strings that name a checkpoint, and the commits to which they refer.
 
 ::
 
-    <id>            an id, or a unique prefix of at least 6 hex digits; also of a forgotten checkpoint
-    RUN@STEP        if several are visible, the one that was saved last
-    RUN@latest      the newest save of the run, so that a run that was rolled back resumes where it is now
+    <id>            an id, or a unique prefix of at least 6 hex digits; also works for forgotten checkpoints
+    RUN@STEP        the visible checkpoint of the step; if there are several, the one that was saved last
+    RUN@latest      the newest save of the run, so a run that was rolled back resumes at its current position
     latest          the newest save of all runs
     tag:NAME        the checkpoint that the tag names
-    RUN@100..500    where several are allowed: all steps from 100 to 500, both included
-    RUN@501..       all steps from 501; RUN@..500, all up to 500; RUN@.., all of the run
+    RUN@100..500    all steps from 100 to 500, inclusive (where several checkpoints are allowed)
+    RUN@501..       all steps from 501; RUN@..500: all steps up to 500; RUN@..: all steps of the run
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _SHOWN = 5
 def resolve(repo: Repository, ref: str | Commit, commits: CommitList | None = None) -> Commit:
     """Return the commit that ``ref`` names. If ``ref`` is a commit, return its current state.
 
-    ``commits``: the listing to search, None for a new one. Raises `InvalidInput` if ``ref`` is no reference or is
-    ambiguous, `NotFound` with similar names that exist, `Gone` for a purged checkpoint, `StorageError`.
+    ``commits``: the listing to search. None makes a new listing. Raises `InvalidInput` if ``ref`` is not a reference
+    or is ambiguous, `NotFound` with similar names that exist, `Gone` for a purged checkpoint, and `StorageError`.
     """
     if isinstance(ref, Commit):
         now = _by_its_log(repo, ref) if commits is None else None
@@ -71,7 +71,7 @@ def is_range(ref: object) -> bool:
 
 
 def resolve_many(repo: Repository, refs: Iterable[str | Commit], commits: CommitList | None = None) -> list[Commit]:
-    """Return the commits that ``refs`` (ranges too) name, each once, ranges in order of steps. Raises as `resolve`."""
+    """Return the commits that ``refs`` name, including ranges. Each commit is returned once, ranges in step order."""
     listed = list_commits(repo) if commits is None else commits
     named: dict[str, Commit] = {}
     for ref in refs:
@@ -81,9 +81,9 @@ def resolve_many(repo: Repository, refs: Iterable[str | Commit], commits: Commit
 
 
 def unread_within(listed: CommitList, refs: Iterable[str | Commit], run: str | None = None) -> list[TxId]:
-    """Return the transactions with an unreadable record that ranges among ``refs`` may name.
+    """Return the transactions with an unreadable record to which the ranges in ``refs`` may refer.
 
-    Without ``refs``, return all of them. ``run``: return only those of this run.
+    If ``refs`` is empty, return all transactions with an unreadable record. ``run``: return only those of this run.
     """
     named = list(refs)
     texts = [ref for ref in named if not isinstance(ref, Commit)]
@@ -98,10 +98,10 @@ def unread_within(listed: CommitList, refs: Iterable[str | Commit], run: str | N
 
 
 def resolve_forgotten(repo: Repository, ref: str | Commit, commits: CommitList) -> list[Commit]:
-    """Return the commits that ``ref`` names for a restore: RUN@STEP and ranges mean forgotten checkpoints.
+    """Return the commits that ``ref`` names for a restore. RUN@STEP and ranges refer to forgotten checkpoints.
 
-    A range means all steps without a visible checkpoint. Raises as `resolve`; `InvalidInput` with the ids to choose
-    from if several were forgotten at one step.
+    A range refers to all steps without a visible checkpoint. Raises the errors of `resolve`. If several checkpoints
+    were forgotten at one step, raises `InvalidInput` with the ids to choose from.
     """
     if isinstance(ref, Commit):
         return [resolve(repo, ref, commits)]
@@ -119,23 +119,23 @@ def resolve_forgotten(repo: Repository, ref: str | Commit, commits: CommitList) 
 
 
 def _forgotten(commits: CommitList, run: str, steps: range) -> list[Commit]:
-    """Return the forgotten checkpoints of steps without a visible one, in order of steps."""
+    """Return the forgotten checkpoints of steps without a visible checkpoint, in step order."""
     at: dict[int, dict[ManifestId, Commit]] = defaultdict(dict)
     for commit in commits.live():
         if commit.is_forgotten and commit.run == run and commit.step in steps and commits.at(run, commit.step) is None:
-            at[commit.step][commit.id] = commit  # the last of several commits of one id is the one that answers
+            at[commit.step][commit.id] = commit  # if an id has several commits, the last one answers
     for step, ids in at.items():
         if len(ids) > 1:
             dated = ((commit.id[:16], time_of(commit.committed.created_at)) for commit in ids.values())
             named = _listed([f"{id} (of {time:%Y-%m-%d %H:%M:%S} UTC)" for id, time in dated])
-            raise InvalidInput(f"{len(ids)} checkpoints of {run}@{step} were forgotten: {named}; name one by its id")
+            raise InvalidInput(f"{len(ids)} checkpoints of {run}@{step} were forgotten: {named}; choose one by its id")
     return [commit for step in sorted(at) for commit in at[step].values()]
 
 
 def _followed(repo: Repository, run: str | None, where: str) -> Commit | None:
-    """Return the newest visible commit of all runs (None), or the newest or one of a step of a run, by announcements.
+    """Find the visible commit of ``where``, from announcements: the newest of all runs, or one of ``run``.
 
-    None if the announcements show none. Then the caller makes a listing, and reports what exists instead.
+    Return None if the announcements do not show any. The caller then makes a listing, and reports what exists instead.
     """
     try:
         if run is None:
@@ -150,7 +150,7 @@ def _followed(repo: Repository, run: str | None, where: str) -> Commit | None:
 
 
 def _by_its_log(repo: Repository, commit: Commit) -> Commit | None:
-    """Return the current state of a commit, with two parallel requests; None if its own log is not enough."""
+    """Return the current state of a commit, with two parallel requests. Return None if its own log is not enough."""
     try:
         now = read_log(repo, commit.txid)
     except (Damaged, Refused):
@@ -161,7 +161,7 @@ def _by_its_log(repo: Repository, commit: Commit) -> Commit | None:
 def _as_it_is(repo: Repository, listed: CommitList, commit: Commit) -> Commit:
     known = listed.commits.get(commit.txid)
     is_same = known is not None and isinstance(known.first, Committed) and known.id == commit.id
-    same = known if is_same else None  # None if it is of another store, or its record is a false one now
+    same = known if is_same else None  # None if it belongs to a different store, or if its record is now a false one
     if commit.txid in listed.damaged:
         return same or commit
     now = same or _by_id(repo, listed, commit.id)
@@ -179,12 +179,12 @@ def _as_it_is(repo: Repository, listed: CommitList, commit: Commit) -> Commit:
 
 def _text(ref: object) -> str:
     if not isinstance(ref, str):
-        raise InvalidInput(f"{ref!r:.80} is not a str, and does not name a checkpoint: {GRAMMAR}")
+        raise InvalidInput(f"{ref!r:.80} is not a str, so it does not name a checkpoint: {GRAMMAR}")
     return ref
 
 
 def _steps_of(ref: str) -> range | None:
-    """Return the steps that ``ref`` names, None if it is no range."""
+    """Return the steps that ``ref`` names, or None if it is not a range."""
     run, _, where = ref.rpartition("@")
     parts = _RANGE.fullmatch(where)
     if not parts:
@@ -192,12 +192,12 @@ def _steps_of(ref: str) -> range | None:
     check_run(run)
     low, high = int(parts[1] or 0), int(parts[2] or MAX_STEP)
     if low > high:
-        raise InvalidInput(f"{ref!r} names no step: {low} is greater than {high}")
+        raise InvalidInput(f"{ref!r} does not name any step: {low} is greater than {high}")
     return range(low, high + 1)
 
 
 def _range(repo: Repository, listed: CommitList, ref: str) -> list[Commit]:
-    """Return the commits of a range of steps; [] if ``ref`` is no range."""
+    """Return the commits of a range of steps. Return [] if ``ref`` is not a range."""
     steps = _steps_of(_text(ref))
     if steps is None:
         return []
@@ -241,16 +241,19 @@ def _commits_of_run(repo: Repository, listed: CommitList, run: str) -> list[Comm
 
 
 def about_run(repo: Repository, listed: CommitList, run: str) -> str:
-    """Return a message for a run without a visible checkpoint: whether it had one, and which runs exist."""
+    """Return a message for a run without a visible checkpoint.
+
+    It says whether the run had one, and which runs exist.
+    """
     forgotten = sum(commit.run == run for commit in listed.live())
     runs = listed.runs()
     near = similar_runs(run, runs)
     if forgotten:
-        there = f"{forgotten} of it {'were' if forgotten > 1 else 'was'} forgotten: see `casckpt list --all`"
+        there = f"{forgotten} {'were' if forgotten > 1 else 'was'} forgotten: see `casckpt list --all`"
     elif near:
         there = f"did you mean {_listed(near)}?"
     else:
-        there = f"there are {_listed(runs)}" if runs else "there is no visible checkpoint at all"
+        there = f"existing runs: {_listed(runs)}" if runs else "the store has no visible checkpoints"
     return f"there is no checkpoint of run {run!r} in {repo.storage.url}; {there}{_doubt(listed)}"
 
 
@@ -269,13 +272,13 @@ def _newest(repo: Repository, listed: CommitList) -> Commit:
 
 
 def _by_id(repo: Repository, listed: CommitList, prefix: str) -> Commit:
-    """Return the commit that an id, or a prefix of one, means."""
+    """Return the commit to which an id or id prefix refers."""
     hits = [commit for commit in listed.live() if commit.id.startswith(prefix)]
     ids = sorted({commit.id for commit in hits})
     if len(ids) > 1:
         first = {commit.id: commit for commit in reversed(hits)}
         names = _listed([f"{id[:16]} ({first[id].run}@{first[id].step})" for id in ids])
-        raise InvalidInput(f"{prefix!r} is a prefix of {len(ids)} ids: {names}; give more digits")
+        raise InvalidInput(f"{prefix!r} is a prefix of {len(ids)} ids: {names}; use more digits")
     if hits:
         return _meant(repo, sorted(hits, key=lambda commit: commit.rank, reverse=True))
     purged = [c for c in listed.commits.values() if c.last == "purged" and c.id.startswith(prefix)]
@@ -285,9 +288,9 @@ def _by_id(repo: Repository, listed: CommitList, prefix: str) -> Commit:
 
 
 def _meant(repo: Repository, hits: Sequence[Commit]) -> Commit:
-    """Return the first of the commits of an id; if their records differ, the first with a matching manifest."""
-    if len({(commit.run, commit.step) for commit in hits}) > 1:  # an id belongs to one run and step
-        from casckpt.contents import manifests  # imported here because it needs numpy, and few references need it
+    """Return the first commit of an id. If the commits' records differ, return the first with a matching manifest."""
+    if len({(commit.run, commit.step) for commit in hits}) > 1:  # an id belongs to a single run and step
+        from casckpt.contents import manifests  # imported here, because it needs numpy, and few references need it
 
         for commit in hits:
             with suppress(Damaged, Refused, Gone):

@@ -1,7 +1,9 @@
-"""Signatures of checkpoints: detached signatures of a domain string and the id, which covers everything that was saved.
+"""Checkpoint signatures.
+
+A detached signature signs a domain string and the id, which covers everything that was saved.
 
 docs/integrity.md lists what a signature does not cover: the location of the bytes, other records about a checkpoint,
-and which checkpoint a name or "latest" means.
+and the question to which checkpoint a name or "latest" refers.
 """
 
 from __future__ import annotations
@@ -29,14 +31,15 @@ DOMAIN = b"casckpt 2026-11-23 the signature of a checkpoint\n"
 
 
 def message(id: ManifestId) -> bytes:
-    """Return the message that signers of a checkpoint sign."""
+    """Return the message that the signers of a checkpoint sign."""
     return DOMAIN + id.encode() + b"\n"
 
 
 def sign(repo: Repository, commit: Commit, key: Ed25519PrivateKey) -> str:
-    """Verify the manifest of a checkpoint and put a signature of the checkpoint. Return the name of the key.
+    """Verify a checkpoint's manifest, and put a signature of the checkpoint. Return the name of the key.
 
-    A valid existing signature stays; an invalid one is replaced. Raises as `manifests.get`, `Unsupported`.
+    A valid existing signature is kept. An invalid one is replaced. Raises the errors of `manifests.get`, and
+    `Unsupported`.
     """
     check_requirements(repo)
     manifests.get(repo, commit)
@@ -63,14 +66,14 @@ def _put(repo: Repository, id: ManifestId, key: Ed25519PrivateKey) -> str:
 def check_trusted(repo: Repository, id: ManifestId, named: str) -> None:
     """Raise `Unsigned` if ``repo`` requires a signature and this checkpoint has none. Checks each id only once.
 
-    ``named``: the name of the checkpoint in the message. Raises `StorageError`, `Unsupported`.
+    ``named``: the checkpoint's name in the message. Raises `StorageError`, `Unsupported`.
     """
     if repo.trusted is None or id in repo.found_signed:
         return
     if not is_trusted(repo, id):
         names = ", ".join(sorted(key_name(key)[:12] for key in repo.trusted))
         raise Unsigned(
-            f"{named} has no valid signature of {names}. If you know that it is right, sign it with `casckpt sign`",
+            f"{named} has no valid signature by {names}. If you know that it is genuine, sign it with `casckpt sign`",
             checkpoints=(id,),
         )
     repo.found_signed.add(id)
@@ -82,13 +85,13 @@ def is_trusted(repo: Repository, id: ManifestId) -> bool:
 
 
 def get_trusted(repo: Repository, commit: Commit) -> Manifest:
-    """Return the manifest of a checkpoint for a load. Raises as `check_trusted` and `manifests.get`."""
+    """Return a checkpoint's manifest for a load. Raises the errors of `check_trusted` and `manifests.get`."""
     check_trusted(repo, commit.id, str(commit))
     return manifests.get(repo, commit)
 
 
 def check_verified(repo: Repository, *, verify: bool) -> None:
-    """Raise `InvalidInput` if a signature is required but the bytes are not verified."""
+    """Raise `InvalidInput` if a signature is required, but the bytes are not verified."""
     if repo.trusted is not None and not verify:
         raise InvalidInput("verify=False reads unsigned bytes, but this store was opened with require_signature")
 
@@ -102,26 +105,26 @@ def _is_signed(repo: Repository, id: ManifestId, key: PublicKey) -> bool:
 
 
 def list_signatures(repo: Repository) -> dict[str, ManifestId]:
-    """List all signatures: the id of the checkpoint by key. Raises `StorageError`."""
+    """Return all signatures, as a mapping from key to checkpoint id. Raises `StorageError`."""
     listed = repo.storage.list(PREFIX, known=parse_signature)
     return {entry.key: id for entry in listed if (id := parse_signature(entry.key)) is not None}
 
 
 def signers(repo: Repository, id: ManifestId) -> list[str]:
-    """Return the names of the keys that have signed a checkpoint, without verifying. Raises `StorageError`."""
+    """Return the names of the keys that signed a checkpoint. Does not verify the signatures. Raises `StorageError`."""
     prefix = f"{PREFIX}{id}/"
     keys = (entry.key for entry in repo.storage.list(prefix))
     return sorted(key.removeprefix(prefix) for key in keys if parse_signature(key) == id)
 
 
 def remove_signatures(repo: Repository) -> None:
-    """Remove signatures of purged checkpoints without a live commit, unless a copy into this store is in progress."""
+    """Remove signatures of purged checkpoints without a live commit, except those that are being copied to here."""
     listed = list_signatures(repo)
     if not listed:
         return
     opened = [transaction.began for transaction in open_transactions(repo, ())]
     commits = list_commits(repo)
-    if commits.damaged or None in opened:  # the live and copied checkpoints are unknown
+    if commits.damaged or None in opened:  # it is unknown which checkpoints are live or being copied
         return
     copied = {began.manifest for began in opened if began is not None}
     purged = {commit.id for commit in commits.commits.values() if commit.last == "purged"}

@@ -1,8 +1,8 @@
-"""Watches a run: yields each new checkpoint once, in the order of announcements.
+"""Watches a run, and yields each new checkpoint once, in announcement order.
 
-An announcement comes before its record, so the record may be missing for an unlimited time. The watcher then reads it
-again, at longer and longer intervals. It yields a checkpoint only if the log of the checkpoint, read at that time,
-shows it visible.
+An announcement is written before its record, so the record may be missing for an unlimited time. In this case, the
+watcher rereads it at increasing intervals. It yields a checkpoint only if the checkpoint's log, read at that time,
+shows that it is visible.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
 
 START = "start"
-LONGEST_PAUSE = 60.0  # seconds between two attempts with a failed storage
-_CHECK = 16  # polls between two checks whether the store is still the same
-_MOST = 32  # polls until a missing record is read again
+LONGEST_PAUSE = 60.0  # the longest time in seconds between two attempts while the storage fails
+_CHECK = 16  # polls between two checks that the store is still the same
+_MOST = 32  # the maximum number of polls until a missing record is reread
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A new and visible commit. ``late``: whether a later save was yielded, or visible, before it."""
+    """A new, visible commit. ``late``: whether a later save was already yielded or visible."""
 
     commit: Commit
     late: bool
@@ -42,7 +42,10 @@ class Notice:
 
 @dataclass(slots=True)
 class _Awaited:
-    """An announced record that does not exist yet. ``number``: in its log. ``due``: the poll that reads it."""
+    """An announced record that does not exist yet. ``number``: its number in the log.
+
+    ``due``: the poll that reads it.
+    """
 
     number: int
     due: int
@@ -50,27 +53,27 @@ class _Awaited:
 
 
 class Expected:
-    """Decides which announced commits are yielded, and when their logs are read. Does no I/O.
+    """Decides which announced commits are yielded, and when their logs are read. Performs no I/O.
 
-    ``newest``: origin of the latest save that was yielded, or visible at the start. ``polls``: the number of polls,
-    which serves as a clock.
+    ``newest``: the origin of the latest save that was yielded, or that was visible at the start. ``polls``: the number
+    of polls. It serves as a clock.
     """
 
     def __init__(self) -> None:
         self.newest: TxId | None = None
         self.polls = 0
         self._floor: TxId | None = None
-        self._new: set[TxId] = set()  # announced, and not yielded yet
+        self._new: set[TxId] = set()  # announced, but not yielded yet
         self._awaited: dict[TxId, _Awaited] = {}
         self._yielded: set[ManifestId] = set()
 
     def begin_behind(self, commit: Commit) -> None:
-        """Treat a checkpoint as yielded."""
+        """Treat a checkpoint as already yielded."""
         self.newest = commit.origin
         self._yielded.add(commit.id)
 
     def begin_anew(self) -> None:
-        """Treat only announced transactions that began after ``newest`` as new from now on."""
+        """From now on, treat an announced transaction as new only if it began after ``newest``."""
         self._floor = self.newest
 
     def note(self, txid: TxId, number: int = 0) -> None:
@@ -82,19 +85,19 @@ class Expected:
             self._awaited[txid] = _Awaited(max(number, held.number if held else 0), self.polls)
 
     def due(self) -> list[TxId]:
-        """Return the transactions whose logs must be read now, in the order of announcements."""
+        """Return the transactions whose logs must be read now, in announcement order."""
         return [txid for txid, awaited in self._awaited.items() if awaited.due <= self.polls]
 
     def latest(self) -> list[TxId]:
-        """Return the due transactions that may be newer than ``newest``, latest first. Drop older ones."""
+        """Return the due transactions that may be newer than ``newest``, latest first. Drop the older ones."""
         for txid in [txid for txid in self._awaited if self.newest is not None and txid <= self.newest]:
             self.drop(txid)
         return sorted(self.due(), reverse=True)
 
     def judge(self, txid: TxId, seen: Commit | None, stands: Commit | None) -> Commit | None:
-        """Return the commit to yield, or None. ``seen``: from the log of ``txid``.
+        """Return the commit to yield, or None. ``seen``: the commit from the log of ``txid``.
 
-        ``stands``: the commit that has replaced it.
+        ``stands``: the commit that has replaced ``seen``, or ``seen`` itself.
         """
         if seen is None or stands is None:
             self._wait(txid)
@@ -105,7 +108,7 @@ class Expected:
         elif seen.live and seen.number < self._awaited[txid].number:
             self._wait(txid)
         else:
-            del self._awaited[txid]  # until another record is announced, such as one that restores it
+            del self._awaited[txid]  # until a further record is announced, such as one that restores it
         return None
 
     def is_late(self, commit: Commit) -> bool:
@@ -113,7 +116,7 @@ class Expected:
         return self.newest is not None and commit.origin < self.newest
 
     def take(self, txid: TxId, commit: Commit) -> Notice:
-        """Return the notice of a commit, and record that it was yielded."""
+        """Return the notice for a commit, and record that the commit was yielded."""
         notice = Notice(commit, self.is_late(commit))
         self.newest = max(self.newest or commit.origin, commit.origin)
         self._yielded.add(commit.id)
@@ -135,11 +138,11 @@ class Expected:
 
 
 class Watcher:
-    """Reads the announcements of a run, and the logs of new transactions. You may repeat a failed call at any time.
+    """Reads the announcements of a run, and the logs of new transactions. You may retry a failed call at any time.
 
-    ``after``: None for commits from now on, `START`, or a checkpoint or reference, which may be purged.
-    ``latest_only``: only the latest save at each call. The store need not exist yet. Raises `InvalidInput`,
-    `NotFound` for a reference to a missing checkpoint, `StorageError`.
+    ``after``: None for commits from now on, `START`, or a checkpoint or reference. The checkpoint may be purged.
+    ``latest_only``: return only the latest save at each call. The store need not exist yet. Raises `NotFound` for a
+    reference to a missing checkpoint. Raises `InvalidInput`, `StorageError`.
     """
 
     def __init__(self, repo: Repository, run: str, after: str | Commit | None = None, *, latest_only: bool) -> None:
@@ -163,7 +166,7 @@ class Watcher:
     def _begin_at_head(self, *, with_newest: bool) -> None:
         """Begin after the current announcements.
 
-        ``with_newest``: also yield the newest visible checkpoint, if it is new.
+        ``with_newest``: whether to also yield the newest visible checkpoint if it is new.
         """
         self._next = self._head + 1
         self._note_open()
@@ -183,14 +186,14 @@ class Watcher:
         self._note_open()
 
     def _note_open(self) -> None:
-        """Expect the saves in progress, because they may be announced already."""
+        """Expect the saves in progress, because they may already be announced."""
         names = (parse_log(entry.key) for entry in self._repo.storage.list("transactions/", known=parse_log))
         for txid in sorted({name[0] for name in names if name and parse_txid(name[0]).run_hash == self._hash}):
             if self._repo.storage.size(commit_key(txid)) is None:
                 self._expected.note(txid)
 
     def _number_of(self, txid: TxId) -> int:
-        """Return the number of the announcement of a log's first record, -1 if there is none."""
+        """Return the number of the announcement of a log's first record, or -1 if there is none."""
         low, count = self._head + 1, 1
         while low > 0:
             low, count = max(0, low - count), 2 * count
@@ -205,9 +208,9 @@ class Watcher:
         return -1 if self._known is None else self._known.head
 
     def next(self) -> Notice | None:
-        """Return the next notice, None if there is none now.
+        """Return the next notice, or None if there is none at present.
 
-        Raises `StorageError`, and the errors of reading the marker.
+        Raises `StorageError`, and the errors that occur when the marker is read.
         """
         if self._latest_only:
             self._poll()
@@ -230,10 +233,10 @@ class Watcher:
             known = look(self._repo, self._hash)
         except NotFound:
             return
-        if self._known not in (None, known):  # another store, or an older copy of this one, is at the URL
+        if self._known not in (None, known):  # a different store, or an older copy of this one, is at the URL
             self._next = 0
             self._expected.begin_anew()
-        with known.lock.get():  # otherwise another thread could raise the head meanwhile
+        with known.lock.get():  # otherwise, another thread could advance the head in the meantime
             self._known = read_back(self._repo, self._hash, self._next)
             head = known.head
             announced = [record for number in range(self._next, head + 1) for record in announced_by(known, number)]
@@ -258,7 +261,7 @@ class Watcher:
                 break
             commit = self._read_commit(txid)
             if commit is not None and self._expected.is_late(commit):
-                self._expected.drop(txid)  # a copy, which is older than its transaction
+                self._expected.drop(txid)  # this is a copy, which is older than its transaction
             elif commit is not None and (best is None or commit.order > best[1].order):
                 best = txid, commit
         return None if best is None else self._expected.take(*best)
@@ -268,7 +271,7 @@ class Watcher:
             seen = read_log(self._repo, txid)
             stands = seen if seen is None or seen.replaced is None else follow(self._repo, seen)
         except (Damaged, Refused) as error:
-            log.warning("%s is left out: %s", txid, error)
+            log.warning("casckpt skips %s: %s", txid, error)
             self._expected.drop(txid)
             return None
         return self._expected.judge(txid, seen, stands)
@@ -282,10 +285,10 @@ def watch(
     sleep: Callable[[float], None] = time.sleep,
     now: Callable[[], float] = time.monotonic,
 ) -> Iterator[Notice]:
-    """Yield new commits, and poll every ``poll`` seconds. End after ``timeout`` seconds without a new one.
+    """Yield new commits, and poll every ``poll`` seconds. End after ``timeout`` seconds without a new commit.
 
-    Retries a failed storage, at longer and longer intervals. Raises `StorageError` if it still fails at the end,
-    and the errors of reading the store's marker.
+    If the storage fails, retries at increasing intervals. Raises `StorageError` if it still fails at the end. Raises
+    the errors that occur when the store's marker is read.
     """
     since, pause = now(), poll
     while True:
@@ -294,7 +297,7 @@ def watch(
             notice = watcher.next()
         except StorageError as error:
             notice, failure = None, error
-            log.warning("the run cannot be watched now; a retry follows: %s", error)
+            log.warning("casckpt cannot watch the run at present; a retry follows: %s", error)
         if notice is not None:
             yield notice
             since, pause = now(), poll
@@ -311,12 +314,12 @@ def watch(
 def _referred(repo: Repository, run: str, after: str | Commit) -> Commit:
     found = after if isinstance(after, Commit) else _resolved(repo, after)
     if found.run != run:
-        raise InvalidInput(f"{found} is not of run {run!r}; give one of its checkpoints")
+        raise InvalidInput(f"{found} does not belong to run {run!r}: pass a checkpoint of this run")
     return found
 
 
 def _resolved(repo: Repository, ref: str) -> Commit:
-    """Return the commit that a reference names, or named before it was forgotten or purged."""
+    """Return the commit that a reference names, or that it named before the commit was forgotten or purged."""
     try:
         return resolve(repo, ref)
     except NotFound:

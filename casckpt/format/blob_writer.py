@@ -1,8 +1,9 @@
-"""The writer of blobs: it puts cells into a buffer, and adds the header and the proof.
+"""Writes blobs: collects cells in a buffer, and adds the header and the proof.
 
-A cell of `LEAF_BYTES` or more begins at a page and is a leaf of the proof, which uses the digest of the cell. So no
-byte of a large cell is hashed twice. Smaller neighbours and the zeros before a page form leaves of at least
-`LEAF_BYTES`, or up to the next large cell. Digests are computed from the buffer that is stored.
+A cell of `LEAF_BYTES` or more begins at a page boundary and is a leaf of its own. The proof reuses the cell's digest,
+so no byte of a large cell is hashed twice. Smaller neighbouring cells and the zeros before a page boundary are
+combined into leaves of at least `LEAF_BYTES`, or up to the next large cell. Digests are computed from the buffer that
+is stored.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ _FRAMES = "uint8"
 
 
 def place_behind(end: int, nbytes: int) -> int:
-    """Return the first byte of a cell of ``nbytes`` bytes in a blob whose last cell ends at byte ``end``."""
+    """Return the offset for a cell of ``nbytes`` bytes in a blob whose last cell ends at byte ``end``."""
     return end if nbytes < LEAF_BYTES else -(-end // _PAGE) * _PAGE
 
 
 def padded(nbytes: int) -> int:
-    """Return the most bytes of data for cells of ``nbytes`` bytes in total, in any order."""
+    """Return the maximum bytes of data for cells with a total of ``nbytes`` bytes, in any order."""
     return nbytes + _PAGE * (nbytes // LEAF_BYTES)
 
 
 def buffer_bytes(data: int) -> int:
-    """Return the bytes of a buffer for a blob of at most ``data`` bytes of data."""
+    """Return the size of a buffer, in bytes, for a blob with at most ``data`` bytes of data."""
     return DATA_OFFSET + data + RECORD_BYTES * (2 * (data // LEAF_BYTES) + 2)
 
 
 class BlobWriter:
-    """Makes one blob in ``buffer``, of `buffer_bytes`. ``end``: the byte of the file after its last cell.
+    """Builds one blob in ``buffer``, which has `buffer_bytes`. ``end`` is the offset in the file after the last cell.
 
-    For each cell, in the order of `casckpt.format.blob.order`, put its bytes at `place` and call `add`, or skip it.
-    Then put each frame of a coded cell at `end` and call `add_frame`.
+    Sort the cells by `casckpt.format.blob.order`. For each cell, write its bytes at `place` and call `add`, or skip
+    it. Then write each frame of a coded cell at `end` and call `add_frame`.
     """
 
     def __init__(self, buffer: memoryview) -> None:
@@ -44,7 +45,7 @@ class BlobWriter:
         self.end = DATA_OFFSET
         self._runs: list[tuple[str, int]] = []
         self._leaves: list[tuple[int, CellDigest]] = []
-        self._joined = DATA_OFFSET  # begin of the bytes that are in no leaf yet
+        self._joined = DATA_OFFSET  # offset of the first byte that is not in a leaf yet
         self._dtype = ""
 
     @property
@@ -53,11 +54,11 @@ class BlobWriter:
         return self.end == DATA_OFFSET
 
     def place(self, nbytes: int) -> int:
-        """Return the first byte, in the file and the buffer, of the next cell, if it has ``nbytes`` bytes."""
+        """Return the offset of the next cell, in the file and in the buffer, if that cell has ``nbytes`` bytes."""
         return self.end if nbytes < LEAF_BYTES else place_behind(self.end, nbytes)
 
     def add(self, dtype: str, nbytes: int, digest: CellDigest) -> None:
-        """Add the cell whose bytes are at `place`, of torch's ``dtype``. ``digest``: of these bytes."""
+        """Add the cell of torch's ``dtype`` whose bytes are at `place`. ``digest`` is the digest of these bytes."""
         at = self.end
         if nbytes >= LEAF_BYTES:
             at = place_behind(at, nbytes)
@@ -68,15 +69,15 @@ class BlobWriter:
         self._extend(dtype, at, nbytes)
 
     def add_frame(self, nbytes: int) -> None:
-        """Add the frame of a coded cell, whose bytes are at `end`. Only frames may follow it."""
+        """Add the frame of a coded cell, whose bytes are at `end`. Only other frames may follow."""
         if nbytes >= LEAF_BYTES:
             self._join(self.end)
         self._extend(_FRAMES, self.end, nbytes)
 
     def finish(self) -> tuple[BlobHash, int]:
-        """Write header and proof, and return (name, size): the blob is the first ``size`` bytes of the buffer.
+        """Write the header and the proof, and return (name, size). The blob is the first ``size`` bytes of the buffer.
 
-        Raises InvalidInput if there are no cells, or they are not in order.
+        Raises InvalidInput if there are no cells, or if they are not in order.
         """
         self._join(self.end)
         ends = [start for _, start in self._runs[1:]] + [self.end]
@@ -96,7 +97,7 @@ class BlobWriter:
             self._join(self.end)
 
     def _join(self, stop: int) -> None:
-        """Make a leaf of the bytes that are in no leaf, up to byte ``stop``."""
+        """Make a leaf of the bytes before ``stop`` that are not in a leaf yet."""
         if stop > self._joined:
             self._leaves.append((stop - self._joined, cell_digest(self._buffer[self._joined : stop])))
             self._joined = stop

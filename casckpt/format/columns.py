@@ -1,4 +1,4 @@
-"""Columns of numbers, each in the narrowest unsigned type that fits."""
+"""Columns of numbers, each stored in the narrowest unsigned type that fits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from casckpt.errors import Refused
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 _WIDTHS = (1, 2, 4, 8)
-_SHORT = 64  # items: fewer are not worth an array
+_SHORT = 64  # with this many items or fewer, an array does not pay off
 
 
 def pack(values: npt.ArrayLike) -> bytes:
-    """Encode a column: one byte for the width of an item in bytes, then little-endian unsigned items."""
+    """Encode a column: one byte for the width of an item in bytes, then the little-endian unsigned items."""
     if isinstance(values, list) and len(values) <= _SHORT and max(values, default=0) < 256:
         return b"\1" + bytes(values)
     array = np.asarray(values, dtype=np.int64).reshape(-1)
@@ -25,11 +25,11 @@ def pack(values: npt.ArrayLike) -> bytes:
 
 
 def unpack(data: bytes) -> list[int]:
-    """Decode the items of a column. Raises Refused for bytes that `pack` cannot make."""
+    """Decode the items of a column. Raises Refused for bytes that `pack` cannot produce."""
     width = data[0] if data else 0
     if width not in _WIDTHS or (len(data) - 1) % width:
-        raise Refused("a column of the manifest has no valid width or length")
+        raise Refused("a column of the manifest has an invalid width or length")
     items: list[int] = np.frombuffer(data, dtype=f"<u{width}", offset=1).tolist() if width > 1 else list(data[1:])
     if width == 8 and max(items, default=0) > 2**62:
-        raise Refused("a column of the manifest holds a number beyond 2**62")
+        raise Refused("a column of the manifest contains a number above 2**62")
     return items

@@ -1,4 +1,4 @@
-"""BLAKE3, the one hash of the format."""
+"""BLAKE3, the only hash function of the format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from casckpt.base.digest import Buffer
 from casckpt.format.names import BlobHash, CellDigest
 
 PROOF_CONTEXT = "casckpt 2026-11-23 the proof of a blob"
-"""The context of the derive-key mode. So a cell with the bytes of a proof has another hash than the proof."""
+"""The context for derive-key mode. Because of it, a cell with the same bytes as a proof has a different hash."""
 
 
 def cell_digest(data: Buffer) -> CellDigest:
@@ -22,7 +22,7 @@ def proof_name(proof: Buffer) -> BlobHash:
 
 
 class Hasher:
-    """Digest of bytes in pieces. It is fast for pieces of 256 KiB or more."""
+    """Computes a digest from pieces. It is fast for pieces of 256 KiB or more."""
 
     def __init__(self) -> None:
         self._state = blake3()

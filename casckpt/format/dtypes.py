@@ -1,7 +1,7 @@
-"""The dtypes that can be stored: torch's name, size, and name in safetensors files.
+"""The dtypes that can be stored, with torch's name, the size, and the name in safetensors files.
 
-The row "a dtype" in docs/design.md says what to change for a new one. A dtype that safetensors lacks, or does not keep
-exactly, is stored as U8; the manifest has the true dtype.
+The row "a dtype" in docs/design.md explains how to add one. A dtype that safetensors lacks, or cannot represent
+exactly, is stored as U8. The manifest records the true dtype.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from casckpt.errors import Refused
 
 _RAW = "U8"
 
-# name of torch -> (bytes of an element, name in the blob's header)
+# torch's name -> (bytes per element, name in the blob's header)
 DTYPES: dict[str, tuple[int, str]] = {
     "bool": (1, "BOOL"),
     "uint8": (1, "U8"),
@@ -45,27 +45,27 @@ DTYPES: dict[str, tuple[int, str]] = {
 
 
 FLOATS = frozenset({"bfloat16", "float16", "float32", "float64", "complex32", "complex64"})
-"""Dtypes whose elements have a different distribution of values at each byte position."""
+"""Dtypes in whose elements the distribution of byte values differs by byte position."""
 
 
 def itemsize(dtype: str) -> int:
-    """Return the bytes of an element. Raises Refused for a dtype that this version does not know."""
+    """Return the size of an element in bytes. Raises Refused for a dtype that this version does not know."""
     if dtype not in DTYPES:
         raise Refused(f"dtype {dtype[:40]!r} is not known to this version of casckpt")
     return DTYPES[dtype][0]
 
 
 def stored_name(dtype: str) -> str:
-    """Return the dtype's name in the header of a blob."""
+    """Return the dtype's name in a blob's header."""
     itemsize(dtype)
     return DTYPES[dtype][1]
 
 
 def stored_itemsize(dtype: str) -> int:
-    """Return the bytes of an element in the header of a blob: 1 for dtypes stored as U8."""
+    """Return the size of an element in bytes in a blob's header: 1 for dtypes stored as U8."""
     return 1 if stored_name(dtype) == _RAW else itemsize(dtype)
 
 
 def coded_width(dtype: str) -> int:
-    """Return the bytes of an element in a frame. Each part of a complex number is an element."""
+    """Return the size of an element in bytes in a frame, where each part of a complex number is an element."""
     return itemsize(dtype) // 2 if dtype.startswith("complex") else itemsize(dtype)

@@ -1,12 +1,12 @@
-"""Extents: the blob and byte position of the elements of a tensor, with the digest of each cell.
+"""Extents: the blob and byte offset of a tensor's elements, with the digest of each cell.
 
-An extent is consecutive cells of one tensor that lie consecutively in one blob. Cells end at the multiples of the cell
-size in the row-major order of the extent's box, so their ends are not stored. A boundary elsewhere begins a new extent.
-`casckpt.format.sections.tables` has the stored form.
+An extent is a run of consecutive cells of one tensor that are also consecutive in one blob. In the row-major order of
+the extent's box, cells end at multiples of the cell size, so their ends are not stored. A cell boundary elsewhere
+starts a new extent. `casckpt.format.sections.tables` defines the stored form.
 
-A cell lies in its blob unchanged, or **coded** as a frame (`casckpt.format.encodings`). A frame may hold only the
-differences to another cell, its base. A base has as many bytes, and may be coded itself. It belongs to its cell, and is
-not among the extents that cover the tensor.
+A cell is stored in its blob unchanged, or **coded** as a frame (`casckpt.format.encodings`). A frame may contain only
+the differences from a second cell, its base. A base has the same size as the cell, and may itself be coded. It belongs
+to its cell, and is not one of the extents that cover the tensor.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from casckpt.format.regions import Box, Region, Shape, full_box
 
 DIGEST_BYTES = 32
 MAX_LINKS = 16
-"""The most bases in the chain of a coded cell."""
+"""The maximum number of bases in a coded cell's chain."""
 
 
 class Frame(NamedTuple):
-    """The stored form of a coded cell: ``nbytes`` bytes, decoded against ``base`` if there is one."""
+    """The stored form of a coded cell: ``nbytes`` bytes that are decoded against ``base``, if there is one."""
 
     nbytes: int
     base: StoredCell | None = None
 
 
 class StoredCell(NamedTuple):
-    """One cell: the elements [lo, hi) in the row-major order of ``box``, their place in a blob, and their digest.
+    """One cell: the elements [lo, hi) in the row-major order of ``box``, their location in a blob, and their digest.
 
     ``nbytes`` = (hi - lo) * itemsize. ``frame``: None if the cell is not coded.
     """
@@ -51,24 +51,24 @@ class StoredCell(NamedTuple):
 
     @property
     def stored(self) -> int:
-        """Its bytes in the blob."""
+        """The number of bytes that it occupies in the blob."""
         return self.nbytes if self.frame is None else self.frame.nbytes
 
     @property
     def base(self) -> StoredCell | None:
-        """The cell against which it is decoded."""
+        """The cell that it is decoded against, or None."""
         return None if self.frame is None else self.frame.base
 
     @property
     def chain(self) -> Iterator[StoredCell]:
-        """Itself, its base, the base of that, ..."""
+        """The cell itself, its base, its base's base, and so on."""
         cell: StoredCell | None = self
         while cell is not None:
             yield cell
             cell = cell.base
 
     def moved(self, place: Callable[[StoredCell], tuple[int, int]]) -> StoredCell:
-        """Return the cell with new places: ``place`` returns (blob, offset) of the cell and of each base."""
+        """Return the cell at a new location. ``place`` returns (blob, offset) for the cell and for each base."""
         frame = None if self.frame is None else Frame(self.frame.nbytes, self.base and self.base.moved(place))
         blob, offset = place(self)
         return self._replace(blob=blob, offset=offset, frame=frame)
@@ -80,22 +80,22 @@ class StoredCell(NamedTuple):
 
 
 class Coding(msgspec.Struct, frozen=True, gc=False):
-    """How the cells of an extent are coded. ``frames``: bytes of each frame, as 4 bytes each; ``base``: their bases."""
+    """How the cells of an extent are coded. ``frames``: the size of each frame, as 4 bytes. ``base``: their bases."""
 
     frames: bytes
     base: Extent | None = None
 
     @property
     def lengths(self) -> list[int]:
-        """Bytes of each frame."""
+        """The size of each frame in bytes."""
         lengths: list[int] = np.frombuffer(self.frames, "<u4").tolist()
         return lengths
 
 
 class Extent(msgspec.Struct, frozen=True, gc=False):
-    """One extent: the elements [lo, hi) of box number ``box``, at ``offset`` of blob number ``blob``.
+    """One extent: the elements [lo, hi) of box number ``box``, at ``offset`` in blob number ``blob``.
 
-    ``digests``: 32 bytes for each of its cells. ``coding``: None if they are not coded.
+    ``digests``: 32 bytes for each of its cells. ``coding``: None if the cells are not coded.
     """
 
     box: int
@@ -108,7 +108,7 @@ class Extent(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def chain(self) -> Iterator[Extent]:
-        """Itself, the extent of its bases, of their bases, ..."""
+        """The extent itself, the extent of its bases, the extent of their bases, and so on."""
         extent: Extent | None = self
         while extent is not None:
             yield extent
@@ -118,7 +118,7 @@ class Extent(msgspec.Struct, frozen=True, gc=False):
 class ExtentTable(msgspec.Struct, frozen=True, gc=False):
     """The extents of one tensor, sorted by (box, lo).
 
-    ``boxes``: box 0 is always the whole tensor. ``cell``: elements of a cell. ``itemsize``: bytes of an element.
+    ``boxes``: box 0 is always the whole tensor. ``cell``: the elements per cell. ``itemsize``: the bytes per element.
     """
 
     shape: Shape
@@ -129,7 +129,7 @@ class ExtentTable(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_whole(self) -> bool:
-        """Whether a single extent is the whole tensor."""
+        """Whether a single extent covers the whole tensor."""
         if len(self.extents) != 1:
             return False
         (only,) = self.extents
@@ -137,7 +137,7 @@ class ExtentTable(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def only_cell(self) -> StoredCell | None:
-        """The cell that is the whole tensor; None if there are several, none, or a coded one."""
+        """The cell that holds the whole tensor, or None if there are several cells, no cells, or a coded cell."""
         if len(self.extents) != 1:
             return None
         (only,), full = self.extents, self.boxes[0]
@@ -146,28 +146,28 @@ class ExtentTable(msgspec.Struct, frozen=True, gc=False):
         return StoredCell(only.blob, only.offset, only.hi * self.itemsize, full, 0, only.hi, CellDigest(only.digests))
 
     def region(self, extent: Extent) -> Region:
-        """Return the elements of an extent as a region."""
+        """Return an extent's elements as a region."""
         return Region(self.boxes[extent.box], extent.lo, extent.hi)
 
     def stored_cells(self, extents: Iterable[Extent] | None = None) -> Iterator[StoredCell]:
-        """Iterate over the cells of these extents (None: of all), in order."""
+        """Iterate over the cells of these extents, in order. None stands for all extents."""
         for extent in self.extents if extents is None else extents:
             yield from self._cells(extent, extent.lo, extent.hi)
 
     def cells_in(self, box: int, lo: int, hi: int) -> Iterator[StoredCell]:
-        """Iterate over the cells that hold any of the elements [lo, hi) of a box (by its number), in order."""
+        """Iterate, in order, over the cells that hold any of the elements [lo, hi) of the box with this number."""
         for extent in self.extents_in(box, lo, hi):
             yield from self._cells(extent, lo, hi)
 
     def cells_within(self, blobs: Container[int]) -> Iterator[StoredCell]:
-        """Iterate over the cells in these blobs (numbers), including cells that are only bases."""
+        """Iterate over the cells in the blobs with these numbers, including cells that are only bases."""
         for extent in self.extents:
             for link in extent.chain:
                 if link.blob in blobs:
                     yield from self._cells(link, link.lo, link.hi)
 
     def extents_in(self, box: int, lo: int, hi: int) -> Sequence[Extent]:
-        """Find the extents that hold any of the elements [lo, hi) of a box (by its number), in order."""
+        """Find, in order, the extents that hold any of the elements [lo, hi) of the box with this number."""
         every = self.extents if lo < hi else ()
         if len(every) == 1:  # a fast path for most tensors
             (only,) = every
@@ -176,12 +176,12 @@ class ExtentTable(msgspec.Struct, frozen=True, gc=False):
         return every[first : bisect_left(every, (box, hi), lo=first, key=_begin)]
 
     def cell_at(self, extent: Extent, number: int) -> StoredCell:
-        """Return a cell of an extent, by its number."""
+        """Return the cell with this number in an extent."""
         lo = max(extent.lo, (extent.lo // self.cell + number) * self.cell)
         return next(self._cells(extent, lo, lo + 1))
 
     def stored_bytes(self, extent: Extent) -> int:
-        """Compute the bytes of an extent in its blob."""
+        """Compute the number of bytes that an extent occupies in its blob."""
         return (extent.hi - extent.lo) * self.itemsize if extent.coding is None else sum(extent.coding.lengths)
 
     def _cells(self, extent: Extent, lo: int, hi: int) -> Iterator[StoredCell]:
@@ -222,27 +222,29 @@ def _end(extent: Extent) -> tuple[int, int]:
 
 
 def build(shape: Shape, itemsize: int, cell: int, cells: Sequence[StoredCell]) -> ExtentTable:
-    """Build a table from cells in any order; cells that follow each other become one extent."""
+    """Build a table from cells in any order. Cells that follow each other are joined into one extent."""
     full = full_box(shape)
     others = {stored.box for stored in cells if stored.box is not full} - {full}
     boxes = _boxes(full, others)
     numbers = {box: number for number, box in enumerate(boxes)} if others else {}
 
     def place(stored: StoredCell) -> tuple[int, int]:
-        return numbers[stored.box] if others else 0, stored.lo  # without others no box is hashed, which is slow
+        return numbers[
+            stored.box
+        ] if others else 0, stored.lo  # if all boxes are the whole tensor, none is hashed, because hashing is slow
 
     ordered = ((place(stored)[0], stored) for stored in sorted(cells, key=place))
     return ExtentTable(shape, itemsize, cell, boxes, _joined(ordered, cell))
 
 
 def moved(table: ExtentTable, place: Callable[[StoredCell], tuple[int, int]]) -> ExtentTable:
-    """Return a table of the same cells at other places: ``place`` returns (blob, offset) of each cell and base."""
+    """Return a table of the same cells at new locations. ``place`` returns (blob, offset) for each cell and base."""
     cells = ((extent.box, cell.moved(place)) for extent in table.extents for cell in table.stored_cells([extent]))
     return msgspec.structs.replace(table, extents=_joined(cells, table.cell))
 
 
 def _joined(cells: Iterable[tuple[int, StoredCell]], cell: int) -> tuple[Extent, ...]:
-    """Join cells, each with the number of its box, into extents."""
+    """Join cells into extents. Each cell comes with its box number."""
     runs: list[tuple[int, list[StoredCell]]] = []
     for box, stored in cells:
         if runs and runs[-1][0] == box and _follows(stored, runs[-1][1][-1], cell):
@@ -267,7 +269,7 @@ def _follows(stored: StoredCell, last: StoredCell, cell: int) -> bool:
 
 
 def _is_next(stored: StoredCell | None, last: StoredCell | None) -> bool:
-    """Return whether two cells are adjacent in a blob, both coded or not, and their bases are too."""
+    """Return whether two cells, and also their bases, are adjacent in a blob and either both coded or both not."""
     if stored is None or last is None:
         return stored is last
     if last.blob != stored.blob or last.offset + last.stored != stored.offset:
@@ -277,9 +279,9 @@ def _is_next(stored: StoredCell | None, last: StoredCell | None) -> bool:
 
 
 def join(parts: Sequence[tuple[ExtentTable, Sequence[int]]]) -> ExtentTable:
-    """Join the extents of several tables of one tensor. In each table blob i gets the number ``numbers[i]``.
+    """Join the extents of several tables of one tensor. In each table, blob i is renumbered to ``numbers[i]``.
 
-    Overlaps are not checked here.
+    This function does not check for overlaps.
     """
     first = parts[0][0]
     boxes = _boxes(first.boxes[0], {box for table, _ in parts for box in table.boxes[1:]})
@@ -293,7 +295,7 @@ def join(parts: Sequence[tuple[ExtentTable, Sequence[int]]]) -> ExtentTable:
 
 
 def renumbered(table: ExtentTable, blobs: Mapping[int, int]) -> ExtentTable:
-    """Return the table with other numbers of blobs."""
+    """Return the table with its blobs renumbered."""
     extents = tuple([_renumbered(extent, extent.box, blobs) for extent in table.extents])
     return msgspec.structs.replace(table, extents=extents)
 
@@ -306,8 +308,8 @@ def _renumbered(extent: Extent, box: int, blobs: Sequence[int] | Mapping[int, in
 
 
 def _boxes(full: Box, others: Set[Box]) -> tuple[Box, ...]:
-    """Return the boxes of a table in the order of their numbers.
+    """Return a table's boxes in the order of their numbers.
 
-    The order is fixed, so equal cells have equal tables.
+    The order is fixed, so equal cells always have equal tables.
     """
     return (full, *sorted(others, key=lambda box: (box.offset, box.shape)))

@@ -1,4 +1,4 @@
-"""The keys of a store: made here, and matched against strict patterns before use.
+"""Builds the keys of a store, and matches keys against strict patterns before they are used.
 
 ::
 
@@ -23,7 +23,7 @@ from casckpt.format.names import BlobHash, ManifestId, TxId
 
 MARKER = "casckpt.json"
 MAX_NUMBER = 999_999_999
-"""The largest number of a record, a generation or an announcement."""
+"""The maximum number of a record, a generation or an announcement."""
 
 _HEX64 = r"[0-9a-f]{64}"
 _NUMBER = r"(?:0|[1-9][0-9]{0,8})"
@@ -42,14 +42,14 @@ _TIME = "%Y%m%dT%H%M%S%f"
 
 
 def make_txid(time: datetime, entropy: bytes, run: str, step: int) -> TxId:
-    """Make a new txid. ``time``: aware; ``entropy``: 8 random bytes."""
+    """Make a new txid. ``time`` is a timezone-aware datetime, and ``entropy`` is 8 random bytes."""
     stamp = time.astimezone(UTC).strftime(_TIME)
     return TxId(f"{stamp}Z-{entropy.hex()}-{run_hash(run)}-{step}")
 
 
 @dataclass(frozen=True, slots=True)
 class TxName:
-    """The parts of a txid: its time, the hash of its run, its step."""
+    """The parts of a txid: its time, the hash of its run, and its step."""
 
     time: datetime
     run_hash: str
@@ -59,16 +59,16 @@ class TxName:
 def parse_txid(txid: TxId) -> TxName:
     """Parse a txid. Raises `Refused`."""
     time, _, run, step = check_txid(txid).split("-")
-    try:  # `strptime` has a lock, for which a child forked meanwhile would wait forever
+    try:  # not `strptime`: it takes a lock, and a child forked in the meantime would wait for it forever
         return TxName(datetime.fromisoformat(f"{time[:15]}.{time[15:]}"), run, int(step))
     except ValueError as error:
-        raise Refused(f"not a transaction id: {txid!r} holds no date") from error
+        raise Refused(f"not a transaction id: {txid!r} does not contain a date") from error
 
 
 def copied_txid(txid: TxId, attempt: int) -> TxId:
-    """Return the txid of a copy of ``txid`` in another store: the same one for ``attempt`` 0.
+    """Return the txid for a copy of ``txid`` in a second store. For ``attempt`` 0, it is the same txid.
 
-    Later attempts sort directly after it. All copiers compute the same txids.
+    The txids of later attempts sort directly after it. All copiers compute the same txids.
     """
     if attempt == 0:
         return check_txid(txid)
@@ -78,7 +78,10 @@ def copied_txid(txid: TxId, attempt: int) -> TxId:
 
 
 def later_than(time: datetime, others: list[TxId]) -> datetime:
-    """Return ``time``, or a microsecond after the latest of ``others``, so that a new txid sorts after them."""
+    """Return ``time``, or one microsecond after the latest of ``others`` if that is later.
+
+    A new txid then sorts after them.
+    """
     latest = max((parse_txid(other).time for other in others), default=time)
     return max(time, latest + timedelta(microseconds=1)) if others else time
 
@@ -91,17 +94,17 @@ def check_txid(text: str) -> TxId:
 
 
 def check_hash(text: str) -> str:
-    """Return ``text`` if it is 64 lower-case hex digits. Raises `Refused` if not."""
+    """Return ``text`` if it is 64 lower-case hex digits. Raises `Refused` otherwise."""
     if not _HEX64_RE.fullmatch(text):
         raise Refused(f"not a BLAKE3 hash: {text[:120]!r}")
     return text
 
 
 def check_tag(name: str) -> str:
-    """Return a valid name of a tag. Raises `InvalidInput` for any other."""
+    """Return ``name`` if it is a valid tag name. Raises `InvalidInput` otherwise."""
     if type(name) is not str or not _TAG_RE.fullmatch(name):
         raise InvalidInput(
-            f"tag {name!r} is not a usable name: use up to 100 of a-z 0-9 . _ -, beginning with a letter or digit"
+            f"tag {name!r} is not a valid name: use up to 100 of a-z 0-9 . _ -, starting with a letter or digit"
         )
     return name
 
@@ -117,7 +120,7 @@ def manifest_key(txid: TxId, manifest: ManifestId) -> str:
 
 
 def uploader_folder(uploader: TxId) -> str:
-    """Return the folder of all that one transaction uploads."""
+    """Return the folder that holds everything that a transaction uploads."""
     return f"objects/{uploader}"
 
 
@@ -131,45 +134,45 @@ class ObjectName:
 
 
 def parse_object(key: str) -> ObjectName | None:
-    """Parse a key under objects/. Returns None for any other key."""
+    """Parse a key under objects/. Returns None for all other keys."""
     match = _OBJECT_RE.fullmatch(key)
     return ObjectName(TxId(match[1]), match[2], match[3]) if match else None
 
 
 def commit_key(txid: TxId, number: int = 0) -> str:
-    """Return the key of record ``number`` of a transaction's log in commits/. The first one, 0, has no suffix."""
+    """Return the key of record ``number`` in a transaction's log under commits/. The key of record 0 has no suffix."""
     return f"commits/{txid}.{number}" if number else f"commits/{txid}"
 
 
 def transaction_key(txid: TxId, number: int = 0) -> str:
-    """Return the key of an open transaction (0) or of one of its signs of life."""
+    """Return the key of an open transaction (number 0) or of one of its signs of life."""
     return f"transactions/{txid}.{number}" if number else f"transactions/{txid}"
 
 
 def parse_log(key: str) -> tuple[TxId, int] | None:
-    """Parse (txid, number) of a key under commits/ or transactions/. Returns None for any other key."""
+    """Parse (txid, number) from a key under commits/ or transactions/. Returns None for all other keys."""
     match = _LOG_RE.fullmatch(key)
     return (TxId(match[1]), int(match[2] or 0)) if match else None
 
 
 def tag_key(name: str, number: int) -> str:
-    """Return the key of a generation of a tag."""
+    """Return the key of a tag's generation."""
     return f"tags/{name}/{number}"
 
 
 def parse_tag(key: str) -> tuple[str, int] | None:
-    """Parse (name, generation) of a key under tags/. Returns None for any other key."""
+    """Parse (name, generation) from a key under tags/. Returns None for all other keys."""
     match = _TAG_KEY_RE.fullmatch(key)
     return (match[1], int(match[2])) if match else None
 
 
 def damaged_key(uploader: TxId, blob: BlobHash, number: int) -> str:
-    """Return the key of a mark on a blob."""
+    """Return the key of a blob's mark."""
     return f"damaged/{uploader}/{blob}/{number}"
 
 
 def parse_damaged(key: str) -> tuple[TxId, BlobHash, int] | None:
-    """Parse (uploader, blob, number) of a key under damaged/. Returns None for any other key."""
+    """Parse (uploader, blob, number) from a key under damaged/. Returns None for all other keys."""
     match = _DAMAGED_RE.fullmatch(key)
     return (TxId(match[1]), BlobHash(match[2]), int(match[3])) if match else None
 
@@ -180,45 +183,51 @@ def settings_key(number: int) -> str:
 
 
 def parse_settings(key: str) -> int | None:
-    """Parse the generation of a key under settings/. Returns None for any other key."""
+    """Parse the generation from a key under settings/. Returns None for all other keys."""
     match = _SETTINGS_RE.fullmatch(key)
     return int(match[1]) if match else None
 
 
 def announcement_key(run: str, number: int) -> str:
-    """Return the key of an announcement; ``run``: its hash. The highest number sorts first. A folder holds 1,000."""
+    """Return the key of an announcement. ``run`` is the run's hash. The highest number sorts first.
+
+    A folder holds 1,000.
+    """
     digits = f"{MAX_NUMBER - number:09}"
     return f"{run_folder(run)}/{digits[:6]}/{digits[6:]}"
 
 
 def run_folder(run: str) -> str:
-    """Return the folder of the announcements of a run, by its hash."""
+    """Return the folder that holds the announcements of the run with this hash."""
     return f"runs/{run}"
 
 
 def parse_announcement(key: str) -> tuple[str, int] | None:
-    """Parse (hash of the run, number) of a key under runs/. Returns None for any other key."""
+    """Parse (run hash, number) from a key under runs/. Returns None for all other keys."""
     match = _ANNOUNCEMENT_RE.fullmatch(key)
     return (match[1], MAX_NUMBER - int(match[2] + match[3])) if match else None
 
 
 def mirrored_key(txid: TxId, restored: int = 0) -> str:
-    """Return the key of the note that the mirror has a commit, since record ``restored`` of its log."""
+    """Return the key of the note that the mirror has a commit since record ``restored`` of the commit's log."""
     return f"mirrored/{txid}.{restored}" if restored else f"mirrored/{txid}"
 
 
 def parse_mirrored(key: str) -> tuple[TxId, int] | None:
-    """Parse (txid, number of the record that restored it, 0 for none) of a key under mirrored/. Else returns None."""
+    """Parse (txid, number of the record that restored it, or 0) from a key under mirrored/.
+
+    Returns None for all other keys.
+    """
     match = _MIRRORED_RE.fullmatch(key)
     return (TxId(match[1]), int(match[2] or 0)) if match else None
 
 
 def signature_key(id: ManifestId, key: str) -> str:
-    """Return the key of the signature of a checkpoint; ``key``: the hash of the signer's public key."""
+    """Return the key of a checkpoint's signature. ``key`` is the hash of the signer's public key."""
     return f"signatures/{id}/{key}"
 
 
 def parse_signature(key: str) -> ManifestId | None:
-    """Parse the id of a key under signatures/, signatures/<id>/<key id>. Returns None for any other key."""
+    """Parse the id from a key of the form signatures/<id>/<key id>. Returns None for all other keys."""
     match = _SIGNATURE_RE.fullmatch(key)
     return ManifestId(match[1]) if match else None

@@ -1,16 +1,16 @@
-"""The manifest: the immutable description of one checkpoint, in sections that are read and verified separately.
+"""The manifest: the immutable description of a checkpoint, in sections that are read and verified separately.
 
 =======  ==========================================================================================================
-head     where the sections lie, and their hashes (`casckpt.format.sections`); the commit record names its hash
+head     where the sections are, and their hashes (`casckpt.format.sections`); the commit record names its hash
 index    what was saved (`casckpt.format.sections.index`); its BLAKE3 is the checkpoint's id
-places   a hash for the rows of each entry, or of few of them
-blobs    hash, size, uploader of each blob, and which are worn: all that gc, copies and statistics read
-objects  the data of objects and of short attachments
-cells    for each entry the table of its cells (`casckpt.format.sections.tables`)
-rows     for each entry where its cells lie
+places   a hash for each entry's rows, or for those of a few entries
+blobs    hash, size and uploader of each blob, and which are worn: all that gc, copies and statistics read
+objects  the data of objects and short attachments
+cells    for each entry, the table of its cells (`casckpt.format.sections.tables`)
+rows     for each entry, the locations of its cells
 =======  ==========================================================================================================
 
-Index, objects and cells are the same in every store that holds the checkpoint; the others may differ.
+The index, objects and cells are identical in every store that holds the checkpoint. The other sections may differ.
 """
 
 from __future__ import annotations
@@ -69,29 +69,30 @@ FRONT = (INDEX, PLACES, BLOBS)
 
 
 class Places(msgspec.Struct, frozen=True, kw_only=True):
-    """The section of places. ``rows``: hashes of the rows of the entries."""
+    """The places section. ``rows``: the hashes of the entries' rows."""
 
     rows: Pieces
 
 
 _BODY: Decoder[ManifestBody] = Decoder(ManifestBody)
 _READERS = {CELLS: "_cells", ROWS: "_rows", OBJECTS: "_objects"}
-"""The attributes that read the sections made of pieces."""
+"""The attributes that read the sections that consist of pieces."""
 
 _PLACES: Decoder[Places] = Decoder(Places)
 _METADATA: Decoder[dict[str, Any]] = Decoder(dict[str, Any])
-"""Made at import: see `casckpt.format.records.DECODERS`."""
+"""Created at import: see `casckpt.format.records.DECODERS`."""
 
 
 class Manifest:
-    """A manifest. Parts of it may not have been read yet. Decoded parts were checked against the limits.
+    """A manifest. Parts of it may not have been read yet. Decoded parts have been checked against the limits.
 
-    ``front``: its sections of `FRONT`. ``read``: reads the others, whose pieces are verified on use. ``data``: all of
-    its bytes, if they were read. A pickle for other ranks has no ``read``: see `attach`. ``left_out``: for a thinned
-    checkpoint, the rule and the time; None for others.
+    ``front``: the `FRONT` sections. ``read``: a function that reads the other sections, whose pieces are verified on
+    use. ``data``: all of the manifest's bytes, if they were read. A manifest that was pickled for other ranks has no
+    ``read``: see `attach`. ``left_out``: for a thinned checkpoint, the rule and the time, and otherwise None.
 
-    The id is the hash of the index, and only the index proves what was saved (and signed). So pieces are compared with
-    the hashes in the index, even if the head has their hashes: a writer of the commit record can write any head.
+    The id is the hash of the index, and only the index proves what was saved and signed. Therefore, pieces are
+    compared with the hashes in the index, even though the head has hashes too: whoever writes the commit record can
+    write any head.
     """
 
     left_out: str | None = None
@@ -127,12 +128,12 @@ class Manifest:
 
     @cached_property
     def places(self) -> Places:
-        """The hashes of the rows."""
+        """The rows' hashes."""
         return _PLACES.decode(self._front[PLACES])
 
     @cached_property
     def blob_list(self) -> BlobList:
-        """The list of blobs."""
+        """The blob list."""
         return BlobList(self._front[BLOBS])
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -141,16 +142,16 @@ class Manifest:
         return _from_rank, (self.head, zlib.compress(b"".join(self._front[name] for name in FRONT), 1))
 
     def attach(self, read: Read) -> None:
-        """Set how to read the parts that were not read yet."""
+        """Set the function that reads the parts that have not been read yet."""
         self._read = read
 
     @property
     def blob_sizes(self) -> Sequence[int]:
-        """Bytes of each blob's file."""
+        """The file size of each blob in bytes."""
         return self.blob_list.sizes
 
     def blob(self, index: int) -> BlobRef:
-        """Return one blob."""
+        """Return the blob with this number."""
         return self.blob_list[index]
 
     @property
@@ -164,11 +165,11 @@ class Manifest:
         try:
             return _METADATA.decode(self.body.metadata)
         except DECODE_ERRORS as error:
-            raise Refused(f"manifest {self.id} is not usable: its metadata: {error}") from error
+            raise Refused(f"manifest {self.id} is invalid: its metadata: {error}") from error
 
     @cached_property
     def entries(self) -> Sequence[Entry]:
-        """All streams. Raises Refused if they are not usable."""
+        """All streams. Raises Refused if they are invalid."""
         try:
             return self.body.entries
         except InvalidInput as error:
@@ -176,20 +177,20 @@ class Manifest:
 
     @property
     def held(self) -> Sequence[Entry]:
-        """All streams except those that a thinned checkpoint lacks. Raises Refused if they are not usable."""
+        """All streams except those that a thinned checkpoint lacks. Raises Refused if they are invalid."""
         return self.entries if self.left_out is None else [entry for entry in self.entries if not self.lacks(entry)]
 
     def lacks(self, entry: Entry) -> bool:
-        """Return whether a thinned checkpoint lacks the bytes of an entry."""
+        """Return whether the checkpoint was thinned and lacks the bytes of an entry."""
         return self.left_out is not None and bool(entry.nbytes) and not self._rows.length(entry.number)
 
     def check_entries(self) -> None:
-        """Raise Refused if the entries are not usable."""
+        """Raise Refused if the entries are invalid."""
         _ = self.entries
 
     @cached_property
     def objects(self) -> Sequence[StoredObject]:
-        """All leaves that are not tensors. Raises Refused if they are not usable."""
+        """All leaves that are not tensors. Raises Refused if they are invalid."""
         try:
             return self.body.objects
         except InvalidInput as error:
@@ -197,7 +198,7 @@ class Manifest:
 
     @cached_property
     def tensors(self) -> dict[str, Entry]:
-        """Tensors by key; of a `PerRank` value, that of the lowest rank."""
+        """The tensors by key. For a `PerRank` value, this is the tensor of the lowest rank."""
         by_key: dict[str, Entry] = {}
         for entry in self.entries:
             if entry.kind == TENSOR:
@@ -224,18 +225,18 @@ class Manifest:
             raise _unfit(self.id, error) from error
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> Sequence[Buffer]:
-        """Read ranges (offset, length) of the manifest. Raises the errors of a read."""
+        """Read ranges (offset, length) of the manifest. Raises read errors."""
         if self._data is not None:
             view = memoryview(self._data)
             return [view[offset : offset + length] for offset, length in ranges]
         if self._read is None:
-            raise Refused(f"manifest {self.id} came from another rank, and was not attached to a store")
+            raise Refused(f"manifest {self.id} came from a different rank and was not attached to a store")
         return self._read(ranges)
 
     def ready(self, entries: Iterable[int] | None = None, objects: Iterable[int] | None = None) -> None:
-        """Fetch what `extents` and `data` need for these numbers, in few reads; None: for all.
+        """Fetch what `extents` and `data` need for these numbers, in few reads. None stands for all numbers.
 
-        Raises the errors of a read. `extents` and `data` report damage.
+        Raises read errors. `extents` and `data` report damage.
         """
         if self._data is None:
             numbers = range(len(self._cells)) if entries is None else list(entries)
@@ -244,13 +245,13 @@ class Manifest:
             self._objects.ready(range(len(self._objects)) if objects is None else objects)
 
     def extents(self, entry: Entry) -> ExtentTable:
-        """Decode and check the extents of an entry. Raises Refused, Damaged, and the errors of a read.
+        """Decode and check the extents of an entry. Raises Refused, Damaged and read errors.
 
         Raises MissingKey, with the reason, for an entry that a thinned checkpoint lacks.
         """
         if self.lacks(entry):
             where = f"{self.body.run}@{self.body.step}"
-            why = f"{where} does not hold the bytes of {entry.key!r} any more: {self.left_out}"
+            why = f"{where} no longer has the bytes of {entry.key!r}: {self.left_out}"
             raise MissingKey(why, key=entry.key, keys=(entry.key,), checkpoints=(self.id,))
         try:
             cells, rows = self._cells.get(entry.number), self._rows.get(entry.number)
@@ -260,9 +261,9 @@ class Manifest:
             raise _unfit(self.id, error, entry.key) from error
 
     def cells(self, entry: Entry) -> ExtentTable:
-        """Decode the cells of an entry, also if a thinned checkpoint lacks their bytes. The places are meaningless.
+        """Decode the cells of an entry, even if a thinned checkpoint lacks their bytes.
 
-        Raises Refused, Damaged, and the errors of a read.
+        Their locations are meaningless. Raises Refused, Damaged and read errors.
         """
         try:
             cell = self.body.cell_bytes // entry.itemsize
@@ -271,9 +272,9 @@ class Manifest:
             raise _unfit(self.id, error, entry.key) from error
 
     def raw_cells(self, entry: Entry) -> memoryview:
-        """Return the stored table of an entry's cells. It has their digests, but not their places.
+        """Return the stored table of an entry's cells. It has their digests, but not their locations.
 
-        Raises Damaged, and the errors of a read.
+        Raises Damaged and read errors.
         """
         try:
             return self._cells.get(entry.number)
@@ -282,9 +283,9 @@ class Manifest:
 
     @property
     def health(self) -> dict[int, Rows] | None:
-        """The health of the cells of its tensors, by number of the entry; None if the save did not scan them.
+        """The health of its tensors' cells, by entry number, or None if the save did not scan them.
 
-        Raises Damaged, Refused, and the errors of a read.
+        Raises Damaged, Refused and read errors.
         """
         if HEALTH not in self.head:
             return None
@@ -294,29 +295,29 @@ class Manifest:
             raise _unfit(self.id, error) from error
 
     def raw_rows(self) -> list[memoryview]:
-        """Return the stored rows of all entries. Raises Damaged, and the errors of a read."""
+        """Return the stored rows of all entries. Raises Damaged and read errors."""
         self.ready()
         return [self._rows.get(number) for number in range(len(self._rows))]
 
     @property
     def is_damaged(self) -> bool:
-        """Whether a part did not have its hash when it was read. The store may have been repaired since."""
+        """Whether a part did not match its hash when it was read. The store may have been repaired since then."""
         readers = map(vars(self).get, _READERS.values())
         return any(reader is not None and reader.is_damaged for reader in readers)
 
     def data(self, stored: StoredObject) -> bytes:
-        """Return the data of an object or attachment. Raises Damaged, and the errors of a read."""
+        """Return the data of an object or attachment. Raises Damaged and read errors."""
         try:
             return bytes(self._objects.get(stored.number))
         except Damaged as error:
             raise _unfit(self.id, error, stored.key) from error
 
     def size(self, stored: StoredObject) -> int:
-        """Return the bytes of a short attachment."""
+        """Return the size of a short attachment in bytes."""
         return self._objects.length(stored.number)
 
     def faults(self) -> list[str]:
-        """Return a message for each part that does not have its hash. Raises Refused, and the errors of a read."""
+        """Return a message for each part that does not match its hash. Raises Refused and read errors."""
         self.ready()
         keys = [entry.key for entry in self.entries]
         others = [*(stored.key for stored in self.objects), *self.body.attachment_names]
@@ -325,7 +326,7 @@ class Manifest:
         for name, pieces, owners in parts:
             hit = dict.fromkeys(owner for number, owner in enumerate(owners) if not pieces.is_right(number))
             if hit:
-                messages.append(f"its section {name!r} does not have its hash, which hits {listed(list(hit))}")
+                messages.append(f"its section {name!r} does not match its hash, which affects {listed(list(hit))}")
         for section in self.head.foreign:
             (data,) = self.read([(section.offset, section.length)])
             try:
@@ -335,46 +336,47 @@ class Manifest:
         return messages
 
     def section(self, name: str) -> Buffer:
-        """Read a whole section, and verify it and its pieces. Raises Damaged, Refused, and the errors of a read."""
+        """Read a whole section, and verify it and its pieces. Raises Damaged, Refused and read errors."""
         section = self.head[name]
         data = self._front.get(name) or self.read([(section.offset, section.length)])[0]
         try:
             check_section(section, data)
             if name in _READERS and not getattr(self, _READERS[name]).prove(data):
-                raise Damaged(f"its section {name!r} is not the one of this checkpoint")
+                raise Damaged(f"its section {name!r} does not belong to this checkpoint")
         except Damaged as error:
             raise _unfit(self.id, error) from error
         return data
 
     @property
     def is_sound(self) -> bool:
-        """Whether each of its sections has its hash."""
+        """Whether each of its sections matches its hash."""
         sections = self.head.sections
         parts = self.read([(section.offset, section.length) for section in sections])
         return all(cell_digest(data) == section.digest for section, data in zip(sections, parts, strict=True))
 
     def encoded(self) -> bytes:
-        """Return all of its bytes, verified. Raises Damaged, and the errors of a read."""
+        """Return all of its bytes, verified. Raises Damaged and read errors."""
         return b"".join((self.head.data, *(self.section(section.name) for section in self.head.sections)))
 
     @property
     def nbytes(self) -> int:
-        """About the bytes of memory that it takes, without attributes that are computed on first use."""
+        """Its approximate size in memory in bytes, without the attributes that are computed on first use."""
         return sum(map(len, self._front.values())) if self._data is None else len(self._data)
 
 
 def _from_rank(head: Head, packed: bytes) -> Manifest:
-    """Return a manifest that another rank has pickled."""
+    """Return a manifest that a different rank has pickled."""
     front, parts = memoryview(zlib.decompress(packed)), {}
-    for name in FRONT:  # consecutive here, without what lies between them in the manifest
+    for name in FRONT:  # consecutive here, without the bytes that separate them in the manifest
         parts[name], front = front[: head[name].length], front[head[name].length :]
     return Manifest(head, parts).check()
 
 
 def decode(data: Buffer, id: ManifestId, head: str | None = None) -> Manifest:
-    """Decode the manifest with this id from all of its bytes. ``head``: its hash in the commit record.
+    """Decode the manifest with this id from all of its bytes. ``head`` is its hash from the commit record.
 
-    Raises Damaged if it is not what was written, Refused if it is unusable. Damage of a piece is reported on its use.
+    Raises Damaged if the bytes are not what was written, and Refused if they are invalid. Damage to a piece is
+    reported only when the piece is used.
     """
     decoded = decode_front(data, id, head)
     try:
@@ -385,17 +387,17 @@ def decode(data: Buffer, id: ManifestId, head: str | None = None) -> Manifest:
 
 
 def of_bytes(head: Head, data: Buffer) -> Manifest:
-    """Return the manifest with these bytes, which are not verified yet."""
+    """Return the manifest with these bytes, which are not yet verified."""
     view = memoryview(data)
     return Manifest(head, {name: view[head[name].offset : head[name].end] for name in FRONT}, data=data)
 
 
 def decode_front(data: Buffer, id: ManifestId, head: str | None) -> Head:
-    """Decode the head of the manifest with this id. Raises Damaged, Refused."""
+    """Decode the head of the manifest with this id. Raises Damaged or Refused."""
     try:
         decoded = decode_head(data, head)
         if decoded[INDEX].digest.hex() != id:
-            raise Damaged("it is the manifest of another checkpoint")
+            raise Damaged("it is the manifest of a different checkpoint")
         return decoded
     except (Damaged, InvalidInput) as error:
         raise _unfit(id, error) from error
@@ -405,11 +407,11 @@ def _unfit(id: ManifestId, error: Exception, key: str | None = None) -> Damaged 
     where = "" if key is None else f" key {key!r}:"
     if isinstance(error, Damaged):
         return Damaged(f"manifest {id} is damaged:{where} {error}", key=key, checkpoints=(id,))
-    return Refused(f"manifest {id} is not usable:{where} {error}", key=key, checkpoints=(id,))
+    return Refused(f"manifest {id} is invalid:{where} {error}", key=key, checkpoints=(id,))
 
 
 class ObjectEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One leaf that is not a tensor. ``data``: plain data (`casckpt.format.plain`); ``pickled``: it is a pickle."""
+    """A leaf that is not a tensor. ``data``: plain data (`casckpt.format.plain`), or a pickle if ``pickled``."""
 
     key: str
     rank: int | None
@@ -419,17 +421,19 @@ class ObjectEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Attachment(msgspec.Struct, frozen=True, array_like=True):
-    """A short attachment, inline. Long ones are entries of kind "attachment"."""
+    """A short attachment, stored inline. Long ones are entries of kind "attachment"."""
 
     name: str
     data: bytes
 
 
 class Draft(Description, frozen=True, kw_only=True):
-    """The content of a manifest. ``streams``: dtype and extents of each, with positions in ``blobs`` as blob numbers.
+    """The content of a manifest. ``streams``: the dtype and extents of each stream.
 
-    ``unhashed``: streams that were not hashed completely, because they were declared frozen. ``health``: of the cells
-    of streams, by number of the stream; None if it was not requested.
+    Blob numbers are indices into ``blobs``.
+
+    ``unhashed``: the streams that were not hashed completely, because they were declared frozen. ``health``: the
+    health of the streams' cells, by stream number, or None if it was not requested.
     """
 
     blobs: Sequence[BlobRef]
@@ -448,21 +452,21 @@ class Encoded(NamedTuple):
 
     @property
     def id(self) -> ManifestId:
-        """The id of the checkpoint."""
+        """The checkpoint's id."""
         return ManifestId(self.decoded_head[INDEX].digest.hex())
 
     @property
     def head(self) -> str:
-        """The hash that the commit record names."""
+        """The hash that the commit record contains."""
         return self.decoded_head.digest
 
     def manifest(self) -> Manifest:
-        """Return the manifest, as if it had been read."""
+        """Return the manifest as if it had been read."""
         return of_bytes(self.decoded_head, self.data)
 
 
 def encode(draft: Draft) -> Encoded:
-    """Encode a manifest. Raises InvalidInput or Refused for content that no reader accepts."""
+    """Encode a manifest. Raises InvalidInput or Refused for content that readers would not accept."""
     tables = [table for _, table in draft.streams.values()]
     cells, cell_bytes = cut([encode_cells(table) for table in tables])
     rows, row_bytes = cut([encode_rows(table) for table in tables])
@@ -490,10 +494,10 @@ def encode(draft: Draft) -> Encoded:
 
 
 def placed(manifest: Manifest, blobs: Buffer, moved: Mapping[int, ExtentTable] | None = None) -> Encoded:
-    """Encode the same checkpoint with a new section ``blobs``, whose blobs have the same order.
+    """Encode the same checkpoint with a new ``blobs`` section, in which the blobs have the same order.
 
-    ``moved``: new extents of entries, by number, if their cells moved inside the blobs. All sections that describe what
-    was saved keep their bytes. Raises Damaged, and the errors of a read.
+    ``moved``: the new extents of entries whose cells moved inside the blobs, by entry number. All sections that
+    describe what was saved keep their bytes. Raises Damaged and read errors.
     """
     parts = {name: manifest.section(name) for name in (INDEX, PLACES, OBJECTS, CELLS, ROWS)} | {BLOBS: blobs}
     if moved:
@@ -505,9 +509,9 @@ def placed(manifest: Manifest, blobs: Buffer, moved: Mapping[int, ExtentTable] |
 
 
 def thinned(manifest: Manifest, drop: Container[int]) -> Encoded:
-    """Encode the same checkpoint without the bytes of the entries ``drop`` (numbers) and the blobs that only they use.
+    """Encode the same checkpoint without the bytes of the entries numbered ``drop`` and the blobs that only they use.
 
-    Raises Damaged, Refused, and the errors of a read.
+    Raises Damaged, Refused and read errors.
     """
     tables = {entry.number: manifest.extents(entry) for entry in manifest.held}
     kept = [table for number, table in tables.items() if number not in drop]

@@ -1,6 +1,6 @@
-"""Metrics and metadata of a checkpoint in the form in which its commit record and manifest hold them.
+"""Converts a checkpoint's metrics and metadata to the form in which its commit record and manifest store them.
 
-A listing finds metrics in the record, without the manifest.
+A listing reads metrics from the record and does not need the manifest.
 """
 
 from __future__ import annotations
@@ -18,44 +18,46 @@ from casckpt.base.names import MAX_METRIC_NAME, MAX_METRICS
 from casckpt.errors import InvalidInput, Refused
 
 MAX_METADATA_BYTES = 64 << 10
-"""The commit record also holds the metadata of the user, up to this many bytes of JSON, so that listings show it."""
+"""The most bytes of JSON for which the commit record also contains the user's metadata, so that listings show it."""
 MAX_METADATA_DEPTH = 32
-_TEXTS = ("nan", "inf", "-inf")  # JSON has no numbers for these
+_TEXTS = ("nan", "inf", "-inf")  # JSON cannot represent these as numbers
 _UNFIT_RE = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
 
 Stored: TypeAlias = int | float | str
-"""A number in a record: finite, or one of three texts."""
+"""A number in a record: a finite number, or one of three strings."""
 
 
 def stored_metrics(given: Mapping[str, Any] | None) -> dict[str, Stored]:
-    """Convert metrics of a caller: names with real numbers, also of numpy, or with 0-d tensors.
+    """Convert a caller's metrics: names with real numbers, numpy scalars or 0-d tensors.
 
-    Raises `InvalidInput`, naming the metric.
+    Raises an `InvalidInput` that names the metric.
     """
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise InvalidInput(f"metrics is a {type(given).__name__}; give a dict of names to numbers")
+        raise InvalidInput(f"metrics is a {type(given).__name__}; pass a dict that maps names to numbers")
     if len(given) > MAX_METRICS:
-        raise InvalidInput(f"{len(given)} metrics are too many: give {MAX_METRICS} or fewer; metadata holds more")
+        raise InvalidInput(f"{len(given)} metrics are too many: pass {MAX_METRICS} or fewer; metadata can hold more")
     for name in given:
         if not _is_name(name):
             raise InvalidInput(
-                f"the name of metric {str(name)[:40]!r} is not usable: give text of 1 to {MAX_METRIC_NAME} characters"
+                f"the metric name {str(name)[:40]!r} is not valid: pass a string of 1 to {MAX_METRIC_NAME} characters"
             )
     return {name: _stored(name, value) for name, value in given.items()}
 
 
 def metric_values(stored: Mapping[str, Stored]) -> dict[str, float]:
-    """Convert the metrics of a record to numbers."""
+    """Convert a record's metrics to numbers."""
     return {name: float(value) if isinstance(value, str) else value for name, value in stored.items()}
 
 
 def check_metrics(stored: Mapping[str, Stored]) -> None:
-    """Raise `Refused` for metrics that no writer may put into a record."""
+    """Raise `Refused` for metrics that writers must not put into a record."""
     texts = {value for value in stored.values() if isinstance(value, str)}
     if len(stored) > MAX_METRICS or not all(map(_is_name, stored)) or not texts <= {*_TEXTS}:
-        raise Refused(f"the metrics of a record are not names to numbers, {MAX_METRICS} at most: {str(stored)[:100]}")
+        raise Refused(
+            f"a record's metrics do not map names to numbers, or there are more than {MAX_METRICS}: {str(stored)[:100]}"
+        )
 
 
 def _is_name(name: Any) -> bool:
@@ -69,36 +71,36 @@ def _stored(name: str, given: Any) -> Stored:
     if isinstance(value, bool) or not isinstance(value, Real):
         of_shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
         raise InvalidInput(
-            f"metric {name!r} is a {type(value).__name__}{of_shape}; give a number, or a tensor of no dimensions"
+            f"metric {name!r} is a {type(value).__name__}{of_shape}; pass a number, or a 0-dimensional tensor"
         )
     if isinstance(value, Integral) and abs(int(value)) < 1 << 63:
         return int(value)
     try:
-        number = float(value)  # it may be numpy's
+        number = float(value)  # may be a numpy scalar
     except OverflowError as error:
-        raise InvalidInput(f"metric {name!r} is too large; give a number below 1e308") from error
+        raise InvalidInput(f"metric {name!r} is too large; pass a number below 1e308") from error
     return number if isfinite(number) else str(number)
 
 
 def python_value(value: Any, name: str) -> Any:
-    """Return the Python value of a numpy scalar, or of a 0-d tensor or array; other values unchanged.
+    """Return the Python value of a numpy scalar or a 0-d tensor or array, and all other values unchanged.
 
-    A tensor may be on any device; its graph is not kept. ``name``: for the error. Raises InvalidInput for a tensor
-    that has no value here.
+    A tensor may be on any device, and its graph is dropped. ``name`` is used in error messages. Raises InvalidInput
+    for a tensor that has no value in this process.
     """
     if getattr(value, "shape", None) != ():
         return value
     if getattr(value, "is_meta", False):
-        raise InvalidInput(f"{name} is a tensor on the meta device, which has no value; give a number")
+        raise InvalidInput(f"{name} is a tensor on the meta device, which has no value; pass a number")
     if hasattr(value, "full_tensor"):
-        raise InvalidInput(f"{name} is a DTensor, of which each rank may have a part; give its full_tensor()")
+        raise InvalidInput(f"{name} is a DTensor, and each rank may hold only a part of it; pass its full_tensor()")
     return value.item()
 
 
 def encode_metadata(metadata: Mapping[str, Any]) -> tuple[msgspec.Raw, dict[str, Any] | None]:
-    """Encode the user's metadata for the manifest and for the commit record (None if that cannot hold it exactly).
+    """Encode the user's metadata for the manifest and the commit record (None if the record cannot hold it exactly).
 
-    Raises InvalidInput as `plain_metadata` does.
+    Raises InvalidInput like `plain_metadata`.
     """
     plain = plain_metadata(metadata)
     text = msgspec.json.encode(plain)
@@ -107,23 +109,27 @@ def encode_metadata(metadata: Mapping[str, Any]) -> tuple[msgspec.Raw, dict[str,
 
 
 def plain_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the user's metadata: None, bool, int, float, str, and lists and str-keyed dicts of them.
+    """Return a copy of the user's metadata.
 
-    Scalars of numpy and tensors of no dimensions become numbers, and paths become text. Raises InvalidInput for
-    anything else.
+    It may contain None, bool, int, float, str, lists, and dicts with str keys.
+
+    numpy scalars and 0-dimensional tensors become numbers, and paths become strings. Raises InvalidInput for anything
+    else.
     """
     if not isinstance(metadata, Mapping):
-        raise InvalidInput(f"metadata is a dict of names to values, not a {type(metadata).__name__}")
+        raise InvalidInput(f"metadata must be a dict that maps names to values, not a {type(metadata).__name__}")
     try:
         return {key: _plain(value, f"metadata[{key!r}]", 1) for key, value in _items(metadata, "metadata")}
     except UnicodeEncodeError as error:
-        raise InvalidInput("metadata holds text with a lone surrogate, which no JSON can hold; replace it") from error
+        raise InvalidInput(
+            "metadata contains a string with a lone surrogate, which JSON cannot represent; replace it"
+        ) from error
 
 
 def _items(found: Mapping[Any, Any], path: str) -> Iterable[tuple[str, Any]]:
     for key in found:
         if type(key) is not str:
-            raise InvalidInput(f"{path} has the key {key!r:.80}; the keys of metadata are text: give str() of it")
+            raise InvalidInput(f"{path} has the key {key!r:.80}; metadata keys must be strings: convert it with str()")
         key.encode()  # a lone surrogate
     return found.items()
 
@@ -144,7 +150,7 @@ def _plain(given: Any, path: str, depth: int) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(item, f"{path}[{key!r}]", depth + 1) for key, item in _items(value, path)}
     raise InvalidInput(
-        f"{path} is a {kind.__name__}; metadata holds None, bool, int (64 bits), float, str, paths, scalars of numpy, "
-        "tensors of no dimensions, and lists and dicts with str keys of them. Put anything else into the state, or "
-        "into an attachment"
+        f"{path} is a {kind.__name__}; metadata can hold None, bool, int (64 bits), float, str, paths, numpy "
+        f"scalars, 0-dimensional tensors, and lists and dicts (with str keys) of these. Put anything else into the "
+        f"state or an attachment"
     )

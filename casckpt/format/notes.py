@@ -1,4 +1,4 @@
-"""Notes: JSON values of known types that a host keeps in its catalogue for later runs."""
+"""Notes: JSON values of known types that a host keeps in its catalogue for later use."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from casckpt.format.names import TxId
 T = TypeVar("T")
 
 FolderRow: TypeAlias = tuple[TxId, int, int, int, int]
-"""The guard of a folder, and the sums of what it guards."""
+"""A folder's guard, and the totals of what it guards."""
 BlobShares: TypeAlias = dict[str, dict[str, int]]
-"""For each blob (uploader/hash), the bytes of each branch of the state."""
+"""For each blob (uploader/hash), the number of bytes of each branch of the state."""
 SignsRow: TypeAlias = tuple[int, int]
-"""Signs of life of a transaction, and when the last new one was seen."""
+"""A transaction's signs of life, and the time when the latest one was first seen."""
 
 
 class PausedGc(msgspec.Struct, frozen=True):
-    """A gc that ran out of time. ``candidates``: (kind, hash, bytes) of objects, by uploader."""
+    """A gc that ran out of time. ``candidates``: the (kind, hash, bytes) of objects, by uploader."""
 
     url: str
     candidates: dict[TxId, list[tuple[str, str, int]]]
@@ -34,7 +34,7 @@ FOLDERS: Decoder[dict[TxId, FolderRow]] = Decoder(dict[TxId, FolderRow])
 BLOB_SHARES: Decoder[BlobShares] = Decoder(BlobShares)
 BLOB_NAMES: Decoder[list[str]] = Decoder(list[str])
 SIGNS_OF_LIFE: Decoder[dict[TxId, SignsRow]] = Decoder(dict[TxId, SignsRow])
-"""Made while this module is imported: see `casckpt.format.records.DECODERS`."""
+"""Created at import: see `casckpt.format.records.DECODERS`."""
 
 
 def encode(note: PausedGc | Mapping[TxId, Any] | BlobShares | Sequence[str]) -> bytes:
@@ -43,7 +43,7 @@ def encode(note: PausedGc | Mapping[TxId, Any] | BlobShares | Sequence[str]) -> 
 
 
 def decode(data: bytes | None, kind: Decoder[T]) -> T | None:
-    """Decode a note; None if there is none, or if another version wrote it."""
+    """Decode a note. Return None if there is no note, or if a different version of casckpt wrote it."""
     try:
         return None if data is None else kind.decode(data)
     except msgspec.DecodeError:

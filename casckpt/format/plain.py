@@ -1,13 +1,14 @@
-"""Plain data: values without tensors as tagged msgpack. It needs no pickle, and values are restored exactly.
+"""Plain data: values without tensors, as tagged msgpack. It does not use pickle, and restores values exactly.
 
-None, bool, float, text, bytes and ints of 64 bits are msgpack's own. Everything else is an array whose first item is a
-tag: ``["list", item, ...]``, ``["dict", key, value, key, value, ...]``, ``["complex", real, imaginary]``. No msgpack
-maps and no extension types. Long buffers go to ``spill`` and leave ``["part", number, bytes]`` in their place.
-The same input gives the same bytes: dicts keep their order, sets are sorted by their encoded items.
+None, bool, float, str, bytes and 64-bit ints use msgpack's own types. Everything else is an array whose first item is
+a tag: ``["list", item, ...]``, ``["dict", key, value, key, value, ...]``, ``["complex", real, imaginary]``. msgpack
+maps and extension types are not used. Long buffers are passed to ``spill`` and replaced with ``["part", number,
+bytes]``. The same input always produces the same bytes: dicts keep their order, and sets are sorted by their encoded
+items.
 
-Kept: types, order, NaN payloads, lone surrogates. Not kept: that two places held the same object. The types are in
-`casckpt.format.plain_codecs` and `casckpt.format.plain_numpy`, and `Extension` adds more. No class is looked up by a
-name from the data.
+Types, order, NaN payloads and lone surrogates are preserved. Object identity is not: if a value contains the same
+object twice, it is restored as two objects. The types are defined in `casckpt.format.plain_codecs` and
+`casckpt.format.plain_numpy`, and `Extension` adds more. Classes are never looked up by a name from the data.
 """
 
 from __future__ import annotations
@@ -26,20 +27,23 @@ from casckpt.format.plain_codecs import JOIN_ERRORS, STANDARD, Buffer, Codec, Un
 from casckpt.format.plain_numpy import NUMPY
 
 MAX_DEPTH = 200
-"""Containers within containers."""
+"""The maximum nesting depth of containers."""
 SPILL_FROM = 4096
-"""Bytes of the smallest buffer that becomes a part."""
+"""The size in bytes of the smallest buffer that becomes a part."""
 _PART = "part"
 
 Spill: TypeAlias = Callable[[memoryview], int]
-"""Takes a flat buffer of bytes, valid during the call only, and returns a new number."""
+"""Receives a flat buffer of bytes that is valid only during the call, and returns a new number."""
 Load: TypeAlias = Callable[[int], bytes | bytearray | memoryview]
-"""Returns the buffer of a number."""
+"""Returns the buffer with this number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """A type that a higher layer adds. ``from_plain`` gets unchecked data: it raises ValueError or TypeError."""
+    """A type that a higher layer adds. ``from_plain`` receives unchecked data.
+
+    It raises ValueError or TypeError if invalid.
+    """
 
     tag: str
     type: type
@@ -49,7 +53,7 @@ class Extension:
 
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """A decoded value with an unknown tag, for display. ``payload``: its only child, or a tuple of children."""
+    """A decoded value with an unknown tag, for display. ``payload`` is its only child, or a tuple of its children."""
 
     tag: str
     payload: Any
@@ -65,15 +69,16 @@ def encode(
 ) -> bytes:
     """Encode a plain value.
 
-    Buffers of ``spill_from`` bytes or more go to ``spill`` if it is given (never those inside a set, which has no
-    stable order). ``where`` names the value in errors. Raises InvalidInput, naming the place inside the
-    value, for what is not plain, contains itself or is nested more than MAX_DEPTH deep.
+    If ``spill`` is given, it receives the buffers of ``spill_from`` bytes or more, except those inside a set, which
+    does not have a stable order. ``where`` names the value in error messages. Raises InvalidInput for a value that is
+    not plain, contains itself or is nested more than MAX_DEPTH levels deep. The error names the position inside the
+    value.
     """
     encoder = _Encoder(_by_type(extensions), spill, spill_from, where)
     try:
         return msgspec.msgpack.encode(encoder.pack(value))
     except RecursionError as error:
-        raise InvalidInput(f"{where}: it is nested too deep to be stored here", key=where) from error
+        raise InvalidInput(f"{where}: it is nested too deeply to be stored here", key=where) from error
 
 
 def decode(
@@ -83,16 +88,16 @@ def decode(
     load: Load | None = None,
     strict: bool = False,
 ) -> Any:
-    """Decode what `encode` made. Raises Refused for any other bytes, and what ``load`` raises.
+    """Decode the output of `encode`. Raises Refused for any other bytes, and any error that ``load`` raises.
 
-    A value with an unknown tag becomes a `Tagged`; with ``strict`` it raises Refused.
+    A value with an unknown tag becomes a `Tagged`, or with ``strict``, raises Refused.
     """
     try:
         return _Decoder(_by_tag(extensions), load, strict).unpack(msgspec.msgpack.decode(data), 0)
     except RecursionError as error:
-        raise Refused("plain data is not usable: it is nested too deep") from error
+        raise Refused("plain data is invalid: it is nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Refused(f"plain data is not usable: {error}") from error
+        raise Refused(f"plain data is invalid: {error}") from error
 
 
 def _extension_codec(extension: Extension) -> Codec:
@@ -107,7 +112,7 @@ def _codecs(extensions: Sequence[Extension]) -> Iterable[Codec]:
     added = [_extension_codec(extension) for extension in extensions]
     for codec in added:
         if codec.tag in _BY_TAG or codec.tag == _PART:
-            raise InvalidInput(f"the tag {codec.tag!r} of an extension is taken by plain data itself")
+            raise InvalidInput(f"an extension uses the tag {codec.tag!r}, which plain data itself uses")
     return added
 
 
@@ -124,7 +129,10 @@ def _by_tag(extensions: Sequence[Extension]) -> dict[str, Codec]:
 
 
 class _Encoder:
-    """One call of `encode`. ``trail``: the containers around the current value, with the index of the child."""
+    """One call of `encode`.
+
+    ``trail``: the containers around the current value, each with the index of the current child.
+    """
 
     def __init__(self, codecs: dict[type, Codec], spill: Spill | None, spill_from: int, where: str) -> None:
         self.codecs = codecs
@@ -137,7 +145,7 @@ class _Encoder:
         self.sets = 0
 
     def pack(self, value: Any) -> Any:
-        """Convert a value to one that msgpack can encode."""
+        """Convert a value to a form that msgpack can encode."""
         kind = type(value)
         if kind is NoneType or kind is bool or kind is float:
             return value
@@ -166,7 +174,9 @@ class _Encoder:
         if id(value) in self.open:
             raise InvalidInput(f"{self._place()}: it contains itself; break the cycle", key=self.where)
         if len(self.trail) >= MAX_DEPTH:
-            raise InvalidInput(f"{self._place()[:200]}...: more than {MAX_DEPTH} levels deep", key=self.where)
+            raise InvalidInput(
+                f"{self._place()[:200]}...: it is nested more than {MAX_DEPTH} levels deep", key=self.where
+            )
         try:
             children = codec.split(value)
         except Unfit as unfit:
@@ -203,13 +213,13 @@ def _text(value: str) -> Any:
     if not value.isascii():
         try:
             value.encode()
-        except UnicodeEncodeError:  # lone surrogates, as file names that are not UTF-8 have them
+        except UnicodeEncodeError:  # has lone surrogates, as file names that are not UTF-8 do
             return ["str", value.encode("utf-8", "surrogatepass")]
     return value
 
 
 def _unfit(value: Any) -> Unfit:
-    """Explain why a value of a type that is not in the table is refused."""
+    """Explain why a value whose type is not in the table is refused."""
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(value, FunctionType | BuiltinFunctionType | MethodType):
@@ -239,17 +249,17 @@ class _Decoder:
         self.loaded: set[int] = set()
 
     def unpack(self, wire: Any, depth: int) -> Any:
-        """Convert a decoded msgpack value to the value."""
+        """Convert a decoded msgpack value to the original value."""
         kind = type(wire)
         if kind in _ATOMS:
             return wire
         if kind is not list or not wire or type(wire[0]) is not str:
-            raise Refused(f"plain data is not usable: a {kind.__name__} without a tag stands in it")
+            raise Refused(f"plain data is invalid: it contains a {kind.__name__} without a tag")
         tag = wire[0]
         if tag == _PART:
             return self._part(wire)
         if depth >= MAX_DEPTH:
-            raise Refused(f"plain data is not usable: more than {MAX_DEPTH} levels deep")
+            raise Refused(f"plain data is invalid: it is nested more than {MAX_DEPTH} levels deep")
         children = [self.unpack(child, depth + 1) for child in wire[1:]]
         codec = self.codecs.get(tag)
         if codec is None:
@@ -257,24 +267,26 @@ class _Decoder:
         try:
             return codec.join(children)
         except JOIN_ERRORS as error:
-            raise Refused(f"plain data is not usable: {tag!r}: {error}") from error
+            raise Refused(f"plain data is invalid: {tag!r}: {error}") from error
 
     def _part(self, wire: list[Any]) -> bytes:
         numbers = wire[1:]
         if len(numbers) != 2 or any(type(n) is not int or n < 0 for n in numbers) or numbers[0] in self.loaded:
-            raise Refused("plain data is not usable: it names a part twice, or none")
+            raise Refused("plain data is invalid: it names a part twice, or a part is malformed")
         number, size = numbers
         if self.load is None:
-            raise Refused(f"plain data is not usable alone: part {number} of it ({size} bytes) lies elsewhere")
-        self.loaded.add(number)  # else a few bytes could load a large part many times
+            raise Refused(
+                f"plain data cannot be decoded on its own: its part {number} ({size} bytes) is stored elsewhere"
+            )
+        self.loaded.add(number)  # otherwise a few bytes could load a large part many times
         data = bytes(self.load(number))
         if len(data) != size:
-            raise Refused(f"plain data is not usable: part {number} has {len(data)} bytes, not {size}")
+            raise Refused(f"plain data is invalid: part {number} has {len(data)} bytes instead of {size}")
         return data
 
     def _unknown(self, tag: str, children: list[Any]) -> Tagged:
         if self.strict:
-            raise Refused(f"plain data of kind {tag[:40]!r} is not known to this version of casckpt; upgrade it")
+            raise Refused(f"this version of casckpt does not know plain data of kind {tag[:40]!r}; upgrade it")
         return Tagged(tag, children[0] if len(children) == 1 else tuple(children))
 
 

@@ -1,8 +1,8 @@
-"""Codecs for the types of the standard library: into plain children and back.
+"""Codecs that convert standard library types to plain children and back.
 
-A `Codec` has the tag of one kind of value. ``split`` returns children that are plain data. ``join`` gets decoded
-children from untrusted bytes: it checks their types first, and raises one of `JOIN_ERRORS` if they do not fit. Types
-are compared exactly, because a subclass may hold more data than its base class.
+Each `Codec` handles the values of one tag. ``split`` returns children that are plain data. ``join`` receives children
+that were decoded from untrusted bytes. It checks their types first, and raises one of `JOIN_ERRORS` if they do not
+fit. Types are compared exactly, because a subclass may hold more data than its base class.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 JOIN_ERRORS = (TypeError, ValueError, KeyError, IndexError, OverflowError, AttributeError)
-"""The errors of a join, or of a constructor that it calls, for unusable children."""
+"""The errors that a join, or a constructor that it calls, raises for invalid children."""
 
 
 class Unfit(Exception):
-    """A value is not plain data. ``what``: its description. ``hint``: what to store in its place."""
+    """A value is not plain data. ``what`` describes it. ``hint`` says what to store in its place."""
 
-    def __init__(self, what: str, hint: str = "store what it is made of") -> None:
+    def __init__(self, what: str, hint: str = "store the values that it consists of") -> None:
         super().__init__(what)
         self.what = what
         self.hint = hint
@@ -35,7 +35,10 @@ class Unfit(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A child that is raw bytes, not copied yet; decoded as bytes. ``view``: contiguous, one byte an item."""
+    """A child that consists of raw bytes, not yet copied. It is decoded as bytes.
+
+    ``view``: contiguous one-byte items.
+    """
 
     view: memoryview
 
@@ -46,7 +49,7 @@ def _no_step(value: Any, index: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """One kind of value. ``step(value, index)`` shows where child ``index`` stands in it, for error messages."""
+    """One kind of value. ``step(value, index)`` formats the position of child ``index`` in it, for error messages."""
 
     tag: str
     types: tuple[type, ...]
@@ -57,12 +60,12 @@ class Codec:
 
 
 def expect(children: Sequence[Any], *kinds: type | tuple[type, ...]) -> list[Any]:
-    """Return the children if there is exactly one of each of ``kinds``. Raises TypeError if not."""
+    """Return the children if there is exactly one of each of ``kinds``, in order. Raises TypeError otherwise."""
     if len(children) != len(kinds):
-        raise TypeError(f"it has {len(children)} parts, not {len(kinds)}")
+        raise TypeError(f"it has {len(children)} parts instead of {len(kinds)}")
     for child, kind in zip(children, kinds, strict=True):
         if type(child) not in (kind if isinstance(kind, tuple) else (kind,)):
-            raise TypeError(f"a part of type {type(child).__name__} does not belong there")
+            raise TypeError(f"a part has the wrong type {type(child).__name__}")
     return list(children)
 
 
@@ -70,7 +73,7 @@ def expect(children: Sequence[Any], *kinds: type | tuple[type, ...]) -> list[Any
 
 
 def show_key(key: object) -> str:
-    """Format a key of a dict as a short text."""
+    """Format a dict key as a short string."""
     text = repr(key) if isinstance(key, str | int | float | NoneType) else f"<{type(key).__name__}>"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -81,17 +84,17 @@ def _pairs(mapping: dict[Any, Any]) -> list[Any]:
 
 def _mapping(children: Sequence[Any]) -> dict[Any, Any]:
     if len(children) % 2:
-        raise ValueError("a key has no value")
+        raise ValueError("a key is missing its value")
     mapping = dict(zip(children[::2], children[1::2], strict=True))
     if 2 * len(mapping) != len(children):
-        raise ValueError("a key stands in it twice")
+        raise ValueError("it contains a key twice")
     return mapping
 
 
 def _text_mapping(children: Sequence[Any]) -> dict[str, Any]:
     mapping = _mapping(children)
     if any(type(name) is not str for name in mapping):
-        raise TypeError("an attribute's name is no text")
+        raise TypeError("an attribute's name is not a string")
     return mapping
 
 
@@ -115,7 +118,7 @@ def _attribute_step(value: Any, index: int) -> str:
 def _split_ordered(value: OrderedDict[Any, Any]) -> list[Any]:
     extra = set(vars(value)) - {"_metadata"}
     if extra:
-        raise Unfit(f"an OrderedDict with the attributes {sorted(extra)}", "remove the attributes")
+        raise Unfit(f"an OrderedDict with attributes ({sorted(extra)})", "remove the attributes")
     return [vars(value).get("_metadata"), *_pairs(value)]
 
 
@@ -162,7 +165,7 @@ def _set_of(kind: type) -> Callable[[list[Any]], Any]:
     def join(children: list[Any]) -> Any:
         found = kind(children)
         if len(found) != len(children):
-            raise ValueError("an item stands in it twice")
+            raise ValueError("it contains an item twice")
         return found
 
     return join
@@ -198,11 +201,11 @@ CONTAINERS = (
 
 def _three(children: list[Any]) -> list[Any]:
     if len(children) != 3:
-        raise ValueError("it has not three parts")
+        raise ValueError("it does not have three parts")
     return children
 
 
-# numbers, text, bytes
+# numbers, strings, bytes
 
 
 def int_bytes(value: int) -> bytes:
@@ -219,14 +222,14 @@ def _split_stream(stream: BytesIO) -> list[Any]:
 def _join_stream(children: list[Any]) -> BytesIO:
     data, position = expect(children, bytes, int)
     if not 0 <= position < 2**63:
-        raise ValueError("its position is none")
+        raise ValueError("its position is invalid")
     stream = BytesIO(data)
     stream.seek(position)
     return stream
 
 
 NUMBERS = (
-    # int and str are split by the encoder itself, and only where msgpack cannot hold them
+    # the encoder itself splits int and str, and only those that msgpack cannot represent
     Codec(
         "int",
         (),
@@ -260,7 +263,7 @@ def _join_path(children: list[Any]) -> PurePath:
     name, text = expect(children, str, str)
     try:
         return _PATHS[name](text)
-    except NotImplementedError:  # a file path of another operating system: nothing here can be opened with it
+    except NotImplementedError:  # a file path of a different operating system, which cannot be opened here
         return _PURE[name](text)
 
 
@@ -283,7 +286,7 @@ def _split_zone(zone: ZoneInfo) -> list[Any]:
 def _join_zone(children: list[Any]) -> ZoneInfo:
     (key,) = expect(children, str)
     if not re.fullmatch(r"[A-Za-z0-9_+-]{1,32}(/[A-Za-z0-9_+-]{1,32}){0,3}", key):
-        raise ValueError("the name of a time zone is none")
+        raise ValueError("the name of a time zone is invalid")
     try:
         return ZoneInfo(key)
     except (ZoneInfoNotFoundError, OSError) as error:

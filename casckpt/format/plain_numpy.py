@@ -1,7 +1,8 @@
-"""numpy arrays, scalars and random generators as plain data.
+"""Converts numpy arrays, scalars and random generators to plain data.
 
-Values are kept exactly: byte order, NaN payloads, NaT, structured dtypes. Not kept: memory order (an array comes back
-in C order) and the aliasing of views. dtypes that hold references to objects are refused.
+Values are preserved exactly, including byte order, NaN payloads, NaT and structured dtypes. Memory order and the
+aliasing of views are not preserved: an array is restored in C order. dtypes that contain object references are
+refused.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _DTYPE = re.compile(
 _STRUCT = ("names", "formats", "offsets", "itemsize", "aligned")
 
 
-# dtypes, in the forms that numpy.dtype takes
+# dtypes, in the forms that numpy.dtype accepts
 
 
 def dtype_form(dtype: np.dtype[Any]) -> Any:
-    """Convert a dtype to plain data. Raises `Unfit` for one that would not come back the same."""
-    unfit = Unfit(f"a numpy array or scalar of dtype {str(dtype)[:60]}", "use a numeric, text, bytes or time dtype")
+    """Convert a dtype to plain data. Raises `Unfit` for a dtype that cannot be restored exactly."""
+    unfit = Unfit(f"a numpy array or scalar of dtype {str(dtype)[:60]}", "use a numeric, str, bytes or time dtype")
     if dtype.hasobject or dtype.metadata or not dtype.itemsize:
         raise unfit
     form = _form(dtype)
@@ -47,7 +48,7 @@ def _form(dtype: np.dtype[Any]) -> Any:
     if dtype.subdtype is not None:
         return (_form(dtype.subdtype[0]), dtype.subdtype[1])
     if dtype.fields is not None:
-        # a title makes a third item of the field: it is lost here, and the comparison of the caller finds that
+        # a title is a third item of the field: it is lost here, and the caller notices that by comparison
         fields = [dtype.fields[name] for name in dtype.names or ()]
         columns = (list(dtype.names or ()), [_form(field[0]) for field in fields], [field[1] for field in fields])
         return dict(zip(_STRUCT, (*columns, dtype.itemsize, dtype.isalignedstruct), strict=True))
@@ -58,18 +59,18 @@ def _form(dtype: np.dtype[Any]) -> Any:
 def dtype_of(form: Any, depth: int = 0) -> np.dtype[Any]:
     """Convert plain data back to a dtype. Raises TypeError or ValueError for invalid data."""
     if depth > 16:
-        raise ValueError("its dtype is nested too deep")
+        raise ValueError("its dtype is nested too deeply")
     if type(form) is tuple:
         base, shape = expect(form, (str, tuple, dict), tuple)
         return _made((dtype_of(base, depth + 1), _shape(shape)))
     if type(form) is dict:
         if tuple(form) != _STRUCT:
-            raise ValueError("its dtype has other fields")
+            raise ValueError("its dtype has invalid fields")
         names, formats, offsets, _, _ = expect([*form.values()], list, list, list, int, bool)
         expect([*names, *offsets], *[str] * len(names), *[int] * len(names))
         return _made(form | {"formats": [dtype_of(one, depth + 1) for one in formats]})
     if type(form) is not str or not _DTYPE.fullmatch(form):
-        raise ValueError(f"a dtype {str(form)[:40]!r} is not known here")
+        raise ValueError(f"unknown dtype {str(form)[:40]!r}")
     return _made(form.partition("/")[0])
 
 
@@ -77,9 +78,9 @@ def _made(spec: Any) -> np.dtype[Any]:
     try:
         dtype: np.dtype[Any] = np.dtype(spec)
     except (KeyError, IndexError, OverflowError, MemoryError) as error:
-        raise ValueError(f"it is no dtype: {error}") from error
+        raise ValueError(f"it is not a dtype: {error}") from error
     if not dtype.itemsize or dtype.hasobject:
-        raise ValueError("it is a dtype without size, or of objects")
+        raise ValueError("its dtype has no size, or contains objects")
     return dtype
 
 
@@ -95,7 +96,9 @@ def _form_of(array: np.ndarray[Any, Any]) -> Any:
     try:
         _check_text(array.reshape(-1))
     except ValueError as error:
-        raise Unfit("a numpy array of text with characters beyond Unicode", "was it ever filled?") from error
+        raise Unfit(
+            "a numpy array of strings with characters outside Unicode", "check whether it was ever filled"
+        ) from error
     return form
 
 
@@ -109,10 +112,12 @@ def _join_array(children: list[Any]) -> np.ndarray[Any, Any]:
     form, numbers, data = expect(children, (str, tuple, dict), tuple, bytes)
     dtype, shape = dtype_of(form), _shape(numbers)
     if prod(shape) * dtype.itemsize != len(data):
-        raise ValueError(f"shape {list(shape)[:8]} of {dtype.itemsize} bytes each does not fit {len(data)} bytes")
+        raise ValueError(
+            f"shape {list(shape)[:8]} with {dtype.itemsize} bytes per item does not match {len(data)} bytes"
+        )
     array: np.ndarray[Any, Any] = np.empty(shape, dtype)
-    if array.dtype != dtype or array.shape != shape:  # numpy moves the shape of an "array" dtype into the array's
-        raise ValueError("it is not the dtype of an array")
+    if array.dtype != dtype or array.shape != shape:  # numpy moves the shape of an "array" dtype into the array's shape
+        raise ValueError("its dtype cannot be that of an array")
     if len(data):
         array.reshape(-1).view(np.uint8)[:] = np.frombuffer(data, np.uint8)
         _check_text(array.reshape(-1))
@@ -120,11 +125,11 @@ def _join_array(children: list[Any]) -> np.ndarray[Any, Any]:
 
 
 def _check_text(array: np.ndarray[Any, Any]) -> None:
-    """Raise ValueError for characters beyond Unicode: numpy accepts them, and fails with SystemError on reading."""
+    """Raise ValueError for characters outside Unicode. numpy accepts them, but fails with a SystemError on reading."""
     if array.dtype.kind == "U" and array.size:
         characters = np.ascontiguousarray(array).view(array.dtype.str[0] + "u4")
         if int(characters.max()) > 0x10FFFF:
-            raise ValueError("its text has characters beyond Unicode")
+            raise ValueError("its strings have characters outside Unicode")
     for name in array.dtype.names or ():
         _check_text(array[name].reshape(-1))
 
@@ -152,30 +157,30 @@ _POSITIONS = {"pos": 624, "buffer_pos": 4, "has_uint32": 1, "has_gauss": 1, "uin
 
 
 def _check_state(state: Any, template: Any, name: str = "") -> None:
-    """Raise TypeError or ValueError unless ``state`` is like ``template``: numpy would read beyond its tables."""
+    """Raise TypeError or ValueError unless ``state`` matches ``template``, because numpy would read out of bounds."""
     if type(state) is not type(template):
         raise TypeError(f"{name!r} of a generator's state is of type {type(state).__name__}")
     if isinstance(state, dict):
         if list(state) != list(template):
-            raise ValueError("a generator's state has other fields")
+            raise ValueError("a generator's state has unexpected fields")
         for key, value in state.items():
             _check_state(value, template[key], key)
     elif isinstance(state, np.ndarray):
         if state.dtype != template.dtype or state.shape != template.shape:
-            raise ValueError(f"{name!r} of a generator's state has another shape or dtype")
+            raise ValueError(f"{name!r} of a generator's state has the wrong shape or dtype")
     elif isinstance(state, int) and not 0 <= state <= _POSITIONS.get(name, 2**128 - 1):
         raise ValueError(f"{name!r} of a generator's state is outside its range")
 
 
 def _check_entropy(entropy: Any) -> None:
-    """Raise ValueError for entropy that would take long to seed from."""
+    """Raise ValueError for entropy from which seeding would take long."""
     words = entropy if type(entropy) in (list, tuple) else [entropy]
     if len(words) > 1024 or not all(type(word) is int and 0 <= word < 2**1024 for word in words):
         raise ValueError("the entropy of a generator's seed is outside its range")
 
 
 def _seed_of(generator: Any) -> dict[str, Any] | None:
-    """Return the state that `spawn` of a generator continues from; None if it is not a plain SeedSequence of numpy."""
+    """Return the state from which a generator's `spawn` continues, or None if it is not numpy's own SeedSequence."""
     seed = generator.seed_seq
     if type(seed) is not np.random.SeedSequence:
         return None
@@ -192,7 +197,7 @@ def _seed_of(generator: Any) -> dict[str, Any] | None:
 def _seed_from(state: dict[str, Any]) -> np.random.SeedSequence:
     fields = ("entropy", "spawn_key", "pool_size", "n_children_spawned")
     if tuple(state) != fields:
-        raise ValueError("the seed of a generator has other fields")
+        raise ValueError("the seed of a generator has unexpected fields")
     entropy, spawn_key, pool_size, spawned = (state[field] for field in fields)
     _check_entropy(entropy)
     _check_entropy(*expect([spawn_key], tuple))
@@ -216,7 +221,7 @@ def _join_bits(children: list[Any]) -> Any:
 def _split_generator(generator: np.random.Generator) -> list[Any]:
     bits = generator.bit_generator
     if type(bits).__name__ not in _GENERATORS:
-        raise Unfit(f"a numpy Generator over {type(bits).__qualname__}", "use a bit generator of numpy")
+        raise Unfit(f"a numpy Generator over {type(bits).__qualname__}", "use one of numpy's bit generators")
     return _split_bits(bits)
 
 
@@ -231,7 +236,7 @@ def _join_random_state(children: list[Any]) -> np.random.RandomState:
 NUMPY = (
     Codec("numpy.ndarray", (np.ndarray,), _split_array, _join_array),
     Codec("numpy.scalar", _SCALARS, _split_scalar, _join_scalar),
-    # an array would cut the zeros at their end
+    # an array would drop trailing zeros
     Codec("numpy.str", (np.str_,), lambda value: [str(value)], lambda c: np.str_(*expect(c, str))),
     Codec("numpy.bytes", (np.bytes_,), lambda value: [bytes(value)], lambda c: np.bytes_(*expect(c, bytes))),
     Codec("numpy.BitGenerator", tuple(_GENERATORS.values()), _split_bits, _join_bits),

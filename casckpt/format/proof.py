@@ -1,12 +1,12 @@
-"""The proof of a blob: lengths and digests of its leaves. The leaves are all other bytes of the file, in order.
+"""The proof of a blob: the lengths and digests of its leaves. The leaves are all other bytes of the file, in order.
 
 ::
 
     n records of 36 bytes: length of the leaf (4 bytes, little-endian), its BLAKE3
 
-It follows the data, up to the end of the file, and its hash is the name of the blob (`digest.proof_name`). So a reader
-with the name can verify each leaf alone, without a manifest. Leaf 0 is the header. The writer
-(`casckpt.format.blob_writer`) chooses how to cut the rest, and readers accept any cut.
+It follows the data and extends to the end of the file. Its hash is the blob's name (`digest.proof_name`). Therefore, a
+reader that knows the name can verify each leaf individually, without a manifest. Leaf 0 is the header. The writer
+(`casckpt.format.blob_writer`) chooses how to split the rest, and readers accept any split.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from casckpt.format.names import BlobHash, CellDigest
 MAX_LEAF_BYTES = 1 << 30
 
 _RECORD = Struct("<I32s")
-_FIRST_TAIL = 4096  # bytes: the proofs of nearly all blobs
+_FIRST_TAIL = 4096  # bytes: enough for the proofs of nearly all blobs
 _MORE = 16
 
 
 class Leaf(NamedTuple):
-    """One leaf: ``nbytes`` bytes at ``offset`` of the file."""
+    """One leaf: ``nbytes`` bytes at ``offset`` in the file."""
 
     offset: int
     nbytes: int
@@ -38,12 +38,12 @@ class Leaf(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The first byte after it."""
+        """The offset after its last byte."""
         return self.offset + self.nbytes
 
 
 def encode_proof(leaves: Iterable[tuple[int, CellDigest]]) -> bytes:
-    """Encode the proof of ``leaves``: (bytes, digest), in order."""
+    """Encode the proof for ``leaves``: (size in bytes, digest), in order."""
     return b"".join([nbytes.to_bytes(4, "little") + digest for nbytes, digest in leaves])
 
 
@@ -51,24 +51,27 @@ def decode_proof(data: Buffer) -> list[Leaf]:
     """Decode the leaves of a proof. Raises Refused for an invalid proof."""
     count, rest = divmod(len(data), RECORD_BYTES)
     if rest or not MIN_LEAVES <= count <= MAX_LEAVES:
-        raise Refused(f"a proof of {len(data)} bytes: it has {MIN_LEAVES} to {MAX_LEAVES} records of {RECORD_BYTES}")
+        raise Refused(
+            f"a proof cannot have {len(data)} bytes: it has {MIN_LEAVES} to {MAX_LEAVES} records of "
+            f"{RECORD_BYTES} bytes"
+        )
     leaves = as_leaves(data)
     if not all(1 <= leaf.nbytes <= MAX_LEAF_BYTES for leaf in leaves) or leaves[0].nbytes != DATA_OFFSET:
-        raise Refused(f"a leaf has not 1 to {MAX_LEAF_BYTES} bytes, or the first of them is no header")
+        raise Refused(f"a leaf does not have 1 to {MAX_LEAF_BYTES} bytes, or the first leaf is not a header")
     return leaves
 
 
 def as_leaves(data: Buffer) -> list[Leaf]:
-    """Split records into leaves, without any check."""
+    """Split records into leaves, without any checks."""
     records = list(_RECORD.iter_unpack(data))
     offsets = accumulate((nbytes for nbytes, _ in records), initial=0)
     return [Leaf(at, nbytes, CellDigest(digest)) for at, (nbytes, digest) in zip(offsets, records, strict=False)]
 
 
 def find_proof(tail: Buffer, size: int) -> bytes | None:
-    """Find the proof at the end of ``tail``, the last bytes of a file of ``size`` bytes; None if it is not complete.
+    """Find the proof in ``tail``, the last bytes of a file of ``size`` bytes. Return None if it is not complete.
 
-    The size of the file determines the number of records: at most one number, with its leaves, adds up to it.
+    The file size determines the number of records, because the leaves of at most one such number add up to it.
     """
     count = min(len(tail) // RECORD_BYTES, MAX_LEAVES)
     if not count:
@@ -84,8 +87,8 @@ def find_proof(tail: Buffer, size: int) -> bytes | None:
 def read_proof(read: Callable[[int, int], Buffer], size: int, name: BlobHash) -> bytes:
     """Read and verify the proof of the blob ``name``, a file of ``size`` bytes.
 
-    ``read``: called with (offset, bytes) for longer and longer parts at the end of the file. Raises Refused if there is
-    no proof with that hash, and the errors of ``read``.
+    ``read`` is called with (offset, size) for longer and longer parts at the end of the file. Raises Refused if there
+    is no proof with that hash, and any error that ``read`` raises.
     """
     most = min(size - DATA_OFFSET, MAX_LEAVES * RECORD_BYTES)
     wanted, proof = min(_FIRST_TAIL, most), None
@@ -93,12 +96,12 @@ def read_proof(read: Callable[[int, int], Buffer], size: int, name: BlobHash) ->
         proof = find_proof(read(size - wanted, wanted), size)
         wanted = min(wanted * _MORE, most) if wanted < most else 0
     if proof is None or proof_name(proof) != name:
-        raise Refused("its proof does not have the hash in its name")
+        raise Refused("its proof does not match the hash in its name")
     return proof
 
 
 class LeafCheck:
-    """Compares the bytes of a blob, given in order, with its leaves. ``wrong``: the leaves that differ so far."""
+    """Compares a blob's bytes, passed in order, with its leaves. ``wrong``: the leaves that have differed so far."""
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self.wrong: list[Leaf] = []
@@ -108,7 +111,7 @@ class LeafCheck:
         self._at = 0
 
     def update(self, data: memoryview) -> None:
-        """Take the next bytes. Bytes after the last leaf are ignored."""
+        """Process the next bytes. Bytes after the last leaf are ignored."""
         while len(data) and self._leaf is not None:
             part = data[: self._leaf.end - self._at]
             data = data[len(part) :]

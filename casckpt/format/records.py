@@ -1,7 +1,7 @@
 """The records of a store: frozen structs and their encoding.
 
-A record is two lines of text: its JSON, and the BLAKE3 of that line in hex. So ``head -1`` shows it to people, and a
-damaged record is distinguished from one of a later version.
+A record consists of two lines: its JSON, and the BLAKE3 hash of that line in hex. As a result, people can read it with
+``head -1``, and a damaged record can be distinguished from one that a later version wrote.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from casckpt.format.names import BlobHash, ManifestId, TxId
 FORMAT_VERSION = 1
 KNOWN_FEATURES: frozenset[str] = frozenset()
 KNOWN_REQUIREMENTS: frozenset[str] = frozenset()
-"""Names in `Settings.requires` that this version knows: there are none yet."""
+"""The names in `Settings.requires` that this version knows. There are none yet."""
 HASH = "blake3"
 MAX_RECORD_BYTES = 1 << 20
 DEFAULT_CELL_BYTES = 1 << 20
@@ -31,9 +31,11 @@ _YEAR_10000 = 253_402_300_800 * 10**6
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Base of all records. Readers ignore unknown fields. A change that they must not ignore is a marker feature.
+    """The base class of all records. Readers ignore unknown fields.
 
-    Fields that become part of a key, and times, are checked on creation and on decoding.
+    A change that they must not ignore is a marker feature.
+
+    Times, and fields that become part of a key, are checked both on creation and on decoding.
     """
 
     def __post_init__(self) -> None:
@@ -45,14 +47,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def _check_time(time: int) -> None:
     if not 0 <= time < _YEAR_10000:
-        raise Refused(f"{time} microseconds since the epoch are no date of the years 1970 to 9999")
+        raise Refused(f"{time} microseconds since the epoch is not a date in the years 1970 to 9999")
 
 
 def _check_announced(announced: list[tuple[TxId, int]]) -> None:
     for txid, number in announced:
         check_txid(txid)
         if not 0 <= number <= MAX_NUMBER:
-            raise Refused(f"{number} is not the number of a record")
+            raise Refused(f"{number} is not a valid record number")
 
 
 _CHECKS: dict[str, Callable[[Any], object]] = {
@@ -76,14 +78,14 @@ _CHECKS: dict[str, Callable[[Any], object]] = {
 
 
 class Marker(Record, omit_defaults=False, frozen=True, kw_only=True):
-    """casckpt.json. ``features``: names a reader must know, else it must not touch the store. Sizes in bytes.
+    """casckpt.json. A reader that does not know all names in ``features`` must not touch the store.
 
-    ``hash``: of objects, cells and records.
+    Sizes are in bytes. ``hash``: the hash function for objects, cells and records.
     """
 
     format: int
     store_id: str
-    created_at: int  # microseconds since the epoch, UTC; so are all times below
+    created_at: int  # microseconds since the epoch, in UTC, like all times below
     features: list[str] = []
     hash: str = HASH
     cell_bytes: int = DEFAULT_CELL_BYTES
@@ -91,33 +93,36 @@ class Marker(Record, omit_defaults=False, frozen=True, kw_only=True):
 
 
 class Settings(Record, frozen=True, kw_only=True):
-    """settings/<N>: the settings. A field that is None is not set. ``requires``: features that a writer must know."""
+    """settings/<N>: the settings. Fields that are None are not set.
+
+    ``requires``: the features that a writer must know.
+    """
 
     created_at: int
     min_age_seconds: float | None = None
     min_age_ephemeral_seconds: float | None = None
     revoke_after_seconds: float | None = None
     exclusive_create: bool | None = None
-    mirror: str | None = None  # URL: gc neither forgets nor purges a checkpoint that is not noted as safe there
+    mirror: str | None = None  # URL: gc neither forgets nor purges checkpoints that are not recorded as safe there
     mirror_thinned: bool | None = (
-        None  # whether the mirror thins what this store thins; else it keeps such checkpoints whole
+        None  # whether the mirror thins what this store thins; otherwise it keeps such checkpoints whole
     )
     requires: list[str] = []
-    compress: str | None = None  # for saves that do not choose
+    compress: str | None = None  # the default for saves
 
 
 class Process(Record, frozen=True, kw_only=True):
-    """The process that runs a transaction: enough to find out on the same host that it is dead."""
+    """The process that runs a transaction, with enough detail to determine on the same host that it is dead."""
 
     host: str
     boot_id: str
     pid: int
     pid_namespace: str
-    started: int  # clock ticks since boot, from /proc/<pid>/stat; 0 where there is no /proc
+    started: int  # clock ticks since boot, from /proc/<pid>/stat; 0 if there is no /proc
 
 
 class Began(Record, tag="began", frozen=True, kw_only=True):
-    """transactions/<txid>: a save in progress. ``manifest``: of the checkpoint of another store that it copies."""
+    """transactions/<txid>: a save in progress. ``manifest``: if it copies from a second store, the checkpoint's id."""
 
     txid: TxId
     run: str
@@ -128,7 +133,7 @@ class Began(Record, tag="began", frozen=True, kw_only=True):
 
 
 class SignOfLife(Record, tag="alive", frozen=True, kw_only=True):
-    """transactions/<txid>.<N>. ``process``: the process that gives it, if it joined the transaction."""
+    """transactions/<txid>.<N>. ``process``: the process that wrote it, if that process joined the transaction."""
 
     txid: TxId
     time: int
@@ -136,7 +141,7 @@ class SignOfLife(Record, tag="alive", frozen=True, kw_only=True):
 
 
 class Dropped(Record, frozen=True, kw_only=True):
-    """What a rewrite and all earlier ones left out: the number of entries, their bytes in memory, and the rule."""
+    """What this rewrite and all earlier ones dropped: the number of entries, their bytes in memory, and the rule."""
 
     entries: int
     bytes: int
@@ -144,7 +149,7 @@ class Dropped(Record, frozen=True, kw_only=True):
 
 
 class Health(Record, frozen=True, kw_only=True):
-    """Counts over all tensors: elements that are NaN or infinite, and the first keys with any."""
+    """Counts over all tensors: the NaN and infinite elements, and the first keys with any of them."""
 
     nan: int
     inf: int
@@ -154,15 +159,16 @@ class Health(Record, frozen=True, kw_only=True):
 class Committed(Record, tag="committed", frozen=True, kw_only=True):
     """commits/<txid>: the checkpoint ``manifest`` is visible under ``run`` and ``step``.
 
-    The manifest lies in the folder of ``txid``. It has ``manifest_bytes``, and begins with a head that has the hash
-    ``head``, which proves the rest of it. ``bytes_total``: of all tensors, as held in memory; ``bytes_coded``: of
-    their cells that lie as frames; ``bytes_frames``, ``bytes_deltas``: of these frames, and of those with bases.
-    ``metadata`` is None if it is too large for the record; then the manifest holds it. ``healthy``: the user's word;
-    without it, False if the save found NaN, else None. ``health``: what the save found; None if it did not scan.
+    The manifest is in the folder of ``txid``. It has ``manifest_bytes`` bytes, and begins with a head whose hash is
+    ``head``, which proves the rest of it. ``bytes_total``: the size of all tensors in memory. ``bytes_coded``: the
+    size of those of their cells that are stored as frames. ``bytes_frames``: the size of these frames.
+    ``bytes_deltas``: the size of the frames that have bases. ``metadata`` is None if it is too large for the record.
+    In that case, the manifest contains it. ``healthy``: the value that the user passed. Without one, it is False if
+    the save found NaN, and otherwise None. ``health``: what the save found, or None if it did not scan.
 
-    ``replaces``: of a rewrite, the transaction that it replaces, and the number of its `replaced` record.
-    ``origin``: the transaction of the first save, which defines the order; None for its own. ``dropped``: what it
-    lacks of the first save.
+    ``replaces``: for a rewrite, the transaction that it replaces and the number of its `replaced` record. ``origin``:
+    the transaction of the first save, which defines the order, or None if it is this transaction. ``dropped``: what it
+    lacks compared to the first save.
     """
 
     txid: TxId
@@ -172,7 +178,7 @@ class Committed(Record, tag="committed", frozen=True, kw_only=True):
     manifest: ManifestId
     head: str
     manifest_bytes: int
-    created_at: int  # of the checkpoint; differs from ``time`` in copies
+    created_at: int  # the checkpoint's time, which differs from ``time`` in copies
     bytes_total: int
     bytes_written: int = 0
     bytes_reused: int = 0
@@ -200,14 +206,14 @@ class Committed(Record, tag="committed", frozen=True, kw_only=True):
 
 
 def _check_older(older: TxId, txid: TxId) -> None:
-    """Raise `Refused` unless ``older`` is of the same run and step as ``txid``, and older."""
+    """Raise `Refused` unless ``older`` has the same run and step as ``txid`` and is older."""
     before, after = parse_txid(older), parse_txid(txid)
     if older >= txid or (before.run_hash, before.step) != (after.run_hash, after.step):
-        raise Refused(f"{txid} says that it is a rewrite of {older}, which is not possible")
+        raise Refused(f"{txid} claims to be a rewrite of {older}, which is impossible")
 
 
 class RevokedRecord(Record, tag="revoked", frozen=True, kw_only=True):
-    """commits/<txid>: the transaction aborted itself, or a gc revoked it."""
+    """commits/<txid>: the transaction aborted, or a gc revoked it."""
 
     txid: TxId
     time: int
@@ -215,14 +221,14 @@ class RevokedRecord(Record, tag="revoked", frozen=True, kw_only=True):
 
 
 class Forgotten(Record, tag="forgotten", frozen=True, kw_only=True):
-    """commits/<txid>.<N>: no longer visible, until restored; may be purged."""
+    """commits/<txid>.<N>: the checkpoint is not visible until it is restored. It may be purged."""
 
     txid: TxId
     time: int
 
 
 class Restored(Record, tag="restored", frozen=True, kw_only=True):
-    """commits/<txid>.<N>: visible again."""
+    """commits/<txid>.<N>: the checkpoint is visible again."""
 
     txid: TxId
     time: int
@@ -236,7 +242,7 @@ class Purged(Record, tag="purged", frozen=True, kw_only=True):
 
 
 class Replaced(Record, tag="replaced", frozen=True, kw_only=True):
-    """commits/<txid>.<N>: from now on the checkpoint is the commit ``by``, which names this record."""
+    """commits/<txid>.<N>: from now on, the checkpoint's commit is ``by``, which names this record."""
 
     txid: TxId
     time: int
@@ -248,16 +254,16 @@ class Replaced(Record, tag="replaced", frozen=True, kw_only=True):
 
 
 class Kept(Record, tag="kept", frozen=True, kw_only=True):
-    """commits/<txid>.<N>: no change. It takes a number that was announced and never written."""
+    """commits/<txid>.<N>: changes nothing. It occupies a number that was announced but never written."""
 
     txid: TxId
     time: int
 
 
 class Announced(Record, tag="announced", frozen=True, kw_only=True):
-    """runs/<run hash>/..: a writer is about to create these records in commits/: (txid, number) of each.
+    """runs/<run hash>/..: a writer is about to create these records in commits/, each given as (txid, number).
 
-    ``seen``: of a save. Its txid is later than all txids announced up to this number; -1 for none.
+    ``seen`` is set by saves: their txid is later than all txids that were announced up to this number. -1 means none.
     """
 
     time: int
@@ -266,7 +272,7 @@ class Announced(Record, tag="announced", frozen=True, kw_only=True):
 
 
 class Mirrored(Record, tag="mirrored", frozen=True, kw_only=True):
-    """mirrored/<txid>[.N]: since record N of its log, the store at ``mirror`` (a URL) also had it."""
+    """mirrored/<txid>[.N]: the store at ``mirror`` (a URL) has the commit since record N of its log."""
 
     txid: TxId
     time: int
@@ -278,9 +284,10 @@ LaterRecord = Forgotten | Restored | Purged | Kept | Replaced
 
 
 class TagRecord(Record, tag="tag", frozen=True, kw_only=True):
-    """tags/<name>/<N>: the tag names the checkpoint ``manifest``, set on the commit ``txid``; None deletes the tag.
+    """tags/<name>/<N>: the tag names the checkpoint ``manifest``, with the commit ``txid``. None deletes the tag.
 
-    ``unique`` distinguishes writers. ``expires``: when it ends; None for never. ``holder``: its owner, for people.
+    ``unique`` distinguishes writers. ``expires``: when the tag expires, or None. ``holder``: its owner, for people to
+    read.
     """
 
     name: str
@@ -306,13 +313,16 @@ class DamageRecord(Record, tag="damage", frozen=True, kw_only=True):
 DECODERS: Mapping[Any, Decoder[Any]] = {
     kind: Decoder(kind) for kind in (*Record.__subclasses__(), FirstRecord, LaterRecord)
 }
-"""By kind. Made at import, by a single thread: in msgspec 0.22 a thread may use the type information of a struct while
-another thread still builds it, so that two threads that decode the first struct of a kind can crash the process.
-`tests/format/test_decoders.py` checks that every type is decoded with such a decoder."""
+"""The decoders by record kind. They are created at import, by a single thread.
+
+In msgspec 0.22, a thread may use a struct's type information while another thread is still building it, so two threads
+that decode the first struct of a kind can crash the process. `tests/format/test_decoders.py` checks that every type is
+decoded with such a decoder.
+"""
 
 R = TypeVar("R")
 changed = msgspec.structs.replace
-"""``changed(struct, field=value)``: a copy of a struct with other values in some fields."""
+"""``changed(struct, field=value)`` returns a copy of a struct with new values in some fields."""
 
 
 def encode(record: Record) -> bytes:
@@ -322,62 +332,69 @@ def encode(record: Record) -> bytes:
 
 
 def decode(data: bytes, kind: type[R] | Any, key: str) -> R:
-    """Decode a record of ``kind`` (a struct or a union of structs) from the bytes under ``key``.
+    """Decode a record of ``kind`` (a struct or a union of structs) from the bytes stored under ``key``.
 
-    Raises `Damaged` if the bytes changed since they were written, `Refused` if they are intact but not valid here.
+    Raises `Damaged` if the bytes changed after they were written, and `Refused` if they are intact but not valid here.
     """
     line, _, check = data.partition(b"\n")
     if check != hex_digest(line).encode() + b"\n":
-        raise Damaged(f"{key} is damaged: its checksum does not fit its content", key=key)
+        raise Damaged(f"{key} is damaged: its checksum does not match its content", key=key)
     try:
         record: R = DECODERS[kind].decode(line)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Refused(
-            f"{key} is not understood: {error}. Another version of casckpt wrote it: a later one, then upgrade; or one "
-            "from before this format, then read the store with that one, and save its checkpoints into a new store"
+            f"cannot parse {key}: {error}. A different version of casckpt wrote it. If it was a later version, "
+            f"upgrade. If it was one from before this format, read the store with that version, and save its "
+            f"checkpoints into a new store"
         ) from error
     return record
 
 
 def check_requirements(settings: Settings, url: str) -> None:
-    """Raise `Unsupported` if a writer to the store at ``url`` needs a feature that this version lacks."""
+    """Raise `Unsupported` if writing to the store at ``url`` requires a feature that this version lacks."""
     unknown = sorted(set(settings.requires) - KNOWN_REQUIREMENTS)
     if unknown:
         raise Unsupported(
-            f"{url} may be written only by versions of casckpt that know of {', '.join(unknown)[:200]}, and this one "
-            "does not: upgrade casckpt. It can be read as ever"
+            f"only versions of casckpt that know {', '.join(unknown)[:200]} may write to {url}, and this version "
+            f"does not: upgrade casckpt. Reading still works"
         )
 
 
 def encode_marker(marker: Marker) -> bytes:
-    """Encode the marker as plain JSON, for any tool to read."""
+    """Encode the marker as plain JSON that any tool can read."""
     return msgspec.json.format(msgspec.json.encode(marker), indent=2) + b"\n"
 
 
 def decode_marker(data: bytes) -> Marker:
-    """Decode the marker. Raises `Refused` for a store of another format, `Damaged` for anything that is no marker."""
+    """Decode the marker.
+
+    Raises `Refused` for a store in a different format, and `Damaged` for anything that is not a marker.
+    """
     try:
         marker: Marker = DECODERS[Marker].decode(data)
-        named = msgspec.json.decode(data)  # of all fields, also of unknown ones
+        named = msgspec.json.decode(data)  # of all fields, including unknown ones
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Damaged(f"casckpt.json is damaged: {error}") from error
     if marker.format > FORMAT_VERSION or set(marker.features) - KNOWN_FEATURES:
         missing = sorted(set(marker.features) - KNOWN_FEATURES)
         raise Refused(
-            f"this store has format {marker.format} with features {missing}; this casckpt reads format "
-            f"{FORMAT_VERSION}. Upgrade casckpt to use the store"
+            f"this store has format {marker.format} with features {missing}, but this version of casckpt reads "
+            f"format {FORMAT_VERSION}. Upgrade casckpt to use the store"
         )
     if "hash" not in named:
         raise Refused(
-            "this store was written before casckpt's format was the one of today: read it with the version that wrote "
-            "it, and save its checkpoints into a new store"
+            "this store was written before casckpt's current format: read it with the version that wrote it, and "
+            "save its checkpoints into a new store"
         )
     if marker.hash != HASH:
-        raise Refused(f"this store is made with the hash {marker.hash[:40]!r}, and this casckpt has {HASH} alone")
+        raise Refused(
+            f"this store uses the hash {marker.hash[:40]!r}, but this version of casckpt supports only {HASH}"
+        )
     sizes_fit = 4096 <= marker.cell_bytes <= marker.blob_bytes <= 1 << 30 and marker.cell_bytes % 4096 == 0
     if marker.format < 1 or not sizes_fit:
         raise Refused(
-            f"format {marker.format}, cells of {marker.cell_bytes} and blobs of {marker.blob_bytes} bytes are outside "
-            "the format's limits: cells have 4 KiB or more, in multiples of that, blobs a cell or more, up to 1 GiB"
+            f"format {marker.format}, with cells of {marker.cell_bytes} and blobs of {marker.blob_bytes} bytes, is "
+            f"outside the format's limits: the cell size is a multiple of 4 KiB, and the blob size is at least that "
+            f"of a cell and at most 1 GiB"
         )
     return marker

@@ -1,10 +1,11 @@
-"""Boxes and regions: which elements of a global tensor a piece of data holds.
+"""Boxes and regions, which describe the elements of a global tensor that a piece of data holds.
 
-A `Region` is an n-dimensional box of the global tensor, and a sub-range of that box in its row-major order. It covers a
-plain tensor (the full box), a shard of a DTensor (a box), a flat shard of FSDP1 or ZeRO (the full box with a sub-range)
-and Megatron's flattened_range (a local box with a sub-range). Everything here is a pure function of frozen values.
+A `Region` is an n-dimensional box of the global tensor, with a sub-range of that box in row-major order. It can
+describe a plain tensor (the full box), a shard of a DTensor (a box), a flat shard of FSDP1 or ZeRO (the full box with
+a sub-range) and Megatron's flattened_range (a local box with a sub-range). Everything here is a pure function of
+frozen values.
 
-Units are elements, never bytes.
+All units are elements, never bytes.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ MAX_ELEMENTS = 2**62
 
 @lru_cache(maxsize=4096)
 def check_shape(shape: Shape) -> Shape:
-    """Return ``shape``. Raises InvalidInput if its rank, extents or product exceed the format's limits."""
+    """Return ``shape``. Raises InvalidInput if its rank, sizes or product exceed the format's limits."""
     if len(shape) > MAX_DIMENSIONS or any(extent < 0 for extent in shape):
-        raise InvalidInput(f"shape {list(shape)[:8]} has a negative extent or more than {MAX_DIMENSIONS} dimensions")
+        raise InvalidInput(f"shape {list(shape)[:8]} has a negative size or more than {MAX_DIMENSIONS} dimensions")
     if prod(max(extent, 1) for extent in shape) > MAX_ELEMENTS:
         raise InvalidInput(f"shape {list(shape)[:8]} has more than 2**62 elements")
     return shape
@@ -37,7 +38,7 @@ def check_shape(shape: Shape) -> Shape:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A box of a global tensor: ``offset`` and ``shape`` in elements, one number a dimension."""
+    """A box of a global tensor: ``offset`` and ``shape`` in elements, with one number per dimension."""
 
     offset: Shape
     shape: Shape
@@ -45,32 +46,32 @@ class Box:
     def __post_init__(self) -> None:
         check_shape(self.shape)
         if len(self.offset) != len(self.shape) or (self.offset and min(self.offset) < 0):
-            raise InvalidInput(f"offset {list(self.offset)[:8]} does not fit shape {list(self.shape)[:8]}")
+            raise InvalidInput(f"offset {list(self.offset)[:8]} does not match shape {list(self.shape)[:8]}")
 
     @property
     def numel(self) -> int:
-        """Number of elements; 1 for a 0-d box."""
+        """The number of elements, which is 1 for a 0-d box."""
         return prod(self.shape)
 
     @property
     def end(self) -> Shape:
-        """First index after the box, in each dimension."""
+        """The first index after the box in each dimension."""
         return tuple(start + extent for start, extent in zip(self.offset, self.shape, strict=True))
 
     def inside(self, outer: Box) -> bool:
-        """Return whether ``outer`` holds every element of this box."""
+        """Return whether ``outer`` contains every element of this box."""
         pairs = zip(self.offset, self.end, outer.offset, outer.end, strict=True)
         return all(lo >= outer_lo and hi <= outer_hi for lo, hi, outer_lo, outer_hi in pairs)
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the common box, None if there is no common element."""
+        """Return the common box, or None if there are no common elements."""
         low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         high = tuple(min(a, b) for a, b in zip(self.end, other.end, strict=True))
         shape = tuple(hi - lo for lo, hi in zip(low, high, strict=True))
         return None if any(extent <= 0 for extent in shape) else Box(low, shape)
 
     def subtract(self, other: Box) -> list[Box]:
-        """Return this box without ``other``, as at most 2 * rank disjoint boxes."""
+        """Return the rest of this box without ``other``, as at most 2 * rank disjoint boxes."""
         common = self.intersect(other)
         if common is None:
             return [self] if self.numel else []
@@ -92,14 +93,14 @@ class Box:
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
 
     def within(self, outer: Box) -> tuple[slice | EllipsisType, ...]:
-        """Return the index that selects these elements of an array that holds ``outer``, as a view even if 0-d."""
+        """Return the index that selects these elements from an array of ``outer``. It selects a view even if 0-d."""
         starts = (a - b for a, b in zip(self.offset, outer.offset, strict=True))
         return (*(slice(start, start + extent) for start, extent in zip(starts, self.shape, strict=True)), ...)
 
 
 @lru_cache(maxsize=4096)
 def full_box(shape: Shape) -> Box:
-    """Return the box that is the whole tensor."""
+    """Return the box of the whole tensor."""
     return Box((0,) * len(shape), shape)
 
 
@@ -113,7 +114,7 @@ class Region:
 
     def __post_init__(self) -> None:
         if not 0 <= self.lo <= self.hi <= self.box.numel:
-            raise InvalidInput(f"flat range [{self.lo}, {self.hi}) does not lie in a box of {self.box.numel} elements")
+            raise InvalidInput(f"flat range [{self.lo}, {self.hi}) is outside a box of {self.box.numel} elements")
 
     @property
     def numel(self) -> int:
@@ -122,7 +123,7 @@ class Region:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is its whole box."""
+        """Whether it covers its whole box."""
         return self.lo == 0 and self.hi == self.box.numel
 
     def __str__(self) -> str:
@@ -132,7 +133,7 @@ class Region:
 
 @lru_cache(maxsize=4096)
 def whole(shape: Shape) -> Region:
-    """Return the region that is the whole tensor."""
+    """Return the region of the whole tensor."""
     box = full_box(shape)
     return Region(box, 0, box.numel)
 
@@ -154,9 +155,9 @@ def is_contiguous(box: Box, shape: Shape) -> bool:
 
 
 def normalise(region: Region, shape: Shape) -> Region:
-    """Return the same elements as a flat range of the whole tensor if they are one, else the region as it is.
+    """Return a flat range of the whole tensor with the same elements, if there is one, and else the region unchanged.
 
-    So equal elements have equal regions, whichever front end describes them.
+    As a result, equal elements have equal regions, no matter which front end describes them.
     """
     if region.box.shape == shape or not is_contiguous(region.box, shape):
         return region
@@ -167,10 +168,10 @@ def normalise(region: Region, shape: Shape) -> Region:
 
 
 def flat_boxes(region: Region) -> Iterator[tuple[Box, int]]:
-    """Split a region into the at most ``max(1, 2 * rank - 1)`` boxes that make it up, in its order.
+    """Split a region into the boxes that make it up, at most ``max(1, 2 * rank - 1)``, in the region's order.
 
-    Yields each box, in global coordinates, with the flat position (in the region's box) of its first element; the
-    elements of each follow each other in the region's order.
+    Yields each box in global coordinates, with the flat position of its first element in the region's box. The
+    elements of each box are consecutive in the region's order.
     """
     box, lo, hi = region.box, region.lo, region.hi
     if lo < hi:
@@ -179,7 +180,7 @@ def flat_boxes(region: Region) -> Iterator[tuple[Box, int]]:
 
 
 def _pieces(shape: Shape, lo: int, hi: int) -> Iterator[tuple[Shape, Shape, int]]:
-    """Yield (offset, shape, start) of the boxes of the flat range [lo, hi) of a box of ``shape`` at the origin."""
+    """Yield (offset, shape, start) for each box in the flat range [lo, hi) of a box of ``shape`` at the origin."""
     if lo == 0 and hi == prod(shape):
         yield (0,) * len(shape), shape, 0
         return
@@ -204,7 +205,7 @@ def _pieces(shape: Shape, lo: int, hi: int) -> Iterator[tuple[Shape, Shape, int]
 
 
 def intersect(region: Region, other: Region) -> list[Box]:
-    """Return the common elements of two regions of a tensor, as disjoint boxes."""
+    """Return the elements that two regions of a tensor share, as disjoint boxes."""
     if region.box == other.box:
         lo, hi = max(region.lo, other.lo), min(region.hi, other.hi)
         return [box for box, _ in flat_boxes(Region(region.box, lo, hi))] if lo < hi else []
@@ -216,7 +217,7 @@ def intersect(region: Region, other: Region) -> list[Box]:
 
 
 def holes(ranges: Iterable[tuple[int, int]], end: int) -> list[tuple[int, int]]:
-    """Find the parts of [0, end) that are in none of ``ranges``."""
+    """Find the parts of [0, end) that are not in any of ``ranges``."""
     gaps, position = [], 0
     for lo, hi in [*sorted(ranges), (end, end)]:
         if lo > position:
@@ -226,6 +227,6 @@ def holes(ranges: Iterable[tuple[int, int]], end: int) -> list[tuple[int, int]]:
 
 
 def cut(lo: int, hi: int, cell: int) -> list[tuple[int, int]]:
-    """Cut [lo, hi) at the multiples of ``cell``."""
+    """Split [lo, hi) at the multiples of ``cell``."""
     inner = range((lo // cell + 1) * cell, hi, cell)
     return list(pairwise((lo, *inner, hi))) if lo < hi else []

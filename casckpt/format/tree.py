@@ -1,10 +1,11 @@
-"""The tree of a checkpoint: its nested state with `TENSOR` or `OBJECT` in place of each leaf.
+"""The tree of a checkpoint: its nested state, with `TENSOR` or `OBJECT` in place of each leaf.
 
-A leaf stands for a tensor or an object that the manifest holds under the leaf's flat key: the elements of its path,
-joined by ".". The tree keeps what a flat key cannot: int and str keys apart, order, kinds of containers, empty ones.
+A leaf represents a tensor or an object that the manifest stores under the leaf's flat key, which is its path joined
+with ".". The tree preserves what flat keys cannot: the difference between int and str keys, the order, the kinds of
+containers, and empty containers.
 
 It consists of dicts, OrderedDicts, defaultdicts, lists and tuples, and is stored as plain data. Trees are never
-changed: `rebuild` and `merge` make new containers.
+modified: `rebuild` and `merge` create new containers.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def join(path: Sequence[Element]) -> str:
 
 
 def show(path: Sequence[Element]) -> str:
-    """Format a path as a person would write it: ``['model']['layers'][0]``."""
+    """Format a path the way a person would write it: ``['model']['layers'][0]``."""
     return "".join(f"[{element!r}]" for element in path)
 
 
@@ -50,14 +51,14 @@ def kind_of(node: Node) -> str:
 
 
 def children(node: Node) -> Iterable[tuple[Element, Node]]:
-    """Return the children of a node, each with its element of the path; a leaf has none."""
+    """Return a node's children, each with its path element. A leaf has none."""
     if isinstance(node, int):
         return ()
     return node.items() if isinstance(node, dict) else enumerate(node)
 
 
 def container(kind: type, items: Mapping[Element, Any], like: Any) -> Any:
-    """Make a container of ``kind`` with the ``_metadata`` or the default factory of ``like``."""
+    """Create a container of ``kind`` with the ``_metadata`` or default factory of ``like``."""
     if kind in _SEQUENCES:
         return kind(items.values())
     if kind is defaultdict:
@@ -70,7 +71,7 @@ def container(kind: type, items: Mapping[Element, Any], like: Any) -> Any:
 
 
 def leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Leaf]]:
-    """Iterate over every leaf with its path, in order."""
+    """Iterate over all leaves with their paths, in order."""
     if isinstance(node, int):
         yield path, node
     for element, child in children(node):
@@ -78,7 +79,7 @@ def leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Leaf]]:
 
 
 def find(node: Node, key: str) -> Node | None:
-    """Return the first node whose flat key is ``key``; None if there is none."""
+    """Return the first node whose flat key is ``key``, or None if there is no such node."""
     for element, child in children(node):
         head = str(element)
         if head == key:
@@ -93,12 +94,12 @@ def find(node: Node, key: str) -> Node | None:
 
 
 def encode_tree(node: Node, extensions: Sequence[plain.Extension] = ()) -> bytes:
-    """Encode a tree. Raises InvalidInput for a ``_metadata`` that is not plain data, and for too deep nesting."""
+    """Encode a tree. Raises InvalidInput if a ``_metadata`` is not plain data, or if the tree is nested too deeply."""
     return plain.encode(node, extensions=extensions, where="state")
 
 
 def decode_tree(data: bytes | memoryview, extensions: Sequence[plain.Extension] = ()) -> Node:
-    """Decode the bytes of `encode_tree`. Raises Refused for any other bytes."""
+    """Decode the output of `encode_tree`. Raises Refused for any other bytes."""
     try:
         node: Node = plain.decode(data, extensions=extensions)
     except Refused as error:
@@ -108,17 +109,17 @@ def decode_tree(data: bytes | memoryview, extensions: Sequence[plain.Extension] 
 
 
 def _refused(why: str) -> Refused:
-    return Refused(f"the tree of a checkpoint is not usable: {why}")
+    return Refused(f"the tree of a checkpoint is invalid: {why}")
 
 
 def _check(node: Node) -> None:
     if type(node) is int and node in _LEAVES:
         return
     if type(node) not in (*_MAPPINGS, *_SEQUENCES):
-        raise _refused("a node is neither a leaf nor a container; was it written by a later version of casckpt?")
+        raise _refused("a node is neither a leaf nor a container; a later version of casckpt may have written it")
     for element, child in children(node):
         if not _is_element(element):
-            raise _refused(f"the keys of a {kind_of(node)} are not usable")
+            raise _refused(f"the keys of a {kind_of(node)} are invalid")
         _check(child)
 
 
@@ -132,10 +133,10 @@ def _is_element(element: Any) -> bool:
 
 
 def merge(trees: Sequence[Node]) -> Node:
-    """Merge ``trees`` into one with all children: those of the first tree in its order, then new ones of each.
+    """Merge ``trees`` into one with all of their children: first those of the first tree, then each tree's new ones.
 
-    The entries of all ``_metadata`` are kept; other properties of a container come from the first tree. Raises
-    InvalidInput, naming the key, if a path has different kinds of nodes, or if two paths have the same flat key.
+    All entries of ``_metadata`` are kept. Other properties of a container come from the first tree. Raises an
+    InvalidInput that names the key if nodes with the same path differ in kind, or if two paths have the same flat key.
     """
     if not trees:
         raise InvalidInput("there is no tree to merge")
@@ -149,7 +150,9 @@ def _merged(nodes: Sequence[Node], path: Path) -> Node:
     kinds = list(dict.fromkeys(map(kind_of, nodes)))
     if len(kinds) > 1:
         key = join(path)
-        raise InvalidInput(f"key {key!r} is of kind {kinds[0]} on one rank and of kind {kinds[1]} on another", key=key)
+        raise InvalidInput(
+            f"key {key!r} is of kind {kinds[0]} on one rank, but of kind {kinds[1]} on a different rank", key=key
+        )
     if isinstance(first, int) or len(nodes) == 1:
         return first
     grouped: dict[Element, list[Node]] = {}
@@ -177,7 +180,8 @@ def _check_unique(tree: Node) -> None:
         key = join(path)
         if paths.setdefault(key, path) != path:
             raise InvalidInput(
-                f"{show(paths[key])} of one rank and {show(path)} of another have one flat key {key!r}; rename one",
+                f"{show(paths[key])} of one rank and {show(path)} of a different rank have the same flat key "
+                f"{key!r}; rename one of them",
                 key=key,
             )
 
@@ -188,11 +192,11 @@ _DROPPED: Any = object()
 
 
 def rebuild(node: Node, leaf: Callable[[str, Leaf], Any], keep: Callable[[str], bool]) -> Any:
-    """Build the nested value of a tree. ``leaf(flat key, leaf)`` gives the value of each leaf that ``keep`` selects.
+    """Build a tree's nested value. ``leaf(flat key, leaf)`` returns the value of each leaf that ``keep`` selects.
 
-    ``keep`` gets the flat key of a container that was saved empty. A container that loses all its children is dropped
-    (never the root). A list or tuple that loses some children becomes a dict of the rest by index, so that no item
-    takes the place of another.
+    For a container that was saved empty, ``keep`` receives the container's flat key. A container that loses all its
+    children is dropped, unless it is the root. A list or tuple that loses some children becomes a dict of the
+    remaining ones by index, so that no item moves to a different index.
     """
     value = _rebuilt(node, (), leaf, keep)
     return {} if value is _DROPPED else value
@@ -213,5 +217,5 @@ def _rebuilt(node: Node, path: Path, leaf: Callable[[str, Leaf], Any], keep: Cal
         return kept
     made = container(type(node), kept, node)
     if isinstance(made, OrderedDict):
-        vars(made).update(deepcopy(vars(made)))  # torch changes it, and the tree may be reused
+        vars(made).update(deepcopy(vars(made)))  # torch modifies it, and the tree may be reused
     return made

@@ -9,8 +9,8 @@
         checkpointer.save_if_due(step)                  # instead of accelerator.save_state
     checkpointer.close()
 
-It does not use the hooks of `save_state`, because they get only the weights, and under FSDP no values at all.
-`save_state` always writes optimizers and random generators to a folder by torch.save.
+This module does not use the `save_state` hooks: they receive only the weights, and under FSDP they receive no values
+at all. `save_state` always writes optimizers and random generators to a folder with torch.save.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Self, Unpack
 try:
     import accelerate
 except ImportError as error:
-    raise ImportError("casckpt.frontends.accelerate needs it: pip install 'casckpt[transformers]'") from error
+    raise ImportError("casckpt.frontends.accelerate needs Accelerate: pip install 'casckpt[transformers]'") from error
 
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, Unsupported
@@ -38,12 +38,13 @@ _OTHERS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 
 
 class AcceleratorCheckpointer:
-    """A `Checkpointer` of the models, optimizers, schedulers, scaler, data loaders and registered objects.
+    """A `Checkpointer` for the models, optimizers, schedulers, scaler, data loaders and registered objects.
 
-    Prepare all of them first. Several models are saved as one, unless two parameters have the same name: then they are
-    ``model``, ``model_1``, ..., and their optimizers ``optim``, ``optim_1``, ... Data loaders continue with the right
-    epoch, and within the epoch if Accelerate uses stateful data loaders. Otherwise call
-    `accelerator.skip_first_batches` yourself, as with `load_state`. ``settings``: those of `Checkpointer`.
+    Prepare all of them first. Several models are saved as one, unless two of their parameters have the same name. In
+    that case, the models are saved as ``model``, ``model_1``, ..., and their optimizers as ``optim``, ``optim_1``, ...
+    Data loaders resume at the right epoch. They also resume at the right batch if Accelerate uses stateful data
+    loaders. Otherwise, call `accelerator.skip_first_batches` yourself, as with `load_state`. ``settings``: the
+    settings of `Checkpointer`.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class AcceleratorCheckpointer:
     ) -> None:
         kind = accelerator.distributed_type.name
         if kind in _OTHERS:
-            raise Unsupported(f"models of {kind} are not supported; save by accelerator.save_state")
+            raise Unsupported(f"{kind} models are not supported; save them with accelerator.save_state")
         self.accelerator = accelerator
         self.checkpointer = Checkpointer(store, run=run, **settings)
 
@@ -89,7 +90,7 @@ class AcceleratorCheckpointer:
         )
 
     def load(self, ref: str | Checkpoint, *, cast: bool = False) -> None:
-        """Load a checkpoint, which may hold weights only. ``cast``: see `Checkpointer.load`."""
+        """Load a checkpoint, even one that holds only weights. ``cast``: see `Checkpointer.load`."""
         models, optimizers, train = self._all()
         state = self.checkpointer.load(ref, models, optimizers, cast=cast)
         if state is not None:
@@ -106,10 +107,10 @@ class AcceleratorCheckpointer:
         self.checkpointer.__exit__(kind, error, at)
 
     def _all(self) -> tuple[list[Any] | dict[str, Any], list[Any] | None, TrainState]:
-        """Return the models, the optimizers and the rest, as they are prepared by now."""
+        """Return the models, the optimizers and everything else that has been prepared so far."""
         it: Any = self.accelerator
         if not it._models:
-            raise InvalidInput("the accelerator has prepared no model yet; call accelerator.prepare first")
+            raise InvalidInput("the accelerator has not prepared a model yet; call accelerator.prepare first")
         named = {
             "scheduler": it._schedulers,
             "dataloader": [_Loader(one) for one in it._dataloaders],
@@ -142,7 +143,7 @@ class _Loader:
         self._stateful = bool(getattr(loader, "use_stateful_dataloader", False))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of epochs that are done, and the position within the epoch, if the loader knows it."""
+        """Return the number of completed epochs, and the position within the epoch if the loader tracks it."""
         inside = self._loader.state_dict() if self._stateful else None
         generator = getattr(self._loader, "synchronized_generator", None)
         drawn = None if generator is None else generator.get_state()

@@ -1,4 +1,4 @@
-"""Converters for checkpoints of other formats, into a store and out of it, in bounded memory."""
+"""Converters that import checkpoints of other formats into a store and export them, in bounded memory."""
 
 from __future__ import annotations
 
@@ -64,13 +64,16 @@ class DetectedFormat:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files with weights."""
+        """The total bytes of the files with weights."""
         return self.sources.nbytes
 
 
 @contextmanager
 def looked_at(path: str | os.PathLike[str]) -> Iterator[DetectedFormat]:
-    """Call `look_at` for a path or a URL. Formats that need local files are first copied to a temporary folder."""
+    """Call `look_at` for a path or a URL.
+
+    Files of formats that must be local are first copied to a temporary folder.
+    """
     if not is_url(path):
         yield look_at(local_path(path))
         return
@@ -87,10 +90,9 @@ def looked_at(path: str | os.PathLike[str]) -> Iterator[DetectedFormat]:
 
 
 def look_at(path: str | os.PathLike[str]) -> DetectedFormat:
-    """Detect the format of ``path``, and the files that an import reads.
+    """Detect the format of ``path`` and the files that an import would read.
 
-    Raises NotFound, and InvalidInput or Unsupported with the name of the format. Raises StorageError if a file cannot
-    be read.
+    Raises NotFound, InvalidInput or Unsupported, naming the format, and StorageError if a file cannot be read.
     """
     given = Path(path).expanduser()
     with _reading(given):
@@ -116,9 +118,9 @@ def _kind_of_folder(folder: Path) -> str:
 
 def _kind_of_file(path: Path) -> str:
     if not path.exists():
-        raise NotFound(f"there is no file or folder {path}; give the path of a checkpoint to import")
+        raise NotFound(f"there is no file or folder {path}; pass the path of the checkpoint to import")
     if not path.is_file():  # opening a pipe without a writer would block
-        raise InvalidInput(f"{path} is neither a file nor a folder; write its output to a file, and import that")
+        raise InvalidInput(f"{path} is neither a file nor a folder; write its output to a file, and import that file")
     with path.open("rb") as file:
         head = file.read(4)
     return "torch" if head == _ZIP or head[:2] in _PICKLES else "safetensors"
@@ -133,11 +135,11 @@ def import_any(
     as_is: bool = False,
     **options: Unpack[ImportArguments],
 ) -> Checkpoint:
-    """Import files of a detected format with the function for their kind. ``options``: those of `ImportArguments`.
+    """Import a checkpoint of a detected format with the function for its kind. ``options``: those of `ImportArguments`.
 
-    ``as_is``: for a file of torch.save; other formats are always saved unchanged.
+    ``as_is``: for a torch.save file; other formats are always saved unchanged.
     """
-    log.info("%s is read as %s", found.path, found.kind)
+    log.info("reading %s as %s", found.path, found.kind)
     with _reading(found.path):
         if found.kind == "safetensors":
             return import_safetensors(store, found.path, step=step, **options)

@@ -18,7 +18,7 @@ _SEED = 0
 class Training:
     """A frozen backbone and a head that learns to copy one of its inputs.
 
-    A subclass can train another model: it makes ``model`` and ``optimizer``, and computes the loss.
+    A subclass can train a different model: it creates ``model`` and ``optimizer``, and computes the loss.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Training:
         return (predicted - inputs[:, :1]).square().mean()
 
     def train(self, until: int) -> float:
-        """Train up to a step. Returns the last loss."""
+        """Train up to a step, and return the last loss."""
         loss = torch.zeros(())
         while self.step < until:
             loss = self.loss()
@@ -69,7 +69,7 @@ def train_and_save(store: Store, training: Training) -> list[Checkpoint]:
 
 
 def loads_exactly(store: Store, ref: str, training: Training) -> bool:
-    """Train again up to the step of ``ref``, load that into zeros, and compare every bit."""
+    """Repeat the training up to the step of ``ref``, load that checkpoint into zeros, and compare every bit."""
     training.train(store.get(ref).step)
     expected = {key: tensor.clone() for key, tensor in training.model.state_dict().items()}
     blank = {key: torch.zeros_like(tensor) for key, tensor in expected.items()}

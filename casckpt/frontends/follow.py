@@ -3,14 +3,14 @@
 ::
 
     current                  a symbolic link to the newest generation, replaced atomically
-    000007-<step>-<id>/      a generation: a folder as `casckpt.export` makes it, which never changes
+    000007-<step>-<id>/      a generation: a folder that `casckpt.export` wrote, which never changes
     .told                    a link to the last generation for which the command returned 0
 
 A new generation is a copy of the current one, with shared blocks if the file system supports it, or reuses the files
 of an old generation. Only the differences are read from the store.
 
-If the process dies, the next one removes temporary folders and generations without a link. It calls the command again
-if the command may not have ended.
+If the process dies, the next one removes temporary folders and generations without a link. It reruns the command if
+the command may not have ended.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from casckpt.store.store import Store
 CURRENT = "current"
 _TOLD = ".told"
 _GENERATION = re.compile(r"([0-9]{6,})-([0-9]+)-([0-9a-f]{64})")
-_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds until a retry: at first, and at most
+_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds until a retry: the first pause, and the longest one
 _LEFT = re.compile(r"\.[0-9]{6,}-.*\.casckpt-[0-9a-f]+|\.link-[0-9a-f]+")
 
 log = logging.getLogger("casckpt")
@@ -47,7 +47,7 @@ log = logging.getLogger("casckpt")
 
 @dataclass(frozen=True)
 class Switch:
-    """A switch to a new generation. ``status``: the exit status of the command; None without a command."""
+    """A switch to a new generation. ``status``: the command's exit status, or None if there is no command."""
 
     checkpoint: Checkpoint
     folder: Path
@@ -56,12 +56,12 @@ class Switch:
 
 @dataclass(frozen=True)
 class Follower:
-    """A follower that keeps ``folder`` at the newest checkpoint of a run.
+    """Keeps ``folder`` at the newest checkpoint of a run.
 
-    ``keys``: fnmatch patterns of the tensors to write. ``command``: a shell command that runs after each switch, with
-    CASCKPT_FOLDER, CASCKPT_RUN, CASCKPT_STEP and CASCKPT_ID; after a kill it may run twice for the same id. ``keep``:
-    older generations to keep; earlier ones are removed once the command has returned 0. ``reuse``: keep one more, whose
-    files the next generation takes over.
+    ``keys``: fnmatch patterns for the tensors to write. ``command``: a shell command that runs after each switch, with
+    CASCKPT_FOLDER, CASCKPT_RUN, CASCKPT_STEP and CASCKPT_ID; if the process is killed, it may run twice for the same
+    id. ``keep``: the number of older generations to keep. Earlier ones are removed once the command has returned 0.
+    ``reuse``: keep one more generation, whose files the next one reuses.
     """
 
     store: Store
@@ -73,12 +73,12 @@ class Follower:
     reuse: bool = False
 
     def follow(self, *, once: bool = False, poll: Duration = "1s") -> Iterator[Switch]:
-        """Make the switches and yield them, without end. ``once``: stop when the newest checkpoint is current.
+        """Make and yield switches indefinitely. ``once``: stop when the newest checkpoint is current.
 
-        After an error of a storage or a disk, it logs the error and retries, with growing pauses. With ``once`` it
-        raises the error. It skips a checkpoint that is damaged or lacks a required signature. Raises Conflict if
-        another process follows with this folder, InvalidInput if the folder has other contents, NotFound with ``once``
-        if no checkpoint is current at the end, and the errors of a watch and an export.
+        After a storage or disk error, it logs the error and retries, with growing pauses. With ``once``, it raises the
+        error instead. It skips a checkpoint that is damaged or lacks a required signature. Raises Conflict if another
+        process follows with this folder, InvalidInput if the folder has other contents, NotFound (with ``once``) if no
+        checkpoint is current at the end, and the errors of a watch and an export.
         """
         with _alone(self.folder):
             pause = _PAUSE
@@ -90,25 +90,27 @@ class Follower:
                         pause = _PAUSE
                         yield made
                     if once and self._at(CURRENT) is None:
-                        skipped = f"no checkpoint of run {self.run!r} in {self.store.url} is usable; see the log"
+                        skipped = f"no checkpoint of run {self.run!r} in {self.store.url} can be used; see the log"
                         raise NotFound(self._absence() or skipped)
                     return
-                except (NotFound, Conflict, Damaged):  # these are OSErrors too, and a retry does not help
+                except (NotFound, Conflict, Damaged):  # these are OSErrors too, but a retry does not help
                     raise
-                except OSError as error:  # of the storage, or of the folder
+                except OSError as error:  # from the storage or the folder
                     if once:
                         raise
-                    log.warning("%s cannot be followed now; casckpt retries in %.0f s: %s", self.run, pause, error)
+                    log.warning(
+                        "%s cannot be followed at the moment; casckpt will retry in %.0f s: %s", self.run, pause, error
+                    )
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _warn_if_absent(self) -> None:
         with suppress(StorageError):  # the watch will report it
             if self._at(CURRENT) is None and (absence := self._absence()) is not None:
-                log.warning("%s. casckpt waits for the first checkpoint", absence)
+                log.warning("%s. casckpt is waiting for the first checkpoint", absence)
 
     def _absence(self) -> str | None:
-        """Return the reason why there is no checkpoint yet; None if there is one."""
+        """Return the reason why there is no checkpoint yet, or None if there is one."""
         try:
             self.store.get(f"{self.run}@latest")
         except NotFound as error:
@@ -116,7 +118,7 @@ class Follower:
         return None
 
     def _switches(self, timeout: Duration | None, poll: Duration) -> Iterator[Switch]:
-        """Finish the switch of an earlier process, and continue after it."""
+        """Finish the switch that an earlier process began, and continue from there."""
         self._tidy()
         held = self._at(CURRENT)
         if held is not None and held != self._at(_TOLD):
@@ -129,12 +131,16 @@ class Follower:
     def _arrivals(self, after: str, timeout: Duration | None, poll: Duration) -> Iterator[Arrival]:
         try:
             return self.store.watch(self.run, after=after, latest_only=True, timeout=timeout, poll=poll)
-        except NotFound:  # the store was replaced by another one
-            log.warning("%s does not know %s, which is current; its newest checkpoint comes next", self.store, after)
+        except NotFound:  # a different store has replaced this one
+            log.warning(
+                "%s does not know the current checkpoint, %s; casckpt continues with the newest one",
+                self.store,
+                after,
+            )
             return self.store.watch(self.run, after="start", latest_only=True, timeout=timeout, poll=poll)
 
     def _switch(self, checkpoint: Checkpoint) -> Switch | None:
-        """Make a generation, and make it current. Return None for a checkpoint that is skipped."""
+        """Make a generation and make it current. Return None if the checkpoint is skipped."""
         numbers = [int(generation.name.split("-")[0]) for generation in self._generations()]
         folder = self.folder / f"{max(numbers, default=0) + 1:06}-{checkpoint.step}-{checkpoint.id}"
         try:
@@ -157,33 +163,38 @@ class Follower:
             shutil.rmtree(base.folder)
 
     def _base(self) -> Base | None:
-        """Return the base of the next generation: an old generation, after a rename, or the current one."""
+        """Return the base of the next generation: an old generation, which is renamed first, or the current one."""
         current, spare = self._at(CURRENT), self._spare()
         if current is None:
             return None
         try:
             checkpoint = self.store.get(_id_of(spare or current))
-        except NotFound:  # it was purged, so a comparison is impossible
+        except NotFound:  # the checkpoint was purged, so a comparison is impossible
             return None
         return Base(checkpoint, current if spare is None else _hidden(spare), spare is not None)
 
     def _spare(self) -> Path | None:
-        """Return the old generation to reuse; None if there is none."""
+        """Return the old generation to reuse, or None if there is none."""
         old = self._old()
         return old[-1] if old and self.reuse else None
 
     def _old(self) -> list[Path]:
-        """Return the generations to remove; none until the command has returned 0 for the current generation."""
+        """Return the generations to remove.
+
+        The list is empty until the command has returned 0 for the current generation.
+        """
         current, every = self._at(CURRENT), self._generations()
         if current not in every or current != self._at(_TOLD):
             return []
         return every[: max(0, every.index(current) - self.keep)]
 
     def _notify(self, folder: Path) -> int | None:
-        """Call the command for the current generation. If it returns 0, remove older generations."""
+        """Run the command for the current generation. If it returns 0, remove older generations."""
         status = None if self.command is None else self._call(self.command, folder)
         if status:
-            log.warning("the command returned %d for %s; older generations stay until one returns 0", status, folder)
+            log.warning(
+                "the command returned %d for %s; older generations are kept until the command returns 0", status, folder
+            )
             return status
         self._link(_TOLD, folder)
         self._tidy()
@@ -192,12 +203,12 @@ class Follower:
     def _call(self, command: str, folder: Path) -> int:
         step = folder.name.split("-")[1]
         about = {"FOLDER": str(folder.absolute()), "RUN": self.run, "STEP": step, "ID": _id_of(folder)}
-        # env(1) adds to the environment of this process, so that this code need not read it
+        # env(1) extends the environment of this process, so this code need not read it
         ran = ["env", *(f"CASCKPT_{name}={value}" for name, value in about.items()), "/bin/sh", "-c", command]
         return subprocess.run(ran, check=False).returncode
 
     def _link(self, name: str, folder: Path) -> None:
-        """Make a link to a generation, atomically and durably."""
+        """Create a link to a generation, atomically and durably."""
         temporary = self.folder / f".link-{secrets.token_hex(8)}"
         os.symlink(folder.name, temporary)
         os.replace(temporary, self.folder / name)
@@ -214,7 +225,7 @@ class Follower:
         return sorted(generations, key=lambda path: int(path.name.split("-")[0]))
 
     def _tidy(self) -> None:
-        """Remove the remains of a killed process, and the generations beyond those to keep."""
+        """Remove what a killed process left behind, and the generations that need not be kept."""
         for path in self.folder.iterdir():
             if _LEFT.fullmatch(path.name):
                 _remove(path)
@@ -230,7 +241,7 @@ def _id_of(folder: Path) -> str:
 
 
 def _remove(path: Path) -> None:
-    """Rename a generation and remove it, so that casckpt never uses a partly removed one."""
+    """Rename a generation before removing it, so that casckpt never uses a partly removed one."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
         return
@@ -238,7 +249,7 @@ def _remove(path: Path) -> None:
 
 
 def _hidden(path: Path) -> Path:
-    """Rename a generation, so that it no longer counts as one."""
+    """Rename a generation so that it no longer counts as one."""
     hidden = path.with_name(f".{path.name}.casckpt-{secrets.token_hex(4)}")
     path.rename(hidden)
     return hidden
@@ -246,16 +257,18 @@ def _hidden(path: Path) -> Path:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Lock the folder of a follower. Raises Conflict, InvalidInput."""
+    """Lock a follower's folder. Raises Conflict or InvalidInput."""
     folder.mkdir(parents=True, exist_ok=True)
     ours = {CURRENT, _TOLD}
     for path in folder.iterdir():
         is_ours = path.name in ours if path.is_symlink() else _GENERATION.fullmatch(path.name)
         if not is_ours and not _LEFT.fullmatch(path.name):
-            raise InvalidInput(f"{folder} holds {path.name!r}, which no follower made; give an empty folder")
+            raise InvalidInput(
+                f"{folder} holds {path.name!r}, which was not created by a follower; choose an empty folder"
+            )
     with ExitStack() as held:
         try:
             held.enter_context(locked(folder.resolve(), fcntl.LOCK_EX | fcntl.LOCK_NB))
         except BlockingIOError as error:
-            raise Conflict(f"another process follows with {folder}; end it, or give another folder") from error
+            raise Conflict(f"another process follows with {folder}; end it, or choose a different folder") from error
         yield

@@ -14,14 +14,17 @@ AnyStore: TypeAlias = Store | str | os.PathLike[str]
 
 
 def as_store(store: AnyStore) -> Store:
-    """Return a Store, opened if a path or URL is given. Raises InvalidInput or Unsupported for an unusable URL."""
+    """Return the Store itself, or open the one at a path or URL.
+
+    Raises InvalidInput or Unsupported for an invalid URL.
+    """
     return store if isinstance(store, Store) else open_store(store)
 
 
 def as_trusting(url: str, like: Store | None) -> Store:
-    """Open the store at ``url`` with the same required signatures as ``like``; ``like`` itself if that is its URL.
+    """Open the store at ``url`` with the same required signatures as ``like``.
 
-    Raises what `as_store` raises.
+    Return ``like`` itself if that is its URL. Raises the errors of `as_store`.
     """
     if like is None or url == like.url:
         return as_store(like or url)
@@ -31,9 +34,10 @@ def as_trusting(url: str, like: Store | None) -> Store:
 
 
 def check_foreign(store: Store | None, path: str | os.PathLike[str]) -> None:
-    """Raise Unsigned for a file or folder outside of a store, if ``store`` requires signatures."""
+    """Raise Unsigned for a file or folder outside a store if ``store`` requires signatures."""
     if store is not None and store.repository.trusted is not None:
         raise Unsigned(
             f"{os.fspath(path)} is not in a store, so it has no signature, and {store.url} was opened with "
-            "require_signature. Import it, and sign that; or load it with a store that was opened without"
+            "require_signature. Import it and sign the imported checkpoint, or load it with a store that was opened "
+            "without require_signature"
         )

@@ -6,8 +6,8 @@
 
 The fields of torchtitan's own Config have the same meaning: `interval`, `keep_latest_k` (of the run's checkpoints),
 `enable_first_step_checkpoint`, `last_save_model_only`, `export_dtype`, `exclude_from_loading`, `load_step`,
-`load_only`. Model and optimizers are stored by the names of parameters, so any front end loads them. The data loader,
-scheduler, trainer and random generators of each rank are its train state.
+`load_only`. Model and optimizers are stored by parameter name, so any front end can load them. Each rank's data
+loader, scheduler, trainer and random generators are its train state.
 """
 
 from __future__ import annotations
@@ -35,24 +35,25 @@ from casckpt.store.opening import open as open_store
 OPTIMIZER = "optimizer"  # the names in torchtitan
 PARTS = ("lr_scheduler", "dataloader")
 _OWN_NAMES = (
-    "{}. Under torchtitan, rename is for initial_load_ref: continue as another run, with run=..., "
+    "{}. In torchtitan, rename works with initial_load_ref only: continue as a different run, with run=..., "
     "initial_load_ref='{}@{}', initial_load_model_only=False and that rename in the configuration"
 )
 
 
 class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan has no types
-    """Built by ``config.checkpoint.build``; every rank makes the same calls."""
+    """A checkpoint manager, built by ``config.checkpoint.build``. Every rank makes the same calls."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]  # see above
-        """torchtitan's settings, and those of the store.
+        """torchtitan's settings, and the settings for the store.
 
-        ``store``: a path or URL; "" for the folder ``folder`` below the dump folder. ``initial_load_ref``: the
-        checkpoint of the store to start from if the run has none (instead of ``initial_load_path``). ``rename``:
-        regular expressions of the model's keys, ``model.<name>``, with their keys in ``initial_load_ref``; see
+        ``store``: a path or URL; "" means the folder ``folder`` inside the dump folder. ``initial_load_ref``: the
+        checkpoint in the store to start from if the run has none (replaces ``initial_load_path``). ``rename``: maps
+        regular expressions for the model's keys, ``model.<name>``, to their keys in ``initial_load_ref``; see
         `casckpt.Store.load`. ``async_save``: save in the background. ``fixed_steps``: steps that are always saved and
-        kept. ``throttle``, ``pre_download``, ``health``, ``check_replicas``: see `Checkpointer`. ``cast``, ``options``:
-        see its `load`. ``mirror``, ``sign_with``, ``require_signature`` ("" and () for none): see `casckpt.open`.
+        kept. ``throttle``, ``pre_download``, ``health``, ``check_replicas``: see `Checkpointer`. ``cast``,
+        ``options``: see its `load`. ``mirror``, ``sign_with``, ``require_signature`` ("" and () for none): see
+        `casckpt.open`.
         """
 
         store: str = ""
@@ -93,7 +94,9 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         self.states = {name: part for name, part in given.items() if part is not None}
         unknown = [name for name in config.exclude_from_loading if name not in (OPTIMIZER, *given)]
         if unknown:
-            raise InvalidInput(f"exclude_from_loading names {unknown[0]!r}; there are {[OPTIMIZER, *given]}")
+            raise InvalidInput(
+                f"exclude_from_loading names {unknown[0]!r}, which does not exist; choose from {[OPTIMIZER, *given]}"
+            )
         store = open_store(
             config.store or os.path.join(base_folder, config.folder),
             mirror=config.mirror or None,
@@ -143,7 +146,7 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         ref = self._ref(step)
         if ref is None:
             return False
-        own = isinstance(ref, Checkpoint)  # of this run, so it must hold everything
+        own = isinstance(ref, Checkpoint)  # from this run, so it must hold everything
         model_only = ref.step == 0 if isinstance(ref, Checkpoint) else self.config.initial_load_model_only
         excluded = set(self.config.exclude_from_loading)
         optims = None if model_only or OPTIMIZER in excluded else self.optimizers
@@ -164,10 +167,10 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         return True
 
     def _ref(self, step: int) -> Checkpoint | str | None:
-        """Return the checkpoint to load: one of the run, or the initial one if the run has none."""
+        """Return the checkpoint to load: one from the run, or the initial one if the run has none."""
         found = self.checkpointer.newest_of_all_ranks(None if step == -1 else step)
         if found is None and step != -1:
-            raise NotFound(f"{self.config.run} has no step {step}; `casckpt list` shows its steps")
+            raise NotFound(f"run {self.config.run} has no step {step}; `casckpt list` shows its steps")
         return found or self.config.initial_load_ref
 
     def _maybe_wait_for_staging(self) -> None:
@@ -178,18 +181,18 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         self.checkpointer.wait()
 
     def _close(self) -> None:
-        if hasattr(self, "checkpointer"):  # it may have failed
+        if hasattr(self, "checkpointer"):  # the constructor may have failed
             self.checkpointer.close()
 
 
 class _Weights:
-    """A model alone, in another dtype, as a `Checkpointer` saves it."""
+    """A model's weights alone, in a different dtype, in the form that a `Checkpointer` saves."""
 
     def __init__(self, parts: list[nn.Module], dtype: str) -> None:
         self._parts, self._dtype = parts, getattr(torch, dtype)
 
     def state_dict_to_save(self) -> dict[str, Any]:
-        """Return the weights in that dtype. Shards stay shards."""
+        """Return the weights in that dtype. Shards remain shards."""
         state = model_state(as_model(self._parts))
         return {"model": {name: self._converted(value) for name, value in state.items()}}
 
@@ -201,11 +204,11 @@ class _Weights:
 def _refuse(config: CasCheckpointManager.Config) -> None:
     """Raise Unsupported for settings that this manager does not support."""
     instead = {
-        "initial_load_path": "initial_load_ref, a checkpoint of the store",
+        "initial_load_path": "initial_load_ref, a checkpoint in the store",
         "initial_load_in_hf": "casckpt import, and initial_load_ref",
         "last_save_in_hf": "casckpt export --format safetensors",
         "create_seed_checkpoint": "a save of step 0 on one process",
     }
     for name, advice in instead.items():
         if getattr(config, name):
-            raise Unsupported(f"checkpoint.{name} is not for a store; use {advice}")
+            raise Unsupported(f"checkpoint.{name} does not work with a store; use {advice}")

@@ -1,13 +1,13 @@
-"""Transformers: saves each checkpoint folder of a `Trainer` to a store, and restores the folder.
+"""Transformers: saves each checkpoint folder of a `Trainer` to a store, and restores such folders.
 
 ::
 
     Trainer(..., callbacks=[CasCheckpointCallback(store, run="sft", max_checkpoints=3)])
     trainer.train(resume_from_checkpoint=restore_checkpoint(store, "sft@latest", "out"))
 
-With ``save_total_limit=1`` the disk holds one folder, and the store holds the changes between checkpoints: a frozen
-backbone is stored once. The weights are stored under ``model``, and the optimizer under ``optim`` by the names of its
-parameters, as by every front end. Other files are attachments.
+With ``save_total_limit=1``, the disk holds one folder. The store holds only what changed between checkpoints, so a
+frozen backbone is stored once. As in every front end, the weights are stored under ``model``, and the optimizer under
+``optim`` by parameter name. Other files become attachments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from safetensors.torch import save_file
 try:
     from transformers import TrainerCallback
 except ImportError as error:
-    raise ImportError("casckpt.frontends.transformers needs it: pip install 'casckpt[transformers]'") from error
+    raise ImportError(
+        "casckpt.frontends.transformers needs Transformers: pip install 'casckpt[transformers]'"
+    ) from error
 
 from casckpt.base.lazy import cached_property
 from casckpt.base.names import LATEST, MAX_METRIC_NAME, MAX_METRICS, check_attachment_name
@@ -52,23 +54,24 @@ _SAFETENSORS = ".safetensors"
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 _MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _WHEN = {"save_interval", "last_step", "ephemeral_save_interval", "ephemeral_cooldown", "max_steps_at_risk"}
-_MAX_FILE = 256 << 20  # bytes of a file that is no safetensors
+_MAX_FILE = 256 << 20  # bytes; the limit for files that are not safetensors
 _FOREIGN = ("pytorch_model_fsdp", "optimizer_", "optimizer.bin", "global_step", "pytorch_model.bin")
-_USE_ANOTHER = "save by casckpt.frontends.trainer.Checkpointer in a loop of your own"
+_USE_ANOTHER = "save with casckpt.frontends.trainer.Checkpointer in your own training loop"
 
 
 class CasCheckpointCallback(TrainerCallback):
     """A callback for ``Trainer(callbacks=[...])``.
 
-    ``settings``: those of `CheckpointerConfig`, except the settings that decide when to save. Retention applies to the
-    store. The values that the trainer logged at the step of a checkpoint are its metrics, so
-    ``keep={"keep_best": "eval_loss:3"}`` keeps the best.
+    ``settings``: the settings of `CheckpointerConfig`, except those that decide when to save. Retention applies to the
+    store. The metrics of a checkpoint are the values that the trainer logged at its step, so
+    ``keep={"keep_best": "eval_loss:3"}`` keeps the three best checkpoints.
 
-    A step that is saved again replaces its previous checkpoint. ``async_save``: save in the background, one save at a
-    time; errors are raised as by `Checkpointer.save_async`, and at the end of the training. ``tag_best``: a tag for the
-    best checkpoint so far, by ``metric_for_best_model``, so that retention keeps it.
+    If a step is saved a second time, the new checkpoint replaces the old one. ``async_save``: save in the background,
+    one save at a time. Errors are raised as in `Checkpointer.save_async`, and at the end of the training.
+    ``tag_best``: a tag for the best checkpoint so far according to ``metric_for_best_model``. The tag makes retention
+    keep it.
 
-    The folders of FSDP and DeepSpeed raise Unsupported: use `casckpt.frontends.trainer` there.
+    FSDP and DeepSpeed folders raise Unsupported: use `casckpt.frontends.trainer` instead.
     """
 
     def __init__(
@@ -83,7 +86,8 @@ class CasCheckpointCallback(TrainerCallback):
         useless = sorted(_WHEN.intersection(settings))
         if useless:
             raise InvalidInput(
-                f"{useless[0]} has no effect here: save_strategy and save_steps of Trainer say when to save"
+                f"{useless[0]} has no effect here: set save_strategy and save_steps of the Trainer to choose when to "
+                "save"
             )
         settings.setdefault("overwrite", True)
         self.config = CheckpointerConfig(run=run, **settings)
@@ -93,14 +97,14 @@ class CasCheckpointCallback(TrainerCallback):
 
     @cached_property
     def checkpointer(self) -> Checkpointer:
-        """The checkpointer, created at the first use, when the ranks are connected."""
+        """The checkpointer. It is created on first use, when the ranks are connected."""
         return self.config.build(self.store)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
-        """Raise Unsupported or InvalidInput if the folders, or the optimizer, of the training cannot be saved."""
+        """Raise Unsupported or InvalidInput if the folders or the optimizer of this training cannot be saved."""
         for name in ("fsdp", "deepspeed"):
             if getattr(args, name, None):
-                raise Unsupported(f"the folders of a Trainer with {name} are not supported; {_USE_ANOTHER}")
+                raise Unsupported(f"the checkpoint folders of a Trainer with {name} are not supported; {_USE_ANOTHER}")
         self._check(args, kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
@@ -115,7 +119,10 @@ class CasCheckpointCallback(TrainerCallback):
             self.checkpointer.check(_Folder(None, given.get("model"), given.get("optimizer")))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
-        """Save the folder that the trainer has just written. Every rank makes the call; rank 0 has most files."""
+        """Save the folder that the trainer has just written. Every rank makes the call.
+
+        Rank 0 has most of the files.
+        """
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         contents = _Folder(folder, kwargs.get("model"), kwargs.get("optimizer"))
         step, metadata = state.global_step, {"epoch": state.epoch}
@@ -126,19 +133,22 @@ class CasCheckpointCallback(TrainerCallback):
             self._set_tag(self._tag, f"{self.config.run}@{step}")
 
     def _set_tag(self, tag: str, ref: str) -> None:
-        """Set a tag on one rank. An error is logged, because the other ranks would wait for this one."""
+        """Set a tag on one rank.
+
+        An error is only logged: if this rank raised it, the other ranks would wait forever.
+        """
         try:
             self.store.tag(tag, ref)
         except CasckptError as error:
             log.error("%s is saved, but tag %s was not set: %s", ref, tag, error)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
-        """Wait for the save in the background, and raise its error."""
+        """Wait for the background save, and raise its error if it failed."""
         self.checkpointer.close()
 
 
 def _metrics(state: Any, step: int, first: str | None = None) -> dict[str, float]:
-    """Return the numbers that were logged at a step: ``first``, then results of an evaluation, then others."""
+    """Return the numbers that were logged at a step: ``first``, then evaluation results, then others."""
     logged = [one for one in getattr(state, "log_history", None) or () if one.get("step") == step]
     numbers = {str(name): value for one in logged for name, value in one.items() if type(value) in (int, float)}
     wanted = sorted(numbers.keys() - {"step", "epoch"}, key=lambda name: (name != first, not name.startswith("eval_")))
@@ -147,9 +157,9 @@ def _metrics(state: Any, step: int, first: str | None = None) -> dict[str, float
 
 
 class _Folder:
-    """A folder as a `Checkpointer` saves it. Without a ``folder``, it holds only the optimizer.
+    """A folder in the form that a `Checkpointer` saves. If ``folder`` is None, it contains only the optimizer.
 
-    ``attachments``: `state_dict_to_save` sets them, because all ranks raise its errors.
+    ``attachments``: set by `state_dict_to_save`, because all ranks raise the errors of that method.
     """
 
     def __init__(self, folder: Path | None, model: Any, optimizer: Any) -> None:
@@ -158,7 +168,7 @@ class _Folder:
         self.attachments: dict[str, bytes] = {}
 
     def state_dict_to_save(self) -> dict[str, Any]:
-        """Return the whole folder on rank 0, and the random generators on every rank."""
+        """Return the whole folder on rank 0, and this rank's random generators on every rank."""
         rank = this_rank()
         if self._folder is None:
             return self._optimizer_state() if rank == 0 else {}
@@ -190,15 +200,16 @@ def restore_checkpoint(
     force: bool = False,
     allow_pickle: bool = False,
 ) -> str | None:
-    """Write the folder ``output_dir/checkpoint-STEP`` as the trainer wrote it, and return its path.
+    """Write the folder ``output_dir/checkpoint-STEP`` with the contents that the trainer wrote, and return its path.
 
-    Return None if ``ref`` is ``RUN@latest`` of a run without a checkpoint: then a trainer starts from the beginning.
-    ``trainer.train(resume_from_checkpoint=...)`` takes the result. If the name of ``output_dir`` is
-    ``checkpoint-<number>``, it is the folder itself. One process for each file system makes the call. A folder with the
-    same ``trainer_state.json``, which an earlier start of the job left, is replaced. ``force``: replace any folder.
-    ``allow_pickle``: as for `Store.read`; a checkpoint that was saved with it may need it. Raises Refused for a pickle
-    without it, NotFound, Conflict if the folder has other contents, Mismatch for a checkpoint that no
-    `CasCheckpointCallback` made, Damaged. After an error there is no folder with the final name.
+    Return None if ``ref`` is ``RUN@latest`` and the run has no checkpoint; the trainer then starts from the beginning.
+    Pass the result to ``trainer.train(resume_from_checkpoint=...)``. If ``output_dir`` is itself named
+    ``checkpoint-<number>``, the files are written directly into it. One process per file system makes the call. An
+    existing folder is replaced if it has the same ``trainer_state.json``, which shows that an earlier start of the job
+    left it. ``force``: replace any folder. ``allow_pickle``: as for `Store.read`; a checkpoint that was saved with it
+    may need it. Raises Refused for a pickle without ``allow_pickle``, NotFound, Conflict if the folder has different
+    contents, Mismatch for a checkpoint that was not saved by `CasCheckpointCallback`, and Damaged. After an error, no
+    folder with the final name exists.
     """
     opened = as_store(store)
     try:
@@ -211,7 +222,9 @@ def restore_checkpoint(
         warn_of_similar(opened, run)
         return None
     if not stored.keys_below(f"{HOME}.files"):
-        raise Mismatch(f"{stored.where} was not saved from a folder of Transformers; casckpt export writes its weights")
+        raise Mismatch(
+            f"{stored.where} was not saved from a Transformers folder; use casckpt export to write its weights"
+        )
     about = opened.read(stored.checkpoint, keys=[f"{HOME}.files*", f"{HOME}.rng*"])[HOME]
     target = Path(output_dir)
     if not _CHECKPOINT.fullmatch(target.name):
@@ -231,14 +244,14 @@ def restore_checkpoint(
 
 
 def _is_its_folder(store: Store, checkpoint: Checkpoint, folder: Path) -> bool:
-    """Return whether the checkpoint was saved from this folder, because the job starts again on the same disk."""
+    """Return whether the checkpoint was saved from this folder, as it is if the job restarts on the same disk."""
     path = folder / STATE
     saved = STATE in store.attachments(checkpoint)
     return saved and path.is_file() and path.read_bytes() == store.read_attachment(checkpoint, STATE)
 
 
 def _read(store: Store, stored: StoredTraining, name: str, names: list[str]) -> dict[str, torch.Tensor]:
-    """Read the tensors of one file in their order."""
+    """Read the tensors of one file in file order."""
     prefix = "model" if _MODEL.fullmatch(name) else f"{HOME}.tensors.{name}"
     tensors = dict(zip(names, stored.empty_tensors(f"{prefix}.{key}" for key in names), strict=True))
     whole = {"model": tensors} if prefix == "model" else {HOME: {"tensors": {name: tensors}}}
@@ -253,23 +266,29 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _is_of(name: str, rank: int) -> bool:
-    """Return whether it is the file of this rank. Other ranks may still be writing, or be on other machines."""
+    """Return whether ``name`` is this rank's random state.
+
+    Other ranks may still be writing theirs, perhaps elsewhere.
+    """
     found = RNG.fullmatch(name)
     return found is not None and int((found[1] or "_0")[1:]) == rank
 
 
 def _attachments(folder: Path) -> dict[str, bytes]:
-    """Return all other files by name. Raises NotFound, and InvalidInput for a file that is too large."""
+    """Return all other files by name. Raises NotFound, and InvalidInput if a file is too large."""
     if not folder.is_dir():
         raise NotFound(
-            f"{folder} does not exist: the trainer has removed it, or writes elsewhere (a hyperparameter search?)"
+            f"{folder} does not exist: either the trainer removed it, or it writes elsewhere (in a hyperparameter "
+            "search?)"
         )
     attachments = {}
     for name, path in _files(folder):
         if name.endswith(_SAFETENSORS) or name == OPTIMIZER or RNG.fullmatch(name):
             continue
         if path.stat().st_size > _MAX_FILE:
-            raise InvalidInput(f"{path} has more than {_MAX_FILE >> 20} MiB, and is no safetensors; keep it elsewhere")
+            raise InvalidInput(
+                f"{path} is larger than {_MAX_FILE >> 20} MiB and is not a safetensors file; keep it elsewhere"
+            )
         attachments[name] = path.read_bytes()
     return attachments
 
@@ -278,7 +297,8 @@ def _refuse_foreign(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name.startswith(_FOREIGN):
             raise Unsupported(
-                f"{path} is a file of FSDP, DeepSpeed or a pickled model, which is not supported; {_USE_ANOTHER}"
+                f"{path} was written by FSDP or DeepSpeed, or is a pickled model, which is not supported; "
+                f"{_USE_ANOTHER}"
             )
 
 

@@ -1,13 +1,13 @@
-"""Announcements: the log of each run in runs/, which shows changes without a listing of commits/.
+"""Announcements: the log of each run, in runs/. It shows changes without a listing of commits/.
 
-A writer announces a record at the next free number of its run before it creates the record in commits/. A reader that
-knows the run up to N requests N + 1, and so on, until a number is free. Then it knows every transaction that had a
-record when the read began. The state of each transaction is in its own log in commits/, which the reader reads by key.
-If the record of an announcement is missing, the announcement is kept, and the log is read again later. An announcement
-alone never causes a delete or a reuse.
+Before a writer creates a record in commits/, it announces the record at the next free number of its run. A reader that
+knows the run up to N requests N + 1 and so on, until it finds a free number. At this point, it knows every transaction
+that had a record when the read began. The state of each transaction is in its own log in commits/. The reader reads
+this log by key. If an announced record is missing, the reader keeps the announcement, and rereads the log later. An
+announcement alone never causes a delete or a reuse.
 
-The catalogue of the host keeps the announcements that were read, and no state derived from them, so the two cannot
-differ. tests/model/protocol/announcements.py explores the interleavings.
+The host's catalogue keeps the announcements that were read. It does not keep any state that is derived from them, so
+the two cannot differ. tests/model/protocol/announcements.py explores the interleavings.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from casckpt.repository.reading import fetch_record
 from casckpt.repository.repository import Repository
 
 PREFIX = "runs/"
-_AT_ONCE = 1000  # records in one announcement
+_AT_ONCE = 1000  # the maximum number of records in one announcement
 _CHANGED = (
-    "the store at %s was put back from a copy, or lost records: %s differs from what this host has read. The host "
-    "forgets what it knew of the store"
+    "the store at %s was restored from a copy, or lost records: %s differs from what this host has read. The host "
+    "discards everything that it knew about the store"
 )
 
 log = logging.getLogger(__name__)
 
 Fetched: TypeAlias = Announced | CasckptError | None
-"""An announcement, the reason why it cannot be read, or None if it does not exist."""
+"""An announcement, the error that occurs when it is read, or None if it does not exist."""
 Announcement: TypeAlias = tuple[TxId, int]
-"""A transaction, and the number of a record in its log that a writer is about to create."""
+"""A transaction, and the number of a log record that a writer is about to create."""
 
 
 def look(repo: Repository, run: str, *, anew: bool = False) -> RunCache:
-    """Return the announcements of a run (by its hash), at least up to the highest number at the start of this call.
+    """Return a run's announcements, at least up to the highest number at the start of this call. ``run``: its hash.
 
-    ``anew``: ignore the announcements in the catalogue of the host, but use those in memory. For a known run, the
-    call takes two small requests and one for each new announcement, otherwise two listings of a folder. Raises
-    `NotFound` if there is no store, `StorageError`.
+    ``anew``: ignore the announcements in the host's catalogue, but use those in memory. For a known run, this takes
+    two small requests, and one for each new announcement. For any other run, it takes two folder listings. Raises
+    `NotFound` if the store does not exist, `StorageError`.
     """
     repo.check_exists()
     known = repo.runs[run]
@@ -61,7 +61,7 @@ def look(repo: Repository, run: str, *, anew: bool = False) -> RunCache:
             return known
         if _read_on(repo, run, known):
             return known
-    is_gone = repo.storage.size(MARKER) is None  # then the save creates a new store, and logs that
+    is_gone = repo.storage.size(MARKER) is None  # in this case, the save creates a new store, and logs it
     level = logging.INFO if is_gone else logging.WARNING
     log.log(level, _CHANGED, repo.storage.url, announcement_key(run, known.head))
     repo.forget_all(keep_marker=is_gone)
@@ -69,7 +69,7 @@ def look(repo: Repository, run: str, *, anew: bool = False) -> RunCache:
 
 
 def read_back(repo: Repository, run: str, low: int = 0) -> RunCache:
-    """Read all unread announcements from ``low`` to the head. Call `look` first. Raises `StorageError`."""
+    """Read all unread announcements, from ``low`` to the head. Call `look` first. Raises `StorageError`."""
     known = repo.runs[run]
     with known.lock.get():
         numbers = known.unread(low)
@@ -79,9 +79,9 @@ def read_back(repo: Repository, run: str, low: int = 0) -> RunCache:
 
 
 def announce(repo: Repository, announced: Iterable[Announcement], *, seen: int | None = None) -> None:
-    """Announce records before they are created, unless this process knows that they are announced.
+    """Announce records before they are created. Skip those that this process knows to be announced.
 
-    ``seen``: the highest number that the save had read when it began; its txid is later than all that it read.
+    ``seen``: the highest number that the save had read when it began. Its txid is later than everything that it read.
     Raises `StorageError`.
     """
     for run, of_run in grouped(announced, lambda one: parse_txid(one[0]).run_hash).items():
@@ -94,7 +94,7 @@ def _announce(repo: Repository, run: str, wanted: Sequence[Announcement], seen: 
     with known.lock.get():
         left = _unannounced(known, wanted)
         if left and seen is None:
-            known = look(repo, run)  # never put a number after a gap: another store may be at the URL
+            known = look(repo, run)  # never put a number after a gap: a different store may be at the URL
             left = _unannounced(known, wanted)
         while left:
             number = known.head + 1
@@ -102,7 +102,9 @@ def _announce(repo: Repository, run: str, wanted: Sequence[Announcement], seen: 
             try:
                 repo.put_record(announcement_key(run, number), record)
             except Conflict:
-                (taken,) = _fetch(repo, run, [number])  # another writer has the number; it may announce the same
+                (taken,) = _fetch(
+                    repo, run, [number]
+                )  # another writer used the number; it may announce the same records
                 _add(known, run, number, taken)
             else:
                 repo.catalogue.add_records({announcement_key(run, number): records.encode(record)})
@@ -111,8 +113,8 @@ def _announce(repo: Repository, run: str, wanted: Sequence[Announcement], seen: 
 
 
 def fill(repo: Repository, run: str, number: int) -> None:
-    """Put an empty announcement in place of a missing one, so that readers do not stop there. Raises `StorageError`."""
-    with suppress(Conflict):  # it exists, and cannot be read
+    """Replace a missing announcement with an empty one, so that readers do not stop there. Raises `StorageError`."""
+    with suppress(Conflict):  # it exists, but cannot be read
         repo.put_record(announcement_key(run, number), Announced(time=repo.clock(), announced=[]))
 
 
@@ -134,7 +136,7 @@ def _unannounced(known: RunCache, wanted: Iterable[Announcement]) -> list[Announ
 
 
 def _load(repo: Repository, run: str, known: RunCache) -> None:
-    """Load the announcements that this host has read, once for each process."""
+    """Load the announcements that this host has read. Each process does this once."""
     if known.is_loaded:
         return
     known.is_loaded = True
@@ -145,7 +147,7 @@ def _load(repo: Repository, run: str, known: RunCache) -> None:
 
 
 def _head(repo: Repository, run: str) -> int:
-    """Return the highest number of a run, -1 for none. Folders sort by descending numbers."""
+    """Return the highest number of a run, or -1 if there is none. Folders sort by descending number."""
     _, folders = repo.storage.list_folder(run_folder(run))
     for folder in sorted(folders):
         entries, _ = repo.storage.list_folder(folder)
@@ -155,7 +157,7 @@ def _head(repo: Repository, run: str) -> int:
 
 
 def _read_on(repo: Repository, run: str, known: RunCache) -> bool:
-    """Read the announcements after the head. Return False if the head differs from the one that was read before."""
+    """Read the announcements after the head. Return False if the head differs from what was read before."""
     before = known.records.get(known.head)
     head, *behind = _fetch(repo, run, (known.head, known.head + 1))
     if head is None or (isinstance(head, Announced) and before not in (None, head)):
@@ -175,12 +177,12 @@ def _read_on(repo: Repository, run: str, known: RunCache) -> bool:
 
 def _add(known: RunCache, run: str, number: int, fetched: Fetched) -> None:
     if isinstance(fetched, CasckptError):
-        log.warning("%s cannot be read: %s; commits/ is listed instead", announcement_key(run, number), fetched)
+        log.warning("casckpt cannot read %s: %s; it lists commits/ instead", announcement_key(run, number), fetched)
     known.add(number, fetched if isinstance(fetched, Announced) else None)
 
 
 def _fetch(repo: Repository, run: str, numbers: Iterable[int]) -> list[Fetched]:
-    """Read announcements in parallel, and keep new ones in the catalogue. Raises `StorageError`."""
+    """Read announcements in parallel, and add new ones to the catalogue. Raises `StorageError`."""
     wanted, known = list(numbers), repo.runs[run].records
     keys = [announcement_key(run, number) for number in wanted]
     rows = list(in_parallel(repo.storage.traits.requests, partial(_get, repo), keys))
@@ -199,7 +201,7 @@ def _fetch(repo: Repository, run: str, numbers: Iterable[int]) -> list[Fetched]:
 def _get(repo: Repository, key: str) -> bytes | CasckptError:
     data = fetch_record(repo, key)
     if isinstance(data, Damaged | Refused):
-        repo.storage.size(key)  # raises if a folder above it is a file: then no number is free, and none can be read
+        repo.storage.size(key)  # raises if a parent folder is a file: then no number is free, and none can be read
     return data
 
 
@@ -211,4 +213,4 @@ def _decoded(run: str, key: str, data: bytes | CasckptError) -> Announced | Casc
         fits = all(parse_txid(txid).run_hash == run for txid, _ in record.announced)
     except (Damaged, Refused) as error:
         return error
-    return record if fits else Refused(f"{key} is not usable: it names transactions of another run", key=key)
+    return record if fits else Refused(f"{key} is not valid: it names transactions of a different run", key=key)

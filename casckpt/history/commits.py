@@ -1,4 +1,4 @@
-"""Commits: the only module that reads the logs in commits/ and appends to them."""
+"""Reads the logs in commits/, and appends to them. No other module does either."""
 
 from __future__ import annotations
 
@@ -45,16 +45,17 @@ from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
 from casckpt.storage.base import ListedObject
 
-__all__ = ["Commit", "CommitList", "just_committed"]  # also exported from here, because readers of logs need them
+__all__ = ["Commit", "CommitList", "just_committed"]  # reexported, because readers of logs need them
 
 PREFIX = "commits/"
 LaterKind: TypeAlias = type[Forgotten] | type[Restored] | type[Purged]
 
 Folded: TypeAlias = tuple[Mapping[str, Shown], "CommitList"]
-"""The properties of each key that a listing showed, and the commits that follow from the records."""
+"""The properties of each key in a listing, and the commits that follow from the records."""
 
 _CHANGED = (
-    "the store at %s was put back from a copy, or lost records: %s is gone. The host forgets what it knew of the store"
+    "the store at %s was restored from a copy, or lost records: %s is gone. The host discards everything that it "
+    "knew about it"
 )
 _AFTER = {
     "forgotten": ("committed", "restored"),
@@ -65,9 +66,9 @@ log = logging.getLogger(__name__)
 
 
 def list_commits(repo: Repository, *, anew: bool = False) -> CommitList:
-    """Return all transactions that have ended. Takes one LIST, and a read of each record that the catalogue lacks.
+    """Return all transactions that have ended. Takes one LIST, and one read for each record that the catalogue lacks.
 
-    ``anew``: read every record, also those in the catalogue. Raises `NotFound` if there is no store,
+    ``anew``: read every record, even if it is in the catalogue. Raises `NotFound` if the store does not exist,
     `StorageError`.
     """
     last: Folded | None = None if anew else repo.records.folded
@@ -85,14 +86,15 @@ def list_commits(repo: Repository, *, anew: bool = False) -> CommitList:
     _add_linked(repo, listed, logs)
     listed = _look_again(repo, with_logs(listed, logs), logs)
     if not listed.damaged and all(commit_key(txid) in now and is_whole(log) for txid, log in logs.items()):
-        repo.records.folded = (now, listed)  # otherwise the next listing reads the missing records again
+        repo.records.folded = (now, listed)  # otherwise, the next listing rereads the missing records
     return listed
 
 
 def _seen(repo: Repository, before: Mapping[str, Shown]) -> set[str]:
-    """Return the keys in commits/ that this process or its host has seen. Call it before a listing, not after.
+    """Return the keys in commits/ that this process or its host has seen. Call this before a listing, not after it.
 
-    No key is ever deleted. If one is missing, the store was put back from a copy, lost it, or is another store.
+    Keys are never deleted. If one is missing, the store was restored from a copy, lost the key, or is a different
+    store.
     """
     own = {repo.last_commit} if repo.last_commit else set()
     if before:
@@ -101,15 +103,15 @@ def _seen(repo: Repository, before: Mapping[str, Shown]) -> set[str]:
 
 
 def list_names(repo: Repository) -> set[TxId]:
-    """Return the ids of all transactions that have ended: one LIST, no reads. Raises `StorageError`."""
+    """Return the ids of all transactions that have ended. Takes one LIST, and no reads. Raises `StorageError`."""
     return {name[0] for entry in repo.storage.list(PREFIX, known=parse_log) if (name := parse_log(entry.key))}
 
 
 def read_log(repo: Repository, txid: TxId) -> Commit | None:
-    """Return the current commit of a transaction, read from its log; None if it has no record.
+    """Return the current commit of a transaction, read from its log. Return None if it does not have a record.
 
-    The answer is the same as that of a listing that begins now. Raises `Damaged` or `Refused` as `refresh`,
-    `StorageError`.
+    The result is the same as that of a listing that begins now. Raises `Damaged` or `Refused` in the same cases as
+    `refresh`, and `StorageError`.
     """
     keys = [(commit_key(txid), FirstRecord), (commit_key(txid, 1), LaterRecord)]
     first, second = in_parallel(repo.storage.traits.requests, lambda key: _record(repo, txid, *key), keys)
@@ -130,10 +132,10 @@ def _record(repo: Repository, txid: TxId, key: str, kind: Any) -> Read:
 
 
 def refresh(repo: Repository, commit: Commit) -> Commit:
-    """Return the current state of the commit. Reads the records after the last one that ``commit`` knows.
+    """Return the current state of the commit. Reads only records after the last one that ``commit`` includes.
 
-    For a rewrite it also reads the log of the base. Raises `Damaged` or `Refused` if the last record cannot be
-    read, `StorageError`.
+    For a rewrite, also reads the base's log. Raises `Damaged` or `Refused` if the last record cannot be read, and
+    `StorageError`.
     """
     commit = _refreshed(repo, commit)
     if commit.replaces is None or commit.standing == VOID:
@@ -159,10 +161,12 @@ def _refreshed(repo: Repository, commit: Commit) -> Commit:
 
 
 def follow(repo: Repository, commit: Commit) -> Commit:
-    """Return the commit that has finally replaced ``commit``, from logs read now; ``commit`` itself if none has.
+    """Follow the commits that have replaced ``commit``, in the current logs.
 
-    If the result is not visible, all logs were unchanged at one instant. Without this check, a checkpoint that was
-    always visible could seem to be gone. Raises as `refresh`.
+    Return the last one, or ``commit`` itself.
+
+    If the result is not visible, this call has checked that all logs were unchanged at one moment. Without this check,
+    a checkpoint that was always visible could appear to be gone. Raises the errors of `refresh`.
     """
     chain = [commit]
     while (link := chain[-1].replaced) is not None and (other := read_log(repo, link[1])) is not None:
@@ -173,13 +177,13 @@ def follow(repo: Repository, commit: Commit) -> Commit:
 
 
 def commit(repo: Repository, record: Committed, *, seen: int | None = None) -> None:
-    """Make a checkpoint visible: announce it, and create commits/<txid>. An existing equal record is success.
+    """Make a checkpoint visible: announce it, and create commits/<txid>. An equal existing record counts as success.
 
-    A rewrite does not become visible by this call. The record that makes it visible is announced as well.
+    This call does not make a rewrite visible. It also announces the record that will make the rewrite visible.
 
-    ``seen``: see `casckpt.history.announcements.announce`. Raises `Revoked` if the transaction was revoked,
-    `Conflict` if another record has its name, and `StorageError` if the storage does not answer: then the commit
-    may still happen, unless `casckpt.history.transactions.revoke` wins.
+    ``seen``: see `casckpt.history.announcements.announce`. Raises `Revoked` if the transaction was revoked, and
+    `Conflict` if a different record has its name. Raises `StorageError` if the storage does not answer. In this case,
+    the commit may still happen, unless `casckpt.history.transactions.revoke` wins.
     """
     key = commit_key(record.txid)
     replaced = [] if record.replaces is None else [record.replaces]
@@ -191,7 +195,7 @@ def commit(repo: Repository, record: Committed, *, seen: int | None = None) -> N
         if isinstance(found, records.RevokedRecord):
             message = (
                 f"the save of {record.run}@{record.step} was revoked before it ended ({found.reason}): "
-                "a gc took it for dead, or it was aborted. Nothing of it is visible; save again"
+                "gc assumed that it was dead, or it was aborted. No part of it is visible; save again"
             )
             raise Revoked(message, key=key) from None
         raise
@@ -201,20 +205,20 @@ def commit(repo: Repository, record: Committed, *, seen: int | None = None) -> N
 
 
 def gone(named: object, id: ManifestId, when: str, **attributes: object) -> Gone:
-    """Return the error for a purged checkpoint. ``when``: part of the message."""
+    """Return the error for a purged checkpoint. ``when``: the part of the message that says when it was purged."""
     return Gone(
-        f"checkpoint {named} was purged {when}. Load another one (see `casckpt list`); lease=True, or Store.lease, "
-        "keeps a checkpoint as long as it is read",
+        f"checkpoint {named} was purged {when}. Load a different one (see `casckpt list`); lease=True, or Store.lease, "
+        "keeps a checkpoint while it is being read",
         checkpoints=(id,),
         **attributes,
     )
 
 
 def append(repo: Repository, commit: Commit, kind: LaterKind) -> Commit:
-    """Announce and append a record of ``kind``, unless the commit is in that state already. Return the new commit.
+    """Announce and append a record of ``kind``, unless the commit is already in that state. Return the new commit.
 
-    If several processes append at once, exactly one wins. Raises `Conflict` if the log does not allow the record,
-    or if another process appended another record first; `StorageError`.
+    If several processes append at the same time, exactly one wins. Raises `Conflict` if the log does not allow the
+    record, or if another process appended a different record first. Raises `StorageError`.
     """
     wanted = STATES[kind]
     _check_standing(commit, wanted)
@@ -231,9 +235,9 @@ def append(repo: Repository, commit: Commit, kind: LaterKind) -> Commit:
         now = refresh(repo, commit)
         if _holds(now, wanted):
             return now
-        if (now.last, now.restored) == (commit.last, commit.restored):  # only the number was taken
+        if (now.last, now.restored) == (commit.last, commit.restored):  # only the number was used
             return append(repo, now, kind)
-        message = f"{commit} was not {wanted}: another process has just {now.last} it; check its state again"
+        message = f"{commit} was not {wanted}: another process has just {now.last} it; check its state"
         raise Conflict(message, checkpoints=(commit.id,)) from None
     commit = replace(commit, last=wanted, number=number, changed_at=record.time)
     return replace(commit, restored=number, replaced=None) if kind is Restored else commit
@@ -250,10 +254,11 @@ def forget(repo: Repository, commit: Commit) -> Commit:
 def restore(repo: Repository, commit: Commit, *, as_read: bool = False, listed: CommitList | None = None) -> Commit:
     """Make a forgotten or replaced checkpoint visible again. Returns a visible checkpoint unchanged.
 
-    ``as_read``: only undo the last record that ``commit`` knows; for callers that undo their own change.
-    ``listed``: a listing, for callers that restore many checkpoints and have checked the requirements; None for a
-    new one. Raises `Conflict` if the checkpoint was purged, or if another checkpoint of its run and step is
-    visible; with ``as_read`` also if another process has hidden it since; `StorageError`.
+    ``as_read``: undo only the last record that ``commit`` includes. This is for callers that undo their own change.
+    ``listed``: a listing, for callers that restore many checkpoints and have checked the requirements. None makes a
+    new listing. Raises `Conflict` if the checkpoint was purged, or if another checkpoint of its run and step is
+    visible. With ``as_read``, also raises `Conflict` if another process has hidden it in the meantime. Raises
+    `StorageError`.
     """
     if listed is None:
         check_requirements(repo)
@@ -264,7 +269,7 @@ def restore(repo: Repository, commit: Commit, *, as_read: bool = False, listed: 
 
 
 def check_restore(listed: CommitList, commit: Commit) -> None:
-    """Raise `Conflict` if ``commit`` cannot be restored according to a listing."""
+    """Raise `Conflict` if, according to a listing, ``commit`` cannot be restored."""
     _check_standing(commit, "restored")
     if _holds(commit, "restored"):
         return
@@ -278,20 +283,20 @@ def check_restore(listed: CommitList, commit: Commit) -> None:
 def purge(repo: Repository, commit: Commit) -> Commit:
     """Purge a forgotten or replaced checkpoint, so that gc may delete its bytes. Returns a purged checkpoint unchanged.
 
-    Raises `Conflict` if it is neither forgotten nor replaced, `StorageError`.
+    Raises `Conflict` if it is neither forgotten nor replaced, and `StorageError`.
     """
     return append(repo, commit, Purged)
 
 
 def announce_all(repo: Repository, commits: Iterable[Commit]) -> None:
-    """Announce the next record of each log together, before `append` adds them. Raises `StorageError`."""
+    """Announce the next record of each log in one go, before `append` adds them. Raises `StorageError`."""
     announce(repo, [(commit.txid, commit.number + 1) for commit in commits])
 
 
 def keep(repo: Repository, txid: TxId, number: int) -> bool:
-    """Create a `kept` record at an announced number without a record, which blocks late writers. False if one exists.
+    """Create a `kept` record at an announced number that has no record. It blocks late writers.
 
-    Safe at any time. Raises `StorageError`.
+    Returns False if a record exists. Safe at any time. Raises `StorageError`.
     """
     try:
         repo.put_record(commit_key(txid, number), Kept(txid=txid, time=repo.clock()))
@@ -301,9 +306,9 @@ def keep(repo: Repository, txid: TxId, number: int) -> bool:
 
 
 def purge_unreadable(repo: Repository, txid: TxId) -> None:
-    """Purge a transaction with an unreadable first record, so that gc works again.
+    """Purge a transaction with an unreadable first record, so that gc can delete objects again.
 
-    Raises `Conflict` if another process appends to its log at this instant, `StorageError`.
+    Raises `Conflict` if another process appends to its log at this moment, and `StorageError`.
     """
     logs = (parse_log(entry.key) for entry in repo.storage.list(PREFIX, known=parse_log))
     number = max((log[1] for log in logs if log and log[0] == txid), default=0)
@@ -312,13 +317,13 @@ def purge_unreadable(repo: Repository, txid: TxId) -> None:
 
 
 def _touched(before: Mapping[str, Shown], now: Mapping[str, Shown]) -> set[TxId]:
-    """Return the transactions with records that an earlier listing did not show in the same way."""
+    """Return the transactions with records that an earlier listing showed differently, or not at all."""
     keys = {key for key, found in now.items() if before.get(key) != found} | (before.keys() - now.keys())
     return {name[0] for key in keys if (name := parse_log(key))}
 
 
 def _entries(listed: Mapping[str, Shown], touched: Collection[TxId]) -> dict[ListedObject, tuple[TxId, int]]:
-    """Return all records of the transactions by their entry in the listing, and lower numbers that were not listed."""
+    """Return all records of ``touched`` transactions, by listing entry. Include lower numbers that were not listed."""
     names = {
         ListedObject(key, *found): name
         for key, found in listed.items()
@@ -326,7 +331,7 @@ def _entries(listed: Mapping[str, Shown], touched: Collection[TxId]) -> dict[Lis
     }
     for txid, highest in list(names.values()):
         for number in range(highest):
-            if (key := commit_key(txid, number)) not in listed:  # put during the listing, or gone
+            if (key := commit_key(txid, number)) not in listed:  # it was put during the listing, or is gone
                 names[ListedObject(key, -1)] = (txid, number)
     return names
 
@@ -343,7 +348,7 @@ def _read_logs(
 
 
 def _add_linked(repo: Repository, listed: CommitList, logs: dict[TxId, dict[int, Read]]) -> None:
-    """Add the logs that records in ``logs`` refer to and that the listing lacks: put during the listing, or deleted."""
+    """Add logs that ``logs`` refer to and the listing lacks. They were put during the listing, or deleted."""
     while True:
         records = [record for log in logs.values() for record in log.values()]
         wanted = {record.by for record in records if isinstance(record, Replaced)}
@@ -368,14 +373,14 @@ def _records_behind(repo: Repository, txid: TxId, number: int) -> dict[int, Read
 
 
 def _look_again(repo: Repository, listed: CommitList, logs: Collection[TxId]) -> CommitList:
-    """Read the logs of rewritten checkpoints that the listing shows as hidden, until a read finds no new record.
+    """Reread the logs of rewritten checkpoints that the listing shows as hidden, until there is no new record.
 
-    A listing is not atomic: it may show that a rewrite was forgotten, and miss that its base was restored before.
-    Only checkpoints with a log in ``logs`` are read, because the others were checked before and have not changed.
+    A listing is not atomic. It may show that a rewrite was forgotten, but miss that its base was restored before that.
+    Only checkpoints with a log in ``logs`` are read, because all others were checked before and have not changed.
     """
     while True:
         now = {commit.txid: _again(repo, commit) for commit in _hidden(listed, logs)}
-        # compare numbers: if a record is lost, a log that is read by its keys ends early, and differs
+        # numbers are compared, because a log that is read by key ends early if a record is lost, and then differs
         changed = {txid: commit for txid, commit in now.items() if commit.number > listed.commits[txid].number}
         if not changed:
             return listed
@@ -386,7 +391,7 @@ def _look_again(repo: Repository, listed: CommitList, logs: Collection[TxId]) ->
 
 
 def _hidden(listed: CommitList, touched: Collection[TxId]) -> list[Commit]:
-    """Return the live commits of rewritten ids without a visible commit, if one of them was touched."""
+    """Return the live commits of rewritten ids that have no visible commit, if any of the commits was touched."""
     live = [commit for commit in listed.commits.values() if commit.live]
     ids = {one.id for one in live if one.txid in touched and (one.replaces or one.replaced)}
     ids -= {one.id for one in live if one.visible} if ids else set()
@@ -412,10 +417,10 @@ def _checked(record: Read, txid: TxId, key: str) -> Read:
     if isinstance(record, CasckptError):
         return record
     if record.txid != txid:
-        return Refused(f"{key} is not usable: it holds a record of transaction {record.txid}", key=key)
+        return Refused(f"{key} is not valid: it holds a record of transaction {record.txid}", key=key)
     name = parse_txid(txid)
     if isinstance(record, Committed) and (run_hash(record.run), record.step) != (name.run_hash, name.step):
-        return Refused(f"{key} is not usable: it holds a record of {record.run}@{record.step}", key=key)
+        return Refused(f"{key} is not valid: it holds a record of {record.run}@{record.step}", key=key)
     return record
 
 
@@ -424,9 +429,9 @@ def _holds(commit: Commit, wanted: str) -> bool:
 
 
 def _check_standing(commit: Commit, wanted: str) -> None:
-    """Raise `Conflict` for a rewrite that does not stand, unless the record purges it, or forgets a void rewrite."""
+    """Raise `Conflict` for a rewrite that does not stand, unless the record purges it or forgets a void rewrite."""
     if commit.standing != STANDS and wanted != "purged" and (commit.standing, wanted) != (VOID, "forgotten"):
-        raise Conflict(f"{commit} was not {wanted}: it is a rewrite that does not stand", checkpoints=(commit.id,))
+        raise Conflict(f"{commit} was not {wanted}: it is a rewrite that is not in effect", checkpoints=(commit.id,))
 
 
 def _check_allowed(commit: Commit, wanted: str) -> None:
@@ -435,7 +440,9 @@ def _check_allowed(commit: Commit, wanted: str) -> None:
     if commit.last == "purged":
         raise Conflict(f"{commit} was purged: it is gone for good", checkpoints=(commit.id,))
     if commit.last == "revoked":
-        raise Conflict(f"transaction {commit.txid} was revoked: there is no checkpoint to change")
+        raise Conflict(f"transaction {commit.txid} was revoked, so there is no checkpoint to change")
     if commit.last == "replaced":
-        raise Conflict(f"{commit} was not {wanted}: it has been rewritten; resolve it again", checkpoints=(commit.id,))
-    raise Conflict(f"{commit} is {commit.last}, so it cannot be {wanted}; forget it first", checkpoints=(commit.id,))
+        raise Conflict(
+            f"{commit} was not {wanted}: it has been rewritten; resolve the reference again", checkpoints=(commit.id,)
+        )
+    raise Conflict(f"{commit} is {commit.last}, so it cannot be {wanted}: forget it first", checkpoints=(commit.id,))

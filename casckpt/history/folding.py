@@ -1,10 +1,10 @@
-"""Folding of logs into commits: each log separately, and the log of a rewrite together with that of its base.
+"""Folds logs into commits. Each log is folded separately. The log of a rewrite is combined with its base's log.
 
-A rewrite is a commit with the checkpoint of another commit, its base, in other blobs. It names a number in the log of
-its base. It stands from the instant at which the record with that number says that the rewrite replaces the base. It
-stands until a later `restored` record undoes this, or for ever if the base is purged. If the record says something
-else, or was undone, or the base is void, the rewrite is void for ever. The state of a rewrite therefore depends on the
-log of its base, and on the log of the base of that.
+A rewrite is a commit that holds the checkpoint of a different commit, its base, in different blobs. It names a number
+in its base's log. It stands from the moment at which the record with this number says that the rewrite replaces the
+base. It stands until a later `restored` record undoes this, or permanently if the base is purged. If the record says
+something else, or was undone, or the base is void, the rewrite is permanently void. Therefore, the state of a rewrite
+depends on the log of its base, and on the log of that base's own base.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ STATES: dict[type, str] = {
     Replaced: "replaced",
 }
 STANDS, UNSETTLED, VOID = "stands", "unsettled", "void"
-"""The standing of a commit. A commit that is no rewrite stands. A rewrite is unsettled until its number is taken."""
+"""The standing of a commit. A commit that is not a rewrite stands. A rewrite is unsettled until its number is used."""
 
 
 @dataclass(frozen=True)
 class Commit:
     """The state of one transaction, from its log in commits/.
 
-    ``last``: "committed", "revoked", "forgotten", "restored", "replaced" or "purged". ``number``: the highest number of
-    the log. A `kept` record only takes a number. ``changed_at``: time of the last record, in microseconds since the
-    epoch. ``restored``: number of the last `restored` record, 0 for none; an unlisted or unreadable record counts as
-    one. ``replaced``: number of a `replaced` record that no `restored` has undone, and the transaction of the rewrite.
-    ``unread``: numbers of unlisted and unreadable records. ``standing``: `STANDS`, `UNSETTLED` or `VOID`, from the log
-    of the base.
+    ``last``: "committed", "revoked", "forgotten", "restored", "replaced" or "purged". ``number``: the highest number
+    in the log. A `kept` record only uses up a number. ``changed_at``: the time of the last record, in microseconds
+    since the epoch. ``restored``: the number of the last `restored` record, or 0 if there is none. An unlisted or
+    unreadable record counts as `restored`. ``replaced``: the number of a `replaced` record that no `restored` record
+    has undone, and the transaction of the rewrite. ``unread``: the numbers of unlisted and unreadable records.
+    ``standing``: `STANDS`, `UNSETTLED` or `VOID`, from the base's log.
     """
 
     txid: TxId
@@ -62,12 +62,12 @@ class Commit:
 
     @property
     def answers(self) -> bool:
-        """Whether its id means this commit: it stands, and was not replaced."""
+        """Whether its id refers to this commit: it stands, and was not replaced."""
         return self.standing == STANDS and self.last != "replaced"
 
     @property
     def visible(self) -> bool:
-        """Whether it is live, not forgotten, and the commit that its id means."""
+        """Whether it is live, not forgotten, and the commit to which its id refers."""
         return self.last in ("committed", "restored") and self.standing == STANDS
 
     @property
@@ -77,45 +77,48 @@ class Commit:
 
     @property
     def replaces(self) -> tuple[TxId, int] | None:
-        """The transaction of its base, and the number in that log that it needs; None if it is no rewrite."""
+        """The transaction of its base, and the number that it needs in the base's log. None if it is not a rewrite."""
         return self.first.replaces if isinstance(self.first, Committed) else None
 
     @property
     def is_old_places(self) -> bool:
-        """Whether it is a replaced commit, or a rewrite that does not stand. Its id then means another commit."""
+        """Whether it is a replaced commit, or a rewrite that does not stand.
+
+        Its id then refers to a different commit.
+        """
         return self.replaced is not None or self.standing != STANDS
 
     @property
     def dropped(self) -> Dropped | None:
-        """The entries that thinning dropped; None if it is whole."""
+        """The entries that thinning dropped. None if the checkpoint is whole."""
         return self.first.dropped if isinstance(self.first, Committed) else None
 
     @property
     def bytes_held(self) -> int:
-        """The bytes of its tensors in memory, without dropped ones."""
+        """The size of its tensors in memory, in bytes, except for dropped tensors."""
         return max(0, self.committed.bytes_total - (self.dropped.bytes if self.dropped is not None else 0))
 
     @property
     def origin(self) -> TxId:
-        """The transaction of the first save. It decides which of two checkpoints is newer."""
+        """The transaction of the first save. It determines which of two checkpoints is newer."""
         return (self.first.origin if isinstance(self.first, Committed) else None) or self.txid
 
     @property
     def order(self) -> tuple[TxId, bool, bool, bool, TxId]:
-        """The sort key of commits, oldest first. Of several commits of one save, the one that answers comes last."""
+        """The sort key of commits, oldest first. If a save has several commits, the one that answers comes last."""
         return self.origin, *self.rank
 
     @property
     def rank(self) -> tuple[bool, bool, bool, TxId]:
-        """The sort key of commits of one id. The commit that the id means comes last."""
+        """The sort key of commits with the same id. The commit to which the id refers comes last."""
         return self.visible, self.answers, self.dropped is None, self.txid
 
     @property
     def committed(self) -> Committed:
-        """The first record. Raises `Revoked` for a transaction that was revoked."""
+        """The first record. Raises `Revoked` if the transaction was revoked."""
         if isinstance(self.first, Committed):
             return self.first
-        raise Revoked(f"transaction {self.txid} was revoked ({self.first.reason}): there is no checkpoint of it")
+        raise Revoked(f"transaction {self.txid} was revoked ({self.first.reason}), so it has no checkpoint")
 
     @property
     def id(self) -> ManifestId:
@@ -147,11 +150,11 @@ def just_committed(record: Committed) -> Commit:
 
 @dataclass(frozen=True)
 class CommitList:
-    """The listing: a snapshot made by one LIST of commits/.
+    """The listing: a snapshot from one LIST of commits/.
 
     ``commits``: committed and revoked transactions. ``damaged``: transactions whose first or last record cannot be
-    read, with the error. If the first record can be read, the transaction is in ``commits`` as well, in its last
-    readable state. gc deletes nothing while there are damaged ones.
+    read, with the error. If the first record can be read, the transaction is also in ``commits``, in its last readable
+    state. gc deletes nothing while any transaction is damaged.
     """
 
     commits: Mapping[TxId, Commit]
@@ -162,7 +165,7 @@ class CommitList:
         return [commit for commit in self._sorted if commit.live]
 
     def standing(self) -> list[Commit]:
-        """Return the live commits, without rewrites that do not stand, oldest first."""
+        """Return the live commits, oldest first. Omit rewrites that do not stand."""
         return [commit for commit in self._sorted if commit.live and commit.standing == STANDS]
 
     def visible(self) -> list[Commit]:
@@ -170,30 +173,35 @@ class CommitList:
         return [commit for commit in self._sorted if commit.visible]
 
     def current(self) -> list[Commit]:
-        """Return the visible commits, oldest first. Of several with the same run and step, only the one saved last."""
+        """Return the visible commits, oldest first.
+
+        If several have the same run and step, return only the last saved one.
+        """
         return list(self._current)
 
     def at(self, run: str, step: int) -> Commit | None:
-        """Return the visible commit that a run and step means; None if there is none."""
+        """Return the visible commit to which a run and step refer, or None if there is none."""
         return self._answering.get((run, step))
 
     def superseded(self) -> list[Commit]:
-        """Return the visible commits for which a later one has the same run and step, oldest first."""
+        """Return the visible commits that a later commit of the same run and step supersedes, oldest first."""
         answers = {commit.txid for commit in self._current}
         return [commit for commit in self.visible() if commit.txid not in answers]
 
     def runs(self) -> list[str]:
-        """Return the names of the runs that have a visible checkpoint, sorted."""
+        """Return the sorted names of the runs that have a visible checkpoint."""
         return sorted({commit.run for commit in self._current})
 
     def of_id(self, id: ManifestId) -> Commit | None:
-        """Return the commit that an id means: the visible one, else the live one that answers, else None."""
+        """Return the commit to which an id refers: the visible one, or else the live one that answers, or else None."""
         return max((commit for commit in self.live() if commit.id == id), key=lambda commit: commit.rank, default=None)
 
     def standin(self, commit: Commit, *, loses: bool = False) -> Commit:
-        """Return the commit that has finally replaced ``commit`` without a loss; ``commit`` itself if none has.
+        """Follow the commits that have replaced ``commit`` without a loss.
 
-        ``loses``: accept a thinned commit as well.
+        Return the last one, or ``commit`` if there is none.
+
+        ``loses``: also accept a thinned commit.
         """
         while commit.replaced is not None:
             other = self.commits.get(commit.replaced[1])
@@ -203,14 +211,14 @@ class CommitList:
         return commit
 
     def needed(self, *, loses: bool = False) -> list[Commit]:
-        """Return the live commits that no other commit replaces without a loss, oldest first.
+        """Return the live commits that no other commit has replaced without a loss, oldest first.
 
-        ``loses``: let a thinned commit replace a whole one.
+        ``loses``: accept a thinned commit as the replacement of a whole one.
         """
         return [commit for commit in self.standing() if self.standin(commit, loses=loses) is commit]
 
     def is_rewrite_of(self, commit: Commit | None, txid: TxId) -> bool:
-        """Return whether ``commit`` is a rewrite of the transaction, or of one of its rewrites."""
+        """Return whether ``commit`` is a rewrite of the transaction ``txid``, or of one of its rewrites."""
         while commit is not None and commit.replaces is not None:
             if commit.replaces[0] == txid:
                 return True
@@ -220,7 +228,9 @@ class CommitList:
     @cached_property
     def _sorted(self) -> list[Commit]:
         found = [self.commits[txid] for txid in sorted(self.commits)]
-        is_plain = all(commit.origin == commit.txid for commit in found)  # the usual case, which needs no slow sort
+        is_plain = all(
+            commit.origin == commit.txid for commit in found
+        )  # the usual case, which does not need the slow sort
         return found if is_plain else sorted(found, key=lambda commit: commit.order)
 
     @cached_property
@@ -235,7 +245,7 @@ class CommitList:
 class Holdings:
     """A container of commits.
 
-    It contains a commit if one of its own commits has the same id and at least the same entries.
+    It contains a commit if one of its own commits has the same id, and at least the same entries.
     """
 
     def __init__(self, commits: Iterable[Commit]) -> None:
@@ -246,7 +256,7 @@ class Holdings:
 
 
 def with_logs(listed: CommitList, logs: Mapping[TxId, Mapping[int, Read]]) -> CommitList:
-    """Return the listing with the state of the transactions in ``logs`` updated from these logs."""
+    """Return the listing, with the transactions in ``logs`` updated from these logs."""
     commits = {txid: commit for txid, commit in listed.commits.items() if txid not in logs}
     commits |= {txid: commit for txid, log in logs.items() if (commit := fold(txid, log))}
     doubts = {txid: error for txid, log in logs.items() if (error := doubt_of(log))}
@@ -254,23 +264,25 @@ def with_logs(listed: CommitList, logs: Mapping[TxId, Mapping[int, Read]]) -> Co
 
 
 def all_judged(commits: dict[TxId, Commit], doubts: Mapping[TxId, CasckptError]) -> CommitList:
-    """Return a listing of ``commits``, with the standing of each rewrite."""
+    """Return a listing of ``commits``. Set the standing of each rewrite."""
     damaged = dict(doubts)
     for txid, (base, _) in sorted((txid, commit.replaces) for txid, commit in commits.items() if commit.replaces):
-        commits[txid], doubt = judged(commits[txid], commits.get(base))  # the base is older, so it was judged before
+        commits[txid], doubt = judged(
+            commits[txid], commits.get(base)
+        )  # the base is older, so it has already been judged
         if doubt is not None:
             damaged.setdefault(txid, doubt)
     return CommitList(commits, damaged)
 
 
 def judged(commit: Commit, base: Commit | None) -> tuple[Commit, CasckptError | None]:
-    """Return a rewrite with its standing, which follows from its base, and the error that leaves it in doubt."""
+    """Return a rewrite with the standing that follows from its base, and the error that leaves it in doubt."""
     standing, doubt = _standing(commit, base)
     return (commit if standing == commit.standing else replace(commit, standing=standing)), doubt
 
 
 def _standing(commit: Commit, base: Commit | None) -> tuple[str, CasckptError | None]:
-    """Return the standing of a rewrite. In doubt it stands if no other commit of the checkpoint is live."""
+    """Return the standing of a rewrite. In case of doubt, it stands if no other commit of the checkpoint is live."""
     if commit.replaces is None:
         return STANDS, None
     txid, number = commit.replaces
@@ -290,7 +302,7 @@ def _standing(commit: Commit, base: Commit | None) -> tuple[str, CasckptError | 
 
 
 def fold(txid: TxId, log: Mapping[int, Read], before: Commit | None = None) -> Commit | None:
-    """Return the commit of the readable records of a log; None without the first. ``before``: the previous state."""
+    """Return the commit that the readable records of a log produce. ``before``: the previous state."""
     first = log[0]
     if isinstance(first, CasckptError):
         return None
@@ -317,14 +329,14 @@ def fold(txid: TxId, log: Mapping[int, Read], before: Commit | None = None) -> C
 
 
 def is_whole(log: Mapping[int, Read]) -> bool:
-    """Return whether all records of a log could be read. Otherwise the next listing reads the log again."""
+    """Return whether all records of a log could be read. If not, the next listing rereads the log."""
     return not any(isinstance(record, CasckptError) for record in log.values())
 
 
 def doubt_of(log: Mapping[int, Read]) -> CasckptError | None:
-    """Return the error that leaves the state of a transaction in doubt; None if it is known. A purge is final.
+    """Return the error that leaves a transaction's state in doubt, or None if the state is certain. A purge is final.
 
-    A `kept` record changes nothing, so the record before it must be readable.
+    A `kept` record does not change the state, so the record before it must be readable.
     """
     if any(isinstance(record, Purged) for record in log.values()):
         return None
@@ -334,5 +346,5 @@ def doubt_of(log: Mapping[int, Read]) -> CasckptError | None:
     while isinstance(log.get(last), Kept):
         last -= 1
     key = commit_key(first.txid, last)
-    record = log.get(last, NotFound(f"{key} is missing, and there are records after it", key=key))
+    record = log.get(last, NotFound(f"{key} is missing, but there are records after it", key=key))
     return record if isinstance(record, CasckptError) else None

@@ -1,7 +1,7 @@
-"""The newest checkpoints of runs, and the checkpoints of a step, from announcements and logs instead of a listing.
+"""Finds the newest checkpoints of runs, and the checkpoints of a step, from announcements and logs, without a listing.
 
-An announcement only says which transactions may exist. Each call reads the state of a transaction from its own log. The
-results are therefore the same as those of a listing of commits/ that begins with the call.
+An announcement only says which transactions may exist. Each call reads a transaction's state from its own log.
+Therefore, the results are the same as those of a listing of commits/ that begins when the call begins.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
 
 MANY_RUNS = 100
-"""The number of runs above which one listing of commits/ costs less than a few requests for each run."""
+"""Above this number of runs, one listing of commits/ costs less than a few requests for each run."""
 
 log = logging.getLogger(__name__)
 
@@ -38,16 +38,19 @@ def is_visible(commit: Commit) -> bool:
 
 
 def look_at_all(repo: Repository, run: str) -> RunCache:
-    """Call `look`, and read all announcements of the run; each host reads each of them once. Raises as `look`."""
+    """Call `look`, and read all announcements of the run. Each host reads each of them once.
+
+    Raises the errors of `look`.
+    """
     hashed = run_hash(run)
     look(repo, hashed)
     return read_back(repo, hashed)
 
 
 def announce_lost(repo: Repository) -> bool:
-    """Announce all records in commits/ if no announcement exists: runs/ was lost, or left out of a copy.
+    """Announce all records in commits/ if no announcement exists, because runs/ was lost or was not copied.
 
-    gc does the same for single records. Returns False if nothing was announced. Raises `StorageError`.
+    gc does the same for individual records. Returns False if nothing was announced. Raises `StorageError`.
     """
     if are_there_any(repo):
         return False
@@ -57,21 +60,21 @@ def announce_lost(repo: Repository) -> bool:
 
 
 def newest(repo: Repository, run: str, wanted: Wanted, *, skip_doubtful: bool = False) -> Commit | None:
-    """Return the latest save of ``run`` among the ``wanted`` ones; None if there is none.
+    """Return the latest ``wanted`` save of ``run``, or None if there is none.
 
-    Takes a few requests for a run of any length, if saves were announced in order. ``skip_doubtful``: leave out
-    commits whose log cannot be read; otherwise such a log raises `Damaged` or `Refused`. Raises `NotFound` if there
-    is no store, `StorageError`.
+    If saves were announced in order, this takes a few requests, whatever the length of the run. ``skip_doubtful``:
+    skip commits whose log cannot be read. Otherwise, such a log raises `Damaged` or `Refused`. Raises `NotFound` if
+    the store does not exist, `StorageError`.
     """
     hashed = run_hash(run)
     return _newest(repo, hashed, look(repo, hashed), wanted, skip_doubtful=skip_doubtful)
 
 
 def newest_reusable(repo: Repository, run: str, *, anew: bool = False) -> Commit | None:
-    """Return the latest live save of ``run`` whose state is not in doubt. Raises `StorageError`.
+    """Return the latest live save of ``run`` whose state is certain. Raises `StorageError`.
 
-    The call reads the state of the commit now. It may miss a commit that was announced after `look_at_all`, unless
-    ``anew`` is set.
+    This call reads the current state of the commit. It may miss a commit that was announced after `look_at_all`,
+    unless ``anew`` is set.
     """
     hashed = run_hash(run)
     known = look(repo, hashed) if anew else repo.runs[hashed]
@@ -81,9 +84,9 @@ def newest_reusable(repo: Repository, run: str, *, anew: bool = False) -> Commit
 def newest_of_runs(
     repo: Repository, wanted: Wanted, *, but: str | None = None, skip_doubtful: bool = False
 ) -> list[Commit]:
-    """Return the newest commit of each run except ``but``, as `newest` does; the newest of all first.
+    """Return the newest commit of each run except ``but``, in the same way as `newest`. The newest of all is first.
 
-    ``skip_doubtful``: leave out commits whose log cannot be read.
+    ``skip_doubtful``: skip commits whose log cannot be read.
     """
     hashes = [run for run in runs(repo) if but is None or run != run_hash(but)]
     if len(hashes) > MANY_RUNS:
@@ -104,9 +107,10 @@ def newest_of_runs(
 def at_step(
     repo: Repository, known: RunCache, run: str, step: int, wanted: Wanted, *, skip_doubtful: bool = False
 ) -> list[Commit]:
-    """Return the ``wanted`` commits of a step, oldest first, from announcements that `look_at_all` has read.
+    """Return the ``wanted`` commits of a step, oldest first. ``known``: the announcements that `look_at_all` has read.
 
-    Reads their logs now. ``skip_doubtful``: leave out commits whose log cannot be read; otherwise raises as `newest`.
+    Reads the current logs. ``skip_doubtful``: skip commits whose log cannot be read. Otherwise, raises the errors of
+    `newest`.
     """
     hidden = (txid for txid in hidden_from(repo, run_hash(run), known, 0) if parse_txid(txid).step == step)
     logs = (_logs_of(repo, known, txid, skip_doubtful=skip_doubtful) for txid in {*known.at.get(step, ()), *hidden})
@@ -115,7 +119,7 @@ def at_step(
 
 
 def greatest(repo: Repository, known: RunCache, run: str) -> TxId | None:
-    """Return the greatest transaction in what `look_at_all` has read; None if there is none. Raises `StorageError`."""
+    """Return the greatest transaction that `look_at_all` has read, or None if there is none. Raises `StorageError`."""
     hidden = hidden_from(repo, run_hash(run), known, 0)
     return max([*hidden, *([] if known.newest is None else [known.newest])], default=None)
 
@@ -123,9 +127,9 @@ def greatest(repo: Repository, known: RunCache, run: str) -> TxId | None:
 def _newest(
     repo: Repository, run: str, known: RunCache, wanted: Wanted, *, skip_doubtful: bool = False
 ) -> Commit | None:
-    """Read announcements from the head downwards, until the rest can only name earlier transactions.
+    """Read announcements downwards from the head, until the remaining ones can only name earlier transactions.
 
-    A rewrite counts from the time of its base, so the search continues after a rewrite.
+    A rewrite is as old as its base, so the search continues after a rewrite.
     """
     low, count, tried = known.head + 1, 1, set[TxId]()
     best: Commit | None = None
@@ -149,15 +153,15 @@ def _newest(
 
 
 def announced_by(known: RunCache, number: int) -> Sequence[Announcement]:
-    """Return the records that an announcement names; none if it could not be read."""
+    """Return the records that an announcement names. Return an empty sequence if it could not be read."""
     record = known.records.get(number)
     return () if record is None else record.announced
 
 
 def _bound(known: RunCache, low: int) -> TxId | None:
-    """Return a transaction that is later than all announced below ``low``, or None.
+    """Return a transaction that is later than all transactions announced below ``low``, or None.
 
-    Saves that had read those show it.
+    Saves that had read those announcements prove this.
     """
     read = (known.records.get(number) for number in range(low, known.head + 1))
     saves = (one for one in read if one is not None and one.seen is not None and one.seen >= low - 1)
@@ -165,9 +169,9 @@ def _bound(known: RunCache, low: int) -> TxId | None:
 
 
 def hidden_from(repo: Repository, run: str, known: RunCache, low: int) -> set[TxId]:
-    """Return the transactions that unreadable announcements from ``low`` on may name: all of the run with a record.
+    """Return all transactions that unreadable announcements from ``low`` on may name: those of the run with a record.
 
-    ``run``: its hash. Takes a listing if there is such an announcement. Raises `StorageError`.
+    ``run``: the hash of the run. Takes a listing if there is such an announcement. Raises `StorageError`.
     """
     if max(known.unreadable, default=-1) < low:
         return set()
@@ -175,10 +179,10 @@ def hidden_from(repo: Repository, run: str, known: RunCache, low: int) -> set[Tx
 
 
 def _logs_of(repo: Repository, known: RunCache, txid: TxId, *, skip_doubtful: bool) -> list[Commit]:
-    """Read a log, and the log of the commit that has replaced it. Logs that ended are not read again.
+    """Read a log, and the log of the commit that has replaced it. Logs that have ended are not reread.
 
-    The logs of a base and its rewrite are read one after the other. A rewrite may therefore be unsettled when it is
-    read, and its base replaced by then.
+    The logs of a base and its rewrite are read one after the other. Therefore, a rewrite may be unsettled when it is
+    read, even though its base is already replaced when the base is read.
     """
     if txid in known.ended:
         return []
@@ -189,7 +193,7 @@ def _logs_of(repo: Repository, known: RunCache, txid: TxId, *, skip_doubtful: bo
     except (Damaged, Refused) as error:
         if not skip_doubtful:
             raise
-        log.warning("%s is left out: %s", txid, error)
+        log.warning("casckpt skips %s: %s", txid, error)
         return []
     if commit is not None and not commit.live:
         known.ended.add(txid)

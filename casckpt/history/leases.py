@@ -1,8 +1,9 @@
-"""Tags that expire, and leases: expiring tags with unique names, which their holder renews.
+"""Tags that expire, and leases. A lease is an expiring tag with a unique name that its holder renews.
 
-A holder puts the tag first, then reads the log of the checkpoint and finds it visible. A gc reads `forgotten`, then its
-clock, then lists tags, then takes the next number of the log. So at least one of them sees the record of the other.
-Clocks only decide when a tag ends. If a tag ends too early, a reader gets a NotFound, and nothing else happens.
+A holder first puts the tag, then reads the checkpoint's log and finds the checkpoint visible. A gc reads `forgotten`,
+then its clock, then lists the tags, and then takes the next log number. Therefore, at least one of them sees the
+other's record. Clocks only determine when a tag expires. If a tag expires too early, a reader raises NotFound, and
+nothing else happens.
 """
 
 from __future__ import annotations
@@ -25,30 +26,30 @@ from casckpt.repository.requirements import check_requirements
 from casckpt.storage.forking import PerProcess
 
 STOP_SECONDS = 30.0
-_KEPT = 256  # names for each store
-_GENERATIONS = 256  # of a name, before a new name is used, because each lease lists them
-_RENEWALS, _ATTEMPTS = 3, 30  # renewals in the time of a lease, and attempts after a failure
+_KEPT = 256  # the number of names that are kept for each store
+_GENERATIONS = 256  # the maximum per name; then a new name is used, because each lease lists them
+_RENEWALS, _ATTEMPTS = 3, 30  # per lease duration: the renewals, and the attempts after a failure
 
 log = logging.getLogger(__name__)
 _ended = PerProcess[dict[str, deque[tuple[str, int]]]](dict)
-"""Names of leases that this process has ended, and their last generation, by the URL of the store.
+"""The names of leases that this process has ended, with their last generation, by store URL.
 
-Leases use these names again, because each name leaves a record in the store for ever.
+Leases reuse these names, because each name permanently leaves a record in the store.
 """
 
 
 def hold(
     repo: Repository, name: str, commit: Commit, seconds: float, *, behind: int | None = None
 ) -> tuple[Tag, Commit]:
-    """Set tag ``name`` on ``commit`` for ``seconds``. Return the tag, and the visible commit of the checkpoint.
+    """Set tag ``name`` on ``commit`` for ``seconds``. Return the tag, and the checkpoint's visible commit.
 
-    Raises `NotFound` if the checkpoint is not visible after the tag is set; then the tag gets its previous state
-    back. Raises `InvalidInput`; `Conflict` if another process moved the tag at this instant, or since generation
-    ``behind``; `StorageError`.
+    Raises `NotFound` if the checkpoint is not visible after the tag is set. In this case, the tag's previous state is
+    restored. Raises `Conflict` if another process moved the tag at this moment, or since generation ``behind``. Raises
+    `InvalidInput`, `StorageError`.
     """
     check_tag(name)
     if not seconds > 0:
-        raise InvalidInput("a tag cannot expire at once: give a longer time")
+        raise InvalidInput("a tag cannot expire immediately: pass a longer time")
     check_requirements(repo)
     if not commit.visible and not (now := _visible(repo, commit)).visible:  # each tag leaves a record
         raise _not_visible(now)
@@ -60,17 +61,19 @@ def hold(
 
 
 def renew(repo: Repository, tag: Tag, commit: Commit, seconds: float) -> tuple[Tag, Commit]:
-    """Renew the lease ``tag``, as it was last granted, for ``seconds``. A lease that has expired is granted again.
+    """Renew a lease for ``seconds``. ``tag``: the lease as it was last granted.
 
-    Raises `Conflict` if another process has ended or moved it, and as `hold`.
+    A lease that has expired is granted again.
+
+    Raises `Conflict` if another process has ended or moved it, and the errors of `hold`.
     """
     number, found = newest_generation(repo, tag.name)
     now = found.tags.get(tag.name)
     if now is None or now.unique != tag.unique:
-        raise Conflict(f"{tag.name!r} was ended or moved by another process; take another lease")
+        raise Conflict(f"{tag.name!r} was ended or moved by another process: take a new lease")
     end = _end(repo, seconds)
     made = write_generation(repo, tag.name, number + 1, commit, expires=end, unique=tag.unique)
-    if tag.expires is not None and repo.clock() <= tag.expires:  # the old tag was valid until the new one was set
+    if tag.expires is not None and repo.clock() <= tag.expires:  # the old tag was still valid when the new one was set
         return made, commit
     return made, _granted(repo, made, commit, None)
 
@@ -80,7 +83,7 @@ def _end(repo: Repository, seconds: float) -> int:
 
 
 def _granted(repo: Repository, tag: Tag, commit: Commit, before: Tag | None) -> Commit:
-    """Return the visible commit of the checkpoint, now that the tag is set. Raises `NotFound` if none is visible."""
+    """Return the checkpoint's visible commit, now that the tag is set. Raises `NotFound` if there is none."""
     now = _visible(repo, commit)
     if not now.visible:
         take_back(repo, tag, before)
@@ -89,7 +92,7 @@ def _granted(repo: Repository, tag: Tag, commit: Commit, before: Tag | None) -> 
 
 
 def _visible(repo: Repository, commit: Commit) -> Commit:
-    """Return the current state of this commit, or another commit of its checkpoint if only that is visible."""
+    """Return the current state of this commit, or a different commit of its checkpoint if only that one is visible."""
     now = refresh(repo, commit)
     other = None if now.visible else list_commits(repo).of_id(commit.id)
     return other if other is not None and other.visible else now
@@ -103,7 +106,7 @@ def _not_visible(now: Commit) -> NotFound:
 def _held(repo: Repository, commit: Commit, seconds: float) -> tuple[Tag, Commit]:
     """Hold a checkpoint.
 
-    Reuse a name that this process has ended and no other process has used since, if there is one.
+    Reuse a name if there is one that this process has ended, and that no other process has used since then.
     """
     with suppress(KeyError, IndexError, Conflict):
         name, end = _ended.get()[repo.storage.url].pop()
@@ -112,10 +115,10 @@ def _held(repo: Repository, commit: Commit, seconds: float) -> tuple[Tag, Commit
 
 
 class Lease:
-    """Holds a checkpoint: gc keeps its bytes, even if it is forgotten, until the block ends or this process dies.
+    """Holds a checkpoint. Even if it is forgotten, gc keeps its bytes until the block ends or this process dies.
 
-    ``seconds``: the time until the lease expires without a renewal. A thread renews it three times in that time,
-    and logs errors. A forked child neither renews nor ends it.
+    ``seconds``: the time after which the lease expires if it is not renewed. A thread renews it three times in this
+    period, and logs errors. A forked child neither renews nor ends it.
     """
 
     def __init__(self, repo: Repository, commit: Commit, seconds: float) -> None:
@@ -146,7 +149,7 @@ class Lease:
                     ended = _ended.get().setdefault(self._repo.storage.url, deque(maxlen=_KEPT))
                     ended.append((self._tag.name, number + 1))
         except CasckptError as failure:
-            log.warning("%s could not be ended; it expires at %s: %s", self._what, self._until, failure)
+            log.warning("casckpt could not end %s; it expires at %s: %s", self._what, self._until, failure)
 
     def _run(self) -> None:
         pause = self._seconds / _RENEWALS
@@ -154,15 +157,20 @@ class Lease:
             pause = self._seconds / (_RENEWALS if self.renew() else _ATTEMPTS)
 
     def renew(self) -> bool:
-        """Renew the lease. Return False, and log the error, if that failed."""
+        """Renew the lease. If this fails, log the error and return False."""
         try:
             self._tag, self.commit = renew(self._repo, self._tag, self.commit, self._seconds)
         except (Conflict, NotFound) as error:
-            log.error("%s is lost, and the checkpoint may be purged: %s", self._what, error)
+            log.error("%s was lost, so the checkpoint may be purged: %s", self._what, error)
             self._over.set()
             return False
         except CasckptError as error:
-            log.warning("%s, which ends at %s, was not renewed; a retry follows: %s", self._what, self._until, error)
+            log.warning(
+                "%s was not renewed; it expires at %s, and a retry follows: %s",
+                self._what,
+                self._until,
+                error,
+            )
             return False
         return True
 

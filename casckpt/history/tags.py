@@ -1,7 +1,9 @@
-"""Tags: movable names for checkpoints, stored as numbered generations. A generation without a target deletes the tag.
+"""Tags: movable names for checkpoints. They are stored as numbered generations.
 
-A tag names an id, and protects all commits of that id from gc. A tag may expire (`casckpt.history.leases`). For gc an
-expired tag counts for one more hour, because clocks of other hosts may be behind.
+A generation without a target deletes the tag.
+
+A tag names an id, and protects all commits of that id from gc. A tag may expire (`casckpt.history.leases`). gc honours
+an expired tag for one more hour, because the clocks of other hosts may be behind.
 """
 
 from __future__ import annotations
@@ -26,15 +28,17 @@ from casckpt.storage.base import ListedObject
 
 PREFIX = "tags/"
 FOREIGN_CLOCKS = 3600 * 10**6
-"""Microseconds by which the clock of another host may be behind the clock of a gc."""
+"""The number of microseconds by which another host's clock may be behind the clock of a gc."""
 
 
 @dataclass(frozen=True)
 class Tag:
-    """A movable name. ``generation``: its number in tags/<name>/. ``txid``, ``manifest``: of the commit it was set on.
+    """A movable name. ``generation``: its number in tags/<name>/.
 
-    ``expires``: its last microsecond, None for a tag that never expires. ``holder``: host:pid of the process that
-    set it. ``unique``: the same text in all generations of one lease.
+    ``txid``, ``manifest``: those of the commit on which it was set.
+
+    ``expires``: the last microsecond at which it is valid. None if it never expires. ``holder``: the host:pid of the
+    process that set it. ``unique``: a string that is the same in all generations of a lease.
     """
 
     name: str
@@ -54,26 +58,29 @@ class TagList:
     damaged: Mapping[str, CasckptError]
 
     def raise_damage(self) -> None:
-        """Raise the first of ``damaged``, with advice."""
+        """Raise the first error in ``damaged``, with advice."""
         for name, error in self.damaged.items():
             advice = f"Set the tag again, or delete it (`casckpt tag STORE --delete {name}`)"
             raise type(error)(f"{error}. {advice}", key=error.key) from error
 
 
 def list_tags(repo: Repository, *, anew: bool = False, slack: int = 0) -> TagList:
-    """Return all tags from one LIST. A damaged record affects only its own tag. Raises `StorageError`.
+    """Return all tags, with one LIST. A damaged record affects only its own tag. Raises `StorageError`.
 
-    ``anew``: read every record, also those in the catalogue. ``slack``: microseconds that expired tags still count.
+    ``anew``: read every record, even if it is in the catalogue. ``slack``: the number of microseconds for which
+    expired tags still count.
     """
-    since = repo.clock() - slack  # before the listing, which may miss tags that are set or renewed while it runs
+    since = (
+        repo.clock() - slack
+    )  # taken before the listing, because a listing may miss tags that are set or renewed while it runs
     return _read(repo, PREFIX, since, anew=anew)
 
 
 def tags(repo: Repository, *, anew: bool = False, slack: int = 0) -> dict[str, Tag]:
-    """Return all tags by name, sorted. ``anew``, ``slack``: as in `list_tags`.
+    """Return all tags by name, sorted by name. For ``anew`` and ``slack``, see `list_tags`.
 
-    Raises `Damaged` or `Refused` if a tag cannot be read, because it protects an unknown checkpoint from gc and
-    policies; `StorageError`.
+    Raises `Damaged` or `Refused` if a tag cannot be read, because such a tag protects an unknown checkpoint from gc
+    and policies. Raises `StorageError`.
     """
     listed = list_tags(repo, anew=anew, slack=slack)
     listed.raise_damage()
@@ -81,20 +88,20 @@ def tags(repo: Repository, *, anew: bool = False, slack: int = 0) -> dict[str, T
 
 
 def get_tag(repo: Repository, name: str) -> Tag | None:
-    """Read a tag; None if it does not exist. Raises `InvalidInput`, `Damaged`, `Refused`, `StorageError`."""
+    """Read a tag. Return None if it does not exist. Raises `InvalidInput`, `Damaged`, `Refused`, `StorageError`."""
     listed = _read(repo, f"{PREFIX}{check_tag(name)}/", repo.clock())
     listed.raise_damage()
     return listed.tags.get(name)
 
 
 def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
-    """Set tag ``name`` on ``commit``; the tag never expires. This restores a forgotten checkpoint.
+    """Set tag ``name`` on ``commit``. The tag never expires. If the checkpoint is forgotten, this restores it.
 
-    It also restores a checkpoint that is thinned at this instant, because the tag protects all entries of
+    This also restores a checkpoint that is being thinned at this moment, because the tag protects all entries of
     ``commit``.
 
-    Raises `InvalidInput` for an invalid name; `Conflict` if the checkpoint was purged, if it is forgotten and
-    cannot be restored, or if another process moved the tag at this instant; `StorageError`.
+    Raises `InvalidInput` for an invalid name. Raises `Conflict` if the checkpoint was purged, if it is forgotten and
+    cannot be restored, or if another process moved the tag at this moment. Raises `StorageError`.
     """
     check_tag(name)
     if not commit.live:
@@ -104,7 +111,7 @@ def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
         commit = restore(repo, commit)
     number, before = newest_generation(repo, name)
     tag = write_generation(repo, name, number + 1, commit)
-    # a gc lists tags before it purges: either it saw this tag, or its purge is seen here
+    # a gc lists tags before it purges: either the gc saw this tag, or this call sees its purge
     now = refresh(repo, commit)
     if not now.visible:
         now = list_commits(repo).of_id(commit.id) or now  # it may have been rewritten
@@ -114,7 +121,7 @@ def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
     if not now.visible:
         try:
             restore(repo, now)
-        except Conflict:  # another checkpoint took its run and step at this instant
+        except Conflict:  # another checkpoint took its run and step at this moment
             take_back(repo, tag, before.tags.get(name))
             raise
     elif now.txid != commit.txid and now.dropped not in (None, commit.dropped):
@@ -124,9 +131,9 @@ def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
 
 
 def delete_tag(repo: Repository, name: str) -> None:
-    """Delete a tag, also an unreadable one.
+    """Delete a tag, even if it is unreadable.
 
-    Raises `NotFound` if it does not exist, `Conflict` if another process moved it at this instant.
+    Raises `NotFound` if it does not exist, and `Conflict` if another process moved it at this moment.
     """
     check_tag(name)
     check_requirements(repo)
@@ -142,15 +149,18 @@ def tags_of(found: Mapping[str, Tag], id: ManifestId) -> list[str]:
 
 
 def tagged_txids(found: Mapping[str, Tag], commits: Iterable[Commit]) -> set[TxId]:
-    """Return those of ``commits`` that a tag names. ``commits`` must not include revoked ones."""
+    """Return the transactions of those ``commits`` that a tag names.
+
+    ``commits`` must not include revoked transactions.
+    """
     named = {tag.manifest for tag in found.values()}
     return {commit.txid for commit in commits if commit.id in named}
 
 
 def named_by(tag: Tag, listed: CommitList) -> Commit | None:
-    """Return the commit that a tag names, by its id: a visible commit first, then a forgotten, then a purged one.
+    """Return the commit that a tag names by id. A visible commit has precedence, then a forgotten, then a purged one.
 
-    If several commits rank equally, it returns the commit on which the tag was set.
+    If several commits rank equally, the commit on which the tag was set is returned.
     """
     same = [commit for commit in listed.live() if commit.id == tag.manifest]
     target = listed.commits.get(tag.txid)
@@ -158,10 +168,10 @@ def named_by(tag: Tag, listed: CommitList) -> Commit | None:
 
 
 def no_tag(repo: Repository, name: str) -> NotFound:
-    """Return the error for a missing tag, with the tags that exist."""
+    """Return the error for a missing tag. It lists tags that exist."""
     names = sorted(list_tags(repo).tags)
     near = difflib.get_close_matches(name, names, 5) or names[:5]
-    there = f"there are: {', '.join(near)}" if near else "there are none; `casckpt tag STORE NAME REF` creates one"
+    there = f"existing tags: {', '.join(near)}" if near else "there are none; `casckpt tag STORE NAME REF` creates one"
     return NotFound(f"there is no tag {name!r} in {repo.storage.url}; {there}")
 
 
@@ -172,7 +182,7 @@ def _read(repo: Repository, prefix: str, since: int, *, anew: bool = False) -> T
 def _read_newest(
     repo: Repository, prefix: str, newest: Mapping[str, tuple[int, ListedObject]], since: int, *, anew: bool = False
 ) -> TagList:
-    """Read the newest records. ``since``: leave out tags that end before this time."""
+    """Read the newest records. ``since``: omit tags that expire before this time."""
     fetched = read_records(repo, prefix, [entry for _, entry in newest.values()], lambda _: TagRecord, anew=anew)
     tags: dict[str, Tag] = {}
     damaged: dict[str, CasckptError] = {}
@@ -189,17 +199,17 @@ def _read_newest(
 
 
 def _is_gone(repo: Repository, entry: ListedObject) -> bool:
-    """Return whether a listed record has been deleted since the listing. Otherwise an unreadable record is damage."""
+    """Return whether a record was deleted after the listing. If it was not, an unreadable record is damaged."""
     return entry.size >= 0 and not any(one.key == entry.key for one in repo.storage.list(entry.key, known=parse_tag))
 
 
 def _newest_entries(repo: Repository, prefix: str) -> dict[str, tuple[int, ListedObject]]:
-    """Return the highest generation of each tag, by name, including missing ones that this host has seen."""
+    """Return the highest generation of each tag, by name. Include missing generations that this host has seen."""
     return {name: max(found.items()) for name, found in _generations(repo, prefix).items()}
 
 
 def _generations(repo: Repository, prefix: str) -> dict[str, dict[int, ListedObject]]:
-    """Return all generations of each tag, by name and number, including the highest that this host has seen."""
+    """Return all generations of each tag, by name and number. Include the highest one that this host has seen."""
     seen = _seen(repo, prefix)
     generations: dict[str, dict[int, ListedObject]] = defaultdict(dict)
     for entry in repo.storage.list(prefix, known=parse_tag):
@@ -209,17 +219,19 @@ def _generations(repo: Repository, prefix: str) -> dict[str, dict[int, ListedObj
         else:
             generations[key[0]][key[1]] = entry
     if _lost(seen, generations):
-        list_commits(repo)  # if commits are missing too, this drops the caches: the store was put back
+        list_commits(
+            repo
+        )  # this drops the caches if commits are missing too, because the store was then restored from a copy
         for name, number in _lost(_seen(repo, prefix), generations).items():
             generations[name][number] = ListedObject(tag_key(name, number), -1)
     return generations
 
 
 def _seen(repo: Repository, prefix: str) -> dict[str, int]:
-    """Return the highest generation of each tag that this host has read. Call it before a listing, not after.
+    """Return the highest generation of each tag that this host has read. Call this before a listing, not after it.
 
-    The newest generation of a name is never deleted. If it is missing, tags/ was moved or put back from a copy, and
-    the checkpoint that the tag protects is unknown.
+    The newest generation of a name is never deleted. If it is missing, tags/ was moved or restored from a copy, and it
+    is unknown which checkpoint the tag protects.
     """
     keys = filter(None, (parse_tag(key_of(row)) for row in repo.catalogue.keys(prefix)))
     return dict(sorted(keys, key=lambda key: key[1]))
@@ -230,7 +242,7 @@ def _lost(seen: Mapping[str, int], found: Mapping[str, Mapping[int, ListedObject
 
 
 def newest_generation(repo: Repository, name: str) -> tuple[int, TagList]:
-    """Return the number of the highest generation of a tag, -1 for none, and its content, even if it has expired."""
+    """Return the highest generation of a tag (-1 if there is none), and its contents, even if the tag has expired."""
     folder = f"{PREFIX}{name}/"
     newest = _newest_entries(repo, folder)
     number = newest.get(name, (-1, None))[0]
@@ -253,7 +265,7 @@ def end_generation(repo: Repository, name: str, number: int) -> None:
 
 
 def take_back(repo: Repository, tag: Tag, before: Tag | None) -> None:
-    """Undo a generation: set the tag to its state ``before``, unless another process has moved it since."""
+    """Undo a generation: reset the tag to its state ``before``, unless another process has moved it in the meantime."""
     number = tag.generation + 1
     with suppress(Conflict):
         if before is None:
@@ -263,11 +275,11 @@ def take_back(repo: Repository, tag: Tag, before: Tag | None) -> None:
 
 
 def remove_old_generations(repo: Repository) -> None:
-    """Delete all but the newest generation of each tag that is deleted or has expired. The newest stays for ever.
+    """Delete all but the newest generation of each tag that is deleted or has expired. The newest is kept permanently.
 
-    Otherwise its number would be used again, and a gc that paused meanwhile would delete the new one. A tag that
-    counts keeps its old generations, because a listing may miss a generation that is put while it runs. Raises
-    `StorageError`.
+    Otherwise, its number would be reused, and a gc that paused in the meantime would delete the new generation. A tag
+    that still counts keeps its old generations, because a listing may miss a generation that is put while it runs.
+    Raises `StorageError`.
     """
     since = repo.clock() - FOREIGN_CLOCKS
     several = {name: numbers for name, numbers in _generations(repo, PREFIX).items() if len(numbers) > 1}
@@ -289,12 +301,12 @@ def _create(repo: Repository, number: int, record: TagRecord) -> None:
     try:
         repo.put_record(tag_key(record.name, number), record)
     except Conflict as error:
-        message = f"tag {record.name!r} was moved by another process at this instant; check it, and try again"
+        message = f"tag {record.name!r} was moved by another process at this moment: check it, and try again"
         raise Conflict(message, key=error.key) from error
 
 
 def _tag(number: int, record: TagRecord) -> Tag | None:
-    """Return the tag of a record; None for a record that deletes the tag."""
+    """Return the tag of a record. Return None for a record that deletes the tag."""
     if record.txid is None or record.manifest is None:
         return None
     return Tag(record.name, number, record.txid, record.manifest, record.expires, record.holder, record.unique)
@@ -302,7 +314,7 @@ def _tag(number: int, record: TagRecord) -> Tag | None:
 
 def _checked(record: Read, name: str, key: str) -> Read:
     if isinstance(record, NotFound):
-        return Damaged(f"{key} is missing, but this host has read it before. Put tags/ back if it was moved", key=key)
+        return Damaged(f"{key} is missing, but this host has read it before. If tags/ was moved, move it back", key=key)
     if isinstance(record, CasckptError) or record.name == name:
         return record
-    return Refused(f"{key} is not usable: it holds a record of tag {record.name[:100]!r}", key=key)
+    return Refused(f"{key} is not valid: it holds a record of tag {record.name[:100]!r}", key=key)

@@ -1,9 +1,9 @@
-"""Transactions: saves in progress, their signs of life, and the revoking of dead ones.
+"""Transactions: saves in progress, their signs of life, and the revocation of dead transactions.
 
-A transaction begins before its save reads which commits are live, and before it uploads anything. Its files are removed
-only after its record is in commits/. gc relies on both (see "How objects are deleted" in docs/format.md). Saves call
-`begin_save`, which keeps this order. Copies and rewrites call `join` or `begin`, and then list all commits, because
-they may reuse the blobs of all runs.
+A transaction begins before its save determines which commits are live, and before it uploads anything. Its files are
+removed only after its record is in commits/. gc relies on both rules (see "How objects are deleted" in
+docs/format.md). Saves call `begin_save`, which ensures this order. Copies and rewrites call `join` or `begin`, and
+then list all commits, because they may reuse blobs of any run.
 """
 
 from __future__ import annotations
@@ -32,14 +32,20 @@ SIGN_OF_LIFE_SECONDS = 120.0
 STOP_SECONDS = 30.0
 MAX_REASON_CHARACTERS = 500
 
-_NEW_STORE = "the store at %s is gone, with its checkpoints (deleted? unmounted?); this save creates a new store there"
-_NOT_ANNOUNCED = "runs/ of %s was lost, or left out of a copy; casckpt announced all checkpoints of the store again"
+_NEW_STORE = (
+    "the store at %s is gone, including its checkpoints (was it deleted or unmounted?); this save creates a new store "
+    "there"
+)
+_NOT_ANNOUNCED = "runs/ of %s was lost, or was not copied; casckpt reannounced all checkpoints of the store"
 
 log = logging.getLogger(__name__)
 
 
 class _Pulse:
-    """Gives signs of life from a thread. A fork does not copy the thread, so a child gives none for its parent."""
+    """Sends signs of life from a thread.
+
+    A fork does not copy the thread, so a child does not send any for its parent.
+    """
 
     def __init__(self, repo: Repository, txid: TxId, seconds: float, joined: int | None) -> None:
         self.signs = joined or 0
@@ -49,11 +55,11 @@ class _Pulse:
         self._process = None if joined is None else this_process()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"casckpt-alive-{txid}", daemon=True)
-        with suppress(RuntimeError):  # no thread can start while the interpreter ends
+        with suppress(RuntimeError):  # threads cannot start while the interpreter is exiting
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after its current sign of life. A thread that hangs keeps running."""
+        """End the thread after its current sign of life. If the thread hangs, it continues to run."""
         self._end.set()
         if self._thread.ident is not None:
             self._thread.join(STOP_SECONDS)
@@ -67,22 +73,22 @@ class _Pulse:
             self.beat()
 
     def beat(self) -> None:
-        """Give a sign of life."""
-        self.signs += 1  # never use a number twice: a put that failed may have taken effect
+        """Send a sign of life."""
+        self.signs += 1  # never use a number twice, because a failed put may have taken effect
         try:
             record = SignOfLife(txid=self._txid, time=self._repo.clock(), process=self._process)
             self._repo.put_record(transaction_key(self._txid, self.signs), record)
         except Conflict:
-            log.debug("another process gave sign of life %d of transaction %s", self.signs, self._txid)
+            log.debug("another process sent sign of life %d of transaction %s", self.signs, self._txid)
         except CasckptError as error:
-            log.warning("sign of life %d of transaction %s was not written: %s", self.signs, self._txid, error)
+            log.warning("casckpt could not write sign of life %d of transaction %s: %s", self.signs, self._txid, error)
 
 
 class Transaction:
-    """A save in progress of this process. It gives signs of life until it ends or is garbage-collected.
+    """A save in progress in this process. It sends signs of life until it ends or is garbage-collected.
 
-    ``began``: the record under transactions/<txid>. ``joined``: the number of the last sign of life if another
-    process has begun the transaction, otherwise None. ``seen``: see `casckpt.history.announcements.announce`.
+    ``began``: the record under transactions/<txid>. ``joined``: the number of the last sign of life if another process
+    began the transaction. Otherwise None. ``seen``: see `casckpt.history.announcements.announce`.
     """
 
     def __init__(
@@ -95,7 +101,7 @@ class Transaction:
         seen: int | None = None,
     ) -> None:
         self.began = began
-        self.settings = Settings(created_at=0)  # `_allowed` sets those of the store
+        self.settings = Settings(created_at=0)  # `_allowed` replaces them with the store's settings
         self._seen = seen
         self.joined = joined is not None
         self._repo = repo
@@ -103,7 +109,7 @@ class Transaction:
         self._pulse = _Pulse(repo, began.txid, seconds, joined)
         weakref.finalize(self, self._pulse.let_go)
         if self.joined:
-            self._pulse.beat()  # at once: if the process that began it is dead, a gc would revoke it
+            self._pulse.beat()  # immediately, because a gc revokes the transaction if the process that began it is dead
 
     @property
     def txid(self) -> TxId:
@@ -111,11 +117,11 @@ class Transaction:
         return self.began.txid
 
     def commit(self, record: Committed) -> Commit:
-        """Make the checkpoint visible after its manifest was put, and end the transaction.
+        """Make the checkpoint visible, and end the transaction. Put the manifest first.
 
-        Returns the commit that stands. If several processes copy one checkpoint in this transaction, another
-        one may have made it. gc removes files that this call cannot remove. Raises `Revoked` if the transaction
-        has ended otherwise, `StorageError`.
+        Returns the commit that is stored. If several processes copy one checkpoint in this transaction, a different
+        process may have created it. gc removes files that this call cannot remove. Raises `Revoked` if the transaction
+        has ended in a different way, and `StorageError`.
         """
         try:
             commit(self._repo, record, seen=self._seen)
@@ -124,7 +130,8 @@ class Transaction:
         except Conflict:
             record = self._committed(record)
         except StorageError as error:
-            # the answer may be lost, not the record: a revoke competes for the same name, so exactly one of them stands
+            # the answer may be lost, but not the record: a revoke competes for the same name, so only one of them is
+            # stored
             self.abort(error)
             try:
                 record = self._committed(record)
@@ -136,23 +143,24 @@ class Transaction:
         return just_committed(record)
 
     def _committed(self, wanted: Committed) -> Committed:
-        """Read the record of the checkpoint, and make it durable. Raises `Revoked` if another record stands."""
+        """Read the checkpoint's record, and make it durable. Raises `Revoked` if a different record is stored."""
         record = self._repo.get_record(commit_key(self.txid), FirstRecord)
         if isinstance(record, Committed) and record.manifest == wanted.manifest:
             self._repo.settle(commit_key(self.txid))
             return record
-        raise Revoked(f"transaction {self.txid} has ended otherwise; begin a new one", key=commit_key(self.txid))
+        raise Revoked(
+            f"transaction {self.txid} has ended in a different way; begin a new one", key=commit_key(self.txid)
+        )
 
     def close(self) -> None:
-        """End the transaction after its record is in commits/: remove its files, or leave them to gc on an error.
+        """End the transaction after its record is in commits/. Remove its files, or leave them to gc after an error.
 
-        Raises `Conflict` if the record is missing, because without the file of the transaction a gc would not
-        wait for this save.
+        Raises `Conflict` if the record is missing. Without the transaction's file, a gc would not wait for this save.
         """
         key = commit_key(self.txid)
         try:
             has_ended = self._repo.storage.size(key) is not None
-        except StorageError as error:  # the save is done; only its files are left
+        except StorageError as error:  # the save is complete; only its files remain
             log.info("files of transaction %s are left to gc: %s", self.txid, error)
             self._pulse.stop()
             return
@@ -162,10 +170,11 @@ class Transaction:
         self._remove_files()
 
     def abort(self, reason: str | BaseException) -> bool:
-        """Create the `revoked` record. Return True if the transaction is revoked now, by this call or by a gc.
+        """Create the `revoked` record. Return True if the transaction is now revoked, by this call or by a gc.
 
-        Returns False if it was committed (the answer may have been lost), or if the storage fails; then a later
-        gc ends it. Raises no error of the storage, because callers run it while they handle another error.
+        Returns False if it was committed (the answer may have been lost), or if the storage fails. If the storage
+        fails, a later gc ends it. Never raises a storage error, because callers run this while they handle a different
+        error.
         """
         if self._has_committed:
             return False
@@ -175,13 +184,16 @@ class Transaction:
             revoke(self._repo, self.txid, text)
             found = self._repo.get_record(commit_key(self.txid), FirstRecord)
         except CasckptError as error:
-            log.warning("transaction %s was not revoked; a later gc revokes it: %s", self.txid, error)
+            log.warning("casckpt could not revoke transaction %s; a later gc revokes it: %s", self.txid, error)
             return False
         self._remove_files()
         return isinstance(found, records.RevokedRecord)
 
     def leave(self) -> None:
-        """Leave the transaction open, so that another process can join it. Its uploads stay until a gc revokes it."""
+        """Leave the transaction open, so that another process can join it.
+
+        Its uploads remain until a gc revokes it.
+        """
         self._pulse.stop()
 
     def _remove_files(self) -> None:
@@ -195,7 +207,9 @@ class Transaction:
 
 @dataclass(frozen=True)
 class OpenTransaction:
-    """A transaction without a record in commits/. ``signs``: the highest number of a sign of life, 0 for none.
+    """A transaction without a record in commits/.
+
+    ``signs``: the number of its last sign of life, or 0 if there is none.
 
     ``began``: None if its file cannot be read.
     """
@@ -214,11 +228,12 @@ def begin(
     seen: int | None = None,
     seconds: float = SIGN_OF_LIFE_SECONDS,
 ) -> Transaction:
-    """Begin a transaction. Call it before the listing of live commits, and before any upload; see `begin_save`.
+    """Begin a transaction. Call this before you list live commits, and before any upload. See `begin_save`.
 
-    ``after``: ids that must sort before the new one. ``seen``: the number of an announcement of the run; ``after``
-    covers all that were announced up to it. ``seconds``: between signs of life. Raises `InvalidInput`,
-    `StorageError`, and `Unsupported`, also if this version does not know a requirement of the store on writers.
+    ``after``: ids that must sort before the new one. ``seen``: the number of an announcement of the run. ``after``
+    covers all transactions that were announced up to it. ``seconds``: the interval between signs of life. Raises
+    `InvalidInput`, `StorageError`, and `Unsupported`. `Unsupported` includes the case that this version does not know
+    one of the store's requirements on writers.
     """
     repo.declare_mirror()
     txid = repo.new_txid(run, step, after)
@@ -232,18 +247,19 @@ def begin_save(
 ) -> tuple[Transaction, Commit | None, list[Commit]]:
     """Begin a save. Return its transaction, the parent that it may reuse, and the visible commits that it replaces.
 
-    The order of the steps makes gc safe:
+    The order of these steps makes gc safe:
 
     1. Read the announcements of the run, and check that the step is free.
-    2. Note the number of the last announcement. The transaction claims to be later than all up to that one. Another
-       thread may read on meanwhile; a number that is too low is safe, one that is too high is not.
+    2. Note the number of the last announcement. The transaction claims to be later than all announcements up to it.
+       Meanwhile, another thread may read more announcements. A number that is too low is safe. A number that is too
+       high is not.
     3. Begin the transaction.
-    4. Find the newest live commit. A gc that begins later waits for the transaction, so it does not delete the
-       objects of a commit that is live now. A commit that was found before the transaction began may be purged, and
-       its blobs deleted.
+    4. Find the newest live commit. A gc that begins later waits for the transaction, so it does not delete the objects
+       of a commit that is now live. If a commit was found before the transaction began, it may be purged, and its
+       blobs may be deleted.
 
-    Creates the store if there is none. Raises `Conflict` if the step exists, unless ``overwrite`` is set; and as
-    `begin`.
+    Creates the store if it does not exist. Raises `Conflict` if the step exists, unless ``overwrite`` is set. Raises
+    the errors of `begin`.
     """
     is_new = not repo.exists() and repo.create()
     announced = look_at_all(repo, run)
@@ -252,7 +268,7 @@ def begin_save(
     replaced = at_step(repo, announced, run, step, is_visible, skip_doubtful=True)
     if replaced and not overwrite:
         raise Conflict(
-            f"{run}@{step} exists already ({replaced[-1].id}); save another step, or overwrite it "
+            f"{run}@{step} exists already ({replaced[-1].id}): save a different step, or overwrite it "
             "(overwrite=True, --overwrite)",
             checkpoints=(replaced[-1].id,),
         )
@@ -267,9 +283,9 @@ def begin_save(
 
 
 def _restored_announcements(repo: Repository, run: str) -> RunCache | None:
-    """Create or complete a store that shows no announcement of ``run``. Return the announcements if any were added.
+    """Create or complete a store that does not show any announcement of ``run``. Return them if any were added.
 
-    An emptied folder has no marker either, so no reader would find a save in it.
+    If the store's folder was emptied, the marker is missing too. Without it, no reader would find a save there.
     """
     known = repo.marker
     if repo.create(cell_bytes=known.cell_bytes, blob_bytes=known.blob_bytes):
@@ -281,11 +297,11 @@ def _restored_announcements(repo: Repository, run: str) -> RunCache | None:
 
 
 def join(repo: Repository, began: Began, *, seconds: float = SIGN_OF_LIFE_SECONDS) -> Transaction | None:
-    """Begin the transaction ``began``, or join it if another process has begun the copy of the same checkpoint.
+    """Begin the transaction ``began``, or join it if another process has begun to copy the same checkpoint.
 
-    Any number of processes may work in one transaction: they upload the same blobs under the same names, and one of
-    them commits. Returns None if the transaction has ended, or is another one. Raises `StorageError`, `Unsupported`
-    as `begin`.
+    Any number of processes may work in the same transaction. They upload the same blobs under the same names, and one
+    of them commits. Returns None if the transaction has ended, or is a different one. Raises `StorageError`, and
+    `Unsupported` in the same cases as `begin`.
     """
     repo.declare_mirror()
     key = transaction_key(began.txid)
@@ -300,13 +316,13 @@ def join(repo: Repository, began: Began, *, seconds: float = SIGN_OF_LIFE_SECOND
     if repo.storage.size(commit_key(began.txid)) is None:
         return _allowed(repo, Transaction(repo, began, seconds=seconds, joined=joined))
     if joined is None:
-        with suppress(StorageError):  # it had ended before, so this file is of no use; gc removes it too
+        with suppress(StorageError):  # the transaction had ended, so this file is useless; gc would also remove it
             repo.storage.delete(key)
     return None
 
 
 def _allowed(repo: Repository, transaction: Transaction) -> Transaction:
-    """Check that this version may write. A process that sets a requirement waits until open transactions end."""
+    """Check that this version may write. A process that sets a requirement waits until all open transactions end."""
     try:
         transaction.settings = check_requirements(repo)
     except CasckptError as error:
@@ -324,9 +340,9 @@ def _last_sign(repo: Repository, txid: TxId) -> int:
 
 
 def open_transactions(repo: Repository, closed: Container[TxId]) -> list[OpenTransaction]:
-    """List the transactions that are not ``closed`` (have no record in commits/), oldest first.
+    """List the transactions that are not ``closed`` (without a record in commits/), oldest first.
 
-    The result may include a transaction that ended after ``closed`` was listed. Raises `StorageError`.
+    The result may include transactions that ended after ``closed`` was listed. Raises `StorageError`.
     """
     signs: dict[TxId, int] = {}
     for entry in repo.storage.list(PREFIX, known=parse_log):
@@ -345,9 +361,9 @@ def _began(repo: Repository, txid: TxId) -> Began | None:
 
 
 def has_died(repo: Repository, transaction: OpenTransaction) -> bool:
-    """Return whether the process that began an open transaction and the last one that joined it are provably dead.
+    """Return whether the process that began an open transaction, and the last that joined it, are provably dead.
 
-    False in case of doubt. Raises `StorageError`.
+    Return False in case of doubt. Raises `StorageError`.
     """
     if transaction.began is None or not is_dead(transaction.began.process):
         return False
@@ -361,9 +377,9 @@ def has_died(repo: Repository, transaction: OpenTransaction) -> bool:
 
 
 def revoke(repo: Repository, txid: TxId, reason: str) -> bool:
-    """Revoke a transaction: create commits/<txid> as `revoked`. False if it already has a record.
+    """Revoke a transaction: create commits/<txid> as `revoked`. Return False if it already has a record.
 
-    Safe at any time: at worst a live save fails and is repeated. Raises `StorageError`.
+    This is safe at any time. In the worst case, a live save fails and is retried. Raises `StorageError`.
     """
     record = records.RevokedRecord(txid=txid, time=repo.clock(), reason=reason[:MAX_REASON_CHARACTERS])
     try:
@@ -374,7 +390,7 @@ def revoke(repo: Repository, txid: TxId, reason: str) -> bool:
 
 
 def remove_closed(repo: Repository, closed: Container[TxId]) -> int:
-    """Remove the files of ``closed`` transactions (those with a record in commits/). Return the number of files.
+    """Remove the files of ``closed`` transactions (with a record in commits/). Return the number of removed files.
 
     Raises `StorageError`.
     """

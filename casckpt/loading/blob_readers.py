@@ -1,4 +1,4 @@
-"""The blobs of a load. Each blob is opened once, in the cache of this host or in the store."""
+"""The blobs of a load. Each blob is opened once, from this host's cache or from the store."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ T = TypeVar("T")
 
 
 class BlobReader:
-    """One blob of a load. The first thread that reads it opens it, in the cache of this host or in the store."""
+    """One blob of a load. The first thread that reads it opens it, from this host's cache or from the store."""
 
     def __init__(self, repo: Repository, ref: BlobRef, *, shared: bool, keep: bool, cached: bool = True) -> None:
-        """``keep``: copy it into the cache of this host. ``cached``: it may be there."""
+        """``keep``: whether to copy the blob into this host's cache. ``cached``: whether it may already be there."""
         self.ref = ref
-        self.left = 0  # batches
+        self.left = 0  # the number of batches that remain
         self.shared = shared
         self._repo, self._keep = repo, keep
         self._cached = cached
@@ -35,7 +35,7 @@ class BlobReader:
         self._opened = ExitStack()
 
     def reader(self) -> Reader:
-        """Return the open reader; open it first if needed. Raises NotFound, StorageError."""
+        """Return the open reader. Open it first if necessary. Raises NotFound, StorageError."""
         with self._lock:
             if self._current is None:
                 self._current = self._open()
@@ -54,7 +54,7 @@ class BlobReader:
         repo = self._repo
         try:
             here = not self._keep or repo.blob_cache.keep(repo.storage, self.ref)
-        except BlobDamaged:  # the cells that this load reads may still be right
+        except BlobDamaged:  # the cells that this load reads may still be correct
             return None
         return repo.blob_cache.open(self.ref) if here else None
 
@@ -62,11 +62,11 @@ class BlobReader:
         """Return whether there is another reader to try, after ``reader`` gave wrong bytes."""
         with self._lock:
             if reader is not None and reader is not self._current:
-                return True  # another thread has replaced it already
+                return True  # another thread has already replaced it
             if not self._cached:
                 return False
             self._repo.blob_cache.drop(self.ref)
-            self._cached, self._current = False, None  # the old reader stays open, since other threads may use it
+            self._cached, self._current = False, None  # the old reader remains open, because other threads may use it
             return True
 
     def done(self) -> None:
@@ -82,10 +82,11 @@ class BlobReader:
 
 
 class BlobReaders:
-    """The blobs of a load. ``blob_at``: returns the blob with a number.
+    """The blobs of a load. ``blob_at``: returns the blob with a given number.
 
-    ``shared``: other processes here read the same blobs. ``stays``: whether the bytes that are read stay in the
-    page cache. A blob of which less than half is read does not stay there, because skipping the gaps costs more.
+    ``shared``: whether other processes on this host read the same blobs. ``stays``: whether the bytes that are read
+    remain in the page cache. A blob never remains there if less than half of it is read, because skipping the gaps
+    costs more.
     """
 
     def __init__(
@@ -113,18 +114,18 @@ class BlobReaders:
             self._slots[batch.blob].left += 1
 
     def is_in_memory(self, blob: int) -> bool:
-        """Return whether the page cache of this host holds a blob.
+        """Return whether this host's page cache holds a blob.
 
-        False if that is unknown or the blob cannot be opened.
+        Return False if this is unknown, or if the blob cannot be opened.
         """
         try:
             reader = self._slots[blob].reader()
-        except (NotFound, StorageError):  # the read will raise it
+        except (NotFound, StorageError):  # the read will raise the error
             return False
         return isinstance(reader, LocalReader) and reader.is_cached
 
     def is_shared(self, blob: int) -> bool:
-        """Return whether a blob is always read through the page cache of this host."""
+        """Return whether a blob is always read through this host's page cache."""
         return self._slots[blob].shared
 
     @contextmanager
@@ -136,7 +137,7 @@ class BlobReaders:
             self.skip(blob)
 
     def close(self) -> None:
-        """Close the blobs that a failure left open."""
+        """Close the blobs that are still open after a failure."""
         for slot in self._slots.values():
             slot.close()
 

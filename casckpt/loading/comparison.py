@@ -1,7 +1,8 @@
-"""Compares a state in memory with a checkpoint: which tensors differ, on which ranks, and where.
+"""Compares a state in memory with a checkpoint. Reports which tensors differ, on which ranks, and where.
 
-Each rank cuts its tensors along the cells of the checkpoint and hashes them. It reads stored bytes only if a digest
-differs or it holds only part of a cell. So a comparison finds corrupted memory without a second copy of the state.
+Each rank divides its tensors into the cells of the checkpoint, and hashes them. It reads stored bytes only if a digest
+differs, or if it holds only part of a cell. Therefore, a comparison finds corrupted memory without a second copy of
+the state.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from casckpt.tensors.gpu import wait_for_gpus
 from casckpt.tensors.state import flatten
 
 _LOT_BYTES = 8 << 20
-_PLACES = 8  # reported places for each tensor and rank
+_PLACES = 8  # the maximum number of locations that are reported for each tensor and rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,9 @@ class Differs:
     """A tensor that differs between ``rank`` and the checkpoint.
 
     ``what``: "bytes", "dtype", "shape", or "missing" if the checkpoint lacks it. For "bytes", ``elements`` is the
-    number of elements that differ, and ``first`` the index of the first one. ``where`` has the first places as text:
-    each is a box of the tensor and a range of elements in it, in row-major order, whose first and last element differ.
+    number of elements that differ, and ``first`` is the index of the first of them. ``where`` describes the first few
+    locations as strings. Each is a box of the tensor, and a range of elements in it, in row-major order. The first and
+    the last element of the range differ.
     """
 
     key: str
@@ -56,23 +58,23 @@ class Differs:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The differences, by rank. ``bytes``: the bytes that were compared, on all ranks together."""
+    """The differences, by rank. ``bytes``: the total number of bytes that all ranks compared."""
 
     differs: tuple[Differs, ...]
     bytes: int
 
     @property
     def is_same(self) -> bool:
-        """Whether all tensors of the state equal those of the checkpoint."""
+        """Whether all tensors of the state are equal to those of the checkpoint."""
         return not self.differs
 
 
 def compare_together(
     repo: Repository, ranks: Ranks, state: Mapping[Any, Any], ref: str | Checkpoint, resolve: Callable[[], Commit]
 ) -> Comparison:
-    """Compare the tensors that each rank holds. Every rank of ``ranks`` calls it, and all get the same answer.
+    """Compare the tensors that each rank holds. Every rank of ``ranks`` must call this. All receive the same answer.
 
-    Raises the errors of a load, and InvalidInput for a state that is not a mapping, on all ranks.
+    Raises the errors of a load, and InvalidInput if the state is not a mapping. All ranks raise the error.
     """
 
     def find(given: Sequence[str]) -> list[tuple[Commit, StoreIdentity]]:
@@ -118,7 +120,7 @@ def _compare(
 
 
 class _Unequal(NamedTuple):
-    """A range whose first and last elements differ. ``elements``: the number of elements in it that differ."""
+    """A range whose first and last elements differ. ``elements``: how many of its elements differ."""
 
     source: int
     region: Region
@@ -126,7 +128,10 @@ class _Unequal(NamedTuple):
 
 
 def _doubtful(cells: Sequence[Cell], progress: Progress) -> list[Cell]:
-    """Return the cells with another digest in the checkpoint, or without one because it is cut otherwise."""
+    """Return the cells that have a different digest, or no digest, in the checkpoint.
+
+    They have none if it is divided differently.
+    """
     doubtful: set[int] = set()
 
     def hash_all(lot: Sequence[tuple[int, Cell]]) -> None:
@@ -160,7 +165,7 @@ def _unequal(
 
 
 def _places(here: memoryview, stored: memoryview, itemsize: int) -> npt.NDArray[np.intp]:
-    """Return the numbers of the elements that differ in any bit."""
+    """Return the indices of the elements that differ in any bit."""
     one, other = (np.frombuffer(data, np.uint8).reshape(-1, itemsize) for data in (here, stored))
     return np.flatnonzero((one != other).any(axis=1))
 

@@ -1,4 +1,4 @@
-"""Errors of a load for bytes that are missing or wrong."""
+"""The errors that a load raises for missing or wrong bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from casckpt.repository.repository import Repository
 
 
 class Lost(Exception):
-    """Bytes of a blob are missing or wrong, and the tensor ``key`` needs them."""
+    """Raised if bytes of a blob are missing or wrong, and the tensor ``key`` needs them."""
 
     def __init__(self, ref: BlobRef, key: str, why: str) -> None:
         super().__init__(why)
@@ -21,9 +21,9 @@ class Lost(Exception):
 
 
 def damaged_error(repo: Repository, manifest: Manifest, ref: BlobRef, key: str, why: str) -> CasckptError:
-    """Return the error for missing or wrong bytes: Damaged, or Gone if the checkpoint was purged meanwhile."""
+    """Return the error for missing or wrong bytes: Damaged, or Gone if the checkpoint was purged in the meantime."""
     commits = list_commits(repo)
-    head = manifest.head.digest  # other commits with the same id may use other blobs
+    head = manifest.head.digest  # other commits with the same id may use different blobs
     same = [c for c in commits.commits.values() if c.last != "revoked" and c.committed.head == head]
     name = f"{manifest.body.run}@{manifest.body.step}"
     if same and not any(commit.live for commit in same):
@@ -31,8 +31,9 @@ def damaged_error(repo: Repository, manifest: Manifest, ref: BlobRef, key: str, 
     users = list(checkpoints_using(repo, commits, ref))
     listed = ", ".join(map(str, users[:8])) + (", ..." if len(users) > 8 else "")
     return Damaged(
-        f"blob {ref.hash} is damaged: {why}. Tensor {key!r} of {name} needs it, and so do the checkpoints {listed}. "
-        "The target of the load is undefined now. Run `casckpt verify`, then `casckpt repair`, on the store",
+        f"blob {ref.hash} is damaged: {why}. Tensor {key!r} of {name} needs it, "
+        f"and so do these checkpoints: {listed}. The contents of the load's target are now undefined. "
+        "Run `casckpt verify`, then `casckpt repair`, on the store",
         key=key,
         blob=ref.hash,
         checkpoints=tuple(commit.id for commit in users),
@@ -40,7 +41,7 @@ def damaged_error(repo: Repository, manifest: Manifest, ref: BlobRef, key: str, 
 
 
 def checkpoints_using(repo: Repository, commits: CommitList, ref: BlobRef) -> Iterator[Commit]:
-    """Yield the live checkpoints that name a blob, except those whose manifest cannot be read."""
+    """Yield the live checkpoints that refer to a blob. Skip those whose manifest cannot be read."""
     for commit in commits.live():
         try:
             if any((uploader, name) == (ref.uploader, ref.hash) for uploader, name, _ in blobs_of(repo, commit)):

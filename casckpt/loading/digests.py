@@ -1,4 +1,4 @@
-"""Digests of tensors: BLAKE3 of the bytes in row-major order, however the tensor was saved."""
+"""Tensor digests: the BLAKE3 hash of the bytes in row-major order. It does not depend on how the tensor was saved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from casckpt.repository.repository import Repository
 
 
 def digests_of(repo: Repository, commit: Commit, keys: Sequence[str] | None, progress: Progress) -> dict[str, str]:
-    """Return the digests of a checkpoint's tensors by key. Raises MissingKey, and the errors of `tensor_digests`."""
+    """Return the digests of a checkpoint's tensors, by key. Raises MissingKey, and the errors of `tensor_digests`."""
     patterns = usable_patterns(keys)
 
     def compute(_: Commit, manifest: Manifest) -> dict[str, str]:
@@ -33,10 +33,11 @@ def digests_of(repo: Repository, commit: Commit, keys: Sequence[str] | None, pro
 def tensor_digests(
     repo: Repository, manifest: Manifest, entries: Sequence[Entry], progress: Progress
 ) -> dict[int, str]:
-    """Return the digests of entries, 64 hex digits each, by number of the entry.
+    """Return the digests of entries, by entry number. Each digest has 64 hex digits.
 
-    The catalogue keeps digests that were computed before, also for other checkpoints with the same cells. The other
-    entries are read and verified. A thinned entry without a known digest is left out. Raises Damaged, StorageError.
+    The catalogue keeps digests that were computed before. They also apply to other checkpoints with the same cells.
+    Entries without such a digest are read and verified. A thinned entry is omitted if its digest is not known. Raises
+    Damaged, StorageError.
     """
     manifest.ready([entry.number for entry in entries], ())
     known = {entry.number: _known(repo, manifest, entry) for entry in entries}
@@ -49,7 +50,7 @@ def tensor_digests(
 
 
 def _known(repo: Repository, manifest: Manifest, entry: Entry) -> str | None:
-    """Return the digest of an entry that has at most one cell, or whose digest is in the catalogue."""
+    """Return the digest of an entry if it has at most one cell, or if its digest is in the catalogue."""
     digests = b"".join(extent.digests for extent in manifest.cells(entry).extents)
     if len(digests) <= DIGEST_BYTES:
         return digests.hex() or hex_digest(b"")
@@ -58,7 +59,7 @@ def _known(repo: Repository, manifest: Manifest, entry: Entry) -> str | None:
 
 
 def _name(manifest: Manifest, entry: Entry) -> str:
-    """Return the name of the note in the catalogue. Tensors with the same cells share it."""
+    """Return the name of the catalogue note. Tensors with the same cells share it."""
     form = f"{entry.shape} {entry.itemsize} {manifest.body.cell_bytes} "
     return f"digest/{hex_digest(form.encode() + bytes(manifest.raw_cells(entry)))}"
 

@@ -1,4 +1,4 @@
-"""Loads the entries of a mapping that was saved as one object into a mapping of a template."""
+"""Fills a mapping of a template with the entries of a mapping that was saved as one object."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _ATOMS: Final = frozenset((NoneType, bool, int, float, str, bytes))
 
 @dataclass(frozen=True)
 class Entries:
-    """A mapping of a template, ``target``, and the saved mapping, which ``decode`` returns.
+    """A template mapping, ``target``, and the saved mapping, which ``decode`` returns.
 
-    ``key``: in the template; ``name``: in the checkpoint. ``rename``: that of the load. ``lacking``: flat keys that
-    only the template has. ``unread``: flat keys that only the checkpoint has.
+    ``key``: the key of the mapping in the template. ``name``: its key in the checkpoint. ``rename``: the load's
+    ``rename``. ``lacking``: the flat keys that only the template has. ``unread``: the flat keys that only the
+    checkpoint has.
     """
 
     key: str
@@ -31,12 +32,15 @@ class Entries:
     unread: list[str] = field(default_factory=list)
 
     def compare(self, key: str, name: str, target: Any, saved: Any) -> None:
-        """Compare entries. ``key``: in the template; ``name``: in the checkpoint. Raises Mismatch, InvalidInput."""
+        """Compare the entries of ``key`` in the template and ``name`` in the checkpoint.
+
+        Raises Mismatch, InvalidInput.
+        """
         if not (isinstance(saved, Mapping) and isinstance(target, Mapping)):
             here, there = type(target).__name__, type(saved).__name__
             raise Mismatch(f"{key!r} is a {here} here, but a {there} in the checkpoint (key {name!r})", key=key)
         if not isinstance(target, MutableMapping):
-            raise InvalidInput(f"{key!r}: a {type(target).__qualname__} cannot be changed; give a dict", key=key)
+            raise InvalidInput(f"{key!r}: a {type(target).__qualname__} cannot be modified; pass a dict", key=key)
         for element, value in target.items():
             here, there = f"{key}.{element}", f"{name}.{element}"
             if (renamed := self.rename(here)) not in (here, there):
@@ -51,11 +55,11 @@ class Entries:
 
 
 def no_entry(key: str, renamed: str, mapping: str, name: str) -> InvalidInput:
-    """Return the error for a ``rename`` that maps a key of ``mapping`` to an entry of the single object ``name``."""
+    """Return the error for a ``rename`` that maps a key in ``mapping`` to an entry of the single object ``name``."""
     return InvalidInput(
-        f"rename gives {renamed!r} for {key!r}, but {name!r} is one object in the checkpoint, whose entries keep their "
-        f"names. Give the key of the mapping, as rename={{{re.escape(mapping)!r}: {name!r}}}, or get "
-        f"the entries by store.read(ref, keys=[{name!r}])",
+        f"rename returns {renamed!r} for {key!r}, but {name!r} is a single object in the checkpoint, and its "
+        f"entries keep their names. Map the whole mapping, with rename={{{re.escape(mapping)!r}: {name!r}}}, or read "
+        f"the entries with store.read(ref, keys=[{name!r}])",
         key=key,
     )
 

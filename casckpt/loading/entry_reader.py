@@ -1,7 +1,9 @@
-"""Reads regions of entries into destinations. If bytes are missing or wrong, it reads the rest from another commit.
+"""Reads regions of entries into destinations.
 
-A unit with several destinations is read once. Reads of one blob are merged. Another commit of the same checkpoint may
-have its cells in other blobs.
+If bytes are missing or wrong, it reads the rest from a different commit.
+
+A unit with several destinations is read once. Reads of one blob are merged. A different commit of the same checkpoint
+may have its cells in different blobs.
 """
 
 from __future__ import annotations
@@ -50,19 +52,21 @@ from casckpt.tensors import gpu
 from casckpt.tensors.memory import Destination, note_writes
 
 _BATCH_BYTES = 8 << 20
-_SCRATCH_BYTES = 2 << 20  # for data that is copied again, so that it is read, hashed and copied within a core's cache
-_WORTH_PINNING = 16 << 20  # bytes that go to a GPU
-_AHEAD = 4  # more threads than compute, where reads wait for a disk, so that the next reads are in flight
-_ALWAYS = 64 << 20  # below this, the free memory is not queried, which takes longer than a tiny load
-_PLENTY = 4  # if this many times the bytes read are free, they stay in the page cache
+_SCRATCH_BYTES = (
+    2 << 20
+)  # for data that is copied afterwards, so that it is read, hashed and copied within a core's cache
+_WORTH_PINNING = 16 << 20  # the number of bytes for a GPU
+_AHEAD = 4  # extra threads that keep the next reads in flight when reads wait for a disk
+_ALWAYS = 64 << 20  # below this size, free memory is not queried, because the query takes longer than a tiny load
+_PLENTY = 4  # the bytes remain in the page cache if this multiple of them is free
 
 log = logging.getLogger(__name__)
 
 
 class RegionRequest(NamedTuple):
-    """An entry of the manifest, by number, and a destination for it. ``table``: its extents, if known.
+    """The number of a manifest entry, and a destination for the entry. ``table``: its extents, if they are known.
 
-    ``is_new``: the destination holds nothing yet.
+    ``is_new``: whether the destination is still empty.
     """
 
     entry: int
@@ -73,10 +77,10 @@ class RegionRequest(NamedTuple):
 
 @dataclass
 class EntryReader:
-    """The reads of one load, on one of ``ranks`` ranks, of which ``ranks_here`` share this host.
+    """The reads of one load on one of ``ranks`` ranks. ``ranks_here`` of them run on this host.
 
-    ``shared``: other processes will read the same bytes soon, so always read through the page cache. ``decoded``:
-    if given, keeps the frames that were decoded with a base.
+    ``shared``: other processes will read the same bytes soon, so all reads go through the page cache. ``decoded``: if
+    it is set, it receives the frames that were decoded against a base.
     """
 
     repo: Repository
@@ -97,12 +101,12 @@ class EntryReader:
     def fill(self, wants: Sequence[RegionRequest], done: Set[FilledRange] = frozenset()) -> None:
         """Fill all destinations, except for the ranges in ``done``.
 
-        Raises Damaged, naming the key and the blob; Gone if the checkpoint was purged meanwhile.
+        Raises Damaged, with the key and the blob, and Gone if the checkpoint was purged in the meantime.
         """
         self._run(wants, done, frozenset())
 
     def _run(self, wants: Sequence[RegionRequest], done: Set[FilledRange], tried: Set[str]) -> None:
-        """Read all except ``done``: the ranges that are filled already, from manifests with the heads ``tried``."""
+        """Read everything except the ranges in ``done``. They were filled from manifests with the heads ``tried``."""
         finished: list[Batch[PlannedRead]] = []
         tried |= {self.manifest.head.digest}
         try:
@@ -114,13 +118,13 @@ class EntryReader:
                 raise damaged_error(self.repo, self.manifest, error.ref, error.key, str(error)) from error.__cause__
             if other is None:
                 raise
-            log.info("%s; the load continues from another commit of %s", error, self.manifest.id)
+            log.info("%s; the load continues with a different commit of %s", error, self.manifest.id)
         takers = (taker for batch in finished for _, _, item in batch.items for taker in item.takers)
         left = [want._replace(table=None) for want in wants]
         replace(self, manifest=other)._run(left, done | {part(taker.sink, taker.unit) for taker in takers}, tried)
 
     def _other(self, tried: Set[str]) -> Manifest | None:
-        """Return the manifest of another commit of the checkpoint, whose cells are in other blobs."""
+        """Return the manifest of a different commit of the checkpoint. Its cells are in different blobs."""
         for commit in others(self.repo, self.manifest.id, tried):
             with suppress(Gone, Damaged, Refused):
                 return get(self.repo, commit)
@@ -141,7 +145,7 @@ class EntryReader:
         if is_first:
             self.progress.expect(reads.plain)
         total = sum(batch.nbytes for batch in reads.every)
-        # ranks that want more than their part want the same bytes, and the page cache of a host serves all of them
+        # ranks that read more than their part read the same bytes, so the host's page cache can serve all of them
         together = self.ranks > 1 and 2 * total * self.ranks > 3 * sum(self.manifest.blob_sizes)
         stays, blob_at = cache(partial(self._stays_in_memory, total)), self.manifest.blob
         slots = BlobReaders(self.repo, blob_at, reads.every, shared=self.shared or together, stays=stays)
@@ -150,19 +154,17 @@ class EntryReader:
         pinned = total > _WORTH_PINNING and any(want.sink.on_gpu for want in wants)
         nbytes = reads.most + reads.room
         pool = gpu.PINNED.pool(threads, nbytes) if pinned else closing(BufferPool(threads, nbytes))
-        turns = (
-            self.turns if threads > self._cores else nullcontext()
-        )  # with a core for each thread no turns are needed
+        turns = self.turns if threads > self._cores else nullcontext()  # turns are not needed if each thread has a core
         with closing(slots), pool as scratches:
             transfer = Transfer(self.repo, self.manifest, slots, scratches, turns, self.progress, finished, self.verify)
             try:
                 with collector_paused() if threads == 1 else nullcontext():
                     run_all(transfer.run_all, tasks, threads)
-            finally:  # also after a failure: no copy may still run when this call returns
+            finally:  # even after a failure, because no copy may still be running when this call returns
                 gpu.wait_for_copies(tensor for want in wants for tensor in want.sink.written)
 
     def _in_order(self, tasks: Sequence[Task], slots: BlobReaders) -> tuple[Sequence[Sequence[Task]], int]:
-        """Return the tasks that one thread does in order, and the number of threads."""
+        """Return the lists of tasks that one thread runs in order, and the number of threads."""
         traits, each = self.repo.storage.traits, [[task] for task in tasks]
         if traits.remote:
             return each, traits.parallel
@@ -172,15 +174,18 @@ class EntryReader:
             return each, threads
         first = tasks[0].batch.blob
         if slots.is_in_memory(first):
-            return each, min(threads, usable_cores(self.ranks_here))  # reads wait for nothing else
+            return each, min(threads, usable_cores(self.ranks_here))  # reads never wait for a disk
         if not slots.is_shared(first):
             return each, threads + _AHEAD
-        # if one thread reads a file in order, the kernel reads ahead and fills its cache in large pieces
+        # if a single thread reads a file in order, the kernel reads ahead and fills its cache in large pieces
         by_blob = groupby(tasks, key=lambda task: task.batch.blob)
         return [list(group) for _, group in by_blob], threads + _AHEAD // 2
 
     def _stays_in_memory(self, nbytes: int) -> bool:
-        """Return whether these bytes, and those of other ranks here, stay in the page cache for the next load."""
+        """Return whether this host's reads remain in its page cache for the next load.
+
+        ``nbytes``: the bytes of one rank.
+        """
         wanted, most = self.repo.storage.traits.page_cache, _PLENTY * nbytes * self.ranks_here
         return (most <= _ALWAYS or most <= headroom()) if wanted is None else wanted
 
@@ -191,7 +196,7 @@ class EntryReader:
 
     @cached_property
     def _cores(self) -> int:
-        """The number of threads that may compute at a time."""
+        """The number of threads that may compute at the same time."""
         return min(self.threads, usable_cores(self.ranks_here))
 
     def blobs(self, wants: Sequence[RegionRequest]) -> list[BlobRef]:
@@ -206,7 +211,7 @@ class EntryReader:
         return plan_lots(items, self.repo.storage.traits, most=_BATCH_BYTES, scratch=scratch)
 
     def _items(self, wants: Sequence[RegionRequest], done: Set[FilledRange]) -> Iterable[PlannedRead]:
-        """Yield one read for each distinct range of bytes that is not ``done``."""
+        """Return one read for each distinct byte range that is not ``done``."""
         items: dict[Hashable, PlannedRead] = {}
         entries = self.manifest.entries
         for number, sink, given, _ in wants:

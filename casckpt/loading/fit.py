@@ -1,4 +1,4 @@
-"""Compares the names of a model's tensors with those of a checkpoint, and finds which tensors a load fills.
+"""Compares the tensor names of a model with those of a checkpoint, and determines which tensors a load fills.
 
 Front ends that fill tensors by name call these functions before they change anything.
 """
@@ -28,27 +28,27 @@ Shapes: TypeAlias = Mapping[str, Shape]
 """Global shapes, by key."""
 
 PACKED = ".quant_state.bitsandbytes__"
-"""Part of the keys of values that a Linear4bit of bitsandbytes creates again for each state_dict."""
+"""Part of the key of each value that a Linear4bit of bitsandbytes recreates for every state_dict."""
 _CONTAINERS = frozenset(("model", "module", "state_dict", "model_state_dict", "base_model"))
-"""The first parts of model names in a container or wrapper."""
+"""The parts with which a model's names begin if it is in a container or wrapper."""
 _WRAPPERS = frozenset((
     "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer", "original_module",
     "modules_to_save",
 ))  # fmt: skip
 _REPLACED = frozenset(("base_layer", "original_module", "modules_to_save"))  # the names that PEFT adds
 _SHARE = 10
-"""The share of tensors with other names in the checkpoint above which a load raises."""
+"""A load raises if more than 1/10 of the tensors have different names in the checkpoint."""
 _SHOWN = 3
 _LOGGED: set[tuple[str, str, int]] = set()
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The tensors of a template that a checkpoint fills, by key.
+    """The template tensors that a checkpoint fills, by key.
 
-    ``filled``: the key in the checkpoint for each filled tensor, which includes tensors that share memory with one.
-    ``unfilled``: tensors that stay as they are. ``misfits``: tensors with another shape in the checkpoint, for
-    which the load raises.
+    ``filled``: the checkpoint key of each filled tensor. Tensors that share memory with a filled tensor count as
+    filled. ``unfilled``: the tensors that remain unchanged. ``misfits``: the tensors with a different shape in the
+    checkpoint. The load raises an error for them.
     """
 
     filled: Mapping[str, str] = field(default_factory=dict)
@@ -67,18 +67,18 @@ class Fit:
 
 
 def merged(fits: Sequence[Fit]) -> Fit:
-    """Return the fit of all ranks: a tensor is filled if any rank fills it."""
+    """Return the combined fit of all ranks. A tensor is filled if any rank fills it."""
     filled = {key: name for fit in fits for key, name in fit.filled.items()}
     unfilled = {key: shape for fit in fits for key, shape in fit.unfilled.items() if key not in filled}
     return Fit(filled, unfilled, frozenset[str]().union(*(fit.misfits for fit in fits)))
 
 
 def check_fit(fit: Fit, saved: Shapes, where: str, rename: Rename = None, way: str = "give") -> str | None:
-    """Return a log message about the tensors that stay unfilled; None if there are none.
+    """Return a log message about the tensors that remain unfilled, or None if there are none.
 
-    ``saved``: the tensors to read from. ``way``: how the caller passes a ``rename``. Raises MissingKey if nothing
-    would be filled, or if more than a tenth of the tensors have other names in the checkpoint; Mismatch for
-    adapters in a checkpoint if the model has none.
+    ``saved``: the tensors of the checkpoint. ``way``: how the caller passes a ``rename``. Raises MissingKey if nothing
+    would be filled, or if more than a tenth of the tensors have different names in the checkpoint. Raises Mismatch if
+    the checkpoint has adapters and the model does not.
     """
     if not fit.unfilled:
         return None
@@ -93,33 +93,39 @@ def check_fit(fit: Fit, saved: Shapes, where: str, rename: Rename = None, way: s
     hint = rename_hint(pairs, fit.filled, rename, way)
     if len(pairs) * _SHARE > fit.count or not (fit.filled or fit.misfits):
         raise MissingKey(
-            f"this load would fill {filled}: it {lost}, and has {there or 'no others'}. "
-            f'{hint or f"Choose another checkpoint, or {way} rename="}; unread="ignore" leaves them as they are',
+            f"this load would fill {filled}: the checkpoint {lost}, and has {there or 'no other tensors'}. "
+            f'{hint or f"Choose a different checkpoint, or {way} rename="}; unread="ignore" leaves them unchanged',
             keys=tuple(fit.unfilled),
         )
     return f"filled {filled}; left unchanged: {lacking}." + (f" {hint}" if hint else "")
 
 
 def _why_unfilled(unfilled: Shapes, saved: Shapes) -> str:
-    """Describe which keys a checkpoint lacks, and which have another shape or dtype."""
+    """Describe which keys a checkpoint lacks, and which have a different shape or dtype."""
     lacking, other = ([key for key in unfilled if (key in saved) is there] for there in (False, True))
     said = [f"lacks {listed(lacking, _SHOWN)}"] if lacking else []
-    return " and ".join([*said, *([f"has {listed(other, _SHOWN)} with another shape or dtype"] if other else [])])
+    return " and ".join([*said, *([f"has {listed(other, _SHOWN)} with a different shape or dtype"] if other else [])])
 
 
 def check_no_adapters(names: Sequence[str], where: str) -> None:
-    """Raise Mismatch for the adapter tensors ``names`` of a checkpoint. Call it if the model has no adapters."""
+    """Raise Mismatch for the adapter tensors ``names`` of a checkpoint.
+
+    Call this if the model does not have adapters.
+    """
     if names:
         raise Mismatch(
-            f"{where} has the adapter tensors {listed(names, _SHOWN)}, and this model has no adapters. Put adapters "
-            "into it first (peft.get_peft_model, PeftModel), or save the model after merge_and_unload(); "
+            f"{where} has the adapter tensors {listed(names, _SHOWN)}, but this model has no adapters. Add adapters "
+            "to it first (peft.get_peft_model, PeftModel), or save the model after merge_and_unload(); "
             'unread="ignore" leaves them out',
             keys=tuple(names),
         )
 
 
 def log_once(checkpoint: str, said: str | None, keys: Collection[str], level: int = logging.WARNING) -> None:
-    """Log the message ``said``, if any, once for each ``checkpoint`` (an id) and model, identified by some ``keys``."""
+    """Log the message ``said`` unless it is None, once per checkpoint and model.
+
+    ``keys``: some keys that identify the model.
+    """
     if said is not None and (told := (checkpoint, said, hash(tuple(keys)))) not in _LOGGED:
         _LOGGED.add(told)
         log.log(level, "%s", said)
@@ -129,18 +135,18 @@ def log_once(checkpoint: str, said: str | None, keys: Collection[str], level: in
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a name is that of a tensor of a PEFT adapter."""
+    """Return whether a tensor name belongs to a PEFT adapter."""
     return any(part.startswith("lora_") or part == "modules_to_save" for part in name.split("."))
 
 
 def name_without_adapters(name: str) -> str:
-    """Return the name of a tensor before PEFT added adapters to the model."""
+    """Return the name that a tensor had before PEFT added adapters to the model."""
     parts = name.removeprefix("base_model.model.").split(".")
     return ".".join(_without(parts, _REPLACED))
 
 
 def plain(name: str) -> str:
-    """Return ``name`` without the parts that containers, wrappers and adapters add."""
+    """Return ``name`` without the parts that containers, wrappers and adapters add to it."""
     parts = name.split(".")
     kept = [part for at, part in enumerate(parts) if not (at and _names_adapter(parts, at, "lora_"))]
     kept = _without(kept, _WRAPPERS)
@@ -150,12 +156,12 @@ def plain(name: str) -> str:
 
 
 def _names_adapter(parts: Sequence[str], at: int, start: str) -> bool:
-    """Return whether a part is the user's name of an adapter, which PEFT puts after a part of its own."""
+    """Return whether a part is the user's name for an adapter. PEFT inserts this name after one of its own parts."""
     return parts[at - 1].startswith(start) and at < len(parts) - 1
 
 
 def _without(parts: Sequence[str], dropped: frozenset[str]) -> list[str]:
-    """Return the parts that are not ``dropped``. Keeps the last one. Drops the name of an adapter too."""
+    """Return the parts that are not in ``dropped``. Always keeps the last part. Also drops adapter names."""
     return [
         part
         for at, part in enumerate(parts)
@@ -164,19 +170,21 @@ def _without(parts: Sequence[str], dropped: frozenset[str]) -> list[str]:
 
 
 def missed_pairs(unfilled: Shapes, unread: Shapes) -> dict[str, str]:
-    """Return pairs of an unfilled key and an unread key of the same shape, if one name ends with the other at a dot.
+    """Pair unfilled keys with unread keys of the same shape if one name ends with the other, at a dot.
 
     Names are compared without the parts that `plain` removes. Each key is in at most one pair.
     """
     pairs = _ending(unfilled, unread)
     taken = set(pairs.values())
     left = {key: shape for key, shape in unfilled.items() if key not in pairs}
-    others = {name: unread[name] for name in sorted(unread) if name not in taken}  # this keeps equal models apart
+    others = {
+        name: unread[name] for name in sorted(unread) if name not in taken
+    }  # sorted, which keeps equal models apart
     return pairs | {key: name for name, key in _ending(others, left).items()}
 
 
 def _ending(longer: Shapes, shorter: Shapes) -> dict[str, str]:
-    """Return pairs of a key of ``longer`` and the key of ``shorter`` with which its name ends, by the longest end."""
+    """Pair each key of ``longer`` with the longest key of ``shorter`` with which its name ends."""
     by_name = grouped(shorter, lambda key: (plain(key), tuple(shorter[key])))
     pairs: dict[str, str] = {}
     for key, shape in longer.items():
@@ -191,31 +199,31 @@ def _ending(longer: Shapes, shorter: Shapes) -> dict[str, str]:
 
 
 def _common_parts(one: str, other: str) -> int:
-    """Return the number of equal parts at the ends of two names."""
+    """Return the number of parts that are equal at the ends of two names."""
     pairs = zip(reversed(one.split(".")), reversed(other.split(".")), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-# the rename that would load missed pairs
+# the rename that would load the missed pairs
 
 
 def rename_hint(pairs: Mapping[str, str], filled: Mapping[str, str], rename: Rename = None, way: str = "give") -> str:
-    """Describe the ``rename`` that fills ``pairs``; "" if there are none."""
+    """Describe the ``rename`` that fills ``pairs``. Return "" if there are no pairs."""
     if not pairs:
         return ""
     while isinstance(rename, Renaming):
         rename = rename.given
-    rules, more = rename_for(pairs, filled), " for these, beside what your own function does"
+    rules, more = rename_for(pairs, filled), " for these, in addition to what your own function does"
     if rename is None or isinstance(rename, Mapping):
         rules, more = rules | {old: new for old, new in (rename or {}).items() if old not in rules}, ""
-    return f"{len(pairs)} of them have other names there: {way} rename={rules!r}{more}"
+    return f"{len(pairs)} of them have different names there: {way} rename={rules!r}{more}"
 
 
 def rename_for(pairs: Mapping[str, str], filled: Mapping[str, str]) -> dict[str, str]:
     """Return regular expressions and replacements that map each key of ``pairs`` to its partner.
 
-    A rule replaces the start of names, and keeps numbers in it. Rules that would change names in ``filled`` are
-    left out. Keys without a rule are mapped one by one.
+    A rule replaces the start of a name, but keeps the numbers in it. Rules that would change names in ``filled`` are
+    omitted. Keys without a rule are mapped one by one.
     """
     found = sorted(dict.fromkeys(_rule(*pair) for pair in pairs.items()), key=lambda rule: -rule[0].count(r"\."))
     rules = {pattern: new for pattern, new in dict(found).items() if _spares(pattern, new, filled)}
@@ -231,7 +239,7 @@ def _spares(pattern: str, new: str, filled: Mapping[str, str]) -> bool:
 
 
 def _rule(key: str, name: str) -> tuple[str, str]:
-    """Return the rule that replaces the part before the longest common end of two names."""
+    """Return the rule that replaces everything before the longest common suffix of two names."""
     same = _common_parts(key, name)
     head, new = key.split(".")[: -same or None], name.split(".")[: -same or None]
     keeps = [part for part in head if part.isdecimal()] == [part for part in new if part.isdecimal()]
@@ -242,42 +250,45 @@ def _rule(key: str, name: str) -> tuple[str, str]:
     return f"{pattern}(.*)", rf"{replacement}\{next(groups)}"
 
 
-# contents of templates and checkpoints
+# the contents of templates and checkpoints
 
 
 def saved_shapes(manifest: Manifest) -> dict[str, Shape]:
-    """Return the shapes of the tensors of a checkpoint, without thinned ones."""
+    """Return the shapes of a checkpoint's tensors, except for thinned tensors."""
     return {key: entry.shape for key, entry in manifest.tensors.items() if not manifest.lacks(entry)}
 
 
 def shape_of(value: Any) -> Shape | None:
-    """Return the global shape of a tensor, a shard, or a list of shards; None for other values."""
+    """Return the global shape of a tensor, a shard, or a list of shards. Return None for other values."""
     one = value[0] if isinstance(value, list) and value else value
     shape = getattr(one, "global_shape", getattr(one, "shape", None))
     return None if shape is None else tuple(shape)
 
 
 def memory_of(value: Any) -> tuple[int, int]:
-    """Return a key for the memory of a tensor or shard on this rank; without memory, a key for the value."""
+    """Return a key for the memory of a tensor or shard on this rank.
+
+    If it has no memory, return a key for the value.
+    """
     tensor = value.data if isinstance(value, Shard) else value
     try:
         local = local_of(tensor)
         at, numel = local.data_ptr(), local.numel()
-    except (AttributeError, RuntimeError):  # no tensor, or one without memory of its own
+    except (AttributeError, RuntimeError):  # not a tensor, or a tensor without memory of its own
         return 0, id(value)
     return (at, numel) if at and numel else (0, id(value))
 
 
 def chosen(where: str, nested: Fit, bare: Fit) -> bool:
-    """Return whether the names at the top of a checkpoint (``bare``) fill more than those below "model" (``nested``).
+    """Return whether a checkpoint's top-level names (``bare``) fill more than its names below "model" (``nested``).
 
-    Raises InvalidInput if both fill equally many, from different keys.
+    Raises InvalidInput if both fill the same number of tensors, but from different keys.
     """
     if len(nested.filled) == len(bare.filled) and nested.filled != bare.filled:
         key = next(key for key, name in nested.filled.items() if bare.filled.get(key) != name)
         raise InvalidInput(
-            f"{where} has the names of this model twice: {nested.filled[key]!r}, and the same at its top. For those at "
-            'the top give rename={"model\\\\.(.*)": r"\\1"}; for those below "model" load by '
+            f"{where} has the names of this model twice: {nested.filled[key]!r}, and the same name at the top level. "
+            'To load those at the top, pass rename={"model\\\\.(.*)": r"\\1"}; to load those below "model", call '
             'store.load({"model": model.state_dict()}, ref)',
             key=key,
         )

@@ -1,4 +1,7 @@
-"""Frames in a load: they are read together and decoded. If a cell is wrong, its frames are decoded again."""
+"""The frames of a load. They are read together, and then decoded.
+
+If a cell is wrong, its frames are reread and decoded again.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,11 @@ from casckpt.tensors.memory import copy_bytes
 
 
 class Lot:
-    """The frames of cells that are decoded together. They stay in memory until the last of these cells is decoded.
+    """The frames of cells that are decoded together. They remain in memory until the last of these cells is decoded.
 
-    The first threads that need the frames read them, so no thread waits for a read that has not begun. ``frames``:
-    the reads of them. ``users``: the number of batches that need them. ``decoded``: if given, keeps the frames that
-    were used.
+    The first threads that need the frames read them, so no thread waits for a read that has not begun. ``frames``: the
+    reads of the frames. ``users``: the number of batches that need them. ``decoded``: if it is set, it receives the
+    frames that were used.
     """
 
     def __init__(
@@ -68,7 +71,10 @@ class Lot:
             self._changed.notify_all()
 
     def decode(self, item: PlannedRead, root: memoryview, into: memoryview) -> None:
-        """Decode a cell. ``root``: the stored bytes of its root, which may be ``into``. Raises InvalidInput."""
+        """Decode a cell. ``root``: the stored bytes of its root. It may be the same memory as ``into``.
+
+        Raises InvalidInput.
+        """
         if item.root.frame is not None:
             decode(root, into, None)
         elif root is not into:
@@ -92,9 +98,9 @@ class Lot:
 def decode_again(
     repo: Repository, manifest: Manifest, cell: StoredCell, key: str, *, what: str = "a cell"
 ) -> bytearray:
-    """Read and decode a cell and all its bases again, and compare each with its digest.
+    """Reread and decode a cell and all its bases. Compare each of them with its digest.
 
-    This corrects errors that are only in a cache. Raises `Lost` for the first cell that is wrong, StorageError.
+    This corrects errors that exist only in a cache. Raises `Lost` for the first wrong cell, and StorageError.
     """
     base, below = None, cell.base
     if below is not None:
@@ -116,5 +122,5 @@ def decode_again(
                 if isinstance(error, Refused):
                     why = f"its bytes {cell.offset} to {cell.offset + cell.stored}, {what}, are not what was written"
                     if cell.frame is not None:
-                        why += f", or no frame of it ({error}; `casckpt verify --decode` tells)"
+                        why += f", or are not a frame of it ({error}; run `casckpt verify --decode` to find out)"
                 raise Lost(slot.ref, key, why) from error

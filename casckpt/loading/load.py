@@ -1,6 +1,6 @@
-"""Loads into tensors that exist (`load_together`) or into new ones (`read`).
+"""Loads into existing tensors (`load_together`) or into new tensors (`read`).
 
-A load checks everything before it changes the first byte: missing keys, shapes, dtypes, holes.
+A load checks everything before it changes the first byte: missing keys, shapes, dtypes and holes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _QUICK_BYTES = 256 << 20  # a smaller checkpoint loads in well under a second
 
 @dataclass(frozen=True)
 class _ResolveRequest:
-    """The message that every rank sends first. ``names``: the manifests that it holds."""
+    """The first message of every rank. ``names``: the manifests that the rank holds."""
 
     ref: str
     host: str
@@ -52,9 +52,9 @@ class _ResolveRequest:
 
 @dataclass(frozen=True)
 class _ResolveAnswer:
-    """The answer of rank 0. ``manifest``: None if the rank holds it.
+    """The answer of rank 0. ``manifest``: None if the receiving rank already holds it.
 
-    ``ranks_here``: the number of ranks on its host.
+    ``ranks_here``: the number of ranks on the receiver's host.
     """
 
     commit: Commit
@@ -65,9 +65,9 @@ class _ResolveAnswer:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The result of a load. ``subtrees``: containers that no rank read, the same on all ranks.
+    """The result of a load. ``subtrees``: the containers that no rank read. They are the same on all ranks.
 
-    The rest is of this rank. ``frames``: the frames that an update decoded.
+    All other fields describe this rank. ``frames``: the frames that an update decoded.
     """
 
     commit: Commit
@@ -87,10 +87,10 @@ def load_together(
     *,
     resolve: Callable[[], Commit],
 ) -> Loaded:
-    """Fill the tensors of ``state`` in place and replace its other leaves. Every rank of ``ranks`` calls it.
+    """Fill the tensors of ``state`` in place, and replace its other leaves. Every rank of ``ranks`` must call this.
 
-    Rank 0 resolves the reference, and sends the manifest to the ranks that do not hold it. All ranks must pass the same
-    ``ref``. An error on any rank is raised on all of them, before anything changes on one.
+    Rank 0 resolves the reference, and sends the manifest to the ranks that do not hold it. All ranks must pass the
+    same ``ref``. If a check fails on any rank, all ranks raise the error, before anything changes on any of them.
     """
     answer, options = _resolved(repo, ranks, ref, options, resolve)
     with collector_paused() if answer.commit.committed.bytes_total < _QUICK_BYTES else nullcontext():
@@ -150,7 +150,7 @@ def _load(repo: Repository, ranks: Ranks, state: Any, answer: _ResolveAnswer, op
 def _resolved(
     repo: Repository, ranks: Ranks, ref: str | Checkpoint, options: LoadOptions, resolve: Callable[[], Commit]
 ) -> tuple[_ResolveAnswer, LoadOptions]:
-    """Resolve ``ref`` on rank 0, and send the answer to all ranks. Also returns the options of this rank."""
+    """Resolve ``ref`` on rank 0, and send the answer to all ranks. Return the answer, and this rank's options."""
 
     def hello() -> tuple[LoadOptions, _ResolveRequest]:
         checked = options.checked()
@@ -162,7 +162,7 @@ def _resolved(
         commit, manifest = manifests.use(repo, resolve(), lambda commit, manifest: (commit, manifest))
         home, name = StoreIdentity.of(repo), (commit.txid, commit.committed.head)
         on_host = Counter(request.host for request in requests)
-        answers = {}  # one object for all ranks with the same answer
+        answers = {}  # a single object for all ranks that receive the same answer
         for request in requests:
             known = name in request.names
             answers[request.host, known] = _ResolveAnswer(
@@ -179,7 +179,7 @@ def _resolved(
 def wanted_blobs(repo: Repository, manifest: Manifest, state: Any, options: LoadOptions) -> list[BlobRef]:
     """Return the blobs that a load into ``state`` reads.
 
-    Raises MissingKey, Mismatch or InvalidInput as the load does.
+    Raises MissingKey, Mismatch or InvalidInput in the same cases as the load.
     """
     template = Template(manifest, options)
     template.plan(repo, state)
@@ -189,7 +189,7 @@ def wanted_blobs(repo: Repository, manifest: Manifest, state: Any, options: Load
 def read(
     repo: Repository, commit: Commit, *, keys: Sequence[str] | None, device: torch.device, options: LoadOptions
 ) -> Any:
-    """Load new tensors on ``device`` and the other leaves, nested as saved. ``keys``: fnmatch patterns."""
+    """Load new tensors on ``device``, and the other leaves, in the saved structure. ``keys``: fnmatch patterns."""
     patterns = usable_patterns(keys)
     plan = manifests.use(repo, commit, lambda _, manifest: _plan_to_read(manifest, patterns, device, options))
     tree, values = plan.contents.tree, plan.run(repo)
@@ -211,7 +211,10 @@ def _plan_to_read(
 
 
 def values_at(repo: Repository, contents: Contents, keys: Sequence[str], options: LoadOptions) -> dict[str, Any]:
-    """Return the values at flat keys, of leaves or whole containers, in new tensors on the CPU. Raises MissingKey."""
+    """Return the values of leaves or whole containers, by flat key. Tensors are new, and on the CPU.
+
+    Raises MissingKey.
+    """
     plan = LoadPlan(contents, options)
     contents.ready(keys)
     for key in keys:
@@ -221,7 +224,7 @@ def values_at(repo: Repository, contents: Contents, keys: Sequence[str], options
 
 
 def _names(node: Node, path: Path) -> Iterator[str]:
-    """Yield the flat keys of all leaves, and of the containers that are empty."""
+    """Yield the flat keys of all leaves and of all empty containers."""
     if isinstance(node, int) or not node:
         yield join(path)
     else:

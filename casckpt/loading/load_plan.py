@@ -1,6 +1,6 @@
-"""The plan of a load: which bytes it reads, and for which leaf.
+"""The plan of a load: which bytes it reads for which leaf.
 
-Every leaf is checked when it is added, before any read.
+Every leaf is checked when it is added, before anything is read.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ from casckpt.tensors.state import LeafValue, inflate
 
 
 class LoadPlan:
-    """The reads of a load, leaf by leaf. Leaves are added and checked, then read, then built.
+    """The reads of a load, leaf by leaf. Leaves are first added and checked, then read, and finally built.
 
-    ``named``: the keys of the checkpoint that it reads. ``frames``: the frames that an update decoded, once it has
-    run.
+    ``named``: the checkpoint keys that it reads. ``frames``: the frames that an update decoded. They are set by `run`.
     """
 
     def __init__(self, contents: Contents, options: LoadOptions) -> None:
@@ -59,11 +58,14 @@ class LoadPlan:
 
     @property
     def replaced(self) -> list[str]:
-        """The keys of the template that get new values."""
+        """The template keys that receive new values."""
         return [*self._values, *self._objects, *self._below, *self._entries]
 
     def add(self, key: str, name: str, leaf: LeafValue) -> bool:
-        """Add a leaf of the template, ``key``, to be filled from ``name``. Return False if the checkpoint lacks it."""
+        """Add the template leaf ``key``, which is filled from ``name``.
+
+        Return False if the checkpoint lacks ``name``.
+        """
         entry = self.contents.tensors.get(name)
         stored = self.contents.objects.get(name)
         if entry is None and stored is None:
@@ -86,19 +88,19 @@ class LoadPlan:
         return True
 
     def fills(self, leaf: LeafValue) -> bool:
-        """Return whether the memory of a tensor is filled under another key, as with tied weights."""
+        """Return whether a tensor's memory is filled under a different key, as with tied weights."""
         if not leaf.is_tensor:
             return False
         try:
             local = local_tensor(leaf.key, leaf.value)
-        except InvalidInput:  # a kind of tensor that is never filled
+        except InvalidInput:  # a load never fills this kind of tensor
             return False
         return prod(local.shape) > 0 and all(self._tied.has(piece.data) for piece in local.pieces if piece.region.numel)
 
     def _add_container(self, key: str, name: str, leaf: LeafValue) -> bool:
-        """Add a leaf for a container of the checkpoint.
+        """Add a template leaf that receives a whole container of the checkpoint.
 
-        The load creates the whole container in place of None or a list.
+        The load creates the container, and replaces None or a list with it.
         """
         node = find(self.contents.tree, name)
         if node is None or isinstance(node, int):
@@ -118,7 +120,7 @@ class LoadPlan:
         if local.shape != entry.shape:
             raise Mismatch(
                 f"{key!r} has shape {list(local.shape)} here, but {list(entry.shape)} in the checkpoint "
-                f"(key {entry.key!r}); ignore_mismatched= leaves it as it is",
+                f"(key {entry.key!r}); ignore_mismatched= leaves it unchanged",
                 key=key,
             )
         if dtype_name(local.dtype) != entry.dtype:
@@ -128,14 +130,14 @@ class LoadPlan:
         for region, data in local.pieces:
             check_apart(key, data)
             if not covers(table, region):
-                raise Damaged(f"the checkpoint holds {key!r} only in part; {region} is not all there", key=key)
+                raise Damaged(f"the checkpoint holds only a part of {key!r}; {region} is incomplete", key=key)
             if region.lo < region.hi:
                 self._tied.add(Content(key, data, entry.number, entry.dtype, table, region))
                 destination = Destination(region, data, torch_dtype(entry.dtype), part_of)
                 self._wants.append(RegionRequest(entry.number, destination, table, is_new))
 
     def new_tensor(self, entry: Entry, device: torch.device) -> torch.Tensor:
-        """Make a tensor for a whole entry, which `run` fills. Raises Damaged if the extents have holes."""
+        """Create a tensor for a whole entry. `run` fills it. Raises Damaged if the extents have holes."""
         table = self.contents.extents(entry)
         data = new_empty(entry, device)
         if entry.numel:
@@ -145,12 +147,12 @@ class LoadPlan:
 
     def _add_object(self, key: str, stored: StoredObject) -> None:
         if stored.pickled and not self.options.allow_pickle:
-            refuse_pickle(key, self.contents.manifest.data(stored), stored.parts)  # before anything changes
+            refuse_pickle(key, self.contents.manifest.data(stored), stored.parts)  # raises before anything changes
         parts = [self.new_tensor(entry, torch.device("cpu")) for entry in self.contents.parts(stored)]
         self._objects[key] = (stored, parts)
 
     def new(self, key: str, device: torch.device) -> None:
-        """Add a leaf that is created: a tensor on ``device``, or an object."""
+        """Add a leaf that the load creates: a tensor on ``device``, or an object."""
         entry = self.contents.tensors.get(key)
         self.named.add(key)
         if entry is not None:
@@ -161,11 +163,11 @@ class LoadPlan:
             raise self.contents.lacks(key)
 
     def add_entries(self, key: str, name: str, target: Mapping[Any, Any], rename: Callable[[str], str]) -> Entries:
-        """Add a mapping of the template that is filled from one object, ``name``."""
+        """Add a template mapping that is filled from the single object ``name``."""
         self.named.add(name)
         stored = self.contents.objects[name]
         if stored.pickled and stored.parts:
-            raise Mismatch(f"{key!r} is a mapping here, but a pickle in the checkpoint; put None in its place", key=key)
+            raise Mismatch(f"{key!r} is a mapping here, but a pickle in the checkpoint: put None in its place", key=key)
         self._add_object(key, stored)
         decode = partial(self._decoded, key, *self._objects.pop(key))
         entries = self._entries[key] = Entries(key, name, target, decode, rename)
@@ -173,20 +175,23 @@ class LoadPlan:
         return entries
 
     def first_entry(self, name: str) -> str | None:
-        """Return the key of the first entry of a mapping that was saved as one object; None for other values."""
+        """Return the key of the first entry of a mapping that was saved as one object.
+
+        Return None for other values.
+        """
         stored = self.contents.objects.get(name)
         if stored is None or stored.pickled:
             return None
         parts = [new_empty(entry, torch.device("cpu")) for entry in self.contents.parts(stored)]
-        saved = self._decoded(name, stored, parts)  # for its keys
+        saved = self._decoded(name, stored, parts)  # only the keys are needed
         return join((name, next(iter(saved)))) if isinstance(saved, dict) and saved else None
 
     def check_shared(self, repo: Repository) -> None:
-        """Raise Mismatch for memory that would be filled twice, with different values. Changes nothing."""
+        """Raise Mismatch if any memory would be filled twice, with different values. This changes nothing."""
         self._tied.check(replace(self.reader(repo), progress=Progress(None, self.options.alive)))
 
     def run(self, repo: Repository) -> dict[str, Any]:
-        """Read everything. Return the new leaves by key of the template."""
+        """Read everything. Return the new leaves, by template key."""
         reader, options = self.reader(repo), self.options
         together, alone = self._tied.in_turns(self.wants())
         if options.updates:
@@ -214,7 +219,7 @@ class LoadPlan:
         for key, (node, name, below) in self._below.items():
             values[key] = below._inflated(node, name)
         saved = [entries.decode() for entries in self._entries.values()]
-        for (key, entries), mapping in zip(self._entries.items(), saved, strict=True):  # after all were decoded
+        for (key, entries), mapping in zip(self._entries.items(), saved, strict=True):  # after all entries were decoded
             fill_entries(entries.target, mapping)
             values[key] = entries.target
         return values

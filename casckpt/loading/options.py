@@ -1,4 +1,4 @@
-"""The arguments of a load: checked, and carried from the call to the plan."""
+"""The arguments of a load. They are checked, and passed from the call to the plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Unread: TypeAlias = Literal["warn", "ignore"]
 
 
 class ReadArguments(TypedDict, total=False):
-    """The keyword arguments that `Store.read`, which describes them, shares with `Store.load`."""
+    """The keyword arguments that `Store.read` shares with `Store.load`. See `Store.read`."""
 
     verify: bool
     allow_pickle: bool
@@ -29,7 +29,7 @@ class ReadArguments(TypedDict, total=False):
 
 
 class MatchArguments(TypedDict, total=False):
-    """The keyword arguments of `Store.load` that map keys of the template to keys of the checkpoint."""
+    """The keyword arguments of `Store.load` that map template keys to checkpoint keys."""
 
     strict: bool
     ignore_mismatched: Sequence[str] | None
@@ -37,14 +37,14 @@ class MatchArguments(TypedDict, total=False):
 
 
 class RankArguments(ReadArguments, total=False):
-    """The keyword arguments of `Store.read`, and those that say which ranks make the call together."""
+    """The keyword arguments of `Store.read`, and those that specify which ranks make the call together."""
 
     process_group: ProcessGroup | None
     no_dist: bool
 
 
 class FillArguments(MatchArguments, total=False):
-    """The keyword arguments that `Store.load` and `Store.update` have, but not `Store.read`."""
+    """The keyword arguments that `Store.load` and `Store.update` have, but `Store.read` does not."""
 
     unread: Unread
     cast: bool
@@ -52,11 +52,11 @@ class FillArguments(MatchArguments, total=False):
 
 
 class LoadArguments(RankArguments, FillArguments, total=False):
-    """The keyword arguments of `Store.load`, which describes them."""
+    """The keyword arguments of `Store.load`. It describes them."""
 
 
 class UpdateArguments(FillArguments, total=False):
-    """The keyword arguments of `Store.update`, which describes them."""
+    """The keyword arguments of `Store.update`. It describes them."""
 
     check: bool
     allow_pickle: bool
@@ -68,11 +68,11 @@ class UpdateArguments(FillArguments, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """The arguments of a load or update, with their defaults. Any other name is a TypeError.
+    """The arguments of a load or update, with their defaults. Any other argument raises TypeError.
 
-    ``meant``: keys whose unread content is not logged, because the caller leaves it out or reports it.
-    ``updates``: whether it is an update. ``rank``: this rank, of the ``ranks`` that load together. ``alive``: called
-    now and then during the reads.
+    ``meant``: keys whose unread contents are not logged, because the caller omits or reports them. ``updates``:
+    whether this is an update. ``rank``: the number of this rank among the ``ranks`` that load together. ``alive``:
+    called at intervals during the reads.
     """
 
     strict: bool = True
@@ -93,12 +93,12 @@ class LoadOptions:
     progress: Shown | None = None
     rank: int = 0
     ranks: int = 1
-    ranks_here: int = 1  # on this host
+    ranks_here: int = 1  # the ranks on this host
     alive: Callable[[], None] | None = None
 
     def checked(self) -> Self:
-        """Return the options in usable form. Raises InvalidInput; called inside an exchange, so all ranks raise it."""
+        """Check the options. Raises InvalidInput. Call this inside an exchange, so that all ranks raise the error."""
         patterns = usable_patterns(self.ignore_mismatched, "ignore_mismatched") or ()
         if self.unread not in get_args(Unread):
-            raise InvalidInput(f'unread={self.unread!r:.80} is not valid; give "warn" or "ignore"')
+            raise InvalidInput(f'unread={self.unread!r:.80} is not valid: pass "warn" or "ignore"')
         return replace(self, ignore_mismatched=tuple(patterns), threads=usable_threads(self.threads))

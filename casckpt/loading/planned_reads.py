@@ -1,4 +1,4 @@
-"""Reads of a load, merged per blob. Each range of bytes is read once; cells of a lot are decoded together."""
+"""The reads of a load, merged per blob. Each byte range is read once. The cells of a lot are decoded together."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from casckpt.plan.reads import Batch, Unit, affordable_gap, plan_batches
 from casckpt.storage.base import BLOCK, Traits
 from casckpt.tensors.memory import Destination, copy_bytes
 
-_FRAME_BYTES = 8 << 20  # of the frames of a lot, which each thread holds in memory
-_FEW = 8  # if at most 1/8 of the bytes must be copied, reads are as large as if everything were read into place
-_SPARE_BYTES, _SPARE_SHARE = 4 << 20, 25  # unneeded bytes that a network read may include: this many, or 1/25
+_FRAME_BYTES = 8 << 20  # the size of the frames of a lot; each thread holds them in memory
+_FEW = 8  # if at most 1/8 of the bytes must be copied, reads are as large as if everything were read in place
+_SPARE_BYTES, _SPARE_SHARE = (
+    4 << 20,
+    25,
+)  # unneeded bytes that network reads may include: 4 MiB or 1/25, whichever is more
 
 FilledRange: TypeAlias = tuple[int, Box, int, int]
-"""The elements [lo, hi) of a box that are in a destination, which is given by its `id`."""
+"""The elements [lo, hi) of a box that are in a destination. The destination is identified by its `id`."""
 
 
 class Consumer(NamedTuple):
-    """A destination, the unit that it receives, and the memory of the unit there, if that is contiguous."""
+    """A destination, the unit that it receives, and the unit's memory in the destination if that is contiguous."""
 
     sink: Destination
     unit: Unit
@@ -37,14 +40,14 @@ class Consumer(NamedTuple):
 
 
 class Runs:
-    """Collects copies out of one buffer, so that neighbours of one tensor are copied together at the end.
+    """Collects copies out of one buffer, so that neighbouring units of a tensor are copied together at the end.
 
     This is for GPUs, where starting a copy takes as long as copying 1 MiB.
     """
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
-        self._last: dict[int, _Run] = {}  # of each sink, by its id
+        self._last: dict[int, _Run] = {}  # the last run of each sink, by its id
         self._runs: list[_Run] = []
 
     def add(self, taker: Consumer, start: int) -> None:
@@ -64,7 +67,7 @@ class Runs:
 
 @dataclass(slots=True)
 class _Run:
-    """Elements [lo, hi) of a box, which are bytes [start, stop) of the buffer."""
+    """The elements [lo, hi) of a box. They are the bytes [start, stop) of the buffer."""
 
     sink: Destination
     box: Box
@@ -75,10 +78,10 @@ class _Run:
 
 
 class PlannedRead(NamedTuple):
-    """One cell, or one range of bytes, and its consumers. Their units differ if equal cells are stored once.
+    """One cell, or one byte range, and its consumers. Their units differ if several equal cells are stored once.
 
-    ``root``: the unit itself, or the last in the chain of its bases. ``frames``: the rest of the chain, in the order of
-    decoding: the frame whose base is the root first, the unit last.
+    ``root``: the unit itself, or the last cell in the chain of its bases. ``frames``: the rest of the chain, in
+    decoding order. It begins with the frame whose base is the root, and ends with the unit.
     """
 
     unit: Unit
@@ -94,21 +97,21 @@ class PlannedRead(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the root, as stored."""
+        """The stored size of the root in bytes."""
         return self.root.nbytes if self.root.frame is None else self.root.frame.nbytes
 
     @property
     def row(self) -> tuple[int, int, int, PlannedRead]:
-        """The blob of the root, its bytes there, and this read."""
+        """The root's blob, the root's byte range in the blob, and this read."""
         return (*_range(self.root), self)
 
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """All reads of a load. ``lots``: for each lot the reads of its frames, then the reads of its roots.
+    """All reads of a load. ``lots``: for each lot, the reads of its frames, and the reads of its roots.
 
-    ``most``: the intended size of a read in bytes. ``room``: bytes of the largest cell that is decoded out of place, in
-    whole pages.
+    ``most``: the intended size of a read in bytes. ``room``: the size of the largest cell that is not decoded in
+    place, rounded up to whole pages.
     """
 
     lots: Sequence[tuple[Sequence[Batch[PlannedRead]], Sequence[Batch[PlannedRead]]]]
@@ -122,7 +125,7 @@ class Reads:
 
     @property
     def plain(self) -> int:
-        """Bytes of all items, decoded."""
+        """The decoded size of all items in bytes."""
         return sum(item.unit.nbytes for batch in self.batches for _, _, item in batch.items)
 
     @property
@@ -140,12 +143,15 @@ def new_item(unit: Unit, key: str) -> PlannedRead:
 
 
 def place_of(unit: Unit) -> Hashable:
-    """Return a key that is equal for units that are made of the same bytes."""
+    """Return a key that is equal for units that consist of the same stored bytes."""
     return unit[:3] if unit.frame is None else tuple(map(_range, unit.chain))
 
 
 def plan_lots(items: Sequence[PlannedRead], traits: Traits, *, most: int, scratch: int) -> Reads:
-    """Plan reads of ``most`` bytes if nearly everything is read into place, else of ``scratch`` bytes."""
+    """Plan reads of ``most`` bytes if nearly everything is read in place.
+
+    Otherwise, plan reads of ``scratch`` bytes.
+    """
     loose = sum(item.nbytes for item in items if item.place is None)
     in_place = traits.remote or _FEW * loose <= sum(item.nbytes for item in items)
     most, gap = most if in_place else scratch, _gap(traits, items)
@@ -165,7 +171,7 @@ def plan_lots(items: Sequence[PlannedRead], traits: Traits, *, most: int, scratc
 
 
 def _frames(items: Iterable[PlannedRead]) -> Iterator[tuple[int, int, int, PlannedRead]]:
-    """Yield the frames of a lot, each once."""
+    """Return the frames of a lot, each of them once."""
     frames = {_range(cell): item for item in items for cell in item.frames}
     return ((*place, item) for place, item in frames.items())
 
@@ -175,7 +181,7 @@ def _range(unit: Unit) -> tuple[int, int, int]:
 
 
 def _gap(traits: Traits, items: Sequence[PlannedRead]) -> int:
-    """Return the largest gap between reads that are merged. Over a network, all gaps together stay small."""
+    """Return the largest gap between reads that are merged. Over a network, the total of all gaps remains small."""
     if not traits.remote:
         return traits.read_gap
     rows = [item.row[:3] for item in items] + [row[:3] for row in _frames(items)]
@@ -184,12 +190,15 @@ def _gap(traits: Traits, items: Sequence[PlannedRead]) -> int:
 
 
 def part(sink: Destination, unit: Unit) -> FilledRange:
-    """Return the name of a unit in a destination."""
+    """Return the `FilledRange` of a unit in a destination."""
     return id(sink), unit.box, unit.lo, unit.hi
 
 
 def place(sink: Destination, region: Region, unit: Unit) -> memoryview | None:
-    """Return the memory of a unit in a destination of ``region`` (normalised), if it is whole and contiguous there."""
+    """Return a unit's memory in a destination of the normalised ``region``.
+
+    Return None unless it is whole and contiguous.
+    """
     if unit.box != region.box or unit.lo < region.lo or unit.hi > region.hi:
         return None
     return sink.view(unit.lo - region.lo, unit.hi - region.lo)

@@ -1,4 +1,4 @@
-"""Slices of a checkpoint's entries, read window by window in bounded memory, and verified."""
+"""Reads slices of a checkpoint's entries, window by window, in bounded memory, and verifies them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import BITS, Destination
 
 WINDOW_BYTES: Final = 64 << 20
-_ALIGN: Final = 16  # bytes: enough for torch's copies of the largest elements
-_BLOCK = 1 << 20  # bytes of a file that are written together if one of them differs
+_ALIGN: Final = 16  # bytes; enough for torch to copy the largest elements
+_BLOCK = 1 << 20  # the number of file bytes that are rewritten together if one of them differs
 SliceBytes: TypeAlias = "tuple[EntrySlice, memoryview]"
 
 
 class EntrySlice(NamedTuple):
-    """Elements [lo, hi) of an entry in row-major order; of ``box`` alone, if one is given."""
+    """Elements [lo, hi) of an entry, in row-major order.
+
+    If ``box`` is set, the range counts only the elements of the box.
+    """
 
     entry: Entry
     lo: int
@@ -44,17 +47,17 @@ class EntrySlice(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of these elements."""
+        """The size of these elements in bytes."""
         return (self.hi - self.lo) * self.entry.itemsize
 
 
 def plan_windows(
     slices: Iterable[EntrySlice], most: int, cell_bytes: int, first: int | None = None
 ) -> Iterator[list[EntrySlice]]:
-    """Cut ``slices``, in order, into windows of at most ``most`` bytes.
+    """Divide ``slices``, in order, into windows of at most ``most`` bytes.
 
-    Slices are cut between cells, so that no cell is read twice, unless ``most`` is less than a cell. ``first``: the
-    most bytes of the first window, if it differs.
+    Slices are split between cells, so that no cell is read twice, unless ``most`` is smaller than a cell. ``first``:
+    the maximum size of the first window, if it differs from ``most``.
     """
     window: list[EntrySlice] = []
     room = most if first is None else first
@@ -78,7 +81,7 @@ def plan_windows(
 
 
 def views(window: Iterable[EntrySlice], buffer: memoryview, align: int = 1) -> Iterator[SliceBytes]:
-    """Yield each slice of a window with its bytes, which follow in ``buffer`` in order, at multiples of ``align``."""
+    """Yield each slice of a window with its bytes. They are in ``buffer``, in order, at multiples of ``align``."""
     start = 0
     for part in window:
         yield part, buffer[start : start + part.nbytes]
@@ -86,7 +89,7 @@ def views(window: Iterable[EntrySlice], buffer: memoryview, align: int = 1) -> I
 
 
 def requests(parts: Iterable[SliceBytes], tables: Mapping[int, ExtentTable]) -> list[RegionRequest]:
-    """Return the requests that read slices. ``tables``: extents of entries, by number, if known."""
+    """Return the requests that read slices. ``tables``: the extents of entries, by number, if they are known."""
     return [_request(part, view, tables) for part, view in parts if view.nbytes]
 
 
@@ -101,7 +104,7 @@ def _request(part: EntrySlice, view: memoryview, tables: Mapping[int, ExtentTabl
 class RegionReader:
     """Reads slices of entries of one checkpoint into one buffer, window by window, and verifies them.
 
-    ``nbytes``: the bytes of all slices together, for ``progress``. Raises Damaged, MissingKey, Gone, StorageError.
+    ``nbytes``: the total size of all slices, for ``progress``. Raises Damaged, MissingKey, Gone, StorageError.
     """
 
     def __init__(self, repo: Repository, manifest: Manifest, nbytes: int, progress: Progress) -> None:
@@ -110,29 +113,31 @@ class RegionReader:
         self._buffer = AlignedBuffer(1)
 
     def windows(self, slices: Iterable[EntrySlice]) -> Iterator[list[EntrySlice]]:
-        """Cut ``slices`` into windows of at most `WINDOW_BYTES`."""
+        """Divide ``slices`` into windows of at most `WINDOW_BYTES`."""
         return plan_windows(slices, WINDOW_BYTES, self._cell_bytes)
 
     def read(self, windows: Iterable[Sequence[EntrySlice]]) -> Iterator[SliceBytes]:
-        """Yield the slices of all windows, in order. The bytes of a window are valid until the next is read."""
+        """Yield the slices of all windows, in order. A window's bytes are valid until the next window is read."""
         for wants, data, window in self._planned(windows, _ALIGN):
             self._reader.fill(wants)
             yield from views(window, data, _ALIGN)
 
     def read_joined(self, slices: Iterable[EntrySlice]) -> Iterator[memoryview]:
-        """Yield the bytes of slices in the order of a file, window by window.
+        """Yield the bytes of slices in file order, window by window.
 
-        The bytes are valid until the next window.
+        The bytes are valid until the next window is read.
         """
         for wants, data, _ in self._planned(self.windows(slices)):
             self._reader.fill(wants)
             yield data
 
     def revise(self, slices: Iterable[EntrySlice], file: BufferedRandom, held: Checkpoint) -> None:
-        """Change the bytes of ``slices`` in a file, from its position on, from those of ``held`` to the present ones.
+        """Update the bytes of ``slices`` in a file, beginning at the file position.
 
-        All bytes are hashed, so the file may hold anything. Only bytes that differ are read from the store, and
-        written.
+        The file holds the version ``held``.
+
+        All bytes of the file are hashed, so it may actually hold anything. Only bytes that differ are read from the
+        store and rewritten.
         """
         for wants, window, _ in self._planned(self.windows(slices)):
             start = file.tell()

@@ -1,4 +1,4 @@
-"""Compares a template with a checkpoint before any read: which keys are filled, which do not fit, which stay unread."""
+"""Compares a template with a checkpoint before any read. Finds keys that are filled, do not fit, or remain unread."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ _SHOWN = 10
 class Template:
     """One rank's part of a load into a template.
 
-    ``missing``: keys of the template that the checkpoint lacks. ``mismatched``: keys that stay as they are because they
-    do not fit. ``unread``: keys of the checkpoint that the template does not name. Of these, ``subtrees`` are whole
-    containers, and ``dropped`` single keys beside keys that are read. ``empties``: empty mappings of the template that
-    are not empty in the checkpoint, each with a key below it.
+    ``missing``: the template keys that the checkpoint lacks. ``mismatched``: the keys that remain unchanged because
+    they do not fit. ``unread``: the checkpoint keys that the template does not name. ``subtrees``: the whole
+    containers among them. ``dropped``: the single unread keys in containers with other keys that are read.
+    ``empties``: the empty mappings of the template that are not empty in the checkpoint, each with a checkpoint key
+    below it.
     """
 
     def __init__(self, manifest: Manifest, options: LoadOptions) -> None:
@@ -53,7 +54,10 @@ class Template:
 
     @collector_paused()
     def plan(self, repo: Repository, state: Any) -> None:
-        """Check the template. Raises MissingKey, Mismatch, InvalidInput; Damaged, StorageError if it must read."""
+        """Check the template. Raises MissingKey, Mismatch, InvalidInput.
+
+        If it must read, also raises Damaged, StorageError.
+        """
         name_of = renamer(self._plan.options.rename)
         objects = self._plan.contents.objects
         self._flat = flat = flatten(state, is_whole=lambda key, value: len(value) > 0 and name_of(key) in objects)
@@ -67,7 +71,7 @@ class Template:
             self._look_below(key, name_of(key), of_optimizer=of_optimizer)
         self.missing = tuple(leaf.key for leaf in lacking if not self._plan.fills(leaf))
         contents = self._plan.contents
-        self.unread = tuple(key for key in contents.keys() if key not in self._plan.named)  # noqa: SIM118 - no mapping
+        self.unread = tuple(key for key in contents.keys() if key not in self._plan.named)  # noqa: SIM118 - not a mapping
         if self.unread:
             self.subtrees, self.dropped = left_unread(contents.tree, self.unread)
         self.unread, self.dropped = (*self.unread, *entries), (*self.dropped, *entries)
@@ -81,7 +85,7 @@ class Template:
         self._check_packed(repo)
 
     def _check_packed(self, repo: Repository) -> None:
-        """Raise Mismatch if weights would be loaded into a module of bitsandbytes whose other state differs."""
+        """Raise Mismatch if weights would be loaded into a bitsandbytes module whose other state differs."""
         left, kept = frozenset((*self.missing, *self.mismatched)), dict[str, torch.Tensor]()
         plan = LoadPlan(self._plan.contents, replace(self._plan.options, updates=False, progress=None))
         for key, leaf in self._flat.leaves.items():
@@ -94,10 +98,10 @@ class Template:
         if differ:
             weight = differ[0].partition(PACKED)[0]
             raise Mismatch(
-                f"{differ[0]!r} is a copy of what a module of bitsandbytes keeps, and {self._where} has another value, "
-                f"without which its weights mean something else. Leave {weight!r}, and all keys that begin with it, "
-                "out of the state; or get them by store.read, and make the weight of them, by "
-                "bitsandbytes.nn.Params4bit.from_prequantized",
+                f"{differ[0]!r} is a copy of a value that a bitsandbytes module keeps, but {self._where} has a "
+                f"different value. Without that value, its weights mean something else. Omit {weight!r}, and all keys "
+                "that begin with it, from the state; or read them with store.read, and create the weight from them "
+                "with bitsandbytes.nn.Params4bit.from_prequantized",
                 keys=tuple(differ),
             )
 
@@ -105,7 +109,7 @@ class Template:
         return matches(key, self._plan.options.ignore_mismatched or ())
 
     def _add(self) -> tuple[list[Mismatch], list[LeafValue]]:
-        """Add all leaves. Return the errors of those that do not fit, and the leaves that the checkpoint lacks."""
+        """Add all leaves. Return the errors for leaves that do not fit, and the leaves that the checkpoint lacks."""
         errors, lacking, left, whole = [], [], [], set(self._flat.whole)
         for key, leaf in self._flat.leaves.items():
             if key in whole:
@@ -122,13 +126,13 @@ class Template:
         return errors, lacking
 
     def _check_no_entry(self, key: str, name: str) -> None:
-        """Raise InvalidInput if ``rename`` gives ``name``, which is missing, as an entry of a single object."""
+        """Raise InvalidInput if ``rename`` returns a missing ``name`` that would be an entry of a single object."""
         above = next(filter(self._plan.contents.objects.__contains__, prefixes(name)), "") if name != key else ""
         if above and self._plan.first_entry(above) is not None:
             raise no_entry(key, name, key.rpartition(".")[0], above)
 
     def _add_entries(self, lacking: list[LeafValue], name_of: Callable[[str], str]) -> tuple[str, ...]:
-        """Add mappings that the checkpoint has as one object. Return the entries that only the checkpoint has."""
+        """Add mappings that the checkpoint stores as one object. Return the entries that only the checkpoint has."""
         unread: list[str] = []
         for key in self._flat.whole:
             entries = self._plan.add_entries(key, self._names[key], self._flat.leaves[key].value, name_of)
@@ -144,7 +148,7 @@ class Template:
 
     @cached_property
     def fit(self) -> Fit:
-        """The tensors of the template that are filled."""
+        """The template tensors that the load fills."""
         left = frozenset((*self.missing, *self.mismatched))
         tensors = {key: leaf.value for key, leaf in self._flat.leaves.items() if leaf.is_tensor}
         unfilled = {key: shape_of(value) or () for key, value in tensors.items() if key in left}
@@ -157,11 +161,11 @@ class Template:
 
     @property
     def per_rank(self) -> dict[str, list[int]]:
-        """The ranks that saved a value of their own, by key, except for random generators, which are seeded again."""
+        """The ranks that saved their own value, by key. Random generators are omitted, because they are reseeded."""
         return {key: ranks for key, ranks in self._plan.contents.per_rank.items() if not is_generator(key)}
 
     def _look_below(self, key: str, name: str, *, of_optimizer: bool) -> None:
-        """Handle an empty mapping of the template. It is filled if it is the state of a fresh optimizer."""
+        """Handle an empty template mapping. It is filled if it is the state of a fresh optimizer."""
         node = find(self._plan.contents.tree, name)
         if (first := self._plan.first_entry(name)) is not None:
             self.empties[key] = first
@@ -174,9 +178,9 @@ class Template:
         parts = [leaf.key for leaf in self._flat.leaves.values() if leaf.is_tensor and is_part(leaf.value)]
         if parts:
             raise Mismatch(
-                f"{key!r} is the empty state of a fresh optimizer, which each rank would load as a whole, but "
-                f"{parts[0]!r} is sharded; use casckpt.load_model_and_optim_state or Checkpointer.load, which give "
-                "each rank its own part",
+                f"{key!r} is the empty state of a fresh optimizer, which each rank would load in full, but "
+                f"{parts[0]!r} is sharded: use casckpt.load_model_and_optim_state or Checkpointer.load, which load "
+                "only the rank's own part",
                 key=key,
             )
         self._plan.add(key, name, LeafValue(key, (key,), None, False, False))
@@ -189,13 +193,13 @@ class Template:
         below = tuple(f"{key}." for key in self.subtrees if key != EVERYTHING)
         alone = [key for key in self.unread if key in self._plan.contents.tensors and not key.startswith(below)]
         others = [*alone, *(f"{start}*" for start in below if f"{start}param_groups" not in self.unread)]
-        if self.missing:  # which may be among the others under another name
+        if self.missing:  # they may be among the others, under a different name
             lines += [f"only the template has {listed(self.missing)}"]
             lines += [f"only the checkpoint has {listed(others)}"] if others else []
         plural = "key does" if len(errors) == 1 else "keys do"
         return Mismatch(
             f"{len(errors)} {plural} not fit {self._where}:\n  " + "\n  ".join(lines) + "\n"
-            "ignore_mismatched= takes patterns of keys to leave as they are",
+            "ignore_mismatched= accepts patterns of keys to leave unchanged",
             keys=tuple(error.key for error in errors),
             missing=self.missing,
             unexpected=self.unread,
@@ -206,18 +210,18 @@ class Template:
         near = difflib.get_close_matches(names[0], self._plan.contents.keys(), n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         if near == [names[0]]:
-            hint = f" That is, not any more: {self._plan.contents.manifest.left_out}."
+            hint = f" It was removed: {self._plan.contents.manifest.left_out}."
         filled, saved = self.fit.filled, saved_shapes(self._plan.contents.manifest)
         unread = {key: saved[key] for key in saved.keys() - set(filled.values())}
         mapped = rename_hint(missed_pairs(self.fit.unfilled, unread), filled, self._plan.options.rename)
         return MissingKey(
-            f"{self._where} lacks {listed(names)}.{hint} Pass strict=False to leave them as they are, or rename= to "
+            f"{self._where} lacks {listed(names)}.{hint} Pass strict=False to leave them unchanged, or rename= to "
             f"map them{f'. {mapped}' if mapped else ''}",
             keys=tuple(needed),
         )
 
     def check_empty(self, empties: Sequence[Mapping[str, str]]) -> None:
-        """Raise Mismatch, on rank 0, for a mapping that is empty on all ranks but not in the checkpoint."""
+        """Raise Mismatch, on rank 0, for a mapping that is empty on all ranks, but not in the checkpoint."""
         first, *others = empties
         for key, below in first.items() if self._plan.options.strict else ():
             if all(key in other for other in others):
@@ -233,16 +237,16 @@ class Template:
         return self._plan.frames
 
     def blobs(self, repo: Repository) -> list[BlobRef]:
-        """Return the blobs that a load reads."""
+        """Return the blobs that the load reads."""
         return self._plan.reader(repo).blobs(self._plan.wants())
 
     def run(self, repo: Repository, state: Any) -> None:
-        """Read, and put the new leaves into ``state``. Raises Damaged, StorageError."""
+        """Read everything, and put the new leaves into ``state``. Raises Damaged, StorageError."""
         replace_leaves(state, self._plan.run(repo))
 
 
 def _empty_mappings(node: Node, path: Path) -> Iterator[tuple[str, bool]]:
-    """Yield the flat keys of empty containers, and whether each is the state of an optimizer."""
+    """Yield the flat key of each empty container, and whether it is the state of an optimizer."""
     has_groups = any(element == "param_groups" for element, _ in children(node))
     for element, child in children(node):
         if isinstance(child, int):

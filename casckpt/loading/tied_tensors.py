@@ -1,8 +1,8 @@
-"""Keys of a template that share memory. The checkpoint must hold the same values for them.
+"""Template keys that share memory. The checkpoint must hold the same values for these keys.
 
-Tensors with the same elements in the same order are compared by the digests of their cells when they are added. Other
-overlaps are found at the end, by ranges of bytes. Such tensors, and tensors whose cells are cut differently, are read
-into memory of the same layout and compared there. Few templates have any.
+Tensors with the same elements in the same order are compared by cell digests when they are added. All other overlaps
+are found at the end, by byte range. Tensors that overlap in this way, and tensors that are divided into cells
+differently, are read into memory of the same layout and compared there. Few templates have such tensors.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from casckpt.plan.reads import plan_units
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import Destination
 
-_MOST_WORK = 10_000  # for numpy, to find out whether two layouts share an element
-_ALIGNMENT = 16  # bytes: of the largest element
+_MOST_WORK = 10_000  # numpy's limit when it checks whether two layouts share an element
+_ALIGNMENT = 16  # the size of the largest element, in bytes
 
 Form: TypeAlias = tuple[object, ...]
 """A key that is equal for tensors with the same elements of memory in the same order."""
 
 
 class Content(NamedTuple):
-    """The data that is read into a tensor's memory: a ``region`` of an entry (by number), stored as ``dtype``.
+    """The data that is read into a tensor's memory: a ``region`` of an entry, stored as ``dtype``.
 
-    It is a tuple, because a load makes one for each tensor.
+    ``entry``: its number.
+
+    This is a tuple for speed, because a load creates one for each tensor.
     """
 
     key: str
@@ -46,18 +48,18 @@ class Content(NamedTuple):
 
 @dataclass
 class TiedTensors:
-    """The memory that the tensors of a template fill."""
+    """The memory that belongs to the tensors of a template."""
 
-    _held: dict[int, Content] = field(default_factory=dict)  # the first at each address
-    _forms: dict[Form, Content] = field(default_factory=dict)  # the first of each other form there
-    _undecided: list[tuple[Content, Content]] = field(default_factory=list)  # digests do not say if they differ
-    _second: set[Form] = field(default_factory=set)  # forms of contents that overlap with another content
+    _held: dict[int, Content] = field(default_factory=dict)  # the first content at each address
+    _forms: dict[Form, Content] = field(default_factory=dict)  # the first content of each further form at an address
+    _undecided: list[tuple[Content, Content]] = field(default_factory=list)  # digests do not show whether they differ
+    _second: set[Form] = field(default_factory=set)  # the forms of contents that overlap an earlier content
 
     def add(self, content: Content) -> None:
-        """Add memory that will be filled.
+        """Add memory that the load will fill.
 
-        Raises Mismatch if digests show that another key fills the same memory with other values. If both were
-        read, the order of the threads would decide which one stays, and the other would look damaged.
+        Raises Mismatch if digests show that a different key fills the same memory with different values. If both were
+        read, the thread order would decide which value remains, and the other one would appear damaged.
         """
         other = self._held.setdefault(content.data.data_ptr(), content)
         if other is not content and _form(other.data) != _form(content.data):
@@ -71,14 +73,14 @@ class TiedTensors:
             self._undecided.append((other, content))
 
     def has(self, data: torch.Tensor) -> bool:
-        """Return whether this memory is filled."""
+        """Return whether the load fills this memory."""
         first = self._held.get(data.data_ptr())
         return first is not None and (_form(first.data) == _form(data) or _form(data) in self._forms)
 
     def check(self, reader: EntryReader) -> None:
-        """Raise Mismatch if any memory would be filled with different values, before any of it is filled.
+        """Raise Mismatch if any memory would receive two different values. Fill nothing before this is known.
 
-        If digests do not show whether tensors differ, ``reader`` reads them. Raises the errors of the reader.
+        If digests do not show whether tensors differ, ``reader`` reads the tensors. Raises the reader's errors.
         """
         for one, other in (*self._undecided, *self._overlapping()):
             if _read_differently(reader, one, other):
@@ -86,10 +88,10 @@ class TiedTensors:
             self._second.add(_form(other.data))
 
     def in_turns(self, wants: Sequence[RegionRequest]) -> tuple[list[RegionRequest], list[RegionRequest]]:
-        """Split into requests that may run together, and requests that must run after them, one by one.
+        """Split the requests into those that may run together, and those that must run after them, one by one.
 
-        The memory of the latter overlaps with other memory. If they ran in parallel, a cell that is decoded in
-        place could be overwritten.
+        The second group fills memory that overlaps other memory. If these requests ran in parallel, one could
+        overwrite a cell while another decodes it in place.
         """
         turns: tuple[list[RegionRequest], list[RegionRequest]] = ([], [])
         for want in wants:
@@ -111,7 +113,7 @@ class TiedTensors:
             before.append((hi, number))
 
     def _are_apart(self) -> bool:
-        """Return whether no ranges of bytes overlap, as in most states."""
+        """Return whether all byte ranges are disjoint, as in most states."""
         end = 0
         for address in sorted(self._held):
             if address < end:
@@ -126,13 +128,13 @@ def _form(data: torch.Tensor) -> Form:
 
 
 def _bytes_of(data: torch.Tensor) -> tuple[int, int]:
-    """Return the range of addresses of the elements."""
+    """Return the address range of the elements."""
     last = sum((extent - 1) * stride for extent, stride in zip(data.shape, data.stride(), strict=True))
     return data.data_ptr(), data.data_ptr() + (1 + last) * data.element_size()
 
 
 def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors share an element. True if that takes too long to find out."""
+    """Return whether two tensors share an element. Return True if the check would take too long."""
     arrays = [np.asarray(SimpleNamespace(__array_interface__=_interface(data))) for data in (one, other)]
     try:
         return one.device == other.device and np.shares_memory(arrays[0], arrays[1], max_work=_MOST_WORK)  # type: ignore[arg-type] # numpy takes any bound
@@ -141,14 +143,14 @@ def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _interface(data: torch.Tensor) -> dict[str, Any]:
-    """Describe a tensor on any device to numpy, which only compares addresses."""
+    """Return an array interface for a tensor on any device. numpy only compares its addresses."""
     size, address = data.element_size(), data.data_ptr()
     strides = tuple(stride * size for stride in data.stride())
     return {"version": 3, "typestr": f"|V{size}", "data": (address, True), "shape": data.shape, "strides": strides}
 
 
 def _differ(one: Content, other: Content) -> bool | None:
-    """Return whether two contents of the same memory differ in a cell. None if digests do not show it."""
+    """Return whether two contents of the same memory differ in a cell. Return None if digests do not show this."""
     first, second = (normalise(content.region, content.table.shape) for content in (one, other))
     if (first, one.dtype) != (second, other.dtype):
         return None
@@ -161,9 +163,9 @@ def _differ(one: Content, other: Content) -> bool | None:
 
 
 def _read_differently(reader: EntryReader, one: Content, other: Content) -> bool:
-    """Read two contents into memory of the same layout, and return whether they differ where they overlap."""
+    """Read two contents into memory of the same layout. Return whether they differ where they overlap."""
     if any(content.data.data_ptr() % content.data.element_size() for content in (one, other)):
-        return True  # unaligned tensors, such as torch.frombuffer makes, have no counterpart in aligned memory
+        return True  # unaligned tensors, for example from torch.frombuffer, cannot be reproduced in aligned memory
     ranges = [_bytes_of(content.data) for content in (one, other)]
     base = min(lo for lo, _ in ranges) // _ALIGNMENT * _ALIGNMENT
     nbytes = -(-(max(hi for _, hi in ranges) - base) // _ALIGNMENT) * _ALIGNMENT
@@ -177,7 +179,7 @@ def _read_differently(reader: EntryReader, one: Content, other: Content) -> bool
 
 
 def _fill(reader: EntryReader, content: Content, memory: torch.Tensor, base: int) -> None:
-    """Read a content into ``memory``, in place of the memory at the address ``base``."""
+    """Read a content into ``memory``, which stands in for the memory at the address ``base``."""
     data = content.data
     view = memory.view(data.dtype).as_strided(
         data.shape, data.stride(), (data.data_ptr() - base) // data.element_size()
@@ -190,8 +192,8 @@ def _fill(reader: EntryReader, content: Content, memory: torch.Tensor, base: int
 
 def _mismatch(one: Content, other: Content) -> Mismatch:
     return Mismatch(
-        f"{one.key!r} and {other.key!r} share memory here, but the checkpoint holds different values for them; "
-        "untie them, or leave one of them out",
+        f"{one.key!r} and {other.key!r} share memory here, but the checkpoint holds different values "
+        "for them: untie them, or leave one of them out",
         key=other.key,
         keys=(one.key, other.key),
     )

@@ -1,7 +1,7 @@
-"""Parallel reads into the destinations. Each cell is decoded and verified.
+"""Reads into the destinations in parallel. Each cell is decoded and verified.
 
-A unit (usually one cell) is read in place if its elements are contiguous in host memory in a destination. Otherwise it
-is read into a buffer and copied. A frame with a base is decoded in the memory that holds the base.
+A unit is usually one cell. It is read in place if its elements are contiguous in a destination in host memory.
+Otherwise, it is read into a buffer and copied. A frame with a base is decoded in the memory that holds the base.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from casckpt.tensors.memory import copy_bytes
 
 
 class Task(NamedTuple):
-    """One read, its lot, and the bytes of the largest cell that is decoded out of place."""
+    """One read, its lot, and the size of the largest cell that is not decoded in place."""
 
     batch: Batch[PlannedRead]
     lot: Lot
@@ -42,14 +42,14 @@ class Task(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of scratch memory."""
+        """The number of bytes of scratch memory."""
         return self.room + self.batch.nbytes
 
 
 class _Target(NamedTuple):
-    """A buffer of a read. ``items``: its content, with offsets.
+    """A buffer of a read. ``items``: the contents of the buffer, with their offsets.
 
-    ``direct``: whether it is the memory of its first consumer.
+    ``direct``: whether the buffer is the memory of its first consumer.
     """
 
     view: memoryview
@@ -59,9 +59,9 @@ class _Target(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Does the tasks of a load, in any number of threads. ``finished``: the reads that were delivered.
+    """Runs the tasks of a load, in any number of threads. ``finished``: the reads that were delivered.
 
-    ``turns``: the semaphore that a thread holds while it computes, and not while it waits for a disk.
+    ``turns``: the semaphore that a thread holds while it computes, but not while it waits for a disk.
     """
 
     repo: Repository
@@ -80,7 +80,7 @@ class Transfer:
             self.run(task)
 
     def run(self, task: Task) -> None:
-        """Read and deliver. Raises Lost, StorageError; tasks that have not begun are then skipped."""
+        """Read and deliver. Raises Lost, StorageError. After an error, tasks that have not begun are skipped."""
         try:
             if self._stop.is_set() or not task.lot.fetch(self._frames):  # another thread failed
                 self.slots.skip(task.batch.blob)
@@ -96,7 +96,7 @@ class Transfer:
         self.finished.append(task.batch)
 
     def _frames(self, batch: Batch[PlannedRead]) -> memoryview:
-        """Read frames of a lot."""
+        """Read the frames of a lot."""
         data = np.empty(batch.nbytes, np.uint8).data
         self._read(Task(batch, Lot(), 0), [_Target(data, ())], data[:0])
         return data
@@ -109,7 +109,7 @@ class Transfer:
     def _has_read(self, slot: BlobReader, task: Task, targets: Sequence[_Target], room: memoryview) -> bool:
         """Read and deliver.
 
-        Return False if the copy in this host's cache is damaged, so that the store must be read.
+        Return False if the copy in this host's cache is damaged. The caller must then read from the store.
         """
         reader: Reader | None = None
         try:
@@ -160,7 +160,7 @@ class Transfer:
         runs.deliver()
 
     def _decode(self, item: PlannedRead, cell: StoredCell, lot: Lot, root: memoryview, into: memoryview) -> None:
-        """Decode the cell of an item. If the result is wrong, decode again link by link. Raises Lost, StorageError."""
+        """Decode an item's cell. If the result is wrong, decode it again, link by link. Raises Lost, StorageError."""
         try:
             lot.decode(item, root, into)
             if not self.verify or cell_digest(into) == cell.digest:
@@ -173,11 +173,11 @@ class Transfer:
             raise Lost(self.manifest.blob(cell.blob), item.key, why)
 
 
-_SECOND_LOOK = ", but a second read finds them right: does something else write to the memory of {!r}?"
+_SECOND_LOOK = ", but a second read finds them correct: does something else write to the memory of {!r}?"
 
 
 class _WrongCell(Exception):
-    """A cell that is stored as it is does not match its digest."""
+    """Raised if a cell that is stored unencoded does not match its digest."""
 
     def __init__(self, item: PlannedRead) -> None:
         unit = item.unit
@@ -191,18 +191,18 @@ def _at_once(reader: Reader, offset: int, views: Sequence[memoryview]) -> Genera
 
 
 def _is_right(reader: Reader, unit: Unit) -> bool:
-    """Return whether the cell of ``unit`` is right if it is read again, into memory that nothing else writes to."""
+    """Reread the cell of ``unit`` into memory that nothing else writes to, and return whether it is correct."""
     return holds_cell(reader, unit.offset, memoryview(bytearray(unit.nbytes)), unit.digest)
 
 
 def _targets(batch: Batch[PlannedRead], scratch: memoryview) -> list[_Target]:
-    """Return consecutive buffers that make up the batch. Data without a destination in memory goes into ``scratch``.
+    """Return the consecutive buffers of a batch. Data that cannot be read in place goes into ``scratch``.
 
-    It is packed at the start of ``scratch``, because memory that was never touched is slow.
+    This data is packed at the start of ``scratch``, because memory that was never touched is slow.
     """
     begin, end = batch.offset, batch.offset + batch.nbytes
     if any(offset < before + nbytes for (before, nbytes, _), (offset, _, _) in pairwise(batch.items)):
-        # some ranges overlap, and no byte is read twice, so all of the batch is in one buffer
+        # some ranges overlap, but no byte is read twice, so the whole batch is read into one buffer
         return [_Target(scratch[: batch.nbytes], [(offset - begin, item) for offset, _, item in batch.items])]
     targets: list[_Target] = []
     loose: list[tuple[int, PlannedRead]] = []

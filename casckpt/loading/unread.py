@@ -1,4 +1,4 @@
-"""Finds the parts of a checkpoint that a load did not read, such as a whole optimizer, and logs them."""
+"""Finds and logs the parts of a checkpoint that a load did not read, such as a whole optimizer."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from casckpt.format.tree import Node, Path, children, join
 log = logging.getLogger("casckpt")
 
 EVERYTHING = ""
-"""The whole checkpoint as a subtree, if nothing of it was read."""
+"""The whole checkpoint as a subtree. It is used if none of it was read."""
 
 _GENERATOR = re.compile(r"(^|[._])(rng|random|generator)")
 _LOGGED: set[tuple[str, tuple[str, ...]]] = set()
-"""The messages that were logged for each run, so that a loop of evaluations logs each once."""
+"""The messages that were logged for each run. They ensure that an evaluation loop logs each message once."""
 
 
 def left_unread(tree: Node, unread: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the largest containers of which nothing was read, and single leaves of other containers, by flat key.
+    """Return the largest containers that were not read, and single unread leaves of other containers, by flat key.
 
-    If nothing was read at all, the first container is `EVERYTHING`. Leaves at the top count only if another leaf
-    there was read, because a load of a model need not read an epoch.
+    If nothing at all was read, the first container is `EVERYTHING`. Top-level leaves count only if another top-level
+    leaf was read, because a load of a model need not read an epoch.
     """
     dropped: list[str] = []
     leaves, left, containers = _unread_below(tree, (), frozenset(unread), dropped)
@@ -32,7 +32,7 @@ def left_unread(tree: Node, unread: Collection[str]) -> tuple[tuple[str, ...], t
 
 
 def _unread_below(node: Node, path: Path, unread: frozenset[str], dropped: list[str]) -> tuple[int, int, list[str]]:
-    """Return the leaves, the unread leaves, and the largest unread containers at or below ``path``."""
+    """Return the number of leaves and of unread leaves, and the largest unread containers, at or below ``path``."""
     if isinstance(node, int):
         return 1, int(join(path) in unread), []
     leaves, left, single = 0, 0, 0
@@ -52,7 +52,7 @@ def _unread_below(node: Node, path: Path, unread: frozenset[str], dropped: list[
 
 
 def is_within(key: str, subtree: str) -> bool:
-    """Return whether a key is a subtree, or below it."""
+    """Return whether a key is the root of a subtree, or is below it."""
     return key == subtree or key.startswith(f"{subtree}.")
 
 
@@ -63,16 +63,16 @@ def that_hold(subtrees: Collection[str], keys: Collection[str]) -> tuple[str, ..
 
 
 def also_unread(asked: Sequence[str], subtrees: Collection[str]) -> list[bool]:
-    """Return, for each subtree in ``asked``, whether this rank left it unread.
+    """Return, for each subtree in ``asked``, whether this rank did not read it.
 
-    ``subtrees``: those that it left unread.
+    ``subtrees``: the subtrees that this rank did not read.
     """
     own = frozenset(subtrees)
     return [not own.isdisjoint(prefixes(key)) for key in asked]
 
 
 def prefixes(key: str) -> list[str]:
-    """Return a flat key, and all keys of containers that may hold it."""
+    """Return a flat key, and the keys of all containers that may hold it."""
     if key == EVERYTHING:
         return [EVERYTHING]
     parts = key.split(".")
@@ -80,42 +80,44 @@ def prefixes(key: str) -> list[str]:
 
 
 def on_all(asked: Sequence[str], answers: Sequence[Sequence[bool]]) -> tuple[str, ...]:
-    """Return the subtrees that all ranks left unread. ``answers``: the result of `also_unread` on each rank."""
+    """Return the subtrees that no rank read. ``answers``: the result of `also_unread` on each rank."""
     return tuple(key for key, *left in zip(asked, *answers, strict=True) if all(left))
 
 
 def is_generator(key: str) -> bool:
-    """Return whether the name of a key is that of a random generator."""
+    """Return whether a key is the name of a random generator."""
     return _GENERATOR.search(key) is not None
 
 
 def warn_moved(run: str, step: int, holders: Mapping[str, Collection[int]], size: int) -> None:
-    """Log, once for each run, which per-rank values go to another rank than the one that saved them, or to none.
+    """Log, once for each run, the per-rank values that a different rank loads, or that no rank loads.
 
-    ``holders``: the ranks that saved a value of their own, by key. ``size``: the number of ranks that load.
+    ``holders``: the ranks that saved their own value, by key. ``size``: the number of ranks that load.
     """
     moved = [key for key, ranks in holders.items() if set(ranks) != set(range(size))]
     for ranks, keys in grouped(moved, lambda key: tuple(sorted(holders[key]))).items():
         without = [rank for rank in range(size) if rank not in ranks]
         left = [rank for rank in ranks[1:] if rank >= size]
-        said = [f"rank{'s' * (len(without) > 1)} {listed(without)} took what rank {ranks[0]} saved"] if without else []
-        said += [f"what rank{'s' * (len(left) > 1)} {listed(left)} saved was not taken"] if left else []
+        said = (
+            [f"rank{'s' * (len(without) > 1)} {listed(without)} loaded the value of rank {ranks[0]}"] if without else []
+        )
+        said += [f"no rank loaded the value of rank{'s' * (len(left) > 1)} {listed(left)}"] if left else []
         if _is_news(run, (f"{size}", *map(str, ranks), *keys)):
             log.warning("%s of %s@%d: %s", listed(keys), run, step, "; ".join(said))
 
 
 def warn_unread(run: str, step: int, subtrees: Sequence[str], what_to_say: str) -> None:
-    """Log the subtrees that were left unread, once for each run. ``what_to_say``: how to switch the message off."""
+    """Log the subtrees that were not read, once for each run. ``what_to_say``: how to turn the message off."""
     if subtrees and _is_news(run, tuple(subtrees)):
         named = listed([key for key in subtrees if key != EVERYTHING])
         what = (
             f"read nothing (it has {named or 'no containers'})" if EVERYTHING in subtrees else f"did not read {named}"
         )
-        log.warning("the load %s of %s@%d; if that is meant, %s", what, run, step, what_to_say)
+        log.warning("the load %s of %s@%d; if this is intended, %s", what, run, step, what_to_say)
 
 
 def _is_news(run: str, what: tuple[str, ...]) -> bool:
-    """Return whether this is the first such message for the run. Records it as logged."""
+    """Return whether this is the first message of this kind for the run. Records it as logged."""
     is_new = (run, what) not in _LOGGED
     _LOGGED.add((run, what))
     return is_new

@@ -1,10 +1,10 @@
-"""Updates: loads into memory that holds another version, which read only the differences.
+"""Updates: loads into memory that holds a different version. They read only the differences.
 
-A tensor that is equal in both manifests stays. A cell that changed is computed from the held cell with frames, if that
-reads less. Each such cell is hashed, and a cell that is wrong is loaded as usual.
+A tensor that is equal in both manifests is not touched. If a cell changed, the update computes it from the held cell
+with frames, if this reads less. Each computed cell is hashed. A cell that is wrong is loaded as usual.
 
-The decoded frames are kept with the held version. If the next version has an older base, the update undoes these frames
-first, and need not read them again.
+The decoded frames are kept with the held version. If the next version has an older base, the update first undoes these
+frames, and need not reread them.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from casckpt.storage.base import ShortObject
 from casckpt.tensors.gpu import wait_for_copies
 from casckpt.tensors.memory import Destination, note_writes
 
-_LOT_BYTES = 8 << 20  # of frames that a thread reads before it uses the first of them
+_LOT_BYTES = 8 << 20  # bytes of frames that a thread reads before it uses the first of them
 _LEAST_BYTES = 256 << 10
 _WORK = 16  # hashing and decoding this many bytes costs as much as reading one
-_SPARE_SHARE = 25  # 1/25 of the wanted bytes may be read unneeded, for fewer requests
+_SPARE_SHARE = 25  # up to 1/25 of the wanted bytes may be read unnecessarily, to save requests
 
 _UNKNOWN = (Damaged, MissingKey, NotFound, Refused)
-"""Raised for a manifest that is gone, thinned or unusable."""
+"""The errors for a manifest that is gone, thinned or unreadable."""
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,10 @@ Range: TypeAlias = tuple[int, int, int]
 
 
 class Move(NamedTuple):
-    """One frame of a step, and where it is read unless it is ``kept``. ``is_undone``: undo it, else decode it."""
+    """One frame of a step, and the range to read it from unless it is ``kept``.
+
+    ``is_undone``: undo it instead of decoding it.
+    """
 
     link: Link
     where: Range
@@ -69,7 +72,7 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One cell that is computed from a held cell, and its consumers, all of which hold that cell."""
+    """One cell that is computed from a held cell, and its consumers. All of them hold that cell."""
 
     cell: StoredCell
     moves: Sequence[Move]
@@ -77,17 +80,17 @@ class Step:
 
     @property
     def ranges(self) -> list[Range]:
-        """The ranges of bytes that are read for it."""
+        """The byte ranges that are read for it."""
         return [move.where for move in self.moves if move.kept is None]
 
     @property
     def work(self) -> int:
-        """The cost of the step, in bytes read."""
+        """The cost of the step, as a number of bytes to read."""
         return sum(nbytes for _, _, nbytes in self.ranges) + self.cell.nbytes // _WORK
 
 
 class _Place(NamedTuple):
-    """A destination: a ``region`` of a tensor, normalised. ``kept``: the frames of the cells that it holds."""
+    """A destination: a normalised ``region`` of a tensor. ``kept``: the frames of the cells that it holds."""
 
     key: str
     sink: Destination
@@ -102,21 +105,21 @@ Lot: TypeAlias = "tuple[Sequence[Step], Sequence[Batch[None]]]"
 def update(
     reader: EntryReader, wants: Sequence[RegionRequest], held: Checkpoint | None, rank: int, *, check: bool
 ) -> Frames:
-    """Fill destinations. Those that are not new hold ``held``, as it was loaded. Raises the errors of a load.
+    """Fill destinations. Those that are not new hold the version ``held``. Raises the errors of a load.
 
-    Returns the frames of the cells that they hold afterwards, and clears the frames of ``held``.
+    Returns the frames of the cells that the destinations hold afterwards, and clears the frames of ``held``.
     """
     try:
         return change(reader, wants, held, rank, check=check)
     except CasckptError as error:
-        more = "The updated tensors are undefined now; load all of them, or update with check=True, to repair them"
+        more = "The updated tensors are now undefined; to repair them, load all of them, or update with check=True"
         raise type(error)(f"{error}. {more}", **error.__dict__) from error
 
 
 def change(
     reader: EntryReader, wants: Sequence[RegionRequest], held: Checkpoint | None, rank: int, *, check: bool
 ) -> Frames:
-    """Update, with errors that say nothing about the destinations."""
+    """Do an update. The errors do not mention the destinations."""
     keys = {reader.manifest.entries[want.entry].key for want in wants if not want.is_new}
     contents = None if held is None else _contents(held, rank, keys)
     known = {} if held is None else held.frames
@@ -130,7 +133,7 @@ def change(
 
 
 def _contents(held: Checkpoint, rank: int, keys: Iterable[str]) -> Contents | None:
-    """Return the held version of these keys; None if its manifest is gone or unusable."""
+    """Return the held version of these keys, or None if its manifest is gone or unreadable."""
 
     def read(_: object, manifest: Manifest) -> Contents:
         contents = Contents(manifest, rank)
@@ -140,15 +143,15 @@ def _contents(held: Checkpoint, rank: int, keys: Iterable[str]) -> Contents | No
     try:
         return manifests.use(held.repo, held.commit, read)
     except _UNKNOWN as error:
-        log.info("everything is read, because the held version cannot be compared: %s", error)
+        log.info("the update reads everything, because it cannot compare the held version: %s", error)
         return None
 
 
 @dataclass
 class _Update:
-    """One update. ``known``: the frames of the held cells. ``decoded``: frames that were decoded since.
+    """One update. ``known``: the frames of the held cells. ``decoded``: the frames that were decoded since then.
 
-    ``done``: right ranges.
+    ``done``: the ranges that hold correct data.
     """
 
     reader: EntryReader
@@ -158,12 +161,15 @@ class _Update:
     decoded: dict[Link, bytes]
     done: set[FilledRange] = field(default_factory=set)
     _steps: dict[Hashable, Step] = field(default_factory=dict)
-    _links: dict[str, list[Iterator[Link]]] = field(default_factory=dict)  # of what is wanted
-    _equal: set[str] = field(default_factory=set)  # keys
-    _cells: Counter[int] = field(default_factory=Counter)  # of each sink, by its id
+    _links: dict[str, list[Iterator[Link]]] = field(default_factory=dict)  # the links of the wanted cells, by key
+    _equal: set[str] = field(default_factory=set)  # the keys of equal tensors
+    _cells: Counter[int] = field(default_factory=Counter)  # the number of cells in each sink, by its id
 
     def run(self, wants: Sequence[RegionRequest]) -> list[RegionRequest]:
-        """Compute as many cells as the held version allows. Return the requests that may not be ``done`` completely."""
+        """Compute as many cells as the held version allows.
+
+        Return the requests that may not be completely ``done``.
+        """
         left = list[RegionRequest]()
         note_writes(tensor for want in wants for tensor in want.sink.written)
         for want in wants:
@@ -183,7 +189,7 @@ class _Update:
         return [want for want in left if made[id(want.sink)] < self._cells[id(want.sink)]]
 
     def _held_table(self, entry: Entry) -> ExtentTable | None:
-        """Return the extents of the held version of a tensor; None if it is unknown or has another shape or dtype."""
+        """Return the extents of a tensor's held version, or None if it is unknown or has a different shape or dtype."""
         if self.held is None:
             return None
         before = self.held.tensors.get(entry.key)
@@ -195,7 +201,7 @@ class _Update:
             return None
 
     def frames(self) -> Frames:
-        """Return the frames in memory of the wanted cells, by key."""
+        """Return the frames of the wanted cells that are in memory, by key."""
         frames = {key: self.known.get(key, {}) for key in self._equal}
         for key, wanted in self._links.items():
             known = self.known.get(key, {})
@@ -204,7 +210,7 @@ class _Update:
         return frames
 
     def _compare(self, at: _Place, before: ExtentTable | None, table: ExtentTable) -> None:
-        """Plan a step for each cell that differs, or must be checked, if it can be computed."""
+        """Plan a step for each cell that differs or must be checked, if it can be computed."""
         if not _are_cut_alike(at.region, before, table):
             self._compare_cells(at, before, table)
             return
@@ -218,7 +224,10 @@ class _Update:
                 self._compare_span(at, held, wanted, both)
 
     def _compare_span(self, at: _Place, held: Extent, wanted: Extent, span: Span) -> None:
-        """Compare cells of two extents, all together if the same frames lead from one to the other."""
+        """Compare the cells of two extents.
+
+        Compare them all together if the same frames lead from one extent to the other.
+        """
         way = find_extent_route(held, wanted, span, at.kept)
         if way is None:
             for piece in span.apart() if span.size > 1 else ():
@@ -233,7 +242,7 @@ class _Update:
             self._plan(at, old, cell, () if old == new else of_cell)
 
     def _compare_cells(self, at: _Place, before: ExtentTable | None, table: ExtentTable) -> None:
-        """Compare cell by cell, for tensors that are stored in several boxes or cut differently."""
+        """Compare cell by cell. This is for tensors that are stored in several boxes or divided differently."""
         wanted_links = self._links.setdefault(at.key, [])
         known = {} if before is None else {unit[3:6]: unit for unit in plan_units(before, at.region, verify=True)}
         for cell in plan_units(table, at.region, verify=True):
@@ -247,7 +256,7 @@ class _Update:
                     self._plan(at, old.digest, cell, self._moves(route, at.kept))
 
     def _plan(self, at: _Place, old: CellDigest, cell: StoredCell, moves: Sequence[Move]) -> None:
-        """Plan to compute a cell from ``old``, once for all destinations that hold it."""
+        """Plan the computation of a cell from ``old``, once for all destinations that hold ``old``."""
         if old == cell.digest and not self.check:
             self.done.add(part(at.sink, cell))
         elif at.sink.holds(cell.region):
@@ -255,13 +264,13 @@ class _Update:
             step.takers.append(Consumer(at.sink, cell, place(at.sink, at.region, cell)))
 
     def _moves_of(self, extent: Extent, span: Span, kept: Mapping[Link, bytes], *, is_undone: bool) -> list[Move]:
-        """Return the moves for the frames of an extent, one for each cell of a span."""
+        """Return the moves for an extent's frames, one for each cell of a span."""
         first = len(self.reader.manifest.blob_sizes) if is_undone else 0
         pairs = zip(span.links(extent), span.places(extent), strict=True)
         return [Move(link, (first + blob, at, size), is_undone, kept.get(link)) for link, (blob, at, size) in pairs]
 
     def _moves(self, route: Route, kept: Mapping[Link, bytes]) -> list[Move]:
-        """Return the moves of a route. The blobs of the held version are numbered after those of the wanted one."""
+        """Return the moves of a route. The held version's blobs are numbered after those of the wanted version."""
         behind = len(self.reader.manifest.blob_sizes)
 
         def move(cell: StoredCell, first: int, *, is_undone: bool) -> Move:
@@ -278,7 +287,7 @@ class _Update:
         return self.held.manifest.blob(number - behind)
 
     def _take(self, steps: Sequence[Step]) -> None:
-        """Do all steps, in parallel."""
+        """Perform all steps, in parallel."""
         reader, plain = self.reader, sum(step.cell.nbytes for step in steps)
         traits = reader.repo.storage.traits
         threads = traits.parallel if traits.remote else useful_threads(reader.threads, plain, len(steps))
@@ -316,35 +325,35 @@ class _Update:
 
 
 def _are_cut_alike(region: Region, before: ExtentTable | None, table: ExtentTable) -> bool:
-    """Return whether both tables have one box, that of the region, and are cut in the same way."""
+    """Return whether both tables have exactly the region's box, and are divided in the same way."""
     if table.boxes != (region.box,):
         return False
     return before is None or (before.boxes, before.cell) == (table.boxes, table.cell)
 
 
 def _are_equal(one: ExtentTable, other: ExtentTable) -> bool:
-    """Return whether two tables have the same cells in the same extents, in any blobs."""
+    """Return whether two tables have the same cells in the same extents. The blobs may differ."""
     first, second = ([(at.box, at.lo, at.hi, at.digests) for at in table.extents] for table in (one, other))
     return one.cell == other.cell and one.boxes == other.boxes and first == second
 
 
 def _read(slots: BlobReaders, batch: Batch[None]) -> Iterator[tuple[Range, memoryview]]:
-    """Yield the frames of a batch; none if it cannot be read."""
+    """Yield the frames of a batch. Yield nothing if it cannot be read."""
     data = np.empty(batch.nbytes, np.uint8).data
     try:
         with slots.use(batch.blob) as slot:
             slot.reader().read_into(batch.offset, [data])
     except (NotFound, ShortObject, StorageError) as error:
-        log.info("cells are read as a whole, because their frames cannot be read: %s", error)
+        log.info("the update reads whole cells, because it cannot read their frames: %s", error)
         return
     for at, nbytes, _ in batch.items:
         yield (batch.blob, at, nbytes), data[at - batch.offset :][:nbytes]
 
 
 def _is_made(step: Step, frames: Mapping[Range, memoryview]) -> bool:
-    """Compute a cell from the held one, and return whether it is right.
+    """Compute a cell from the held cell, and return whether the result is correct.
 
-    If it is wrong, the held cell may be overwritten.
+    If it is not, the held cell may be overwritten.
     """
     first, *others = step.takers
     plain = scratch("updated", step.cell.nbytes).data if first.place is None else first.place

@@ -1,6 +1,6 @@
-"""Plans as pure functions of values: no I/O, no clock, no torch.
+"""Plans as pure functions of values, without I/O, a clock or torch.
 
-casckpt makes a **plan** before it acts, so tests can check plans without a store. `writers` assigns writes to ranks,
-`cells` cuts shards into cells and groups new cells into blobs, and `reuse` finds stored cells. `reads` merges the
-ranges that a load needs. `retention` decides which checkpoints a policy keeps.
+casckpt makes a **plan** before it acts, so tests can check plans without a store. `writers` assigns writes to ranks.
+`cells` splits shards into cells and groups new cells into blobs. `reuse` finds stored cells. `reads` merges the ranges
+that a load needs. `retention` decides which checkpoints a policy keeps.
 """

@@ -1,7 +1,7 @@
-"""Cuts of a shard into cells: along the cells of the parent checkpoint where possible, else at fixed multiples.
+"""Splits shards into cells: along the parent checkpoint's cells where possible, and otherwise at fixed multiples.
 
-A cell is the unit of comparison. A cut along the parent's cells lets a save reuse them, even after a change of
-topology. Pure; units are elements.
+A cell is the unit of comparison. Splitting along the parent's cells lets a save reuse them, even after a change of
+topology. All functions are pure. All units are elements.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from casckpt.format.extents import ExtentTable, StoredCell
 from casckpt.format.regions import Box, Region, Shape, cut, normalise, whole
 from casckpt.format.sections.index import ATTACHMENT
 
-_MAX_REST = 64  # remaining boxes of a shard; with more, the fragments cost more than reuse saves
-_LONG_RUN = 4  # cells: a run of a non-contiguous shard that is this long is cut like a flat range of the whole tensor
+_MAX_REST = 64  # the most remaining boxes of a shard; with more, the fragments cost more than reuse saves
+_LONG_RUN = 4  # cells: a run this long in a non-contiguous shard is split like a flat range of the whole tensor
 
 
 class NewCell(NamedTuple):
-    """A cell that the parent lacks: the elements [lo, hi) in the row-major order of its group's box."""
+    """A cell that the parent lacks: the elements [lo, hi) in the row-major order of the group's box."""
 
     lo: int
     hi: int
 
 
 Cut: TypeAlias = StoredCell | NewCell
-"""One cell of a group: a cell of the parent if that has exactly these elements."""
+"""One cell of a group. It is a cell of the parent if that cell has exactly these elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
     """Consecutive cells in the row-major order of ``box``, from ``lo`` to ``hi``.
 
-    ``part``: the box of the tensor whose local data, in row-major order, is cut; None for the shard's data as it is.
-    Element ``lo`` of the group is element 0 of that data.
+    ``part``: the box of the tensor whose local data, in row-major order, is split, or None for all of the shard's
+    data. Element ``lo`` of the group is element 0 of that data.
     """
 
     box: Box
@@ -52,14 +52,14 @@ class Group:
 
 
 def plan_cells(region: Region, shape: Shape, cell: int, parent: ExtentTable | None) -> list[Group]:
-    """Cut one shard of a tensor of ``shape``.
+    """Split one shard of a tensor of ``shape``. ``cell``: the elements per cell.
 
-    ``cell``: elements of a cell. ``parent``: extents of the same key, dtype and shape in the parent checkpoint.
+    ``parent``: the extents with the same key, dtype and shape in the parent checkpoint.
     """
     if not region.numel:
         return []
     if parent is not None and parent.cell != cell:
-        parent = None  # a store with another cell size
+        parent = None  # a store with a different cell size
     if parent is not None and parent.is_whole and region == whole(shape):
         return [Group(region.box, 0, region.hi, None, list(parent.cells_in(0, 0, region.hi)))]
     if region.is_whole:
@@ -83,7 +83,7 @@ def _plain_cuts(lo: int, hi: int, cell: int) -> list[NewCell]:
 
 
 def _cuts_along(region: Region, cell: int, parent: ExtentTable) -> list[Cut]:
-    """Cut a region along those of the parent's cells that lie completely inside it."""
+    """Split a region along the parent's cells that are completely inside it."""
     cuts: list[Cut] = []
     position = region.lo
     for stored in _known_cells(region, parent):
@@ -97,7 +97,7 @@ def _cuts_along(region: Region, cell: int, parent: ExtentTable) -> list[Cut]:
 
 
 def _known_cells(region: Region, parent: ExtentTable) -> Iterator[StoredCell]:
-    """Iterate over the parent's cells of the same box that lie completely inside a region, in order."""
+    """Iterate, in order, over the parent's cells of the same box that are completely inside a region."""
     if region.box not in parent.boxes:
         return iter(())
     cells = parent.cells_in(parent.boxes.index(region.box), region.lo, region.hi)
@@ -105,7 +105,7 @@ def _known_cells(region: Region, parent: ExtentTable) -> Iterator[StoredCell]:
 
 
 def _parts(box: Box, shape: Shape, cell: int, parent: ExtentTable | None) -> list[Box] | None:
-    """Return the boxes of the first cut of a shard, or None to leave it whole."""
+    """Return the boxes that result from the first split of a shard, or None to leave it whole."""
     inner = (
         [other for other in _filled_boxes(parent) if other != box and other.inside(box)] if parent is not None else []
     )
@@ -118,7 +118,7 @@ def _parts(box: Box, shape: Shape, cell: int, parent: ExtentTable | None) -> lis
 
 
 def _filled_boxes(parent: ExtentTable) -> list[Box]:
-    """Return the boxes that the parent's extents fill. These are disjoint; other boxes may overlap."""
+    """Return the boxes that the parent's extents fill. These are disjoint, but other boxes may overlap."""
     held = [0] * len(parent.boxes)
     for extent in parent.extents:
         held[extent.box] += extent.hi - extent.lo
@@ -138,11 +138,11 @@ def _rest(box: Box, inner: Sequence[Box]) -> list[Box] | None:
 
 
 def _long_runs(box: Box, shape: Shape, cell: int) -> list[Box] | None:
-    """Return a box for each contiguous run of a box, or None if it is contiguous or its runs are short."""
+    """Return a box for each contiguous run of a box, or None if the box is contiguous or its runs are short."""
     dim = len(shape)
     while dim > 0 and box.shape[dim - 1] == shape[dim - 1]:
         dim -= 1
-    dim = max(dim - 1, 0)  # dimensions before this one make separate runs
+    dim = max(dim - 1, 0)  # each index of the dimensions before this one is a separate run
     if prod(box.shape[:dim]) == 1 or prod(box.shape[dim:]) < _LONG_RUN * cell:
         return None
     heads = np.ndindex(*box.shape[:dim])
@@ -156,25 +156,25 @@ def _long_runs(box: Box, shape: Shape, cell: int) -> list[Box] | None:
 
 
 _MAX_BRANCHES = 16
-_MIXED = 1 << 20  # bytes: branches up to this size together share a blob
+_MIXED = 1 << 20  # bytes: branches with up to this total size share a blob
 
 
 class _Sized(Protocol):
     @property
     def nbytes(self) -> int:
-        """Bytes of the cell."""
+        """The size of the cell in bytes."""
 
 
 C = TypeVar("C", bound=_Sized)
 
 
 def branch_of(kind: str, key: str) -> str:
-    """Return the branch of a stream: its key up to the first dot. All attachments are one branch."""
+    """Return a stream's branch: its key up to the first dot. All attachments form one branch."""
     return "" if kind == ATTACHMENT else key.partition(".")[0]
 
 
 def branches_of(branches: Iterable[str]) -> frozenset[str]:
-    """Return all branches of a state. More than 16 branches count as one."""
+    """Return all branches of a state. If there are more than 16, they count as a single branch."""
     names: set[str] = set()
     for branch in branches:
         names.add(branch)
@@ -184,9 +184,9 @@ def branches_of(branches: Iterable[str]) -> frozenset[str]:
 
 
 def by_branch(cells: Sequence[C], branch: Callable[[C], str], branches: Collection[str]) -> list[Sequence[C]]:
-    """Separate the branches of the state, so that a read of one branch needs few blobs.
+    """Separate the branches of the state, so that reading one branch needs few blobs.
 
-    Small branches stay together.
+    Small branches are kept together.
     """
     if not cells or len(branches) == 1:
         return [cells] if cells else []
@@ -204,7 +204,7 @@ def by_branch(cells: Sequence[C], branch: Callable[[C], str], branches: Collecti
 
 
 class Queue(Generic[C]):
-    """A queue of cells, in lots that fit into a buffer. Thread-safe."""
+    """A queue that hands out cells in batches that fit into a buffer. Thread-safe."""
 
     def __init__(self, cells: Sequence[C]) -> None:
         self._cells = cells
@@ -213,11 +213,14 @@ class Queue(Generic[C]):
 
     @property
     def is_empty(self) -> bool:
-        """Whether all cells were taken."""
+        """Whether all cells have been taken."""
         return self._next == len(self._cells)
 
     def take(self, begin: int, end: int) -> tuple[int, Sequence[C]]:
-        """Take the next cells that fit between bytes ``begin`` and ``end`` of a blob: (number of the first, cells)."""
+        """Take the next cells that fit between bytes ``begin`` and ``end`` of a blob.
+
+        Returns (index of the first, cells).
+        """
         with self._lock:
             first = last = self._next
             while last < len(self._cells):

@@ -1,4 +1,4 @@
-"""Proof that the regions to store make up a whole tensor: no hole, no overlap. Pure."""
+"""Checks that the regions to store make up a whole tensor, without holes or overlaps. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from casckpt.format.regions import Box, Region, Shape, flat_boxes, full_box, hol
 
 
 def holes_and_overlaps(shape: Shape, regions: Sequence[Region]) -> tuple[list[Region], list[tuple[int, int]]]:
-    """Find (regions that no rank holds, index pairs of regions that overlap): the first few of each, for a message."""
+    """Find (regions that no rank holds, index pairs of overlapping regions).
+
+    Returns the first few of each, for a message.
+    """
     regions = [normalise(region, shape) for region in regions]
     flat = [i for i, region in enumerate(regions) if region.box == full_box(shape) and region.numel]
     overlaps = _flat_overlaps(regions, flat)
@@ -37,13 +40,13 @@ def _flat_overlaps(regions: Sequence[Region], flat: list[int]) -> list[tuple[int
 
 
 def _box_overlaps(regions: Sequence[Region]) -> list[tuple[int, int]]:
-    """Sweep along one dimension over the boxes of regions: a box can overlap only boxes that begin before its end."""
+    """Sweep over the regions' boxes along one dimension. A box can overlap only boxes that begin before its end."""
     parts = [(i, box) for i, region in enumerate(regions) for box, _ in flat_boxes(region)]
     starts = np.array([box.offset for _, box in parts], dtype=np.int64)
     ends = np.array([box.end for _, box in parts], dtype=np.int64)
 
     def sweep(dim: int) -> tuple[Ints, Ints]:
-        """Return the order of their starts, and for each the first box that begins after its end."""
+        """Return the boxes ordered by their starts, and for each box, the first box that begins after its end."""
         order = np.argsort(starts[:, dim], kind="stable")
         return order, np.searchsorted(starts[order, dim], ends[order, dim])
 

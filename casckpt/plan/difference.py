@@ -1,4 +1,4 @@
-"""Differences between two checkpoints, computed from their manifests. Pure; no tensor data is read."""
+"""Computes the differences between two checkpoints from their manifests. Pure: no tensor data is read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from casckpt.format.sections.tables import encode_cells
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A tensor that differs. ``what``: "dtype", "shape" or "bytes"; ``bytes``: the number of changed bytes."""
+    """A tensor that differs. ``what``: "dtype", "shape" or "bytes". ``bytes``: the number of changed bytes."""
 
     key: str
     what: str
@@ -22,10 +22,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Difference:
-    """Keys of tensors that were added, removed, changed or not changed.
+    """The keys of the tensors that were added, removed, changed or left unchanged.
 
-    Bytes are compared cell by cell, by digest. If two saves cut a tensor into different cells (another topology, and
-    no bytes in common), the whole tensor counts as changed.
+    Bytes are compared cell by cell, by digest. If two saves split a tensor into different cells (because the topology
+    changed and no bytes are equal), the whole tensor counts as changed.
     """
 
     added: tuple[str, ...]
@@ -38,12 +38,12 @@ class Difference:
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """Keys of the tensors that are in both and differ."""
+        """The keys of the tensors that are in both checkpoints and differ."""
         return tuple(change.key for change in self.changes)
 
     @property
     def bytes_changed(self) -> int:
-        """Bytes of changed cells, of tensors that are in both."""
+        """The number of bytes in the changed cells of tensors that are in both checkpoints."""
         return sum(change.bytes for change in self.changes)
 
     def _repr_html_(self) -> str:

@@ -1,4 +1,4 @@
-"""Tensors grouped by layer, for reports on models with thousands of tensors. Pure."""
+"""Groups tensors by layer, for reports on models with thousands of tensors. Pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 MOST: Final = 40
-"""Most groups that a report shows."""
+"""The maximum number of groups that a report shows."""
 
 
 def layer_of(key: str, width: int = 1) -> str:
-    """Return the group of a key: the key up to its first number ("model.layers.3"), else without its last element.
+    """Return a key's group: the key up to its first number ("model.layers.3"), or without its last element.
 
     ``width``: the number of layers in one group ("model.layers.0-3").
     """
@@ -27,10 +27,11 @@ def _span(number: int, width: int) -> str:
 
 
 def group(keys: Iterable[str], most: int = MOST) -> dict[str, str]:
-    """Return the group of each key, at most ``most`` groups in all, in the order of the keys.
+    """Return the group of each key, in key order, with at most ``most`` groups in total.
 
-    If there are more layers, neighbours share a group. If there are still too many groups, keys with the same first two
-    elements share one, then those with the same first element. Finally the last groups become "...".
+    If there are more layers, neighbouring layers share a group. If there are still too many groups, keys with the same
+    first two elements share one, and then keys with the same first element. As a last resort, the last groups become
+    "...".
     """
     keys, groups = list(keys), dict[str, str]()
     for width in (1, 2, 4, 8, 16, 32, 64):
@@ -46,7 +47,7 @@ def group(keys: Iterable[str], most: int = MOST) -> dict[str, str]:
 
 
 def summed(nbytes: Mapping[str, int], groups: Mapping[str, str]) -> dict[str, int]:
-    """Sum the bytes of keys by group. Skip keys without a group."""
+    """Sum the bytes of the keys by group. Keys without a group are skipped."""
     total: dict[str, int] = {}
     for key, size in nbytes.items():
         if key in groups:

@@ -1,7 +1,7 @@
-"""Reads of a load: the needed ranges of each blob, merged into few requests. Pure, without I/O.
+"""Plans the reads of a load: the required ranges of each blob, merged into few requests. Pure, without I/O.
 
-A verified read reads whole cells. An unverified read reads only the wanted bytes, in pieces of a few cells. For a
-tensor with any coded cell, it also reads whole cells.
+A verified read reads whole cells. An unverified read reads only the wanted bytes, in pieces of a few cells. However,
+if any cell of a tensor is coded, it reads that tensor's whole cells.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from casckpt.plan.coverage import holes_and_overlaps
 
 T = TypeVar("T")
 _PIECE_BYTES = 2 << 20
-_SMALL_GAP = 64 << 10  # bytes: an unverified read merges runs with smaller gaps
+_SMALL_GAP = 64 << 10  # bytes: an unverified read merges runs that have a smaller gap between them
 
 
 class ReadPiece(NamedTuple):
-    """Consecutive elements [lo, hi), in the row-major order of ``box``, that lie at ``offset`` of a blob.
+    """Consecutive elements [lo, hi), in the row-major order of ``box``, stored at ``offset`` in a blob.
 
-    ``nbytes`` = (hi - lo) * itemsize. The bytes cannot be verified: they have no ``digest``. They are never coded.
+    ``nbytes`` = (hi - lo) * itemsize. The bytes do not have a ``digest``, so they cannot be verified. They are never
+    coded.
     """
 
     blob: int
@@ -46,11 +47,11 @@ class ReadPiece(NamedTuple):
 
 
 Unit: TypeAlias = StoredCell | ReadPiece
-"""One unit of a read: a cell, or a piece of an extent if the read is not verified."""
+"""A unit of a read: a cell, or, if the read is not verified, a piece of an extent."""
 
 
 def plan_units(table: ExtentTable, wanted: Region, *, verify: bool) -> Iterator[Unit]:
-    """Iterate over the units that hold the elements of ``wanted``, in any order; each overlaps it.
+    """Iterate over the units that contain elements of ``wanted``, in any order.
 
     ``wanted`` is a region of the tensor of ``table.shape``.
     """
@@ -70,18 +71,21 @@ def plan_units(table: ExtentTable, wanted: Region, *, verify: bool) -> Iterator[
             worth = table.cell if by_cell else max(1, _SMALL_GAP // table.itemsize)
             for lo, hi in _spans(box, wanted, worth):
                 units = find(number, lo, hi)
-                # a unit as long as the longest gap within a span holds some wanted element
+                # a unit as long as the longest gap in a span always contains a wanted element
                 yield from (unit for unit in units if unit.hi - unit.lo >= worth or intersect(unit.region, wanted))
 
 
 def _spans(box: Box, wanted: Region, worth: int) -> list[tuple[int, int]]:
-    """Find the ranges of ``wanted`` in the row-major order of ``box``: sorted, ``worth`` elements apart or more."""
+    """Find the sorted ranges of ``wanted`` in the row-major order of ``box``, at least ``worth`` elements apart."""
     commons = (common.relative_to(box) for common in intersect(Region(box, 0, box.numel), wanted))
     return _united([span for common in commons for span in _runs(common, box.shape, worth)], worth)
 
 
 def _runs(local: Box, shape: Shape, worth: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of ``shape``, in row-major order, that hold ``local``, bridging gaps of less than ``worth``."""
+    """Yield the ranges of ``shape``, in row-major order, that contain ``local``.
+
+    Gaps of less than ``worth`` are bridged.
+    """
     steps = strides(shape)
     length, split = 1, len(shape)
     while split and (local.shape[split - 1] == 1 or steps[split - 1] - length < worth):
@@ -94,7 +98,7 @@ def _runs(local: Box, shape: Shape, worth: int) -> Iterator[tuple[int, int]]:
 
 
 def _united(spans: list[tuple[int, int]], worth: int) -> list[tuple[int, int]]:
-    """Sort spans and merge those less than ``worth`` apart."""
+    """Sort spans, and merge those that are less than ``worth`` apart."""
     united: list[tuple[int, int]] = []
     for lo, hi in sorted(spans):
         if united and lo - united[-1][1] < worth:
@@ -105,7 +109,7 @@ def _united(spans: list[tuple[int, int]], worth: int) -> list[tuple[int, int]]:
 
 
 def _pieces(table: ExtentTable, box: int, lo: int, hi: int) -> Iterator[ReadPiece]:
-    """Yield the elements [lo, hi) of a box (by its number), in pieces that fit a buffer."""
+    """Yield the elements [lo, hi) of the box with this number, in pieces that fit into a buffer."""
     size = table.itemsize
     step = max(1, _PIECE_BYTES // size)
     for extent in table.extents_in(box, lo, hi):
@@ -117,9 +121,9 @@ def _pieces(table: ExtentTable, box: int, lo: int, hi: int) -> Iterator[ReadPiec
 
 @dataclass(frozen=True, slots=True)
 class Batch(Generic[T]):
-    """One read: ``nbytes`` at ``offset`` of a blob, and the items in it, sorted by offset.
+    """A single read: ``nbytes`` at ``offset`` in a blob, and the items in that range, sorted by offset.
 
-    There may be a gap of unwanted bytes between two items, and items may overlap.
+    There may be gaps of unwanted bytes between items, and items may overlap.
     """
 
     blob: int
@@ -131,7 +135,7 @@ class Batch(Generic[T]):
 def plan_batches(items: Iterable[tuple[int, int, int, T]], *, gap: int, most: int) -> list[Batch[T]]:
     """Merge (blob, offset, nbytes, item) into reads of about ``most`` bytes, across gaps of up to ``gap`` bytes.
 
-    No byte of a blob is in two batches.
+    Every byte of a blob is in at most one batch.
     """
     batches: list[Batch[T]] = []
     current: list[tuple[int, int, T]] = []
@@ -155,9 +159,9 @@ def plan_batches(items: Iterable[tuple[int, int, int, T]], *, gap: int, most: in
 
 
 def affordable_gap(items: Iterable[tuple[int, int, int]], *, most: int, spare: int) -> int:
-    """Return the widest gap, up to ``most`` bytes, across which reads may be merged for at most ``spare`` extra bytes.
+    """Return the widest gap, up to ``most``, across which merging reads costs at most ``spare`` extra bytes.
 
-    ``items``: (blob, offset, nbytes). `plan_batches` reads all gaps up to that width.
+    ``items``: (blob, offset, nbytes). `plan_batches` reads across all gaps up to that width.
     """
     gaps: list[int] = []
     blob, end = -1, 0
@@ -176,7 +180,10 @@ def affordable_gap(items: Iterable[tuple[int, int, int]], *, most: int, spare: i
 
 
 def covers(table: ExtentTable, wanted: Region) -> bool:
-    """Return whether the extents hold every element of ``wanted``. False if they overlap, which no save allows."""
+    """Return whether the extents contain every element of ``wanted``.
+
+    False if they overlap, which saves never allow.
+    """
     if table.is_whole:
         return True
     region = normalise(wanted, table.shape)
@@ -191,4 +198,4 @@ def covers(table: ExtentTable, wanted: Region) -> bool:
     if count < region.numel or len(table.boxes) == 1:
         return count >= region.numel
     _, overlaps = holes_and_overlaps(table.shape, list(map(table.region, table.extents)))
-    return not overlaps  # overlaps could hide holes, and a load would leave those unfilled
+    return not overlaps  # overlaps could hide holes, which a load would leave unfilled

@@ -1,4 +1,4 @@
-"""Cells of live manifests that a save may reuse, found by key and region or by digest. Pure."""
+"""Finds cells of live manifests that a save may reuse, by key and region or by digest. Pure."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ log = logging.getLogger(__name__)
 
 
 class CellSource(Protocol):
-    """A source of stored cells: a manifest, or the last save of this rank."""
+    """A source of stored cells: a manifest, or this rank's last save."""
 
     @property
     def refs(self) -> Sequence[BlobRef]:
-        """Its blobs. The blob numbers in tables are positions in this list."""
+        """Its blobs. Blob numbers in tables are indices into this list."""
 
     def table(self, name: Name, dtype: str, shape: Shape) -> ExtentTable | None:
-        """Return the extents of one stream, if the source has it with this dtype and shape."""
+        """Return a stream's extents if the source has the stream with this dtype and shape."""
 
     def tables(self) -> Iterator[ExtentTable]:
         """Iterate over the extents of all streams."""
 
 
 class ManifestCells:
-    """The cells of a manifest. It skips unusable entries with a warning."""
+    """The cells of a manifest. Invalid entries are skipped with a warning."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -68,16 +68,18 @@ class ManifestCells:
         try:
             return self._manifest.extents(entry)
         except (Damaged, Refused) as error:
-            log.warning("this save reuses nothing of key %r of %s: %s", entry.key, self._manifest.body.run, error)
+            log.warning(
+                "this save cannot reuse anything from key %r of %s: %s", entry.key, self._manifest.body.run, error
+            )
             return None
 
 
 class ReusableCells:
-    """Cells of the parent and of the bases, in blobs that may be reused.
+    """The cells of the parent and of the bases, in blobs that may be reused.
 
-    Blobs are numbered over all sources; those of the parent come first and keep their numbers. ``excluded``: whether a
-    blob must not be reused because it is damaged, worn or missing. ``newest``: the last save that wrote any blob of the
-    parent.
+    Blobs are numbered across all sources. The parent's blobs come first and keep their numbers. ``excluded``: a
+    function that returns whether a blob must not be reused because it is damaged, worn or missing. ``newest``: the
+    last save that wrote any of the parent's blobs.
     """
 
     def __init__(
@@ -93,19 +95,19 @@ class ReusableCells:
 
     @property
     def any(self) -> bool:
-        """Whether any blob may be reused."""
+        """Whether there is any blob that may be reused."""
         return bool(self._usable.any())
 
     def usable(self, blob: int) -> bool:
-        """Return whether cells of this blob may be reused."""
+        """Return whether the cells in this blob may be reused."""
         return bool(self._usable[blob])
 
     def exclude(self, blob: int) -> None:
-        """Stop reusing a blob, because its bytes are missing."""
+        """Stop reusing a blob whose bytes are missing."""
         self._usable[blob] = False
 
     def parent_table(self, name: Name, dtype: str, shape: Shape) -> ExtentTable | None:
-        """Return the parent's extents of a stream, if it has this dtype and shape."""
+        """Return the parent's extents of a stream, if the stream has this dtype and shape."""
         return None if self._parent is None else self._parent.table(name, dtype, shape)
 
     def usable_cell(self, cell: StoredCell) -> bool:
@@ -113,7 +115,7 @@ class ReusableCells:
         return bool(self._usable[cell.blob]) and (cell.frame is None or all(self._usable[c.blob] for c in cell.chain))
 
     def find(self, digest: CellDigest) -> StoredCell | None:
-        """Find a usable cell with this digest. It may belong to another tensor or region."""
+        """Find a reusable cell with this digest. It may belong to a different tensor or region."""
         with self._lock:
             if self._index is None:
                 self._index = _DigestIndex(self._sources)
@@ -121,10 +123,10 @@ class ReusableCells:
 
 
 class _DigestIndex:
-    """All cells of some sources, sorted by the first eight bytes of their digests."""
+    """All cells of several sources, sorted by the first eight bytes of their digests."""
 
     def __init__(self, sources: Sequence[CellSource]) -> None:
-        self._extents: list[tuple[int, ExtentTable, Extent]] = []  # (number of the source's first blob, ...)
+        self._extents: list[tuple[int, ExtentTable, Extent]] = []  # (number of the source's first blob, and so on)
         base = 0
         for source in sources:
             self._extents += [(base, table, extent) for table in source.tables() for extent in table.extents]
@@ -152,12 +154,12 @@ class _DigestIndex:
 
 
 def _shifted(cell: StoredCell, blobs: int) -> StoredCell:
-    """Return the cell with ``blobs`` added to the numbers of its blobs."""
+    """Return the cell with ``blobs`` added to its blob numbers."""
     return cell.moved(lambda stored: (stored.blob + blobs, stored.offset)) if blobs else cell
 
 
 def used_bytes(tables: Iterable[ExtentTable], blob_count: int) -> list[int]:
-    """Count the bytes of each blob that the extents of one manifest use. Shared cells count once."""
+    """Count the bytes of each blob that a manifest's extents use. Shared cells are counted once."""
     used, reached = [0] * blob_count, [0] * blob_count
     for blob, start, stop in sorted(
         (link.blob, link.offset, link.offset + table.stored_bytes(link))
@@ -171,7 +173,7 @@ def used_bytes(tables: Iterable[ExtentTable], blob_count: int) -> list[int]:
 
 
 class CodedBytes(NamedTuple):
-    """Bytes of coded cells, of their frames, and of the frames that have a base."""
+    """The total bytes of coded cells, of their frames, and of those frames that have a base."""
 
     bytes_coded: int
     bytes_frames: int
@@ -179,7 +181,7 @@ class CodedBytes(NamedTuple):
 
 
 def coded_bytes(tables: Iterable[ExtentTable]) -> CodedBytes:
-    """Count the coded cells of these tables. Cells that only serve as bases do not count."""
+    """Count the bytes of the coded cells in these tables, except cells that only serve as bases."""
     coded = [(table, part, part.coding) for table in tables for part in table.extents if part.coding is not None]
     plain = sum((part.hi - part.lo) * table.itemsize for table, part, _ in coded)
     frames = sum(table.stored_bytes(part) for table, part, _ in coded)
@@ -188,7 +190,7 @@ def coded_bytes(tables: Iterable[ExtentTable]) -> CodedBytes:
 
 
 def bytes_in(tables: Iterable[ExtentTable], blobs: Container[int]) -> int:
-    """Count the bytes, as in memory, of the cells in ``blobs``. Each place counts once."""
+    """Count the in-memory bytes of the cells in ``blobs``. Each location is counted once."""
     places = {
         (extent.blob, extent.offset): (extent.hi - extent.lo) * table.itemsize
         for table in tables
@@ -199,7 +201,7 @@ def bytes_in(tables: Iterable[ExtentTable], blobs: Container[int]) -> int:
 
 
 def frames_in(tables: Iterable[ExtentTable]) -> set[int]:
-    """Return the numbers of the blobs that hold frames."""
+    """Return the numbers of the blobs that contain frames."""
     coded = (extent for table in tables for extent in table.extents if extent.coding)
     return {link.blob for extent in coded for link in extent.chain if link.coding}
 
@@ -207,10 +209,10 @@ def frames_in(tables: Iterable[ExtentTable]) -> set[int]:
 def mark_worn(
     tables: Iterable[ExtentTable], refs: Sequence[BlobRef], run: str, lives: Callable[[TxId], bool]
 ) -> list[BlobRef]:
-    """Return ``refs``, the blobs of ``tables``, with the worn ones marked: the next save of the run stores their cells.
+    """Return ``refs``, the blobs of ``tables``, with worn blobs marked. The run's next save stores their cells anew.
 
     A blob is worn if less than half of it is used, and it belongs to the run itself or to a checkpoint that no longer
-    ``lives``. A blob of frames is never worn: its cells would have to be stored whole.
+    ``lives``. A blob with frames is never worn, because its cells would have to be stored whole.
     """
     every = list(tables)
     used, framed = used_bytes(every, len(refs)), frames_in(every)

@@ -1,10 +1,10 @@
-"""Routes between two versions of a cell through their frames. Pure, without I/O.
+"""Finds routes between two versions of a cell through their frames. Pure, without I/O.
 
 A coded cell has a chain of bases. If the chains of two versions meet, one version can be turned into the other: undo
-its frames down to the common base, and decode the frames of the other version from there. This reads no cell without a
-base.
+the frames of the first down to the common base, and then decode the frames of the second from that base. This does not
+read any cell that has no base.
 
-Cells from one save mostly have the same route, so casckpt searches one route for all cells of an extent.
+Cells from the same save mostly have the same route, so casckpt looks for a single route for all cells of an extent.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from casckpt.format.extents import DIGEST_BYTES, Extent, ExtentTable, StoredCell
 from casckpt.format.names import CellDigest
 
 Link: TypeAlias = tuple[CellDigest, CellDigest]
-"""The digests of a cell and of its base. They identify a frame, wherever it is stored."""
+"""The digests of a cell and of its base. They identify a frame regardless of where it is stored."""
 
 
 class Route(NamedTuple):
-    """The cells whose frames are undone, and then those whose frames are decoded, in this order."""
+    """The cells whose frames are undone, and then the cells whose frames are decoded, in this order."""
 
     undone: Sequence[StoredCell]
     decoded: Sequence[StoredCell]
 
     def cost(self, kept: Container[Link] = ()) -> int:
-        """Sum the bytes to read. The frames ``kept`` are in memory."""
+        """Sum the bytes to read. The ``kept`` frames are already in memory."""
         every = (*self.undone, *self.decoded)
         return sum(cell.stored for cell in every if cell.base is None or (cell.digest, cell.base.digest) not in kept)
 
 
 def links(cell: StoredCell) -> Iterator[Link]:
-    """Iterate over the links between a cell and the last of its bases."""
+    """Iterate over the links from a cell to the last of its bases."""
     for version in cell.chain:
         if version.base is not None:
             yield version.digest, version.base.digest
 
 
 def find_route(held: StoredCell, wanted: StoredCell, kept: Container[Link] = ()) -> Route | None:
-    """Find the route from one cell to another of equal size that reads least. The frames ``kept`` are in memory.
+    """Find the route that reads the fewest bytes between two cells of equal size. The ``kept`` frames are in memory.
 
-    Returns None if the chains do not meet, or if reading ``wanted`` with all of its bases costs no more.
+    Returns None if the chains do not meet, or if reading ``wanted`` with all of its bases is not more expensive.
     """
     up, down = list(held.chain), list(wanted.chain)
     places = {cell.digest: number for number, cell in enumerate(down)}
@@ -53,9 +53,9 @@ def find_route(held: StoredCell, wanted: StoredCell, kept: Container[Link] = ())
 
 
 class Span(NamedTuple):
-    """Cells of one box that are in several extents: the elements [lo, hi), cut at the multiples of ``cell``.
+    """Cells of one box that are in several extents: the elements [lo, hi), split at the multiples of ``cell``.
 
-    ``itemsize``: bytes of an element.
+    ``itemsize``: the bytes per element.
     """
 
     lo: int
@@ -65,16 +65,16 @@ class Span(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of cells."""
+        """The number of cells."""
         return -(-self.hi // self.cell) - self.lo // self.cell
 
     def apart(self) -> Iterator[Span]:
-        """Iterate over the cells as spans of one cell."""
+        """Iterate over the cells as single-cell spans."""
         return (self._replace(lo=lo, hi=hi) for lo, hi in self.bounds)
 
     @property
     def bounds(self) -> Iterator[tuple[int, int]]:
-        """Iterate over the elements [lo, hi) of each cell."""
+        """Iterate over the element ranges [lo, hi) of the cells."""
         first, last = self.lo // self.cell, -(-self.hi // self.cell)
         return ((max(n * self.cell, self.lo), min((n + 1) * self.cell, self.hi)) for n in range(first, last))
 
@@ -84,27 +84,27 @@ class Span(NamedTuple):
         return slice(self.lo // self.cell - first, -(-self.hi // self.cell) - first)
 
     def digests(self, extent: Extent) -> bytes:
-        """Return their digests in an extent, one after the other."""
+        """Return these cells' digests in an extent, one after the other."""
         numbers = self._numbers(extent)
         return extent.digests[numbers.start * DIGEST_BYTES : numbers.stop * DIGEST_BYTES]
 
     def each_digest(self, extent: Extent) -> list[CellDigest]:
-        """Return their digests in an extent, as a list."""
+        """Return these cells' digests in an extent, as a list."""
         every = self.digests(extent)
         return [CellDigest(every[at : at + DIGEST_BYTES]) for at in range(0, len(every), DIGEST_BYTES)]
 
     def links(self, extent: Extent) -> list[Link]:
-        """Return the links of these cells to their bases; none if the extent has no bases."""
+        """Return the links from these cells to their bases. There are none if the extent has no bases."""
         base = None if extent.coding is None else extent.coding.base
         return [] if base is None else list(zip(self.each_digest(extent), self.each_digest(base), strict=True))
 
     def all_links(self, extent: Extent) -> Iterator[Link]:
-        """Iterate over the links between these cells and the last of their bases."""
+        """Iterate over the links from these cells to the last of their bases."""
         for version in extent.chain:
             yield from self.links(version)
 
     def places(self, extent: Extent) -> list[tuple[int, int, int]]:
-        """Return (blob, offset, stored bytes) of each."""
+        """Return (blob, offset, stored bytes) for each cell."""
         numbers, size = self._numbers(extent), self.itemsize
         if extent.coding is None:
             at = extent.offset - extent.lo * size
@@ -115,23 +115,23 @@ class Span(NamedTuple):
 
 
 class ExtentRoute(NamedTuple):
-    """The route of all cells of a span: the extents whose frames are undone, then those whose frames are decoded."""
+    """The route for all cells of a span: the extents whose frames are undone, then those whose frames are decoded."""
 
     undone: Sequence[Extent]
     decoded: Sequence[Extent]
 
 
 def within(table: ExtentTable, extent: Extent, lo: int, hi: int) -> Span:
-    """Return the span of the cells of an extent that hold any of the elements [lo, hi)."""
+    """Return the span of an extent's cells that contain any of the elements [lo, hi)."""
     begin, end = lo // table.cell * table.cell, -(-hi // table.cell) * table.cell
     return Span(max(extent.lo, begin), min(extent.hi, end), table.cell, table.itemsize)
 
 
 def common(held: Iterable[Extent], wanted: Extent, span: Span) -> Iterator[tuple[Extent, Span]]:
-    """Iterate over the cells of a span of ``wanted`` that are also in one of ``held``, extents of the same box."""
+    """Iterate over the cells in a span of ``wanted`` that are also in one of the ``held`` extents of the same box."""
     for extent in held:
         lo, hi = max(extent.lo, span.lo), min(extent.hi, span.hi)
-        if extent.lo != wanted.lo:  # a cell that begins elsewhere is a different cell
+        if extent.lo != wanted.lo:  # a cell that begins elsewhere is a different one
             lo = -(-lo // span.cell) * span.cell
         if extent.hi != wanted.hi:
             hi = hi // span.cell * span.cell
@@ -140,11 +140,11 @@ def common(held: Iterable[Extent], wanted: Extent, span: Span) -> Iterator[tuple
 
 
 def find_extent_route(held: Extent, wanted: Extent, span: Span, kept: Container[Link] = ()) -> ExtentRoute | None:
-    """Return the result of `find_route` if it is the same for all cells of a span, or None."""
+    """Return the result of `find_route` if it is the same for all cells of a span, and otherwise None."""
     up, down = list(held.chain), list(wanted.chain)
     places = {span.digests(base): number for number, base in reversed(list(enumerate(down)))}
     first = places.get(span.digests(held))
-    if first is not None:  # nothing to undo: all other routes are longer
+    if first is not None:  # nothing to undo, so all other routes are longer
         return ExtentRoute((), down[:first][::-1])
     above = [span.digests(base) for base in up]
     meetings = [(number, places[digests]) for number, digests in enumerate(above) if digests in places]
@@ -155,6 +155,6 @@ def find_extent_route(held: Extent, wanted: Extent, span: Span, kept: Container[
 
 
 def _cost(extent: Extent, span: Span, kept: Container[Link]) -> int:
-    """Sum the bytes of frames to read. Those ``kept`` are in memory."""
+    """Sum the bytes of the frames to read. The ``kept`` ones are already in memory."""
     pairs = zip(span.links(extent), span.places(extent), strict=True)
     return sum(nbytes for link, (_, _, nbytes) in pairs if link not in kept)

@@ -1,11 +1,11 @@
-"""Division of the writes of a save among the ranks that hold the same regions, and samples of these. Pure.
+"""Divides the writes of a save among the ranks that hold the same regions, and samples these regions. Pure.
 
-If only one rank holds a region, that rank writes it. The holders of a replica, which is the same on all of them, share
-the writing. The division balances the total bytes of the ranks, and cuts only at multiples of the cell size. If several
-ranks hold any other region, the lowest of them writes it.
+If only one rank holds a region, that rank writes it. The ranks that hold a replica, which is identical on all of them,
+share the writing. The division balances the total bytes per rank, and splits only at multiples of the cell size. If
+several ranks hold any other region, the lowest of these ranks writes it.
 
-Ranks describe what they hold as columns of numbers, and the plan works on columns: 4,096 ranks with 1,000 tensors each
-have four million rows.
+Ranks describe what they hold as columns of numbers, and the plan works on columns, because 4,096 ranks with 1,000
+tensors each have four million rows.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Words: TypeAlias = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class HeldRegions:
-    """The regions that one rank holds, one in a row. All columns have equal length.
+    """The regions that one rank holds, one per row. All columns have the same length.
 
-    ``name``, ``region``: hashes that are equal where stream and region are. ``lo``, ``hi``: the region's elements, in
-    the row-major order of its box. ``cell``: elements of a cell. ``itemsize``: bytes of an element. ``shared``: whether
-    it is the same on all holders.
+    ``name``, ``region``: hashes of the stream and the region, which are equal for equal ones. ``lo``, ``hi``: the
+    region's elements, in the row-major order of its box. ``cell``: the elements per cell. ``itemsize``: the bytes per
+    element. ``shared``: whether the region is identical on all holders.
     """
 
     name: npt.NDArray[np.uint64]
@@ -46,9 +46,9 @@ class HeldRegions:
 
 @dataclass(frozen=True)
 class WriteRanges:
-    """The elements [lo, hi) of each row that one rank writes. lo == hi means none.
+    """The elements [lo, hi) of each row that one rank writes. lo == hi means that it writes none.
 
-    ``sharing``: the number of ranks that write each row together; 0 for none.
+    ``sharing``: the number of ranks that share the writing of each row, or 0.
     """
 
     lo: Ints
@@ -62,7 +62,7 @@ class WriteRanges:
 
 
 class Holders:
-    """The rows of all ranks, by region."""
+    """The rows of all ranks, grouped by region."""
 
     def __init__(self, held: Sequence[HeldRegions]) -> None:
         lengths = [len(regions) for regions in held]
@@ -70,7 +70,7 @@ class Holders:
         self.rank = np.repeat(np.arange(len(held)), lengths)
         name, region, shared = (_joined(held, what) for what in ("name", "region", "shared"))
         self.order = np.lexsort((self.rank, region, name))
-        self.new = np.ones(len(self.order), dtype=bool)  # for each sorted row: whether a region begins with it
+        self.new = np.ones(len(self.order), dtype=bool)  # for each sorted row: whether it starts a new region
         same_name = name[self.order][1:] == name[self.order][:-1]
         self.new[1:] = ~(same_name & (region[self.order][1:] == region[self.order][:-1]))
         self.starts = np.flatnonzero(self.new)
@@ -78,24 +78,24 @@ class Holders:
         weights = np.random.default_rng(0).integers(1, 2**62, size=len(held) + 1, dtype=np.uint64)
         some = len(self.starts) > 0
         self.sums = np.add.reduceat(weights[self.rank[self.order]], self.starts) if some else weights[:0]
-        """For each region, a number that identifies the set of ranks that hold it."""
+        """For each region, the number of the set of ranks that hold it."""
         every = np.logical_and.reduceat(shared[self.order], self.starts) if some else shared
         self.pooled = (self.counts > 1) & every
-        """For each region, whether its holders write it together."""
+        """For each region, whether its holders share the writing."""
 
     def sets(self) -> list[Words]:
-        """Return, for each row of each rank, a number for the set of its holders, or 0 for a single holder."""
+        """Return, for each row of each rank, the number of its set of holders, or 0 if there is a single holder."""
         return self.by_row(np.where(self.counts > 1, self.sums, np.uint64(0)))
 
     def differing(self, digests: Sequence[Words]) -> list[list[tuple[int, int]]]:
-        """Return the regions of which holders have different digests: (rank, row) of each holder, by rank."""
+        """Return the regions whose holders have different digests, as (rank, row) of each holder, sorted by rank."""
         sorted_digests = np.concatenate(digests)[self.order]
         odd = np.cumsum(self.new)[sorted_digests != np.repeat(sorted_digests[self.starts], self.counts)] - 1
         rows = [self.order[self.starts[number] :][: self.counts[number]].tolist() for number in np.unique(odd).tolist()]
         return [[(int(self.rank[row]), row - int(self._first[self.rank[row]])) for row in region] for region in rows]
 
     def by_row(self, values: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-        """Spread a value of each region over its rows, rank by rank."""
+        """Copy each region's value to all of its rows, rank by rank."""
         spread = np.zeros(len(self.order), values.dtype)
         spread[self.order] = np.repeat(values, self.counts)
         return np.split(spread, self._first[1:-1])
@@ -106,7 +106,7 @@ def _joined(held: Sequence[HeldRegions], what: str) -> npt.NDArray[Any]:
 
 
 class _Rows:
-    """The rows of all ranks in one table, and the range of elements to write of each."""
+    """The rows of all ranks in one table, with the range of elements to write for each."""
 
     def __init__(self, held: Sequence[HeldRegions]) -> None:
         self.lo, self.hi, self.cell, self.size = (_joined(held, what) for what in ("lo", "hi", "cell", "itemsize"))
@@ -118,7 +118,7 @@ def plan_writers(held: Sequence[HeldRegions], holders: Holders | None = None) ->
     """Assign each element of each distinct region to exactly one rank, which writes it."""
     rows, holders = _Rows(held), Holders(held) if holders is None else holders
     order, pooled = holders.order, holders.pooled
-    alone = ~pooled[np.cumsum(holders.new) - 1]  # for each sorted row: whether one rank writes its region
+    alone = ~pooled[np.cumsum(holders.new) - 1]  # for each sorted row: whether a single rank writes its region
 
     later = order[~holders.new & alone]  # the lowest rank writes all elements
     rows.to[later] = rows.from_[later]
@@ -134,7 +134,10 @@ def plan_writers(held: Sequence[HeldRegions], holders: Holders | None = None) ->
 
 
 def _by_holders(holders: Holders) -> list[tuple[Ints, Ints]]:
-    """Return (ranks, pools that exactly these ranks hold), small sets first: they have fewer ways to balance."""
+    """Return (ranks, pools that exactly these ranks hold).
+
+    Small sets come first because they have fewer ways to balance.
+    """
     pools = np.flatnonzero(holders.pooled)
     _, first, which = np.unique(holders.sums[pools], return_index=True, return_inverse=True)
     rank, sets = holders.rank[holders.order], []
@@ -145,7 +148,10 @@ def _by_holders(holders: Holders) -> list[tuple[Ints, Ints]]:
 
 
 def _share_out(rows: _Rows, pools: Ints, members: Ints, load: npt.NDArray[np.float64]) -> None:
-    """Cut pools ([pool, member]), as one sequence of bytes, into one range for each member; add to their loads."""
+    """Split the pools ([pool, member]), as one sequence of bytes, into a range for each member.
+
+    Add these to the loads.
+    """
     firsts = pools[:, 0]
     ends = np.cumsum(rows.nbytes[firsts])
     bounds = np.cumsum(_quotas(load[members], float(ends[-1])))
@@ -158,7 +164,7 @@ def _share_out(rows: _Rows, pools: Ints, members: Ints, load: npt.NDArray[np.flo
 
 
 def _quotas(load: npt.NDArray[np.float64], total: float) -> npt.NDArray[np.float64]:
-    """Compute the bytes for each rank so that ``total`` bytes balance the loads as far as possible."""
+    """Compute how to distribute ``total`` bytes over the ranks so that their loads are as balanced as possible."""
     level = np.sort(load)
     heights = (total + np.cumsum(level)) / np.arange(1, len(level) + 1)
     reached = np.append(heights[:-1] <= level[1:], True)
@@ -166,9 +172,9 @@ def _quotas(load: npt.NDArray[np.float64], total: float) -> npt.NDArray[np.float
 
 
 def _cut_points(rows: _Rows, firsts: Ints, ends: Ints, bound: float) -> Ints:
-    """Find the element of each pool at which to cut the sequence: a cell boundary or an end of the pool.
+    """Find the element of each pool at which to split the sequence: a cell boundary or an end of the pool.
 
-    It is the place nearest to byte ``bound``, at most half a cell away. ``firsts``: the first row of each pool.
+    It is the position nearest to byte ``bound``, at most half a cell away. ``firsts``: the first row of each pool.
     """
     at = rows.lo[firsts].copy()
     whole = ends <= bound
@@ -183,17 +189,20 @@ def _cut_points(rows: _Rows, firsts: Ints, ends: Ints, bound: float) -> Ints:
 
 
 RUNS: Final = 4
-"""Runs of each row that every save compares."""
+"""The number of runs in each row that every save compares."""
 MORE_RUNS: Final = 16
-"""Runs of a row that ranks send if samples differ: 64 values of float32. The first `RUNS` are the compared ones."""
+"""The number of runs of a row that ranks send if samples differ: 64 float32 values.
+
+The first `RUNS` are those that were compared.
+"""
 SLICES: Final = 64
-"""In each save a rank reads some cells that others write: 1/64 of its own share."""
+"""In each save, a rank reads some cells that other ranks write: 1/64 as many bytes as its own share."""
 
 
 def places(name: Words, seed: int, room: Ints, runs: int) -> Ints:
-    """Choose the starts, below ``room``, of ``runs`` runs of each row: a column for each run.
+    """Choose the starts, below ``room``, of ``runs`` runs in each row. Returns a column for each run.
 
-    The first columns do not depend on ``runs``.
+    The first columns are the same for any value of ``runs``.
     """
     numbers = np.arange(1, runs + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed = _mixed(name[:, None] ^ (numbers[None, :] + np.uint64(seed)))
@@ -201,22 +210,22 @@ def places(name: Words, seed: int, room: Ints, runs: int) -> Ints:
 
 
 def row_digests(words: Words) -> Words:
-    """Digest each row of words. The digest is fast and not cryptographic."""
+    """Compute a digest of each row of words. The digest is fast, but not cryptographic."""
     odd = np.arange(1, words.shape[1] + 1, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)
     return _mixed(_mixed(words ^ odd).sum(axis=1, dtype=np.uint64))
 
 
 def _mixed(words: Words) -> Words:
-    """Mix the bits of each word as splitmix64 does."""
+    """Mix the bits of each word, like splitmix64."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
 
 
 def to_read_again(held: HeldRegions, ranges: WriteRanges, turn: int) -> Iterator[tuple[int, int, int]]:
-    """Choose (row, lo, hi) of the cells that other ranks write and that this rank reads in save number ``turn``.
+    """Choose the cells, as (row, lo, hi), that other ranks write and that this rank reads in save number ``turn``.
 
-    A cell of a row that h ranks write together is chosen once in `SLICES` * (h - 1) turns.
+    In a row that h ranks write together, each cell is chosen once in `SLICES` * (h - 1) turns.
     """
     first, end = held.lo // held.cell, -(-held.hi // held.cell)
     idle = ranges.lo == ranges.hi

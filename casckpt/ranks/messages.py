@@ -1,4 +1,4 @@
-"""Messages between ranks: a value or an error, as bytes."""
+"""Messages between ranks. A message carries a value or an error, and is sent as bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from casckpt.base.text import listed
 from casckpt.errors import CasckptError, InvalidInput, RankFailed
 
-FRAME: Final = 4096  # bytes of the first frame of a message; most messages need no second frame
+FRAME: Final = 4096  # bytes of the first frame of a message; most messages do not need a second frame
 _LENGTH: Final = 8
 
 
@@ -33,14 +33,17 @@ class Message:
 
 @dataclass(frozen=True)
 class WithObjects:
-    """A message of a rank with its whole objects. ``keys``: of these objects."""
+    """A message from a rank that has whole objects. ``keys``: the keys of these objects."""
 
     value: Any
     keys: Sequence[str]
 
 
 def pack(message: Message) -> bytes:
-    """Encode a message for a rank of the same job. Replace an error that would not survive this with a `RankFailed`."""
+    """Encode a message for a rank of the same job.
+
+    Replace an error that would not survive encoding with a `RankFailed`.
+    """
     error, rank = message.error, message.rank
     if error is not None and not isinstance(error, CasckptError):  # many other errors pickle but do not unpickle
         return pickle.dumps(Message(error=_failure(rank, error), rank=rank))
@@ -49,7 +52,7 @@ def pack(message: Message) -> bytes:
         if error is not None:
             unpack(data)
         return data
-    except Exception as problem:  # noqa: BLE001 - it holds a lock or a socket, so its text must do
+    except Exception as problem:  # noqa: BLE001 - it holds a lock or a socket, so send only its text
         return pickle.dumps(Message(error=_failure(rank, error or problem), rank=rank))
 
 
@@ -60,7 +63,7 @@ def unpack(data: bytes) -> Message:
 
 
 def to_frames(data: bytes) -> list[torch.Tensor]:
-    """Cut ``data`` into a frame of ``FRAME`` bytes, and if necessary a frame with the rest."""
+    """Split ``data`` into a frame of ``FRAME`` bytes and, if necessary, a second frame with the rest."""
     room = FRAME - _LENGTH
     first = bytearray(FRAME)
     first[:_LENGTH] = len(data).to_bytes(_LENGTH, "little")
@@ -75,13 +78,13 @@ def empty_frame() -> torch.Tensor:
 
 
 def alive_frame(warning: str = "") -> torch.Tensor:
-    """Return a frame without a message. It shows that its sender is alive, and may carry a ``warning``."""
+    """Return a frame that carries no message. It shows that its sender is alive, and may contain a ``warning``."""
     text = warning.encode()[: FRAME - _LENGTH - 1]
     return torch.frombuffer(bytearray(_LENGTH) + b"\1" + text.ljust(FRAME - _LENGTH - 1, b"\0"), dtype=torch.uint8)
 
 
 def is_alive(frame: torch.Tensor) -> bool:
-    """Return whether a frame is from `alive_frame` or empty. A message is never empty."""
+    """Return whether a frame is empty or was made by `alive_frame`. A message is never empty."""
     return not frame[:_LENGTH].any()
 
 
@@ -91,12 +94,12 @@ def has_come(frame: torch.Tensor) -> bool:
 
 
 def warning_in(frame: torch.Tensor) -> str:
-    """Return the warning in a frame of `alive_frame`."""
+    """Return the warning in a frame that `alive_frame` made."""
     return frame[_LENGTH + 1 :].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
 
 
 def from_frame(frame: torch.Tensor) -> tuple[bytes, int]:
-    """Return the bytes of a message that its first frame holds, and the number of bytes that follow."""
+    """Return the bytes of a message in its first frame, and the number of bytes that follow in a second frame."""
     data = frame.numpy().tobytes()
     length = int.from_bytes(data[:_LENGTH], "little")
     held = data[_LENGTH : _LENGTH + length]
@@ -104,24 +107,28 @@ def from_frame(frame: torch.Tensor) -> tuple[bytes, int]:
 
 
 def astray(messages: Sequence[Message], mine: Message) -> InvalidInput | None:
-    """Return the error for a rank at another point of the code than rank 0, which sends ``mine``, or None.
+    """Return the error for a rank at a different point in the code than rank 0, or None if there is no such rank.
 
-    ``messages``: of all ranks, in their order.
+    ``mine``: the message of rank 0. ``messages``: the messages of all ranks, in rank order.
     """
     away = [message for message in messages if message.step != mine.step]
     if not away:
         return None
     call, rank = away[0].call, away[0].rank
-    where = f"in {call}, rank 0 in {mine.call}" if call != mine.call else f"at another point of {call} than rank 0"
-    text = f"rank {rank} is {where}: all ranks must make the same calls of casckpt in the same order"
+    where = (
+        f"in {call}, but rank 0 is in {mine.call}"
+        if call != mine.call
+        else f"not at the same point in {call} as rank 0"
+    )
+    text = f"rank {rank} is {where}: all ranks must make the same casckpt calls in the same order"
     keys = {one.rank: one.value.keys for one in messages if isinstance(one.value, WithObjects) and one.value.keys}
     without = [one.rank for one in messages if one.rank not in keys]
     if not keys or not without:
-        return InvalidInput(f"{text}, from one thread or with process_group=... for each", rank=rank)
+        return InvalidInput(f"{text}, from one thread, or from several with process_group=... for each", rank=rank)
     holder, held = next(iter(keys.items()))
     return InvalidInput(
-        f"{text}. Rank {holder} has the whole objects {listed(held)} in its state, and rank {without[0]} has none: "
-        "give the objects on every rank, or the state_dict of each",
+        f"{text}. Rank {holder} has the whole objects {listed(held)} in its state, but rank {without[0]} has none: "
+        "give the objects on every rank, or give the state_dict of each",
         rank=rank,
         keys=tuple(held),
     )
@@ -139,15 +146,15 @@ def public_call(frame: FrameType | None) -> str:
 
 
 def portable(error: Exception) -> Exception:
-    """Return the error if it survives pickling, else a `RankFailed` with its text.
+    """Return the error if it survives pickling, otherwise a `RankFailed` with its text.
 
-    Another library pickles it. An error that does not unpickle would leave ranks waiting for each other.
+    Another library pickles the result. If an error could not be unpickled, ranks would wait for each other.
     """
     try:
         back = pickle.loads(pickle.dumps(error))  # noqa: S301 - what was pickled just now
         if type(back) is type(error) and str(back) == str(error):
             return error
-    except Exception:  # noqa: BLE001, S110 - its class may raise anything when it is pickled
+    except Exception:  # noqa: BLE001, S110 - its class may raise any error when it is pickled
         pass
     return RankFailed(f"{type(error).__name__}: {error}")
 
@@ -158,7 +165,7 @@ def _failure(rank: int | None, error: BaseException) -> RankFailed:
 
 
 def seen_from(answer: Message, rank: int) -> Message:
-    """Return an answer whose error, if another rank raised it, names that rank."""
+    """Return the answer. If it has an error that another rank raised, make the error name that rank."""
     error, origin = answer.error, answer.rank
     if error is None or origin is None or origin == rank or (isinstance(error, RankFailed) and error.rank is not None):
         return answer
@@ -172,21 +179,23 @@ def seen_from(answer: Message, rank: int) -> Message:
 def broken(rank: int, error: RuntimeError) -> RankFailed:
     """Return the error for a failed connection to ``rank``."""
     late = timed_out(error)
-    how = "did not answer in time" if late else "died, or closed its connection"
-    done = "nothing was saved or loaded" if rank else "see in the list of checkpoints whether it had committed by then"
+    how = "did not answer in time" if late else "died or closed its connection"
+    done = (
+        "nothing was saved or loaded" if rank else "check in the list of checkpoints whether it had already committed"
+    )
     done += ". Every rank must make the call" * late
     return RankFailed(
-        f"rank {rank} {how}: {done}. Look at the log of rank {rank}, then start again ({first_line(error)})",
+        f"rank {rank} {how}: {done}. Check the log of rank {rank}, then restart the job ({first_line(error)})",
         rank=rank,
         lost="late" if late else "died",
     )
 
 
 def first_line(error: RuntimeError) -> str:
-    """Return the first line of an error of gloo."""
+    """Return the first line of a gloo error."""
     return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
 
 
 def timed_out(error: RuntimeError) -> bool:
-    """Return whether the text is a timeout message of gloo or of torch's stores."""
+    """Return whether the error text is a timeout message from gloo or from torch's stores."""
     return "imed out" in str(error) or "timeout" in str(error).lower()

@@ -1,18 +1,18 @@
-"""The ranks of a process group, and the only collectives of casckpt.
+"""The ranks of a process group, and the only collectives in casckpt.
 
-`Ranks.exchange` is the only primitive: every rank sends a message, rank 0 decides, and every rank gets its answer, or
-all of them raise. The messages go from point to point over a gloo group of casckpt's own, in a star around rank 0. So
-the failure of one rank never leaves another one waiting:
+`Ranks.exchange` is the only primitive: every rank sends a message, rank 0 decides, and either every rank receives its
+answer or all ranks raise an error. The messages are sent point to point over casckpt's own gloo group, in a star
+around rank 0. As a result, the failure of one rank never leaves another rank waiting:
 
-- A rank that raises sends its error. Every rank raises it and names that rank. The group stays usable.
-- A rank that dies closes its connection. Rank 0 finds it closed, at the latest when all others have answered, and sends
-  them the error.
-- A rank that stalls exceeds the timeout of the group at rank 0, which leaves a note in the store of the process group.
-  A rank that takes long but reports that it is alive (`Ranks.alive`) does not.
-- If rank 0 dies, the others see their connection closed, find no note, and name rank 0.
-- If rank 0 stalls, the others exceed a longer timeout and leave a note, which rank 0 finds.
+- A rank that raises sends its error. Every rank raises it and names that rank. The group can still be used.
+- A rank that dies closes its connection. Rank 0 detects this, at the latest when all other ranks have answered, and
+  sends them the error.
+- A rank that stalls exceeds the group's timeout. Rank 0 then leaves a note in the store of the process group. A slow
+  rank that reports that it is alive (`Ranks.alive`) does not exceed the timeout.
+- If rank 0 dies, the other ranks see that their connection is closed, find no note, and name rank 0.
+- If rank 0 stalls, the other ranks wait for a longer timeout and then leave a note, which rank 0 finds.
 
-After a death or a stall, casckpt drops the group, and the next call makes another.
+After a rank dies or stalls, casckpt drops the group. After a stall, the next call creates a new group.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 Kept = TypeVar("Kept")
 Up = TypeVar("Up")
 Down = TypeVar("Down")
-MARGIN = timedelta(seconds=30)  # additional wait of the others for rank 0, beyond twice the timeout
+MARGIN = timedelta(seconds=30)  # additional time that the other ranks wait for rank 0, beyond twice the timeout
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
@@ -57,10 +57,10 @@ def everyone(value: Down, size: int) -> list[Down]:
 def exchange_keeping(
     ranks: Ranks, call: Callable[[], tuple[Kept, Up]], decide: Callable[[Kept, list[Up]], Sequence[Down]]
 ) -> tuple[Kept, Down]:
-    """Exchange messages as `Ranks.exchange` does. ``call`` also makes a value that stays on its rank.
+    """Exchange messages as `Ranks.exchange` does, but let ``call`` also return a value that is not sent.
 
-    ``call`` returns (value that stays, message). ``decide`` gets the value of rank 0 and the messages of all ranks.
-    Returns (value of this rank, its answer).
+    ``call`` returns (value to keep, message). ``decide`` receives rank 0's kept value and the messages of all ranks.
+    Returns (this rank's kept value, its answer).
     """
     kept: list[Kept] = []
 
@@ -69,7 +69,7 @@ def exchange_keeping(
         kept.append(mine)
         return up
 
-    @wraps(decide)  # ranks compare its name, to check that they are at the same point
+    @wraps(decide)  # ranks compare its name to check that they are at the same point
     def answers(messages: list[Up]) -> Sequence[Down]:
         return decide(kept[0], messages)
 
@@ -78,7 +78,7 @@ def exchange_keeping(
 
 
 def on_each(ranks: Ranks, call: Callable[[], Up]) -> Up:
-    """Run ``call`` on every rank, and return its result on this rank. All ranks raise its error on any rank."""
+    """Run ``call`` on every rank, and return this rank's result. If it fails on any rank, all ranks raise the error."""
 
     @wraps(call)
     def done(_: Up, messages: list[None]) -> list[None]:
@@ -88,12 +88,12 @@ def on_each(ranks: Ranks, call: Callable[[], Up]) -> Up:
 
 
 def telling(ranks: Ranks, progress: Progress) -> Progress:
-    """Return a ``progress`` whose calls also report that this rank is alive."""
+    """Return a version of ``progress`` that also reports, at each call, that this rank is alive."""
     return progress if ranks.size == 1 else progress.with_callback(ranks.alive)
 
 
 class Solo:
-    """The counterpart of `GroupRanks` for one process."""
+    """The counterpart of `GroupRanks` for a single process."""
 
     rank = 0
     size = 1
@@ -107,7 +107,7 @@ class Solo:
         raise error
 
     def alive(self) -> None:
-        """Do nothing, because no other rank waits."""
+        """Do nothing, because no other rank is waiting."""
 
     def swap(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
         """Do nothing, because there is no other rank."""
@@ -119,17 +119,18 @@ class Solo:
 
 
 def open_ranks(process_group: ProcessGroup | None = None, *, no_dist: bool = False, purpose: str = "main") -> Ranks:
-    """Return the ranks of ``process_group`` (None: all); this process alone with ``no_dist`` or without a group.
+    """Return the ranks of ``process_group`` (None: all ranks).
 
-    The first call for a group makes a gloo group of the same ranks, so all of them must make the call. ``purpose``:
-    calls that may run at the same time, such as a save in the background, need groups of their own.
+    With ``no_dist`` or without torch.distributed, return only this process. The first call for a group creates a gloo
+    group of the same ranks, so all of them must make the call. ``purpose``: calls that may run at the same time, such
+    as a save in the background, need separate groups.
     """
     if no_dist:
         return Solo()
     dist = torch.distributed
     if not dist.is_available() or not dist.is_initialized():
         if process_group is not None:
-            raise InvalidInput("process_group was given, but torch.distributed is not initialised")
+            raise InvalidInput("process_group was given, but torch.distributed is not initialized")
         _warn_of_others()
         return Solo()
     _refuse_inherited()
@@ -138,10 +139,12 @@ def open_ranks(process_group: ProcessGroup | None = None, *, no_dist: bool = Fal
     if group is None or not any(group is one for one in known):
         raise InvalidInput(
             f"process_group is a {type(group).__name__} that torch.distributed does not know: it was destroyed, or "
-            "forwards to another group. Pass what new_group or the get_group of a DeviceMesh returns"
+            "it wraps a different group. Pass a group from new_group or from DeviceMesh.get_group"
         )
     if dist.get_rank(group) < 0:
-        raise InvalidInput("this process is not in process_group; call only on its ranks, or pass no_dist=True")
+        raise InvalidInput(
+            "this process is not in process_group: make this call only on its ranks, or pass no_dist=True"
+        )
     if dist.get_world_size(group) == 1:
         return Solo()
     return _groups.get(group, purpose)
@@ -149,17 +152,17 @@ def open_ranks(process_group: ProcessGroup | None = None, *, no_dist: bool = Fal
 
 @cache
 def _warn_of_others() -> None:
-    """Warn once that this process works alone, if a launcher started it as one of several."""
+    """If a launcher started this process as one of several, warn once that it works alone."""
     if os.environ.get("WORLD_SIZE", "1") not in {"", "0", "1"}:
         log.warning(
-            "WORLD_SIZE is %s, but torch.distributed is not initialised: this process saves and loads alone, whole "
-            "checkpoints of its own. Call torch.distributed.init_process_group first, or pass no_dist=True if that is "
-            "meant",
+            "WORLD_SIZE is %s, but torch.distributed is not initialized: this process saves and loads its own complete "
+            "checkpoints, without the other processes. Call torch.distributed.init_process_group first, or pass "
+            "no_dist=True if this is intended",
             os.environ["WORLD_SIZE"],
         )
 
 
-_inherited: list[Any] = []  # the process group of the process that forked this one
+_inherited: list[Any] = []  # the process group that the parent process had when it forked this process
 
 
 def _note_inherited() -> None:
@@ -171,41 +174,44 @@ if hasattr(os, "register_at_fork"):
 
 
 def _refuse_inherited() -> None:
-    """Raise InvalidInput in a forked process, because it would corrupt messages on the connections of its parent."""
+    """Raise InvalidInput in a forked process, because it would corrupt messages on its parent's connections."""
     if any(world is torch.distributed.group.WORLD for world in _inherited):
         raise InvalidInput(
-            "this process was forked by a rank of torch.distributed, and is none itself: call Store.read, or pass "
+            "this process was forked by a torch.distributed rank, but is not a rank itself: call Store.read, or pass "
             "no_dist=True"
         )
 
 
 def this_rank() -> int:
-    """Return the rank of this process among all, without a message; 0 if torch.distributed is not initialised."""
+    """Return this process's global rank without communication, or 0 if torch.distributed is not initialized."""
     dist = torch.distributed
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 class GroupRanks:
-    """The ranks of a process group, over a gloo group of their own.
+    """The ranks of a process group, connected by a separate gloo group.
 
-    ``rank``: of this process, from 0. ``exchanges``: their number. ``name``: differs from those of all other groups.
-    ``group``: the name of the process group, whatever the purpose.
+    ``rank``: this process's rank, from 0. ``exchanges``: the number of exchanges so far. ``name``: a unique name.
+    ``group``: the name of the process group, which does not depend on the purpose.
     """
 
     def __init__(self, parent: ProcessGroup, purpose: str, generation: int) -> None:
-        """Set up the ranks. ``generation``: number of dropped groups of this purpose, equal on all ranks."""
+        """Set up the ranks. ``generation``: the number of dropped groups for this purpose. It is equal on all ranks."""
         self.parent = ref(parent)
         self.group = parent.group_name
         self.name = f"casckpt/{parent.group_name}/{purpose}/{generation}"
         self.generation = generation
-        self.dropped = True  # until the connection
+        self.dropped = True  # until it is connected
         self.rank, self.size = torch.distributed.get_rank(parent), torch.distributed.get_world_size(parent)
         self.exchanges = 0
         self._dead: RankFailed | None = None
         self._lock = Lock()
 
     def connect(self, parent: ProcessGroup) -> None:
-        """Connect to the other ranks. Raises RankFailed on all ranks. The next group has another name."""
+        """Connect to the other ranks.
+
+        If this fails, raises RankFailed on all ranks, and the next group has a different name.
+        """
         self._wire = _connect(parent, self.name, self.rank, self.size)
         self.dropped = False
 
@@ -219,24 +225,26 @@ class GroupRanks:
         raise error
 
     def alive(self) -> None:
-        """Report, inside an exchange, that this rank is alive. This restarts the timeouts of other ranks.
+        """Report, during an exchange, that this rank is alive.
 
-        Cheap. Threads may call it.
+        This restarts the timeouts of the other ranks. The call is cheap and thread-safe.
         """
         self._wire.alive()
 
     def swap(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
-        """Send bytes to other ranks inside an exchange, and receive theirs. Each pair of ranks keeps one order.
+        """Send bytes to other ranks during an exchange, and receive theirs.
 
-        The tensors must be on the CPU and have one dimension. Raises RankFailed.
+        Each pair of ranks must use the same order. The tensors must be on the CPU and one-dimensional. Raises
+        RankFailed.
         """
         self._wire.swap(sends, receives)
 
     def exchange(self, call: Callable[[], Up], decide: Callable[[list[Up]], Sequence[Down]]) -> Down:
-        """Run ``call`` on every rank, and ``decide`` on rank 0 with all results. It returns an answer for each rank.
+        """Run ``call`` on every rank, then run ``decide`` on rank 0 with all results.
 
-        If either raises, every rank raises: the same error on the rank where it arose, and an equal error that names
-        that rank on the others. Raises RankFailed for a rank that died or did not answer in time.
+        ``decide`` returns an answer for each rank. If either function raises an error, every rank raises. The rank
+        where the error occurred raises that error, and the other ranks raise an equal error that names that rank.
+        Raises RankFailed for a rank that died or did not answer in time.
         """
         if self._dead is not None:
             raise RankFailed(str(self._dead), rank=self._dead.rank)
@@ -258,11 +266,11 @@ class GroupRanks:
     def _attempt(self, call: Callable[[], Up]) -> Message:
         try:
             return Message(call(), rank=self.rank)
-        except Exception as error:  # noqa: BLE001 - goes to the other ranks, and is raised again
+        except Exception as error:  # noqa: BLE001 - sent to the other ranks, and reraised
             return Message(error=error, rank=self.rank)
 
     def _lead(self, mine: Message, decide: Callable[[list[Any]], Sequence[Any]]) -> Message:
-        """Do the part of rank 0: receive all messages, decide, send the answers."""
+        """Act as rank 0: receive all messages, decide, and send the answers."""
         received, lost = self._wire.gather(mine)
         heard = [message for message in received if message is not None]
         failed = Message(error=lost[0], rank=lost[0].rank) if lost else _first_failure(heard, mine)
@@ -283,7 +291,7 @@ class GroupRanks:
         return [same.setdefault(id(value), Message(value)) for value in outcome.value]
 
     def _follow(self, mine: Message) -> Message:
-        """Do the part of another rank: send a message, and receive the answer of rank 0."""
+        """Act as one of the other ranks: send a message to rank 0, and receive its answer."""
         try:
             answer = self._wire.ask(mine)
         except RankFailed as failure:
@@ -299,7 +307,10 @@ class GroupRanks:
         self._drop(error)
 
     def _drop(self, error: RankFailed) -> None:
-        """Drop the group. It is useless with a dead rank. After a late rank, the next call makes another group."""
+        """Drop the group. If a rank died, no new group can replace it.
+
+        If a rank was late, the next call creates a new group.
+        """
         if error.lost == "died":
             self._dead = error
         else:
@@ -307,7 +318,7 @@ class GroupRanks:
 
 
 def _first_failure(messages: Sequence[Message], mine: Message) -> Message | None:
-    """Return the first error of all ranks, else one for the first rank at another point of the code; None for none."""
+    """Return the first error of any rank, otherwise an error for a rank at a different point in the code, or None."""
     failed = [Message(error=message.error, rank=message.rank) for message in messages if message.error is not None]
     strayed = astray(messages, mine)
     if strayed is not None:
@@ -316,7 +327,7 @@ def _first_failure(messages: Sequence[Message], mine: Message) -> Message | None
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta:
-    """Return the timeout of the group from its creator."""
+    """Return the timeout that the group's creator set."""
     for device in ("cpu", "cuda"):
         try:
             options = group._get_backend(torch.device(device)).options
@@ -329,40 +340,43 @@ def _timeout_of(group: ProcessGroup) -> timedelta:
 
 
 def _connect(parent: ProcessGroup, name: str, rank: int, size: int) -> Wire:
-    """Connect over a new gloo group. `new_group` names groups by their number on a rank, which may differ."""
+    """Connect over a new gloo group.
+
+    Do not use `new_group`, because it names groups by a per-rank count that may differ.
+    """
     if not torch.distributed.is_gloo_available():
-        raise Unsupported("this build of torch lacks gloo, which the ranks of a save use to communicate")
+        raise Unsupported("this build of torch does not include gloo, which casckpt uses for messages between ranks")
     dist: Any = torch.distributed
     shared = dist.distributed_c10d._world.pg_map[parent][1]
     if current_thread() is not main_thread() and hasattr(shared, "clone"):
-        shared = shared.clone()  # a store of torch serves one thread at a time, and another thread may wait in it
+        shared = shared.clone()  # a torch store serves one thread at a time, and another thread may be waiting in it
     store = dist.PrefixStore(name, shared)
     timeout = _timeout_of(parent)
-    _, problem = _gloo(dist.HashStore(), 0, 1, timeout)  # alone, to check whether gloo can start
+    _, problem = _gloo(dist.HashStore(), 0, 1, timeout)  # a group of one rank, to check whether gloo can start
     meeting, seconds = Meeting(store, rank, size), timeout.total_seconds()
     meeting.come("start", seconds, problem and f"gloo cannot start on rank {rank}: {problem}")
     end = monotonic() + seconds + waiting.HEARD_SECONDS
     group, problem = _gloo(store, rank, size, timeout)
-    problem = problem and f"gloo cannot connect rank {rank} with the others: {problem}"
+    problem = problem and f"gloo cannot connect rank {rank} to the other ranks: {problem}"
     meeting.come("connected", end - monotonic(), problem)
     return Wire(group, store, rank, size, timeout=timeout, patience=2 * timeout + MARGIN)
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[Any, str]:
-    """Return a gloo group, or the reason why there is none."""
+    """Return a gloo group, or the reason why it cannot be created."""
     try:
         return torch.distributed.ProcessGroupGloo(store, rank, size, timeout), ""
     except RuntimeError as error:
         name = os.environ.get("GLOO_SOCKET_IFNAME")
         chosen = f" (here it is {name})" if name else ""
         return None, (
-            f"{first_line(error)}. Set GLOO_SOCKET_IFNAME to the network interface of each host that the others "
-            f"reach{chosen}; `ip address` lists them"
+            f"{first_line(error)}. On each host, set GLOO_SOCKET_IFNAME to a network interface that the other "
+            f"hosts can reach{chosen}. `ip address` lists the interfaces"
         )
 
 
 class _Groups:
-    """The gloo groups of this process, made on first use. All ranks make and drop the same ones."""
+    """The gloo groups of this process, created on first use. All ranks create and drop the same groups."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, str], GroupRanks] = {}
@@ -370,11 +384,11 @@ class _Groups:
 
     def get(self, parent: ProcessGroup, purpose: str) -> GroupRanks:
         key = (parent.group_name, purpose)
-        with self._locks.setdefault(key, Lock()):  # a lock for each group: ranks may connect two groups in either order
+        with self._locks.setdefault(key, Lock()):  # a lock per group: ranks may connect two groups in any order
             group = self._made.get(key)
             if (
                 group is not None and group.parent() is not parent
-            ):  # the group belongs to an earlier process group of the same name
+            ):  # the group belongs to an earlier process group with the same name
                 group = None
             if group is None or group.dropped:
                 group = self._made[key] = GroupRanks(parent, purpose, group.generation + 1 if group else 0)

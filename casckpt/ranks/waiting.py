@@ -1,6 +1,7 @@
-"""Waiting for other ranks: warnings name the absent ranks, and all ranks raise when one gives up.
+"""Waiting for other ranks.
 
-A `Meeting` needs only the store of the process group, so ranks can meet before any two of them are connected.
+Warnings name the absent ranks, and all ranks raise an error when one rank gives up. A `Meeting` needs only the store
+of the process group, so ranks can meet before they are connected to each other.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ _END: Final = "\n"  # of the rank in a verdict
 
 
 def late(ranks: Sequence[int], seconds: float) -> str:
-    """Return the warning that other ranks have waited for ``ranks`` for ``seconds``."""
+    """Return the warning that other ranks have been waiting for ``ranks`` for ``seconds``."""
     return (
         f"waited {seconds:.0f} s for rank{'s' * (len(ranks) > 1)} {listed(ranks, _NAMED)}: every rank of the process "
-        "group must make the same call of casckpt, not rank 0 alone. The wait goes on. Only Store.save and Store.load "
-        "have no_dist=True, for one rank alone"
+        "group must make the same casckpt call, not only rank 0. The wait continues. To involve only one rank, use "
+        "Store.save or Store.load with no_dist=True"
     )
 
 
 @contextmanager
 def announced(missing: Callable[[], Sequence[int]], tell: Callable[[str], None], delay: float = 0.0) -> Iterator[None]:
-    """Log a warning during a long wait for ``missing`` ranks. ``tell``: sends it to the other waiting ranks.
+    """Log a warning during a long wait for ``missing`` ranks. ``tell``: sends the warning to the other waiting ranks.
 
     ``delay``: additional seconds before the first warning.
     """
@@ -47,7 +48,7 @@ def announced(missing: Callable[[], Sequence[int]], tell: Callable[[str], None],
         pause = FIRST + delay
         while not over.wait(pause):
             pause = NEXT
-            with lock:  # no warning after the wait
+            with lock:  # do not warn after the wait has ended
                 ranks = [] if over.is_set() else missing()
                 if ranks:
                     tell(late(ranks, monotonic() - begun))
@@ -64,24 +65,24 @@ def announced(missing: Callable[[], Sequence[int]], tell: Callable[[str], None],
 
 @dataclass(frozen=True)
 class Meeting:
-    """A meeting of the ranks of one group in ``store``, a store of torch. It works before ranks are connected."""
+    """A meeting of the ranks of one group in ``store``, a torch store. It works before the ranks are connected."""
 
     store: Any
     rank: int
     size: int
 
     def come(self, stage: str, seconds: float, problem: str = "") -> None:
-        """Wait until all ranks have come to ``stage``, for at most ``seconds``.
+        """Wait at most ``seconds`` until all ranks have reached ``stage``.
 
         ``problem``: the reason why this rank cannot continue. If any rank has a problem or has waited too long, all
-        ranks raise the same RankFailed, even those that come later.
+        ranks raise the same RankFailed, including ranks that arrive later.
         """
         try:
             verdict = self._verdict(stage, seconds, problem)
-        except RuntimeError as error:  # the process with the store died: rank 0, or its launcher
+        except RuntimeError as error:  # the process that hosts the store died: rank 0 or its launcher
             raise RankFailed(
-                f"rank 0 died, or the process that has the store of the process group: nothing was saved or loaded; "
-                f"start again ({str(error)[:200]})",
+                "rank 0 died, or the process that hosts the store of the process group died: nothing was saved or "
+                f"loaded. Restart the job ({str(error)[:200]})",
                 rank=0,
             ) from error
         if verdict:
@@ -89,7 +90,7 @@ class Meeting:
             raise RankFailed(text, rank=int(who))
 
     def _verdict(self, stage: str, seconds: float, problem: str) -> str:
-        """Return the failed rank and the reason, one line each, or "" if all ranks have come."""
+        """Return the failed rank and the reason, one line each, or "" if all ranks have arrived."""
         store, key = self.store, f"{stage}/verdict"
         begun, due = monotonic(), min(FIRST, seconds)
         if problem:
@@ -105,33 +106,33 @@ class Meeting:
                     self._decide(stage, absent or [self.rank])
                 elif absent:
                     log.warning("%s", late(absent, waited))
-            sleep(min(_LONGEST, waited / 10))  # short at first, because the ranks of a job come at about the same time
+            sleep(min(_LONGEST, waited / 10))  # short at first: the ranks of a job arrive almost together
         verdict: str = store.get(key).decode()[1:]
         if verdict:
             self._let_all_hear(stage)
         return verdict
 
     def _decide(self, stage: str, absent: list[int]) -> None:
-        """Set the verdict, unless there is one."""
+        """Set the verdict unless it is already set."""
         key = f"{stage}/problem"
         verdict = self.store.get(key).decode() if self.store.check([key]) else ""
         if absent:
             problem = verdict and f" ({verdict.partition(_END)[2]})"
             verdict = (
-                f"{absent[0]}{_END}not all ranks came to save or load together (absent: [{listed(absent, _NAMED)}]); "
-                f"all of them must make the call. Look at the log of rank {absent[0]}, then start again{problem}"
+                f"{absent[0]}{_END}not all ranks came to the save or load (absent: [{listed(absent, _NAMED)}]): every "
+                f"rank must make the call. Check the log of rank {absent[0]}, then restart the job{problem}"
             )
         self.store.compare_set(f"{stage}/verdict", "", f"={verdict}")
 
     def _absent(self, stage: str, ranks: Sequence[int]) -> list[int]:
-        """Return the absent ranks. Makes few requests if few are absent."""
+        """Return the absent ranks. Makes few requests if few ranks are absent."""
         if self.store.check([f"{stage}/{rank}" for rank in ranks]):
             return []
         half = len(ranks) // 2
         return [*self._absent(stage, ranks[:half]), *self._absent(stage, ranks[half:])] if half else list(ranks)
 
     def _let_all_hear(self, stage: str) -> None:
-        """Wait until the other present ranks have read the verdict, because the store may end with this process."""
+        """Wait until the other arrived ranks have read the verdict: the store may disappear with this process."""
         with suppress(RuntimeError):
             heard, end = self.store.add(f"{stage}/heard", 1), monotonic() + HEARD_SECONDS
             while heard < self.store.add(f"{stage}/came", 0) and monotonic() < end:

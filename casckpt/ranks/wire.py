@@ -1,6 +1,7 @@
-"""Messages from rank to rank over gloo, with timeouts. An error names the rank that failed.
+"""Messages between ranks over gloo, with timeouts.
 
-All messages are between rank 0 and another rank, except the bytes of `Wire.swap`.
+Each error names the rank that failed. All messages are between rank 0 and another rank, except the bytes of
+`Wire.swap`.
 """
 
 from __future__ import annotations
@@ -37,18 +38,20 @@ log = logging.getLogger(__name__)
 Transfer: TypeAlias = "tuple[torch.Tensor, int]"
 """Bytes, and the other rank."""
 
-WORD_SECONDS = 5.0  # time to find a note of rank 0 after a broken connection
+WORD_SECONDS = 5.0  # time to find a note from rank 0 after a connection breaks
 _REST_SECONDS = 60.0  # minimum time for the rest of a message
 _LOST = "lost"
-_SWAP = 1  # the tag of bytes outside messages
-_SIGNS = 4  # signs of life within a timeout; the first of an exchange comes before any rank warns
-AFTER_RANK_0 = 10.0  # seconds: rank 0, which knows the missing ranks, warns first
+_SWAP = 1  # the tag for bytes that are not part of a message
+_SIGNS = 4  # signs of life per timeout; an exchange's first sign is sent before any rank warns
+AFTER_RANK_0 = 10.0  # seconds; rank 0 warns first, because it knows which ranks are missing
 
 
 class Wire:
-    """The connections of one rank. ``group``: of gloo. ``store``: holds notes for ranks whose connection is closed.
+    """The connections of one rank.
 
-    ``timeout``: for the wait of rank 0 for others. ``patience``: for their wait for rank 0, which waits for all.
+    ``group``: the gloo group. ``store``: holds notes for ranks whose connection is closed. ``timeout``: how long rank
+    0 waits for another rank. ``patience``: how long the other ranks wait for rank 0. It is longer, because rank 0
+    waits for all ranks.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class Wire:
         self._rank, self._size = rank, size
         self._timeout, self._patience = timeout, patience
         self._alive_lock = Lock()
-        self._signs: list[Any] = []  # signs of life on their way, kept until the message that follows them
+        self._signs: list[Any] = []  # signs of life in transit, kept until the message that follows them is sent
         self.begin()
 
     def begin(self) -> None:
@@ -91,13 +94,16 @@ class Wire:
             try:
                 work.wait(self._timeout)
             except RuntimeError as error:
-                raise broken(rank, error) from error  # the exchange finds the reason
+                raise broken(rank, error) from error  # the exchange then finds the reason
             self.alive()
 
     # rank 0
 
     def gather(self, mine: Message) -> tuple[list[Message | None], list[RankFailed]]:
-        """Return the message of every rank, ``mine`` first, None for lost ranks, and the errors of lost ranks."""
+        """Return the messages of all ranks, starting with ``mine``, and the errors of lost ranks.
+
+        Lost ranks have None as their message.
+        """
         timeout = self._timeout.total_seconds()
         deadline = monotonic() + timeout
         frames = {rank: empty_frame() for rank in range(1, self._size)}
@@ -118,14 +124,17 @@ class Wire:
                     received[rank] = self._message(work, frames[rank], rank, deadline, timeout)
                 except RuntimeError as error:
                     lost.append(self._why_lost(rank, error))
-                    if lost[-1].lost == "late":  # gloo closes all connections of a group after a timeout
+                    if lost[-1].lost == "late":  # after a timeout, gloo closes all connections of the group
                         self.leave_word(lost[-1])
                         break
         return received, lost
 
     def scatter(self, answers: Sequence[Message], *, skip: Container[int | None]) -> RankFailed | None:
-        """Send each rank its answer. Returns the error to raise if the others have given up on rank 0 meanwhile."""
-        packed: dict[int, list[torch.Tensor]] = {}  # an answer to several ranks is packed once
+        """Send each rank its answer.
+
+        Returns the error to raise if the other ranks have given up on rank 0 in the meantime.
+        """
+        packed: dict[int, list[torch.Tensor]] = {}  # an answer for several ranks is packed only once
         sent: list[tuple[int, Any]] = []
         for rank in range(1, self._size):
             if rank not in skip:
@@ -139,7 +148,7 @@ class Wire:
                 why = self._why_lost(rank, error)
                 if why.rank == 0:
                     return why
-                continue  # it died after its message; the next exchange raises
+                continue  # it died after it sent its message; the next exchange raises an error
         return None
 
     # the others
@@ -149,7 +158,7 @@ class Wire:
         patience = self._patience.total_seconds()
         deadline = monotonic() + patience
         try:
-            sent = [self._isend(part, 0) for part in to_frames(pack(mine))]  # arrives when rank 0 has finished
+            sent = [self._isend(part, 0) for part in to_frames(pack(mine))]  # arrives when rank 0 finishes its call
             frame = empty_frame()
             with waiting.announced(lambda: [] if has_come(frame) else [0], lambda _: None, AFTER_RANK_0):
                 answer = self._message(self._irecv(frame, 0), frame, 0, deadline, patience)
@@ -164,7 +173,7 @@ class Wire:
     def _irecv(self, data: torch.Tensor, rank: int, tag: int = 0) -> Any:
         try:
             return self._group.recv([data], rank, tag)
-        except RuntimeError as error:  # the connection is broken already
+        except RuntimeError as error:  # the connection is already broken
             return _Broken(error)
 
     def _isend(self, frame: torch.Tensor, rank: int, tag: int = 0) -> Any:
@@ -174,16 +183,17 @@ class Wire:
             return _Broken(error)
 
     def _message(self, work: Any, frame: torch.Tensor, rank: int, deadline: float, patience: float) -> Message:
-        """Return the message that begins in ``frame``, which ``work`` fills. A sign of life adds ``patience`` seconds.
+        """Return the message that begins in ``frame``, which ``work`` fills.
 
-        Most messages fit into one frame, because each frame costs a turn of gloo's thread.
+        Each sign of life extends the wait by ``patience`` seconds. The frame size is large enough for most messages,
+        because each frame costs a turn of gloo's thread.
         """
         _wait(work, deadline)
         while is_alive(frame):
             if warning := warning_in(frame):
                 log.warning("%s", warning)
             if self._rank == 0:
-                self.alive()  # the others wait for rank 0, which waits for this one
+                self.alive()  # the other ranks wait for rank 0, and rank 0 waits for this rank
             _wait(self._irecv(frame, rank), monotonic() + patience)
         head, missing = from_frame(frame)
         if not missing:
@@ -196,16 +206,16 @@ class Wire:
 
     def leave_word(self, error: RankFailed) -> None:
         """Store a note for ranks whose connection is closed."""
-        with suppress(RuntimeError):  # the process with the store died
+        with suppress(RuntimeError):  # the process that hosts the store died
             self._store.set(_LOST, f"{error.rank}\n{error.lost}\n{error}")
 
     def _why_lost(self, rank: int, error: RuntimeError) -> RankFailed:
-        """Return the reason of a failed connection.
+        """Return the reason for a failed connection.
 
-        A rank that gives up on another closes all its connections, with a note.
+        A rank that gives up on another rank closes all its connections and leaves a note.
         """
         if not timed_out(error):
-            with suppress(RuntimeError):  # no note, or no store any more
+            with suppress(RuntimeError):  # there is no note, or the store no longer exists
                 self._store.wait([_LOST], timedelta(seconds=WORD_SECONDS))
                 who, lost, text = self._store.get(_LOST).decode().split("\n", 2)
                 return RankFailed(text, rank=int(who), lost=lost)
@@ -213,13 +223,13 @@ class Wire:
 
 
 class _Broken:
-    """The receipt or sending of a frame over a broken connection."""
+    """A send or receive over a broken connection."""
 
     def __init__(self, error: RuntimeError) -> None:
         self._error = error
 
     def wait(self, timeout: timedelta) -> NoReturn:
-        """Raise the error of the connection."""
+        """Raise the connection's error."""
         raise self._error
 
 

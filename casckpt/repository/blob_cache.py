@@ -1,9 +1,10 @@
-"""A cache of blobs on this host, by their hash, for all stores, all users of its folder, and any number of processes.
+"""Caches blobs on this host by hash, for all stores, all users of its folder, and any number of processes.
 
 The cache holds only whole blobs, which are verified when they are fetched. A file gets its name only after it is
-complete and durable. Ranged reads of blobs that are not in the cache go to the store, and are not cached. A load also
-verifies the cells that it reads from the cache. It drops a damaged blob, and reads it from the store. When the cache
-needs room, it removes the least recently used blobs first. An open file stays readable.
+complete and durable. Ranged reads of blobs that are not in the cache go to the store and are not cached. A load also
+verifies the cells that it reads from the cache. If a cached blob is damaged, the load drops it and reads it from the
+store. When the cache needs space, it removes the least recently used blobs first. A removed file remains readable as
+long as it is open.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ if TYPE_CHECKING:
     from casckpt.format.sections.blobs import BlobRef
 
 FOLDER, LOCKS = "blobs", "locks"
-AT_ONCE = 8  # blobs fetched at once, each with a buffer of its size
+AT_ONCE = 8  # blobs fetched at the same time, each with a buffer of its size
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Held:
-    """A file in the cache. ``used``: when it was last used, in nanoseconds of the file system's clock."""
+    """A file in the cache. ``used``: the time of its last use in nanoseconds, by the file system's clock."""
 
     used: int
     path: str
@@ -49,12 +50,14 @@ class _Held:
 class BlobCache:
     """The blobs in the folder ``root``.
 
-    ``limit``: maximum size in bytes, None for half of the free space of the disk.
+    ``limit``: the maximum size in bytes. None means half of the disk's free space.
     """
 
     def __init__(self, root: Path, limit: int | None = None) -> None:
         if limit is not None and (type(limit) is not int or limit < 0):
-            raise InvalidInput(f"a cache of {limit!r} bytes is not possible: give a number of bytes, or 0 for no cache")
+            raise InvalidInput(
+                f"a cache cannot have {limit!r} bytes: pass a number of bytes, or 0 to disable the cache"
+            )
         self.root = root
         self._limit = limit
         self._files = LocalStore(root)
@@ -63,17 +66,17 @@ class BlobCache:
 
     @property
     def is_there(self) -> bool:
-        """Whether this cache has ever held a blob. This check is cheaper than a lookup of each blob."""
+        """Whether this cache has ever held a blob. This check is cheaper than looking up each blob."""
         try:
             return (self.root / FOLDER).exists()
-        except OSError:  # the folder cannot be used; the store has all blobs
+        except OSError:  # the folder is inaccessible; the store has all blobs
             return False
 
     def open(self, ref: BlobRef) -> LocalReader | None:
-        """Open a blob for ranged reads; None if it is not in the cache."""
+        """Open a blob for ranged reads. Returns None if it is not in the cache."""
         try:
             reader = self._files.open(_key(ref))
-        except CasckptError:  # the blob is missing, or the folder cannot be used; the store has the blob
+        except CasckptError:  # the blob is missing or the folder is inaccessible; the store has the blob
             return None
         if reader.size == ref.size:
             self._touch(ref)
@@ -84,14 +87,14 @@ class BlobCache:
 
     def drop(self, ref: BlobRef) -> None:
         """Remove a damaged blob."""
-        log.warning("%s is damaged in this cache; it is read from the store", self.root / _key(ref))
+        log.warning("%s is damaged in this cache; casckpt reads it from the store instead", self.root / _key(ref))
         with suppress(CasckptError):
             self._files.delete(_key(ref))
 
     def keep(self, storage: ObjectStore, ref: BlobRef) -> bool:
-        """Fetch the blob if it is not in the cache and there is room. Return whether the cache has it.
+        """Fetch the blob if it is not in the cache and fits. Return whether the cache has it.
 
-        Raises `casckpt.repository.fetching.BlobDamaged`, or `StorageError` of the store.
+        Raises `casckpt.repository.fetching.BlobDamaged`, or `StorageError` if the store fails.
         """
         if self._touch(ref):
             return True
@@ -102,17 +105,17 @@ class BlobCache:
                 return False
             self._fetch(storage, ref)
         except _Unusable as error:
-            if not self._off:  # only one of several threads logs it
+            if not self._off:  # only one of several threads logs this
                 self._off = True
-                log.warning("nothing more is put into the cache %s by this process: %s", self.root, error)
+                log.warning("this process no longer adds blobs to the cache %s: %s", self.root, error)
             return False
         return True
 
     def fill(self, storage: ObjectStore, refs: Sequence[BlobRef], threads: int, progress: Progress) -> int:
-        """Fetch those of ``refs`` that are missing. Return the bytes fetched.
+        """Fetch the blobs in ``refs`` that are missing. Return the number of bytes fetched.
 
-        ``progress``: called with the bytes of each blob. Raises `InvalidInput` if they need more than the
-        limit, `StorageError` if the cache cannot be written, `casckpt.repository.fetching.BlobDamaged`.
+        ``progress``: called with the size of each blob. Raises `InvalidInput` if the blobs exceed the limit,
+        `StorageError` if the cache is not writable, and `casckpt.repository.fetching.BlobDamaged`.
         """
         wanted = list({ref.hash: ref for ref in refs}.values())
         need = sum(ref.size for ref in wanted)
@@ -127,9 +130,9 @@ class BlobCache:
             if need <= room:
                 return sum(in_parallel(threads, fetch_one, wanted, name="cache"))
         except _Unusable as error:
-            raise StorageError(f"{error}; or give another cache_dir") from error
+            raise StorageError(f"{error}; or pass a different cache_dir") from error
         raise InvalidInput(
-            f"the blobs need {need} bytes, and the cache {self.root} may hold {room}: give it more (cache_bytes), "
+            f"the blobs need {need} bytes, but the cache {self.root} can hold only {room}: allow more (cache_bytes), "
             "or use a larger disk (cache_dir)"
         )
 
@@ -154,12 +157,12 @@ class BlobCache:
             raise _Unusable(str(error)) from error
 
     def _touch(self, ref: BlobRef) -> bool:
-        """Note that a blob was used just now. Return whether it is in the cache."""
+        """Record that a blob has just been used. Return whether it is in the cache."""
         path = self.root / _key(ref)
         try:
             if path.stat().st_size != ref.size:
                 return False
-            with suppress(PermissionError):  # the file belongs to another user, and only that user can update its time
+            with suppress(PermissionError):  # only the file's owner can update its time
                 os.utime(path)
         except OSError:
             return False
@@ -168,14 +171,14 @@ class BlobCache:
     # room
 
     def _make_room(self, size: int) -> None:
-        """Remove the least recently used blobs until ``size`` more bytes fit. All processes choose the same blobs."""
+        """Remove the least recently used blobs until ``size`` more bytes fit. All processes pick the same blobs."""
         held = sorted(self._scan(), key=lambda file: (file.used, file.path))
         total = sum(file.nbytes for file in held)
         most = self._most(total)
         for file in held:
             if total + size <= most:
                 break
-            with _usable(self.root), suppress(FileNotFoundError):  # another process was faster
+            with _usable(self.root), suppress(FileNotFoundError):  # another process has already removed it
                 os.unlink(file.path)
             total -= file.nbytes
 
@@ -184,7 +187,7 @@ class BlobCache:
         return self._most(sum(file.nbytes for file in self._scan()))
 
     def _most(self, held: int) -> int:
-        """Return the maximum size of the cache in bytes, given that it holds ``held`` bytes now."""
+        """Return the maximum size of the cache in bytes, given that it currently holds ``held`` bytes."""
         if self._limit is not None:
             return self._limit
         place = next(path for path in (self.root, *self.root.parents) if path.exists())
@@ -202,7 +205,7 @@ class BlobCache:
 
 
 class _Unusable(Exception):
-    """The cache cannot be written: its disk is full, it is read-only, or it belongs to another user."""
+    """The cache is not writable: its disk is full, it is read-only, or it belongs to a different user."""
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Caches of a process: decoded records, announcements of runs, and the last few manifests.
+"""A process's caches: decoded records, announcements of runs, and the last few manifests.
 
-A listing of ten thousand records usually has only one new record. A save compares the state with the manifest of its
-parent, which was just written. A load often follows a call that has read the manifest.
+A listing of ten thousand records usually has only one new record. A save compares the state with its parent's
+manifest, which was just written. A load often follows a call that has already read the manifest.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
     from casckpt.format.manifest import Manifest
 
 Shown: TypeAlias = tuple[int, str]
-"""The properties of an object's content that a listing shows: its size in bytes, and its version."""
+"""What a listing shows about an object's content: its size in bytes and its version."""
 
 MAX_RECORDS = 100_000
-"""The maximum number of records. At this limit the cache drops all of them; the catalogue still has them."""
+"""The maximum number of records. When the cache reaches it, it drops all records; the catalogue still has them."""
 
 MAX_MANIFESTS = 8
 MAX_BYTES = 256 << 20
 
 
 def shown(entry: ListedObject) -> Shown:
-    """Return the size and version that a listing shows of an entry."""
+    """Return the size and version that a listing shows for an entry."""
     return entry.size, entry.version
 
 
 class RecordCache:
-    """Records by the properties that a listing shows of them: key, size in bytes, version. Thread-safe.
+    """Records by what a listing shows about them: key, size in bytes, and version. Thread-safe.
 
-    The cache trusts a record, like a row of the catalogue, while the listing shows the same properties. ``folded``:
-    see `casckpt.history.commits.Folded`.
+    The cache trusts a record, like a row of the catalogue, as long as the listing shows the same properties.
+    ``folded``: see `casckpt.history.commits.Folded`.
     """
 
     def __init__(self) -> None:
@@ -47,24 +47,24 @@ class RecordCache:
         self.folded: tuple[Mapping[str, Shown], Any] | None = None
 
     def get(self, entry: ListedObject) -> Any | None:
-        """Return the record of a listed entry, if the cache has it."""
+        """Return the record of a listed entry, or None if the cache does not have it."""
         held, record = self._entries.get(entry.key, (None, None))
         return record if held == shown(entry) else None
 
     def add(self, entry: ListedObject, record: Any) -> None:
-        """Add a record. It is frozen, and the objects that it refers to must not change."""
+        """Add a record. It must be frozen, and the objects that it refers to must not change."""
         if len(self._entries) >= MAX_RECORDS:
             self._entries.clear()
         self._entries[entry.key] = (shown(entry), record)
 
 
 class RunCache:
-    """The announcements of one run that this process has read: see `casckpt.history.announcements`.
+    """The announcements of one run that this process has read (see `casckpt.history.announcements`).
 
-    ``head``: the highest taken number, -1 for none. ``records``: by number, None for ``unreadable`` ones.
-    ``announced``: the highest announced record number of each transaction. ``at``: transactions by step.
-    ``newest``: the greatest transaction. ``ended``: transactions that are never live again. Hold ``lock`` to
-    continue reading from ``head``.
+    ``head``: the highest number in use, or -1 if there is none. ``records``: the records by number, None for
+    ``unreadable`` ones. ``announced``: the highest announced record number of each transaction. ``at``: transactions
+    by step. ``newest``: the greatest transaction. ``ended``: transactions that will never be live again. Hold ``lock``
+    while you continue reading from ``head``.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class RunCache:
         self.ended: set[TxId] = set()
 
     def add(self, number: int, record: Announced | None) -> None:
-        """Add an announcement that was read; None if it is unreadable."""
+        """Add an announcement that has been read, or None if it is unreadable."""
         if record is None:
             self.unreadable.add(number)
         else:
@@ -90,24 +90,26 @@ class RunCache:
                 self.newest = max(self.newest or txid, txid)
             self.announced[txid] = max(self.announced.get(txid, 0), of_log)
         self.head = max(self.head, number)
-        self.records[number] = record  # last, so that an announcement is read again after a fork or interrupt here
+        self.records[number] = (
+            record  # last, so that the announcement is reread if a fork or an interrupt happens before this line
+        )
 
     def unread(self, low: int = 0) -> list[int]:
-        """Return the unread numbers from ``low`` on, the highest first."""
+        """Return the unread numbers that are at least ``low``, highest first."""
         if len(self.records) == self.head + 1:
             return []
         return [number for number in range(self.head, low - 1, -1) if number not in self.records]
 
 
 class RunCaches(dict[str, RunCache]):
-    """Run caches by the hash of the run. Concurrent threads get the same cache."""
+    """Run caches by run hash. Concurrent threads get the same cache."""
 
     def __missing__(self, run: str) -> RunCache:
         return self.setdefault(run, RunCache())
 
 
 class ManifestCache:
-    """Manifests by transaction and head, limited in number and bytes. It drops the least recently used first.
+    """Manifests by transaction and head, limited in number and size. The least recently used are dropped first.
 
     Thread-safe.
     """
@@ -117,7 +119,7 @@ class ManifestCache:
         self._entries: OrderedDict[tuple[TxId, str], tuple[Manifest, int]] = OrderedDict()
 
     def get(self, txid: TxId, head: str) -> Manifest | None:
-        """Return the manifest, if the cache has it."""
+        """Return the manifest, or None if the cache does not have it."""
         with self._lock.get():
             entry = self._entries.get((txid, head))
             if entry is not None:
@@ -125,7 +127,7 @@ class ManifestCache:
         return entry[0] if entry else None
 
     def add(self, txid: TxId, manifest: Manifest) -> None:
-        """Add a manifest. The cache keeps the newest one whatever its size."""
+        """Add a manifest. The cache keeps the newest one regardless of its size."""
         name = txid, manifest.head.digest
         with self._lock.get():
             self._entries[name] = (manifest, manifest.nbytes)

@@ -1,7 +1,7 @@
-"""The catalogue: a local SQLite file that caches the content of a store's immutable objects. It can always be rebuilt.
+"""The catalogue is a local SQLite file that caches a store's immutable objects. It can be rebuilt at any time.
 
-Every row has a digest of its key and content. If the disk or a network file system has damaged a row, casckpt reads the
-object from the store again. Any error of SQLite turns the catalogue off for this process.
+Every row has a digest of its key and content. If the disk or a network file system has damaged a row, casckpt rereads
+the object from the store. Any SQLite error turns the catalogue off for this process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from casckpt.format.digest import cell_digest
 from casckpt.format.names import TxId
 
 SCHEMA = 2
-"""The user_version of the file. casckpt drops and rebuilds a file with another one."""
+"""The file's user_version. casckpt drops and rebuilds a file with a different one."""
 BUSY_SECONDS = 10.0
 
 _TABLES = ("records", "blobs", "notes")
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class _File:
-    """The connection to the file of a catalogue, None while it is closed."""
+    """The connection to a catalogue's file, or None while it is closed."""
 
     connection: sqlite3.Connection | None = None
 
@@ -48,12 +48,12 @@ class _File:
 
 
 _sqlite = threading.RLock()
-"""Held during calls of SQLite, and during a fork."""
+"""Held during SQLite calls and during a fork."""
 _files: WeakSet[_File] = WeakSet()
 
 
 def _before_fork() -> None:
-    """Close all files. SQLite keeps locks and counts per process, and a child would never release them."""
+    """Close all files. SQLite's locks and counters are per process, and a forked child would never release them."""
     _sqlite.acquire()
     for file in list(_files):
         file.close()
@@ -64,9 +64,9 @@ if hasattr(os, "register_at_fork"):
 
 
 class Catalogue:
-    """The catalogue of one store. Safe for several threads and processes, and in forked children. No method raises.
+    """The catalogue of one store. Safe across threads, processes and forked children. No method raises an exception.
 
-    ``is_off``: whether an error has turned the file off for this process. Then the catalogue is kept in memory.
+    ``is_off``: whether an error has turned the file off for this process. If so, the catalogue is kept in memory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -76,10 +76,10 @@ class Catalogue:
         self.is_off = False
         with _sqlite:
             _files.add(self._file)
-        weakref.finalize(self, self._file.close)  # without the lock, because this may run while a thread holds another
+        weakref.finalize(self, self._file.close)  # unlocked: this may run while another lock is held
 
     def records(self, prefix: str, first: str = "") -> dict[str, bytes]:
-        """Return the bytes of all known records under ``prefix`` ("commits/"), by key, from the key ``first`` on."""
+        """Return the bytes of all known records under ``prefix`` ("commits/") by key, from the key ``first`` on."""
         first, end = max(prefix, first), prefix + chr(0x10FFFF)
 
         def select(connection: sqlite3.Connection) -> dict[str, bytes]:
@@ -104,7 +104,7 @@ class Catalogue:
         self._insert("records", records)
 
     def blobs(self, txid: TxId, head: str) -> bytes | None:
-        """Return the stored blob section of the manifest that a commit names by its head."""
+        """Return the stored blob section of the manifest that a commit identifies by its head."""
         return self._value("blobs", f"{txid}/{head}")
 
     def add_blobs(self, txid: TxId, head: str, data: bytes) -> None:
@@ -112,7 +112,7 @@ class Catalogue:
         self._insert("blobs", {f"{txid}/{head}": data})
 
     def note(self, name: str) -> bytes | None:
-        """Return a note of this host, such as the state of a paused gc; None if there is none."""
+        """Return a note that this host stored, such as the state of a paused gc, or None if it does not exist."""
         return self._value("notes", name)
 
     def _value(self, table: str, key: str) -> bytes | None:
@@ -123,7 +123,7 @@ class Catalogue:
         return self._do(select, lambda: self._memory[table].get(key))
 
     def set_note(self, name: str, data: bytes | None) -> None:
-        """Store a note; None removes it."""
+        """Store a note, or remove it if ``data`` is None."""
         if data is not None:
             self._insert("notes", {name: data})
             return
@@ -134,7 +134,7 @@ class Catalogue:
         self._do(remove, lambda: self._memory["notes"].pop(name, None))
 
     def reindex(self) -> None:
-        """Remove all content, and use the file again if an error had turned it off."""
+        """Remove all content, and turn the file back on if an error had turned it off."""
         with _sqlite:
             self.is_off, self._memory = False, _tables()
             try:
@@ -144,12 +144,12 @@ class Catalogue:
                 self._remove_files()
 
     def close(self) -> None:
-        """Close the file in this process; the next use opens it again."""
+        """Close the file in this process. The next use reopens it."""
         with _sqlite:
             self._file.close()
 
     def _do(self, action: Callable[[sqlite3.Connection], T], otherwise: Callable[[], T]) -> T:
-        """Call ``action`` with the file, or ``otherwise`` if the file cannot be used."""
+        """Call ``action`` with the connection, or ``otherwise`` if the file is unusable."""
         with _sqlite:
             if not self.is_off:
                 try:
@@ -175,14 +175,14 @@ class Catalogue:
         self.close()
         self.is_off = True
         log.warning(
-            "the catalogue %s cannot be used (%s); this process goes on without it, more slowly. "
-            "`casckpt reindex` makes a new one, --cache-dir names another place",
+            "the catalogue %s cannot be used (%s); this process continues without it, but more slowly. "
+            "Run `casckpt reindex` to create a new one, or choose a different folder with --cache-dir",
             self.path,
             error,
         )
 
     def _remove_files(self) -> None:
-        for suffix in ("-wal", "-shm", ""):  # the log first: an old one must not be replayed into a new file
+        for suffix in ("-wal", "-shm", ""):  # the log first, so that an old one is not replayed into a new file
             try:
                 self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
             except OSError as error:
@@ -191,12 +191,12 @@ class Catalogue:
 
 
 def _tables() -> dict[str, dict[str, bytes]]:
-    """Return empty tables for use in memory."""
+    """Return empty in-memory tables."""
     return {table: {} for table in _TABLES}
 
 
 def _digest(*values: object) -> bytes:
-    """Return the digest of a row: its key and its columns."""
+    """Return the digest of a row's key and columns."""
     parts = [value if isinstance(value, bytes) else str(value).encode() for value in values]
     lengths = ",".join(str(len(part)) for part in parts).encode()
     return cell_digest(b"\0".join((lengths, *parts)))
@@ -208,7 +208,7 @@ def _open(path: Path) -> sqlite3.Connection:
     try:
         connection.execute("PRAGMA synchronous = NORMAL")
         if _version(connection) != SCHEMA:
-            with suppress(sqlite3.OperationalError):  # another process may be doing this just now
+            with suppress(sqlite3.OperationalError):  # another process may be doing this right now
                 connection.execute("PRAGMA journal_mode = WAL")
             _rebuild(connection)
     except sqlite3.Error:
@@ -223,7 +223,7 @@ def _version(connection: sqlite3.Connection) -> int:
 
 def _rebuild(connection: sqlite3.Connection, *, anyway: bool = False) -> None:
     """Drop all tables and create them again, unless another process has done so since."""
-    import sqlite_utils  # takes 50 ms, and is not needed if the tables exist
+    import sqlite_utils  # the import takes 50 ms and is not needed if the tables exist
 
     connection.execute("BEGIN IMMEDIATE")
     with connection:

@@ -1,6 +1,6 @@
-"""Checks that a storage refuses to create a key twice. The safety of a store depends on that.
+"""Checks that a storage refuses to create a key twice. The safety of a store depends on this.
 
-Some S3-compatible servers and some old clients silently ignore the condition of a put. Then two jobs can both create
+Some S3-compatible servers and some old clients silently ignore the condition of a put. Two jobs can then both create
 the same key, and gc can delete objects that a save has just committed.
 """
 
@@ -23,26 +23,26 @@ def require_exclusive(
 ) -> None:
     """Raise `Unsupported` for a storage in which two writers could both create the same key.
 
-    ``known``: the result of an earlier probe. ``single_writer``: the caller promises that there is only one writer.
+    ``known``: the result of an earlier probe. ``single_writer``: the caller promises to be the only writer.
     """
     traits = storage.traits
     if traits.read_only:
-        raise Unsupported(f"{storage.url} can only be read: save to another store, or copy this one there")
+        raise Unsupported(f"{storage.url} is read-only: save to a different store, or copy this one there")
     if single_writer or (traits.exclusive is None and known):
         return
-    why = {True: "", False: "it cannot do that in one step", None: None}[traits.exclusive]
+    why = {True: "", False: "it cannot check and create in one step", None: None}[traits.exclusive]
     if why is None:
-        why = probe(storage, entropy) if known is None else "so its settings say"
+        why = probe(storage, entropy) if known is None else "an earlier probe recorded this in the store's settings"
     if why:
         raise Unsupported(
-            f"{storage.url} does not refuse to create a name twice: {why}. So two jobs could both commit the same "
-            "checkpoint, and a gc could delete objects of a new save. Use another storage, or give single_writer "
-            "(--single-writer) if no other process writes at the same time"
+            f"{storage.url} does not refuse to create a key twice: {why}. Two jobs could therefore both commit the "
+            "same checkpoint, and gc could delete objects of a new save. Use a different storage, or pass "
+            "single_writer (--single-writer) if no other process writes at the same time"
         )
 
 
 def probe(storage: ObjectStore, entropy: Callable[[int], bytes], racers: int = RACERS) -> str:
-    """Return the problem with exclusive creates in ``storage``, or "" without a problem.
+    """Return what is wrong with exclusive creates in ``storage``, or "" if they work.
 
     Puts two small objects under probes/, several times each, and deletes them if the storage allows it. Raises
     `StorageError` and `Unsupported`.
@@ -58,7 +58,7 @@ def probe(storage: ObjectStore, entropy: Callable[[int], bytes], racers: int = R
 
 
 def _twice(storage: ObjectStore, key: str, entropy: Callable[[int], bytes]) -> str:
-    _wins(storage, key, entropy(_PAYLOAD))  # if this create is refused, the answer to an earlier attempt was lost
+    _wins(storage, key, entropy(_PAYLOAD))  # if this create is refused, the response to an earlier attempt was lost
     if _wins(storage, key, entropy(_PAYLOAD)):
         return "a second create replaced the first one without an error"
     return ""
@@ -72,7 +72,7 @@ def _race(storage: ObjectStore, key: str, entropy: Callable[[int], bytes], racer
         return f"{len(won)} of {racers} concurrent creates of one key succeeded"
     found = None if storage.size(key) is None else storage.get(key, limit=_PAYLOAD)
     if won and found != won[0]:
-        return "one of several concurrent creates of a key succeeded, but the key has the bytes of another one"
+        return "one of several concurrent creates of a key succeeded, but the key has the bytes of a different one"
     return "" if found in payloads else "none of several concurrent creates of a key succeeded"
 
 

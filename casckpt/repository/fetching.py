@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 Range: TypeAlias = tuple[int, int]
 """Bytes of a blob's file: start and end."""
 
-_ATTEMPTS = 2  # the network may have damaged the first
+_ATTEMPTS = 2  # the network may have damaged the first attempt's data
 _SHOWN = 3
 
 
 class BlobDamaged(Exception):
-    """The blob ``ref`` is missing or differs from the written data. The message gives the reason.
+    """The blob ``ref`` is missing or differs from what was written. The message contains the reason.
 
-    Callers catch this if they know which checkpoint needs the blob.
+    A caller that knows which checkpoint needs the blob catches this error.
     """
 
     def __init__(self, ref: BlobRef, why: str) -> None:
@@ -38,9 +38,9 @@ class BlobDamaged(Exception):
 
 @dataclass(frozen=True)
 class Proved:
-    """The result of verifying a blob. ``why``: a description of the damage, "" if there is none.
+    """The result of verifying a blob. ``why``: a description of the damage, or "" if there is none.
 
-    ``ranges``: the bytes that are wrong, or cannot be verified. ``proof``: empty if the proof itself is wrong.
+    ``ranges``: the byte ranges that are wrong or cannot be verified. ``proof``: empty if the proof itself is wrong.
     """
 
     why: str = ""
@@ -49,7 +49,7 @@ class Proved:
 
 
 def fetch(storage: ObjectStore, ref: BlobRef, buffer: memoryview) -> memoryview:
-    """Read a blob into the start of ``buffer``, verify it, and return that part.
+    """Read a blob into the start of ``buffer``, verify it, and return that part of the buffer.
 
     Raises `BlobDamaged`, `StorageError`.
     """
@@ -68,9 +68,9 @@ def fetch(storage: ObjectStore, ref: BlobRef, buffer: memoryview) -> memoryview:
 def prove(reader: Reader, ref: BlobRef, buffer: memoryview, progress: Callable[[int], None] = silent) -> Proved:
     """Read and verify a whole blob.
 
-    It verifies the proof first, by the name of the blob, then the rest in pieces of the size of ``buffer``. A
-    ``buffer`` that is large enough takes the whole blob in one read. ``progress``: called with the number of bytes
-    just read. Raises the errors of the reader.
+    This function first verifies the proof against the blob's name, and then the rest in pieces of the size of
+    ``buffer``. If ``buffer`` is large enough, the whole blob is read in one piece. ``progress``: called with the
+    number of bytes just read. Raises the reader's errors.
     """
     view = buffer[: ref.size]
     at_once = len(view) == ref.size
@@ -113,7 +113,7 @@ def _proved(ref: BlobRef, wrong: Sequence[Leaf], header: bytes, proof: bytes) ->
 
 
 def _merged(leaves: Sequence[Leaf]) -> list[Range]:
-    """Return the byte ranges of ``leaves``, which are sorted, with adjacent ranges merged."""
+    """Return the byte ranges of the sorted ``leaves``, with adjacent ranges merged."""
     ranges: list[Range] = []
     for leaf in leaves:
         follows = bool(ranges) and ranges[-1][1] == leaf.offset
@@ -131,21 +131,21 @@ def _words(ranges: Sequence[Range]) -> str:
 
 
 def compare_size(ref: BlobRef, size: int | None) -> str:
-    """Describe the damage of a blob with ``size`` bytes (None: it is missing); "" if the size is right."""
+    """Describe the damage of a blob of ``size`` bytes (None: it is missing). "" means that the size is correct."""
     if size is None:
         return "it is gone"
     return "" if size == ref.size else f"it has {size} bytes instead of {ref.size}"
 
 
 def explain(ref: BlobRef, error: Exception) -> str:
-    """Describe an error of reading a blob."""
+    """Describe an error raised while reading a blob."""
     if isinstance(error, ShortObject):
         return f"it ends after {error.size} of {ref.size} bytes"
     return "it is gone" if isinstance(error, NotFound) else str(error)
 
 
 def holds_cell(reader: Reader, offset: int, buffer: memoryview, digest: CellDigest | None) -> bool:
-    """Read a cell into ``buffer``, and return whether it matches its digest."""
+    """Read a cell into ``buffer`` and return whether it matches its digest."""
     try:
         reader.read_into(offset, [buffer])
     except (CasckptError, ShortObject):

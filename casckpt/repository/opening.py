@@ -1,4 +1,4 @@
-"""Opens a store from a path or URL, without tensors."""
+"""Opens a store from a path or URL, without support for tensors."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def open_repository(
     sign_with: KeyFile | None = None,
     require_signature: KeyFiles | None = None,
 ) -> Repository:
-    """Open a store with the arguments of `casckpt.open`. Creates and reads nothing.
+    """Open a store with the arguments of `casckpt.open`, without creating or reading anything.
 
-    Without ``cache_dir``, the environment variable `CACHE_VARIABLE` names the folder of the caches, for programs
-    and the command line.
+    If ``cache_dir`` is None, the environment variable that `CACHE_VARIABLE` names sets the cache folder, both for
+    programs and for the command line.
 
-    Raises `InvalidInput` or `Unsupported` for a URL or key that cannot be used, `NotFound` for a missing key file.
+    Raises `InvalidInput` or `Unsupported` for an invalid URL or key, and `NotFound` for a missing key file.
     """
     storage = open_storage(url, storage_options, single_writer=single_writer, page_cache=page_cache)
     folder = cache_dir if cache_dir is not None else os.environ.get(CACHE_VARIABLE) or None

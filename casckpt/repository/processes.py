@@ -1,6 +1,6 @@
-"""The identity of a process, the check whether a process of this host is dead, and a lock among these processes.
+"""Identifies processes, checks whether a process on this host is dead, and provides a lock across these processes.
 
-The identity comes from /proc. Without /proc, no process counts as dead.
+The identity comes from /proc. On a system without /proc, no process counts as dead.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 from casckpt.format.records import Process
 
 PROC = Path("/proc")
-_MAX_PID = 1 << 22  # of Linux
-_STATE, _THREADS, _STARTED = 0, 17, 19  # fields 3, 20 and 22 of stat, counted behind the name
+_MAX_PID = 1 << 22  # on Linux
+_STATE, _THREADS, _STARTED = 0, 17, 19  # fields 3, 20 and 22 of stat, counted from the field after the name
 
 
 def this_process() -> Process:
@@ -33,9 +33,9 @@ def this_process() -> Process:
 
 
 def is_dead(process: Process) -> bool:
-    """Return whether ``process`` provably ran on this host, in this boot and pid namespace, and has ended.
+    """Return whether ``process`` provably ran on this host, in this boot and PID namespace, and has ended.
 
-    False in case of doubt.
+    If in doubt, returns False.
     """
     place = (process.boot_id, process.pid_namespace)
     if not all(place) or place != (_boot_id(), _pid_namespace()):
@@ -44,10 +44,10 @@ def is_dead(process: Process) -> bool:
         return False
     stat = _stat(process.pid)
     if stat is None:
-        return not _exists(process.pid)  # /proc may hide processes of other users
+        return not _exists(process.pid)  # /proc may hide other users' processes
     if int(stat[_STARTED]) != process.started:
-        return True  # another process has the pid now
-    return stat[_STATE] in "ZX" and int(stat[_THREADS]) <= 1  # a leader that ended shows Z while its threads run
+        return True  # a different process has the PID now
+    return stat[_STATE] in "ZX" and int(stat[_THREADS]) <= 1  # an ended leader is in state Z while its threads run
 
 
 def _exists(pid: int) -> bool:
@@ -61,9 +61,9 @@ def _exists(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of /proc/<pid>/stat from the third on.
+    """Return the fields of /proc/<pid>/stat, starting with the third.
 
-    The second field, the name, may contain any text, even ")".
+    The second field, the name, may contain any characters, even ")".
     """
     try:
         text = (PROC / str(pid) / "stat").read_text(errors="replace")
@@ -81,7 +81,7 @@ def _boot_id() -> str:
 
 
 def _pid_namespace() -> str:
-    """Return the namespaces of pids and clocks. The reader's clock namespace affects the start times that it sees."""
+    """Return the PID and time namespaces. A reader's time namespace affects the start times that it sees."""
     try:
         pids = os.readlink(PROC / "self/ns/pid")
     except OSError:
@@ -97,24 +97,22 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def alone_on_this_host(path: Path) -> Iterator[None]:
-    """Wait until no other process of this host holds the lock file ``path``, and hold it during the body.
+    """Wait until no other process on this host holds the lock file ``path``, and hold it during the with block.
 
-    Without the folder, or on a file system without locks, this does not wait.
+    If the folder cannot be created, or the file system does not support locks, this does not wait.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.open("w")
     except OSError as error:
-        log.debug("processes of this host do not wait for each other: %s", error)
+        log.debug("processes on this host do not wait for each other: %s", error)
         yield
         return
     with lock:
-        with suppress(OSError):  # a file system without locks
+        with suppress(OSError):  # the file system does not support locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             yield
         finally:
-            with suppress(
-                OSError
-            ):  # closing is not enough: a child that was forked meanwhile has the file open as well
+            with suppress(OSError):  # closing is not enough: a child forked in the meantime also has the file open
                 fcntl.flock(lock, fcntl.LOCK_UN)

@@ -14,7 +14,7 @@ from casckpt.repository.repository import Repository
 from casckpt.storage.base import Known, ListedObject
 
 Read: TypeAlias = Any | CasckptError
-"""A record, or the error of reading it."""
+"""A record, or the error raised while reading it."""
 
 _BELOW = ("/0", f"/{'0' * 64}/0")
 
@@ -22,11 +22,11 @@ _BELOW = ("/0", f"/{'0' * 64}/0")
 def read_records(
     repo: Repository, prefix: str, entries: Iterable[ListedObject], kind_of: Callable[[str], Any], *, anew: bool = False
 ) -> dict[str, Read]:
-    """Return the record, or the error, of each listed key under ``prefix`` ("commits/").
+    """Return the record or the error for each listed key under ``prefix`` ("commits/").
 
-    It reads a record only once, unless the listing shows another size or version than this process or the catalogue
-    has. Then the store was put back from a copy, and has changed since. ``anew``: read all records again, to check
-    that they are whole.
+    A record is read only once, unless the listing shows a different size or version than this process or the catalogue
+    has. In that case, the store was restored from a copy and has changed since. ``anew``: reread all records, to check
+    that they are intact.
 
     Raises `StorageError`, and `NotFound` if there is no store.
     """
@@ -55,7 +55,7 @@ def read_records(
 
 
 def row_of(entry: ListedObject) -> str:
-    """Return a record's key in the catalogue. It includes the version, if the storage has versions."""
+    """Return a record's catalogue key. It includes the version if the storage has versions."""
     return f"{entry.key} {entry.version}"
 
 
@@ -65,17 +65,17 @@ def key_of(row: str) -> str:
 
 
 def check_no_file(url: str, entry: ListedObject, known: Known) -> None:
-    """Raise `Refused` if ``entry``, which is no record, is where a folder of records should be."""
+    """Raise `Refused` if ``entry``, which is not a record, is where a folder of records should be."""
     if any(known(entry.key + below) is not None for below in _BELOW):
         raise Refused(
-            f"{url}/{entry.key} is an object where a folder of records should be: put the folder back from a copy of "
+            f"{url}/{entry.key} is an object where a folder of records should be: restore the folder from a copy of "
             "the store, or move the object out of the store",
             key=entry.key,
         )
 
 
 def fetch_record(repo: Repository, key: str) -> bytes | CasckptError:
-    """Return the bytes of a record, or the error of reading it. Raises `StorageError`."""
+    """Return a record's bytes, or the error raised while reading it. Raises `StorageError`."""
     try:
         return repo.storage.get(key, limit=MAX_RECORD_BYTES)
     except (NotFound, Damaged, Refused) as error:

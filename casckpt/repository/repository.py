@@ -1,4 +1,4 @@
-"""`Repository`, an open store without tensors: its marker, settings, records and caches."""
+"""Defines `Repository`, an open store without support for tensors: its marker, settings, records and caches."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ Clock: TypeAlias = Callable[[], int]
 Entropy: TypeAlias = Callable[[int], bytes]
 """A function that returns the given number of random bytes."""
 
-_STORE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")  # because it names a folder of the cache
+_STORE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")  # because a cache folder is named after it
 
 
 def microseconds() -> int:
-    """Return the time of this host in microseconds since the epoch, UTC."""
+    """Return this host's time in microseconds since the epoch, UTC."""
     return time.time_ns() // 1000
 
 
 @dataclass
 class Repository:
-    """An open store without tensors. Opening creates nothing; the marker is read on first use.
+    """An open store without support for tensors. Opening it does not create anything; the marker is read on first use.
 
-    ``cache_dir``: None for the user's cache folder. ``cache_bytes``: see `casckpt.repository.blob_cache`.
-    ``single_writer``: the caller promises that there is no other writer, for storages that do not refuse a second
-    create. ``mirror``: the storage of the mirror; its URL is written to the settings before the first save.
-    ``trusted``: public keys; only checkpoints with a signature of one of them are loaded (None: all).
-    ``found_signed``: ids whose signatures were verified. ``signer``: the private key that signs each save.
-    ``listeners``: called after each commit of this process. ``seen_blobs``: blobs that this process has seen in the
-    store. ``last_commit``: key of the last commit of this process. ``runs``: announcements by the hash of the run.
-    Thread-safe, usable in forked children, and picklable.
+    ``cache_dir``: the cache folder, or None for the user's cache folder. ``cache_bytes``: see
+    `casckpt.repository.blob_cache`. ``single_writer``: the caller promises to be the only writer, which allows
+    storages that do not refuse to create an existing key. ``mirror``: the mirror's storage, whose URL is written to
+    the settings before the first save. ``trusted``: public keys; only checkpoints signed with one of them are loaded
+    (None: all). ``found_signed``: ids whose signatures have been verified. ``signer``: the private key that signs each
+    save. ``listeners``: called after each commit of this process. ``seen_blobs``: blobs that this process has seen in
+    the store. ``last_commit``: the key of this process's last commit. ``runs``: announcements by run hash.
+    Thread-safe, picklable, and usable in forked children.
     """
 
     storage: ObjectStore
@@ -88,7 +88,7 @@ class Repository:
 
     @property
     def marker(self) -> Marker:
-        """The content of casckpt.json, read once. Raises `NotFound`, `Damaged`, `Refused`, `StorageError`."""
+        """The contents of casckpt.json, read once. Raises `NotFound`, `Damaged`, `Refused`, `StorageError`."""
         marker = self._marker
         if marker is None:
             marker = self._marker = self._read_marker()
@@ -100,15 +100,15 @@ class Repository:
         except NotFound as error:
             with suppress(StorageError):
                 self._check_lost()
-            message = f"there is no store at {self.storage.url}: the first save or `casckpt init` makes one"
+            message = f"there is no store at {self.storage.url}: create it with a save or `casckpt init`"
             raise NotFound(message, key=keys.MARKER) from error
         try:
             marker = records.decode_marker(data)
         except Damaged as error:
-            message = f"{error}; put the file back from a copy of the store at {self.storage.url}"
+            message = f"{error}: restore the file from a copy of the store at {self.storage.url}"
             raise Damaged(message, key=keys.MARKER) from error
         if not _STORE_ID.fullmatch(marker.store_id):
-            raise Refused(f"casckpt.json at {self.storage.url} holds an unusable store id", key=keys.MARKER)
+            raise Refused(f"casckpt.json at {self.storage.url} contains an invalid store id", key=keys.MARKER)
         return marker
 
     def _check_lost(self) -> None:
@@ -117,32 +117,32 @@ class Repository:
         The marker is always put before the first record in commits/.
         """
         is_store = any(keys.parse_log(entry.key) for entry in self.storage.list("commits/"))
-        if is_store and self.storage.size(keys.MARKER) is None:  # again: it may have been made meanwhile
+        if is_store and self.storage.size(keys.MARKER) is None:  # recheck: it may have been created in the meantime
             message = (
-                f"casckpt.json is gone from {self.storage.url}, where commits/ has records of a store. A new one might "
-                "have other sizes, for good; put the file back from a copy of the store, or from its mirror"
+                f"casckpt.json is missing from {self.storage.url}, although commits/ has records of a store. A new one "
+                "might have different sizes permanently: restore the file from a copy of the store or from its mirror"
             )
             raise Damaged(message, key=keys.MARKER)
 
     def exists(self) -> bool:
-        """Return whether there is a store. Raises `StorageError`."""
+        """Return whether the store exists. Raises `StorageError`."""
         return self._marker is not None or self.storage.size(keys.MARKER) is not None
 
     def check_exists(self) -> None:
-        """Raise `NotFound` if there is no store, and as `marker`."""
+        """Raise `NotFound` if there is no store, and the errors of `marker`."""
         _ = self.marker
 
     def fresh(self) -> Repository:
-        """Return the same store with empty caches in memory, so that it reads from the storage."""
+        """Return the same store with empty in-memory caches, so that it reads from the storage."""
         return replace(self)
 
     def create(self, *, cell_bytes: int = 1 << 20, blob_bytes: int = 32 << 20) -> bool:
         """Create the store if there is none. Return whether this call created it.
 
-        ``cell_bytes``, ``blob_bytes``: as in `Marker`. Always queries the storage, because the store that this
-        process knows may have been deleted. An existing store keeps its sizes. Raises `Damaged` for a store
-        without its marker, `InvalidInput`, `StorageError`, the errors of `marker`, and `Unsupported` for a
-        storage that cannot create exclusively.
+        ``cell_bytes``, ``blob_bytes``: as in `Marker`. This always queries the storage, because the store that this
+        process knows may have been deleted. An existing store keeps its sizes. Raises `Damaged` if the store has lost
+        its marker, `InvalidInput`, `StorageError`, the errors of `marker`, and `Unsupported` for a storage that cannot
+        create keys exclusively.
         """
         marker = Marker(
             format=records.FORMAT_VERSION,
@@ -152,11 +152,11 @@ class Repository:
             blob_bytes=blob_bytes,
         )
         data = records.encode_marker(marker)
-        records.decode_marker(data)  # refuses sizes outside the limits before anything is written
+        records.decode_marker(data)  # rejects sizes outside the limits before anything is written
         if self.storage.size(keys.MARKER) is not None:
             self._know(self._read_marker())
             return False
-        self._check_lost()  # its listing also finds a missing bucket, which some servers create at a put
+        self._check_lost()  # its listing also detects a missing bucket, which some servers would create on a put
         probed = self._check_creates(new=True)
         made = self._put_once(keys.MARKER, data)
         self._know(marker if made else self._read_marker())
@@ -170,7 +170,7 @@ class Repository:
         self._marker = marker
 
     def forget_all(self, *, keep_marker: bool) -> None:
-        """Drop all caches of the store, of this process and this host, because the store was put back or replaced."""
+        """Drop all caches of the store in this process and on this host: the store was restored or replaced."""
         marker = self.marker
         self.catalogue.reindex()
         self.records, self.manifests = RecordCache(), ManifestCache()
@@ -180,14 +180,14 @@ class Repository:
             self._marker = marker
 
     def look_again(self) -> None:
-        """Drop all caches of this process, because another store was at the URL before."""
+        """Drop all caches of this process, because a different store was at the URL before."""
         self._marker, self._declared, self._catalogue, self.last_commit = None, False, None, None
         self.runs = RunCaches()
 
     def _check_creates(self, *, new: bool) -> bool:
-        """Refuse a storage that cannot create exclusively, once in each process. Return whether this call probed it.
+        """Refuse a storage that cannot create keys exclusively, once per process. Return whether this call probed it.
 
-        ``new``: the settings do not contain the result of an earlier probe yet.
+        ``new``: the settings do not yet contain the result of an earlier probe.
         """
         in_doubt = self.storage.traits.exclusive is None and not self.single_writer
         known = self.settings.exclusive_create if in_doubt and not new else None
@@ -196,28 +196,28 @@ class Repository:
         return in_doubt and known is None
 
     def declare_mirror(self) -> None:
-        """Write the URL of the mirror to the settings, if this store was opened with one. Raises `StorageError`."""
+        """Write the mirror's URL to the settings if this store was opened with a mirror. Raises `StorageError`."""
         if self.mirror is not None and not self._declared:
             if self.settings.mirror != self.mirror.url:
                 self.change_settings(mirror=self.mirror.url)
             self._declared = True
 
     def note_creates(self, *, exclusive: bool) -> None:
-        """Write the result of a probe to the settings, for this process and all later ones. Raises `StorageError`."""
+        """Write a probe's result to the settings for this process and all later ones. Raises `StorageError`."""
         self._creates_checked = True
         self.change_settings(exclusive_create=exclusive)
         self._creates_checked = exclusive
 
     @property
     def settings(self) -> Settings:
-        """The newest generation of settings/, or unset fields if there is none. Reads the storage at each access."""
+        """The newest generation in settings/, or unset fields if there is none. Reads the storage on each access."""
         return self.newest_settings()[1]
 
-    def change_settings(self, **fields: Any) -> Settings:  # of `Settings`, which is decoded to check them
-        """Write the next generation, with ``fields`` changed. Raises `InvalidInput`, `Unsupported`, `StorageError`."""
+    def change_settings(self, **fields: Any) -> Settings:  # fields of `Settings`, which is decoded to check them
+        """Write the next generation with ``fields`` changed. Raises `InvalidInput`, `Unsupported`, `StorageError`."""
         unknown = sorted(set(fields) - set(Settings.__struct_fields__) | {"created_at"} & set(fields))
         if unknown:
-            raise InvalidInput(f"there is no setting {', '.join(unknown)}; see `casckpt settings --help`")
+            raise InvalidInput(f"there is no setting {', '.join(unknown)}: see `casckpt settings --help`")
         while True:
             number, old = self.newest_settings()
             records.check_requirements(old, self.storage.url)
@@ -225,15 +225,15 @@ class Repository:
             try:
                 records.decode(records.encode(new), Settings, "settings")
             except Refused as error:
-                raise InvalidInput(f"settings {fields} are not usable: {error}") from error
+                raise InvalidInput(f"settings {fields} are not valid: {error}") from error
             try:
                 self.put_record(keys.settings_key(number + 1), new)
             except Conflict:
-                continue  # another process changed the settings just now: read them, and change our fields again
+                continue  # another process has just changed the settings: reread them, and change our fields again
             return new
 
     def newest_settings(self) -> tuple[int, Settings]:
-        """Return the number of the newest settings, -1 for none, and the settings.
+        """Return the number of the newest settings, or -1 if there are none, and the settings.
 
         Raises `Damaged`, `Refused`, `StorageError`.
         """
@@ -245,15 +245,15 @@ class Repository:
         try:
             return newest, self.get_record(keys.settings_key(newest), Settings)
         except (Damaged, Refused) as error:
-            message = f"{error}. Put the file back from a copy of the store, or delete it: older settings count then"
+            message = f"{error}. Restore the file from a copy of the store, or delete it to use the previous settings"
             raise type(error)(message, key=error.key) from error
 
     @property
     def catalogue(self) -> Catalogue:
-        """The local database with the content of this store's immutable objects."""
+        """The local database with the contents of this store's immutable objects."""
         catalogue = self._catalogue
         if catalogue is None:
-            # the URL is part of the name because a copy of the store has the same id, and diverges from it
+            # the URL is part of the name because a copy of the store has the same id but diverges from the original
             name = f"{self.marker.store_id}-{hex_digest(os.fsencode(self.storage.url))[:16]}"
             catalogue = self._catalogue = Catalogue(self._cache_folder / name / "catalogue.sqlite")
         return catalogue
@@ -267,7 +267,7 @@ class Repository:
 
     @property
     def fills_cache(self) -> bool:
-        """Whether loads put blobs into the cache: true if its folder was given and the store is remote."""
+        """Whether loads put blobs into the cache. True if the cache folder was passed and the store is remote."""
         return self.cache_dir is not None and self.storage.traits.remote
 
     @property
@@ -275,7 +275,7 @@ class Repository:
         return self.cache_dir or platformdirs.user_cache_path("casckpt")
 
     def new_txid(self, run: str, step: int, after: Iterable[TxId] = ()) -> TxId:
-        """Make a transaction id that sorts after all of ``after``, regardless of the clocks of their hosts.
+        """Make a transaction id that sorts after all ids in ``after``, regardless of their hosts' clocks.
 
         Raises `InvalidInput` for an invalid run or step.
         """
@@ -285,14 +285,15 @@ class Repository:
         try:
             begun = keys.later_than(time_of(self.clock()), [latest] if latest else [])
         except OverflowError as error:
-            raise Refused(f"transaction id {latest} lies at the end of time; nothing can come after it") from error
+            raise Refused(f"transaction id {latest} has the latest possible time; no id can come after it") from error
         return keys.make_txid(begun, self.entropy(8), run, step)
 
     def put_record(self, key: str, record: Record) -> None:
-        """Create ``key``. An existing record with the same bytes is success: the answer to an earlier put was lost.
+        """Create ``key``.
 
-        Raises `Conflict` if ``key`` has another record, `InvalidInput` if the new record is too large,
-        `StorageError`; `Unsupported` for a storage that cannot create exclusively.
+        An existing record with the same bytes counts as success: an earlier put's response was lost. Raises `Conflict`
+        if ``key`` has a different record, `InvalidInput` if the new record is too large, `StorageError`, and
+        `Unsupported` for a storage that cannot create keys exclusively.
         """
         if not self._creates_checked and self._check_creates(new=False):
             self.change_settings(exclusive_create=True)
@@ -300,10 +301,10 @@ class Repository:
         if len(data) > records.MAX_RECORD_BYTES:
             raise InvalidInput(f"the record for {key} is larger than {records.MAX_RECORD_BYTES} bytes", key=key)
         if not self._put_once(key, data):
-            raise Conflict(f"{key} exists already: another process was first", key=key)
+            raise Conflict(f"{key} already exists: another process created it first", key=key)
 
     def _put_once(self, key: str, data: bytes) -> bool:
-        """Put ``data``, and return whether ``key`` has it now. False if ``key`` has other data."""
+        """Put ``data`` and return whether ``key`` now has it. Returns False if ``key`` has different data."""
         try:
             self.storage.put(key, data)
         except AlreadyExists:
@@ -318,9 +319,9 @@ class Repository:
         return True
 
     def settle(self, key: str) -> None:
-        """Make the name of an existing record durable, because the put of another process may not have finished.
+        """Make the name of an existing record durable, because another process's put may not have finished.
 
-        Raises `StorageError`. After this error, a power failure may remove the record.
+        Raises `StorageError`, after which a power failure may remove the record.
         """
         self.storage.settle(key.rpartition("/")[0])
 
@@ -331,8 +332,9 @@ class Repository:
             return None
 
     def get_record(self, key: str, kind: Any) -> Any:
-        """Read the record under ``key``: a ``kind`` (a struct of `casckpt.format.records`, or a union of them).
+        """Read the record under ``key``.
 
-        Raises `NotFound`, `Damaged`, `Refused`, `StorageError`.
+        Its type is ``kind``, a struct from `casckpt.format.records` or a union of them. Raises `NotFound`, `Damaged`,
+        `Refused`, `StorageError`.
         """
         return records.decode(self.storage.get(key, limit=records.MAX_RECORD_BYTES), kind, key)

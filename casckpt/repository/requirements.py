@@ -1,7 +1,8 @@
-"""Requirements of the settings on writers. A version that does not know a requirement can read, but does not write.
+"""Requirements that the settings impose on writers.
 
-A writer checks the requirements after its transaction has begun. A process that sets a requirement therefore waits only
-for the transactions that are open then. The check costs a LIST; each host reads the record once.
+A version that does not know a requirement reads but does not write. A writer checks the requirements after its
+transaction has begun. Therefore, a process that sets a requirement has to wait only for the transactions that are open
+at that time. The check costs one LIST; each host reads the record once.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ PREFIX = "settings/"
 
 
 def check_requirements(repo: Repository) -> Settings:
-    """Return the settings. Raise `Unsupported` if they have a requirement that this version does not know.
+    """Return the settings. Raises `Unsupported` if they contain a requirement that this version does not know.
 
-    Raises `Damaged` or `Refused` if the settings cannot be read, `StorageError`.
+    Raises `StorageError`, and `Damaged` or `Refused` if the settings cannot be read.
     """
     listed = repo.storage.list(PREFIX, known=parse_settings)
     numbers = {number: entry for entry in listed if (number := parse_settings(entry.key)) is not None}

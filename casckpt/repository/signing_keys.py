@@ -1,4 +1,4 @@
-"""Ed25519 keys (RFC 8032) of signers, read from files in the formats of OpenSSL and ssh-keygen."""
+"""Reads signers' Ed25519 keys (RFC 8032) from files in OpenSSL and ssh-keygen formats."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 PublicKey = NewType("PublicKey", bytes)
-"""The 32 bytes of the key."""
+"""The key's 32 bytes."""
 KeyFile: TypeAlias = str | os.PathLike[str]
-"""The path of a key file. A public key may also be given as 64 hex digits."""
+"""The path of a key file. A public key can also be passed as 64 hex digits."""
 KeyFiles: TypeAlias = KeyFile | Sequence[KeyFile]
 
 _HEX = re.compile("[0-9a-f]{64}")
 _MOST_BYTES = 65536
-_MAKE = "`openssl genpkey -algorithm ed25519` and `ssh-keygen -t ed25519` make one"
+_MAKE = "create one with `openssl genpkey -algorithm ed25519` or `ssh-keygen -t ed25519`"
 
 
 def public_keys(given: KeyFiles) -> frozenset[PublicKey]:
-    """Read the public keys in ``given``, at least one. Raises `NotFound`, `InvalidInput`, `Unsupported`."""
+    """Read the public keys in ``given``, which must not be empty. Raises `NotFound`, `InvalidInput`, `Unsupported`."""
     named = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     if not named:
-        raise InvalidInput("no key is given to verify signatures; give the file of a public key")
+        raise InvalidInput("no key was passed to verify signatures: pass a public key file")
     return frozenset(map(_public_key, named))
 
 
 def key_name(key: PublicKey) -> str:
-    """Return the 64 hex digits that name a key in the store."""
+    """Return the 64 hex digits that identify a key in the store."""
     return hex_digest(key)
 
 
 def private_key(file: KeyFile, password: bytes | None = None) -> Ed25519PrivateKey:
-    """Read the private key of a signer. Raises `NotFound`, `InvalidInput`, `Unsupported`."""
+    """Read a signer's private key. Raises `NotFound`, `InvalidInput`, `Unsupported`."""
     data = _read(file)
-    with _key_errors(f"{os.fspath(file)} is no usable private key"):
+    with _key_errors(f"{os.fspath(file)} is not a valid private key"):
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_ssh_private_key
 
         load = load_ssh_private_key if b"OPENSSH" in data[:64] else load_pem_private_key
         if isinstance(key := load(data, password), Ed25519PrivateKey):
             return key
-    raise InvalidInput(f"{os.fspath(file)} is a key of another kind than Ed25519; {_MAKE}")
+    raise InvalidInput(f"{os.fspath(file)} is not an Ed25519 key: {_MAKE}")
 
 
 def private_key_of(raw: bytes) -> Ed25519PrivateKey:
@@ -65,7 +65,7 @@ def public_key_of(key: Ed25519PrivateKey) -> PublicKey:
 
 
 def is_right(key: PublicKey, signature: bytes, message: bytes) -> bool:
-    """Return whether ``signature`` is a signature of ``message`` by ``key``. Raises `Unsupported`."""
+    """Return whether ``signature`` is a valid signature of ``message`` with ``key``. Raises `Unsupported`."""
     with _key_errors("this key cannot be used"):
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -83,16 +83,16 @@ def _public_key(given: KeyFile) -> PublicKey:
     data = _read(given)
     if b"PRIVATE KEY" in data:
         raise InvalidInput(
-            f"{os.fspath(given)} is a private key, which only its signer should have; give the public one"
+            f"{os.fspath(given)} is a private key, which only its signer should have: pass the public key instead"
         )
-    with _key_errors(f"{os.fspath(given)} is no usable public key"):
+    with _key_errors(f"{os.fspath(given)} is not a valid public key"):
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
         from cryptography.hazmat.primitives.serialization import load_pem_public_key, load_ssh_public_key
 
         load = load_ssh_public_key if data.startswith(b"ssh-") else load_pem_public_key
         if isinstance(key := load(data), Ed25519PublicKey):
             return PublicKey(key.public_bytes_raw())
-    raise InvalidInput(f"{os.fspath(given)} is a key of another kind than Ed25519; {_MAKE}")
+    raise InvalidInput(f"{os.fspath(given)} is not an Ed25519 key: {_MAKE}")
 
 
 def _read(file: KeyFile) -> bytes:
@@ -100,14 +100,14 @@ def _read(file: KeyFile) -> bytes:
         with Path(file).expanduser().open("rb") as opened:
             return opened.read(_MOST_BYTES)
     except FileNotFoundError as error:
-        raise NotFound(f"there is no key {os.fspath(file)!r}; give its file") from error
+        raise NotFound(f"there is no key file {os.fspath(file)!r}: check the path") from error
     except (OSError, TypeError) as error:
-        raise InvalidInput(f"the key {file!r:.200} cannot be read ({error}); give the file of a key") from error
+        raise InvalidInput(f"cannot read the key {file!r:.200} ({error}): pass the path of a key file") from error
 
 
 @contextmanager
 def _key_errors(what: str) -> Iterator[None]:
-    """Convert errors of cryptography to errors of casckpt, with ``what`` in the message.
+    """Convert errors of the cryptography package to casckpt errors, with ``what`` in the message.
 
     Raises `InvalidInput`, `Unsupported`.
     """

@@ -1,7 +1,7 @@
-"""Encoding of changed cells: as frames against the previous version, where that takes less space.
+"""The encoding of changed cells as frames against their previous version, where this takes less space.
 
-A frame encodes a cell against its version in the parent checkpoint. A save decodes each frame and compares it with the
-cell, because the hash of a bad frame would be right and only a load would find it.
+A frame encodes a cell against its version in the parent checkpoint. A save decodes each frame and compares the result
+with the cell. Otherwise, only a load would find a bad frame, because the frame's own hash would be correct.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from casckpt.storage.base import Reader, ShortObject
 from casckpt.storage.forking import PerProcess
 
 MAX_RUNS = 2
-"""Maximum number of runs in the memory of a process. It drops the least recently saved run first."""
+"""The maximum number of runs that a process keeps in memory. It drops the least recently saved run first."""
 
 
 @dataclass
 class PutRate:
-    """The measured speed of puts to a storage. Infinite before the first put."""
+    """The measured speed of puts to a storage. It is infinite before the first put."""
 
     nbytes: int = 0
     seconds: float = 0.0
 
     def note(self, nbytes: int, seconds: float) -> None:
-        """Add the duration of one put."""
+        """Add the size and duration of one put."""
         self.nbytes, self.seconds = self.nbytes + nbytes, self.seconds + seconds
 
     @property
@@ -56,7 +56,7 @@ class PutRate:
 
 
 class Pause(NamedTuple):
-    """A break in the encoding of a stream. ``until``: the number of the save that encodes it again."""
+    """A break in the encoding of a stream. ``until``: the number of the save that resumes encoding."""
 
     until: int
     saves: int
@@ -66,8 +66,8 @@ class Pause(NamedTuple):
 class RunMemory:
     """The data about a run that this process keeps for its next save.
 
-    It is kept by store and run, because some programs create a DCP writer or open the store for each save. ``saves``:
-    the number of saves so far. ``in_vain``: streams whose cells did not get smaller as frames.
+    It is keyed by store and run, because some programs create a DCP writer or open the store for every save.
+    ``saves``: the number of saves so far. ``in_vain``: streams whose cells did not become smaller as frames.
     """
 
     rate: PutRate
@@ -76,12 +76,15 @@ class RunMemory:
     in_vain: dict[Name, Pause] = field(default_factory=dict)
 
     def pauses(self, name: Name) -> bool:
-        """Return whether this save does not encode a stream."""
+        """Return whether encoding of a stream is paused for this save."""
         pause = self.in_vain.get(name)  # a single access, because another thread may remove it
         return pause is not None and pause.until > self.saves
 
     def pause(self, name: Name, saves: int, most: int) -> None:
-        """Stop encoding a stream for ``saves`` saves, or for twice as many as the last time, up to ``most``."""
+        """Stop encoding a stream for ``saves`` saves.
+
+        If it was paused before, double the length of the last pause, up to ``most``.
+        """
         last = self.in_vain.get(name)
         if last is None:
             self.in_vain[name] = Pause(self.saves + saves, saves)
@@ -91,7 +94,7 @@ class RunMemory:
 
 
 class _Runs:
-    """The memory of each store and run."""
+    """The memory of each run, by store and run."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -128,10 +131,10 @@ def forget_run(repo: Repository, run: str) -> None:
 log = logging.getLogger(__name__)
 
 _HALVES = frozenset({"bfloat16", "float16"})
-_CODER_RATE = 0.8e9  # encoding speed of a core without a base, in bytes per second
-_TRIES = 8  # cells of a stream to try, or one if all earlier attempts saved nothing
-_PAUSE, _LONGEST_PAUSE = 8, 64  # saves before the next attempt to encode a stream, doubled after each failure
-_SAVED = 0.2  # fraction of the bytes that encoding without a base saves in most states
+_CODER_RATE = 0.8e9  # bytes per second that one core encodes without a base
+_TRIES = 8  # cells of a stream to try; only one if all earlier attempts saved nothing
+_PAUSE, _LONGEST_PAUSE = 8, 64  # saves until the next attempt to encode a stream; doubled after each failure
+_SAVED = 0.2  # the fraction of bytes that encoding without a base saves in most states
 
 
 @contextmanager
@@ -140,7 +143,7 @@ def coding(
 ) -> Iterator[Coder | None]:
     """Yield the encoder of a save, or None if the save does not encode cells.
 
-    ``offered``: applies unless the options say otherwise. Afterwards memory holds only cells of this save.
+    ``offered``: applies unless the options specify a value. Afterwards, the memory holds only cells of this save.
     """
     compress = offered if options.compress is None else options.compress
     if compress == "off":
@@ -151,20 +154,20 @@ def coding(
     memory.saves += 1
     with ExitStack() as opened:
         alone = compress == "always" or _is_slow(repo, memory.rate)
-        log.debug("cells without a base are %s", "encoded" if alone else "stored as they are: the storage is fast")
+        log.debug("cells without a base are %s", "encoded" if alone else "stored unencoded: the storage is fast")
         coder = Coder(repo, known, memory, dtypes.FLOATS if compress == "always" else _HALVES, alone, opened)
         yield coder
     memory.held.only(coder.names)
 
 
 def _is_slow(repo: Repository, rate: PutRate) -> bool:
-    """Return whether a save is probably faster if it encodes cells that have no base."""
+    """Return whether a save is probably faster if it encodes cells without a base."""
     return repo.storage.traits.uploads * rate.bytes_per_second < _SAVED * _CODER_RATE * usable_cores()
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedCell:
-    """A frame, and the known cell that is its base; None for planes."""
+    """A frame, and the known cell that is its base. The base is None for planes."""
 
     frame: bytes
     base: StoredCell | None
@@ -174,8 +177,8 @@ class EncodedCell:
 class Coder:
     """Encodes cells in one save on one rank. Thread-safe.
 
-    ``deltas``: dtypes whose cells are encoded against a base. ``alone``: also encode cells without a base. ``names``:
-    the cells of this save. ``opened``: closes the readers.
+    ``deltas``: dtypes whose cells are encoded against a base. ``alone``: whether to also encode cells without a base.
+    ``names``: the cells of this save. ``opened``: the stack that closes the readers.
     """
 
     repo: Repository
@@ -185,14 +188,14 @@ class Coder:
     alone: bool
     opened: ExitStack
     names: set[CellName] = field(default_factory=set)
-    _counts: dict[Name, int] = field(default_factory=dict)  # cells of each stream
-    _tries: dict[Name, int] = field(default_factory=dict)  # failed attempts, -1 after a success
+    _counts: dict[Name, int] = field(default_factory=dict)  # the number of cells in each stream
+    _tries: dict[Name, int] = field(default_factory=dict)  # the number of failed attempts; -1 after a success
     _links: dict[tuple[Name, int, int], int | None] = field(default_factory=dict)
     _readers: dict[int, Reader] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
     def expect(self, sources: Sequence[LocalEntry], work: Iterable[Iterable[Cell]]) -> None:
-        """Register cells of the save. Later calls add more cells."""
+        """Register the cells of the save. Later calls add more cells."""
         for cells in work:
             for cell in cells:
                 source = sources[cell.source]
@@ -202,17 +205,17 @@ class Coder:
                         self.names.add(_name(source, cell))
 
     def likely_changes(self, cell: Cell) -> bool:
-        """Return whether the last save stored a cell as a delta, so that it will probably change again."""
+        """Return whether the last save stored a cell as a delta. Such a cell will probably change again."""
         old = cell.known
         return old is not None and old.base is not None and self.known.blobs[old.blob].uploader == self.known.newest
 
     def takes(self, source: LocalEntry, cell: Cell) -> bool:
-        """Return whether to try to encode a cell."""
+        """Return whether the save should try to encode a cell."""
         is_wanted = source.dtype in self.deltas or (self.alone and source.dtype in dtypes.FLOATS)
         return is_wanted and cell.nbytes >= MIN_CELL and not self.memory.pauses(source.name)
 
     def encode(self, source: LocalEntry, cell: Cell, plain: memoryview, digest: CellDigest) -> EncodedCell | None:
-        """Encode a new cell with the bytes ``plain``. Return None if the save should store these bytes instead."""
+        """Encode a new cell with the bytes ``plain``. Return None if the save should store the bytes themselves."""
         width = dtypes.coded_width(source.dtype)
         if source.dtype in self.deltas:
             coded = self._delta(source, cell, plain, width, digest)
@@ -225,7 +228,7 @@ class Coder:
         return EncodedCell(frame, None) if frame is not None and _decodes(frame, decoded, plain) else None
 
     def _tried(self, source: LocalEntry, frame: bytes | None) -> bytes | None:
-        """Return ``frame``, and count the attempt. Pause a stream without any success for some saves."""
+        """Count the attempt, and return ``frame``. Pause a stream for some saves if no attempt succeeded."""
         name, tries = source.name, self._tries.get(source.name, 0)
         self._tries[name] = tries = tries + 1 if frame is None and tries >= 0 else -1
         if tries < 0:
@@ -237,7 +240,7 @@ class Coder:
     def note_known(
         self, source: LocalEntry, cell: Cell, plain: memoryview, digest: CellDigest, *, is_coded: bool
     ) -> None:
-        """Keep the bytes of an already stored cell for the next save."""
+        """Keep the bytes of a cell that is already stored, for the next save."""
         name = _name(source, cell)
         if source.dtype in self.deltas and not is_coded:
             self.memory.held.keep(name, digest, plain)
@@ -249,7 +252,10 @@ class Coder:
     def _delta(
         self, source: LocalEntry, cell: Cell, plain: memoryview, width: int, digest: CellDigest
     ) -> EncodedCell | None:
-        """Encode a cell against its base. Return None without a useful base; the held version may be lost then."""
+        """Encode a cell against its base. Return None if it has no useful base.
+
+        In this case, the held version may be lost.
+        """
         old = cell.known
         if old is None or not self.known.usable_cell(old):
             return None
@@ -274,11 +280,14 @@ class Coder:
         if not _decodes(frame, base, plain):
             return None
         frames = (HeldFrame(frame, older.digest), *older.frames)
-        self.memory.held.put(name, HeldCell(digest, older.plain, frames))  # in place, it now holds the new version
+        self.memory.held.put(name, HeldCell(digest, older.plain, frames))  # the buffer now holds the new version
         return EncodedCell(frame, chain[link])
 
     def _link(self, source: LocalEntry, cell: Cell) -> int | None:
-        """Choose the base of a cell, as a number of links from the parent's version. It is the same in an extent."""
+        """Choose the base of a cell, as the number of links from the parent's version.
+
+        All cells of an extent have the same number.
+        """
         table = self.known.parent_table(source.name, source.dtype, source.shape)
         if table is None:
             return None
@@ -294,7 +303,7 @@ class Coder:
         return self._links[name]
 
     def _read(self, cell: StoredCell) -> HeldCell | None:
-        """Read a cell and its frames from a local store, or from the cache of this host."""
+        """Read a cell and its frames from a local store, or from this host's cache."""
         stored: list[bytearray] = []
 
         def read(link: StoredCell) -> bytearray:
@@ -304,7 +313,7 @@ class Coder:
         try:
             plain = decode_chain(cell, read)
         except (CasckptError, ShortObject, _TooFar) as error:
-            log.debug("a base is not used: %s", error)
+            log.debug("casckpt cannot use a base: %s", error)
             return None
         *links, _ = cell.chain
         every = zip(links, reversed(stored), strict=False)
@@ -333,7 +342,7 @@ class Coder:
 
 
 class _TooFar(Exception):
-    """The error for a base that is only available over a network."""
+    """Raised for a base that is only available over a network."""
 
 
 def _name(source: LocalEntry, cell: Cell) -> CellName:
@@ -341,33 +350,33 @@ def _name(source: LocalEntry, cell: Cell) -> CellName:
 
 
 def _older(held: HeldCell, bases: Sequence[StoredCell]) -> HeldCell | None:
-    """Undo frames of a held cell, in place, until it has the version of the last of ``bases``.
+    """Undo the frames of a held cell, in place, until it is back at the version of the last of ``bases``.
 
-    Returns None without a change if its frames have other bases.
+    If its frames have different bases, returns None and changes nothing.
     """
     frames = held.frames[: len(bases)]
     if [frame.base for frame in frames] != [base.digest for base in bases]:
         return None
     np.bitwise_or.reduce(
         np.frombuffer(held.plain, np.uint8)
-    )  # read the bytes into the cache in order, which is faster than random access
+    )  # reads the bytes into the cache in order, which is faster than random access
     for frame in frames:
         undo(memoryview(frame.data), memoryview(held.plain))
     return HeldCell(bases[-1].digest, held.plain, held.frames[len(bases) :])
 
 
 def _decodes(frame: bytes, base: memoryview, plain: memoryview) -> bool:
-    """Return whether a frame decodes to ``plain``. Decodes in place, over its base."""
+    """Return whether a frame decodes to ``plain``. Decodes in place, and overwrites the base."""
     with suppress(InvalidInput):  # not a frame
         decode(memoryview(frame), base, base)
         if _equal(base, plain):
             return True
-    log.error("a cell that was encoded decodes to something else, and is stored as it is; please report this bug")
+    log.error("an encoded cell decodes to something else, so it is stored unencoded; please report this bug")
     return False
 
 
 def _equal(one: memoryview, other: memoryview) -> bool:
-    """Return whether the bytes are equal. Compares eight at a time, without the GIL."""
+    """Return whether the bytes are equal. Compares eight bytes at a time, without the GIL."""
     words = one.nbytes // 8
     same = scratch("flags", words).view(bool)
     np.equal(np.frombuffer(one, "<u8", words), np.frombuffer(other, "<u8", words), out=same)

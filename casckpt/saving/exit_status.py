@@ -1,8 +1,8 @@
-"""The exit status of a program after a failed save in the background, if no caller received the error.
+"""The exit status of a program after a background save fails and no caller receives the error.
 
-No function that Python calls at exit can set the status. But the status is 120 (see `sys.exit`) if an error occurs
-during the clean-up, for example if a standard stream cannot be flushed. So this module makes the last flush fail. All
-other exit functions still run, unlike with `os._exit`.
+No function that Python calls at exit can set the status. However, the status is 120 (see `sys.exit`) if an error
+occurs during clean-up, for example if a standard stream cannot be flushed. Therefore, this module makes the last flush
+fail. Unlike with `os._exit`, all other exit functions still run.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ STATUS: Final = 120
 """The exit status, unless an uncaught error ends the program."""
 
 log = logging.getLogger(__name__)
-_UNREPORTED: Final = "the last save in the background failed, and no caller asked its future: %s"
+_UNREPORTED: Final = "the last background save failed, and no caller asked its future: %s"
 _ending: Final = threading.Event()
 
 unreported: Final[dict[object, str]] = {}
-"""Errors that no caller has received, by the names of their futures. The futures themselves would keep the saved state
-in memory."""
+"""Errors that no caller has received, by the name of their future. References to the futures themselves would keep the
+saved state in memory."""
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=unreported.clear)  # the parent process reports them
@@ -34,14 +34,17 @@ with suppress(AttributeError, RuntimeError):  # the function is private, and the
 
 
 def note_if_late(error: BaseException) -> None:
-    """Note the error of a save in a thread if the interpreter is exiting, because no caller can ask the future then."""
+    """Record the error of a save in a thread if the interpreter is exiting.
+
+    No caller can ask the future at this point.
+    """
     if _ending.is_set() and threading.current_thread() is not threading.main_thread():
         unreported[object()] = str(error)
 
 
 @atexit.register
 def _report() -> None:
-    """Report the errors, because no later call can raise them."""
+    """Log the errors, because no later call can raise them."""
     for why in unreported.values():
         log.error(_UNREPORTED, why)
         if log.hasHandlers() and sys.stderr is not None:  # without handlers, logging writes to stderr itself
@@ -53,7 +56,7 @@ def _report() -> None:
 def _end_badly() -> None:
     """End the program with `STATUS`, unless an uncaught error ends it.
 
-    A status that the program passed to `sys.exit` is lost: a clean-up function cannot see it, and casckpt does not
+    A status that the program passed to `sys.exit` is lost. A clean-up function cannot see it, and casckpt does not
     replace `sys.exit`.
     """
     uncaught = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
@@ -76,7 +79,7 @@ class _Unflushed:
         return getattr(self._stream, name)
 
     def flush(self) -> None:
-        """Flush the stream. Raises OSError at the last flush. Python does not print this error."""
+        """Flush the stream. Raises OSError on the last flush. Python does not print this error."""
         self._stream.flush()
         if sys.is_finalizing():
             raise OSError("something failed; see above")

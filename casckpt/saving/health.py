@@ -1,4 +1,4 @@
-"""The health of a checkpoint: counts of the scanned cells, joined with those of the parent."""
+"""The health of a checkpoint. It joins the counts of the scanned cells with the parent's counts."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from casckpt.saving.health_scan import ScanReport, has_health
 from casckpt.saving.reuse_offer import readable
 
 Found: TypeAlias = Mapping[tuple[str, CellDigest], CellHealth]
-"""The health of cells, by dtype and digest."""
+"""The health of each cell, by dtype and digest."""
 
 log = logging.getLogger(__name__)
-_MAX_KEYS = 8  # keys with NaN or infinities that a commit record names
+_MAX_KEYS = 8  # the maximum number of keys with NaN or infinities that a commit record names
 
 
 class ParentHealth:
-    """The health of the entries of the parent of a save. It is empty without a readable parent."""
+    """The health of the parent's entries, for a save. It is empty if there is no readable parent."""
 
     def __init__(self, manifest: Manifest | None) -> None:
         self._manifest = manifest
@@ -36,19 +36,19 @@ class ParentHealth:
 
     @classmethod
     def of_commit(cls, repo: Repository, commit: Commit | None) -> ParentHealth:
-        """Read the health of a parent."""
+        """Read the health of the parent."""
         return cls(None if commit is None else readable(repo, commit))
 
     @property
     def unknown(self) -> frozenset[Name]:
-        """The streams without health in the parent."""
+        """The streams whose health the parent does not have."""
         entries = self._entries.values()
         return frozenset(entry.name for entry in entries if has_health(entry.dtype) and entry.number not in self._rows)
 
     def rows(self, name: Name, dtype: str, table: ExtentTable, scanned: Found) -> Rows | None:
-        """Return the rows of a stream with these cells, or None if any is unknown.
+        """Return the rows of a stream with these cells, or None if the health of any cell is unknown.
 
-        ``scanned``: health of some cells.
+        ``scanned``: the health of the cells that this save scanned.
         """
         digests, entry = _digests(table), self._entries.get(name)
         rows = _rows(dtype, digests, scanned, {})
@@ -61,7 +61,7 @@ class ParentHealth:
         return _rows(dtype, digests, scanned, known)
 
     def _cells(self, entry: Entry) -> list[CellDigest]:
-        """Return the digests of the cells of an entry. Return none if they cannot be read."""
+        """Return the digests of an entry's cells. Return an empty list if they cannot be read."""
         try:
             return [] if self._manifest is None else _digests(self._manifest.cells(entry))
         except (Damaged, Refused):
@@ -72,7 +72,7 @@ def _stored_rows(manifest: Manifest) -> Mapping[int, Rows]:
     try:
         return manifest.health or {}
     except CasckptError as error:
-        log.debug("the health of the parent cannot be read: %s", error)
+        log.debug("casckpt cannot read the parent's health: %s", error)
         return {}
 
 
@@ -81,7 +81,7 @@ def health_of_all(
 ) -> dict[int, Rows]:
     """Return the rows of each entry, by number, from the ``reports`` of ranks and from ``parent``.
 
-    Omits a stream with any unknown cell, such as a frozen stream.
+    Omits a stream if the health of any of its cells is unknown, as for a frozen stream.
     """
     scanned = {
         (dtype, digest): CellHealth(*row)
@@ -114,7 +114,7 @@ def _cut(every: bytes) -> list[CellDigest]:
 
 
 def summed_health(streams: Iterable[Name], rows: Mapping[int, Rows]) -> Health:
-    """Return the health of all tensors together, for the commit record."""
+    """Return the total health of all tensors, for the commit record."""
     names, total = list(streams), sum_of(joined(rows.values()))
     sums = {names[number]: sum_of(one) for number, one in rows.items()} if total.nan or total.inf else {}
     bad = sorted((name for name, one in sums.items() if one.nan or one.inf), key=lambda name: not sums[name].nan)

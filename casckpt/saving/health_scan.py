@@ -1,7 +1,7 @@
-"""The scan of a save for NaN and infinities. It also finds the largest value of each cell.
+"""The scan for NaN and infinities during a save. It also finds the largest value of each cell.
 
-The scan of a cell follows its hash, while the cell is in the CPU's cache. A cell with the digest of a cell in the
-parent has the same health, so the save does not scan it.
+A cell is scanned right after it is hashed, while it is still in the CPU's cache. A cell whose digest matches a cell of
+the parent has the same health, so the save does not scan it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from casckpt.saving.local_entries import Cell, LocalEntry
 class _Float(NamedTuple):
     """A dtype whose parts are floats of ``width`` bytes.
 
-    ``unfit``: the lowest bits, without the sign, that are infinite or NaN. ``fnuz``: the bits of -0 mean NaN.
+    ``unfit``: the smallest bit pattern, without the sign, that is infinite or NaN. ``fnuz``: the bit pattern of -0
+    means NaN.
     """
 
     width: int
@@ -46,21 +47,21 @@ _FLOATS = {
     "float8_e4m3fn": _Float(1, 0x7F, "float8_e4m3fn"),
     "float8_e5m2fnuz": _Float(1, 0x80, "float8_e5m2fnuz", fnuz=True),
     "float8_e4m3fnuz": _Float(1, 0x80, "float8_e4m3fnuz", fnuz=True),
-    "float8_e8m0fnu": _Float(1, 0, "float8_e8m0fnu"),  # without a sign, so `health_of` reads each value
+    "float8_e8m0fnu": _Float(1, 0, "float8_e8m0fnu"),  # unsigned, so `health_of` reads each value
 }
 _INTS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 
 ScanReport: TypeAlias = Mapping[str, tuple[bytes, Rows]]
-"""The results of one rank: for each dtype, the concatenated digests of cells, and their health."""
+"""The results of one rank: for each dtype, the concatenated digests of its cells, and their health."""
 
 
 def has_health(dtype: str) -> bool:
-    """Return whether cells of a dtype are scanned: all floats, and ints of whole bytes."""
+    """Return whether cells of a dtype are scanned. This is true of all floats, and of ints that fill whole bytes."""
     return dtype in _FLOATS or dtype in _INTS
 
 
 def health_of(dtype: str, data: memoryview) -> CellHealth:
-    """Return the health of a cell, which has at least one element."""
+    """Return the health of a cell. The cell must have at least one element."""
     if dtype in _INTS:
         whole = np.frombuffer(data, dtype)
         return CellHealth(0, 0, float(max(int(whole.max()), -int(whole.min()))))
@@ -75,9 +76,10 @@ def health_of(dtype: str, data: memoryview) -> CellHealth:
 
 
 def _top(kind: _Float, data: memoryview) -> int:
-    """Return the largest bits without the sign. Absolute values of floats have the order of these bits.
+    """Return the largest bit pattern, without the sign. The absolute values of floats sort in the order of these bits.
 
-    Takes two passes and no copy. As integers, negative floats are the lowest signed and the highest unsigned numbers.
+    This takes two passes, and copies nothing. Read as integers, negative floats are the lowest signed and the highest
+    unsigned numbers.
     """
     bits = np.frombuffer(data, f"<u{kind.width}")
     most = np.maximum.reduce  # like `max` of an array, but faster for a small array
@@ -102,9 +104,9 @@ def _values_of_bytes(dtype: str) -> npt.NDArray[np.floating]:
 
 @dataclass
 class HealthScan:
-    """The scan, in one save on one rank, of the cells without known health. Thread-safe.
+    """The scan of the cells whose health is unknown, in one save on one rank. Thread-safe.
 
-    ``unscanned``: the streams that the parent has without their health.
+    ``unscanned``: the streams whose health the parent does not have.
     """
 
     unscanned: frozenset[Name]

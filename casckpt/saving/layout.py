@@ -1,6 +1,7 @@
-"""The layout of a rank: the names, hashes and sizes of its values, without data.
+"""The layout of a rank: the names, hashes and sizes of its values, without the data.
 
-The layout changes only if the model or the topology changes. So a rank sends it once, and then only its fingerprint.
+The layout changes only if the model or the topology changes. Therefore, a rank sends it once, and afterwards sends
+only its fingerprint.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ OBJECT = "object"
 
 @dataclass(frozen=True)
 class RankLayout:
-    """One rank's streams (name, dtype, shape), its rows (`casckpt.plan.writers.HeldRegions`) and its tree.
+    """A rank's streams (name, dtype, shape), its rows (`casckpt.plan.writers.HeldRegions`), and its tree.
 
-    There is a row for each piece of a tensor, in the order of the sources, and then for each object. ``row_stream``:
-    the number of the stream of each row. ``may_differ``: for each row, see `casckpt.tensors.shards.may_differ`.
-    ``left``: keys that this rank leaves to the rank that owns them.
+    There is one row for each piece of a tensor, in source order, followed by one row for each object. ``row_stream``:
+    the stream number of each row. ``may_differ``: for each row, see `casckpt.tensors.shards.may_differ`. ``left``:
+    keys that this rank leaves to the rank that owns them.
     """
 
     streams: Sequence[tuple[Name, str, Shape]]
@@ -52,7 +53,7 @@ class RankLayout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash that is equal for equal layouts."""
+        """A hash of the layout. Equal layouts have equal hashes."""
         columns = (self.held.name, self.held.region, self.held.lo, self.held.hi, self.held.shared, self.may_differ)
         text = repr((self.streams, self.left)).encode() + self.tree + b"".join(column.tobytes() for column in columns)
         return hex_digest(text)
@@ -61,7 +62,7 @@ class RankLayout:
 def layout_of(prepared: Prepared, cell_bytes: int) -> RankLayout:
     """Return the layout of this rank.
 
-    Large buffers of objects have no rows, because the rank of the object writes them.
+    Large buffers of objects do not have rows, because the rank that writes the object writes them too.
     """
     streams: list[tuple[Name, str, Shape]] = []
     rows: list[tuple[int, int, int, int, int, int, bool, bool]] = []
@@ -91,7 +92,7 @@ def layout_of(prepared: Prepared, cell_bytes: int) -> RankLayout:
 
 
 def region_hash(box: Box, lo: int, hi: int) -> int:
-    """Return a number by which `casckpt.plan.writers` compares regions."""
+    """Return a number that `casckpt.plan.writers` uses to compare regions."""
     return _hash(repr((box.offset, box.shape, lo, hi)))
 
 
@@ -101,10 +102,10 @@ def _hash(text: str) -> int:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """The assignment of writes to ranks for one combination of layouts. ``tree``: joined from all ranks.
+    """The assignment of writes to ranks, for one combination of layouts. ``tree``: the tree joined from all ranks.
 
-    ``ranges``, ``sets``: one for each rank. ``sets``: see `casckpt.plan.writers.Holders.sets`. It is 0 for rows that
-    are not compared, so for all rows with ``check`` "off".
+    ``ranges`` and ``sets`` have one item for each rank. For ``sets``, see `casckpt.plan.writers.Holders.sets`. It is 0
+    for rows that are not compared. If ``check`` is "off", these are all rows.
     """
 
     fingerprints: tuple[str, ...]
@@ -117,9 +118,9 @@ class WritePlan:
 
 
 def plan_writes(layouts: Sequence[RankLayout], check: str = "sample", whole: Collection[str] = ()) -> WritePlan:
-    """Plan the writes for these layouts. Raises InvalidInput, with key and ranks, if they contradict each other.
+    """Plan the writes for these layouts. Raises InvalidInput, with the key and ranks, if they contradict each other.
 
-    Divides a replica among its holders only if ``check`` compares replicas. Never divides a key of ``whole``.
+    Divides a replica among its holders only if ``check`` compares replicas. Never divides a key in ``whole``.
     """
     streams: dict[Name, tuple[str, Shape]] = {}
     first: dict[Name, int] = {}
@@ -129,7 +130,8 @@ def plan_writes(layouts: Sequence[RankLayout], check: str = "sample", whole: Col
             if known != (dtype, shape):
                 raise InvalidInput(
                     f"{name[1]!r} is {known[0]} of shape {list(known[1])} on rank {first[name]}, but {dtype} of shape "
-                    f"{list(shape)} on rank {rank}; ranks that hold one key must agree (or wrap it in casckpt.PerRank)",
+                    f"{list(shape)} on rank {rank}; ranks that hold the same key must agree on both (or wrap it in "
+                    "casckpt.PerRank)",
                     key=name[1],
                     rank=rank,
                 )
@@ -152,7 +154,7 @@ def plan_writes(layouts: Sequence[RankLayout], check: str = "sample", whole: Col
 
 
 def _compared(layout: RankLayout, check: str, whole: Collection[str]) -> npt.NDArray[np.bool_]:
-    """Return for each row whether a save compares it with the row of other ranks."""
+    """Return, for each row, whether a save compares it with the same row on other ranks."""
     if check == "off" or not whole:
         return np.full(len(layout.held), check != "off")
     of_stream = np.array([name[1] not in whole for name, _, _ in layout.streams], dtype=bool)
@@ -166,8 +168,8 @@ def _check_owners(layouts: Sequence[RankLayout], first: Mapping[Name, int]) -> N
         for key, owner in layout.left.items():
             if (key, owner) not in held:
                 raise InvalidInput(
-                    f"owners gives {key!r} to rank {owner}, which does not hold it, but rank {rank} does; name a rank "
-                    "that holds it, or leave it out of the state of the others",
+                    f"owners assigns {key!r} to rank {owner}, which does not hold it, but rank {rank} does: return "
+                    "a rank that holds it, or leave it out of the state on the other ranks",
                     key=key,
                     rank=owner,
                 )
@@ -180,13 +182,13 @@ def _check_kinds(streams: dict[Name, tuple[str, Shape]]) -> None:
     for key, found in kinds.items():
         if len(found) > 1:
             raise InvalidInput(
-                f"{key!r} is a tensor on one rank and something else on another, or per rank on one of them only",
+                f"{key!r} is a tensor on one rank and something else on another, or it is per rank on only one of them",
                 key=key,
             )
 
 
 def assigned(prepared: Prepared, ranges: WriteRanges, rank: int) -> Prepared:
-    """Return the part of the entries that a rank writes by its ``ranges``."""
+    """Return the part of the entries that a rank must write according to its ``ranges``."""
     rows = iter(zip(ranges.lo.tolist(), ranges.hi.tolist(), strict=True))
     tensors = [s.limited([next(rows) for _ in s.pieces]) for s in prepared.sources if s.kind == TENSOR]
     objects = [entry for entry in prepared.objects if (row := next(rows))[0] < row[1]]

@@ -1,4 +1,4 @@
-"""The leader of a save, on rank 0: it begins the save, plans it, and commits the shares of all ranks."""
+"""The leader of a save, on rank 0. It begins the save, plans it, and commits the shares of all ranks."""
 
 from __future__ import annotations
 
@@ -49,17 +49,20 @@ from casckpt.saving.shares import Share, Streams, merge
 log = logging.getLogger(__name__)
 
 _DIFFER = (
-    "%s@%d: ranks hold different values of %s. The checkpoint has those of one rank, the lowest that "
-    "holds each unless a front end chose another, and all ranks load them.%s Synchronise them before the save "
-    "(torch.nn.SyncBatchNorm for batch norms), or save what belongs to one rank as casckpt.PerRank. This is logged "
-    "once for each name"
+    "%s@%d: ranks hold different values of %s. The checkpoint stores one rank's value of each, and all ranks load "
+    "it. This is the lowest rank that holds it, unless a front end chose a different rank.%s Synchronize the values "
+    "before the save (torch.nn.SyncBatchNorm for batch norms), or wrap values that belong to a single rank in "
+    "casckpt.PerRank. This is logged once for each name"
 )
-_MIXED = " Of %s, parts of several ranks were written before the difference was found; later saves write one rank's."
+_MIXED = " For %s, parts from several ranks were written before the difference was found; later saves use one rank."
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """The writes of one rank in a plan. ``number``: of the plan. ``sets``: see `casckpt.saving.layout.WritePlan`."""
+    """The writes of one rank in a plan. ``number``: the number of the plan.
+
+    ``sets``: see `casckpt.saving.layout.WritePlan`.
+    """
 
     number: int
     ranges: WriteRanges
@@ -68,9 +71,10 @@ class Assignment:
 
 @dataclass
 class GroupMemory:
-    """The data that a rank keeps between the saves of a process group, so that the next exchanges are smaller.
+    """The data that a rank keeps between a process group's saves, to make later exchanges smaller.
 
-    ``plan``: only on rank 0. ``fingerprint``: of this rank's layout for ``assignment``. ``shares``: by run.
+    ``plan``: set only on rank 0. ``fingerprint``: the fingerprint of the layout that this rank's ``assignment``
+    belongs to. ``shares``: the last share of each run.
     """
 
     replicas: ReplicaMemory = field(default_factory=ReplicaMemory)
@@ -82,7 +86,7 @@ class GroupMemory:
 
     @property
     def plan_number(self) -> int:
-        """The number of the plan that this rank follows; 0 for none."""
+        """The number of the plan that this rank follows. It is 0 if there is none."""
         return 0 if self.assignment is None else self.assignment.number
 
 
@@ -90,8 +94,9 @@ class GroupMemory:
 class BeginRequest:
     """The first message of every rank.
 
-    ``call``: the arguments that must be equal. ``last``: the transaction of its last share. ``streams``: only from a
-    rank that saves alone. ``sets``: a digest of samples for each set of ranks that shares rows with this rank.
+    ``call``: the arguments that must be equal on all ranks. ``last``: the transaction of the rank's last share.
+    ``streams``: set only by a rank that saves alone. ``sets``: a digest of samples for each set of ranks that shares
+    rows with this rank.
     """
 
     call: str
@@ -106,7 +111,7 @@ class BeginRequest:
 class BeginAnswer:
     """The first answer to every rank.
 
-    ``offer``: None if the layouts changed, because it then comes with the new plan.
+    ``offer``: None if the layouts changed, because the offer is then sent with the new plan.
     """
 
     txid: TxId
@@ -121,8 +126,8 @@ WornBlobs: TypeAlias = frozenset[tuple[TxId, BlobHash]]
 class Leader:
     """The work of rank 0 in one attempt of a save.
 
-    Every save calls `start`, `reuse_offer` and `conclude`, and after an error `abort`. A native save passes `begin`,
-    `plan`, `judge` and `finish` to its exchanges as decisions.
+    Every save calls `start`, `reuse_offer` and `conclude`. After an error, it calls `abort`. A native save passes
+    `begin`, `plan`, `judge` and `finish` to its exchanges as decisions.
     """
 
     def __init__(self, repo: Repository, size: int, memory: GroupMemory, options: SaveOptions, *, reuse: bool) -> None:
@@ -140,14 +145,20 @@ class Leader:
         self._mixed: dict[str, None] = {}
 
     def start(self) -> TxId:
-        """Begin the transaction, and find the parent. Raises Conflict if the step exists and is not overwritten."""
-        encode_metadata(self.options.metadata or {})  # raise before the first write
+        """Begin the transaction, and find the parent.
+
+        Raises Conflict if the step exists and must not be overwritten.
+        """
+        encode_metadata(self.options.metadata or {})  # raises before the first write
         run, step, overwrite = self.options.run, self.options.step, self.options.overwrite
         self._transaction, self._parent, self._replaced = begin_save(self.repo, run, step, overwrite=overwrite)
         return self._transaction.txid
 
     def reuse_offer(self, streams: Streams) -> ReuseOffer:
-        """Return the cells that a save of ``streams`` may reuse. Offer none if this attempt uploads everything."""
+        """Return the cells that a save of ``streams`` may reuse.
+
+        The offer is empty if this attempt uploads everything.
+        """
         parent, options = self._parent if self.reuse else None, self.options
         offer = ReuseOffer()
         if self.reuse:
@@ -184,7 +195,7 @@ class Leader:
         return self._asked if self._odd else self._planned()
 
     def judge(self, samples: Sequence[Words]) -> list[Planned]:
-        """Plan the writes of each rank although samples differ. Raises InvalidInput if they differ too much."""
+        """Plan the writes of each rank even though samples differ. Raises InvalidInput if they differ too much."""
         words = [dict(zip(rows, sampled, strict=True)) for rows, sampled in zip(self._asked, samples, strict=True)]
         self._differing = judged(self._layouts, self._odd, words, self.memory.replicas)
         return self._planned()
@@ -195,12 +206,12 @@ class Leader:
         plan = plan_writes(self._layouts, check, whole)
         self._streams = plan.streams
         offer = self.reuse_offer(plan.streams).for_ranks(self.repo)
-        self.memory.plan = plan  # last, so that no error follows and all ranks use the plan
+        self.memory.plan = plan  # set last: no error can follow, so all ranks use the plan
         number = self.memory.plan_number + 1
         return [(Assignment(number, *own), offer) for own in zip(plan.ranges, plan.sets, strict=True)]
 
     def finish(self, parts: Sequence[RankPart]) -> list[tuple[Committed, WornBlobs]]:
-        """Commit. Return to each rank the record and the worn blobs of its share."""
+        """Commit. Return, for each rank, the record and the worn blobs of its share."""
         tree = parts[0].tree if self.memory.plan is None else self.memory.plan.tree
         record, worn = self.conclude(parts, self._streams, tree)
         return [(record, worn & {(ref.uploader, ref.hash) for ref in part.share.refs}) for part in parts]
@@ -208,12 +219,12 @@ class Leader:
     def conclude(
         self, parts: Sequence[RankPart], streams: Streams, tree: bytes, notes: Mapping[str, bytes] | None = None
     ) -> tuple[Committed, WornBlobs]:
-        """Check that every tensor is whole, put the manifest, and commit. Return the record, and the worn blobs.
+        """Check that every tensor is complete, put the manifest, and commit. Return the record and the worn blobs.
 
         ``notes``: see `casckpt.format.manifest.Draft`.
         """
         if self._transaction is None:
-            raise InvalidInput("a save was finished that had not begun; this is a bug of casckpt")
+            raise InvalidInput("a save was finished before it began; this is a bug in casckpt")
         whole = merge([part.share for part in parts], streams, self.repo.marker.cell_bytes)
         notes = {**(notes or {}), **self._replica_note(whole, parts)}
         record, worn = self._put_manifest(self._transaction.txid, whole, parts, tree, notes)
@@ -226,7 +237,7 @@ class Leader:
         return record, worn
 
     def _replica_note(self, whole: Share, parts: Sequence[RankPart]) -> dict[str, bytes]:
-        """Compare the cells that ranks read again. Return the note with all keys that differ between ranks."""
+        """Compare the cells that ranks reread. Return the note with all keys that differ across ranks."""
         if self.memory.plan is not None:
             self._mixed = differing_cells(self.memory.plan, whole, [part.reread for part in parts])
         self._differing |= self._mixed | self.memory.replicas.found
@@ -235,7 +246,7 @@ class Leader:
         return {REPLICAS_NOTE: plain.encode(differing)} if differing else {}
 
     def _remember_replicas(self, streams: Streams) -> None:
-        """Remember the saved tensors, and log those that differ between ranks."""
+        """Remember the saved tensors, and log those that differ across ranks."""
         memory = self.memory.replicas
         memory.saved.update(name[1] for name in streams)
         memory.found.clear()
@@ -250,7 +261,7 @@ class Leader:
     def _put_manifest(
         self, txid: TxId, whole: Share, parts: Sequence[RankPart], tree: bytes, notes: dict[str, bytes]
     ) -> tuple[Committed, WornBlobs]:
-        """Put the manifest. Return the record to commit, and the blobs that the manifest marks as worn."""
+        """Put the manifest. Return the record to commit, and the blobs that are marked as worn in the manifest."""
         refs = mark_worn(whole.tables(), whole.refs, self.options.run, self._may_live)
         raw, short = encode_metadata(self.options.metadata or {})
         draft = Draft(
@@ -283,7 +294,7 @@ class Leader:
         return health_of_all(whole.extents, [part.health for part in parts], self._parent_health)
 
     def _record(self, txid: TxId, draft: Draft, made: Encoded, metadata: dict[str, Any] | None) -> Committed:
-        """Return the record to commit, with the figures of all ranks together."""
+        """Return the record to commit, with the totals of all ranks."""
         tables = [table for name, (_, table) in draft.streams.items() if name[0] == TENSOR]
         tensors = [prod(table.shape) * table.itemsize for table in tables]
         new = {number: ref.size for number, ref in enumerate(draft.blobs) if ref.uploader == txid}
@@ -314,7 +325,10 @@ class Leader:
         )
 
     def _healthy(self, health: Health | None) -> bool | None:
-        """Return the user's verdict. Without one, return False for any NaN. Infinities may be intended, as in masks."""
+        """Return the user's verdict. If there is none, return False if the state holds any NaN.
+
+        Infinities may be intended, for example in masks.
+        """
         verdict = self.options.healthy
         if health is None or not health.nan:
             return verdict
@@ -323,7 +337,7 @@ class Leader:
         return False if verdict is None else verdict
 
     def _may_live(self, uploader: TxId) -> bool:
-        """Return whether the checkpoint of an uploader is live. True if its log cannot be read."""
+        """Return whether the checkpoint of an uploader is live. Return True if its log cannot be read."""
         try:
             commit = read_log(self.repo, uploader)
         except (Damaged, Refused):
@@ -331,14 +345,17 @@ class Leader:
         return commit is not None and commit.live
 
     def abort(self, error: BaseException) -> None:
-        """Abort the transaction if it has begun and is not committed."""
+        """Abort the transaction if it has begun but is not committed."""
         if self._differing:
             self.memory.plan = None  # the differences are not noted, so the next save must find them again
         if self._transaction is not None:
             self._transaction.abort(error)
 
     def _forget_replaced(self) -> None:
-        """Forget the checkpoint that the new one replaces. The new one is visible already, so only log errors."""
+        """Forget the checkpoint that the new one replaces.
+
+        The new checkpoint is already visible, so errors are only logged.
+        """
         for old in self._replaced:
             try:
                 forget(self.repo, old)
@@ -351,7 +368,10 @@ def _quoted(keys: Iterable[str]) -> str:
 
 
 def late_offer(repo: Repository, streams: Streams, options: SaveOptions) -> ReuseOffer:
-    """Return what a rank may reuse that has no offer of rank 0. Call it after rank 0 has begun the transaction."""
+    """Return the offer for a rank that did not receive one from rank 0.
+
+    Call this after rank 0 has begun the transaction.
+    """
     parent = newest_reusable(repo, options.run, anew=True)
     offer = make_offer(repo, parent, streams, run=options.run, dedup=options.dedup)
     unscanned = ParentHealth.of_commit(repo, parent).unknown if options.health else None
@@ -363,13 +383,13 @@ def _check_agreed(requests: Sequence[BeginRequest]) -> None:
     for rank, request in enumerate(requests):
         if request.call != first:
             raise InvalidInput(
-                f"rank {rank} saves {request.call}, but rank 0 saves {first}; all ranks must make the same call",
+                f"rank {rank} saves {request.call}, but rank 0 saves {first}; every rank must make the same call",
                 rank=rank,
             )
 
 
 def _agree(requests: Sequence[BeginRequest]) -> bool:
-    """Return whether all ranks of each set have the same digest of it."""
+    """Return whether, for each set, all of its ranks sent the same digest."""
     first: dict[int, bytes] = {}
     return all(
         first.setdefault(number, digest) == digest for request in requests for number, digest in request.sets.items()
@@ -377,19 +397,20 @@ def _agree(requests: Sequence[BeginRequest]) -> bool:
 
 
 _NAMED: Final = 8
-_logged: Final[set[tuple[str, str, str]]] = set()  # once in this process
+_logged: Final[set[tuple[str, str, str]]] = set()  # what this process has already logged
 
 
 def log_pickled(url: str, run: str, objects: Iterable[ObjectEntry]) -> None:
-    """Log the names of pickles among ``objects``, once for each name in a run."""
+    """Log the names of the pickles in ``objects``, once for each name in a run."""
     new = {(url, run, entry.key) for entry in objects if entry.pickled} - _logged
     if not new:
         return
     _logged.update(new)
     keys = sorted(key for _, _, key in new)
     log.warning(
-        "%s in %s: stored as pickles: %s. They are no plain data, or bytes that a planner made; a load needs "
-        "allow_pickle=True for what torch's restricted unpickler does not know. This is logged once",
+        "%s in %s: stored as pickles: %s. They are not plain data, or they are bytes that a planner produced. To "
+        "load classes that torch's restricted unpickler does not allow, a load needs allow_pickle=True. This is "
+        "logged once",
         run,
         url,
         listed(keys, _NAMED),

@@ -1,4 +1,4 @@
-"""The entries of one rank: named streams of elements, and the pieces of them that it holds."""
+"""The entries of one rank: named streams of elements, and the pieces of them that the rank holds."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ Data: TypeAlias = torch.Tensor | bytes
 class LocalEntry:
     """A tensor, a large buffer of an object, or an attachment; see `casckpt.format.sections.index.Entry`.
 
-    ``limits``: for each piece, the elements [lo, hi) of its region (normalised) that this rank writes. None for all.
-    ``buffer``: the whole stream, instead of pieces, if this is not a tensor. ``replicated``: see `LocalTensor`.
-    ``may_differ``: see `casckpt.tensors.shards.may_differ`. ``frozen``: the caller declares that it did not change.
+    ``limits``: for each piece, the elements [lo, hi) of its normalised region that this rank writes. None means all of
+    them. ``buffer``: the whole stream, which replaces the pieces if this is not a tensor. ``replicated``: see
+    `LocalTensor`. ``may_differ``: see `casckpt.tensors.shards.may_differ`. ``frozen``: the caller declares that the
+    tensor did not change.
     """
 
     kind: str
@@ -58,12 +59,12 @@ class LocalEntry:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the whole stream. This rank may hold only a part."""
+        """The size of the whole stream in bytes. This rank may hold only a part of it."""
         return prod(self.shape) * dtypes.itemsize(self.dtype)
 
     @property
     def on_gpu(self) -> bool:
-        """Whether any of its pieces is in the memory of a GPU."""
+        """Whether any of its pieces is in GPU memory."""
         return on_gpu(piece.data for piece in self.pieces)
 
     @property
@@ -72,11 +73,11 @@ class LocalEntry:
         return blob.order(self.dtype), self.key, self.kind, self.index
 
     def limited(self, limits: Sequence[tuple[int, int]]) -> LocalEntry:
-        """Return this entry with other ``limits``."""
+        """Return a copy of this entry with new ``limits``."""
         return replace(self, limits=limits)
 
     def parts(self) -> Iterator[tuple[Region, Data, int]]:
-        """Yield the writes of this rank: (region, data, element of the data at which the region begins)."""
+        """Yield the writes of this rank as (region, data, element of the data at which the region begins)."""
         if self.buffer is not None:
             yield whole(self.shape), self.buffer, 0
             return
@@ -91,7 +92,10 @@ class LocalEntry:
 
 @dataclass(slots=True)
 class Cell:
-    """One cell of work: [cut.lo, cut.hi) of the group's box, which begins at element ``start`` of ``memory``."""
+    """A cell to process: the elements [cut.lo, cut.hi) of the group's box.
+
+    They begin at element ``start`` of ``memory``.
+    """
 
     source: int
     group: Group
@@ -107,11 +111,11 @@ class Cell:
 
     @property
     def stop(self) -> int:
-        """The end of the cell in the memory, in elements."""
+        """The offset in the memory, in elements, at which the cell ends."""
         return self.start + self.cut.hi - self.cut.lo
 
     def data(self) -> memoryview:
-        """Return its bytes in place, or a copy if they are not contiguous in host memory."""
+        """Return the bytes of the cell without a copy. Copy them only if they are not contiguous in host memory."""
         view = self.memory.view(self.start, self.stop)
         if view is None:
             view = memoryview(bytearray(self.nbytes))
@@ -121,10 +125,10 @@ class Cell:
 
 @collector_paused()
 def plan_work(sources: Sequence[LocalEntry], cell_bytes: int, known: ReusableCells) -> list[list[Cell]]:
-    """Return the cells of all sources, group by group, in the order of the blobs.
+    """Return the cells of all sources, group by group, in blob order.
 
-    Within a dtype, groups that begin with a large cell come first. Such cells begin at a page, and leave only small
-    gaps.
+    Within a dtype, groups that begin with a large cell come first. Such cells begin at a page boundary, and leave only
+    small gaps.
     """
     work: list[list[Cell]] = []
     small: list[list[Cell]] = []

@@ -20,17 +20,18 @@ Dedup: TypeAlias = Literal["store", "run"]
 Compress: TypeAlias = Literal["auto", "off", "always"]
 WhenBusy: TypeAlias = Literal["wait", "refuse"]
 CheckReplicas: TypeAlias = Literal["raise", "sample", "off"] | bool
-"""True is "raise", False is "off"."""
+"""True means "raise". False means "off"."""
 Metrics: TypeAlias = Mapping[str, SupportsFloat]
-"""Names to real numbers, of Python or numpy, or tensors of no dimensions."""
+"""A mapping from names to numbers. A value is a real number of Python or numpy, or a zero-dimensional tensor."""
 Frozen: TypeAlias = Callable[[str], bool] | Sequence[str] | None
-"""The tensors that are declared frozen: a function of the flat key, or fnmatch patterns."""
+"""The tensors that are declared frozen, as a function of the flat key, or as fnmatch patterns."""
 Owners: TypeAlias = Callable[[str], int | None] | None
-"""A function from a flat key to the only rank that maintains the leaf, or None if all ranks hold the same value."""
+"""A function that maps a flat key to the only rank that maintains the leaf, or to None if all ranks hold the same
+value."""
 
 
 class WriterArguments(TypedDict, total=False):
-    """The keyword arguments that `Store.save` and a DCP writer have in common. See `Store.save`."""
+    """The keyword arguments that `Store.save` and a DCP writer share. See `Store.save`."""
 
     metadata: Mapping[str, Any] | None
     metrics: Metrics | None
@@ -49,7 +50,7 @@ class WriterArguments(TypedDict, total=False):
 
 
 class SaveArguments(WriterArguments, total=False):
-    """The keyword arguments of `Store.save` except run and step."""
+    """The keyword arguments of `Store.save`, except run and step."""
 
     owners: Owners
     process_group: ProcessGroup | None
@@ -57,7 +58,7 @@ class SaveArguments(WriterArguments, total=False):
 
 
 class ImportArguments(TypedDict, total=False):
-    """The keyword arguments that `Store.save` and all imports have in common, except the step."""
+    """The keyword arguments that `Store.save` and all imports share, except the step."""
 
     run: str
     overwrite: bool
@@ -67,24 +68,24 @@ class ImportArguments(TypedDict, total=False):
 
 
 def usable_compress(given: str) -> Compress:
-    """Return ``given`` if it is a value of `Compress`. Raises InvalidInput otherwise."""
+    """Return ``given`` if it is a value of `Compress`. Otherwise, raises InvalidInput."""
     compress: Compress | None = next((known for known in get_args(Compress) if known == given), None)
     if compress is None:
-        raise InvalidInput(f"compress={given!r} is not known; give 'auto', 'off' or 'always'")
+        raise InvalidInput(f"compress={given!r} is not valid: pass 'auto', 'off' or 'always'")
     return compress
 
 
 def usable_check(given: CheckReplicas) -> Literal["raise", "sample", "off"]:
-    """Return ``check_replicas`` as a word. Raises InvalidInput for other values."""
+    """Return ``check_replicas`` as a string. Raises InvalidInput if the value is not valid."""
     for word, meant in (("raise", True), ("off", False), ("sample", "sample")):
         if given is meant or given == word:
             return word  # type: ignore[return-value] # one of the three
-    raise InvalidInput(f"check_replicas={given!r:.40} is not known; give 'raise', 'sample' or 'off'")
+    raise InvalidInput(f"check_replicas={given!r:.40} is not valid: pass 'raise', 'sample' or 'off'")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
-    """The arguments of a save: run, step, and `SaveArguments` with their defaults."""
+    """The arguments of a save: the run, the step, and `SaveArguments` with their defaults."""
 
     run: str = "default"
     step: int
@@ -107,20 +108,22 @@ class SaveOptions:
     no_dist: bool = False
 
     def checked(self) -> Self:
-        """Return checked options with metrics and metadata in stored form. Raises InvalidInput.
+        """Check the options. Return them with metrics and metadata in stored form.
 
-        The caller must be inside an exchange, so that all ranks raise the error.
+        Raises InvalidInput if any option is not valid.
+
+        The caller must be inside an exchange. Then all ranks raise the error.
         """
         if self.dedup not in get_args(Dedup):
-            raise InvalidInput(f"dedup={self.dedup!r} is not known; give 'store' or 'run'")
+            raise InvalidInput(f"dedup={self.dedup!r} is not valid: pass 'store' or 'run'")
         if self.compress is not None:
             usable_compress(self.compress)
         if self.healthy is not None and type(self.healthy) is not bool:
-            raise InvalidInput(f"healthy={self.healthy!r:.40} is not usable; give True, False, or None for no word")
+            raise InvalidInput(f"healthy={self.healthy!r:.40} is not valid: pass True, False, or None for no verdict")
         if type(self.health) is not bool:
-            raise InvalidInput(f"health={self.health!r:.40} is not usable; give True to look at what changed, or False")
+            raise InvalidInput(f"health={self.health!r:.40} is not valid: pass True to scan changed cells, or False")
         if self.owners is not None and not callable(self.owners):
-            raise InvalidInput(f"owners={self.owners!r:.40} is not usable; give a function from a flat key to a rank")
+            raise InvalidInput(f"owners={self.owners!r:.40} is not valid: pass a function from a flat key to a rank")
         check = usable_check(self.check_replicas)
         run, step, threads = check_run(self.run), check_step(self.step), usable_threads(self.threads)
         metadata = None if self.metadata is None else plain_metadata(self.metadata)

@@ -1,4 +1,4 @@
-"""Preparation of a save: conversion of a state into entries, encoded objects and a tree. Writes nothing."""
+"""The preparation of a save. It converts a state into entries, encoded objects and a tree, and writes nothing."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from casckpt.tensors.staging import Staging
 from casckpt.tensors.state import encode_tree, flatten
 
 _INLINE_BYTES = 4096
-LARGE = 10_000  # entries; for fewer, a save or a read takes well below a second
+LARGE = 10_000  # entries; with fewer, a save or a read takes well under a second
 _EMPTY = (
-    "%d of the %d floating-point tensors of this state are empty. If these are placeholders, as DeepSpeed's ZeRO-3 "
-    "leaves them, this checkpoint lacks the weights: gather them first, and save again"
+    "%d of the %d floating-point tensors of this state are empty. If these are placeholders, such as those that "
+    "DeepSpeed's ZeRO-3 leaves, this checkpoint lacks the weights: gather the weights first, and then save again"
 )
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The flattened state of one rank. ``left``: keys that it leaves to other ranks, and these ranks."""
+    """The flattened state of one rank. ``left``: the keys that it leaves to other ranks, with the rank of each."""
 
     sources: Sequence[LocalEntry]
     objects: Sequence[ObjectEntry]
@@ -47,7 +47,7 @@ class Prepared:
 
     @property
     def bytes_total(self) -> int:
-        """The bytes of the tensors of this rank."""
+        """The total size of this rank's tensors, in bytes."""
         return sum(source.nbytes for source in self.sources if source.kind == TENSOR)
 
 
@@ -63,9 +63,9 @@ def prepare(
 ) -> Prepared:
     """Flatten ``state``. Raises InvalidInput, with the key, for a leaf that cannot be stored.
 
-    ``size``: the number of ranks. Leaves out the leaves that ``owners`` gives to other ranks.
+    ``size``: the number of ranks. Leaves that ``owners`` assigns to other ranks are omitted.
     """
-    # with several ranks, other ranks may have other entries
+    # with several ranks, the other ranks may hold different entries
     flat = flatten(state, is_whole=lambda _, mapping: size == 1 and len(mapping) >= LARGE)
     is_frozen = frozen_by(frozen)
     sources: list[LocalEntry] = []
@@ -94,7 +94,7 @@ def prepare(
 def _warn_if_empty(sources: Sequence[LocalEntry]) -> None:
     """Log a warning if most tensors of a state are empty.
 
-    Libraries that partition parameters leave such placeholders.
+    Libraries that partition parameters leave such tensors as placeholders.
     """
     sizes = [source.nbytes for source in sources if source.kind == TENSOR and "float" in source.dtype]
     if len(sizes) > 1 and sizes.count(0) > len(sizes) / 2:
@@ -104,8 +104,8 @@ def _warn_if_empty(sources: Sequence[LocalEntry]) -> None:
 @cache
 def _log_class(kind: type, place: str) -> None:
     log.warning(
-        "state%s is a %s, which is stored as a dict: Store.read gives a dict, and a load into such an object fills it. "
-        "This is logged once",
+        "state%s is a %s, which is stored as a dict: Store.read returns a dict, and a load into such an object "
+        "fills it. This is logged once",
         place,
         kind.__qualname__,
     )
@@ -115,15 +115,15 @@ def _owner(owners: Callable[[str], int | None], key: str, size: int) -> int | No
     owner = owners(key)
     if owner is not None and (type(owner) is not int or not 0 <= owner < size):
         raise InvalidInput(
-            f"owners gives {key!r} to rank {owner!r:.40}, but {size} ranks save; return a rank from 0 to {size - 1}, "
-            "or None where all ranks hold the same",
+            f"owners assigns {key!r} to rank {owner!r:.40}, but {size} ranks save: return a rank from 0 to "
+            f"{size - 1}, or None if all ranks hold the same value",
             key=key,
         )
     return owner
 
 
 def _drop(tree: Any, path: Sequence[Any]) -> None:
-    """Remove a leaf from a tree. Keep items of lists, because the other items must keep their places."""
+    """Remove a leaf from a tree. Do not remove items from lists, because the other items must keep their positions."""
     for element in path[:-1]:
         tree = tree[element]
     if isinstance(tree, dict):
@@ -133,9 +133,9 @@ def _drop(tree: Any, path: Sequence[Any]) -> None:
 def tensor_source(
     key: str, value: Any, rank: int | None, *, frozen: bool = False, together: bool = False
 ) -> LocalEntry:
-    """Return the entry of a tensor on this rank. Raises InvalidInput, with the key, if it cannot be stored.
+    """Return this rank's entry for a tensor. Raises InvalidInput, with the key, if the tensor cannot be stored.
 
-    ``together``: whether other ranks save too and may hold the same tensor.
+    ``together``: whether other ranks take part in the save, and may hold the same tensor.
     """
     local = local_tensor(key, value)
     return LocalEntry(
@@ -155,9 +155,9 @@ def tensor_source(
 def stored_object(
     key: str, rank: int | None, encode: Callable[[Spill], tuple[bytes, bool]]
 ) -> tuple[ObjectEntry, list[LocalEntry]]:
-    """Return an object and the entries of its large buffers. A save stores these buffers like tensors.
+    """Return an object, and the entries of its large buffers. A save stores these buffers in the same way as tensors.
 
-    ``encode``: passes these buffers to its argument. Returns the other bytes, and whether they are a pickle.
+    ``encode``: passes these buffers to its argument. It returns the remaining bytes, and whether they are a pickle.
     """
     parts: list[bytes] = []
 
@@ -171,19 +171,22 @@ def stored_object(
 
 
 def frozen_by(frozen: Frozen) -> Callable[[str], bool]:
-    """Return ``frozen`` as a function of a key. Raises InvalidInput for a single string and other wrong types."""
+    """Return ``frozen`` as a function of a key.
+
+    Raises InvalidInput for a single string, and for any other wrong type.
+    """
     if frozen is None:
         return lambda key: False
     if callable(frozen):
         return frozen
     patterns = None if isinstance(frozen, str) or not isinstance(frozen, Iterable) else list(frozen)
     if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
-        raise InvalidInput(f"frozen={frozen!r:.80} is not usable; give a list of patterns, or a function of a key")
+        raise InvalidInput(f"frozen={frozen!r:.80} is not valid: pass a list of patterns, or a function of a key")
     return lambda key: any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def snapshot(prepared: Prepared, staging: Staging) -> Prepared:
-    """Copy all tensor data into ``staging``. The caller may change the original afterwards."""
+    """Copy all tensor data into ``staging``. Afterwards, the caller may change the original."""
     copies = iter(staging.copy(tensors_of(prepared)))
     sources = [
         replace(source, pieces=[Piece(piece.region, next(copies)) for piece in source.pieces])
@@ -203,15 +206,15 @@ def _stream(kind: str, key: str, index: int, rank: int | None, data: bytes) -> L
 
 def _attachments(given: Mapping[str, bytes | bytearray | memoryview]) -> tuple[list[Attachment], list[LocalEntry]]:
     if not isinstance(given, Mapping):
-        raise InvalidInput(f"attachments is a {type(given).__name__}; give a dict of names to contents as bytes")
+        raise InvalidInput(f"attachments is a {type(given).__name__}: pass a dict from names to contents as bytes")
     inline, large = [], []
     for name, data in given.items():
         if not isinstance(data, bytes | bytearray | memoryview):
-            raise InvalidInput(f"attachment {name!r} is {type(data).__name__}; give its contents as bytes")
+            raise InvalidInput(f"attachment {name!r} is a {type(data).__name__}: pass its contents as bytes")
         check_attachment_name(name)
         folder = next((above for above in map(str, PurePosixPath(name).parents) if above in given), None)
         if folder is not None:
-            raise InvalidInput(f"attachment {folder!r} would be the folder of attachment {name!r}; rename one")
+            raise InvalidInput(f"attachment {folder!r} would be the folder of attachment {name!r}: rename one of them")
         content = bytes(data)  # `len` of a memoryview counts items, not bytes
         if len(content) < _INLINE_BYTES:
             inline.append(Attachment(name, content))

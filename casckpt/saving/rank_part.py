@@ -1,4 +1,4 @@
-"""The part of one rank in a save: it stores new cells, and describes all cells."""
+"""One rank's part of a save. The rank stores new cells, and describes all of its cells."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from casckpt.tensors.gpu import wait_for_gpus
 class RankPart:
     """The durable result of one rank.
 
-    ``tree``: only from a rank that saves alone. ``reread``: see `casckpt.saving.replicas.Compared.read_again`.
+    ``tree``: set only by a rank that saves alone. ``reread``: see `casckpt.saving.replicas.Compared.read_again`.
     """
 
     share: Share
@@ -49,9 +49,10 @@ def write_part(
     progress: Progress,
     last: LastShare | None = None,
 ) -> RankPart:
-    """Find or store every cell of ``prepared`` in transaction ``txid``. All are durable when it returns.
+    """Find or store every cell of ``prepared`` in transaction ``txid``. All cells are durable when this returns.
 
-    ``prepared``: iterated lazily, so that not all values must be in memory. ``last``: the last share of this rank.
+    ``prepared``: iterated lazily, so that the values need not all be in memory together. ``last``: this rank's last
+    share.
     """
     known = reusable_cells(repo, options.run, offer, last)
     scan = None if offer.unscanned is None else HealthScan(offer.unscanned)
@@ -78,7 +79,7 @@ def write_part(
 
 
 def _exclude_missing(upload: Upload, places: Sequence[Sequence[PlacedCell]]) -> set[int]:
-    """Return the reused blobs that are missing or cut short. Mark them, so that no later save reuses them."""
+    """Return the reused blobs that are missing or truncated. Mark them, so that later saves do not reuse them."""
     known = upload.known
     reused = {number for placed in places for place in placed for number in place.needs}
     lost = blobs.check_reused(upload.repo, upload.uploader, [known.blobs[number] for number in sorted(reused)])
@@ -92,7 +93,7 @@ def _exclude_missing(upload: Upload, places: Sequence[Sequence[PlacedCell]]) -> 
 def _placed_again(
     upload: Upload, work: Sequence[Sequence[Cell]], places: Sequence[Sequence[PlacedCell]], missing: set[int]
 ) -> list[list[PlacedCell]]:
-    """Return ``places``, with new places for the cells that need a missing blob."""
+    """Return ``places``, with new locations for the cells that need a missing blob."""
     lost = [
         [cell for cell, place in zip(cells, placed, strict=True) if not missing.isdisjoint(place.needs)]
         for cells, placed in zip(work, places, strict=True)

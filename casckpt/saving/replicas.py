@@ -1,7 +1,7 @@
-"""Comparison of replicas: samples before a rank writes, some cells afterwards.
+"""The comparison of replicas. It compares samples before a rank writes, and some cells afterwards.
 
-Every rank sends one digest for each set of ranks that it shares rows with. Ranks send more only if these digests differ
-or layouts are new. See docs/decisions/0064-replicas-are-split-and-compared-by-samples.md.
+Every rank sends one digest for each set of ranks with which it shares rows. Ranks send more only if these digests
+differ, or if a layout is new. See docs/decisions/0064-replicas-are-split-and-compared-by-samples.md.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from casckpt.tensors.gpu import wait_for_gpus
 from casckpt.tensors.memory import RUN, TensorMemory, sampled
 
 REFUSED: Final = 0.1
-"""The smallest relative difference at which a save refuses a parameter that the process has not saved before."""
+"""The smallest relative difference at which a save refuses a parameter, if the process has not saved this parameter
+before."""
 _DIGEST_BYTES: Final = 1 << 20
 _ADVICE: Final = (
-    "Give what each rank has for itself a name of its own; in Store.save or a Checkpointer, wrap it in "
-    "casckpt.PerRank, or name the one rank that maintains it with owners=. With check_replicas='off' the value of one "
-    "rank is saved"
+    "Use a different name on each rank for values that belong to one rank. In Store.save or a Checkpointer, wrap "
+    "such a value in casckpt.PerRank, or name the rank that maintains it with owners=. With check_replicas='off', "
+    "casckpt saves one rank's value"
 )
 
 
 @dataclass(frozen=True)
 class Samples:
-    """The layout of a rank, with the sampled words of each row or one digest of them."""
+    """The layout of a rank, with the sampled words of each row, or with a single digest of them."""
 
     layout: RankLayout
     words: Words
@@ -49,10 +50,11 @@ class Samples:
 
 @dataclass
 class ReplicaMemory:
-    """The data that rank 0 keeps about all saves of a process group into one store.
+    """The data that rank 0 keeps about all saves of one process group into one store.
 
-    ``saved``: keys of tensors in committed saves. ``differing``: keys whose values differed between ranks in a
-    committed save. One rank writes these whole. ``found``: other such keys, which a front end found before a save.
+    ``saved``: the keys of tensors in committed saves. ``differing``: the keys whose values differed across ranks in a
+    committed save. One rank writes these values in full. ``found``: further differing keys, which a front end found
+    before a save.
     """
 
     found: dict[str, None] = field(default_factory=dict)
@@ -64,16 +66,16 @@ _memories: Final[dict[tuple[str, str], ReplicaMemory]] = {}
 
 
 def memory_of(url: str, group: str) -> ReplicaMemory:
-    """Return the memory of this process for a store and a process group."""
+    """Return this process's memory for a store and a process group."""
     return _memories.setdefault((url, group), ReplicaMemory())
 
 
 @dataclass
 class Compared:
-    """The rows of the last plan that this rank compares with other ranks, and the cost of comparing so far.
+    """The rows of the last plan that this rank compares with other ranks, and the cost of all comparisons so far.
 
-    ``sets``: the rows that it shares with each set of ranks. ``turn``: the number of committed saves plus a random
-    number, so that a frequently restarted job does not always read the same cells. ``seconds``: processor time.
+    ``sets``: the rows that this rank shares with each set of ranks. ``turn``: the number of committed saves plus a
+    random number, so that a job that restarts often does not always read the same cells. ``seconds``: processor time.
     ``tensors``: the number of samples.
     """
 
@@ -83,11 +85,14 @@ class Compared:
     tensors: int = 0
 
     def plan(self, sets: Words) -> None:
-        """Set the rows to compare. ``sets``: for each row, the number of the set of ranks that hold it; 0 for none."""
+        """Set the rows to compare.
+
+        ``sets``: for each row, the number of the set of ranks that hold it, or 0 if the row is not compared.
+        """
         self.sets = [(number, np.flatnonzero(sets == number)) for number in np.unique(sets[sets > 0]).tolist()]
 
     def set_digests(self, prepared: Prepared, layout: RankLayout, seed: int, runs: int) -> dict[int, bytes]:
-        """Digest the samples of each set of rows."""
+        """Return one digest of the samples for each set of rows."""
         if not self.sets:
             return {}
         rows = np.concatenate([rows for _, rows in self.sets])
@@ -96,9 +101,10 @@ class Compared:
         return {number: cell_digest(of_set.tobytes()) for (number, _), of_set in zip(self.sets, digests, strict=True)}
 
     def samples(self, prepared: Prepared, layout: RankLayout, seed: int, runs: int, rows: Ints | None = None) -> Words:
-        """Sample ``rows`` (None: all): ``runs`` runs of each tensor, and a digest of each object except pickles.
+        """Take ``runs`` runs of each tensor in ``rows``, and a digest of each object except pickles.
 
-        Equal objects may have different pickles. If ``runs`` is 0, digest all bytes of each row, pickles included.
+        If ``rows`` is None, take all rows. Pickles are excluded because equal objects may have different pickles. If
+        ``runs`` is 0, digest all bytes of each row, including pickles.
         """
         begun, held = thread_time(), layout.held
         tensors = tensors_of(prepared)
@@ -124,7 +130,7 @@ class Compared:
         return words
 
     def read_again(self, prepared: Prepared, layout: RankLayout, ranges: WriteRanges) -> tuple[int, Words]:
-        """Read some cells that other ranks write. Return the number of this save and the digests of the cells."""
+        """Read some cells that other ranks write. Return the turn of this save, and the digests of the cells."""
         begun, tensors, digests = thread_time(), tensors_of(prepared), []
         for row, lo, hi in to_read_again(layout.held, ranges, self.turn):
             start = int(layout.held.lo[row])
@@ -134,17 +140,17 @@ class Compared:
 
 
 def runs_of(check: str) -> int:
-    """Return the number of runs of each row that a save compares, or 0 for all bytes."""
+    """Return the number of runs that a save compares in each row. 0 means all bytes."""
     return 0 if check == "raise" else RUNS
 
 
 def seed_of(run: str, step: int) -> int:
-    """Return a number that is the same on all ranks of a save, and differs between saves."""
+    """Return a number that is the same on all ranks of a save, but differs from save to save."""
     return int.from_bytes(cell_digest(f"{run}@{step}".encode())[:8], "little")
 
 
 def _object_digests(prepared: Prepared, *, pickles: bool) -> Words:
-    """Digest each object with its large buffers. Without ``pickles``, the digest of a pickle is 0."""
+    """Digest each object together with its large buffers. If ``pickles`` is False, the digest of a pickle is 0."""
     parts: dict[tuple[str, int | None], list[bytes]] = {}
     for source in prepared.sources:
         if source.kind == PART and source.buffer is not None:
@@ -155,7 +161,7 @@ def _object_digests(prepared: Prepared, *, pickles: bool) -> Words:
 
 
 def digest_of(data: torch.Tensor, lo: int = 0, hi: int | None = None) -> bytes:
-    """Return the digest of the elements [lo, hi) of a tensor, in row-major order; by default all."""
+    """Return the digest of the elements [lo, hi) of a tensor, in row-major order. The default is all elements."""
     memory, hi = TensorMemory(data), data.numel() if hi is None else hi
     view = memory.view(lo, hi)
     if view is not None:
@@ -169,7 +175,7 @@ def digest_of(data: torch.Tensor, lo: int = 0, hi: int | None = None) -> bytes:
 
 
 def _words(digests: Sequence[bytes]) -> Words:
-    """Shorten each digest to a word. Ranks compare words, but never store them."""
+    """Shorten each digest to a word. Ranks only compare these words. They never store them."""
     return np.frombuffer(b"".join([digest[:8] for digest in digests]), np.uint64)
 
 
@@ -181,9 +187,9 @@ Odd: TypeAlias = Sequence[Sequence[tuple[int, int]]]
 
 
 def find_odd(samples: Sequence[Samples], memory: ReplicaMemory, check: str) -> Odd:
-    """Find the rows whose samples differ between ranks. Skip keys that are known to differ.
+    """Find the rows whose samples differ across ranks. Skip keys that are already known to differ.
 
-    Raises InvalidInput for any such row, known or not, if ``check`` is "raise".
+    If ``check`` is "raise", raises InvalidInput for any differing row, known or not.
     """
     layouts = [one.layout for one in samples]
     odd = Holders([one.held for one in layouts]).differing([row_digests(one.words) for one in samples])
@@ -191,7 +197,7 @@ def find_odd(samples: Sequence[Samples], memory: ReplicaMemory, check: str) -> O
         (first, row), *others = odd[0]
         other = next(rank for rank, at in others if (samples[rank].words[at] != samples[first].words[row]).any())
         advice = (
-            "Synchronise it before the save, or name the rank that maintains it with owners=; or pass "
+            "Synchronize it before the save, or name the rank that maintains it with owners=, or pass "
             "check_replicas='sample', which allows small differences"
         )
         raise _differs(layouts[first].key(row), first, other, "", advice)
@@ -201,10 +207,10 @@ def find_odd(samples: Sequence[Samples], memory: ReplicaMemory, check: str) -> O
 def judged(
     layouts: Sequence[RankLayout], odd: Odd, words: Sequence[Mapping[int, Words] | Words], memory: ReplicaMemory
 ) -> dict[str, None]:
-    """Return the keys of the ``odd`` rows, if a save may store one rank's value of each.
+    """Return the keys of the ``odd`` rows, for each of which a save may store one rank's value.
 
     ``words``: for each rank, the samples of its odd rows, by row. Raises InvalidInput for a parameter that differs too
-    much the first time it is saved.
+    much when it is saved for the first time.
     """
     keys: dict[str, None] = {}
     for (first, row), *others in odd:
@@ -221,12 +227,12 @@ def judged(
 
 
 def _differs(key: str, one: int, other: int, how: str, advice: str) -> InvalidInput:
-    text = f"{key!r} differs between ranks {one} and {other}, which should hold the same{how}; nothing was saved"
+    text = f"{key!r} differs between ranks {one} and {other}, which should hold the same value{how}; nothing was saved"
     return InvalidInput(f"{text}. {advice}", key=key, rank=other)
 
 
 def _values(words: Words, nbytes: int) -> bytes:
-    """Return the sampled bytes of a row of ``nbytes``. For a small row, return each byte once."""
+    """Return the sampled bytes of a row that has ``nbytes`` bytes. For a small row, return each byte once."""
     data, rest = words.tobytes(), nbytes % RUN
     if not rest or nbytes < RUN or nbytes >= len(data):
         return data[:nbytes]
@@ -235,7 +241,7 @@ def _values(words: Words, nbytes: int) -> bytes:
 
 
 def relative_difference(dtype: str, one: bytes, other: bytes) -> float:
-    """Return ``|a - b| / max(|a|, |b|)`` of two lists of values, in float64. Return 1 if a non-finite value differs."""
+    """Return ``|a - b| / max(|a|, |b|)`` for two value lists, in float64. Return 1 if a non-finite value differs."""
     kind = torch_dtype(dtype) if dtype else torch.uint8
     if not (kind.is_floating_point or kind.is_complex) or dtype.startswith("float4"):
         return float(one != other)
@@ -251,7 +257,7 @@ def relative_difference(dtype: str, one: bytes, other: bytes) -> float:
 
 
 def differing_cells(plan: WritePlan, described: Share, again: Sequence[tuple[int, Words] | None]) -> dict[str, None]:
-    """Return the keys of cells whose value on some rank differs from the written value.
+    """Return the keys of all cells whose value on some rank differs from the written value.
 
     ``again``: the results of `Compared.read_again`, by rank.
     """
@@ -276,17 +282,20 @@ def _written(table: ExtentTable, region: tuple[int, int, int], lo: int, hi: int)
     return cells[0].digest if [(cell.lo, cell.hi) for cell in cells] == [(lo, hi)] else None
 
 
-# for front ends that choose the writer of a replica themselves
+# for front ends that choose the writer of each replica themselves
 
 
 def compared(samples: Sequence[Samples], memory: ReplicaMemory, check: str) -> dict[str, None]:
-    """Compare the samples of all ranks. Return the result, and raise the errors, of `find_odd` and `judged`."""
+    """Compare the samples of all ranks.
+
+    Return the result of `find_odd` followed by `judged`, and raise the same errors.
+    """
     odd = find_odd(samples, memory, check)
     return judged([one.layout for one in samples], odd, [one.words for one in samples], memory)
 
 
 def samples_of(sources: Sequence[LocalEntry], run: str, step: int, check: str) -> Samples:
-    """Sample tensors that other ranks may hold too, for a save with this ``check``."""
+    """Sample tensors that other ranks may also hold, for a save with this ``check``."""
     prepared = Prepared(sources, [], [], b"")
     layout = layout_of(prepared, RUN)
     return Samples(layout, Compared().samples(prepared, layout, seed_of(run, step), runs_of(check)))

@@ -1,4 +1,4 @@
-"""The cells that a save may reuse: of the newest checkpoint of its run, then of other runs."""
+"""The cells that a save may reuse: those of the newest checkpoint of its run, then those of other runs."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ DamagedBlobs: TypeAlias = frozenset[tuple[TxId, BlobHash]]
 
 @dataclass(frozen=True)
 class LastShare:
-    """The share of a rank in its last checkpoint, with the worn blobs of this share.
+    """A rank's share of its last checkpoint, and the worn blobs of this share.
 
     The transaction identifies the checkpoint. The id is not enough: a checkpoint that was purged and copied back has
-    the same id, but its cells are in other blobs.
+    the same id, but its cells are in different blobs.
     """
 
     txid: TxId
@@ -44,10 +44,10 @@ class LastShare:
 class ReuseOffer:
     """The cells that rank 0 found for reuse by all ranks of a save.
 
-    ``commits``: the parent, if any, and commits of other runs. None if each rank uses its last share. ``compress``: the
-    option of rank 0, or the setting of the store. ``damaged``: blobs that must not be reused. ``manifests``: of
-    ``commits``, so that the other ranks need not read them. ``unscanned``: the streams of the parent without known
-    health. None if the save does not scan.
+    ``commits``: the parent, if any, and commits of other runs. None if each rank uses its last share. ``compress``:
+    rank 0's option, or the store's setting. ``damaged``: blobs that must not be reused. ``manifests``: the manifests
+    of ``commits``, so that the other ranks need not read them. ``unscanned``: the parent's streams whose health is
+    unknown. None if the save does not scan.
     """
 
     commits: Sequence[Commit] | None = ()
@@ -57,7 +57,7 @@ class ReuseOffer:
     unscanned: frozenset[Name] | None = None
 
     def for_ranks(self, repo: Repository, last: Collection[TxId | None] = ()) -> ReuseOffer:
-        """Return the offer for ranks whose last shares are of the transactions ``last``."""
+        """Return the offer for ranks whose last shares belong to the transactions ``last``."""
         commits = self.commits or ()
         if len(commits) == 1 and {commits[0].txid} == {*last}:
             return replace(self, commits=None)
@@ -68,7 +68,8 @@ class ReuseOffer:
 def make_offer(repo: Repository, parent: Commit | None, streams: Streams, *, run: str, dedup: str) -> ReuseOffer:
     """Offer the cells of ``parent`` for a save of ``streams``, and cells of other runs if it lacks some streams.
 
-    The transaction must begin before this call and before the parent is read, so that gc keeps all offered blobs.
+    The transaction must begin before this call, and before the parent is read. Only then does gc keep all offered
+    blobs.
     """
     manifest = None if parent is None else readable(repo, parent, warn=True)
     commits = [] if parent is None or manifest is None else [parent]
@@ -94,7 +95,7 @@ def _avoid(damaged: DamagedBlobs) -> Callable[[BlobRef], bool]:
 
 
 def readable(repo: Repository, commit: Commit, *, warn: bool = False) -> Manifest | None:
-    """Return a completely read manifest, or None if it is damaged, because a save can do without it."""
+    """Read a whole manifest and return it. Return None if it is damaged, because a save can do without it."""
     try:
         manifest = manifests.get(repo, commit)
         manifest.ready(objects=())
@@ -102,12 +103,12 @@ def readable(repo: Repository, commit: Commit, *, warn: bool = False) -> Manifes
         return manifest
     except CasckptError as error:
         if warn:
-            log.warning("this save reuses nothing of %s@%d: %s", commit.run, commit.step, error)
+            log.warning("this save reuses nothing from %s@%d: %s", commit.run, commit.step, error)
         return None
 
 
 def _lacks(parent: Manifest | None, streams: Streams) -> bool:
-    """Return whether the parent lacks any of the streams with this dtype and shape."""
+    """Return whether the parent lacks any of the streams, or has it with a different dtype or shape."""
     if parent is None:
         return True
     have = {entry.name: (entry.dtype, entry.shape) for entry in parent.held}

@@ -1,4 +1,4 @@
-"""A native save on every rank: two to four exchanges, and the work of this rank between them."""
+"""A native save on every rank. It consists of two to four exchanges, and this rank's work between them."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 def save(
     repo: Repository, ranks: Ranks, memory: GroupMemory, prepare: Callable[[], Prepared], options: SaveOptions
 ) -> Commit:
-    """Store and commit a state. Every rank of ``ranks`` makes the call.
+    """Store and commit a state. Every rank of ``ranks`` must make this call.
 
-    Calls ``prepare`` once, inside an exchange, so that an error reaches all ranks. If gc revokes the save, retries
+    Calls ``prepare`` once, inside an exchange, so that an error reaches all ranks. If gc revokes the save, retries it
     once, without reuse. Raises Conflict if the step exists.
     """
     progress, once = Progress(options.progress), cache(prepare)
@@ -43,7 +43,7 @@ def save(
         return _Attempt(repo, ranks, memory, once, options, progress=progress, reuse=True).run()
     except Revoked:
         log.warning(
-            "a gc took the save of %s@%d for dead, and revoked it; casckpt retries it once, without reuse",
+            "gc assumed that the save of %s@%d was dead, and revoked it; casckpt retries it once, without reuse",
             options.run,
             options.step,
         )
@@ -51,7 +51,7 @@ def save(
 
 
 def compare(repo: Repository, ranks: Ranks, memory: GroupMemory, prepared: Prepared, options: SaveOptions) -> None:
-    """Compare the values of ``ranks``, as `save` does before it writes. Every rank makes the call.
+    """Compare values across ``ranks``, as `save` does before it writes. Every rank must make this call.
 
     ``memory``: must not belong to a save. Raises InvalidInput if the states of the ranks contradict each other.
     """
@@ -59,7 +59,7 @@ def compare(repo: Repository, ranks: Ranks, memory: GroupMemory, prepared: Prepa
 
 
 class _Attempt:
-    """One attempt of a save, on one rank."""
+    """One attempt to save, on one rank."""
 
     def __init__(
         self,
@@ -98,11 +98,11 @@ class _Attempt:
         assignment, offer = self.planned()
         self.memory.fingerprint, self.memory.assignment = self._layout.fingerprint, assignment
         self.memory.compared.plan(assignment.sets)
-        self.memory.shares.clear()  # they belong to other assignments
+        self.memory.shares.clear()  # they belong to the previous assignments
         return offer
 
     def planned(self) -> Planned:
-        """Compare the values of the ranks. Return the writes of this rank, and the cells that it may reuse."""
+        """Compare values across ranks. Return this rank's writes, and the cells that it may reuse."""
         answer = self.ranks.exchange(self._sampled, self.leader.plan)
         if isinstance(answer, list):
             rows = np.array(answer, np.int64)
@@ -130,7 +130,7 @@ class _Attempt:
     def _sampled(self) -> Samples:
         layout = self._layout
         if self.options.check_replicas == "off":
-            return Samples(layout, np.zeros((len(layout.held), 0), np.uint64))  # no difference
+            return Samples(layout, np.zeros((len(layout.held), 0), np.uint64))  # reports no difference
         return Samples(layout, row_digests(self._samples(self._runs))[:, None])
 
     @cached_property
@@ -138,11 +138,11 @@ class _Attempt:
         return layout_of(self._prepare(), self._cell_bytes())
 
     def _cell_bytes(self) -> int:
-        """Return the cell size of the store, or the default if this save creates the store."""
+        """Return the store's cell size, or the default if this save creates the store."""
         return self.repo.marker.cell_bytes if self.repo.exists() else DEFAULT_CELL_BYTES
 
     def _write(self, begun: BeginAnswer, offer: ReuseOffer) -> RankPart:
-        """Store the writes of this rank. Return when they are durable."""
+        """Perform this rank's writes. Return when they are durable."""
         if self.ranks.rank != 0:
             begun.home.check_shared(self.repo, begun.txid)
         prepared, options, memory = self._prepare(), self.options, self.memory

@@ -1,4 +1,4 @@
-"""The saves of one process into one store. One save at a time runs in the background."""
+"""The saves of one process into one store. At most one save runs in the background at any time."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ from casckpt.tensors.staging import Staging
 
 
 class SaveFuture(Future[Checkpoint]):
-    """The future of a save in the background. It cannot be cancelled, because other ranks would wait for this one."""
+    """The future of a save in the background.
+
+    It cannot be cancelled, because the other ranks would keep waiting for this rank.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.name = object()
-        self.awaited = False  # a caller waits and will get the error
+        self.awaited = False  # a caller is waiting, and will receive the error
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> Checkpoint:
-        """Return the checkpoint once it is durable and visible. Raise the error of the save if it failed."""
+        """Return the checkpoint once it is durable and visible. If the save failed, raise its error."""
         self.awaited = True
         try:
             return super().result(timeout)
@@ -40,7 +43,7 @@ class SaveFuture(Future[Checkpoint]):
             self._note_retrieved()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the error of the save, or None."""
+        """Wait for the save, and return its error. Return None if it succeeded."""
         self.awaited = True
         try:
             return super().exception(timeout)
@@ -54,7 +57,7 @@ class SaveFuture(Future[Checkpoint]):
 
 
 class Background:
-    """The thread of a save, with the memory for one copy of a state. ``lock``: held while a save begins."""
+    """The thread that runs a save, and the memory for one copy of a state. ``lock``: held while a save begins."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -72,18 +75,18 @@ class Background:
             wait([self._last])
 
     def unreported(self) -> BaseException | None:
-        """Return the error of the last save once, unless a caller has asked its future."""
+        """Return the error of the last save, but only once, and only if no caller has asked its future."""
         last = self._last
         return None if last is None or last.awaited or last.name not in unreported else last.exception()
 
     def submit(self, call: Callable[[], Checkpoint]) -> SaveFuture:
-        """Run ``call`` in a thread, or in the caller if no thread can start. Call `wait` first."""
+        """Run ``call`` in a new thread, or in the caller's thread if no thread can start. Call `wait` first."""
         future = self._last = SaveFuture()
 
         def run() -> None:
             try:
                 checkpoint = call()
-            except BaseException as error:  # noqa: BLE001 - the future raises it
+            except BaseException as error:  # noqa: BLE001 - the future raises the error
                 unreported[future.name] = str(error)
                 future.set_exception(error)
             else:
@@ -97,19 +100,19 @@ class Background:
 
 
 class _Saving(threading.Thread):
-    """The thread of a save. The interpreter waits for it at exit."""
+    """The thread that runs a save. The interpreter waits for it at exit."""
 
 
 def _end_saves() -> None:
-    """Wait for running saves."""
+    """Wait for all running saves."""
     for thread in threading.enumerate():
         if isinstance(thread, _Saving):
             thread.join()
 
 
-# `atexit` runs too late: before that, Python stops all thread pools, which the clients of buckets need. Python calls
-# these functions in reverse order.
-with suppress(AttributeError, RuntimeError):  # the function is private; and the interpreter may be at exit already
+# `atexit` runs too late: Python has already stopped all thread pools by then, and bucket clients need them. Python
+# calls the functions that are registered here in reverse order.
+with suppress(AttributeError, RuntimeError):  # the function is private, and the interpreter may be exiting already
     threading._register_atexit(_end_saves)  # type: ignore[attr-defined] # see above
 
 
@@ -128,7 +131,7 @@ class Saver:
         self._memories: dict[str, GroupMemory] = {}
 
     def save(self, state: State, options: SaveOptions) -> Checkpoint:
-        """Save the state, and return when the checkpoint is durable and visible."""
+        """Save the state. Return when the checkpoint is durable and visible."""
         ranks = open_ranks(options.process_group, no_dist=options.no_dist)
         state, options = self._without_objects(ranks, state, options)
         try:
@@ -153,7 +156,7 @@ class Saver:
             )
 
     def check(self, state: State, options: SaveOptions) -> None:
-        """Do all steps of a save before its first write. Every rank makes the call."""
+        """Do everything that a save does before its first write. Every rank must make this call."""
         ranks = open_ranks(options.process_group, no_dist=options.no_dist)
         checked, prepared = self._checked(state, ranks, options, "wait")
         if ranks.size > 1:
@@ -163,14 +166,14 @@ class Saver:
     def _refuse_busy(self, options: SaveOptions) -> None:
         def decide(busy: Sequence[bool]) -> Sequence[None]:
             if any(busy):
-                raise Conflict("a save still runs in the background; wait for its future, or skip this one")
+                raise Conflict("a save is still running in the background: wait for its future, or skip this save")
             return everyone(None, len(busy))
 
         ranks = open_ranks(options.process_group, no_dist=options.no_dist, purpose="busy")
         ranks.exchange(lambda: self.background.busy, decide)
 
     def warm_up(self, state: State, options: SaveOptions) -> None:
-        """Allocate the memory for a copy of the state, and connect the ranks."""
+        """Allocate memory for a copy of the state, and connect the ranks."""
         ranks = open_ranks(options.process_group, no_dist=options.no_dist, purpose="async")
         with self.background.lock:
             self.background.wait()
@@ -181,15 +184,15 @@ class Saver:
     def _checked(
         self, state: State, ranks: Ranks, options: SaveOptions, when_busy: WhenBusy
     ) -> tuple[SaveOptions, Prepared]:
-        """Check the arguments and every leaf. An error on one rank is raised on all ranks.
+        """Check the arguments and every leaf. If the check fails on one rank, raise the error on all ranks.
 
-        If the previous save failed and no caller asked its future, raise its error.
+        If the previous save failed, and no caller has asked its future, raise its error.
         """
         state, options = self._without_objects(ranks, state, options)
 
         def check() -> tuple[SaveOptions, Prepared]:
             if when_busy not in get_args(WhenBusy):
-                raise InvalidInput(f"when_busy={when_busy!r} is not known; give 'wait' or 'refuse'")
+                raise InvalidInput(f"when_busy={when_busy!r} is not valid: pass 'wait' or 'refuse'")
             if failed := self.background.unreported():
                 raise failed
             checked = options.checked()
@@ -198,7 +201,10 @@ class Saver:
         return on_each(ranks, check)
 
     def _copy(self, prepared: Prepared) -> Callable[[], Prepared]:
-        """Copy all data. Return a function that returns the copy, or raises the error of copying inside an exchange."""
+        """Copy all data. Return a function that returns the copy.
+
+        If copying fails, the function raises the error, inside an exchange.
+        """
         try:
             copied = snapshot(prepared, self.background.staging)
         except CasckptError as error:

@@ -1,4 +1,4 @@
-"""Shares of ranks: the extents that each rank stored, their union, and the check that every tensor is whole."""
+"""The shares of ranks: the extents that each rank stored, their union, and the check that every tensor is complete."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from casckpt.saving.local_entries import Cell, LocalEntry
 from casckpt.saving.upload import PlacedCell
 
 Streams: TypeAlias = Mapping[Name, tuple[str, Shape]]
-"""Dtype and shape of streams, in their order in the manifest."""
+"""The dtype and shape of each stream, in the order of the manifest."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """The extents that one rank or all ranks stored or reused, by stream in order, and the blobs of these extents.
+    """The extents that one rank, or all ranks together, stored or reused, by stream and in order, with their blobs.
 
-    ``unhashed``: the streams with cells that were not hashed, because they were declared frozen. A rank remembers its
-    share of the last save as a `casckpt.plan.reuse.CellSource`.
+    ``unhashed``: the streams with cells that were not hashed because the stream was declared frozen. A rank remembers
+    its share of the last save as a `casckpt.plan.reuse.CellSource`.
     """
 
     extents: Mapping[Name, tuple[str, ExtentTable]]
@@ -35,7 +35,7 @@ class Share:
     unhashed: frozenset[Name] = frozenset()
 
     def table(self, name: Name, dtype: str, shape: Shape) -> ExtentTable | None:
-        """Return the extents of a stream, or None if the share has no stream of this name, dtype and shape."""
+        """Return the extents of a stream, or None if the share has no stream with this name, dtype and shape."""
         found = self.extents.get(name)
         return found[1] if found is not None and found[0] == dtype and found[1].shape == shape else None
 
@@ -61,7 +61,7 @@ def share_of(
 
     def number(ref: BlobRef | None) -> int:
         if ref is None:
-            raise InvalidInput("a cell was placed in a blob that was never written; this is a bug of casckpt")
+            raise InvalidInput("a cell was placed in a blob that was never written; this is a bug in casckpt")
         return numbers.setdefault(ref, len(numbers))
 
     def of_known(cell: StoredCell) -> tuple[int, int]:
@@ -85,7 +85,7 @@ def share_of(
 
 
 def joined(shares: Sequence[Share]) -> Share:
-    """Join shares. A stream may be in several of them, with different elements."""
+    """Join shares. The same stream may occur in several of them, with different elements in each."""
     if len(shares) == 1:
         return shares[0]
     numbers: dict[BlobRef, int] = {}
@@ -102,7 +102,7 @@ def joined(shares: Sequence[Share]) -> Share:
 
 @collector_paused()
 def merge(shares: Sequence[Share], streams: Streams, cell_bytes: int) -> Share:
-    """Join the shares of all ranks. Raises InvalidInput, with key, ranks and region, unless every tensor is whole."""
+    """Join the shares of all ranks. Raises InvalidInput, with key, ranks and region, if a tensor is incomplete."""
     every = joined(shares)
     extents = {name: every.extents.get(name) or _nothing(*form, cell_bytes) for name, form in streams.items()}
     extents |= every.extents
@@ -121,8 +121,8 @@ def _check_whole(name: Name, table: ExtentTable, shares: Sequence[Share]) -> Non
     holes, overlaps = holes_and_overlaps(table.shape, list(map(table.region, table.extents)))
     if holes:
         raise InvalidInput(
-            f"{name[1]!r} of shape {list(table.shape)} is not whole: no rank holds {', '.join(map(str, holes))}. "
-            "Nothing was saved; give every element to one rank",
+            f"{name[1]!r} of shape {list(table.shape)} is incomplete: no rank holds {', '.join(map(str, holes))}. "
+            "Nothing was saved: make sure that some rank holds every element",
             key=name[1],
         )
     if overlaps:
@@ -135,7 +135,7 @@ def _check_whole(name: Name, table: ExtentTable, shares: Sequence[Share]) -> Non
         ]
         raise InvalidInput(
             f"{name[1]!r} of shape {list(table.shape)}: {a} and {b} overlap (ranks {ranks}). Nothing was saved; "
-            "give every element to one rank only",
+            "make sure that only one rank holds each element",
             key=name[1],
         )
 

@@ -1,17 +1,17 @@
-"""Uploads of a save: parallel comparison of cells, packing of new cells into blobs, and puts of blobs.
+"""The uploads of a save. They compare cells in parallel, pack new cells into blobs, and put the blobs.
 
-Two phases, each over all cores:
+There are two phases. Each uses all cores:
 
-- **compare** hashes one cell of every tensor in place. If this cell is known, it hashes the other cells too. For a
-  frozen tensor it hashes a sample. It skips small tensors, and cells that the last save stored as deltas. The second
-  phase packs these, and stores only those with unknown digests.
-- **pack**: workers take unknown cells from a queue, copy each into an aligned buffer, hash it there (so that the hashed
-  bytes are the stored bytes), and put the full buffer as a blob. The next cell overwrites an encoded cell, because
-  frames fill separate blobs. Each branch of the state has its own queue, and so its own blobs. Cells that move out of
-  worn blobs have their own queue too. At any time, one worker for each core fills buffers, and the other workers wait
-  for the disk.
+- **compare** hashes one cell of every tensor in place. If this cell is known, it also hashes the tensor's other cells.
+  For a frozen tensor, it hashes a sample. It skips small tensors, and cells that the last save stored as deltas. The
+  second phase packs the skipped cells, and stores only those with unknown digests.
+- **pack**: workers take unknown cells from a queue, copy each into an aligned buffer, and hash it there, so that the
+  hashed bytes are the stored bytes. Then they put the full buffer as a blob. If a cell was encoded, the next cell
+  overwrites it in the buffer, because frames go into separate blobs. Each branch of the state has its own queue, and
+  therefore its own blobs. Cells that move out of worn blobs also have their own queue. At any time, one worker per
+  core fills buffers, while the other workers wait for the disk.
 
-The buffers of the workers bound the memory, independent of the size of the state. The next save reuses them.
+The workers' buffers limit memory use, whatever the size of the state. The next save reuses them.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ _ROOM = 8 << 20
 
 
 class Copier:
-    """The copying of cells for one worker.
+    """Copies cells for one worker.
 
-    ``room``: pinned memory, through which cells on a GPU are copied. None: copy directly.
+    ``room``: the pinned memory through which cells on a GPU are copied. If it is None, they are copied directly.
     """
 
     def __init__(self, room: memoryview | None) -> None:
         self._room = room
-        self._memory: Memory | None = None  # the elements [lo, hi) of it are in the room
+        self._memory: Memory | None = None  # its elements [lo, hi) are in the room
         self._lo = self._hi = 0
 
     def copy(self, cells: Sequence[Cell], number: int, target: memoryview) -> None:
-        """Copy one of ``cells`` into ``target``. It may copy the following ones from the GPU as well."""
+        """Copy one of ``cells`` into ``target``. This may also copy the cells that follow it from the GPU."""
         cell, room = cells[number], self._room
         if room is None or not cell.memory.on_gpu or cell.nbytes > room.nbytes:
             cell.memory.copy_out(cell.start, cell.stop, target)
@@ -96,18 +96,18 @@ def copier(rooms: BufferPool | None) -> Iterator[Copier]:
 log = logging.getLogger(__name__)
 _TASK_BYTES = 8 << 20
 _TASK_CELLS = 4096
-_SMALL = 64 << 10  # bytes; below this, copying a cell costs less than hashing a changed cell twice
-_SAMPLE = 16  # cells of a frozen tensor that are hashed: at least 1, at most this many
+_SMALL = 64 << 10  # bytes; below this size, copying a cell costs less than hashing a changed cell twice
+_SAMPLE = 16  # the maximum number of cells of a frozen tensor that are hashed; the minimum is 1
 _BUFFERS = KeptBuffers()  # shared by all stores of this process
-_WORTH_FILLING = 4  # a buffer with more than 1/4 free takes more cells, if any
+_WORTH_FILLING = 4  # a buffer accepts more cells while more than 1/4 of it is free
 
 
 @dataclass(slots=True)
 class PlacedCell:
-    """The place of one cell. ``new``: ``blob`` is a number of this save's own blobs, not of the known ones.
+    """The location of one cell. ``new``: ``blob`` is the number of one of this save's own blobs, not of a known blob.
 
-    ``frame``: its encoding, whose base is a known cell. ``unhashed``: the cell was not hashed, because its tensor was
-    declared frozen.
+    ``frame``: the encoding of the cell. Its base is a known cell. ``unhashed``: the cell was not hashed, because its
+    tensor was declared frozen.
     """
 
     digest: CellDigest
@@ -119,14 +119,14 @@ class PlacedCell:
 
     @property
     def needs(self) -> list[int]:
-        """The numbers of the known blobs that hold it or its bases."""
+        """The numbers of the known blobs that hold the cell or its bases."""
         own = [] if self.new else [self.blob]
         base = None if self.frame is None else self.frame.base
         return own if base is None else own + [link.blob for link in base.chain]
 
     @classmethod
     def known(cls, cell: StoredCell, *, unhashed: bool = False) -> PlacedCell:
-        """Return the place of a known cell."""
+        """Return the location of a known cell."""
         return cls(cell.digest, False, cell.blob, cell.offset, cell.frame, unhashed)
 
 
@@ -147,7 +147,10 @@ class Upload:
     _lock: Lock = field(default_factory=Lock)
 
     def place(self, work: Sequence[Sequence[Cell]]) -> list[list[PlacedCell]]:
-        """Find or store every cell. Blobs are durable when it returns, and their names after `settle` of the folder."""
+        """Find or store every cell. The blobs are durable when this returns.
+
+        Their names are durable after a `settle` of the folder.
+        """
         placed: dict[int, PlacedCell] = {}
         every = [cell for cells in work for cell in cells]
         many_small = useful_threads(2, sum(cell.nbytes for cell in every), len(every)) == 1
@@ -167,36 +170,36 @@ class Upload:
         return [cell for cells in work for cell in cells if id(cell) not in placed]
 
     def _is_probed(self, cells: Sequence[Cell]) -> bool:
-        """Return whether to hash the first of these cells in place."""
+        """Return whether the first of these cells should be hashed in place."""
         first = cells[0]
         if (len(cells) == 1 and first.nbytes <= _SMALL) or first.memory.view(0, 0) is None:
             return False
         return self.coder is None or not self.coder.likely_changes(first)
 
     def _trust(self, work: Sequence[Sequence[Cell]], placed: dict[int, PlacedCell]) -> None:
-        """Reuse the parent's cells of tensors that are declared frozen, if a random sample of them is unchanged."""
-        random = Random(self.repo.entropy(8))  # noqa: S311 - a sample, no secret
+        """Reuse the parent's cells for tensors that are declared frozen, if a random sample of them is unchanged."""
+        random = Random(self.repo.entropy(8))  # noqa: S311 - a sample, not a secret
         declared = [(cells, known) for cells in work if (known := self._declared_frozen(cells))]
         samples = [random.sample(cells, min(len(cells), _SAMPLE, 1 + len(cells) // _SAMPLE)) for cells, _ in declared]
         changed = self._changed([cell for sample in samples for cell in sample])
         for (cells, known), sample in zip(declared, samples, strict=True):
             if any(id(cell) in changed for cell in sample):
                 key = self.sources[cells[0].source].key
-                log.warning("%r was declared frozen, but it changed; all of it is compared", key)
+                log.warning("%r was declared frozen, but it changed; casckpt compares all of its cells", key)
                 continue
             for cell, old in zip(cells, known, strict=True):
                 placed[id(cell)] = PlacedCell.known(old, unhashed=True)
                 self.progress(cell.nbytes)
 
     def _declared_frozen(self, cells: Sequence[Cell]) -> list[StoredCell]:
-        """Return the parent's cells of a frozen tensor. Return none if any of them cannot be reused."""
+        """Return the parent's cells of a frozen tensor. Return an empty list if any of them cannot be reused."""
         if not self.sources[cells[0].source].frozen:
             return []
         known = [old for cell in cells if (old := cell.known) is not None and self.known.usable_cell(old)]
         return known if len(known) == len(cells) else []
 
     def _changed(self, cells: Sequence[Cell]) -> set[int]:
-        """Return the ids of the cells that differ from those of the parent."""
+        """Return the ids of the cells that differ from the parent's cells."""
         changed: set[int] = set()
 
         def compare(lot: Sequence[Cell]) -> None:
@@ -225,7 +228,7 @@ class Upload:
                 self.progress(cell.nbytes)
 
     def _find(self, cell: Cell, digest: CellDigest) -> StoredCell | None:
-        """Return a known cell with this digest, if possible the parent's version of ``cell``."""
+        """Return a known cell with this digest, preferably the parent's version of ``cell``."""
         old = cell.known
         if old is not None and old.digest == digest and self.known.usable_cell(old):
             return old
@@ -257,9 +260,10 @@ class Upload:
             raise
 
     def _queues(self, unknown: Sequence[Cell]) -> list[_Queue]:
-        """Return queues of cells that may have changed, and others of cells that move out of worn blobs.
+        """Return queues of cells that may have changed, and separate queues of cells that move out of worn blobs.
 
-        The latter will probably stay unchanged. In a blob with changing cells, they would soon have to move again.
+        Cells in the second kind of queue will probably not change. In a blob with changing cells, they would soon have
+        to move again.
         """
         moved = [cell for cell in unknown if cell.known is not None and not self.known.usable_cell(cell.known)]
         ids = {id(cell) for cell in moved}
@@ -287,7 +291,7 @@ class Upload:
             self.coder.memory.rate.note(blob.size, perf_counter() - start)
 
     def _fill(self, queue: _Queue, packing: _Packing, buffer: memoryview, copier: Copier) -> BlobRef | None:
-        """Fill one blob at the start of the buffer, and return its name, or None without a blob to put."""
+        """Fill one blob at the start of the buffer, and return its name. Return None if there is no blob to put."""
         writer, number = BlobWriter(buffer), self._next_number()
         end = writer.end + packing.capacity
         while end - writer.end > packing.capacity // _WORTH_FILLING and queue.frames.nbytes < packing.capacity:
@@ -307,7 +311,10 @@ class Upload:
     def _write(
         self, cell: Cell, writer: BlobWriter, target: memoryview, number: int, at: int
     ) -> tuple[PlacedCell, bytes | None]:
-        """Hash a cell that was copied to ``at``. It stays there if it is new and no frame is returned."""
+        """Hash a cell that was copied to ``at``.
+
+        The cell remains there if it is new and this call does not return a frame.
+        """
         source, digest = self.sources[cell.source], cell_digest(target)
         self._scan(cell, target, digest)
         place, is_new = self._claim(cell, digest, number, at)
@@ -328,7 +335,7 @@ class Upload:
             self.scan.scan(self.sources[cell.source], cell, data, digest)
 
     def _put_frames(self, frames: Sequence[tuple[PlacedCell, bytes]], packing: _Packing, buffer: memoryview) -> None:
-        """Put frames into blobs of their own, because their sizes are known late."""
+        """Put frames into separate blobs, because their sizes are not known in advance."""
         for lot in in_batches(frames, lambda one: len(one[1]), packing.capacity):
             with packing.turns:
                 writer, number = BlobWriter(buffer), self._next_number()
@@ -349,7 +356,10 @@ class Upload:
             return len(self.written) - 1
 
     def _claim(self, cell: Cell, digest: CellDigest, number: int, offset: int) -> tuple[PlacedCell, bool]:
-        """Return the place of a freshly hashed cell, stored earlier or here, and whether it is stored here."""
+        """Return the location of a freshly hashed cell, and whether it is stored now.
+
+        Otherwise, it was stored earlier.
+        """
         stored = self._find(cell, digest)
         with self._lock:
             earlier = self._claims.get(digest)
@@ -361,7 +371,7 @@ class Upload:
 
 
 class _Queue(Queue[Cell]):
-    """Cells in order, in lots for one buffer. ``frames``: frames of its cells that are not yet in a blob."""
+    """Ordered cells, in lots that fit one buffer. ``frames``: the frames of its cells that are not in a blob yet."""
 
     def __init__(self, cells: Sequence[Cell]) -> None:
         super().__init__(cells)
@@ -369,7 +379,7 @@ class _Queue(Queue[Cell]):
 
 
 class _Frames:
-    """Frames that are not yet in a blob."""
+    """Frames that are not in a blob yet."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -377,13 +387,13 @@ class _Frames:
         self._lock = Lock()
 
     def add(self, order: int, place: PlacedCell, frame: bytes) -> None:
-        """Add the frame of a cell, whose ``place`` is completed later."""
+        """Add the frame of a cell. Its ``place`` is completed later."""
         with self._lock:
             self._found.append((order, place, frame))
             self.nbytes += len(frame)
 
     def take(self, least: int) -> list[tuple[PlacedCell, bytes]]:
-        """Remove and return all frames, in the order of their cells, if they have at least ``least`` bytes."""
+        """Remove and return all frames, in cell order, if they have at least ``least`` bytes in total."""
         with self._lock:
             found = sorted(self._found, key=lambda one: one[0]) if self.nbytes >= least else []
             if found:
@@ -393,18 +403,18 @@ class _Frames:
 
 @dataclass(frozen=True)
 class _Packing:
-    """The shared state of the workers.
+    """The state that all workers share.
 
-    ``turns``: prevents that all workers first fill buffers and then all wait for the disk.
+    ``turns``: keeps the workers from all filling buffers at the same time, and then all waiting for the disk.
     """
 
     queues: Sequence[_Queue]
     placed: dict[int, PlacedCell]
-    capacity: int  # bytes of data in a blob
+    capacity: int  # the number of data bytes in a blob
     stop: Event = field(default_factory=Event)
     turns: BoundedSemaphore = field(default_factory=lambda: BoundedSemaphore(usable_cores()))
 
 
 def _tasks(cells: Sequence[Cell]) -> Iterable[Sequence[Cell]]:
-    """Divide cells into lots of a suitable size for tasks."""
+    """Divide cells into lots of a size that suits one task."""
     return in_batches(cells, lambda cell: max(cell.nbytes, _TASK_BYTES // _TASK_CELLS), _TASK_BYTES)

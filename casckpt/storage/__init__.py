@@ -1,8 +1,8 @@
-"""Bytes by key: the contract of a storage (`casckpt.storage.base`) and its implementations.
+"""Stores bytes by key: the storage contract (`casckpt.storage.base`) and its implementations.
 
-A storage puts, reads, lists and deletes objects. The store relies on three promises: a key is created only once, an
-object never changes, and a listing shows every object that was put before it began. `local` is a folder, `memory` is
-for tests, and `remote` is S3 and every other storage that fsspec knows.
+A storage puts, reads, lists and deletes objects. The store relies on three guarantees: a key is created only once, an
+object never changes, and a listing shows every object that was put before the listing began. `local` is a folder,
+`memory` is for tests, and `remote` covers S3 and every other storage that fsspec supports.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def open_storage(
     single_writer: bool = False,
     page_cache: bool | None = None,
 ) -> ObjectStore:
-    """Open a path, ``file:///path``, ``memory://name``, ``s3://bucket/prefix`` or another URL that fsspec knows.
+    """Open a path, ``file:///path``, ``memory://name``, ``s3://bucket/prefix`` or any other URL that fsspec supports.
 
     Creates and reads nothing. Relative paths are made absolute, and ``~`` is expanded. ``single_writer``: see
     `casckpt.storage.remote.store.RemoteStore`. ``page_cache``: see `LocalStore`; other storages ignore it. Raises
-    `InvalidInput` for an unusable name, `Unsupported` for a storage that cannot be opened here.
+    `InvalidInput` for an invalid name and `Unsupported` for a storage that cannot be opened on this machine.
     """
     text: Any = os.fspath(url) if hasattr(url, "__fspath__") else url
     if not isinstance(text, str) or not text or "\0" in text:
-        raise InvalidInput(f"{url!r} does not name a store: give a path or a URL")
+        raise InvalidInput(f"{url!r} does not name a store: pass a path or a URL")
     if storage_options is not None and not isinstance(storage_options, Mapping):
-        raise InvalidInput("storage_options are names and values: give a dict")  # not shown: some are secrets
+        raise InvalidInput("storage_options must be a dict of names and values")  # the values may be secrets
     match = _SCHEME.fullmatch(text) if isinstance(url, str) else None
     scheme, rest = (match[1].lower(), match[2]) if match else ("", text)
     opener = _OPENERS.get(scheme)
@@ -53,7 +53,7 @@ def open_storage(
         storage = LocalStore(storage.path, page_cache=page_cache)
     if storage_options:
         names = sorted(storage_options)
-        raise InvalidInput(f"storage_options are for remote storages; here they would do nothing: {names}")
+        raise InvalidInput(f"storage_options apply only to remote storages: remove {names}")
     return storage
 
 
@@ -61,8 +61,8 @@ def _open_path(rest: str) -> ObjectStore:
     match = _NORMALISED.match(rest)
     if match and (match[1] in _OPENERS or _is_known(match[1])):
         raise InvalidInput(
-            f"{rest!r} is a URL that has lost a slash, as in a pathlib.Path: give {match[1]}:// as text, "
-            "or ./ before the name of a folder"
+            f"{rest!r} looks like a URL that has lost a slash, as in a pathlib.Path: pass the {match[1]}:// URL as "
+            "a string, or put ./ before the name of a folder"
         )
     return LocalStore(os.path.expanduser(rest))
 
@@ -79,7 +79,7 @@ def _open_remote(scheme: str, rest: str, options: Options, *, single_writer: boo
 
     if not _is_known(scheme):
         known = ", ".join(f"{name}://" for name in (*filter(None, _OPENERS), "s3", "gs", "az", "http", "https"))
-        raise Unsupported(f"{scheme}:// storages cannot be opened: use a path or one of {known}")
+        raise Unsupported(f"casckpt cannot open {scheme}:// URLs: use a path or one of {known}")
     return open_remote(scheme, rest, options, single_writer=single_writer)
 
 
@@ -89,7 +89,7 @@ def _is_known(scheme: str) -> bool:
     return is_known(scheme)
 
 
-# One line for each storage in this package; fsspec opens all others. A function gets the URL after "scheme://".
+# One line per storage in this package; fsspec opens all others. Each function receives the part after "scheme://".
 _OPENERS: dict[str, Callable[[str], ObjectStore]] = {
     "": _open_path,
     "file": _open_file_url,

@@ -1,6 +1,6 @@
-"""The contract of a storage: bytes by key. All other packages rely only on these promises.
+"""The storage contract: bytes by key. All other packages rely on these guarantees and on nothing else.
 
-Keys are slash-separated paths. `casckpt.format.keys` makes or checks every key.
+Keys are slash-separated paths. `casckpt.format.keys` builds and validates every key.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 from casckpt.errors import Refused
 
-BLOCK = 4096  # bytes; buffers and blob data that are aligned to it can be read and written around the page cache
+BLOCK = 4096  # bytes; buffers and blob data with this alignment can bypass the page cache
 Known: TypeAlias = Callable[[str], object]
-"""A parser as in `casckpt.format.keys`, which returns None for a text that is not the key of an object."""
+"""A parser such as those in `casckpt.format.keys`. It returns None for a string that is not an object key."""
 _REQUESTS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ListedObject:
-    """One object of a listing: its key and its size in bytes.
+    """One object in a listing: its key and its size in bytes.
 
-    ``version``: a text that changes with the content of the key, such as an ETag or the modification time of a file. It
-    is "" if the storage reports none.
+    ``version``: a string that changes whenever the object's content changes, such as an ETag or a file's modification
+    time. It is "" if the storage does not report one.
     """
 
     key: str
@@ -36,14 +36,15 @@ class ListedObject:
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Properties of a storage, for planning and for safety checks.
+    """Properties of a storage that planning and safety checks need.
 
-    ``remote``: whether a request costs a round trip. ``read_gap``: the number of unwanted bytes worth reading to merge
-    two ranges. ``parallel``: the number of requests worth having in flight. ``exclusive``: whether the storage refuses
-    a second create of a key (None: unknown, to be probed). ``stale``: the reason why its listings may lag behind the
-    writes of others, with advice, or "". gc must not use stale listings. ``uploads``: the number of puts of blobs worth
-    having in flight, each with a buffer of its own. ``page_cache``: whether reads go through the page cache of this
-    host, for later readers; None: if there is enough memory, because it costs no more.
+    ``remote``: whether a request costs a round trip. ``read_gap``: the largest gap of unneeded bytes that is worth
+    reading in order to merge two ranges. ``parallel``: how many requests to keep in flight. ``exclusive``: whether the
+    storage refuses to create an existing key (None: unknown, so it must be probed). ``stale``: why its listings may
+    lag behind other hosts' writes, with advice, or "" if they do not. gc must not use stale listings. ``uploads``: how
+    many blob puts to keep in flight, each with its own buffer. ``page_cache``: whether reads go through this host's
+    page cache, so that later readers find the bytes there. None means that they do if there is enough memory, because
+    cached reads are just as fast.
     """
 
     remote: bool
@@ -57,15 +58,15 @@ class Traits:
 
     @property
     def requests(self) -> int:
-        """The number of small requests worth having in flight: 1 if they cost no round trip."""
+        """How many small requests to keep in flight: 1 if a request does not cost a round trip."""
         return min(self.parallel, _REQUESTS) if self.remote else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One fact about a storage. ``ok``: whether it is safe, None if unknown. ``advice``: for the user.
+    """One fact about a storage. ``ok``: whether it is safe, or None if unknown. ``advice``: what the user should do.
 
-    ``name``: a stable name for programs. ``found``: the fact as text.
+    ``name``: a stable identifier for programs. ``found``: the fact in words.
     """
 
     name: str
@@ -76,24 +77,25 @@ class Finding:
 
 @runtime_checkable
 class Examinable(Protocol):
-    """A storage with settings that `casckpt doctor` can check."""
+    """A storage whose settings `casckpt doctor` can check."""
 
     def examine(self) -> Iterator[Finding]:
-        """Yield facts about the settings. Writes nothing. Raises `casckpt.errors.StorageError`."""
+        """Yield facts about the settings without writing anything. Raises `casckpt.errors.StorageError`."""
 
 
 class Reader(Protocol):
-    """An object opened for ranged reads. Safe for use by several threads at once."""
+    """An object opened for ranged reads. Thread-safe."""
 
     @property
     def size(self) -> int:
-        """Size of the object in bytes, from the storage."""
+        """The size of the object in bytes, as reported by the storage."""
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill ``buffers``, one after the other, with the consecutive bytes that start at ``offset``.
+        """Fill ``buffers`` in order with consecutive bytes, starting at ``offset``.
 
-        Buffers are writable, contiguous and of format "B". Fills all or raises: `ShortObject` if the object ends
-        before, `casckpt.errors.StorageError` if the storage fails. A failed read leaves the buffers undefined.
+        Buffers must be writable, contiguous and of format "B". The method either fills all of them or raises:
+        `ShortObject` if the object is too short, `casckpt.errors.StorageError` if the storage fails. After a failed
+        read, the buffers' contents are undefined.
         """
 
 
@@ -101,20 +103,21 @@ class Reader(Protocol):
 class ObjectStore(Protocol):
     """A flat map from keys to immutable bytes.
 
-    - **Atomic**: an object is visible completely or not at all, whichever process is killed at whatever time.
-    - **Create-only**: `put` never replaces. Of several concurrent puts of one key exactly one succeeds, the others
-      raise `AlreadyExists`. (Only repair uses `replace`.)
-    - **Durable**: when `put` returns, the bytes survive a power failure. With ``settle=False`` their name may not,
-      until `settle` has returned for its folder.
+    - **Atomic**: an object is either completely visible or not visible at all, even if a process is killed at any
+      point.
+    - **Create-only**: `put` never replaces an object. If several puts of the same key run concurrently, exactly one
+      succeeds, and the others raise `AlreadyExists`. (Only repair uses `replace`.)
+    - **Durable**: when `put` returns, the bytes survive a power failure. With ``settle=False``, the object's name may
+      be lost until `settle` has returned for its folder.
     - **Read after write, list after write**: every later read and listing sees all completed puts.
-    - **Safe to repeat**: every call may be repeated after a `StorageError`. A put whose answer was lost may have
-      succeeded: a caller that needs to know reads the object back.
-    - **Thread-safe**. Instances can be pickled. The copy opens its own connections and files.
+    - **Safe to retry**: every call can be retried after a `StorageError`. A put whose response was lost may have
+      succeeded; a caller that needs to know must read the object back.
+    - **Thread-safe and picklable**. An unpickled copy opens its own connections and files.
     """
 
     @property
     def url(self) -> str:
-        """The URL of this storage for messages, without credentials."""
+        """The URL of this storage, without credentials, for use in messages."""
 
     @property
     def traits(self) -> Traits:
@@ -124,15 +127,15 @@ class ObjectStore(Protocol):
         """Create the object. Raises `AlreadyExists`, `casckpt.errors.StorageError`, `casckpt.errors.Unsupported`."""
 
     def settle(self, folder: str) -> None:
-        """Make names durable that were put with ``settle=False`` into ``folder`` ("objects/x", no trailing slash)."""
+        """Make names durable that were put into ``folder`` ("objects/x", no trailing slash) with ``settle=False``."""
 
     def get(self, key: str, *, limit: int) -> bytes:
-        """Read an object. Raises `casckpt.errors.NotFound`, and `Refused` for one of more than ``limit`` bytes."""
+        """Read an object. Raises `casckpt.errors.NotFound`, and `Refused` if it is larger than ``limit`` bytes."""
 
     def open(self, key: str, *, shared: bool = False) -> AbstractContextManager[Reader]:
-        """Open for ranged reads. Raises `casckpt.errors.NotFound` (here or at the first read, for remote ones).
+        """Open for ranged reads. Raises `casckpt.errors.NotFound`; a remote storage may raise it on first read.
 
-        ``shared``: other processes of this host will read the same bytes soon, so caching them pays.
+        ``shared``: other processes on this host will soon read the same bytes, so they are worth caching.
         """
 
     def size(self, key: str) -> int | None:
@@ -141,34 +144,35 @@ class ObjectStore(Protocol):
     def list(self, prefix: str, *, known: Known | None = None) -> Iterator[ListedObject]:
         """List all objects whose key starts with ``prefix`` ("commits/", with its slash; "" for all), in any order.
 
-        Objects that are put or deleted while the listing runs may or may not be in it; all others are. Leftovers of
-        crashed puts are never in it. Raises `casckpt.errors.Refused` with the name of anything that is not an object: a
-        pipe, a symlink, a folder whose key is ``known`` as that of an object, a file in place of a folder. If the
-        listing skipped it, the object would seem to be missing.
+        Objects that are put or deleted during the listing may or may not be included; all others are. Leftovers of
+        crashed puts are never included. Raises `casckpt.errors.Refused`, with the name, for anything that is not an
+        object: a pipe, a symlink, a folder whose key ``known`` accepts as an object key, or a file in place of a
+        folder. If the listing skipped such a thing, the object would appear to be missing.
         """
 
     def list_folder(self, folder: str) -> tuple[builtins.list[ListedObject], builtins.list[str]]:
-        """List the objects directly in ``folder`` ("objects", no trailing slash), and its folders ("objects/x").
+        """List the objects and the subfolders ("objects/x") directly in ``folder`` ("objects", no trailing slash).
 
-        In any order. As with `list`, objects put or deleted meanwhile may or may not be there. A folder may be empty.
+        The order is arbitrary. As with `list`, objects put or deleted during the listing may or may not be included. A
+        listed subfolder may be empty.
         """
 
     def delete(self, key: str) -> None:
-        """Remove the object. No error if it does not exist."""
+        """Remove the object. Does nothing if it does not exist."""
 
     def replace(self, key: str, data: memoryview | bytes) -> None:
-        """Put, and replace an existing object: only for `repair`, with bytes whose hash is in the key."""
+        """Put an object, replacing an existing one. Only `repair` uses this, with bytes whose hash is in the key."""
 
     def sweep(self, folder: str, *, below: bool = False) -> int:
-        """Remove leftovers of crashed puts from ``folder``, and the folder itself if it is empty. Returns bytes freed.
+        """Remove leftovers of crashed puts from ``folder``, and the folder itself if empty. Returns the bytes freed.
 
-        A put that is in progress there starts again, so use it for folders with few new puts. ``below``: also in all
-        folders in it. The folder of the whole storage ("") is removed only if this instance created it.
+        A put in progress in that folder has to start over, so call this only for folders with few new puts. ``below``:
+        also sweep all subfolders. The storage's root folder ("") is removed only if this instance created it.
         """
 
 
 class AlreadyExists(Exception):
-    """A create-only put found the key taken. The caller handles it."""
+    """The key of a create-only put already exists. Callers handle this."""
 
     def __init__(self, key: str) -> None:
         super().__init__(key)
@@ -176,7 +180,7 @@ class AlreadyExists(Exception):
 
 
 class ShortObject(Exception):
-    """A ranged read went past the end of an object, which was truncated. The caller handles it."""
+    """A ranged read went past the end of a truncated object. Callers handle this."""
 
     def __init__(self, key: str, size: int) -> None:
         super().__init__(key, size)
@@ -191,11 +195,11 @@ if hasattr(os, "register_at_fork"):  # otherwise a child could inherit a lock th
 
 @dataclass(slots=True)
 class IoCounts:
-    """Counters of one storage instance. A pickled copy of the instance starts at zero.
+    """Counters of one storage instance. An unpickled copy of the instance starts at zero.
 
-    ``puts``: objects created or replaced. ``bytes_written``: bytes of objects that were written, even if the object did
-    not get its name. ``fsyncs``: of files and folders. ``reads``: calls of ``get`` and ``read_into``. ``bytes_read``:
-    bytes they returned. ``requests``: calls of the storage's methods and of ``read_into``.
+    ``puts``: objects created or replaced. ``bytes_written``: object bytes that were written, including objects whose
+    creation then failed. ``fsyncs``: fsync calls on files and folders. ``reads``: calls to ``get`` and ``read_into``.
+    ``bytes_read``: bytes that these calls returned. ``requests``: calls to the storage's methods and to ``read_into``.
     """
 
     puts: int = 0
@@ -206,22 +210,22 @@ class IoCounts:
     requests: int = 0
 
     def add(self, **more: int) -> None:
-        """Add to counters, by name. Safe for use by several threads."""
+        """Add to the named counters. Thread-safe."""
         with _LOCK:
             for name, number in more.items():
                 setattr(self, name, getattr(self, name) + number)
 
 
 def split_folder(folder: str) -> list[str]:
-    """Return the parts of a folder ("" is the store itself). Raises `Refused` for an unusable name."""
+    """Return the parts of a folder's path ("" is the store itself). Raises `Refused` for an invalid name."""
     parts = folder.split("/") if folder else []
     if any(not part or part.startswith(".") or "\0" in part for part in parts):
-        raise Refused(f"not a key of a store: {folder[:300]!r}; only names without a leading dot are used")
+        raise Refused(f"{folder[:300]!r} is not a key of a store: keys consist of names without a leading dot")
     return parts
 
 
 def split_key(key: str) -> tuple[str, str]:
-    """Return (folder, name) of an object. Raises `Refused` for an unusable key."""
+    """Split a key into (folder, name). Raises `Refused` for an invalid key."""
     parts = split_folder(key)
     if not parts:
         raise Refused("the empty string is not a key of a store")

@@ -1,4 +1,4 @@
-"""Memory for transfers: page-aligned buffers for direct I/O, and bounded pools of them."""
+"""Transfer memory: page-aligned buffers for direct I/O, and bounded pools of these buffers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TypeAlias
 from casckpt.errors import InvalidInput
 from casckpt.storage.forking import PerProcess
 
-_WIPE_ON_FORK = 18  # MADV_WIPEONFORK of Linux, which the module mmap lacks
+_WIPE_ON_FORK = 18  # Linux's MADV_WIPEONFORK, which the mmap module does not define
 
 
 def address(view: memoryview) -> int:
@@ -29,45 +29,45 @@ def plain_bytes(data: memoryview | bytes | bytearray) -> memoryview:
     view = memoryview(data)
     if not view.c_contiguous:
         raise InvalidInput("the data of an object must be contiguous: copy it into one buffer first")
-    return view.cast("B") if view.nbytes else memoryview(b"")  # cast refuses shapes with a zero
+    return view.cast("B") if view.nbytes else memoryview(b"")  # cast rejects shapes that contain a zero
 
 
 class AlignedBuffer:
-    """``nbytes`` bytes of zeroed memory that begin at a page. Private to the process: a fork copies it."""
+    """``nbytes`` bytes of zeroed, page-aligned memory. It is private to the process: a forked child gets a copy."""
 
     def __init__(self, nbytes: int) -> None:
         if nbytes < 1:
-            raise InvalidInput(f"a buffer of {nbytes} bytes cannot be made: give at least 1")
+            raise InvalidInput(f"a buffer cannot have {nbytes} bytes: pass at least 1")
         self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without huge pages is only slower
+            with suppress(OSError):  # without huge pages, the buffer still works but is slower
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self._view = memoryview(self._map)
         self._ending: weakref.finalize[..., AlignedBuffer] | None = None
 
     @property
     def view(self) -> memoryview:
-        """A writable view of all bytes, of format "B". Raises ValueError once closed."""
+        """A writable view of all bytes, in format "B". Raises ValueError after `close`."""
         return self._view[:]
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """The size in bytes."""
         return self._view.nbytes
 
     def wipe_in_forks(self) -> None:
-        """Give forked children zeroed memory instead of a share of its pages."""
-        with suppress(OSError):  # other kernels share the pages
+        """Give forked children zeroed memory instead of sharing these pages with them."""
+        with suppress(OSError):  # on other kernels, the pages remain shared
             self._map.madvise(_WIPE_ON_FORK)
 
     def at_end(self, call: Callable[[], object]) -> None:
-        """Call ``call`` once before the memory is freed; not at the end of the process or in a forked child."""
+        """Call ``call`` once before the memory is freed, but neither at process exit nor in a forked child."""
         made_by = os.getpid()
         self._ending = weakref.finalize(self, lambda: call() if os.getpid() == made_by else None)
         self._ending.atexit = False
 
     def close(self) -> None:
-        """Free the memory, once the last view or array of it is gone."""
+        """Free the memory as soon as no view or array refers to it."""
         if self._ending is not None:
             self._ending()
         self._view.release()
@@ -86,14 +86,14 @@ Ready: TypeAlias = Callable[[AlignedBuffer], object]
 
 
 class BufferPool:
-    """At most ``count`` buffers of ``nbytes`` bytes, made on demand and reused.
+    """A pool of at most ``count`` buffers of ``nbytes`` bytes each, allocated on demand and reused.
 
-    Safe for use by several threads. A forked child must not use its buffers. ``ready``: called with each new buffer.
+    Thread-safe. A forked child must not use the buffers. ``ready``: called with each new buffer.
     """
 
     def __init__(self, count: int, nbytes: int, ready: Ready | None = None) -> None:
         if count < 1 or nbytes < 1:
-            raise InvalidInput(f"a pool of {count} buffers of {nbytes} bytes cannot be made: give at least 1 of each")
+            raise InvalidInput(f"a pool cannot have {count} buffers of {nbytes} bytes: pass at least 1 for each")
         self.count = count
         self.nbytes = nbytes
         self._ready = ready
@@ -104,11 +104,14 @@ class BufferPool:
 
     @contextmanager
     def borrow(self) -> Iterator[AlignedBuffer]:
-        """Borrow a buffer with undefined content. Waits for a free one. Raises `InvalidInput` if the pool is closed."""
+        """Borrow a buffer, waiting until one is free. Its contents are undefined.
+
+        Raises `InvalidInput` if the pool is closed.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._lent < self.count)
             if self._closed:
-                raise InvalidInput("this pool of buffers is closed: make a new one")
+                raise InvalidInput("this buffer pool is closed: create a new one")
             buffer = self._free.pop() if self._free else None
             self._lent += 1
         try:
@@ -126,7 +129,7 @@ class BufferPool:
             self._lent -= 1
             if buffer is not None and self._closed:
                 buffer.close()
-            elif buffer is not None:  # it is None if making it failed
+            elif buffer is not None:  # None if the allocation failed
                 self._free.append(buffer)
             self._changed.notify()
 
@@ -140,10 +143,11 @@ class BufferPool:
 
 
 class KeptBuffers:
-    """The buffers of the last transfer, kept for the next one, because new memory is three times as slow to fill.
+    """Keeps the buffers of the last transfer for the next one, because filling new memory takes three times as long.
 
-    A transfer that begins while they are in use gets new ones. The buffers of the transfer that ends last are kept, if
-    they have at most ``most`` bytes together. A forked child begins with none. ``ready``: called with each new buffer.
+    A transfer that begins while the buffers are in use gets new ones. The buffers of the transfer that ends last are
+    kept if their total size is at most ``most`` bytes. A forked child starts without buffers. ``ready``: called with
+    each new buffer.
     """
 
     def __init__(self, most: int = 256 << 20, ready: Ready | None = None) -> None:
@@ -153,12 +157,12 @@ class KeptBuffers:
 
     @contextmanager
     def pool(self, count: int, nbytes: int) -> Iterator[BufferPool]:
-        """Return a pool of at least ``count`` buffers of at least ``nbytes`` bytes each, for one transfer."""
+        """Yield a pool of at least ``count`` buffers of at least ``nbytes`` bytes each, for one transfer."""
         pool: BufferPool | None = None
         with suppress(IndexError):
             pool = self._kept.get().pop()
         if pool is None or pool.count < count or pool.nbytes < nbytes:
-            pool = None  # free it before the new one is made
+            pool = None  # free it before allocating the new one
             pool = BufferPool(count, nbytes, self._ready)
         try:
             yield pool

@@ -1,4 +1,4 @@
-"""Messages with advice for errors of the operating system."""
+"""Turns operating system errors into messages with advice."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from pathlib import Path
 
 from casckpt.errors import CasckptError, StorageError
 
-_ROOM = "free space and try again; `casckpt gc` frees some, once it has a few KiB for its records"
+_ROOM = "free some space and try again; `casckpt gc` can free more, but needs a few KiB for its records"
 _ADVICE = {
     errno.ENOSPC: f"the disk is full: {_ROOM}",
     errno.EDQUOT: f"the disk quota is used up: {_ROOM}",
-    errno.EROFS: "the file system is read-only: mount it writable or use another store",
-    errno.EACCES: "permission denied: check who owns the folder and its files",
-    errno.EPERM: "not permitted: check who owns the folder and its attributes",
-    errno.EIO: "the disk reports an error: look at the kernel log, then run `casckpt verify`",
+    errno.EROFS: "the file system is read-only: mount it read-write, or use a different store",
+    errno.EACCES: "permission denied: check the owner and mode of the folder and its files",
+    errno.EPERM: "operation not permitted: check the owner and attributes of the folder",
+    errno.EIO: "the disk reports an I/O error: check the kernel log, then run `casckpt verify`",
     errno.ESTALE: "the network file system lost the file: check the mount and try again",
     errno.EMFILE: "too many open files: raise `ulimit -n`",
-    errno.ENFILE: "too many open files on this machine: close some and try again",
-    errno.ENOTDIR: "a part of the path is a file: give the path of a folder",
+    errno.ENFILE: "too many open files on this machine: close some, and try again",
+    errno.ENOTDIR: "part of the path is a file: use the path of a folder",
     errno.ENAMETOOLONG: "the path is too long: use a shorter one",
 }
 
 
 @contextmanager
 def reporting(verb: str, path: Path) -> Iterator[None]:
-    """Turn errors of the operating system into a `StorageError` with advice."""
+    """Turn operating system errors into a `StorageError` with advice."""
     try:
         yield
     except CasckptError:
-        raise  # some of them are OSErrors too
+        raise  # some of these are also OSErrors
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, f"{error.strerror or error}: check the disk and try again")
         raise StorageError(f"cannot {verb} {path}: {advice}", path=str(path)) from error

@@ -1,4 +1,4 @@
-"""Files of other programs in a folder: the protocol for local and remote ones, and the local ones."""
+"""Other programs' files in a folder: the protocol for local and remote folders, and the local implementation."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ MAX_WHOLE_BYTES = 1 << 30
 
 
 class Files(Protocol):
-    """The files of one folder, local or remote. Names are relative, with slashes.
+    """The files of one folder, local or remote. Names are relative and slash-separated.
 
-    All methods raise NotFound for a missing file, Refused for a name that leads out of the folder, and StorageError.
+    All methods raise NotFound for a missing file, Refused for a name that escapes the folder, and StorageError.
     """
 
     @property
     def url(self) -> str:
-        """The URL of the folder for messages."""
+        """The folder's URL, for use in messages."""
 
     def names(self) -> Sequence[str]:
-        """Return the names of all files in the folder and below, sorted."""
+        """Return the sorted names of all files in the folder and its subfolders."""
 
     def size(self, name: str) -> int:
-        """Return the size of one file, in bytes."""
+        """Return the size of a file in bytes."""
 
     def read(self, name: str) -> bytes:
         """Read a whole file of at most 1 GiB."""
 
     def part(self, name: str, offset: int, nbytes: int) -> BinaryIO:
-        """Open a part of a file as a file. The caller closes it."""
+        """Open part of a file as a file object. The caller must close it."""
 
     def below(self, folder: str) -> Files:
-        """Return the files of a folder in this one."""
+        """Return the files in a subfolder."""
 
 
 def checked(name: str) -> str:
-    """Return ``name``. Raises Refused if it could lead out of its folder."""
+    """Return ``name`` unchanged. Raises Refused if it could escape its folder."""
     parts = PurePosixPath(name).parts
     if not parts or parts[0] == "/" or ".." in parts or "\0" in name:
-        raise Refused(f"{name!r} is not the name of a file in a folder")
+        raise Refused(f"{name!r} is not a valid file name: it must be relative and must not contain ..")
     return name
 
 
 def check_size(name: str, nbytes: int) -> None:
-    """Raise Refused for a file that is too large to be read as a whole."""
+    """Raise Refused for a file that is too large to read in one piece."""
     if nbytes > MAX_WHOLE_BYTES:
-        raise Refused(f"{name} has more than {MAX_WHOLE_BYTES} bytes; no file of this kind is that large")
+        raise Refused(f"{name} is larger than {MAX_WHOLE_BYTES} bytes, which is too large for this kind of file")
 
 
 class LocalFiles(Files):
-    """`Files` of a local folder."""
+    """`Files` in a local folder."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).expanduser()
@@ -74,11 +74,13 @@ class LocalFiles(Files):
     def _open(self, name: str) -> BinaryIO:
         path = self.path / checked(name)
         try:
-            if not path.is_file():  # because opening a pipe would wait for a writer
+            if not path.is_file():  # opening a pipe would block until a writer appears
                 raise FileNotFoundError
             return path.open("rb")
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise NotFound(f"there is no file {name} in {self.url}; get the whole folder") from error
+            raise NotFound(
+                f"file {name} is missing from {self.url}; make sure that you have the whole folder"
+            ) from error
 
     @override
     def size(self, name: str) -> int:
@@ -94,7 +96,7 @@ class LocalFiles(Files):
     @override
     def part(self, name: str, offset: int, nbytes: int) -> BinaryIO:
         file: Any = _Part(self._open(name), offset, nbytes)
-        return file  # type: ignore[no-any-return] # it acts as a binary file
+        return file  # type: ignore[no-any-return] # behaves like a binary file
 
     @override
     def below(self, folder: str) -> LocalFiles:
@@ -102,7 +104,7 @@ class LocalFiles(Files):
 
 
 class _Part(io.RawIOBase):
-    """The bytes [offset, offset + nbytes) of a file, as a file."""
+    """The bytes [offset, offset + nbytes) of a file, as a file object."""
 
     def __init__(self, file: BinaryIO, offset: int, nbytes: int) -> None:
         self._file, self._offset, self._nbytes, self._at = file, offset, nbytes, 0
@@ -123,7 +125,7 @@ class _Part(io.RawIOBase):
     def readinto(self, buffer: Any, /) -> int:
         wanted = memoryview(buffer).cast("B")[: max(0, self._nbytes - self._at)]
         self._file.seek(self._offset + self._at)
-        count: int = self._file.readinto(wanted)  # type: ignore[attr-defined] # binary files have it
+        count: int = self._file.readinto(wanted)  # type: ignore[attr-defined] # binary files have this method
         self._at += count
         return count
 

@@ -10,9 +10,10 @@ T = TypeVar("T")
 
 
 class PerProcess(Generic[T]):
-    """A value that each process makes for itself, because a lock or a connection may be in use at the time of a fork.
+    """A value that each process creates for itself, because a lock or connection may be in use when the process forks.
 
-    The child keeps a reference to the parent's value. So it never closes this value, which could disturb the parent.
+    The child keeps a reference to the parent's value so that garbage collection never closes it, which could disrupt
+    the parent.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -20,7 +21,7 @@ class PerProcess(Generic[T]):
         self._values: dict[int, T] = {}
 
     def get(self) -> T:
-        """Return the value of this process. All threads get the same one."""
+        """Return this process's value, which all its threads share."""
         pid = os.getpid()
         value = self._values.get(pid)
         return self._values.setdefault(pid, self._make()) if value is None else value

@@ -1,4 +1,4 @@
-"""A storage in the memory of this process: for tests, examples and notebooks."""
+"""Storage in the memory of this process, for tests, examples and notebooks."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from casckpt.storage.base import (
 )
 from casckpt.storage.buffers import plain_bytes
 
-_SPACES: dict[str, dict[str, bytes]] = {}  # name -> objects; one per name, so that every opener sees the same
-_HOME = os.urandom(16)  # of this process and its forked children, which have a copy
+_SPACES: dict[str, dict[str, bytes]] = {}  # name -> objects, so that all stores opened under the same name share them
+_HOME = os.urandom(16)  # identifies this process and its forked children, which have a copy
 _LOCK = threading.Lock()
 if hasattr(os, "register_at_fork"):  # otherwise a child could inherit a lock that another thread holds
     os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
 class MemoryReader(Reader):
-    """An open object of a `MemoryStore`. It stays readable after a delete, as an open file does."""
+    """An open object of a `MemoryStore`. Like an open file, it remains readable after the object is deleted."""
 
     def __init__(self, key: str, data: bytes, counts: IoCounts) -> None:
         self._key = key
@@ -41,7 +41,7 @@ class MemoryReader(Reader):
 
     @property
     def size(self) -> int:
-        """Size in bytes."""
+        """The size in bytes."""
         return self._data.nbytes
 
     @override
@@ -59,13 +59,13 @@ class MemoryReader(Reader):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Do nothing, because no resource is open."""
+        """Do nothing, because there is nothing to close."""
 
 
 class MemoryStore(ObjectStore):
-    """`casckpt.storage.base.ObjectStore` in a dict. All stores of one name in this process share their objects.
+    """`casckpt.storage.base.ObjectStore` in a dict. All stores with the same name in this process share their objects.
 
-    It exists as long as the process. A pickled copy in another process raises Unsupported.
+    The objects exist until the process ends. A copy unpickled in another process raises Unsupported when it is used.
     """
 
     def __init__(self, name: str, home: bytes = _HOME) -> None:
@@ -80,7 +80,7 @@ class MemoryStore(ObjectStore):
 
     @property
     def _objects(self) -> dict[str, bytes]:
-        """The objects. Raises Unsupported in another process, where the store would seem empty."""
+        """The objects. Raises Unsupported in another process, where the store would appear empty."""
         if self._home != _HOME:
             raise Unsupported(
                 f"{self.url} is in the memory of another process: nothing of it can be read here, and what is saved "
@@ -98,7 +98,7 @@ class MemoryStore(ObjectStore):
 
     @property
     def traits(self) -> Traits:
-        """No gaps between reads, because merging them gains nothing."""
+        """The traits of this storage. Its read gap is 0, because merging reads gains nothing."""
         return Traits(remote=False, read_gap=0, parallel=4, exclusive=True)
 
     @override
@@ -113,7 +113,7 @@ class MemoryStore(ObjectStore):
         self.counts.add(puts=1, bytes_written=len(content))
 
     def settle(self, folder: str) -> None:
-        """Do nothing, because names are as durable as bytes."""
+        """Do nothing, because names are as durable as the bytes."""
         split_folder(folder)
         self.counts.add(requests=1)
 
@@ -121,7 +121,7 @@ class MemoryStore(ObjectStore):
     def get(self, key: str, *, limit: int) -> bytes:
         data = self._find(key)
         if len(data) > limit:
-            raise Refused(f"object {key} in {self.url} has {len(data)} bytes where at most {limit} are allowed")
+            raise Refused(f"object {key} in {self.url} has {len(data)} bytes, but at most {limit} are allowed")
         self.counts.add(reads=1, bytes_read=len(data))
         return data
 
@@ -171,7 +171,7 @@ class MemoryStore(ObjectStore):
             self._objects[key] = content
 
     def sweep(self, folder: str, *, below: bool = False) -> int:
-        """Do nothing, because there are never leftovers."""
+        """Do nothing, because puts never leave anything behind."""
         split_folder(folder)
         self.counts.add(requests=1)
         return 0
@@ -181,5 +181,5 @@ class MemoryStore(ObjectStore):
         self.counts.add(requests=1)
         data = self._objects.get(key)
         if data is None:
-            raise NotFound(f"object {key} is not in {self.url}: it was deleted, or never written")
+            raise NotFound(f"object {key} is not in {self.url}: it was deleted or never written")
         return data

@@ -1,4 +1,4 @@
-"""A limit on the ranks of a node that upload at the same time."""
+"""Limits how many ranks of a node upload at the same time."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ OBJECTS = "objects/"
 class Turn:
     """A context for at most ``count`` processes of this node. The threads of a process share one turn.
 
-    A turn is a POSIX lock on a file in ``folder``. It ends with its process, and forked children, such as the workers
-    of a data loader, do not inherit it.
+    A turn is a POSIX lock on a file in ``folder``. The lock ends with its process. Forked children, such as data
+    loader workers, do not inherit it.
     """
 
     def __init__(self, count: int, folder: Path | None = None) -> None:
@@ -57,8 +57,8 @@ class Turn:
                     return free
         except OSError as error:
             raise StorageError(
-                f"files in {self._folder} cannot be locked: {error.strerror or error}; give work_dir=, a folder on a "
-                "local disk"
+                f"casckpt cannot lock files in {self._folder}: {error.strerror or error}; set work_dir= to a folder on "
+                "a local disk"
             ) from error
 
     def _taken(self, number: int, how: int) -> IO[bytes] | None:
@@ -86,6 +86,6 @@ class ThrottledStore:
             self.inner.put(key, data, settle=settle)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("inner", "turn"):  # not set yet: it is being unpickled
+        if name in ("inner", "turn"):  # not yet set while the object is being unpickled
             raise AttributeError(name)
         return getattr(self.inner, name)

@@ -1,6 +1,6 @@
-"""Types of exports, and the hook by which `Store.export` finds the exporter.
+"""Export types, and the hook through which `Store.export` finds the exporter.
 
-Formats are front ends, which lie above the store, so `casckpt` sets the exporter.
+Formats are front ends, which are above the store, so `casckpt` sets the exporter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Format: TypeAlias = Literal["hf", "safetensors", "dcp", "torch"]
 
 
 class FileOptions(TypedDict, total=False):
-    """The options of every export to one file."""
+    """Options for exports to a single file."""
 
     force: bool
     allow_pickle: bool
@@ -39,10 +39,10 @@ class ExportOptions(FileOptions, total=False):
 
 @dataclass(frozen=True)
 class Exported:
-    """The result of an export. ``left_out``: keys that were not exported.
+    """The result of an export. ``left_out``: the keys that were not exported.
 
-    ``skipped``: attachments that were not exported. ``nbytes``: size of all tensors. ``prefix``: the common prefix of
-    all keys, which the names in the files lack.
+    ``skipped``: the attachments that were not exported. ``nbytes``: the total size of all tensors. ``prefix``: the
+    prefix common to all keys, which is omitted from the names in the files.
     """
 
     checkpoint: Checkpoint
@@ -57,4 +57,4 @@ class Exported:
 
 
 exporter: Callable[[], Callable[..., Exported]]
-"""Imports and returns `casckpt.export`. `casckpt` sets it when it is imported."""
+"""A function that imports and returns `casckpt.export`. The `casckpt` module sets it on import."""

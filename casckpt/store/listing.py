@@ -1,4 +1,4 @@
-"""`Listing`: the checkpoints and tags of a store at one instant. Needs neither torch nor numpy."""
+"""Defines `Listing`, the checkpoints and tags of a store at one instant. Does not require torch or numpy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NamedTag:
-    """A tag. ``expires``: when it ends, None for never. ``holder``: the process that set it, as host:pid."""
+    """A tag. ``expires``: when it expires, or None for never. ``holder``: the process that set it, as host:pid."""
 
     checkpoint: Checkpoint
     expires: datetime | None
@@ -31,7 +31,10 @@ class NamedTag:
 
 @dataclass(frozen=True)
 class Listing:
-    """The tags and then the commits of a store, each from one LIST. So it has the commits of all its tags."""
+    """The tags and commits of a store, each from one LIST.
+
+    Tags are listed first, so every tag's commit is included.
+    """
 
     _repo: Repository
     _commits: CommitList
@@ -39,12 +42,12 @@ class Listing:
 
     @property
     def visible(self) -> list[Checkpoint]:
-        """The visible checkpoints, oldest first, including superseded ones."""
+        """The visible checkpoints, including superseded ones, oldest first."""
         return self._checkpoints(self._commits.visible())
 
     @property
     def standing(self) -> list[Checkpoint]:
-        """The visible and the forgotten checkpoints, and the old commits of rewrites, oldest first."""
+        """The visible and forgotten checkpoints and the old commits of rewrites, oldest first."""
         return self._checkpoints(self._commits.standing())
 
     @property
@@ -54,12 +57,12 @@ class Listing:
 
     @cached_property
     def superseded(self) -> frozenset[Checkpoint]:
-        """The visible checkpoints with a later checkpoint of the same run and step."""
+        """The visible checkpoints for which there is a later checkpoint with the same run and step."""
         return frozenset(self._checkpoints(self._commits.superseded()))
 
     @cached_property
     def tags(self) -> Mapping[str, NamedTag]:
-        """The tags by name, sorted, without those in `damaged_tags` and `lost_tags`."""
+        """The tags by name, sorted, except those in `damaged_tags` and `lost_tags`."""
         tags = {}
         for name, commit in self._named.items():
             if commit is not None:
@@ -80,21 +83,24 @@ class Listing:
 
     @property
     def damaged_records(self) -> list[str]:
-        """The transactions with unreadable records."""
+        """The transactions that have unreadable records."""
         return list(self._commits.damaged)
 
     def tags_of(self, checkpoint: Checkpoint) -> list[str]:
-        """Return the names of the tags on a checkpoint, sorted."""
+        """Return the sorted names of a checkpoint's tags."""
         return tag_log.tags_of(self._tags.tags, checkpoint.commit.id)
 
     def freed(self) -> Freed:
-        """Return the bytes that gc without rules frees, without leftovers of failed saves. Reads manifests."""
+        """Return how many bytes gc without rules would free, not counting leftovers of failed saves.
+
+        Reads manifests.
+        """
         from casckpt.upkeep.usage import freed_by_gc
 
         return freed_by_gc(self._repo, self._commits)
 
     def about_run(self, run: str) -> str:
-        """Return a text that explains why ``run`` has no visible checkpoint, and lists the runs."""
+        """Return a message that explains why ``run`` has no visible checkpoint and lists the runs."""
         from casckpt.contents.refs import about_run
 
         return about_run(self._repo, self._commits, run)
@@ -108,7 +114,7 @@ class Listing:
 
 
 def list_store(repo: Repository) -> Listing:
-    """List the tags, then the commits of a store. Raises NotFound if there is no store, StorageError."""
+    """List a store's tags and then its commits. Raises NotFound if there is no store, StorageError."""
     repo.check_exists()
     tags = tag_log.list_tags(repo)
     return Listing(repo, commit_log.list_commits(repo), tags)

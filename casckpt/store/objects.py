@@ -1,6 +1,6 @@
-"""Modules, optimizers and other objects with a state_dict, as values in the state of a save or load.
+"""Handles modules, optimizers and other objects with a state_dict as values in the state of a save or load.
 
-A higher layer converts them, because it needs the names of parameters. `casckpt` sets `home` to that module.
+A higher layer converts them, because the conversion needs parameter names. `casckpt` sets `home` to that module.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("casckpt")
 
 _BARE = (
-    "%r was filled, but is a state_dict: no optimizer changes until its load_state_dict is called with it. Keep the "
-    "state in a variable, and call optim.load_state_dict(state[%r]) after the load; or save the optimizer itself "
-    'beside its module, as in store.save({"model": model, "%s": optim}, step=step), and load it so'
+    "%r was filled, but it is a state_dict: no optimizer changes until you pass it to load_state_dict. Keep the "
+    "state in a variable, and call optim.load_state_dict(state[%r]) after the load. Or save the optimizer itself "
+    'with its module, as in store.save({"model": model, "%s": optim}, step=step), and load it the same way'
 )
 
 home: Callable[[], Any]
-"""Imports and returns the module that converts objects. Set when `casckpt` is imported."""
+"""A function that imports and returns the module that converts objects. The `casckpt` module sets it on import."""
 
 
 def without_objects(ranks: Ranks, state: State, options: SaveOptions) -> tuple[State, SaveOptions]:
-    """Return the arguments of a save with each object replaced by its state. Every rank makes the call."""
+    """Return a save's arguments with each object replaced by its state. Every rank must make the call."""
     import torch
 
     from casckpt.tensors.state import holds_object
@@ -46,13 +46,13 @@ def _references(state: object, **_: object) -> int:
 
 _DICT: dict[str, dict[str, Any]] = {"inside": {}}
 UNHELD, _UNHELD_INSIDE = _references({}), sys.getrefcount(_DICT["inside"])
-"""The reference counts of an argument that is a dict, and of a dict inside it, if no other code refers to them."""
+"""Reference counts of a dict argument, and of a dict nested in it, if no other code refers to them."""
 
 
 def log_bare_optimizers(state: Any, missing: Sequence[str], *, is_held: bool) -> None:
-    """Log each state_dict of an optimizer in ``state``, because filling it changes no optimizer.
+    """Log each optimizer state_dict in ``state``, because filling it does not change any optimizer.
 
-    Logs a warning if the caller holds neither the dict nor the state (``is_held``), and so cannot load it.
+    The message is a warning if the caller holds neither the dict nor the state (``is_held``) and so cannot load it.
     """
     for name in state if isinstance(state, Mapping) else ():
         if is_of_optimizer(state[name]) and f"{name}.param_groups" not in missing:
@@ -61,7 +61,7 @@ def log_bare_optimizers(state: Any, missing: Sequence[str], *, is_held: bool) ->
 
 
 def is_of_optimizer(value: Any) -> bool:
-    """Return whether ``value`` is the state_dict of an optimizer, with numbered parameters in its groups."""
+    """Return whether ``value`` is an optimizer state_dict with numbered parameters in its groups."""
     groups = value.get("param_groups") if isinstance(value, Mapping) else None
     first = groups[0] if isinstance(groups, list) and groups else None
     return isinstance(first, Mapping) and any(type(one) is int for one in first.get("params", ()))

@@ -1,4 +1,4 @@
-"""`casckpt.open` opens a store by its path or URL. `casckpt.at` names the place of a checkpoint in a store."""
+"""`casckpt.open` opens a store by its path or URL. `casckpt.at` names the location of a checkpoint in a store."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ def open(
     sign_with: KeyFile | None = None,
     require_signature: KeyFiles | None = None,
 ) -> Store:
-    """Open a store: a path, ``s3://bucket/prefix``, ``memory://`` or another URL that fsspec knows.
+    """Open a store at a path, ``s3://bucket/prefix``, ``memory://`` or any other URL that fsspec supports.
 
     The first save creates the store. ``http://`` and ``https://`` stores are read-only.
 
-    ``storage_options``: for the client of the storage (fsspec). ``cache_dir``: the folder for the catalogue of the
-    store on this host (default: the user's cache folder). If you give it and the store is remote, loads also cache
-    there the blobs that they read by more than half, up to ``cache_bytes`` ("200GiB"; default: half of the free space
-    of that disk; 0 for none). See `Store.pre_download`. ``mirror``: another store. casckpt copies commits there in the
-    background. See `Store.wait_for_mirror`. ``single_writer``: your promise that no other process writes to the store
-    at the same time. It allows storages without exclusive creates. ``page_cache``, for a store in a folder: True leaves
-    saved and loaded bytes in the page cache for the next load, False leaves none. By default a load leaves them if this
-    costs nothing: there is enough memory, and the file system fills its cache in large pieces. ``sign_with``: a file
-    with a private key (Ed25519, without a password), which signs each save before its commit, as `Store.sign` does
-    later. ``require_signature``: one or more public keys. Loads, exports and the server refuse a checkpoint without a
-    signature by one of them, and raise Unsigned.
+    ``storage_options``: options for the storage's client (fsspec). ``cache_dir``: the folder for this host's catalogue
+    of the store (default: the user's cache folder). If you pass it and the store is remote, it also caches each blob
+    of which a load reads more than half, up to ``cache_bytes`` in total ("200GiB"; default: half of the free space on
+    that disk; 0 disables it). See `Store.pre_download`. ``mirror``: a second store to which casckpt copies commits in
+    the background. See `Store.wait_for_mirror`. ``single_writer``: your promise that no other process writes to the
+    store at the same time. It allows storages that cannot create keys exclusively. ``page_cache``: for a store in a
+    folder, True leaves saved and loaded bytes in the page cache for the next load, and False does not. By default, a
+    load leaves them there if that is free, which means that there is enough memory and the file system fills its cache
+    in large pieces. ``sign_with``: a file with a private key (Ed25519, without a password) that signs each save before
+    its commit; `Store.sign` signs checkpoints later. ``require_signature``: one or more public keys. Loads, exports
+    and the server refuse a checkpoint that is not signed with any of these keys, and raise Unsigned.
 
-    Raises InvalidInput or Unsupported for a URL that cannot be used, NotFound for a missing key file.
+    Raises InvalidInput or Unsupported for an invalid or unsupported URL, and NotFound for a missing key file.
     """
     here = open_repository(
         url, storage_options=storage_options, cache_dir=cache_dir, cache_bytes=cache_bytes,
@@ -55,17 +55,17 @@ def open(
         return Store(here)
     there = repository_of(mirror, None if cache_dir is None else Path(cache_dir))
     if there.storage.url == here.storage.url:
-        raise InvalidInput(f"{there.storage.url} cannot be its own mirror: give another store")
+        raise InvalidInput(f"{there.storage.url} cannot be its own mirror: pass a different store")
     store = Store(here, there)
-    for wake in here.listeners:  # continue the copies of an earlier process
+    for wake in here.listeners:  # continue copying where an earlier process stopped
         wake()
     return store
 
 
 def throttled(store: Store, count: int | None, folder: str | os.PathLike[str] | None) -> Store:
-    """Return ``store`` with a limit of ``count`` ranks of a node that upload at the same time. None: no limit.
+    """Limit how many ranks of a node upload to ``store`` at the same time to ``count``. None means no limit.
 
-    ``folder``: for the lock files; default: in the folder for temporary files.
+    ``folder``: the folder for the lock files. By default, they are in the folder for temporary files.
     """
     if count is None:
         return store
@@ -74,13 +74,13 @@ def throttled(store: Store, count: int | None, folder: str | os.PathLike[str] | 
         store.repository.storage, turn
     )  # mypy cannot see that __getattr__ provides the protocol
     repository = replace(store.repository, storage=storage)
-    repository.listeners = store.repository.listeners  # the mirror sees these saves too
+    repository.listeners = store.repository.listeners  # the mirror must also see these saves
     return Store(repository)
 
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """The place of a checkpoint, for front ends that expect a folder. As text: ``STORE#RUN@STEP``."""
+    """The location of a checkpoint, for front ends that expect a folder. Its string form is ``STORE#RUN@STEP``."""
 
     store: Store | str | os.PathLike[str]
     run: str
@@ -92,5 +92,5 @@ class At:
 
 
 def at(store: Store | str | os.PathLike[str], *, run: str, step: int) -> At:
-    """Return the place of a checkpoint. Raises InvalidInput for an unusable run or step."""
+    """Return the location of a checkpoint. Raises InvalidInput for an invalid run or step."""
     return At(store, check_run(run), check_step(step))

@@ -1,6 +1,6 @@
-"""Reads of `Store`: loads, downloads, comparisons and attachments.
+"""The read methods of `Store`: loads, downloads, comparisons and attachments.
 
-The functions take references as methods of `Store` do: a text or a `Checkpoint`.
+Like `Store`'s methods, these functions accept a reference as a string or a `Checkpoint`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from casckpt.plan.difference import Difference
     from casckpt.ranks.ranks import Ranks
 
-AN_HOUR = 3600.0  # seconds, of a lease
-_MOST_OFTEN = 0.1  # seconds between two polls of a watch
+AN_HOUR = 3600.0  # duration of a lease in seconds
+_MOST_OFTEN = 0.1  # minimum seconds between two polls of a watch
 
 
 def plain(ref: str | Checkpoint) -> str | Commit:
-    """Return the text of a reference, or the commit of a checkpoint."""
+    """Return a string reference unchanged, or the commit of a checkpoint."""
     return ref.commit if isinstance(ref, Checkpoint) else ref
 
 
@@ -46,18 +46,18 @@ def resolve(repo: Repository, ref: str | Checkpoint) -> Commit:
 
 
 def resolve_to_load(repo: Repository, ref: str | Checkpoint) -> Commit:
-    """Return the commit that ``ref`` names. Log a warning if it is forgotten. Also raises Unsigned."""
+    """Return the commit that ``ref`` names, and log a warning if it is forgotten. Also raises Unsigned."""
     commit = resolve(repo, ref)
     warn_if_forgotten(commit)
     return _trusted(repo, commit)
 
 
 def resolve_held(repo: Repository, ref: str | Checkpoint, held: ExitStack) -> Commit:
-    """Return the commit that ``ref`` names. Hold a lease on it until ``held`` ends."""
+    """Return the commit that ``ref`` names, holding a lease on it until ``held`` is closed."""
     try:
         commit = held.enter_context(lease(repo, ref, AN_HOUR)).commit
     except (StorageError, Unsupported) as error:
-        more = "A lease is a small record in tags/; if you cannot write there, load without lease=True"
+        more = "A lease is a small record in tags/: if you cannot write there, load without lease=True"
         raise type(error)(f"{error}. {more}", **error.__dict__) from error
     return _trusted(repo, commit)
 
@@ -70,19 +70,22 @@ def lease(repo: Repository, ref: str | Checkpoint, seconds: float) -> Lease:
     except NotFound:
         if resolve(repo, ref) == commit:
             raise
-    return lease(repo, ref, seconds)  # RUN@latest may now name another checkpoint
+    return lease(repo, ref, seconds)  # RUN@latest may now name a different checkpoint
 
 
 def _trusted(repo: Repository, commit: Commit) -> Commit:
     if repo.trusted is not None:
-        from casckpt.contents.signatures import check_trusted  # it takes a while to import
+        from casckpt.contents.signatures import check_trusted  # slow to import
 
         check_trusted(repo, commit.id, str(commit))
     return commit
 
 
 def load(repo: Repository, store: object, state: Any, ref: str | Checkpoint, given: LoadOptions) -> Checkpoint:
-    """Load into ``state``, as `Store.load` and `Store.update` describe. ``store``: the `Store`, for objects."""
+    """Load into ``state`` as described in `Store.load` and `Store.update`.
+
+    ``store``: the `Store`, needed for objects.
+    """
     from casckpt.ranks.ranks import open_ranks
     from casckpt.tensors.state import holds_object
 
@@ -111,9 +114,9 @@ def pre_download(
     repo: Repository, ref: str | Checkpoint, state: Any, *, threads: int | None, progress: Progress,
     match: MatchArguments,
 ) -> int:  # fmt: skip
-    """Fetch the bytes for a load into ``state``, or all bytes if it is None, into the cache of this host.
+    """Fetch the bytes that a load into ``state`` needs, or all bytes if it is None, into this host's cache.
 
-    Returns the number of fetched bytes. Raises the errors of `Store.pre_download`.
+    Returns the number of fetched bytes. Raises the same errors as `Store.pre_download`.
     """
     from casckpt.contents.prefetching import pre_download
     from casckpt.contents.signatures import get_trusted
@@ -144,12 +147,12 @@ def watch(
     repo: Repository, run: str, after: str | int | Checkpoint | None, *, latest_only: bool, poll: Duration,
     timeout: Duration | None,
 ) -> Iterator[Arrival]:  # fmt: skip
-    """Check the arguments, and return an iterator over new checkpoints of ``run``."""
+    """Check the arguments and return an iterator over new checkpoints of ``run``."""
     from casckpt.contents import watching
 
     seconds, limit = seconds_of(poll, "poll"), None if timeout is None else seconds_of(timeout, "timeout")
     if seconds < _MOST_OFTEN:
-        raise InvalidInput(f"poll: {poll!r} is too often; give 0.1s or more")
+        raise InvalidInput(f"poll={poll!r} is too short: pass 0.1s or more")
     behind = f"{run}@{after}" if isinstance(after, int) else None if after is None else plain(after)
     watcher = watching.Watcher(repo, run, behind, latest_only=latest_only)
     arrivals = watching.watch(watcher, poll=seconds, timeout=limit)
@@ -159,7 +162,7 @@ def watch(
 def compare(
     repo: Repository, state: Any, ref: str | Checkpoint, group: ProcessGroup | None, *, no_dist: bool
 ) -> Comparison:
-    """Compare a live ``state`` with a checkpoint. Every rank of ``group`` makes the call."""
+    """Compare a live ``state`` with a checkpoint. Every rank of ``group`` must make the call."""
     from casckpt.loading.comparison import compare_together
     from casckpt.ranks.ranks import open_ranks
 
@@ -169,7 +172,7 @@ def compare(
 
 
 def diff(repo: Repository, old: str | Checkpoint, new: str | Checkpoint) -> Difference:
-    """Return how the tensors of two checkpoints differ, by their manifests."""
+    """Return how the tensors of two checkpoints differ according to their manifests."""
     from casckpt.contents import manifests
     from casckpt.plan.difference import difference
 
@@ -180,7 +183,7 @@ def diff(repo: Repository, old: str | Checkpoint, new: str | Checkpoint) -> Diff
 
 
 def attachments(repo: Repository, ref: str | Checkpoint) -> dict[str, int]:
-    """Return the names of the attachments, and their sizes in bytes."""
+    """Return the attachments' names, and their sizes in bytes."""
     from casckpt.contents import manifests
     from casckpt.format.sections.index import ATTACHMENT
 

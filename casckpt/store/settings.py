@@ -1,4 +1,4 @@
-"""The settings of a store, for programs and ``casckpt settings``."""
+"""Store settings, for programs and ``casckpt settings``."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class SettingChanges(TypedDict, total=False):
 class StoreSettings:
     """The settings of a store. None means that the default applies.
 
-    ``min_age``, ``min_age_ephemeral``: time between forgetting and purge (default: 24 h, and 15 minutes for ephemeral
-    checkpoints). ``revoke_after``: time without a sign of life after which gc revokes a save (default: 1 h).
-    ``mirror``: URL of the mirror. gc keeps checkpoints that are not yet safe there. ``mirror_thinned``: thin the same
-    checkpoints in the mirror (default: they stay whole there). ``compress``: for saves without this option ("auto",
-    "off", "always"; see `casckpt.Store.save`).
+    ``min_age``, ``min_age_ephemeral``: time between forgetting and purging (default: 24 h, and 15 minutes for
+    ephemeral checkpoints). ``revoke_after``: time without a sign of life after which gc revokes a save (default: 1 h).
+    ``mirror``: the mirror's URL. gc keeps checkpoints that are not yet safe there. ``mirror_thinned``: thin the same
+    checkpoints in the mirror (default: the mirror keeps them whole). ``compress``: the default for saves that do not
+    pass this option ("auto", "off", "always"; see `casckpt.Store.save`).
     """
 
     min_age: timedelta | None = None
@@ -48,7 +48,7 @@ class StoreSettings:
 
 
 def settings_from(record: Settings) -> StoreSettings:
-    """Convert the stored record."""
+    """Convert the stored record to `StoreSettings`."""
     seconds = {name: getattr(record, f"{name}_seconds") for name in DURATIONS}
     durations = {name: None if found is None else timedelta(seconds=found) for name, found in seconds.items()}
     return StoreSettings(
@@ -57,16 +57,16 @@ def settings_from(record: Settings) -> StoreSettings:
 
 
 def change_settings(repo: Repository, changes: SettingChanges) -> StoreSettings:
-    """Write ``changes``, and return all settings. ``mirror`` is a URL. Raises InvalidInput, which names the setting."""
+    """Write ``changes`` and return all settings. ``mirror`` is a URL. InvalidInput names the offending setting."""
     for name in changes:
         if name not in NAMES:
-            raise InvalidInput(f"there is no setting {name!r} to change; there are {', '.join(NAMES)}")
+            raise InvalidInput(f"there is no setting {name!r}: use one of {', '.join(NAMES)}")
     fields: dict[str, Any] = {name: value for name, value in changes.items() if name not in DURATIONS}
     given: dict[str, Any] = {name: value for name, value in changes.items() if name in DURATIONS}
     for name, value in given.items():
         fields[f"{name}_seconds"] = None if value is None else seconds_of(value, name)
     if fields.get("mirror") == repo.storage.url:
-        raise InvalidInput(f"mirror: {repo.storage.url} cannot be its own mirror; give another store")
+        raise InvalidInput(f"mirror: {repo.storage.url} cannot be its own mirror: pass a different store")
     if fields.get("compress") is not None:
         fields["compress"] = usable_compress(fields["compress"])
     return settings_from(repo.change_settings(**fields))

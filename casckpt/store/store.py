@@ -1,6 +1,6 @@
-"""`Store`, through which a program uses a folder or bucket of checkpoints.
+"""Defines `Store`, through which a program uses a folder or bucket of checkpoints.
 
-Importing this module needs neither torch nor numpy: each method imports the packages that it calls.
+Importing this module does not require torch or numpy: each method imports the packages that it calls.
 """
 
 from __future__ import annotations
@@ -63,19 +63,21 @@ if TYPE_CHECKING:
     from casckpt.upkeep.thin import ThinResult
     from casckpt.upkeep.usage import StoreStats, StoreUsage
 
-WAIT: Duration = "60s"  # wait of a gc for saves in progress
+WAIT: Duration = "60s"  # how long gc waits for saves in progress
 
 log = logging.getLogger(__name__)
 
 
 class Store:
-    """Checkpoints of any number of runs in one folder or bucket. `casckpt.open` makes it. Thread-safe."""
+    """Checkpoints of any number of runs in one folder or bucket. `casckpt.open` returns it. Thread-safe."""
 
     def __init__(self, repository: Repository, mirror: Repository | None = None) -> None:
         if not isinstance(repository, Repository):
-            raise InvalidInput(f"a store is opened with casckpt.open({repository!r}), not made with casckpt.Store")
+            raise InvalidInput(
+                f"casckpt.Store cannot be called directly: open the store with casckpt.open({repository!r})"
+            )
         self.repository = repository
-        self._saver = PerProcess(partial(_new_saver, repository))  # a forked child lacks the threads of its parent
+        self._saver = PerProcess(partial(_new_saver, repository))  # a forked child does not have its parent's threads
         self._mirror: Mirror | None = None
         if mirror is not None:
             from casckpt.upkeep.copies.mirror import Mirror
@@ -94,7 +96,7 @@ class Store:
 
     @property
     def is_remote(self) -> bool:
-        """Whether the store is in a bucket or on a server, where requests are slow."""
+        """Whether the store is in a bucket or on a server, so that each request is slow."""
         return self.repository.storage.traits.remote
 
     def __repr__(self) -> str:
@@ -106,36 +108,39 @@ class Store:
     # saving and loading
 
     def save(self, state: State, *, run: str = "default", step: int, **options: Unpack[SaveArguments]) -> Checkpoint:
-        """Save ``state``, a nested mapping of tensors, plain data and objects. Return when it is durable and visible.
+        """Save ``state``, a nested mapping of tensors, plain data and objects. Return once it is durable and visible.
 
-        Objects are modules, optimizers and other values with a state_dict. Optimizers are stored under the names of the
-        module in ``state`` that has their parameters. Every rank calls state_dict of other objects, in the sorted order
-        of keys. ``state`` may be a function that returns the state. Then its errors reach all ranks. Every rank of
-        ``process_group`` (default: all, where torch.distributed is initialised) makes the call with its own state:
-        shards (DTensor, `casckpt.Shard`), replicas, and keys that only it has. ``no_dist``: this process saves alone.
+        Objects are modules, optimizers and other values with a state_dict. Optimizer state is stored under the
+        parameter names of the module in ``state`` that owns the parameters. For other objects, every rank calls
+        state_dict, in sorted key order. ``state`` may also be a function that returns the state; its errors then reach
+        all ranks. Every rank of ``process_group`` (default: all ranks, if torch.distributed is initialized) must call
+        this method with its own state: shards (DTensor, `casckpt.Shard`), replicas, and keys that only this rank has.
+        ``no_dist``: this process saves alone.
 
-        ``metadata``: JSON-able values for listings; a path is stored as text. ``metrics``: up to 64 numbers by name.
-        Both take scalars of numpy, and tensors without dimensions on any device, such as a loss. ``healthy``: True or
-        False, whether a training should continue from this checkpoint. ``health``: count NaN and infinities, and find
-        the largest value, of each tensor. This reads changed cells, and takes the rest from the parent. If a rank finds
-        NaN and you gave no ``healthy``, the checkpoint is unhealthy. ``attachments``: files by name, from rank 0.
-        ``overwrite``: after the commit, forget earlier checkpoints with this run and step. ``ephemeral``: retention may
-        count the checkpoint separately, and gc purges it sooner. ``frozen``: tensors that did not change since the last
-        checkpoint of the run, as patterns on flat keys or a function of a key. This is your promise: casckpt compares a
-        sample of their cells only, and the manifest says so. ``dedup``: "store": reuse cells of the whole store; "run":
-        of this run only. ``compress``: store the difference of a tensor to the previous one if that is smaller. "auto":
-        of bfloat16 and float16, and of other dtypes if the storage is slow; "always": of all floats, and encode new
-        ones; "off". Default: the setting of the store, else "off". It needs host memory for a copy of those tensors.
-        ``check_replicas``: compare values that several ranks hold whole. "sample" (default): compare samples. Refuse a
-        parameter, or its optimizer state, if a tenth or more differs when this process first saves it; otherwise warn,
-        and save the value of the lowest rank. "raise": compare all bytes and refuse any difference. "off": save the
-        value of the lowest rank. ``owners``: a function from a flat key to the only rank that maintains and saves that
-        leaf, or None if all ranks hold the same value. A load gives it to each rank that asks for it. ``allow_pickle``:
-        pickle leaves that are neither tensors nor plain data. ``threads``: to hash and write (default: 2 to 8, by the
-        number of cores). ``progress``: called with the finished bytes and the total.
+        ``metadata``: JSON-serializable values to show in listings; paths are stored as strings. ``metrics``: up to 64
+        numbers by name. Both accept NumPy scalars and zero-dimensional tensors on any device, such as a loss.
+        ``healthy``: whether training should continue from this checkpoint (True or False). ``health``: count the NaN
+        and infinite values in each tensor, and find the largest value. This reads changed cells and takes the rest
+        from the parent. If any rank finds NaN and you did not pass ``healthy``, the checkpoint is marked unhealthy.
+        ``attachments``: files by name, from rank 0. ``overwrite``: after the commit, forget earlier checkpoints with
+        this run and step. ``ephemeral``: retention may count the checkpoint separately, and gc purges it sooner.
+        ``frozen``: tensors that have not changed since the run's last checkpoint, given as patterns on flat keys or as
+        a function of a key. You promise that they are unchanged: casckpt compares only a sample of their cells, and
+        the manifest records that. ``dedup``: "store" reuses cells from the whole store, "run" only from this run.
+        ``compress``: store a tensor's difference from its previous version if that is smaller. "auto" does so for
+        bfloat16 and float16, and for other dtypes if the storage is slow. "always" does so for all floats, and also
+        encodes new ones. "off" never does. The default is the store's setting, or else "off". Compression needs host
+        memory for a copy of those tensors. ``check_replicas``: compare values that several ranks hold whole. "sample"
+        (default) compares samples. It refuses a parameter, or its optimizer state, if a tenth or more of it differs
+        when this process first saves it. Otherwise, it warns and saves the lowest rank's value. "raise" compares all
+        bytes and refuses any difference. "off" saves the lowest rank's value. ``owners``: a function that maps a flat
+        key to the only rank that maintains and saves that leaf, or to None if all ranks hold the same value. A load
+        gives the value to each rank that asks for it. ``allow_pickle``: pickle leaves that are neither tensors nor
+        plain data. ``threads``: the number of threads that hash and write (default: 2 to 8, depending on the number of
+        cores). ``progress``: called with the finished bytes and the total.
 
-        Raises Conflict if the step exists, InvalidInput (with key and rank) for values that cannot be stored,
-        StorageError, RankFailed, on every rank. After an error, the checkpoint is not visible.
+        Every rank raises the error: Conflict if the step exists, InvalidInput (with key and rank) for values that
+        cannot be stored, StorageError, or RankFailed. After an error, the checkpoint is not visible.
         """
         check_keywords("Store.save", options, SaveArguments)
         return self._saver.get().save(state, SaveOptions(run=run, step=step, **options))
@@ -149,21 +154,23 @@ class Store:
         when_busy: WhenBusy = "wait",
         **options: Unpack[SaveArguments],
     ) -> Future[Checkpoint]:
-        """Copy ``state`` and save it in the background. You may change it after the call.
+        """Copy ``state`` and save the copy in the background. You may change ``state`` once the call returns.
 
-        Saves of one store run one after the other, and use the memory of one copy. If a save is running, the call waits
-        for its end (``when_busy="wait"``), or raises Conflict on every rank if one runs on any rank ("refuse").
+        A store's saves run one after the other and share the memory of a single copy. If a save is still running, the
+        call waits until it ends (``when_busy="wait"``), or raises Conflict on every rank if any rank is busy
+        ("refuse").
 
-        Before it copies, raises the errors of `save` for arguments and for values that cannot be stored, on every rank.
-        The future raises later errors. If no code asks the future, the next call raises the error once.
+        Before copying, this method raises `save`'s errors for invalid arguments and for values that cannot be stored,
+        on every rank. The future raises later errors. If your code never queries the future, the next call raises its
+        error once.
         """
         check_keywords("Store.save_async", options, SaveArguments)
         return self._saver.get().save_async(state, SaveOptions(run=run, step=step, **options), when_busy)
 
     def check(self, state: State, *, run: str = "default", **options: Unpack[SaveArguments]) -> None:
-        """Raise the errors that `save` would raise before it writes. Write nothing.
+        """Raise the errors that `save` would raise before writing, without writing anything.
 
-        Every rank makes the call, and each raises the same InvalidInput.
+        Every rank must make the call, and all of them raise the same InvalidInput.
         """
         check_keywords("Store.check", options, SaveArguments)
         self._saver.get().check(state, SaveOptions(run=run, step=0, **options))
@@ -171,35 +178,38 @@ class Store:
     def warm_up(self, state: State, *, process_group: ProcessGroup | None = None, no_dist: bool = False) -> None:
         """Prepare for `save_async` of a similar state: allocate the memory for its copy, and connect the ranks.
 
-        Otherwise the first `save_async` does this. Every rank makes the call. Raises InvalidInput as `save` does.
+        Otherwise, the first `save_async` does this. Every rank must make the call. Raises InvalidInput as `save` does.
         """
         options = SaveOptions(step=0, allow_pickle=True, process_group=process_group, no_dist=no_dist)
         self._saver.get().warm_up(state, options)
 
     def load(self, state: Any, ref: str | Checkpoint, **options: Unpack[LoadArguments]) -> Checkpoint:
-        """Fill the tensors of ``state`` in place, and replace its other leaves. Skip keys that ``state`` lacks.
+        """Fill the tensors in ``state`` in place, and replace its other leaves.
 
-        Objects are loaded whole: modules and optimizers first, then the others, random generators last. The empty
-        state_dict of a fresh optimizer receives new tensors, for your call of `load_state_dict`; casckpt warns if no
-        variable holds that dict. ``strict`` (default): the checkpoint must have every key of ``state``. If it is False,
-        missing keys keep their values, and the result has them in ``missing_keys``. A tensor that shares memory with a
-        loaded one is not missing. ``ignore_mismatched``: fnmatch patterns of keys of ``state`` that keep their values
-        if the checkpoint lacks them or has another shape, dtype or kind (``mismatched_keys``).
+        Skip keys that ``state`` does not have. Objects are loaded whole: modules and optimizers first, then other
+        objects, and random generators last. A new optimizer's empty state_dict receives new tensors, which you pass to
+        `load_state_dict`; casckpt warns if no variable holds that dict. ``strict`` (default): the checkpoint must have
+        every key of ``state``. If False, missing keys keep their values and are listed in the result's
+        ``missing_keys``. A tensor that shares memory with a loaded one does not count as missing.
+        ``ignore_mismatched``: fnmatch patterns on keys of ``state``. Matching keys keep their values if the checkpoint
+        lacks them or has a different shape, dtype or kind; the result lists them in ``mismatched_keys``.
 
-        If no tensor would be filled, or if more than a tenth of the tensors have other names in the checkpoint, the
-        load raises MissingKey with the ``rename`` that fills them, even without ``strict``. If fewer do, the log has
-        their number. ``unread_subtrees`` has the whole containers that no rank read. The log names them once for each
-        run, with single unread keys, and with values of other ranks that no rank read. ``unread``: "ignore" turns this
-        off. ``rename``: from a key of ``state`` to a key of the checkpoint, as a function, or as a dict from regular
-        expression (on the whole key) to replacement. The state of an optimizer object follows the names of its module.
-        ``cast``: convert dtypes. ``verify`` (default): compare every cell with its digest. ``allow_pickle``: unpickle
-        values that were stored as pickles. ``threads``, ``progress``: as for `save`. ``lease``: rank 0 holds a lease
-        during the load. Every rank of ``process_group`` makes the call with its own shards, whatever ranks and shards
-        the checkpoint was saved from. ``no_dist``: this process loads alone.
+        If no tensor would be filled, or if more than a tenth of the tensors have different names in the checkpoint,
+        the load raises MissingKey with the ``rename`` that would fill them, even without ``strict``. If fewer tensors
+        have different names, casckpt logs how many. ``unread_subtrees`` lists the whole containers that no rank read.
+        casckpt logs them once per run, along with single unread keys and other ranks' values that no rank read.
+        ``unread``: "ignore" disables this log message. ``rename``: maps a key of ``state`` to a key of the checkpoint.
+        It is either a function, or a dict from regular expressions, which must match the whole key, to replacements.
+        An optimizer object's state follows the names of its module. ``cast``: convert dtypes. ``verify`` (default):
+        compare every cell with its digest. ``allow_pickle``: unpickle values that were stored as pickles. ``threads``,
+        ``progress``: as for `save`. ``lease``: rank 0 holds a lease during the load. Every rank of ``process_group``
+        must call this method with its own shards, regardless of the ranks and shards from which the checkpoint was
+        saved. ``no_dist``: this process loads alone.
 
-        Raises before anything changes: Conflict if ranks name different references or stores, NotFound, MissingKey,
-        Mismatch, InvalidInput. During the read, raises Damaged (with key, blob and checkpoints), Gone (gc purged the
-        checkpoint, which a lease prevents) or StorageError. After these errors the contents of ``state`` are undefined.
+        Before anything changes, raises Conflict if ranks pass different references or stores, NotFound, MissingKey,
+        Mismatch, or InvalidInput. During the read, raises Damaged (with key, blob and checkpoints), Gone (gc purged
+        the checkpoint, which a lease prevents) or StorageError. After one of these errors, the contents of ``state``
+        are undefined.
         """
         is_held = sys.getrefcount(state) > objects.UNHELD
         check_keywords("Store.load", options, LoadArguments)
@@ -213,21 +223,22 @@ class Store:
     ) -> Checkpoint:
         """Load into ``state``, which holds the checkpoint ``held`` from a `load` or `update`.
 
-        Read only differing cells. Cells that are equal in both checkpoints stay. A changed cell is computed from the
-        cell in memory, with the frames between both versions, if these are smaller than the cell with its bases.
-        Otherwise casckpt reads it. casckpt compares the result with the digest, and reads the whole cell if it is
-        wrong. It also reads tensors that ``cast`` converts, and cells that ``state`` holds only in part. You must not
-        have changed the values that the load of ``held`` filled. Other values (``missing_keys``, ``mismatched_keys``,
-        ``unread_keys``) are read. ``check``: also hash the cells in memory, and read the wrong ones. Then ``state`` may
-        have any contents. If ``held`` was purged, or is None, all cells are read. Each rank gives its own ``held``. The
-        result keeps the decoded frames in host memory for the next update, and ``held`` drops them.
+        Only cells that differ are read; cells that are equal in both checkpoints are left alone. If the frames between
+        the two versions are smaller than the cell with its bases, casckpt computes a changed cell from the cell in
+        memory. Otherwise, it reads the cell. It compares a computed cell with its digest, and reads the whole cell if
+        the two do not match. It also reads tensors that ``cast`` converts, and cells of which ``state`` holds only a
+        part. You must not have changed the values that the load of ``held`` filled. Other values (``missing_keys``,
+        ``mismatched_keys``, ``unread_keys``) are read. ``check``: also hash the cells in memory, and read those that
+        do not match. ``state`` may then have any contents. If ``held`` was purged or is None, all cells are read. Each
+        rank passes its own ``held``. The result keeps the decoded frames in host memory for the next update, and
+        ``held`` drops them.
 
-        Other arguments, other leaves, the result and the errors are as in `load`. All bytes that are read are verified.
-        After an error during the read, a load or an update with ``check`` fills ``state`` again.
+        Other arguments, other leaves, the result and the errors are the same as for `load`. All bytes that are read
+        are verified. After an error during the read, refill ``state`` with a load or with an update with ``check``.
         """
         check_keywords("Store.update", options, UpdateArguments)
         if held is not None and not isinstance(held, Checkpoint):
-            raise InvalidInput(f"held={held!r:.80} is not usable; give what load or update returned, or None")
+            raise InvalidInput(f"held={held!r:.80} is not valid: pass what load or update returned, or None")
         return self._load(state, ref, LoadOptions(updates=True, held=held, **options))
 
     def _load(self, state: Any, ref: str | Checkpoint, given: LoadOptions) -> Checkpoint:
@@ -241,9 +252,9 @@ class Store:
         device: str | torch.device = "cpu",
         **options: Unpack[ReadArguments],
     ) -> Any:
-        """Return the state with its saved nesting, in new tensors on ``device``.
+        """Return the state in its saved nested form, in new tensors on ``device``. ``keys``: patterns on flat keys.
 
-        ``keys``: patterns on flat keys. ``verify``, ``allow_pickle``, ``threads``, ``progress``: as for `load`.
+        ``verify``, ``allow_pickle``, ``threads``, ``progress``: as for `load`.
         """
         check_keywords("Store.read", options, ReadArguments)
         return reading.read(self.repository, ref, keys, device, LoadOptions(**options))
@@ -257,20 +268,21 @@ class Store:
         progress: Shown | None = None,
         **match: Unpack[MatchArguments],
     ) -> int:
-        """Fetch a checkpoint into the cache of this host, for later loads. Return the number of fetched bytes.
+        """Fetch a checkpoint into this host's cache for later loads. Return the number of fetched bytes.
 
-        ``state``: fetch only the bytes for a load into it, which are the part of this rank. It does not change.
-        ``rename``, ``strict``, ``ignore_mismatched``: as for `load`. Each rank makes its own call. If several ranks of
-        a host need the same bytes, one fetches them. Each blob is verified. ``progress`` counts cached bytes.
+        ``state``: fetch only the bytes that a load into it needs, which is this rank's share. ``state`` does not
+        change. ``rename``, ``strict``, ``ignore_mismatched``: as for `load`. Each rank makes its own call. If several
+        ranks on a host need the same bytes, only one of them fetches those. Each blob is verified. ``progress`` counts
+        cached bytes.
 
-        Raises NotFound, Damaged (with the blob), StorageError, InvalidInput for a cache that is too small.
+        Raises NotFound, Damaged (with the blob), StorageError, or InvalidInput if the cache is too small.
         """
         check_keywords("Store.pre_download", match, MatchArguments)
         shown = Progress(progress)
         return reading.pre_download(self.repository, ref, state, threads=threads, progress=shown, match=match)
 
     def export(self, ref: str | Checkpoint, path: str | os.PathLike[str], **options: Unpack[ExportOptions]) -> Exported:
-        """Write a checkpoint for other programs: a folder for ``from_pretrained``, safetensors, DCP or torch.save.
+        """Export a checkpoint for other programs: as a folder for ``from_pretrained``, safetensors, DCP or torch.save.
 
         See `casckpt.export`.
         """
@@ -279,7 +291,10 @@ class Store:
     # looking
 
     def create(self, **sizes: int) -> bool:
-        """Create the store now, with your ``cell_bytes`` and ``blob_bytes``. Return False if it exists already."""
+        """Create the store now, with the given ``cell_bytes`` and ``blob_bytes``.
+
+        Return False if it already exists.
+        """
         return self.repository.create(**sizes)
 
     def exists(self) -> bool:
@@ -292,7 +307,7 @@ class Store:
         return self.repository.marker
 
     def listing(self) -> Listing:
-        """Return all checkpoints and tags at one instant, including forgotten and damaged ones.
+        """Return all checkpoints and tags as of one instant, including forgotten and damaged ones.
 
         Raises NotFound if there is no store, StorageError.
         """
@@ -308,21 +323,21 @@ class Store:
     def __contains__(self, ref: str | Checkpoint) -> bool:
         try:
             resolve(self.repository, ref)
-        except NotFound:  # the checkpoint of the caller may have been purged
+        except NotFound:  # the caller's checkpoint may have been purged
             return False
         return True
 
     def checkpoints(self, run: str | None = None, *, forgotten: bool = False) -> list[Checkpoint]:
         """Return all checkpoints, or those of one run, oldest first.
 
-        ``forgotten``: include forgotten checkpoints, and the old commits of rewrites.
+        ``forgotten``: also include forgotten checkpoints and the old commits of rewrites.
         """
         found = commit_log.list_commits(self.repository)
         chosen = found.standing() if forgotten else found.current()
         return [Checkpoint(self.repository, commit) for commit in chosen if run is None or commit.run == run]
 
     def runs(self) -> list[str]:
-        """Return the names of all runs that have a visible checkpoint, sorted. Raises NotFound if there is no store."""
+        """Return the sorted names of all runs with a visible checkpoint. Raises NotFound if there is no store."""
         return sorted({commit.run for commit in commit_log.list_commits(self.repository).current()})
 
     def watch(
@@ -334,34 +349,35 @@ class Store:
         timeout: Duration | None = None,
         poll: Duration = "1s",
     ) -> Iterator[Arrival]:
-        """Yield each new checkpoint of ``run`` once, after its commit, in the order of announcements.
+        """Yield each new checkpoint of ``run`` once, after its commit, in the order in which they were announced.
 
-        ``after``: None for checkpoints that are committed after this call; "start" for all checkpoints; a step or
-        another reference to a checkpoint of the run, which may be forgotten or purged, for checkpoints announced after
-        it. ``latest_only``: of several new checkpoints, yield only the last saved one, and skip late ones. Rewritten
-        and restored checkpoints are not yielded again.
+        ``after``: where to start. None means checkpoints that are committed after this call, and "start" means all
+        checkpoints. A step, or any other reference to a checkpoint of the run, means checkpoints that were announced
+        after that one, which may be forgotten or purged. ``latest_only``: if there are several new checkpoints, yield
+        only the one saved last, and skip late ones. Rewritten and restored checkpoints are not yielded a second time.
 
-        The watch makes a small request every ``poll`` (0.1s or more), and more for new checkpoints. It ends after
-        ``timeout`` without a new checkpoint. The store and the run need not exist yet. If the storage fails, the watch
-        warns and retries. A checkpoint may be gone before you load it.
+        The watch makes one small request per ``poll`` interval (at least 0.1s), and more when there are new
+        checkpoints. It ends after ``timeout`` without a new checkpoint. The store and the run do not have to exist
+        yet. If the storage fails, the watch logs a warning and retries. A checkpoint may be purged before you load it.
 
-        Raises InvalidInput, NotFound. The iteration raises StorageError if the storage still fails at its end, Damaged,
-        Refused.
+        Raises InvalidInput, NotFound. The iterator raises StorageError if the storage still fails when the watch ends,
+        and also Damaged and Refused.
         """
         return reading.watch(self.repository, run, after, latest_only=latest_only, poll=poll, timeout=timeout)
 
     def diff(self, old: str | Checkpoint, new: str | Checkpoint) -> Difference:
-        """Return the tensors that were added, removed, changed and unchanged. Reads only the manifests."""
+        """Return which tensors were added, removed, changed and unchanged. Reads only the manifests."""
         return reading.diff(self.repository, old, new)
 
     def digests(
         self, ref: str | Checkpoint, *, keys: Sequence[str] | None = None, progress: Shown | None = None
     ) -> dict[str, str]:
-        """Return the BLAKE3 hash of each tensor's bytes in row-major order, as 64 hex digits, by key.
+        """Return, by key, the BLAKE3 hash of each tensor's bytes in row-major order, as 64 hex digits.
 
-        Ranks and shards do not matter. If each rank has its own value, the lowest rank's counts. ``keys``: patterns.
-        casckpt reads and verifies the bytes that this host's catalogue does not know. ``progress`` counts them. Thinned
-        tensors are left out. Raises MissingKey for a pattern that matches nothing, Damaged, StorageError.
+        The result does not depend on ranks and shards. If each rank has its own value, the lowest rank's value counts.
+        ``keys``: patterns on flat keys. casckpt reads and verifies the bytes of tensors whose hashes are not in this
+        host's catalogue. ``progress`` counts these bytes. Thinned tensors are omitted. Raises MissingKey for a pattern
+        that matches nothing, Damaged, StorageError.
         """
         from casckpt.loading.digests import digests_of
 
@@ -375,29 +391,30 @@ class Store:
         process_group: ProcessGroup | None = None,
         no_dist: bool = False,
     ) -> Comparison:
-        """Return the tensors of a live ``state`` that differ from a checkpoint in any bit, with ranks and places.
+        """Return the tensors of a live ``state`` that differ from a checkpoint in any bit, with ranks and positions.
 
-        Every rank of ``process_group`` makes the call with its own shards, in any topology. ``no_dist``: this process
-        compares alone. Each rank hashes all its values, including replicas, and reads only cells that differ or cross
-        its shards. The state does not change. Leaves other than tensors, and keys that only the checkpoint has, are
-        ignored. Raises NotFound, Damaged, MissingKey for thinned tensors, InvalidInput, StorageError.
+        Every rank of ``process_group`` must call this method with its own shards, in any topology. ``no_dist``: this
+        process compares alone. Each rank hashes all its values, including replicas, and reads only cells that differ
+        or that cross a shard boundary. The state does not change. Leaves other than tensors, and keys that exist only
+        in the checkpoint, are ignored. Raises NotFound, Damaged, MissingKey for thinned tensors, InvalidInput,
+        StorageError.
         """
         return reading.compare(self.repository, state, ref, process_group, no_dist=no_dist)
 
     def stats(self) -> StoreStats:
-        """Return the numbers of checkpoints and blobs, and their bytes."""
+        """Return how many checkpoints and blobs there are, and their size in bytes."""
         from casckpt.upkeep.usage import measure
 
         return measure(self.repository)
 
     def report(self) -> StoreUsage:
-        """Return the bytes of each run, shared or not, and the bytes in blobs that no checkpoint needs."""
+        """Return each run's shared and unshared bytes, and the bytes in blobs that no checkpoint needs."""
         from casckpt.upkeep.usage import usage
 
         return usage(self.repository)
 
     def history(self, runs: Collection[str]) -> History:
-        """Return the bytes that each visible checkpoint added, with reasons, oldest first, and the known damage.
+        """Return how many bytes each visible checkpoint added and why, oldest first, and the known damage.
 
         Compares the newest manifests of ``runs``. Raises NotFound, StorageError.
         """
@@ -406,18 +423,18 @@ class Store:
         return history(self.repository, runs)
 
     def heat(self, added: Sequence[Added]) -> Heat | None:
-        """Return the changes of each layer at the checkpoints of a run in a `history`. None if none was compared."""
+        """Return how much each layer changed at a run's checkpoints in a `history`, or None if none were compared."""
         from casckpt.upkeep.history import heat
 
         return heat(self.repository, added)
 
     def footprint(self, run: str | None = None, *, branches: bool = False, **keep: Unpack[KeepRules]) -> Footprint:
-        """Return the bytes that each checkpoint and tag uses, in all and alone.
+        """Return how many bytes each checkpoint and tag uses, both in total and exclusively.
 
-        Forgotten checkpoints have the time of their earliest purge. ``run``: only of this run. ``branches``: also by
-        the first element of the keys, with the part that only deltas need. This reads manifests that are new to this
-        host. ``keep_last=2`` and the other rules of `gc`: the bytes that each of them would free as the only rule.
-        Raises InvalidInput, NotFound, Damaged, StorageError.
+        For forgotten checkpoints, the result has the earliest time at which gc may purge them. ``run``: only this run.
+        ``branches``: also group the bytes by the first element of the key, and show how many only deltas need. This
+        reads manifests that are new to this host. ``keep_last=2`` and the other rules of `gc`: also return how many
+        bytes each rule would free if it were the only one. Raises InvalidInput, NotFound, Damaged, StorageError.
         """
         from casckpt.upkeep.footprint import footprint
 
@@ -425,7 +442,7 @@ class Store:
         return footprint(self.repository, run=run, branches=branches, policy=Policy(**keep))
 
     def attachments(self, ref: str | Checkpoint) -> dict[str, int]:
-        """Return the names of the attachments, and their sizes in bytes."""
+        """Return the attachments' names, and their sizes in bytes."""
         return reading.attachments(self.repository, ref)
 
     def read_attachment(self, ref: str | Checkpoint, name: str) -> bytes:
@@ -435,13 +452,14 @@ class Store:
     # keeping and removing
 
     def tag(self, name: str, ref: str | Checkpoint, *, expires: Duration | None = None) -> None:
-        """Set the tag ``name`` on a checkpoint, so that every policy keeps it. Restore it if it is forgotten.
+        """Set the tag ``name`` on a checkpoint, which makes every policy keep it.
 
-        ``expires``: the lifetime of the tag ("12h", a timedelta). Such a tag does not restore, and raises NotFound for
-        a forgotten checkpoint. Raises Gone if it was purged, Conflict if another process is purging it.
+        Restore the checkpoint if it is forgotten. ``expires``: the tag's lifetime ("12h", a timedelta). Setting an
+        expiring tag does not restore a forgotten checkpoint but raises NotFound. Raises Gone if the checkpoint was
+        purged, Conflict if another process is purging it.
         """
         if isinstance(ref, str) and is_reference(name) and not is_reference(ref):
-            raise InvalidInput(f"the name of a tag comes first, then the checkpoint: tag({ref!r}, {name!r})")
+            raise InvalidInput(f"the tag name comes first, and then the checkpoint: call tag({ref!r}, {name!r})")
         if expires is None:
             tags.set_tag(self.repository, name, resolve(self.repository, ref))
         else:
@@ -449,20 +467,20 @@ class Store:
 
     @contextmanager
     def lease(self, ref: str | Checkpoint, *, expires: Duration = "1h") -> Iterator[Checkpoint]:
-        """Hold a checkpoint for a block: gc keeps all its objects, even if it is forgotten meanwhile.
+        """Hold a checkpoint inside a with block: gc keeps all its objects, even if it is forgotten in the meantime.
 
-        A lease is a tag with a name of its own that ends ``expires`` from now. A thread renews it until the block ends.
-        After a kill it expires. casckpt logs and retries a failed renewal, and logs a lost lease as an error. Raises
-        NotFound if the checkpoint is not visible.
+        A lease is a tag with a unique name that expires ``expires`` from now. A thread renews it until the block ends.
+        If the process is killed, the lease expires. casckpt logs and retries a failed renewal, and logs a lost lease
+        as an error. Raises NotFound if the checkpoint is not visible.
         """
         with lease(self.repository, ref, seconds_of(expires, "expires")) as held:
             yield Checkpoint(self.repository, held.commit)
 
     def tags(self) -> dict[str, Checkpoint]:
-        """Return all tags and their checkpoints, without tags whose records are damaged."""
+        """Return all tags and their checkpoints, except tags whose records are damaged."""
         listing = self.listing()
         for name in listing.damaged_tags:
-            log.warning("the record of tag %s cannot be read: set the tag again, or delete it", name)
+            log.warning("cannot read the record of tag %s: set the tag again, or delete it", name)
         return {name: tag.checkpoint for name, tag in listing.tags.items()}
 
     def untag(self, name: str) -> None:
@@ -472,12 +490,13 @@ class Store:
     def sign(
         self, *named: str | Checkpoint, key: KeyFile | Ed25519PrivateKey, password: bytes | None = None
     ) -> list[Checkpoint]:
-        """Sign checkpoints or ranges of steps: store a signature of each id. Copies include the signatures.
+        """Sign checkpoints or ranges of steps by storing a signature of each id. Copies include the signatures.
 
-        ``key``: a file with an Ed25519 key as OpenSSL or ssh-keygen writes it, or a key of the package cryptography.
-        ``password``: of the file. Sign the result of a save of this process, because its id was computed from your
-        memory. For another checkpoint, `verify` shows that the store has the content of the id, but not its origin.
-        Raises NotFound, InvalidInput, Damaged, StorageError; Unsupported without that package.
+        ``key``: a file with an Ed25519 key as written by OpenSSL or ssh-keygen, or a key object of the cryptography
+        package. ``password``: the password of the file. Sign what this process has just saved, because its id was
+        computed from your memory. For any other checkpoint, `verify` proves that the store has the content that the id
+        names, but not where it came from. Raises NotFound, InvalidInput, Damaged, StorageError, and Unsupported if the
+        cryptography package is not installed.
         """
         from casckpt.contents.signatures import sign
 
@@ -488,11 +507,11 @@ class Store:
         return [Checkpoint(self.repository, commit) for commit in chosen]
 
     def forget(self, *refs: str | Checkpoint, tagged: bool = False, dry_run: bool = False) -> list[Checkpoint]:
-        """Hide checkpoints or ranges of steps until you restore them or gc purges them.
+        """Hide checkpoints, or ranges of steps, until you restore them or gc purges them.
 
-        ``tagged``: allow tagged checkpoints, and delete their tags. Expiring tags stay, and gc respects them. Without
-        it, a tagged checkpoint raises Conflict, and no checkpoint is forgotten. ``dry_run``: only return the
-        checkpoints. Raises NotFound, InvalidInput, Conflict.
+        ``tagged``: allow tagged checkpoints, and delete their tags. Expiring tags remain, and gc respects them.
+        Without ``tagged``, a tagged checkpoint raises Conflict, and no checkpoint is forgotten. ``dry_run``: only
+        return the checkpoints. Raises NotFound, InvalidInput, Conflict.
         """
         from casckpt.upkeep.gc.forgetting import forget, plan_forget
 
@@ -504,8 +523,8 @@ class Store:
     def forget_now(self, *checkpoints: Checkpoint) -> list[Checkpoint]:
         """Forget and purge checkpoints without gc, and return the forgotten ones. The next gc frees the space.
 
-        Tagged checkpoints, and those that are not yet safe in the mirror, stay. If the store has a minimum age, gc
-        purges. Raises StorageError.
+        Tagged checkpoints, and those that are not yet safe in the mirror, are not forgotten. If the store has a
+        minimum age, gc purges the forgotten checkpoints instead. Raises StorageError.
         """
         from casckpt.upkeep.gc.purge import forget_and_purge
 
@@ -515,7 +534,7 @@ class Store:
     def rotate(self, run: str, rotation: Rotation) -> list[Checkpoint]:
         """Forget and purge the checkpoints of ``run`` that ``rotation`` does not keep, as `forget_now` does.
 
-        One process makes the call. Raises Damaged or Refused if a tag cannot be read, StorageError.
+        Only one process makes the call. Raises StorageError, and Damaged or Refused if a tag cannot be read.
         """
         from casckpt.upkeep.gc.rotation import rotate
 
@@ -524,7 +543,7 @@ class Store:
     def thin_now(self, run: str, rule: Thinning | None) -> list[Checkpoint]:
         """Thin the checkpoints of ``run`` by ``rule``, and purge their old commits as `forget_now` does.
 
-        Skips damaged checkpoints. Raises the errors of `rotate`.
+        Skips damaged checkpoints. Raises the same errors as `rotate`.
         """
         from casckpt.upkeep.gc.rotation import thin
 
@@ -539,15 +558,17 @@ class Store:
         dry_run: bool = False,
         **keep: Unpack[KeepRules],
     ) -> ThinResult:
-        """Drop tensors, such as those of an optimizer, from checkpoints. Keep the other tensors and the id.
+        """Drop tensors, such as optimizer state, from checkpoints. Keep the other tensors and the id.
 
-        ``drop``: fnmatch patterns on flat keys of tensors. ``refs``: checkpoints or ranges of steps. Without them: all
-        checkpoints, or those of ``run``, except those that ``keep_last=2`` or another rule of `gc` keeps whole, the
-        newest of a run, and tagged ones unless ``tagged``. Thinning moves no tensor bytes. gc purges the old commits
-        and frees the space. Until then `restore` of these (`checkpoints` with ``forgotten``) brings all tensors back.
+        ``drop``: fnmatch patterns on the flat keys of tensors. ``refs``: checkpoints or ranges of steps. Without
+        ``refs``, this method thins all checkpoints, or those of ``run``. It leaves out the newest checkpoint of each
+        run, tagged ones unless ``tagged`` is set, and those that ``keep_last=2`` or another `gc` rule keeps whole.
+        Thinning does not move tensor bytes. gc later purges the old commits and frees the space. Until then, you can
+        bring all tensors back by restoring an old commit (`checkpoints` with ``forgotten`` lists them) with `restore`.
 
         Raises InvalidInput, NotFound, MissingKey if no pattern matches, Conflict if one of ``refs`` is tagged,
-        StorageError. If a damaged checkpoint cannot be thinned, the others are, and then its error is raised.
+        StorageError. If a checkpoint cannot be thinned because it is damaged, the others are thinned, and then its
+        error is raised.
         """
         from casckpt.upkeep.gc.purge import check_metrics
         from casckpt.upkeep.thin import check, plan_thin, thin
@@ -561,14 +582,14 @@ class Store:
         return result
 
     def restore(self, ref: str | Checkpoint, *, whole: bool = False) -> Checkpoint:
-        """Make a forgotten checkpoint visible again. Raises Conflict if it was purged, or if a twin of it is visible.
+        """Make a forgotten checkpoint visible again. Raises Conflict if it was purged or if a twin of it is visible.
 
-        ``ref``: an id, a `Checkpoint`, or RUN@STEP unless several were forgotten there. A checkpoint that `checkpoints`
-        shows as ``replaced`` takes the place of its rewrite, while it lives. ``whole``: bring back the tensors that
-        `thin` dropped. Raises NotFound if gc has purged them.
+        ``ref``: an id, a `Checkpoint`, or RUN@STEP if only one checkpoint was forgotten there. A checkpoint that
+        `checkpoints` shows as ``replaced`` takes the place of its rewrite if it has not been purged. ``whole``: bring
+        back the tensors that `thin` dropped. Raises NotFound if gc has purged them.
         """
         if refs.is_range(ref):
-            raise InvalidInput(f"{ref!r} does not name one checkpoint; restore_many takes ranges")
+            raise InvalidInput(f"{ref!r} does not name a single checkpoint: use restore_many for ranges")
         (restored,) = self.restore_many(ref, whole=whole).restored
         return Checkpoint(self.repository, restored)
 
@@ -577,10 +598,10 @@ class Store:
     ) -> RestoreResult:
         """Restore checkpoints, or the forgotten ones of ranges of steps, as `restore` does.
 
-        A range skips steps at which a checkpoint is visible. If one checkpoint cannot be restored, none is. ``whole``:
-        of a range, the thinned checkpoints. ``dry_run``: only return the checkpoints. ``check``: raise the errors of
-        single checkpoints once the others are restored; without it, ``failed`` of the result has them. Raises NotFound,
-        InvalidInput, Conflict, StorageError.
+        A range skips steps that have a visible checkpoint. If one of the named checkpoints cannot be restored, none
+        are. ``whole``: for a range, restore its thinned checkpoints. ``dry_run``: only return the checkpoints.
+        ``check``: raise the errors of single checkpoints after the others are restored. Without ``check``, the result
+        has them as ``failed``. Raises NotFound, InvalidInput, Conflict, StorageError.
         """
         from casckpt.upkeep.gc.forgetting import RestoreResult, plan_restore, restore
 
@@ -605,25 +626,27 @@ class Store:
         tell: Tell | None = None,
         **keep: Unpack[KeepRules],
     ) -> GcResult:
-        """Forget checkpoints by a policy, purge forgotten ones, and delete unneeded objects. Safe at any time.
+        """Forget checkpoints by a policy, purge forgotten ones, and delete unneeded objects.
 
-        ``keep_last``, ``keep_every`` (step % N == 0), ``keep_within``, ``keep_daily``, ``keep_weekly``,
-        ``keep_monthly``, ``keep_best`` ("loss:3", "acc:max:1"): the policy. In each run, it keeps every checkpoint that
-        any rule keeps (see `Policy`). Without a rule gc forgets nothing. The newest of a run, the newest that is not
-        unhealthy, and tagged checkpoints always stay. ``thin``: tensors to drop from the other checkpoints, as
-        ``{"drop": ["optim.*"], "keep_last": 2}``. ``run``: only this run.
+        It is safe to run at any time. ``keep_last``, ``keep_every`` (step % N == 0), ``keep_within``, ``keep_daily``,
+        ``keep_weekly``, ``keep_monthly``, ``keep_best`` ("loss:3", "acc:max:1"): the policy. In each run, it keeps
+        every checkpoint that any rule keeps (see `Policy`). Without a rule, gc does not forget any checkpoint. gc
+        always keeps the newest checkpoint of a run, the newest one that is not unhealthy, and tagged ones. ``thin``:
+        tensors to drop from the other checkpoints, such as ``{"drop": ["optim.*"], "keep_last": 2}``. ``run``: only
+        this run.
 
-        Durations are a timedelta or text with a unit ("7d", "90s"); 0 needs none. ``min_age``: time between forgetting
-        and purge. Until then `restore` brings a checkpoint back (default: the setting of the store, else 24 h, and 15
-        minutes for ephemeral ones). ``wait``: total time to wait for saves in progress. The next gc continues from
-        there. ``revoke_after``: time without a sign of life after which gc revokes a save (default: the setting of the
-        store, else 1 h). ``progress``: called with the number of deleted objects and the total. ``tell``: called with
-        the saves that gc waits for.
+        Durations are a timedelta or a string with a unit ("7d", "90s"); 0 does not need a unit. ``min_age``: time
+        between forgetting and purging, during which `restore` can bring a checkpoint back (default: the store's
+        setting, or else 24 h, and 15 minutes for ephemeral checkpoints). ``wait``: total time to wait for saves in
+        progress. The next gc continues where this one stopped. ``revoke_after``: time without a sign of life after
+        which gc revokes a save (default: the store's setting, or else 1 h). ``progress``: called with the number of
+        deleted objects and the total. ``tell``: called with the saves that gc is waiting for.
 
-        Raises Damaged if a live checkpoint cannot be read. Then gc forgets and deletes nothing. Raises InvalidInput,
-        also for a metric that no checkpoint has; MissingKey if ``thin`` matches no key of the chosen checkpoints;
-        StorageError. Every error, even an interrupt, has a `GcResult` as ``done``, with the checkpoints that were
-        forgotten, purged, restored and thinned before the error, or with ``dry_run`` with the plan.
+        Raises Damaged if a live checkpoint cannot be read; gc then neither forgets nor deletes anything. Raises
+        InvalidInput (for example for a metric that no checkpoint has), MissingKey if ``thin`` does not match any key
+        of the chosen checkpoints, and StorageError. Every error, even an interrupt, has a `GcResult` as ``done``. It
+        lists the checkpoints that were forgotten, purged, restored and thinned before the error, or, with ``dry_run``,
+        the plan.
         """
         from casckpt.upkeep.gc.gc import collect
 
@@ -643,14 +666,14 @@ class Store:
 
     @property
     def settings(self) -> StoreSettings:
-        """The settings of the store, read each time. Raises NotFound if there is no store."""
+        """The store's settings, read on each access. Raises NotFound if there is no store."""
         return settings_from(self.repository.settings)
 
     def change_settings(self, **changes: Unpack[SettingChanges]) -> StoreSettings:
-        """Change settings for all later users of the store. None unsets one.
+        """Change settings for all later users of the store. None unsets a setting.
 
-        Durations are a timedelta or text with a unit ("7d", "90s"). `StoreSettings` has the names. Raises InvalidInput,
-        which names the setting; NotFound where there is no store; StorageError.
+        Durations are a timedelta or a string with a unit ("7d", "90s"). `StoreSettings` lists the names. Raises
+        InvalidInput with the name of the setting, NotFound if there is no store, and StorageError.
         """
         if (mirror := changes.get("mirror")) is not None:
             changes["mirror"] = repository_of(mirror, None).storage.url
@@ -663,13 +686,16 @@ class Store:
         return saves_in_progress(self.repository)
 
     def revoke(self, txid: str) -> None:
-        """End a save in progress, so that it never becomes visible. Raises NotFound, Conflict if it has ended."""
+        """End a save in progress so that it never becomes visible.
+
+        Raises NotFound, and Conflict if it has already ended.
+        """
         from casckpt.upkeep.saves import revoke_save
 
         revoke_save(self.repository, TxId(txid))
 
     def give_up(self, txid: str) -> None:
-        """End a transaction whose record is lost or unreadable, which stops every gc. Raises NotFound, Conflict."""
+        """End a transaction whose lost or unreadable record blocks every gc. Raises NotFound, Conflict."""
         from casckpt.upkeep.saves import give_up
 
         give_up(self.repository, TxId(txid))
@@ -677,13 +703,13 @@ class Store:
     # checking and copying
 
     def doctor(self) -> Iterator[Finding]:
-        """Check whether the storage is safe for a store, and yield each finding. Needs no store there."""
+        """Check whether the storage is safe for a store, and yield each finding. The store does not have to exist."""
         from casckpt.upkeep.doctor import examine
 
         return examine(self.repository)
 
     def reindex(self) -> int:
-        """Rebuild this host's catalogue of the store. Return the number of checkpoints in it. Raises StorageError."""
+        """Rebuild this host's catalogue of the store. Return how many checkpoints are in it. Raises StorageError."""
         from casckpt.contents.manifests import reindex
 
         return reindex(self.repository)
@@ -696,12 +722,12 @@ class Store:
         decode: bool = False,
         progress: Shown | None = None,
     ) -> VerifyResult:
-        """Check all objects of live checkpoints, or of ``refs``. Mark damaged blobs in the store.
+        """Check all objects of live checkpoints, or of ``refs``. Record damaged blobs in the store.
 
-        ``mode``: "full" reads every blob and compares its hash, "exists" checks presence and size. ``sample``: the
-        fraction of the blobs to check, drawn at random. ``decode``: also decode encoded cells and compare them.
-        ``progress`` is called with the bytes read so far and in all. The result lists the damage. Raises NotFound,
-        InvalidInput, StorageError.
+        ``mode``: "full" reads every blob and checks its hash, "exists" checks presence and size. ``sample``: the
+        fraction of the blobs to check, chosen at random. ``decode``: also decode encoded cells and check their
+        digests. ``progress`` is called with the bytes read so far and the total. The result lists the damage. Raises
+        NotFound, InvalidInput, StorageError.
         """
         from casckpt.upkeep.repair.verify import verify
 
@@ -709,10 +735,11 @@ class Store:
         return verify(self.repository, refs=chosen, mode=mode, sample=sample, decode=decode, progress=shown)
 
     def repair(self, *sources: Store | str | os.PathLike[str], progress: Shown | None = None) -> RepairResult:
-        """Restore missing blobs, and blobs that `verify` or a save found damaged.
+        """Restore missing blobs, and blobs that `verify` or a save found to be damaged.
 
         The bytes come from other copies in this store or in ``sources``. casckpt only reads ``sources``. ``progress``
-        is called with the bytes put back. The result lists what cannot be repaired. Raises NotFound, StorageError.
+        is called with the number of restored bytes. The result lists what could not be repaired. Raises NotFound,
+        StorageError.
         """
         from casckpt.upkeep.repair.repair import repair
 
@@ -733,25 +760,27 @@ class Store:
         check: bool = True,
         progress: Shown | None = None,
     ) -> CopyResult:
-        """Copy the checkpoints of ``refs`` (ranges of steps too), or all visible ones, into another store.
+        """Copy the checkpoints or ranges of steps in ``refs``, or all visible checkpoints, to another store.
 
-        Transfers only the bytes that ``target`` lacks. Copies keep ids, times and order. Each copy is verified during
-        the transfer, and becomes visible in ``target`` when it is complete and durable. If ``target`` does not exist,
-        it is created with the cell and blob size of this store. Forgotten checkpoints of ``target`` stay forgotten,
-        unless you name them. ``run``: only of this run. ``tags``: also set the tags there. ``jobs``: number of files to
-        copy at once. ``part``: (rank, number of ranks), if several processes share the work. ``blob_bytes``: repack
-        into blobs of this size (deltas keep their blobs); then ``target`` may be this store, whose small and worn blobs
-        are packed together. ``compress``: "always" encodes floats, except in checkpoints that already have encoded
-        cells; "off" and None change no encoding. ``check``: raise the errors after all other checkpoints are copied.
-        Without it, the result has them as ``failed``. ``progress``: called with the bytes that ``target`` has so far.
+        Only bytes that ``target`` lacks are transferred. Copies keep their ids, times and order. Each copy is verified
+        during the transfer, and becomes visible in ``target`` when it is complete and durable. If ``target`` does not
+        exist, it is created with this store's cell and blob sizes. Forgotten checkpoints in ``target`` remain
+        forgotten unless you name them. ``run``: copy only this run. ``tags``: also set the tags there. ``jobs``: how
+        many files to copy at the same time. ``part``: (rank, number of ranks), if several processes share the work.
+        ``blob_bytes``: repack the cells into blobs of this size (deltas keep their blobs). ``target`` may then be this
+        store itself, whose small and worn blobs are packed together. ``compress``: "always" encodes floats, except in
+        checkpoints that already have encoded cells; "off" and None leave encodings unchanged. ``check``: raise the
+        errors after all other checkpoints are copied. Without ``check``, the result has them as ``failed``.
+        ``progress``: called with the bytes that ``target`` has so far.
 
-        Raises Damaged (with blob and keys), Gone, Refused, or Conflict if ``target`` has another checkpoint of the run
-        and step. Such a checkpoint is not visible there, and all others are copied. NotFound, StorageError.
+        Raises NotFound, StorageError, Damaged (with blob and keys), Gone, Refused, or Conflict if ``target`` has a
+        different checkpoint with the same run and step. A checkpoint with an error does not become visible in
+        ``target``; all others are copied.
         """
         from casckpt.upkeep.copies import copy as copying
 
         if compress not in {None, "off", "always"}:
-            raise InvalidInput(f"compress={compress!r} is not usable in a copy; give 'always' or 'off'")
+            raise InvalidInput(f"compress={compress!r} is not valid for a copy: pass 'always' or 'off'")
         source, other = self.repository, repository_of(target, self.repository.cache_dir)
         packs = compress == "always"
         plan = copying.plan_copy(source, other, map(plain, refs), run=run, blob_bytes=blob_bytes, compress=packs)
@@ -764,23 +793,24 @@ class Store:
         return result
 
     def mirror_lag(self) -> MirrorLag:
-        """Return the lag of the mirror: pending checkpoints and bytes, and the age of the oldest.
+        """Return the mirror's lag: the pending checkpoints and bytes, and the age of the oldest one.
 
-        Raises InvalidInput for a store that was opened without a mirror, StorageError.
+        Raises StorageError, and InvalidInput if the store was opened without a mirror.
         """
         return self._its_mirror().lag()
 
     def wait_for_mirror(self, timeout: float | None = None) -> None:
-        """Wait until all present commits are safe in the mirror, for example before a program ends.
+        """Wait until all current commits are safe in the mirror, for example before a program ends.
 
-        If the program ends earlier, the next opening of the store with its mirror continues. After one more attempt,
-        raises the error of the copy (StorageError, Damaged, ...). Raises StorageError after ``timeout`` seconds.
+        If the program ends earlier, copying continues the next time that the store is opened with its mirror. If
+        copying has failed, this method makes one more attempt and then raises the error (StorageError, Damaged, ...).
+        Raises StorageError after ``timeout`` seconds.
         """
         self._its_mirror().wait(timeout)
 
     def _its_mirror(self) -> Mirror:
         if self._mirror is None:
-            raise InvalidInput(f"{self.url} was opened without a mirror: give casckpt.open(..., mirror=URL)")
+            raise InvalidInput(f"{self.url} was opened without a mirror: use casckpt.open(..., mirror=URL)")
         return self._mirror
 
 
@@ -795,5 +825,5 @@ def _optional(duration: Duration | None, what: str) -> float | None:
 
 
 def repository_of(store: Store | str | os.PathLike[str], cache_dir: Path | None) -> Repository:
-    """Return the repository of an open store, or of a path or URL. Raises InvalidInput or Unsupported for a bad URL."""
+    """Return the repository of an open store, path or URL. Raises InvalidInput or Unsupported for an invalid URL."""
     return store.repository if isinstance(store, Store) else open_repository(store, cache_dir=cache_dir)

@@ -1,4 +1,4 @@
-"""The types of arguments and results of `Store`, except `Checkpoint`. Front ends import them from here."""
+"""Argument and result types of `Store`, except `Checkpoint`. Front ends import them from here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from casckpt.saving.options import (
     SaveOptions,
 )
 
-if TYPE_CHECKING:  # results of gc, copies and reports; their modules are slow to import
+if TYPE_CHECKING:  # results of gc, copies and reports, whose modules are slow to import
     from casckpt.upkeep.copies.copy import CopyResult
     from casckpt.upkeep.footprint import RuleUsage
     from casckpt.upkeep.gc.gc import GcResult
@@ -35,5 +35,5 @@ __all__ = [
 
 
 def check_save_arguments(arguments: SaveArguments) -> None:
-    """Raise InvalidInput for options that `Store.save` refuses for every state."""
+    """Raise InvalidInput for options that `Store.save` would refuse for any state."""
     SaveOptions(step=0, **arguments).checked()

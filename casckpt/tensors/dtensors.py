@@ -1,12 +1,12 @@
-"""Regions of the global tensor that a DTensor's local tensor holds, for every mesh and placement.
+"""Computes the regions of the global tensor that a DTensor's local tensor holds, for every mesh and placement.
 
-For each tensor dimension this module computes the indices that this rank holds: each mesh dimension that shards it
-takes its chunk of the rest. A strided shard (FSDP2 over tensor parallelism) comes after the mesh dimensions to its
-right that its split factor counts. FSDP2 cuts in this order, also for uneven sizes. The indices may have gaps, so a
-local tensor is a list of boxes. (torch's own offset helper returns a single box, which is wrong then.)
+For each tensor dimension, this module computes the indices that this rank holds: each mesh dimension that shards it
+takes its chunk of what remains. A strided shard (FSDP2 over tensor parallelism) comes after the mesh dimensions to its
+right that its split factor counts. FSDP2 splits in this order, even for uneven sizes. The indices may have gaps, so a
+local tensor is a list of boxes. (torch's own offset helper returns a single box, which is wrong in that case.)
 
-A tensor, or a DTensor's local tensor, may describe its chunks by a method ``__create_chunk_list__``. Then mesh and
-placements are ignored. The method that torch gives every DTensor is not such a description.
+A tensor, or a DTensor's local tensor, may describe its chunks with a ``__create_chunk_list__`` method. In that case,
+mesh and placements are ignored. The method that torch defines for every DTensor does not count as such a description.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: Any) -> TypeGuard[DTensor]:
-    """Return whether ``value`` is a DTensor, without an import of torch.distributed."""
+    """Return whether ``value`` is a DTensor, without importing torch.distributed."""
     module = _dtensors()
     return module is not None and isinstance(value, module.DTensor)
 
@@ -40,16 +40,16 @@ def _dtensors() -> Any:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor, or any other tensor unchanged."""
+    """Return the local tensor of a DTensor, and any other tensor unchanged."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 CHUNK_LIST = "__create_chunk_list__"
-"""The method by which a tensor describes its chunks. torch.distributed.checkpoint uses it too."""
+"""The method with which a tensor describes its chunks. torch.distributed.checkpoint uses it too."""
 
 
 def _description(tensor: torch.Tensor) -> Any:
-    """Return the method by which a tensor, or a DTensor's local tensor, describes its chunks; None if it has none."""
+    """Return the method with which a tensor, or a DTensor's local tensor, describes its chunks, or None."""
     method = getattr(tensor, CHUNK_LIST, None)
     if not is_dtensor(tensor) or getattr(method, "__func__", None) is not vars(_dtensors().DTensor).get(CHUNK_LIST):
         return method
@@ -57,7 +57,7 @@ def _description(tensor: torch.Tensor) -> Any:
 
 
 def described_shards(key: str, tensor: torch.Tensor) -> list[Shard] | None:
-    """List the parts that a tensor describes, with their data in place; None if it has no description.
+    """List the parts that a tensor describes, with views of their data. Return None if it has no description.
 
     Raises InvalidInput if the parts lie outside the tensor, overlap, or do not match its local tensor.
     """
@@ -78,15 +78,15 @@ def described_shards(key: str, tensor: torch.Tensor) -> list[Shard] | None:
                 return shards
     where = ", ".join(f"{list(sizes)} at {list(at)}" for at, sizes in chunks) or "empty"
     raise InvalidInput(
-        f"{key!r}: the tensor of shape {list(tensor.shape)} describes its part here as {where}, which does not fit it "
-        f"or its local tensor of shape {list(local.shape)}; casckpt cannot tell which elements these are. Correct its "
-        f"{CHUNK_LIST}, or save its parts as casckpt.Shard",
+        f"{key!r}: the tensor of shape {list(tensor.shape)} describes its part here as {where}, which does not fit "
+        f"the tensor or its local tensor of shape {list(local.shape)}; casckpt cannot tell which elements these are. "
+        f"Correct its {CHUNK_LIST}, or save its parts as casckpt.Shard",
         key=key,
     )
 
 
 def _parts_of_local(local: Any, sizes: Sequence[Shape]) -> Sequence[torch.Tensor]:
-    """View the parts of a local tensor: the shards of torch's LocalShardsWrapper, else consecutive parts."""
+    """View the parts of a local tensor: the shards of torch's LocalShardsWrapper, or else consecutive parts."""
     if callable(getattr(local, "local_shards", None)):
         return [shard for shard in local.local_shards() if shard.numel()]
     for dim, extent in enumerate(local.shape if len(sizes) > 1 else ()):
@@ -97,7 +97,7 @@ def _parts_of_local(local: Any, sizes: Sequence[Shape]) -> Sequence[torch.Tensor
 
 
 def described_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return a view of a DTensor with the chunk description of ``other``, if that has one and the same sharding."""
+    """Return a view of a DTensor with ``other``'s chunk description, if ``other`` has one and the same sharding."""
     if not is_dtensor(tensor) or not is_dtensor(other) or _description(tensor) is not None:
         return tensor
     describe = _description(other)
@@ -109,7 +109,7 @@ def described_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def local_boxes(key: str, tensor: DTensor) -> list[tuple[Box, Box]]:
-    """List (box of the global tensor, box of the local one) of each piece that this rank holds, if any.
+    """List (box of the global tensor, box of the local tensor) for each piece that this rank holds.
 
     Raises InvalidInput for Partial placements, and for a local tensor of an unexpected shape.
     """
@@ -128,12 +128,12 @@ def local_boxes(key: str, tensor: DTensor) -> list[tuple[Box, Box]]:
     shape, local = tuple(tensor.shape), tuple(tensor.to_local().shape)
     indices = [_held(extent, shards.get(dim, [])) for dim, extent in enumerate(shape)]
     if not all(map(len, indices)) and 0 in local:
-        return []  # an empty local tensor of FSDP2 may have another shape than its placements give
+        return []  # in FSDP2, the shape of an empty local tensor may differ from the one that its placements imply
     if tuple(len(held) for held in indices) != local:
         raise InvalidInput(
-            f"{key!r}: a DTensor of shape {list(shape)} with placements {tensor.placements} holds a local tensor of "
-            f"shape {list(local)} here, where {[len(held) for held in indices]} was expected; casckpt cannot tell "
-            "which elements these are",
+            f"{key!r}: a DTensor of shape {list(shape)} with placements {tensor.placements} has a local tensor of "
+            f"shape {list(local)} here instead of {[len(held) for held in indices]}; casckpt cannot tell which "
+            f"elements these are",
             key=key,
         )
     return boxes_of(indices)
@@ -144,23 +144,23 @@ def check_added_up(key: str, tensor: DTensor) -> None:
     for placement in tensor.placements:
         if getattr(placement, "dim", None) is None and not placement.is_replicate():
             raise InvalidInput(
-                f"{key!r}: a DTensor with placement {placement} holds sums that are not added up yet; "
-                "redistribute it to Shard or Replicate first",
+                f"{key!r}: a DTensor with placement {placement} holds partial sums; redistribute it to Shard or "
+                f"Replicate first",
                 key=key,
             )
 
 
 def _mesh_order(key: str, tensor: DTensor) -> Sequence[int]:
-    """Return the mesh dimensions in the order in which they shard: from left to right, unless the spec has an order.
+    """Return the mesh dimensions in sharding order: from left to right, unless the spec defines an order.
 
-    Raises InvalidInput on a mesh of Megatron-FSDP, which shards in another order than its spec says.
+    Raises InvalidInput for a mesh of Megatron-FSDP, which shards in a different order than its spec says.
     """
     dims = [dim for placement in tensor.placements if (dim := getattr(placement, "dim", None)) is not None]
     if len(set(dims)) < len(dims) and hasattr(tensor.device_mesh, "_shard_order"):
         raise InvalidInput(
-            f"{key!r}: a DTensor of Megatron-FSDP does not tell which elements it holds; call "
-            "preprocess_state_dict_for_uneven_dtensor on the state first. It is in megatron_fsdp.uneven_dtensor; "
-            "Megatron-core has that below megatron.core.distributed.fsdp.src",
+            f"{key!r}: a DTensor of Megatron-FSDP does not say which elements it holds; call "
+            f"preprocess_state_dict_for_uneven_dtensor on the state first. It is in megatron_fsdp.uneven_dtensor, "
+            f"which is under megatron.core.distributed.fsdp.src in Megatron-core",
             key=key,
         )
     entries = getattr(tensor._spec, "shard_order", None) or ()
@@ -168,7 +168,7 @@ def _mesh_order(key: str, tensor: DTensor) -> Sequence[int]:
 
 
 def boxes_of(indices: Sequence[Ints]) -> list[tuple[Box, Box]]:
-    """Return (global box, local box) for every combination of runs of consecutive indices in each dimension."""
+    """Return (global box, local box) for every combination of runs of consecutive indices across dimensions."""
     runs = [_runs(held) for held in indices]
     boxes = []
     for combination in product(*runs):
@@ -179,16 +179,16 @@ def boxes_of(indices: Sequence[Ints]) -> list[tuple[Box, Box]]:
 
 
 def _held(extent: int, shards: Sequence[tuple[int, int, int]]) -> Ints:
-    """Compute the indices of one dimension that this rank holds."""
+    """Compute the indices in one dimension that this rank holds."""
     held = np.arange(extent)
     for size, coordinate, _ in _in_order(shards):
-        chunk = -(-len(held) // size)  # torch.chunk: equal chunks, the last ones short or empty
+        chunk = -(-len(held) // size)  # like torch.chunk: equal chunks, of which the last ones are shorter or empty
         held = held[coordinate * chunk : (coordinate + 1) * chunk]
     return held
 
 
 def _in_order(shards: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Order mesh dimensions as FSDP2 splits: a strided shard after the dimensions that its split factor counts."""
+    """Order mesh dimensions as FSDP2 splits them: a strided shard comes after those that its split factor counts."""
     order: list[tuple[int, int, int]] = []
     for shard in reversed(shards):
         at, counted = 0, 1
@@ -196,13 +196,16 @@ def _in_order(shards: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, in
             counted *= order[at][0]
             at += 1
         if counted != shard[2]:
-            raise InvalidInput(f"a strided shard with split factor {shard[2]} over mesh sizes {[s[0] for s in shards]}")
+            raise InvalidInput(
+                f"a strided shard has split factor {shard[2]}, which does not match the mesh sizes "
+                f"{[s[0] for s in shards]}"
+            )
         order.insert(at, shard)
     return order
 
 
 def _runs(held: Ints) -> list[tuple[int, int, int]]:
-    """Return (first index, position, count) of each run of consecutive indices."""
+    """Return (first index, position, count) for each run of consecutive indices."""
     if not len(held):
         return []
     starts = np.concatenate([[0], np.flatnonzero(np.diff(held) != 1) + 1])

@@ -1,12 +1,12 @@
-"""Sharded tensors of other libraries, recognised by their attributes without an import.
+"""Sharded tensors of other libraries, recognized by their attributes, without imports.
 
 - Megatron's ShardedTensor: ``data`` of ``local_shape``, at ``global_offset`` in ``global_shape``. The data lacks the
-  first ``prepend_axis_num`` axes, of extent 1. With a ``flattened_range``, ``data`` is that slice of the flattened
-  part.
-- torch's ShardedTensor: several boxes of ``size()``. Their data may be a ShardedTensor again (FSDP over tensor
-parallel). - OLMo-core's ShardedFlatTensor: ``sharded_data`` holds the ranges ``unsharded_flattened_offsets`` of the
-flattened tensor
-  of ``unsharded_shape``, one after the other.
+  first ``prepend_axis_num`` axes, which have size 1. With a ``flattened_range``, ``data`` is that slice of the
+  flattened part.
+- torch's ShardedTensor: several boxes of ``size()``. Their data may itself be a ShardedTensor (FSDP over tensor
+  parallel).
+- OLMo-core's ShardedFlatTensor: ``sharded_data`` holds the ranges ``unsharded_flattened_offsets`` of the flattened
+  tensor of ``unsharded_shape``, one after the other.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _MEGATRON = ("key", "data", "replica_id", "local_shape", "global_shape", "global
 
 
 def is_megatron_tensor(value: Any) -> bool:
-    """Return whether ``value`` is a Megatron-style ShardedTensor: Megatron-core's own, or one of casckpt."""
+    """Return whether ``value`` is a Megatron-style ShardedTensor: either Megatron-core's own or casckpt's."""
     return not isinstance(value, torch.Tensor | type) and all(hasattr(value, name) for name in _MEGATRON)
 
 
 class LocalParts(NamedTuple):
-    """A sharded tensor and the parts of it that this process holds, if any."""
+    """A sharded tensor, and the parts of it that this process holds."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -39,9 +39,9 @@ class LocalParts(NamedTuple):
 
 
 def parts_of(key: str, value: torch.Tensor) -> LocalParts | None:
-    """Return the parts of a ShardedTensor or a ShardedFlatTensor; None for any other tensor.
+    """Return the parts of a ShardedTensor or a ShardedFlatTensor, or None for any other tensor.
 
-    Raises InvalidInput if its sharding is not known yet, or if its numbers do not fit its data.
+    Raises InvalidInput if the tensor's sharding is not known yet, or if its numbers do not match its data.
     """
     if type(value) in (torch.Tensor, torch.nn.Parameter) or hasattr(value, CHUNK_LIST):
         return None
@@ -54,7 +54,7 @@ def parts_of(key: str, value: torch.Tensor) -> LocalParts | None:
             return None
         flat: Any = value
         if not flat.metadata_set:
-            raise InvalidInput("it does not know how it is sharded: call its mark_as_sharded() first")
+            raise InvalidInput("its sharding is not known yet: call its mark_as_sharded() first")
         ranges = list(flat.unsharded_flattened_offsets)
         shard = Shard(flat.sharded_data, flat.unsharded_shape, flat=ranges)
         return LocalParts(shard.global_shape, shard.data.dtype, [shard])
@@ -75,17 +75,17 @@ def _boxes_of(sharded: Any) -> list[Shard]:
 
 
 def flat_range(tensor: Any) -> range | None:
-    """Return the flat range of its part that a Megatron-style tensor holds; None if it holds the whole part."""
+    """Return the flat range of its part that a Megatron-style tensor holds, or None if it holds the whole part."""
     flat = getattr(tensor, "flattened_range", None)
     return None if flat is None else range(prod(tensor.local_shape))[flat]
 
 
 def megatron_region(tensor: Any) -> Region:
-    """Return the region of a Megatron-style tensor. Raises InvalidInput if it lies outside the global shape."""
+    """Return the region of a Megatron-style tensor. Raises InvalidInput if it is outside the global shape."""
     box = Box(tuple(tensor.global_offset), (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape))
     if not box.inside(full_box(tuple(tensor.global_shape))):
         raise InvalidInput(
-            f"{tensor.key!r}: a part at {list(box.offset)} of shape {list(box.shape)} does not lie in the global shape "
+            f"{tensor.key!r}: a part at {list(box.offset)} of shape {list(box.shape)} is outside the global shape "
             f"{list(tensor.global_shape)}",
             key=tensor.key,
         )
@@ -94,17 +94,20 @@ def megatron_region(tensor: Any) -> Region:
 
 
 def megatron_data(tensor: Any, data: Any) -> torch.Tensor:
-    """Return a view of ``data`` of a Megatron-style tensor, in the shape of its box or flat."""
+    """Return a view of a Megatron-style tensor's ``data``, either flat or in the shape of its box."""
     local = local_of(data).detach()
     as_it_is = flat_range(tensor) is not None or not tensor.prepend_axis_num
     return local if as_it_is else local[(None,) * tensor.prepend_axis_num]
 
 
 def megatron_shard(tensor: Any, data: Any = None, *, replicated: bool = False) -> Shard:
-    """Convert to a `Shard` of ``data``, by default its own. Raises InvalidInput if there is no data."""
+    """Convert to a `Shard` of ``data``, which defaults to the tensor's own.
+
+    Raises InvalidInput if there is no data.
+    """
     data = tensor.data if data is None else data
     if data is None:
-        raise InvalidInput(f"{tensor.key!r} has no data (None); give its tensor", key=tensor.key)
+        raise InvalidInput(f"{tensor.key!r} has no data (None); set its data", key=tensor.key)
     region, flat = megatron_region(tensor), flat_range(tensor)
     try:
         return Shard(
@@ -120,7 +123,7 @@ def megatron_shard(tensor: Any, data: Any = None, *, replicated: bool = False) -
 
 
 def part_shape(shape: Shape, stored: Shape) -> Shape | None:
-    """Return the shape of the parts of a tensor of ``shape`` stored as ``stored``; None if it is not stored in parts.
+    """Return the shape of the parts of a tensor of ``shape`` stored as ``stored``, or None if it has no parts.
 
     Megatron-core up to 0.15 stores a flat tensor of shape [X, Y], in parts of [x, y], as [X/x, Y/y, x*y].
     """

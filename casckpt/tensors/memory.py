@@ -1,8 +1,8 @@
-"""Access to the bytes of a tensor, without a copy where possible.
+"""Access to a tensor's bytes, without a copy where possible.
 
 A `Memory` is a flat sequence of elements in row-major order. `view` returns the bytes of a contiguous CPU tensor in
-place. For other tensors `copy_out` and `copy_in` move the bytes in pieces, so that no complete copy is made.
-`sampled` reads a few runs of bytes of many tensors.
+place. For other tensors, `copy_out` and `copy_in` move the bytes in pieces, which avoids a complete copy. `sampled`
+reads a few runs of bytes from many tensors.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ class TensorMemory:
         return None if self._bytes is None else self._bytes[lo * self.itemsize : hi * self.itemsize]
 
     def copy_out(self, lo: int, hi: int, buffer: memoryview) -> None:
-        """Copy elements [lo, hi), of a tensor with any strides, device, conjugate or negative bit, into ``buffer``."""
+        """Copy elements [lo, hi) into ``buffer``.
+
+        Works for all strides and devices, and for conjugated or negated tensors.
+        """
         source = self.view(lo, hi)
         if source is not None:
             copy_bytes(buffer, source)
@@ -98,11 +101,11 @@ class TensorMemory:
 
 
 Memory: TypeAlias = BufferMemory | TensorMemory
-"""A source of elements. Positions count elements in row-major order. Buffers have exactly the size of the elements."""
+"""A source of elements. Positions count elements in row-major order. Buffers are exactly as large as the elements."""
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy between buffers of equal size without the GIL, which assignment between memoryviews holds."""
+    """Copy between buffers of equal size without holding the GIL, unlike assignment between memoryviews."""
     if len(source) < 1 << 14:
         target[:] = source
     else:
@@ -110,9 +113,11 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 
 def tensor_bytes(data: torch.Tensor) -> memoryview | None:
-    """Return a writable view of the bytes of a tensor, which must outlive it; None if they are not contiguous.
+    """Return a writable view of a tensor's bytes, or None if they are not contiguous.
 
-    The view is made from the address, because torch cannot view every dtype as bytes.
+    The tensor must outlive the view.
+
+    The view is created from the address, because torch cannot view every dtype as bytes.
     """
     in_place = data.is_cpu and data.is_contiguous() and not data.is_conj() and not data.is_neg()
     if not in_place:
@@ -120,8 +125,10 @@ def tensor_bytes(data: torch.Tensor) -> memoryview | None:
     nbytes, address = data.nbytes, data.data_ptr()
     if not nbytes:
         return memoryview(bytearray())
-    if not address:  # no readable or writable memory
-        raise InvalidInput("a tensor has no memory of its own, as in a FakeTensorMode: call casckpt outside of it")
+    if not address:  # the memory is not readable or writable
+        raise InvalidInput(
+            "a tensor has no memory of its own, such as in a FakeTensorMode: call casckpt outside of that mode"
+        )
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 
@@ -133,53 +140,53 @@ def tensor_over(data: memoryview, dtype: torch.dtype, shape: Shape) -> torch.Ten
 
 
 def has_memory(data: torch.Tensor) -> bool:
-    """Return whether a tensor has its own memory. A wrapper of other tensors has none, and a freed storage has none.
+    """Return whether a tensor has memory of its own. Wrappers of other tensors and freed storages do not.
 
-    The address identifies a tensor only if it has its own memory.
+    The address identifies a tensor only if the tensor has its own memory.
     """
     try:
         storage = data.untyped_storage()
         return storage.device.type != "meta" and storage.data_ptr() != 0  # a FakeTensor has meta storage
-    except RuntimeError:  # torch: a wrapper has no storage
+    except RuntimeError:  # torch raises this for a wrapper without storage
         return False
 
 
 def _is_aligned(raw: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether ``raw`` begins at a multiple of the size of ``dtype``.
 
-    Elements stored as bytes may begin at any byte of a blob, and torch's vectorized copies crash at unaligned
+    Elements that are stored as bytes may begin at any byte of a blob, and torch's vectorized copies crash at unaligned
     addresses.
     """
     return raw.data_ptr() % dtype.itemsize == 0
 
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by their size in bytes."""
+"""Integer dtypes by their size in bytes."""
 
 
 def as_bits(data: torch.Tensor) -> torch.Tensor:
-    """View the elements as integers of their size. A copy of integers keeps every bit of a NaN."""
+    """View the elements as integers of the same size. Copying integers preserves every bit of a NaN."""
     return data.view(BITS.get(data.element_size(), data.dtype))
 
 
 def host_array(data: torch.Tensor) -> npt.NDArray[Any] | None:
-    """View the elements in place like `as_bits`; None if they are not in host memory, or are conjugated or negated.
+    """View the elements in place, like `as_bits`. Return None if they are not in host memory, conjugated or negated.
 
-    numpy copies the array with the calling thread alone. torch would use more threads, beside those of casckpt.
+    numpy copies the array in the calling thread. torch would use additional threads, on top of casckpt's own.
     """
     as_is = data.device.type == "cpu" and not data.is_conj() and not data.is_neg()
     return as_bits(data.detach()).numpy() if as_is else None
 
 
 def note_writes(tensors: Iterable[torch.Tensor]) -> None:
-    """Report writes that bypass torch to autograd, so that it refuses to use values that it saved before.
+    """Report writes that bypass torch to autograd, so that it refuses to use values that it saved earlier.
 
-    This covers all views and detached forms of a tensor, but not the DTensor of a local tensor. Work that was queued on
-    a GPU ends first.
+    This covers all views and detached versions of a tensor, but not the DTensor of a local tensor. Work that is
+    already queued on a GPU finishes first.
     """
     tensors = list(tensors)
     wait_for_gpus(tensors)
-    counting = [data for data in tensors if not data.is_inference()]  # inference tensors are in no graph
+    counting = [data for data in tensors if not data.is_inference()]  # inference tensors are not part of any graph
     torch.autograd.graph.increment_version(counting)
 
 
@@ -194,8 +201,8 @@ def narrow(data: torch.Tensor, box: Box) -> torch.Tensor:
 class Destination:
     """The target of a load: the local data of one region of a tensor.
 
-    ``data``: a tensor of the shape of the region's box, or flat if the region is a part of it. A load converts to its
-    dtype. ``part_of``: the DTensor whose local data it is.
+    ``data``: a tensor with the shape of the region's box, or a flat one if the region is only a part of the box. A
+    load converts to its dtype. ``part_of``: the DTensor that it is the local data of.
     """
 
     def __init__(
@@ -209,11 +216,11 @@ class Destination:
         self._bytes = tensor_bytes(data) if data.dtype == stored else None
 
     def view(self, lo: int, hi: int) -> memoryview | None:
-        """View the bytes of elements [lo, hi) of the local data in place; None if they must be copied in."""
+        """View the bytes of elements [lo, hi) of the local data in place. Return None if they must be copied in."""
         return None if self._bytes is None else self._bytes[lo * self.itemsize : hi * self.itemsize]
 
     def holds(self, region: Region) -> bool:
-        """Return whether the whole region is here in its stored dtype, so that it can be copied out."""
+        """Return whether the whole region is here in its stored dtype and can be copied out."""
         if self.data.dtype != self._stored:
             return False
         here = region.box == self.region.box and self.region.lo <= region.lo and region.hi <= self.region.hi
@@ -226,11 +233,11 @@ class Destination:
 
     @property
     def written(self) -> Sequence[torch.Tensor]:
-        """The tensors that a write changes; see `note_writes`."""
+        """The tensors that a write changes. See `note_writes`."""
         return (self.data,) if self._part_of is None else (self.data, self._part_of)
 
     def copy_in(self, region: Region, buffer: memoryview) -> None:
-        """Copy the elements that are in both from ``buffer``, which holds those of ``region``."""
+        """Copy from ``buffer``, which holds the elements of ``region``, those that this destination needs."""
         self._target.copy_in(region, buffer)
 
     def copy_out(self, region: Region, buffer: memoryview) -> None:
@@ -247,7 +254,7 @@ class Destination:
 
 
 class _Tensors:
-    """A target for copies by torch, which move or convert elements. ``stored``: their dtype in the buffer."""
+    """A target for copies with torch, which move or convert elements. ``stored``: their dtype in the buffer."""
 
     def __init__(self, region: Region, data: torch.Tensor, stored: torch.dtype) -> None:
         self._targets = _pieces(region, data)
@@ -257,13 +264,13 @@ class _Tensors:
     def copy_in(self, region: Region, buffer: memoryview) -> None:
         raw = torch.frombuffer(buffer, dtype=torch.uint8)
         elements = (raw if _is_aligned(raw, self._stored) else raw.clone()).view(self._stored)
-        with torch.inference_mode():  # inference tensors can only be written in this mode
+        with torch.inference_mode():  # inference tensors are writable only in this mode
             whole = self._together(region)
             for target, source in _pairs(region, elements, self._targets) if whole is None else [(whole, elements)]:
                 target.copy_(source)
 
     def _together(self, region: Region) -> torch.Tensor | None:
-        """View the elements of ``region`` if they are contiguous, so that a single copy suffices."""
+        """View the elements of ``region`` if they are contiguous, so that a single copy is enough."""
         held = self._region
         if self._flat is None or region.box != held.box or region.lo < held.lo or region.hi > held.hi:
             return None
@@ -279,7 +286,7 @@ class _Tensors:
 
 
 class _Arrays:
-    """A target in host memory for copies of unchanged bits by numpy; see `host_array`."""
+    """A target in host memory for bitwise copies with numpy. See `host_array`."""
 
     def __init__(self, region: Region, data: torch.Tensor, stored: torch.dtype) -> None:
         self._targets = [(box, piece.numpy()) for box, piece in _pieces(region, data)]
@@ -298,13 +305,13 @@ def _pieces(region: Region, data: torch.Tensor) -> list[tuple[Box, torch.Tensor]
     """Return the boxes of a region, each with its elements in ``data``."""
     if region.is_whole and tuple(data.shape) == region.box.shape:
         return [(region.box, data)]
-    flat = data.view(-1)  # a part of a box is flat data; the front end checks this
+    flat = data.view(-1)  # the data of a part of a box is flat; the front end checks this
     spans = [(box, start - region.lo) for box, start in flat_boxes(region)]
     return [(box, flat[start : start + box.numel].view(box.shape)) for box, start in spans]
 
 
 def _pairs(region: Region, held: T, targets: Sequence[tuple[Box, T]]) -> Iterator[tuple[T, T]]:
-    """Yield (target, source) views of the elements that are in both. ``held``: the elements of ``region``, flat."""
+    """Yield (target, source) views of the common elements. ``held``: the elements of ``region``, flat."""
     for box, start in flat_boxes(region):
         source = held[start - region.lo : start - region.lo + box.numel].reshape(box.shape)
         for target_box, target in targets:
@@ -314,25 +321,26 @@ def _pairs(region: Region, held: T, targets: Sequence[tuple[Box, T]]) -> Iterato
 
 
 def new_empty(entry: Entry, device: torch.device) -> torch.Tensor:
-    """Return memory for a whole tensor in its stored dtype. Raises InvalidInput if ``device`` has too little."""
+    """Allocate a whole tensor in its stored dtype. Raises InvalidInput if ``device`` does not have enough memory."""
     try:
         return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=device)
-    except (RuntimeError, AssertionError) as error:  # too little memory, or no such device
+    except (RuntimeError, AssertionError) as error:  # not enough memory, or no such device
         raise InvalidInput(
-            f"{entry.key!r} ({entry.nbytes} bytes) cannot be made on {device}: {error}; give another device",
+            f"cannot allocate {entry.key!r} ({entry.nbytes} bytes) on {device}: {error}; pass a different device",
             key=entry.key,
         ) from error
 
 
 RUN = 16
-"""Bytes of a run: a whole number of elements of every dtype."""
+"""The size of a run in bytes, which is a whole number of elements for every dtype."""
 
 
 def sampled(tensors: Sequence[torch.Tensor], starts: Ints, count: Ints, size: Ints) -> npt.NDArray[np.uint64]:
-    """Read runs of each tensor, in its row-major order. Returns a row for each tensor, with 2 words for each run.
+    """Read runs of each tensor in row-major order. Returns one row for each tensor, with two words for each run.
 
-    ``starts``: the first element of each run, a column for each run. ``count``, ``size``: elements of each tensor, and
-    bytes of an element. A tensor with too few elements repeats its last one. The words of an empty tensor are 0.
+    ``starts``: the first element of each run, with one column per run. ``count``, ``size``: the number of elements of
+    each tensor, and the bytes per element. If a tensor has too few elements, its last one is repeated. The words of an
+    empty tensor are 0.
     """
     words = np.zeros((len(tensors), starts.shape[1] * 2), np.uint64)
     addresses = np.array([_address(data) for data in tensors], np.int64)
@@ -362,13 +370,16 @@ def _bits(data: torch.Tensor) -> torch.Tensor:
 
 
 def _address(data: torch.Tensor) -> int:
-    """Return the address of its bytes if they are contiguous in host memory, else 0."""
+    """Return the address of a tensor's bytes if they are contiguous in host memory, and otherwise 0."""
     plain = data.is_cpu and data.is_contiguous() and not data.is_conj() and not data.is_neg()
     return data.data_ptr() if plain else 0
 
 
 class _HostMemory:
-    """Host memory at an address, as an array of overlapping items of ``width`` bytes: one begins at every byte."""
+    """Host memory at an address, as an array of overlapping items of ``width`` bytes.
+
+    One item begins at every byte.
+    """
 
     def __init__(self, first: int, count: int, width: int) -> None:
         self.__array_interface__ = {

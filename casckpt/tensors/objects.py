@@ -1,4 +1,4 @@
-"""Encoding of leaves that are not tensors: as plain data, or as a pickle if the user allows it."""
+"""Encodes leaves that are not tensors as plain data, or as a pickle if the user allows it."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ _DTYPES: dict[str, torch.dtype] = {
 
 def _dtype(name: Any) -> torch.dtype:
     if type(name) is not str or name not in _DTYPES:
-        raise Refused(f"this torch ({torch.__version__}) has no dtype {name!r:.40}")
+        raise Refused(f"this version of torch ({torch.__version__}) does not have the dtype {name!r:.40}")
     return _DTYPES[name]
 
 
 def _size(numbers: Any) -> torch.Size:
     if type(numbers) is not tuple or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
-        raise Refused("a torch.Size is not made of sizes")
+        raise Refused("a torch.Size does not consist of sizes")
     return torch.Size(numbers)
 
 
 def _device(payload: Any) -> torch.device:
     if type(payload) is not tuple or len(payload) != 2 or type(payload[0]) is not str:
-        raise Refused("a torch.device is not one")
+        raise Refused("a torch.device is invalid")
     kind, number = payload
     if number is not None and (type(number) is not int or not 0 <= number < 128):
-        raise Refused("a torch.device has a number that none has")
+        raise Refused("a torch.device has an invalid number")
     try:
         return torch.device(kind if number is None else f"{kind}:{number}")
     except RuntimeError as error:
-        raise Refused(f"this torch ({torch.__version__}) has no device {kind[:40]!r}") from error
+        raise Refused(f"this version of torch ({torch.__version__}) does not have the device {kind[:40]!r}") from error
 
 
 def _refusing(kind: type, what: str, hint: str) -> Extension:
-    """Return an extension that refuses a type with a hint."""
+    """Return an extension that refuses a type and gives a hint."""
 
     def to_plain(value: Any) -> NoReturn:
         raise Unfit(what, hint)
@@ -59,7 +59,7 @@ def _refusing(kind: type, what: str, hint: str) -> Extension:
     return Extension(f"torch.{kind.__name__}", kind, to_plain, from_plain)
 
 
-_HOLDERS = "tensors may stand in dicts, lists and tuples only: move it into one"
+_HOLDERS = "only dicts, lists and tuples may contain tensors: move it into one of these"
 
 TORCH_EXTENSIONS: tuple[Extension, ...] = (
     Extension("torch.dtype", torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), _dtype),
@@ -81,16 +81,19 @@ _RECORD: Final = re.compile(
 
 @dataclass(frozen=True)
 class Archived:
-    """A leaf tensor that consists of other tensors. If pickles are allowed, it is stored as torch.save writes it."""
+    """A leaf tensor that consists of other tensors.
+
+    If pickles are allowed, it is stored in the form that torch.save writes.
+    """
 
     tensor: torch.Tensor
 
 
 def encode_object(key: str, value: Any, allow_pickle: bool, spill: plain.Spill | None = None) -> tuple[bytes, bool]:
-    """Encode the leaf ``key``: (bytes, pickled).
+    """Encode the leaf ``key``. Returns (bytes, pickled).
 
-    Plain data is never pickled. Other data is pickled if ``allow_pickle``, else InvalidInput names the place inside the
-    value. Long buffers, also that of a pickle, go to ``spill``.
+    Plain data is never pickled. Other data is pickled if ``allow_pickle`` is set. Otherwise, an InvalidInput names the
+    position inside the value. Long buffers, including that of a pickle, are passed to ``spill``.
     """
     if isinstance(value, Archived):
         if not allow_pickle:
@@ -105,13 +108,13 @@ def encode_object(key: str, value: Any, allow_pickle: bool, spill: plain.Spill |
         try:
             data = pickle.dumps(value, protocol=5)
         except _PICKLE_ERRORS as error:
-            raise InvalidInput(f"{key}: it is neither plain data nor can it be pickled: {error}", key=key) from error
+            raise InvalidInput(f"{key}: it is not plain data, and it cannot be pickled: {error}", key=key) from error
         return plain.encode(data, spill=spill, where=key), True
     return plain.encode(value, extensions=TORCH_EXTENSIONS, spill=spill, where=key), False
 
 
 def _is_plain(key: str, value: Any) -> bool:
-    """Return whether a value is plain data, before any part of it is spilled."""
+    """Return whether a value is plain data. This is checked before any part of it is spilled."""
     try:
         plain.encode(value, extensions=TORCH_EXTENSIONS, spill=lambda _: 0, where=key)
     except InvalidInput:
@@ -120,9 +123,11 @@ def _is_plain(key: str, value: Any) -> bool:
 
 
 def decode_object(key: str, data: bytes, pickled: bool, allow_pickle: bool, load: plain.Load | None = None) -> Any:
-    """Decode the leaf ``key``. Raises InvalidInput for a pickle without ``allow_pickle``, Refused for unusable bytes.
+    """Decode the leaf ``key``.
 
-    An archive of torch.save with only tensors and plain data is read without ``allow_pickle`` too.
+    Raises InvalidInput for a pickle without ``allow_pickle``, and Refused for invalid bytes.
+
+    A torch.save archive that contains only tensors and plain data can be read even without ``allow_pickle``.
     """
     try:
         value = plain.decode(data, extensions=TORCH_EXTENSIONS, load=load, strict=True)
@@ -132,27 +137,27 @@ def decode_object(key: str, data: bytes, pickled: bool, allow_pickle: bool, load
 
 
 def is_archive(data: bytes | memoryview) -> bool:
-    """Return whether ``data`` is an archive as torch.save writes it."""
+    """Return whether ``data`` is an archive written by torch.save."""
     return bytes(data[:4]) == b"PK\x03\x04"
 
 
 def read_archive(data: bytes | memoryview) -> Any:
-    """Read an archive of torch.save with torch's restricted unpickler. Raises pickle.UnpicklingError if that refuses.
+    """Read a torch.save archive with torch's restricted unpickler. Raises pickle.UnpicklingError if it is refused.
 
-    Unusable bytes raise any of `casckpt.tensors.untrusted.MISREAD`.
+    Invalid bytes raise any of `casckpt.tensors.untrusted.MISREAD`.
     """
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def write_archive(value: Any) -> bytes:
-    """Encode a value as torch.save does."""
+    """Encode a value in the form that torch.save writes."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
 
 
 def is_only_torchs(archive: bytes) -> bool:
-    """Return whether all records are those of torch.save, of any version, and no byte follows them."""
+    """Return whether all records are those that some version of torch.save writes, and no bytes follow them."""
     try:
         with ZipFile(io.BytesIO(archive)) as opened:
             names = opened.namelist()
@@ -164,12 +169,12 @@ def is_only_torchs(archive: bytes) -> bool:
 def refused_name(error: pickle.UnpicklingError) -> str:
     """Extract the refused name from the long message of torch's restricted unpickler."""
     match = re.search(r"GLOBAL (\S+) was not", str(error))
-    return f"it holds {match[1]}" if match else str(error).partition("\n")[0][:200]
+    return f"it contains {match[1]}" if match else str(error).partition("\n")[0][:200]
 
 
 def _unpickle(key: str, data: Any, allow_pickle: bool) -> Any:
     if type(data) is not bytes:
-        raise Refused(f"key {key!r}: its pickle is not made of bytes", key=key)
+        raise Refused(f"key {key!r}: its pickle does not consist of bytes", key=key)
     try:
         if is_archive(data) and not allow_pickle:
             return read_archive(data)
@@ -177,12 +182,12 @@ def _unpickle(key: str, data: Any, allow_pickle: bool) -> Any:
             return _run_pickle(data)
     except MISREAD as error:
         if allow_pickle or not isinstance(error, pickle.UnpicklingError):
-            raise Refused(f"key {key!r}: its pickle cannot be loaded here: {error!r}", key=key) from error
+            raise Refused(f"key {key!r}: cannot load its pickle here: {error!r}", key=key) from error
     raise _not_allowed(key)
 
 
 def refuse_pickle(key: str, data: bytes, parts: int) -> None:
-    """Raise InvalidInput for a pickle that needs ``allow_pickle``. A pickle with parts always does."""
+    """Raise InvalidInput for a pickle that requires ``allow_pickle``. A pickle with parts always does."""
     if parts:
         raise _not_allowed(key)
     decode_object(key, data, True, allow_pickle=False)

@@ -1,4 +1,4 @@
-"""The pieces of a leaf: the regions of a global tensor that this process holds, and their data."""
+"""A leaf's pieces: the regions of a global tensor that this process holds, and their data."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Types of tensors that are neither sharded, lazy nor wrappers. Their subclasses may be."""
+"""Tensor types that are never sharded, lazy or wrappers. Their subclasses may be."""
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
-"""Buffers of torch's norm modules."""
+"""The names of buffers in torch's norm modules."""
 _EXTRA_STATE = "_extra_state"
 
 
 class Piece(NamedTuple):
-    """The local data of one region: a tensor of the box's shape, or flat if the region is a part of its box."""
+    """The local data of one region: a tensor with the box's shape, or flat if the region is only a part of the box."""
 
     region: Region
     data: torch.Tensor
 
 
 class LocalTensor(NamedTuple):
-    """The part of one tensor that this process holds. ``shape``: of the global tensor. ``pieces`` may be empty.
+    """The part of a tensor that this process holds. ``shape``: the global tensor's shape. ``pieces`` may be empty.
 
-    ``replicated``: expected to be equal on all of its holders. If it is, they divide the writing.
+    ``replicated``: whether it is expected to be equal on all ranks that hold it. If it is, they share the writing.
     """
 
     key: str
@@ -49,7 +49,7 @@ class LocalTensor(NamedTuple):
 
 
 def local_tensor(key: str, leaf: Any) -> LocalTensor:
-    """Return the pieces of a leaf. Raises InvalidInput, naming the key, for a tensor without bytes of its own."""
+    """Return a leaf's pieces. Raises an InvalidInput that names the key for a tensor without bytes of its own."""
     if not isinstance(leaf, torch.Tensor):
         return _from_shards(key, _shards(key, leaf))
     if type(leaf) in _PLAIN and not hasattr(leaf, CHUNK_LIST):
@@ -68,11 +68,14 @@ def local_tensor(key: str, leaf: Any) -> LocalTensor:
 
 
 def may_differ(leaf: Any, local: LocalTensor) -> bool:
-    """Return whether ranks may hold different values of a leaf. A save then stores those of one rank, without an error.
+    """Return whether ranks may hold different values of a leaf.
 
-    This holds for single numbers, extra state, buffers (`torch.nn.Buffer`, and the statistics of norms by their names),
-    and tensors of other than float or complex dtype that are no parameters. Any other leaf counts as a parameter or its
-    optimizer state, because a module's state_dict does not distinguish other buffers from parameters.
+    If so, a save stores one rank's values without an error.
+
+    This is the case for single numbers, extra state, buffers (`torch.nn.Buffer`, and the statistics of norms by their
+    names), and tensors that are not parameters and have neither a float nor a complex dtype. Any other leaf counts as
+    a parameter or its optimizer state, because a module's state_dict does not distinguish other buffers from
+    parameters.
     """
     *_, last = names = local.key.split(".")
     is_buffer = isinstance(leaf, torch.nn.Buffer) or last in _STATISTICS or _EXTRA_STATE in names
@@ -110,8 +113,8 @@ def _from_shards(key: str, shards: Sequence[Shard]) -> LocalTensor:
     dtypes = {shard.data.dtype for shard in shards}
     if len(shapes) != 1 or len(dtypes) != 1:
         raise InvalidInput(
-            f"{key!r}: the shards of one key differ in global shape ({sorted(shapes)}) or dtype "
-            f"({sorted(map(str, dtypes))}); they must describe one tensor",
+            f"{key!r}: the shards of this key differ in global shape ({sorted(shapes)}) or dtype "
+            f"({sorted(map(str, dtypes))}); they must describe a single tensor",
             key=key,
         )
     pieces = []
@@ -135,14 +138,14 @@ def _shard_pieces(shard: Shard) -> list[Piece]:
 
 
 def check_storable(key: str, data: torch.Tensor) -> None:
-    """Raise InvalidInput, with advice, for a tensor whose bytes cannot be stored as they are."""
+    """Raise InvalidInput, with advice, for a tensor whose bytes cannot be stored directly."""
     problem = _problem(data)
     if problem:
         raise InvalidInput(f"{key!r}: {problem}", key=key)
 
 
 def inner_names(data: Any) -> list[str]:
-    """Return the names of the tensors inside a wrapper tensor; none for any other, or for a nested tensor."""
+    """Return the names of the tensors inside a wrapper tensor. There are none for nested and all other tensors."""
     if type(data) in _PLAIN or data.is_nested or not hasattr(data, "__tensor_flatten__"):
         return []
     return list(map(str, data.__tensor_flatten__()[0]))
@@ -151,30 +154,32 @@ def inner_names(data: Any) -> list[str]:
 def _problem(data: Any) -> str | None:
     is_plain = type(data) in _PLAIN
     if not is_plain and is_lazy(data):
-        return "an uninitialized parameter has no shape yet; run the module once, or fill it, first"
+        return "an uninitialized parameter has no shape yet; run the module once, or fill the parameter, first"
     if not is_plain and (inner := inner_names(data)):
         return (
-            f"a {type(data).__name__} consists of other tensors ({', '.join(inner)}); store these in its place. If an "
-            "optimizer keeps it, save without that (optim=None), or use one of plain tensors, such as bitsandbytes'"
+            f"a {type(data).__name__} consists of other tensors ({', '.join(inner)}); store these in its place. If "
+            f"it belongs to an optimizer, save without the optimizer (optim=None), or use an optimizer with plain "
+            f"tensors, such as those of bitsandbytes"
         )
     if data.is_meta:
         return (
-            "a meta tensor has no values; for a load, call module.to_empty(device=...), for a save fill the module. If "
-            "accelerate offloaded it, load the model without device_map"
+            "a meta tensor has no values; for a load, call module.to_empty(device=...), and for a save, fill the "
+            "module. If accelerate offloaded it, load the model without device_map"
         )
     if hasattr(data, "ds_id") and data.shape != getattr(data, "ds_shape", data.shape):
         return (
             f"this is a placeholder of DeepSpeed's ZeRO-3 for a tensor of shape {list(data.ds_shape)}, which has no "
-            "elements here; save and load inside deepspeed.zero.GatheredParameters, or by DeepSpeed's save_checkpoint"
+            f"elements here; save and load inside deepspeed.zero.GatheredParameters, or with DeepSpeed's "
+            f"save_checkpoint"
         )
     if data.is_nested:
-        return "a nested tensor cannot be stored as it is; store the tensors that it unbinds to"
+        return "a nested tensor cannot be stored directly; store the tensors that it unbinds to"
     if data.layout is not torch.strided:
         return (
-            f"a tensor of layout {data.layout} cannot be stored as it is; store its indices and values, or to_dense()"
+            f"a tensor of layout {data.layout} cannot be stored directly; store its indices and values, or to_dense()"
         )
     if data.is_quantized:
-        return "a quantized tensor cannot be stored as it is; store int_repr() with its scale and zero point"
+        return "a quantized tensor cannot be stored directly; store int_repr() with its scale and zero point"
     dtype_name(data.dtype)
     has_address = is_plain and not data.storage_offset() and data.data_ptr()  # a fast path for most tensors
     is_fine = has_address or not data.numel() or has_memory(data)
@@ -182,17 +187,17 @@ def _problem(data: Any) -> str | None:
 
 
 def check_in_place(key: str, leaf: Any) -> None:
-    """Raise InvalidInput for a flat `Shard` whose data has no flat view, because a load would fill a copy."""
+    """Raise InvalidInput for a flat `Shard` whose data has no flat view, because a load would only fill a copy."""
     if type(leaf) in _PLAIN:
         return
     for shard in _shards(key, leaf):
-        if shard.data.is_contiguous():  # every reshape of it is a view
+        if shard.data.is_contiguous():  # every reshape of contiguous data is a view
             continue
         memory = shard.data.untyped_storage().data_ptr()
         if any(piece.data.untyped_storage().data_ptr() != memory for piece in _shard_pieces(shard)):
             raise InvalidInput(
-                f"{key!r}: the data of a flat Shard has strides {list(shard.data.stride())} and cannot be loaded into; "
-                "give a contiguous one",
+                f"{key!r}: the data of a flat Shard has strides {list(shard.data.stride())}, so a load cannot fill "
+                f"it; pass contiguous data",
                 key=key,
             )
 
@@ -204,15 +209,15 @@ def check_destination(key: str, data: torch.Tensor) -> None:
 
 
 def check_apart(key: str, data: torch.Tensor) -> None:
-    """Raise InvalidInput for a tensor whose elements share memory with each other."""
+    """Raise InvalidInput for a tensor whose elements share memory."""
     if data.is_contiguous():
         return
     reach = 1
     for stride, extent in sorted((s, n) for s, n in zip(data.stride(), data.shape, strict=True) if n > 1):
         if stride < reach and data.numel():
             raise InvalidInput(
-                f"{key!r}: an expanded tensor shares memory between its elements and cannot be loaded into; "
-                "give a contiguous one",
+                f"{key!r}: the elements of an expanded tensor share memory, so a load cannot fill it; pass a "
+                f"contiguous one",
                 key=key,
             )
         reach += (extent - 1) * stride

@@ -1,7 +1,7 @@
-"""Host memory for the copy of a state from which a save in the background reads while the state changes.
+"""Host memory for the copy of a state that a background save reads while the state changes.
 
-The next copy uses the same memory again: new memory costs about three times as much as the copy itself, because the
-kernel has to find and clear every page. The memory is pinned if any of the tensors is on a GPU.
+The next copy reuses the same memory, because new memory costs about three times as much as the copy itself: the kernel
+has to find and clear every page. The memory is pinned if any of the tensors is on a GPU.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from casckpt.storage.buffers import AlignedBuffer
 from casckpt.tensors.gpu import on_gpu, pin
 from casckpt.tensors.memory import as_bits
 
-_ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
+_ALIGNMENT = 64  # bytes: a cache line, which is more than any dtype needs
 _Same: TypeAlias = tuple[torch.device, int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
 
 
 class Staging:
-    """The memory for copies. Not thread-safe. Each `copy` overwrites the tensors of the previous one."""
+    """The memory for copies. Not thread-safe. Each `copy` overwrites the tensors that the previous one returned."""
 
     def __init__(self) -> None:
         self._arena = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -29,7 +29,7 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """The size of the memory in bytes."""
         return self._arena.nbytes
 
     def reserve(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -40,7 +40,7 @@ class Staging:
             self._arena.zero_()
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return contiguous, complete copies of the same bits. A tensor that is given twice is copied once."""
+        """Return contiguous, complete copies with the same bits. A tensor that is passed twice is copied only once."""
         distinct = _distinct(tensors)
         self._grow(sum(_room(data) for data in distinct.values()), on_gpu(tensors))
         copies: dict[_Same, torch.Tensor] = {}
@@ -57,7 +57,7 @@ class Staging:
         return [copies[_same(data)] for data in tensors]
 
     def _view(self, data: torch.Tensor, start: int) -> torch.Tensor:
-        """Return the place for a copy of ``data``, from byte ``start`` on."""
+        """Return a view of the memory from byte ``start`` on, as the target for a copy of ``data``."""
         if not data.numel():
             return torch.empty(data.shape, dtype=data.dtype, device="cpu")
         return self._arena[start : start + data.numel() * data.element_size()].view(data.dtype).view(data.shape)
@@ -65,14 +65,14 @@ class Staging:
     def _grow(self, nbytes: int, pinned: bool) -> None:
         if nbytes <= self.nbytes and (self._pinned or not pinned or not nbytes):
             return
-        self._arena = torch.empty(0, dtype=torch.uint8, device="cpu")  # release the old memory before the new one
+        self._arena = torch.empty(0, dtype=torch.uint8, device="cpu")  # release the old memory first
         if self._memory is not None:
             self._memory.close()
         self._memory = AlignedBuffer(nbytes)
         self._arena = torch.frombuffer(self._memory.view, dtype=torch.uint8)
         self._pinned = pinned
-        if pinned:  # not with torch, which rounds up to a power of two and never frees pinned memory
-            self._arena.zero_()  # with several threads; the driver uses one
+        if pinned:  # not pinned with torch, which rounds up to a power of two and never frees pinned memory
+            self._arena.zero_()  # touches pages with several threads; the driver would use one
             pin(self._memory)
 
 
@@ -80,7 +80,7 @@ def _copy(target: torch.Tensor, data: torch.Tensor, streams: dict[torch.device, 
     if data.device.type != "cuda":
         as_bits(target).copy_(as_bits(data.detach().resolve_conj().resolve_neg()))
         return
-    if data.device not in streams:  # parallel to later work of the GPU, after earlier work
+    if data.device not in streams:  # runs after the GPU's earlier work, and in parallel to its later work
         streams[data.device] = torch.cuda.Stream(data.device)  # type: ignore[no-untyped-call] # torch's
         streams[data.device].wait_stream(torch.cuda.current_stream(data.device))
     with torch.cuda.stream(streams[data.device]):  # conjugates are resolved in the same stream
@@ -93,12 +93,12 @@ def _distinct(tensors: Sequence[torch.Tensor]) -> dict[_Same, torch.Tensor]:
 
 
 def _same(data: torch.Tensor) -> _Same:
-    """Return a key that is equal for tensors with the same bits in the same layout."""
+    """Return a key that is equal for tensors that share the same bits in the same layout."""
     return (
         data.device, data.data_ptr(), tuple(data.shape), data.stride(), data.dtype, data.is_conj(), data.is_neg(),
     )  # fmt: skip
 
 
 def _room(data: torch.Tensor) -> int:
-    """Compute the bytes of its copy, rounded up."""
+    """Compute the size of a tensor's copy in bytes, rounded up."""
     return -(-data.numel() * data.element_size() // _ALIGNMENT) * _ALIGNMENT

@@ -1,7 +1,8 @@
-"""Conversion of nested states into flat leaves and a tree, and back.
+"""Converts nested states to flat leaves and a tree, and back.
 
-`flatten` always splits mappings. It splits lists and tuples only if they contain a tensor (or a `PerRank`). Every other
-value is one leaf. A Counter or a defaultdict without tensors is one leaf too, so that its type is kept.
+`flatten` always splits mappings. It splits lists and tuples only if they contain a tensor (or a `PerRank`). Every
+other value is a single leaf. A Counter or a defaultdict without tensors is also a single leaf, which preserves its
+type.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ IsWhole: TypeAlias = Callable[[str, Mapping[Any, Any]], bool]
 
 
 class LeafValue(NamedTuple):
-    """One leaf of a state. ``value``: unwrapped from its `PerRank`. ``per_rank``: whether it had one."""
+    """One leaf of a state. ``value``: the value, unwrapped from its `PerRank`.
+
+    ``per_rank``: whether it was in a `PerRank`.
+    """
 
     key: str
     path: Path
@@ -42,23 +46,23 @@ class LeafValue(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatState:
-    """The leaves by flat key, in the order of the state, and the tree that holds their nesting."""
+    """The leaves by flat key, in the order of the state, and the tree that describes their nesting."""
 
     leaves: dict[str, LeafValue]
     tree: Node
     unkept: dict[type, Path] = field(default_factory=dict)
-    """Classes of mappings that the tree does not keep, each with one path."""
+    """The classes of mappings that the tree does not preserve, each with one path."""
     whole: Sequence[str] = ()
-    """Keys of the leaves that are mappings, as chosen by ``is_whole``."""
+    """The keys of the leaves that are mappings because ``is_whole`` chose them."""
 
 
 def flatten(state: Any, *, objects: bool = False, is_whole: IsWhole = lambda key, value: False) -> FlatState:
     """Flatten ``state``, a mapping (or a `PerRank` of one), into leaves and a tree.
 
-    Tensors are torch.Tensor (also DTensor), `Shard`, a list of `Shard` and Megatron-style sharded tensors; with
-    ``objects`` also whole objects. ``is_whole`` chooses mappings without tensors, by flat key, that are one leaf.
-    Nothing is copied. Raises InvalidInput, naming the path, for a state that is no mapping, contains itself or is too
-    deep, for keys that cannot be stored, and for two paths with one flat key.
+    Tensors are torch.Tensor (including DTensor), `Shard`, lists of `Shard` and Megatron-style sharded tensors, and
+    with ``objects``, also whole objects. ``is_whole`` chooses, by flat key, mappings without tensors that become a
+    single leaf. Nothing is copied. Raises an InvalidInput that names the path for a state that is not a mapping,
+    contains itself or is nested too deeply, for keys that cannot be stored, and for two paths with the same flat key.
     """
     _check_state(state)
     flattener = _Flattener(is_whole, objects=objects)
@@ -67,9 +71,10 @@ def flatten(state: Any, *, objects: bool = False, is_whole: IsWhole = lambda key
 
 
 def is_object(value: Any) -> bool:
-    """Return whether ``value`` is a whole object, whose state is saved in its place: with a state_dict, or a generator.
+    """Return whether ``value`` is a whole object, whose state is saved in its place.
 
-    A DataLoader without a state_dict counts too. It is refused when its state is needed.
+    Whole objects are generators and objects with a state_dict. A DataLoader without a state_dict also counts, but it is
+    refused when its state is needed.
     """
     return isinstance(value, (*GENERATORS, DataLoader)) or (
         hasattr(value, "state_dict") and not isinstance(value, torch.Tensor | type)
@@ -93,17 +98,17 @@ decode_tree = partial(tree.decode_tree, extensions=TORCH_EXTENSIONS)
 
 
 def replace_leaves(state: Any, values: Mapping[str, Any]) -> None:
-    """Put ``values`` (by flat key, of leaves or of whole containers) into ``state``, in place.
+    """Put ``values`` (by flat key, for leaves or whole containers) into ``state``, in place.
 
-    Dicts and lists are changed, tuples are replaced in their container, and a value in a `PerRank` stays in one. Raises
-    InvalidInput, before anything changes, for a key that the state lacks or that is in an immutable mapping.
+    Dicts and lists are modified, tuples are replaced in their container, and a value in a `PerRank` remains in one.
+    Raises InvalidInput, before anything changes, for a key that the state lacks or that is in an immutable mapping.
     """
     for write in _writes(state, values):
         write()
 
 
 def check_replaceable(state: Any, keys: Iterable[str]) -> None:
-    """Raise the InvalidInput that `replace_leaves` would raise for these keys. Change nothing."""
+    """Raise the InvalidInput that `replace_leaves` would raise for these keys, without changing anything."""
     _writes(state, {key: object() for key in keys})
 
 
@@ -115,7 +120,7 @@ def _writes(state: Any, values: Mapping[str, Any]) -> list[Callable[[], None]]:
     writer.replaced(state, ())
     missing = [key for key in values if key not in writer.replaced_keys]
     if missing:
-        raise InvalidInput(f"the state has no key {missing[0]!r} to put a value in", keys=tuple(missing))
+        raise InvalidInput(f"cannot set key {missing[0]!r}: the state does not have it", keys=tuple(missing))
     return writer.writes
 
 
@@ -123,20 +128,20 @@ def _check_state(state: Any) -> None:
     inner = state.value if isinstance(state, PerRank) else state
     if not isinstance(inner, Mapping):
         what = 'it by name, as {"model": model}' if hasattr(inner, "state_dict") else "a mapping"
-        raise InvalidInput(f"a state is a mapping of names to values, not a {type(inner).__name__}; give {what}")
+        raise InvalidInput(f"a state must be a mapping of names to values, not a {type(inner).__name__}; pass {what}")
 
 
 def check_nesting(value: Any, name: str) -> None:
-    """Raise InvalidInput for containers that contain themselves or are too deep, with the place inside ``name``.
+    """Raise InvalidInput, with the position in ``name``, if containers contain themselves or are nested too deeply.
 
-    Visits mappings, lists and tuples, each of them once.
+    Each mapping, list and tuple is visited once.
     """
     if isinstance(value, _CONTAINERS):
         _check_nesting(value, name, (), set(), {})
 
 
 _CONTAINERS = (Mapping, list, tuple)
-_TENSORS = (torch.Tensor, Shard)  # a tuple, because a union would be built for each leaf
+_TENSORS = (torch.Tensor, Shard)  # a tuple, because a union would be rebuilt for each leaf
 
 
 def _check_nesting(value: Any, name: str, path: Path, above: set[int], seen: dict[int, Any]) -> None:
@@ -149,7 +154,7 @@ def _check_nesting(value: Any, name: str, path: Path, above: set[int], seen: dic
         if isinstance(child, _CONTAINERS):
             _check_nesting(child, name, (*path, element), above, seen)
     above.remove(id(value))
-    seen[id(value)] = value  # keeps the value alive, so that its id is not reused
+    seen[id(value)] = value  # keeps the value alive so that its id is not reused
 
 
 def _endless(place: str, key: str) -> InvalidInput:
@@ -163,13 +168,13 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _holds_tensor(value: Any) -> bool:
-    """Return whether a value is or contains a tensor, a whole object or a PerRank."""
+    """Return whether a value is or contains a tensor, a whole object or a `PerRank`."""
     return any(isinstance(item, PerRank) or _is_tensor(item) or is_object(item) for item in _within(value))
 
 
 def _within(value: Any) -> Iterator[Any]:
-    """Yield ``value`` and all values in it, each container once; without values of `_ATOMS`."""
-    seen: dict[int, Any] = {}  # keeps the values alive, so that ids are not reused
+    """Yield ``value`` and all values inside it, each container once, but without values of `_ATOMS`."""
+    seen: dict[int, Any] = {}  # keeps the values alive so that ids are not reused
     waiting = [value]
     while waiting:
         item = waiting.pop()
@@ -184,14 +189,14 @@ def _within(value: Any) -> Iterator[Any]:
 
 
 def _kind(value: Any, path: Path) -> type | None:
-    """Return the type of a container in the tree; None for a leaf."""
+    """Return a container's type in the tree, or None for a leaf."""
     if isinstance(value, Mapping):
         return _mapping_kind(value, path)
     if not isinstance(value, list | tuple) or not _holds_tensor(value):
         return None
     if type(value) not in (list, tuple):
         raise InvalidInput(
-            f"state{show(path)}: a {type(value).__qualname__} cannot hold tensors; give a list, a tuple or a dict",
+            f"state{show(path)}: a {type(value).__qualname__} cannot hold tensors; pass a list, a tuple or a dict",
             key=join(path),
         )
     return type(value)
@@ -205,8 +210,8 @@ def _mapping_kind(value: Mapping[Any, Any], path: Path) -> type | None:
         return None
     if odd:
         raise InvalidInput(
-            f"state{show(path)}: the key {odd[0]!r:.80} is neither text nor an int of 64 bits, as the keys of "
-            "the state and of what holds tensors must be; rename it",
+            f"state{show(path)}: the key {odd[0]!r:.80} is neither a string nor a 64-bit int, which the keys of the "
+            f"state and of mappings with tensors must be; rename it",
             key=join(path),
         )
     if is_default:
@@ -245,7 +250,7 @@ class _Flattener:
         self.whole: list[str] = []
 
     def node(self, value: Any, path: Path, per_rank: bool) -> Node:
-        """Return the node of a value, and add its leaves."""
+        """Return the node for a value, and add its leaves."""
         if isinstance(value, PerRank):
             return self.node(value.value, path, True)
         is_tensor = _is_tensor(value) or (self.objects and bool(path) and is_object(value))
@@ -269,11 +274,12 @@ class _Flattener:
 
     def _add(self, leaf: LeafValue) -> None:
         if not leaf.key:
-            raise InvalidInput("the key of a leaf of the state is an empty string; give it a name", key="")
+            raise InvalidInput("the key of a leaf in the state is an empty string; give it a name", key="")
         other = self.leaves.setdefault(leaf.key, leaf)
         if other is not leaf:
             raise InvalidInput(
-                f"state{show(other.path)} and state{show(leaf.path)} have one flat key {leaf.key!r}; rename one",
+                f"state{show(other.path)} and state{show(leaf.path)} have the same flat key {leaf.key!r}; rename one "
+                f"of them",
                 key=leaf.key,
             )
 
@@ -286,12 +292,12 @@ def check_key(key: str) -> str:
     if len(key) > MAX_KEY_CHARACTERS:
         raise InvalidInput(f"key {key[:80]!r}... has {len(key)} characters, more than {MAX_KEY_CHARACTERS}", key=key)
     if _UNFIT.search(key):
-        raise InvalidInput(f"key {key!r:.200} has a NUL or a lone surrogate in it; rename it", key=key)
+        raise InvalidInput(f"key {key!r:.200} contains a NUL or a lone surrogate; rename it", key=key)
     return key
 
 
 class _Writer:
-    """One call of `replace_leaves`. It collects the writes, so that all of them or none are made."""
+    """One call of `replace_leaves`. It collects the writes so that either all of them are made or none."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
@@ -299,7 +305,7 @@ class _Writer:
         self.writes: list[Callable[[], None]] = []
 
     def replaced(self, value: Any, path: Path) -> Any:
-        """Return the value for ``path``: a new one, or the same one with its writes collected."""
+        """Return the value for ``path``: a new one, or the same one after collecting its writes."""
         if isinstance(value, PerRank):
             inner = self.replaced(value.value, path)
             return value if inner is value.value else PerRank(inner)
@@ -320,7 +326,7 @@ class _Writer:
             return tuple(new for _, _, new in children) if changed else value
         if not isinstance(value, MutableMapping | list):
             raise InvalidInput(
-                f"state{show(path)}: a {type(value).__qualname__} cannot be changed; give a dict", key=key
+                f"state{show(path)}: a {type(value).__qualname__} cannot be modified; pass a dict", key=key
             )
         self.writes.append(partial(_write, value, changed))
         return value

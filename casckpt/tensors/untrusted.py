@@ -1,4 +1,4 @@
-"""Readers for pickles of other programs that run no code and do not exhaust memory."""
+"""Readers for other programs' pickles that do not run code or exhaust memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MISREAD: Final[tuple[type[Exception], ...]] = (
     pickle.PickleError, struct.error, ArithmeticError, AssertionError, AttributeError, BufferError, EOFError,
     ImportError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError, Warning,
 )  # fmt: skip
-"""The errors of unpicklers, including torch's restricted one, for unusable bytes.
+"""The errors that unpicklers, including torch's restricted one, raise for invalid bytes.
 
-Warning is included: torch warns about an unexpected protocol, and some users turn warnings into errors.
+Warning is included because torch warns about an unexpected protocol, and some users turn warnings into errors.
 """
 
 _KEY_PARTS: Final = 64
@@ -31,10 +31,10 @@ _MORE_VALUES, _MOST_VALUES, _MORE_BYTES = 1 << 20, 1 << 26, 4 << 30
 
 @contextmanager
 def misread(refusal: Callable[[str], CasckptError]) -> Iterator[None]:
-    """Turn the errors of a reader of foreign bytes into ``refusal(why)``. Wrap only the reader in it."""
+    """Turn the errors of a reader of foreign bytes into ``refusal(why)``. Wrap only the reader in this."""
     try:
         yield
-    except CasckptError:  # some are OSErrors or ValueErrors too
+    except CasckptError:  # some of these are also OSErrors or ValueErrors
         raise
     except MISREAD as error:
         raise refusal(in_one_line(error)[:300]) from error
@@ -47,11 +47,11 @@ _KEYS: Final = {
     pickle.SETITEM: slice(-2, -1), pickle.SETITEMS: slice(None, None, 2),
     pickle.ADDITEMS: slice(None), pickle.FROZENSET: slice(None),
 }  # fmt: skip
-"""Opcodes that put keys into a dict or values into a set, and the place of these on the stack."""
+"""The opcodes that put keys into a dict or values into a set, and the position of these on the stack."""
 
 
 def _checking_keys(code: int, keys: slice) -> Callable[[BoundedUnpickler], None]:
-    """Return the implementation of opcode ``code``, preceded by a check of its keys."""
+    """Return an implementation of opcode ``code`` that checks its keys first."""
 
     def run(unpickler: BoundedUnpickler) -> None:
         unpickler.check_keys(unpickler.stack[keys])
@@ -61,11 +61,11 @@ def _checking_keys(code: int, keys: slice) -> Callable[[BoundedUnpickler], None]
 
 
 class BoundedUnpickler(pickle._Unpickler):
-    """Resolves only the given names. ``anything``: resolves every name, which can run code.
+    """An unpickler that resolves only the given names. With ``anything``, it resolves every name, which can run code.
 
-    It is the unpickler in Python, whose memo is a dict. The one in C allocates 8 bytes for each number up to the
-    largest one, so that nine bytes can cost 32 GiB. A pickle may set attributes only of instances of the dataclasses
-    among the names. (Attributes of a class would apply to all its instances.) Raises one of `MISREAD` for unusable
+    It is based on the Python unpickler, whose memo is a dict. The C unpickler allocates 8 bytes for each number up to
+    the largest one, so nine bytes can cost 32 GiB. A pickle may set attributes only on instances of the dataclasses
+    among the names. (Attributes of a class would apply to all its instances.) Raises one of `MISREAD` for invalid
     bytes.
     """
 
@@ -82,10 +82,10 @@ class BoundedUnpickler(pickle._Unpickler):
         )
 
     def find_class(self, module: str, name: str) -> Any:
-        """Resolve a name of a pickle. Raises UnpicklingError for an unknown one."""
+        """Resolve a name in a pickle. Raises UnpicklingError for an unknown name."""
         value = self._names.get((module, name))
         if value is None and not self._anything:
-            raise pickle.UnpicklingError(f"it holds {module}.{name}")
+            raise pickle.UnpicklingError(f"it contains {module}.{name}")
         return super().find_class(module, name) if value is None else value
 
     def _build(self) -> None:
@@ -94,12 +94,12 @@ class BoundedUnpickler(pickle._Unpickler):
         _AS_PYTHON[pickle.BUILD[0]](self)
 
     def _bytearray(self) -> None:
-        if not self._anything:  # it is allocated before its bytes are read
-            raise pickle.UnpicklingError("it holds a bytearray")
+        if not self._anything:  # a bytearray is allocated before its bytes are read
+            raise pickle.UnpicklingError("it contains a bytearray")
         _AS_PYTHON[pickle.BYTEARRAY8[0]](self)
 
     def check_keys(self, keys: Sequence[Any]) -> None:
-        """Refuse keys with many parts: nested tuples may take forever to hash, or overflow the stack."""
+        """Refuse keys with many parts, because nested tuples may take forever to hash, or overflow the stack."""
         for key in keys:
             waiting, seen = ([] if type(key) is str else [key]), 0
             while waiting:
@@ -110,7 +110,7 @@ class BoundedUnpickler(pickle._Unpickler):
                 elif type(item) in self._built:
                     waiting.extend(vars(item).values())
                 if seen > _KEY_PARTS or len(waiting) > _KEY_PARTS:
-                    raise pickle.UnpicklingError(f"it has a key of more than {_KEY_PARTS} parts")
+                    raise pickle.UnpicklingError(f"it contains a key with more than {_KEY_PARTS} parts")
 
     dispatch[pickle.BUILD[0]] = _build
     dispatch[pickle.BYTEARRAY8[0]] = _bytearray
@@ -118,11 +118,11 @@ class BoundedUnpickler(pickle._Unpickler):
 
 
 def check_expansion(value: Any, nbytes: int, where: str) -> None:
-    """Raise Refused for a value that would be far larger than the ``nbytes`` of its file if it were written out.
+    """Raise Refused for a value that would be far larger than its file's ``nbytes`` if it were written out.
 
-    A list that holds another one twice, which holds a third one twice, and so on, is small in memory but very long to
-    walk. So is a list that holds itself, or a tensor whose elements share memory. Raises Refused also for a mapping or
-    a tensor with attributes that hide its methods.
+    A list that contains a second list twice, which contains a third list twice, and so on, is small in memory, but
+    takes very long to walk. The same is true for a list that contains itself, and for a tensor whose elements share
+    memory. Also raises Refused for a mapping or a tensor with attributes that hide its methods.
     """
     most, room = min(_MOST_VALUES, _MORE_VALUES + 4 * nbytes), _MORE_BYTES + 16 * nbytes
     waiting, seen = [value], 0
@@ -139,13 +139,14 @@ def check_expansion(value: Any, nbytes: int, where: str) -> None:
             waiting.extend(item)
         if seen > most or room < 0:
             raise Refused(
-                f"{where} holds itself, or one thing very many times: written out, it would be far larger than the file"
+                f"{where} contains itself, or contains the same value many times: written out, it would be far "
+                f"larger than the file"
             )
 
 
 def _check_methods(item: torch.Tensor | Mapping[Any, Any], where: str) -> None:
     if not isinstance(item, torch.Tensor | OrderedDict):
-        return  # other types have no attributes
+        return  # other types do not have attributes
     hidden = [name for name in vars(item) if hasattr(type(item), name)]
     if hidden:
-        raise Refused(f"{where} is damaged or hostile: in it stands another {type(item).__name__}.{hidden[0]}")
+        raise Refused(f"{where} is damaged or hostile: it replaces {type(item).__name__}.{hidden[0]}")

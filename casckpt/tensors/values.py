@@ -1,4 +1,4 @@
-"""`Shard`, `PerRank` and `OfObjects`: wrappers that say how ranks hold a value, and how a save reads a state."""
+"""`Shard`, `PerRank` and `OfObjects`: wrappers that say how ranks hold a value and how a save reads a state."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Range: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
 class Shard:
-    """A part of a global tensor that this rank holds. All numbers are elements, not bytes.
+    """A part of a global tensor that this rank holds. All numbers count elements, not bytes.
 
-    ``offset`` and ``shape``: a box of the global tensor. Without ``offset`` it is the whole tensor, and without
-    ``shape`` it has the shape of ``data``. ``flat``: a range ``(lo, hi)`` in the row-major order of that box, or a list
-    of ranges in the order of ``data``; then ``data`` may have any shape with as many elements. ``replicated``: all
-    ranks that hold these elements hold the same values, and divide the writing. Otherwise the lowest rank writes them.
-    Raises InvalidInput if the numbers do not fit each other.
+    ``offset`` and ``shape``: a box of the global tensor. Without ``offset``, it is the whole tensor. Without
+    ``shape``, it has the shape of ``data``. ``flat``: a range ``(lo, hi)`` in the row-major order of that box, or a
+    list of ranges in the order of ``data``. In this case, ``data`` may have any shape with the same number of
+    elements. ``replicated``: all ranks that hold these elements hold the same values and share the writing. Otherwise,
+    the lowest of these ranks writes them. Raises InvalidInput if the numbers do not match.
     """
 
     data: torch.Tensor
@@ -45,15 +45,17 @@ class Shard:
         replicated: bool = False,
     ) -> None:
         if not isinstance(data, torch.Tensor):
-            raise InvalidInput(f"the data of a Shard is a tensor, not a {type(data).__name__}")
+            raise InvalidInput(f"the data of a Shard must be a tensor, not a {type(data).__name__}")
         whole = check_shape(_numbers("global_shape", global_shape))
         if offset is not None and shape is None and flat is not None:
-            raise InvalidInput("a Shard with offset and flat needs the shape of the box that flat counts in")
+            raise InvalidInput(
+                "a Shard with offset and flat also needs shape: the shape of the box that flat refers to"
+            )
         sides = tuple(data.shape) if offset is not None else whole
         box = _box(whole, offset, sides if shape is None else _numbers("shape", shape))
         ranges = None if flat is None else _ranges(flat)
         _check_data(data, box, ranges)
-        # frozen: this is how a frozen dataclass sets its own fields
+        # the way in which a frozen dataclass can set its own fields
         for name, value in (("global_shape", whole), ("offset", box.offset), ("shape", box.shape), ("flat", ranges)):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "data", data)
@@ -61,7 +63,7 @@ class Shard:
 
     @property
     def box(self) -> Box:
-        """The box; the whole tensor if none was given."""
+        """The box, which defaults to the whole tensor."""
         return Box(self.offset, self.shape)
 
     def regions(self) -> list[Region]:
@@ -79,7 +81,7 @@ class Shard:
 class PerRank:
     """A value that each rank stores separately.
 
-    If a load has more ranks, the additional ranks get the value of rank 0.
+    If a load has more ranks than the save, the additional ranks receive rank 0's value.
     """
 
     value: Any
@@ -89,14 +91,14 @@ class PerRank:
 
 
 class OfObjects(dict[Any, Any]):
-    """A state that objects returned. An object inside it is a plain value: a save does not call its state_dict."""
+    """A state that objects returned. Objects inside it are plain values: a save does not call their state_dict."""
 
 
 def _numbers(name: str, numbers: Sequence[int]) -> Shape:
     try:
         return tuple(index(number) for number in numbers)
     except TypeError as error:
-        raise InvalidInput(f"{name} of a Shard is a sequence of ints, not {numbers!r:.100}") from error
+        raise InvalidInput(f"{name} of a Shard must be a sequence of ints, not {numbers!r:.100}") from error
 
 
 def _box(whole: Shape, offset: Sequence[int] | None, shape: Shape) -> Box:
@@ -107,19 +109,19 @@ def _box(whole: Shape, offset: Sequence[int] | None, shape: Shape) -> Box:
     box = Box(_numbers("offset", offset), shape)
     if len(shape) != len(whole) or not box.inside(full_box(whole)):
         raise InvalidInput(
-            f"a box at {list(box.offset)} of shape {list(shape)} does not lie in a tensor of shape {list(whole)}"
+            f"a box at {list(box.offset)} of shape {list(shape)} is outside a tensor of shape {list(whole)}"
         )
     return box
 
 
 def _ranges(flat: Any) -> tuple[Range, ...]:
-    """Return one or several ranges as pairs."""
+    """Return one or more ranges as pairs."""
     items = list(flat) if isinstance(flat, Iterable) else [flat]
     if len(items) == 2 and not any(isinstance(item, Sequence) for item in items):
         items = [tuple(items)]
     pairs = [_numbers("flat", item) if isinstance(item, Sequence) else () for item in items]
     if any(len(pair) != 2 for pair in pairs):
-        raise InvalidInput(f"flat of a Shard is (lo, hi) or a list of them, not {flat!r:.100}")
+        raise InvalidInput(f"flat of a Shard must be (lo, hi) or a list of such ranges, not {flat!r:.100}")
     return tuple((pair[0], pair[1]) for pair in pairs)
 
 
@@ -128,19 +130,20 @@ def _check_data(data: torch.Tensor, box: Box, ranges: tuple[Range, ...] | None) 
         _check_ranges(ranges, box, data.numel())
     elif tuple(data.shape) != box.shape:
         raise InvalidInput(
-            f"data of shape {list(data.shape)} does not fill a box of shape {list(box.shape)}; "
-            "give offset and shape, or flat"
+            f"data of shape {list(data.shape)} does not fill a box of shape {list(box.shape)}; pass offset and "
+            f"shape, or flat"
         )
 
 
 def _check_ranges(ranges: tuple[Range, ...], box: Box, numel: int) -> None:
     for lo, hi in ranges:
-        Region(box, lo, hi)  # raises if it lies outside the box
+        Region(box, lo, hi)  # raises if it is outside the box
     for (_, end), (start, _) in pairwise(sorted(pair for pair in ranges if pair[0] < pair[1])):
         if start < end:
             raise InvalidInput(f"flat ranges of a Shard overlap: one ends at {end}, the next starts at {start}")
     total = sum(hi - lo for lo, hi in ranges)
     if total != numel:
         raise InvalidInput(
-            f"flat ranges of {total} elements in all do not fit data of {numel} elements (box of {box.numel})"
+            f"flat ranges with {total} elements in total do not match data with {numel} elements (in a box of "
+            f"{box.numel})"
         )

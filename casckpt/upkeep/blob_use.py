@@ -1,4 +1,4 @@
-"""Index of the blobs that live checkpoints use, for `usage`, `footprint`, `history`, `thin` and `gc`."""
+"""An index of the blobs that live checkpoints use. `usage`, `footprint`, `history`, `thin` and `gc` use it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from casckpt.upkeep.inventory import Sums
 
 
 class BlobUse:
-    """The blobs that live checkpoints name, numbered, with the number of checkpoints that name each blob.
+    """The blobs that live checkpoints name. Each blob has a number, and a count of the checkpoints that name it.
 
     ``refs``: (uploader, hash, bytes) of each blob. ``names``: "uploader/hash" of each blob. ``readable``: the
-    checkpoints whose manifest can be read. Other checkpoints do not count. ``blobs``: the blob numbers of each
+    checkpoints whose manifest can be read; the index leaves out all others. ``blobs``: the blob numbers of each
     checkpoint, by transaction.
     """
 
@@ -48,7 +48,7 @@ class BlobUse:
         return Sums(blobs=len(sizes), blob_bytes=int(sizes.sum()))
 
     def new(self, commits: Iterable[Commit]) -> Iterator[tuple[Commit, Ints]]:
-        """Yield each commit with the numbers of the blobs that no earlier one of ``commits`` names."""
+        """Yield each commit with the numbers of the blobs that no earlier commit in ``commits`` names."""
         seen = np.zeros(len(self.refs), bool)
         for commit in commits:
             own = self.blobs[commit.txid]
@@ -56,5 +56,5 @@ class BlobUse:
             seen[own] = True
 
     def bytes_new(self) -> dict[TxId, int]:
-        """Return, in the order of ``readable``, the bytes of the blobs that no earlier checkpoint names."""
+        """Return, in ``readable`` order, the size of the blobs that no earlier checkpoint names."""
         return {commit.txid: int(self.sizes[new].sum()) for commit, new in self.new(self.readable)}

@@ -1,6 +1,6 @@
 """Checks of a storage: the guarantees that a store needs, its speed, and its settings.
 
-The checks write objects under probes/ and delete them again. They do not touch the store itself.
+The checks write objects under probes/ and then delete them. They do not touch the store itself.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ T = TypeVar("T")
 RACERS = 8
 _SMALL = 20  # objects
 _LARGE, _LARGE_BYTES = 4, 8 << 20
-_USE_ANOTHER = "use another storage, or repair this one: checkpoints are not safe here"
+_USE_ANOTHER = "checkpoints are not safe here: use a different storage, or repair this one"
 
 
 def examine(repo: Repository) -> Iterator[Finding]:
-    """Yield the finding of each check when the check ends. A storage error becomes a finding."""
+    """Yield the finding of each check as soon as the check ends. A storage error becomes a finding."""
     if repo.storage.traits.read_only:
-        yield Finding("write", None, "the storage is read-only, so no other check ran", "save to another store")
+        yield Finding("write", None, "the storage is read-only, so no other check ran", "save to a different store")
         return
     probes = _Probes(repo)
     yield (writes := _safely("write", probes.write))
@@ -51,23 +51,23 @@ def _safely(name: str, check: Callable[[], Finding]) -> Finding:
     try:
         return check()
     except CasckptError as error:
-        return Finding(name, False, str(error), "fix this error, then run doctor again")
+        return Finding(name, False, str(error), "fix this error, then rerun doctor")
 
 
 def _creates(repo: Repository) -> Finding:
-    """Check that the storage refuses a second create. Note the result in the settings, if the storage holds a store."""
+    """Check that the storage refuses a second create. If the storage holds a store, note the result in its settings."""
     why = probe(repo.storage, repo.entropy, RACERS)
     if repo.storage.traits.exclusive is None and repo.exists() and repo.settings.exclusive_create is not (not why):
         repo.note_creates(exclusive=not why)
     if why:
-        advice = "use another storage; or use only one writer at a time, with single_writer (--single-writer)"
+        advice = "use a different storage, or allow only one writer at a time with single_writer (--single-writer)"
         return Finding("create-only", False, f"a key can be created twice: {why}", advice)
     found = f"a second create is refused, and one of {RACERS} concurrent creates succeeded"
     return Finding("create-only", True, found)
 
 
 class _Probes:
-    """Checks that write, read, list and delete objects in a folder of their own."""
+    """Checks that write, read, list and delete objects in a separate folder."""
 
     def __init__(self, repo: Repository) -> None:
         self.repo, self._storage = repo, repo.storage
@@ -86,8 +86,8 @@ class _Probes:
         }
 
     def write(self) -> Finding:
-        """Put some small objects. List first, because some servers create a missing bucket at a put."""
-        with suppress(StorageError):  # the check of listings reports this error
+        """Put some small objects. List them first, because some servers create a missing bucket on a put."""
+        with suppress(StorageError):  # the list check reports this error
             next(iter(self._storage.list(self.folder)), None)
         for number in range(_SMALL):
             self._timed("put", partial(self._put, self._key(number), self._data(number)))
@@ -101,10 +101,10 @@ class _Probes:
             if found != data or self._storage.size(self._key(number)) != len(data):
                 why = f"{self._key(number)} differs from the bytes that were just written"
                 return Finding("read-after-write", False, why, _USE_ANOTHER)
-        return Finding("read-after-write", True, "new objects can be read at once")
+        return Finding("read-after-write", True, "new objects can be read immediately")
 
     def ranges(self) -> Finding:
-        """Check reads of parts of an object and a read past its end."""
+        """Check reads of parts of an object, and a read past its end."""
         data = self._data(1)
         with self._storage.open(self._key(1)) as reader:
             for start, stop in ((0, 1), (3, 700), (len(data) - 5, len(data)), (0, len(data))):
@@ -126,9 +126,9 @@ class _Probes:
             return Finding("list-after-write", False, stale, "gc refuses to run here until listings are complete")
         if listed != wanted:
             missing = len(wanted.keys() - listed.keys())
-            found = f"a listing lacks {missing} of {_SMALL} objects written just before, or has wrong sizes"
+            found = f"a listing lacks {missing} of {_SMALL} objects that were just written, or shows wrong sizes"
             return Finding("list-after-write", False, found, _USE_ANOTHER)
-        return Finding("list-after-write", True, "new objects are listed at once")
+        return Finding("list-after-write", True, "new objects are listed immediately")
 
     def throughput(self) -> Finding:
         """Measure the speed of concurrent writes and reads of large objects."""
@@ -141,7 +141,7 @@ class _Probes:
         deque(in_parallel(_LARGE, self._read_large, keys), maxlen=0)
         got = self._seconds_since(begun)
         for key in keys:
-            with suppress(StorageError):  # the check of deletes reports this error
+            with suppress(StorageError):  # the delete check reports this error
                 self._storage.delete(key)
         speed = f"{total / put:.0f} MB/s written, {total / got:.0f} MB/s read"
         return Finding("throughput", None, f"{speed}, {_LARGE} concurrent objects of 8 MiB")
@@ -157,13 +157,13 @@ class _Probes:
                 self._timed("delete", partial(self._storage.delete, self._key(number)))
         except StorageError as error:
             found = f"objects cannot be deleted: {error}"
-            return Finding("delete", None, found, "saves work; gc needs credentials that may delete")
+            return Finding("delete", None, found, "saves work, but gc needs credentials that allow deletes")
         left = [entry.key for entry in self._storage.list(f"{self.folder}/")]
         for folder in (self.folder, PREFIX.rstrip("/"), ""):
             self._storage.sweep(folder)
         if left or self._is_there(self._key(0)):
             return Finding("delete", False, "deleted objects can still be read or listed", _USE_ANOTHER)
-        return Finding("delete", True, "deleted objects are gone at once")
+        return Finding("delete", True, "deleted objects disappear immediately")
 
     def latency(self) -> Finding:
         """Report the median time of each kind of small request."""
@@ -177,14 +177,14 @@ class _Probes:
         return False
 
     def _put(self, key: str, data: bytes) -> None:
-        with suppress(AlreadyExists):  # the keys are unique, so an earlier attempt of this put succeeded
+        with suppress(AlreadyExists):  # the keys are unique, so an earlier attempt at this put succeeded
             self._storage.put(key, data)
 
     def _key(self, number: int) -> str:
         return f"{self.folder}/{number}"
 
     def _data(self, number: int) -> bytes:
-        """Return the bytes of an object. No object is empty, and no two have the same size."""
+        """Return the bytes of an object. No object is empty, and no two objects have the same size."""
         return bytes((number + i) % 251 for i in range(1000 + number))
 
     def _timed(self, name: str, call: Callable[[], T]) -> T:
@@ -194,5 +194,5 @@ class _Probes:
         return answer
 
     def _seconds_since(self, begun: int) -> float:
-        """Return the seconds since ``begun``, at least a microsecond, because callers divide by it."""
+        """Return the seconds since ``begun``, but at least a microsecond, because callers divide by it."""
         return max(self.repo.clock() - begun, 1) / 1e6

@@ -1,6 +1,6 @@
-"""Sizes of checkpoints, tags and branches of the state in a store, and the bytes that retention rules would free.
+"""Sizes of checkpoints, tags and state branches in a store, and the bytes that retention rules would free.
 
-The catalogue holds the blobs of each checkpoint. The branches of a blob are read once, from the manifest of the first
+The catalogue lists the blobs of each checkpoint. The branches of a blob are read once, from the manifest of the first
 checkpoint that names it.
 """
 
@@ -37,11 +37,11 @@ _NO_TIME = ("tagged", "unmirrored")
 class StepUsage:
     """The use of one live checkpoint. Sizes count blob files, except ``bytes_logical``, which counts its tensors.
 
-    ``bytes_used``: all blobs that it names. ``bytes_new``: the blobs that no earlier checkpoint names. ``bytes_alone``:
-    the blobs that no other checkpoint names. gc would free them if this checkpoint were purged. ``state``: "visible",
-    "forgotten" or "replaced" (the old blobs of a rewritten checkpoint). ``until``: the time from which gc may purge a
-    forgotten or replaced checkpoint. None means at once, or after the reason in ``waits_for`` ("tagged", "unmirrored")
-    ends. ``thin``: whether it was thinned.
+    ``bytes_used``: all blobs that it names. ``bytes_new``: the blobs that no earlier checkpoint names.
+    ``bytes_alone``: the blobs that no other checkpoint names, which gc would free if this checkpoint were purged.
+    ``state``: "visible", "forgotten" or "replaced" (the old blobs of a rewritten checkpoint). ``until``: the time from
+    which gc may purge a forgotten or replaced checkpoint. None means immediately, or once the reason in ``waits_for``
+    ("tagged", "unmirrored") no longer applies. ``thin``: whether it was thinned.
     """
 
     run: str
@@ -60,7 +60,10 @@ class StepUsage:
 
 @dataclass(frozen=True, slots=True)
 class TagUsage:
-    """One tag or lease. A lease has an end and a holder. ``bytes_alone``: blobs that only its checkpoint uses."""
+    """One tag or lease. A lease has an expiration time and a holder.
+
+    ``bytes_alone``: blobs that only its checkpoint uses.
+    """
 
     name: str
     run: str
@@ -75,7 +78,7 @@ class TagUsage:
 class BranchUsage:
     """The blob bytes of one branch of the state (the keys with the same first element) in all live checkpoints.
 
-    ``bytes_bases``: the part of ``bytes_blobs`` in blobs that visible checkpoints use only for bases of their frames.
+    ``bytes_bases``: the part of ``bytes_blobs`` in blobs that visible checkpoints use only as bases of their frames.
     """
 
     branch: str
@@ -85,10 +88,10 @@ class BranchUsage:
 
 @dataclass(frozen=True, slots=True)
 class RuleUsage:
-    """The effect of one retention rule, as if it were the only one.
+    """The effect that one retention rule would have if it were the only rule.
 
-    ``checkpoints``: how many it forgets. ``bytes``: how much it frees after the purge, without checkpoints that are
-    forgotten already.
+    ``checkpoints``: how many it forgets. ``bytes``: how much the purge of these then frees, not counting checkpoints
+    that are already forgotten.
     """
 
     rule: str
@@ -98,7 +101,7 @@ class RuleUsage:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The footprint of a store. ``branches``: empty unless requested. ``unreadable``: ids of omitted checkpoints."""
+    """The footprint of a store. ``branches``: empty unless requested. ``unreadable``: ids of skipped checkpoints."""
 
     steps: Sequence[StepUsage]
     tags: Sequence[TagUsage]
@@ -110,10 +113,10 @@ class Footprint:
 def footprint(
     repo: Repository, *, run: str | None = None, branches: bool = False, policy: Policy | None = None
 ) -> Footprint:
-    """Compute the footprint of a store, or of ``run``. Other runs still count as users of its blobs.
+    """Compute the footprint of a store, or of ``run``.
 
-    ``policy``: the rules to report one by one. Raises NotFound, InvalidInput for a metric that no checkpoint has,
-    Damaged or Refused if a tag cannot be read, StorageError.
+    Other runs still count as users of its blobs. ``policy``: the rules to report one by one. Raises InvalidInput for a
+    metric that no checkpoint has, Damaged or Refused if a tag cannot be read, NotFound, and StorageError.
     """
     check_metrics(repo, policy or Policy(), run)
     commits = list_commits(repo)
@@ -158,7 +161,7 @@ def _tag_usage(tag: Tag, use: BlobUse, commits: CommitList) -> TagUsage:
 
 
 def _each_rule(policy: Policy) -> list[tuple[str, Policy]]:
-    """Return each rule of a policy as its text and a policy with only this rule."""
+    """Return each rule of a policy as a string, with a policy that has only this rule."""
     given = {field.name: getattr(policy, field.name) for field in fields(policy)}
     rules = []
     for name, value in given.items():
@@ -199,7 +202,7 @@ def _branches(repo: Repository, wanted: Sequence[Commit], use: BlobUse) -> list[
 
 
 def _shares_of(repo: Repository, commit: Commit, names: Sequence[str]) -> BlobShares:
-    """Return the bytes of each branch in the blobs ``names``, and cache them in the catalogue. {} if unreadable."""
+    """Return the bytes of each branch in the blobs ``names``, or {} if unreadable. Caches them in the catalogue."""
     note = f"branches/{commit.txid}/{commit.committed.head}"
     known = decode(repo.catalogue.note(note), BLOB_SHARES) if names else {}
     if known is not None and known.keys() >= {*names}:
@@ -219,7 +222,7 @@ def _shares_of(repo: Repository, commit: Commit, names: Sequence[str]) -> BlobSh
 
 
 def _only_bases(repo: Repository, use: BlobUse) -> npt.NDArray[np.bool_]:
-    """Return for each blob whether visible checkpoints use it only for bases."""
+    """Return, for each blob, whether visible checkpoints use it only for bases."""
     visible = [commit for commit in use.readable if commit.visible]
     needed, direct = np.zeros((2, len(use.names)), bool)
     bases = in_parallel(repo.storage.traits.requests, partial(_bases_of, repo), visible)
@@ -231,7 +234,7 @@ def _only_bases(repo: Repository, use: BlobUse) -> npt.NDArray[np.bool_]:
 
 
 def _bases_of(repo: Repository, commit: Commit) -> frozenset[str]:
-    """Return the blobs in which a checkpoint has only bases, and cache them in the catalogue."""
+    """Return the blobs that a checkpoint uses only for bases. Cache them in the catalogue."""
     if not commit.committed.bytes_deltas:
         return frozenset()
     note = f"bases/{commit.txid}/{commit.committed.head}"

@@ -1,4 +1,4 @@
-"""Growth of a store: the bytes that each checkpoint added, the reasons, and the changed layers."""
+"""Growth of a store: how many bytes each checkpoint added, why, and which layers changed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from casckpt.plan.layers import group, summed
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.blob_use import BlobUse
 
-_NAMED = 3  # branches of a state in the text of a reason
+_NAMED = 3  # state branches named in a reason
 
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """The growth at one visible checkpoint. ``bytes_added``: size of the blobs that no earlier live checkpoint names.
+    """The growth at one visible checkpoint.
 
-    ``why``: the cause, as text. ``changed``: bytes that changed since the previous checkpoint of its run, by key. It is
-    None for the first checkpoint of a run, and for checkpoints that were not compared or cannot be read.
+    ``bytes_added``: size of the blobs that no earlier live checkpoint names. ``why``: the cause, in words.
+    ``changed``: the bytes that changed since the previous checkpoint of the run, by key. It is None for the first
+    checkpoint of a run, and for checkpoints that were not compared or cannot be read.
     """
 
     commit: Commit
@@ -35,7 +36,7 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The growth of a store. ``added``: all visible checkpoints, oldest first. ``damaged``: blobs with a mark.
+    """The growth of a store. ``added``: all visible checkpoints, oldest first. ``damaged``: marked blobs.
 
     ``damaged_records``: keys of records that cannot be read.
     """
@@ -49,7 +50,7 @@ class History:
 class Heat:
     """The share of each layer's bytes that changed at each step of a run.
 
-    ``shares[row][column]``: from 0 to 1, None where unknown. Rows are ``layers``, columns are ``steps``.
+    ``shares[row][column]``: a share from 0 to 1, or None if unknown. Rows are ``layers``, columns are ``steps``.
     """
 
     layers: Sequence[str]
@@ -75,7 +76,7 @@ def history(repo: Repository, runs: Collection[str], looked_at: int = 48) -> His
 
 
 def _newest(current: Sequence[Commit], most: int) -> set[str]:
-    """Return the newest ``most`` transactions of each run, and the transaction before these."""
+    """Return the newest ``most`` transactions of each run, plus the transaction before them."""
     by_run = grouped(current, lambda commit: commit.run)
     return {commit.txid for of_run in by_run.values() for commit in of_run[-most - 1 :]}
 
@@ -97,14 +98,14 @@ def _changed(repo: Repository, commit: Commit, before: dict[str, Manifest]) -> d
 def _why(commit: Commit, changed: Mapping[str, int] | None) -> str:
     record = commit.committed
     if record.dropped is not None:
-        return f"thinned: {record.dropped.entries} tensors are left out, by {record.dropped.rule}"
+        return f"thinned: {record.dropped.entries} tensors were dropped by {record.dropped.rule}"
     coded = f"; {format_size(record.bytes_coded)} are stored as {format_size(record.bytes_frames)} of frames"
     return _cause(record.bytes_reused, changed) + (coded if record.bytes_coded else "")
 
 
 def _cause(reused: int, changed: Mapping[str, int] | None) -> str:
     if changed is None:
-        return f"{format_size(reused)} of it were there already" if reused else "all of it was new"
+        return f"{format_size(reused)} of it was already stored" if reused else "all of it was new"
     if not any(changed.values()):
         return "nothing changed"
     branches: dict[str, int] = {}
@@ -117,7 +118,7 @@ def _cause(reused: int, changed: Mapping[str, int] | None) -> str:
 
 
 def heat(repo: Repository, added: Sequence[Added]) -> Heat | None:
-    """Return the heat map of the compared checkpoints of a run, or None without any."""
+    """Return the heat map of a run's compared checkpoints, or None if no checkpoint was compared."""
     columns = [column for column in added if column.changed is not None]
     if not columns:
         return None

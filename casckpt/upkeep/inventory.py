@@ -1,9 +1,10 @@
-"""Inventory of objects/. A listing covers only the folders that may have changed since the last listing of this host.
+"""Inventory of objects/. A listing covers only the folders that may have changed since this host's last listing.
 
-Only one save puts objects into a folder: the save whose transaction id names the folder. Only gc deletes from the
-folder, and never an object that a live commit names. Suppose that a commit was listed before a folder and names exactly
-the objects in the folder. Then the folder cannot change while this commit is live. This commit is the **guard** of the
-folder. The catalogue keeps the guard of each folder and the sums of the guarded objects.
+Only one save puts objects into a folder: the save whose transaction id names the folder. Only gc deletes objects from
+the folder, and it never deletes an object that a live commit names. Suppose that a commit was listed before a folder,
+and that it names exactly the objects in the folder. Then the folder cannot change while this commit is live. Such a
+commit is the **guard** of the folder. The catalogue stores the guard of each folder and the sums of the guarded
+objects.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from casckpt.storage.base import ListedObject
 
 BLOB = "safetensors"
 _NOTE = "folders"
-_TRIED = 3  # users of a folder to compare, newest first; an older one rarely names the whole folder
+_TRIED = 3  # users of a folder to compare, newest first; older users rarely name the whole folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +48,10 @@ class Sums:
 
 @dataclass(frozen=True)
 class Inventory:
-    """All objects. ``sizes``: bytes by key of the objects without a guard. gc deletes no other objects.
+    """All objects. ``sizes``: bytes by key of the objects without a guard. gc can delete only these objects.
 
     ``guarded``: sums of the other objects, by uploader. ``loose``: uploaders of the listed folders without a guard,
-    including empty folders. ``foreign``: keys that casckpt did not make. gc ignores them.
+    including empty folders. ``foreign``: keys that casckpt did not create. gc ignores them.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict, repr=False)
@@ -59,19 +60,19 @@ class Inventory:
     loose: Sequence[TxId] = ()
 
     def total(self, but: Container[str] = ()) -> Sums:
-        """Return the sums of all objects whose keys are not in ``but``."""
+        """Return the sums of all objects, except those whose keys are in ``but``."""
         loose = ((key, size) for key, size in self.sizes.items() if key not in but)
         return sum(self.guarded.values(), sums_of(loose))
 
     def has_manifest(self, key: str) -> bool:
-        """Return whether this manifest exists. In a guarded folder any manifest counts."""
+        """Return whether this manifest exists. In a guarded folder, any manifest counts."""
         name = parse_object(key)
         guarded = None if name is None else self.guarded.get(name.uploader)
         return key in self.sizes or (guarded is not None and guarded.manifests > 0)
 
 
 def sums_of(objects: Iterable[tuple[str, int]]) -> Sums:
-    """Return the sums of objects given as (key, bytes)."""
+    """Return the sums of objects that are passed as (key, bytes)."""
     counts = {True: [0, 0], False: [0, 0]}
     for key, size in objects:
         count = counts[key.endswith(BLOB)]
@@ -93,7 +94,7 @@ class _Guarded:
 
 
 def list_unguarded(repo: Repository, commits: CommitList, *, as_purged: Container[TxId] = ()) -> Inventory:
-    """List the objects without a guard. ``commits``: an earlier listing. ``as_purged``: commits that may not guard.
+    """List the objects without a guard. ``commits``: an earlier listing. ``as_purged``: commits that cannot be guards.
 
     Reads the manifests that the catalogue lacks. Raises `StorageError`.
     """
@@ -132,7 +133,7 @@ def _contents(repo: Repository, folders: Sequence[str]) -> Iterator[list[ListedO
 
 
 class _Guards:
-    """Finds a commit among ``live`` that names exactly the objects of a folder."""
+    """Finds a commit in ``live`` that names exactly the objects of a folder."""
 
     def __init__(self, repo: Repository, live: Sequence[Commit]) -> None:
         self._repo = repo

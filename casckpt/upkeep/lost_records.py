@@ -1,9 +1,8 @@
 """Detection of lost records: manifests under objects/ without a record in commits/ or transactions/.
 
-A save puts its manifest while its transaction is open. casckpt removes the file of the transaction only after a record
-is in commits/, and never removes that record. So a manifest without either shows that records are missing: ``commits/``
-was moved or is not mounted, or only a part of the store was copied. It is then unknown which blobs the checkpoint
-needs.
+A save puts its manifest while its transaction is open. casckpt removes the transaction's file only after a record is
+in commits/, and never removes that record. Therefore, if a manifest has neither, records are missing: ``commits/`` was
+moved or is not mounted, or only a part of the store was copied. It is then unknown which blobs the checkpoint needs.
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ _NAMED_AT_MOST = 3
 
 
 def lost_records(repo: Repository, keys: Iterable[str], ended: Container[TxId] = ()) -> list[TxId]:
-    """Return the transactions with a manifest among the listed ``keys`` and without a record.
+    """Return the transactions that have a manifest among the listed ``keys`` but do not have a record.
 
-    ``ended``: transactions that have a record. Lists transactions/ and commits/ only in doubt. Raises `StorageError`.
+    ``ended``: transactions that have a record. Lists transactions/ and commits/ only if some other transaction has a
+    manifest. Raises `StorageError`.
     """
     names = (parse_object(key) for key in keys)
     doubtful = {name.uploader for name in names if name is not None and name.kind == "manifest"}
@@ -36,20 +36,20 @@ def lost_records(repo: Repository, keys: Iterable[str], ended: Container[TxId] =
         return []
     listed = (parse_log(entry.key) for entry in repo.storage.list(TRANSACTIONS, known=parse_log))
     saving = {name[0] for name in listed if name is not None}
-    return sorted(doubtful - saving - list_names(repo))  # in this order, a save that ends meanwhile is in a listing
+    return sorted(doubtful - saving - list_names(repo))  # a save that ends in between is in one listing
 
 
 def check_recorded(repo: Repository, keys: Iterable[str], ended: Container[TxId]) -> None:
     """Raise `Damaged` if gc would delete a manifest whose record is lost.
 
-    Takes the arguments of `lost_records`.
+    Accepts the arguments of `lost_records`.
     """
     lost = lost_records(repo, keys, ended)
     if lost:
         shown = ", ".join(commit_key(txid) for txid in lost[:_NAMED_AT_MOST])
         more = f" and {len(lost) - _NAMED_AT_MOST} more" if lost[_NAMED_AT_MOST:] else ""
         raise Damaged(
-            f"gc deletes nothing, because records are missing from {repo.storage.url}: {shown}{more}; there are "
-            f"manifests under objects/ that nothing else knows of. {ADVICE}",
+            f"gc deletes nothing, because records are missing from {repo.storage.url}: {shown}{more}. "
+            f"Manifests under objects/ have no record in commits/ or transactions/. {ADVICE}",
             key=commit_key(lost[0]),
         )

@@ -1,9 +1,9 @@
-"""Repacking: reads stored cells, verifies them, packs them as a save does, and puts them into other blobs.
+"""Repacking: reads stored cells, verifies them, packs them as a save does, and puts them into different blobs.
 
-Repacking changes the place of each cell and its encoding, but not the saved bytes. Copies with another blob size,
-copies that encode, and rewrites in place use this module. The manifest has the digest of each cell, so repacking does
-not read cells that the target already has. It needs a few hundred bytes of memory for each cell, and the memory of a
-few blobs.
+Repacking changes the location and the encoding of each cell, but not the saved bytes. Copies with a different blob
+size, copies that encode, and in-place rewrites use this module. The manifest contains the digest of each cell, so
+repacking does not read cells that the target already has. It needs a few hundred bytes of memory per cell, plus the
+memory of a few blobs.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from casckpt.upkeep.repair.cell_sources import readable
 
 log = logging.getLogger(__name__)
 
-_MEMORY = 1 << 30  # bytes of buffers
+_MEMORY = 1 << 30  # total buffer bytes
 _READ_BYTES = 4 << 20
 _MAX_BASES = 8
 
 
 class CellPlace(NamedTuple):
-    """The place of a cell: its blob, its offset in the file of the blob, and its frame if it is encoded."""
+    """The location of a cell: its blob, its offset in the blob's file, and its frame if it is encoded."""
 
     ref: BlobRef
     offset: int
@@ -60,7 +60,7 @@ class CellPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A cell to move. ``blob``: the number of its blob in the source. ``offset``: in that blob."""
+    """A cell to move. ``blob``: the number of its blob in the source. ``offset``: the cell's offset in that blob."""
 
     digest: CellDigest
     nbytes: int
@@ -76,11 +76,11 @@ _Part = tuple[_Cell, memoryview]
 
 @dataclass(frozen=True)
 class Recoding:
-    """A repacking of cells of a checkpoint of ``source`` into ``target``, under the transaction ``uploader``.
+    """Repacks cells of a checkpoint from ``source`` into ``target``, under the transaction ``uploader``.
 
     ``listed``: the commits of the target, listed after that transaction began. ``moving``: numbers of the blobs whose
-    cells move. These are all blobs, unless the source is the target. ``blob_bytes``: data bytes of a new blob, None for
-    the blob size of the target. ``jobs``: number of concurrent blobs, each with a buffer. ``progress``: called with the
+    cells move. Unless the source is the target, these are all blobs. ``blob_bytes``: data bytes per new blob (None:
+    the target's blob size). ``jobs``: number of concurrent blobs, each with a buffer. ``progress``: called with the
     bytes of each moved blob. ``compress``: encode floats where that saves bytes.
     """
 
@@ -96,7 +96,7 @@ class Recoding:
     compress: bool = False
 
     def run(self) -> Encoded:
-        """Store the cells durably, and return the manifest with their new places. The caller puts the manifest.
+        """Store the cells durably, and return the manifest with their new locations. The caller must put the manifest.
 
         Raises `BlobDamaged` if bytes of the source are wrong, `Refused` for an unknown format, `Revoked`,
         `StorageError`.
@@ -122,13 +122,13 @@ class Recoding:
         return self._placed(places)
 
     def _is_usable(self, cell: StoredCell) -> bool:
-        """Return whether the copy can reuse a stored cell of the target."""
+        """Return whether the copy can reuse a cell that is stored in the target."""
         return cell.frame is None or (self.compress and cell.frame.base is None)
 
     # cells of the target
 
     def _known(self) -> ReusableCells:
-        """Return the cells of related checkpoints of the target, without cells in damaged, worn or moving blobs."""
+        """Return the cells of related checkpoints in the target, except cells in damaged, worn or moving blobs."""
         related = self._related()
         avoided = blobs.damaged_marks(self.target) if related else set[tuple[TxId, BlobHash]]()
         if self.source is self.target:
@@ -137,7 +137,7 @@ class Recoding:
         return ReusableCells(None, bases, lambda ref: ref.worn or (ref.uploader, ref.hash) in avoided)
 
     def _related(self) -> list[Commit]:
-        """Return visible checkpoints of the target that share blobs with this one in the source, most shared first."""
+        """Return the target's visible checkpoints that share blobs with this one in the source, most shared first."""
         listed = self.listed if self.source is self.target else list_commits(self.source)
         own, shared = _heads(self.manifest.blob_list), dict[str, int]()
         for commit in manifests.learn(self.source, listed.live()):
@@ -149,7 +149,7 @@ class Recoding:
     # new blobs
 
     def _store(self, cells: Sequence[_Cell], places: dict[CellDigest, CellPlace]) -> None:
-        """Put cells into new blobs, and add their places to ``places``."""
+        """Put cells into new blobs, and add their locations to ``places``."""
         lots = packed(self.manifest, cells, self.blob_bytes or self.target.marker.blob_bytes)
         size = buffer_bytes(max((padded(sum(cell.nbytes for cell in lot)) for lot in lots), default=1))
         each = 2 if self.compress else 1
@@ -161,7 +161,10 @@ class Recoding:
             buffers.close()
 
     def _make(self, buffers: BufferPool, lot: Sequence[_Cell]) -> dict[CellDigest, CellPlace]:
-        """Put the cells of ``lot`` into one blob, or frames and plain cells into two. Return the place of each cell."""
+        """Put the cells of ``lot`` into one blob, or into one for frames and one for plain cells.
+
+        Return their locations.
+        """
         with buffers.borrow() as borrowed:
             parts = list(_parts(lot, borrowed.view))
             runs = _runs(parts, self.source.storage.traits.read_gap)
@@ -184,7 +187,7 @@ class Recoding:
         return {digest: CellPlace(ref, offset) for digest, offset in offsets.items()}
 
     def _put_smaller(self, parts: Sequence[_Part], buffer: memoryview) -> dict[CellDigest, CellPlace]:
-        """Put cells as frames where that saves bytes, and the other cells without encoding."""
+        """Put cells as frames if that saves bytes, and all other cells without encoding."""
         tried = [(cell, data, _frame_of(cell, data)) for cell, data in parts]
         frames = [(cell, frame) for cell, _, frame in tried if frame is not None]
         rest = [(cell, data) for cell, data, frame in tried if frame is None]
@@ -225,7 +228,7 @@ class Recoding:
             raise BlobDamaged(ref, explain(ref, error)) from error
 
     def _check(self, cell: _Cell, data: memoryview) -> None:
-        """Verify a cell. If its digest is wrong, read it once more. Raise `BlobDamaged` if it is still wrong."""
+        """Verify a cell. If its digest is wrong, reread it once. Raise `BlobDamaged` if the digest is still wrong."""
         if cell_digest(data) != cell.digest:
             self._read([(cell, data)])
             if cell_digest(data) != cell.digest:
@@ -252,16 +255,16 @@ class Recoding:
         refs = mark_worn(tables.values(), list(numbers), self.manifest.body.run, live.__contains__)
         made = placed(self.manifest, encode_blobs(refs), tables)
         again = made.manifest()
-        for number in tables:  # a foreign writer may cut extents in a way that the new tables cannot express
+        for number in tables:  # a foreign writer may split extents in a way that the new tables cannot express
             again.extents(again.entries[number])
         return made
 
 
 def poor_blobs(manifest: Manifest, blob_bytes: int, kept: Container[tuple[TxId, BlobHash]]) -> frozenset[int]:
-    """Return the numbers of the blobs to repack, if this leaves fewer blobs or replaces worn blobs.
+    """Return the numbers of the blobs to repack. Repack only if this leaves fewer blobs or replaces worn blobs.
 
-    A poor blob has less than half of ``blob_bytes``, or is worn, and is not in ``kept``. Blobs with encoded cells or
-    their bases are never poor. Raises the errors of reading a manifest.
+    A poor blob is worn or smaller than half of ``blob_bytes``, and is not in ``kept``. Blobs with encoded cells or
+    their bases are never poor. Raises the same errors as reading a manifest.
     """
     chained = blobs_of_chains(manifest)
     every = ((number, ref) for number, ref in enumerate(manifest.blobs) if number not in chained)
@@ -273,14 +276,14 @@ def poor_blobs(manifest: Manifest, blob_bytes: int, kept: Container[tuple[TxId, 
 
 
 def blobs_of_chains(manifest: Manifest) -> frozenset[int]:
-    """Return the numbers of the blobs that hold encoded cells or their bases. Copies never repack such blobs."""
+    """Return the numbers of the blobs that hold encoded cells or their bases. Copies never repack these blobs."""
     tables = (manifest.extents(entry) for entry in _stored_entries(manifest))
     coded = (extent for table in tables for extent in table.extents if extent.coding)
     return frozenset(link.blob for extent in coded for link in extent.chain)
 
 
 def cells_of(manifest: Manifest, wanted: Container[int]) -> list[_Cell]:
-    """Return each cell in the blobs ``wanted`` once, in the order in which a save packs cells."""
+    """Return each cell in the blobs ``wanted`` once, in the order that a save packs cells."""
     ranked: dict[CellDigest, tuple[tuple[object, ...], _Cell]] = {}
     for entry in _stored_entries(manifest):
         table, branch = manifest.extents(entry), branch_of(entry.kind, entry.key)
@@ -297,7 +300,7 @@ def cells_of(manifest: Manifest, wanted: Container[int]) -> list[_Cell]:
 
 
 def packed(manifest: Manifest, cells: Sequence[_Cell], blob_bytes: int) -> list[Sequence[_Cell]]:
-    """Split ``cells``, in order, into lots of one blob each. No blob has cells of two branches of the state."""
+    """Split ``cells``, in order, into one lot per blob. A blob never has cells from two branches of the state."""
     end = DATA_OFFSET + max([blob_bytes, *(cell.nbytes for cell in cells)])
     branches = branches_of(branch_of(entry.kind, entry.key) for entry in manifest.entries)
     lots: list[Sequence[_Cell]] = []
@@ -308,7 +311,7 @@ def packed(manifest: Manifest, cells: Sequence[_Cell], blob_bytes: int) -> list[
 
 
 def _parts(lot: Iterable[_Cell], buffer: memoryview) -> Iterator[_Part]:
-    """Yield each cell with its part of ``buffer``, as a `BlobWriter` assigns it."""
+    """Yield each cell with its part of ``buffer``, assigned as a `BlobWriter` does."""
     end = DATA_OFFSET
     for cell in lot:
         start = place_behind(end, cell.nbytes)
@@ -317,7 +320,7 @@ def _parts(lot: Iterable[_Cell], buffer: memoryview) -> Iterator[_Part]:
 
 
 def _frame_of(cell: _Cell, plain: memoryview) -> bytes | None:
-    """Encode a cell of floats, and decode the frame to verify it. Return None if encoding saves no bytes."""
+    """Encode a cell of floats, and decode the frame to verify it. Return None if encoding does not save bytes."""
     frame = encode_planes(plain, coded_width(cell.dtype)) if cell.dtype in FLOATS else None
     if frame is None:
         return None
@@ -335,7 +338,7 @@ def _stored_entries(manifest: Manifest) -> list[Entry]:
 
 
 def _runs(parts: Iterable[_Part], gap: int) -> Iterator[list[_Part]]:
-    """Group cells that are consecutive in the source too. Each group takes one read."""
+    """Group cells that are also consecutive in the source. Each group needs one read."""
     run: list[_Part] = []
     for part in parts:
         cell, last = part[0], run[-1][0] if run else part[0]

@@ -1,9 +1,10 @@
-"""Rewrites: a second commit of a checkpoint, with its cells in other blobs. The id then names the new commit.
+"""Rewrites: a second commit of a checkpoint, with its cells in different blobs. The id then names the new commit.
 
-A rewrite replaces the base when its `replaced` record takes the next number in the log of the base. The listing of
-commits gives this number. So if several processes forget or rewrite the checkpoint at the same time, exactly one
-succeeds. The other processes forget their own commits. A put whose answer was lost may still arrive later. A process in
-this situation fills the number itself before it raises. gc does this for dead processes.
+A rewrite replaces the base commit when its `replaced` record takes the next number in the base's log. The listing of
+commits determines this number. Therefore, if several processes forget or rewrite the checkpoint at the same time,
+exactly one of them succeeds. The other processes forget their own commits. A put whose response was lost may still
+take effect later. In that case, the process fills the number itself before it raises an error. gc does this for dead
+processes.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ log = logging.getLogger(__name__)
 def rewrite(repo: Repository, base: Commit, save: Callable[[TxId, CommitList], Committed | None]) -> Commit | None:
     """Commit the result of ``save`` in place of ``base``. If ``save`` returns None, change nothing and return None.
 
-    The transaction begins before ``save`` receives a listing of commits, so ``save`` may reuse the blobs that these
-    name. It returns the record of the new blobs. The new manifest must hold all entries of ``base``, except those that
-    the record names as dropped.
+    The transaction begins before ``save`` receives a listing of commits. Therefore, ``save`` may reuse the blobs that
+    these commits name. It returns the record for the new blobs. The new manifest must contain all entries of ``base``,
+    except those that the record lists as dropped.
 
     Raises `Conflict` if ``base`` is no longer visible, or if another process changed it first. Raises `StorageError`;
-    the rewrite may still be committed.
+    the rewrite may still have been committed.
     """
     transaction = begin(repo, base.run, base.step, after=[base.txid])
     try:
         listed = list_commits(repo)
         now = listed.commits.get(base.txid)
         if now is None or not now.visible or now.txid in listed.damaged:
-            raise Conflict(f"{base} was forgotten, purged or rewritten meanwhile, so it cannot be rewritten")
+            raise Conflict(f"{base} cannot be rewritten, because it was forgotten, purged or rewritten in the meantime")
         record = save(transaction.txid, listed)
         if record is None:
             transaction.abort("damaged bytes cannot be recovered")
@@ -53,7 +54,7 @@ def rewrite(repo: Repository, base: Commit, save: Callable[[TxId, CommitList], C
 
 
 def record_of(repo: Repository, txid: TxId, commit: Commit, made: Encoded) -> Committed:
-    """Put a manifest. Return the record of a rewrite of ``commit`` with this manifest. Raises `StorageError`."""
+    """Put a manifest. Return the record for a rewrite of ``commit`` with this manifest. Raises `StorageError`."""
     manifests.put_encoded(repo, txid, made)
     places = {"txid": txid, "head": made.head, "manifest_bytes": len(made.data)}
     return changed(commit.committed, time=repo.clock(), **places)

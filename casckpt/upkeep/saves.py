@@ -1,4 +1,4 @@
-"""Saves in progress: list, revoke, and give up saves whose record is lost."""
+"""Saves in progress: lists and revokes them, and gives up saves whose record is lost."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from casckpt.upkeep.lost_records import lost_records
 
 @dataclass(frozen=True, slots=True)
 class SaveInProgress:
-    """A transaction that has not ended. ``run``, ``host`` and ``pid`` are None if its record cannot be read.
+    """A transaction that has not ended.
 
-    ``signs_of_life``: how many it has given. ``alive``: None if this host cannot know.
+    ``run``, ``host`` and ``pid`` are None if its record cannot be read. ``signs_of_life``: how many signs it has
+    given. ``alive``: None if this host cannot tell.
     """
 
     txid: TxId
@@ -36,7 +37,7 @@ class SaveInProgress:
 
 
 def saves_in_progress(repo: Repository) -> list[SaveInProgress]:
-    """List the saves in progress, oldest first. Raises `NotFound` where there is no store, `StorageError`."""
+    """List the saves in progress, oldest first. Raises `NotFound` if there is no store, and `StorageError`."""
     repo.check_exists()  # a missing store is an error, not an empty list
     opened = open_transactions(repo, list_names(repo))
     ended = list_names(repo) if opened else set()
@@ -66,16 +67,16 @@ def _alive(process: Process) -> bool | None:
 
 
 def revoke_save(repo: Repository, txid: TxId) -> None:
-    """Revoke a save in progress, so that it never becomes visible. Raises `NotFound`, `Conflict` if it has ended."""
+    """Revoke a save in progress, so that it never becomes visible. Raises `Conflict` if it has ended, `NotFound`."""
     closed = list_names(repo)
     if txid not in closed and txid not in {one.txid for one in open_transactions(repo, closed)}:
         raise NotFound(f"there is no save {txid} in progress; `casckpt transactions STORE` lists them")
     if txid in closed or not revoke(repo, txid, "revoked by hand"):
-        raise Conflict(f"save {txid} has ended already; `casckpt list STORE` shows whether it was committed")
+        raise Conflict(f"save {txid} has already ended; `casckpt list STORE` shows whether it was committed")
 
 
 def give_up(repo: Repository, txid: TxId) -> None:
-    """End a transaction whose record is lost or unreadable. Raises `Conflict` if it can be read, `NotFound`."""
+    """End a transaction whose record is lost or unreadable. Raises `Conflict` if it can be read, and `NotFound`."""
     listed = list_commits(repo, anew=True)
     if txid in listed.commits:
         raise Conflict(f"the records of {txid} can be read; `casckpt forget` hides its checkpoint")

@@ -1,12 +1,13 @@
 """Thinning: removes some tensors of a checkpoint, such as the optimizer state, and keeps its id.
 
-A thinned checkpoint is a rewrite without the dropped entries and the blobs that only they use. Thinning reads and
-writes no tensor bytes. gc purges the old commit like a forgotten one. Until then `restore` recovers all entries.
+A thinned checkpoint is a rewrite without the dropped entries and without the blobs that only these entries use.
+Thinning does not read or write tensor bytes. gc purges the old commit like a forgotten one. Until then, `restore`
+recovers all entries.
 
-A tag that is set during thinning protects the whole checkpoint. So thinning lists the tags again at its end, and
-restores checkpoints with new tags. A process that sets a tag reads the log afterwards, so at least one of the two
-processes sees the other. If thinning is killed before its end, the tag keeps the old commit, and a later gc restores
-it.
+A tag that is set during thinning protects the whole checkpoint. Therefore, thinning relists the tags at its end, and
+restores checkpoints that have new tags. A process that sets a tag reads the log afterwards, so at least one of the two
+processes notices the other. If thinning is killed before its end, the tag protects the old commit, and a later gc
+restores it.
 """
 
 from __future__ import annotations
@@ -40,15 +41,16 @@ from casckpt.upkeep.gc.purge import check_metrics, kept_of, min_age_of
 from casckpt.upkeep.rewrite import record_of, rewrite
 
 log = logging.getLogger(__name__)
-MAX_RULE = 1 << 16  # characters; a longer rule can only come from a hostile store
+MAX_RULE = 1 << 16  # characters; only a hostile store can contain a longer rule
 _Sizes = dict[tuple[TxId, BlobHash], int]
 
 
 @dataclass(frozen=True)
 class Thin:
-    """The plan for one checkpoint. ``entries``: numbers of the entries to drop. ``nbytes``: their size.
+    """The plan for one checkpoint.
 
-    ``goes``: sizes of the blobs that only dropped entries use. ``stays``: sizes of the blobs that other entries use.
+    ``entries``: numbers of the entries to drop. ``nbytes``: size of these entries. ``goes``: sizes of the blobs that
+    only dropped entries use. ``stays``: sizes of the blobs that other entries use.
     """
 
     commit: Commit
@@ -60,8 +62,9 @@ class Thin:
 
 @dataclass(frozen=True)
 class ThinPlan:
-    """The checkpoints to thin, oldest first. ``done``: already thinned. ``failed``: errors of other checkpoints.
+    """The checkpoints to thin, oldest first.
 
+    ``done``: checkpoints that are already thinned. ``failed``: errors of checkpoints that cannot be thinned.
     ``tagged``: whether tags move to the new commits. ``chosen``: how many checkpoints the call named or the rule
     selected.
     """
@@ -76,11 +79,11 @@ class ThinPlan:
 
 @dataclass(frozen=True)
 class ThinResult:
-    """The new commits of the thinned checkpoints, or with ``dry_run`` the present commits of the checkpoints to thin.
+    """The new commits of the thinned checkpoints or, with ``dry_run``, the current commits of the checkpoints to thin.
 
     ``entries``, ``nbytes``: number and size of the dropped tensors. ``freed_bytes``: size of the blobs that gc deletes
-    after it purges the old commits. It may purge them after ``until`` (None: at the next gc). ``shared_bytes``: size of
-    the blobs that the thinned checkpoints no longer use, but other checkpoints need.
+    after it purges the old commits. gc may purge them after ``until`` (None: at the next gc). ``shared_bytes``: size
+    of the blobs that the thinned checkpoints no longer use but other checkpoints still need.
     """
 
     thinned: tuple[Commit, ...] = ()
@@ -102,12 +105,13 @@ def plan_thin(
     tagged: bool = False,
     spare: Iterable[Commit] = (),
 ) -> ThinPlan:
-    """Plan to drop the entries that match ``drop`` (fnmatch patterns on keys) from ``refs`` or by a rule.
+    """Plan to drop the entries that match ``drop`` (fnmatch patterns on keys), from ``refs`` or by a rule.
 
-    ``keep``: a policy for the checkpoints that stay whole. The newest checkpoint of each run always stays whole.
-    ``tagged``: also thin checkpoints with a tag without an end. ``spare``: checkpoints to skip. Writes nothing.
+    ``keep``: a policy that selects the checkpoints to leave whole. The newest checkpoint of each run is always left
+    whole. ``tagged``: also thin checkpoints that have a tag without an expiration time. ``spare``: checkpoints to
+    skip. Writes nothing.
 
-    Raises `InvalidInput`, `Conflict` if one of ``refs`` is tagged, `NotFound`, `StorageError`.
+    Raises `Conflict` if one of ``refs`` is tagged, and `InvalidInput`, `NotFound` and `StorageError`.
     """
     rule, wanted = patterns_of(drop), list(refs)
     if bool(wanted) is not (keep is None or keep.is_empty):
@@ -130,12 +134,12 @@ def plan_thin(
 
 
 def _barring(repo: Repository, *, tagged: bool) -> dict[str, Tag]:
-    """Return the tags whose checkpoints must stay whole."""
+    """Return the tags whose checkpoints must not be thinned."""
     return {name: tag for name, tag in tags(repo).items() if not tagged or tag.expires is not None}
 
 
 def _rule(commit: Commit) -> frozenset[str]:
-    """Return the patterns of a thinned checkpoint."""
+    """Return the patterns that a checkpoint was thinned by."""
     rule = "" if commit.dropped is None else commit.dropped.rule
     try:
         return frozenset(word for word in shlex.split(rule[:MAX_RULE]) if word != "--drop")
@@ -203,7 +207,7 @@ def preview(repo: Repository, plan: ThinPlan) -> ThinResult:
 
 
 def _space(repo: Repository, plan: ThinPlan) -> tuple[int, int]:
-    """Return the bytes of blobs that gc can delete after it purges the old commits, and of blobs that others need."""
+    """Return two sizes: blobs that gc can delete after it purges the old commits, and blobs that others still need."""
     goes: _Sizes = {name: size for one in plan.thin for name, size in one.goes.items()}
     bases = {one.commit.txid for one in plan.thin}
     others = (one for one in list_commits(repo).live() if one.txid not in bases)
@@ -219,10 +223,10 @@ def _until(repo: Repository, chosen: Sequence[Commit]) -> datetime | None:
 
 
 def execute(repo: Repository, plan: ThinPlan) -> tuple[Commit, ...]:
-    """Carry out ``plan``, and return the new commits. Skips checkpoints that another process changed meanwhile.
+    """Carry out ``plan``, and return the new commits. Skips checkpoints that another process has changed.
 
-    Raises `Unsupported` if this version does not know a requirement of the store on writers. Raises `StorageError`; the
-    checkpoints that were thinned before the error stay thinned.
+    Raises `Unsupported` if this version does not know one of the store's requirements on writers. Raises
+    `StorageError`; the checkpoints that were thinned before the error remain thinned.
     """
     check_requirements(repo)
     made = [done for one in plan.thin if (done := _thin(repo, one, plan.drop)) is not None]
@@ -233,7 +237,7 @@ def execute(repo: Repository, plan: ThinPlan) -> tuple[Commit, ...]:
 
 
 def thin(repo: Repository, plan: ThinPlan, *, dry_run: bool = False) -> ThinResult:
-    """Carry out ``plan``, or with ``dry_run`` only count. Raises the errors of `execute`."""
+    """Carry out ``plan``, or only count with ``dry_run``. Raises the errors of `execute`."""
     result = preview(repo, plan)
     return result if dry_run else replace(result, thinned=execute(repo, plan), dry_run=False)
 
@@ -241,10 +245,10 @@ def thin(repo: Repository, plan: ThinPlan, *, dry_run: bool = False) -> ThinResu
 def thin_by(
     repo: Repository, rule: Thinning, run: str | None, *, spare: Iterable[Commit] = (), dry_run: bool = False
 ) -> ThinResult:
-    """Thin by a rule, or with ``dry_run`` return the expected result.
+    """Thin by a rule, or return the expected result with ``dry_run``.
 
-    Logs a warning for each checkpoint that cannot be thinned. Raises the errors of `execute`. Before that, raises
-    MissingKey if no key of the chosen checkpoints matches, and InvalidInput.
+    Logs a warning for each checkpoint that cannot be thinned. Before it changes anything, raises MissingKey if no key
+    of the chosen checkpoints matches, and InvalidInput. Also raises the errors of `execute`.
     """
     check_metrics(repo, rule.keep, run)
     plan = plan_thin(repo, drop=rule.drop, keep=rule.keep, run=run, spare=spare)
@@ -270,7 +274,7 @@ def _thin(repo: Repository, plan: Thin, drop: Iterable[str]) -> Commit | None:
 def _but_tagged(
     repo: Repository, thin: Iterable[Thin], made: Sequence[Commit], named: Mapping[str, Tag]
 ) -> list[Commit]:
-    """Restore the commits of ``made`` that received a tag meanwhile. Return the others."""
+    """Restore the commits in ``made`` that have received a tag in the meantime. Return the others."""
     tagged = tagged_txids(named, made)
     before = {one.commit.id: one.commit for one in thin}
     left = []
@@ -282,7 +286,7 @@ def _but_tagged(
             if commit.txid in tagged:
                 restore(repo, replaced, as_read=True)
                 continue
-        except Conflict:  # it was purged, so the tag was set on the thinned commit; or another process changed it
+        except Conflict:  # it was purged, so the tag is on the thinned commit; or another process changed it
             pass
         left.append(commit)
     return left
@@ -296,7 +300,7 @@ def _dropped(one: Thin, drop: Iterable[str]) -> Dropped:
 
 
 def _move_tags(repo: Repository, thin: Sequence[Commit]) -> None:
-    """Move the tags of these checkpoints to the new commits. Skip leases, because their holders need all tensors."""
+    """Move these checkpoints' tags to the new commits. Skip leases, because their holders need all tensors."""
     now = {commit.id: commit for commit in thin}
     for tag in tags(repo).values() if thin else ():
         commit = now.get(tag.manifest)
@@ -306,9 +310,9 @@ def _move_tags(repo: Repository, thin: Sequence[Commit]) -> None:
 
 
 def thin_alike(repo: Repository, others: Iterable[Commit]) -> list[Commit]:
-    """Thin the checkpoints of ``repo`` like their copies ``others`` in another store. Return the thinned checkpoints.
+    """Thin the checkpoints of ``repo`` like ``others``, their copies in a different store. Return the thinned ones.
 
-    Checkpoints of ``repo`` that have a tag or cannot be read stay whole. Raises `StorageError`.
+    Skips checkpoints of ``repo`` that have a tag or cannot be read. Raises `StorageError`.
     """
     listed, named = list_commits(repo), {tag.manifest for tag in tags(repo).values()}
     plans, made = [], []
@@ -323,15 +327,15 @@ def thin_alike(repo: Repository, others: Iterable[Commit]) -> list[Commit]:
 
 
 def whole_of(repo: Repository, commit: Commit, listed: CommitList | None = None) -> Commit:
-    """Return the most complete old commit of a thinned checkpoint. ``listed``: None for a new LIST.
+    """Return the most complete old commit of a thinned checkpoint. ``listed``: a listing (None: make a new LIST).
 
-    Raises `NotFound` if the old commits were purged, or if it was never thinned; `StorageError`.
+    Raises `NotFound` if the old commits were purged or the checkpoint was never thinned, and `StorageError`.
     """
     listed = list_commits(repo) if listed is None else listed
     old = [other for other in listed.standing() if other.id == commit.id and other.last == "replaced"]
     fullest = min(reversed(old), key=_lacking, default=commit)
     if _lacking(fullest) >= _lacking(commit):
-        raise NotFound(f"{commit} was never thinned, or a gc purged what the thinning dropped")
+        raise NotFound(f"{commit} was never thinned, or gc has purged its old commits")
     return fullest
 
 
@@ -340,7 +344,7 @@ def _lacking(commit: Commit) -> int:
 
 
 def check(plan: ThinPlan) -> None:
-    """Raise the first error of ``plan``. Raise MissingKey if its patterns match no entry of a chosen checkpoint."""
+    """Raise the first error of ``plan``. Raise MissingKey if its patterns do not match any entry."""
     for error in plan.failed:
         more = f" (the first error of {len(plan.failed)} checkpoints that cannot be thinned)" if plan.failed[1:] else ""
         raise type(error)(f"{error}{more}", **error.__dict__) from error

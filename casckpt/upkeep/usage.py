@@ -1,4 +1,4 @@
-"""Bytes of a store: the total, the use of each run, and the bytes that no checkpoint uses."""
+"""The bytes of a store: the total, the bytes that each run uses, and the bytes that no checkpoint uses."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _Blob = tuple[TxId, BlobHash]
 class RunUsage:
     """The use of one run. Sizes count blob files, except ``bytes_logical``, which counts its visible tensors.
 
-    ``bytes_used``: all blobs that its live checkpoints name. ``bytes_alone``: the blobs that no other run names. gc
-    frees them if the run is purged. ``bytes_newest``: the blobs that its newest checkpoint names.
+    ``bytes_used``: all blobs that its live checkpoints name. ``bytes_alone``: the blobs that no other run names, which
+    gc frees if the run is purged. ``bytes_newest``: the blobs that its newest checkpoint names.
     """
 
     run: str
@@ -45,9 +45,9 @@ class RunUsage:
 class StoreUsage:
     """The use of all runs, largest first. ``bytes_unneeded``: blobs that no live checkpoint names.
 
-    These are leftovers of failed saves, blobs of saves in progress, and blobs of purged checkpoints. ``freed``: the
-    part of these that gc deletes, and the blobs that only forgotten checkpoints use. ``unreadable``: ids of checkpoints
-    whose manifest cannot be read. Their blobs count as unneeded here, but gc does not delete them.
+    Unneeded blobs are leftovers of failed saves, blobs of saves in progress, and blobs of purged checkpoints.
+    ``freed``: the unneeded blobs that gc deletes, and the blobs that only forgotten checkpoints use. ``unreadable``:
+    ids of checkpoints whose manifest cannot be read. Their blobs count as unneeded here, but gc does not delete them.
     """
 
     runs: Sequence[RunUsage]
@@ -60,7 +60,7 @@ class StoreUsage:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Bytes that gc without rules frees ``now``, and ``later``, after all forgotten checkpoints are purged."""
+    """Bytes that gc without rules frees ``now`` and ``later``, after all forgotten checkpoints have been purged."""
 
     now: int
     later: int
@@ -70,14 +70,14 @@ class Freed:
 class StoreStats:
     """Counts and bytes of a store.
 
-    ``bytes_stored``: all objects. ``bytes_logical``: the tensors of all visible checkpoints, with shared tensors
-    counted each time, without dropped tensors. ``bytes_coded``: the part of ``bytes_logical`` that is stored as frames.
-    ``bytes_frames``: these frames. ``bytes_deltas``: the frames that have a base. ``forgotten``: checkpoints that wait
-    for a purge. ``bytes_freed_now``: blobs that gc without rules deletes. ``bytes_freed_later``: blobs that it deletes
-    after the purge of all checkpoints that are forgotten now. ``mirror``: URL of the store's mirror, None if it has
-    none. ``mirror_found``: whether a store exists there, None if unknown. ``mirrored``, ``unmirrored``: number of
-    checkpoints, including forgotten ones, with and without a note that they are safe there. ``damaged_blobs``: marked
-    blobs that checkpoints need.
+    ``bytes_stored``: all objects. ``bytes_logical``: the tensors of all visible checkpoints. Shared tensors count once
+    for each checkpoint, and dropped tensors do not count. ``bytes_coded``: the part of ``bytes_logical`` that is
+    stored as frames. ``bytes_frames``: the size of these frames. ``bytes_deltas``: the size of the frames that have a
+    base. ``forgotten``: checkpoints that are waiting to be purged. ``bytes_freed_now``: blobs that gc without rules
+    deletes. ``bytes_freed_later``: blobs that gc deletes after all currently forgotten checkpoints have been purged.
+    ``mirror``: URL of the store's mirror, or None if it has none. ``mirror_found``: whether a store exists there, or
+    None if unknown. ``mirrored``, ``unmirrored``: number of checkpoints, including forgotten ones, with and without a
+    note that they are safe in the mirror. ``damaged_blobs``: marked blobs that checkpoints need.
     """
 
     checkpoints: int
@@ -101,7 +101,10 @@ class StoreStats:
 
 
 def usage(repo: Repository) -> StoreUsage:
-    """Return the use of a store by run. Reads the manifests that the catalogue lacks. Raises NotFound, StorageError."""
+    """Return how much of a store each run uses. Reads the manifests that the catalogue lacks.
+
+    Raises NotFound, StorageError.
+    """
     commits = list_commits(repo)
     live = commits.live()
     use, stock = BlobUse(repo, live), list_unguarded(repo, commits)
@@ -122,7 +125,7 @@ def usage(repo: Repository) -> StoreUsage:
 
 
 def measure(repo: Repository) -> StoreStats:
-    """Return the counts of a store. Reads the manifests that the catalogue lacks, and checks that the mirror exists.
+    """Return the counts of a store. Reads the manifests that the catalogue lacks, and checks whether the mirror exists.
 
     Raises `StorageError`.
     """
@@ -159,8 +162,8 @@ def measure(repo: Repository) -> StoreStats:
 def freed_by_gc(repo: Repository, commits: CommitList, stock: Inventory | None = None, *, purges: bool = True) -> Freed:
     """Return the bytes that gc without rules would free. Without ``stock``, leftovers of failed saves do not count.
 
-    ``purges``: False if the mirror is gone, because gc then purges nothing. Reads manifests only if there are forgotten
-    checkpoints or blobs without a guard. Raises `StorageError`.
+    ``purges``: False if the mirror is gone, because gc then does not purge anything. Reads manifests only if there are
+    forgotten checkpoints or blobs without a guard. Raises `StorageError`.
     """
     forgotten = [commit for commit in commits.live() if not commit.visible]
     loose = {} if stock is None else _loose_blobs(stock)

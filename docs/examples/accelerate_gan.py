@@ -1,4 +1,4 @@
-"""Accelerate: two models with an optimizer each, a generator and a discriminator. Needs casckpt[transformers].
+"""Accelerate with a generator and a discriminator, each with its own optimizer. Needs casckpt[transformers].
 
 $ python accelerate_gan.py
 starting
@@ -6,7 +6,7 @@ epoch 2: discriminator ..., generator ...
 epoch 4: discriminator ..., generator ...
 epoch 6: discriminator ..., generator ...
 
-Kill it, and start it again: it goes on after its newest checkpoint, and the losses are the same to the bit.
+If you kill it and restart it, it continues after its newest checkpoint, and the losses are bit-identical.
 """
 
 import torch

@@ -1,12 +1,13 @@
-"""DDP with BatchNorm, and a stochastic weight average (SWA) of the second half of the training.
+"""DDP with BatchNorm, and stochastic weight averaging (SWA) over the second half of the training.
 
 $ torchrun --nproc-per-node 2 ddp_swa.py
 starting
 step 10: loss ..., 0 models averaged
 step 20: loss ..., 10 models averaged
 
-Kill it, and start it again: it goes on after its newest checkpoint, and the losses are the same to the bit. The log
-warns once that ranks have other batch statistics. A checkpoint has those of rank 0, as DDP has at the next step.
+If you kill it and restart it, it continues after its newest checkpoint, and the losses are bit-identical.
+The log warns once that the batch statistics differ across ranks. A checkpoint holds those of rank 0, which DDP also
+uses in the next step.
 """
 
 import torch
@@ -33,7 +34,7 @@ optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optim, SWA_START)
 swa_scheduler = SWALR(optim, swa_lr=0.02, anneal_epochs=4)
 models = {"model": model, "swa": swa}
-train = TrainState(scheduler=scheduler, swa_scheduler=swa_scheduler)  # and the random generators of each rank
+train = TrainState(scheduler=scheduler, swa_scheduler=swa_scheduler)  # and each rank's random generators
 torch.manual_seed(rank)  # each rank draws its own batches and dropout
 
 with casckpt.Checkpointer("checkpoints", run="swa", save_interval=5, last_step=STEPS) as checkpointer:
@@ -55,5 +56,5 @@ with casckpt.Checkpointer("checkpoints", run="swa", save_interval=5, last_step=S
         if rank == 0 and step % 10 == 0:
             print(f"step {step}: loss {loss.item():.4f}, {int(swa.n_averaged)} models averaged")
 
-update_bn(images.split(8), swa)  # the statistics of the averaged weights, for their use
+update_bn(images.split(8), swa)  # compute the batch statistics for the averaged weights
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Diffusion: a denoiser and its exponential moving average (EMA), which is what one would draw from.
+"""Diffusion: a denoiser and its exponential moving average (EMA), from which one would draw samples.
 
 $ torchrun --nproc-per-node 1 diffusion_ema.py
 starting
@@ -7,7 +7,7 @@ step 20: loss ...
 step 30: loss ...
 the average: loss ...
 
-Kill it, and start it again, also on another number of ranks: it goes on after its newest checkpoint.
+If you kill it and restart it, even on a different number of ranks, it continues after its newest checkpoint.
 """
 
 import math
@@ -25,7 +25,7 @@ STEPS, GLOBAL_BATCH, LEVELS = 30, 16, 50
 
 
 class Denoiser(nn.Module):
-    """Tell the noise in points of a plane."""
+    """Predicts the noise in points of a plane."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -33,14 +33,14 @@ class Denoiser(nn.Module):
         self.out = nn.Linear(width, 2)
 
     def forward(self, points: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
-        """Give the noise. ``points``: [batch, 2]; ``level``: of the noise, [batch]."""
+        """Return the noise. ``points``: [batch, 2]; ``level``: the noise level, [batch]."""
         noise: torch.Tensor = self.out(self.layers(torch.cat([points, level[:, None] / LEVELS], 1)))
         return noise
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw points of a circle, noise and its level for all ranks, and give this rank's share."""
-    drawn = torch.Generator().manual_seed(step)  # of the step alone: the same on any number of ranks
+    """Draw points on a circle, noise and noise levels for all ranks, and return this rank's share."""
+    drawn = torch.Generator().manual_seed(step)  # depends only on the step, not on the number of ranks
     angle = 2 * math.pi * torch.rand(GLOBAL_BATCH, generator=drawn)
     noise = torch.randn(GLOBAL_BATCH, 2, generator=drawn)
     level = torch.randint(LEVELS, (GLOBAL_BATCH,), generator=drawn)
@@ -51,7 +51,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 dist.init_process_group("gloo")  # "nccl" on GPUs
 rank, size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
-clean = torch.linspace(1.0, 0.02, LEVELS)  # the part of the signal at each level
+clean = torch.linspace(1.0, 0.02, LEVELS)  # the share of the signal at each level
 model = DistributedDataParallel(Denoiser())
 ema = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 optim = torch.optim.AdamW(model.parameters(), lr=5e-3)

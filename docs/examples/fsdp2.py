@@ -4,7 +4,7 @@ $ torchrun --nproc-per-node 2 fsdp2.py
 2 ranks: starting
 2 ranks: saved step 30, ... MiB on 2 ranks
 
-Kill it, and start it again on any number of ranks: it goes on after its newest checkpoint.
+If you kill it and restart it on any number of ranks, it continues after its newest checkpoint.
 
 $ torchrun --nproc-per-node 1 fsdp2.py
 1 ranks: resuming after step 10, which 2 ranks saved
@@ -25,7 +25,7 @@ rank, size = dist.get_rank(), dist.get_world_size()
 
 
 def say(text: str) -> None:
-    """Print, on rank 0."""
+    """Print on rank 0."""
     if rank == 0:
         print(f"{size} ranks: {text}", flush=True)
 
@@ -39,12 +39,12 @@ fully_shard(model, mesh=mesh)
 optim = torch.optim.AdamW(model.parameters())
 train = TrainState(ranks=size)
 
-with Checkpointer("checkpoints", run="fsdp2", save_interval=5, last_step=STEPS) as checkpointer:  # as on every rank
+with Checkpointer("checkpoints", run="fsdp2", save_interval=5, last_step=STEPS) as checkpointer:  # on every rank
     last = checkpointer.resume(model, optim, train)
     say(f"resuming after step {last.step}, which {train['ranks']} ranks saved" if last else "starting")
     train["ranks"] = size
     for step in range(last.step + 1 if last else 1, STEPS + 1):
-        batch = torch.randn(GLOBAL_BATCH, 256, generator=torch.Generator().manual_seed(step))  # of all ranks
+        batch = torch.randn(GLOBAL_BATCH, 256, generator=torch.Generator().manual_seed(step))  # the batch for all ranks
         model(batch[rank::size]).square().mean().backward()
         optim.step()
         optim.zero_grad()

@@ -1,4 +1,4 @@
-"""LoRA by hand, on a frozen base: every checkpoint holds the whole model, and costs the adapters.
+"""LoRA without a library. Every checkpoint holds the whole model with its frozen base, but writes only the adapters.
 
 $ python lora.py
 base: 4.0 MiB in the store
@@ -15,7 +15,7 @@ import casckpt
 
 
 class Lora(nn.Module):
-    """A frozen linear layer, and a change of low rank that is trained."""
+    """A frozen linear layer plus a trained low-rank update."""
 
     def __init__(self, base: nn.Linear, rank: int = 4) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Lora(nn.Module):
         self.up = nn.Parameter(torch.zeros(base.out_features, rank))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply both. ``x``: [..., in_features]."""
+        """Apply the layer and the update. ``x``: [..., in_features]."""
         changed: torch.Tensor = self.base(x) + x @ self.down.T @ self.up.T
         return changed
 
@@ -37,7 +37,7 @@ print(f"base: {base.stats.bytes_written / 2**20:.1f} MiB in the store")
 
 model = nn.Sequential(*(Lora(layer) for layer in layers))
 optim = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-3)
-frozen = ["model.*.base.*"]  # a promise: of these only a sample is looked at
+frozen = ["model.*.base.*"]  # a promise that these do not change: a save checks only a sample
 with casckpt.Checkpointer(store, run="lora", frozen=frozen) as checkpointer:
     for step in range(1, 4):
         model(torch.randn(16, 512)).square().mean().backward()

@@ -1,4 +1,4 @@
-"""The loop of nanoGPT: a small GPT with DDP, a rate that warms up and decays, batches that only the step decides.
+"""nanoGPT's training loop: a small GPT with DDP, warmup and decay, and batches that depend only on the step.
 
 $ torchrun --nproc-per-node 1 nanogpt.py
 starting
@@ -6,7 +6,7 @@ step 10: loss ..., rate 0.0090
 step 20: loss ..., rate 0.0035
 step 30: loss ..., rate 0.0000
 
-Kill it, and start it again, also on another number of ranks: it goes on after its newest checkpoint.
+If you kill it and restart it, even on a different number of ranks, it continues after its newest checkpoint.
 """
 
 import math
@@ -23,7 +23,7 @@ STEPS, GLOBAL_BATCH, CONTEXT, VOCABULARY = 30, 8, 8, 32
 
 
 class GPT(nn.Module):
-    """Two layers of width 16, with the head tied to the embedding."""
+    """Two layers of width 16, with a head that is tied to the embedding."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class GPT(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Give the logits. ``ids``: [batch, context]."""
+        """Return the logits. ``ids``: [batch, context]."""
         mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT)
         hidden = self.tokens(ids) + self.positions.weight
         for block in self.blocks:
@@ -46,14 +46,14 @@ class GPT(nn.Module):
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw what all ranks train on at a step, and give this rank's share: inputs and targets."""
+    """Draw the batch of a step for all ranks, and return this rank's share: inputs and targets."""
     starts = torch.randint(len(text) - CONTEXT, (GLOBAL_BATCH,), generator=torch.Generator().manual_seed(step))
     ids = torch.stack([text[start : start + CONTEXT + 1] for start in starts[rank::size]])
     return ids[:, :-1], ids[:, 1:]
 
 
 def rate(step: int) -> float:
-    """Warm up for 5 steps, then decay."""
+    """Return the learning rate, which warms up for 5 steps and then decays."""
     return 1e-2 * min(step / 5, 0.5 + 0.5 * math.cos(math.pi * (step - 5) / (STEPS - 5)))
 
 

@@ -1,11 +1,11 @@
-"""A trainer in the manner of OLMo-core: a train module that says what is saved, a trainer that holds the rest.
+"""A trainer in the style of OLMo-core: a train module defines what is saved, and the trainer holds the rest.
 
 $ torchrun --nproc-per-node 2 olmo_like.py
 step 10: loss ..., 640 tokens seen
 step 20: loss ..., 1280 tokens seen
 step 30: loss ..., 1920 tokens seen
 
-Kill it, and start it again, also on another number of ranks: it goes on after its newest checkpoint.
+If you kill it and restart it, even on a different number of ranks, it continues after its newest checkpoint.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ STEPS, GLOBAL_BATCH, LENGTH, VOCABULARY = 30, 8, 8, 32
 
 
 class TrainModule:
-    """The model and its optimizer, sharded. The three methods about states are OLMo-core's."""
+    """The model and its optimizer, sharded. The three state methods have the same signatures as in OLMo-core."""
 
     options = dcp.StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -36,16 +36,16 @@ class TrainModule:
         self.optim = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
     def state_dict_to_save(self) -> dict[str, Any]:
-        """Give what a checkpoint is to hold."""
+        """Return the state that a checkpoint should hold."""
         model, optim = dcp.get_state_dict(self.model, self.optim, options=self.options)
         return {"model": model, "optim": optim}
 
     def state_dict_to_load(self, metadata: object) -> dict[str, Any]:
-        """Give what a load is to fill."""
+        """Return the state that a load should fill."""
         return self.state_dict_to_save()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what a load has filled."""
+        """Apply the state that a load has filled."""
         dcp.set_state_dict(
             self.model, self.optim, model_state_dict=state["model"], optim_state_dict=state["optim"],
             options=self.options,
@@ -61,27 +61,27 @@ class TrainModule:
 
 
 class Trainer:
-    """The loop, and its state: where it is in the data, and how much it has seen."""
+    """The training loop and its state: the position in the data, and the number of tokens seen."""
 
     def __init__(self, module: TrainModule) -> None:
         self.module, self.global_step, self.tokens_seen = module, 0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the state."""
+        """Return the state."""
         return {"global_step": self.global_step, "tokens_seen": self.tokens_seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on there."""
+        """Restore the state."""
         self.global_step, self.tokens_seen = state["global_step"], state["tokens_seen"]
 
     def batch(self) -> torch.Tensor:
-        """Give this rank's share of the batch of a step, which does not depend on the number of ranks."""
+        """Return this rank's share of a step's batch. The whole batch does not depend on the number of ranks."""
         drawn = torch.randint(1000, (GLOBAL_BATCH, 1), generator=torch.Generator().manual_seed(self.global_step))
         whole = (drawn + torch.arange(LENGTH + 1)).square() % VOCABULARY
         return whole[dist.get_rank() :: dist.get_world_size()]
 
     def fit(self) -> None:
-        """Train to the end."""
+        """Train up to the last step."""
         with Checkpointer("checkpoints", run="olmo", save_interval=10, last_step=STEPS) as checkpointer:
             checkpointer.resume(self.module, train_state=self)
             while self.global_step < STEPS:

@@ -1,4 +1,4 @@
-"""A training loop that resumes, saves in the background, and keeps its newest checkpoints and the best one.
+"""A training loop that resumes, saves in the background, and keeps its newest checkpoints and the best checkpoint.
 
 $ python plain_loop.py
 starting
@@ -43,7 +43,7 @@ with Checkpointer(store, run="train", save_interval=20, max_checkpoints=2, gc=Tr
             print(f"step {step}: loss {loss.item():.4f}")
             if loss.item() < train["best"]:
                 train["best"] = loss.item()
-                store.tag("best", saving.result())  # a tag keeps it, whatever retention says
+                store.tag("best", saving.result())  # a tag protects it from every retention rule
 
 kept = " ".join(f"{ckpt.run}@{ckpt.step}" for ckpt in store.checkpoints("train"))
 best = store.get("tag:best")

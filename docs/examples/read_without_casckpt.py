@@ -1,14 +1,14 @@
-"""Reads the tensors of a store without casckpt and torch. Keep a copy of this file beside your checkpoints.
+"""Reads the tensors of a store without casckpt or torch. Keep a copy of this file next to your checkpoints.
 
 $ python read_without_casckpt.py checkpoints
 train@40 ...
 $ python read_without_casckpt.py checkpoints train@latest
 model.weight bfloat16 [4, 3]
-train@40: 1 of 1 tensors are what was saved; nothing else was read
+train@40: 1 of 1 tensors are intact; nothing else was read
 
-In Python: ``one = Store("checkpoints").open("train@latest")``, then ``one.read(key)`` for the keys of ``one.tensors``.
-Every byte is compared with its hash. ValueError is raised for what is damaged or missing, and for what this file does
-not know: frames (of saves with ``compress``), later formats. It follows docs/format.md; comments quote its sections.
+In Python: ``one = Store("checkpoints").open("train@latest")``, ``one.read(key)`` with the keys of ``one.tensors``.
+Every byte is checked against its hash. ValueError is raised for damaged or missing data, for frames (from saves with
+``compress``), and for later formats. The code follows docs/format.md; comments quote the titles of its sections.
 """
 
 import json
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 from blake3 import blake3
-from msgspec.msgpack import decode  # the package msgpack calls it unpackb
+from msgspec.msgpack import decode  # the msgpack package calls it unpackb
 
 SECTIONS = ["index", "places", "blobs", "objects", "cells", "rows"]
 RECORD = re.compile(r"(\d{8}T\d{12}Z-[0-9a-f]{16}-[0-9a-f]{16}-\d+)(?:\.([1-9]\d{0,8}))?")  # txid, number
@@ -34,35 +34,35 @@ Entry = namedtuple("Entry", "dtype width shape cells rows")
 
 
 def check(holds: object, otherwise: str) -> None:
-    """Raise ValueError if something does not hold."""
+    """Raise ValueError with the message ``otherwise`` unless ``holds`` is true."""
     if not holds:
         raise ValueError(otherwise)
 
 
 class Store:
-    """A store in a folder. Nothing is written to it."""
+    """A store in a folder, which is only read."""
 
     def __init__(self, folder: str | Path) -> None:
         self.root = Path(folder)
         marker = json.loads(self.path("casckpt.json").read_bytes())  # "Marker"
         known = marker.get("format") == 1 and marker.get("hash") == "blake3" and not marker.get("features")
-        check(known, f"{folder} has another format: {marker}")
+        check(known, f"{folder} has a different format: {marker}")
 
     def path(self, key: str) -> Path:
-        """Return where an object lies."""
+        """Return the path of an object."""
         path = self.root / key
-        check(path.is_file() and not path.is_symlink(), f"{path} is missing, or is no file")
+        check(path.is_file() and not path.is_symlink(), f"{path} is missing or not a regular file")
         return path
 
     def record(self, txid: str, number: int) -> Record:
-        """Read a record of the log of a transaction ("Records")."""
+        """Read a record from a transaction's log ("Records")."""
         path = self.path(f"commits/{txid}.{number}" if number else f"commits/{txid}")
         line, _, rest = path.read_bytes().partition(b"\n")
         check(rest == blake3(line).hexdigest().encode() + b"\n", f"{path} is damaged")
         record: Record = json.loads(line)
         end = f"-{blake3(record['run'].encode()).hexdigest()[:16]}-{record['step']}" if "run" in record else ""
         fits = record["txid"] == txid and txid.endswith(end) and record["type"] in TYPES
-        check(fits, f"{path} is the record of something else, or of an unknown type")
+        check(fits, f"{path} is a record of a different object, or has an unknown type")
         return record
 
     def checkpoints(self) -> list[Record]:
@@ -75,7 +75,7 @@ class Store:
         return sorted(visible, key=lambda commit: (commit.get("origin") or commit["txid"], commit["txid"]))
 
     def open(self, ref: str, rank: int = 0) -> "Checkpoint":
-        """Open RUN@STEP or RUN@latest. Of what each rank saved for itself, ``tensors`` has that of this rank."""
+        """Open RUN@STEP or RUN@latest. If ranks saved separate values, ``tensors`` has those of ``rank``."""
         run, _, step = ref.rpartition("@")
         found = [one for one in self.checkpoints() if one["run"] == run and step in {"latest", str(one["step"])}]
         check(found, f"{self.root} has no visible checkpoint {ref}")
@@ -83,12 +83,12 @@ class Store:
 
 
 def is_visible(log: list[Record], logs: dict[str, list[Record]]) -> bool:
-    """Tell whether a checkpoint is visible by its log; and, if it is a rewrite, whether it stands ("Rewrites")."""
+    """Return whether a checkpoint is visible by its log and, for a rewrite, whether it is valid ("Rewrites")."""
     types = [record["type"] for record in log if record["type"] != "kept"]
     commit, visible = log[0], types[0] == "committed" and types[-1] in {"committed", "restored"}
     while visible and commit.get("replaces"):
         base, number = commit["replaces"]
-        check(base in logs and base < commit["txid"], f"{commit['txid']} replaces {base}, which is missing, or later")
+        check(base in logs and base < commit["txid"], f"{commit['txid']} replaces {base}, which is missing or later")
         by = logs[base][number].get("by") if number < len(logs[base]) else None
         visible = by == commit["txid"] and all(record["type"] != "restored" for record in logs[base][number:])
         commit = logs[base][0]
@@ -96,14 +96,14 @@ def is_visible(log: list[Record], logs: dict[str, list[Record]]) -> bool:
 
 
 class Checkpoint:
-    """A checkpoint. ``tensors`` has an Entry of the manifest for each key ("Manifests")."""
+    """A checkpoint. ``tensors`` maps each key to its Entry in the manifest ("Manifests")."""
 
     def __init__(self, store: Store, commit: Record, rank: int) -> None:
         self.store, self.name = store, f"{commit['run']}@{commit['step']}"
         section = sections(store.path(f"objects/{commit['txid']}/{commit['manifest']}.manifest").read_bytes(), commit)
         index, places, blobs = (decode(section[name]) for name in ("index", "places", "blobs"))
         same = all(index[name] == commit.get(name) for name in ("run", "step", "created_at", "parent"))
-        check(same, f"the manifest of {self.name} is that of another checkpoint")
+        check(same, f"the manifest of {self.name} belongs to a different checkpoint")
         names = zip(column(blobs["index"]), struct.iter_unpack("32s", blobs["hashes"]), strict=True)
         self.blobs = [f"objects/{blobs['uploaders'][owner]}/{name.hex()}.safetensors" for owner, (name,) in names]
         self.cell_bytes, table = index["cell_bytes"], index["entries"]
@@ -118,11 +118,11 @@ class Checkpoint:
                 self.tensors[key] = entry
 
     def read(self, key: str) -> np.ndarray[Any, Any]:
-        """Read a tensor. If numpy lacks its dtype (``tensors[key].dtype``), as unsigned integers of the same size."""
+        """Read a tensor, as unsigned integers of its size if numpy lacks its dtype (``tensors[key].dtype``)."""
         what, entry = f"tensor {key} of {self.name}", self.tensors[key]
         dtype = np.dtype(entry.dtype if NUMPY_HAS.fullmatch(entry.dtype) else f"u{entry.width}").newbyteorder("<")
         check(dtype.itemsize == entry.width, f"{what} has elements of {entry.width} bytes and dtype {entry.dtype}")
-        check(entry.rows or 0 in entry.shape, f"{what} is not in this checkpoint any more: it was thinned")
+        check(entry.rows or 0 in entry.shape, f"{what} is no longer in this checkpoint, which was thinned")
         check(entry.rows[:1] in {b"", b"\0"}, f"{what} has cells stored as frames: read it with casckpt")
         cells = iter(self.cells(entry, what))
         array, filled = np.empty(entry.shape, dtype), np.zeros(entry.shape, bool)
@@ -133,16 +133,16 @@ class Checkpoint:
                     data = blob.read((hi - lo) * entry.width)
                     check(blake3(data).digest() == digest, f"{what} has a damaged cell, in {blob.name}")
                     array[box].flat[lo:hi], filled[box].flat[lo:hi] = np.frombuffer(data, dtype), True
-        check(filled.all(), f"{what} has elements that no cell has")
+        check(filled.all(), f"{what} has elements that no cell covers")
         return array
 
     def cells(self, entry: Entry, what: str) -> list[tuple[Any, int, int, bytes]]:
-        """Return of each cell its box, its range in that box, and its digest ("Regions, cells, extents")."""
+        """Return each cell's box, its range in that box, and its digest ("Regions, cells, extents")."""
         size, step, is_whole = prod(entry.shape), self.cell_bytes // entry.width, entry.cells[:1] != b"\1"
         boxes, spans, digests = ([], [(0, 0, size)], entry.cells[1:]) if is_whole else decode(entry.cells[1:])
         fits = sum(hi - lo for _, lo, hi in spans) == size <= step * len(digests) // 32
         fits &= all(0 <= lo <= hi for _, lo, hi in spans) and entry.cells[:1] <= b"\1"
-        check(fits, f"{what} has a table of cells that does not fit its shape, or has a form that is not known")
+        check(fits, f"{what} has a cell table that does not fit its shape or has an unknown form")
         insides = [(*(slice(at, at + n) for at, n in zip(*box, strict=True)), ...) for box in [([], []), *boxes]]
         starts = [(box, lo, hi, at) for box, lo, hi in spans for at in range(lo // step * step, hi, step)]
         ranges = [(insides[box], max(lo, at), min(hi, at + step)) for box, lo, hi, at in starts]
@@ -150,23 +150,23 @@ class Checkpoint:
 
 
 def sections(manifest: bytes, commit: Record) -> dict[str, bytes]:
-    """Take a manifest apart: the commit record has the hash of its head, and the head those of the sections."""
+    """Split a manifest. The commit record has the hash of its head, and the head has those of the sections."""
     what, head = f"the manifest {commit['manifest']}", manifest[:4096]
     check(blake3(head[:4064]).digest() == head[4064:] == bytes.fromhex(commit["head"]), f"{what} has a damaged head")
     check(head[:8] == b"CASCKPT\1" and head[9:16] == bytes(7), f"{what} has a later version")
     found, end = dict[str, bytes](), 4096
     for padded, flags, offset, length, digest in struct.iter_unpack("<16sQQQ32s", head[16 : 16 + 72 * head[8]]):
         name, data = padded.rstrip(b"\0").decode(), manifest[offset : offset + length]
-        check(offset == end and name not in found and (name in SECTIONS or not flags & 1), f"{what}: what is {name}?")
+        check(offset == end and name not in found and (name in SECTIONS or not flags & 1), f"{what}: unexpected {name}")
         check(blake3(data).digest() == digest, f"{what} has a damaged section {name}")
         found[name], end = data, end + length
-    check([*found][:6] == SECTIONS and end == len(manifest), f"{what} has other sections, or another length")
-    check(blake3(found["index"]).hexdigest() == commit["manifest"], f"{what} has the index of another checkpoint")
+    check([*found][:6] == SECTIONS and end == len(manifest), f"{what} has unexpected sections or the wrong length")
+    check(blake3(found["index"]).hexdigest() == commit["manifest"], f"{what} has the index of a different checkpoint")
     return found
 
 
 def pieces(table: Any, section: bytes) -> list[bytes]:
-    """Return the pieces of a section, whose groups are compared with the hashes in its table."""
+    """Return the pieces of a section, after checking each group against its hash in the table."""
     ends = [0, *accumulate(column(table[0]))]
     groups = [*ends[:-1][:: table[1]], len(section)]
     for (start, end), (digest,) in zip(pairwise(groups), struct.iter_unpack("32s", table[2]), strict=True):
@@ -175,12 +175,12 @@ def pieces(table: Any, section: bytes) -> list[bytes]:
 
 
 def column(data: bytes) -> list[int]:
-    """Return the numbers of a column: its first byte is their size."""
+    """Return the numbers of a column, whose first byte is the size of each number."""
     return [int.from_bytes(data[at : at + data[0]], "little") for at in range(1, len(data), data[0])]
 
 
 def main(folder: str, ref: str = "") -> None:
-    """Print the checkpoints of a store; or read the tensors of one of them, and print what they are."""
+    """Print the checkpoints of a store, or read the tensors of one checkpoint and describe them."""
     if not ref:
         print(*(f"{one['run']}@{one['step']} {one['manifest']}" for one in Store(folder).checkpoints()), sep="\n")
         return
@@ -191,7 +191,7 @@ def main(folder: str, ref: str = "") -> None:
             sound += 1
         except ValueError as error:
             print("refused:", error)
-    print(f"{checkpoint.name}: {sound} of {len(checkpoint.tensors)} tensors are what was saved; nothing else was read")
+    print(f"{checkpoint.name}: {sound} of {len(checkpoint.tensors)} tensors are intact; nothing else was read")
     sys.exit(sound != len(checkpoint.tensors))
 
 

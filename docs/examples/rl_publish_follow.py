@@ -1,16 +1,17 @@
-"""Two processes of RL: a trainer that publishes each step, and an actor that updates its weights and generates.
+"""RL with two processes: a trainer publishes each step, and an actor updates its weights and generates text.
 
 $ python rl_publish_follow.py --steps 3
 ...
 actor: step 3: updated by ... MB in ... s; a load takes ... MB in ... s; says ...
 
-``python rl_publish_follow.py`` starts both, on a new store below the folder for temporary files. By hand, on one host
-or on two that see one store: ``python rl_publish_follow.py train STORE`` and ``python rl_publish_follow.py act STORE``.
+``python rl_publish_follow.py`` starts both processes with a new store in the temporary folder. To start them
+yourself, on one host or on two hosts that share a store, run ``python rl_publish_follow.py train STORE`` and
+``python rl_publish_follow.py act STORE``.
 
-The policy is a small GPT over letters, in bfloat16 as engines want it. The trainer has float32 weights beside it, and a
-step at 1e-6 changes about one percent of the bfloat16 ones, as in real RL; so little is written and read. The actor
-prints bytes and seconds of each update beside those of a load of all of it. Of so small a policy the seconds are those
-of a lease and of a few small requests; the bytes are what grows with it.
+The policy is a small GPT over letters, in bfloat16, which is what inference engines use. The trainer also has float32
+weights. As in real RL, a step at 1e-6 changes about one percent of the bfloat16 weights, so little data is written and
+read. For each update, the actor prints the bytes and seconds, and compares them with those of a full load. With such a
+small policy, a lease and a few small requests take most of the time; only the bytes grow with the size of the policy.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ RUN = "policy"
 
 
 class Block(nn.Module):
-    """Attention and a perceptron."""
+    """Attention and a feed-forward network."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, time, width) to the same."""
+        """Map (batch, time, width) to the same shape."""
         batch, length, width = x.shape
         split = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = split.permute(2, 0, 3, 1, 4)
@@ -63,7 +64,7 @@ class Policy(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(LETTERS))
 
     def forward(self, words: Tensor) -> Tensor:
-        """Logits (batch, time, letters) of what comes behind each of the words (batch, time)."""
+        """Return logits (batch, time, letters) for the letter that follows each of the words (batch, time)."""
         x = self.words(words) + self.places.weight[: words.shape[1]]
         for block in self.blocks:
             x = block(x)
@@ -72,7 +73,7 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def generate(self, count: int) -> Tensor:
-        """Draw so many texts of `CONTEXT` letters."""
+        """Draw ``count`` texts of `CONTEXT` letters."""
         words = torch.full((count, 1), LETTERS.index("\n"))
         while words.shape[1] < CONTEXT:
             odds = self(words)[:, -1].float().softmax(-1)
@@ -81,7 +82,7 @@ class Policy(nn.Module):
 
 
 def train(store: casckpt.Store, steps: int) -> None:
-    """Publish each step: what changed is all that is stored."""
+    """Publish each step. A save stores only what changed."""
     torch.manual_seed(0)
     policy = Policy()
     published = {key: value.bfloat16() for key, value in policy.state_dict().items()}
@@ -98,7 +99,7 @@ def train(store: casckpt.Store, steps: int) -> None:
 
 
 def policy_gradient(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """One step of REINFORCE: vowels are good."""
+    """Run one step of REINFORCE, which rewards vowels."""
     texts = policy.generate(8)
     vowels = torch.tensor([letter in "aeiou" for letter in LETTERS])
     reward = vowels[texts].float().mean(dim=1)
@@ -109,9 +110,9 @@ def policy_gradient(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
 
 
 def act(store: casckpt.Store, steps: int) -> None:
-    """Go to each version as it comes, and generate with it."""
+    """Update to each version as it arrives, and generate text with it."""
     policy = Policy().bfloat16()
-    weights = policy.state_dict()  # these are the parameters themselves: an update changes the policy
+    weights = policy.state_dict()  # the parameters themselves, so an update changes the policy
     whole = {key: torch.empty_like(value) for key, value in weights.items()}
     held = None
     for new in store.watch(RUN, after="start", latest_only=True, timeout="5m", poll="0.1s"):
@@ -127,7 +128,7 @@ def act(store: casckpt.Store, steps: int) -> None:
 
 
 class Cost:
-    """Bytes that this process reads in a block, whatever it reads, and seconds."""
+    """Counts all bytes that this process reads in a ``with`` block, and the seconds that the block takes."""
 
     def __enter__(self) -> Cost:
         self.nbytes, self.seconds = -bytes_read(), -time.perf_counter()
@@ -142,18 +143,18 @@ class Cost:
 
 
 def bytes_read() -> int:
-    """Bytes that this process has read so far, by Linux's count."""
+    """Return the bytes that this process has read so far, as counted by Linux."""
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counts["rchar"])
 
 
 def size(nbytes: int) -> str:
-    """Bytes, for people."""
+    """Format a number of bytes."""
     return f"{nbytes / 1e6:.2f} MB"
 
 
 def main() -> int:
-    """Do what is asked; without a word, start both."""
+    """Run the requested part, or start both parts if none is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", nargs="?", choices=["train", "act"])
     parser.add_argument("store", nargs="?")

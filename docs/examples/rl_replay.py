@@ -1,4 +1,4 @@
-"""RL with a replay buffer: deep Q-learning. Two networks, the buffer, the world and all that was drawn go on.
+"""RL with a replay buffer (deep Q-learning). Two networks, the buffer, the world and random generators are resumed.
 
 $ python rl_replay.py
 starting
@@ -6,7 +6,7 @@ step 10: loss ..., ... steps in the buffer
 step 20: loss ..., ... steps in the buffer
 step 30: loss ..., ... steps in the buffer
 
-Kill it, and start it again: it goes on after its newest checkpoint, and the losses are the same to the bit.
+If you kill it and restart it, it continues after its newest checkpoint, and the losses are bit-identical.
 """
 
 from typing import Any
@@ -22,24 +22,24 @@ STEPS, CAPACITY, BATCH = 30, 256, 16
 
 
 class Walk:
-    """A world: a walk on a line that ends at either side, with wind."""
+    """A world: a walk with wind along a line, which ends at either side."""
 
     def __init__(self) -> None:
         self.at, self.wind = 0.0, np.random.default_rng(0)
 
     def move(self, action: int) -> tuple[float, bool]:
-        """Go left or right: (reward, has it ended?)."""
+        """Move left or right, and return the reward and whether the walk has ended."""
         self.at += (0.3 if action else -0.3) + float(self.wind.normal(0, 0.1))
         reward, ended = float(self.at > 1), abs(self.at) > 1
         self.at = 0.0 if ended else self.at
         return reward, ended
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what it goes on from."""
+        """Return the state."""
         return {"at": self.at, "wind": self.wind.bit_generator.state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there."""
+        """Restore the state."""
         self.at, self.wind.bit_generator.state = state["at"], state["wind"]
 
 

@@ -1,11 +1,11 @@
-"""Transformers' Trainer: its checkpoints lie in a store, by one callback. Needs casckpt[transformers].
+"""Transformers' Trainer with one callback, which puts its checkpoints into a store. Needs casckpt[transformers].
 
 $ python transformers_trainer.py
 trained to step 12; in the store: sft@8 sft@12
 exported sft@12: model.safetensors and config.json
 from_pretrained loads equal weights
 
-Kill it, and start it again: it goes on after its newest checkpoint, and the losses are the same to the bit.
+If you kill it and restart it, it continues after its newest checkpoint, and the losses are bit-identical.
 """
 
 import os
@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, 
 import casckpt
 from casckpt.frontends.transformers import CasCheckpointCallback, restore_checkpoint
 
-warnings.filterwarnings("ignore")  # theirs, about this small example
+warnings.filterwarnings("ignore")  # the libraries warn about this small example
 
 store = casckpt.open("checkpoints")
 words = [{"input_ids": torch.arange(n, n + 12), "labels": torch.arange(n, n + 12)} for n in range(16)]
@@ -32,7 +32,7 @@ arguments = TrainingArguments(
     output_dir="out",
     max_steps=12,
     save_steps=4,
-    save_total_limit=1,  # the disk holds one folder, the store all of them
+    save_total_limit=1,  # the disk holds one folder, and the store holds all checkpoints
     per_device_train_batch_size=2,
     report_to=[],
     disable_tqdm=True,

@@ -1,9 +1,9 @@
-"""TRL's SFTTrainer with a LoRA of PEFT, by the callback of Transformers. Needs casckpt[transformers], trl and peft.
+"""TRL's SFTTrainer with a PEFT LoRA and the callback for Transformers. Needs casckpt[transformers], trl and peft.
 
 $ python trl_sft.py
 trained to step 12; in the store: lora@8 lora@12
 
-Kill it, and start it again: it goes on after its newest checkpoint, and the losses are the same to the bit.
+If you kill it and restart it, it continues after its newest checkpoint, and the losses are bit-identical.
 """
 
 import os
@@ -22,7 +22,7 @@ from trl import SFTConfig, SFTTrainer
 import casckpt
 from casckpt.frontends.transformers import CasCheckpointCallback, restore_checkpoint
 
-warnings.filterwarnings("ignore")  # theirs, about this small example
+warnings.filterwarnings("ignore")  # the libraries warn about this small example
 
 words = {word: number for number, word in enumerate(["<pad>", "<end>", "one", "two", "three", "four"])}
 tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
@@ -37,7 +37,7 @@ trainer = SFTTrainer(
         output_dir="out",
         max_steps=12,
         save_steps=4,
-        save_total_limit=1,  # the disk holds one folder, the store all of them
+        save_total_limit=1,  # the disk holds one folder, and the store holds all checkpoints
         per_device_train_batch_size=2,
         max_length=16,
         report_to=[],

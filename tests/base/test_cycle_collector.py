@@ -41,7 +41,7 @@ class Planning(threading.Thread):
 
 
 @pytest.mark.parametrize("was_on", [True, False])
-def test_the_collector_pauses_and_then_has_its_old_state(was_on: bool) -> None:
+def test_the_collector_pauses_and_then_returns_to_its_old_state(was_on: bool) -> None:
     (gc.enable if was_on else gc.disable)()
     with collector_paused():
         assert not gc.isenabled()

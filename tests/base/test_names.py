@@ -16,19 +16,19 @@ from tests.support.saves import small
 
 
 @pytest.mark.parametrize("run", ["a", "A-1/b.c_d", "x" * 200])
-def test_a_usable_run_is_returned(run: str) -> None:
+def test_a_valid_run_name_is_returned(run: str) -> None:
     assert check_run(run) == run
 
 
 @pytest.mark.parametrize("run", ["", "/a", ".a", "a b", "a\n", "é", "x" * 201, "a@b", "٣", None, 3, b"a"])
-def test_an_unusable_run_is_refused(run: str) -> None:
-    with pytest.raises(InvalidInput, match="not a usable name"):
+def test_an_invalid_run_name_is_refused(run: str) -> None:
+    with pytest.raises(InvalidInput, match="not a valid name"):
         check_run(run)
 
 
 @pytest.mark.parametrize("step", [-1, 2**63, True, 1.0, "1", None])
 def test_a_step_is_an_int_from_0_to_2_63(step: int) -> None:
-    with pytest.raises(InvalidInput, match="not usable"):
+    with pytest.raises(InvalidInput, match="not valid"):
         check_step(step)
     assert check_step(2**63 - 1) == 2**63 - 1
     assert type(check_step(np.uint64(7))) is int
@@ -63,7 +63,7 @@ def test_a_misspelt_keyword_is_named_by_the_call(saved: casckpt.Store, name: str
     ],
 )
 @pytest.mark.parametrize("state", [{}, {"state": {}}], ids=["no state", "state"])
-def test_a_keyword_of_another_call_is_refused(
+def test_a_keyword_of_a_different_call_is_refused(
     saved: casckpt.Store, name: str, keyword: str, state: dict[str, Any]
 ) -> None:
     given = {"load": {"state": {}}, "read": {}, "pre_download": state}[name]

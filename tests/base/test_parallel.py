@@ -62,7 +62,7 @@ def test_every_task_runs_once(threads: int, count: int) -> None:
     assert sorted(done) == list(range(count))
 
 
-def test_the_requested_number_of_threads_runs_at_once() -> None:
+def test_the_requested_number_of_threads_runs_concurrently() -> None:
     meeting = threading.Barrier(3, timeout=60)
 
     def meet(_: int) -> None:

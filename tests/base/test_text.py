@@ -15,7 +15,7 @@ def saved() -> casckpt.Store:
     return store
 
 
-def test_a_notebook_shows_tables_and_runs_no_markup(saved: casckpt.Store) -> None:
+def test_a_notebook_shows_tables_and_escapes_markup(saved: casckpt.Store) -> None:
     saved.save({"<b>w": torch.ones(3)}, run="r", step=2, metadata={"<script>": "<i>"})
     shown = {
         "store": saved._repr_html_(),

@@ -40,7 +40,7 @@ def test_durations_are_parsed(duration: Duration, seconds: float) -> None:
     ],
 )
 def test_an_invalid_duration_is_refused(duration: Any) -> None:
-    with pytest.raises(InvalidInput, match=r"min-age: .* is not a duration with its unit"):
+    with pytest.raises(InvalidInput, match=r"min-age: .* is not a duration with a unit"):
         seconds_of(duration, "min-age")
 
 
@@ -48,7 +48,7 @@ def test_an_invalid_duration_is_refused(duration: Any) -> None:
 def test_the_error_for_a_number_without_a_unit_suggests_a_duration(bare: Any) -> None:
     """Regression: ``--keep-within 7`` meant seconds and forgot a week of checkpoints."""
     text = str(bare).strip()
-    with pytest.raises(InvalidInput, match=f"give {text}s or {text}d"):
+    with pytest.raises(InvalidInput, match=f"pass {text}s or {text}d"):
         seconds_of(bare, "keep-within")
 
 
@@ -56,7 +56,7 @@ def test_the_error_for_a_number_without_a_unit_suggests_a_duration(bare: Any) ->
 def test_a_duration_beyond_the_range_of_clocks_is_refused(long: Duration) -> None:
     """Regression: such an early time raised OverflowError."""
     assert seconds_of("36500d") == 36500 * 86400
-    with pytest.raises(InvalidInput, match=r"keep-within: .* too long a time: give 36500d or less"):
+    with pytest.raises(InvalidInput, match=r"keep-within: .* is too long: pass 36500d or less"):
         seconds_of(long, "keep-within")
 
 

@@ -41,7 +41,7 @@ def test_restore_completes_ids_of_forgotten_checkpoints(saved: Path, store: casc
 
 
 @pytest.mark.parametrize("store", ["nowhere", "ftp://x/y"])
-def test_a_store_that_cannot_be_read_offers_nothing(store: str) -> None:
+def test_an_unreadable_store_offers_no_completions(store: str) -> None:
     assert offered("show", store, "") == []
 
 

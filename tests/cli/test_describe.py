@@ -19,7 +19,7 @@ def test_the_error_for_a_missing_run_lists_the_runs(saved: Path, store: casckpt.
         assert "there is no checkpoint" not in run(command, saved, "--run", "a").stderr
     store.forget("b@1")
     found = run("list", saved, "--run", "b")
-    assert "1 of it was forgotten: see `casckpt list --all`" in found.stderr
+    assert "1 was forgotten: see `casckpt list --all`" in found.stderr
     assert found.stdout == "no checkpoints\n"
     assert not run("list", saved, "--run", "b", "--all").stderr
     assert not run("gc", saved, "--run", "b").stderr

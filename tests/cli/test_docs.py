@@ -21,7 +21,7 @@ def test_the_page_has_the_purpose_and_the_json_of_each_command(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", names())
-def test_help_says_what_every_option_does(name: str) -> None:
+def test_help_describes_every_option(name: str) -> None:
     command = command_of(name)
     assert command.help
     assert [one.name for one in command.params if isinstance(one, click.Option) and not one.help] == []

@@ -68,7 +68,9 @@ def test_debug_shows_the_traceback(failing: Any) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no\nway"), PermissionError(13, "Permission denied", "/x"), EOFError()])
-def test_an_unexpected_error_is_one_line_and_a_hint(failing: Any, run: Run, as_json: AsJson, error: Exception) -> None:
+def test_an_unexpected_error_is_reported_in_one_line_with_a_hint(
+    failing: Any, run: Run, as_json: AsJson, error: Exception
+) -> None:
     failing(error)
     first, last = run("fail", "s", status=1).stderr.strip().splitlines()
     assert type(error).__name__ in first
@@ -113,7 +115,7 @@ def test_wrong_usage_explains_the_usage(run: Run, as_json: AsJson, args: list[st
     assert as_json(*args, status=2)["error"]["kind"] == "usage"
 
 
-def test_without_arguments_there_is_help() -> None:
+def test_without_arguments_the_help_is_shown() -> None:
     result = CliRunner().invoke(cli, [])
     assert result.exit_code == 2
     assert "Commands:" in result.output
@@ -151,7 +153,7 @@ def test_every_command_has_the_common_options(name: str) -> None:
         assert {"--storage-option", "--cache-dir"} <= options
 
 
-def test_verbose_shows_the_log_and_leaves_no_trace(failing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verbose_shows_the_log_without_lasting_effects(failing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     @store_command("talk")
     def command(session: Session) -> None:
         logging.getLogger("casckpt.x").info("info")
@@ -188,7 +190,7 @@ def test_a_record_with_an_impossible_time_affects_only_its_own_line(saved: Path,
     record.chmod(0o600)
     record.write_bytes(line + b"\n" + hex_digest(line).encode() + b"\n")
     assert len(as_json("list", saved)) == 3
-    assert "are no date" in run("verify", saved, status=4).stdout
+    assert "is not a date" in run("verify", saved, status=4).stdout
 
 
 def test_a_tag_on_a_checkpoint_with_a_damaged_record_is_reported(saved: Path, store: casckpt.Store, run: Run) -> None:
@@ -196,7 +198,7 @@ def test_a_tag_on_a_checkpoint_with_a_damaged_record_is_reported(saved: Path, st
     record = min((saved / "commits").iterdir())
     record.chmod(0o600)
     record.write_bytes(b"nonsense")
-    assert "tag best names a checkpoint whose record cannot be read" in run("tag", saved).stderr
+    assert "tag best names a checkpoint with an unreadable record" in run("tag", saved).stderr
 
 
 def test_a_stray_file_with_an_impossible_date_is_ignored(saved: Path, as_json: AsJson) -> None:
@@ -215,7 +217,9 @@ def test_a_store_may_have_any_name_that_a_folder_may(saved: Path, tmp_path: Path
     assert len(as_json("copy", odd, tmp_path / os.fsdecode(b"\xfe"))["copied"]) == 4
 
 
-def test_a_damaged_tag_affects_no_checkpoint(saved: Path, store: casckpt.Store, run: Run, as_json: AsJson) -> None:
+def test_a_damaged_tag_does_not_affect_checkpoints(
+    saved: Path, store: casckpt.Store, run: Run, as_json: AsJson
+) -> None:
     for name in ("good", "bad"):
         store.tag(name, "a@1")
     record = saved / "tags" / "bad" / "0"
@@ -224,7 +228,7 @@ def test_a_damaged_tag_affects_no_checkpoint(saved: Path, store: casckpt.Store, 
     assert json.loads(run("show", saved, "a@1", "--json").stdout)["tags"] == ["good"]
     listed = run("tag", saved, "--json")
     assert [tag["name"] for tag in json.loads(listed.stdout)] == ["good"]
-    assert "the record of tag bad cannot be read" in listed.stderr
+    assert "cannot read the record of tag bad" in listed.stderr
     assert "--delete bad" in as_json("gc", saved, status=4)["error"]["message"]
     run("tag", saved, "--delete", "bad")
     run("gc", saved)

@@ -6,6 +6,6 @@ from tests.cli.conftest import Run
 
 
 def test_a_mistyped_command_gets_a_suggestion(run: Run) -> None:
-    assert "there is no command 'lst'; did you mean list?" in run("lst", status=2).stderr
+    assert "unknown command 'lst'; did you mean list?" in run("lst", status=2).stderr
     assert "did you mean forget?" in run("delete", status=2).stderr
     assert "did you mean" not in run("frobnicate", status=2).stderr

@@ -18,7 +18,7 @@ def named(rows: list[dict[str, Any]]) -> list[str]:
 # reads
 
 
-def test_a_store_cannot_talk_to_the_terminal(saved: Path, store: casckpt.Store, run: Run) -> None:
+def test_a_store_cannot_send_control_characters_to_the_terminal(saved: Path, store: casckpt.Store, run: Run) -> None:
     store.save({"evil\x1b[2J\n[red]key": torch.zeros(2)}, run="evil", step=1, metadata={"x": "\x1b[31m"})
     for command in ("show", "diff"):
         shown = run(command, saved, "evil@1", *(["a@1"] if command == "diff" else [])).stdout
@@ -56,10 +56,10 @@ def test_the_store_may_be_named_once(saved: Path, as_json: AsJson, monkeypatch: 
 def test_a_store_named_twice_is_wrong_usage(saved: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run("list", saved, "-s", saved, status=2)
     monkeypatch.setenv("CASCKPT_STORE", str(saved))
-    assert "CASCKPT_STORE names the store" in run("list", saved, status=2).stderr
+    assert "CASCKPT_STORE already names the store" in run("list", saved, status=2).stderr
     said = run("show", status=2).stderr
     assert "Missing argument 'REF'" in said, "and not only where the store comes from"
-    assert "CASCKPT_STORE names the store" in said
+    assert "CASCKPT_STORE already names the store" in said
     assert "no checkpoints" in run("list", "-s", _empty(saved.parent / "other")).stdout
 
 
@@ -82,7 +82,7 @@ def test_verbose_logs_each_step(saved: Path, run: Run, tmp_path: Path) -> None:
         ("copy", saved, tmp_path / "copy"): "blobs to put, of",
         ("verify", saved): "blobs to check",
         ("repair", saved): "0 blobs are damaged or missing; 0 manifests were restored",
-        ("import", saved, tmp_path / "w.pt", "--step", 1): "is read as torch",
+        ("import", saved, tmp_path / "w.pt", "--step", 1): "as torch",
     }
     for command, line in said.items():
         told = run(*command, "-v").stderr

@@ -39,7 +39,7 @@ def test_printable_text_has_no_control_characters(text: str) -> None:
     assert printable(printable(text)) == printable(text)
 
 
-def test_numbers_and_times_are_printed_in_words() -> None:
+def test_numbers_and_times_are_printed_for_people() -> None:
     assert (count(1, "blob"), count(0, "blob")) == ("1 blob", "0 blobs")
     assert moment("2026-11-21T04:12:59+02:00") == "2026-11-21 02:12"
     assert shortened(["a", "b", "c"], 3) == ["a", "b", "c"]
@@ -79,7 +79,7 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
 
 
-def test_a_pipe_gets_each_row_whole_in_one_line(
+def test_each_row_is_one_complete_line_in_a_pipe(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "30")
@@ -94,7 +94,7 @@ def test_a_long_cell_ends_in_an_ellipsis_and_leaves_room_for_others(
     assert lines[1:] == ["abcdef  rrrrrr…     7  nnnnnn…", "x       \u6f22\u5b57\u6f22…     8"]
 
 
-def test_an_optional_column_is_dropped_before_others_are_cut_to_nothing(
+def test_an_optional_column_is_dropped_before_others_are_truncated_to_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     columns = (Column("ID", fixed=True, spare=2), Column("RUN"), Column("NEW", "right", fixed=True, spare=1))
@@ -109,7 +109,7 @@ def test_an_optional_column_is_dropped_before_others_are_cut_to_nothing(
     }  # fmt: skip
 
 
-def test_a_line_that_is_still_too_long_is_cut(
+def test_a_line_that_is_still_too_long_is_truncated(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_a_terminal(monkeypatch, 15)
@@ -134,7 +134,7 @@ def test_no_line_is_longer_than_a_terminal_is_wide(rows: list[tuple[str, str, st
 
 @given(_ROWS)
 @example([("", "0\x1f\U00018d09\U0001b2fc", "\U00018d09\U0002ebe1", 30 * "\U00018d09")])  # escapes in older Pythons
-def test_text_that_fits_is_shown_whole(rows: list[tuple[str, str, str, str]]) -> None:
+def test_text_that_fits_is_not_truncated(rows: list[tuple[str, str, str, str]]) -> None:
     wanted = [[column.title for column in _COLUMNS], *([printable(cell) for cell in row] for row in rows)]
     shown = on_a_terminal_of(_ALL_FIT, rows)
     assert "".join(shown.split()) == "".join("".join(cell.split()) for row in wanted for cell in row)

@@ -11,7 +11,7 @@ from tests.cli.conftest import AsJson, Run
 
 
 def test_the_error_for_a_storage_option_names_it(run: Run, saved: Path) -> None:
-    assert "would do nothing: ['anon']" in run("list", saved, "--storage-option", "anon=true", status=1).stderr
+    assert "remove ['anon']" in run("list", saved, "--storage-option", "anon=true", status=1).stderr
     assert "KEY=VALUE" in run("list", saved, "--storage-option", "anon", status=2).stderr
 
 
@@ -27,7 +27,7 @@ def test_the_error_for_a_storage_option_names_it(run: Run, saved: Path) -> None:
         ("a=", ""),
     ],
 )
-def test_values_of_storage_options_are_json_or_text(text: str, value: Any) -> None:
+def test_storage_option_values_are_json_or_strings(text: str, value: Any) -> None:
     assert SETTING.convert(text, None, None) == ("a", value)
 
 
@@ -56,7 +56,7 @@ def test_a_pattern_that_matches_nothing_stops_a_gc_before_it_forgets(saved: Path
     assert as_json("gc", saved, "--thin", "nix.*", "--thin-keep-last", 3)["thin"]["thinned"] == [], "all stay whole"
 
 
-def test_a_metric_that_no_checkpoint_has_forgets_and_thins_nothing(
+def test_a_metric_that_no_checkpoint_has_does_not_forget_or_thin_anything(
     saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
 ) -> None:
     key = next(iter(store.get("a@1").tensors))
@@ -65,7 +65,7 @@ def test_a_metric_that_no_checkpoint_has_forgets_and_thins_nothing(
         assert "no checkpoint here has a metric 'los'; none of them has any" in told
     store.save({"w": 1}, run="c", step=1, metrics={"loss": 1.0})
     told = run("gc", saved, "--keep-best", "los:3", "--run", "c", status=1).stderr
-    assert "no checkpoint of run c has a metric 'los'; there are loss" in told
+    assert "no checkpoint of run c has a metric 'los'; the existing metrics are loss" in told
     for command in (("gc",), ("thin", "--drop", key), ("stats",)):
         told = run(*command, saved, "--keep-best", "loss:3").stderr
         assert told.count("no checkpoint of run a, b has a number for 'loss', so all of them stay") == 1

@@ -1,4 +1,4 @@
-"""The fixtures of tests that use a repository without tensors."""
+"""Fixtures of tests that use a repository without tensors."""
 
 from tests.repository.conftest import faults, repo
 

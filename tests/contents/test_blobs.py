@@ -1,4 +1,4 @@
-"""Blobs as objects, and the marks on damaged ones."""
+"""Blobs as objects, and the marks for damaged blobs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_an_existing_blob_of_the_same_size_counts_as_put(repo: Repository, txid:
     assert repo.storage.get(blob_key(txid, HASH), limit=10) == b"data"
 
 
-def test_an_existing_blob_of_another_size_is_refused(repo: Repository, txid: TxId) -> None:
+def test_an_existing_blob_of_a_different_size_is_refused(repo: Repository, txid: TxId) -> None:
     blobs.put(repo, txid, HASH, b"dat")
     with pytest.raises(StorageError, match="3 bytes instead of 4") as caught:
         blobs.put(repo, txid, HASH, b"data")
@@ -52,7 +52,7 @@ def test_a_put_with_a_lost_answer_can_be_repeated(repo: Repository, txid: TxId, 
     blobs.put(repo, txid, HASH, b"data")
 
 
-def test_missing_and_short_blobs_are_found(repo: Repository, txid: TxId, faults: FaultyStore) -> None:
+def test_missing_and_truncated_blobs_are_found(repo: Repository, txid: TxId, faults: FaultyStore) -> None:
     whole, short, gone = (put_blob(repo, txid, text) for text in ("one", "two", "three"))
     repo.storage.replace(blob_key(txid, short.hash), b"t")
     repo.storage.delete(blob_key(txid, gone.hash))
@@ -80,7 +80,7 @@ def test_marks_alternate_and_the_highest_counts(repo: Repository, txid: TxId) ->
     assert (mark.number, mark.state, mark.why) == (11, "repaired", "copied")
 
 
-def test_a_mark_that_changes_nothing_is_not_written(repo: Repository, txid: TxId) -> None:
+def test_a_mark_without_a_change_is_not_written(repo: Repository, txid: TxId) -> None:
     blobs.mark_repaired(repo, txid, HASH, "never was damaged")
     assert list(repo.storage.list("damaged/")) == []
     blobs.mark_damaged(repo, txid, HASH, "x")
@@ -105,7 +105,7 @@ def test_an_unreadable_mark_counts_as_damaged(repo: Repository, txid: TxId) -> N
     assert blobs.damaged_marks(repo) == set()
 
 
-def test_a_mark_of_another_blob_does_not_count_as_repaired(repo: Repository, txid: TxId) -> None:
+def test_a_mark_of_a_different_blob_does_not_count_as_repaired(repo: Repository, txid: TxId) -> None:
     other = blob_hash("other")
     for blob in (HASH, other):
         blobs.mark_damaged(repo, txid, blob, "x")
@@ -115,7 +115,7 @@ def test_a_mark_of_another_blob_does_not_count_as_repaired(repo: Repository, txi
 
 
 @pytest.mark.parametrize("repaired", [False, True])
-def test_two_processes_that_mark_a_blob_at_once_agree(
+def test_two_processes_that_mark_a_blob_concurrently_agree(
     tmp_path: Path, repo: Repository, faults: FaultyStore, repaired: bool
 ) -> None:
     txid = repo.new_txid("a", 1)
@@ -138,7 +138,7 @@ def test_foreign_keys_are_ignored(repo: Repository, txid: TxId) -> None:
     assert blobs.damaged_marks(repo) == set()
 
 
-def test_long_reasons_are_cut(repo: Repository, txid: TxId) -> None:
+def test_long_reasons_are_truncated(repo: Repository, txid: TxId) -> None:
     blobs.mark_damaged(repo, txid, HASH, "x" * 10_000_000)
     (mark,) = blobs.marks(repo)
     assert len(mark.why) == 500
@@ -153,7 +153,7 @@ class Far(MemoryStore):
         return Traits(remote=True, read_gap=0, parallel=4, exclusive=True)
 
 
-def test_over_a_network_known_blobs_are_checked_by_sample(tmp_path: Path) -> None:
+def test_known_blobs_are_checked_by_sample_over_a_network(tmp_path: Path) -> None:
     far = FaultyStore(Far(uuid4().hex))
     repo, other = repository(tmp_path, far), repository(tmp_path, far, seed=2)
     txid = repo.new_txid("a", 1)

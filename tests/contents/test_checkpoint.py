@@ -25,7 +25,7 @@ def test_a_checkpoint_has_the_fields_of_its_save() -> None:
     assert not ckpt.forgotten
     assert {key: (t.dtype, t.shape, t.bytes) for key, t in ckpt.tensors.items()} == {"w": ("float32", (6,), 24)}
     assert ckpt.stats.bytes_total == 24
-    assert ckpt.stats.bytes_written == 4096 + 24 + 72  # header, data, proof
+    assert ckpt.stats.bytes_written == 4096 + 24 + 72  # the header, the data, and the proof
     assert (ckpt.stats.blobs_written, ckpt.stats.blobs_reused, ckpt.stats.bytes_reused) == (1, 0, 0)
     assert ckpt.stats.seconds >= 0
     assert "sft/lora@100" in repr(ckpt)

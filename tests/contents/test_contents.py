@@ -1,4 +1,4 @@
-"""The content of a checkpoint by key, as one rank sees it."""
+"""The contents of a checkpoint, by key, as one rank sees them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def store(tmp_path: Path) -> casckpt.Store:
     return casckpt.open(tmp_path)
 
 
-def test_contents_by_key(store: casckpt.Store) -> None:
+def test_contents_are_found_by_key(store: casckpt.Store) -> None:
     large = bytes(200_000)
     state = {"w": torch.ones(3), "sub": {"x": torch.zeros(2), "lr": 0.1}, "array": np.arange(100_000)}
     contents = saved(store, state, attachments={"small": b"abc", "large": large})
@@ -56,7 +56,7 @@ def own(rank: int, size: int, url: str) -> list[Any]:
     return seen
 
 
-def test_a_rank_sees_its_own_values_and_others_those_of_rank_0(ranks: Pool, tmp_path: Path) -> None:
+def test_a_rank_sees_its_own_values_and_other_ranks_see_those_of_rank_0(ranks: Pool, tmp_path: Path) -> None:
     held = {"n": [0, 1], "s": [0, 1]}
     first, second = ranks.run(2, own, str(tmp_path))
     assert first == [((2,), 0, held), ((2,), 0, held)]
@@ -79,17 +79,17 @@ def test_a_lost_part_of_an_object_is_damage(store: casckpt.Store) -> None:
         contents.parts(more)
 
 
-def test_an_entry_with_holes_is_damage_before_memory_is_made_for_it(store: casckpt.Store) -> None:
+def test_an_entry_with_holes_is_damage_before_memory_is_allocated_for_it(store: casckpt.Store) -> None:
     contents = saved(store, {"w": torch.ones(3)})
     entry = contents.tensor("w")
     assert contents.extents(entry).shape == (3,)
     contents.check_whole([entry])
     contents.manifest.extents = lambda entry: build((3,), 4, 1024, [])  # type: ignore[method-assign]  # holds no cell
-    with pytest.raises(Damaged, match=r"default@1 holds 'w' \(12 bytes\) only in part"):
+    with pytest.raises(Damaged, match=r"default@1 holds only a part of 'w' \(12 bytes\)"):
         contents.check_whole([entry])
 
 
-def test_contents_need_no_torch(store: casckpt.Store, tmp_path: Path) -> None:
+def test_contents_work_without_torch(store: casckpt.Store, tmp_path: Path) -> None:
     state: OrderedDict[str, Any] = OrderedDict(w=torch.ones(3))
     vars(state)["_metadata"] = {"kind": torch.float16}
     contents = saved(store, {"model": state})

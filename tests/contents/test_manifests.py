@@ -1,4 +1,4 @@
-"""Manifests as objects: written once, verified when read, and known to the catalogue."""
+"""Manifests as objects: they are written once, verified when they are read, and recorded in the catalogue."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.repositories import blob_hash, committed_draft, draft, reposi
 
 
 def fresh(tmp_path: Path, repo: Repository) -> Repository:
-    """A new process without memory."""
+    """A new process, with nothing in memory."""
     return repository(tmp_path, repo.storage)
 
 
@@ -47,7 +47,7 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path: Path, repo: Repository) 
     ]
 
 
-def test_a_manifest_is_read_once_and_never_if_just_written(
+def test_a_manifest_is_read_once_or_not_at_all_if_it_was_just_written(
     tmp_path: Path, repo: Repository, faults: FaultyStore
 ) -> None:
     commit = save(repo)
@@ -64,12 +64,12 @@ def test_an_existing_manifest_of_the_same_size_counts_as_put(repo: Repository) -
     assert manifests.put(repo, txid, made) == manifests.put(repo, txid, made)
 
 
-def test_an_existing_manifest_of_another_size_is_refused(repo: Repository) -> None:
+def test_an_existing_manifest_of_a_different_size_is_refused(repo: Repository) -> None:
     txid = repo.new_txid("a", 1)
     made = draft([])
     found = manifests.put(repo, txid, made)
     repo.storage.replace(manifest_key(txid, found.id), b"short")
-    with pytest.raises(StorageError, match="another size"):
+    with pytest.raises(StorageError, match="a different size"):
         manifests.put(repo, txid, made)
 
 
@@ -96,8 +96,8 @@ def test_damage_names_the_checkpoint_and_the_object(
     assert caught.value.key == key_of(commit)
 
 
-def test_an_error_for_an_unusable_manifest_names_the_checkpoint(tmp_path: Path, repo: Repository) -> None:
-    """The head is that of a later version, and the record confirms it."""
+def test_an_error_for_an_invalid_manifest_names_the_checkpoint(tmp_path: Path, repo: Repository) -> None:
+    """The head belongs to a later version, and the record confirms it."""
     commit = save(repo, "sft", 7)
     data = bytearray(repo.storage.get(key_of(commit), limit=1 << 30))
     data[7] = 200
@@ -107,7 +107,7 @@ def test_an_error_for_an_unusable_manifest_names_the_checkpoint(tmp_path: Path, 
     for look in (manifests.get, manifests.blob_list):
         with pytest.raises(Refused, match=r"sft@7.*later version"):
             look(fresh(tmp_path, repo), later)
-        with pytest.raises(Damaged, match="another manifest"):
+        with pytest.raises(Damaged, match="a different manifest"):
             look(repository(tmp_path / "new", repo.storage), commit)
 
 
@@ -117,12 +117,14 @@ def test_a_record_that_contradicts_its_manifest_is_refused(
 ) -> None:
     commit = save(repo, "sft", 7)
     other = just_committed(changed(commit.committed, **fields))
-    with pytest.raises(Refused, match="not that of its manifest"):
+    with pytest.raises(Refused, match="does not match its manifest"):
         manifests.get(fresh(tmp_path, repo), other)
-    assert len(manifests.blob_list(fresh(tmp_path, repo), other)) == 0  # whatever it says, a gc knows what it needs
+    assert (
+        len(manifests.blob_list(fresh(tmp_path, repo), other)) == 0
+    )  # whatever it contains, a gc knows which objects it needs
 
 
-def test_a_checkpoint_purged_meanwhile_is_gone_and_not_damaged(
+def test_a_checkpoint_purged_in_the_meantime_is_gone_and_not_damaged(
     tmp_path: Path, repo: Repository, faults: FaultyStore
 ) -> None:
     commit = save(repo, "sft", 7)
@@ -143,7 +145,7 @@ def test_a_failing_storage_does_not_mean_damage(tmp_path: Path, repo: Repository
         manifests.get(fresh(tmp_path, repo), commit)
 
 
-def test_the_catalogue_keeps_lists_of_blobs(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_the_catalogue_keeps_blob_lists(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
     base = save(repo, "a", 1, texts=["one", "two"])
     commit = save(repo, "a", 2, texts=["three"], reused=manifests.get(repo, base).blobs)
     wanted = [
@@ -157,11 +159,11 @@ def test_the_catalogue_keeps_lists_of_blobs(tmp_path: Path, repo: Repository, fa
     assert manifests.blobs_of(fresh(tmp_path, repo), commit) == wanted
 
 
-def test_a_checkpoint_without_blobs_names_none(repo: Repository) -> None:
+def test_a_checkpoint_without_blobs_has_an_empty_blob_list(repo: Repository) -> None:
     assert manifests.blobs_of(repo, save(repo)) == []
 
 
-def test_places_differ_between_transactions_of_one_manifest(tmp_path: Path, repo: Repository) -> None:
+def test_transactions_with_the_same_manifest_have_different_locations(tmp_path: Path, repo: Repository) -> None:
     records = []
     for _ in range(2):
         txid = repo.new_txid("a", 1)
@@ -179,7 +181,7 @@ def test_places_differ_between_transactions_of_one_manifest(tmp_path: Path, repo
 
 
 def save_large(repo: Repository, count: int = 30_000) -> Commit:
-    """A manifest of some MiB: many tensors of one cell each, in one blob."""
+    """A manifest of several MiB: many tensors of one cell each, all in one blob."""
     txid = repo.new_txid("a", 1)
     ref = BlobRef(blob_hash("large"), 4096 + 64 * count, txid)
     box = full_box((16,))
@@ -194,7 +196,7 @@ def save_large(repo: Repository, count: int = 30_000) -> Commit:
     return just_committed(record)
 
 
-def test_only_the_wanted_parts_of_a_large_manifest_are_read(
+def test_only_the_requested_parts_of_a_large_manifest_are_read(
     tmp_path: Path, repo: Repository, faults: FaultyStore
 ) -> None:
     commit = save_large(repo)
@@ -202,9 +204,9 @@ def test_only_the_wanted_parts_of_a_large_manifest_are_read(
     assert total > manifests.WHOLE_BYTES
     other = fresh(tmp_path, repo)
     found = manifests.get(other, commit)
-    assert faults.count("read_into") == 2  # the head, the sections in front
+    assert faults.count("read_into") == 2  # the head, and the front sections
     found.ready([7, 8, 9, 20_000], [])
-    assert faults.count("read_into") == 6  # cells and rows, here and there
+    assert faults.count("read_into") == 6  # pieces of the cells and rows sections
     for number in (7, 20_000):
         (cell,) = found.extents(found.entries[number]).stored_cells()
         assert cell.digest == number.to_bytes(32, "little")
@@ -217,19 +219,17 @@ def test_only_the_wanted_parts_of_a_large_manifest_are_read(
     assert faults.count("get", "objects/*") == 0
 
 
-def test_gc_reads_only_the_list_of_blobs_of_a_large_manifest(
-    tmp_path: Path, repo: Repository, faults: FaultyStore
-) -> None:
+def test_gc_reads_only_the_blob_list_of_a_large_manifest(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
     commit = save_large(repo)
     counts: IoCounts = cast("Any", faults.inner).counts
     before = counts.bytes_read
     assert manifests.learn(fresh(tmp_path, repo), [commit]) == [commit]
     assert manifests.blobs_of(fresh(tmp_path, repo), commit) == [(commit.txid, blob_hash("large"), 4096 + 64 * 30_000)]
-    assert counts.bytes_read - before < 6000  # with the marker, and a head of 4096
+    assert counts.bytes_read - before < 6000  # the marker is also read, and the head takes 4096 bytes
     assert faults.count("get", "objects/*") == 0
 
 
-def test_a_large_manifest_that_is_cut_short_is_damaged(tmp_path: Path, repo: Repository) -> None:
+def test_a_truncated_large_manifest_is_damaged(tmp_path: Path, repo: Repository) -> None:
     commit = save_large(repo)
     data = repo.storage.get(key_of(commit), limit=1 << 30)
     for size in (len(data) - 1, 4097, 4000, 0):
@@ -260,7 +260,7 @@ def test_damage_in_a_large_manifest_affects_only_the_damaged_part(tmp_path: Path
     assert len(manifests.stored_blobs(fresh(tmp_path, repo), commit)) == 1
 
 
-def test_a_large_manifest_that_is_purged_while_it_is_read_is_gone(tmp_path: Path, repo: Repository) -> None:
+def test_purging_a_large_manifest_while_it_is_read_raises_gone(tmp_path: Path, repo: Repository) -> None:
     commit = save_large(repo)
     found = manifests.get(fresh(tmp_path, repo), commit)
     purge(repo, forget(repo, commit))
@@ -277,4 +277,4 @@ def test_reindex_rebuilds_the_catalogue(tmp_path: Path, repo: Repository, faults
     reads = faults.count("get")
     assert manifests.blobs_of(fresh(tmp_path, repo), commits[0]) == [(commits[0].txid, blob_hash("blob 0"), 6)]
     assert len(list_commits(fresh(tmp_path, repo)).live()) == 3
-    assert faults.count("get") == reads + 2  # the marker, by each of the two
+    assert faults.count("get") == reads + 2  # each of the two reads the marker

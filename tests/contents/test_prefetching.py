@@ -12,13 +12,13 @@ from tests.support.repositories import memory
 from tests.support.training import contents, identical, made, trained
 
 
-def test_a_prefetched_checkpoint_is_not_read_again(tmp_path: Path) -> None:
+def test_a_prefetched_checkpoint_is_not_reread(tmp_path: Path) -> None:
     storage = FaultyStore(memory())
     store = Store(Repository(storage, cache_dir=tmp_path))
     model, optimizer = trained()
     checkpointer = Checkpointer(store, run="sft", pre_download=True)
     checkpointer.save(1, model, optimizer, {"seen": torch.arange(5000)})
-    for wanted in (True, False):  # the second time it is there
+    for wanted in (True, False):  # the second time, it is already there
         storage.calls.clear()
         other, fresh = made(1)
         checkpointer.load("sft@1", other, fresh)

@@ -1,4 +1,4 @@
-"""References: the grammar, the checkpoint that each finds, and errors."""
+"""References: the grammar, the checkpoint that each reference finds, and errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_reference_of_run_and_step_is_found(repo: Repository) -> None:
     assert resolve(repo, "a@007") == made[1]
 
 
-def test_latest_is_the_last_begun_save_whatever_its_step(repo: Repository) -> None:
+def test_latest_is_the_save_that_began_last_whatever_its_step(repo: Repository) -> None:
     commit_bare(repo, "a", 100)
     rolled_back = commit_bare(repo, "a", 50)
     other = commit_bare(repo, "b", 1)
@@ -59,7 +59,7 @@ def test_a_run_name_may_be_a_word_of_the_reference_grammar(repo: Repository) -> 
         resolve(repo, "abcdef")
 
 
-def test_the_later_begun_of_two_twins_is_found(repo: Repository) -> None:
+def test_the_twin_that_began_later_is_found(repo: Repository) -> None:
     one, two = (commit_bare(repo, "a", 1) for _ in range(2))
     assert resolve(repo, "a@1") == two
     assert resolve(repo, one.id) == one
@@ -73,7 +73,7 @@ def test_ids_and_their_prefixes_are_found(repo: Repository) -> None:
     assert resolve(repo, one.id) == one
     assert resolve(repo, one.id.upper()) == one
     assert resolve(repo, "abcdef3") == two
-    with pytest.raises(InvalidInput, match=r"2 ids: abcdef12\S* \(a@1\), abcdef34\S* \(a@2\); give more digits"):
+    with pytest.raises(InvalidInput, match=r"2 ids: abcdef12\S* \(a@1\), abcdef34\S* \(a@2\); use more digits"):
         resolve(repo, "abcdef")
     with pytest.raises(NotFound):
         resolve(repo, "abcdef5")
@@ -112,8 +112,8 @@ def test_a_purged_checkpoint_is_reported_as_gone(repo: Repository) -> None:
     assert resolve(repo, purged.id[:6]) == other
 
 
-def test_a_purged_commit_leads_to_another_commit_of_the_checkpoint(repo: Repository) -> None:
-    """A repair rewrote the checkpoint, and the old commit was purged. The holder continues with the new one."""
+def test_a_purged_commit_resolves_to_a_different_commit_of_the_checkpoint(repo: Repository) -> None:
+    """A repair rewrote the checkpoint, and the old commit was purged. The holder continues with the new commit."""
     commit = commit_bare(repo, "a", 1)
     purge(repo, forget(repo, commit))
     with pytest.raises(Gone, match="purged"):
@@ -126,7 +126,7 @@ def test_a_tag_finds_its_checkpoint(repo: Repository) -> None:
     commit = commit_bare(repo, "a", 1)
     set_tag(repo, "best", commit)
     assert resolve(repo, "tag:best") == commit
-    with pytest.raises(NotFound, match="there are: best"):
+    with pytest.raises(NotFound, match="existing tags: best"):
         resolve(repo, "tag:bets")
     with pytest.raises(InvalidInput):
         resolve(repo, "tag:No Good")
@@ -138,7 +138,7 @@ def test_a_tag_finds_its_checkpoint(repo: Repository) -> None:
         resolve(repo, "tag:best")
 
 
-def test_a_tag_finds_another_commit_while_its_own_is_forgotten(repo: Repository) -> None:
+def test_a_tag_finds_a_different_commit_while_its_own_is_forgotten(repo: Repository) -> None:
     own = commit_bare(repo, "a", 1)
     set_tag(repo, "best", own)
     other = commit_bare(repo, "b", 1, manifest=own.id)
@@ -173,10 +173,10 @@ def test_an_invalid_reference_is_refused(repo: Repository, ref: str) -> None:
         resolve(repo, ref)
 
 
-def test_the_error_not_found_lists_alternatives(repo: Repository) -> None:
+def test_a_not_found_error_lists_alternatives(repo: Repository) -> None:
     with pytest.raises(NotFound, match="no visible checkpoint"):
         resolve(repo, "latest")
-    with pytest.raises(NotFound, match="no visible checkpoint at all"):
+    with pytest.raises(NotFound, match="has no visible checkpoints"):
         resolve(repo, "sft@1")
     for step in (10, 30, 20):
         commit_bare(repo, "sft-v1", step)
@@ -184,18 +184,18 @@ def test_the_error_not_found_lists_alternatives(repo: Repository) -> None:
         resolve(repo, "sft-v1@5")
     with pytest.raises(NotFound, match=r"did you mean sft-v1\?"):
         resolve(repo, "sft_v1@10")
-    with pytest.raises(NotFound, match="there are sft-v1"):
+    with pytest.raises(NotFound, match="existing runs: sft-v1"):
         resolve(repo, "zzz@latest")
 
 
-def test_many_runs_are_not_all_listed(repo: Repository) -> None:
+def test_a_long_list_of_runs_is_shortened(repo: Repository) -> None:
     for number in range(9):
         commit_bare(repo, f"r{number}", 1)
     with pytest.raises(NotFound, match="r0, r1, r2, r3, r4 and 4 more"):
         resolve(repo, "zzz@1")
 
 
-def test_the_error_not_found_mentions_unreadable_records(repo: Repository) -> None:
+def test_a_not_found_error_mentions_unreadable_records(repo: Repository) -> None:
     commit = commit_bare(repo, "a", 1)
     commit_bare(repo, "b", 1)
     repo.storage.replace(commit_key(commit.txid), b"torn")
@@ -203,17 +203,17 @@ def test_the_error_not_found_mentions_unreadable_records(repo: Repository) -> No
         resolve(repo, "a@1")
 
 
-def test_the_error_for_records_of_another_version_suggests_an_upgrade(repo: Repository) -> None:
+def test_an_error_for_records_of_a_different_version_suggests_an_upgrade(repo: Repository) -> None:
     """A store from before the format was settled has records without heads. This is not damage."""
     key = commit_key(commit_bare(repo, "a", 1).txid)
     line = repo.storage.get(key, limit=1 << 20).partition(b"\n")[0].replace(b'"head"', b'"foot"')
     repo.storage.replace(key, line + b"\n" + hex_digest(line).encode() + b"\n")
     for ref in ("latest", "a@1", "a@latest"):
-        with pytest.raises(NotFound, match=r"Another version of casckpt wrote it: .*into a new store\)"):
+        with pytest.raises(NotFound, match=r"A different version of casckpt wrote it\. .*into a new store\)"):
             resolve(repo, ref)
 
 
-def test_lists_and_ranges_of_steps_are_found(repo: Repository) -> None:
+def test_lists_and_step_ranges_are_found(repo: Repository) -> None:
     made = {(run, step): commit_bare(repo, run, step) for run in ("a", "b/c") for step in (30, 10, 20)}
     forget(repo, commit_bare(repo, "a", 15))
     assert steps(resolve_many(repo, ["a@10..20"])) == [("a", 10), ("a", 20)]
@@ -263,7 +263,7 @@ def test_a_range_may_be_open_at_each_end(made: set[int], low: int | None, high: 
             resolve_many(repo, [ref])
 
 
-def test_for_restore_a_step_or_range_means_forgotten_checkpoints(repo: Repository) -> None:
+def test_a_step_or_range_refers_to_forgotten_checkpoints_in_a_restore(repo: Repository) -> None:
     forgotten = [forget(repo, commit_bare(repo, "a", step)) for step in (5, 1, 3)]
     forget(repo, commit_bare(repo, "a", 4))
     over = commit_bare(repo, "a", 4)
@@ -275,20 +275,20 @@ def test_for_restore_a_step_or_range_means_forgotten_checkpoints(repo: Repositor
     assert resolve_forgotten(repo, forgotten[0].id[:12], found) == [forgotten[0]]
     with pytest.raises(NotFound, match=r"run 'a' in \S+ has no forgotten checkpoint in 6\.\."):
         resolve_forgotten(repo, "a@6..", found)
-    with pytest.raises(NotFound, match=r"did you mean a\?|there are a"):
+    with pytest.raises(NotFound, match=r"did you mean a\?|existing runs: a"):
         resolve_forgotten(repo, "aa@..", found)
     with pytest.raises(NotFound, match="no step 2"):
         resolve_forgotten(repo, "a@2", found)
 
 
-def test_the_error_lists_the_ids_if_several_were_forgotten_at_a_step(repo: Repository) -> None:
+def test_an_error_lists_the_ids_if_several_were_forgotten_at_a_step(repo: Repository) -> None:
     ids = [forget(repo, commit_bare(repo, "a", 1)).id[:16] for _ in range(2)]
     for ref in ("a@1", "a@.."):
         with pytest.raises(InvalidInput, match=rf"2 checkpoints of a@1 were forgotten: {ids[0]} \(of .*{ids[1]}"):
             resolve_forgotten(repo, ref, list_commits(repo))
 
 
-def test_many_references_are_found_with_one_listing(tmp_path: Path) -> None:
+def test_many_references_are_resolved_with_one_listing(tmp_path: Path) -> None:
     storage = FaultyStore(memory())
     repo = repository(tmp_path, storage)
     for step in range(5):

@@ -1,4 +1,4 @@
-"""Signatures in a store: which ones gc deletes, and which ones it keeps."""
+"""Signatures in a store: the ones that gc deletes, and the ones that it keeps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def repo(tmp_path: Path) -> Repository:
 
 @pytest.fixture
 def first(repo: Repository, tmp_path: Path) -> Commit:
-    """run@0, signed, and forgotten."""
+    """Return run@0, signed and forgotten."""
     commit = list_commits(repo).live()[0]
     sign(repo, commit, private_key(pair(tmp_path).private))
     forget(repo, commit)
@@ -47,7 +47,7 @@ def test_gc_keeps_signatures_until_the_purge(repo: Repository, first: Commit) ->
 
 
 def test_gc_keeps_a_signature_without_known_commits(repo: Repository, first: Commit) -> None:
-    """A save or a copy puts it before its commit."""
+    """A save or a copy puts the signature before its commit."""
     key = f"signatures/{'a' * 64}/{'b' * 64}"
     repo.storage.put(key, b"x")
     run_gc(repo)

@@ -1,4 +1,4 @@
-"""Watching a run: each checkpoint is yielded once, after it exists, and requests cover only news."""
+"""Watching a run: each checkpoint is yielded once, after it exists, and requests cover only new data."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Seen:
         self.now = 0.0
 
     def __call__(self, polls: int = 0, meanwhile: Callable[[], object] = lambda: None) -> list[tuple[int, bool]]:
-        """Return the steps of new checkpoints after this many polls, a second each, and whether each is late."""
+        """Return the steps of new checkpoints after a number of polls, one second apart, and whether each is late."""
         return [(told.commit.step, told.late) for told in self.told(polls, meanwhile)]
 
     def told(self, polls: int = 0, meanwhile: Callable[[], object] = lambda: None) -> list[Notice]:
@@ -71,7 +71,7 @@ def on_time(*steps: int) -> list[tuple[int, bool]]:
 
 
 def begun(repo: Repository, step: int) -> Any:
-    """An announced save without a record."""
+    """A save that was announced, but has no record."""
     save = saved(repo, "run", step)
     announce(repo, [(save.txid, 0)])
     return save
@@ -91,7 +91,7 @@ def test_a_new_commit_is_yielded_once(repo: Repository) -> None:
     assert seen(3) == []
 
 
-def test_a_watch_starts_at_its_call_not_at_its_first_poll(repo: Repository) -> None:
+def test_a_watch_starts_when_it_is_called_and_not_at_its_first_poll(repo: Repository) -> None:
     seen = Seen(repo)
     commit_bare(repo, step=1)
     assert seen() == on_time(1)
@@ -116,21 +116,21 @@ def test_a_watch_continues_if_the_last_yielded_checkpoint_is_gone(repo: Reposito
         assert Seen(repo, after)() == on_time(2, 3)
 
 
-def test_the_checkpoint_to_start_after_must_be_of_the_run(repo: Repository) -> None:
+def test_the_checkpoint_to_start_after_must_belong_to_the_run(repo: Repository) -> None:
     commit_bare(repo, step=1)
     other = commit_bare(repo, "other", step=2)
     for after in (other, "other@2", other.id):
-        with pytest.raises(InvalidInput, match="is not of run 'run'"):
+        with pytest.raises(InvalidInput, match="does not belong to run 'run'"):
             Seen(repo, after)
     for missing in ("run@7", "abcdef", "tag:none"):
         with pytest.raises(NotFound):
             Seen(repo, missing)
-    with pytest.raises(InvalidInput, match="not a usable name"):
+    with pytest.raises(InvalidInput, match="not a valid name"):
         Watcher(repo, "a run", latest_only=False)
 
 
 def test_nothing_is_yielded_before_its_record_exists(repo: Repository) -> None:
-    """It is announced but late. Later checkpoints do not wait for it."""
+    """It is announced, but arrives late. Later checkpoints do not wait for it."""
     seen = Seen(repo)
     slow = begun(repo, 1)
     assert seen() == []
@@ -182,7 +182,7 @@ def test_a_watch_continues_after_a_rollback_of_the_run(repo: Repository) -> None
     assert seen() == on_time(2)
 
 
-def test_a_checkpoint_forgotten_before_is_yielded_when_it_is_restored(repo: Repository) -> None:
+def test_a_previously_forgotten_checkpoint_is_yielded_when_it_is_restored(repo: Repository) -> None:
     seen = Seen(repo)
     gone, ended = commit_bare(repo, step=1), commit_bare(repo, step=2)
     log.forget(repo, gone)
@@ -196,7 +196,7 @@ def test_a_checkpoint_forgotten_before_is_yielded_when_it_is_restored(repo: Repo
     assert seen(4) == []
 
 
-def test_a_restore_that_is_announced_is_waited_for(repo: Repository) -> None:
+def test_a_watch_waits_for_an_announced_restore(repo: Repository) -> None:
     seen = Seen(repo)
     gone = log.forget(repo, commit_bare(repo, step=1))
     assert seen(4) == []
@@ -245,7 +245,7 @@ def test_a_copy_of_an_older_checkpoint_is_yielded_as_late(repo: Repository) -> N
     assert latest() == []
 
 
-# only the latest
+# latest_only
 
 
 def test_latest_yields_only_the_newest_at_each_poll(repo: Repository) -> None:
@@ -262,8 +262,8 @@ def test_latest_yields_only_the_newest_at_each_poll(repo: Repository) -> None:
     assert seen(4) == []
 
 
-def test_latest_is_decided_by_the_first_save_of_a_copy(repo: Repository) -> None:
-    """The copy of a rewrite is later."""
+def test_latest_depends_on_the_first_save_of_a_copy(repo: Repository) -> None:
+    """The copy of the rewrite arrives later."""
     seen, latest = Seen(repo), Seen(repo, latest_only=True)
     old = make_txid(time_of(START), bytes(8), "run", 1)
     commit_bare(repo, step=2)
@@ -274,7 +274,7 @@ def test_latest_is_decided_by_the_first_save_of_a_copy(repo: Repository) -> None
 
 
 @pytest.mark.parametrize("after", [WHOLE, 0, 2])
-def test_the_present_latest_is_yielded_if_it_follows_the_given_checkpoint(repo: Repository, after: Any) -> None:
+def test_the_current_latest_is_yielded_if_it_follows_the_given_checkpoint(repo: Repository, after: Any) -> None:
     made = [commit_bare(repo, step=step) for step in range(3)]
     rewrite_bare(repo, made[2])
     seen = Seen(repo, after if after == WHOLE else made[after], latest_only=True)
@@ -318,7 +318,7 @@ def test_a_watch_retries_a_failing_storage_and_misses_nothing(tmp_path: Path, ca
     assert caplog.text.count("a retry follows") > 4
 
 
-def test_a_storage_that_still_fails_at_the_end_is_an_error(repo: Repository, faults: FaultyStore) -> None:
+def test_a_storage_that_still_fails_at_the_end_raises_an_error(repo: Repository, faults: FaultyStore) -> None:
     seen = Seen(repo)
     faults.inject(*(fail_before(method, times=10**6) for method in ("get", "size", "list")))
     with pytest.raises(StorageError):
@@ -372,7 +372,7 @@ def test_saves_into_a_restored_backup_of_the_store_are_yielded(tmp_path: Path) -
     assert seen(20) == on_time(3)
 
 
-def test_all_checkpoints_of_a_replacing_store_are_yielded(tmp_path: Path) -> None:
+def test_all_checkpoints_of_a_replacement_store_are_yielded(tmp_path: Path) -> None:
     storage = memory()
     commit_bare(repository(tmp_path / "writer", storage), step=1)
     seen = Seen(repository(tmp_path / "reader", storage))
@@ -402,7 +402,7 @@ def test_a_listing_finds_transactions_of_a_torn_announcement(tmp_path: Path) -> 
     assert Seen(host, one)() == [(2, False), (4, False), (3, True)]
 
 
-def test_later_saves_are_yielded_though_the_announcement_is_lost(tmp_path: Path) -> None:
+def test_later_saves_are_yielded_even_if_the_announcement_is_lost(tmp_path: Path) -> None:
     storage = memory()
     repo = repository(tmp_path / "writer", storage)
     made = [commit_bare(repo, step=step) for step in range(4)]
@@ -410,12 +410,12 @@ def test_later_saves_are_yielded_though_the_announcement_is_lost(tmp_path: Path)
     assert sorted(Seen(repository(tmp_path / "new", storage), made[1])()) == on_time(2, 3)
 
 
-def test_an_unreadable_record_is_left_out(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreadable_record_is_skipped(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
     seen = Seen(repo)
     made = [commit_bare(repo, step=step) for step in range(3)]
     spoil(repo, commit_key(made[1].txid))
     assert seen(4) == on_time(0, 2)
-    assert caplog.text.count("is left out") == 1
+    assert caplog.text.count("casckpt skips") == 1
 
 
 # requests
@@ -427,12 +427,12 @@ def requests(faults: FaultyStore) -> list[str]:
 
 @pytest.mark.parametrize("length", [0, 3, 300])
 @pytest.mark.parametrize("latest_only", [False, True])
-def test_a_poll_costs_one_request_whatever_the_history(tmp_path: Path, length: int, latest_only: bool) -> None:
+def test_a_poll_costs_one_request_regardless_of_history(tmp_path: Path, length: int, latest_only: bool) -> None:
     storage = FaultyStore(memory())
     writer = repository(tmp_path / "writer", storage)
     for step in range(length):
         commit_bare(writer, step=step)
-    begun(writer, length).leave()  # nobody ends it
+    begun(writer, length).leave()  # it never ends
     seen = Seen(repository(tmp_path / "reader", storage), latest_only=latest_only)
     seen(200)
     storage.calls.clear()
@@ -442,7 +442,7 @@ def test_a_poll_costs_one_request_whatever_the_history(tmp_path: Path, length: i
 
 
 @pytest.mark.parametrize("length", [1, 200])
-def test_a_watch_starts_with_few_requests_and_then_reads_only_news(tmp_path: Path, length: int) -> None:
+def test_a_watch_starts_with_few_requests_and_then_reads_only_new_records(tmp_path: Path, length: int) -> None:
     storage = FaultyStore(memory())
     writer = repository(tmp_path / "writer", storage)
     made = [finish(writer, saved(writer, "run", step)) for step in range(length)]
@@ -469,7 +469,7 @@ def test_a_watch_starts_with_few_requests_and_then_reads_only_news(tmp_path: Pat
 
 @dataclass
 class Watched:
-    """A watch among others. ``before``: ids that existed before it. ``told``: all ids that it yielded."""
+    """One of several watches. ``before``: the ids that existed before it. ``told``: all ids that it yielded."""
 
     run: str
     latest_only: bool
@@ -536,7 +536,7 @@ def test_every_checkpoint_is_yielded_exactly_once(changes: list[str], seed: int)
         hosts.close()
 
 
-# the part that does no I/O
+# the part that performs no I/O
 
 
 def bare(txid: TxId, **fields: Any) -> Commit:
@@ -544,7 +544,7 @@ def bare(txid: TxId, **fields: Any) -> Commit:
     return just_committed(record)
 
 
-def test_missing_announcements_are_polled_at_growing_intervals() -> None:
+def test_missing_announcements_are_polled_at_increasing_intervals() -> None:
     expected, txid = Expected(), make_txid(time_of(START), bytes(8), "run", 1)
     expected.note(txid)
     asked = []
@@ -563,7 +563,7 @@ def test_missing_announcements_are_polled_at_growing_intervals() -> None:
     assert expected.due() == []
 
 
-def test_logs_of_yielded_commits_are_not_read_again() -> None:
+def test_logs_of_yielded_commits_are_not_reread() -> None:
     expected, txid = Expected(), make_txid(time_of(START), bytes(8), "run", 1)
     expected.note(txid)
     expected.take(txid, bare(txid))

@@ -71,7 +71,7 @@ def test_the_bytes_are_fixed() -> None:
     )
 
 
-def test_neighbours_of_one_stored_dtype_are_one_tensor() -> None:
+def test_adjacent_cells_of_the_same_stored_dtype_are_one_tensor() -> None:
     assert encode_header([("complex128", 16), ("uint8", 0), ("float8_e8m0fnu", 3)], 5) == encode_header(
         [("uint8", 19)], 5
     )
@@ -103,7 +103,7 @@ def test_bytes_without_a_header_are_refused(header: bytes) -> None:
 
 
 def test_a_header_that_does_not_match_its_data_is_refused() -> None:
-    with pytest.raises(Refused, match="does not describe"):
+    with pytest.raises(Refused, match="header does not match its data"):
         decode_header(encode_header([("int8", 5)], 2), size_of([("int8", 4)]))
 
 

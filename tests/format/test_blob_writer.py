@@ -92,7 +92,7 @@ def test_large_cells_are_leaves_at_pages_and_small_cells_share_leaves(given: lis
 
 @settings(deadline=None)
 @given(cells())
-def test_no_large_cell_is_hashed_again(given: list[tuple[str, bytes]]) -> None:
+def test_large_cells_are_not_rehashed(given: list[tuple[str, bytes]]) -> None:
     hashed = []
 
     def digest(data: Buffer) -> CellDigest:
@@ -139,7 +139,7 @@ def test_frames_follow_the_cells_and_large_frames_are_leaves(
     )
 
 
-def test_blobs_of_few_bytes_stay_small() -> None:
+def test_small_blobs_remain_small() -> None:
     _, file, places = written([("float32", b"1234")])
     assert (len(file), places) == (DATA_OFFSET + 4 + 2 * 36, [DATA_OFFSET])
 
@@ -155,7 +155,7 @@ def test_every_reader_of_safetensors_sees_padding_in_the_run_before(tmp_path: Pa
         assert opened.get_tensor("1").nbytes == LEAF_BYTES
 
 
-def test_cells_that_are_not_added_leave_no_trace() -> None:
+def test_cells_that_are_not_added_do_not_leave_a_trace() -> None:
     buffer = memoryview(bytearray(buffer_bytes(padded(3 * LEAF_BYTES))))
     writer = BlobWriter(buffer)
     for _ in range(3):

@@ -16,7 +16,7 @@ def test_a_column_decodes_as_encoded(values: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("top", "width"), [(0, 1), (255, 1), (256, 2), (65535, 2), (65536, 4), (2**32, 8), (2**62, 8)])
-def test_a_column_is_as_narrow_as_can_be(top: int, width: int) -> None:
+def test_a_column_is_as_narrow_as_possible(top: int, width: int) -> None:
     assert pack([0, top])[0] == width
     assert len(pack([0, top])) == 1 + 2 * width
 

@@ -33,7 +33,7 @@ def test_a_table_holds_its_cells(case: Case) -> None:
 
 
 @given(cases())
-def test_only_a_cell_of_the_whole_tensor_is_found_as_such(case: Case) -> None:
+def test_only_a_cell_that_holds_the_whole_tensor_is_the_only_cell(case: Case) -> None:
     found = list(case.table.stored_cells())
     is_one = len(found) == 1 and found[0].frame is None and found[0].region == whole(case.shape)
     assert case.table.only_cell == (found[0] if is_one else None)
@@ -118,6 +118,6 @@ def test_shares_of_several_ranks_are_joined(case: Case, data: st.DataObject) -> 
 
 
 @given(cases(), st.sets(st.integers(0, 2)))
-def test_cells_and_bases_are_found_by_the_blobs_that_they_lie_in(case: Case, blobs: set[int]) -> None:
+def test_cells_and_bases_are_found_by_their_blobs(case: Case, blobs: set[int]) -> None:
     wanted = [link for cell in case.cells for link in cell.chain if link.blob in blobs]
     assert sorted(case.table.cells_within(blobs), key=repr) == sorted(wanted, key=repr)

@@ -105,19 +105,19 @@ def test_a_txid_without_a_date_is_refused(time: str) -> None:
 
 @pytest.mark.parametrize("day", ["20260230", "00000101"])
 def test_a_txid_of_an_impossible_day_is_refused(day: str) -> None:
-    with pytest.raises(Refused, match="no date"):
+    with pytest.raises(Refused, match="does not contain a date"):
         keys.parse_txid(TxId(f"{day}T030405000000Z-00000000000000ab-00000000000000cd-7"))
 
 
 @pytest.mark.parametrize("digits", ["٣" * 64, "A" * 64, "0" * 63, "0" * 65, "0" * 64 + "\n"])
-def test_other_text_is_refused_as_a_hash(digits: str) -> None:
+def test_other_strings_are_refused_as_a_hash(digits: str) -> None:
     with pytest.raises(Refused):
         keys.check_hash(digits)
 
 
 @pytest.mark.parametrize("name", ["", "Best", "-x", ".x", "a/b", "x" * 101, "a\n", None])
 def test_invalid_tag_names_are_refused(name: str) -> None:
-    with pytest.raises(InvalidInput, match="not a usable name"):
+    with pytest.raises(InvalidInput, match="not a valid name"):
         keys.check_tag(name)
     assert keys.check_tag("best-2.0_x") == "best-2.0_x"
 

@@ -117,7 +117,7 @@ def test_a_manifest_decodes_as_encoded() -> None:
     _use(manifest)
 
 
-def test_the_id_depends_on_content_and_not_on_places() -> None:
+def test_the_id_depends_on_content_and_not_on_locations() -> None:
     """The test changes blobs, offsets and uploaders."""
     moved = {
         name: (
@@ -172,7 +172,7 @@ def test_a_manifest_read_by_ranges_is_the_same() -> None:
 
 
 @pytest.mark.parametrize("ranged", [True, False])
-def test_a_manifest_can_be_sent_to_another_rank(ranged: bool) -> None:
+def test_a_manifest_can_be_sent_to_a_different_rank(ranged: bool) -> None:
     made = encode(drawn())
     source = Ranged(made)
     told = pickle.loads(pickle.dumps(source.manifest if ranged else decode(made.data, made.id)))
@@ -185,7 +185,7 @@ def test_a_manifest_can_be_sent_to_another_rank(ranged: bool) -> None:
     assert told.encoded() == made.data
 
 
-def test_a_manifest_with_an_unknown_section_can_be_sent_to_another_rank() -> None:
+def test_a_manifest_with_an_unknown_section_can_be_sent_to_a_different_rank() -> None:
     made, parts, end = encode(drawn()), [], HEAD_BYTES
     for one in made.decoded_head.sections:
         parts.append((one, made.data[one.offset : one.end]))
@@ -203,12 +203,12 @@ def test_a_manifest_with_an_unknown_section_can_be_sent_to_another_rank() -> Non
     assert told.encoded() == source.data
 
 
-def test_another_manifest_under_the_name_is_damage() -> None:
+def test_a_different_manifest_under_the_name_is_damage() -> None:
     raw = data()[1]
-    with pytest.raises(Damaged, match="another checkpoint") as caught:
+    with pytest.raises(Damaged, match="a different checkpoint") as caught:
         decode(raw, ManifestId("0" * 64))
     assert caught.value.checkpoints == ("0" * 64,)
-    with pytest.raises(Damaged, match="another manifest"):
+    with pytest.raises(Damaged, match="a different manifest"):
         decode(raw, data()[0], "0" * 64)
 
 
@@ -251,7 +251,7 @@ def test_a_flipped_byte_damages_only_its_part(name: str, where: int, hit: str) -
     section, raw = decode_head(made.data)[name], bytearray(made.data)
     raw[section.offset + where if where >= 0 else section.end + where] ^= 1
     found = decode(raw, made.id, made.head)
-    assert found.faults() == [f"its section {name!r} does not have its hash, which hits {hit}"]
+    assert found.faults() == [f"its section {name!r} does not match its hash, which affects {hit}"]
     calls: list[Callable[[], object]] = [partial(found.extents, entry) for entry in found.entries]
     calls += [partial(found.data, one) for one in found.objects]
     calls += [partial(found.data, one) for one in found.body.attachments]
@@ -266,7 +266,7 @@ def test_a_flipped_byte_in_front_names_its_section(name: str) -> None:
     made = encode(drawn())
     raw = bytearray(made.data)
     raw[decode_head(made.data)[name].offset + 5] ^= 1
-    with pytest.raises(Damaged, match=f"section '{name}' does not have its hash"):
+    with pytest.raises(Damaged, match=f"section '{name}' does not match its hash"):
         decode(raw, made.id, made.head)
 
 
@@ -377,7 +377,7 @@ def _set(*path: str, to: Any) -> Callable[[dict[str, Any]], object]:
 )
 def test_fields_outside_the_limits_are_refused(change: Callable[[dict[str, Any]], object]) -> None:
     made = changed("index", change)
-    with pytest.raises(Refused, match="is not usable"):
+    with pytest.raises(Refused, match="is invalid"):
         _use(decode(made.data, made.id, made.head))
 
 
@@ -397,11 +397,11 @@ def test_fields_outside_the_limits_are_refused(change: Callable[[dict[str, Any]]
 )
 def test_blobs_outside_the_store_are_refused(change: Callable[[dict[str, Any]], object]) -> None:
     made = changed("blobs", change)
-    with pytest.raises(Refused, match="is not usable"):
+    with pytest.raises(Refused, match="is invalid"):
         decode(made.data, made.id, made.head)
 
 
-def test_an_unknown_form_stops_only_its_own_load() -> None:
+def test_an_unknown_form_fails_only_the_loads_that_need_it() -> None:
     """A dtype, a kind and a form of later versions stop only their own load."""
     made = changed("index", _set("entries", "dtypes", to=[["float3", 16], ["bfloat16", 2], ["uint8", 1]]))
     found = decode(made.data, made.id, made.head)
@@ -431,7 +431,7 @@ def test_an_unknown_required_section_stops_a_load() -> None:
         else:
             _use(decode(raw, made.id, found.digest))
             broken = decode(raw[:-1] + b"!", made.id, found.digest)
-            assert broken.faults() == ["its section 'secret' does not have its hash"]
+            assert broken.faults() == ["its section 'secret' does not match its hash"]
 
 
 def test_the_error_for_malformed_extents_names_the_key() -> None:
@@ -465,7 +465,7 @@ def section(data: bytes, name: str) -> bytes:
     return data[found.offset : found.end]
 
 
-def test_a_copy_has_its_own_places() -> None:
+def test_a_copy_has_its_own_locations() -> None:
     made = encode(drawn())
     refs = [replace(ref, uploader=UPLOADERS[0]) for ref in BLOBS]
     copy = placed(decode(made.data, made.id), encode_blobs(refs))

@@ -67,7 +67,7 @@ def test_the_error_for_a_bad_metric_names_it(value: Any) -> None:
 
 @pytest.mark.parametrize("name", ["", "x" * (MAX_METRIC_NAME + 1), "a\nb", "\ud800", 3, None])
 def test_an_invalid_metric_name_is_refused(name: Any) -> None:
-    with pytest.raises(InvalidInput, match="name of metric"):
+    with pytest.raises(InvalidInput, match="the metric name"):
         stored_metrics({name: 1.0})
 
 
@@ -114,7 +114,7 @@ class Distributed:
 
 
 @pytest.mark.parametrize(
-    ("value", "advice"), [(torch.ones((), device="meta"), "give a number"), (Distributed(), "its full_tensor()")]
+    ("value", "advice"), [(torch.ones((), device="meta"), "pass a number"), (Distributed(), "its full_tensor()")]
 )
 def test_the_error_for_a_tensor_without_a_value_names_it(value: Any, advice: str) -> None:
     with pytest.raises(InvalidInput) as caught:

@@ -18,7 +18,7 @@ def test_notes_decode_as_encoded() -> None:
 
 
 @pytest.mark.parametrize("data", [None, b"", b"{", b"[]", b'{"a": [1]}', b'{"a": ["b", 1]}', b"\xff"])
-def test_notes_of_another_version_are_ignored(data: bytes | None) -> None:
+def test_notes_of_a_different_version_are_ignored(data: bytes | None) -> None:
     assert notes.decode(data, notes.FOLDERS) is None
     assert notes.decode(data, notes.SIGNS_OF_LIFE) is None
     assert notes.decode(data, notes.PAUSED_GC) is None

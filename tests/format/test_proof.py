@@ -49,7 +49,7 @@ def test_the_bytes_are_fixed() -> None:
 
 
 @given(CUTS)
-def test_a_proof_of_any_cut_decodes(lengths: list[int]) -> None:
+def test_a_proof_decodes_for_any_split_into_leaves(lengths: list[int]) -> None:
     leaves = decode_proof(proof_of(lengths))
     assert [leaf.nbytes for leaf in leaves] == [DATA_OFFSET, *lengths]
     assert [leaf.offset for leaf in leaves] == [sum([DATA_OFFSET, *lengths][:i]) for i in range(len(lengths) + 1)]
@@ -80,12 +80,12 @@ def test_any_changed_byte_of_a_proof_is_noticed(lengths: list[int], data: st.Dat
     file = bytearray(DATA_OFFSET + sum(lengths)) + proof
     at = data.draw(st.integers(len(file) - len(proof), len(file) - 1))
     file[at] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(Refused, match="its proof does not have"):
+    with pytest.raises(Refused, match="its proof does not match"):
         read_proof(reader(bytes(file)), len(file), proof_name(proof))
 
 
 @pytest.mark.parametrize("size", [0, 1, 35, DATA_OFFSET - 1, DATA_OFFSET, DATA_OFFSET + 1, DATA_OFFSET + 72])
-def test_too_short_a_file_has_no_proof(size: int) -> None:
+def test_a_file_that_is_too_short_has_no_proof(size: int) -> None:
     with pytest.raises(Refused):
         read_proof(reader(bytes(size)), size, BlobHash("0" * 64))
 
@@ -99,7 +99,7 @@ HOSTILE: dict[str, list[int]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_proof_is_refused_though_its_hash_is_right(name: str) -> None:
+def test_a_hostile_proof_is_refused_even_with_the_right_hash(name: str) -> None:
     with pytest.raises(Refused):
         decode_proof(proof_of(HOSTILE[name]))
 

@@ -154,7 +154,7 @@ def test_forged_lines_are_refused_or_valid_records(data: st.DataObject) -> None:
 )
 def test_fields_that_become_keys_are_checked(change: dict[str, Any]) -> None:
     fields = msgspec.json.decode(msgspec.json.encode(COMMITTED)) | change
-    with pytest.raises(Refused, match="Another version of casckpt"):
+    with pytest.raises(Refused, match="A different version of casckpt"):
         decode(forged(msgspec.json.encode(fields)), FirstRecord, "key")
 
 

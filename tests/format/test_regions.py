@@ -96,7 +96,7 @@ def test_boxes_subtract_and_intersect(data: st.DataObject) -> None:
         assert one.inside(other) == (mine <= theirs)
 
 
-def test_a_box_is_shifted_relative_to_another() -> None:
+def test_a_box_is_shifted_relative_to_a_second_box() -> None:
     assert Box((3, 4), (1, 2)).relative_to(Box((1, 4), (5, 5))) == Box((2, 0), (1, 2))
 
 
@@ -107,7 +107,7 @@ def test_strides_are_those_of_numpy(shape: Shape) -> None:
 
 
 @given(st.integers(0, 500), st.integers(0, 500), st.integers(1, 64))
-def test_a_region_is_cut_at_the_grid(lo: int, length: int, cell: int) -> None:
+def test_a_region_is_split_at_the_grid(lo: int, length: int, cell: int) -> None:
     pieces = cut(lo, lo + length, cell)
     assert [i for a, b in pieces for i in range(a, b)] == list(range(lo, lo + length))
     assert all(a < b and a // cell == (b - 1) // cell for a, b in pieces)
@@ -138,12 +138,12 @@ def test_whole_and_empty_regions_are_recognised() -> None:
         (Region(Box((1, 2), (3, 3)), 2, 7), "[1:4]x[2:5] elements 2..7"),
     ],
 )
-def test_a_region_is_shown_as_slices(region: Region, text: str) -> None:
+def test_a_region_is_formatted_as_slices(region: Region, text: str) -> None:
     assert str(region) == text
 
 
 @given(st.data())
-def test_a_box_is_selected_from_an_array_of_another_box(data: st.DataObject) -> None:
+def test_a_box_is_selected_from_the_array_of_an_enclosing_box(data: st.DataObject) -> None:
     shape = data.draw(shapes)
     outer = data.draw(boxes(shape))
     part = data.draw(boxes(outer.shape))
@@ -166,7 +166,7 @@ def test_a_box_outside_the_limits_is_refused(offset: Shape, shape: Shape) -> Non
 
 @pytest.mark.parametrize(("lo", "hi"), [(-1, 2), (3, 2), (0, 7)])
 def test_a_range_outside_its_box_is_refused(lo: int, hi: int) -> None:
-    with pytest.raises(InvalidInput, match="does not lie in a box of 6 elements"):
+    with pytest.raises(InvalidInput, match="is outside a box of 6 elements"):
         Region(Box((0, 0), (2, 3)), lo, hi)
 
 

@@ -59,13 +59,13 @@ def test_any_tree_decodes_as_encoded(node: Node) -> None:
 
 @settings(max_examples=300)
 @given(NODES.map(encode_tree), st.data())
-def test_mutated_bytes_give_a_tree_or_refused(data: bytes, draw: st.DataObject) -> None:
+def test_mutated_bytes_are_decoded_or_refused(data: bytes, draw: st.DataObject) -> None:
     at = draw.draw(st.integers(0, len(data)))
     changed = data[:at] + draw.draw(st.binary(max_size=4)) + data[at + draw.draw(st.integers(0, 2)) :]
     try:
         node = decode_tree(changed)
     except Refused as error:
-        assert "the tree of a checkpoint is not usable" in str(error)  # noqa: PT017 - nothing else may be raised
+        assert "the tree of a checkpoint is invalid" in str(error)  # noqa: PT017 - nothing else may be raised
     else:
         assert same(decode_tree(encode_tree(node)), node)
 
@@ -127,7 +127,7 @@ def test_depth_is_limited() -> None:
         decode_tree(b"\x91" * 100_000)
 
 
-def test_a_tree_gives_flat_keys_and_leaves() -> None:
+def test_a_tree_yields_flat_keys_and_leaves() -> None:
     node: Node = {"model": {"layers": [T, P]}, "step": P}
     assert join(("model", "layers", 0)) == "model.layers.0"
     assert [(join(path), leaf) for path, leaf in leaves(node)] == [
@@ -158,7 +158,7 @@ def test_merge_keeps_the_first_order_and_adds_what_is_new() -> None:
     assert merge([one]) is one
 
 
-def test_merge_of_lists_goes_by_index() -> None:
+def test_lists_are_merged_by_index() -> None:
     assert merge([{"a": [P, {"x": T}]}, {"a": [P, {"y": T}, T]}]) == {"a": [P, {"x": T, "y": T}, T]}
     assert merge([(T,), (T, P)]) == (T, P)
 
@@ -172,17 +172,19 @@ def test_merge_fills_an_empty_container() -> None:
     [(T, P), (T, {}), ({}, []), ({}, OrderedDict())],
 )
 def test_merge_refuses_two_kinds_and_names_the_key(one: Node, two: Node) -> None:
-    with pytest.raises(InvalidInput, match=r"key 'm\.a' is of kind .* on one rank and of kind .* on another") as caught:
+    with pytest.raises(
+        InvalidInput, match=r"key 'm\.a' is of kind .* on one rank, but of kind .* on a different rank"
+    ) as caught:
         merge([{"m": {"a": one}}, {"m": {"a": two}}])
     assert caught.value.key == "m.a"
 
 
-def test_merge_refuses_two_paths_with_one_flat_key() -> None:
-    with pytest.raises(InvalidInput, match=r"\['a'\]\['b'\] of one rank and \['a\.b'\] of another"):
+def test_merge_refuses_two_paths_with_the_same_flat_key() -> None:
+    with pytest.raises(InvalidInput, match=r"\['a'\]\['b'\] of one rank and \['a\.b'\] of a different rank"):
         merge([{"a": {"b": T}}, {"a.b": T}])
 
 
-def test_merge_of_nothing_is_refused() -> None:
+def test_merging_no_trees_is_refused() -> None:
     with pytest.raises(InvalidInput):
         merge([])
 
@@ -214,7 +216,7 @@ def named(key: str, leaf: Leaf) -> str:
     return f"{'object' if leaf else 'tensor'}:{key}"
 
 
-def test_rebuild_gives_the_nested_value() -> None:
+def test_rebuild_returns_the_nested_value() -> None:
     metadata = OrderedDict({"": {"version": 1}})
     node: Node = {
         "o": ordered(metadata, z=T, a=P),

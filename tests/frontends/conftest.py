@@ -1,4 +1,4 @@
-"""Fixtures that several test modules here share."""
+"""Fixtures that several test modules in this folder share."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ import pytest
 
 @pytest.fixture
 def temporaries(tmp_path: Path) -> Any:
-    """Check after the test that no temporary file of an export is left."""
+    """Check after the test that an export has left no temporary files."""
     yield
     assert [path for path in tmp_path.rglob("*") if ".casckpt-" in path.name] == []

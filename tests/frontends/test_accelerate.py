@@ -1,4 +1,4 @@
-"""Accelerate: real trainings with their complete state in a store, on one rank and on several."""
+"""Accelerate: real trainings whose complete state is in a store, on one rank and on several ranks."""
 
 from __future__ import annotations
 
@@ -76,7 +76,12 @@ def test_a_training_resumes_bit_for_bit(store_path: Path, ranks: Pool, size: int
     store = casckpt.open(store_path)
     assert [step for run, step in steps(store) if run == "parts"] == [2, 3]
     assert not store.diff("whole@3", "parts@3").changed
-    assert set(store.read("parts@3")["model"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}  # of the plain model
+    assert set(store.read("parts@3")["model"]) == {
+        "0.weight",
+        "0.bias",
+        "2.weight",
+        "2.bias",
+    }  # the names in the plain model
 
 
 def test_a_training_with_compression_resumes_bit_for_bit(store_path: Path, ranks: Pool) -> None:
@@ -100,14 +105,14 @@ def loaded(rank: int, size: int, path: Path) -> Any:
         return training.schedule.get_last_lr()
 
 
-def test_a_reference_is_loaded_on_another_number_of_ranks(store_path: Path, ranks: Pool) -> None:
+def test_a_reference_loads_on_a_different_number_of_ranks(store_path: Path, ranks: Pool) -> None:
     ranks.run(1, trained, store_path, range(4), "parts")
     first, *others = ranks.run(3, loaded, store_path)
     assert first < [0.01]
     assert all(one == first for one in others)
 
 
-def test_models_with_equal_parameter_names_are_kept_apart(store: casckpt.Store) -> None:
+def test_models_with_equal_parameter_names_are_stored_separately(store: casckpt.Store) -> None:
     from accelerate import Accelerator
 
     from casckpt.frontends.accelerate import AcceleratorCheckpointer
@@ -135,7 +140,7 @@ def test_models_with_equal_parameter_names_are_kept_apart(store: casckpt.Store) 
 
 
 class Data:
-    """A prepared data loader. ``place`` is the position of a stateful one."""
+    """A prepared data loader. ``place``: the position of a stateful loader."""
 
     def __init__(self, place: Any, *, stateful: bool, generator: bool) -> None:
         self.iteration, self.place, self.use_stateful_dataloader = 0, place, stateful
@@ -152,7 +157,7 @@ class Data:
 
 @pytest.mark.parametrize("generator", [True, False])
 @pytest.mark.parametrize("stateful", [True, False])
-def test_a_data_loader_continues_at_its_position(stateful: bool, generator: bool) -> None:
+def test_a_data_loader_resumes_at_its_position(stateful: bool, generator: bool) -> None:
     from casckpt.frontends.accelerate import _Loader
 
     data, again, fresh = (Data(place, stateful=stateful, generator=generator) for place in (7, 0, 0))
@@ -164,12 +169,12 @@ def test_a_data_loader_continues_at_its_position(stateful: bool, generator: bool
     assert (again.iteration, again.place) == (3, 7 if stateful else 0)
     if data.synchronized_generator is not None and again.synchronized_generator is not None:
         assert torch.equal(again.synchronized_generator.get_state(), data.synchronized_generator.get_state())
-    _Loader(fresh).load_state_dict(state | {"inside": None})  # saved by a loader without this knowledge
+    _Loader(fresh).load_state_dict(state | {"inside": None})  # saved by a loader that does not track its position
     assert (fresh.iteration, fresh.place) == (3, 0)
 
 
 class Refused:
-    """A state that cannot be saved, on the last rank alone, from a given step on."""
+    """A state that, on the last rank alone, cannot be saved from a given step on."""
 
     def __init__(self, rank: int, size: int, step: int) -> None:
         self.rank, self.size, self.step, self.now = rank, size, step, 0
@@ -196,29 +201,29 @@ def hears(rank: int, size: int, path: Path) -> Any:
                 bad.now += 1
                 training.accelerator.backward(training.model(torch.ones(4, 8)).square().mean())
                 training.optim.step()
-                error = outcome_of(lambda: run.save_if_due(bad.now))  # noqa: B023 - called at once
+                error = outcome_of(lambda: run.save_if_due(bad.now))  # noqa: B023 - called immediately
             outcome_of(run.close)
             found.append((type(error).__name__, bad.now))
     return found
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_an_unusable_state_is_reported_on_all_ranks_at_the_same_step(store_path: Path, ranks: Pool, size: int) -> None:
+def test_invalid_state_raises_on_all_ranks_at_the_same_step(store_path: Path, ranks: Pool, size: int) -> None:
     assert (
         ranks.run(size, hears, store_path) == [[("InvalidInput", 0), ("InvalidInput", 1), ("InvalidInput", 4)]] * size
     )
 
 
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA"])
-def test_models_not_prepared_by_accelerate_are_refused(store: casckpt.Store, kind: str) -> None:
+def test_unsupported_distributed_types_are_refused(store: casckpt.Store, kind: str) -> None:
     from casckpt.frontends.accelerate import AcceleratorCheckpointer
 
     accelerator: Any = SimpleNamespace(distributed_type=SimpleNamespace(name=kind))
-    with pytest.raises(Unsupported, match=f"models of {kind} are not supported"):
+    with pytest.raises(Unsupported, match=f"{kind} models are not supported"):
         AcceleratorCheckpointer(accelerator, store, run="a")
 
 
-def test_an_offloaded_model_differs_from_one_without_values(tmp_path: Path) -> None:
+def test_an_offloaded_model_is_refused_and_can_be_restored(tmp_path: Path) -> None:
     from accelerate import cpu_offload
     from accelerate.hooks import remove_hook_from_submodules
 
@@ -226,7 +231,7 @@ def test_an_offloaded_model_differs_from_one_without_values(tmp_path: Path) -> N
     model, store = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)), casckpt.open(tmp_path)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     cpu_offload(model, torch.device("cpu"))
-    with pytest.raises(InvalidInput, match=r"accelerate has offloaded .* without device_map") as caught:
+    with pytest.raises(InvalidInput, match=r"Accelerate has offloaded .* without device_map") as caught:
         casckpt.save_model_and_optim_state(store, model, run="r", step=1)
     assert "accelerate.hooks.remove_hook_from_submodules(model)" in str(caught.value)
     with pytest.raises(InvalidInput, match=r"a meta tensor has no values.* without device_map"):

@@ -1,4 +1,4 @@
-"""Autograd notices tensors that front ends write. tests/loading tests the same for `Store.load`."""
+"""Autograd detects that front ends have written to tensors. tests/loading tests the same for `Store.load`."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_checkpointer_load_of_bare_weights_invalidates_autograd_graphs(store: 
 
 
 def megatron_style(rank: int, size: int, where: str, fully_parallel: bool) -> list[Any]:
-    """Loads of contiguous, strided and padded tensors, and of a padded parameter."""
+    """Load contiguous, strided and padded tensors, and a padded parameter."""
     state = {
         name: ShardedTensor.from_rank_offsets(name, torch.ones(4, 3), replica_id=rank) for name in ("a", "t", "p", "q")
     }

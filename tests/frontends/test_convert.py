@@ -1,4 +1,4 @@
-"""Imports and exports return equal bits, and a failed one leaves nothing."""
+"""Imports and exports preserve every bit, and a failed one leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_file_is_exported_byte_for_byte(store: casckpt.Store, tmp_path: Path, 
     assert found.files[0].read_bytes() == source.read_bytes()
 
 
-def test_the_same_file_again_writes_no_blob(store: casckpt.Store, tmp_path: Path, seed: int) -> None:
+def test_reimporting_a_file_does_not_write_blobs(store: casckpt.Store, tmp_path: Path, seed: int) -> None:
     source = file_of(tmp_path / "in", tensors(seed))
     assert import_safetensors(store, source, run="base", step=0).stats.bytes_written > 0
     again = import_safetensors(store, source, run="base", step=1)

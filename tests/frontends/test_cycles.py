@@ -1,4 +1,4 @@
-"""Values that contain themselves are refused by key, or stored as in DCP. No call loops forever."""
+"""Values that contain themselves are refused with their key, or stored as DCP stores them. No call loops forever."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ SAVES: dict[str, tuple[Callable[[casckpt.Store, Any], Any], str]] = {
 
 @pytest.mark.parametrize("name", SAVES)
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_save_refuses_a_cycle_and_names_it(store: casckpt.Store, name: str, make: Callable[[], Any]) -> None:
+def test_a_save_refuses_a_cycle_and_names_its_key(store: casckpt.Store, name: str, make: Callable[[], Any]) -> None:
     call, key = SAVES[name]
     with pytest.raises((InvalidInput, CheckpointingException)) as caught:
         call(store, make())
@@ -125,7 +125,7 @@ def test_a_load_into_a_cycle_is_refused_before_anything_changes(store: casckpt.S
     assert asked["w"].data.tolist() == [1, 1]
 
 
-def test_a_state_nested_too_deeply_is_refused_alike(store: casckpt.Store) -> None:
+def test_a_state_nested_too_deeply_is_refused(store: casckpt.Store) -> None:
     deep: list[Any] = []
     for _ in range(2000):
         deep = [deep]

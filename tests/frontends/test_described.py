@@ -1,4 +1,4 @@
-"""DTensors that describe themselves, through torch's checkpoints and with models and optimizers."""
+"""DTensors that describe themselves, in torch's checkpoints and in models and optimizers."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
 ROWS = {2: [5, 2], 4: [3, 0, 2, 2]}
-ORDER = {2: [1, 0], 4: [2, 0, 3, 1]}  # the order of rows differs from the order of ranks
+ORDER = {2: [1, 0], 4: [2, 0, 3, 1]}  # row order differs from rank order
 
 
 def part_of(size: int, rank: int) -> ChunkStorageMetadata:
-    """The rows of a rank, as Megatron-FSDP writes them."""
+    """A rank's rows, as Megatron-FSDP writes them."""
     before = ORDER[size][: ORDER[size].index(rank)]
     return ChunkStorageMetadata((sum(ROWS[size][one] for one in before), 0), (ROWS[size][rank], 3))  # type: ignore[arg-type]
 
 
 def described(full: torch.Tensor, rank: int, size: int) -> DTensor:
-    """A parameter as Megatron-FSDP leaves it, also for torch's checkpoints."""
+    """A parameter as Megatron-FSDP leaves it, including the description for torch's checkpoints."""
     chunk = part_of(size, rank)
     local = full[slices((tuple(chunk.offsets), tuple(chunk.sizes)))].clone()
     tensor = DTensor.from_local(local, line(size), [Shard(0)], run_check=False, shape=full.shape, stride=full.stride())
@@ -64,7 +64,7 @@ FULL = torch.arange(21.0).view(7, 3)
 
 
 def through_torch(rank: int, size: int, path: Path) -> None:
-    """Save and load by DCP and by the store in all four combinations, and import DCP's folder."""
+    """Save and load with DCP and with the store in all four combinations, and import DCP's folder."""
     save({"w": described(FULL, rank, size)}, StorageWriter(path, run="dcp", step=1))
     store = casckpt.open(path)
     store.save({"w": described(FULL, rank, size)}, run="own", step=1)
@@ -88,7 +88,7 @@ def test_checkpoints_of_torch_and_casckpt_follow_the_same_description(ranks: Poo
 
 
 def test_only_folders_with_tuple_chunks_are_imported(tmp_path: Path, store: casckpt.Store) -> None:
-    """Megatron-FSDP writes such chunks. A tuple of other values is still refused."""
+    """Megatron-FSDP writes such chunks. A tuple of any other values is still refused."""
     folder = tmp_path / "folder"
     save({"w": FULL}, FileSystemWriter(folder))
     metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -105,7 +105,7 @@ def test_only_folders_with_tuple_chunks_are_imported(tmp_path: Path, store: casc
 
 
 def misplanned(rank: int, size: int, path: Path) -> list[dict[int, tuple[str, str]]]:
-    """torch's plan, which has the wrong place."""
+    """torch's plan, which has the wrong offset."""
     mesh = init_device_mesh("cpu", (2, 2))
     rows = FULL[:4]
     at = (rank % 2) * 2 + rank // 2  # the inner dimension first
@@ -122,12 +122,12 @@ def misplanned(rank: int, size: int, path: Path) -> list[dict[int, tuple[str, st
         assert torch.equal(store.read(f"own@{number}")["w"], rows)
         found.append(failed(lambda tensor=tensor: save({"w": tensor}, StorageWriter(store, run="d", step=1))))  # type: ignore[misc]
     found.append(failed(lambda: load({"w": ordered}, StorageReader(store, "own@0"))))
-    load({"w": half}, StorageReader(store, "own@1"))  # it uses the tensor's own description
+    load({"w": half}, StorageReader(store, "own@1"))  # this uses the tensor's own description
     assert torch.equal(half._local_tensor, rows[at : at + 1])
     return found
 
 
-def test_tensors_that_dcp_would_misplace_are_refused_there_and_saved_natively(ranks: Pool, store_path: Path) -> None:
+def test_tensors_that_dcp_would_misplace_are_refused_by_dcp_and_saved_natively(ranks: Pool, store_path: Path) -> None:
     for found in ranks.run(4, misplanned, store_path):
         for failures in found:
             assert failures
@@ -147,7 +147,7 @@ class Model(nn.Module):
 
 
 def trained(full: torch.Tensor, rank: int, size: int) -> tuple[Model, torch.optim.Optimizer]:
-    """torch creates this state like the parameter, so it does not describe itself."""
+    """torch creates the optimizer state like the parameter, so the state does not describe itself."""
     model = Model(full, rank, size)
     optim = torch.optim.AdamW(model.parameters(), foreach=False)
     state: Any = torch.zeros_like(model.w)

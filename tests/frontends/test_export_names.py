@@ -30,7 +30,7 @@ EXPORTERS: dict[str, Callable[..., object]] = {"hf": export_safetensors, "dcp": 
         ("dcp", [LONG]),
     ],
 )
-def test_the_error_for_an_attachment_with_an_unusable_name_suggests_a_solution(
+def test_the_error_for_an_attachment_with_an_invalid_name_suggests_a_solution(
     kind: str, names: list[str], store: casckpt.Store, tmp_path: Path
 ) -> None:
     export, out = EXPORTERS[kind], tmp_path / "out"
@@ -56,7 +56,7 @@ def test_files_with_the_longest_names_are_exported(store: casckpt.Store, tmp_pat
 
 @pytest.mark.parametrize("export", [export_safetensors, casckpt_to_dcp, casckpt_to_torch_save])
 @pytest.mark.parametrize("name", ["y" * 300, "y" * 300 + ".safetensors", "y" * 300 + "/out"])
-def test_a_target_with_an_unusable_name_is_refused(
+def test_a_target_with_an_invalid_name_is_refused(
     export: Callable[..., object], name: str, store: casckpt.Store, tmp_path: Path
 ) -> None:
     store.save({"a": torch.ones(2)}, step=0)

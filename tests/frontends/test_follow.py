@@ -1,4 +1,4 @@
-"""Followers: the folder is always one complete version after any kill, and the command runs at each switch."""
+"""Followers: after any kill, the folder is one complete version, and the command runs at each switch."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def once(store: Store, folder: Path, **options: Any) -> list[int]:
     return [one.checkpoint.step for one in Follower(store, "run", folder, **options).follow(once=True)]
 
 
-def test_the_newest_checkpoint_becomes_current_and_old_folders_are_unchanged(store: Store, tmp_path: Path) -> None:
+def test_the_newest_checkpoint_becomes_current_and_old_folders_are_kept(store: Store, tmp_path: Path) -> None:
     folder = tmp_path / "to"
     assert once(store, folder) == [0]
     assert once(store, folder) == []
@@ -125,10 +125,10 @@ def test_the_newest_checkpoint_becomes_current_and_old_folders_are_unchanged(sto
     with mapped:
         assert mapped.read() in before.values()
     leases = {entry.key.split("/")[1] for entry in store.repository.storage.list("tags/")}
-    assert len(leases) == 1, "each version was held by one, and they leave one record behind"
+    assert len(leases) == 1, "each version was held by one lease, and the leases leave one record behind"
 
 
-def test_follow_once_without_a_checkpoint_is_an_error(store: Store, tmp_path: Path) -> None:
+def test_follow_once_raises_without_a_checkpoint(store: Store, tmp_path: Path) -> None:
     folder = tmp_path / "to"
     for of, run, match in (
         (casckpt.open(tmp_path / "none"), "run", "there is no store at"),
@@ -138,7 +138,7 @@ def test_follow_once_without_a_checkpoint_is_an_error(store: Store, tmp_path: Pa
             list(Follower(of, run, folder).follow(once=True))
     assert once(store, folder) == [0]
     store.forget("run@..")
-    assert once(store, folder) == [], "what is current stays so"
+    assert once(store, folder) == [], "the current version remains current"
 
 
 def test_follow_writes_chosen_keys(store: Store, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_failed_command_keeps_the_previous_folder(store: Store, tmp_path: Path
     save(store, 1)
     once(store, folder, command=fails, keep=0)
     assert len(list(folder.glob("0*"))) == 2
-    once(store, folder, command=fails, keep=0)  # it runs again
+    once(store, folder, command=fails, keep=0)  # the command is rerun
     assert len(list(folder.glob("0*"))) == 2
     (tmp_path / "bad").unlink()
     once(store, folder, command=fails, keep=0)
@@ -165,13 +165,13 @@ def test_a_failed_command_keeps_the_previous_folder(store: Store, tmp_path: Path
 
 @pytest.mark.process
 def test_the_command_receives_an_absolute_path(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that reads the path runs in another folder."""
+    """The server that reads the path runs in a different folder."""
     monkeypatch.chdir(tmp_path)
     once(store, Path("to"), command="echo $CASCKPT_FOLDER > told")
     assert (tmp_path / "told").read_text().strip() == f"{tmp_path}/to/{os.readlink('to/current')}"
 
 
-def test_a_foreign_folder_is_refused(store: Store, tmp_path: Path) -> None:
+def test_a_folder_with_other_contents_is_refused(store: Store, tmp_path: Path) -> None:
     (tmp_path / "to").mkdir()
     (tmp_path / "to" / "mine").touch()
     with pytest.raises(InvalidInput, match="mine"):
@@ -191,7 +191,7 @@ def trained_state(step: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("way", ["copied", "reused", "in full"])
 def test_a_follower_reads_only_differences(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A follower does not write to a former current file unless it reuses it."""
+    """A follower does not write to a formerly current file unless it reuses that file."""
     if way == "in full":
         monkeypatch.setattr(os, "copy_file_range", lambda *_: fail(errno.EOPNOTSUPP))
     store, folder, inodes = small_folder(tmp_path / "store"), tmp_path / "to", list[int]()
@@ -209,7 +209,7 @@ def test_a_follower_reads_only_differences(tmp_path: Path, way: str, monkeypatch
         assert (folder / CURRENT / "n").read_bytes() == b"%d" % step
         assert step == 0 or (sum(read) < 20 * CELL) == (way != "in full")
         inodes.append((folder / CURRENT / "model.safetensors").stat().st_ino)
-    assert (len(set(inodes)) == 2) == (way == "reused"), "two folders take turns"
+    assert (len(set(inodes)) == 2) == (way == "reused"), "two folders alternate"
     assert way != "reused" or inodes[0] == inodes[2] == inodes[6] != inodes[7]
 
 
@@ -218,7 +218,7 @@ def test_a_follower_reads_only_differences(tmp_path: Path, way: str, monkeypatch
 def test_revised_files_equal_written_files(
     tmp_path: Path, is_taken: bool, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The files have several shards and windows and every kind of content, with any change."""
+    """The files have several shards and windows and every kind of content, and any part may change."""
     monkeypatch.setattr("casckpt.loading.regions.WINDOW_BYTES", window)
     monkeypatch.setattr("casckpt.loading.regions._BLOCK", 700)
     store = small_folder(tmp_path / "store")
@@ -237,7 +237,7 @@ def test_revised_files_equal_written_files(
         assert written == revised
         assert len(written) > 4
         equal = [name for name, data in written.items() if data == before.get(name) and name.endswith(SUFFIX)]
-        assert not is_taken or all((made / name).stat().st_mtime == 1 for name in equal), "it was written to"
+        assert not is_taken or all((made / name).stat().st_mtime == 1 for name in equal), "the file was written to"
         assert step == 0 or 0 < len(equal) < len(written)
         before = written
         taken = base is not None and not list(base.folder.glob("*.safetensors"))
@@ -252,7 +252,7 @@ def fail(number: int) -> None:
     raise OSError(number, os.strerror(number))
 
 
-def test_a_changed_layout_or_damaged_file_is_written_again(tmp_path: Path) -> None:
+def test_a_changed_layout_or_damaged_file_is_rewritten(tmp_path: Path) -> None:
     store, folder = small_folder(tmp_path / "store"), tmp_path / "to"
     shapes = [(64, 64), (64, 64), (65, 64), (65, 64)]
     for step, shape in enumerate(shapes):
@@ -278,7 +278,7 @@ def test_the_previous_checkpoint_may_be_purged_or_missing(store: Store, tmp_path
     assert is_at(folder, 1)
 
 
-def test_a_mapped_folder_stays_readable(store: Store, tmp_path: Path) -> None:
+def test_a_mapped_folder_remains_readable(store: Store, tmp_path: Path) -> None:
     folder = tmp_path / "to"
     once(store, folder)
     with (folder / CURRENT / "model.safetensors").open("rb") as file:
@@ -300,7 +300,7 @@ class Slept(Exception):
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A follower's pauses, which take no time here."""
+    """A follower's pauses. In these tests, they take no time."""
     found: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -321,7 +321,7 @@ def test_a_follower_retries_a_failing_store(
     following: Any = Follower(failing, "run", folder).follow()
     assert next(following).checkpoint.step == 0
     assert pauses == [2**n for n in range(len(pauses))]
-    assert caplog.text.count("casckpt retries in") == len(pauses) > 2
+    assert caplog.text.count("casckpt will retry in") == len(pauses) > 2
     assert is_at(folder, 0)
     save(store, 1)
     faulty.inject(fail_before("open", times=2))
@@ -336,12 +336,14 @@ def test_a_follower_retries_a_failing_store(
     assert is_at(folder, 1)
 
 
-def test_a_follower_logs_its_waiting_once(store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_follower_logs_once_that_it_is_waiting(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The follower logs this once, however often it polls."""
     faulty, asked = FaultyStore(store.repository.storage), itertools.count()
 
     def come(_: Call) -> None:
-        if "casckpt waits for" in caplog.text and next(asked) == 3:
+        if "casckpt is waiting for" in caplog.text and next(asked) == 3:
             store.save(state(5), run="other", step=5)
 
     faulty.inject(call_first("list", come, key="runs/*", times=10**6))
@@ -350,7 +352,7 @@ def test_a_follower_logs_its_waiting_once(store: Store, tmp_path: Path, caplog: 
     following.close()
     assert (
         caplog.text.count("no checkpoint of run 'other'")
-        == caplog.text.count("casckpt waits for the first checkpoint")
+        == caplog.text.count("casckpt is waiting for the first checkpoint")
         == 1
     )
 
@@ -423,7 +425,7 @@ def dying(store: Path, folder: Path, *, reuse: bool) -> Iterator[Callable[[int],
 def test_a_follower_killed_anywhere_leaves_a_complete_folder(
     store: Store, tmp_path: Path, reuse: bool, full: bool
 ) -> None:
-    """This tests each system call of a switch between two versions, by default every fifth."""
+    """The test kills a switch between two versions at each system call, or by default at every fifth one."""
     folder, told = tmp_path / "to", tmp_path / "told"
     command, seen, at = f'echo $CASCKPT_STEP >> "{told}"', [0, 1], 1
     for step in seen:
@@ -448,9 +450,9 @@ def test_a_follower_killed_anywhere_leaves_a_complete_folder(
     assert max(heard) > (60 if full else 20), "all calls were counted"
 
 
-@pytest.mark.filterwarnings("ignore")  # Transformers, about devices
+@pytest.mark.filterwarnings("ignore")  # Transformers warns about devices
 def test_two_followers_survive_repeated_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
-    """A training saves, and gc keeps only the newest. Each folder always holds one version, and it loads."""
+    """A training saves, and gc keeps only the newest checkpoint. Each folder always holds one version that loads."""
     pytest.importorskip("transformers", reason="needs casckpt[transformers]")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     store, model, draw = small_folder(tmp_path / "store"), llama(), random.Random(22)
@@ -498,9 +500,9 @@ def test_two_followers_survive_repeated_kills(tmp_path: Path, monkeypatch: pytes
 class Engine(BaseHTTPRequestHandler):
     """An engine that loads from a folder on request.
 
-    SGLang answers 400 and "success": false if it cannot. vLLM in its development mode calls a method of its workers by
-    name, and answers 500 if that raises, also for an unknown keyword. It keeps its cache of earlier prompts until a
-    request clears it.
+    SGLang responds with 400 and "success": false if it cannot load. In its development mode, vLLM calls a worker
+    method by name, and responds with 500 if the method raises, even for an unknown keyword. vLLM keeps its cache of
+    earlier prompts until a request clears it.
     """
 
     held: ClassVar[list[dict[str, torch.Tensor]]] = []
@@ -525,7 +527,7 @@ class Engine(BaseHTTPRequestHandler):
                 self.answer(200, {"results": [None]})
 
     def reload_weights(self, weights_path: str, *, is_checkpoint_format: bool = True) -> None:
-        """As the workers of vLLM 0.16 to 0.33 define it."""
+        """The method as the workers of vLLM 0.16 to 0.33 define it."""
         assert is_checkpoint_format
         if not self.load(weights_path):
             raise FileNotFoundError(weights_path)
@@ -567,7 +569,7 @@ def test_documented_server_recipes_work(store: Store, tmp_path: Path, url: str) 
             serving.join()
 
 
-@pytest.mark.filterwarnings("ignore")  # Transformers, about devices
+@pytest.mark.filterwarnings("ignore")  # Transformers warns about devices
 @pytest.mark.parametrize("reuse", [False, True])
 def test_transformers_loads_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reuse: bool) -> None:
     pytest.importorskip("transformers", reason="needs casckpt[transformers]")

@@ -40,19 +40,19 @@ ROOT = Path(__file__).parents[2]
 SURROGATE = "a\ud800"
 
 
-# every importer, with changed bytes
+# every importer, with altered bytes
 
 
 @pytest.mark.filterwarnings("ignore")  # torch warns about protocols and deprecated types
 @pytest.mark.parametrize("kind", KINDS)
-def test_changed_inputs_load_or_raise_an_error_of_casckpt(tmp_path: Path, kind: str) -> None:
+def test_altered_inputs_load_or_raise_a_casckpt_error(tmp_path: Path, kind: str) -> None:
     assert sum(Bender(kind, tmp_path, 0).outcomes(40).values()) == 40
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", KINDS)
-def test_thousands_of_changed_imports_stay_within_four_gib(kind: str, seed: int) -> None:
+def test_thousands_of_altered_imports_use_at_most_four_gib(kind: str, seed: int) -> None:
     command = [sys.executable, "-m", "tests.support.fuzz", kind, "2000", str(seed)]
     found = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert sum(json.loads(found).values()) == 2000
@@ -63,7 +63,7 @@ def test_functions_named_in_a_pickle_are_not_called(store: casckpt.Store, tmp_pa
     path = KINDS[kind](tmp_path, Canary())
     sung.clear()
     if kind == "olmo-trainer":
-        import_any(store, look_at(path), step=1)  # without the state around it
+        import_any(store, look_at(path), step=1)  # without the surrounding state
     else:
         with pytest.raises(InvalidInput, match=r"sing.*--allow-pickle|--allow-pickle.*sing"):
             import_any(store, look_at(path), step=1)
@@ -72,7 +72,7 @@ def test_functions_named_in_a_pickle_are_not_called(store: casckpt.Store, tmp_pa
     assert kind == "olmo-trainer" or "run" in sung
 
 
-# files of torch.save
+# torch.save files
 
 
 def legacy(state: Any) -> bytes:
@@ -96,7 +96,7 @@ def endless() -> Any:
         lambda: legacy({"a": endless()}),
     ],
 )  # fmt: skip
-def test_errors_for_unusable_files_name_them(
+def test_errors_for_invalid_files_name_the_file(
     store: casckpt.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], bytes]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -107,7 +107,7 @@ def test_errors_for_unusable_files_name_them(
     assert not Path(store.url).exists()
 
 
-# folders of DCP
+# DCP folders
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_damaged_value_is_not_committed(store: casckpt.Store, folder: Path) -> None:
-    """If an import kept the damaged bytes, no read could decode them."""
+    """If an import kept the damaged bytes, reads could not decode them."""
     found = pickle.loads((folder / ".metadata").read_bytes())
     place = found.storage_data[MetadataIndex("b.c")]
     data = bytearray((folder / place.relative_path).read_bytes())
@@ -132,13 +132,13 @@ def test_a_damaged_value_is_not_committed(store: casckpt.Store, folder: Path) ->
     assert not Path(store.url).exists()
 
 
-def test_a_pipe_in_a_folder_is_an_error_at_once(store: casckpt.Store, folder: Path) -> None:
+def test_a_pipe_in_a_folder_raises_immediately(store: casckpt.Store, folder: Path) -> None:
     os.mkfifo(folder / "pipe")
     with pytest.raises(NotFound, match="pipe"):
         dcp_to_casckpt(folder, store, step=1)
 
 
-# folders of OLMo-core
+# OLMo-core folders
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_pipe_in_a_folder_is_an_error_at_once(store: casckpt.Store, folder: Pa
         '{"tensors": {"layer.0": {"shape": [2, 3], "flattened_offsets_per_file": {"rank_0.safetensors": 7}}}}',
     ],
 )  # fmt: skip
-def test_unusable_descriptions_are_an_error(store: casckpt.Store, tmp_path: Path, text: str) -> None:
+def test_invalid_descriptions_raise_an_error(store: casckpt.Store, tmp_path: Path, text: str) -> None:
     (tmp_path / "in").mkdir()
     folder = KINDS["olmo"](tmp_path / "in", None)
     (folder / "model/metadata.json").write_text(text)
@@ -157,7 +157,7 @@ def test_unusable_descriptions_are_an_error(store: casckpt.Store, tmp_path: Path
         import_olmo(folder, store, step=1)
 
 
-def test_the_error_for_a_damaged_train_state_names_it(store: casckpt.Store, tmp_path: Path) -> None:
+def test_the_error_for_a_damaged_train_state_names_the_file(store: casckpt.Store, tmp_path: Path) -> None:
     KINDS["olmo-trainer"](tmp_path, None)
     for data in (b"", b"PK\x03\x04", b"\x80\x02R."):
         (tmp_path / "train/rank0.pt").write_bytes(data)
@@ -165,10 +165,10 @@ def test_the_error_for_a_damaged_train_state_names_it(store: casckpt.Store, tmp_
             import_olmo_trainer(tmp_path, store, step=1)
 
 
-# keys that are not text
+# keys that are not valid strings
 
 
-def test_the_error_for_a_lone_surrogate_names_it(store: casckpt.Store, tmp_path: Path) -> None:
+def test_the_error_for_a_lone_surrogate_names_the_key(store: casckpt.Store, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"key 'a\\ud800'"):
         store.save({SURROGATE: torch.ones(2)}, step=1)
     for data in (b"short", bytes(10_000)):
@@ -182,7 +182,7 @@ def test_the_error_for_a_lone_surrogate_names_it(store: casckpt.Store, tmp_path:
 
 @pytest.mark.parametrize("state", [{SURROGATE: torch.ones(2)}, {SURROGATE: 1}, {"a\0": 1}])
 @pytest.mark.parametrize("planner", [None, PickleFreeSavePlanner()])
-def test_dcp_refuses_an_unusable_key(store: casckpt.Store, tmp_path: Path, state: dict[str, Any], planner: Any) -> None:
+def test_dcp_refuses_an_invalid_key(store: casckpt.Store, tmp_path: Path, state: dict[str, Any], planner: Any) -> None:
     error = failure(lambda: save(state, StorageWriter(store, step=1), planner=planner))
     assert isinstance(causes(error)[0], InvalidInput)
     save(state, FileSystemWriter(tmp_path / "in"))
@@ -190,12 +190,12 @@ def test_dcp_refuses_an_unusable_key(store: casckpt.Store, tmp_path: Path, state
         dcp_to_casckpt(tmp_path / "in", store, step=1)
 
 
-def test_dcp_reports_unusable_names_and_ids(store: casckpt.Store, folder: Path) -> None:
+def test_dcp_reports_invalid_names_and_ids(store: casckpt.Store, folder: Path) -> None:
     error = failure(lambda: save({"a": 1}, StorageWriter(store, step=1, attachments={SURROGATE: b""})))
     assert "attachment name" in str(causes(error)[0])
     assert not StorageWriter.validate_checkpoint_id(6)  # type: ignore[arg-type] # that is the point
     for call in (StorageWriter(store).reset, StorageReader(store).reset):
-        with pytest.raises(InvalidInput, match="checkpoint_id=6 is neither text"):
+        with pytest.raises(InvalidInput, match="checkpoint_id=6 is neither a string"):
             call(6)  # type: ignore[arg-type] # that is the point
     assert not StorageWriter.validate_checkpoint_id(6)  # type: ignore[arg-type] # that is the point
     (folder / os.fsdecode(b"\xff.json")).write_text("{}")

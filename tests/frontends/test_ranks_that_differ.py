@@ -1,4 +1,7 @@
-"""If ranks call with different arguments, all of them raise, or all succeed. No rank waits for another."""
+"""If ranks pass different arguments, either all of them raise an error or all succeed.
+
+No rank waits for a different one.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
 Call = Callable[[casckpt.Store, bool], Any]
-"""What a rank calls; the flag says whether it is the odd one."""
+"""The call that a rank makes. The flag says whether the rank is the odd one."""
 
 
 def pair() -> tuple[nn.Linear, optim.Optimizer]:
@@ -105,7 +108,8 @@ REFUSED: dict[str, tuple[str, Call]] = {
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with the runs r (model and optimizer), bare (weights at the top, train states) and m (Megatron style)."""
+    """A store with the runs r (model and optimizer), bare (top-level weights, train states) and m (Megatron's
+    layout)."""
     where = tmp_path_factory.mktemp("differ") / "store"
     store = casckpt.open(where)
     for step in (1, 2):
@@ -123,7 +127,10 @@ def told(call: Callable[[], Any]) -> tuple[str, str]:
 
 
 def one_is_odd(rank: int, size: int, path: Path, calls: dict[str, Call]) -> dict[str, list[tuple[str, str]]]:
-    """Try each call with each rank as the odd one, then a call that works if no rank waits and the group is usable."""
+    """Try each call with each rank as the odd one.
+
+    A final call works only if no rank waits and the group is intact.
+    """
     store = casckpt.open(path)
     found = {name: [told(partial(call, store, rank == odd)) for odd in range(size)] for name, call in calls.items()}
     casckpt.load_model_and_optim_state(store, "r@1", *pair())
@@ -134,7 +141,7 @@ def names_another(rank: int, size: int, path: Path) -> Any:
     return one_is_odd(rank, size, path, NAMES)
 
 
-def test_ranks_that_name_different_checkpoints_raise_a_conflict(path: Path, ranks: Pool) -> None:
+def test_different_references_on_two_ranks_raise_a_conflict(path: Path, ranks: Pool) -> None:
     for found in ranks.run(2, names_another, path, timeout=20):
         for name, outcomes in found.items():
             for odd, (kind, text) in enumerate(outcomes):
@@ -167,6 +174,6 @@ def together(rank: int, size: int, path: Path) -> list[Any]:
     return found
 
 
-def test_each_rank_may_ask_for_its_own_train_state(path: Path, ranks: Pool) -> None:
+def test_each_rank_can_request_its_own_train_state(path: Path, ranks: Pool) -> None:
     found = ranks.run(2, together, path, timeout=20)
     assert found == [[None, 0, {"epoch": 3}, 3], [{"epoch": 3}, 3, None, 0]]

@@ -1,4 +1,4 @@
-"""torchtitan: its containers of optimizers and schedulers train over ranks, and its manager saves into a store."""
+"""torchtitan: its optimizer and scheduler containers train across ranks, and its manager saves to a store."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.support.training import identical
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torchtitan, about the missing GPU
+pytestmark = pytest.mark.filterwarnings("ignore")  # torchtitan warns about the missing GPU
 
 
 class Block(nn.Module):
-    """A part of a model. Its layers have their names in the whole model."""
+    """A part of a model. Its layers have the same names as in the whole model."""
 
     def __init__(self, *names: str, width: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class Loop:
-    """The calls of torchtitan's trainer to a manager, and its state."""
+    """The calls that torchtitan's trainer makes to a manager, and the trainer's state."""
 
     def __init__(self, rank: int, size: int, path: Path, **settings: Any) -> None:
         from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
@@ -150,7 +150,7 @@ def test_an_interrupted_training_resumes_bit_for_bit(store_path: Path, ranks: Po
         assert {**first[rank], **more} == losses
         assert identical(found, weights)
     assert [one.step for one in store.checkpoints("titan")] == [6, 8]
-    assert set(store.read("titan@8")) == {"model"}  # the last save holds the model alone
+    assert set(store.read("titan@8")) == {"model"}  # the last save holds only the model
     assert identical(dict(store.read("titan@8")["model"]), expected[0][1])
     assert set(store.read("titan@6")) == {"model", "optim", "train"}
 
@@ -202,7 +202,7 @@ def refuses(rank: int, size: int, path: Path) -> None:
             Loop(rank, size, path, **settings)
     loop = Loop(rank, size, path, last_save_model_only=True, export_dtype="bfloat16")
     loop.train(1, last=1)
-    with pytest.raises(NotFound, match="holds no optimizer"):  # a final save of weights alone cannot resume
+    with pytest.raises(NotFound, match="has no optimizer"):  # a final save of weights alone cannot resume
         loop.load()
     begun = {"run": "next", "initial_load_ref": "titan@1", "initial_load_model_only": True}
     with pytest.raises(Mismatch, match="pass cast=True"):
@@ -230,14 +230,14 @@ def test_torchtitan_signs_and_mirrors(store_path: Path, ranks: Pool, tmp_path: P
     assert [one.step for one in casckpt.open(f"{store_path}.away", require_signature=keys.public).checkpoints()] == [2]
 
 
-def test_settings_without_meaning_for_a_store_are_refused(store_path: Path, ranks: Pool) -> None:
+def test_settings_that_do_not_apply_to_a_store_are_refused(store_path: Path, ranks: Pool) -> None:
     ranks.run(1, refuses, store_path)
     tensors = casckpt.open(store_path).get("titan@1").tensors.values()
-    assert {one.dtype for one in tensors} == {"bfloat16", "int64"}  # a buffer of integers is not converted
+    assert {one.dtype for one in tensors} == {"bfloat16", "int64"}  # an integer buffer is not converted
 
 
 class Refused:
-    """A train state that cannot be saved from a step on, on the last rank alone, as its last part."""
+    """The last part of the train state. From a given step on, it cannot be saved on the last rank."""
 
     def __init__(self, loop: Loop, step: int, name: str, rank: int, size: int) -> None:
         self.loop, self.step, self.place = loop, step, (name, rank, size, size - 1)
@@ -262,7 +262,7 @@ def hears(rank: int, size: int, path: Path) -> Any:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_an_unusable_state_is_reported_by_the_first_step(store_path: Path, ranks: Pool, size: int) -> None:
+def test_an_invalid_state_is_reported_by_the_first_step(store_path: Path, ranks: Pool, size: int) -> None:
     expected = [(0, "InvalidInput"), (1, "InvalidInput"), (1, "dict")]
     assert ranks.run(size, hears, store_path) == [expected] * size
 
@@ -279,5 +279,5 @@ def keeps(rank: int, size: int, path: Path) -> Any:
     return loop.step, {group["lr"] for optimizer in loop.optimizers for group in optimizer.param_groups}
 
 
-def test_a_new_learning_rate_stays(store_path: Path, ranks: Pool) -> None:
+def test_a_new_learning_rate_is_kept(store_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, keeps, store_path) == [(2, {0.125})] * 2

@@ -1,4 +1,4 @@
-"""Weights for another training: base models with tied weights, new heads, and several mismatches at once."""
+"""Weights for a different training: base models with tied weights, new heads, and several mismatches together."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def test_a_base_model_with_tied_weights_loads_without_a_head(load: Load, tmp_pat
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_a_model_with_other_top_level_names_is_reported(load: Load) -> None:
+def test_a_model_with_different_top_level_names_is_reported(load: Load) -> None:
     store = small()
     store.save({"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2), "1.scale": torch.ones(1)}, run="base", step=0)
     model: Any = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(Mismatch, match=r"'1\.scale', which this model does not have"):
+    with pytest.raises(Mismatch, match=r"'1\.scale', which this model lacks"):
         load(store, "base@0", model)
     load(store, "base@0", model, strict=False)
     assert model[0].weight.eq(1).all()
@@ -75,7 +75,7 @@ def test_a_model_with_other_top_level_names_is_reported(load: Load) -> None:
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_a_model_that_lies_elsewhere_loads_by_the_rename_that_the_error_gives(load: Load) -> None:
+def test_a_model_under_a_different_key_loads_with_the_suggested_rename(load: Load) -> None:
     store = small()
     store.save({"net": {"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)}}, run="base", step=0)
     model: Any = nn.Sequential(nn.Linear(2, 2))
@@ -98,7 +98,7 @@ def step(model: Any, optimizer: optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_a_new_head_and_its_optimizer_state_stay_unchanged(load: Load) -> None:
+def test_a_new_head_and_its_optimizer_state_remain_unchanged(load: Load) -> None:
     store, (base, base_optimizer) = small(), classifier(1, 3)
     step(base, base_optimizer)
     casckpt.save_model_and_optim_state(store, base, base_optimizer, run="base", step=1)
@@ -113,13 +113,13 @@ def test_a_new_head_and_its_optimizer_state_stay_unchanged(load: Load) -> None:
         assert set(optimizer.state) == set(model["body"].parameters())
     exp_avg = optimizer.state[model["body"].weight]["exp_avg"]
     assert torch.equal(exp_avg, base_optimizer.state[base["body"].weight]["exp_avg"])
-    step(model, optimizer)  # the state fits
+    step(model, optimizer)  # the optimizer state matches
     with pytest.raises(InvalidInput, match="ignore_mismatched"):
         load(store, "base@1", model, ignore_mismatched=7)
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_a_head_with_another_name_is_left(load: Load) -> None:
+def test_a_head_with_a_different_name_remains_unchanged(load: Load) -> None:
     store, (base, base_optimizer) = small(), classifier(1, 3)
     step(base, base_optimizer)
     casckpt.save_model_and_optim_state(store, base, base_optimizer, run="base", step=1)
@@ -127,14 +127,14 @@ def test_a_head_with_another_name_is_left(load: Load) -> None:
     model["score"] = model.pop("head")
     score = copy.deepcopy(model["score"].state_dict())
     with pytest.raises((MissingKey, Mismatch)):
-        load(store, "base@1", model, optimizer, ignore_mismatched=["score.*"])  # the state of the old head does not fit
+        load(store, "base@1", model, optimizer, ignore_mismatched=["score.*"])  # the old head's state does not match
     load(store, "base@1", model, optimizer, ignore_mismatched=["score.*", "head.*"])
     assert identical(dict(model["score"].state_dict()), dict(score))
     assert set(optimizer.state) == set(model["body"].parameters())
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_a_load_without_strict_reports_all_differences_at_once(load: Load) -> None:
+def test_a_load_without_strict_reports_all_differences_together(load: Load) -> None:
     store, (base, _) = small(), classifier(1, 3)
     base["old"] = nn.Linear(1, 1)
     casckpt.save_model_and_optim_state(store, base, run="base", step=1)
@@ -147,7 +147,7 @@ def test_a_load_without_strict_reports_all_differences_at_once(load: Load) -> No
 
 
 def load_on_ranks(rank: int, size: int, path: Path) -> list[str]:
-    """With FSDP2, load a tied model without its second name, and a new head."""
+    """With FSDP2, load a tied model without its second name, and a model with a new head."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -161,14 +161,14 @@ def load_on_ranks(rank: int, size: int, path: Path) -> list[str]:
     optimizer = optim.AdamW(model.parameters())
     loaded = casckpt.load_model_and_optim_state(store, "base@1", model, optimizer, ignore_mismatched=["head.*"])
     if not model.emb.weight.full_tensor().eq(1).all():
-        wrong.append("the embedding is not what was saved")
+        wrong.append("the embedding differs from the saved one")
     if loaded.mismatched_keys != ("model.head.weight", "model.head.bias"):
         wrong.append(str(loaded.mismatched_keys))
     names = {name for name, one in model.named_parameters() if one in optimizer.state}
     return wrong if names == {"emb.weight"} else [*wrong, str(names)]
 
 
-def test_all_ranks_load_alike(tmp_path: Path, ranks: Pool) -> None:
+def test_all_ranks_load_tied_weights_and_a_new_head(tmp_path: Path, ranks: Pool) -> None:
     model = nn.ModuleDict({"emb": nn.Embedding(6, 4), "head": nn.Linear(4, 3)})
     for one in model.parameters():
         one.data.fill_(1.0)

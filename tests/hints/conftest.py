@@ -1,4 +1,4 @@
-"""Fixtures of the tests of hints: their messages, the command line, and a small store."""
+"""Fixtures for the hint tests: messages, the command line, and a small store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each hint has a case, and each case a hint."""
+"""Each hint has a case, and each case has a hint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOT_HERE = {
     "install tzdata": "a test installs nothing",
     "pgrade": "a later version is not here yet",
 }
-"""Texts of hints that no test can follow, and why."""
+"""Hints that no test can follow, and why."""
 
 NO_HINTS = {
     Case("saving/save.py:_Attempt._request", "(dedup=…, check_replicas=…)"): "names what a rank gave",
@@ -28,22 +28,20 @@ NO_HINTS = {
     Case("frontends/serve/folders.py:", "bytes="): "is a regular expression",
     Case("cli/commands/demo.py:Tour.run", "compared with the weights"): "tells what the demo did",
     Case("cli/commands/demo.py:Tour.run", "gc --keep-last 1"): "tells what the demo does",
-    Case("frontends/trainer/resumed.py:", "all other options stay unchanged"): "tells what was asked for",
-    Case("frontends/megatron/mapping.py:ShardedTensorFactory.build", "takes three arguments"): "names what is too many",
-    Case("frontends/megatron/mapping.py:ShardedTensor._problem", "do not make up"): "names fields that do not fit",
+    Case("frontends/trainer/resumed.py:", "all other options are left unchanged"): "tells what was asked for",
     Case("tensors/values.py:Shard.__repr__", "Shard(… of …, …)"): "is no message",
 }
-"""Texts that look like advice, and are none, and why."""
+"""Messages that look like advice but are not, and why."""
 
 FOLLOWED_ELSEWHERE: dict[Case, str] = {
-    Case("ranks/ranks.py:_gloo", "Set GLOO_SOCKET_IFNAME to the network interface"): (
+    Case("ranks/ranks.py:_gloo", "set GLOO_SOCKET_IFNAME to a network interface"): (
         "tests/ranks/test_waiting.py::test_a_gloo_that_cannot_start_is_reported_on_all_ranks"
     ),
-    Case("ranks/messages.py:astray", "give the objects on every rank, or the state_dict of each"): (
-        "tests/frontends/training_state/test_objects.py::test_objects_on_a_single_rank_are_refused_at_once_on_all_ranks"
+    Case("ranks/messages.py:astray", "give the objects on every rank, or give the state_dict of each"): (
+        "tests/frontends/training_state/test_objects.py::test_objects_on_a_single_rank_are_refused_on_all_ranks_without_waiting"
     ),
-    Case("loading/entries.py:no_entry", "Give the key of the mapping, as rename="): (
-        "tests/loading/test_entries.py::test_a_rename_of_single_entries_is_refused"
+    Case("loading/entries.py:no_entry", "Map the whole mapping, with rename="): (
+        "tests/loading/test_entries.py::test_renaming_individual_entries_is_refused"
     ),
     Case("loading/template.py:Template._check_packed", "Params4bit.from_prequantized"): (
         "tests/frontends/training_state/test_model.py::test_a_copy_in_a_state_dict_is_filled_only_with_equal_values"
@@ -51,11 +49,11 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("frontends/training_state/contents.py:_with", "is the state_dict of an optimizer"): (
         "tests/frontends/trainer/test_resumed.py::test_the_state_dict_of_an_optimizer_is_refused_before_it_is_saved"
     ),
-    Case("frontends/training_state/model.py:_live_state", "remove_hook_from_submodules(model) brings back"): (
-        "tests/frontends/test_accelerate.py::test_an_offloaded_model_differs_from_one_without_values"
+    Case("frontends/training_state/model.py:_live_state", "remove_hook_from_submodules(model) restores"): (
+        "tests/frontends/test_accelerate.py::test_an_offloaded_model_is_refused_and_can_be_restored"
     ),
     Case("frontends/interchange/torch_files.py:", "call torch_save_to_casckpt of casckpt.frontends.convert there"): (
-        "tests/frontends/interchange/test_torch_files.py::test_the_error_for_a_class_of_the_saving_script_names_it"
+        "tests/frontends/interchange/test_torch_files.py::test_the_error_for_a_class_from_the_saving_script_names_the_class"
     ),
     Case("storage/remote/s3/errors.py:", "set AWS_REQUEST_CHECKSUM_CALCULATION"): (
         "tests/storage/remote/s3/test_errors.py::test_settings_in_the_error_help_with_servers_without_checksums"
@@ -63,25 +61,25 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("cli/commands/export.py:_listening", "for clients: export HF_ENDPOINT=…"): (
         "tests/frontends/serve/test_clients.py::test_from_pretrained_needs_only_an_endpoint"
     ),
-    Case("frontends/megatron/folders.py:check_common", "puts back what was saved"): (
+    Case("frontends/megatron/folders.py:check_common", "restores the saved file"): (
         "tests/frontends/megatron/test_folders.py::test_a_failed_save_into_a_folder_keeps_the_old_checkpoint"
     ),
     Case(
-        "frontends/training_state/optimizer.py:_state_of", "in a TrainState, or by its state_dict() with store.save"
+        "frontends/training_state/optimizer.py:_state_of", "in a TrainState, or save its state_dict() with store.save"
     ): (
-        "tests/frontends/training_state/test_optimizer.py::test_an_optimizer_with_more_in_its_state_is_saved_as_an_object"
+        "tests/frontends/training_state/test_optimizer.py::test_an_optimizer_with_additional_state_is_saved_as_an_object"
     ),
-    Case("frontends/training_state/optimizer.py:local_optimizer", "make it without overlap_with_ddp"): (
+    Case("frontends/training_state/optimizer.py:local_optimizer", "create it without overlap_with_ddp"): (
         "tests/frontends/training_state/test_optimizer.py::test_zero_redundancy_resumes_with_and_without_its_parts"
     ),
     Case("tensors/objects.py:encode_object", "pass allow_pickle=True to store it as torch.save does"): (
-        "tests/frontends/training_state/test_optimizer.py::test_tensors_made_of_others_are_stored_where_pickles_are_allowed"
+        "tests/frontends/training_state/test_optimizer.py::test_tensors_composed_of_tensors_are_stored_if_pickles_are_allowed"
     ),
     Case(
         "history/commits.py:gone", "lease=True, or Store.lease"
-    ): "tests/store/test_gone.py::test_the_advice_of_gone_helps",
+    ): "tests/store/test_gone.py::test_the_advice_in_a_gone_error_helps",
 }
-"""Hints that another test triggers and follows, and that test."""
+"""Hints that a test elsewhere triggers and follows, and that test."""
 
 
 @cache
@@ -143,15 +141,15 @@ def test_every_extra_that_a_hint_names_exists() -> None:
         "call mark_as_sharded() first",
         "pass it to dcp.load",
         "it belongs into exclude_keys",
-        "give another cache_dir",
+        "pass a different cache_dir",
     ],
 )
-def test_a_text_that_names_something_to_use_is_advice(text: str) -> None:
+def test_a_message_that_names_something_to_use_is_advice(text: str) -> None:
     assert is_advice(text)
 
 
 @pytest.mark.parametrize("text", ["jobs=… is not usable; give a positive number", "no name is given", "casckpt would"])
-def test_a_text_that_only_states_an_error_is_no_advice(text: str) -> None:
+def test_a_message_that_only_states_an_error_is_not_advice(text: str) -> None:
     assert not is_advice(text)
 
 
@@ -174,7 +172,7 @@ class A:
     ]
 
 
-def test_an_advice_contains_only_parts_of_its_message() -> None:
+def test_advice_contains_only_parts_of_its_message() -> None:
     advice = Advice("pass rename={'a': 'b'} or unread=\"ignore\" (or x=1): see `casckpt tag STORE NAME`")
     assert advice.argument("rename") == {"rename": {"a": "b"}}
     assert advice.argument("unread") == {"unread": "ignore"}

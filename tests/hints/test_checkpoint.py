@@ -58,7 +58,7 @@ def equal(one: Weights, other: Weights) -> bool:
 
 
 @follows("contents/checkpoint.py:warn_if_forgotten", "Store.restore keeps it")
-def test_a_checkpoint_read_after_forget_is_restored(saved: casckpt.Store, messages: Messages) -> None:
+def test_a_checkpoint_read_after_it_was_forgotten_is_restored(saved: casckpt.Store, messages: Messages) -> None:
     id = saved.get("a@1").id
     saved.forget("a@1")
     with warnings.catch_warnings(record=True) as heard:
@@ -86,7 +86,7 @@ def test_a_damaged_blob_is_repaired(
     assert equal(loaded, weights)
 
 
-@follows("loading/frames.py:decode_again", "`casckpt verify --decode` tells")
+@follows("loading/frames.py:decode_again", "run `casckpt verify --decode` to find out")
 def test_a_damaged_frame_is_named_by_verify(
     store: casckpt.Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
@@ -103,8 +103,8 @@ def test_a_damaged_frame_is_named_by_verify(
 
 
 @follows("loading/fit.py:check_fit", "rename=")
-@follows("loading/fit.py:rename_hint", "of them have other names there")
-def test_weights_under_other_names_load_with_the_suggested_rename(
+@follows("loading/fit.py:rename_hint", "of them have different names there")
+def test_weights_with_different_names_load_with_the_suggested_rename(
     saved: casckpt.Store, weights: Weights, messages: Messages
 ) -> None:
     state = {"net": zeros(weights)}
@@ -114,8 +114,10 @@ def test_weights_under_other_names_load_with_the_suggested_rename(
     assert equal(state["net"], weights)
 
 
-@follows("loading/fit.py:check_fit", 'unread="ignore" leaves them as they are')
-def test_unfilled_weights_are_left_on_request(saved: casckpt.Store, weights: Weights, messages: Messages) -> None:
+@follows("loading/fit.py:check_fit", 'unread="ignore" leaves them unchanged')
+def test_unfilled_weights_are_left_unchanged_on_request(
+    saved: casckpt.Store, weights: Weights, messages: Messages
+) -> None:
     state = {"other": torch.ones(3)}
     with messages.error(MissingKey) as advice:
         saved.load(state, "a@1", strict=False)
@@ -156,7 +158,7 @@ class Adapted(nn.Module):
 
 
 @follows("loading/fit.py:check_no_adapters", "peft.get_peft_model")
-def test_a_model_with_adapters_takes_a_checkpoint_with_adapters(store: casckpt.Store, messages: Messages) -> None:
+def test_a_model_with_adapters_loads_a_checkpoint_with_adapters(store: casckpt.Store, messages: Messages) -> None:
     adapted = Adapted(nn.Linear(2, 2))
     casckpt.save_model_and_optim_state(store, adapted, run="a", step=1)
     with messages.error(Mismatch) as advice:
@@ -198,7 +200,7 @@ def test_unread_keys_are_not_logged_on_request(store: casckpt.Store, messages: M
 
 
 @follows("loading/arguments.py:check_used", "`casckpt show --tensors` lists its keys")
-def test_a_pattern_that_matches_no_key_is_made_from_what_show_lists(
+def test_a_pattern_without_a_match_is_corrected_from_the_list_of_show(
     saved: casckpt.Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     with messages.error(MissingKey) as advice:
@@ -208,8 +210,10 @@ def test_a_pattern_that_matches_no_key_is_made_from_what_show_lists(
     assert saved.read("a@1", keys=["w"]).keys() == {"w"}
 
 
-@follows("loading/load_plan.py:LoadPlan._add_tensor", "ignore_mismatched= leaves it as it is")
-def test_a_tensor_of_another_shape_is_left(saved: casckpt.Store, weights: Weights, messages: Messages) -> None:
+@follows("loading/load_plan.py:LoadPlan._add_tensor", "ignore_mismatched= leaves it unchanged")
+def test_a_tensor_with_a_different_shape_is_left_unchanged(
+    saved: casckpt.Store, weights: Weights, messages: Messages
+) -> None:
     state = zeros(weights) | {"w": torch.ones(7)}
     with messages.error(Mismatch) as advice:
         saved.load(state, "a@1")
@@ -219,7 +223,9 @@ def test_a_tensor_of_another_shape_is_left(saved: casckpt.Store, weights: Weight
 
 
 @follows("tensors/dtypes.py:check_cast", "pass cast=True to …")
-def test_a_tensor_of_another_dtype_is_converted(saved: casckpt.Store, weights: Weights, messages: Messages) -> None:
+def test_a_tensor_with_a_different_dtype_is_converted(
+    saved: casckpt.Store, weights: Weights, messages: Messages
+) -> None:
     state = zeros(weights) | {"w": torch.zeros(6, dtype=torch.double)}
     with messages.error(Mismatch) as advice:
         saved.load(state, "a@1")
@@ -227,20 +233,20 @@ def test_a_tensor_of_another_dtype_is_converted(saved: casckpt.Store, weights: W
     assert equal(state, weights | {"w": weights["w"].double()})
 
 
-@follows("loading/template.py:Template._misfits", "ignore_mismatched= takes patterns of keys")
-def test_tensors_of_other_shapes_are_left(saved: casckpt.Store, messages: Messages) -> None:
+@follows("loading/template.py:Template._misfits", "ignore_mismatched= accepts patterns of keys")
+def test_tensors_with_different_shapes_are_left_unchanged(saved: casckpt.Store, messages: Messages) -> None:
     state = {"w": torch.ones(7), "b": torch.ones(1)}
     with messages.error(Mismatch) as advice:
         saved.load(state, "a@1")
     patterns: Any = {advice.says("ignore_mismatched"): ["*"]}
-    with pytest.raises(MissingKey, match="has 'w', 'b' with another shape or dtype") as caught:
+    with pytest.raises(MissingKey, match="has 'w', 'b' with a different shape or dtype") as caught:
         saved.load(state, "a@1", **patterns)
     saved.load(state, "a@1", **patterns, **Advice(str(caught.value)).argument("unread"))
     assert equal(state, {"w": torch.ones(7), "b": torch.ones(1)})
 
 
-@follows("loading/template.py:Template._lacks", "Pass strict=False to leave them as they are, or rename=")
-def test_keys_that_a_checkpoint_lacks_are_left_or_mapped(
+@follows("loading/template.py:Template._lacks", "Pass strict=False to leave them unchanged, or rename=")
+def test_keys_missing_from_a_checkpoint_are_left_unchanged_or_mapped(
     saved: casckpt.Store, weights: Weights, messages: Messages
 ) -> None:
     state = zeros(weights) | {"more": torch.ones(1)}
@@ -257,7 +263,9 @@ def test_keys_that_a_checkpoint_lacks_are_left_or_mapped(
 
 
 @follows("loading/template.py:Template.check_empty", "Put None in its place")
-def test_an_empty_mapping_is_filled_or_left(store: casckpt.Store, weights: Weights, messages: Messages) -> None:
+def test_an_empty_mapping_is_filled_or_left_unchanged(
+    store: casckpt.Store, weights: Weights, messages: Messages
+) -> None:
     store.save({"w": weights, "n": 1}, run="a", step=1)
     with messages.error(Mismatch) as advice:
         store.load({"w": {}, "n": 0}, "a@1")
@@ -270,8 +278,8 @@ def test_an_empty_mapping_is_filled_or_left(store: casckpt.Store, weights: Weigh
     assert state == {"w": {}, "n": 1}
 
 
-@follows("loading/update.py:update", "load all of them, or update with check=True, to repair them")
-def test_a_state_left_undefined_by_an_update_is_loaded(
+@follows("loading/update.py:update", "to repair them, load all of them, or update with check=True")
+def test_a_state_left_undefined_by_an_update_is_reloaded(
     store: casckpt.Store, store_path: Path, messages: Messages
 ) -> None:
     store.save({"w": torch.arange(40000.0)}, run="a", step=1)
@@ -319,7 +327,7 @@ def fresh_and_sharded(rank: int, size: int, path: str) -> tuple[str, bool, bool]
 
 
 @follows("loading/template.py:Template._look_below", "use casckpt.load_model_and_optim_state or Checkpointer")
-def test_a_sharded_fresh_optimizer_is_filled_by_name(ranks: Pool, store_path: Path, messages: Messages) -> None:
+def test_a_new_sharded_optimizer_is_filled_by_name(ranks: Pool, store_path: Path, messages: Messages) -> None:
     for message, first, second in ranks.run(2, fresh_and_sharded, str(store_path)):
         advice = messages.text(message)
         advice.says("casckpt.load_model_and_optim_state")
@@ -341,7 +349,7 @@ def outside(rank: int, size: int, path: str) -> str | None:
 
 
 @follows("ranks/ranks.py:open_ranks", "call only on its ranks, or pass no_dist=True")
-def test_a_rank_outside_of_a_group_saves_alone(ranks: Pool, store_path: Path, messages: Messages) -> None:
+def test_a_rank_outside_a_group_saves_alone(ranks: Pool, store_path: Path, messages: Messages) -> None:
     message, _ = ranks.run(2, outside, str(store_path))
     messages.text(message).says("call only on its ranks")
     assert casckpt.open(store_path).runs() == ["alone", "group"]
@@ -375,8 +383,8 @@ def grouped(rank: int, size: int, path: str) -> int:
     return rank
 
 
-@follows("ranks/ranks.py:_warn_of_others", "init_process_group first, or pass no_dist=True if that is meant")
-def test_a_process_of_a_launcher_joins_its_group_or_works_alone(
+@follows("ranks/ranks.py:_warn_of_others", "init_process_group first, or pass no_dist=True if this is intended")
+def test_a_launched_process_joins_its_group_or_works_alone(
     saved: casckpt.Store, messages: Messages, ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_ranks._warn_of_others.cache_clear()
@@ -404,7 +412,7 @@ def other_shapes(rank: int, size: int, path: str) -> str:
 
 
 @follows("saving/layout.py:plan_writes", "or wrap it in casckpt.PerRank")
-def test_values_of_different_shapes_on_ranks_are_saved_per_rank(
+def test_values_with_different_shapes_across_ranks_are_saved_per_rank(
     ranks: Pool, store_path: Path, messages: Messages
 ) -> None:
     for message in ranks.run(2, other_shapes, str(store_path)):
@@ -414,11 +422,11 @@ def test_values_of_different_shapes_on_ranks_are_saved_per_rank(
 def far_apart(rank: int, size: int, path: str) -> str:
     store, weight = casckpt.open(path), nn.Parameter(torch.full((64,), rank + 1.0))
     advice = Advice(str(outcome_of(lambda: store.save({"x": weight}, run="a", step=1))))
-    advice.says("Give what each rank has for itself a name of its own")
+    advice.says("Use a different name on each rank")
     store.save({f"x.{rank}": weight}, run="names", step=1)
-    advice.says("wrap it in casckpt.PerRank")
+    advice.says("wrap such a value in casckpt.PerRank")
     store.save({"x": casckpt.PerRank(weight.detach())}, run="parts", step=1)
-    advice.says("name the one rank that maintains it with owners=")
+    advice.says("name the rank that maintains it with owners=")
     store.save({"x": weight}, run="owners", step=1, owners=lambda _: 1)
     store.save({"x": weight}, run="off", step=1, **advice.argument("check_replicas"))
     mine = {"x": casckpt.PerRank(torch.zeros(64))}
@@ -427,8 +435,8 @@ def far_apart(rank: int, size: int, path: str) -> str:
     return advice.message
 
 
-@follows("saving/replicas.py:", "With check_replicas='off' the value of one")
-def test_a_parameter_that_differs_between_ranks_is_saved_in_four_ways(
+@follows("saving/replicas.py:", "With check_replicas='off', casckpt saves")
+def test_a_parameter_that_differs_across_ranks_can_be_saved_in_four_ways(
     ranks: Pool, store_path: Path, messages: Messages
 ) -> None:
     for message in ranks.run(2, far_apart, str(store_path)):
@@ -445,7 +453,7 @@ def near(rank: int, size: int, path: str) -> tuple[str, str]:
     advice = Advice(str(outcome_of(lambda: store.save({"x": weight}, run="a", step=1, check_replicas="raise"))))
     with heard() as texts:
         store.save({"x": weight}, run="a", step=1, **advice.argument("check_replicas"))
-    advice.says("Synchronise it before the save")
+    advice.says("Synchronize it before the save")
     dist.broadcast(weight, 0)
     store.save({"x": weight}, run="a", step=2, check_replicas="raise")
     again = torch.ones(64) + rank * 1e-5
@@ -457,14 +465,14 @@ def near(rank: int, size: int, path: str) -> tuple[str, str]:
 
 
 @follows("saving/replicas.py:find_odd", "or pass check_replicas='sample'")
-@follows("saving/leader.py:", "Synchronise them before the save")
-def test_small_differences_between_ranks_are_synchronised_or_allowed(
+@follows("saving/leader.py:", "Synchronize the values before the save")
+def test_small_differences_across_ranks_are_synchronized_or_allowed(
     ranks: Pool, store_path: Path, messages: Messages
 ) -> None:
     (message, logged), _ = ranks.run(2, near, str(store_path))
     messages.text(message).says("check_replicas='sample'")
     advice = messages.text(logged)
-    advice.says("Synchronise them before the save")
+    advice.says("Synchronize the values before the save")
     advice.says("casckpt.PerRank")
     assert len(casckpt.open(store_path).checkpoints()) == 3
 
@@ -474,8 +482,8 @@ def alone_of_two(rank: int, size: int, path: str, given: dict[str, Any]) -> None
         casckpt.open(path).save({"x": 1}, run="a", step=1, **given)
 
 
-@follows("ranks/waiting.py:late", "Store.save and Store.load have no_dist=True, for one rank alone")
-def test_a_rank_that_need_not_wait_uses_no_dist(ranks: Pool, store_path: Path, messages: Messages) -> None:
+@follows("ranks/waiting.py:late", "use Store.save or Store.load with no_dist=True")
+def test_a_rank_that_does_not_need_to_wait_uses_no_dist(ranks: Pool, store_path: Path, messages: Messages) -> None:
     advice = messages.text(waiting.late([1], 30.0))
     ranks.run(2, alone_of_two, str(store_path), advice.argument("no_dist"))
     assert casckpt.open(store_path).read("a@1") == {"x": 1}
@@ -515,11 +523,11 @@ class Settings(UserDict[str, Any]):
     """A mapping type that is not a dict."""
 
 
-@follows("saving/prepare.py:_log_class", "Store.read gives a dict, and a load into such an object fills it")
-def test_a_mapping_of_another_class_is_filled_by_a_load(store: casckpt.Store, messages: Messages) -> None:
+@follows("saving/prepare.py:_log_class", "Store.read returns a dict, and a load into such an object fills it")
+def test_a_mapping_of_a_different_class_is_filled_by_a_load(store: casckpt.Store, messages: Messages) -> None:
     with messages.log() as advice:
         store.save({"more": Settings(lr=0.5)}, run="a", step=1)
-    advice.says("Store.read gives a dict")
+    advice.says("Store.read returns a dict")
     assert store.read("a@1") == {"more": {"lr": 0.5}}
     advice.says("a load into such an object fills it")
     state = {"more": Settings(lr=0.0)}
@@ -527,19 +535,19 @@ def test_a_mapping_of_another_class_is_filled_by_a_load(store: casckpt.Store, me
     assert state["more"] == Settings(lr=0.5)
 
 
-@follows("history/transactions.py:begin_save", "save another step, or overwrite it (overwrite=True")
-def test_a_step_that_exists_is_overwritten(saved: casckpt.Store, messages: Messages) -> None:
+@follows("history/transactions.py:begin_save", "save a different step, or overwrite it (overwrite=True")
+def test_an_existing_step_is_overwritten(saved: casckpt.Store, messages: Messages) -> None:
     with messages.error() as advice:
         saved.save({"x": 2}, run="a", step=1)
     saved.save({"x": 2}, run="a", step=1, **advice.argument("overwrite"))
     assert saved.read("a@1") == {"x": 2}
-    advice.says("save another step")
+    advice.says("save a different step")
     saved.save({"x": 3}, run="a", step=2)
     assert saved.read("a@2") == {"x": 3}
 
 
 @follows("history/transactions.py:begin_save", "--overwrite")
-def test_a_step_that_exists_is_overwritten_by_an_import(
+def test_an_existing_step_is_overwritten_by_an_import(
     saved: casckpt.Store, store_path: Path, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     torch.save({"x": torch.ones(2)}, tmp_path / "x.pt")

@@ -27,7 +27,7 @@ Store = casckpt.Store
 
 
 @follows("cli/commands/copy.py:command", "--storage-option is for STORE, which is a local folder; use --dst-option for")
-def test_options_of_the_target_of_a_copy_have_their_own_flag(
+def test_storage_options_of_a_copy_target_have_their_own_flag(
     saved: Store, store_path: Path, moto_server: Server, messages: Messages, run: Run
 ) -> None:
     command = ("copy", store_path, f"s3://{moto_server.new_bucket()}/store")
@@ -43,8 +43,8 @@ def beside(option: str, values: Iterable[str]) -> list[str]:
 
 
 @follows("cli/commands/copy.py:_part", "RANK and WORLD_SIZE in the environment must be numbers")
-@follows("cli/commands/copy.py:_part", "in the environment do not match: unset them")
-def test_processes_of_a_launcher_share_a_copy(
+@follows("cli/commands/copy.py:_part", "in the environment do not fit together: unset them")
+def test_launched_processes_share_a_copy(
     saved: Store, tmp_path: Path, messages: Messages, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store_path = saved.url
@@ -63,7 +63,7 @@ def test_processes_of_a_launcher_share_a_copy(
 
 
 class Once:
-    """A server that ends before its first answer."""
+    """A server that ends before its first response."""
 
     def __init__(self, _: object) -> None: ...
 
@@ -79,9 +79,9 @@ def not_served(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("not_served")
-@follows("cli/commands/export.py:serve", "can reach the store at …: give --token-file or --no-token")
+@follows("cli/commands/export.py:serve", "can reach the store at …: pass --token-file or --no-token")
 @pytest.mark.parametrize("option", ["--token-file", "--no-token"])
-def test_a_server_on_a_public_address_gets_a_token_or_none(
+def test_a_server_on_a_public_address_runs_with_or_without_a_token(
     saved: Store, tmp_path: Path, messages: Messages, run: Run, option: str
 ) -> None:
     (tmp_path / "tokens").write_text("secret\n")
@@ -92,14 +92,16 @@ def test_a_server_on_a_public_address_gets_a_token_or_none(
 
 
 @pytest.mark.usefixtures("not_served")
-@follows("cli/commands/export.py:serve", "cannot listen at …:…: …; give another --port")
-def test_a_used_port_is_replaced_by_another(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
+@follows("cli/commands/export.py:serve", "cannot listen on …:…: …; pass a different --port")
+def test_a_port_in_use_is_replaced_by_a_different_one(
+    saved: Store, store_path: Path, messages: Messages, run: Run
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         advice = messages.text(run("serve", store_path, "--port", taken.getsockname()[1], status=1).output)
         assert "serving" in run("serve", store_path, advice.says("--port"), "0").output
 
 
-@follows("cli/commands/gc.py:command", "give --thin PATTERN too")
+@follows("cli/commands/gc.py:command", "also pass --thin PATTERN")
 def test_thinning_by_a_rule_needs_a_pattern_to_drop(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
@@ -110,7 +112,7 @@ def test_thinning_by_a_rule_needs_a_pattern_to_drop(
 
 
 @follows("cli/commands/list.py:checkpoint_rows", "the record of %s cannot be read; run `casckpt verify` for details")
-@follows("cli/commands/tag.py:_rows", "tag %s names a checkpoint whose record cannot be read; run `casckpt verify`")
+@follows("cli/commands/tag.py:_rows", "tag %s names a checkpoint with an unreadable record; run `casckpt verify`")
 def test_verify_explains_an_unreadable_record(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
     saved.tag("best", "a@1")
     (record,) = (store_path / "commits").iterdir()
@@ -121,7 +123,7 @@ def test_verify_explains_an_unreadable_record(saved: Store, store_path: Path, me
         assert record.name in run(*advice.command("verify"), store_path, status=4).output
 
 
-@follows("cli/commands/settings.py:command", "--set and --unset both name …: give one of them")
+@follows("cli/commands/settings.py:command", "--set and --unset both name …: pass only one of them")
 @pytest.mark.parametrize("option", ["--set", "--unset"])
 def test_a_setting_is_set_or_unset(saved: Store, store_path: Path, messages: Messages, run: Run, option: str) -> None:
     command = ("settings", store_path)
@@ -132,7 +134,7 @@ def test_a_setting_is_set_or_unset(saved: Store, store_path: Path, messages: Mes
 
 
 @follows("cli/commands/show.py:_chosen", "omit --keys to list all tensors")
-def test_all_keys_are_listed_without_an_unmatched_pattern(
+def test_omitting_an_unmatched_pattern_lists_all_keys(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     advice = messages.text(run("show", store_path, "a@1", "--tensors", "--keys", "x.*", status=3).output)
@@ -140,9 +142,9 @@ def test_all_keys_are_listed_without_an_unmatched_pattern(
     assert {"w", "b"} <= set(run("show", store_path, "a@1", "--tensors").output.split())
 
 
-@follows("cli/commands/tag.py:command", "--expires needs a tag to set: give NAME and REF")
-@follows("cli/commands/tag.py:command", "--delete takes one name: give no other arguments")
-def test_a_tag_is_set_for_a_time_and_deleted(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
+@follows("cli/commands/tag.py:command", "--expires needs a tag to set: pass NAME and REF")
+@follows("cli/commands/tag.py:command", "--delete takes a single name: omit all other arguments")
+def test_a_tag_is_set_temporarily_and_deleted(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
     advice = messages.text(run("tag", store_path, "--expires", "1d", status=2).output)
     names = advice.says("NAME and REF").replace("NAME", "best").replace("REF", "a@1").split(" and ")
     run("tag", store_path, *names, "--expires", "1d")
@@ -152,8 +154,8 @@ def test_a_tag_is_set_for_a_time_and_deleted(saved: Store, store_path: Path, mes
     assert list(saved.tags()) == []
 
 
-@follows("cli/commands/tag.py:_rows", "`casckpt tag STORE … REF` sets it")
-def test_a_missing_tag_is_set_with_the_suggested_command(
+@follows("cli/commands/tag.py:_rows", "set it with `casckpt tag STORE … REF`")
+def test_a_missing_tag_is_created_with_the_suggested_command(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     advice = messages.text(run("tag", store_path, "best", status=3).output)
@@ -163,9 +165,7 @@ def test_a_missing_tag_is_set_with_the_suggested_command(
 
 @follows("cli/commands/list.py:transactions", "--revoke is for a save in progress, and --give-up for a damaged one")
 @follows("cli/commands/list.py:_txid", "`casckpt transactions STORE` lists them")
-def test_a_save_in_progress_is_revoked_by_its_name(
-    saved: Store, store_path: Path, messages: Messages, run: Run
-) -> None:
+def test_a_save_in_progress_is_revoked_by_name(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
     from casckpt.history.transactions import begin
 
     save = begin(saved.repository, "a", 3)
@@ -181,8 +181,8 @@ def test_a_save_in_progress_is_revoked_by_its_name(
 # messages that accompany results
 
 
-@follows("cli/commands/export.py:", "use --format hf for a folder that from_pretrained loads")
-def test_an_export_without_its_config_is_made_for_a_model(
+@follows("cli/commands/export.py:", "use --format hf for a folder that from_pretrained can load")
+def test_an_export_without_a_config_succeeds_with_the_suggested_option(
     store: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     state = {"model": {"w": torch.ones(2)}, "optim": {"m": torch.ones(2)}}
@@ -192,8 +192,8 @@ def test_an_export_without_its_config_is_made_for_a_model(
     assert (tmp_path / "out" / "config.json").exists()
 
 
-@follows("cli/commands/gc.py:_say_space", "after the forgotten checkpoints are purged; --min-age 0 does it now")
-def test_forgotten_checkpoints_are_deleted_at_once_with_the_option(
+@follows("cli/commands/gc.py:_say_space", "once the forgotten checkpoints are purged; --min-age 0 does it immediately")
+def test_the_option_deletes_forgotten_checkpoints_immediately(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     saved.save({"w": torch.zeros(7)}, run="a", step=2)
@@ -203,7 +203,7 @@ def test_forgotten_checkpoints_are_deleted_at_once_with_the_option(
 
 
 @follows("cli/commands/list.py:_say_forgotten", "(--all lists them)")
-@follows("cli/commands/list.py:_say_forgotten", "`casckpt stats` says what a gc frees")
+@follows("cli/commands/list.py:_say_forgotten", "`casckpt stats` shows what a gc frees")
 def test_forgotten_checkpoints_are_listed_and_counted(
     moto_server: Server, saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
@@ -221,7 +221,7 @@ def test_forgotten_checkpoints_are_listed_and_counted(
 
 
 @follows(
-    "cli/commands/verify.py:repaired_text", "or hide those checkpoints with `casckpt forget`: a gc deletes them a day"
+    "cli/commands/verify.py:repaired_text", "or hide these checkpoints with `casckpt forget`: a gc deletes them a day"
 )
 @pytest.mark.parametrize("way", ["--from", "forget"])
 def test_unrepairable_damage_is_repaired_from_a_copy_or_forgotten(
@@ -241,7 +241,7 @@ def test_unrepairable_damage_is_repaired_from_a_copy_or_forgotten(
 
 
 @follows("cli/commands/report.py:say_unreadable", "could not be read; run `casckpt verify` for details")
-def test_verify_explains_a_checkpoint_that_cannot_be_counted(
+def test_verify_explains_a_checkpoint_that_cannot_be_measured(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     id = saved.get("a@1").id
@@ -265,7 +265,7 @@ def test_known_damage_is_repaired(saved: Store, tmp_path: Path, messages: Messag
     run("verify", path)
 
 
-@follows("cli/commands/show.py:_text", "--tensors lists all of them, --keys PATTERN some of them")
+@follows("cli/commands/show.py:_text", "list all of them with --tensors, or some of them with --keys PATTERN")
 def test_tensors_are_shown_with_the_suggested_options(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
@@ -277,9 +277,9 @@ def test_tensors_are_shown_with_the_suggested_options(
     assert "t99" not in some.split()
 
 
-@follows("cli/commands/show.py:_signers", "not checked here: use verify --require-signature")
+@follows("cli/commands/show.py:_signers", "not checked here: use `casckpt verify --require-signature`")
 @follows("cli/commands/verify.py:_to_do", "not signed: if you trust them, run `casckpt sign`")
-def test_signatures_are_checked_and_made(
+def test_signatures_are_verified_and_created(
     saved: Store, store_path: Path, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     alice, bob = pair(tmp_path / "keys"), pair(tmp_path / "keys", "bob")
@@ -292,8 +292,8 @@ def test_signatures_are_checked_and_made(
     run(*command[:2], bob.public, store_path)
 
 
-@follows("cli/commands/gc.py:thinned_text", "--min-age 0 does it now, and purges all forgotten checkpoints")
-def test_thinned_bytes_are_freed_at_once_with_the_option(
+@follows("cli/commands/gc.py:thinned_text", "--min-age 0 does it immediately, but purges all forgotten checkpoints")
+def test_the_option_frees_thinned_bytes_immediately(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     advice = messages.text(run("thin", store_path, "a@1", "--drop", "b").output)
@@ -301,7 +301,7 @@ def test_thinned_bytes_are_freed_at_once_with_the_option(
     assert run("thin", store_path, "a@1", "--drop", "b").output.startswith("0 tensors")
 
 
-@follows("cli/commands/verify.py:about_records", "restore the files from a backup of the files")
+@follows("cli/commands/verify.py:about_records", "restore the files from a backup of the store's files")
 @follows("cli/commands/verify.py:about_records", "end the saves with `casckpt transactions STORE --give-up TXID`")
 @pytest.mark.parametrize("way", ["put back", "give up"])
 def test_damaged_records_are_replaced_or_forgotten(
@@ -326,7 +326,7 @@ def test_damaged_records_are_replaced_or_forgotten(
     run("verify", store_path)
 
 
-@follows("cli/failures.py:Reported._hint", "Run it again with --debug to see where it happened.")
+@follows("cli/failures.py:Reported._hint", "Rerun the command with --debug to see where the error occurred.")
 def test_debug_shows_where_a_bug_happened(
     saved: Store, store_path: Path, messages: Messages, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,7 +346,7 @@ def test_the_help_explains_a_command(saved: Store, store_path: Path, messages: M
 
 
 @follows("cli/text.py:shortened", "(--json lists all)")
-def test_a_long_list_is_complete_as_json(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
+def test_json_output_shows_a_long_list_in_full(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
     steps = range(2, 24)
     for step in steps:
         saved.save({"x": step}, run="a", step=step)

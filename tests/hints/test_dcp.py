@@ -42,7 +42,7 @@ def cause(call: Any) -> BaseException:
 
 @follows("frontends/dcp/described.py:read_metadata", "pass allow_pickle=True (--allow-pickle) if you trust its source")
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
-def test_metadata_with_a_pickle_are_imported_with_allow_pickle(
+def test_metadata_with_a_pickle_is_imported_with_allow_pickle(
     store: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     save({"a": torch.ones(2)}, FileSystemWriter(tmp_path / "in"), planner=PickledExtra(flatten_state_dict=False))
@@ -55,7 +55,7 @@ def test_metadata_with_a_pickle_are_imported_with_allow_pickle(
     assert torch.equal(store.read("default@1")["a"], torch.ones(2))
 
 
-@follows("frontends/dcp/folder.py:Folder.read_values", "(--allow-pickle) to keep them as they are")
+@follows("frontends/dcp/folder.py:Folder.read_values", "(--allow-pickle) to keep them unchanged")
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
 def test_pickled_values_are_imported_with_allow_pickle(
     store: Store, tmp_path: Path, messages: Messages, run: Run, way: str
@@ -71,7 +71,7 @@ def test_pickled_values_are_imported_with_allow_pickle(
 
 
 def planned_elsewhere(rank: int, size: int, path: str) -> str:
-    """A tensor that describes itself and gives DCP no write items."""
+    """A tensor that describes itself but does not give DCP any write items."""
     half = DTensor.from_local(torch.full((1, 3), float(rank)), init_device_mesh("cpu", (size,)), [Shard(0)])
     chunk = ChunkStorageMetadata(torch.Size((1 - rank, 0)), torch.Size((1, 3)))
     half._local_tensor.__create_chunk_list__ = lambda: [chunk]  # type: ignore[attr-defined]
@@ -94,7 +94,7 @@ def test_tensors_that_dcp_would_misplace_are_saved_natively(ranks: Pool, store_p
 
 
 @follows("frontends/dcp/note.py:Note.encoded", "pass allow_pickle=True to StorageWriter")
-def test_planner_data_that_are_not_plain_are_stored_with_allow_pickle(store: Store, messages: Messages) -> None:
+def test_planner_data_that_is_not_plain_is_stored_with_allow_pickle(store: Store, messages: Messages) -> None:
     planner = PickledExtra(flatten_state_dict=False)
 
     def attempt(**options: Any) -> None:
@@ -114,9 +114,9 @@ def test_a_pickled_value_is_loaded_with_allow_pickle(store: Store, messages: Mes
     assert found["colour"] is Colour.RED
 
 
-@follows("frontends/dcp/reader.py:StorageReader._metadata", "give ref=, or checkpoint_id=REF to each load")
-@follows("frontends/dcp/writer.py:StorageWriter.set_up_storage_writer", "give step=, or checkpoint_id='RUN@STEP'")
-def test_a_store_and_checkpoint_are_given_to_reader_or_call(store: Store, messages: Messages) -> None:
+@follows("frontends/dcp/reader.py:StorageReader._metadata", "pass ref=, or pass checkpoint_id=REF to each load")
+@follows("frontends/dcp/writer.py:StorageWriter.set_up_storage_writer", "or pass checkpoint_id='RUN@STEP' to each save")
+def test_a_store_and_checkpoint_are_passed_to_the_reader_or_the_call(store: Store, messages: Messages) -> None:
     advice = messages.text(cause(lambda: save({"a": torch.ones(1)}, StorageWriter(store))))
     step: Any = {advice.says("step"): 1}
     save({"a": torch.ones(1)}, StorageWriter(store, **step))
@@ -144,13 +144,13 @@ def test_readers_and_writers_are_passed_to_dcp(store: Store, messages: Messages)
     assert load({"a": torch.zeros(1)}, reader)["a"] == 1
 
 
-@follows("frontends/dcp/reader.py:StorageReader._check_fit", "name keys so, or use store.load with")
-def test_keys_with_other_names_are_renamed_at_save_or_load(store: Store, messages: Messages) -> None:
+@follows("frontends/dcp/reader.py:StorageReader._check_fit", "rename the keys accordingly, or use store.load with")
+def test_keys_with_different_names_are_renamed_on_save_or_load(store: Store, messages: Messages) -> None:
     store.save({"net": {"w": torch.ones(2), "b": torch.ones(3)}}, step=1)
     state = {"w": torch.zeros(2), "b": torch.zeros(3)}
     partly = DefaultLoadPlanner(allow_partial_load=True)
     advice = messages.text(cause(lambda: load(state, StorageReader(store, "default@1"), planner=partly)))
-    advice.says("name keys so")
+    advice.says("rename the keys accordingly")
     named = load({"net": state}, StorageReader(store, "default@1"))
     assert torch.equal(named["net"]["w"], torch.ones(2))
     state = {"w": torch.zeros(2), "b": torch.zeros(3)}
@@ -159,7 +159,7 @@ def test_keys_with_other_names_are_renamed_at_save_or_load(store: Store, message
 
 
 @follows("tensors/dtypes.py:check_cast", "pass cast=True to …")
-def test_another_dtype_is_converted(store: Store, messages: Messages) -> None:
+def test_a_different_dtype_is_converted(store: Store, messages: Messages) -> None:
     store.save({"a": torch.ones(2)}, step=1)
     state = {"a": torch.zeros(2, dtype=torch.float64)}
     advice = messages.text(cause(lambda: load(state, StorageReader(store, "default@1", cast=False))))

@@ -33,7 +33,7 @@ Store = casckpt.Store
 
 
 class Odd:
-    """An object that only a pickle can hold."""
+    """An object that can only be pickled."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Odd)
@@ -59,7 +59,7 @@ def names_in(path: Path) -> set[str]:
 
 @follows(
     "frontends/interchange/export.py:_check_suffix",
-    "has a suffix of --format …, but the format is …; give another name",
+    "has the suffix of --format …, but the format is …; choose a different name",
 )
 @pytest.mark.parametrize("way", ["name", "format"])
 def test_the_suffix_of_an_export_matches_its_format(
@@ -69,7 +69,7 @@ def test_the_suffix_of_an_export_matches_its_format(
         run("export", saved.url, "a@1", tmp_path / "x.pt", "--format", "safetensors", status=1).output
     )
     if way == "name":
-        advice.says("give another name")
+        advice.says("choose a different name")
         run("export", saved.url, "a@1", tmp_path / "x.safetensors", "--format", "safetensors")
         assert names_in(tmp_path / "x.safetensors") == {"w", "b"}
     else:
@@ -78,7 +78,7 @@ def test_the_suffix_of_an_export_matches_its_format(
 
 
 @follows("frontends/interchange/export.py:_check_known", "is for …: --format … does not support it")
-def test_an_option_is_used_with_formats_that_support_it(
+def test_an_option_works_with_formats_that_support_it(
     saved: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     command = ("export", saved.url, "a@1", tmp_path / "out", "--keys", "w", "--format")
@@ -90,7 +90,7 @@ def test_an_option_is_used_with_formats_that_support_it(
     assert names_in(tmp_path / "out" / "model.safetensors") == {"w"}
 
 
-@follows("frontends/interchange/new_files.py:_check_no_file", "give another name, or --force to overwrite it")
+@follows("frontends/interchange/new_files.py:_check_no_file", "choose a different name, or pass --force")
 def test_an_existing_file_is_overwritten_with_force(saved: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
     path = tmp_path / "x.safetensors"
     path.touch()
@@ -99,8 +99,8 @@ def test_an_existing_file_is_overwritten_with_force(saved: Store, tmp_path: Path
     assert names_in(path) == {"w", "b"}
 
 
-@follows("frontends/interchange/new_files.py:_check_empty", "give another folder, or --force to write into it")
-def test_a_folder_with_files_is_written_into_with_force(
+@follows("frontends/interchange/new_files.py:_check_empty", "choose a different folder, or pass --force")
+def test_the_force_option_writes_into_a_folder_with_files(
     saved: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     (tmp_path / "out").mkdir()
@@ -112,10 +112,10 @@ def test_a_folder_with_files_is_written_into_with_force(
 
 @follows(
     "frontends/interchange/new_files.py:check_file_names",
-    "leave attachments out with attachments=False (--no-attachments)",
+    "omit attachments with attachments=False (--no-attachments)",
 )
 @pytest.mark.parametrize("way", ["attachments", "--no-attachments"])
-def test_an_attachment_in_the_way_of_a_file_is_left_out(
+def test_an_attachment_that_conflicts_with_a_file_is_omitted(
     store: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     store.save({"w": torch.ones(1)}, run="a", step=1, attachments={"model.safetensors": b"x"})
@@ -132,7 +132,7 @@ def test_an_attachment_in_the_way_of_a_file_is_left_out(
 
 @follows("frontends/interchange/export.py:export", "or choose one of … with format= (--format)")
 @pytest.mark.parametrize("way", ["name", "format", "--format"])
-def test_a_format_unclear_from_the_name_is_given(
+def test_a_format_that_the_name_does_not_show_is_passed_explicitly(
     saved: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     with messages.error(InvalidInput) as advice:
@@ -153,7 +153,7 @@ def test_a_format_unclear_from_the_name_is_given(
 # parts
 
 
-@follows("frontends/views/model_part.py:model_part", "but keys below …; give --strip-prefix if one of these is a model")
+@follows("frontends/views/model_part.py:model_part", "but keys below …; pass --strip-prefix if one of these is a model")
 def test_the_exported_model_is_chosen_explicitly(store: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
     store.save({"optim": {"w": torch.ones(2)}}, run="a", step=1)
     command = ("export", store.url, "a@1", tmp_path / "out", "--format", "hf")
@@ -162,7 +162,7 @@ def test_the_exported_model_is_chosen_explicitly(store: Store, tmp_path: Path, m
     assert names_in(tmp_path / "out" / "model.safetensors") == {"w"}
 
 
-@follows("frontends/views/model_part.py:model_part", "`casckpt show --tensors` lists what it holds")
+@follows("frontends/views/model_part.py:model_part", "`casckpt show --tensors` lists its contents")
 def test_a_checkpoint_without_weights_is_inspected(store: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
     store.save({"epoch": 1, "loss": torch.ones(1)}, run="a", step=1)
     store.save({"epoch": 1}, run="b", step=1)
@@ -173,7 +173,7 @@ def test_a_checkpoint_without_weights_is_inspected(store: Store, tmp_path: Path,
 @follows("frontends/views/model_part.py:_unclear", "--strip-prefix …")
 @follows(
     "frontends/views/model_part.py:_unclear",
-    "or choose tensors with --keys, and --strip-prefix '' for their full names",
+    "or select tensors with --keys, and pass --strip-prefix '' to keep their full names",
 )
 @pytest.mark.parametrize("way", ["prefix", "keys", "all"])
 def test_one_of_two_models_is_chosen(store: Store, tmp_path: Path, messages: Messages, run: Run, way: str) -> None:
@@ -192,7 +192,7 @@ def test_one_of_two_models_is_chosen(store: Store, tmp_path: Path, messages: Mes
     "frontends/views/model_part.py:check_no_adapters", "Merge the adapter (merge_and_unload) before the save, or export"
 )
 @pytest.mark.parametrize("way", ["merge", "all", "prefix"])
-def test_a_model_with_adapters_is_exported_in_three_ways(
+def test_a_model_with_adapters_can_be_exported_in_three_ways(
     store: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     names = ("h.0.base_layer.weight", "h.0.lora_A.x.weight", "h.0.lora_B.x.weight")
@@ -211,8 +211,8 @@ def test_a_model_with_adapters_is_exported_in_three_ways(
     assert names_in(tmp_path / "out" / "model.safetensors") == expected[way]
 
 
-@follows("frontends/views/view.py:_part", "`casckpt show --tensors` lists them")
-def test_patterns_and_prefixes_of_an_export_are_made_from_the_list(
+@follows("frontends/views/view.py:_part", "`casckpt show --tensors` lists its tensors")
+def test_export_patterns_and_prefixes_are_taken_from_the_list(
     training: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     with messages.error(MissingKey) as advice:
@@ -235,7 +235,7 @@ def small_headers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @follows(
     "frontends/interchange/safetensors/exporting.py:_exported_to",
-    "Give another folder, or --format hf for the model",
+    "Choose a different folder, or pass --format hf",
 )
 @pytest.mark.parametrize("way", ["folder", "hf"])
 def test_a_config_is_exported_with_a_model(
@@ -247,7 +247,7 @@ def test_a_config_is_exported_with_a_model(
     command = ("export", training.url, "a@1")
     advice = messages.text(run(*command, folder, "--format", "safetensors", "--force", status=5).output)
     if way == "folder":
-        advice.says("Give another folder")
+        advice.says("Choose a different folder")
         run(*command, tmp_path / "other", "--format", "safetensors")
         assert names_in(tmp_path / "other" / "model.safetensors") == {"model.h.w", "optim.m"}
     else:
@@ -278,7 +278,7 @@ def test_an_export_too_large_for_a_header_is_split_into_files(
 
 @follows("frontends/interchange/safetensors/files.py:file_type", "choose other keys with --keys, or convert it")
 @pytest.mark.parametrize("way", ["keys", "convert"])
-def test_a_dtype_that_safetensors_lacks_is_left_out_or_converted(
+def test_a_dtype_unsupported_by_safetensors_is_omitted_or_converted(
     store: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     state = {"w": torch.ones(2), "c": torch.ones(2, dtype=torch.complex128)}
@@ -298,7 +298,7 @@ def test_a_dtype_that_safetensors_lacks_is_left_out_or_converted(
 @follows(
     "frontends/interchange/safetensors/files.py:", "Read it with its own library, and save the state with store.save"
 )
-def test_a_file_of_another_kind_is_read_by_its_library(
+def test_a_file_of_a_different_kind_is_read_by_its_library(
     store: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF" + bytes(20))
@@ -313,11 +313,12 @@ def test_a_file_of_another_kind_is_read_by_its_library(
 
 @follows("frontends/interchange/safetensors/importing.py:_nothing_in", "`casckpt import` reads it directly")
 @follows(
-    "frontends/interchange/safetensors/importing.py:_nothing_in", "a checkpoint of another trainer; save its state with"
+    "frontends/interchange/safetensors/importing.py:_nothing_in",
+    "a checkpoint from a different trainer; save its state with",
 )
 @follows(
     "frontends/interchange/safetensors/importing.py:_nothing_in",
-    "weights of torch.save in several files; save the state with",
+    "weights from torch.save in several files; save the state with",
 )
 def test_folders_without_safetensors_are_imported_or_saved(
     store: Store, tmp_path: Path, messages: Messages, run: Run
@@ -337,9 +338,9 @@ def test_folders_without_safetensors_are_imported_or_saved(
         assert len(store.read(f"default@{step}")["w"]) == step
 
 
-@follows("frontends/interchange/safetensors/layout.py:plan_shards", "give a larger --max-shard-size")
+@follows("frontends/interchange/safetensors/layout.py:plan_shards", "pass a larger --max-shard-size")
 @follows(
-    "frontends/interchange/safetensors/layout.py:_file_names", "files are too many; give a larger --max-shard-size"
+    "frontends/interchange/safetensors/layout.py:_file_names", "files are too many; pass a larger --max-shard-size"
 )
 def test_a_file_size_that_is_too_small_is_increased(saved: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
     command = ("export", saved.url, "a@1", tmp_path / "out", "--max-shard-size")
@@ -375,7 +376,7 @@ def test_a_file_with_a_pickle_is_imported_with_allow_pickle(
 
 @follows(
     "frontends/interchange/torch_files.py:casckpt_to_torch_save",
-    "because plain torch.load does not read it (allow_pickle=True)",
+    "because plain torch.load cannot read it (pass allow_pickle=True to include it)",
 )
 def test_values_that_torch_load_refuses_are_exported_with_allow_pickle(
     store: Store, tmp_path: Path, messages: Messages
@@ -399,7 +400,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 @follows("frontends/interchange/torch_files.py:laid_out", "Import again with parameter_names=, or load")
 @follows("frontends/interchange/torch_files.py:_note", "it with store.read and optim.load_state_dict")
-def test_an_optimizer_without_names_is_imported_with_names_or_loaded_by_itself(
+def test_an_optimizer_without_names_is_imported_with_names_or_loaded_directly(
     store: Store, tmp_path: Path, messages: Messages
 ) -> None:
     a, b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
@@ -422,7 +423,7 @@ def test_an_optimizer_without_names_is_imported_with_names_or_loaded_by_itself(
 
 
 @follows("frontends/interchange/torch_files.py:_note", "it with store.read and optim.load_state_dict")
-def test_an_optimizer_alone_is_loaded_by_itself(store: Store, tmp_path: Path, messages: Messages) -> None:
+def test_a_file_with_only_an_optimizer_is_loaded_directly(store: Store, tmp_path: Path, messages: Messages) -> None:
     weight = nn.Linear(2, 2)
     torch.save(optimizer_of(weight).state_dict(), tmp_path / "x.pt")
     with messages.log() as advice:
@@ -435,10 +436,10 @@ def test_an_optimizer_alone_is_loaded_by_itself(store: Store, tmp_path: Path, me
 
 
 @follows(
-    "frontends/interchange/olmo_import.py:_train_state", "because it needs unpickling (allow_pickle, --allow-pickle)"
+    "frontends/interchange/olmo_import.py:_train_state", "because reading it requires allow_pickle (--allow-pickle)"
 )
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
-def test_a_train_state_of_olmo_is_imported_with_allow_pickle(
+def test_an_olmo_train_state_is_imported_with_allow_pickle(
     store: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     stock(tmp_path / "olmo" / "model_and_optim", {"model": {"w": torch.ones(2)}})
@@ -459,7 +460,7 @@ def test_a_train_state_of_olmo_is_imported_with_allow_pickle(
     "pass allow_pickle=True (--allow-pickle) if you trust its source",
 )
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
-def test_an_optimizer_of_olmo_is_imported_with_allow_pickle(
+def test_an_olmo_optimizer_is_imported_with_allow_pickle(
     store: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     folder = KINDS["olmo"](tmp_path, Odd())
@@ -491,7 +492,7 @@ def test_a_token_comes_from_the_environment(
 
 
 @follows("frontends/serve/view_file.py:_refused", "Simplify it, or start casckpt serve with --view FILE")
-def test_a_slow_view_is_simplified_or_given_by_the_server(store: Store, messages: Messages) -> None:
+def test_a_slow_view_is_simplified_or_fetched_from_the_server(store: Store, messages: Messages) -> None:
     name = "a" * 60
     slow, simple = "a?" * 25 + "a*", "a*"
     for step, pattern in ((1, slow), (2, simple)):

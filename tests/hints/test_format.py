@@ -89,7 +89,7 @@ def zone_file() -> Path:
     return Path(tzdata.__file__).with_name("UTC")
 
 
-@follows("format/metrics.py:python_value", "give its full_tensor()")
+@follows("format/metrics.py:python_value", "pass its full_tensor()")
 def test_the_full_tensor_of_a_dtensor_is_a_metric(store: Store, messages: Messages) -> None:
     with pretending((1,)) as ranks:
         for mesh in ranks:
@@ -101,11 +101,11 @@ def test_the_full_tensor_of_a_dtensor_is_a_metric(store: Store, messages: Messag
     assert store.get("a@1").metrics == {"loss": 0.5}
 
 
-@follows("format/metrics.py:_items", "give str() of it")
-def test_keys_of_metadata_are_converted_to_text(store: Store, messages: Messages) -> None:
+@follows("format/metrics.py:_items", "convert it with str()")
+def test_metadata_keys_are_converted_to_strings(store: Store, messages: Messages) -> None:
     with messages.error(InvalidInput) as advice:
         store.save({"x": 1}, run="a", step=1, metadata={3: "three"})  # type: ignore[dict-item]
-    advice.says("give str() of it")
+    advice.says("convert it with str()")
     store.save({"x": 1}, run="a", step=1, metadata={str(3): "three"})
     assert store.get("a@1").metadata == {"3": "three"}
 
@@ -113,8 +113,8 @@ def test_keys_of_metadata_are_converted_to_text(store: Store, messages: Messages
 # rules
 
 
-@follows("plan/retention.py:thinning_of", "give keep_last=1 or another rule, too")
-def test_a_thinning_rule_names_checkpoints_that_stay_whole(saved: Store, messages: Messages) -> None:
+@follows("plan/retention.py:thinning_of", "also pass keep_last=1 or a different rule")
+def test_a_thinning_rule_names_checkpoints_to_keep_whole(saved: Store, messages: Messages) -> None:
     rule: dict[str, Any] = {"drop": ["b"]}
     saved.save({"w": torch.ones(2), "b": torch.ones(1)}, run="a", step=2)
     with messages.error(InvalidInput) as advice:
@@ -124,8 +124,8 @@ def test_a_thinning_rule_names_checkpoints_that_stay_whole(saved: Store, message
     assert [one.step for one in result.thin.thinned] == [1]
 
 
-@follows("plan/retention.py:runs_without", "save with metrics={...}, or leave this rule out")
-def test_the_best_are_kept_by_a_metric_that_is_saved(store: Store, messages: Messages) -> None:
+@follows("plan/retention.py:runs_without", "save with metrics={...}, or omit this rule")
+def test_the_best_checkpoints_are_kept_by_a_saved_metric(store: Store, messages: Messages) -> None:
     store.save({"x": 1}, run="a", step=1)
     store.save({"x": 2}, run="a", step=2)
     with messages.error(InvalidInput) as advice:
@@ -134,5 +134,5 @@ def test_the_best_are_kept_by_a_metric_that_is_saved(store: Store, messages: Mes
     for step in (3, 4, 5):
         store.save({"x": step}, run="a", step=step, metrics={"loss": step})
     assert [one.step for one in store.gc(keep_best="loss:1").forgotten] == [1, 2, 4]
-    advice.says("leave this rule out")
+    advice.says("omit this rule")
     assert store.gc().forgotten == ()

@@ -38,9 +38,9 @@ def where(store_path: Path) -> str:
 # writers
 
 
-@follows("frontends/megatron/claims.py:_check_cover", "give a different replica_id to all but one of them")
-@follows("frontends/megatron/claims.py:_check_object", "give a different replica_id to all but one of them")
-@follows("frontends/megatron/claims.py:_without_main", "give one rank replica_id 0")
+@follows("frontends/megatron/claims.py:_check_cover", "use a different replica_id for all but one of them")
+@follows("frontends/megatron/claims.py:_check_object", "use a different replica_id for all but one of them")
+@follows("frontends/megatron/claims.py:_without_main", "use replica_id 0 on one rank")
 def test_one_replica_is_the_main_replica(store_path: Path, messages: Messages) -> None:
     def shared(replica_id: int) -> ShardedObject:
         return ShardedObject("w", {"n": 1}, (1,), (0,), replica_id=replica_id)
@@ -57,7 +57,7 @@ def test_one_replica_is_the_main_replica(store_path: Path, messages: Messages) -
         save({"a": make(0), "b": make(1)}, twice)
         with messages.error(CheckpointingException) as advice:
             save({"a": make(1)}, once)
-        save({"a": make(int(advice.says("give one rank replica_id 0")[-1]))}, once)
+        save({"a": make(int(advice.says("use replica_id 0")[-1]))}, once)
         for place in (twice, once):
             found = load({"a": make(0)}, place)["a"]
             assert found == {"n": 1} if make is shared else torch.equal(found, torch.ones(4))
@@ -66,8 +66,8 @@ def test_one_replica_is_the_main_replica(store_path: Path, messages: Messages) -
 # shapes and places
 
 
-@follows("frontends/megatron/loading.py:RankLoad._shards", "allow_shape_mismatch=True pads and cuts")
-def test_a_tensor_of_another_shape_is_padded(where: str, messages: Messages) -> None:
+@follows("frontends/megatron/loading.py:RankLoad._shards", "allow_shape_mismatch=True pads and truncates")
+def test_a_tensor_with_a_different_shape_is_padded(where: str, messages: Messages) -> None:
     save({"w": tensor()}, where)
     longer = torch.full((6,), -1.0)
     with messages.error(CheckpointingException) as advice:
@@ -77,28 +77,28 @@ def test_a_tensor_of_another_shape_is_padded(where: str, messages: Messages) -> 
     assert found.tolist() == [1, 1, 1, 1, 0, 0]
 
 
-@follows("frontends/megatron/mapping.py:ShardedTensor._problem", "for an uneven cut give axis_fragmentations=None")
-def test_an_uneven_cut_is_given_without_fragmentations(messages: Messages) -> None:
+@follows("frontends/megatron/mapping.py:ShardedTensor._problem", "for uneven parts, pass axis_fragmentations=None")
+def test_an_uneven_split_is_described_without_fragmentations(messages: Messages) -> None:
     def part(**more: Any) -> ShardedTensor:
         fields: dict[str, Any] = {"axis_fragmentations": (2,), "replica_id": 0} | more
         return ShardedTensor("w", torch.ones(3), torch.float32, (3,), (5,), (2,), **fields)
 
     with messages.error(CheckpointingException) as advice:
         part()
-    assert part(**advice.argument("axis_fragmentations", after="give")).global_slice() == (slice(2, 5),)
+    assert part(**advice.argument("axis_fragmentations", after="pass")).global_slice() == (slice(2, 5),)
 
 
-@follows("frontends/megatron/mapping.py:ShardedTensor.local_coordinates", "and it has none; use global_slice()")
-def test_the_place_of_a_whole_part_is_given_by_its_slice(messages: Messages) -> None:
+@follows("frontends/megatron/mapping.py:ShardedTensor.local_coordinates", "which it does not have; use global_slice()")
+def test_the_position_of_a_whole_part_is_given_by_its_slice(messages: Messages) -> None:
     with messages.error(CheckpointingException) as advice:
         tensor().local_coordinates()
     assert getattr(tensor(), advice.says("global_slice()")[:-2])() == (slice(0, 4),)
 
 
 @follows(
-    "frontends/megatron/mapping.py:ShardedTensor.max_allowed_chunks", "give allow_shape_mismatch=True if it is padded"
+    "frontends/megatron/mapping.py:ShardedTensor.max_allowed_chunks", "pass allow_shape_mismatch=True if it is padded"
 )
-def test_a_padded_axis_need_not_divide(messages: Messages) -> None:
+def test_a_padded_axis_does_not_have_to_divide_evenly(messages: Messages) -> None:
     def part(**more: Any) -> ShardedTensor:
         return ShardedTensor("w", None, torch.float32, (2,), (5,), (2,), (2,), **more)
 
@@ -108,7 +108,7 @@ def test_a_padded_axis_need_not_divide(messages: Messages) -> None:
 
 
 @follows(
-    "frontends/megatron/mapping.py:ShardedTensor.from_rank_offsets", "for a flattened_range use from_rank_offsets_flat"
+    "frontends/megatron/mapping.py:ShardedTensor.from_rank_offsets", "for a flattened_range, use from_rank_offsets_flat"
 )
 @follows("frontends/megatron/mapping.py:ShardedTensor.from_rank_offsets_flat", "or use from_rank_offsets")
 def test_flat_and_other_parts_have_their_own_constructors(messages: Messages) -> None:
@@ -123,12 +123,13 @@ def test_flat_and_other_parts_have_their_own_constructors(messages: Messages) ->
 
 
 @follows(
-    "frontends/megatron/place.py:place_of", "give STORE#RUN@STEP, as ckpts#sft@100, or casckpt.at(store, run=, step=)"
+    "frontends/megatron/place.py:place_of",
+    "pass STORE#RUN@STEP, such as ckpts#sft@100, or casckpt.at(store, run=, step=)",
 )
 @follows(
-    "frontends/megatron/place.py:_text", "give STORE#RUN@STEP, as ckpts#sft@100, or casckpt.at(store, run=, step=)"
+    "frontends/megatron/place.py:_text", "pass STORE#RUN@STEP, such as ckpts#sft@100, or casckpt.at(store, run=, step=)"
 )
-def test_a_place_is_a_reference_or_built_with_at(store_path: Path, messages: Messages) -> None:
+def test_a_checkpoint_location_is_a_reference_or_built_with_at(store_path: Path, messages: Messages) -> None:
     wrong: list[Any] = ["iter_0000001", 5]
     for step, place in enumerate(wrong):
         with messages.error(CheckpointingException) as advice:
@@ -142,16 +143,16 @@ def test_a_place_is_a_reference_or_built_with_at(store_path: Path, messages: Mes
 
 
 @follows(
-    "frontends/megatron/saving.py:located", "give None as sharded_strategy, or call megatron.core.dist_checkpointing"
+    "frontends/megatron/saving.py:located", "pass None as sharded_strategy, or call megatron.core.dist_checkpointing"
 )
-def test_a_strategy_is_for_the_functions_of_megatron(
+def test_a_strategy_is_passed_to_megatron_functions(
     where: str, store_path: Path, tmp_path: Path, messages: Messages
 ) -> None:
     core()
     strategy: Any = megatron.CasSaveShardedStrategy(store_path, run="b")
     with messages.error(CheckpointingException) as advice:
         save({"w": tensor()}, where, strategy)
-    advice.says("give None as sharded_strategy")
+    advice.says("pass None as sharded_strategy")
     save({"w": tensor()}, where, None)
     advice.says("megatron.core.dist_checkpointing")
     (tmp_path / "iter_2").mkdir()
@@ -159,8 +160,8 @@ def test_a_strategy_is_for_the_functions_of_megatron(
     assert [str(one.run) for one in casckpt.open(store_path).checkpoints()] == ["a", "b"]
 
 
-@follows("frontends/megatron/stored.py:load_content_metadata", "give a checkpoint_dir, or a preloaded_state_dict")
-def test_content_metadata_belong_to_a_checkpoint_or_a_loaded_state(where: str, messages: Messages) -> None:
+@follows("frontends/megatron/stored.py:load_content_metadata", "pass a checkpoint_dir, or a preloaded_state_dict")
+def test_content_metadata_belongs_to_a_checkpoint_or_a_loaded_state(where: str, messages: Messages) -> None:
     save({"w": tensor()}, where, content_metadata={"n": 1})
     with messages.error(ValueError) as advice:
         megatron.load_content_metadata()
@@ -170,9 +171,9 @@ def test_content_metadata_belong_to_a_checkpoint_or_a_loaded_state(where: str, m
     assert megatron.load_content_metadata(**given) == {"n": 1}
 
 
-@follows("frontends/megatron/loading.py:check_unexpected", "strict='log_unexpected' leaves them out")
+@follows("frontends/megatron/loading.py:check_unexpected", "strict='log_unexpected' omits them")
 @follows("frontends/megatron/loading.py:check_missing", "strict='raise_unexpected' leaves them unread")
-def test_keys_of_one_side_are_left(where: str, messages: Messages) -> None:
+def test_keys_on_only_one_side_are_left_unchanged(where: str, messages: Messages) -> None:
     save({"w": tensor(), "v": tensor("v")}, where)
     wanted = {"w": tensor(value=0), "x": tensor("x", value=0)}
     with messages.error(CheckpointingException) as advice:
@@ -184,9 +185,10 @@ def test_keys_of_one_side_are_left(where: str, messages: Messages) -> None:
 
 
 @follows(
-    "frontends/megatron/optimizer.py:get_param_id_to_sharded_param_map", "make it with keep_vars=True, and transform"
+    "frontends/megatron/optimizer.py:get_param_id_to_sharded_param_map",
+    "create the state dict with keep_vars=True, and transform",
 )
-def test_a_state_dict_of_parameters_has_them(messages: Messages) -> None:
+def test_a_parameter_state_dict_contains_parameters(messages: Messages) -> None:
     model = nn.Linear(3, 4)
     with messages.log() as advice:
         copies = {name: ShardedTensor.from_rank_offsets(name, value) for name, value in model.state_dict().items()}
@@ -198,8 +200,8 @@ def test_a_state_dict_of_parameters_has_them(messages: Messages) -> None:
     assert len(get_param_id_to_sharded_param_map(sharded(model), model.parameters())) == 2
 
 
-@follows("frontends/megatron/optimizer.py:make_sharded_optimizer_tensor", "such as 'step', belongs into exclude_keys")
-def test_state_of_another_shape_is_excluded_from_sharding(store_path: Path, messages: Messages) -> None:
+@follows("frontends/megatron/optimizer.py:make_sharded_optimizer_tensor", "such as 'step', into exclude_keys")
+def test_state_with_a_different_shape_is_excluded_from_sharding(store_path: Path, messages: Messages) -> None:
     model, optim = trained()
     numbers = get_param_id_to_sharded_param_map(sharded(model), model.parameters())
     with messages.error(CheckpointingException) as advice:
@@ -214,7 +216,7 @@ def test_state_of_another_shape_is_excluded_from_sharding(store_path: Path, mess
 # features that need Megatron-core
 
 
-@follows("frontends/megatron/common.py:read", "pass allow_pickle=True if you trust its source. Classes of Megatron")
+@follows("frontends/megatron/common.py:read", "pass allow_pickle=True if you trust its source. Megatron")
 @follows("frontends/megatron/strategies.py:CasSaveShardedStrategy._warn_of_classes", "and allow_pickle=True for others")
 def test_classes_in_the_common_part_are_loaded_with_allow_pickle_or_by_megatron(
     store_path: Path, tmp_path: Path, messages: Messages
@@ -241,7 +243,10 @@ def test_classes_in_the_common_part_are_loaded_with_allow_pickle_or_by_megatron(
     assert megatron.load_common_state_dict(f"{store_path}#a@2")["phase"] is backend
 
 
-@follows("frontends/megatron/strategies.py:CasSaveShardedStrategy._step", "give the strategy step=, or a function")
+@follows(
+    "frontends/megatron/strategies.py:CasSaveShardedStrategy._step",
+    "pass step= to the strategy, which may be a function",
+)
 def test_the_step_of_a_folder_without_a_number_is_given(store_path: Path, tmp_path: Path, messages: Messages) -> None:
     core()
     folder = tmp_path / "newest"
@@ -256,7 +261,7 @@ def test_the_step_of_a_folder_without_a_number_is_given(store_path: Path, tmp_pa
 
 
 @follows("frontends/megatron/training_loop.py:install", "call undo() on the result of install()")
-def test_the_patch_of_megatron_is_undone_before_other_saves(store_path: Path, messages: Messages) -> None:
+def test_the_megatron_patch_is_undone_before_other_saves(store_path: Path, messages: Messages) -> None:
     core()
     installed = megatron.install(store_path, run="a")
     with messages.error(Conflict) as advice:

@@ -55,12 +55,14 @@ def test_a_pointer_file_is_restored_with_its_command(store: Store, tmp_path: Pat
     assert identical({name: found[name] for name in CHECKPOINT}, CHECKPOINT)
 
 
-@follows("frontends/lightning/io.py:CasCheckpointIO.save_checkpoint", "go to casckpt.open; leave them out here")
-def test_storage_options_are_given_when_a_store_is_opened(store_path: Path, tmp_path: Path, messages: Messages) -> None:
+@follows("frontends/lightning/io.py:CasCheckpointIO.save_checkpoint", "pass them to casckpt.open instead")
+def test_storage_options_are_passed_when_a_store_is_opened(
+    store_path: Path, tmp_path: Path, messages: Messages
+) -> None:
     options: dict[str, Any] = {}
     with messages.error(InvalidInput) as advice:
         CasCheckpointIO(store_path, run="sft").save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt", options)
-    advice.says("storage_options of save_checkpoint go to casckpt.open")
+    advice.says("save_checkpoint does not accept storage_options; pass them to casckpt.open")
     store = casckpt.open(store_path, storage_options=options)
     CasCheckpointIO(store, run="sft").save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt")
     assert store.get("sft@3").step == 3
@@ -82,9 +84,7 @@ class Begins(LightningModule):
 
 
 @follows("frontends/lightning/io.py:CasCheckpointIO.save_checkpoint", "CasCheckpointCheck(), ...]) raises this before")
-def test_a_callback_raises_errors_of_a_save_before_the_first_batch(
-    store: Store, tmp_path: Path, messages: Messages
-) -> None:
+def test_a_callback_raises_save_errors_before_the_first_batch(store: Store, tmp_path: Path, messages: Messages) -> None:
     def fit(*callbacks: Callback) -> tuple[int, InvalidInput]:
         trainer = Trainer(
             plugins=[CasCheckpointIO(store, run="sft")], callbacks=[*callbacks], accelerator="cpu", max_epochs=1,
@@ -102,13 +102,13 @@ def test_a_callback_raises_errors_of_a_save_before_the_first_batch(
 
 
 @follows(
-    "frontends/lightning/strategy.py:CasModelParallelStrategy.save_checkpoint", "go to casckpt.open; leave them out"
+    "frontends/lightning/strategy.py:CasModelParallelStrategy.save_checkpoint", "pass them to casckpt.open instead"
 )
-def test_the_strategy_takes_a_store_with_its_options(store_path: Path, tmp_path: Path, messages: Messages) -> None:
+def test_the_strategy_accepts_a_store_with_its_options(store_path: Path, tmp_path: Path, messages: Messages) -> None:
     options: dict[str, Any] = {}
     with messages.error(InvalidInput) as advice:
         CasModelParallelStrategy(store_path, run="sft").save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt", options)
-    advice.says("storage_options of save_checkpoint go to casckpt.open")
+    advice.says("save_checkpoint does not accept storage_options; pass them to casckpt.open")
     strategy = CasModelParallelStrategy(casckpt.open(store_path, storage_options=options), run="sft")
     module: Any = nn.Linear(2, 2)
     module.trainer = SimpleNamespace(callbacks=[])
@@ -117,9 +117,7 @@ def test_the_strategy_takes_a_store_with_its_options(store_path: Path, tmp_path:
     assert casckpt.open(store_path).get("sft@3").step == 3
 
 
-@follows(
-    "frontends/stores.py:check_foreign", "Import it, and sign that; or load it with a store that was opened without"
-)
+@follows("frontends/stores.py:check_foreign", "Import it and sign the imported checkpoint")
 @pytest.mark.parametrize("way", ["sign", "without"])
 def test_an_unsigned_file_is_imported_and_signed(tmp_path: Path, messages: Messages, run: Run, way: str) -> None:
     path, where, alice = tmp_path / "x.ckpt", tmp_path / "store", pair(tmp_path / "keys")
@@ -128,7 +126,7 @@ def test_an_unsigned_file_is_imported_and_signed(tmp_path: Path, messages: Messa
     with messages.error(Unsigned) as advice:
         trusting.load_checkpoint(path)
     if way == "sign":
-        advice.says("Import it, and sign that")
+        advice.says("Import it and sign the imported checkpoint")
         run("import", where, path, "--run", "sft", "--step", 3)
         run("sign", where, "sft@3", "--key", alice.private)
         found = trusting.load_checkpoint("sft@3")
@@ -141,8 +139,8 @@ def test_an_unsigned_file_is_imported_and_signed(tmp_path: Path, messages: Messa
 # Accelerate
 
 
-@follows("frontends/accelerate.py:AcceleratorCheckpointer.__init__", "save by accelerator.save_state")
-def test_models_not_prepared_by_accelerate_are_saved_by_accelerate(
+@follows("frontends/accelerate.py:AcceleratorCheckpointer.__init__", "save them with accelerator.save_state")
+def test_models_that_accelerate_did_not_prepare_are_saved_by_accelerate(
     store: Store, tmp_path: Path, messages: Messages
 ) -> None:
     pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
@@ -168,7 +166,7 @@ def test_models_not_prepared_by_accelerate_are_saved_by_accelerate(
 
 
 @follows("frontends/torchtitan.py:CasCheckpointManager._ref", "has no step …; `casckpt list` shows its steps")
-def test_an_existing_step_is_found_in_the_list(store: Store, messages: Messages, run: Run) -> None:
+def test_the_list_shows_an_existing_step(store: Store, messages: Messages, run: Run) -> None:
     pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
     from casckpt.frontends.torchtitan import CasCheckpointManager
 
@@ -183,7 +181,7 @@ def test_an_existing_step_is_found_in_the_list(store: Store, messages: Messages,
 
 @follows("frontends/torchtitan.py:_refuse", "casckpt import, and initial_load_ref")
 @follows("frontends/torchtitan.py:_refuse", "casckpt export --format safetensors")
-def test_folders_of_a_hub_go_through_commands(store: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
+def test_hub_folders_are_handled_by_commands(store: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
     pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
     from casckpt.frontends.torchtitan import CasCheckpointManager, _refuse
 
@@ -206,8 +204,8 @@ def test_folders_of_a_hub_go_through_commands(store: Store, tmp_path: Path, mess
     assert identical(dict(fresh.state_dict()), dict(model.state_dict()))
 
 
-@follows("frontends/torchtitan.py:", "Under torchtitan, rename is for initial_load_ref")
-def test_a_renamed_model_continues_as_another_run(store: Store, messages: Messages) -> None:
+@follows("frontends/torchtitan.py:", "In torchtitan, rename works with initial_load_ref only")
+def test_a_renamed_model_continues_as_a_different_run(store: Store, messages: Messages) -> None:
     pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
     from casckpt.frontends.torchtitan import CasCheckpointManager
 
@@ -226,7 +224,7 @@ def test_a_renamed_model_continues_as_another_run(store: Store, messages: Messag
     inside = nn.Sequential(OrderedDict(net=fresh))
     with messages.error(MissingKey) as advice:
         manager_of(inside)[0].load()
-    rename = advice.argument("rename", after="other names there: give")
+    rename = advice.argument("rename", after="different names there: give")
     begun = {**advice.argument("initial_load_ref"), **advice.argument("initial_load_model_only")}
     loading, fresh_adam = manager_of(inside, "next", **begun, **rename)
     assert loading.load()
@@ -234,13 +232,13 @@ def test_a_renamed_model_continues_as_another_run(store: Store, messages: Messag
     assert identical(fresh_adam.state_dict()["state"], adam.state_dict()["state"])
     loading.save(3)
     loading.maybe_wait_for_saving()
-    assert manager_of(inside, "next", **begun, **rename)[0].load()  # names of the manager's own are not renamed
+    assert manager_of(inside, "next", **begun, **rename)[0].load()  # the manager's own names are not changed
 
 
 # Transformers
 
 
-@follows("frontends/transformers.py:", "save by casckpt.frontends.trainer.Checkpointer in a loop of your own")
+@follows("frontends/transformers.py:", "save with casckpt.frontends.trainer.Checkpointer in your own training loop")
 def test_a_custom_loop_saves_states_that_a_trainer_cannot(store: Store, messages: Messages) -> None:
     callback = CasCheckpointCallback(store, run="sft")
     with messages.error(Unsupported) as advice:
@@ -250,8 +248,8 @@ def test_a_custom_loop_saves_states_that_a_trainer_cannot(store: Store, messages
     assert store.get("sft@1").step == 1
 
 
-@follows("frontends/transformers.py:restore_checkpoint", "casckpt export writes its weights")
-def test_weights_that_no_trainer_of_transformers_saved_are_exported(
+@follows("frontends/transformers.py:restore_checkpoint", "use casckpt export to write its weights")
+def test_weights_not_saved_by_a_transformers_trainer_are_exported(
     saved: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     with messages.error(Mismatch) as advice:

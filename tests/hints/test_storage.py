@@ -1,4 +1,4 @@
-"""Advice about folders, buckets and other places."""
+"""Advice about folders, buckets and other storages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.servers import Server
 ENVIRONMENT = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE")
 
 
-@follows("storage/failures.py:", "`casckpt gc` frees some, once it has a few KiB for its records")
+@follows("storage/failures.py:", "`casckpt gc` can free more, but needs a few KiB for its records")
 def test_a_gc_frees_space_on_a_full_disk(
     saved: casckpt.Store, store_path: Path, messages: Messages, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,7 +53,7 @@ def broken(_: int) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-@follows("storage/failures.py:", "look at the kernel log, then run `casckpt verify`")
+@follows("storage/failures.py:", "check the kernel log, then run `casckpt verify`")
 def test_a_store_is_verified_after_a_disk_error(
     saved: casckpt.Store, store_path: Path, messages: Messages, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,8 +100,8 @@ def make_public(client: Any, bucket: str) -> None:
 
 @pytest.mark.usefixtures("no_credentials")
 @follows("storage/remote/s3/errors.py:explain", "no credentials were found: …, or anon=True for a public bucket")
-@follows("storage/remote/s3/errors.py:", "give other ones with storage_options (--storage-option) or in the usual AWS")
-def test_credentials_are_given_in_three_ways_or_access_is_anonymous(
+@follows("storage/remote/s3/errors.py:", "provide different ones in storage_options (--storage-option) or in the usual")
+def test_credentials_can_be_passed_in_three_ways_or_access_is_anonymous(
     moto_server: Server, messages: Messages, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = bucket_of(moto_server, key=None, secret=None)
@@ -123,8 +123,8 @@ def test_credentials_are_given_in_three_ways_or_access_is_anonymous(
     assert casckpt.open(where, storage_options=endpoint | advice.argument("anon")).read("a@1") == {"x": 1}
 
 
-@follows("storage/remote/s3/errors.py:", "the bucket lies in another region: give it with storage_options")
-def test_the_region_of_a_bucket_is_given(moto_server: Server, messages: Messages) -> None:
+@follows("storage/remote/s3/errors.py:", "the bucket is in a different region: set that region with storage_options")
+def test_the_region_of_a_bucket_is_set_with_an_option(moto_server: Server, messages: Messages) -> None:
     answer = {"Error": {"Code": "PermanentRedirect"}, "ResponseMetadata": {"HTTPStatusCode": 301}}
     advice = messages.text(explain(ClientError(answer, "PutObject")).why)
     shown = advice.says("client_kwargs={'region_name': ...}").replace("...", "'eu-central-1'")
@@ -136,8 +136,8 @@ def test_the_region_of_a_bucket_is_given(moto_server: Server, messages: Messages
 
 
 @pytest.mark.usefixtures("no_credentials")
-@follows("storage/remote/s3/errors.py:", "is its certificate known (client_kwargs={'verify': 'ca.pem'})?")
-def test_a_certificate_is_trusted_by_an_option(moto_server: Server, tmp_path: Path, messages: Messages) -> None:
+@follows("storage/remote/s3/errors.py:", "that its certificate is trusted (client_kwargs={'verify': 'ca.pem'})")
+def test_an_option_makes_a_certificate_trusted(moto_server: Server, tmp_path: Path, messages: Messages) -> None:
     certificate = make_certificate(tmp_path)
     with Proxy(moto_server.endpoint, certificate) as proxy:
         where = RemoteLocation("s3", "bucket/store", {**moto_server.options, "endpoint_url": proxy.endpoint})
@@ -151,7 +151,7 @@ def test_a_certificate_is_trusted_by_an_option(moto_server: Server, tmp_path: Pa
 
 
 @follows("storage/remote/s3/errors.py:", "or promise with single_writer (--single-writer) that no other process writes")
-def test_a_server_without_conditional_puts_is_for_a_single_writer(
+def test_a_server_without_conditional_puts_supports_a_single_writer(
     rclone_server: Server, messages: Messages, run: Run
 ) -> None:
     answer = {"Error": {"Code": "NotImplemented"}, "ResponseMetadata": {"HTTPStatusCode": 501}}
@@ -164,16 +164,16 @@ def test_a_server_without_conditional_puts_is_for_a_single_writer(
     run("tag", url, "best", "a@1", advice.says("--single-writer"), *given)
 
 
-@follows("storage/remote/patience.py:Call.why", "no call waits for more than … s in all (… in storage_options)")
-def test_a_call_waits_for_the_time_of_the_option(messages: Messages) -> None:
+@follows("storage/remote/patience.py:Call.why", "no call waits longer than … s in total (… in storage_options)")
+def test_a_call_waits_as_long_as_the_option_allows(messages: Messages) -> None:
     advice = messages.text(Call(Patience()).why)
     patience, rest = Patience.of({advice.says("call_timeout"): 500})
     assert (Call(patience).left, rest) == (500, {})
     casckpt.open("s3://bucket/store", storage_options={"call_timeout": 500})
 
 
-@follows("storage/remote/urls.py:open_remote", "a …:// URL holds no credentials here: give them with storage_options")
-def test_credentials_are_given_outside_the_url(moto_server: Server, messages: Messages) -> None:
+@follows("storage/remote/urls.py:open_remote", "a …:// URL must not contain credentials: pass them in storage_options")
+def test_credentials_are_passed_outside_the_url(moto_server: Server, messages: Messages) -> None:
     bucket, options = moto_server.new_bucket(), moto_server.options
     with messages.error(InvalidInput) as advice:
         casckpt.open(f"s3://{options['key']}:{options['secret']}@{bucket}/store")
@@ -181,13 +181,13 @@ def test_credentials_are_given_outside_the_url(moto_server: Server, messages: Me
     casckpt.open(f"s3://{bucket}/store", **given).save({"x": 1}, run="a", step=1)
 
 
-@follows("storage/remote/files.py:RemoteFiles.check_free", "give another URL, or --force to write over it")
-def test_an_export_overwrites_a_url_with_force(
+@follows("storage/remote/files.py:RemoteFiles.check_free", "pass a different URL, or --force to overwrite it")
+def test_an_export_overwrites_a_url_with_the_force_option(
     saved: casckpt.Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     where = "memory://of-hints/model.safetensors"
     saved.export("a@1", where)
     advice = messages.text(run("export", store_path, "a@1", where, status=5).output)
     run("export", store_path, "a@1", where, advice.says("--force"))
-    advice.says("give another URL")
+    advice.says("pass a different URL")
     run("export", store_path, "a@1", "memory://of-hints/other.safetensors")

@@ -1,4 +1,4 @@
-"""Advice about stores, their content and its names."""
+"""Advice about stores, their contents, and names in them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Store = casckpt.Store
 # opening
 
 
-@follows("store/store.py:Store.__init__", "a store is opened with casckpt.open")
+@follows("store/store.py:Store.__init__", "open the store with casckpt.open")
 def test_a_store_is_opened_with_open(store_path: Path, messages: Messages) -> None:
     with messages.error((InvalidInput, TypeError)) as advice:
         Store(str(store_path))  # type: ignore[arg-type]
@@ -45,8 +45,8 @@ def test_a_store_is_opened_with_open(store_path: Path, messages: Messages) -> No
     casckpt.open(store_path).save({"x": 1}, run="a", step=1)
 
 
-@follows("store/store.py:Store._its_mirror", "give casckpt.open(..., mirror=URL)")
-def test_a_mirror_is_given_when_a_store_is_opened(
+@follows("store/store.py:Store._its_mirror", "use casckpt.open(..., mirror=URL)")
+def test_a_mirror_is_passed_when_a_store_is_opened(
     saved: Store, store_path: Path, tmp_path: Path, messages: Messages
 ) -> None:
     with messages.error(InvalidInput) as advice:
@@ -58,7 +58,7 @@ def test_a_mirror_is_given_when_a_store_is_opened(
     assert [str(one) for one in casckpt.open(tmp_path / "mirror").checkpoints()] == [str(saved.get("a@1"))]
 
 
-@follows("repository/repository.py:Repository._read_marker", "the first save or `casckpt init` makes one")
+@follows("repository/repository.py:Repository._read_marker", "create it with a save or `casckpt init`")
 def test_a_missing_store_is_created(store_path: Path, tmp_path: Path, messages: Messages, run: Run) -> None:
     with messages.error(NotFound) as advice:
         casckpt.open(store_path).checkpoints()
@@ -69,7 +69,7 @@ def test_a_missing_store_is_created(store_path: Path, tmp_path: Path, messages: 
 
 
 @follows("repository/repository.py:Repository.change_settings", "see `casckpt settings --help`")
-def test_the_help_lists_names_of_settings(saved: Store, messages: Messages, run: Run) -> None:
+def test_the_help_lists_setting_names(saved: Store, messages: Messages, run: Run) -> None:
     with messages.error(InvalidInput) as advice:
         saved.repository.change_settings(least_age=3)
     assert "min_age" in run(*advice.command("settings")).output
@@ -77,8 +77,8 @@ def test_the_help_lists_names_of_settings(saved: Store, messages: Messages, run:
     assert saved.settings.min_age == timedelta(days=2)
 
 
-@follows("repository/exclusive.py:require_exclusive", "Use another storage, or give single_writer")
-def test_a_storage_that_replaces_objects_is_used_by_a_single_writer(tmp_path: Path, messages: Messages) -> None:
+@follows("repository/exclusive.py:require_exclusive", "Use a different storage, or pass single_writer")
+def test_a_storage_that_replaces_objects_supports_a_single_writer(tmp_path: Path, messages: Messages) -> None:
     storage = Ignoring()
     with messages.error(Unsupported) as advice:
         Store(Repository(storage, tmp_path / "cache")).save({"x": 1}, run="a", step=1)
@@ -94,7 +94,7 @@ def test_a_storage_that_replaces_objects_is_used_by_a_single_writer(tmp_path: Pa
 
 
 @follows("contents/refs.py:_at_step", "was purged: it is gone for good; see `casckpt list`")
-def test_another_step_than_a_purged_one_is_found_in_the_list(
+def test_the_list_shows_a_step_to_use_instead_of_a_purged_one(
     saved: Store, purged: casckpt.Checkpoint, messages: Messages, run: Run
 ) -> None:
     with messages.error(Gone) as advice:
@@ -103,7 +103,7 @@ def test_another_step_than_a_purged_one_is_found_in_the_list(
     assert saved.read(listed["id"]) == {"x": 2}
 
 
-@follows("store/store.py:Store.tag", "the name of a tag comes first, then the checkpoint: tag(…, …)")
+@follows("store/store.py:Store.tag", "the tag name comes first, and then the checkpoint: call tag(…, …)")
 def test_a_tag_is_set_with_the_suggested_call(saved: Store, messages: Messages) -> None:
     with messages.error(InvalidInput) as advice:
         saved.tag("a@1", "best")
@@ -111,7 +111,7 @@ def test_a_tag_is_set_with_the_suggested_call(saved: Store, messages: Messages) 
     assert saved.get("tag:best").step == 1
 
 
-@follows("store/store.py:Store.restore", "restore_many takes ranges")
+@follows("store/store.py:Store.restore", "use restore_many for ranges")
 def test_a_range_is_restored_with_restore_many(saved: Store, messages: Messages) -> None:
     saved.save({"x": 2}, run="a", step=2)
     saved.forget("a@1..2")
@@ -173,7 +173,9 @@ def test_a_run_whose_checkpoints_were_forgotten_is_listed_and_restored(
 
 
 @follows("contents/refs.py:_by_id", "see `casckpt list --all`")
-def test_a_missing_id_is_found_in_the_list(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
+def test_the_list_shows_an_id_to_use_instead_of_a_missing_one(
+    saved: Store, store_path: Path, messages: Messages, run: Run
+) -> None:
     with messages.error(NotFound) as advice:
         saved.get("f" * 64 if not saved.get("a@1").id.startswith("f") else "0" * 64)
     output = run(*advice.command("list"), store_path).output
@@ -183,7 +185,7 @@ def test_a_missing_id_is_found_in_the_list(saved: Store, store_path: Path, messa
 
 @pytest.fixture
 def purged(saved: Store) -> casckpt.Checkpoint:
-    """Return the former a@1 after a gc purged it. a@2 is visible."""
+    """Return what was a@1 before a gc purged it. a@2 is visible."""
     saved.save({"x": 2}, run="a", step=2)
     old = saved.get("a@1")
     saved.forget("a@1")
@@ -192,7 +194,7 @@ def purged(saved: Store) -> casckpt.Checkpoint:
 
 
 @follows("contents/refs.py:_by_id", "was purged: it is gone for good; see `casckpt list`")
-def test_another_id_than_a_purged_one_is_found_in_the_list(
+def test_the_list_shows_an_id_to_use_instead_of_a_purged_one(
     saved: Store, purged: casckpt.Checkpoint, messages: Messages, run: Run
 ) -> None:
     with messages.error(Gone) as advice:
@@ -202,7 +204,7 @@ def test_another_id_than_a_purged_one_is_found_in_the_list(
 
 
 @follows("contents/refs.py:_as_it_is", "was purged: it is gone for good; see `casckpt list`")
-def test_another_checkpoint_than_a_purged_one_is_found_in_the_list(
+def test_the_list_shows_a_checkpoint_to_use_instead_of_a_purged_one(
     saved: Store, purged: casckpt.Checkpoint, messages: Messages, run: Run
 ) -> None:
     with messages.error(Gone) as advice:
@@ -230,7 +232,7 @@ def test_a_commit_record_that_cannot_be_read_is_named_by_verify(
 
 
 @follows("history/tags.py:no_tag", "there are none; `casckpt tag STORE NAME REF` creates one")
-def test_a_missing_tag_is_set(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
+def test_a_missing_tag_is_created(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
     with messages.error(NotFound) as advice:
         saved.get("tag:best")
     run(*advice.command("tag", STORE=store_path, NAME="best", REF="a@1"))
@@ -312,7 +314,7 @@ def test_a_damaged_blob_found_by_prefetch_is_repaired(tmp_path: Path, messages: 
     )
 
 
-@follows("contents/signatures.py:check_trusted", "If you know that it is right, sign it with `casckpt sign`")
+@follows("contents/signatures.py:check_trusted", "If you know that it is genuine, sign it with `casckpt sign`")
 @follows("contents/signatures.py:check_verified", "this store was opened with require_signature")
 def test_a_checkpoint_without_a_signature_is_signed(
     saved: Store, tmp_path: Path, messages: Messages, run: Run, weights: dict[str, torch.Tensor]
@@ -332,8 +334,8 @@ def test_a_checkpoint_without_a_signature_is_signed(
 # caches
 
 
-@follows("repository/blob_cache.py:BlobCache.fill", "give it more (cache_bytes), or use a larger disk (cache_dir)")
-def test_a_small_cache_is_given_more_space(tmp_path: Path, messages: Messages) -> None:
+@follows("repository/blob_cache.py:BlobCache.fill", "allow more (cache_bytes), or use a larger disk (cache_dir)")
+def test_a_cache_that_is_too_small_is_enlarged(tmp_path: Path, messages: Messages) -> None:
     storage = far()
     store = Store(Repository(storage, tmp_path / "one"))
     store.save({"w": torch.arange(2000.0)}, run="a", step=1)
@@ -344,18 +346,20 @@ def test_a_small_cache_is_given_more_space(tmp_path: Path, messages: Messages) -
     assert casckpt.open(tmp_path, cache_dir=tmp_path / "more", **more).repository.cache_bytes == 1 << 20
 
 
-@follows("repository/blob_cache.py:BlobCache.fill", "or give another cache_dir")
-def test_another_cache_folder_replaces_an_unwritable_one(tmp_path: Path, messages: Messages) -> None:
+@follows("repository/blob_cache.py:BlobCache.fill", "or pass a different cache_dir")
+def test_a_different_cache_folder_replaces_an_unwritable_one(tmp_path: Path, messages: Messages) -> None:
     storage = far()
     Store(Repository(storage, tmp_path / "one")).save({"w": torch.arange(2000.0)}, run="a", step=1)
     (tmp_path / "file").write_text("no folder")
     with messages.error(StorageError) as advice:
         Store(Repository(storage, tmp_path / "file", cache_bytes=1 << 20)).pre_download("a@1")
-    advice.says("another cache_dir")
+    advice.says("different cache_dir")
     assert Store(Repository(storage, tmp_path / "other", cache_bytes=1 << 20)).pre_download("a@1") > 8000
 
 
-@follows("repository/catalogue.py:Catalogue._turn_off", "`casckpt reindex` makes a new one, --cache-dir names another")
+@follows(
+    "repository/catalogue.py:Catalogue._turn_off", "create a new one, or choose a different folder with --cache-dir"
+)
 @pytest.mark.parametrize("way", ["reindex", "--cache-dir"])
 def test_an_unusable_catalogue_is_rebuilt(
     tmp_path: Path, store_path: Path, messages: Messages, run: Run, way: str
@@ -377,7 +381,7 @@ def test_an_unusable_catalogue_is_rebuilt(
         assert list((tmp_path / "other").rglob("*"))
 
 
-@follows("contents/manifests.py:reindex", "make room there, or name another --cache-dir")
+@follows("contents/manifests.py:reindex", "free some space there, or pass a different --cache-dir")
 def test_a_catalogue_is_created_in_a_writable_folder(
     saved: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:

@@ -44,7 +44,7 @@ def described(tensor: torch.Tensor, at: int) -> torch.Tensor:
 
 
 @follows("tensors/dtensors.py:described_shards", "Correct its …, or save its parts as casckpt.Shard")
-def test_a_tensor_with_a_wrong_description_is_corrected_or_saved_in_parts(store: Store, messages: Messages) -> None:
+def test_a_wrongly_described_tensor_is_corrected_or_saved_in_parts(store: Store, messages: Messages) -> None:
     with messages.error(InvalidInput) as advice:
         store.save({"w": described(torch.ones(2), at=2)}, run="a", step=1)
     advice.says("Correct its __create_chunk_list__")
@@ -88,13 +88,13 @@ def test_the_state_of_a_generator_is_stored(store: Store, messages: Messages) ->
     assert torch.equal(store.read("a@1")["rng"][0], generator.get_state())
 
 
-@follows("tensors/shards.py:_problem", "for a load, call module.to_empty(device=...), for a save fill the module")
-def test_a_meta_tensor_is_materialised(store: Store, messages: Messages) -> None:
+@follows("tensors/shards.py:_problem", "for a load, call module.to_empty(device=...), and for a save, fill the module")
+def test_a_meta_tensor_is_materialized(store: Store, messages: Messages) -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     with messages.error(InvalidInput) as advice:
         store.save({"model": model.state_dict()}, run="a", step=1)
-    advice.says("for a save fill the module")
+    advice.says("for a save, fill the module")
     filled = nn.Linear(2, 2)
     store.save({"model": filled.state_dict()}, run="a", step=1)
     with pytest.raises(InvalidInput):
@@ -106,7 +106,8 @@ def test_a_meta_tensor_is_materialised(store: Store, messages: Messages) -> None
 
 
 @follows(
-    "tensors/shards.py:_problem", "store these in its place. If an optimizer keeps it, save without that (optim=None)"
+    "tensors/shards.py:_problem",
+    "store these in its place. If it belongs to an optimizer, save without the optimizer (optim=None)",
 )
 def test_the_inner_tensors_of_a_composite_tensor_are_stored(store: Store, messages: Messages) -> None:
     two = TwoTensor(torch.ones(2), torch.zeros(2))  # type: ignore[no-untyped-call]
@@ -187,7 +188,7 @@ def function_of(module: str, name: str) -> Any:
 
 
 @follows("tensors/dtensors.py:_mesh_order", "call preprocess_state_dict_for_uneven_dtensor")
-def test_a_dtensor_of_megatron_fsdp_is_saved_after_preprocessing(
+def test_a_megatron_fsdp_dtensor_is_saved_after_preprocessing(
     ranks: Pool, store_path: Path, messages: Messages
 ) -> None:
     for message in ranks.run(2, uneven, str(store_path)):

@@ -1,4 +1,4 @@
-"""Advice about models, optimizers and trainings."""
+"""Advice about models, optimizers and training runs."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def weights(model: nn.Module) -> dict[str, Any]:
 # loads of models and optimizers
 
 
-@follows("frontends/training_state/groups.py:match", "or load the model alone (optim=None; from a dict")
-def test_two_parameters_with_one_name_get_different_names(trained: Store, model: Two, messages: Messages) -> None:
+@follows("frontends/training_state/groups.py:match", "or load the model alone (optim=None; in a dict")
+def test_two_parameters_with_the_same_name_get_different_names(trained: Store, model: Two, messages: Messages) -> None:
     fresh = Two("a", "c")
     new = SGD(fresh.parameters())
     with messages.error(InvalidInput) as advice:
@@ -85,29 +85,33 @@ def test_two_parameters_with_one_name_get_different_names(trained: Store, model:
     )
     assert torch.equal(fresh.c.weight, model.a.weight)  # type: ignore[union-attr,arg-type]
     trained.load({"model": fresh}, "a@1", rename={"model.c.weight": "model.a.weight"}, strict=False)
-    advice.says("map each to one of its own")
+    advice.says("map each to a different one")
     load_model_and_optim_state(trained, "a@1", fresh, new, rename={"model.c.weight": "model.b.weight"})
     assert torch.equal(fresh.c.weight, model.b.weight)  # type: ignore[union-attr,arg-type]
 
 
-@follows("frontends/training_state/groups.py:check", "Make the same optimizer as was saved, or load the model alone")
+@follows(
+    "frontends/training_state/groups.py:check", "Create the kind of optimizer that was saved, or load the model alone"
+)
 def test_the_same_optimizer_is_created_or_none_is_loaded(trained: Store, model: Two, messages: Messages) -> None:
     fresh = Two()
     with messages.error(Mismatch) as advice:
         load_model_and_optim_state(trained, "a@1", fresh, optim.Adadelta(fresh.parameters()))
-    advice.says("Make the same optimizer as was saved")
+    advice.says("Create the kind of optimizer that was saved")
     load_model_and_optim_state(trained, "a@1", fresh, SGD(fresh.parameters()))
     assert identical(weights(fresh), weights(model))
     other = Two()
     alone: Any = advice.argument("optim")
     load_model_and_optim_state(trained, "a@1", other, **alone)
     assert identical(weights(other), weights(model))
-    advice.says("from a dict, leave the optimizer out")
+    advice.says("in a dict, leave the optimizer out")
     trained.load({"model": fresh}, "a@1")
     Checkpointer(trained, run="a").resume({"model": fresh}, **alone)
 
 
-@follows("frontends/training_state/groups.py:_other_parameters", "Pass strict=False to load what both have")
+@follows(
+    "frontends/training_state/groups.py:_other_parameters", "Pass strict=False to load the parameters that both have"
+)
 def test_state_that_both_optimizers_have_is_loaded(trained: Store, messages: Messages) -> None:
     fresh = Two("a", "b", "c")
     new = SGD(fresh.parameters())
@@ -117,8 +121,8 @@ def test_state_that_both_optimizers_have_is_loaded(trained: Store, messages: Mes
     assert len(new.state) == 2
 
 
-@follows("frontends/training_state/optimizer.py:StateKind.check", "or load the model alone (optim=None; from a dict")
-def test_state_of_another_kind_is_not_loaded(store: Store, model: Two, messages: Messages) -> None:
+@follows("frontends/training_state/optimizer.py:StateKind.check", "or load the model alone (optim=None; in a dict")
+def test_state_of_a_different_kind_is_not_loaded(store: Store, model: Two, messages: Messages) -> None:
     save_model_and_optim_state(store, model, stepped(model, optim.Adagrad), run="a", step=1)
     state = store.read("a@1")
     state["optim"]["param_groups"][0] |= {"alpha": 0.9, "centered": False, "momentum": 0}
@@ -126,7 +130,7 @@ def test_state_of_another_kind_is_not_loaded(store: Store, model: Two, messages:
     fresh = Two()
     with messages.error(Mismatch) as advice:
         load_model_and_optim_state(store, "a@2", fresh, optim.RMSprop(fresh.parameters()))
-    advice.says("Make the same optimizer as was saved, with the same options")
+    advice.says("Create the kind of optimizer that was saved, with the same options")
     load_model_and_optim_state(store, "a@1", fresh, optim.Adagrad(fresh.parameters()))
     other = Two()
     alone: Any = advice.argument("optim")
@@ -134,9 +138,9 @@ def test_state_of_another_kind_is_not_loaded(store: Store, model: Two, messages:
     assert identical(weights(other), weights(model))
 
 
-@follows("frontends/training_state/loading.py:TrainingStateLoad._leave", "or leave these unchanged with")
-@follows("frontends/training_state/model.py:_warn_once", "unless ignore_mismatched leaves their modules as they are")
-def test_keys_unread_by_a_module_are_handled_or_left(store: Store, messages: Messages) -> None:
+@follows("frontends/training_state/loading.py:TrainingStateLoad._leave", "or leave these modules unchanged with")
+@follows("frontends/training_state/model.py:_warn_once", "unless ignore_mismatched leaves their modules unchanged")
+def test_keys_unread_by_a_module_are_handled_or_ignored(store: Store, messages: Messages) -> None:
     of_models._warn_once.cache_clear()
     model = nn.Sequential(nn.Linear(3, 3), Scaled(2.0))
     with messages.log() as said:
@@ -154,7 +158,7 @@ def test_keys_unread_by_a_module_are_handled_or_left(store: Store, messages: Mes
 
 
 @follows("frontends/training_state/loading.py:TrainingStateLoad.check_unused", "pass strict=False to skip them")
-def test_weights_without_a_parameter_are_left_out(trained: Store, model: Two, messages: Messages) -> None:
+def test_weights_without_a_parameter_are_omitted(trained: Store, model: Two, messages: Messages) -> None:
     fresh = Two("a")
     with messages.error(Mismatch) as advice:
         load_model_and_optim_state(trained, "a@1", fresh)
@@ -163,7 +167,7 @@ def test_weights_without_a_parameter_are_left_out(trained: Store, model: Two, me
 
 
 @follows("frontends/training_state/save_load.py:load_model_and_optim_state", 'pass unread="ignore"')
-def test_keys_left_by_a_load_are_not_logged_on_request(trained: Store, messages: Messages) -> None:
+def test_keys_skipped_by_a_load_are_not_logged_on_request(trained: Store, messages: Messages) -> None:
     trained.save({**trained.read("a@1"), "more": {"x": 1, "y": 2}}, run="leaving-more", step=1)
     fresh = Two()
     with messages.log() as advice:
@@ -175,9 +179,9 @@ def test_keys_left_by_a_load_are_not_logged_on_request(trained: Store, messages:
     assert texts == []
 
 
-@follows("frontends/training_state/stored.py:StoredTraining.groups", "Load the model alone (optim=None; from a dict")
+@follows("frontends/training_state/stored.py:StoredTraining.groups", "Load the model alone (optim=None; in a dict")
 @follows("frontends/training_state/stored.py:StoredTraining.groups", "read it with store.read")
-def test_the_model_of_a_checkpoint_without_a_named_optimizer_loads(
+def test_a_model_loads_from_a_checkpoint_without_a_named_optimizer(
     store: Store, model: Two, messages: Messages
 ) -> None:
     trained = stepped(model)
@@ -190,9 +194,9 @@ def test_the_model_of_a_checkpoint_without_a_named_optimizer_loads(
     alone: Any = advice.argument("optim")
     load_model_and_optim_state(store, "a@1", fresh, **alone)
     assert identical(weights(fresh), weights(model))
-    advice.says("from a dict, leave the optimizer out")
+    advice.says("in a dict, leave the optimizer out")
     store.load({"model": fresh}, "a@1")
-    advice.says("choose another checkpoint")
+    advice.says("choose a different checkpoint")
     load_model_and_optim_state(store, "a@2", fresh, SGD(fresh.parameters()))
     with messages.error(Mismatch) as advice:
         load_model_and_optim_state(store, "a@3", fresh, SGD(fresh.parameters()))
@@ -203,7 +207,7 @@ def test_the_model_of_a_checkpoint_without_a_named_optimizer_loads(
 
 
 @follows(
-    "store/objects.py:", "call optim.load_state_dict(state[%r]) after the load; or save the optimizer itself beside its"
+    "store/objects.py:", "call optim.load_state_dict(state[%r]) after the load. Or save the optimizer itself with its"
 )
 def test_optimizer_state_is_loaded_through_the_optimizer(store: Store, model: Two, messages: Messages) -> None:
     trained = stepped(model)
@@ -229,14 +233,14 @@ def test_optimizer_state_is_loaded_through_the_optimizer(store: Store, model: Tw
 
 
 @follows(
-    "frontends/training_state/optimizer.py:named_groups", "give the list of these, or none (optim=None; of a Trainer"
+    "frontends/training_state/optimizer.py:named_groups", "pass the list of these, or none (optim=None; in a Trainer"
 )
 def test_the_optimizer_belongs_to_the_model_or_is_none(store: Store, model: Two, messages: Messages) -> None:
     with messages.error(InvalidInput) as advice:
         save_model_and_optim_state(store, model, stepped(Two()), run="a", step=1)
-    advice.says("give the model that the optimizer was made for")
+    advice.says("pass the model that the optimizer was created for")
     save_model_and_optim_state(store, model, stepped(model), run="a", step=1)
-    advice.says("give the list of these")
+    advice.says("pass the list of these")
     each = [stepped(layer) for layer in model.children()]
     save_model_and_optim_state(store, model, each, run="a", step=2)
     assert store.get("a@2").tensors.keys() == store.get("a@1").tensors.keys()
@@ -247,9 +251,9 @@ def test_the_optimizer_belongs_to_the_model_or_is_none(store: Store, model: Two,
 
 @follows(
     "frontends/training_state/optimizer.py:unflatten_optimizer_state",
-    "give all of the result of flatten_optimizer_state",
+    "pass the complete result of flatten_optimizer_state",
 )
-def test_a_flat_state_is_given_complete(model: Two, messages: Messages) -> None:
+def test_a_flat_state_is_passed_in_full(model: Two, messages: Messages) -> None:
     trained = stepped(model)
     flat = casckpt.flatten_optimizer_state(model, trained)
     part = {key: value for key, value in flat.items() if "momentum" not in key}
@@ -278,7 +282,7 @@ def test_keys_to_unshard_are_chosen_from_the_list(trained: Store, model: Two, me
 
 
 def wrapped_otherwise(rank: int, size: int, path: str) -> list[str]:
-    """Cases that FSDP refuses, each followed by the advised call."""
+    """Cases that FSDP refuses, each of which then uses the advised call."""
     said = []
 
     def refused(model: nn.Module, trained: optim.Optimizer | None = None) -> Advice:
@@ -293,7 +297,7 @@ def wrapped_otherwise(rank: int, size: int, path: str) -> list[str]:
     again = joined(nn.Linear(4, 4), **refused(one, SGD(one.parameters())).argument("use_orig_params"))
     save(again, "original", SGD(again.parameters()))
     with FullyShardedDataParallel.summon_full_params(again):
-        refused(again).says("save and load outside forward, backward and summon_full_params")
+        refused(again).says("save and load outside of forward, backward and summon_full_params")
     save(again, "outside")
     image = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     refused(joined(image)).says("model.to(memory_format=torch.contiguous_format)")
@@ -308,9 +312,9 @@ def wrapped_otherwise(rank: int, size: int, path: str) -> list[str]:
     return said
 
 
-@follows("frontends/training_state/flat.py:_check", "shard it with torch.distributed.fsdp.fully_shard")
+@follows("frontends/training_state/flat.py:_check", "shard the model with torch.distributed.fsdp.fully_shard")
 @follows("frontends/training_state/flat.py:_check", "wrap the model with use_orig_params=True")
-@follows("frontends/training_state/flat.py:_check", "save and load outside forward, backward and summon_full_params")
+@follows("frontends/training_state/flat.py:_check", "save and load outside of forward, backward and summon_full_params")
 @follows("frontends/training_state/flat.py:_check_order", "make it contiguous before it is wrapped")
 def test_a_model_is_wrapped_in_a_supported_way(ranks: Pool, store_path: Path, messages: Messages) -> None:
     for texts in ranks.run(2, wrapped_otherwise, str(store_path)):
@@ -372,9 +376,11 @@ def state_of_shards(rank: int, size: int, path: str) -> list[str]:
 
 @follows("frontends/training_state/holding.py:Holding._tensor_as_saved", "Save it with store.save, as casckpt.Shard or")
 @follows("frontends/training_state/together.py:_check_alike", "Save it with Store.save, as casckpt.Shard or")
-@follows("frontends/training_state/contents.py:_of_one_rank", "Pass it beside the model, as in")
+@follows("frontends/training_state/contents.py:_of_one_rank", "Pass it next to the model, as in")
 @follows("frontends/training_state/unshard.py:_unshard", "leave no_dist out")
-def test_state_that_may_belong_to_shards_is_saved_as_such(ranks: Pool, store_path: Path, messages: Messages) -> None:
+def test_state_that_may_belong_to_shards_is_saved_as_shard_state(
+    ranks: Pool, store_path: Path, messages: Messages
+) -> None:
     _, (buffer, scales, ema, alone) = ranks.run(2, state_of_shards, str(store_path))
     messages.text(buffer).says("casckpt.Shard")
     messages.text(scales).says("remove it")
@@ -392,7 +398,7 @@ def checkpointer(store: Store, **settings: Any) -> Checkpointer:
 
 
 @follows(
-    "frontends/trainer/checkpointer.py:Checkpointer._after", "make the Checkpointer with gc=True, or run `casckpt gc"
+    "frontends/trainer/checkpointer.py:Checkpointer._after", "create the Checkpointer with gc=True, or run `casckpt gc"
 )
 @pytest.mark.parametrize("way", ["gc=True", "casckpt gc"])
 def test_gc_frees_space_of_rotated_checkpoints(
@@ -417,11 +423,9 @@ def test_gc_frees_space_of_rotated_checkpoints(
         assert len(list(store_path.rglob("*.safetensors"))) < blobs
 
 
-@follows(
-    "frontends/trainer/checkpointer.py:Checkpointer._warn_of_unsaved", "give the Checkpointer last_step=%d, or the"
-)
+@follows("frontends/trainer/checkpointer.py:Checkpointer._warn_of_unsaved", "pass last_step=%d to the Checkpointer, or")
 @pytest.mark.parametrize("way", ["last_step", "last"])
-def test_the_last_step_of_a_training_is_saved(store: Store, model: Two, messages: Messages, way: str) -> None:
+def test_the_last_training_step_is_saved(store: Store, model: Two, messages: Messages, way: str) -> None:
     def train(run: str, last: dict[str, Any] | None = None, **settings: Any) -> None:
         with Checkpointer(store, run=run, save_interval=2, **settings) as made:
             for step in range(1, 6):
@@ -439,7 +443,7 @@ def test_the_last_step_of_a_training_is_saved(store: Store, model: Two, messages
     'pass unread="ignore" (or load_optim_state=False, load_trainer_state=False)',
 )
 @pytest.mark.parametrize("way", ["unread", "load_optim_state"])
-def test_parts_left_by_a_resume_are_not_logged_on_request(
+def test_parts_skipped_by_a_resume_are_not_logged_on_request(
     store: Store, model: Two, messages: Messages, way: str
 ) -> None:
     made = Checkpointer(store, run=(name := f"leaving-{way}"))
@@ -468,19 +472,19 @@ class Whole(nn.Module):
         return self.state_dict_to_save()
 
 
-@follows("frontends/training_state/contents.py:_contents", "give no optimizer beside it")
+@follows("frontends/training_state/contents.py:_contents", "do not pass an optimizer")
 def test_a_train_module_is_saved_without_an_optimizer(store: Store, messages: Messages) -> None:
     whole: Any = Whole()
     with messages.error(InvalidInput) as advice:
         checkpointer(store).save(1, whole, SGD(whole.parameters()))
-    advice.says("give no optimizer beside it")
+    advice.says("do not pass an optimizer")
     checkpointer(store).save(1, whole)
     assert torch.equal(store.read("sft@1")["model"]["weight"], torch.ones(2))
 
 
 @follows(
     "frontends/training_state/contents.py:Restoring.load.wanted_optimizers",
-    "needs an optimizer to load into; give optim",
+    "needs an optimizer to load into; pass optim",
 )
 def test_optimizer_state_is_loaded_into_an_optimizer(store: Store, model: Two, messages: Messages) -> None:
     made = checkpointer(store)
@@ -488,16 +492,14 @@ def test_optimizer_state_is_loaded_into_an_optimizer(store: Store, model: Two, m
     with messages.error(InvalidInput) as advice:
         made.load("sft@1", Two(), load_optim_state=True)
     fresh = Two()
-    new: Any = {advice.says("give optim").split()[-1]: SGD(fresh.parameters())}
+    new: Any = {advice.says("pass optim").split()[-1]: SGD(fresh.parameters())}
     made.load("sft@1", fresh, load_optim_state=True, **new)
     assert len(new["optim"].state) == 2
 
 
-@follows(
-    "frontends/training_state/contents.py:Restoring._check_there", '=None (to resume: missing="warn") to go on without'
-)
+@follows("frontends/training_state/contents.py:Restoring._check_there", '=None (in a resume: missing="warn")')
 @pytest.mark.parametrize("way", ["load_optim_state", "missing", "another"])
-def test_a_training_resumes_without_unsaved_parts(store: Store, model: Two, messages: Messages, way: str) -> None:
+def test_training_resumes_without_unsaved_parts(store: Store, model: Two, messages: Messages, way: str) -> None:
     made = checkpointer(store)
     made.save(1, model, stepped(model))
     made.save(2, model)
@@ -510,7 +512,7 @@ def test_a_training_resumes_without_unsaved_parts(store: Store, model: Two, mess
     if way == "missing":
         made.resume(fresh, SGD(fresh.parameters()), **advice.argument(way))
     elif way == "another":
-        advice.says("choose another checkpoint")
+        advice.says("choose a different checkpoint")
         made.load("sft@1", fresh, SGD(fresh.parameters()), load_optim_state=True)
     else:
         made.load("sft@2", fresh, SGD(fresh.parameters()), **advice.argument(way))
@@ -524,7 +526,7 @@ class Loading(Whole):
 
 
 @follows("frontends/training_state/contents.py:Restoring.load.wanted_optimizers", 'leave out options="keep"')
-def test_a_model_that_loads_by_itself_has_no_options_to_keep(store: Store, messages: Messages) -> None:
+def test_a_model_loaded_directly_does_not_have_options_to_keep(store: Store, messages: Messages) -> None:
     whole: Any = Loading()
     checkpointer(store).save(1, whole)
     whole.weight.data.zero_()
@@ -536,7 +538,7 @@ def test_a_model_that_loads_by_itself_has_no_options_to_keep(store: Store, messa
 
 
 @follows("frontends/trainer/resumed.py:", 'but not passed to resume; to ignore this, pass unread="ignore"')
-def test_a_part_missing_from_a_resume_is_passed_or_left_on_purpose(
+def test_a_part_missing_from_a_resume_is_passed_or_skipped_explicitly(
     store: Store, model: Two, messages: Messages
 ) -> None:
     made = checkpointer(store)
@@ -551,7 +553,7 @@ def test_a_part_missing_from_a_resume_is_passed_or_left_on_purpose(
 
 
 @follows("frontends/trainer/resumed.py:", 'options="keep" keeps the given rate')
-def test_a_given_rate_stays_with_keep(store: Store, model: Two, messages: Messages) -> None:
+def test_keep_preserves_a_passed_learning_rate(store: Store, model: Two, messages: Messages) -> None:
     made = checkpointer(store)
     first = stepped(model)
     StepLR(first, 100)
@@ -568,20 +570,20 @@ def test_a_given_rate_stays_with_keep(store: Store, model: Two, messages: Messag
     assert (lower.param_groups[0]["lr"], texts) == (1e-9, [])
 
 
-@follows("frontends/trainer/run_checkpoints.py:newest_healthy", "load one of them by its step")
+@follows("frontends/trainer/run_checkpoints.py:newest_healthy", "to load one of them, name its step")
 def test_an_unhealthy_checkpoint_is_loaded_by_its_step(store: Store, model: Two, messages: Messages) -> None:
     made = checkpointer(store)
     made.save(1, model, healthy=False)
     fresh = Two()
     with messages.error(NotFound) as advice:
         made.resume(fresh, healthy=True)
-    advice.says("by its step")
+    advice.says("name its step")
     made.load("sft@1", fresh)
     assert identical(weights(fresh), weights(model))
 
 
 @follows(
-    "frontends/trainer/settings.py:TrainerSettings._check_risk", "give a save_interval or an ephemeral_save_interval"
+    "frontends/trainer/settings.py:TrainerSettings._check_risk", "pass a save_interval or an ephemeral_save_interval"
 )
 @pytest.mark.parametrize("way", ["save_interval", "ephemeral_save_interval"])
 def test_an_interval_limits_the_steps_at_risk(messages: Messages, way: str) -> None:
@@ -591,7 +593,7 @@ def test_an_interval_limits_the_steps_at_risk(messages: Messages, way: str) -> N
     assert CheckpointerConfig(max_steps_at_risk=5, **({"save_interval": None} | interval)).longest_gap == 5
 
 
-@follows("storage/throttle.py:Turn._wait", "give work_dir=, a folder on a local disk")
+@follows("storage/throttle.py:Turn._wait", "set work_dir= to a folder on a local disk")
 def test_throttling_uses_a_folder_that_supports_locks(
     store: Store, tmp_path: Path, model: Two, messages: Messages
 ) -> None:
@@ -603,8 +605,8 @@ def test_throttling_uses_a_folder_that_supports_locks(
     assert store.get("sft@1").step == 1
 
 
-@follows("frontends/training_state/train_state.py:restore_rng", "give a result of rng_state")
-def test_generators_are_restored_from_created_ones(messages: Messages) -> None:
+@follows("frontends/training_state/train_state.py:restore_rng", "pass a result of rng_state")
+def test_generators_are_restored_after_they_are_created(messages: Messages) -> None:
     with messages.error(MissingKey) as advice:
         restore_rng({"torch": torch.get_rng_state()})
     advice.says("rng_state")
@@ -614,11 +616,11 @@ def test_generators_are_restored_from_created_ones(messages: Messages) -> None:
     assert torch.equal(torch.rand(3), first)
 
 
-@follows("frontends/training_state/train_state.py:TrainState._missing", "rng=False: without the random generators")
-def test_unsaved_parts_are_left_out(messages: Messages) -> None:
+@follows("frontends/training_state/train_state.py:TrainState._missing", "rng=False leaves out the random generators")
+def test_unsaved_parts_are_omitted(messages: Messages) -> None:
     with messages.error(MissingKey) as advice:
         TrainState(epoch=0, place=1).load_state_dict({"epoch": 3})
-    advice.says("Leave that part out of the TrainState")
+    advice.says("Leave this part out of the TrainState")
     train = TrainState(epoch=0, **advice.argument("rng"))
     train.load_state_dict({"epoch": 3})
     assert train["epoch"] == 3

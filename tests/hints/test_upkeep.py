@@ -37,7 +37,7 @@ def trained(store: Store) -> Store:
 
 
 def spoil(path: Path) -> Callable[[], int]:
-    """Damage a file. The returned function restores it."""
+    """Damage a file, and return a function that restores it."""
     before = path.read_bytes()
     path.chmod(0o600)
     path.write_bytes(b"not a record")
@@ -46,7 +46,7 @@ def spoil(path: Path) -> Callable[[], int]:
 
 @follows("upkeep/gc/candidates.py:commits_without_doubt", "or give the checkpoint up with `casckpt transactions STORE")
 @pytest.mark.parametrize("way", ["put back", "give up"])
-def test_a_gc_runs_again_after_a_record_is_replaced_or_purged(
+def test_a_gc_can_run_after_a_record_is_replaced_or_purged(
     trained: Store, store_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     put_back = spoil(min((store_path / "commits").iterdir()))
@@ -63,7 +63,7 @@ def test_a_gc_runs_again_after_a_record_is_replaced_or_purged(
 
 @follows("upkeep/lost_records.py:", "Put commits/ back, from a copy of the store or by mounting it; or")
 @pytest.mark.parametrize("way", ["put back", "give up"])
-def test_a_gc_runs_again_after_lost_records_are_replaced_or_revoked(
+def test_a_gc_can_run_after_lost_records_are_replaced_or_revoked(
     trained: Store, store_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     lost = min((store_path / "commits").iterdir())
@@ -140,7 +140,7 @@ def test_a_save_in_progress_is_found_in_the_list(
 
 @follows("upkeep/gc/forgetting.py:plan_forget", "delete the tags, or say --tagged (tagged=True)")
 @pytest.mark.parametrize("way", ["untag", "tagged", "--tagged"])
-def test_a_tagged_checkpoint_is_forgotten_without_its_tag_or_with_it(
+def test_a_tagged_checkpoint_is_forgotten_after_or_together_with_its_tag(
     trained: Store, store_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     trained.tag("best", "a@1")
@@ -204,8 +204,8 @@ def test_a_pattern_to_drop_is_chosen_from_listed_keys(
 
 
 @follows("upkeep/gc/gc.py:_check_storage", "stop all saves, then open the store with single_writer")
-@follows("upkeep/doctor.py:_creates", "only one writer at a time, with single_writer (--single-writer)")
-def test_gc_on_a_replacing_storage_is_for_a_single_writer(tmp_path: Path, messages: Messages) -> None:
+@follows("upkeep/doctor.py:_creates", "allow only one writer at a time with single_writer (--single-writer)")
+def test_gc_on_a_replacing_storage_requires_a_single_writer(tmp_path: Path, messages: Messages) -> None:
     storage = Ignoring()
     Store(Repository(storage, tmp_path / "cache", single_writer=True)).save({"x": 1}, run="a", step=1)
     findings = list(examine(Repository(storage, tmp_path / "other")))
@@ -249,7 +249,7 @@ def test_a_checkpoint_that_blocks_a_copy_is_forgotten(
 
 
 @follows("upkeep/copies/mirror.py:Mirror.wait", "with the next `casckpt.open` of the store if this program ends before")
-def test_a_late_mirror_continues_with_the_next_program(
+def test_the_next_program_continues_a_late_mirror(
     store_path: Path, tmp_path: Path, messages: Messages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mirror, may_end, attempt = tmp_path / "mirror", threading.Event(), Mirror._attempt
@@ -307,7 +307,7 @@ def test_lost_settings_are_replaced_or_set_again(
 
 @follows("upkeep/gc/purge.py:unless_mirror_is_gone", "mount its disk, or put it back; `casckpt copy` fills a new one")
 @pytest.mark.parametrize("way", ["put back", "copy", "unset"])
-def test_a_lost_mirror_is_restored_filled_or_unset(
+def test_a_lost_mirror_is_restored_refilled_or_unset(
     mirrored: Path, store_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     mirrored.rename(mirrored.with_name("elsewhere"))
@@ -326,7 +326,7 @@ def test_a_lost_mirror_is_restored_filled_or_unset(
 
 @follows("upkeep/repair/verify.py:_check_arguments", "give mode='full', or leave out decode")
 @follows("upkeep/repair/verify.py:_check_arguments", "give 'full' or 'exists', and a fraction from 0 to 1")
-def test_contradictory_options_of_verify_are_changed(trained: Store, messages: Messages) -> None:
+def test_contradictory_verify_options_are_corrected(trained: Store, messages: Messages) -> None:
     with messages.error(InvalidInput) as advice:
         trained.verify(mode="exists", decode=True)
     assert not trained.verify(decode=True, **advice.argument("mode")).is_damaged

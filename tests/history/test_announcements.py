@@ -1,4 +1,4 @@
-"""Announcements: a run announces each record before it exists, with dense numbers, and followers miss none."""
+"""Announcements: a run announces each record before it exists. Numbers are dense, and followers miss no record."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def faulty(tmp_path: Path, seed: int = 1) -> tuple[Repository, FaultyStore]:
     return repository(tmp_path, storage, seed=seed), storage
 
 
-def test_each_record_is_announced_before_it_is_there(tmp_path: Path) -> None:
+def test_each_record_is_announced_before_it_exists(tmp_path: Path) -> None:
     repo, storage = faulty(tmp_path)
     created = []
 
@@ -55,7 +55,7 @@ def test_each_record_is_announced_before_it_is_there(tmp_path: Path) -> None:
     assert told(repo) == [(n, [name]) for n, name in enumerate(created)]
 
 
-def test_revoking_is_not_announced(tmp_path: Path) -> None:
+def test_a_revocation_is_not_announced(tmp_path: Path) -> None:
     from casckpt.history.transactions import revoke
 
     repo, _ = faulty(tmp_path)
@@ -83,15 +83,15 @@ def test_a_number_without_an_answer_is_not_skipped(tmp_path: Path) -> None:
     assert [number for number, _ in told(repo)] == [0, 1]
 
 
-def test_a_put_with_a_lost_answer_is_found_again(tmp_path: Path) -> None:
+def test_a_put_with_a_lost_answer_is_recognized(tmp_path: Path) -> None:
     repo, storage = faulty(tmp_path)
     storage.inject(fail_after("put", key="runs/*"))
     commit_bare(repo)
     assert [number for number, _ in told(repo)] == [0]
 
 
-def test_a_late_put_and_its_second_attempt_have_different_numbers(tmp_path: Path) -> None:
-    """The delayed put arrives after its writer has read that the number is free."""
+def test_a_late_put_and_its_retry_have_different_numbers(tmp_path: Path) -> None:
+    """The delayed put arrives after its writer has read that the number is still free."""
     repo, storage = faulty(tmp_path)
     other = repository(tmp_path / "other", storage.inner, seed=2)
     storage.inject(call_first("put", meanwhile(lambda: commit_bare(other, step=7)), key="runs/*"))
@@ -102,8 +102,8 @@ def test_a_late_put_and_its_second_attempt_have_different_numbers(tmp_path: Path
 
 @pytest.mark.parametrize("folder", ["runs", f"runs/{RUN}", announcement_key(RUN, 0).rpartition("/")[0]])
 @pytest.mark.parametrize("is_known", [True, False])
-def test_a_file_in_place_of_a_folder_of_announcements_is_an_error(tmp_path: Path, folder: str, is_known: bool) -> None:
-    """Otherwise each number after the head seems taken, without end, and none is readable."""
+def test_a_file_in_place_of_an_announcement_folder_is_an_error(tmp_path: Path, folder: str, is_known: bool) -> None:
+    """Otherwise, every number after the head would seem to be in use, without end, and none would be readable."""
     storage = LocalStore(tmp_path / "store")
     repo = repository(tmp_path / "host", storage)
     commit_bare(repo)
@@ -133,7 +133,7 @@ def test_several_processes_share_one_announcement_of_a_record(tmp_path: Path) ->
     assert look_at(repo).announced == {record.txid: 0}
 
 
-def test_a_process_that_finds_a_log_number_taken_announces_the_next(tmp_path: Path) -> None:
+def test_a_process_that_finds_a_log_number_in_use_announces_the_next(tmp_path: Path) -> None:
     """A gc has taken the number because it believed the process dead."""
     repo, storage = faulty(tmp_path)
     one = commit_bare(repo)
@@ -159,7 +159,7 @@ def test_a_kept_number_announces_nothing(tmp_path: Path) -> None:
     assert (gone.last, gone.number) == ("purged", 3)
 
 
-def test_partly_cached_announcements_are_read_again(tmp_path: Path) -> None:
+def test_partly_cached_announcements_are_reread(tmp_path: Path) -> None:
     """A fork or an interrupt may happen in the middle of a read."""
     repo, _ = faulty(tmp_path)
     one = commit_bare(repo)
@@ -178,7 +178,7 @@ def test_partly_cached_announcements_are_read_again(tmp_path: Path) -> None:
     assert len(told(repo)) == 2
 
 
-def test_threads_that_read_a_run_at_once_get_the_same(tmp_path: Path) -> None:
+def test_threads_that_read_a_run_concurrently_get_the_same_result(tmp_path: Path) -> None:
     repo, _ = faulty(tmp_path)
     for run in range(200):
         with ThreadPoolExecutor(4) as pool:
@@ -244,7 +244,7 @@ def test_processes_of_a_host_share_read_announcements(tmp_path: Path) -> None:
 
 
 def test_announced_records_that_do_not_exist_yet_are_read_later(tmp_path: Path) -> None:
-    """This holds within a process and after its end."""
+    """This holds within one process, and after it ends."""
     from casckpt.history.following import is_visible, newest
 
     repo, storage = faulty(tmp_path)
@@ -263,8 +263,8 @@ def test_announced_records_that_do_not_exist_yet_are_read_later(tmp_path: Path) 
         assert found.txid == late.txid
 
 
-def test_a_restored_backup_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """So no number is put after a gap."""
+def test_a_restored_backup_is_reread(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """This ensures that no number is put after a gap."""
     repo, storage = faulty(tmp_path)
     for step in range(3):
         commit_bare(repo, step=step)
@@ -272,12 +272,12 @@ def test_a_restored_backup_is_read_again(tmp_path: Path, caplog: pytest.LogCaptu
         storage.inner.delete(announcement_key(RUN, number))
     with caplog.at_level(logging.WARNING):
         assert look(repo, RUN).head == 0
-    assert "put back from a copy" in caplog.text
+    assert "restored from a copy" in caplog.text
     commit_bare(repo, step=3)
     assert [number for number, _ in told(repo)] == [0, 1]
 
 
-def test_a_restored_and_changed_backup_is_read_again(tmp_path: Path) -> None:
+def test_a_restored_and_changed_backup_is_reread(tmp_path: Path) -> None:
     repo, storage = faulty(tmp_path)
     one = commit_bare(repo)
     other = repository(tmp_path / "other", storage.inner, seed=2)
@@ -287,7 +287,7 @@ def test_a_restored_and_changed_backup_is_read_again(tmp_path: Path) -> None:
     assert look_at(repo).announced == {two.txid: 0}
 
 
-def test_an_unreadable_announcement_takes_its_number(tmp_path: Path) -> None:
+def test_an_unreadable_announcement_uses_up_its_number(tmp_path: Path) -> None:
     repo, storage = faulty(tmp_path)
     one = commit_bare(repo)
     storage.inner.put(announcement_key(RUN, 1), b"torn")
@@ -297,7 +297,7 @@ def test_an_unreadable_announcement_takes_its_number(tmp_path: Path) -> None:
     assert look_at(repo).announced == {one.txid: 0, two.txid: 0}
 
 
-def test_announcements_of_another_run_are_refused(tmp_path: Path) -> None:
+def test_announcements_of_a_different_run_are_refused(tmp_path: Path) -> None:
     repo, storage = faulty(tmp_path)
     commit_bare(repo, "another")
     data = storage.inner.get(announcement_key(run_hash("another"), 0), limit=1 << 20)

@@ -55,7 +55,7 @@ def test_a_commit_is_listed_as_it_was_written(repo: Repository) -> None:
     assert str(found) == f"sft/a@12 ({record.manifest[:12]})"
 
 
-def test_a_commit_goes_through_its_states(repo: Repository) -> None:
+def test_a_commit_passes_through_its_states(repo: Repository) -> None:
     first = commit_bare(repo)
     forgotten = forget(repo, first)
     assert (forgotten.live, forgotten.visible, forgotten.number) == (True, False, 1)
@@ -77,7 +77,7 @@ def test_a_change_to_the_current_state_returns_the_commit_unchanged(repo: Reposi
     assert len(list(repo.storage.list("commits/"))) == 3
 
 
-def test_a_purged_commit_stays_purged(repo: Repository) -> None:
+def test_a_purged_commit_remains_purged(repo: Repository) -> None:
     purged = purge(repo, forget(repo, commit_bare(repo)))
     for change in (forget, restore):
         with pytest.raises(Conflict, match="gone for good"):
@@ -89,7 +89,7 @@ def test_only_forgotten_commits_can_be_purged(repo: Repository) -> None:
         purge(repo, commit_bare(repo))
 
 
-def test_forget_by_an_old_handle_of_a_restored_commit_works(repo: Repository) -> None:
+def test_an_old_handle_of_a_restored_commit_can_forget_it(repo: Repository) -> None:
     old = forget(repo, commit_bare(repo))
     restore(repo, old)
     assert forget(repo, old).number == 3
@@ -103,9 +103,11 @@ def test_an_old_listing_never_overrules_a_later_change(repo: Repository) -> None
         forget(repo, old)
 
 
-def test_a_purge_by_an_old_listing_fails_for_any_clocks(tmp_path: Path) -> None:
-    """It was restored, tagged and forgotten again in one tick. So this is not the `forgotten` record that the gc
-    read."""
+def test_a_purge_based_on_an_old_listing_fails_whatever_the_clocks_say(tmp_path: Path) -> None:
+    """It was restored, tagged and forgotten again within one tick.
+
+    Thus, this is not the `forgotten` record that the gc read.
+    """
     repo = repository(tmp_path, clock=Ticks(step=0))
     old = forget(repo, commit_bare(repo))
     now = forget(repo, restore(repo, old))
@@ -116,7 +118,7 @@ def test_a_purge_by_an_old_listing_fails_for_any_clocks(tmp_path: Path) -> None:
     assert purge(repo, now).number == 5
 
 
-def test_an_old_handle_in_the_wanted_state_is_returned(repo: Repository) -> None:
+def test_an_old_handle_in_the_requested_state_is_returned(repo: Repository) -> None:
     old = commit_bare(repo)
     now = forget(repo, old)
     assert forget(repo, old) == now
@@ -175,7 +177,7 @@ def test_a_commit_cannot_be_revoked(repo: Repository) -> None:
     assert states(repo) == {first.txid: "committed"}
 
 
-def test_committing_twice_makes_one_commit(repo: Repository) -> None:
+def test_committing_twice_creates_one_commit(repo: Repository) -> None:
     record = committed(repo)
     commit(repo, record)
     commit(repo, record)
@@ -240,7 +242,7 @@ def test_one_of_eight_simultaneous_appends_wins(tmp_path: Path, where: str) -> N
     assert now.number == 2
     for kind, result in zip(kinds, results, strict=True):
         if kind.__name__.lower() == now.last:
-            assert result == now  # the winner, and those that wanted the same
+            assert result == now  # the winner, and the processes that wanted the same record
         else:
             assert isinstance(result, Conflict)
 
@@ -275,7 +277,7 @@ def test_numbers_are_compared_as_numbers(repo: Repository) -> None:
     assert list_commits(repo).commits[now.txid] == now
 
 
-def test_a_failing_storage_is_an_error_and_not_an_empty_list(tmp_path: Path) -> None:
+def test_a_failing_storage_raises_instead_of_listing_nothing(tmp_path: Path) -> None:
     repo = repository(tmp_path, FaultyStore(memory()))
     commit_bare(repo)
     repo.storage.inject(fail_before("get", key="commits/*"))  # type: ignore[attr-defined]  # a FaultyStore
@@ -283,7 +285,7 @@ def test_a_failing_storage_is_an_error_and_not_an_empty_list(tmp_path: Path) -> 
         list_commits(repo)
 
 
-def test_records_are_read_once_ever_per_host(tmp_path: Path) -> None:
+def test_each_host_reads_a_record_only_once(tmp_path: Path) -> None:
     storage = FaultyStore(memory())
     writer = repository(tmp_path, storage)
     made = [commit_bare(writer, "a", step) for step in range(20)]
@@ -299,29 +301,31 @@ def test_records_are_read_once_ever_per_host(tmp_path: Path) -> None:
     assert storage.count("get", "commits/*") == reads + 1
 
 
-def test_a_cached_record_that_is_not_listed_any_more_is_ignored(repo: Repository) -> None:
+def test_a_cached_record_that_is_no_longer_listed_is_ignored(repo: Repository) -> None:
     kept, gone = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
     list_commits(repo)
     repo.storage.delete(commit_key(gone.txid))
     assert list_commits(repo).commits.keys() == {kept.txid}
 
 
-def test_a_restored_backup_with_other_records_is_read_again(repo: Repository) -> None:
+def test_a_restored_backup_with_different_records_is_reread(repo: Repository) -> None:
     purged = purge(repo, forget(repo, commit_bare(repo)))
     assert not list_commits(repo).commits[purged.txid].live
-    repo.storage.delete(commit_key(purged.txid, 2))  # as a backup from before the purge, restored on another host
+    repo.storage.delete(
+        commit_key(purged.txid, 2)
+    )  # as with a backup from before the purge that is restored on a different host
     repo.put_record(commit_key(purged.txid, 2), Restored(txid=purged.txid, time=purged.changed_at))
     assert list_commits(repo).commits[purged.txid].visible
 
 
-def test_several_threads_read_a_remote_storage(tmp_path: Path) -> None:
+def test_a_remote_storage_is_read_by_several_threads(tmp_path: Path) -> None:
     class Remote(MemoryStore):
         traits = Traits(remote=True, read_gap=0, parallel=4, exclusive=True)
 
     storage = MemoryStore(uuid4().hex)
     writer = repository(tmp_path, storage)
     made = {commit_bare(writer, "a", step).txid for step in range(8)}
-    barrier = threading.Barrier(4, timeout=60)  # passes only if four reads are in flight at once
+    barrier = threading.Barrier(4, timeout=60)  # passes only if four reads are in flight at the same time
     waits = [call_first("get", meanwhile(barrier.wait), key="commits/*", times=8)]
     repo = repository(tmp_path, FaultyStore(Remote(storage.name), waits))
     assert list_commits(repo).commits.keys() == made

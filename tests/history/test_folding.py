@@ -1,4 +1,4 @@
-"""Logs of rewrites, folded with those of their bases."""
+"""Logs of rewrites, folded together with the logs of their bases."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def visible(repo: Repository) -> list[TxId]:
     return [one.txid for one in list_commits(repo).visible()]
 
 
-def test_a_restore_undoes_a_rewrite_for_ever(repo: Repository) -> None:
+def test_a_restore_undoes_a_rewrite_permanently(repo: Repository) -> None:
     base = commit_bare(repo)
     made = rewrite_bare(repo, base)
     upon = rewrite_bare(repo, made)
@@ -67,7 +67,7 @@ def test_a_rewrite_is_invisible_before_its_replaced_record(repo: Repository, tmp
 # order
 
 
-def test_latest_is_the_last_save_for_any_clocks(tmp_path: Path) -> None:
+def test_latest_is_the_last_save_whatever_the_clocks_say(tmp_path: Path) -> None:
     storage = memory()
     ahead = repository(tmp_path / "ahead", storage, clock=Ticks(START + 600 * 10**6))
     repo = repository(tmp_path / "behind", storage, seed=2)
@@ -86,7 +86,7 @@ def test_latest_is_the_last_save_for_any_clocks(tmp_path: Path) -> None:
         assert newest_reusable(host, "a", anew=True) == now(host, again)
 
 
-def test_the_last_saved_of_two_twins_answers(repo: Repository) -> None:
+def test_the_twin_that_was_saved_last_answers(repo: Repository) -> None:
     one, two = (commit_bare(repo, "a", 1) for _ in range(2))
     rewrite_bare(repo, one)
     assert resolve(repo, "a@1").txid == two.txid
@@ -99,19 +99,19 @@ def test_the_last_saved_of_two_twins_answers(repo: Repository) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["run", "step", "later"])
-def test_a_rewrite_record_of_another_checkpoint_is_refused(repo: Repository, wrong: str) -> None:
+def test_a_rewrite_record_of_a_different_checkpoint_is_refused(repo: Repository, wrong: str) -> None:
     record = committed(repo, "a", 1)
     base = repo.new_txid("b" if wrong == "run" else "a", 2 if wrong == "step" else 1)
     if wrong != "later":
         record = committed(repo, "a", 1)
     for fields in ({"replaces": (base, 1)}, {"origin": base}):
-        with pytest.raises(Refused, match="not possible"):
+        with pytest.raises(Refused, match="impossible"):
             changed(record, **fields)
-    with pytest.raises(Refused, match="not possible"):
+    with pytest.raises(Refused, match="impossible"):
         Replaced(txid=record.txid, time=0, by=record.txid)
 
 
-def test_a_commit_counts_for_another_with_the_same_or_fewer_entries(repo: Repository) -> None:
+def test_a_commit_stands_in_for_one_with_the_same_or_fewer_entries(repo: Repository) -> None:
     base = commit_bare(repo)
     made = rewrite_bare(repo, base)
     thin = rewrite_bare(repo, made, dropped=Dropped(entries=1, bytes=4, rule="optimizer"))

@@ -1,4 +1,4 @@
-"""Following runs shows the same as a listing of commits/, for any order of announcements and events."""
+"""Following runs returns the same as a listing of commits/, for any order of announcements and events."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.support.repositories import START, Ticks, commit_bare, memory, reposi
 
 
 def check(repo: Repository, run: str) -> None:
-    """Check that following shows the same as a listing."""
+    """Check that following returns the same as a listing."""
     listed = list_commits(repo)
     visible = [one for one in listed.visible() if one.run == run]
     live = [one for one in listed.live() if one.run == run]
@@ -55,7 +55,7 @@ def check(repo: Repository, run: str) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(CHANGES), max_size=25), st.integers(0, 1 << 30))
-def test_following_shows_the_same_as_a_listing(changes: list[str], seed: int) -> None:
+def test_following_returns_the_same_commits_as_a_listing(changes: list[str], seed: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         hosts = Hosts(Path(folder), MemoryStore(f"following-{seed}-{folder}"), random.Random(seed))
         for change in changes:
@@ -70,7 +70,7 @@ def test_following_shows_the_same_as_a_listing(changes: list[str], seed: int) ->
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_a_look_shows_everything_from_before_its_start(tmp_path: Path, seed: int, is_new: bool) -> None:
+def test_a_look_shows_everything_that_existed_before_it_began(tmp_path: Path, seed: int, is_new: bool) -> None:
     missed = 0
     for round_ in range(60):
         draw = random.Random(seed + round_)
@@ -102,7 +102,7 @@ def requests(storage: FaultyStore) -> list[str]:
 
 @pytest.mark.parametrize("length", [3, 1100])
 def test_a_first_look_needs_few_requests(tmp_path: Path, length: int) -> None:
-    """The number depends neither on the length of the run nor on other changes."""
+    """The number of requests depends neither on the length of the run nor on other changes."""
     storage = FaultyStore(memory())
     repo = repository(tmp_path / "writer", storage)
     for step in range(length):
@@ -123,7 +123,7 @@ def test_a_first_look_needs_few_requests(tmp_path: Path, length: int) -> None:
     ]
 
 
-def test_latest_reads_each_run_or_lists_if_there_are_many(tmp_path: Path) -> None:
+def test_latest_reads_each_run_but_makes_a_listing_if_there_are_many(tmp_path: Path) -> None:
     storage = FaultyStore(memory())
     repo = repository(tmp_path, storage)
     last = [commit_bare(repo, f"run-{number}") for number in range(MANY_RUNS)][-1]
@@ -138,8 +138,8 @@ def test_latest_reads_each_run_or_lists_if_there_are_many(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("count", [2, MANY_RUNS + 1])
-def test_nothing_is_reused_from_runs_in_doubt(tmp_path: Path, count: int) -> None:
-    """Its checkpoint may be purged: the record that would say so is not readable."""
+def test_runs_in_doubt_are_not_reused(tmp_path: Path, count: int) -> None:
+    """Its checkpoint may have been purged, because the record that would say so is not readable."""
     storage = memory()
     repo = repository(tmp_path, storage)
     one, *others = (commit_bare(repo, f"run-{number}") for number in range(count))
@@ -160,12 +160,12 @@ def test_a_run_without_announcements_is_listed(tmp_path: Path) -> None:
         storage.delete(entry.key)
     assert resolve(repository(tmp_path / "new", storage), "a@latest").txid == one.txid
     assert resolve(repository(tmp_path / "newer", storage), "latest").txid == one.txid
-    with pytest.raises(NotFound, match="there are a"):
+    with pytest.raises(NotFound, match="existing runs: a"):
         resolve(repo, "other@latest")
 
 
-def test_a_save_that_was_announced_with_a_later_clock_hides_nothing(tmp_path: Path) -> None:
-    """A writer that has followed the run knows all earlier checkpoints. A writer that has not claims nothing."""
+def test_a_save_announced_with_a_later_clock_does_not_hide_other_saves(tmp_path: Path) -> None:
+    """A writer that has followed the run knows all earlier checkpoints. Other writers make no such claim."""
     storage = memory()
     ahead = repository(tmp_path / "ahead", storage, clock=Ticks(START + AHEAD * 10**6))
     repo = repository(tmp_path / "behind", storage, seed=2)
@@ -178,7 +178,7 @@ def test_a_save_that_was_announced_with_a_later_clock_hides_nothing(tmp_path: Pa
     assert newest(repository(tmp_path / "new", storage), "a", is_visible) == copied
 
 
-def test_unreadable_announcements_lead_to_a_listing(tmp_path: Path) -> None:
+def test_unreadable_announcements_cause_a_listing(tmp_path: Path) -> None:
     storage = memory()
     repo = repository(tmp_path, storage)
     made = [finish(repo, saved(repo, "a", step)) for step in range(4)]
@@ -205,7 +205,7 @@ def test_an_unreadable_log_is_skipped_or_raised(tmp_path: Path) -> None:
         at_step(repo, known, "a", 1, is_visible)
 
 
-def test_ended_transactions_are_not_read_again(tmp_path: Path) -> None:
+def test_ended_transactions_are_not_reread(tmp_path: Path) -> None:
     storage = FaultyStore(memory())
     repo = repository(tmp_path, storage)
     one = finish(repo, saved(repo, "a", 0))

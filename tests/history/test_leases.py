@@ -1,4 +1,4 @@
-"""Expiring tags: they are granted only on checkpoints that are visible afterwards, renewed in time, and ended."""
+"""Expiring tags are granted only on checkpoints that are visible afterwards, renewed in time, and ended."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def test_an_expired_tag_can_be_set_moved_and_deleted(repo: Repository) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0])
-def test_a_tag_without_a_time_is_refused(repo: Repository, seconds: float) -> None:
-    with pytest.raises(InvalidInput, match="cannot expire at once"):
+def test_a_tag_without_a_duration_is_refused(repo: Repository, seconds: float) -> None:
+    with pytest.raises(InvalidInput, match="cannot expire immediately"):
         hold(repo, "eval", commit_bare(repo), seconds)
-    with pytest.raises(InvalidInput, match="not a usable name"):
+    with pytest.raises(InvalidInput, match="not a valid name"):
         hold(repo, "Eval", commit_bare(repo), HOUR)
 
 
@@ -84,7 +84,7 @@ def purges(repo: Repository, commit: Commit) -> Callable[[], object]:
 
 @pytest.mark.parametrize("ends", [forgets, purges])
 @pytest.mark.parametrize("had_one", [False, True])
-def test_a_tag_is_not_granted_if_its_checkpoint_goes_meanwhile(
+def test_a_tag_is_not_granted_if_its_checkpoint_disappears_in_the_meantime(
     repo: Repository, faults: FaultyStore, ends: Callable[..., Callable[[], object]], had_one: bool
 ) -> None:
     """The log is read after the put. Before the put, the checkpoint may still have been visible."""
@@ -105,7 +105,7 @@ def test_an_expiring_tag_is_not_granted_for_a_forgotten_checkpoint(repo: Reposit
     assert hold(repo, "eval", restore(repo, commit), HOUR)[1].visible
 
 
-def test_an_expiring_tag_is_granted_if_its_checkpoint_is_restored_meanwhile(
+def test_an_expiring_tag_is_granted_if_its_checkpoint_is_restored_in_time(
     repo: Repository, faults: FaultyStore
 ) -> None:
     commit = commit_bare(repo)
@@ -113,13 +113,13 @@ def test_an_expiring_tag_is_granted_if_its_checkpoint_is_restored_meanwhile(
     assert hold(repo, "eval", commit, HOUR)[1].visible
 
 
-def test_another_visible_commit_of_the_id_is_sufficient(repo: Repository) -> None:
+def test_a_different_visible_commit_of_the_id_is_sufficient(repo: Repository) -> None:
     old = commit_bare(repo, "a", 1)
     again = commit_bare(repo, "a", 1, manifest=old.id)
     assert hold(repo, "eval", purge(repo, forget(repo, old)), HOUR)[1] == again
 
 
-def test_a_tag_moved_meanwhile_stays_moved(repo: Repository, faults: FaultyStore) -> None:
+def test_a_tag_that_is_moved_in_the_meantime_remains_moved(repo: Repository, faults: FaultyStore) -> None:
     commit, other = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
     faults.inject(call_first("put", meanwhile(lambda: forget(repo, commit)), key="tags/*"))
     faults.inject(call_first("put", meanwhile(lambda: set_tag(repo, "eval", other)), key="tags/*/1"))
@@ -131,9 +131,9 @@ def test_a_tag_moved_meanwhile_stays_moved(repo: Repository, faults: FaultyStore
 # renewals
 
 
-def test_a_renewal_in_time_does_not_read_the_log(repo: Repository) -> None:
+def test_a_timely_renewal_does_not_read_the_log(repo: Repository) -> None:
     tag, commit = hold(repo, "eval", commit_bare(repo), HOUR)
-    forget(repo, commit)  # which ends no lease
+    forget(repo, commit)  # this does not end a lease
     advance(repo, HOUR / 2)
     made, _ = renew(repo, tag, commit, HOUR)
     assert (made.generation, made.unique) == (1, tag.unique)
@@ -144,8 +144,8 @@ def test_a_renewal_in_time_does_not_read_the_log(repo: Repository) -> None:
 
 
 @pytest.mark.parametrize("visible", [False, True])
-def test_a_late_renewal_is_granted_anew(repo: Repository, faults: FaultyStore, visible: bool) -> None:
-    """The clock is read after the renewal is stored, since the network may have delayed the put."""
+def test_a_late_renewal_is_granted_again(repo: Repository, faults: FaultyStore, visible: bool) -> None:
+    """The clock is read after the renewal is stored, because the network may have delayed the put."""
     tag, commit = hold(repo, "eval", commit_bare(repo), HOUR)
     if not visible:
         forget(repo, commit)
@@ -170,7 +170,7 @@ def test_a_lease_that_another_process_ended_or_moved_is_not_renewed(repo: Reposi
     assert generations(repo, "eval") == 2
 
 
-def test_a_renewal_with_a_lost_answer_is_followed_by_the_next(repo: Repository, faults: FaultyStore) -> None:
+def test_the_next_renewal_follows_one_with_a_lost_answer(repo: Repository, faults: FaultyStore) -> None:
     tag, commit = hold(repo, "eval", commit_bare(repo), HOUR)
     faults.inject(fail_after("put", key="tags/eval/1"), fail_before("get", key="tags/eval/1", times=2))
     with pytest.raises(StorageError):
@@ -238,7 +238,7 @@ def test_an_unended_lease_name_is_not_reused(repo: Repository, faults: FaultySto
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_lease_name_used_by_another_process_since_is_not_reused(repo: Repository, ended: bool) -> None:
+def test_a_lease_name_that_another_process_used_later_is_not_reused(repo: Repository, ended: bool) -> None:
     first, second = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
     with Lease(repo, first, HOUR):
         (name,) = tags(repo)
@@ -283,7 +283,7 @@ def test_a_lease_is_renewed_in_the_background(repo: Repository, faults: FaultySt
         assert renewed.wait(60)
 
 
-def test_a_failed_renewal_is_logged_and_tried_again(
+def test_a_failed_renewal_is_logged_and_retried(
     repo: Repository, faults: FaultyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Lease(repo, commit_bare(repo, "a", 1), HOUR) as lease:
@@ -291,7 +291,7 @@ def test_a_failed_renewal_is_logged_and_tried_again(
         with caplog.at_level(logging.WARNING):
             assert not lease.renew()
         assert "a@1" in caplog.text
-        assert "was not renewed; a retry follows" in caplog.text
+        assert "was not renewed; it expires at" in caplog.text
         assert lease.renew()
     assert tags(repo) == {}
 
@@ -302,11 +302,11 @@ def test_a_lost_lease_is_logged(repo: Repository, caplog: pytest.LogCaptureFixtu
         delete_tag(repo, name)
         with caplog.at_level(logging.ERROR):
             assert not lease.renew()
-    assert "is lost, and the checkpoint may be purged" in caplog.text
+    assert "was lost, so the checkpoint may be purged" in caplog.text
     assert generations(repo, name) == 2, "it is not ended once more"
 
 
-def test_a_failed_end_of_a_lease_does_not_hide_an_error(
+def test_failing_to_end_a_lease_does_not_hide_an_error(
     repo: Repository, faults: FaultyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     commit = commit_bare(repo)

@@ -97,7 +97,7 @@ def test_tagging_restores_a_forgotten_checkpoint(repo: Repository) -> None:
     assert list_commits(repo).commits[forgotten.txid].visible
 
 
-def test_tagging_beside_a_visible_twin_is_a_conflict_and_writes_nothing(repo: Repository) -> None:
+def test_tagging_a_checkpoint_with_a_visible_twin_is_a_conflict(repo: Repository) -> None:
     forgotten = forget(repo, commit_bare(repo, "a", 1))
     commit_bare(repo, "a", 1)
     with pytest.raises(Conflict, match="visible under the same run and step"):
@@ -130,7 +130,7 @@ TAKEN: dict[str, Callable[[Repository, Commit], object]] = {
 
 @pytest.mark.parametrize("had_one", [False, True])
 @pytest.mark.parametrize("why", TAKEN)
-def test_a_tag_is_undone_if_its_checkpoint_is_purged_or_overwritten_meanwhile(
+def test_a_tag_is_undone_if_its_checkpoint_is_being_purged_or_overwritten(
     repo: Repository, faults: FaultyStore, why: str, had_one: bool
 ) -> None:
     commit, other = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
@@ -188,7 +188,7 @@ def test_only_one_of_two_processes_that_set_a_tag_simultaneously_wins(tmp_path: 
         set_tag(repo, "best", commit)
 
 
-def test_a_damaged_tag_affects_no_listing_but_stops_gc(repo: Repository) -> None:
+def test_a_damaged_tag_does_not_affect_listings_but_stops_gc(repo: Repository) -> None:
     commit = commit_bare(repo)
     set_tag(repo, "good", commit)
     set_tag(repo, "bad", commit)
@@ -216,14 +216,14 @@ def test_a_damaged_tag_can_be_deleted_and_its_error_says_so(repo: Repository) ->
         delete_tag(repo, "bad")
 
 
-def test_a_record_of_another_tag_is_refused(repo: Repository) -> None:
+def test_a_record_of_a_different_tag_is_refused(repo: Repository) -> None:
     set_tag(repo, "one", commit_bare(repo))
     repo.storage.put(tag_key("two", 0), repo.storage.get(tag_key("one", 0), limit=1 << 20))
     with pytest.raises(Refused, match="'one'"):
         get_tag(repo, "two")
 
 
-def test_records_of_tags_are_read_once(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_tag_records_are_read_once(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
     set_tag(repo, "one", commit_bare(repo))
     tags(repo)
     reads = faults.count("get", "tags/*")
@@ -231,7 +231,7 @@ def test_records_of_tags_are_read_once(tmp_path: Path, repo: Repository, faults:
     assert faults.count("get", "tags/*") == reads == 1
 
 
-# by id
+# tags by id
 
 
 def test_a_tag_names_the_id_of_any_of_its_commits(repo: Repository) -> None:
@@ -259,7 +259,7 @@ def cleaned(repo: Repository) -> set[str]:
     return keys(repo, "tags/")
 
 
-def test_old_generations_are_deleted_once_the_newest_expired_and_that_stays(repo: Repository) -> None:
+def test_only_the_newest_generation_is_kept_after_it_expired(repo: Repository) -> None:
     commit = commit_bare(repo)
     for name in ("ends", "lasts", "deleted"):
         hold(repo, name, commit, 3600)
@@ -281,8 +281,10 @@ def test_old_generations_are_deleted_once_the_newest_expired_and_that_stays(repo
 def test_a_number_is_never_reused_despite_a_delayed_cleanup(
     tmp_path: Path, repo: Repository, faults: FaultyStore
 ) -> None:
-    """The cleanup has chosen what to delete and sleeps. Meanwhile the tag is set again, and another process cleans
-    up."""
+    """The cleanup has chosen what to delete, and then sleeps.
+
+    Meanwhile, the tag is set again, and another process cleans up.
+    """
     commit = commit_bare(repo)
     hold(repo, "eval", commit, 1)
     hold(repo, "eval", commit, 1)
@@ -298,7 +300,7 @@ def test_a_number_is_never_reused_despite_a_delayed_cleanup(
     assert named(repo) == {"eval": commit.txid}
 
 
-def test_a_listed_tag_that_is_gone_had_ended(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_a_listed_tag_that_disappeared_had_expired(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
     commit = commit_bare(repo)
     hold(repo, "eval", commit, 1)
     set_tag(repo, "best", commit)
@@ -308,7 +310,9 @@ def test_a_listed_tag_that_is_gone_had_ended(tmp_path: Path, repo: Repository, f
     assert named(fresh) == {"best": commit.txid}
 
 
-def test_a_listed_and_missing_newest_tag_is_damage(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_a_listed_but_missing_newest_generation_is_damage(
+    tmp_path: Path, repo: Repository, faults: FaultyStore
+) -> None:
     set_tag(repo, "best", commit_bare(repo))
     fresh = repository(tmp_path / "fresh", faults, seed=2)
     faults.inject(fail_before("get", key="tags/*", error=NotFound("a permission is missing")))

@@ -1,4 +1,4 @@
-"""Saves in progress: their files and their heartbeats."""
+"""Saves in progress: their files and their signs of life."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from casckpt.repository.repository import Repository
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
 from tests.support.repositories import commit_bare, committed, meanwhile
 
-NEVER = 1e6  # seconds between heartbeats, for tests without heartbeats
+NEVER = 1e6  # seconds between signs of life, for tests that do not need any
 
 
 @pytest.fixture
@@ -46,8 +46,8 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("casckpt-alive")]
 
 
-def test_no_signs_of_life_are_given_without_a_thread(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As during the shutdown of the interpreter, from Python 3.12 on."""
+def test_no_signs_of_life_are_sent_if_no_thread_can_start(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This is the case during interpreter shutdown, from Python 3.12 on."""
 
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -60,7 +60,7 @@ def test_no_signs_of_life_are_given_without_a_thread(repo: Repository, monkeypat
 def test_a_save_does_not_build_on_a_checkpoint_that_is_purged_before_its_transaction_begins(
     repo: Repository, faults: FaultyStore
 ) -> None:
-    """A gc that has not seen the transaction may delete the blobs of that checkpoint."""
+    """A gc that has not seen the transaction may delete the blobs of this checkpoint."""
     older, newest = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
     faults.inject(call_first("put", meanwhile(lambda: purge(repo, forget(repo, newest))), key="transactions/*"))
     transaction, parent, _ = begin_save(repo, "a", 3)
@@ -77,16 +77,14 @@ def test_begin_save_returns_the_newest_commit_and_those_of_the_same_step(repo: R
     assert (parent, replaced) == (two, [one])
 
 
-def test_begin_save_writes_nothing_where_the_step_exists(repo: Repository) -> None:
+def test_begin_save_writes_nothing_if_the_step_exists(repo: Repository) -> None:
     commit_bare(repo, "a", 1)
     with pytest.raises(Conflict, match="exists already"):
         begin_save(repo, "a", 1)
     assert files(repo) == []
 
 
-def test_begin_save_aborts_its_transaction_when_it_cannot_find_the_parent(
-    repo: Repository, faults: FaultyStore
-) -> None:
+def test_begin_save_aborts_its_transaction_if_it_cannot_find_the_parent(repo: Repository, faults: FaultyStore) -> None:
     newest = commit_bare(repo, "a", 1)
     faults.inject(fail_before("get", key=f"commits/{newest.txid}*", times=99))
     with pytest.raises(StorageError):
@@ -151,7 +149,7 @@ def test_an_abort_never_hides_an_earlier_error(
     assert threads() == []
 
 
-def test_a_failed_begin_leaves_no_thread(repo: Repository, faults: FaultyStore) -> None:
+def test_a_failed_begin_does_not_leave_a_thread_behind(repo: Repository, faults: FaultyStore) -> None:
     faults.inject(fail_before("put"))
     with pytest.raises(StorageError):
         begin(repo, "a", 1, seconds=0)
@@ -180,11 +178,11 @@ def test_a_commit_of_the_same_checkpoint_by_another_process_counts(repo: Reposit
     commit(repo, first)
     assert one.commit(committed(repo, "a", 1, txid=one.txid, manifest=first.manifest)).committed == first
     assert files(repo) == []
-    with pytest.raises(Revoked, match="ended otherwise"):
+    with pytest.raises(Revoked, match="ended in a different way"):
         one.commit(committed(repo, "a", 1, txid=one.txid, manifest=ManifestId("0" * 64)))
 
 
-def test_a_commit_without_an_answer_is_found_or_revoked(repo: Repository, faults: FaultyStore) -> None:
+def test_a_commit_with_a_lost_answer_is_found_or_revoked(repo: Repository, faults: FaultyStore) -> None:
     for fault, last in ((fail_after, "committed"), (fail_before, "revoked")):
         one = begin(repo, "a", 1, seconds=NEVER)
         faults.inject(fault("put", key="commits/*"), fail_before("get", key="commits/*"))
@@ -197,7 +195,7 @@ def test_a_commit_without_an_answer_is_found_or_revoked(repo: Repository, faults
         assert files(repo) == []
 
 
-def test_files_without_the_right_to_delete_are_left(repo: Repository, faults: FaultyStore) -> None:
+def test_files_remain_if_the_process_may_not_delete_them(repo: Repository, faults: FaultyStore) -> None:
     one = begin(repo, "a", 1, seconds=NEVER)
     commit(repo, committed(repo, "a", 1, txid=one.txid))
     faults.inject(fail_before("delete", times=99))
@@ -212,7 +210,7 @@ def test_close_leaves_the_files_if_the_storage_fails(repo: Repository, faults: F
     one = begin(repo, "a", 1, seconds=NEVER)
     commit(repo, committed(repo, "a", 1, txid=one.txid))
     faults.inject(fail_before("size"))
-    one.close()  # the save is done; this does not raise
+    one.close()  # the save is complete, so this does not raise
     assert (files(repo), threads()) == ([transaction_key(one.txid)], [])
 
 
@@ -228,7 +226,7 @@ def test_signs_of_life_are_numbered_and_removed(repo: Repository, faults: Faulty
     assert (files(repo), threads()) == ([], [])
 
 
-def test_a_failed_sign_of_life_is_logged_and_the_next_one_follows(
+def test_a_failed_sign_of_life_is_logged_and_the_next_one_is_sent(
     repo: Repository, faults: FaultyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     third = threading.Event()
@@ -244,11 +242,11 @@ def test_a_failed_sign_of_life_is_logged_and_the_next_one_follows(
         one.abort("x")
     assert transaction_key(one.txid, 1) not in keys
     assert {transaction_key(one.txid, 2), transaction_key(one.txid, 3)} <= set(keys)
-    assert caplog.text.count("was not written") == 1
+    assert caplog.text.count("could not write sign of life") == 1
     assert files(repo) == []
 
 
-def test_a_garbage_collected_transaction_gives_no_signs_of_life(repo: Repository) -> None:
+def test_a_garbage_collected_transaction_sends_no_signs_of_life(repo: Repository) -> None:
     begin(repo, "a", 1, seconds=NEVER)
     gc.collect()
     for thread in threading.enumerate():
@@ -258,7 +256,7 @@ def test_a_garbage_collected_transaction_gives_no_signs_of_life(repo: Repository
     assert len(open_transactions(repo, set())) == 1
 
 
-def test_a_forked_child_gives_no_signs_of_life(repo: Repository) -> None:
+def test_a_forked_child_sends_no_signs_of_life(repo: Repository) -> None:
     one = begin(repo, "a", 1, seconds=NEVER)
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
@@ -308,7 +306,7 @@ def test_a_transaction_with_only_signs_of_life_is_open(repo: Repository) -> None
     assert (found.txid, found.began, found.signs) == (txid, None, 10)
 
 
-def test_a_long_reason_is_cut(repo: Repository) -> None:
+def test_a_long_reason_is_truncated(repo: Repository) -> None:
     txid = repo.new_txid("a", 1)
     assert revoke(repo, txid, "x" * 10_000_000)
     assert repo.storage.size(commit_key(txid)) is not None

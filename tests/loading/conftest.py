@@ -1,4 +1,4 @@
-"""Fixtures of several tests of saves and loads."""
+"""Fixtures that several tests of saves and loads share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def droppable(tmp_path: Path) -> Store:
-    """A store with a checkpoint of 8 MiB, none of it in the page cache."""
+    """A store with a checkpoint of 8 MiB that is not in the page cache."""
     store = casckpt.open(tmp_path / "store")
     store.save({"w": torch.arange(1 << 20)}, step=0)
     try:

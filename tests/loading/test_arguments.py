@@ -1,4 +1,4 @@
-"""Unusable arguments: an error with advice, before anything is read or changed."""
+"""Invalid arguments raise an error with advice before anything is read or changed."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def saved() -> casckpt.Store:
 @pytest.mark.parametrize(
     ("rename", "names"),
     [
-        ({"(": "x"}, r"'\(' is no regular expression"),
-        ({5: "x"}, "5 is no regular expression"),
-        ({"w": r"\9"}, r"'\\\\9' is no replacement for 'w'"),
-        ({"w": 5}, "5 is no replacement"),
+        ({"(": "x"}, r"'\(' is not a regular expression"),
+        ({5: "x"}, "5 is not a regular expression"),
+        ({"w": r"\9"}, r"'\\\\9' is not a replacement for 'w'"),
+        ({"w": 5}, "5 is not a replacement"),
         ([("a", "b")], "rename is a list"),
-        (lambda key: None, "gives None for 'w'"),
+        (lambda key: None, "returns None for 'w'"),
     ],
 )
-def test_unusable_renames_are_refused(saved: casckpt.Store, rename: Any, names: str) -> None:
+def test_invalid_renames_are_refused(saved: casckpt.Store, rename: Any, names: str) -> None:
     target = torch.zeros(3)
     with pytest.raises(InvalidInput, match=names):
         saved.load({"w": target}, "default@1", rename=rename)
@@ -40,54 +40,54 @@ def test_unusable_renames_are_refused(saved: casckpt.Store, rename: Any, names: 
 
 
 @pytest.mark.parametrize("keys", [5, [5], [b"w"]])
-def test_unusable_patterns_are_refused(saved: casckpt.Store, keys: Any) -> None:
-    with pytest.raises(InvalidInput, match="give a list of patterns"):
+def test_invalid_patterns_are_refused(saved: casckpt.Store, keys: Any) -> None:
+    with pytest.raises(InvalidInput, match="pass a list of patterns"):
         saved.read("default@1", keys=keys)
 
 
 @pytest.mark.parametrize("frozen", ["w", 5, True, [5], b"w"])
-def test_unusable_values_of_frozen_are_refused(saved: casckpt.Store, frozen: Any) -> None:
-    with pytest.raises(InvalidInput, match="give a list of patterns, or a function"):
+def test_invalid_values_of_frozen_are_refused(saved: casckpt.Store, frozen: Any) -> None:
+    with pytest.raises(InvalidInput, match="pass a list of patterns, or a function"):
         saved.save({"w": torch.zeros(3)}, step=2, frozen=frozen)
 
 
 @pytest.mark.parametrize("device", ["nonsense", None])
 def test_unknown_devices_are_refused(saved: casckpt.Store, device: Any) -> None:
-    with pytest.raises(InvalidInput, match="is not usable; give one as"):
+    with pytest.raises(InvalidInput, match="is not valid: pass a device such as"):
         saved.read("default@1", device=device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
 def test_an_unavailable_device_is_refused(saved: casckpt.Store) -> None:
-    with pytest.raises(InvalidInput, match=r"'w' .* cannot be made on cuda"):
+    with pytest.raises(InvalidInput, match=r"cannot allocate 'w' .* on cuda"):
         saved.read("default@1", device="cuda")
 
 
 @pytest.mark.parametrize("ref", [5, None, b"latest", ("default", 1)])
-def test_values_that_are_no_references_are_refused(saved: casckpt.Store, ref: Any) -> None:
+def test_values_that_are_not_references_are_refused(saved: casckpt.Store, ref: Any) -> None:
     for call in (saved.get, saved.read, saved.forget, saved.verify, saved.restore, saved.__contains__):
         with pytest.raises(InvalidInput, match="is not a str"):
             call(ref)
 
 
 @pytest.mark.parametrize("given", [["a"], "a", [("a", b"")]])
-def test_unusable_attachments_are_refused(saved: casckpt.Store, given: Any) -> None:
+def test_invalid_attachments_are_refused(saved: casckpt.Store, given: Any) -> None:
     with pytest.raises(InvalidInput, match="attachments is a"):
         saved.save({}, step=2, attachments=given)
 
 
 @pytest.mark.parametrize("duration", [-1, 7, "1", float("nan")])
 @pytest.mark.parametrize("name", ["wait", "revoke_after", "min_age", "keep_within"])
-def test_unusable_durations_of_a_gc_are_refused(saved: casckpt.Store, name: str, duration: Any) -> None:
-    """A negative revoke_after would revoke every save in progress, and a bare 7 may mean days."""
-    with pytest.raises(InvalidInput, match=f"{name.replace('_', '-')}: .* is not a duration with its unit"):
+def test_invalid_gc_durations_are_refused(saved: casckpt.Store, name: str, duration: Any) -> None:
+    """A negative revoke_after would revoke every save in progress, and a plain 7 may mean days."""
+    with pytest.raises(InvalidInput, match=f"{name.replace('_', '-')}: .* is not a duration with a unit"):
         saved.gc(keep_last=1, **{name: duration})
     with pytest.raises(InvalidInput, match=name.replace("_", "-")):
-        saved.gc(keep_last=1, dry_run=True, **{name: duration})  # what the real one would refuse
+        saved.gc(keep_last=1, dry_run=True, **{name: duration})  # a dry run also refuses what the real one would refuse
 
 
 @pytest.mark.parametrize("sample", ["1", None, 0, 1.5])
-def test_unusable_samples_are_refused(saved: casckpt.Store, sample: Any) -> None:
+def test_invalid_samples_are_refused(saved: casckpt.Store, sample: Any) -> None:
     with pytest.raises(InvalidInput, match="a fraction"):
         saved.verify(sample=sample)
 
@@ -100,7 +100,7 @@ def test_steps_may_be_numpy_integers(saved: casckpt.Store) -> None:
     assert saved.get("default@7").step == 7
 
 
-def test_a_checkpoint_object_is_a_reference_everywhere(saved: casckpt.Store) -> None:
+def test_a_checkpoint_object_is_accepted_as_a_reference_everywhere(saved: casckpt.Store) -> None:
     ckpt = saved.get("default@1")
     assert saved.verify(ckpt).checked_checkpoints == 1
     saved.forget(ckpt)
@@ -108,7 +108,7 @@ def test_a_checkpoint_object_is_a_reference_everywhere(saved: casckpt.Store) -> 
         saved.get("default@1")
 
 
-def test_runs_are_named(saved: casckpt.Store) -> None:
+def test_runs_are_listed_by_name(saved: casckpt.Store) -> None:
     saved.save({}, run="zoo", step=1)
     saved.save({}, run="away", step=1)
     saved.forget("away@1")
@@ -121,7 +121,7 @@ def test_results_have_a_short_repr(saved: casckpt.Store) -> None:
     assert repr(saved.gc(keep_last=1).forgotten) == f"(<Commit default@1 ({ckpt.id[:12]}), forgotten>,)"
 
 
-def test_repair_takes_bytes_from_a_path(tmp_path: Path) -> None:
+def test_repair_reads_bytes_from_a_path(tmp_path: Path) -> None:
     state = {"w": torch.arange(1000.0)}
     store, other = casckpt.open(tmp_path / "a"), casckpt.open(tmp_path / "b")
     for one in (store, other):
@@ -139,15 +139,15 @@ def test_loading_a_forgotten_checkpoint_warns(saved: casckpt.Store) -> None:
     saved.read(id)
     saved.forget(id)
     for load in (lambda: saved.read(id), lambda: saved.load({"w": torch.zeros(3)}, held)):
-        text = rf"default@1 \({id[:10]}.* was forgotten, and the next gc may purge"
+        text = rf"default@1 \({id[:10]}.* was forgotten, so the next gc may purge"
         with pytest.warns(ForgottenWarning, match=text) as told:
             load()
-        assert [one.filename for one in told] == [__file__]  # and not a file of casckpt
+        assert [one.filename for one in told] == [__file__]  # instead of a file of casckpt
     saved.restore(id)
     saved.read(id)
 
 
-def test_a_purged_checkpoint_is_gone_for_its_handles(saved: casckpt.Store) -> None:
+def test_handles_of_a_purged_checkpoint_raise_gone(saved: casckpt.Store) -> None:
     ckpt = saved.get("default@1")
     saved.save({"w": torch.zeros(3)}, step=2)
     saved.forget(ckpt)
@@ -158,7 +158,7 @@ def test_a_purged_checkpoint_is_gone_for_its_handles(saved: casckpt.Store) -> No
     assert ckpt not in saved
 
 
-def test_a_checkpoint_object_of_another_store_is_refused(saved: casckpt.Store) -> None:
+def test_a_checkpoint_object_of_a_different_store_is_refused(saved: casckpt.Store) -> None:
     other = small(memory())
     other.save({"w": torch.zeros(3)}, step=5)
     (ckpt,) = other.checkpoints()

@@ -1,4 +1,4 @@
-"""The source of a blob in a load: this host's cache, or the storage once the cached copy was damaged."""
+"""A load reads a blob from this host's cache, or from the storage after the cached copy was found to be damaged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_damaged_cached_blob_is_dropped_once_and_read_from_the_store() -> None
     assert repo.blob_cache.drop.call_count == 1
 
 
-def test_the_last_batch_closes_all_that_was_opened() -> None:
+def test_the_last_batch_closes_everything_that_was_opened() -> None:
     repo = MagicMock()
     one = BlobReader(repo, MagicMock(), shared=False, keep=False)
     one.left = 2

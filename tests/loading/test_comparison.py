@@ -1,4 +1,4 @@
-"""A live state against a checkpoint: differences are named with rank and place, under any topology."""
+"""Compares a live state with a checkpoint. Differences are reported by rank and location, under any topology."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ def state() -> dict[str, Any]:
             "step": 7, "none": torch.empty(0, 3), "one": torch.tensor(1.5)}  # fmt: skip
 
 
-def test_diff_of_an_equal_state_reads_no_blob() -> None:
+def test_diff_with_an_equal_state_reads_no_blobs() -> None:
     store, mine = small(), state()
     store.save(mine, step=1)
     with counted(store) as counts:
         found = store.compare(mine, "default@1")
     assert found == Comparison((), 70 * 300 * 4 + 50 * 90 * 4 + 9000 * 2 + 4)
     assert found.is_same
-    assert counts.bytes_read < 1000  # of records
+    assert counts.bytes_read < 1000  # the size of the records
 
 
-def test_a_value_of_each_rank_is_compared_with_that_of_its_rank() -> None:
+def test_per_rank_values_are_compared_with_the_value_of_the_same_rank() -> None:
     store, mine = small(), {"own": casckpt.PerRank(numbers("own", 9000))}
     store.save(mine, step=1)
     with counted(store) as counts:
         assert store.compare(mine, "default@1").is_same
-    assert counts.bytes_read < 1000  # of records
+    assert counts.bytes_read < 1000  # the size of the records
     assert store.compare({"own": numbers("own", 9000)}, "default@1").is_same
 
 
 @given(key=st.sampled_from(["w", "t", "half", "one"]), at=st.integers(0, 1 << 20), bit=st.integers(0, 7))
-def test_one_flipped_bit_is_named(key: str, at: int, bit: int) -> None:
+def test_one_flipped_bit_is_reported(key: str, at: int, bit: int) -> None:
     store, mine = small(), state()
     store.save(mine, step=1)
     shape = mine[key].shape
@@ -82,7 +82,7 @@ def test_diff_compares_bits_instead_of_numbers() -> None:
     assert {one.key: one.elements for one in found} == {"nan": 2000, "zero": 2000, "c": 1500}
 
 
-def test_any_stride_is_compared_with_any_other() -> None:
+def test_any_stride_can_be_compared_with_any_other() -> None:
     store, one = small(), numbers("one", 300, 200)
 
     def views(one: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -96,7 +96,7 @@ def test_any_stride_is_compared_with_any_other() -> None:
     assert found == {"rows": (1, (5, 3)), "columns": (1, (10, 1)), "odd": (1, (2002,)), "parameter": (1, (10, 3))}
 
 
-def test_diff_counts_all_places_and_reports_the_first() -> None:
+def test_diff_counts_all_differences_and_reports_the_first() -> None:
     store, mine = small(), {"w": torch.zeros(100_000)}
     store.save(mine, step=1)
     mine["w"][::5000] = 1
@@ -105,7 +105,7 @@ def test_diff_counts_all_places_and_reports_the_first() -> None:
     assert found.where[1] == "[0:100000] elements 5000..5001"
 
 
-def test_diff_refuses_what_cannot_be_compared() -> None:
+def test_diff_refuses_states_that_cannot_be_compared() -> None:
     store = small()
     store.save({"model.w": numbers("w", 9000), "optim.m": numbers("m", 9000)}, step=1)
     store.thin("default@1", drop="optim.*")
@@ -114,11 +114,11 @@ def test_diff_refuses_what_cannot_be_compared() -> None:
         store.compare({"optim.m": numbers("m", 9000)}, "default@1")
     with pytest.raises(NotFound):
         store.compare({}, "default@2")
-    with pytest.raises(InvalidInput, match="a state is a mapping"):
+    with pytest.raises(InvalidInput, match="a state must be a mapping"):
         store.compare([], "default@1")  # type: ignore[arg-type]  # as a slip
 
 
-# ranks
+# several ranks
 
 
 def save_rows(rank: int, size: int, path: Path) -> None:
@@ -134,7 +134,7 @@ def compare_flipped(rank: int, size: int, path: Path, dim: int | None, sick: int
 
 
 @pytest.mark.parametrize(("dim", "first"), [(0, (53, 299)), (1, (69, 224)), (None, (69, 299))])
-def test_the_rank_and_the_element_are_named_on_all_ranks(
+def test_all_ranks_report_the_rank_and_the_element(
     ranks: Pool, tmp_path: Path, dim: int | None, first: tuple[int, int]
 ) -> None:
     small_folder(tmp_path / "store")
@@ -151,7 +151,7 @@ def compare_in(rank: int, size: int, path: Path, world: World, at: tuple[int, in
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_any_topology_is_compared_with_any_other(ranks: Pool, tmp_path: Path, seed: int) -> None:
+def test_any_topology_can_be_compared_with_any_other(ranks: Pool, tmp_path: Path, seed: int) -> None:
     store, world = small_folder(tmp_path / "store"), World.drawn(random.Random(f"compare {seed}"))
     before, after = reference(seed, 0), reference(seed, 2)
     store.save(before, run="a", step=1)

@@ -60,7 +60,7 @@ def test_a_load_of_a_purged_checkpoint_raises_gone(store: Store, faults: FaultyS
         store.load(zeros(), "default@1")
 
 
-def test_damage_in_all_places_is_raised(store: Store) -> None:
+def test_damage_in_all_copies_is_raised(store: Store) -> None:
     repo = elsewhere(store)
     commit = store.get("default@1").commit
     made = move(repo, commit)

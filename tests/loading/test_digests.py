@@ -1,4 +1,4 @@
-"""The digest of a tensor is that of its bytes in row-major order, whichever ranks saved it, and in which shards."""
+"""A tensor's digest hashes its bytes in row-major order. It does not depend on ranks or shards."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def expected(state: dict[str, torch.Tensor]) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lots of a few cells."""
+    """Use lots of a few cells."""
     monkeypatch.setattr(regions, "WINDOW_BYTES", 5 * 4096)
 
 
@@ -71,7 +71,7 @@ def test_a_digest_is_the_same_for_all_topologies(ranks: Pool, tmp_path: Path) ->
     assert all(one == expected(state) for one in found.values())
 
 
-def test_a_digest_equals_that_of_the_bytes_in_a_safetensors_file(tmp_path: Path) -> None:
+def test_a_digest_matches_the_bytes_in_a_safetensors_file(tmp_path: Path) -> None:
     dtypes = ("bfloat16", "float64", "complex64", "uint32", "bool", "float8_e4m3fn", "float8_e8m0fnu")
     state = {dtype: raw(dtype, (37, 300), 1).clone() for dtype in dtypes if dtype in NAMES}
     state |= tensors() | {"t": numbers("t", 90, 70).t()}
@@ -87,7 +87,7 @@ def test_a_digest_equals_that_of_the_bytes_in_a_safetensors_file(tmp_path: Path)
     assert store.digests("default@1") == {key: hex_digest(body[lo:hi]) for key, (lo, hi) in ends.items()}
 
 
-def test_equal_cells_in_another_order_give_another_digest() -> None:
+def test_equal_cells_in_a_different_order_have_a_different_digest() -> None:
     store, full = small(), numbers("full", 64, 64)
     left, right = full[:, :32].contiguous(), full[:, 32:].contiguous()
     other = torch.cat([left.view(32, 64), right.view(32, 64)])
@@ -98,7 +98,7 @@ def test_equal_cells_in_another_order_give_another_digest() -> None:
         assert store.digests("default@1", keys=[key]) == expected({key: one})
 
 
-def test_a_computed_digest_is_known_for_checkpoints_with_the_same_cells() -> None:
+def test_a_computed_digest_also_applies_to_checkpoints_with_the_same_cells() -> None:
     store, state = small(), {"a": numbers("a", 9000), "b": numbers("b", 9000)}
     store.save(state, step=1)
     store.digests("default@1")
@@ -109,10 +109,10 @@ def test_a_computed_digest_is_known_for_checkpoints_with_the_same_cells() -> Non
     assert counts.bytes_read < 1.2 * state["b"].nbytes
     with counted(store) as counts:
         assert store.digests("default@2", keys=["b"]) == expected({"b": state["b"]})
-    assert counts.bytes_read < 1000  # of records
+    assert counts.bytes_read < 1000  # the size of the records
 
 
-def test_damaged_bytes_have_no_digest(tmp_path: Path) -> None:
+def test_the_digest_of_damaged_bytes_is_not_computed(tmp_path: Path) -> None:
     store = small_folder(tmp_path)
     store.save({"a": numbers("a", 9000)}, step=1)
     for key in blob_keys(store):
@@ -125,7 +125,10 @@ def test_a_thinned_tensor_keeps_its_known_digest() -> None:
     store, state = small(), {"model.w": numbers("w", 9000), "optim.m": numbers("m", 9000), "optim.s": torch.ones(1)}
     saved = store.save(state, step=1)
     store.thin("default@1", drop="optim.*")
-    assert store.digests(saved.id).keys() == {"model.w", "optim.s"}  # of one cell it is that of the cell
+    assert store.digests(saved.id).keys() == {
+        "model.w",
+        "optim.s",
+    }  # the digest of a tensor with one cell is the cell's digest
     store.restore(saved.id, whole=True)
     assert store.digests(saved.id) == expected(state)
     store.thin("default@1", drop="optim.*")

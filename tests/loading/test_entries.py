@@ -1,4 +1,4 @@
-"""A mapping of many plain values is one object of a checkpoint. Templates still name its entries."""
+"""A mapping of many plain values is one object of a checkpoint. Templates still refer to its entries."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ SEEN: dict[Any, Any] = {
 }
 
 
-@pytest.fixture(params=[3, 1000], ids=["one object", "entry by entry"])
+@pytest.fixture(params=[3, 1000], ids=["a single object", "entry by entry"])
 def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """A store with `SEEN` in it, stored in either form. Loads are the same."""
+    """A store that contains `SEEN`, stored in either form. Loads are the same for both."""
     monkeypatch.setattr(prepare, "LARGE", request.param)
     found = small()
     found.save({"w": torch.ones(2), "train": {"seen": SEEN}}, step=1)
@@ -46,7 +46,7 @@ def keys(store: Store) -> list[str]:
     return Contents(manifests.get(store.repository, store.get("default@1").commit), 0).keys()
 
 
-def test_a_mapping_of_many_plain_values_is_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mapping_of_many_plain_values_is_stored_as_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "LARGE", 3)
     store = small()
     few = {"a": 1, "b": 2}
@@ -65,7 +65,7 @@ def template(**seen: Any) -> dict[str, Any]:
     return {"w": torch.zeros(2), "train": {"seen": seen}}
 
 
-def test_a_template_with_its_entries_is_filled_in_place(store: Store) -> None:
+def test_a_template_with_the_same_entries_is_filled_in_place(store: Store) -> None:
     held: dict[Any, Any] = {"a": 0, "b": 0, 3: "", "deep": {"n": 0, "t": []}, "counts": Counter(), "raw": b""}
     into = {"w": torch.zeros(2), "train": {"seen": held}}
     deep = held["deep"]
@@ -75,7 +75,7 @@ def test_a_template_with_its_entries_is_filled_in_place(store: Store) -> None:
     assert held["deep"] is deep
 
 
-def test_a_template_with_some_entries_is_filled_and_the_others_are_logged(
+def test_a_template_with_some_of_the_entries_is_filled_and_the_rest_is_logged(
     store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unread, "_LOGGED", set())
@@ -109,11 +109,11 @@ def test_a_mapping_and_a_value_do_not_match(store: Store) -> None:
         with pytest.raises((Mismatch, MissingKey)):
             store.load(template(**seen), "latest", unread="ignore")
     fixed = {"w": torch.zeros(2), "train": {"seen": MappingProxyType({"a": 0})}}
-    with pytest.raises(InvalidInput, match="cannot be changed; give a dict"):
+    with pytest.raises(InvalidInput, match="cannot be modified"):
         store.load(fixed, "latest", unread="ignore")
 
 
-def test_a_mapping_of_entries_may_be_renamed(store: Store) -> None:
+def test_a_mapping_of_entries_can_be_renamed(store: Store) -> None:
     into = {"w": torch.zeros(2), "ids": {"a": 0}}
     store.load(into, "latest", rename=lambda key: key.replace("ids", "train.seen"), unread="ignore")
     assert into["ids"] == {"a": 1}
@@ -127,14 +127,14 @@ def test_a_mapping_of_entries_may_be_renamed(store: Store) -> None:
         {r"ids\.deep\.n": "train.seen.a", "ids": "train.seen"},
     ],
 )
-def test_a_rename_of_single_entries_is_refused(rename: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renaming_individual_entries_is_refused(rename: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "LARGE", 3)
     store = small()
     store.save({"w": torch.ones(2), "train": {"seen": SEEN}}, step=1)
     into: dict[str, Any] = {"w": torch.zeros(2), "ids": {"a": 0, "deep": {"n": 0}}}
     with pytest.raises(InvalidInput):
         store.load(into, "latest", rename=rename, strict=False, unread="ignore")
-    with pytest.raises(InvalidInput, match=r"rename gives 'train\.seen") as refused:
+    with pytest.raises(InvalidInput, match=r"rename returns 'train\.seen") as refused:
         store.load(into, "latest", rename=rename, unread="ignore")
     advice = Advice(str(refused.value))
     assert into["ids"] == {"a": 0, "deep": {"n": 0}}
@@ -144,7 +144,7 @@ def test_a_rename_of_single_entries_is_refused(rename: dict[str, str], monkeypat
 
 
 def saving(rank: int, size: int, where: str) -> Any:
-    """Each rank has entries of its own."""
+    """Each rank has its own entries."""
     prepare.LARGE = 3
     store = casckpt.open(where)
     try:
@@ -154,5 +154,5 @@ def saving(rank: int, size: int, where: str) -> Any:
     return len(store.read("latest")["seen"])
 
 
-def test_entries_of_several_ranks_are_united(ranks: Pool, tmp_path: Path) -> None:
+def test_entries_of_several_ranks_are_merged(ranks: Pool, tmp_path: Path) -> None:
     assert ranks.run(2, saving, str(tmp_path)) == [10, 10]

@@ -37,13 +37,13 @@ def test_a_rank_reads_memory_with_its_own_cores_and_a_disk_with_more(
     target = torch.zeros(1 << 20, dtype=torch.int64)
     store.load({"w": target}, "default@0", threads=4)
     assert torch.equal(target, torch.arange(1 << 20))
-    # some to compute, some to have reads in flight, of which the kernel has some of its own; turns where there are more
-    # than may compute
+    # some threads compute, and some keep reads in flight, to which the kernel adds its own; turns are used if there
+    # are more threads than may compute
     assert used == [(threads, threads == 1)]
 
 
 @pytest.mark.parametrize(("loose", "reads"), [(2, 1), (8, 16)])
-def test_a_few_copied_cells_cause_no_small_reads(
+def test_a_few_copied_cells_do_not_cause_small_reads(
     loose: int, reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(download, "_SCRATCH_BYTES", CELL)

@@ -1,4 +1,4 @@
-"""Names that do not match: the pairs that are found, and a suggested rename that loads them."""
+"""Names that do not match: which pairs are found, and the suggested rename that loads them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_names_are_compared_without_wrappers(name: str, without: str) -> None:
         ("module.q.w", "module.q.w"),
     ],
 )
-def test_only_additions_of_peft_are_removed_from_base_names(name: str, before: str) -> None:
+def test_only_peft_additions_are_removed_from_base_names(name: str, before: str) -> None:
     assert name_without_adapters(name) == before
 
 
@@ -77,7 +77,7 @@ def test_each_key_is_in_one_pair() -> None:
     assert missed_pairs({"x.a.w": W, "a.w": W}, {"a.w": W, "y.a.w": W}) == {"x.a.w": "a.w", "a.w": "y.a.w"}
 
 
-def test_an_unfilled_model_is_matched_with_one_of_two_equal_models() -> None:
+def test_an_unfilled_model_matches_one_of_two_equal_models() -> None:
     missed = {"model.a.w": W, "model.b.w": W}
     saved = {"g.a.w": W, "d.b.w": W, "d.a.w": W, "g.b.w": W}
     assert missed_pairs(missed, saved) == {"model.a.w": "d.a.w", "model.b.w": "d.b.w"}
@@ -89,7 +89,7 @@ def test_the_most_similar_of_equal_unwrapped_names_are_a_pair() -> None:
         assert missed_pairs(dict.fromkeys(keys, W), saved) == {key: f"model.{key}" for key in keys}
 
 
-def test_a_rename_rule_keeps_numbers_and_filled_keys() -> None:
+def test_a_rename_rule_preserves_numbers_and_filled_keys() -> None:
     layers = {f"m.layers.{n}.wrap.a.w": f"layers.{n}.a.w" for n in range(12)}
     assert rename_for(layers, {}) == {r"m\.layers\.(\d+)\.wrap\.(.*)": r"layers.\1.\2"}
     pairs, filled = {"model.a.w": "model.x.a.w"}, {"model.b.w": "model.b.w"}
@@ -104,7 +104,7 @@ NAMES = st.dictionaries(st.lists(PART, min_size=1, max_size=5).map(".".join), st
 
 
 @given(unfilled=NAMES, unread=NAMES, filled=NAMES)
-def test_the_rename_maps_every_pair_and_no_filled_key(
+def test_the_rename_maps_every_pair_and_leaves_filled_keys_unchanged(
     unfilled: dict[str, tuple[int, ...]], unread: dict[str, tuple[int, ...]], filled: dict[str, tuple[int, ...]]
 ) -> None:
     unfilled = {key: shape for key, shape in unfilled.items() if key not in filled}
@@ -131,7 +131,7 @@ def test_every_pair_is_found(unfilled: dict[str, tuple[int, ...]], unread: dict[
 
 
 def part_of(count: int, total: int) -> tuple[Fit, dict[str, tuple[int, ...]]]:
-    """A model with ``count`` filled tensors. The checkpoint has the others below "net"."""
+    """A model with ``count`` filled tensors. The checkpoint has the rest of its tensors below "net"."""
     keys = [f"model.layers.{n}.w" for n in range(total)]
     filled = {key: key for key in keys[:count]}
     others = {f"model.net.{key.removeprefix('model.')}": W for key in keys[count:]}
@@ -139,7 +139,7 @@ def part_of(count: int, total: int) -> tuple[Fit, dict[str, tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("count", [0, 5, 261])
-def test_a_load_that_misses_more_than_a_tenth_by_name_raises_and_shows_the_rename(count: int) -> None:
+def test_a_load_that_misses_over_a_tenth_by_name_raises_and_shows_the_rename(count: int) -> None:
     fit, saved = part_of(count, 291)
     with pytest.raises(MissingKey, match=f"would fill {count} of 291 tensors") as caught:
         check_fit(fit, saved, "a@1")
@@ -153,12 +153,12 @@ def test_a_load_that_misses_less_than_a_tenth_logs_counts(count: int) -> None:
     said = check_fit(*part_of(count, 291), "a@1")
     assert said is not None
     assert f"filled {count} of 291 tensors from a@1" in said
-    assert f"{291 - count} of them have other names there" in said
+    assert f"{291 - count} of them have different names there" in said
 
 
 def test_a_complete_load_logs_nothing_and_an_empty_load_raises() -> None:
     assert check_fit(*part_of(7, 7), "a@1") is None
-    assert check_fit(Fit(), {"w": W}, "a@1") is None  # a stage without tensors
+    assert check_fit(Fit(), {"w": W}, "a@1") is None  # a pipeline stage without tensors
     with pytest.raises(MissingKey, match=r"fill 0 of 1 tensors .* has 'other'.* unread=\"ignore\""):
         check_fit(Fit({}, {"w": W}), {"other": (9,)}, "a@1")
     said = check_fit(Fit({"a": "a"}, {"w": W}), {"a": W, "other": (9,)}, "a@1")
@@ -181,6 +181,6 @@ def test_the_interpretation_that_fills_more_is_chosen_and_a_tie_is_an_error() ->
     two, one = {"model.a": "model.a", "model.b": "model.b"}, {"model.a": "a"}
     assert chosen("a@1", Fit(two), Fit(one)) is False
     assert chosen("a@1", Fit(one), Fit(two)) is True
-    assert chosen("a@1", Fit(two), Fit(two)) is False  # a rename gave the same keys to both
+    assert chosen("a@1", Fit(two), Fit(two)) is False  # a rename returned the same keys for both
     with pytest.raises(InvalidInput, match=r"twice: 'model\.a'.*rename=.*store\.load"):
         chosen("a@1", Fit({"model.a": "model.a"}), Fit(one))

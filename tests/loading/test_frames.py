@@ -1,4 +1,4 @@
-"""Loads of cells that are stored as frames: from and to any layout, and with damage."""
+"""Loads of cells that are stored as frames: from and into any layout, and with damage."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def key_of(store: Store, ref: str, cell: StoredCell) -> str:
 def test_each_version_of_a_chain_loads_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planes: bool, threads: int, verify: bool
 ) -> None:
-    """At the first look."""
+    """The first attempt to decode succeeds."""
     monkeypatch.delattr(transfer, "decode_again")
     found = states()
     for made in (small(), small_folder(tmp_path), small(far())):
@@ -79,7 +79,7 @@ def test_each_version_of_a_chain_loads_unchanged(
             assert told.done == told.total
 
 
-def test_delta_checkpoints_load_from_a_bucket(moto_server: Server, tmp_path: Path) -> None:
+def test_checkpoints_with_deltas_load_from_a_bucket(moto_server: Server, tmp_path: Path) -> None:
     url, found = f"s3://{moto_server.new_place()}/store", states()
     store = casckpt.open(url, storage_options=moto_server.options, cache_dir=tmp_path / "one")
     store.create(cell_bytes=CELL, blob_bytes=16 * CELL)
@@ -129,7 +129,7 @@ def test_the_longest_chain_loads() -> None:
     assert same_state(store.read("latest"), found[-1])
 
 
-def test_a_cell_of_two_keys_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_that_two_keys_share_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store = saved(small(), states())
     decoded: list[Any] = []
     real = coded.Lot.decode
@@ -143,8 +143,8 @@ def test_a_cell_of_two_keys_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(decoded) == len(set(decoded)) >= 90 * 1024 // CELL
 
 
-def test_a_base_that_is_also_wanted_loads_beside_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tensors that were equal but no longer are share a base. A third still equals it."""
+def test_a_base_that_is_also_requested_loads_together_with_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tensors that used to be equal share a base. A third tensor still equals this base."""
     before = smooth((32, 256))
     states = [{"a": before, "b": before.clone(), "c": before.clone()}]
     states.append({"a": changed(before, 1), "b": changed(before, 2), "c": before})
@@ -165,7 +165,7 @@ def test_a_template_with_tied_memory_loads_from_frames() -> None:
 
 
 def test_a_remote_load_of_frames_needs_few_requests() -> None:
-    """One for each run of adjacent cells, frames or bases, and no byte twice."""
+    """There is one read for each run of adjacent cells, frames or bases, and no byte is read twice."""
     storage = far()
     store = saved(small(storage), states())
     cells = [cell for (name, _), cell in Stored(store, "latest").cells().items() if name[1].startswith("m.")]
@@ -215,7 +215,7 @@ def test_only_frames_of_the_current_batch_are_held(monkeypatch: pytest.MonkeyPat
     assert not any(lot._held for lot in made)
 
 
-def test_only_a_verified_load_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_load_with_verification_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     store = saved(small(), states())
     hashed: list[int] = []
     real = cell_digest
@@ -247,7 +247,10 @@ def faults() -> FaultyStore:
 
 @pytest.fixture
 def store(faults: FaultyStore, objects: dict[str, bytes]) -> Store:
-    """Each version of ``m`` is coded against the previous one, and the first without a base. ``same`` is raw."""
+    """Each version of ``m`` is encoded against the previous one. The first version has no base.
+
+    ``same`` is stored raw.
+    """
     faults.inner = again(objects, near=False)
     return Store(Repository(faults))
 
@@ -283,7 +286,7 @@ def short(store: Store, key: str, at: int) -> None:
 
 @pytest.mark.parametrize("harm", [flip, gone, short])
 @pytest.mark.parametrize("link", range(STEPS))
-def test_an_error_for_damage_names_the_blob_and_all_its_checkpoints(
+def test_a_damage_error_names_the_blob_and_all_its_checkpoints(
     store: Store, harm: Callable[[Store, str, int], None], link: int, threads: int
 ) -> None:
     blob, step = hit(store, "latest", link, harm), STEPS - 1 - link
@@ -321,13 +324,13 @@ def test_an_unreadable_base_raises_a_storage_error(
     assert same_state(store.read("latest", threads=threads), states()[-1])
 
 
-def test_a_misread_cell_is_read_again(store: Store, faults: FaultyStore, threads: int) -> None:
+def test_a_misread_cell_is_reread(store: Store, faults: FaultyStore, threads: int) -> None:
     key = key_of(store, "latest", links(store, "latest", "m.odd")[0])
     faults.inject(corrupt("read_into", key=key))
     assert same_state(store.read("latest", threads=threads), states()[-1])
 
 
-def test_an_error_suspects_another_writer_if_a_second_read_is_right(
+def test_an_error_suspects_a_second_writer_if_a_reread_is_correct(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "cell_digest", lambda data: bytes(32))
@@ -354,7 +357,7 @@ def test_a_cell_damaged_in_the_cache_is_read_from_the_store(tmp_path: Path, spoi
 
 @pytest.mark.parametrize("at", [1, 2, 5])
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_load_continues_at_the_new_place_of_a_rewritten_checkpoint(
+def test_a_load_continues_at_the_new_location_of_a_rewritten_checkpoint(
     store: Store, faults: FaultyStore, at: int, verify: bool, threads: int
 ) -> None:
     def moved() -> None:

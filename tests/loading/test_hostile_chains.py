@@ -1,4 +1,4 @@
-"""Manifests with correct hashes and wrong bases: loads refuse them and never return wrong bytes."""
+"""Manifests with correct hashes and wrong bases. Loads refuse them, and never return wrong bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.saves import reopened, same_state, small, trained
 
 STEPS = 4
 Change = Callable[[StoredCell, StoredCell], StoredCell]
-"""Makes of a link of a chain, and of that of the next cell of the tensor, another link."""
+"""Creates a replacement for a chain's link. The second argument is the same link of the tensor's next cell."""
 
 
 def saved() -> Store:
@@ -30,7 +30,7 @@ def saved() -> Store:
 
 
 def changed(store: Store, link: int, change: Change) -> None:
-    """The newest checkpoint with another link in the chain of its first cell."""
+    """Return the newest checkpoint with a different link in the chain of its first cell."""
     mine = Stored(store, "latest")
     (entry,) = mine.manifest.entries
     table = mine.table(entry)
@@ -66,7 +66,7 @@ def digest_of_another(cell: StoredCell, other: StoredCell) -> StoredCell:
 
 
 def another(cell: StoredCell, other: StoredCell) -> StoredCell:
-    """A link with the correct location, digest and bases of another cell."""
+    """A link with the correct location, and with the digest and bases of a different cell."""
     return other._replace(box=cell.box, lo=cell.lo, hi=cell.hi)
 
 
@@ -88,8 +88,8 @@ CHANGES = [place_of_another, digest_of_another, another, without_its_base, as_it
 
 @pytest.mark.parametrize("link", range(STEPS))
 @pytest.mark.parametrize("change", CHANGES)
-def test_reads_of_hostile_chains_are_right_or_refused(change: Change, link: int) -> None:
-    """The digest of a cell itself is in the cell table, which the id covers."""
+def test_reads_of_hostile_chains_are_correct_or_refused(change: Change, link: int) -> None:
+    """The cell's own digest is in the cell table, which the id covers."""
     store, wanted = saved(), {"w": trained(8, STEPS - 1)}
     if change is digest_of_another and not link:
         return
@@ -103,14 +103,14 @@ def test_reads_of_hostile_chains_are_right_or_refused(change: Change, link: int)
     for step in range(STEPS - 1):
         assert same_state(reopened(store).read(f"default@{step}"), {"w": trained(8, step)})
     later = {"w": trained(8, STEPS)}
-    forget_run(store.repository, "default")  # as a new process, which keeps nothing of the run
+    forget_run(store.repository, "default")  # a new process, which remembers nothing about the run
     reopened(store).save(later, step=STEPS, compress="auto")
     assert same_state(reopened(store).read("latest"), later), "what a new process is told of the bases it looks at"
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_process_with_the_bytes_in_memory_trusts_a_live_manifest(change: Change) -> None:
-    """As it does where a cell is unchanged. The result may be damaged but never wrong."""
+    """The process also trusts it for unchanged cells. The result may be damaged, but it is never wrong."""
     store, later = saved(), {"w": trained(8, STEPS)}
     changed(store, 1, change)
     store.save(later, step=STEPS, compress="auto")

@@ -1,4 +1,4 @@
-"""Loading into a template: checks before any change, replaced values, and values that are left."""
+"""Loads into a template: checks before any change, replaced values, and values that are not touched."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def store() -> Store:
 
 
 def zeros(value: Any) -> Any:
-    """A template: the same tensors with zeros, and other plain data."""
+    """A template with the same tensors, filled with zeros, and with different plain data."""
     if isinstance(value, dict):
         return {key: zeros(inner) for key, inner in value.items()}
     if isinstance(value, torch.Tensor):
@@ -113,7 +113,7 @@ def test_a_load_without_strict_lists_differing_keys(store: Store) -> None:
     )
 
 
-def test_rename_takes_a_callable(store: Store) -> None:
+def test_rename_accepts_a_callable(store: Store) -> None:
     template = {"net": {"b": torch.zeros(5)}, "epoch": 0}
     ckpt = store.load(template, REF, rename=lambda key: key.replace("net.", "model."))
     assert torch.equal(template["net"]["b"], torch.arange(5.0))  # type: ignore[index]  # a nested state
@@ -122,7 +122,7 @@ def test_rename_takes_a_callable(store: Store) -> None:
         store.load(template, REF, rename=lambda key: "x." + key[-1])
 
 
-def test_rename_takes_regular_expressions(store: Store) -> None:
+def test_rename_accepts_regular_expressions(store: Store) -> None:
     template = {"module": {"net": {"b": torch.zeros(5)}}, "epoch": 0, "other": {"b": torch.zeros(5)}}
     store.load(
         template, REF, rename={r"module\.net\.(\w+)": r"model.\1", "other": "no", r"other\.(?P<x>.*)": r"model.\g<x>"}
@@ -137,7 +137,7 @@ def test_a_regular_expression_matches_the_whole_key(store: Store) -> None:
 
 
 @pytest.mark.parametrize("shape", [(5, 1), (4,), (), (6,), (0,)])
-def test_another_shape_is_a_mismatch(store: Store, shape: tuple[int, ...]) -> None:
+def test_a_different_shape_is_a_mismatch(store: Store, shape: tuple[int, ...]) -> None:
     template = {"epoch": 0, "model": {"n": torch.zeros((), dtype=torch.int64), "b": torch.zeros(shape)}}
     with pytest.raises(Mismatch) as caught:
         store.load(template, REF)
@@ -149,7 +149,7 @@ def test_another_shape_is_a_mismatch(store: Store, shape: tuple[int, ...]) -> No
     )
 
 
-def test_another_dtype_is_a_mismatch_unless_it_is_cast(store: Store) -> None:
+def test_a_different_dtype_is_a_mismatch_unless_it_is_cast(store: Store) -> None:
     template = {"model": {"w": torch.zeros(64, 32, dtype=torch.bfloat16), "b": torch.zeros(5)}}
     with pytest.raises(Mismatch, match=r"'model\.w' is bfloat16 here, but float32 in the checkpoint; pass cast=True"):
         store.load(template, REF)
@@ -195,10 +195,10 @@ def test_every_pair_of_dtypes_is_cast_as_torch_does_or_refused() -> None:
 
 
 def _numbers(name: str) -> torch.Tensor:
-    """Small numbers, so that no conversion depends on how a processor treats numbers out of range."""
+    """The numbers are small, so that no conversion depends on how a processor handles out-of-range numbers."""
     try:
         return torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0]).to(dtype_of(name))
-    except RuntimeError:  # NotImplementedError is one, too
+    except RuntimeError:  # NotImplementedError is also a RuntimeError
         return raw(name, (6,))
 
 
@@ -211,13 +211,13 @@ def _numbers(name: str) -> torch.Tensor:
         ({"model": {"b": [1.0]}}, "'model.b' is a tensor in the checkpoint (key 'model.b'), but list here"),
     ],
 )
-def test_a_tensor_does_not_match_stored_plain_data_or_the_reverse(store: Store, template: Any, message: str) -> None:
+def test_a_tensor_and_plain_data_do_not_match_each_other(store: Store, template: Any, message: str) -> None:
     with pytest.raises(Mismatch) as caught:
         store.load(template, REF)
     assert message in str(caught.value)
 
 
-def test_lists_take_the_saved_length(store: Store) -> None:
+def test_lists_are_resized_to_the_saved_length(store: Store) -> None:
     template: dict[str, Any] = {"history": [0.0] * 10, "optim": {"groups": []}}
     store.load(template, REF)
     assert template["history"] == [1.0, 2.0, 3.0]
@@ -260,7 +260,7 @@ def test_a_tuple_in_a_template_is_replaced(store: Store) -> None:
 )
 def test_an_expanded_destination_is_refused(store: Store, target: torch.Tensor) -> None:
     template = {"model": {"n": torch.zeros((), dtype=torch.int64), "b": target}}
-    with pytest.raises(InvalidInput, match=r"'model\.b': an expanded tensor"):
+    with pytest.raises(InvalidInput, match=r"'model\.b': the elements of an expanded tensor"):
         store.load(template, REF)
     assert not template["model"]["n"]
 
@@ -277,13 +277,13 @@ def test_an_immutable_template_is_refused_before_anything_changes(store: Store) 
         store.load(template, REF)
     assert not template["model"]["b"].any()
     fixed = MappingProxyType({"model": MappingProxyType({"b": torch.zeros(5)})})
-    store.load(fixed, REF)  # only tensors, which are filled where they are
+    store.load(fixed, REF)  # only tensors, which are filled in place
     assert torch.equal(fixed["model"]["b"], torch.arange(5.0))
 
 
 @pytest.mark.parametrize("template", [None, [torch.zeros(5)], torch.zeros(5), 5])
-def test_a_template_is_a_mapping(store: Store, template: Any) -> None:
-    with pytest.raises(InvalidInput, match="a state is a mapping"):
+def test_a_template_must_be_a_mapping(store: Store, template: Any) -> None:
+    with pytest.raises(InvalidInput, match="a state must be a mapping"):
         store.load(template, REF)
 
 
@@ -321,11 +321,11 @@ def test_an_empty_container_has_a_key(store: Store) -> None:
     assert store.read("default@2", keys=["a.x"]) == {"a": {"x": {}}}
 
 
-def test_no_patterns_read_nothing(store: Store) -> None:
+def test_an_empty_list_of_patterns_reads_nothing(store: Store) -> None:
     assert store.read(REF, keys=[]) == {}
 
 
-def test_a_checkpoint_object_is_a_reference(store: Store) -> None:
+def test_a_checkpoint_object_is_accepted_as_a_reference(store: Store) -> None:
     ckpt = store.get(REF)
     for ref in (ckpt, ckpt.id, ckpt.id[:12], "latest", "default@latest", REF):
         assert same_state(store.read(ref), state())
@@ -335,7 +335,7 @@ def test_a_checkpoint_object_is_a_reference(store: Store) -> None:
 
 
 @pytest.mark.parametrize("ref", ["default@2", "other@1", "other@latest", "ab" * 32])
-def test_a_missing_checkpoint_is_not_found(store: Store, ref: str) -> None:
+def test_loading_a_missing_checkpoint_raises_not_found(store: Store, ref: str) -> None:
     assert ref not in store
     for call in (lambda: store.read(ref), lambda: store.load({"epoch": 0}, ref), lambda: store.get(ref)):
         with pytest.raises(NotFound):
@@ -343,7 +343,7 @@ def test_a_missing_checkpoint_is_not_found(store: Store, ref: str) -> None:
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1.5, "2", True])
-def test_unusable_numbers_of_threads_are_refused(store: Store, threads: Any) -> None:
+def test_invalid_thread_counts_are_refused(store: Store, threads: Any) -> None:
     for call in (
         lambda: store.read(REF, threads=threads),
         lambda: store.load({"epoch": 0}, REF, threads=threads),
@@ -354,7 +354,7 @@ def test_unusable_numbers_of_threads_are_refused(store: Store, threads: Any) -> 
 
 
 @pytest.mark.parametrize("threads", [1, 2, 7])
-def test_any_number_of_threads_loads_the_same(store: Store, threads: int) -> None:
+def test_any_number_of_threads_loads_the_same_values(store: Store, threads: int) -> None:
     assert same_state(store.read(REF, threads=threads), state())
     store.save(state() | {"x": cells(40)}, step=2, threads=threads)
     assert same_state(store.read("default@2", threads=threads, keys=["model.*"]), {"model": state()["model"]})
@@ -370,7 +370,7 @@ def test_progress_counts_every_byte_once(store: Store) -> None:
         assert seen.done == seen.total == 9.5 * 4096 + 80
 
 
-def test_metadata_of_a_state_dict_survives_a_load(store: Store) -> None:
+def test_state_dict_metadata_survives_a_load(store: Store) -> None:
     module = torch.nn.BatchNorm1d(4)
     store.save({"m": module.state_dict()}, step=2)
     template: dict[str, Any] = {"m": None}
@@ -381,7 +381,7 @@ def test_metadata_of_a_state_dict_survives_a_load(store: Store) -> None:
 
 @given(st.data())
 def test_any_part_of_a_state_loads_into_any_layout(data: st.DataObject) -> None:
-    """A template of some keys, permuted, sliced out of larger tensors, from a state of several cells."""
+    """A template with some keys, permuted and sliced out of larger tensors, for a state of several cells."""
     store = small()
     shapes = data.draw(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=4))
     whole = {str(i): raw("int32", (*shape,), i) for i, shape in enumerate(shapes)}
@@ -399,7 +399,7 @@ def test_any_part_of_a_state_loads_into_any_layout(data: st.DataObject) -> None:
     assert all(same(template[key], whole[key]) for key in template)
 
 
-def test_a_list_takes_the_saved_length(tmp_path: Path) -> None:
+def test_a_list_is_resized_to_the_saved_length(tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
     store.save({"l": [torch.ones(2), torch.zeros(3)], "p": [1, 2, 3]}, step=1)
     template: dict[str, Any] = {"l": [], "p": [0]}
@@ -409,7 +409,7 @@ def test_a_list_takes_the_saved_length(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("here", [torch.zeros(2), 5, "text"], ids=["tensor", "int", "text"])
-def test_a_leaf_where_a_container_was_saved_is_a_mismatch(tmp_path: Path, here: Any) -> None:
+def test_a_leaf_in_place_of_a_saved_container_is_a_mismatch(tmp_path: Path, here: Any) -> None:
     store = open_store(tmp_path / "store")
     store.save({"a": {"b": torch.ones(2)}}, step=1)
     with pytest.raises(Mismatch, match=r"'a' is .* here, but a dict in the checkpoint"):

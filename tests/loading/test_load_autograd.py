@@ -1,4 +1,4 @@
-"""A load counts as a change for autograd: a graph over the old values must not be used."""
+"""A load counts as a change for autograd. A graph over the old values must not be used."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_graph_over_a_dtensor_or_its_local_tensor_is_refused(ranks: Pool) -> N
     assert ranks.run(2, into_dtensors, backend="fake") == [[True, True]] * 2
 
 
-def test_a_tensor_of_inference_mode_has_no_graphs_and_is_loaded_into(store: Store) -> None:
+def test_an_inference_mode_tensor_has_no_graphs_and_can_be_loaded_into(store: Store) -> None:
     with torch.inference_mode():
         tensors = [torch.zeros(SHAPE), torch.zeros(SHAPE[::-1]).t()]
     for tensor in tensors:
@@ -88,7 +88,7 @@ def test_a_tensor_of_inference_mode_has_no_graphs_and_is_loaded_into(store: Stor
         assert torch.equal(tensor, cells(2, seed=1).view(SHAPE))
 
 
-def test_refused_and_prepared_loads_leave_graphs_usable(store: Store) -> None:
+def test_refused_and_prepared_loads_leave_graphs_valid(store: Store) -> None:
     tensor, other = torch.zeros(SHAPE), torch.zeros(SHAPE, dtype=torch.float64)
 
     def both() -> None:

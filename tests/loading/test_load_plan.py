@@ -20,7 +20,7 @@ from casckpt.saving.options import SaveArguments, SaveOptions
         ("pre_download", MatchArguments, LoadOptions),
     ],
 )
-def test_every_option_has_a_default_and_stands_in_the_docstring(call: str, names: Any, options: Any) -> None:
+def test_every_option_has_a_default_and_is_documented(call: str, names: Any, options: Any) -> None:
     described = inspect.getdoc(getattr(casckpt.Store, call)) or ""
     assert [name for name in names.__annotations__ if f"``{name}``" not in described] == []
     defaults = {one.name for one in fields(options) if one.default is not MISSING}

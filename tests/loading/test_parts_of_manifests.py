@@ -1,4 +1,4 @@
-"""Loads of parts of a large manifest: a rank receives the front sections and reads its own pieces."""
+"""Loads of parts of a large manifest. A rank receives the front sections, and reads its own pieces."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.support.together import watched
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
-TENSORS = 3000  # so that groups of pieces are a small part of them
+TENSORS = 3000  # small, so that groups of pieces are a small part of each section
 
 
 @contextmanager
 def all_large() -> Iterator[None]:
-    """Let every manifest count as large, so that it is read by range."""
+    """Make every manifest count as large, so that it is read by range."""
     before, manifests.WHOLE_BYTES = manifests.WHOLE_BYTES, 0
     try:
         yield
@@ -70,13 +70,13 @@ def test_each_rank_reads_the_pieces_of_its_own_keys(ranks: Pool, tmp_path: Path)
     found = ranks.run(3, save_and_load, tmp_path / "store")
     assert all(right for right, _, _ in found)
     reads = [sum(key.endswith(".manifest") for key in keys) for _, keys, _ in found]
-    assert reads[0] == reads[1] + 2 == reads[2] + 2  # rank 0 alone reads the head, and what is in front
-    assert reads[1] <= 6  # cells, rows and objects, here and there
+    assert reads[0] == reads[1] + 2 == reads[2] + 2  # only rank 0 reads the head and the front sections
+    assert reads[1] <= 6  # pieces of the cells, rows and objects sections
     assert all(excess < 0 for _, _, excess in found[1:]), "less than a quarter of the manifest, with all tensors"
 
 
 @pytest.mark.usefixtures("_large")
-def test_a_part_is_read_by_few_requests_and_few_bytes(tmp_path: Path) -> None:
+def test_reading_a_part_takes_few_requests_and_few_bytes(tmp_path: Path) -> None:
     store = Store(Repository(FaultyStore(LocalStore(tmp_path / "store")), tmp_path / "cache"))
     store.save(state(), step=1)
     whole = store.get("default@1").commit.committed.manifest_bytes
@@ -86,7 +86,7 @@ def test_a_part_is_read_by_few_requests_and_few_bytes(tmp_path: Path) -> None:
         found = again.read("default@1", keys=["w00100", "w0010[1-9]"])
     assert same_state(found, {key: state()[key] for key in found})
     assert len(found) == 10
-    assert io.reads <= 9  # the run and the log, the head, the front, cells, rows, and the blob
+    assert io.reads <= 9  # the run and the log, the head, the front, cells and rows, and the blob
     front = sum(section.length for section in decode_head(_manifest(again)).sections[:3])
     assert io.bytes_read < front + 4096 + whole // 5
     assert again.read("default@1", keys=["text"]) == {"text": "x" * 3000}
@@ -99,11 +99,11 @@ def _manifest(store: Store) -> bytes:
 
 
 @pytest.mark.usefixtures("_large")
-def test_damage_elsewhere_does_not_stop_a_partial_read() -> None:
+def test_damage_in_other_parts_does_not_stop_a_partial_read() -> None:
     store = small()
     ckpt = store.save({"a": torch.ones(9), "b": torch.ones(5), "text": "x" * 100}, step=1)
     key = manifest_key(ckpt.commit.txid, ckpt.commit.id)
-    flip(store, key, decode_head(_manifest(store))["rows"].end - 1)  # of b
+    flip(store, key, decode_head(_manifest(store))["rows"].end - 1)  # the pieces of b
     again = reopened(store)
     assert same_state(again.read("default@1", keys=["a", "text"]), {"a": torch.ones(9), "text": "x" * 100})
     with pytest.raises(Damaged, match=r"'b'.*'rows'"):
@@ -115,7 +115,7 @@ def test_damage_elsewhere_does_not_stop_a_partial_read() -> None:
 
 
 @pytest.mark.usefixtures("_large")
-def test_a_checkpoint_that_is_purged_while_its_parts_are_read_is_gone() -> None:
+def test_purging_a_checkpoint_while_its_parts_are_read_raises_gone() -> None:
     store = small(faulty := FaultyStore(small().repository.storage))
     ckpt = store.save({"a": torch.ones(9)}, step=1)
     key = manifest_key(ckpt.commit.txid, ckpt.commit.id)
@@ -125,6 +125,6 @@ def test_a_checkpoint_that_is_purged_while_its_parts_are_read_is_gone() -> None:
         faulty.inner.delete(key)
 
     again = reopened(store)
-    faulty.inject(call_first("open", purge, at=2, key=key))  # after the head and what is in front
+    faulty.inject(call_first("open", purge, at=2, key=key))  # the pieces after the head and the front sections
     with pytest.raises(Gone, match="purged just now"):
         again.read("default@1")

@@ -1,4 +1,4 @@
-"""Copies from one buffer to GPU tensors: ranges adjacent in both are one copy."""
+"""Copies from one buffer to GPU tensors. Ranges that are adjacent in both are copied in one go."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BOX, DATA = full_box((10, 10)), bytes(range(100))
 
 
 def delivered(*parts: tuple[Sink, int, int, int, Box]) -> None:
-    """Return (sink, first element, end, first byte, box). Elements have one byte."""
+    """Return (sink, first element, end, first byte, box). Each element has one byte."""
     runs = Runs(memoryview(DATA))
     for sink, lo, hi, start, box in parts:
         taker: Any = Consumer

@@ -1,4 +1,4 @@
-"""A load reads the wanted bytes once, rounded to cells if verified: the storage counts."""
+"""A load reads the requested bytes once, rounded to cells if it verifies them. The storage counts the bytes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.support.reads import pages
 from tests.support.repositories import memory
 from tests.support.saves import CELL, cells, counted, same_state, small
 
-PER = CELL // 4  # float32 of a cell
+PER = CELL // 4  # the number of float32 elements in a cell
 
 
 def warmed(state: Any) -> Store:
-    """A store that has read its commit and manifest, so that it reads only tensors from now on."""
+    """A store that has read its commit and manifest. From now on, it reads only tensors."""
     store = small()
     store.save(state, step=1)
     store.read("default@1", keys=[])
@@ -30,7 +30,10 @@ def warmed(state: Any) -> Store:
 
 
 def bytes_read(store: Store, call: Callable[[], Any]) -> int:
-    """Return the bytes read without the small records that locate the checkpoint, which are read each time."""
+    """Return the number of bytes read, except for the small records that locate the checkpoint.
+
+    They are read each time.
+    """
     with counted(store) as found:
         store.get("default@1")
     with counted(store) as io:
@@ -62,7 +65,7 @@ def test_tied_and_constant_tensors_are_read_once(verify: bool) -> None:
     }
     store = warmed(state)
     template = {key: torch.ones_like(tensor) for key, tensor in state.items()}
-    want = (10 + 10 + 1) * CELL  # c is other bytes, as it lies in memory
+    want = (10 + 10 + 1) * CELL  # in memory, c consists of different bytes
     assert bytes_read(store, lambda: store.load(template, "default@1", verify=verify)) == want
     assert same_state(template, {key: tensor.contiguous() for key, tensor in state.items()})
     assert bytes_read(store, lambda: store.read("default@1", verify=verify)) == want
@@ -72,7 +75,7 @@ def test_tied_and_constant_tensors_are_read_once(verify: bool) -> None:
     ("lo", "hi"),
     [(0, 1), (0, PER), (5, 5 * PER), (PER - 1, PER + 1), (3 * PER + 7, 9 * PER - 7), (20 * PER, 20 * PER + 1)],
 )
-def test_a_partial_read_is_rounded_to_cells_only_if_verified(lo: int, hi: int) -> None:
+def test_a_partial_read_is_rounded_to_whole_cells_only_if_verified(lo: int, hi: int) -> None:
     weight = cells(20.5)
     store = warmed({"w": weight})
 
@@ -113,7 +116,7 @@ def test_a_column_of_wide_rows_is_read_in_cells() -> None:
     assert torch.equal(shard.data, weight[:, 7 * PER + 3 : 7 * PER + 13])
 
 
-def test_another_process_reads_marker_and_manifest_once() -> None:
+def test_a_new_process_reads_the_marker_and_the_manifest_once() -> None:
     faulty = FaultyStore(memory())
     store = small(faulty)
     store.save({"w": cells(3)}, step=1)
@@ -123,11 +126,11 @@ def test_another_process_reads_marker_and_manifest_once() -> None:
         again.read("default@1")
     assert faulty.count("get", "casckpt.json") == 1
     assert faulty.count("get", "objects/*.manifest") == 1
-    assert faulty.count("get", "commits/*") == 6  # its record, and whether there is another one
+    assert faulty.count("get", "commits/*") == 6  # its record, and a check for a further record
     assert faulty.count("list", "commits/") == 0
 
 
-def test_a_blob_read_for_less_than_half_does_not_stay_in_the_page_cache(droppable: Store) -> None:
+def test_a_blob_that_is_read_by_less_than_half_does_not_remain_in_the_page_cache(droppable: Store) -> None:
     store = casckpt.open(droppable.url, page_cache=True)
     part = Shard(torch.zeros(1 << 18, dtype=torch.int64), (1 << 20,), (1 << 18,))
     store.load({"w": part}, "default@0")
@@ -137,7 +140,7 @@ def test_a_blob_read_for_less_than_half_does_not_stay_in_the_page_cache(droppabl
 
 
 @pytest.mark.parametrize("page_cache", [True, None])
-def test_a_save_fills_the_page_cache_on_request(page_cache: bool | None, droppable: Store) -> None:
+def test_a_save_fills_the_page_cache_if_requested(page_cache: bool | None, droppable: Store) -> None:
     store = casckpt.open(droppable.url, page_cache=page_cache)
     store.save({"w": torch.arange(1 << 20) + 1}, step=1)
     held, total = pages(store)

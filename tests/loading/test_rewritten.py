@@ -1,4 +1,4 @@
-"""Running loads continue at the new locations of a checkpoint that is rewritten meanwhile."""
+"""Running loads continue at the new locations of a checkpoint that is rewritten in the meantime."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEYS = 6
 
 
 def state() -> dict[str, Any]:
-    """Several blobs, two equal tensors, one without whole cells, an object with a large buffer."""
+    """Several blobs, two equal tensors, a tensor without whole cells, and an object with a large buffer."""
     many = {f"w{n}": cells(15, seed=n) for n in range(KEYS)}
     return many | {"same": cells(15, seed=0), "odd": cells(2.5, seed=99), "plain": b"x" * 70_000}
 
@@ -49,7 +49,7 @@ def store(faults: FaultyStore) -> Store:
 
 
 def elsewhere(store: Store) -> Repository:
-    """Another host."""
+    """A different host."""
     storage = store.repository.storage
     assert isinstance(storage, FaultyStore)
     return Repository(storage.inner)
@@ -62,7 +62,7 @@ def rewritten(repo: Repository) -> None:
 
 
 def rewritten_twice(repo: Repository) -> None:
-    """It is rewritten again, and the blobs of the first rewrite are deleted."""
+    """It is rewritten a second time, and the blobs of the first rewrite are deleted."""
     rewritten(repo)
     rewritten(repo)
 
@@ -91,7 +91,7 @@ def change(request: pytest.FixtureRequest, store: Store) -> Callable[[], None]:
 
 @pytest.mark.parametrize("at", [1, 2, 5])
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_load_continues_at_the_new_place_of_a_rewritten_checkpoint(
+def test_a_load_continues_at_the_new_location_of_a_rewritten_checkpoint(
     store: Store, faults: FaultyStore, change: Callable[[], None], at: int, verify: bool
 ) -> None:
     faults.inject(call_first("read_into", meanwhile(change), key="objects/*.safetensors", at=at))

@@ -1,4 +1,4 @@
-"""Loads report omitted state, mismatched templates, tied weights and new heads."""
+"""Loads report omitted state, mismatched templates, tied weights, and new heads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RUNS = itertools.count()
 
 
 def new_run() -> str:
-    """A new run, since a warning about a run appears once."""
+    """Return a new run, because a warning about a run appears only once."""
     return f"run{next(_RUNS)}"
 
 
@@ -94,7 +94,7 @@ def test_an_optimizer_saved_before_its_first_step_loads_empty() -> None:
 
 
 @pytest.mark.parametrize("key", ["model", "optim.state", "cfg"])
-def test_any_other_empty_mapping_is_a_mismatch_with_advice(key: str) -> None:
+def test_any_other_empty_mapping_raises_a_mismatch_with_advice(key: str) -> None:
     store = small()
     state: dict[str, Any] = {"model": {"w": torch.ones(2)}, "optim": {"state": {"w": torch.ones(2)}}, "cfg": {"a": 1}}
     store.save(state, step=1)
@@ -138,13 +138,13 @@ def load_on_ranks(rank: int, size: int, path: Path) -> list[str]:
         except Mismatch as mismatch:
             wrong += [] if error in str(mismatch) else [str(mismatch)]
     parts: dict[str, Any] = {"model": {"head.weight": torch.zeros(3, 5)} if rank == 1 else {}}
-    loaded = store.load(parts, "a@1")  # what one rank has not, another one has
+    loaded = store.load(parts, "a@1")  # entries that one rank lacks, and another rank has
     if loaded.unread_subtrees != ("optim",):
         wrong.append(f"unread: {loaded.unread_subtrees}")
     return wrong
 
 
-def test_all_ranks_load_alike(tmp_path: Path, ranks: Pool) -> None:
+def test_all_ranks_load_in_the_same_way(tmp_path: Path, ranks: Pool) -> None:
     small_folder(tmp_path).save(state_of(*trained()), run="a", step=1)
     assert ranks.run(2, load_on_ranks, tmp_path) == [[], []]
 
@@ -212,12 +212,12 @@ def test_a_new_head_is_left_unchanged() -> None:
         store.load({"body": {"new": torch.zeros(1)}}, "default@1", ignore_mismatched="head.*")
     fits = {"head": {"w": torch.zeros(3)}}
     store.load(fits, "default@1", ignore_mismatched=["head.*"], unread="ignore")
-    assert fits["head"]["w"].eq(1).all()  # what fits is loaded
+    assert fits["head"]["w"].eq(1).all()  # fitting keys are loaded
     with pytest.raises(InvalidInput, match="ignore_mismatched"):
         store.load(fits, "default@1", ignore_mismatched=[3])  # type: ignore[list-item]
 
 
-def test_a_missing_key_that_shares_memory_with_what_is_loaded_is_excused() -> None:
+def test_a_missing_key_is_allowed_if_it_shares_memory_with_a_loaded_key() -> None:
     store = small()
     saved = torch.arange(6.0).view(2, 3)
     store.save({"emb": saved, "empty": torch.ones(0)}, step=1)

@@ -1,4 +1,4 @@
-"""Keys of a template that share memory load only if the checkpoint holds one content for them."""
+"""Template keys that share memory load only if the checkpoint holds the same values for them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_tied_or_equal_tensors_load_into_tied_memory(same: bool) -> None:
 
 @pytest.mark.parametrize("count", [1, 5])
 def test_tied_memory_with_different_values_is_refused_before_any_change(count: int) -> None:
-    """Otherwise one would overwrite the other while both are verified."""
+    """Otherwise, one load would overwrite the other while both are being verified."""
     store = small()
     store.save({EMBED: cells(count, seed=1), HEAD: cells(count, seed=2)}, step=1)
     template = tied((cells(count, seed=1).numel(),))
@@ -45,7 +45,7 @@ def test_tied_memory_with_different_values_is_refused_before_any_change(count: i
     assert torch.equal(template[HEAD], cells(count, seed=2))
 
 
-def test_one_differing_cell_is_enough_to_refuse_tied_memory() -> None:
+def test_a_single_differing_cell_is_enough_to_refuse_tied_memory() -> None:
     store, weight = small(), cells(6, seed=1)
     store.save({EMBED: weight}, step=1)
     other = weight.clone()
@@ -63,7 +63,7 @@ def test_one_stored_key_may_fill_both_tied_tensors() -> None:
     assert torch.equal(template[HEAD], weight)
 
 
-def test_adjacent_views_share_no_memory() -> None:
+def test_adjacent_views_do_not_share_memory() -> None:
     store = small()
     store.save({"q": torch.ones(4, 3), "k": torch.full((4, 3), 2.0)}, step=1)
     both = torch.zeros(4, 6)
@@ -71,7 +71,7 @@ def test_adjacent_views_share_no_memory() -> None:
     assert both[0].tolist() == [1, 1, 1, 2, 2, 2]
 
 
-# shared memory of different tensors
+# different tensors that share memory
 
 View = Callable[[torch.Tensor], torch.Tensor]
 VIEWS: dict[str, View] = {
@@ -100,7 +100,7 @@ def of_two(view: View, whole: torch.Tensor) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("view", "dtype"), CASES, ids=NAMES)
 @pytest.mark.parametrize("extent", [120, 300], ids=["one cell", "several"])
 def test_views_of_shared_memory_load_their_saved_values(view: View, dtype: torch.dtype, extent: int) -> None:
-    """An update also takes them from one version to the next, whether stored raw or coded."""
+    """An update also takes them from one version to the next, whether they are stored raw or encoded."""
     store = small()
     held = store.save(of_two(view, torch.randn(extent, extent, dtype=dtype)), step=1)
     second = torch.randn(extent, extent, dtype=dtype)
@@ -117,7 +117,7 @@ def test_views_of_shared_memory_load_their_saved_values(view: View, dtype: torch
 def test_views_of_shared_memory_with_different_stored_values_are_refused(
     view: View, dtype: torch.dtype, extent: int
 ) -> None:
-    """load and update refuse it before any change, even for a single element."""
+    """load and update refuse this before any change, even for a single element."""
     store, whole = small(), torch.randn(extent, extent, dtype=dtype)
     held = store.save(of_two(view, whole), step=1)
     other = view(whole).clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
@@ -131,7 +131,7 @@ def test_views_of_shared_memory_with_different_stored_values_are_refused(
         assert torch.equal(found["a"], whole)
 
 
-def test_a_head_that_shares_rows_of_an_embedding_refuses_other_values() -> None:
+def test_a_head_that_shares_embedding_rows_refuses_different_values() -> None:
     store, embed = small(), torch.randn(400, 16)
     store.save({EMBED: embed, HEAD: torch.randn(300, 16)}, step=1)
     model = torch.zeros(400, 16)
@@ -155,7 +155,7 @@ def test_partly_overlapping_views_need_one_value_per_element(differ: bool) -> No
 
 
 @pytest.mark.parametrize("differ", [False, True])
-def test_tied_tensors_that_are_stored_in_other_cells_or_dtypes_are_read_to_compare_them(differ: bool) -> None:
+def test_tied_tensors_with_different_cells_or_dtypes_are_read_to_compare_them(differ: bool) -> None:
     store, weight = small(), torch.randn(3000, dtype=torch.bfloat16)
     wide = weight.float()
     wide[7] += differ
@@ -167,7 +167,7 @@ def test_tied_tensors_that_are_stored_in_other_cells_or_dtypes_are_read_to_compa
 
 
 def test_overlapping_views_are_not_filled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cell that is decoded in place holds its base for a while, and so does every view of it."""
+    """While a cell is decoded in place, its memory holds the base, and so does every view of this memory."""
     filled: list[int] = []
     run = EntryReader.fill
 
@@ -194,15 +194,14 @@ def test_columns_of_one_matrix_are_not_read_to_compare_them(monkeypatch: pytest.
     assert whole[7].tolist() == [i for i in range(30) for _ in range(2)]
 
 
-def test_empty_tensors_share_nothing() -> None:
+def test_empty_tensors_do_not_share_memory() -> None:
     store, empty = small(), torch.empty(0, 3)
     store.save({"a": empty, "b": empty.clone()}, step=1)
     store.load({"a": empty, "b": empty}, "default@1")
 
 
 def test_each_of_many_tied_tensors_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A comparison of all pairs would take minutes for an optimizer whose ten thousand parameters share one step
-    count."""
+    """Comparing all pairs would take minutes for an optimizer whose ten thousand parameters share one step count."""
     compared: list[str] = []
     differ = tied_module._differ
 

@@ -12,11 +12,11 @@ from tests.support.faulty import FaultyStore
 from tests.support.repositories import memory
 from tests.support.saves import CELL, cells, counted, small, small_folder
 
-PER = CELL // 4  # float32 of a cell
+PER = CELL // 4  # the number of float32 elements in a cell
 
 
-def test_nearby_ranges_of_a_blob_are_one_request(tmp_path: Path) -> None:
-    """In a folder, 128 KiB of unwanted bytes cost less than another request."""
+def test_nearby_ranges_of_a_blob_are_read_with_one_request(tmp_path: Path) -> None:
+    """In a folder, reading 128 KiB of unneeded bytes costs less than a second request."""
     state = {f"w{i}": cells(1) for i in range(14)}
     store = small_folder(tmp_path / "store")
     saved = store.save(state, step=1, threads=1)
@@ -24,7 +24,7 @@ def test_nearby_ranges_of_a_blob_are_one_request(tmp_path: Path) -> None:
         store.read(saved, keys=[])
     with counted(store) as io:
         store.read(saved, keys=["w1", "w3", "w11"])
-    # they lie in the order of their keys: w1, w10, w11, w12, w13, w2, w3
+    # their order in the blob is the key order: w1, w10, w11, w12, w13, w2, w3
     assert io.bytes_read - around.bytes_read == 7 * CELL
     assert io.reads - around.reads == 1
 
@@ -37,12 +37,12 @@ def test_each_blob_is_opened_once() -> None:
     store.read("default@1")
     opened = faulty.keys("open")
     assert len(opened) == len(set(opened)) > 8
-    assert faulty.count("get", "objects/*.manifest") == 0  # it was saved by this process
+    assert faulty.count("get", "objects/*.manifest") == 0  # this process saved it
 
 
 @given(st.integers(1, 6 * PER), st.data())
 def test_any_ranges_are_read_together(numel: int, data: st.DataObject) -> None:
-    """Several shards of one tensor, which may overlap: every byte of the union is read once."""
+    """Several shards of one tensor, which may overlap. Every byte of their union is read once."""
     weight = torch.arange(numel, dtype=torch.int32)
     store = warmed({"w": weight})
     bounds = data.draw(

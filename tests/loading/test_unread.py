@@ -19,7 +19,7 @@ from tests.support.training import Network
 REF = "default@1"
 
 
-def test_unread_values_per_rank_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unread_per_rank_values_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store, looked = small(), list[str]()
     store.save({"seen": PerRank({f"k{number}": number for number in range(50)})}, step=1)
 
@@ -29,14 +29,14 @@ def test_unread_values_per_rank_are_searched_once(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("casckpt.loading.template.is_generator", is_generator)
     store.load({"seen": PerRank({"k3": None})}, REF)
-    assert len(looked) <= 100  # once before the load, and once after it; not once for each
+    assert len(looked) <= 100  # once before and once after the load, instead of once for each value
 
 
 _RUNS = itertools.count()
 
 
 def new_run() -> str:
-    """A new run, since a warning about a run appears once."""
+    """Return a new run, because a warning about a run appears only once."""
     return f"run{next(_RUNS)}"
 
 
@@ -83,10 +83,10 @@ def test_nothing_is_logged_if_only_an_epoch_is_unread(caplog: pytest.LogCaptureF
     assert (loaded.unread_keys, loaded.unread_subtrees, told(caplog)) == (("epoch",), (), [])
 
 
-def test_unread_is_warn_or_ignore() -> None:
+def test_unread_must_be_warn_or_ignore() -> None:
     store = small()
     store.save({"w": torch.ones(2)}, step=1)
-    with pytest.raises(InvalidInput, match=r"unread=.* give .warn. or .ignore."):
+    with pytest.raises(InvalidInput, match=r"unread=.* pass .warn. or .ignore."):
         store.load({"w": torch.ones(2)}, "default@1", unread=False)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Updates: from any held version to any other, the state equals a load, and few bytes are read."""
+"""Updates from any held version to any other version. The state equals that of a load, and few bytes are read."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def held_at(store: Store, step: int) -> tuple[dict[str, Any], Checkpoint]:
 
 
 def frames(store: Store, one: int, other: int, key: str | None = None) -> int:
-    """Bytes of the frames between two versions, of a tensor or of all."""
+    """Return the size of the frames between two versions, of one tensor or of all tensors."""
     mine, theirs = (Stored(store, ref(step)).cells() for step in (one, other))
     both = [place for place in theirs if place in mine and key in (None, place[0][1])]
     routes = [find_route(mine[place], theirs[place]) for place in both]
@@ -54,7 +54,9 @@ def frames(store: Store, one: int, other: int, key: str | None = None) -> int:
 
 
 @pytest.mark.parametrize(("threads", "check", "planes"), half_of([1, 4], [False, True], [False, True]))
-def test_an_update_goes_from_any_version_to_any_other(tmp_path: Path, threads: int, check: bool, planes: bool) -> None:
+def test_any_version_can_be_updated_to_any_other_version(
+    tmp_path: Path, threads: int, check: bool, planes: bool
+) -> None:
     found = states()
     for made in (small(), small_folder(tmp_path), small(far())):
         store = reopened(saved(made, found, planes=planes))
@@ -92,7 +94,7 @@ def destinations(draw: st.DrawFn) -> tuple[tuple[int, int], list[tuple[slice, sl
 
 
 @given(destinations(), st.tuples(*[st.integers(0, STEPS - 1)] * 2), st.tuples(*[st.booleans()] * 3))
-def test_any_part_in_any_memory_is_updated(
+def test_any_part_in_any_memory_can_be_updated(
     box: tuple[tuple[int, int], list[tuple[slice, slice]]], order: tuple[int, ...], flags: tuple[bool, ...]
 ) -> None:
     (before, after), (planes, check, cast) = order, flags
@@ -123,7 +125,7 @@ def test_tied_weights_are_updated_once() -> None:
         with blob_bytes(store) as read:
             held = store.update(state, ref(step), held=held, unread="ignore")
         assert torch.equal(shared, found[step]["m"]["w"])
-        assert sum(read) <= frames(store, before, step, "m.w") + CELL // 2  # one is too small for a frame
+        assert sum(read) <= frames(store, before, step, "m.w") + CELL // 2  # one tensor is too small for a frame
 
 
 def test_an_update_handles_added_removed_and_reshaped_keys() -> None:
@@ -173,7 +175,7 @@ def test_an_update_reads_only_differences(tmp_path: Path, place: str) -> None:
     state, held = held_at(store, 0)
     at = 0
     for step in (1, 2, 3, 0, 3, 3):
-        most = 1.1 * frames(store, at, step) + 9000 + (24 << 10)  # an object is made anew, and gaps are bridged
+        most = 1.1 * frames(store, at, step) + 9000 + (24 << 10)  # an object is recreated, and gaps are bridged
         with blob_bytes(store) as read:
             held = store.update(state, ref(step), held=held)
         assert sum(read) <= most
@@ -181,7 +183,7 @@ def test_an_update_reads_only_differences(tmp_path: Path, place: str) -> None:
         at = step
 
 
-def test_an_update_reads_nothing_of_equal_tensors() -> None:
+def test_an_update_does_not_read_equal_tensors() -> None:
     store = small()
     state = {"a": smooth((90, 256)), "b": smooth((9, 256))}
     held = store.save(state, step=0)
@@ -200,7 +202,7 @@ def test_an_update_reads_nothing_of_equal_tensors() -> None:
 
 @pytest.mark.parametrize("step", [0, 1, 3])
 def test_an_update_with_check_repairs_changed_memory(step: int) -> None:
-    """Without verification, changed cells are correct. With it, all cells are."""
+    """If check is off, changed cells are correct. If it is on, all cells are."""
     found = states()
     store = saved(small(), found)
     for check in (False, True):
@@ -213,7 +215,7 @@ def test_an_update_with_check_repairs_changed_memory(step: int) -> None:
             assert torch.equal(state["m"]["w"], found[step]["m"]["w"])
 
 
-def test_an_update_with_check_hashes_held_memory_and_reads_none_of_it() -> None:
+def test_an_update_with_check_hashes_held_memory_instead_of_reading() -> None:
     store = saved(small(), states())
     state, held = held_at(store, 1)
     del state["o"]
@@ -227,7 +229,7 @@ def test_an_update_with_check_hashes_held_memory_and_reads_none_of_it() -> None:
 
 
 def test_an_update_avoids_missing_blobs(tmp_path: Path) -> None:
-    """Missing blobs one by one: the update reads whole cells, or raises the error of a load."""
+    """Blobs are removed one by one. The update reads whole cells, or raises the error of a load."""
     found = states()
     store = saved(small_folder(tmp_path), found)
     later, earlier = (set(map(_name, Stored(store, ref(step)).refs)) for step in (3, 1))

@@ -1,4 +1,4 @@
-"""Updates along a run with deltas: each reads only the bytes of its save."""
+"""Updates along a run with deltas. Each update reads only the bytes of its save."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
 STEPS = 40
-ROWS = 48  # of 512 elements, of which a step changes about 5
+ROWS = 48  # elements per cell: 512, of which a step changes about 5
 
 
 def state(step: int) -> dict[str, Any]:
-    """One tensor changes in all cells each step, another in some, the third in none."""
+    """In each step, all cells of one tensor change, some cells of a second, and none of a third."""
     part = trained(12, 0, seed=1)
     part[: 2048 * (step % 3)] += step
     return {"all": trained(12, step).reshape(ROWS, 512), "part": part, "still": trained(4, 0, seed=2)}
@@ -38,7 +38,7 @@ def state(step: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A shared store of all steps, which tests only read."""
+    """A shared store with all steps. Tests only read it."""
     path = tmp_path_factory.mktemp("along") / "store"
     run(small_folder(path))
     return path
@@ -51,7 +51,7 @@ def run(store: Store, steps: int = STEPS) -> Store:
 
 
 def deltas(store: Store, steps: int) -> list[int]:
-    """Return the bytes of changed cells that each save but the first wrote."""
+    """Return the number of bytes of changed cells that each save wrote, except for the first save."""
     cells = [Stored(store, ref(step)).cells() for step in range(steps)]
     return [
         sum(cell.stored for place, cell in now.items() if cell.digest != before[place].digest)
@@ -79,7 +79,7 @@ def test_an_update_by_one_step_reads_what_its_save_wrote(folder: Path) -> None:
 
 @pytest.mark.parametrize("check", [False, True])
 def test_the_first_update_keeps_all_tables(folder: Path, check: bool) -> None:
-    """Even if it reads some cells whole, since nothing of them is held."""
+    """This holds even if it reads some whole cells because it holds nothing of them."""
     store = casckpt.open(folder)
     for step, delta in enumerate(deltas(store, STEPS)):
         found = emptied(state(0))
@@ -93,8 +93,8 @@ def test_the_first_update_keeps_all_tables(folder: Path, check: bool) -> None:
         assert sum(read) <= 1.1 * delta
 
 
-def test_an_update_without_kept_tables_reads_undone_frames_too(folder: Path) -> None:
-    """As after a full load or in another process. The result is correct."""
+def test_an_update_without_kept_tables_also_reads_undone_frames(folder: Path) -> None:
+    """This is the case after a full load, or in a different process. The result is correct."""
     store = casckpt.open(folder)
     found, more = emptied(state(0)), []
     held = store.load(found, ref(0))
@@ -123,7 +123,7 @@ def test_kept_tables_follow_each_update() -> None:
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_wrong_kept_tables_do_no_harm(check: bool) -> None:
+def test_wrong_kept_tables_are_harmless(check: bool) -> None:
     store = run(small(), 12)
     found = emptied(state(0))
     held = store.load(found, ref(0))
@@ -162,7 +162,7 @@ def test_64_updates_equal_loads_on_any_number_of_ranks(ranks: Pool, tmp_path: Pa
 
 @pytest.mark.parametrize(("first", "then"), [(5, 10), (10, 0), (15, 20), (24, 14), (14, 19)])
 def test_an_update_over_several_steps_reads_no_full_cell(folder: Path, first: int, then: int) -> None:
-    """Five steps forward and ten back, where no cell got a new key frame between."""
+    """The run goes five steps forward and ten back. No cell received a new key frame in between."""
     store = casckpt.open(folder)
     mine, theirs = (Stored(store, ref(step)).cells() for step in (first, then))
     roots = [(list(mine[place].chain)[-1].digest, list(theirs[place].chain)[-1].digest) for place in theirs]
@@ -175,8 +175,11 @@ def test_an_update_over_several_steps_reads_no_full_cell(folder: Path, first: in
     assert sum(read) < new + 8 * CELL
 
 
-def test_an_update_after_a_watch_requests_only_news() -> None:
-    """The number does not depend on the length of the run: no listing, and no record of another checkpoint."""
+def test_an_update_after_a_watch_requests_only_new_data() -> None:
+    """The number does not depend on the length of the run.
+
+    There is no listing, and no record of a different checkpoint.
+    """
     faulty = FaultyStore(small().repository.storage)
     run(Store(Repository(faulty.inner)), 12)
     store, found = Store(Repository(faulty)), emptied(state(0))

@@ -1,4 +1,4 @@
-"""Misused updates: other models, stores and memory, unusual tensors, several at once, thinned versions."""
+"""Misused updates: different models, stores and memory, unusual tensors, simultaneous updates, and thinned versions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(store: Store, count: int = 6) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("wrong", ["another model", "another shape", "another dtype", "a key too many", "plain data"])
-def test_a_state_that_does_not_fit_is_left_as_it_is(wrong: str) -> None:
+def test_a_state_that_does_not_fit_is_left_unchanged(wrong: str) -> None:
     store = saved(small(), states())
     state, held = held_at(store, 0)
     before = state["m"]["w"].clone()
@@ -51,8 +51,8 @@ def test_a_state_that_does_not_fit_is_left_as_it_is(wrong: str) -> None:
     assert held.frames is frames
 
 
-def test_the_held_version_may_be_of_another_store() -> None:
-    """With the same versions, with others of the same names, with other cells, and deleted."""
+def test_the_held_version_may_belong_to_a_different_store() -> None:
+    """The other store has the same versions, different versions of the same names, different cells, or is deleted."""
     store, twin, other, coarse = small(), small(), small(), small(cell_bytes=2 * CELL)
     found = run(store)
     run(twin)
@@ -69,7 +69,7 @@ def test_the_held_version_may_be_of_another_store() -> None:
 
 
 def test_a_copy_of_the_store_shares_kept_tables() -> None:
-    """Frames are identified by their content, not by their location."""
+    """Frames are identified by content, not by location."""
     store, twin = small(), small()
     found = run(store, 12)
     run(twin, 12)
@@ -121,7 +121,7 @@ def test_an_empty_state_and_a_state_without_tensors_are_updated() -> None:
         assert state.get("n", 1) == 1
 
 
-def test_several_updates_start_from_a_held_version() -> None:
+def test_several_updates_can_start_from_the_same_held_version() -> None:
     store = small()
     found = run(store, 8)
     first = emptied(found[0])
@@ -148,11 +148,11 @@ def test_an_update_from_a_missing_store_is_an_error(tmp_path: Path) -> None:
     assert same_state(state, states()[2])
 
 
-# keys that the load left out
+# keys that the load omitted
 
 
 def test_keys_that_the_load_did_not_fill_are_read() -> None:
-    """Keys that the template lacked, that the checkpoint lacked, and that did not fit."""
+    """These are keys that the template lacked, that the checkpoint lacked, or that did not fit."""
     store = small()
     still = {"model": cells(3, seed=1), "optim": cells(4, seed=2), "head": cells(1, seed=3)}
     store.save(still | {"n": 1}, step=1)
@@ -192,7 +192,7 @@ def test_an_update_from_a_version_that_was_thinned_reads_dropped_entries() -> No
     with blob_bytes(store) as read:
         held = store.update(mine, ref(1), held=held)
     assert same_state(mine, found[1])
-    assert sum(read) <= 6 * CELL + 2 * CELL  # the optimizer, and what changed of the model
+    assert sum(read) <= 6 * CELL + 2 * CELL  # the optimizer, and the changes of the model
     with pytest.raises(MissingKey, match="thinned"):
         store.update(mine, ref(0), held=held)
     assert same_state(mine, found[1])
@@ -212,10 +212,10 @@ def test_an_update_from_a_thinned_version_reads_missing_entries() -> None:
     assert same_state(mine, found[1])
 
 
-# beside a gc, without a lease
+# concurrently with a gc, and without a lease
 
 
-def test_a_checkpoint_deleted_during_an_update_is_not_found(tmp_path: Path) -> None:
+def test_deleting_a_checkpoint_during_an_update_raises_not_found(tmp_path: Path) -> None:
     """Two readers follow a run in which a gc keeps only the newest checkpoint."""
     store = small_folder(tmp_path / "store")
     tensor = torch.randn(48, 512, generator=torch.Generator().manual_seed(1)).bfloat16()

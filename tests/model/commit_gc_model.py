@@ -78,7 +78,7 @@ class Model:
         return State(names, ((tx, Log("live", names)),), NOTHING, writers, gcs)
 
     def loss(self, state: State) -> str:
-        """Return a missing object of a live commit, or ""."""
+        """Return a missing object of a live commit, or "" if there is none."""
         for tx, log in state.logs:
             if log.live and not log.names <= state.objects:
                 return f"{tx} lacks {sorted(log.names - state.objects)}"
@@ -163,7 +163,7 @@ class Model:
             yield from self.commit(state, tx, writer, after)
 
     def choices(self, state: State, after: Writer, seen: Logs) -> Iterator[tuple[str, Writer, State]]:
-        """Each content may come from any live commit. A manifest that is not used need not be read."""
+        """Each content may come from any live commit. A manifest that is not used does not have to be read."""
         named = {name for _, log in seen if log.live for name in log.names}
         if self.mutant == "reuse_orphans":
             named = set(state.objects)
@@ -217,8 +217,10 @@ class Model:
         yield f"uploads {name}", new, state._replace(objects=state.objects | {name})
 
     def put_shared_manifest(self, state: State, tx: str, after: Writer) -> Iterator[tuple[str, Writer, State]]:
-        """The first manifest stands. A later writer uses its names if all objects exist, and otherwise gives up
-        ``tx``."""
+        """The first manifest counts.
+
+        A later writer uses its names if all objects exist, and otherwise gives up ``tx``.
+        """
         name, stored = of(tx, "manifest"), dict(state.manifests)
         if name not in state.objects:
             refs = after.refs | {name}
@@ -318,7 +320,7 @@ class Model:
         return [tx for tx, log in seen if log.committed and tx not in gc.purged]
 
     def unread(self, state: State, gc: Gc) -> tuple[str, Gc | None]:
-        """Read one manifest. The gc ends if it is unreadable. Call this only while some manifest is unread."""
+        """Read one manifest. The gc ends if it is unreadable. Call this only while there are unread manifests."""
         name = min(gc.unread)
         if name in state.objects or self.mutant == "unreadable_root_ignored":
             return f"reads {name}", gc._replace(unread=gc.unread - {name})
@@ -417,7 +419,7 @@ class Model:
 
 
 def _in_order(state: State) -> State:
-    """Normalize states that differ only in the order of the gcs, which all act the same."""
+    """Normalize states that differ only in the order of the gcs, which are interchangeable."""
     return state._replace(gcs=tuple(sorted(state.gcs, key=hash))) if len(state.gcs) > 1 else state
 
 

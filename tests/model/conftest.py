@@ -1,4 +1,4 @@
-"""Models are explored without garbage collection: millions of states live to the end and have no cycles."""
+"""Turns off garbage collection while models are explored: millions of states live to the end, without cycles."""
 
 from __future__ import annotations
 

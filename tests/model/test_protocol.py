@@ -1,4 +1,4 @@
-"""The commit and gc protocol, explored exhaustively: it loses nothing, and every small change of it does."""
+"""The commit and gc protocol, explored exhaustively: it does not lose data, but every small change to it does."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_no_committed_data_is_lost_in_larger_models(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("mutant", [*MUTANTS, *OWN_MUTANTS])
-def test_every_change_of_the_protocol_loses_data(mutant: str) -> None:
+def test_every_change_to_the_protocol_loses_data(mutant: str) -> None:
     verdict = check(replace(NEEDS.get(mutant, PLAIN), mutant=mutant), deep=mutant == "unreadable_root_ignored")
     assert verdict.outcome == "UNSAFE", f"{mutant}: {(MUTANTS | OWN_MUTANTS)[mutant]}, and nobody notices"
     assert "lacks" in verdict.trace[-1]
@@ -94,20 +94,20 @@ def test_every_change_of_the_protocol_loses_data(mutant: str) -> None:
 @pytest.mark.parametrize(
     "setup", {NEEDS.get(mutant, PLAIN) for mutant in (*MUTANTS, *OWN_MUTANTS)} - set(SAFE.values())
 )
-def test_the_model_without_the_changes_loses_no_data(setup: Setup) -> None:
-    """The models that catch the mutants pass without them."""
+def test_the_unchanged_model_does_not_lose_data(setup: Setup) -> None:
+    """The models that catch the mutants pass if they are unchanged."""
     assert check(setup).outcome == "SAFE"
 
 
 @pytest.mark.parametrize(
     "mutant", ["resume_without_waiting", "resume_with_new_purged", "trusts_announcements", "reads_logs_early"]
 )
-def test_every_change_loses_data_with_saves_beside_a_resumed_gc(mutant: str) -> None:
-    """A small model that stands in for the larger soak model."""
+def test_every_change_loses_data_if_saves_run_during_a_resumed_gc(mutant: str) -> None:
+    """A small model in place of the larger soak model."""
     assert check(replace(SAFE["two that read logs, a gc that resumes"], mutant=mutant)).outcome == "UNSAFE"
 
 
-def test_a_process_lists_commits_after_it_joins_a_transaction() -> None:
+def test_a_process_lists_commits_after_joining_a_transaction() -> None:
     verdict = check(Setup(writers=2, toggles=2, shared=True, retry=True, mutant="list_first"))
     assert verdict.outcome == "UNSAFE"
 

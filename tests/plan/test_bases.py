@@ -85,7 +85,7 @@ def test_cells_changed_in_small_steps_get_a_new_base_together() -> None:
     assert choose_base([9000, 100, 100, 100], PLAIN, "any") == 4  # all of it: a delta to the full cell
 
 
-def test_a_chain_that_another_writer_made_too_long_is_shortened() -> None:
+def test_an_overlong_chain_from_a_different_writer_is_shortened() -> None:
     assert choose_base([1000 * 2**i for i in range(7)], PLAIN, "any") == 4
 
 
@@ -118,12 +118,12 @@ def test_a_load_reads_at_most_one_delta_beyond_the_limit(saves: int, first: floa
         assert sum(older) <= PLAIN * 5 / 24
 
 
-def test_rows_that_change_alike_are_stored_in_full_at_different_saves() -> None:
+def test_rows_with_similar_changes_are_stored_in_full_at_different_saves() -> None:
     rows = [Run(place=f"layers.{i}.weight {lo}").after(400) for i in range(20) for lo in (0, 1 << 24)]
     renewed = Counter(key for row in rows for key in row.own()[1:])
     assert len(renewed) > 20
     assert max(renewed.values()) <= len(rows) / 4
 
 
-def test_every_rank_and_run_decides_alike() -> None:
+def test_every_rank_and_run_makes_the_same_decision() -> None:
     assert Run().after(300).versions == Run().after(300).versions

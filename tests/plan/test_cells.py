@@ -65,13 +65,13 @@ def parents(draw: st.DrawFn, shape: Shape, cell: int) -> ExtentTable:
 
 
 @given(full_shapes, st.integers(1, 20), st.data())
-def test_cuts_tile_the_region(shape: Shape, cell: int, data: st.DataObject) -> None:
+def test_splits_tile_the_region(shape: Shape, cell: int, data: st.DataObject) -> None:
     region = data.draw(regions(shape))
     _check_tiling(region, shape, cell, plan_cells(region, shape, cell, None))
 
 
 @given(full_shapes, st.integers(1, 20), st.data())
-def test_cuts_along_any_parent_tile_the_region(shape: Shape, cell: int, data: st.DataObject) -> None:
+def test_splits_along_any_parent_tile_the_region(shape: Shape, cell: int, data: st.DataObject) -> None:
     region, parent = data.draw(regions(shape)), data.draw(parents(shape, cell))
     groups = plan_cells(region, shape, cell, parent)
     _check_tiling(region, shape, cell, groups)
@@ -90,7 +90,7 @@ def test_a_whole_tensor_finds_every_cell_of_uneven_columns(height: int, widths: 
 
 
 @given(full_shapes, st.integers(1, 20), st.data())
-def test_the_same_shards_find_every_cell_again(shape: Shape, cell: int, data: st.DataObject) -> None:
+def test_the_same_shards_reuse_every_cell(shape: Shape, cell: int, data: st.DataObject) -> None:
     parts = data.draw(partitions(shape))
     table = table_of(shape, cell, [c for part in parts for c in cells_of(plan_cells(part, shape, cell, None))])
     for part in parts:
@@ -141,7 +141,7 @@ def test_one_rank_shares_every_cell_of_uneven_ones(ranks: int, cell: int) -> Non
 
 
 @pytest.mark.parametrize("cell", [4, 16, 100])
-def test_more_ranks_share_what_no_new_boundary_cuts(cell: int) -> None:
+def test_more_ranks_share_cells_that_no_new_boundary_splits(cell: int) -> None:
     shape = (60, 7)
     saves = Saves(shape, cell)
     saves.save([whole(shape)])
@@ -178,7 +178,7 @@ def test_long_runs_of_columns_share_with_the_whole() -> None:
     assert saves.save([whole(shape)]) == 0
 
 
-def test_cells_stay_whole_over_many_topologies() -> None:
+def test_cells_remain_whole_across_many_topologies() -> None:
     shape, cell = (96, 5), 16
     saves = Saves(shape, cell)
     for _ in range(4):
@@ -213,7 +213,7 @@ def test_a_parent_with_other_cell_sizes_is_not_followed() -> None:
     assert all(isinstance(cut, NewCell) for group in groups for cut in group.cuts)
 
 
-def test_small_and_empty_tensors_are_cut() -> None:
+def test_small_and_empty_tensors_are_split() -> None:
     assert plan_cells(whole((3, 0)), (3, 0), 16, None) == []
     (group,) = plan_cells(whole(()), (), 16, None)
     assert [(cut.lo, cut.hi) for cut in group.cuts] == [(0, 1)]

@@ -66,7 +66,7 @@ def test_moved_cells_are_unchanged() -> None:
     assert difference(old, new).unchanged == ("w",)
 
 
-def test_recut_cells_are_unchanged_where_boundaries_match() -> None:
+def test_resplit_cells_are_unchanged_where_boundaries_match() -> None:
     """After a save from more ranks, the first cell has two parts, and the second is unchanged."""
     shape = (2 * CELL,)
     box = full_box(shape)

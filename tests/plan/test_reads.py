@@ -122,7 +122,7 @@ def test_nothing_is_read_without_wanted_elements() -> None:
 
 
 @given(full_shapes, st.data())
-def test_covers_tells_if_a_read_contains_a_region(shape: Shape, data: st.DataObject) -> None:
+def test_covers_returns_whether_a_read_contains_a_region(shape: Shape, data: st.DataObject) -> None:
     cells = [one for region in data.draw(partitions(shape)) for one in cells_of(plan_cells(region, shape, 8, None))]
     kept = data.draw(st.lists(st.sampled_from(cells), unique=True)) if cells else []
     wanted = data.draw(regions(shape))

@@ -57,7 +57,7 @@ def test_an_invalid_policy_is_refused(rules: dict[str, Any]) -> None:
         Policy(**rules)
 
 
-def test_a_duration_may_be_text() -> None:
+def test_a_duration_may_be_a_string() -> None:
     store = [*TEN, kept(11, 50)]
     by_text, by_timedelta = Policy(keep_within="2d"), Policy(keep_within=timedelta(days=2))
     assert plan_forget(store, by_text, 9 * DAY) == plan_forget(store, by_timedelta, 9 * DAY) != []
@@ -65,7 +65,7 @@ def test_a_duration_may_be_text() -> None:
         Policy(keep_within="7 days")
 
 
-def test_no_policy_forgets_nothing() -> None:
+def test_without_a_policy_nothing_is_forgotten() -> None:
     assert plan_forget([*TEN, kept(11, 50)], Policy(), 99 * DAY) == []
 
 
@@ -81,7 +81,7 @@ def test_keep_within_keeps_recent_checkpoints() -> None:
     assert steps(plan_forget(TEN, Policy(keep_within="2d"), 9 * DAY)) == [0, 50, 100, 150, 200, 250, 300]
 
 
-def test_the_newest_of_each_day_week_and_month_stays() -> None:
+def test_the_newest_of_each_day_week_and_month_is_kept() -> None:
     """Days without checkpoints do not count. Day 0 is 1970-01-01, a Thursday."""
     store = [kept(number, number * 10, day=day) for number, day in enumerate([0, 3, 3, 4, 31, 33])]
     assert steps(plan_forget(store, Policy(keep_daily=3), 0)) == [0, 10, 20]
@@ -131,7 +131,7 @@ def test_rules_are_a_union() -> None:
     assert steps(plan_forget(TEN, policy, 9 * DAY)) == [50, 100, 150, 250]
 
 
-def test_keep_last_0_adds_nothing_to_another_rule() -> None:
+def test_keep_last_0_adds_nothing_to_other_rules() -> None:
     assert plan_forget(TEN, Policy(keep_last=0, keep_every=100), 0) == plan_forget(TEN, Policy(keep_every=100), 0)
 
 
@@ -147,7 +147,7 @@ def test_the_newest_is_the_latest_transaction_not_the_greatest_step() -> None:
     assert steps(plan_forget(rolled_back, Policy(keep_last=1), 0)) == [500, 600]
 
 
-def test_age_is_that_of_the_checkpoint_not_of_its_copy() -> None:
+def test_the_age_of_a_copy_is_that_of_its_checkpoint() -> None:
     store = [kept(0, 0, day=9), kept(8, 8, day=1), kept(9, 9, day=2)]
     assert steps(plan_forget(store, Policy(keep_within="1d"), 9 * DAY)) == [8]
 
@@ -159,7 +159,7 @@ def test_superseded_twins_are_forgotten_and_not_counted() -> None:
     assert plan_forget(store, Policy(keep_last=2), 0) == store[:2]
 
 
-def test_tagged_checkpoints_stay_and_count_for_keep_last() -> None:
+def test_tagged_checkpoints_are_kept_and_count_for_keep_last() -> None:
     tagged = {TEN[0].txid, TEN[9].txid}
     assert steps(plan_forget(TEN, Policy(keep_last=2), 0, tagged=tagged)) == [50, 100, 150, 200, 250, 300, 350]
 
@@ -218,12 +218,12 @@ def scored(*values: float | None, name: str = "loss") -> list[SavedCheckpoint]:
         (["loss:1", "acc:3"], [0, 1, 2, 3, 4, 5]),
     ],
 )
-def test_the_best_checkpoints_by_a_metric_stay(best: Any, stay: list[int]) -> None:
+def test_the_best_checkpoints_by_a_metric_are_kept(best: Any, stay: list[int]) -> None:
     store = [*scored(9.0, 2.0, 2.0, float("-inf"), float("nan"), None), kept(9, 9)]
     assert steps(plan_forget(store, Policy(keep_best=best), 0)) == [n for n in range(6) if n not in stay]
 
 
-def test_a_run_without_the_metric_stays_and_is_named() -> None:
+def test_a_run_without_the_metric_is_kept_and_named() -> None:
     with_it, young = scored(3.0, 1.0, 2.0), [kept(number, number, run="young") for number in range(2)]
     sick = [replace(kept(number, number, run="sick"), metrics={"loss": float("nan")}) for number in range(2)]
     store, policy = [*with_it, *sick, *young], Policy(keep_best="loss:1")
@@ -235,7 +235,7 @@ def test_a_run_without_the_metric_stays_and_is_named() -> None:
 
 def test_a_metric_without_values_is_refused() -> None:
     store = [replace(one, metrics={**one.metrics, "acc": 1.0}) for one in scored(1.0, 2.0)]
-    with pytest.raises(InvalidInput, match="no checkpoint here has a metric 'los'; there are acc, loss"):
+    with pytest.raises(InvalidInput, match="no checkpoint here has a metric 'los'; the existing metrics are acc, loss"):
         runs_without(store, Policy(keep_best=["loss:1", "los:3"]))
     other = replace(store[0], run="other", metrics={})
     assert runs_without([*store, other], Policy(keep_best="loss:1")) == {"loss": ["other"]}
@@ -256,12 +256,12 @@ def test_an_invalid_keep_best_is_refused(best: Any) -> None:
         Policy(keep_best=best)
 
 
-def test_an_empty_keep_best_is_no_rule() -> None:
+def test_an_empty_keep_best_is_not_a_rule() -> None:
     assert Policy(keep_best=()).is_empty
     assert plan_forget(TEN, Policy(keep_best=[]), 0) == []
 
 
-def test_the_last_healthy_checkpoint_stays() -> None:
+def test_the_last_healthy_checkpoint_is_kept() -> None:
     store = [replace(kept(i, i), healthy=word) for i, word in enumerate([True, None, None, False, False])]
     assert steps(plan_forget(store, Policy(keep_last=1), 0)) == [0, 1, 3]
     assert steps(plan_forget(store[:3], Policy(keep_last=1), 0)) == [0, 1]
@@ -273,7 +273,7 @@ def test_the_last_healthy_checkpoint_stays() -> None:
     [3, {}, {"drop": []}, {"drop": ["a"]}, {"keep_last": 1}, {"drop": [1], "keep_last": 1}, {"drop": "a", "x": 1}],
 )
 def test_an_invalid_thinning_rule_is_refused(rule: Any) -> None:
-    with pytest.raises(InvalidInput, match=r"drop|stays whole"):
+    with pytest.raises(InvalidInput, match=r"drop|is kept whole"):
         thinning_of(rule)
 
 

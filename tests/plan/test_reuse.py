@@ -55,7 +55,7 @@ def test_cells_are_found_by_digest_in_all_manifests() -> None:
     assert known.blobs == [manifest.blob(0) for manifest in manifests]
 
 
-def test_an_empty_index_knows_no_cells() -> None:
+def test_an_empty_index_does_not_find_any_cells() -> None:
     known = _known(has_parent=False)
     assert not known.any
     assert known.find(d("a")) is None
@@ -78,7 +78,7 @@ def test_only_the_parent_is_found_by_key() -> None:
     assert _place(without, d("a")) == (0, CELL)
 
 
-def test_cells_of_a_worn_blob_are_reused_from_another_blob() -> None:
+def test_cells_of_a_worn_blob_are_reused_from_a_different_blob() -> None:
     known = _known(_two_cells("w", "a", "b", worn=True), _two_cells("x", "b", "c"))
     assert not known.usable(0)
     assert known.usable(1)
@@ -168,7 +168,7 @@ def test_used_bytes_of_coded_cells_are_those_of_frames(case: Case) -> None:
     )
 
 
-def test_used_bytes_of_no_manifests_are_empty() -> None:
+def test_used_bytes_are_empty_without_manifests() -> None:
     assert used_bytes([], 2) == [0, 0]
     assert used_bytes([], 0) == []
 

@@ -106,7 +106,7 @@ def test_regions_that_may_differ_are_written_by_the_lowest_rank(world: tuple[lis
 
 
 @given(worlds())
-def test_replicas_are_cut_between_cells_in_the_order_of_ranks(world: tuple[list[Row], int]) -> None:
+def test_replicas_are_split_between_cells_in_rank_order(world: tuple[list[Row], int]) -> None:
     rows, ranks = world
     found = duties(rows, ranks)
     for row in rows:
@@ -159,7 +159,7 @@ def test_a_rank_with_many_own_bytes_writes_fewer_replicas() -> None:
 
 
 @pytest.mark.parametrize("much", [0, 1])
-def test_a_rank_with_enough_bytes_gets_no_part_of_a_cell(much: int) -> None:
+def test_a_rank_with_enough_bytes_does_not_get_part_of_a_cell(much: int) -> None:
     own, shared = Row(0, 0, 0, 3000, 10, 1, {much: True}), Row(1, 0, 9, 26, 10, 1, {0: True, 1: True})
     parts = duties([own, shared], 2)[1, 0]
     assert [len(parts[rank]) for rank in (much, 1 - much)] == [0, 17]
@@ -174,7 +174,7 @@ def test_small_sets_of_holders_are_assigned_first() -> None:
     assert [len(found[1, 0][rank]) for rank in range(4)] == [0, 0, 2000, 2000]
 
 
-def test_halves_of_a_hybrid_mesh_balance_by_themselves() -> None:
+def test_halves_of_a_hybrid_mesh_balance_independently() -> None:
     """2 x 2: ranks 0 and 2 hold one half of each tensor, 1 and 3 the other."""
     rows = [Row(name, half, 0, 1000, 10, 4, {half: True, half + 2: True}) for name in range(10) for half in range(2)]
     found = duties(rows, 4)

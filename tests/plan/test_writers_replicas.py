@@ -26,7 +26,7 @@ def test_rows_on_the_same_ranks_have_the_same_set() -> None:
     assert sets[0][0] == sets[1][1] != sets[0][1] == sets[1][0] == sets[2][0]
 
 
-def test_a_region_differs_if_any_holder_has_another_digest() -> None:
+def test_a_region_differs_if_any_holder_has_a_different_digest() -> None:
     holders = Holders([held([1, 2, 3]), held([2, 1]), held([2, 4])])
     digests = [np.array(one, np.uint64) for one in ([7, 5, 1], [5, 7], [5, 9])]
     assert holders.differing(digests) == []
@@ -39,12 +39,12 @@ def test_ranks_without_rows_do_not_differ() -> None:
     assert [len(one) for one in Holders([held([]), held([])]).sets()] == [0, 0]
 
 
-def test_only_regions_divided_among_all_holders_are_read_again() -> None:
+def test_only_regions_divided_among_all_holders_are_reread() -> None:
     duties = plan_writers([held([1]), held([1], shared=False), held([2]), held([2])])
     assert [one.sharing.tolist() for one in duties] == [[0], [0], [2], [2]]
 
 
-def test_sample_places_depend_on_save_and_row_and_smaller_samples_are_prefixes() -> None:
+def test_sample_positions_depend_on_save_and_row_and_smaller_samples_are_prefixes() -> None:
     names, room = np.array([1, 2], np.uint64), np.array([1000, 1])
     few, more, later = (places(names, seed, room, runs) for seed, runs in ((5, RUNS), (5, 64), (6, RUNS)))
     assert np.array_equal(few, more[:, :RUNS])
@@ -55,7 +55,7 @@ def test_sample_places_depend_on_save_and_row_and_smaller_samples_are_prefixes()
 
 
 @given(st.integers(0, 7), st.integers(0, 63))
-def test_a_changed_bit_changes_the_digest_of_its_row_alone(word: int, bit: int) -> None:
+def test_a_changed_bit_changes_only_its_rows_digest(word: int, bit: int) -> None:
     words = np.arange(16, dtype=np.uint64).reshape(2, 8)
     before = row_digests(words)
     words[1, word] ^= np.uint64(1 << bit)
@@ -65,7 +65,7 @@ def test_a_changed_bit_changes_the_digest_of_its_row_alone(word: int, bit: int) 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("lengths", [[100], [1000, 5, 33, 1]])
-def test_each_cell_of_another_rank_is_read_once_per_cycle_of_saves(ranks: int, lengths: list[int]) -> None:
+def test_each_cell_of_other_ranks_is_read_once_per_cycle_of_saves(ranks: int, lengths: list[int]) -> None:
     rows = held(list(range(len(lengths))))
     rows = HeldRegions(rows.name, rows.region, rows.lo, np.array(lengths), rows.cell, rows.itemsize, rows.shared)
     duties = plan_writers([rows] * ranks)
@@ -80,7 +80,7 @@ def test_each_cell_of_another_rank_is_read_once_per_cycle_of_saves(ranks: int, l
         assert sorted(read) == sorted(theirs)
 
 
-def test_a_save_rereads_a_64th_of_the_share_of_a_rank() -> None:
+def test_a_save_rereads_a_64th_of_each_ranks_share() -> None:
     rows = held([1], length=64 * 200)
     duties = plan_writers([rows] * 2)
     for turn in range(3):

@@ -94,7 +94,7 @@ def test_copies_of_one_store_are_different_stores(tmp_path: Path, ranks: Pool) -
     stored(tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     for text in ranks.run(2, saves, tmp_path):
-        assert "ranks must share one" in text
+        assert "all ranks must share one store" in text
     for name in ("one", "two"):
         assert [one.step for one in casckpt.open(tmp_path / name).checkpoints()] == [1, 2]
 
@@ -136,10 +136,10 @@ def test_a_store_created_by_another_host_may_appear_late(tmp_path: Path) -> None
     transaction.leave()
     slept.clear()
     elsewhere = late.new_txid("r", 2)
-    with pytest.raises(Conflict, match="ranks must share one"):
+    with pytest.raises(Conflict, match="all ranks must share one store"):
         StoreIdentity.of(store.repository).check_shared(late, elsewhere, slept.append)
     assert sum(slept) > 60
     slept.clear()
-    with pytest.raises(Conflict, match="ranks must share one"):
+    with pytest.raises(Conflict, match="all ranks must share one store"):
         StoreIdentity.of(store.repository).check_shared(store.repository, elsewhere, slept.append)
     assert not slept

@@ -168,7 +168,9 @@ def test_a_save_on_one_rank_and_a_load_on_another_fail_on_both(ranks: Pool, tmp_
     """The error names the calls of the user, not the inner calls."""
     for kind, text, steps in ranks.run(2, saving_or_loading, str(tmp_path / "store")):
         assert (kind, steps) == (InvalidInput, [0, 2])
-        assert "rank 1 is in Store.load, rank 0 in Store.save: all ranks must make the same calls" in text
+        assert (
+            "rank 1 is in Store.load, but rank 0 is in Store.save: all ranks must make the same casckpt calls" in text
+        )
 
 
 def with_objects_on_one_rank(rank: int, size: int, where: str) -> str:
@@ -178,5 +180,5 @@ def with_objects_on_one_rank(rank: int, size: int, where: str) -> str:
 
 def test_a_call_with_objects_on_a_single_rank_is_reported_as_out_of_step(ranks: Pool, tmp_path: Path) -> None:
     for text in ranks.run(2, with_objects_on_one_rank, str(tmp_path / "store")):
-        assert "rank 1 is at another point of Store.save than rank 0" in text
-        assert "Rank 1 has the whole objects 'm' in its state, and rank 0 has none" in text
+        assert "rank 1 is not at the same point in Store.save as rank 0" in text
+        assert "Rank 1 has the whole objects 'm' in its state, but rank 0 has none" in text

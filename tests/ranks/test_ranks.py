@@ -173,7 +173,7 @@ def test_a_forked_child_does_not_act_as_its_parents_rank(ranks: Pool) -> None:
 
 
 def test_a_group_needs_torch_distributed() -> None:
-    with pytest.raises(InvalidInput, match="not initialised"):
+    with pytest.raises(InvalidInput, match="not initialized"):
         open_ranks(object())  # type: ignore[arg-type]  # a wrong type on purpose
 
 

@@ -86,7 +86,7 @@ def test_every_waiting_rank_names_the_absent_rank(ranks: Pool, who: int, *, conn
             assert not warnings
             continue
         for warning in warnings[:2]:
-            assert f"s for rank {who}: every rank of the process group must make the same call" in warning
+            assert f"s for rank {who}: every rank of the process group must make the same casckpt call" in warning
             assert "no_dist=True" in warning
 
 
@@ -251,7 +251,7 @@ class _Gone:
 
 
 def test_rank_0_is_named_without_the_rendezvous_store() -> None:
-    with pytest.raises(RankFailed, match=r"rank 0 died.*Connection reset") as caught:
+    with pytest.raises(RankFailed, match=r"rank 0 .*died.*Connection reset") as caught:
         Meeting(_Gone(), 1, 2).come("start", 60)
     assert caught.value.rank == 0
 

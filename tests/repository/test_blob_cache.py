@@ -1,4 +1,4 @@
-"""The cache of blobs is bounded, never returns wrong bytes, allows many users at once, and never makes a load fail."""
+"""The blob cache is bounded, never returns wrong bytes, allows concurrent users, and never makes a load fail."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_least_recently_used_blobs_are_evicted_first(repo: Repository, storage: 
     assert names(root) == {ref.hash for ref in (refs[0], refs[2], refs[3])}
     cache.fill(storage, [refs[1], refs[2]], 2, silent)
     assert reader is not None
-    with reader:  # an open reader stays readable after its file was removed
+    with reader:  # an open reader remains readable after its file is removed
         reader.read_into(0, [memoryview(bytearray(SIZE))])
 
 
@@ -93,12 +93,12 @@ def test_the_cache_never_exceeds_its_limit(repo: Repository, storage: FarStore, 
     for ref in refs:
         cache.keep(storage, ref)
         assert sum(path.stat().st_size for path in (root / FOLDER).iterdir()) <= 5 * SIZE + 10
-    with pytest.raises(InvalidInput, match="may hold 61450"):
+    with pytest.raises(InvalidInput, match="can hold only 61450"):
         cache.fill(storage, refs, 2, silent)
     assert not BlobCache(root, limit=SIZE - 1).keep(storage, put(repo, 30))
     assert not BlobCache(root, limit=0).keep(storage, put(repo, 31))
     for limit in (-1, 1.5):
-        with pytest.raises(InvalidInput, match="is not possible"):
+        with pytest.raises(InvalidInput, match="cannot have"):
             BlobCache(root, limit=limit)  # type: ignore[arg-type]  # a wrong type on purpose
 
 
@@ -118,7 +118,7 @@ def test_a_cache_without_a_limit_leaves_half_of_the_disk(
     assert len(names(root)) == 3
 
 
-def test_a_cached_blob_of_another_size_is_dropped(repo: Repository, storage: FarStore, root: Path) -> None:
+def test_a_cached_blob_with_the_wrong_size_is_dropped(repo: Repository, storage: FarStore, root: Path) -> None:
     cache, ref = BlobCache(root), put(repo, 1)
     cache.keep(storage, ref)
     path = root / FOLDER / ref.hash
@@ -160,13 +160,13 @@ def test_an_unwritable_cache_is_not_used(
     refs = [put(repo, seed) for seed in range(3)]
     assert [unusable.keep(storage, ref) for ref in refs] == [False] * 3
     assert storage.count("open") <= 1  # it tries once
-    assert len([record for record in caplog.records if "nothing more is put" in record.message]) == 1
-    with pytest.raises(StorageError, match="another cache_dir"):
+    assert len([record for record in caplog.records if "no longer adds blobs" in record.message]) == 1
+    with pytest.raises(StorageError, match="different cache_dir"):
         unusable.fill(storage, refs, 2, silent)
 
 
 def test_an_unreadable_cache_is_not_used(repo: Repository, tmp_path: Path) -> None:
-    cache = BlobCache(tmp_path / ("x" * 300))  # an error of the operating system, as for another user's folder
+    cache = BlobCache(tmp_path / ("x" * 300))  # an operating system error, as for another user's folder
     assert cache.open(put(repo, 0)) is None
     assert not cache.is_there
 
@@ -189,7 +189,7 @@ def _work(root: Path, folder: Path, seed: int) -> None:
                 assert is_blob(ref.hash, data)
 
 
-def test_processes_may_fill_and_evict_at_once(tmp_path: Path, root: Path) -> None:
+def test_processes_can_fill_and_evict_concurrently(tmp_path: Path, root: Path) -> None:
     folder = tmp_path / "store"
     repo = repository(tmp_path, LocalStore(folder))
     for seed in range(9):

@@ -1,4 +1,4 @@
-"""The memory of a process about a store is bounded, and separate for each store."""
+"""What a process remembers about a store is bounded, and separate for each store."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tests.support.saves import reopened, small
 STATE = {"w": torch.arange(6.0), "x": [1]}
 
 
-def test_a_save_does_not_claim_announcements_read_by_another_thread_since(
+def test_a_save_does_not_claim_announcements_that_another_thread_read_later(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The clock of another host is ahead, so its save stays the newest."""
+    """The clock of another host is ahead, so its save remains the newest."""
     store = small()
     store.save(STATE, run="a", step=1)
     ahead = repository(tmp_path, store.repository.storage, clock=Ticks(store.repository.clock() + 10**9))
@@ -47,7 +47,7 @@ def fresh(tmp_path: Path, repo: Repository) -> Repository:
     return repository(tmp_path, repo.storage)
 
 
-def test_the_memory_of_manifests_is_bounded(tmp_path: Path, repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_manifest_cache_is_bounded(tmp_path: Path, repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caches, "MAX_MANIFESTS", 2)
     one, two, three = (save(repo, "a", step) for step in range(3))
     other = fresh(tmp_path, repo)
@@ -61,7 +61,7 @@ def test_the_memory_of_manifests_is_bounded(tmp_path: Path, repo: Repository, mo
     assert other.manifests.get(one.txid, one.committed.head) is None
 
 
-def test_more_records_than_fit_in_memory_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_that_do_not_fit_in_memory_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caches, "MAX_RECORDS", 3)
     repo = repository(tmp_path)
     made = [commit_bare(repo, step=step) for step in range(8)]
@@ -71,7 +71,7 @@ def test_more_records_than_fit_in_memory_are_read(tmp_path: Path, monkeypatch: p
         assert tags(repo)["best"].txid == made[0].txid
 
 
-def test_changed_metadata_do_not_affect_the_cache(store: casckpt.Store) -> None:
+def test_changing_metadata_does_not_affect_the_cache(store: casckpt.Store) -> None:
     store.save({"w": torch.ones(4)}, step=0, metadata={"scores": [1]})
     store.get("latest").metadata["scores"].append(2)
     assert store.get("latest").metadata == {"scores": [1]}

@@ -1,4 +1,4 @@
-"""The catalogue: after any damage to its file, answers are correct and no error is raised."""
+"""After any damage to its file, the catalogue returns correct results and does not raise errors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def sql(path: Path, *statements: str) -> list[tuple[object, ...]]:
     return rows
 
 
-def test_added_records_are_present_for_the_next_process(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_next_process_sees_added_records(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = Catalogue(path)
     check_empty(first)
     fill(first)
@@ -78,12 +78,12 @@ def test_added_records_are_present_for_the_next_process(path: Path, caplog: pyte
     check_filled(Catalogue(path))  # by another object
     first.close()
     check_filled(Catalogue(path))
-    check_filled(first)  # the file opens again
+    check_filled(first)  # the file is reopened
     assert warnings(caplog) == []
     assert sql(path, "PRAGMA journal_mode") == [("wal",)]
 
 
-def test_records_added_again_are_replaced(path: Path) -> None:
+def test_records_added_twice_are_replaced(path: Path) -> None:
     catalogue = Catalogue(path)
     fill(catalogue)
     fill(catalogue)
@@ -136,7 +136,7 @@ DAMAGES: list[Callable[[Path], None]] = [as_garbage, as_torn, as_folder, as_unre
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_an_unusable_file_is_logged_once_and_memory_takes_over(
+def test_an_unusable_file_is_logged_once_and_replaced_by_memory(
     path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
 ) -> None:
     before = Catalogue(path)
@@ -173,7 +173,7 @@ def test_reindex_repairs_the_catalogue(
     assert len(warnings(caplog)) == 1
 
 
-def test_reindex_of_an_unusable_catalogue_raises_nothing(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_reindexing_an_unusable_catalogue_does_not_raise(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path.mkdir(parents=True)
     catalogue = Catalogue(path)
     fill(catalogue)
@@ -340,14 +340,14 @@ def test_two_stores_have_separate_catalogues(tmp_path: Path) -> None:
     assert one.catalogue.path.parent.name.startswith(one.marker.store_id)
 
 
-def test_the_default_catalogue_is_in_the_cache_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_catalogue_is_in_the_user_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home cache"))
     repo = Repository(memory())
     repo.create()
     assert repo.catalogue.path.parent.parent == tmp_path / "home cache" / "casckpt"
 
 
-def test_other_hosts_list_a_folder_alike(tmp_path: Path) -> None:
+def test_other_hosts_list_a_folder_identically(tmp_path: Path) -> None:
     storage = LocalStore(tmp_path / "store")
     writer = repository(tmp_path / "one", storage)
     made = [commit_bare(writer, "a", step) for step in range(5)]

@@ -41,7 +41,7 @@ def flip(repo: Repository, key: str) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "tear", "empty", "huge", "swap", "future"])
-def test_a_damaged_first_record_is_reported_and_affects_no_other(repo: Repository, damage: str) -> None:
+def test_a_damaged_first_record_is_reported_and_does_not_affect_others(repo: Repository, damage: str) -> None:
     good, bad = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
     key = commit_key(bad.txid)
     data = repo.storage.get(key, limit=1 << 20)
@@ -66,7 +66,7 @@ def test_a_damaged_first_record_is_reported_and_affects_no_other(repo: Repositor
     assert newest_reusable(repo, "a", anew=True) == good
 
 
-def test_a_damaged_record_is_read_again_after_its_repair(repo: Repository) -> None:
+def test_a_damaged_record_is_reread_after_its_repair(repo: Repository) -> None:
     first = commit_bare(repo)
     key = commit_key(first.txid)
     data = repo.storage.get(key, limit=1 << 20)
@@ -90,7 +90,7 @@ def test_a_damaged_last_record_leaves_the_previous_state_in_doubt(repo: Reposito
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_a_kept_number_after_a_damaged_record_leaves_the_doubt(repo: Repository, gone: bool) -> None:
+def test_a_kept_number_after_a_damaged_record_does_not_resolve_the_doubt(repo: Repository, gone: bool) -> None:
     """The kept number does not show whether the checkpoint was purged or restored."""
     forgotten = forget(repo, commit_bare(repo, "a", 1))
     restored = restore(repo, forgotten)
@@ -107,7 +107,7 @@ def test_a_kept_number_after_a_damaged_record_leaves_the_doubt(repo: Repository,
             purge(repo, forgotten)
 
 
-def test_kept_numbers_change_nothing_for_an_old_commit(repo: Repository) -> None:
+def test_kept_numbers_do_not_affect_an_old_commit(repo: Repository) -> None:
     forgotten = forget(repo, commit_bare(repo, "a", 1))
     assert keep(repo, forgotten.txid, 2)
     now = refresh(repo, forgotten)
@@ -135,7 +135,7 @@ def test_a_restore_that_the_listing_missed_is_not_hidden_by_a_kept_number(tmp_pa
         purge(late, found)
 
 
-def test_a_record_after_a_damaged_record_counts(repo: Repository) -> None:
+def test_a_record_after_a_damaged_one_counts(repo: Repository) -> None:
     old = commit_bare(repo)
     forget(repo, old)
     flip(repo, commit_key(old.txid, 1))
@@ -145,7 +145,7 @@ def test_a_record_after_a_damaged_record_counts(repo: Repository) -> None:
         forget(repo, old)
 
 
-def test_a_purged_commit_unreadable_for_a_moment_is_read_at_the_next_look(tmp_path: Path) -> None:
+def test_a_purged_commit_that_is_briefly_unreadable_is_read_by_the_next_listing(tmp_path: Path) -> None:
     """A mirror would copy it again, since only these records show its purge."""
     faults = FaultyStore(MemoryStore(uuid4().hex))
     repo = repository(tmp_path, faults)
@@ -157,7 +157,7 @@ def test_a_purged_commit_unreadable_for_a_moment_is_read_at_the_next_look(tmp_pa
     assert len(list_commits(looker).commits) == 1
 
 
-def test_a_log_without_its_first_record_is_damage(repo: Repository) -> None:
+def test_a_log_without_its_first_record_counts_as_damaged(repo: Repository) -> None:
     first = commit_bare(repo)
     forget(repo, first)
     repo.storage.delete(commit_key(first.txid))
@@ -189,7 +189,7 @@ def test_an_unreadable_transaction_can_be_ended(repo: Repository) -> None:
     assert (commit_key(first.txid, 2)) in {entry.key for entry in repo.storage.list("commits/")}
 
 
-def test_a_purged_record_is_final_whatever_follows(repo: Repository) -> None:
+def test_a_purged_record_is_final_regardless_of_later_records(repo: Repository) -> None:
     purged = purge(repo, forget(repo, commit_bare(repo)))
     repo.put_record(commit_key(purged.txid, 3), Restored(txid=purged.txid, time=9))
     assert not list_commits(repo).commits[purged.txid].live

@@ -1,4 +1,4 @@
-"""casckpt detects storages on which two writers can both win, and refuses them before it stores anything."""
+"""casckpt detects storages on which two writers can both succeed, and refuses them before storing anything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.repositories import Ticks, commit_bare, repository
 
 
 class Unknown(MemoryStore):
-    """A storage without a declared guarantee. It does create exclusively."""
+    """A storage that does not declare the guarantee, although its creates are exclusive."""
 
     exclusive: bool | None = None
     read_only = False
@@ -40,7 +40,7 @@ class Unknown(MemoryStore):
 
 
 class Ignoring(Unknown):
-    """Ignores the condition silently."""
+    """Silently ignores the condition."""
 
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         self.puts.append(key)
@@ -63,7 +63,7 @@ class LooksFirst(Unknown):
 
 
 class Lying(Unknown):
-    """Reports success to one writer, and keeps the bytes of another."""
+    """Reports success to one writer, but keeps the bytes of a different one."""
 
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         if self.size(key) is not None:
@@ -78,14 +78,14 @@ def counter() -> Callable[[int], bytes]:
     return lambda size: next(count).to_bytes(size, "big")
 
 
-def test_a_storage_that_keeps_the_promise_passes_and_stays_clean() -> None:
+def test_a_storage_with_exclusive_creates_passes_and_is_left_clean() -> None:
     store = Unknown()
     assert probe(store, counter()) == ""
     assert list(store.list("")) == []
 
 
 @pytest.mark.parametrize(
-    ("make", "why"), [(Ignoring, "a second create replace"), (LooksFirst, "4 of 4"), (Lying, "bytes of another")]
+    ("make", "why"), [(Ignoring, "a second create replace"), (LooksFirst, "4 of 4"), (Lying, "bytes of a different")]
 )
 def test_a_failed_probe_explains_the_failure(make: Callable[[], Unknown], why: str) -> None:
     store = make()
@@ -93,20 +93,20 @@ def test_a_failed_probe_explains_the_failure(make: Callable[[], Unknown], why: s
     assert list(store.list("")) == []
 
 
-def test_a_probe_needs_no_right_to_delete() -> None:
+def test_a_probe_does_not_need_permission_to_delete() -> None:
     store = FaultyStore(Unknown(), [fail_before("delete", times=9)])
     assert probe(store, counter()) == ""
     assert {entry.key.split("/")[0] + "/" for entry in store.list("")} == {PREFIX}
 
 
-def test_a_store_is_not_made_where_creates_replace(tmp_path: Path) -> None:
+def test_a_store_is_not_created_on_a_storage_that_replaces_objects(tmp_path: Path) -> None:
     repo = Repository(Ignoring(), tmp_path / "cache")
     with pytest.raises(Unsupported, match=r"a second create replace.*single_writer"):
         repo.create()
     assert list(repo.storage.list("")) == []
 
 
-def test_nothing_is_written_to_a_store_that_lies_where_creates_replace(tmp_path: Path) -> None:
+def test_a_store_on_a_storage_that_replaces_objects_is_not_written_to(tmp_path: Path) -> None:
     good = repository(tmp_path, Unknown())
     moved = Repository(Ignoring(), tmp_path / "cache2", clock=Ticks())
     for entry in good.storage.list(""):
@@ -119,7 +119,7 @@ def test_nothing_is_written_to_a_store_that_lies_where_creates_replace(tmp_path:
     commit_bare(replace(moved, single_writer=True))
 
 
-def test_the_probe_is_made_once_and_noted(tmp_path: Path) -> None:
+def test_the_probe_runs_once_and_is_recorded(tmp_path: Path) -> None:
     store = Unknown()
     repo = repository(tmp_path, store)
     assert repo.settings.exclusive_create
@@ -130,7 +130,7 @@ def test_the_probe_is_made_once_and_noted(tmp_path: Path) -> None:
     assert sum(key.startswith(PREFIX) for key in store.puts) == probes
 
 
-def test_a_store_from_elsewhere_is_probed_at_the_first_write(tmp_path: Path) -> None:
+def test_a_store_copied_from_elsewhere_is_probed_on_the_first_write(tmp_path: Path) -> None:
     repo = repository(tmp_path, Unknown())
     repo.storage.delete("settings/0")
     fresh = Repository(repo.storage, tmp_path / "other", clock=Ticks())
@@ -163,11 +163,11 @@ def test_a_read_only_storage_is_reported_even_to_a_single_writer(tmp_path: Path)
     store = Unknown()
     store.read_only = True
     for single in (False, True):
-        with pytest.raises(Unsupported, match="can only be read"):
+        with pytest.raises(Unsupported, match="is read-only"):
             Repository(store, tmp_path / "cache", single_writer=single).create()
 
 
-def test_a_failing_probe_decides_nothing(tmp_path: Path) -> None:
+def test_a_failing_probe_is_inconclusive(tmp_path: Path) -> None:
     store = FaultyStore(Unknown(), [fail_before("put", key=f"{PREFIX}*")])
     repo = Repository(store, tmp_path / "cache")
     with pytest.raises(StorageError):
@@ -176,13 +176,13 @@ def test_a_failing_probe_decides_nothing(tmp_path: Path) -> None:
 
 
 class Losing(Unknown):
-    """Loses its first answers, and reports a taken key to the repeated puts."""
+    """Loses its first responses, and tells the repeated puts that the key is taken."""
 
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         super().put(key, data, settle=settle)
         raise AlreadyExists(key)
 
 
-def test_lost_answers_decide_nothing(tmp_path: Path) -> None:
+def test_lost_responses_are_inconclusive(tmp_path: Path) -> None:
     assert probe(Losing(), counter()) == ""
     assert all(found.ok is not False for found in examine(Repository(Losing(), tmp_path)))

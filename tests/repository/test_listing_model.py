@@ -28,7 +28,7 @@ ERRORS = [StorageError("no answer"), Damaged("torn on its way"), NotFound("not y
 
 
 class Others:
-    """The changes by other processes and disks to the records of a few transactions."""
+    """Changes that other processes and disks make to the records of a few transactions."""
 
     def __init__(self, repo: Repository) -> None:
         self.repo = repo
@@ -89,6 +89,6 @@ def test_a_warm_listing_equals_a_first_listing(changes: list[tuple[str, int, int
                 else:
                     others.do(change, txid)
             except CasckptError:
-                pass  # a forbidden or unreadable change has no effect
+                pass  # a forbidden or unreadable change does not have an effect
             faults.heal()
         assert said(list_commits(held)) == said(list_commits(repository(folder / "fresh", storage)))

@@ -1,4 +1,4 @@
-"""casckpt proves that a process on this host is dead, or treats it as alive."""
+"""casckpt treats a process on this host as alive unless it can prove that the process is dead."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_process_that_proc_hides_is_not_dead(tmp_path: Path, monkeypatch: pyte
 
 @needs_proc
 @pytest.mark.parametrize(("state", "alive", "dead"), [("S", 1, False), ("Z", 1, True), ("Z", 2, False), ("X", 0, True)])
-def test_process_names_hold_any_text_and_leaders_may_end_before_threads(
+def test_process_names_can_contain_any_characters_and_leaders_can_end_before_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, alive: int, dead: bool
 ) -> None:
     me = this_process()
@@ -150,7 +150,7 @@ def test_a_lock_is_held_and_released(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
-    """A worker of a data loader lives as long as the training, and a mirror would wait for its end."""
+    """A data loader worker lives as long as the training, and a mirror would wait for it to end."""
     path = tmp_path / "lock"
     held = alone_on_this_host(path)
     with held:

@@ -50,7 +50,7 @@ def test_a_save_decodes_only_new_records(store: casckpt.Store, monkeypatch: pyte
     assert [key for key in seen if key.startswith("commits/")] == [commit_key(store.get("default@1").commit.txid)]
 
 
-def test_another_process_reads_the_catalogue_and_then_only_news(
+def test_another_process_reads_the_catalogue_and_then_only_new_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inner = memory()
@@ -68,7 +68,7 @@ def test_another_process_reads_the_catalogue_and_then_only_news(
     assert seen == [commit_key(made.txid)]
 
 
-def test_additions_to_a_log_are_seen(tmp_path: Path) -> None:
+def test_additions_to_a_log_are_detected(tmp_path: Path) -> None:
     repo, other = repository(tmp_path, storage := memory()), repository(tmp_path, storage, seed=2)
     made = commit_bare(repo)
     assert [commit.last for commit in list_commits(repo).live()] == ["committed"]
@@ -76,7 +76,7 @@ def test_additions_to_a_log_are_seen(tmp_path: Path) -> None:
     assert [commit.last for commit in list_commits(repo).live()] == ["forgotten"]
 
 
-def test_a_record_of_another_size_is_read_again(tmp_path: Path) -> None:
+def test_a_record_with_a_different_size_is_reread(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     made = commit_bare(repo)
     list_commits(repo)
@@ -85,9 +85,9 @@ def test_a_record_of_another_size_is_read_again(tmp_path: Path) -> None:
     assert isinstance(list_commits(repo).damaged[made.txid], Damaged)  # a damaged record is never cached
 
 
-def test_a_fresh_read_notices_a_corrupted_known_record(tmp_path: Path) -> None:
+def test_a_fresh_read_detects_a_corrupted_known_record(tmp_path: Path) -> None:
     class Silent(MemoryStore):
-        """Its listings do not show changed content, like a folder on a disk with a flipped bit."""
+        """Its listings do not show that content has changed, as in a folder on a disk with a flipped bit."""
 
         def list(self, prefix: str, **known: Any) -> Iterator[ListedObject]:
             return (ListedObject(entry.key, entry.size) for entry in super().list(prefix, **known))

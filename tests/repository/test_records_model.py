@@ -1,4 +1,4 @@
-"""Commits, tags and references compared with a model that is a dict, for users and gcs that act in any order."""
+"""Commits, tags and references, compared with a dict as a model, for users and gcs that act in any order."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Known:
 
 
 class RecordsModel(RuleBasedStateMachine):
-    """``model``: transactions in the order of their begin. ``tagged``: the target of each tag."""
+    """``model``: transactions in the order in which they began. ``tagged``: the target of each tag."""
 
     known = Bundle("known")
 
@@ -192,7 +192,7 @@ class RecordsModel(RuleBasedStateMachine):
                 assert (commit.run, commit.step, commit.id) == (one.run, one.step, one.manifest)
 
     def check(self, ref: str, candidates: list[Known], found: log.CommitList) -> None:
-        """Check that ``ref`` names the last of ``candidates``, or nothing."""
+        """Check that ``ref`` names the last of ``candidates``, or nothing if there are none."""
         if candidates:
             assert refs.resolve(self.repo, ref, found).txid == candidates[-1].txid
         else:

@@ -1,4 +1,4 @@
-"""The marker, the settings, transaction ids, and puts of records without an answer."""
+"""The marker, the settings, transaction ids, and record puts whose response is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.faulty import Call, FaultyStore, call_first, fail_after, fail
 from tests.support.repositories import Ticks, commit_bare, memory, repository
 
 
-def test_opening_a_missing_store_creates_nothing_and_gives_advice(tmp_path: Path) -> None:
+def test_opening_a_missing_store_does_not_create_it_and_gives_advice(tmp_path: Path) -> None:
     repo = Repository(memory(), tmp_path)
     assert not repo.exists()
     with pytest.raises(NotFound, match=r"there is no store at \w+://.*casckpt init"):
@@ -46,7 +46,9 @@ def test_a_store_without_its_marker_is_not_recreated(tmp_path: Path) -> None:
     storage.delete("casckpt.json")
     repo = Repository(storage, tmp_path)
     for attempt in (lambda: repo.create(cell_bytes=1 << 14), repo.check_exists, lambda: list_commits(repo)):
-        with pytest.raises(Damaged, match=r"casckpt\.json is gone from \S+, where .*put the file back from a copy"):
+        with pytest.raises(
+            Damaged, match=r"casckpt\.json is missing from \S+, although .*restore the file from a copy"
+        ):
             attempt()
     storage.put("casckpt.json", marker)
     assert not repo.create()
@@ -98,7 +100,7 @@ def test_sizes_outside_the_limits_are_refused_before_anything_is_written(tmp_pat
     assert not repo.exists()
 
 
-def test_a_marker_with_a_lost_answer_counts_as_put(tmp_path: Path) -> None:
+def test_a_marker_with_a_lost_response_counts_as_put(tmp_path: Path) -> None:
     repo = Repository(FaultyStore(memory(), [fail_after("put")]), tmp_path)
     assert repo.create()
 
@@ -114,14 +116,14 @@ def test_a_marker_that_was_not_written_is_an_error(tmp_path: Path) -> None:
 def test_a_store_id_that_is_not_a_folder_name_is_refused(tmp_path: Path, store_id: str) -> None:
     storage = memory()
     storage.put("casckpt.json", encode_marker(Marker(format=1, store_id=store_id, created_at=0)))
-    with pytest.raises(Refused, match="unusable store id"):
+    with pytest.raises(Refused, match="invalid store id"):
         _ = Repository(storage, tmp_path).catalogue
 
 
-def test_a_torn_marker_is_damage(tmp_path: Path) -> None:
+def test_a_torn_marker_is_reported_as_damaged(tmp_path: Path) -> None:
     storage = memory()
     storage.put("casckpt.json", b'{"format": 1, "sto')
-    with pytest.raises(Damaged, match=r"casckpt\.json is damaged.*put the file back from a copy .* \w+:"):
+    with pytest.raises(Damaged, match=r"casckpt\.json is damaged.*restore the file from a copy .* \w+:"):
         _ = Repository(storage, tmp_path).marker
 
 
@@ -140,13 +142,13 @@ def test_the_error_for_damaged_settings_gives_advice(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     repo.change_settings(min_age_seconds=60.0)
     repo.storage.put("settings/1", b"torn")
-    with pytest.raises(Damaged, match=r"settings/1 is damaged.*Put the file back"):
+    with pytest.raises(Damaged, match=r"settings/1 is damaged.*Restore the file"):
         _ = repo.settings
     repo.storage.delete("settings/1")
     assert repo.settings.min_age_seconds == 60.0
 
 
-def test_generations_of_settings_are_compared_as_numbers(tmp_path: Path) -> None:
+def test_settings_generations_are_compared_as_numbers(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     for seconds in range(11):
         repo.change_settings(revoke_after_seconds=float(seconds))
@@ -161,7 +163,7 @@ def test_settings_that_cannot_be_read_back_are_not_written(tmp_path: Path, field
     assert list(repo.storage.list("settings/")) == []
 
 
-def test_two_simultaneous_changes_of_settings_both_count(tmp_path: Path) -> None:
+def test_two_simultaneous_settings_changes_both_take_effect(tmp_path: Path) -> None:
     storage = memory()
     other = repository(tmp_path, storage)
 
@@ -200,14 +202,14 @@ def test_the_last_possible_time_is_refused(tmp_path: Path, time: str) -> None:
         repository(tmp_path).new_txid("a", 1, after=[TxId(f"{time}-{'0' * 16}-{'0' * 16}-1")])
 
 
-def test_a_record_with_a_lost_answer_counts_as_put(tmp_path: Path) -> None:
+def test_a_record_with_a_lost_response_counts_as_put(tmp_path: Path) -> None:
     repo = repository(tmp_path, FaultyStore(memory()))
     commit = commit_bare(repo)
     repo.storage.inject(fail_after("put"))  # type: ignore[attr-defined]  # a FaultyStore
     key = commit_key(commit.txid, 1)
     repo.put_record(key, Forgotten(txid=commit.txid, time=3))
-    repo.put_record(key, Forgotten(txid=commit.txid, time=3))  # a retry by the storage itself finds it there
-    with pytest.raises(Conflict, match="exists already"):
+    repo.put_record(key, Forgotten(txid=commit.txid, time=3))  # a retry by the storage itself finds the record
+    with pytest.raises(Conflict, match="already exists"):
         repo.put_record(key, Forgotten(txid=commit.txid, time=4))
 
 
@@ -230,7 +232,7 @@ def test_a_record_that_was_not_written_is_an_error(tmp_path: Path) -> None:
     assert list_commits(repo).commits[commit.txid].last == "committed"
 
 
-def test_a_failed_put_that_finds_the_record_of_another_is_a_conflict(tmp_path: Path) -> None:
+def test_a_failed_put_that_finds_a_different_record_is_a_conflict(tmp_path: Path) -> None:
     storage = memory()
     repo = repository(tmp_path, FaultyStore(storage))
     commit = commit_bare(repo)
@@ -248,7 +250,7 @@ def test_unreadable_records_are_not_written(tmp_path: Path) -> None:
     assert list_commits(repo).commits == {}
 
 
-def test_a_repository_pickles(tmp_path: Path) -> None:
+def test_a_repository_can_be_pickled(tmp_path: Path) -> None:
     repo = Repository(LocalStore(tmp_path / "store"), tmp_path / "cache", clock=microseconds)
     repo.create()
     commit = commit_bare(repo)

@@ -1,4 +1,4 @@
-"""Signing keys from files of OpenSSL and ssh-keygen, and errors for other files."""
+"""Signing keys from OpenSSL and ssh-keygen files, and errors for other files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.signing import pair
 
 
 @pytest.mark.parametrize("ssh", [False, True])
-def test_a_pair_of_files_is_one_key(tmp_path: Path, ssh: bool) -> None:
+def test_a_pair_of_key_files_is_one_key(tmp_path: Path, ssh: bool) -> None:
     made = pair(tmp_path, ssh=ssh)
     (public,) = public_keys(made.public)
     secret = private_key(made.private)
@@ -33,7 +33,7 @@ def test_a_pair_of_files_is_one_key(tmp_path: Path, ssh: bool) -> None:
     assert not is_right(public, b"", b"x")
 
 
-def test_a_key_may_be_hex_digits_and_any_of_several_keys_suffices(tmp_path: Path) -> None:
+def test_a_key_can_be_hex_digits_and_one_of_several_keys_suffices(tmp_path: Path) -> None:
     one, other = pair(tmp_path, "alice"), pair(tmp_path, "bob", ssh=True)
     (first,) = public_keys(str(one.public))
     assert public_keys(first.hex()) == {first}
@@ -44,7 +44,7 @@ def test_a_password_opens_only_its_key(tmp_path: Path) -> None:
     made = pair(tmp_path, password=b"open")
     assert public_keys(made.public) == {public_key_of(private_key(made.private, b"open"))}
     for wrong in (None, b"shut"):
-        with pytest.raises(InvalidInput, match=r"alice\.key is no usable private key"):
+        with pytest.raises(InvalidInput, match=r"alice\.key is not a valid private key"):
             private_key(made.private, wrong)
 
 

@@ -1,4 +1,4 @@
-"""Fixtures of several tests of saves and loads."""
+"""Fixtures that several tests of saves and loads share."""
 
 from __future__ import annotations
 

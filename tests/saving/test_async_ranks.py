@@ -1,4 +1,4 @@
-"""Saves in the background on several ranks: errors unknown to a rank, and simultaneous saves."""
+"""Background saves on several ranks: errors that a rank does not know of, and simultaneous saves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def unheard(rank: int, size: int, path: Path) -> Any:
-    """Rank 0 learns of the failure, rank 1 does not."""
+    """Rank 0 learns of the failure, but rank 1 does not."""
     store, faults = watched(path)
     state = spread({"w": numbers("w", 64, 100)}, line(size), [Shard(0)])
     store.warm_up(state)
@@ -41,7 +41,7 @@ def unheard(rank: int, size: int, path: Path) -> Any:
     return [type(error) for error in heard], third.step, [one.step for one in store.checkpoints()]
 
 
-def test_a_failure_unknown_to_a_rank_stops_the_next_save_on_all(ranks: Pool, path: Path) -> None:
+def test_a_failure_that_a_rank_missed_stops_the_next_save_on_all_ranks(ranks: Pool, path: Path) -> None:
     first, second = ranks.run(2, unheard, path)
     assert all(issubclass(kind, CasckptError) for kind in first[0])
     assert second[0] == [StorageError]
@@ -49,7 +49,7 @@ def test_a_failure_unknown_to_a_rank_stops_the_next_save_on_all(ranks: Pool, pat
 
 
 def wrong_on_one(rank: int, size: int, path: Path) -> Any:
-    """Rank 1 passes an unusable value: as a metric, then in the state."""
+    """Rank 1 passes an invalid value: first as a metric, then in the state."""
     store = casckpt.open(path)
     state = spread({"w": numbers("w", 64, 100)}, line(size), [Shard(0)])
     metrics: Any = {"loss": "low"} if rank == 1 else None
@@ -61,12 +61,12 @@ def wrong_on_one(rank: int, size: int, path: Path) -> Any:
     return [type(error) for error in errors], store.save_async(state, step=0).result().step
 
 
-def test_an_invalid_argument_on_a_rank_is_raised_in_the_call_on_all(ranks: Pool, path: Path) -> None:
+def test_an_invalid_argument_on_one_rank_raises_on_all_ranks(ranks: Pool, path: Path) -> None:
     assert ranks.run(2, wrong_on_one, path) == [([InvalidInput, InvalidInput], 0)] * 2
 
 
 def refusing(rank: int, size: int, path: Path) -> Any:
-    """The save of rank 1 still runs; that of rank 0 waits for it."""
+    """Rank 1's save is still running. Rank 0's save waits for it."""
     store, faults = watched(path)
     state = spread({"w": numbers("w", 64, 100)}, line(size), [Shard(0)])
 
@@ -84,7 +84,7 @@ def refusing(rank: int, size: int, path: Path) -> Any:
     return type(error), again.step
 
 
-def test_a_save_is_refused_on_all_ranks_while_one_runs_on_any(ranks: Pool, path: Path) -> None:
+def test_all_ranks_refuse_a_save_while_any_rank_is_still_saving(ranks: Pool, path: Path) -> None:
     assert ranks.run(2, refusing, path) == [(Conflict, 1)] * 2
 
 
@@ -98,7 +98,7 @@ def copied(rank: int, size: int, path: Path) -> Any:
     return [future.result().step for future in futures]
 
 
-def test_each_save_has_the_state_at_its_call(ranks: Pool, path: Path) -> None:
+def test_each_save_stores_the_state_at_the_time_of_the_call(ranks: Pool, path: Path) -> None:
     assert ranks.run(2, copied, path) == [[0, 1, 2, 3]] * 2
     store = casckpt.open(path)
     for step in range(4):

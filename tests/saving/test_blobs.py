@@ -1,4 +1,4 @@
-"""Blobs are safetensors files that any reader opens, named by the hash of their bytes."""
+"""Blobs are safetensors files that any reader can open. Their names are the hash of their bytes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _header(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_every_reader_of_safetensors_opens_every_blob(store: Store) -> None:
+def test_every_safetensors_reader_opens_every_blob(store: Store) -> None:
     store.save({name: raw(name, (500, 3)) for name in NAMES} | {"w": cells(50)}, step=1)
     assert len(files(store)) > 3
     seen = set()
@@ -72,7 +72,7 @@ def large(folder: Path) -> Store:
 
 
 def branches_of_blobs(store: Store, ref: str) -> dict[str, set[str]]:
-    """Return the branches of the state with cells in each blob."""
+    """Return the branches of the state that have cells in each blob."""
     manifest = manifests.get(store.repository, store.get(ref).commit)
     found: dict[str, set[str]] = {}
     for entry in manifest.entries:
@@ -82,10 +82,10 @@ def branches_of_blobs(store: Store, ref: str) -> dict[str, set[str]]:
     return found
 
 
-MIB = 256  # cells
+MIB = 256  # the number of cells
 
 
-def test_branches_of_a_state_have_their_own_blobs(tmp_path: Path) -> None:
+def test_each_branch_of_a_state_has_its_own_blobs(tmp_path: Path) -> None:
     """Small branches share one blob of at most 1 MiB."""
     store, step = large(tmp_path / "store"), torch.arange(10)
     state = {
@@ -110,14 +110,14 @@ def test_many_small_branches_share_blobs(tmp_path: Path, count: int, blobs: int)
     assert len(branches_of_blobs(store, "default@1")) == blobs
 
 
-def test_a_small_state_is_one_blob(tmp_path: Path) -> None:
+def test_a_small_state_is_stored_in_one_blob(tmp_path: Path) -> None:
     store = large(tmp_path / "store")
     store.save({"model": {"w": cells(0.6 * MIB)}, "optim": {"m": cells(0.3 * MIB), "s": torch.arange(9)}}, step=1)
     assert len(files(store)) == 1
 
 
-def test_padding_has_room_in_a_blob(tmp_path: Path) -> None:
-    """Without padding, fifteen such cells have just less than the maximum size of a blob."""
+def test_padding_fits_in_a_blob(tmp_path: Path) -> None:
+    """Without padding, the size of fifteen such cells is just below the maximum size of a blob."""
     store = Store(Repository(LocalStore(tmp_path / "store")))
     store.create(cell_bytes=128 << 10, blob_bytes=1 << 20)
     state = {f"m.{i}": torch.full((69_633,), i, dtype=torch.uint8) for i in range(40)}
@@ -128,9 +128,9 @@ def test_padding_has_room_in_a_blob(tmp_path: Path) -> None:
     assert not store.verify().is_damaged
 
 
-def test_large_cells_are_leaves_and_begin_at_pages(tmp_path: Path) -> None:
+def test_large_cells_are_leaves_and_begin_at_page_boundaries(tmp_path: Path) -> None:
     store = large(tmp_path / "store")
-    counts = (3.3, 0.01, 1.001, 0.26, 2, 0.3)  # of 256 KiB
+    counts = (3.3, 0.01, 1.001, 0.26, 2, 0.3)  # cells of 256 KiB
     state = {f"m.w{i}": cells(64 * count) for i, count in enumerate(counts)} | {"m.i": torch.arange(9)}
     ckpt = store.save(state, step=1)
     manifest = manifests.get(store.repository, ckpt.commit)
@@ -148,7 +148,7 @@ def test_large_cells_are_leaves_and_begin_at_pages(tmp_path: Path) -> None:
     assert same_state(store.read("default@1"), state)
 
 
-def test_data_starts_at_a_block_without_holes_and_with_largest_elements_first(store: Store) -> None:
+def test_data_starts_at_a_block_without_holes_and_largest_elements_first(store: Store) -> None:
     store.save({f"{i}.{name}": raw(name, (7 + i,)) for i in range(30) for name in NAMES}, step=1)
     for path in files(store):
         data = path.read_bytes()
@@ -169,7 +169,7 @@ def test_data_starts_at_a_block_without_holes_and_with_largest_elements_first(st
         assert decode_header(data, len(data))
 
 
-def test_blobs_hold_no_name_step_or_time(store: Store) -> None:
+def test_blobs_do_not_contain_names_steps_or_times(store: Store) -> None:
     weight = cells(3)
     store.save({"secret_name": weight}, run="hidden_run", step=123456, metadata={"note": "hidden_note"})
     (path,) = files(store)
@@ -179,7 +179,7 @@ def test_blobs_hold_no_name_step_or_time(store: Store) -> None:
     assert data[DATA_OFFSET : -2 * RECORD_BYTES] == bytes_of(weight)
 
 
-def test_equal_cells_make_equal_blobs(store: Store, tmp_path: Path) -> None:
+def test_equal_cells_produce_equal_blobs(store: Store, tmp_path: Path) -> None:
     state = {"b": cells(5), "a": torch.arange(100), "c": cells(3).bfloat16()}
     store.save(state, step=1)
     other = small_folder(tmp_path / "other")
@@ -188,7 +188,7 @@ def test_equal_cells_make_equal_blobs(store: Store, tmp_path: Path) -> None:
 
 
 def test_blobs_are_filled(store: Store) -> None:
-    """All blobs but the last one of each worker are at least three quarters full."""
+    """All blobs are at least three quarters full, except for the last blob of each worker."""
     state = {f"w{i}": cells(3.3) for i in range(60)}
     store.save(state, step=1, threads=1)
     sizes = sorted(data_of(store, key) for key in blob_keys(store))
@@ -196,7 +196,7 @@ def test_blobs_are_filled(store: Store) -> None:
     assert sum(sizes) == sum(tensor.nbytes for tensor in state.values())
 
 
-def test_every_byte_of_a_manifest_lies_where_it_says(store: Store) -> None:
+def test_every_byte_is_at_the_offset_in_the_manifest(store: Store) -> None:
     state = {"w": cells(40.3), "i": torch.arange(3000), "h": cells(7).half()}
     ckpt = store.save(state, step=1)
     manifest = manifests.get(store.repository, ckpt.commit)

@@ -1,4 +1,4 @@
-"""Saves that store deltas: every version loads exactly, from any base, after any failure."""
+"""Saves that store deltas: every version loads exactly, from any base, and after any failure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
 
-NUMEL = 40 * CELL // 2  # of 2 bytes
+NUMEL = 40 * CELL // 2  # elements of 2 bytes
 
 
 def weights(seed: int = 0, numel: int = NUMEL, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -49,7 +49,7 @@ def stepped(tensor: torch.Tensor, step: int, share: float = 0.01) -> torch.Tenso
 
 
 def versions(count: int, **more: Any) -> list[dict[str, Any]]:
-    """Versions of a state in which only "w" changes, and "n" a little."""
+    """Versions of a state in which only "w" changes, and "n" changes slightly."""
     state: dict[str, Any] = {"w": weights(), "still": weights(1), "n": torch.arange(5), **more}
     found = [state]
     for step in range(1, count):
@@ -76,7 +76,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return small() if request.param == "memory" else small_folder(tmp_path / "store")
 
 
-def test_versions_store_changes_and_load_exactly(store: Store) -> None:
+def test_each_version_stores_only_changes_and_loads_exactly(store: Store) -> None:
     states = versions(20)
     written = [store.save(state, step=step, compress="auto").stats.bytes_written for step, state in enumerate(states)]
     assert all(nbytes < written[0] / 8 for nbytes in written[1:])
@@ -86,8 +86,8 @@ def test_versions_store_changes_and_load_exactly(store: Store) -> None:
     check(store, states)
 
 
-def test_bytes_reused_are_those_not_stored_again(store: Store) -> None:
-    """It excludes cells that were saved as deltas."""
+def test_bytes_reused_counts_the_bytes_that_are_not_stored_again(store: Store) -> None:
+    """The figure excludes cells that were saved as deltas."""
     states = versions(3, tied=weights(1))
     stats = [store.save(state, step=step, compress="auto").stats for step, state in enumerate(states)]
     still, n = states[0]["still"].nbytes, states[0]["n"].nbytes
@@ -110,7 +110,7 @@ def test_cells_are_stored_raw_by_default(store: Store) -> None:
     assert [set(links(store, f"default@{step}")) for step in range(3)] == [{0}] * 3
 
 
-def test_another_process_encodes_against_a_store_in_a_folder(tmp_path: Path) -> None:
+def test_a_different_process_encodes_against_a_local_store(tmp_path: Path) -> None:
     states = versions(8)
     for step, state in enumerate(states):
         with another_process():
@@ -120,11 +120,11 @@ def test_another_process_encodes_against_a_store_in_a_folder(tmp_path: Path) -> 
     check(store, states)
 
 
-def test_over_a_network_only_cells_in_memory_are_bases() -> None:
+def test_only_cells_in_memory_are_bases_over_a_network() -> None:
     storage, states = far(), versions(4)
     store = small(storage)
     for step, state in enumerate(states):
-        if step == 2:  # a process that was started anew
+        if step == 2:  # a process that was restarted
             store = Store(Repository(storage))
             forget_run(store.repository, "default")
         before = storage.reads_of_blobs()
@@ -135,7 +135,7 @@ def test_over_a_network_only_cells_in_memory_are_bases() -> None:
 
 
 def test_cells_in_memory_are_bases_only_if_the_parent_has_them(store: Store) -> None:
-    """After a rollback, a failed save, a save of another process, and a save of another run."""
+    """Covers a rollback, a failed save, a save by a different process, and a save of a different run."""
     states = versions(9)
     for step in (0, 1, 2):
         store.save(states[step], step=step, compress="auto")
@@ -224,7 +224,7 @@ def test_always_encodes_all_floats(store: Store, dtype: torch.dtype) -> None:
         assert written[1].bytes_written < 0.05 * written[1].bytes_total + 2 * DATA_OFFSET
 
 
-def test_noise_is_stored_as_it_is(store: Store) -> None:
+def test_noise_is_stored_unencoded(store: Store) -> None:
     noise = [torch.randint(0, 255, (10 * CELL,), dtype=torch.uint8).view(torch.bfloat16) for _ in range(3)]
     for step, tensor in enumerate(noise):
         store.save({"w": tensor}, step=step, compress="always")
@@ -240,7 +240,7 @@ def test_noise_is_stored_as_it_is(store: Store) -> None:
         assert tried.call_count == 9, "which tries one"
 
 
-def test_noise_of_few_cells_is_stored_raw_without_extra_memory(store: Store) -> None:
+def test_a_few_cells_of_noise_are_stored_raw_without_extra_memory(store: Store) -> None:
     draw, base = torch.Generator().manual_seed(0), torch.empty(0)
     with another_process(), patch.object(coding, "encode_delta", side_effect=encode_delta) as tried:
         for step in range(9):
@@ -256,7 +256,7 @@ def test_noise_of_few_cells_is_stored_raw_without_extra_memory(store: Store) -> 
 
 
 def test_frozen_tensors_are_bases_only_by_their_bytes(store: Store) -> None:
-    """A tensor that was declared frozen but changed between samples differs from the manifest."""
+    """If a tensor was declared frozen but changed between samples, it differs from the manifest."""
     states = versions(3)
     store.save(states[0], step=0, compress="auto")
     store.save(states[1], step=1, compress="auto", frozen=["w"])
@@ -266,7 +266,7 @@ def test_frozen_tensors_are_bases_only_by_their_bytes(store: Store) -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 1, -1])
-def test_a_missing_cell_is_not_a_base_though_its_bytes_are_in_memory(store: Store, lost: int) -> None:
+def test_a_missing_cell_is_not_a_base_even_if_its_bytes_are_in_memory(store: Store, lost: int) -> None:
     states = versions(4)
     for step in range(3):
         store.save(states[step], step=step, compress="auto")
@@ -281,7 +281,7 @@ def test_a_missing_cell_is_not_a_base_though_its_bytes_are_in_memory(store: Stor
 
 
 def test_blobs_of_frames_are_never_worn(store: Store) -> None:
-    """A new blob would need all of its cells raw."""
+    """A new blob would need all of these cells unencoded."""
     states = versions(4)
     for step, state in enumerate(states):
         more = {f"x{n}": stepped(weights(50 + n, CELL), step) for n in range(30)} if step < 2 else {}
@@ -295,7 +295,7 @@ def test_blobs_of_frames_are_never_worn(store: Store) -> None:
 
 
 def first(call: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., Any]:
-    """``call``, but ``then`` runs at the first call."""
+    """Return ``call``, except that ``then`` runs at the first call."""
     calls = iter([then])
 
     def called(*given: Any) -> Any:
@@ -304,7 +304,7 @@ def first(call: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., A
     return called
 
 
-def test_bytes_of_an_interrupted_save_are_not_a_base(store: Store) -> None:
+def test_an_interrupted_save_does_not_provide_bases(store: Store) -> None:
     states = versions(3)
     store.save(states[0], step=0, compress="auto")
 
@@ -319,7 +319,7 @@ def test_bytes_of_an_interrupted_save_are_not_a_base(store: Store) -> None:
     check(store, states)
 
 
-def test_a_save_in_the_background_stores_the_same(store: Store) -> None:
+def test_a_background_save_stores_the_same_bytes(store: Store) -> None:
     state = {"w": weights()}
     copies = []
     for step in range(4):
@@ -337,8 +337,8 @@ def save_version(rank: int, size: int, url: str, step: int, spread_by: Callable[
     return store.save(spread(state, line(size), [spread_by(0)]), step=step, compress="auto").stats.bytes_written
 
 
-def test_deltas_continue_with_other_ranks_and_columns(ranks: Pool, tmp_path: Path) -> None:
-    """By rows on 2 ranks, then 4, by columns on 2, and 1. The result is always correct."""
+def test_deltas_continue_with_different_ranks_and_columns(ranks: Pool, tmp_path: Path) -> None:
+    """The state is saved by rows on 2 ranks and on 4, by columns on 2, and on 1. The result is always correct."""
     url = small_folder(tmp_path / "s").url
     written = [
         ranks.run(size, save_version, url, step, by)[0]
@@ -351,7 +351,7 @@ def test_deltas_continue_with_other_ranks_and_columns(ranks: Pool, tmp_path: Pat
 
 
 def test_repacking_copies_keep_frames_unchanged(store: Store, tmp_path: Path) -> None:
-    """Into another store, and in place: nothing grows, and every version is unchanged."""
+    """Copies go into a different store, and repacking is in place. Nothing grows, and every version is unchanged."""
     states = versions(6, big=weights(4))
     for step, state in enumerate(states):
         store.save(state, step=step, compress="auto")

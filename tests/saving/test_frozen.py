@@ -1,4 +1,4 @@
-"""A save reuses frozen tensors without a full comparison, after it compares a sample."""
+"""A save reuses frozen tensors without a full comparison if a sample is unchanged."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_only_a_sample_is_hashed_and_the_manifest_records_it(
 
     monkeypatch.setattr("casckpt.saving.upload.cell_digest", counting)
     second = small.save(state(2), step=2, frozen=["backbone.*"])
-    assert sum(hashed) < 40 * 4096  # of 512 cells
+    assert sum(hashed) < 40 * 4096  # cells of 512 elements
     assert unhashed(small, second) == {"backbone.w", "backbone.t"}
     assert second.stats.blobs_written == 1
     for key, value in state(2).items():
@@ -76,6 +76,6 @@ def test_tensors_that_differ_in_form_from_the_parent_are_hashed(small: casckpt.S
         assert torch.equal(small.read(saved)[key], value)
 
 
-def test_frozen_is_a_list_of_patterns_or_a_function(small: casckpt.Store) -> None:
+def test_frozen_accepts_a_list_of_patterns_or_a_function(small: casckpt.Store) -> None:
     with pytest.raises(InvalidInput, match="list of patterns"):
         small.save(state(1), step=1, frozen="backbone.*")

@@ -1,4 +1,4 @@
-"""Health in a save: NaN, infinities and largest values of changed cells on all ranks."""
+"""The health that a save records: NaN, infinities and largest values of changed cells, on all ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def expected(tensors: Sequence[torch.Tensor]) -> TensorHealth:
     return TensorHealth(int(values.isnan().sum()), int(values.isinf().sum()), float(finite.max()) if len(finite) else 0)
 
 
-# a save
+# one save
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -71,11 +71,11 @@ def test_a_save_logs_bad_health_and_healthy_overrides_it(caplog: pytest.LogCaptu
         "default@1 holds NaN (1 elements; in w): it is saved as unhealthy",
         "default@2 holds NaN (1 elements; in w)",
     ]
-    with pytest.raises(InvalidInput, match="health=1 is not usable"):
+    with pytest.raises(InvalidInput, match="health=1 is not valid"):
         store.save({}, step=4, health=1)  # type: ignore[arg-type]  # as a slip
 
 
-def test_health_of_frozen_tensors_comes_from_the_parent() -> None:
+def test_frozen_tensors_inherit_their_health_from_the_parent() -> None:
     store, tensors = small(), state()
     store.save(tensors, step=1)
     known = {key: one for key, one in wanted(tensors).items() if key != "big"}
@@ -85,7 +85,7 @@ def test_health_of_frozen_tensors_comes_from_the_parent() -> None:
 
 
 @pytest.mark.parametrize("section", ["health", "cells"])
-def test_health_is_not_taken_from_a_damaged_parent(section: str) -> None:
+def test_a_damaged_parent_does_not_provide_health(section: str) -> None:
     store, tensors = small(), state()
     saved = store.save(tensors, step=1, health=True)
     found = manifests.get(store.repository, saved.commit).head[section]
@@ -102,7 +102,7 @@ def test_a_state_without_numbers_has_no_health() -> None:
 
 @pytest.mark.parametrize("dedup", ["store", "run"])
 @pytest.mark.parametrize("frozen", [(), ("*",)])
-def test_cells_reused_from_another_run_are_inspected_too(dedup: Any, frozen: Sequence[str]) -> None:
+def test_cells_reused_from_a_different_run_are_also_scanned(dedup: Any, frozen: Sequence[str]) -> None:
     store, tensors = small(), state()
     tensors["big"][3] = NAN
     store.save(tensors, run="a", step=1)
@@ -111,7 +111,7 @@ def test_cells_reused_from_another_run_are_inspected_too(dedup: Any, frozen: Seq
     assert (saved.healthy, saved.health) == (False, wanted(tensors))
 
 
-def test_health_of_moved_tied_or_thinned_tensors_is_known_by_each_name() -> None:
+def test_moved_tied_and_thinned_tensors_have_health_under_each_name() -> None:
     store, big = small(), cells(5, 1)
     big[3] = NAN
     store.save({"a": big}, step=1, health=True)
@@ -123,7 +123,7 @@ def test_health_of_moved_tied_or_thinned_tensors_is_known_by_each_name() -> None
     assert store.save(tensors, step=3, health=True).health == wanted(tensors)
 
 
-def test_an_overwrite_has_the_health_of_its_own_state() -> None:
+def test_an_overwrite_stores_the_health_of_its_own_state() -> None:
     store, tensors = small(), state()
     tensors["big"][3] = NAN
     store.save(tensors, step=1, health=True)
@@ -132,7 +132,7 @@ def test_an_overwrite_has_the_health_of_its_own_state() -> None:
     assert (saved.healthy, saved.health) == (None, wanted(tensors))
 
 
-def test_equal_bytes_of_another_dtype_are_inspected_again() -> None:
+def test_equal_bytes_with_a_different_dtype_are_scanned_separately() -> None:
     store, same = small(), cells(2, 1)
     saved = store.save({"a": same, "b": same.view(torch.int32), "c": same.bfloat16().repeat(2)}, step=1, health=True)
     assert saved.health == {
@@ -141,7 +141,7 @@ def test_equal_bytes_of_another_dtype_are_inspected_again() -> None:
 
 
 @pytest.mark.parametrize("compress", ["auto", "always"])
-def test_cells_stored_as_frames_are_inspected_too(compress: Any) -> None:
+def test_cells_stored_as_frames_are_also_scanned(compress: Any) -> None:
     store = small()
     for step in range(4):
         tensors = {"w": trained(20, step), "x": cells(3, step)}
@@ -162,12 +162,12 @@ def test_a_copy_and_a_thinned_checkpoint_have_the_same_health(tmp_path: Path) ->
         assert one.commit.committed.health == saved.commit.committed.health
 
 
-def test_values_per_rank_count_for_health() -> None:
+def test_per_rank_values_count_toward_health() -> None:
     saved = small().save({"w": casckpt.PerRank(torch.tensor([3.0]))}, step=1, health=True)
     assert saved.health == {"w": TensorHealth(0, 0, 3.0)}
 
 
-# ranks
+# several ranks
 
 
 def save_shards(rank: int, size: int, path: Path, sick: int | None) -> Any:
@@ -183,7 +183,7 @@ def save_shards(rank: int, size: int, path: Path, sick: int | None) -> Any:
 
 
 @pytest.mark.parametrize("sick", [None, 1])
-def test_a_nan_of_one_rank_marks_the_checkpoint_on_all(ranks: Pool, path: Path, sick: int | None) -> None:
+def test_a_nan_on_one_rank_marks_the_checkpoint_on_all_ranks(ranks: Pool, path: Path, sick: int | None) -> None:
     first, *others = ranks.run(2, save_shards, path, sick)
     assert all(one == first for one in others)
     for healthy, told, health in first:

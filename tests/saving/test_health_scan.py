@@ -26,24 +26,24 @@ NUMBERS = sorted(filter(has_health, DTYPES))
 @pytest.mark.parametrize("dtype", [name for name in NUMBERS if name in NAMES])
 @given(raw=st.binary(min_size=16, max_size=160).map(lambda raw: raw[: len(raw) // 16 * 16]), small=st.booleans())
 def test_health_of_a_cell_matches_torch(dtype: str, raw: bytes, small: bool) -> None:
-    data = bytearray(byte // 3 for byte in raw) if small else bytearray(raw)  # few NaNs, or many
+    data = bytearray(byte // 3 for byte in raw) if small else bytearray(raw)  # a few NaNs, or many
     values = torch.frombuffer(data, dtype=getattr(torch, PARTS.get(dtype, dtype)))
     wide = values.to(torch.float32).double() if dtype.startswith("float8") else values
     found = health_of(dtype, memoryview(data))
-    if values.dtype == torch.uint64:  # torch rounds other than Python
+    if values.dtype == torch.uint64:  # torch rounds differently from Python
         assert found == CellHealth(0, 0, float(max(values.tolist())))
     else:
         assert TensorHealth(*found) == expected([wide])
 
 
-def test_tensors_without_floats_are_not_inspected() -> None:
+def test_tensors_without_numbers_are_not_scanned() -> None:
     assert {*DTYPES} - {*NUMBERS} == {
         "bool", "float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2",
         *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
     }  # fmt: skip
 
 
-# a save
+# one save
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -67,7 +67,7 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_only_changed_cells_are_inspected(looked: list[int]) -> None:
+def test_only_changed_cells_are_scanned(looked: list[int]) -> None:
     store, tensors = small(), state()
     store.save(tensors, step=1, health=True)
     assert len(looked) == 5 + 3 + 1
@@ -80,7 +80,7 @@ def test_only_changed_cells_are_inspected(looked: list[int]) -> None:
     assert saved.health == wanted(tensors)
 
 
-def test_all_cells_are_inspected_once_if_the_parent_has_no_health(looked: list[int]) -> None:
+def test_all_cells_are_scanned_once_if_the_parent_has_no_health(looked: list[int]) -> None:
     store, tensors = small(), state()
     store.save(tensors, step=1)
     saved = store.save(tensors, step=2, health=True)

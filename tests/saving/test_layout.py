@@ -26,7 +26,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-# refused
+# refused layouts
 
 
 def save_unchecked(rank: int, size: int, path: Path) -> Any:
@@ -42,17 +42,17 @@ def save_unchecked(rank: int, size: int, path: Path) -> Any:
     return [outcome_of(partial(store.save, same, run="raise", step=2, check_replicas=check)) for check in checks]
 
 
-def test_everything_or_nothing_is_compared_on_request(ranks: Pool, path: Path) -> None:
+def test_check_replicas_compares_everything_or_nothing(ranks: Pool, path: Path) -> None:
     for differs, unknown in ranks.run(2, save_unchecked, path):
         assert isinstance(differs, InvalidInput)
         assert "'model.shared' differs between ranks 0 and 1" in str(differs)
-        assert "give 'raise', 'sample' or 'off'" in str(unknown)
+        assert "pass 'raise', 'sample' or 'off'" in str(unknown)
     found = casckpt.open(path).read("off@1")["model"]
     assert all(torch.equal(found[name], value) for name, value in Experts(0).state_dict().items())
     assert visible(path) == [("off", 1), ("off", 2), ("raise", 1)]
 
 
-# owned
+# owned tensors
 
 
 def owned(rank: int, size: int, path: Path) -> Any:
@@ -75,11 +75,11 @@ def owned(rank: int, size: int, path: Path) -> Any:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_tensor_of_an_owner_is_taken_from_its_owner(ranks: Pool, path: Path, size: int) -> None:
+def test_an_owned_tensor_is_saved_from_its_owner(ranks: Pool, path: Path, size: int) -> None:
     for empty, errors in ranks.run(size, owned, path):
         assert empty["ema"]["w"].tolist() == [size - 1] * (4 + size)
         assert empty["ema"]["n"] == size - 1
-        for error, text in zip(errors, (f"to rank {size}", "does not hold it", "owners=3 is not usable"), strict=True):
+        for error, text in zip(errors, (f"to rank {size}", "does not hold it", "owners=3 is not valid"), strict=True):
             assert text in error
     assert torch.equal(casckpt.open(path).read("b@1")["model"]["expert.weight"], Experts(1).expert.weight)
     alone = {"ema": {"w": torch.zeros(4 + size)}}

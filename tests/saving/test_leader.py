@@ -1,4 +1,4 @@
-"""Invariants of a save: see "A save" in docs/design.md."""
+"""Invariants of a save. See "A save" in docs/design.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.repositories import memory
 from tests.support.saves import cells, same_state, small
 
 
-def test_the_log_of_the_parent_is_read_after_begin_and_before_the_first_upload() -> None:
+def test_the_parents_log_is_read_after_begin_and_before_the_first_upload() -> None:
     """The parent is live at that time, and every gc that could purge it sees the transaction."""
     storage = FaultyStore(memory(near=False))
     store = small(storage)
@@ -31,7 +31,9 @@ def test_the_log_of_the_parent_is_read_after_begin_and_before_the_first_upload()
 def test_a_save_never_lists_all_commits() -> None:
     storage = FaultyStore(memory(near=False))
     store = small(storage)
-    store.save({"w": cells(3), "kept": cells(2, seed=0)}, step=0)  # the first looks whether announcements were lost
+    store.save(
+        {"w": cells(3), "kept": cells(2, seed=0)}, step=0
+    )  # the first save checks whether announcements were lost
     storage.calls.clear()
     for step in range(1, 4):
         store.save({"w": cells(3), "kept": cells(2, seed=0)}, step=step)
@@ -40,10 +42,10 @@ def test_a_save_never_lists_all_commits() -> None:
     assert ("list", "commits/") not in {(call.method, call.key) for call in storage.calls}
 
 
-def test_written_bytes_are_the_hashed_bytes_though_the_tensor_changes(
+def test_written_bytes_match_the_hashed_bytes_even_if_the_tensor_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A program that trains on too early mixes two steps, but every cell stays readable."""
+    """If a program continues training too early, it mixes two steps, but every cell remains readable."""
     copy_out = TensorMemory.copy_out
 
     def then_train(self: TensorMemory, lo: int, hi: int, buffer: memoryview) -> None:
@@ -62,7 +64,7 @@ def test_written_bytes_are_the_hashed_bytes_though_the_tensor_changes(
 
 @pytest.mark.parametrize("newest", [False, True])
 def test_cells_of_a_purged_checkpoint_are_not_reused(newest: bool) -> None:
-    """Its blobs may be deleted before the commit."""
+    """The blobs of the checkpoint may be deleted before the commit."""
     store = small(memory(near=False))
     state = {"w": cells(3)}
     if newest:
@@ -74,7 +76,7 @@ def test_cells_of_a_purged_checkpoint_are_not_reused(newest: bool) -> None:
     storage = store.repository.storage
     kept = {entry.key: storage.get(entry.key, limit=1 << 20) for entry in storage.list("objects/")}
     store.gc(min_age=0)
-    for key, data in kept.items():  # a gc that was killed before it had deleted all
+    for key, data in kept.items():  # a gc that was killed before it had deleted everything
         if storage.size(key) is None:
             storage.put(key, data)
     again = store.save(state, step=3)

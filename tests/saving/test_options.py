@@ -1,4 +1,4 @@
-"""Arguments of a save: usable values, and where a setting applies."""
+"""The arguments of a save: valid values, and the cases in which a setting applies."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ STATE = {"w": torch.arange(6.0), "x": [1]}
         ({"metrics": {"loss": True}}, "metric 'loss' is a bool"),
         (
             {"metrics": {"loss": torch.ones(1)}},
-            r"metric 'loss' is a Tensor of shape \[1\]; give a number, or a tensor of no dimensions",
+            r"metric 'loss' is a Tensor of shape \[1\]; pass a number, or a 0-dimensional tensor",
         ),
         ({"metrics": {"loss": "low"}}, "metric 'loss' is a str"),
         ({"metrics": {"x" * 101: 1}}, "'xxxx"),
         ({"metrics": {str(n): n for n in range(65)}}, "65 metrics"),
         ({"metrics": 3}, "metrics is a int"),
-        ({"healthy": 1}, "healthy=1 is not usable"),
-        ({"healthy": "no"}, "healthy='no' is not usable"),
+        ({"healthy": 1}, "healthy=1 is not valid"),
+        ({"healthy": "no"}, "healthy='no' is not valid"),
     ],
 )
 def test_unusable_metrics_are_refused(arguments: dict[str, Any], error: str) -> None:
@@ -52,14 +52,14 @@ def test_unusable_metrics_are_refused(arguments: dict[str, Any], error: str) -> 
     ],
     ids=named,
 )  # fmt: skip
-def test_unusable_arguments_are_refused_before_anything_is_made(arguments: Any, tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused_before_anything_is_created(arguments: Any, tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
-    with pytest.raises(InvalidInput, match=r"not usable|not a usable|not known"):
+    with pytest.raises(InvalidInput, match=r"not usable|not a usable|not valid|not a valid|not known"):
         store.save(STATE, **({"step": 1} | arguments))
     assert not (tmp_path / "store").exists()
 
 
-NUMEL = 40 * CELL // 2  # of 2 bytes
+NUMEL = 40 * CELL // 2  # elements of 2 bytes
 
 
 def weights(seed: int = 0, numel: int = NUMEL, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -71,7 +71,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return small() if request.param == "memory" else small_folder(tmp_path / "store")
 
 
-def test_the_setting_applies_without_an_argument(store: Store) -> None:
+def test_the_setting_applies_if_the_argument_is_omitted(store: Store) -> None:
     store.change_settings(compress="auto")
     states = versions(4)
     for step, state in enumerate(states):
@@ -81,7 +81,7 @@ def test_the_setting_applies_without_an_argument(store: Store) -> None:
 
 
 @pytest.mark.parametrize("given", ["zstd", "", True, 1])
-def test_an_unknown_compress_is_refused(store: Store, given: Any) -> None:
+def test_an_unknown_compress_value_is_refused(store: Store, given: Any) -> None:
     with pytest.raises(InvalidInput, match="auto"):
         store.save({"w": weights()}, step=0, compress=given)
     assert not store.checkpoints()

@@ -1,4 +1,4 @@
-"""Pickled values and classes of mappings are reported once."""
+"""Pickled values and mapping classes are reported once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Settings(dict[str, int]):
     """A subclass of dict."""
 
 
-def test_the_lost_class_of_a_mapping_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_loss_of_a_mapping_class_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     store, one = small(), torch.ones(2)
     tensors: defaultdict[str, Any] = defaultdict(dict, w=one)
     kept = {"a": {"x": 1}, "b": OrderedDict(y=one), "c": defaultdict(list, z=[1]), "d": tensors}

@@ -17,7 +17,7 @@ from tests.saving.test_encoder import check, first, links, stepped, versions
 from tests.support.saves import CELL, reopened, same_state, small, small_folder
 from tests.support.tensors import bytes_of
 
-NUMEL = 40 * CELL // 2  # of 2 bytes
+NUMEL = 40 * CELL // 2  # elements of 2 bytes
 
 
 def weights(seed: int = 0, numel: int = NUMEL, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -29,8 +29,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return small() if request.param == "memory" else small_folder(tmp_path / "store")
 
 
-def test_an_older_version_matches_its_manifest_or_is_not_used() -> None:
-    """A run that was rolled back may reach the same version in another way, in another process."""
+def test_an_older_version_is_used_only_if_it_matches_its_manifest() -> None:
+    """After a rollback, a run may reach the same version in a different way, in a different process."""
     first, second = (bytearray(bytes_of(one)) for one in (weights(numel=CELL), stepped(weights(numel=CELL), 1)))
     frame = encode_delta(memoryview(second), 2, memoryview(first))
     assert frame is not None
@@ -45,7 +45,7 @@ def test_an_older_version_matches_its_manifest_or_is_not_used() -> None:
 
 
 def test_simultaneous_saves_of_a_run_do_not_share_kept_cells(store: Store) -> None:
-    """The second one has the same parent. It begins and ends while the first one encodes a cell."""
+    """The second save has the same parent. It begins and ends while the first save encodes a cell."""
     states, encode = versions(4), encode_delta
     store.save(states[0], step=0, compress="auto")
     other = states[0] | {"w": stepped(states[0]["w"], 77)}

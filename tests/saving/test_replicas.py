@@ -1,4 +1,4 @@
-"""Values that several ranks hold whole: each save compares them, and never mixes different ones."""
+"""Values that several ranks hold in full. Each save compares them, and never mixes different values."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ class Heard(logging.Handler):
 
 
 def noted(store: Store, ref: str) -> list[str]:
-    """Return the keys that a checkpoint marks as differing."""
+    """Return the keys that a checkpoint records as differing."""
     note = manifests.get(store.repository, store.get(ref).commit).body.notes.get(REPLICAS_NOTE)
     return [] if note is None else list(plain.decode(note))
 
 
-# refused
+# refused saves
 
 
 class Experts(nn.Module):
-    """A layer that is equal on all ranks, and one that each rank has for itself."""
+    """A layer that is equal on all ranks, and a layer that differs on each rank."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -91,11 +91,11 @@ def save_experts(rank: int, size: int, path: Path, way: str) -> Any:
         "megatron": lambda: megatron.save(stored, f"{path}#a@1"),
         "fully parallel": lambda: megatron.save(stored, f"{path}#a@1", fully_parallel=True),
     }
-    return [text_of(ways[way]) for _ in range(2)]  # what was refused is not accepted for that
+    return [text_of(ways[way]) for _ in range(2)]  # a refused parameter is not accepted later
 
 
 def text_of(call: Callable[[], Any]) -> str:
-    """Return the error of the call and its causes. DCP's error is not an Exception."""
+    """Return the error of the call, with its causes. DCP's error is not an Exception."""
     try:
         call()
     except BaseException as error:  # noqa: BLE001
@@ -128,7 +128,7 @@ def save_with_other_words(rank: int, size: int, path: Path) -> Any:
     return outcome_of(lambda: casckpt.open(path).save({"x": torch.ones(3)}, step=1, check_replicas=check))
 
 
-def test_ranks_with_different_comparisons_are_refused(ranks: Pool, path: Path) -> None:
+def test_ranks_with_different_check_replicas_are_refused(ranks: Pool, path: Path) -> None:
     for error in ranks.run(2, save_with_other_words, path):
         assert isinstance(error, InvalidInput)
         assert "check_replicas='off'" in str(error)
@@ -147,7 +147,7 @@ def save_one_other_element(rank: int, size: int, path: Path) -> Any:
     return errors, written, text_of(lambda: dcp_save({"w": data}, storage_writer=writer))
 
 
-def test_any_difference_is_refused_before_writing_on_request(ranks: Pool, path: Path) -> None:
+def test_check_replicas_raise_refuses_any_difference_before_writing(ranks: Pool, path: Path) -> None:
     for errors, written, other_words in ranks.run(2, save_one_other_element, path):
         assert all("'w' differs between ranks 0 and 1" in error for error in errors)
         assert all("check_replicas='sample'" in error for error in errors)
@@ -156,11 +156,11 @@ def test_any_difference_is_refused_before_writing_on_request(ranks: Pool, path: 
     assert visible(path) == []
 
 
-# accepted
+# accepted saves
 
 
 def drifting(rank: int, size: int, path: Path, saves: int) -> Any:
-    """Norms that no rank synchronises: each step adds its own rounding."""
+    """Norms that no rank synchronizes. Each step adds its own rounding."""
     store, heard = casckpt.open(path), Heard()
     norm, weight = nn.Parameter(torch.ones(2000)), nn.Parameter(numbers("w", 64, 100))
     state = {"norm": norm, "weight": weight, "step": torch.tensor(rank), "loss": 0.5 + rank}
@@ -185,12 +185,12 @@ def test_a_run_with_drifting_replicas_continues_with_one_warning(ranks: Pool, pa
     assert [("'step'" in text, "'norm'" in text, "'weight'" in text) for text in second] == [(False, True, False)]
     assert later == [[]] * (saves - 2)
     assert found[1][0] == [[]] * saves
-    assert [one[1:3] for one in found] == [(True, True), (False, True)]  # all of rank 0's
+    assert [one[1:3] for one in found] == [(True, True), (False, True)]  # all of them are rank 0's values
     assert found[0][3] == ["loss", "norm", "step"]
 
 
 def diverging(rank: int, size: int, path: Path) -> Any:
-    """Equal in the first save and different in the second, with another handle and group."""
+    """The values are equal in the first save. In the second, they differ, with a new handle and a new group."""
     state = {"w": nn.Parameter(numbers("w", 3000))}
     casckpt.open(path).save(state, run="a", step=1)
     if rank:
@@ -199,7 +199,7 @@ def diverging(rank: int, size: int, path: Path) -> Any:
     return noted(casckpt.open(path), "b@2")
 
 
-def test_replicas_saved_before_by_this_process_are_never_refused(ranks: Pool, path: Path) -> None:
+def test_replicas_that_this_process_saved_before_are_never_refused(ranks: Pool, path: Path) -> None:
     assert ranks.run(2, diverging, path) == [["w"], ["w"]]
     assert torch.equal(casckpt.open(path).read("b@2")["w"], numbers("w", 3000))
 
@@ -218,7 +218,7 @@ def failing_after_it_was_accepted(rank: int, size: int, path: Path) -> Any:
     return str(error), silent, heard.taken(), noted(store, "a@1")
 
 
-def test_a_difference_is_reported_with_the_first_save_of_it(ranks: Pool, path: Path) -> None:
+def test_a_difference_is_reported_by_the_first_save_that_stores_it(ranks: Pool, path: Path) -> None:
     (error, silent, told, keys), _ = ranks.run(2, failing_after_it_was_accepted, path)
     assert "as it happens" in error
     assert silent == []
@@ -227,7 +227,7 @@ def test_a_difference_is_reported_with_the_first_save_of_it(ranks: Pool, path: P
 
 
 def drifted_elsewhere(rank: int, size: int, path: Path) -> list[tuple[list[str], int]]:
-    """Equal, then drifted twice, through DCP and Megatron, with new writers for each save."""
+    """The values are equal, and then drift twice, through DCP and Megatron, with new writers for each save."""
     found, heard = [], Heard()
     for run in ("dcp", "megatron"):
         for step in range(3):
@@ -244,7 +244,7 @@ def drifted_elsewhere(rank: int, size: int, path: Path) -> list[tuple[list[str],
     return found
 
 
-def test_dcp_and_megatron_name_drifted_keys(ranks: Pool, path: Path) -> None:
+def test_dcp_and_megatron_report_drifted_keys(ranks: Pool, path: Path) -> None:
     first, second = ranks.run(2, drifted_elsewhere, path)
     noted_keys = [[], ["w"], ["w"], [], ["m.w"], ["m.w"]]
     assert first == list(zip(noted_keys, [0, 1, 0, 0, 1, 0], strict=True))
@@ -252,7 +252,7 @@ def test_dcp_and_megatron_name_drifted_keys(ranks: Pool, path: Path) -> None:
 
 
 def counted(rank: int, size: int, path: Path) -> tuple[int, int]:
-    """Return the number of tensors that a save samples among parameters, numbers and values of one rank."""
+    """Return how many tensors a save samples among parameters, numbers and per-rank values."""
     store = casckpt.open(path)
     state: dict[str, Any] = {f"w{i}": nn.Parameter(torch.ones(20)) for i in range(10)} | {f"only {rank}": torch.ones(5)}
     state |= {f"step{i}": torch.tensor(3.0) for i in range(10)}
@@ -263,11 +263,11 @@ def counted(rank: int, size: int, path: Path) -> tuple[int, int]:
     return sampled[0], sampled[1] - sampled[0]
 
 
-def test_only_replicas_are_sampled_again(ranks: Pool, path: Path) -> None:
+def test_only_replicas_are_resampled(ranks: Pool, path: Path) -> None:
     assert ranks.run(2, counted, path) == [(21, 20)] * 2
 
 
-# read again
+# rereads
 
 
 def one_element(rank: int, size: int, path: Path, who: int, where: int) -> Any:
@@ -290,15 +290,17 @@ def test_one_changed_element_is_found_within_64_saves_per_holder(
 ) -> None:
     found = ranks.run(size, one_element, path, who, where)
     assert [one[0] for one in found] == [["w"]] * size
-    assert [one[1] for one in found] == [(rank == who) == (who == 0) for rank in range(size)]  # all of rank 0's
+    assert [one[1] for one in found] == [
+        (rank == who) == (who == 0) for rank in range(size)
+    ]  # all of them are rank 0's values
     assert [["'w'" in text for text in one[2]] for one in found] == [[True], *[[]] * (size - 1)]
 
 
-# how far
+# the size of a difference
 
 
 def small(rank: int, size: int, path: Path) -> list[str]:
-    """Short vectors whose last element differs. The reported difference is over all their elements."""
+    """These are short vectors whose last element differs. The reported difference is over all their elements."""
     found = []
     for count in (2, 5, 15, 16):
         data = torch.ones(count)
@@ -335,9 +337,7 @@ def test_a_difference_is_relative_to_the_larger_norm() -> None:
         (torch.tensor([3 + 4j]), torch.tensor([3 + 0j]), 0.8),
     ],
 )
-def test_values_that_are_not_finite_count_as_completely_different(
-    one: torch.Tensor, other: torch.Tensor, ratio: float
-) -> None:
+def test_non_finite_values_count_as_completely_different(one: torch.Tensor, other: torch.Tensor, ratio: float) -> None:
     dtype = str(one.dtype).removeprefix("torch.")
     data = [bytes(x.view(torch.uint8).numpy()) for x in (one, other)]
     assert relative_difference(dtype, *data) == pytest.approx(ratio)

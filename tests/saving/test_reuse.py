@@ -1,4 +1,4 @@
-"""A save writes only changes: exact numbers, from statistics and from the storage itself."""
+"""A save writes only changes. The exact numbers come from statistics and from the storage itself."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.saves import (
     small_folder,
 )
 
-AROUND = DATA_OFFSET + 2 * RECORD_BYTES  # header and proof of a blob of less than 64 KiB
+AROUND = DATA_OFFSET + 2 * RECORD_BYTES  # the header and proof of a blob of less than 64 KiB
 
 
 def manifest_of(store: Store, ref: str) -> Manifest:
@@ -41,19 +41,19 @@ def manifest_of(store: Store, ref: str) -> Manifest:
 
 
 def saved(store: Store, state: Any, step: int, **options: Any) -> int:
-    """Check that a save and the storage agree on the bytes of written blobs, and return them."""
+    """Check that a save and the storage agree on the number of written blob bytes. Return this number."""
     before = {key: store.repository.storage.size(key) or 0 for key in blob_keys(store)}
     with counted(store) as io:
         stats = store.save(state, step=step, **options).stats
     new = [store.repository.storage.size(key) or 0 for key in blob_keys(store) if key not in before]
     assert (stats.bytes_written, stats.blobs_written) == (sum(new), len(new))
-    assert io.bytes_written - sum(new) < 100_000  # manifest and records
+    assert io.bytes_written - sum(new) < 100_000  # the manifest and records
     assert same_state(reopened(store).read(f"{options.get('run', 'default')}@{step}"), state)
     return stats.bytes_written
 
 
 def data_bytes(store: Store, state: Any, step: int, **options: Any) -> int:
-    """The same without the headers and proofs of blobs."""
+    """Return the same number without the headers and proofs of blobs."""
     before = set(blob_keys(store))
     saved(store, state, step, **options)
     return sum(data_of(store, key) for key in set(blob_keys(store)) - before)
@@ -64,7 +64,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return small() if request.param == "memory" else small_folder(tmp_path / "store")
 
 
-def test_an_unchanged_state_writes_no_blob(store: Store) -> None:
+def test_saving_an_unchanged_state_writes_no_blobs(store: Store) -> None:
     state = {"w": cells(40.5), "t": cells(20).view(128, -1).t(), "x": {"y": torch.arange(3)}}
     assert saved(store, state, 1) > 60 * CELL
     for step in (2, 3):
@@ -74,7 +74,7 @@ def test_an_unchanged_state_writes_no_blob(store: Store) -> None:
         assert ckpt.stats.blobs_reused == len(blob_keys(store))
 
 
-def test_one_changed_tensor_of_a_hundred_costs_itself(store: Store) -> None:
+def test_one_changed_tensor_of_a_hundred_costs_only_its_own_bytes(store: Store) -> None:
     state = {f"layer.{i}": cells(3) for i in range(100)}
     saved(store, state, 1)
     state["layer.37"] += 1
@@ -82,8 +82,8 @@ def test_one_changed_tensor_of_a_hundred_costs_itself(store: Store) -> None:
     assert store.diff("default@1", "default@2").changed == ("layer.37",)
 
 
-def test_ten_changed_rows_of_an_embedding_cost_their_cells(store: Store) -> None:
-    table = torch.randn(4000, 64)  # 16 rows a cell
+def test_ten_changed_embedding_rows_cost_only_their_cells(store: Store) -> None:
+    table = torch.randn(4000, 64)  # 16 rows per cell
     saved(store, {"embedding": table}, 1)
     rows = [0, 1, 15, 16, 500, 501, 1000, 2000, 3000, 3999]
     table[rows] += 1
@@ -97,11 +97,11 @@ def test_tied_and_constant_tensors_are_stored_once(store: Store) -> None:
     state = {"embed": weight, "head": weight, "flat": weight.view(-1, 32), "copy": weight.clone()}
     assert data_bytes(store, state, 1) == 5 * CELL
     zeros = {"m": torch.zeros(50 * CELL // 4), "v": torch.zeros(20 * CELL // 4), "z": torch.zeros(7 * CELL // 8)}
-    assert data_bytes(store, zeros, 2) == CELL + CELL // 2  # one full cell, one short one
+    assert data_bytes(store, zeros, 2) == CELL + CELL // 2  # one full cell and one short cell
     assert data_bytes(store, zeros | {"more": torch.zeros(3 * CELL // 4)}, 3) == 0
 
 
-def test_the_same_bytes_under_another_dtype_are_shared(store: Store) -> None:
+def test_equal_bytes_with_a_different_dtype_are_shared(store: Store) -> None:
     weight = cells(4)
     saved(store, {"w": weight}, 1)
     assert data_bytes(store, {"w": weight.view(torch.int32), "x": weight.view(torch.uint8)}, 2) == 0
@@ -113,7 +113,7 @@ def test_a_renamed_or_moved_key_is_shared(store: Store) -> None:
     assert saved(store, {"model": {f"block.{i}": state[f"l{i}"] for i in reversed(range(10))}}, 2) == 0
 
 
-def test_an_appended_tensor_costs_itself(store: Store) -> None:
+def test_an_added_tensor_costs_only_its_own_bytes(store: Store) -> None:
     weight = cells(20)
     saved(store, {"w": weight[: 10 * CELL // 4]}, 1)
     assert data_bytes(store, {"w": weight}, 2) == 10 * CELL
@@ -123,13 +123,13 @@ def test_many_small_tensors_are_reused(store: Store) -> None:
     state = {f"n{i}": torch.full((3,), float(i)) for i in range(500)}
     assert data_bytes(store, state, 1) == 500 * 12
     assert len(blob_keys(store)) == 1
-    state["n7"] = torch.zeros(3)  # what n0 holds
+    state["n7"] = torch.zeros(3)  # the value of n0
     assert saved(store, state, 2) == 0
     state["n8"] = torch.full((3,), -1.0)
     assert data_bytes(store, state, 3) == 12
 
 
-def test_a_new_run_finds_its_base(store: Store) -> None:
+def test_a_new_run_reuses_cells_of_its_base_run(store: Store) -> None:
     base, head = {"backbone": cells(30)}, {"head": cells(2)}
     saved(store, base, 0, run="base")
     assert data_bytes(store, base | head, 1, run="sft") == 2 * CELL
@@ -137,7 +137,7 @@ def test_a_new_run_finds_its_base(store: Store) -> None:
     assert saved(store, base | head, 1, run="other") == 0
 
 
-def test_reuse_may_be_limited_to_the_run(store: Store) -> None:
+def test_reuse_can_be_limited_to_the_run(store: Store) -> None:
     state = {"w": cells(10)}
     saved(store, state, 1, run="a")
     assert data_bytes(store, state, 1, run="b", dedup="run") == 10 * CELL
@@ -168,7 +168,7 @@ ROWS: dict[str, Callable[[torch.Tensor, int], list[Shard]]] = {
 
 
 @pytest.mark.parametrize("split", ROWS)
-def test_other_topologies_share_their_cells(store: Store, split: str) -> None:
+def test_different_topologies_share_cells(store: Store, split: str) -> None:
     weight = torch.randn(128, 120)
     shards = ROWS[split]
 
@@ -183,7 +183,7 @@ def test_other_topologies_share_their_cells(store: Store, split: str) -> None:
     assert [written(shards(weight, n), 10 + i) for i, n in enumerate((8, 1, 4))] == [0, 0, 0]
 
 
-def test_more_shards_than_before_cost_cells_at_new_boundaries() -> None:
+def test_additional_shards_cost_only_cells_at_new_boundaries() -> None:
     store, weight = small(), torch.randn(1024, 40)
     store.save({"w": weight}, step=1)
     ckpt = store.save({"w": ROWS["rows"](weight, 4)}, step=2)
@@ -205,8 +205,8 @@ def test_overlapping_flat_parts_do_not_confuse_the_next_save() -> None:
     assert torch.equal(store.read("default@2")["w"], w)
 
 
-def test_a_store_with_other_cell_sizes_is_not_followed() -> None:
-    """After a copy into a store with other cell sizes, the cells are cut again."""
+def test_cells_of_a_different_size_are_not_reused() -> None:
+    """After a copy into a store with a different cell size, the state is divided into new cells."""
     store, state = small(cell_bytes=16 << 10), {"w": cells(64)}
     store.save(state, step=1)
     store.repository._marker = None
@@ -219,11 +219,11 @@ def test_a_store_with_other_cell_sizes_is_not_followed() -> None:
 
 
 class TestWorn:
-    """A save leaves blobs of which little is used, so that space stays bounded without repacking."""
+    """A save abandons blobs of which little is used. Therefore, space is bounded without repacking."""
 
     @staticmethod
     def live(store: Store, step: int) -> tuple[int, int]:
-        """Return (bytes of data in the blobs that a checkpoint names, bytes that it uses)."""
+        """Return (bytes of data in the blobs that a checkpoint refers to, bytes that it uses)."""
         manifest = manifest_of(store, f"default@{step}")
         held = sum(most_data(size) for size in manifest.blob_sizes)
         return held, sum(entry.nbytes for entry in manifest.entries)
@@ -246,7 +246,7 @@ class TestWorn:
         assert same_state(store.read("default@24"), state)
 
     def test_the_worst_pattern_of_changes_needs_bounded_space(self) -> None:
-        """Keep half of each blob. Then change all but one cell of each at once."""
+        """Keep half of each blob. Then change all cells except one per blob in one go."""
         store, per = small(), BLOB // CELL
         state = {f"w{i}": cells(per) for i in range(6)}
         store.save(state, step=0)
@@ -291,7 +291,7 @@ class TestWorn:
         assert not any(blob.worn for blob in manifest_of(store, "default@1").blobs)
         assert saved(store, state, 2) == 0
 
-    def test_blobs_of_a_live_other_run_are_not_worn(self) -> None:
+    def test_blobs_of_a_different_live_run_are_not_worn(self) -> None:
         store = small()
         base = {f"w{i}": cells(2) for i in range(8)}
         store.save(base, run="base", step=0)
@@ -302,9 +302,9 @@ class TestWorn:
 
 
 class TestDamage:
-    """A save does not reuse damaged data. It continues without it."""
+    """A save does not reuse damaged data, but continues without it."""
 
-    def test_a_damaged_parent_manifest_only_prevents_reuse(
+    def test_a_damaged_parent_manifest_prevents_only_reuse(
         self, store: Store, caplog: pytest.LogCaptureFixture
     ) -> None:
         state = {"w": cells(10)}
@@ -313,12 +313,12 @@ class TestDamage:
         flip(store, key, 100)
         again = reopened(store)
         assert data_bytes(again, state, 2) == 10 * CELL
-        assert "reuses nothing of default@1" in caplog.text
+        assert "reuses nothing from default@1" in caplog.text
         with pytest.raises(Damaged, match="default@1"):
             again.read("default@1")
         assert saved(again, state, 3) == 0
 
-    def test_a_missing_parent_manifest_only_prevents_reuse(
+    def test_a_missing_parent_manifest_prevents_only_reuse(
         self, store: Store, caplog: pytest.LogCaptureFixture
     ) -> None:
         state = {"w": cells(10)}
@@ -326,14 +326,14 @@ class TestDamage:
         (key,) = manifest_keys(store)
         store.repository.storage.delete(key)
         assert data_bytes(reopened(store), state, 2) == 10 * CELL
-        assert "reuses nothing of default@1" in caplog.text
+        assert "reuses nothing from default@1" in caplog.text
 
     @pytest.mark.parametrize("first_changed", [False, True], ids=["all alike", "first cell changed"])
     @pytest.mark.parametrize("damage", ["deleted", "truncated", "longer"])
-    def test_cells_of_a_missing_or_short_blob_are_stored_again(
+    def test_cells_of_a_missing_or_truncated_blob_are_stored_again(
         self, store: Store, damage: str, first_changed: bool, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Even if the first cell of a tensor changed, so that the others are found while they are packed."""
+        """This holds even if the first cell of a tensor changed, so that the others are only found during packing."""
         state = {"w": cells(40), "t": cells(20).view(64, -1).t()}
         store.save(state, step=1)
         lost = _ref(store, blob_keys(store)[0])
@@ -343,16 +343,16 @@ class TestDamage:
         again = reopened(store)
         written = again.save(state, step=2).stats.bytes_written
         assert lost.size <= written <= lost.size + CELL + AROUND
-        assert f"{lost.hash} is gone or cut short" in caplog.text
+        assert f"{lost.hash} is missing or truncated" in caplog.text
         assert blobs.damaged_marks(again.repository) == {(lost.uploader, lost.hash)}
         assert lost not in manifest_of(again, "default@2").blobs
         assert same_state(again.read("default@2"), state)
-        if damage != "longer":  # its cells are what they were
+        if damage != "longer":  # its cells are unchanged
             with pytest.raises(Damaged):
                 again.read("default@1")
         assert again.save(state, step=3).stats.bytes_written == 0
 
-    def test_a_save_stores_everything_again_if_every_blob_is_missing(self, store: Store) -> None:
+    def test_a_save_stores_everything_again_if_all_blobs_are_missing(self, store: Store) -> None:
         state = {"w": cells(50)}
         store.save(state, step=1)
         for key in blob_keys(store):
@@ -391,7 +391,7 @@ def _damage(store: Store, ref: BlobRef, how: str) -> None:
         storage.put(key, data[:-CELL] if how == "truncated" else data + b"\0")
 
 
-def test_digests_decide_about_reuse_and_times_do_not(tmp_path: Path) -> None:
+def test_reuse_depends_on_digests_and_not_on_times(tmp_path: Path) -> None:
     """A tensor that changed and changed back is reused."""
     store, weight = small_folder(tmp_path / "s"), cells(4)
     store.save({"w": weight}, step=1)
@@ -400,5 +400,5 @@ def test_digests_decide_about_reuse_and_times_do_not(tmp_path: Path) -> None:
     store.save({"w": weight}, step=2)
     weight.copy_(kept)
     written = store.save({"w": weight}, step=3).stats.bytes_written
-    assert written == 4 * CELL + AROUND  # only the newest checkpoint of a run is looked at
+    assert written == 4 * CELL + AROUND  # only the newest checkpoint of a run is considered
     assert store.save({"w": weight}, step=4).stats.bytes_written == 0

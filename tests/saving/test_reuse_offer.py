@@ -1,4 +1,4 @@
-"""Reuse across the ranks of a save: parent, shares and plan, and the few bytes that they exchange."""
+"""Reuse across the ranks of a save: the parent, the shares and the plan, and the few bytes that ranks exchange."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def save_rows(rank: int, size: int, path: Path, step: int, count: int) -> Any:
 
 
 def test_a_resharded_state_writes_nothing_on_fewer_ranks_and_little_on_more(ranks: Pool, path: Path) -> None:
-    """By rows, from 4 ranks to 2, to 1, and to 4 again."""
+    """The state is split by rows, and goes from 4 ranks to 2, to 1, and back to 4."""
     written = [ranks.run(size, save_rows, path, step, 16)[0][0] for step, size in enumerate((4, 2, 1, 4, 4))]
     total = ranks.run(1, save_rows, path, 9, 16)[0][1]
     assert total <= written[0] <= 1.1 * total
@@ -59,7 +59,7 @@ def test_a_resharded_state_writes_nothing_on_fewer_ranks_and_little_on_more(rank
 
 
 @pytest.mark.parametrize("section", ["objects", "cells"])
-def test_a_damaged_parent_manifest_prevents_reuse_but_no_save(ranks: Pool, path: Path, section: str) -> None:
+def test_a_damaged_parent_manifest_prevents_reuse_but_not_the_save(ranks: Pool, path: Path, section: str) -> None:
     ranks.run(2, save_rows, path, 1, 4)
     store = casckpt.open(path)
     commit = store.save({"model": store.read("a@1")["model"], "text": "x" * 500}, run="a", step=2).commit
@@ -76,7 +76,7 @@ def save_uneven(rank: int, size: int, path: Path, step: int) -> Any:
 
 
 def test_only_cells_cut_by_new_boundaries_are_written(ranks: Pool, path: Path) -> None:
-    """997 rows are cut at 250, 500 and 750 on 4 ranks, and at 499 on 2. One cell of each tensor becomes two."""
+    """997 rows are split at 250, 500 and 750 on 4 ranks, and at 499 on 2. One cell of each tensor becomes two."""
     (first, total), *_ = ranks.run(4, save_uneven, path, 1)
     (second, _), *_ = ranks.run(2, save_uneven, path, 2)
     assert first >= total
@@ -89,7 +89,7 @@ def save_columns(rank: int, size: int, path: Path, step: int, dim: int) -> int:
     return casckpt.open(path).save(spread(tensors, line(size), [Shard(dim)]), run="a", step=step).stats.bytes_written
 
 
-def test_columns_are_reused_on_fewer_ranks_too(ranks: Pool, path: Path) -> None:
+def test_columns_are_also_reused_on_fewer_ranks(ranks: Pool, path: Path) -> None:
     assert ranks.run(4, save_columns, path, 1, 1)[0] > 0
     assert ranks.run(2, save_columns, path, 2, 1)[0] == 0
     assert ranks.run(1, save_columns, path, 3, 1)[0] == 0
@@ -103,7 +103,7 @@ def reading(rank: int, size: int, path: Path, step: int) -> list[str]:
     return storage.reads()
 
 
-def test_only_rank_0_reads_the_parent_and_once(ranks: Pool, path: Path) -> None:
+def test_only_rank_0_reads_the_parent_and_only_once(ranks: Pool, path: Path) -> None:
     ranks.run(4, reading, path, 1)
     found = ranks.run(4, reading, path, 2)
     read = [[key for key in keys if (name := parse_object(key)) and name.kind == "manifest"] for keys in found]
@@ -128,7 +128,7 @@ def test_a_load_reads_the_manifest_once(ranks: Pool, path: Path) -> None:
 
 
 def with_memory(rank: int, size: int, path: Path, forgets: bool) -> Any:
-    """Save a changing state, with ranks that remember their last save, or with new ones each time."""
+    """Save a changing state, with ranks that remember their last save, or with new ranks each time."""
     full = {f"w{i}": numbers(f"w{i}", 64, 100) for i in range(5)}
     state: dict[str, Any] = spread(full, line(size), [Shard(0)]) | spread({"r": numbers("r", 70, 90)}, line(size))
     store, told = casckpt.open(path), []
@@ -139,7 +139,7 @@ def with_memory(rank: int, size: int, path: Path, forgets: bool) -> Any:
             state["w1"].to_local()[:2].add_(1)
         if step == 3:
             state["r"].to_local()[5].mul_(2)
-        if step == 4:  # most of what a blob holds: the next save leaves the rest of it behind
+        if step == 4:  # most of the blob's data, so the next save abandons the rest of it
             for key in ("w0", "w1", "w2"):
                 state[key].to_local().mul_(3)
         ckpt = store.save(state, run="a", step=step, threads=1)
@@ -149,7 +149,7 @@ def with_memory(rank: int, size: int, path: Path, forgets: bool) -> Any:
 
 
 def extents(store: Store, ckpt: casckpt.Checkpoint) -> Any:
-    """Return the locations of all cells of a checkpoint without the transactions."""
+    """Return the locations of all cells of a checkpoint, without their transactions."""
     manifest = manifests.get(store.repository, ckpt.commit)
     found = []
     for entry in manifest.entries:
@@ -168,7 +168,7 @@ def test_a_remembered_reuse_offer_equals_a_sent_one(ranks: Pool, tmp_path: Path)
 
 
 def beside_another_job(rank: int, size: int, path: Path) -> Any:
-    """Between two saves of these ranks, another process saves another state in the same run."""
+    """Between two saves of these ranks, a different process saves a different state in the same run."""
     store = casckpt.open(path)
     first, second = ({"w": numbers(name, 60, 100)} for name in ("first", "second"))
     written = []
@@ -181,7 +181,7 @@ def beside_another_job(rank: int, size: int, path: Path) -> Any:
     return written, manifests.get(store.repository, store.get("a@1").commit).body.parent
 
 
-def test_a_parent_of_another_job_replaces_the_remembered_offer(ranks: Pool, path: Path) -> None:
+def test_a_parent_from_a_different_job_replaces_the_remembered_offer(ranks: Pool, path: Path) -> None:
     found = ranks.run(2, beside_another_job, path)
     assert found[0] == found[1]
     written, parent = found[0]
@@ -194,7 +194,7 @@ def test_a_parent_of_another_job_replaces_the_remembered_offer(ranks: Pool, path
 
 
 def beside_a_copy_that_came_back(rank: int, size: int, path: Path) -> Any:
-    """The newest checkpoint is purged, and copied back from a mirror. It has the same id at other locations."""
+    """The newest checkpoint is purged, and copied back from a mirror. It has the same id, but different locations."""
     store = Store(Repository(FarStore(LocalStore(path)), path.parent / "cache"))
     mirror = repository(path.parent / "mirror", LocalStore(path.parent / "mirror/store"), clock=microseconds)
     state = spread({"w": numbers("w", 60, 100)}, line(size), [Shard(0)])
@@ -205,7 +205,7 @@ def beside_a_copy_that_came_back(rank: int, size: int, path: Path) -> Any:
         store.gc(min_age=0)
         copy(mirror, store.repository, "a@0")
     dist.barrier()
-    with patch.object(blobs, "_SAMPLE", 0):  # of blobs that this process has seen none is looked at again
+    with patch.object(blobs, "_SAMPLE", 0):  # blobs that this process has already seen are not checked again
         saved = store.save(state, run="a", step=1)
     return newest.id, store.get("a@0").id, saved.stats.bytes_written
 
@@ -220,7 +220,7 @@ def test_a_purged_and_recopied_parent_is_a_new_parent(ranks: Pool, path: Path) -
 
 
 def beside_a_rewrite(rank: int, size: int, path: Path, change: str) -> Any:
-    """The newest checkpoint is rewritten, or restored, and its old blobs are deleted. Its id stays."""
+    """The newest checkpoint is rewritten or restored, and its old blobs are deleted. Its id does not change."""
     store = casckpt.open(path)
     state = spread({"w": numbers("w", 60, 100)}, line(size), [Shard(0)])
     newest = store.save(state, run="a", step=0)
@@ -238,7 +238,7 @@ def pack(repo: Repository, _: Commit) -> None:
 
 
 def bring_back_packed(repo: Repository, newest: Commit) -> None:
-    """It is purged, and copied back from a mirror into blobs of another size."""
+    """It is purged, and then copied back from a mirror into blobs of a different size."""
     mirror = Repository(memory())
     copy(repo, mirror)
     forget(repo, newest)
@@ -254,7 +254,7 @@ CHANGES: dict[str, Callable[[Repository, Commit], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_rewritten_parent_is_reused_at_its_new_place(ranks: Pool, path: Path, change: str) -> None:
+def test_a_rewritten_parent_is_reused_at_its_new_location(ranks: Pool, path: Path, change: str) -> None:
     found = ranks.run(2, beside_a_rewrite, path, change)
     assert found[0] == found[1]
     assert (found[0][0], found[0][1] > 0) == (0, True)
@@ -266,7 +266,7 @@ def test_a_rewritten_parent_is_reused_at_its_new_place(ranks: Pool, path: Path, 
 
 
 def counting(rank: int, size: int, path: Path) -> list[int]:
-    """Count the exchanges of saves: the first, the same state twice, with one more key, the same again."""
+    """Count the exchanges of five saves: three of the same state, and then two with an additional key."""
     store, ranks = casckpt.open(path), open_ranks()
     state: dict[str, Any] = spread({"w": numbers("w", 60, 100)}, line(size), [Shard(0)])
     found = []
@@ -287,7 +287,7 @@ def test_a_save_exchanges_few_bytes(ranks: Pool, path: Path) -> None:
 
 
 def two_runs(rank: int, size: int, path: Path) -> list[int]:
-    """The run "a" in the layout that the run "b" used last."""
+    """The run "a" is saved in the layout that the run "b" used last."""
     mesh = line(size)
     small: dict[str, Any] = spread({f"w{i}": numbers(f"w{i}", 60, 100) for i in range(4)}, mesh)
     large = spread({"a": numbers("a", 200, 100)}, mesh) | small
@@ -296,14 +296,14 @@ def two_runs(rank: int, size: int, path: Path) -> list[int]:
     return [store.save(state, run=run, step=step).stats.bytes_written for step, (run, state) in enumerate(saves)]
 
 
-def test_cells_of_another_rank_are_reused_after_shares_change(ranks: Pool, path: Path) -> None:
+def test_cells_of_a_different_rank_are_reused_after_shares_change(ranks: Pool, path: Path) -> None:
     for first, other, again in ranks.run(3, two_runs, path):
         assert first > 0
         assert (other, again) == (0, 0)
 
 
 def alternating(rank: int, size: int, path: Path) -> None:
-    """States of two layouts by turns, which ranks 0 and 1 hold by turns."""
+    """States of two layouts alternate. Ranks 0 and 1 also alternate in holding them."""
     store = casckpt.open(path)
     small: dict[str, Any] = spread({"w": numbers("w", 60, 100)}, line(size))
     large = small | {"more": numbers("more", 10), f"of {rank}": numbers(f"of {rank}", 40)}
@@ -324,7 +324,7 @@ def test_alternating_layouts_are_reused(ranks: Pool, path: Path) -> None:
 
 
 def save_frozen(rank: int, size: int, path: Path, forgets: bool) -> Any:
-    """A backbone that is declared unchanged, in shards and as replicas, beside a head that changes."""
+    """A backbone is declared unchanged, in shards and as replicas. The head next to it changes."""
     mesh = line(size)
     backbone = {f"b{i}": numbers(f"b{i}", 80, 90) for i in range(3)}
     head = spread({"h": numbers("h", 50, 40)}, mesh, [Shard(1)])
@@ -343,7 +343,7 @@ def save_frozen(rank: int, size: int, path: Path, forgets: bool) -> Any:
 
 
 @pytest.mark.parametrize("forgets", [False, True])
-def test_frozen_tensors_are_not_written_again(ranks: Pool, path: Path, forgets: bool) -> None:
+def test_frozen_tensors_are_not_rewritten(ranks: Pool, path: Path, forgets: bool) -> None:
     for first, *later in ranks.run(3, save_frozen, path, forgets):
         assert first > 3 * 80 * 90 * 4
         assert all(0 < nbytes <= 50 * 40 * 4 + 3 * 4096 for nbytes in later)

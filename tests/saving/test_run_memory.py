@@ -1,4 +1,4 @@
-"""The memory of a process about its saved runs, for their next saves from any front end."""
+"""The data that a process remembers about its saved runs, for their next saves from any front end."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def nbytes(tensors: dict[str, Any]) -> int:
 
 @pytest.fixture
 def storage() -> FarStore:
-    """A remote storage, from which a save reads nothing."""
+    """A remote storage. A save never reads from it."""
     found = far()
     small(found).change_settings(compress="auto")
     return found
 
 
 def here(storage: FarStore) -> Store:
-    """The store, opened again."""
+    """Return the store, reopened."""
     return Store(Repository(storage))
 
 
 def check(storage: FarStore, run: str = "default", first: int = 0) -> None:
-    """Check that each version loads unchanged, and that all but the ``first`` are coded."""
+    """Check that each version loads unchanged, and that all versions except the ``first`` are encoded."""
     store = here(storage)
     for step in range(STEPS):
         assert same_state(store.read(f"{run}@{step}"), state(step)), step
@@ -60,7 +60,7 @@ def by_save(storage: FarStore, step: int) -> None:
 
 
 def by_turns(storage: FarStore, step: int) -> None:
-    """In the foreground and in the background."""
+    """This covers foreground and background saves."""
     if step % 2:
         here(storage).save_async(state(step), step=step).result()
     else:
@@ -72,7 +72,9 @@ def by_dcp(storage: FarStore, step: int) -> None:
 
 
 @pytest.mark.parametrize("save", [by_save, by_turns, by_dcp])
-def test_the_next_save_continues_from_any_front_end(storage: FarStore, save: Callable[[FarStore, int], None]) -> None:
+def test_the_next_save_continues_encoding_from_any_front_end(
+    storage: FarStore, save: Callable[[FarStore, int], None]
+) -> None:
     for step in range(STEPS):
         save(storage, step)
     check(storage)
@@ -95,8 +97,8 @@ def test_a_trainer_over_a_network_encodes_deltas(storage: FarStore) -> None:
     assert same_state(dict(here(storage).read("default@3")["model"]), state(3))
 
 
-def test_a_pickled_writer_continues(tmp_path: Any) -> None:
-    """Each DCP save in a separate process has one."""
+def test_a_pickled_writer_continues_encoding(tmp_path: Any) -> None:
+    """Each DCP save in a separate process has its own writer."""
     store = small()
     for step in range(STEPS):
         writer = StorageWriter(store, step=step, compress="auto")
@@ -136,7 +138,7 @@ def test_cells_of_removed_keys_are_released(storage: FarStore) -> None:
         assert held_bytes() == 0
 
 
-def test_windows_of_a_dcp_save_count_together(storage: FarStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_windows_of_a_dcp_save_count_together(storage: FarStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("casckpt.frontends.dcp.items.WINDOW_BYTES", 1)
     for step in range(STEPS):
         by_dcp(storage, step)
@@ -178,13 +180,13 @@ def test_all_runs_share_the_measured_speed_of_a_storage(storage: FarStore) -> No
         assert run_memory(other, "default").rate.bytes_per_second == float("inf")
 
 
-def test_a_repeatedly_useless_encoding_pauses_twice_as_long() -> None:
+def test_repeatedly_useless_encoding_doubles_the_pause() -> None:
     stream, tried = ("tensor", "w", 0, None), list[int]()
     kept = RunMemory(PutRate())
     for kept.saves in range(1, 200):
         if not kept.pauses(stream):
             tried.append(kept.saves)
-            for _ in range(2):  # by two threads at once
+            for _ in range(2):  # by two threads at the same time
                 kept.pause(stream, 8, 64)
     assert tried == [1, 9, 25, 57, 121, 185]
 
@@ -195,7 +197,7 @@ def test_another_thread_may_resume_encoding_at_any_time() -> None:
     class Shared(dict[Any, Pause]):
         def __contains__(self, name: object) -> bool:
             found = super().__contains__(name)
-            self.clear()  # by the other one, right behind this look
+            self.clear()  # by the other thread, right after this check
             return found
 
     kept = RunMemory(PutRate(), saves=9, in_vain=Shared({stream: Pause(9, 8)}))

@@ -1,4 +1,4 @@
-"""An error that comes late, on one of several ranks, ends the same step of a training on all of them."""
+"""A late error on one of several ranks ends the same training step on all of them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 STEPS = 5
 BAD = {0: "in the state", 2: "in the state", 3: "in the storage"}
-"""The steps that fail, and where. The first save makes a plan, later ones have it."""
+"""The steps that fail, and the location of the failure. The first save creates a plan. Later saves reuse it."""
 
 
 class Late:
-    """Called by each rank in a step. On ``who`` it waits until the others have called it, and raises."""
+    """Every rank calls this in a step. On ``who``, it waits until the other ranks have called it, and then raises."""
 
     def __init__(self, rank: int, size: int, who: int) -> None:
         self.rank, self.who, self.size, self.name = rank, who, size, ""
@@ -43,7 +43,10 @@ class Late:
 
 
 def training(rank: int, size: int, path: Path, who: int) -> dict[str, dict[int, str]]:
-    """The steps that raised, and what, of trainings that go on: one for each way to save or load."""
+    """Return the steps that raised, with their errors, of trainings that continue.
+
+    There is one for each way to save or load.
+    """
     store, storage = watched(path)
     model, late = nn.Linear(30, 40, bias=False), Late(rank, size, who)
     model.weight.data.copy_(numbers("w", 40, 30))

@@ -1,4 +1,4 @@
-"""Results and refusals of a save, the objects that it leaves, and repeated saves of a step."""
+"""The results and refusals of a save, the objects that it leaves behind, and repeated saves of a step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.saves import cells, reopened, same_state, small, steps
 STATE = {"w": torch.arange(6.0), "x": [1]}
 
 
-def test_metrics_and_health_stand_in_the_record() -> None:
+def test_the_record_contains_metrics_and_health() -> None:
     store = small()
     figures = {"loss": 0.3, "tokens": 12, "grad": math.nan, "ppl": math.inf}
     ckpt = store.save(STATE, step=1, metrics=figures, healthy=True)
@@ -42,15 +42,15 @@ def test_metrics_and_health_stand_in_the_record() -> None:
 
 
 @pytest.mark.parametrize("metadata", [{"a": object()}, {1: 2}, "text", 5, {"t": torch.ones(1)}], ids=named)
-def test_metadata_that_no_json_holds_is_refused(metadata: Any, tmp_path: Path) -> None:
+def test_metadata_that_json_cannot_represent_is_refused(metadata: Any, tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
     with pytest.raises(InvalidInput, match="metadata"):
         store.save(STATE, step=1, metadata=metadata)
     assert not (tmp_path / "store").exists()
 
 
-def test_few_frames_lie_between_a_save_and_its_first_look_at_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader can follow `Store.save` to `Upload.place`, which compares and stores cells, in eight steps."""
+def test_few_stack_frames_separate_a_save_from_its_first_look_at_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader can follow `Store.save` in eight steps to `Upload.place`, which compares and stores cells."""
     frames: list[str] = []
     place = Upload.place
 
@@ -83,7 +83,7 @@ def test_a_step_that_exists_is_a_conflict() -> None:
     store.save(STATE, run="b", step=1)
 
 
-def test_overwrite_forgets_what_was_there() -> None:
+def test_overwrite_forgets_the_previous_checkpoint() -> None:
     store = small()
     first = store.save(STATE, step=1)
     second = store.save({"w": torch.zeros(6)}, step=1, overwrite=True)
@@ -94,7 +94,7 @@ def test_overwrite_forgets_what_was_there() -> None:
     assert store.save(STATE, step=2, overwrite=True).step == 2
 
 
-def test_an_overwrite_that_cannot_forget_still_stands(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_overwrite_that_cannot_forget_still_succeeds(caplog: pytest.LogCaptureFixture) -> None:
     faulty = FaultyStore(memory())
     store = small(faulty)
     store.save(STATE, step=1)
@@ -112,13 +112,13 @@ def test_a_forgotten_step_can_be_saved_again() -> None:
     store.forget("default@1")
     assert "default@1" not in store
     second = store.save(STATE, step=1)
-    assert second.stats.bytes_written == 0  # a forgotten one still lives, and may be reused
+    assert second.stats.bytes_written == 0  # a forgotten checkpoint is still live, and may be reused
     assert store.get(first.id[:20]).forgotten
     with pytest.raises(Conflict):
         store.restore(first)
 
 
-def test_a_later_save_is_newer_for_any_clock() -> None:
+def test_a_later_save_is_newer_whatever_the_clock_says() -> None:
     store = small()
     now = store.repository.clock()
     store.repository.clock = lambda: now + 10**9
@@ -159,7 +159,7 @@ def test_a_save_leaves_no_transaction_behind() -> None:
     assert sorted(entry.key.split("/")[0] for entry in store.repository.storage.list("")) == keys
 
 
-def test_the_first_save_makes_the_store(tmp_path: Path) -> None:
+def test_the_first_save_creates_the_store(tmp_path: Path) -> None:
     store = open_store(tmp_path / "a" / "store")
     assert not (tmp_path / "a").exists()
     store.save(STATE, step=1)
@@ -187,7 +187,7 @@ def test_a_save_updates_statistics_of_the_store() -> None:
     assert stats.bytes_blobs == 10 * 4096 + 2 * 72
 
 
-def test_threads_may_save_at_once() -> None:
+def test_threads_can_save_at_the_same_time() -> None:
     store = small()
     states = {step: {"w": cells(5), "n": step} for step in range(8)}
     found: list[Checkpoint] = []
@@ -205,7 +205,7 @@ def test_threads_may_save_at_once() -> None:
         assert same_state(store.read(f"default@{step}"), state)
 
 
-def test_two_threads_that_save_a_step_lose_no_checkpoint() -> None:
+def test_two_threads_that_save_the_same_step_lose_no_checkpoint() -> None:
     store, barrier = small(), threading.Barrier(2)
     errors: list[Exception] = []
 
@@ -239,12 +239,12 @@ def test_a_successful_save_logs_nothing(caplog: pytest.LogCaptureFixture) -> Non
 def test_a_save_into_a_store_without_announcements_finds_existing_checkpoints(
     known: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in a copy of folders that left runs/ out."""
+    """This is the case for a copy of folders that omitted runs/."""
     _finds_what_is_not_announced(small(), known, caplog)
 
 
-def test_empty_folders_of_runs_are_not_announcements(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Some servers keep the folder of deleted objects for a while, and a copy by hand may leave files out alone."""
+def test_empty_run_folders_are_not_announcements(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Some servers keep the folder of deleted objects for a while, and a manual copy may omit only the files."""
     _finds_what_is_not_announced(small(LocalStore(tmp_path / "store")), True, caplog)
     assert list((tmp_path / "store/runs").iterdir())
 

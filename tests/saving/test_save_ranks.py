@@ -1,4 +1,4 @@
-"""Saves of several ranks: each byte is written once, and loads on all ranks."""
+"""Saves on several ranks: each byte is written once, and loads on all ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def stored_bytes(path: Path) -> int:
     return sum(len(content(store, key)) for key in blob_keys(store))
 
 
-# who writes what
+# which rank writes what
 
 
 def save_replicas(rank: int, size: int, path: Path) -> Any:
@@ -59,7 +59,7 @@ def test_replicas_are_stored_once_and_each_rank_writes_its_share(ranks: Pool, pa
 
 
 class Normed(nn.Module):
-    """A layer, and statistics of what it has seen."""
+    """A layer, and statistics of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Normed(nn.Module):
 
 
 def save_ddp(rank: int, size: int, path: Path, keep_vars: bool) -> Any:
-    """Ranks see other inputs, so their statistics differ; parameters are alike."""
+    """The ranks receive different inputs, so their statistics differ. Their parameters are equal."""
     torch.manual_seed(7)
     model = nn.parallel.DistributedDataParallel(Normed())
     with torch.no_grad():
@@ -81,7 +81,7 @@ def save_ddp(rank: int, size: int, path: Path, keep_vars: bool) -> Any:
 
 
 @pytest.mark.parametrize("keep_vars", [False, True])
-def test_differing_statistics_are_those_of_one_rank(ranks: Pool, path: Path, keep_vars: bool) -> None:
+def test_differing_statistics_are_saved_from_one_rank(ranks: Pool, path: Path, keep_vars: bool) -> None:
     found = ranks.run(4, save_ddp, path, keep_vars)
     assert not torch.equal(found[0][1]["norm.running_var"], found[1][1]["norm.running_var"])
     stored = casckpt.open(path).read("a@1")
@@ -89,9 +89,9 @@ def test_differing_statistics_are_those_of_one_rank(ranks: Pool, path: Path, kee
     assert all(torch.equal(stored[key], found[0][1][key]) for key in stored)
     others = [nbytes for nbytes, _ in found[1:]]
     parameters = 4 * (8 * 3000 + 3 * 3000)
-    if keep_vars:  # parameters are replicas: shared out
+    if keep_vars:  # parameters are replicas, so the ranks share the writes
         assert all(nbytes > parameters / 4 for nbytes in others)
-    else:  # detached, they are plain tensors: nobody can know that they are alike
+    else:  # detached parameters are plain tensors, so casckpt cannot know that they are equal
         assert others == [0, 0, 0]
 
 
@@ -104,7 +104,7 @@ def save_some_keys(rank: int, size: int, path: Path) -> Any:
     return ckpt.id, store.read_attachment(ckpt, "note"), store.load(emptied(state), ckpt).unread_keys
 
 
-def test_keys_of_some_ranks_are_saved(ranks: Pool, path: Path) -> None:
+def test_keys_that_only_some_ranks_hold_are_saved(ranks: Pool, path: Path) -> None:
     found = ranks.run(4, save_some_keys, path)
     assert len({id for id, _, _ in found}) == 1
     assert {note for _, note, _ in found} == {b"0"}
@@ -132,7 +132,7 @@ def load_per_rank(rank: int, size: int, path: Path) -> Any:
     return template["mine"].value
 
 
-def test_each_rank_has_its_own_value_and_new_ranks_get_that_of_rank_0(ranks: Pool, path: Path) -> None:
+def test_each_rank_loads_its_own_value_and_new_ranks_load_that_of_rank_0(ranks: Pool, path: Path) -> None:
     ranks.run(3, save_per_rank, path)
     for rank, found in enumerate(ranks.run(4, load_per_rank, path)):
         whose = rank if rank < 3 else 0
@@ -142,7 +142,7 @@ def test_each_rank_has_its_own_value_and_new_ranks_get_that_of_rank_0(ranks: Poo
 
 
 def save_in_halves(rank: int, size: int, path: Path) -> Any:
-    """Two groups at the same time, each with a run of its own, and a mesh of its own."""
+    """Two groups save at the same time. Each has its own run and its own mesh."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     half, mine = rank // 2, rank % 2
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "inner"))["inner"]
@@ -164,7 +164,7 @@ def save_in_halves(rank: int, size: int, path: Path) -> Any:
     return ckpts[1].id
 
 
-def test_groups_save_side_by_side_and_all_load(ranks: Pool, path: Path) -> None:
+def test_groups_save_concurrently_and_all_ranks_load(ranks: Pool, path: Path) -> None:
     ids = ranks.run(4, save_in_halves, path)
     assert ids[0] == ids[1] != ids[2] == ids[3]
 
@@ -218,7 +218,7 @@ def test_flat_shards_uneven_shards_and_several_chunks_are_saved(ranks: Pool, pat
             assert torch.equal(value, numbers("boxed", 6, 8) if key == "inside" else numbers("flat", 10, 100)), key
 
 
-# in the background
+# background saves
 
 
 def save_behind(rank: int, size: int, path: Path) -> Any:
@@ -233,7 +233,7 @@ def save_behind(rank: int, size: int, path: Path) -> Any:
     return [future.result().id for future in futures], front.id, outcome_of(bad.result)
 
 
-def test_saves_in_the_background_run_beside_one_in_the_foreground(ranks: Pool, path: Path) -> None:
+def test_background_saves_run_concurrently_with_a_foreground_save(ranks: Pool, path: Path) -> None:
     found = ranks.run(3, save_behind, path)
     assert all(one[:2] == found[0][:2] for one in found)
     assert all(isinstance(error, CasckptError) for _, _, error in found)
@@ -267,7 +267,7 @@ def load_bad(rank: int, size: int, path: Path, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["key", "shape", "dtype", "ref"])
-def test_a_load_refused_by_a_rank_changes_nothing_on_any(ranks: Pool, path: Path, kind: str) -> None:
+def test_a_load_that_one_rank_refuses_changes_nothing_on_any_rank(ranks: Pool, path: Path, kind: str) -> None:
     for rank, (error, untouched, good) in enumerate(ranks.run(3, load_bad, path, kind)):
         assert isinstance(error, CasckptError)
         assert not isinstance(error, RankFailed)
@@ -279,7 +279,7 @@ def test_a_load_refused_by_a_rank_changes_nothing_on_any(ranks: Pool, path: Path
 
 
 def load_damaged(rank: int, size: int, path: Path) -> Any:
-    """One blob is cut short: only the rank that needs it sees that."""
+    """One blob is truncated. Only the rank that needs it notices."""
     store = casckpt.open(path)
     target = emptied(spread({"w": numbers("w", 60, 400)}, line(size), [Shard(0)]))
     return outcome_of(lambda: store.load(target, "a@1"))
@@ -289,7 +289,7 @@ def save_one(rank: int, size: int, path: Path) -> None:
     casckpt.open(path).save(spread({"w": numbers("w", 60, 400)}, line(size), [Shard(0)]), run="a", step=1)
 
 
-def test_damage_found_by_a_rank_is_raised_by_all(ranks: Pool, path: Path) -> None:
+def test_damage_found_by_one_rank_is_raised_on_all_ranks(ranks: Pool, path: Path) -> None:
     ranks.run(3, save_one, path)
     store = casckpt.open(path)
     key = blob_keys(store)[0]

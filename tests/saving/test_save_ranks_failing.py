@@ -1,4 +1,4 @@
-"""Saves of several ranks that fail: on one of them, so on all; nothing shows, and the next save works."""
+"""Saves on several ranks that fail on one rank, and therefore on all. Nothing is visible, and the next save works."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
 
-# what is refused
+# refused saves
 
 
 def in_stores_of_their_own(rank: int, size: int, url: str) -> Any:
@@ -49,9 +49,9 @@ def in_stores_of_their_own(rank: int, size: int, url: str) -> Any:
 
 @pytest.mark.parametrize("url", ["memory://own", "{path}/{{rank}}"])
 def test_ranks_with_different_stores_are_refused(ranks: Pool, tmp_path: Path, url: str) -> None:
-    """Else the one that commits would name what nobody else can find."""
+    """Otherwise, the committing rank would refer to objects that no other rank can find."""
     for told, saved in ranks.run(2, in_stores_of_their_own, url.format(path=tmp_path)):
-        assert "ranks must share one" in told
+        assert "all ranks must share one store" in told
         assert saved == 0
 
 
@@ -79,12 +79,12 @@ def bad_state(rank: int, kind: str) -> dict[str, Any]:
 
 
 REFUSED = {
-    "hole": [r"not whole", r"no rank holds .*8.*10"],
+    "hole": [r"incomplete", r"no rank holds .*8.*10"],
     "overlap": [r"overlap", r"ranks \[0, 1\]"],
     "shape": [r"\[4\] on rank 0", r"\[5\] on rank 2"],
     "dtype": [r"float32 .* on rank 0", r"float64 .* on rank 2"],
     "kind": [r"tensor on one rank and something else on another"],
-    "per rank": [r"per rank on one of them only"],
+    "per rank": [r"per rank on only one of them"],
     "nested": [],
     "spelt": [],
     "meta": ["meta tensor"],
@@ -100,7 +100,7 @@ def save_bad(rank: int, size: int, path: Path, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_contradictory_states_are_refused_by_all(ranks: Pool, path: Path, kind: str) -> None:
+def test_contradictory_states_are_refused_on_all_ranks(ranks: Pool, path: Path, kind: str) -> None:
     for rank, error in enumerate(ranks.run(4, save_bad, path, kind)):
         assert isinstance(error, InvalidInput)
         assert "layer.w" in str(error)
@@ -142,7 +142,7 @@ def save_checked(rank: int, size: int, path: Path, who: int, plain: bool) -> Any
 @pytest.mark.parametrize(
     ("plain", "who", "named"), [(True, 2, "0 and 2"), (False, 2, "0 and 2"), (False, 1, "1 and 3")]
 )
-def test_differing_replicas_are_found_on_request(ranks: Pool, path: Path, plain: bool, who: int, named: str) -> None:
+def test_differing_replicas_are_found_if_requested(ranks: Pool, path: Path, plain: bool, who: int, named: str) -> None:
     for error in ranks.run(4, save_checked, path, who, plain):
         assert isinstance(error, InvalidInput)
         assert f"'b' differs between ranks {named}" in str(error)
@@ -150,7 +150,7 @@ def test_differing_replicas_are_found_on_request(ranks: Pool, path: Path, plain:
     assert visible(path) == [("good", 1), ("unchecked", 3)]
 
 
-# what fails
+# failing saves
 
 
 def save_existing(rank: int, size: int, path: Path) -> Any:
@@ -199,7 +199,9 @@ FAULTS = [("put", "objects/*.safetensors", who) for who in range(4)] + [
 
 
 @pytest.mark.parametrize(("method", "key", "who"), FAULTS)
-def test_a_storage_that_fails_one_rank_fails_all(ranks: Pool, path: Path, method: str, key: str, who: int) -> None:
+def test_a_storage_failure_on_one_rank_fails_all_ranks(
+    ranks: Pool, path: Path, method: str, key: str, who: int
+) -> None:
     for rank, (error, seen) in enumerate(ranks.run(4, save_with_a_fault, path, who, (method, key))):
         assert isinstance(error, StorageError)
         assert seen == []
@@ -212,7 +214,7 @@ def test_a_storage_that_fails_one_rank_fails_all(ranks: Pool, path: Path, method
 
 
 def save_after_a_failed_plan(rank: int, size: int, path: Path) -> Any:
-    """The storage fails between the new plan and its being told."""
+    """The storage fails after the new plan is made, and before it is sent."""
     store, storage = watched(path)
     store.save({"x": torch.zeros(3)}, run="a", step=1)
     storage.inject(fail_before("list", key="damaged/*"))
@@ -222,7 +224,7 @@ def save_after_a_failed_plan(rank: int, size: int, path: Path) -> Any:
     return error, ckpt.stats.bytes_written, storage.blob_bytes
 
 
-def test_a_plan_that_was_not_sent_is_made_again(ranks: Pool, path: Path) -> None:
+def test_a_plan_that_was_not_sent_is_recreated(ranks: Pool, path: Path) -> None:
     found = ranks.run(3, save_after_a_failed_plan, path)
     assert all(isinstance(error, StorageError) for error, _, _ in found)
     assert torch.equal(casckpt.open(path).read("a@2")["w"], numbers("w", 60, 400))
@@ -230,7 +232,7 @@ def test_a_plan_that_was_not_sent_is_made_again(ranks: Pool, path: Path) -> None
 
 
 def save_revoked(rank: int, size: int, path: Path, who: int, times: int) -> Any:
-    """A gc gives up on the save whenever ``who`` begins to upload a blob, so many times."""
+    """A gc revokes the save whenever ``who`` begins to upload a blob, up to a given number of times."""
 
     def revoke(_: Call) -> None:
         repo = casckpt.open(path).repository
@@ -257,13 +259,13 @@ def test_a_revoked_save_is_retried_without_reuse(ranks: Pool, path: Path, who: i
     assert all({ref.uploader} == {only.commit.txid} for ref in manifests.get(store.repository, only.commit).blobs)
 
 
-def test_a_save_revoked_twice_fails_on_all(ranks: Pool, path: Path) -> None:
+def test_a_save_that_is_revoked_twice_fails_on_all_ranks(ranks: Pool, path: Path) -> None:
     for error, _ in ranks.run(2, save_revoked, path, 1, 100):
         assert isinstance(error, Revoked)
     assert visible(path) == []
 
 
-# who dies
+# dying ranks
 
 DEATHS = [
     ("put", "transactions/*", 0),
@@ -301,7 +303,7 @@ def save_after(rank: int, size: int, path: Path) -> None:
 
 
 @pytest.mark.parametrize(("method", "key", "who"), DEATHS)
-def test_a_killed_rank_is_named_and_nothing_is_visible(
+def test_an_error_names_a_killed_rank_and_nothing_becomes_visible(
     ranks: Pool, path: Path, method: str, key: str, who: int
 ) -> None:
     outcomes = ranks.outcomes(4, save_killed, path, who, (method, key))
@@ -321,26 +323,26 @@ def test_a_killed_rank_is_named_and_nothing_is_visible(
 
 
 def save_killed_late(rank: int, size: int, path: Path) -> Any:
-    """Rank 0 dies when it has committed, before it can tell."""
+    """Rank 0 dies after it has committed, and before it can tell the other ranks."""
     impatient()
     hook = call_first("delete", killing, key="transactions/*")
     store, _ = watched(path, *([hook] if rank == 0 else []))
     return outcome_of(lambda: store.save(spread({"w": numbers("w", 60, 400)}, line(size), [Shard(0)]), run="a", step=1))
 
 
-def test_the_error_after_a_death_of_rank_0_at_commit_advises_to_look_it_up(ranks: Pool, path: Path) -> None:
+def test_the_error_after_rank_0_dies_at_commit_advises_to_check_the_list(ranks: Pool, path: Path) -> None:
     outcomes = ranks.outcomes(3, save_killed_late, path)
     assert [outcome.died for outcome in outcomes] == [-9, None, None]
     for outcome in outcomes[1:]:
         assert isinstance(outcome.value, RankFailed)
         assert outcome.value.rank == 0
-        assert "whether it had committed" in str(outcome.value)
+        assert "whether it had already committed" in str(outcome.value)
     assert visible(path) == [("a", 1)]
     assert torch.equal(casckpt.open(path).read("a@1")["w"], numbers("w", 60, 400))
 
 
 def save_stalled(rank: int, size: int, path: Path) -> Any:
-    """Rank 2 stalls in its upload until the others have given up, and then goes on as if nothing was."""
+    """Rank 2 stalls in its upload until the others have given up. Then it continues as if nothing had happened."""
 
     def stall(_: Call) -> None:
         for other in (0, 1):
@@ -355,7 +357,7 @@ def save_stalled(rank: int, size: int, path: Path) -> Any:
     return error, seen, again.id
 
 
-def test_a_rank_that_stalls_is_named_and_the_next_save_works(ranks: Pool, path: Path) -> None:
+def test_an_error_names_a_stalled_rank_and_the_next_save_works(ranks: Pool, path: Path) -> None:
     found = ranks.run(3, save_stalled, path, timeout=5)
     for error, seen, _ in found:
         assert isinstance(error, RankFailed)

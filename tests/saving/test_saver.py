@@ -1,4 +1,4 @@
-"""Saves in the background: of the state as it was, in order, with their errors in their futures."""
+"""Background saves: they save the state at the time of the call, in order, and their futures hold their errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECONDS = 60  # a hung save fails the test
 
 
 class Held:
-    """A storage whose next put of a blob waits until it is let go."""
+    """A storage whose next put of a blob waits until it is released."""
 
     def __init__(self) -> None:
         self.faulty = FaultyStore(memory())
@@ -36,8 +36,8 @@ class Held:
         assert self.go.wait(SECONDS)
 
 
-def test_metrics_may_change_once_the_call_returned() -> None:
-    """A loop fills the same dict at each step."""
+def test_metrics_may_change_after_the_call_returns() -> None:
+    """A loop refills the same dict at each step."""
     held = Held()
     metrics: dict[str, Any] = {"loss": 1.0}
     metadata: dict[str, Any] = {"data": {"epoch": 1}}
@@ -63,7 +63,7 @@ def test_a_loss_tensor_is_saved_without_its_graph() -> None:
     assert ckpt.metadata == {"loss": 3.0, "lr": 0.5, "data": "a/b"}
 
 
-def test_the_state_may_change_once_the_call_returned() -> None:
+def test_the_state_may_change_after_the_call_returns() -> None:
     held = Held()
     weight, array, items = cells(5), np.arange(5000.0), [1, 2]
     state: dict[str, Any] = {
@@ -104,7 +104,7 @@ def test_every_dtype_and_layout_is_copied() -> None:
     assert same_state(held.store.read("default@1"), want)
 
 
-def test_conjugated_views_are_copied_by_their_values() -> None:
+def test_conjugated_views_are_copied_by_value() -> None:
     store = small()
     data = torch.randn(4, 5, dtype=torch.complex64)
     state = {"conj": data.conj(), "neg": data.conj().imag, "t": data.t().conj()}
@@ -141,16 +141,16 @@ def test_a_second_save_is_refused_on_request() -> None:
     held = Held()
     first = held.store.save_async({"w": cells(2)}, step=0)
     assert held.reached.wait(SECONDS)
-    with pytest.raises(Conflict, match="still runs in the background"):
+    with pytest.raises(Conflict, match="still running in the background"):
         held.store.save_async({"w": cells(2)}, step=1, when_busy="refuse")
     held.go.set()
     first.result(SECONDS)
     assert held.store.save_async({"w": cells(2)}, step=1, when_busy="refuse").result(SECONDS).step == 1
-    with pytest.raises(InvalidInput, match="give 'wait' or 'refuse'"):
+    with pytest.raises(InvalidInput, match="pass 'wait' or 'refuse'"):
         held.store.save_async({}, step=2, when_busy="never")  # type: ignore[arg-type]  # a wrong value on purpose
 
 
-def test_a_failure_is_in_its_future_and_the_next_save_works() -> None:
+def test_a_future_raises_its_failure_and_the_next_save_works() -> None:
     held = Held()
     held.go.set()
     held.faulty.inject(fail_before("put", key="objects/*.manifest"))
@@ -166,7 +166,7 @@ def test_a_failure_is_in_its_future_and_the_next_save_works() -> None:
     assert steps(held.store) == [("default", 1)]
 
 
-def test_an_unretrieved_failure_is_raised_once_by_the_next_call() -> None:
+def test_the_next_call_raises_an_unretrieved_failure_once() -> None:
     held = Held()
     held.go.set()
     held.faulty.inject(fail_before("put", key="objects/*.manifest"))
@@ -178,8 +178,8 @@ def test_an_unretrieved_failure_is_raised_once_by_the_next_call() -> None:
     assert held.store.save_async({"w": cells(1)}, step=2).result(SECONDS).step == 2
 
 
-def test_an_awaited_failure_is_not_raised_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits for the future in a thread may not have woken up yet when the next call looks."""
+def test_the_next_call_does_not_raise_an_awaited_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that waits for the future may not have woken up yet when the next call checks it."""
     held = Held()
     held.faulty.inject(fail_before("put", key="objects/*.manifest"))
     future = held.store.save_async({"w": cells(1)}, step=1)
@@ -187,7 +187,7 @@ def test_an_awaited_failure_is_not_raised_by_the_next_call(monkeypatch: pytest.M
     result, errors = Future.result, []
 
     def slow(self: Future[Any], timeout: float | None = None) -> Any:
-        if self is future:  # a client of a bucket waits for futures of its own
+        if self is future:  # a bucket client waits for its own futures
             waiting.set()
             assert wake.wait(SECONDS)
         return result(self, timeout)
@@ -211,8 +211,8 @@ def test_an_awaited_failure_is_not_raised_by_the_next_call(monkeypatch: pytest.M
     assert second.exception(SECONDS) is None
 
 
-def test_the_caller_saves_if_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the next call does not wait for a thread that never was."""
+def test_the_calling_thread_saves_if_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next call does not wait for a thread that never started."""
 
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -226,7 +226,7 @@ def test_the_caller_saves_if_no_thread_can_start(monkeypatch: pytest.MonkeyPatch
     assert steps(store) == [("default", 1), ("default", 3)]
 
 
-def test_a_save_in_the_background_cannot_be_cancelled() -> None:
+def test_a_background_save_cannot_be_cancelled() -> None:
     held = Held()
     future = held.store.save_async({"w": cells(1)}, step=1)
     assert not future.cancel()
@@ -240,12 +240,12 @@ def test_a_hundred_saves_use_one_copy_and_leave_no_thread_behind() -> None:
     weight = cells(4)
     store.warm_up({"w": weight, "v": weight})
     background = store._saver.get().background
-    memory, threads = background.staging._arena.data_ptr(), threading.active_count() + 1  # that of a save
+    memory, threads = background.staging._arena.data_ptr(), threading.active_count() + 1  # plus the thread of a save
     for step in range(100):
         weight += 1
         store.save_async({"w": weight, "v": weight}, step=step).result(SECONDS)
     assert background.staging._arena.data_ptr() == memory
-    assert weight.nbytes <= background.staging.nbytes < 1.1 * weight.nbytes  # what is given twice is copied once
+    assert weight.nbytes <= background.staging.nbytes < 1.1 * weight.nbytes  # a tensor that occurs twice is copied once
     assert threading.active_count() <= threads
     assert torch.equal(store.read("default@99")["w"], weight)
 
@@ -264,7 +264,7 @@ def test_a_hundred_saves_use_one_copy_and_leave_no_thread_behind() -> None:
     ],
     ids=["meta", "object", "list", "step", "run", "metadata", "metrics", "attachment"],
 )
-def test_an_unusable_state_is_refused_before_anything_is_copied(state: Any, arguments: dict[str, Any]) -> None:
+def test_an_invalid_state_is_refused_before_anything_is_copied(state: Any, arguments: dict[str, Any]) -> None:
     store = small()
     with pytest.raises(InvalidInput):
         store.save_async(state, **({"step": 1} | arguments))
@@ -273,7 +273,7 @@ def test_an_unusable_state_is_refused_before_anything_is_copied(state: Any, argu
     assert store.save_async({"w": cells(1)}, step=1).result(SECONDS).step == 1
 
 
-def test_a_save_in_the_background_may_run_beside_one_in_the_foreground() -> None:
+def test_a_background_save_can_run_concurrently_with_a_foreground_save() -> None:
     held = Held()
     future = held.store.save_async({"w": cells(3)}, run="a", step=1)
     assert held.reached.wait(SECONDS)

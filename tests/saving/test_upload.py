@@ -1,4 +1,4 @@
-"""Cells in a GPU's memory are copied several at once, and each gets its own bytes."""
+"""Several cells in GPU memory are copied in one go, and each cell receives its own bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from casckpt.saving.upload import Copier
 
 @dataclass
 class Far:
-    """``count`` elements of 4 bytes that cannot be looked into; ``copied``: the ranges that were asked for."""
+    """``count`` elements of 4 bytes that cannot be viewed directly. ``copied``: the ranges that were requested."""
 
     count: int
     seed: int
@@ -62,14 +62,14 @@ def test_copies_do_not_exceed_the_available_room() -> None:
     assert one.copied == [(0, 30), (30, 60), (60, 90), (90, 100)]
 
 
-def test_separate_cells_are_copied_separately() -> None:
+def test_nonconsecutive_cells_are_copied_separately() -> None:
     one = Far(100, 1)
     cells = [Part(one, 0, 10), Part(one, 20, 30), Part(one, 30, 40), Part(one, 10, 20)]
     copied(Copier(memoryview(bytearray(400))), cells)
     assert one.copied == [(0, 10), (20, 40), (10, 20)]
 
 
-def test_the_next_cells_may_be_of_another_list() -> None:
+def test_the_next_cells_may_come_from_a_different_list() -> None:
     one = Far(100, 1)
     copier = Copier(memoryview(bytearray(400)))
     copied(copier, [Part(one, 0, 10), Part(one, 10, 20)])
@@ -79,7 +79,7 @@ def test_the_next_cells_may_be_of_another_list() -> None:
 
 
 @pytest.mark.parametrize("room", [None, memoryview(bytearray(39))])
-def test_cells_without_room_are_copied_directly(room: memoryview | None) -> None:
+def test_cells_that_exceed_the_room_are_copied_directly(room: memoryview | None) -> None:
     one = Far(100, 1)
     copied(Copier(room), [Part(one, 0, 10), Part(one, 10, 20)])
     assert one.copied == [(0, 10), (10, 20)]

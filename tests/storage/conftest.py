@@ -1,4 +1,4 @@
-"""Fixtures of tests of a storage in a folder."""
+"""Fixtures for tests of storage in a folder."""
 
 from __future__ import annotations
 

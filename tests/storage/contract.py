@@ -1,4 +1,4 @@
-"""The contract of every storage: one suite that each of them runs, with direct access to the objects.
+"""The contract of every storage: one suite for all storages, with direct access to the objects.
 
 A subclass gives two fixtures: ``storage``, an empty one, and ``peek``, which reads an object (None: missing) without
 the storage. `SharedContract` is for storages that other processes can reach.
@@ -58,9 +58,9 @@ def _race_process(store: ObjectStore, number: int, start: Barrier, answers: Simp
 
 
 class StorageContract:
-    """The promises of `casckpt.storage.base.ObjectStore` within one process."""
+    """The guarantees of `casckpt.storage.base.ObjectStore` within one process."""
 
-    def test_a_storage_has_the_protocol(self, storage: ObjectStore) -> None:
+    def test_a_storage_implements_the_protocol(self, storage: ObjectStore) -> None:
         assert isinstance(storage, ObjectStore)
         assert storage.traits.parallel >= 1
         assert storage.url
@@ -83,7 +83,7 @@ class StorageContract:
             assert bytes(buffer.view[shift:]) == data
         assert peek("a") == data
 
-    def test_put_accepts_views_of_other_formats(self, storage: ObjectStore, peek: Peek) -> None:
+    def test_put_accepts_views_with_other_formats(self, storage: ObjectStore, peek: Peek) -> None:
         array = np.arange(12, dtype=np.float32).reshape(3, 4)
         storage.put("a", array.data)
         storage.put("b", np.zeros((0, 3)).data)
@@ -132,7 +132,7 @@ class StorageContract:
         assert won.count(True) == 1
         assert peek("commits/1") == noise(2 * MIB + 5, won.index(True))
 
-    def test_threads_may_put_into_a_new_folder(self, storage: ObjectStore, peek: Peek) -> None:
+    def test_threads_can_put_into_a_new_folder_concurrently(self, storage: ObjectStore, peek: Peek) -> None:
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda n: storage.put(f"objects/new/{n}", b"%d" % n, settle=False), range(64)))
         storage.settle("objects/new")
@@ -181,13 +181,13 @@ class StorageContract:
         assert target == data
 
     @pytest.mark.parametrize(("offset", "size"), [(0, 11), (10, 1), (500, 1), (5, 6)])
-    def test_reads_past_the_end_are_refused(self, storage: ObjectStore, offset: int, size: int) -> None:
+    def test_reads_past_the_end_raise_an_error(self, storage: ObjectStore, offset: int, size: int) -> None:
         storage.put("a", bytes(10))
         with storage.open("a") as reader, pytest.raises(ShortObject) as caught:
             reader.read_into(offset, [memoryview(bytearray(size))])
         assert (caught.value.key, caught.value.size) == ("a", 10)
 
-    def test_a_reader_is_usable_in_many_threads(self, storage: ObjectStore) -> None:
+    def test_a_reader_can_be_used_by_many_threads(self, storage: ObjectStore) -> None:
         data = noise(MIB)
         storage.put("a", data)
 
@@ -218,7 +218,7 @@ class StorageContract:
         assert listed("c") == ["casckpt.json", "commits/1", "commits/1.1"]
         assert listed("transactions/") == listed("objects/z/") == []
 
-    def test_changed_content_is_listed_with_another_version(self, storage: ObjectStore) -> None:
+    def test_changed_content_is_listed_with_a_different_version(self, storage: ObjectStore) -> None:
         storage.put("tags/t/0", b"a@2")
         seen = [entry.version for entry in [*storage.list("tags/"), *storage.list("tags/")]]
         storage.delete("tags/t/0")
@@ -252,7 +252,7 @@ class StorageContract:
     def test_a_listing_of_a_missing_prefix_is_empty(self, storage: ObjectStore) -> None:
         assert list(storage.list("")) == []
 
-    def test_objects_may_be_deleted_during_a_listing(self, storage: ObjectStore) -> None:
+    def test_objects_can_be_deleted_during_a_listing(self, storage: ObjectStore) -> None:
         for number in range(20):
             storage.put(f"commits/{number}", b"")
         seen = set()
@@ -305,7 +305,7 @@ class StorageContract:
         assert peek("objects/x/a") == b"2"
 
     @pytest.mark.parametrize("key", ["", "/a", "a/", "a//b", "../a", "a/../b", "./a", ".a", "a/.b", "a\0b"])
-    def test_strange_keys_are_refused(self, storage: ObjectStore, key: str) -> None:
+    def test_invalid_keys_are_refused(self, storage: ObjectStore, key: str) -> None:
         for act in (
             lambda: storage.put(key, b""),
             lambda: storage.get(key, limit=1),
@@ -328,7 +328,7 @@ class StorageContract:
 
 
 class SharedContract(StorageContract):
-    """The promises between processes."""
+    """The guarantees across processes."""
 
     def test_one_of_several_processes_creates_a_key(self, storage: ObjectStore, peek: Peek) -> None:
         context = afresh()

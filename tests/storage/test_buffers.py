@@ -18,7 +18,7 @@ from tests.support.killed_saves import forked
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 5000, 3 << 20])
-def test_buffer_is_aligned_and_zeroed(nbytes: int) -> None:
+def test_a_buffer_is_aligned_and_zeroed(nbytes: int) -> None:
     with AlignedBuffer(nbytes) as buffer:
         assert address(buffer.view) % BLOCK == 0
         assert address(buffer.view[1:]) % BLOCK == (1 if nbytes > 1 else 0)
@@ -62,7 +62,7 @@ def test_a_dropped_buffer_is_freed(tmp_path: Path) -> None:
     assert (tmp_path / "ended").exists()
 
 
-def test_a_buffer_that_failed_to_be_prepared_is_not_used() -> None:
+def test_a_buffer_whose_preparation_failed_is_not_used() -> None:
     def fail(buffer: AlignedBuffer) -> None:
         raise MemoryError
 
@@ -79,7 +79,7 @@ def test_invalid_sizes_are_refused() -> None:
             make()
 
 
-def test_plain_bytes_keeps_the_memory() -> None:
+def test_plain_bytes_does_not_copy_memory() -> None:
     array = np.arange(6, dtype=np.int16).reshape(2, 3)
     view = plain_bytes(array.data)
     assert (view.format, view.shape, address(view)) == ("B", (12,), array.ctypes.data)
@@ -114,7 +114,7 @@ def test_a_pool_is_bounded() -> None:
     assert max(most) <= 3
 
 
-def test_pool_waits_until_one_is_released() -> None:
+def test_the_pool_waits_until_a_buffer_is_released() -> None:
     pool = BufferPool(1, 10)
     order: list[str] = []
 
@@ -131,7 +131,7 @@ def test_pool_waits_until_one_is_released() -> None:
     assert order == ["given back", "borrowed"]
 
 
-def test_pool_takes_a_buffer_back_after_an_error() -> None:
+def test_the_pool_takes_back_a_buffer_after_an_error() -> None:
     pool = BufferPool(1, 10)
     with pytest.raises(ZeroDivisionError), pool.borrow() as buffer:
         _ = 1 / 0
@@ -153,7 +153,7 @@ def test_closing_a_pool_wakes_waiting_threads() -> None:
             _ = one.view
 
 
-def test_pool_closes_its_idle_buffers() -> None:
+def test_the_pool_closes_idle_buffers() -> None:
     pool = BufferPool(1, 10)
     with pool.borrow() as buffer:
         pass
@@ -175,7 +175,7 @@ def test_idle_buffers_are_kept_for_smaller_requests() -> None:
             assert (other.count, other.nbytes) == (count, nbytes)
 
 
-def test_simultaneous_transfers_share_no_buffer() -> None:
+def test_simultaneous_transfers_do_not_share_buffers() -> None:
     kept = KeptBuffers()
     with kept.pool(1, 10) as first, kept.pool(1, 10) as second:
         assert first is not second

@@ -25,7 +25,7 @@ class TestContract(StorageContract):
         return memory._SPACES[storage.name].get
 
 
-def test_a_name_means_one_space_in_memory() -> None:
+def test_stores_with_the_same_name_share_memory() -> None:
     name = uuid4().hex
     MemoryStore(name).put("a", b"1")
     assert MemoryStore(name).get("a", limit=1) == b"1"
@@ -45,4 +45,4 @@ def test_a_memory_store_is_refused_in_another_process(monkeypatch: pytest.Monkey
     for call in calls:
         with pytest.raises(Unsupported, match="memory of another process"):
             call()
-    assert pickle.dumps(copy) == pickled  # it keeps its origin through any number of copies
+    assert pickle.dumps(copy) == pickled  # any number of copies keep their origin

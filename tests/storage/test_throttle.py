@@ -1,4 +1,4 @@
-"""Only some ranks of a node upload at a time."""
+"""Only some ranks of a node upload at the same time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model() -> nn.Linear:
 
 
 def uploads_in_turn(rank: int, size: int, path: Path, count: int) -> int:
-    """How many ranks were in an upload at once, at the most, as this one saw."""
+    """The maximum number of simultaneous uploads that this rank saw."""
     here, most = path / "here", [0]
     here.mkdir(exist_ok=True)
 
@@ -47,7 +47,7 @@ def uploads_in_turn(rank: int, size: int, path: Path, count: int) -> int:
     return most[0]
 
 
-def test_throttle_limits_the_ranks_of_a_node_that_upload(tmp_path: Path, ranks: Pool) -> None:
+def test_the_throttle_limits_how_many_ranks_of_a_node_upload(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(4, uploads_in_turn, tmp_path, 1) == [1, 1, 1, 1]
     (tmp_path / "two").mkdir()
     assert max(ranks.run(4, uploads_in_turn, tmp_path / "two", 2)) <= 2
@@ -60,17 +60,17 @@ def holds_a_turn(rank: int, size: int, path: Path) -> None:
             tell("held")
             die()
     wait_for("held")
-    with turn:  # a dead process holds nothing
+    with turn:  # a dead process does not hold a turn
         pass
 
 
-def test_a_process_that_dies_frees_its_turn(tmp_path: Path, ranks: Pool) -> None:
+def test_a_process_that_dies_releases_its_turn(tmp_path: Path, ranks: Pool) -> None:
     found = ranks.outcomes(2, holds_a_turn, tmp_path)
     assert found[0].died == -signal.SIGKILL
     assert found[1].ok
 
 
-def test_the_threads_of_a_process_share_its_turn(tmp_path: Path) -> None:
+def test_threads_of_a_process_share_its_turn(tmp_path: Path) -> None:
     turn = Turn(1, tmp_path)
     with turn, turn:
         assert (tmp_path / "upload-0.lock").exists()
@@ -79,12 +79,12 @@ def test_the_threads_of_a_process_share_its_turn(tmp_path: Path) -> None:
 def test_a_save_raises_an_error_if_it_cannot_lock_files(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     checkpointer = Checkpointer(tmp_path / "store", run="sft", throttle=1, work_dir=tmp_path / "file")
-    with pytest.raises(StorageError, match=r"cannot be locked: .* give work_dir="):
+    with pytest.raises(StorageError, match=r"cannot lock files in .* set work_dir="):
         checkpointer.save(1, model())
     assert not list(checkpointer.find_checkpoints())
 
 
-def test_a_throttled_store_is_otherwise_a_normal_store(store_path: Path) -> None:
+def test_a_throttled_store_otherwise_behaves_normally(store_path: Path) -> None:
     inner = LocalStore(store_path)
     throttled: Any = ThrottledStore(inner, Turn(2))
     assert throttled.url == inner.url

@@ -46,7 +46,7 @@ MIB = 1 << 20
 
 @pytest.fixture(params=[pytest.param("straight", marks=pytest.mark.soak), "in trouble"])
 def endpoint(request: pytest.FixtureRequest, seaweed_server: Server) -> Iterator[str]:
-    """The address of a real server, once behind a network that loses one of ten requests."""
+    """The address of a real server, directly and through a network that loses one in ten requests."""
     if request.param == "straight":
         yield seaweed_server.endpoint
         return
@@ -57,7 +57,7 @@ def endpoint(request: pytest.FixtureRequest, seaweed_server: Server) -> Iterator
 
 @pytest.fixture
 def place(seaweed_server: Server, endpoint: str) -> RemoteLocation:
-    """A new place for a store."""
+    """A new location for a store."""
     return RemoteLocation(
         "s3", f"{seaweed_server.new_place()}/store", {**seaweed_server.options, "endpoint_url": endpoint}
     )
@@ -157,7 +157,7 @@ def save_or_collect(rank: int, size: int, place: RemoteLocation, folder: Path) -
             return deleted
 
 
-def test_processes_save_beside_repeated_gcs(ranks: Pool, place: RemoteLocation, tmp_path: Path) -> None:
+def test_processes_save_during_repeated_gcs(ranks: Pool, place: RemoteLocation, tmp_path: Path) -> None:
     *_, deleted = ranks.run(SAVERS + 1, save_or_collect, place, tmp_path)
     store = opened(place, tmp_path / "mine")
     assert sorted(steps(store)) == [(f"run-{rank}", SAVES - 1) for rank in range(SAVERS)]
@@ -172,7 +172,7 @@ HELD = {"new": cells(40, seed=9)}
 
 
 class Held:
-    """A save on a host of its own, which stops before its commit until `go`."""
+    """A save on a separate host, which stops before its commit until `go` is called."""
 
     def __init__(self, place: RemoteLocation, cache: Path) -> None:
         self._reached, self._free = threading.Event(), threading.Event()
@@ -188,7 +188,7 @@ class Held:
             raise StorageError("the test let the save wait for ever")
 
     def go(self) -> None:
-        """Let the save commit, and wait for it."""
+        """Let the save commit, and wait until it has finished."""
         self._free.set()
         self._saved.result(60)
         self._pool.shutdown()
@@ -214,7 +214,7 @@ def test_a_gc_waits_for_a_save_that_has_uploaded(place: RemoteLocation, tmp_path
     assert collector.gc(min_age=0).deleted_blobs == 1
 
 
-def test_a_gc_keeps_checkpoints_committed_meanwhile(place: RemoteLocation, tmp_path: Path) -> None:
+def test_a_gc_keeps_checkpoints_committed_while_it_runs(place: RemoteLocation, tmp_path: Path) -> None:
     """The save commits between the gc's listing of commits and its listing of transactions."""
     with_garbage(place, tmp_path / "gc")
     held = Held(place, tmp_path / "save")
@@ -235,7 +235,9 @@ def mortal(tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
-def test_a_server_killed_during_a_save_leaves_nothing_half_visible(mortal: Server, tmp_path: Path, full: bool) -> None:
+def test_a_server_killed_during_a_save_does_not_leave_a_partial_checkpoint(
+    mortal: Server, tmp_path: Path, full: bool
+) -> None:
     bucket, seen = mortal.new_bucket(), set()
     with Proxy(mortal.endpoint) as proxy:
         store = impatient(mortal, proxy, bucket, tmp_path / "cache", Backoff(attempts=3, first=0.01))
@@ -330,7 +332,7 @@ def test_loading_an_eighth_of_a_checkpoint_reads_an_eighth(
     assert len(gets) <= count * (-(-part * 65536 // (8 * MIB)) + 1) + len({batch.blob for batch in planned})
 
 
-def test_a_save_and_a_load_need_few_requests(moto_server: Server, tmp_path: Path) -> None:
+def test_saves_and_loads_need_few_requests(moto_server: Server, tmp_path: Path) -> None:
     """The numbers are exact, so the test notices any additional request."""
     url = f"s3://{moto_server.new_place()}/store"
     with Proxy(moto_server.endpoint) as proxy:
@@ -371,7 +373,7 @@ def test_a_watch_needs_few_requests(moto_server: Server, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("trouble", list(Trouble))
-def test_a_save_and_a_load_succeed_with_faults_in_every_request(
+def test_saves_and_loads_succeed_with_faults_in_every_request(
     trouble: Trouble, moto_server: Server, tmp_path: Path
 ) -> None:
     bucket = moto_server.new_bucket()

@@ -1,4 +1,4 @@
-"""Loads with a host cache: cached blobs are not read again, and damaged ones are not used."""
+"""Loads with a host cache: cached blobs are not reread, and damaged ones are not used."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def spoil_all(folder: Path) -> None:
         path.write_bytes(data)
 
 
-def test_a_second_load_reads_no_blob_of_the_store(
+def test_a_second_load_does_not_read_blobs_from_the_store(
     store: Store, storage: FarStore, state: dict[str, Any], folder: Path
 ) -> None:
     assert same_state(store.read("latest"), state)
@@ -66,7 +66,7 @@ def test_a_second_load_reads_no_blob_of_the_store(
     assert storage.reads_of_blobs() == before
 
 
-def test_a_part_of_a_blob_is_not_cached(store: Store, storage: FarStore, folder: Path) -> None:
+def test_part_of_a_blob_is_not_cached(store: Store, storage: FarStore, folder: Path) -> None:
     small_part = casckpt.Shard(torch.zeros(10), global_shape=(20480,), offset=(0,), shape=(10,))
     store.load({"w1": small_part}, "latest")
     assert cached(folder) == []
@@ -125,7 +125,7 @@ def test_prefetched_blobs_are_not_read_by_the_load(store: Store, storage: FarSto
     assert all(torch.equal(into[key], state[key]) for key in into)
 
 
-def test_a_rank_prefetches_only_its_part(store: Store, folder: Path, state: dict[str, Any]) -> None:
+def test_a_rank_prefetches_only_its_share(store: Store, folder: Path, state: dict[str, Any]) -> None:
     part = {"w1": casckpt.Shard(torch.zeros(10), global_shape=(20480,), offset=(0,), shape=(10,))}
     store.pre_download("latest", part)
     assert len(cached(folder)) == 1
@@ -152,7 +152,7 @@ def test_damaged_cache_entries_are_dropped_and_read_from_the_store(
     assert same_state(store.read("latest"), state)
 
 
-def test_a_damaged_cache_entry_of_a_damaged_store_is_damage(store: Store, folder: Path) -> None:
+def test_a_blob_damaged_in_both_cache_and_store_is_reported(store: Store, folder: Path) -> None:
     store.pre_download("latest")
     spoil_all(folder)
     for key in blob_keys(store):
@@ -169,7 +169,7 @@ def test_prefetch_reports_damage_before_the_load(store: Store) -> None:
     assert raised.value.blob == blob.split("/")[2].split(".")[0]
 
 
-def test_damage_outside_the_wanted_part_does_not_stop_a_load(
+def test_damage_outside_the_requested_part_does_not_stop_a_load(
     store: Store, storage: FarStore, state: dict[str, Any]
 ) -> None:
     """A load does not read the header of a blob."""
@@ -178,7 +178,7 @@ def test_damage_outside_the_wanted_part_does_not_stop_a_load(
     assert same_state(store.read("latest"), state)
 
 
-def test_the_size_may_be_text(tmp_path: Path, storage: FarStore, store: Store) -> None:
+def test_the_cache_size_can_be_a_string(tmp_path: Path, storage: FarStore, store: Store) -> None:
     assert casckpt.open(tmp_path, cache_bytes="2GiB").repository.cache_bytes == 2 << 30
     tight = Store(Repository(storage, tmp_path / "tight", cache_bytes=100))
     with pytest.raises(InvalidInput, match="cache_bytes"):

@@ -53,10 +53,10 @@ def objects() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_gc_of_delta_checkpoints_may_be_killed_anywhere(
+def test_a_gc_of_delta_checkpoints_can_be_killed_at_any_point(
     objects: dict[str, bytes], way: str, seed: int, full: bool
 ) -> None:
-    stride = 1 if full else 3  # each way begins at another call
+    stride = 1 if full else 3  # each way begins at a different call
     at, ended = seed % stride, False
     while not ended:
         at += stride
@@ -114,7 +114,7 @@ def test_a_prefetch_fetches_everything_that_a_load_needs(objects: dict[str, byte
 
 
 def test_thinned_checkpoints_keep_bases_of_their_weights() -> None:
-    """And no other bases."""
+    """No other bases are copied."""
     store = small(memory())
     for step in range(STEPS):
         store.save({"model": state(step), "optim": {"w": trained(30, step, seed=9)}}, step=step, compress="auto")
@@ -135,8 +135,10 @@ def test_thinned_checkpoints_keep_bases_of_their_weights() -> None:
 
 @pytest.mark.parametrize("at", [1, 3, 6, 10])
 def test_a_mirror_follows_saves_of_deltas(tmp_path: Path, at: int) -> None:
-    """The mirror's visible checkpoints are complete even after failures. The store purges only checkpoints that the
-    mirror has."""
+    """The mirror's visible checkpoints are complete even after failures.
+
+    The store purges only checkpoints that the mirror has.
+    """
     link = FaultyStore(LocalStore(tmp_path / "away"))
     small_folder(tmp_path / "store")
     store = casckpt.open(tmp_path / "store", mirror=Store(Repository(link)))
@@ -160,11 +162,13 @@ def test_a_mirror_follows_saves_of_deltas(tmp_path: Path, at: int) -> None:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_mirror_killed_anywhere_shows_only_complete_checkpoints(
+def test_a_mirror_killed_at_any_point_shows_only_complete_checkpoints(
     objects: dict[str, bytes], way: str, seed: int, monkeypatch: pytest.MonkeyPatch, *, full: bool
 ) -> None:
-    """The kill comes at any change of the store or the mirror. A gc then purges only checkpoints that the mirror
-    has."""
+    """The process is killed at any change to the store or the mirror.
+
+    A gc then purges only checkpoints that the mirror has.
+    """
     monkeypatch.setattr(mirror, "JOBS", 1)
     stride = 1 if full else 7
     at, ended, shown = seed % stride, False, set[int]()

@@ -1,4 +1,4 @@
-"""Copies, a mirror and the cache with buckets: an imitation of S3, and a real server."""
+"""Copies, a mirror and the cache with buckets, on an S3 emulator and on a real server."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_checkpoint_is_copied_to_a_bucket_and_back(
     assert (back.repository.marker.cell_bytes, len(blob_keys(back))) == (4096, len(blob_keys(local)))
 
 
-def test_processes_share_a_copy_into_a_bucket(
+def test_processes_share_the_work_of_a_copy_to_a_bucket(
     local: Store, server: Server, url: str, bucket: Callable[..., Store], tmp_path: Path
 ) -> None:
     options = [f"--dst-option={name}={value}" for name, value in server.options.items()]
@@ -92,7 +92,7 @@ def test_processes_share_a_copy_into_a_bucket(
     assert len(blob_keys(bucket())) == len(blob_keys(local))
 
 
-def test_a_mirror_may_be_in_a_bucket(local: Store, bucket: Callable[..., Store]) -> None:
+def test_a_mirror_can_be_in_a_bucket(local: Store, bucket: Callable[..., Store]) -> None:
     store = casckpt.open(local.url, mirror=bucket())
     store.save({"w": cells(3, seed=9)}, run="sft", step=3)
     store.wait_for_mirror()

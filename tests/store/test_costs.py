@@ -78,14 +78,14 @@ def test_a_first_save_hashes_and_copies_each_byte_once(meter: Meter) -> None:
     assert part(cost, "fsyncs", "requests") == (17, 14)
 
 
-def test_an_unchanged_save_copies_nothing_large_and_writes_no_blob(meter: Meter) -> None:
+def test_an_unchanged_save_does_not_copy_tensors_or_write_blobs(meter: Meter) -> None:
     meter.store.save(state(), step=0)
     cost = meter.of(lambda: meter.store.save(state(), step=1))
-    assert part(cost, "hashed", "copied") == (W + B, B)  # a small value goes through a buffer: one hash if it changed
+    assert part(cost, "hashed", "copied") == (W + B, B)  # a small value is buffered: one hash if it changed
     assert part(cost, "puts", "reads", "fsyncs", "requests") == (4, 4, 9, 12)
 
 
-def test_a_changed_cell_is_hashed_again_where_it_is_written_from(meter: Meter) -> None:
+def test_a_changed_cell_is_rehashed_in_the_write_buffer(meter: Meter) -> None:
     data = state()
     meter.store.save(data, step=0)
     data["w"][7] += 1
@@ -109,7 +109,7 @@ def test_frozen_tensors_are_sampled(meter: Meter) -> None:
     assert part(cost, "hashed", "copied") == (7 * CELL + B, B)
 
 
-def test_a_load_reads_and_hashes_each_byte_once_and_copies_none(meter: Meter) -> None:
+def test_a_load_reads_and_hashes_each_byte_once_without_copying(meter: Meter) -> None:
     saved = meter.store.save(state(), step=0)
     looking = meter.of(lambda: meter.store.get(saved))["bytes_read"]  # the record of the commit
     assert 0 < looking < 1024
@@ -130,7 +130,7 @@ def test_a_strided_destination_costs_one_copy(meter: Meter) -> None:
     assert torch.equal(target, state()["w"])
 
 
-def test_a_second_look_costs_one_listing(meter: Meter) -> None:
+def test_a_second_read_costs_one_listing(meter: Meter) -> None:
     meter.store.save(state(), step=0)
     meter.store.checkpoints()
     cost = meter.of(meter.store.checkpoints)

@@ -1,4 +1,4 @@
-"""Credentials that expire or allow too little: errors name the missing right, and no checkpoint is half visible."""
+"""Credentials that expire or allow too little: errors name what is missing, and no checkpoint is half visible."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ CODES = ["ExpiredToken", "InvalidAccessKeyId", "AccessDenied"]
 
 @pytest.mark.parametrize("code", CODES)
 def test_a_save_survives_expiring_credentials(code: str, moto_server: Server, tmp_path: Path, full: bool) -> None:
-    """They expire after any request. No checkpoint is half visible, the error names the cause, and a save with new ones
-    succeeds.
+    """They expire after any request.
 
-    By default each code comes after every third request, and together after every one.
+    No checkpoint is half visible, the error names the cause, and a save with new ones succeeds. By default each code
+    comes after every third request, and together after every one.
     """
     bucket = moto_server.new_bucket()
     first, stride = (0, 1) if full else (CODES.index(code), len(CODES))
@@ -55,8 +55,8 @@ def test_a_save_survives_expiring_credentials(code: str, moto_server: Server, tm
         assert same_state(store.read("default@latest"), state(step))
 
 
-def test_readers_need_only_read_rights(moto_server: Server, tmp_path: Path) -> None:
-    """Reads write nothing, and the error of a save names the missing right."""
+def test_readers_need_only_read_permission(moto_server: Server, tmp_path: Path) -> None:
+    """Reads do not write anything, and a save's error names the missing permission."""
     bucket = moto_server.new_bucket()
     with Proxy(moto_server.endpoint) as proxy:
         mine = impatient(moto_server, proxy, bucket, tmp_path / "mine", Backoff())

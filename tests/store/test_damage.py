@@ -53,7 +53,7 @@ from tests.support.saves import (
 
 @pytest.fixture(params=["memory", "folder"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """a@1 and a@2 share the tensor "shared"; b@1 shares nothing."""
+    """a@1 and a@2 share the tensor "shared"; b@1 does not share anything."""
     made = small() if request.param == "memory" else small_folder(tmp_path / "store")
     made.save({"m": {"shared": cells(3, seed=1)}}, run="a", step=1)
     made.save({"m": {"shared": cells(3, seed=1), "own": cells(3, seed=2)}}, run="a", step=2)
@@ -118,7 +118,7 @@ def test_a_revoked_transaction_does_not_hide_the_damage(store: Store) -> None:
         store.read("a@1")
 
 
-def test_unverified_reads_notice_missing_bytes_but_not_flipped_ones(store: Store) -> None:
+def test_unverified_reads_detect_missing_bytes_but_not_flipped_ones(store: Store) -> None:
     key = key_of(store, "b@1", "own")
     _flip(store, key)
     back = store.read("b@1", verify=False)["own"]
@@ -130,7 +130,7 @@ def test_unverified_reads_notice_missing_bytes_but_not_flipped_ones(store: Store
 
 
 @pytest.mark.parametrize("cell", [0, 1, 2])
-def test_a_cell_that_is_not_read_is_not_checked(store: Store, cell: int) -> None:
+def test_an_unread_cell_is_not_verified(store: Store, cell: int) -> None:
     from casckpt.tensors.values import Shard
 
     flip(store, key_of(store, "b@1", "own"), DATA_OFFSET + 4096 * cell)
@@ -146,7 +146,7 @@ def test_a_cell_that_is_not_read_is_not_checked(store: Store, cell: int) -> None
             assert torch.equal(shard.data, cells(3, seed=3)[1024 * part : 1024 * part + 1024])
 
 
-def test_damage_during_transfer_is_noticed() -> None:
+def test_damage_during_transfer_is_detected() -> None:
     faulty = FaultyStore(memory())
     store = small(faulty)
     store.save({"w": cells(40)}, step=1)
@@ -158,7 +158,7 @@ def test_damage_during_transfer_is_noticed() -> None:
     assert store.read("default@1")["w"].numel()
 
 
-def test_a_flip_in_the_header_of_a_blob_harms_no_load(store: Store) -> None:
+def test_a_flipped_byte_in_a_blob_header_does_not_affect_loads(store: Store) -> None:
     flip(store, key_of(store, "b@1", "own"), 100)
     assert same_state(store.read("b@1"), {"own": cells(3, seed=3)})
 
@@ -178,7 +178,7 @@ def test_damaged_attachments_and_object_parts_are_errors(store: Store) -> None:
     assert template == {"blob": None}
 
 
-def test_a_checkpoint_that_was_purged_meanwhile_is_gone() -> None:
+def test_a_checkpoint_purged_during_a_load_is_gone() -> None:
     faulty = FaultyStore(memory())
     store = small(faulty)
     ckpt = store.save({"w": cells(3)}, step=1)
@@ -222,7 +222,7 @@ SECTIONS = ("index", "places", "blobs", "cells", "rows")
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_a_flipped_byte_in_a_section_of_a_manifest_is_noticed(store: Store, section: str) -> None:
+def test_a_flipped_byte_in_a_manifest_section_is_detected(store: Store, section: str) -> None:
     """The error names the damage, unaffected entries load, and gc stops only if it cannot decide."""
     ckpt = store.get("a@2")
     key = manifest_key(ckpt.commit.txid, ckpt.commit.id)
@@ -249,13 +249,13 @@ def test_a_flipped_byte_in_a_section_of_a_manifest_is_noticed(store: Store, sect
     assert same_state(again.read("b@1"), {"own": cells(3, seed=3)})
 
 
-def test_a_flipped_byte_of_an_object_affects_nothing_else(store: Store) -> None:
+def test_a_flipped_byte_in_an_object_affects_only_that_object(store: Store) -> None:
     ckpt = store.save({"w": cells(3, seed=4), "text": "x" * 300, "other": 5}, run="c", step=1)
     key = manifest_key(ckpt.commit.txid, ckpt.commit.id)
     flip(store, key, content(store, key).index(b"x" * 300) + 3)
     again = reopened(store)
     (broken,) = again.verify().manifests
-    assert "'objects' does not have its hash, which hits 'text'" in broken.why
+    assert "'objects' does not match its hash, which affects 'text'" in broken.why
     with pytest.raises(Damaged, match="'text'"):
         again.read("c@1")
     assert same_state(again.read("c@1", keys=["w", "other"]), {"w": cells(3, seed=4), "other": 5})
@@ -393,7 +393,7 @@ def _overlapping(table: Table) -> None:
     table.boxes[1:] = [((0, 1), (4, 2))]
 
 
-def test_extents_that_overlap_across_boxes_do_not_show_foreign_memory() -> None:
+def test_extents_that_overlap_across_boxes_do_not_expose_other_memory() -> None:
     """Overlaps that match holes in number would leave foreign memory in a new tensor."""
     from casckpt.tensors.values import Shard
 
@@ -406,8 +406,8 @@ def test_extents_that_overlap_across_boxes_do_not_show_foreign_memory() -> None:
 
 
 @pytest.mark.in_memory
-def test_random_damage_to_any_object_is_noticed_or_harmless(seed: int) -> None:
-    """After any flip or truncation, a load returns correct bytes or raises an error of casckpt, and listings work."""
+def test_random_damage_to_any_object_is_detected_or_harmless(seed: int) -> None:
+    """After any bit flip or truncation, a load returns correct bytes or raises a casckpt error, and listings work."""
     rng = random.Random(seed)
     state = {"w": cells(20, seed=1), "x": {"y": torch.arange(300)}, "o": b"z" * 6000}
     made = small()
@@ -438,7 +438,7 @@ def test_the_unchanged_base_of_a_forgery_is_read(long: bool) -> None:
     assert same_state(reopened(store).read(forge(store, same)), reopened(store).read("a@2"))
 
 
-def test_a_cell_is_compared_as_a_whole_though_a_load_wants_a_part_of_it(store: Store) -> None:
+def test_a_whole_cell_is_verified_even_if_a_load_needs_only_part_of_it(store: Store) -> None:
     """The damage may lie outside the requested part."""
     key = key_of(store, "b@1", "own")
     data = bytearray(store.repository.storage.get(key, limit=1 << 20))

@@ -36,7 +36,7 @@ def test_a_save_whose_names_do_not_become_durable_raises(
     store = casckpt.open(tmp_path / "store")
     store.save({"x": torch.arange(5)}, run="run", step=0)
     monkeypatch.setattr(syscalls, "sync", failing_in(folder, 1000))
-    with pytest.raises(StorageError, match="the disk reports an error"):
+    with pytest.raises(StorageError, match="the disk reports an I/O error"):
         store.save({"x": torch.arange(6)}, run="run", step=1)
     monkeypatch.undo()
     again = casckpt.open(tmp_path / "store")
@@ -46,7 +46,9 @@ def test_a_save_whose_names_do_not_become_durable_raises(
     assert not again.verify().is_damaged
 
 
-def test_a_commit_durable_at_the_second_attempt_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_that_is_durable_on_the_second_attempt_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = casckpt.open(tmp_path / "store")
     store.save({"x": torch.arange(5)}, run="run", step=0)
     monkeypatch.setattr(syscalls, "sync", failing_in("commits", 1))
@@ -58,5 +60,5 @@ def test_a_tag_that_does_not_become_durable_raises(tmp_path: Path, monkeypatch: 
     saved = store.save({"x": torch.arange(5)}, run="run", step=0)
     store.tag("best", saved)
     monkeypatch.setattr(syscalls, "sync", failing_in("best", 1000))
-    with pytest.raises(StorageError, match="the disk reports an error"):
+    with pytest.raises(StorageError, match="the disk reports an I/O error"):
         store.tag("best", saved)

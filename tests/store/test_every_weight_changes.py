@@ -1,4 +1,4 @@
-"""Real trainings that change every weight and save deltas: killed, resumed, collected, and loaded elsewhere."""
+"""Real training runs that change every weight and save deltas: killed, resumed, collected, and loaded elsewhere."""
 
 from __future__ import annotations
 
@@ -163,11 +163,11 @@ def load(rank: int, size: int, plan: Training, steps: list[int]) -> list[dict[in
 
 @contextmanager
 def collecting(plan: Training) -> Iterator[None]:
-    """Run one gc after another during the block."""
+    """Run gc repeatedly during the block."""
     store, over, failed = plan.store(), threading.Event(), list[Exception]()
 
     def collect() -> None:
-        while not over.wait(1.0 if plan.options else 0.2):  # a process that uses a bucket takes time from the others
+        while not over.wait(1.0 if plan.options else 0.2):  # a process that uses a bucket slows down the others
             try:
                 store.gc(keep_last=KEPT, min_age=0, wait=0)
             except Exception as error:  # noqa: BLE001 - raised at the end
@@ -192,7 +192,7 @@ def plan(request: pytest.FixtureRequest, tmp_path: Path, full: bool) -> Training
     return Training(f"s3://{server.new_place()}/store", tmp_path, versions, server.options)
 
 
-def test_kept_checkpoints_are_exact_and_take_little_space(plan: Training, ranks: Pool, seed: int, full: bool) -> None:
+def test_kept_checkpoints_are_exact_and_use_little_space(plan: Training, ranks: Pool, seed: int, full: bool) -> None:
     draw = random.Random(seed)
     with collecting(plan):
         for at in sorted(draw.sample(range(2, plan.versions), 5 if full else 1)):

@@ -1,5 +1,7 @@
-"""Every storage call of a save fails once, before and after its effect. The save fails or succeeds, but never in
-part."""
+"""Every storage call of a save fails once, before and after its effect.
+
+The save fails or succeeds, but never partially.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ def reopened(store: Store) -> Store:
 
 
 def check_after(store: Store, failed: bool) -> None:
-    """Check that a failed save shows nothing, a successful one everything, and that the next save works."""
+    """Check that a failed save is invisible, that a successful one is complete, and that the next save works."""
     first, second, third = states()
     for look in (store, reopened(store)):
         assert steps(look) == [("default", 1)] + [("default", 2)] * (not failed)
@@ -107,7 +109,7 @@ def test_a_repeatedly_failing_put_fails_the_save(where: str, key: str, kind: str
     check_after(store, failed)
 
 
-def test_a_commit_with_a_lost_answer_and_a_failed_check_is_found() -> None:
+def test_a_commit_with_a_lost_response_and_a_failed_check_is_found() -> None:
     faulty, store = prepared(memory())
     faulty.inject(fail_after("put", key="commits/*-2"), fail_before("get", key="commits/*-2"))
     store.save(states()[1], step=2)
@@ -116,7 +118,7 @@ def test_a_commit_with_a_lost_answer_and_a_failed_check_is_found() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_storage_that_fails_from_the_commit_on_is_an_error(kind: str) -> None:
+def test_a_storage_that_fails_permanently_at_the_commit_is_an_error(kind: str) -> None:
     """The result is unknown, so the save fails. Later readers see all of it or nothing."""
     faulty, store = prepared(memory())
     gone = [fail_before(method, times=1000) for method in ("put", "get", "list", "size", "delete")]
@@ -161,7 +163,7 @@ def test_an_interrupt_ends_the_transaction() -> None:
 
 
 @pytest.mark.parametrize("fault", [fail_before("open", at=2), fail_before("read_into", at=2), fail_after("read_into")])
-def test_a_failed_load_can_be_repeated(fault: Fault) -> None:
+def test_a_failed_load_can_be_retried(fault: Fault) -> None:
     faulty, store = prepared(memory())
     template = {"kept": torch.zeros(20 * CELL // 4), "changed": torch.zeros(20 * CELL // 4), "o": None}
     faulty.inject(fault)
@@ -188,7 +190,7 @@ def test_a_storage_error_during_a_lookup_is_raised(method: str) -> None:
 
 
 def revoker(store: Store, faulty: FaultyStore, *, purge: bool = False) -> Callable[[Call], None]:
-    """Act as a gc that takes the save for dead: revoke it, and delete its blobs."""
+    """Act as a gc that considers the save dead: revoke it, and delete its blobs."""
 
     def revoke(_: Call) -> None:
         names = [parse_log(key) for key in faulty.keys("put") if key.startswith("transactions/")]
@@ -214,7 +216,7 @@ def test_a_revoked_save_is_retried_without_reuse(method: str, key: str, caplog: 
     faulty.inject(call_first(method, revoker(store, faulty), key=key))
     ckpt = store.save(states()[1], step=2)
     faulty.heal()
-    assert "a gc took the save of default@2 for dead" in caplog.text
+    assert "gc assumed that the save of default@2 was dead" in caplog.text
     assert ckpt.stats.blobs_reused == 0
     assert ckpt.stats.bytes_written > 60 * CELL
     assert {ref.uploader for ref in _refs(store, "default@2")} == {ckpt.commit.txid}
@@ -249,8 +251,8 @@ def _refs(store: Store, ref: str) -> list[Any]:
     return list(manifests.get(store.repository, store.get(ref).commit).blobs)
 
 
-def test_repeatedly_lost_answers_fail_the_save() -> None:
-    """If the blob exists with another size, the server stored it wrongly."""
+def test_repeatedly_lost_responses_fail_the_save() -> None:
+    """If the blob exists with a different size, the server has stored it incorrectly."""
     faulty, store = prepared(memory())
 
     def spoil(call: Call) -> None:
@@ -263,7 +265,7 @@ def test_repeatedly_lost_answers_fail_the_save() -> None:
     check_after(store, failed=True)
 
 
-def test_every_error_of_a_save_is_an_error_of_casckpt() -> None:
+def test_every_save_error_is_a_casckpt_error() -> None:
     faulty, store = prepared(memory())
     for method in ("put", "list", "size"):
         faulty.inject(fail_before(method, times=1000))

@@ -92,7 +92,7 @@ def test_nested_foreign_tensors_are_saved(ranks: Pool, tmp_path: Path) -> None:
 
 
 def test_a_foreign_tensor_without_sharding_is_refused(store: casckpt.Store) -> None:
-    with pytest.raises(InvalidInput, match=r"'w': it does not know how it is sharded: call its mark_as_sharded\(\)"):
+    with pytest.raises(InvalidInput, match=r"'w': its sharding is not known yet: call its mark_as_sharded\(\)"):
         store.save({"w": flat(torch.zeros(3), (), known=False)}, step=0)
 
 

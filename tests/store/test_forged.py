@@ -1,4 +1,4 @@
-"""An attacker without a key stores other bytes under a pinned or signed id.
+"""An attacker without a key stores different bytes under a pinned or signed id.
 
 The id is the hash of the index. The attacks rewrite everything else of a manifest, its head and the record that names
 the head. All hashes are correct except those in the index.
@@ -61,7 +61,7 @@ def store(tmp_path: Path, alice: Pair) -> Store:
 def open_trusting(
     tmp_path: Path, store: Store, alice: Pair, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[], Store]:
-    """Open the store again with trust in Alice's signatures and an empty cache."""
+    """Reopen the store, trusting Alice's signatures, with an empty cache."""
     if request.param == "read in parts":
         monkeypatch.setattr(manifests, "WHOLE_BYTES", 0)
     return lambda: casckpt.open(
@@ -102,7 +102,7 @@ def forge(store: Store, elsewhere: Path, evil: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("evil", [EVIL, {**EVIL, "note": Called()}])
-def test_all_readers_refuse_other_bytes_under_a_signed_id(
+def test_all_readers_refuse_different_bytes_under_a_signed_id(
     tmp_path: Path, store: Store, open_trusting: Callable[[], Store], evil: dict[str, Any]
 ) -> None:
     id = store.get("run@1").id
@@ -159,7 +159,7 @@ def test_bits_flipped_under_correct_hashes_do_not_change_loaded_values(
     assert same_state(open_trusting().read("run@1"), GOOD)
 
 
-def test_a_verified_manifest_is_not_used_for_another_id(store: Store, open_trusting: Callable[[], Store]) -> None:
+def test_a_verified_manifest_is_not_used_for_a_different_id(store: Store, open_trusting: Callable[[], Store]) -> None:
     store.save(EVIL, run="run", step=2, attachments={"a.txt": b"evil"})
     trusting = open_trusting()
     assert trusting.get("run@2").tensors  # the tensors, which are not secret, are in memory now

@@ -126,7 +126,7 @@ def test_a_checkpoint_purged_during_a_read_of_its_manifest_is_gone(
         READERS[reader](store, held, tmp_path)
 
 
-def test_the_advice_of_gone_helps(store: Store, faults: FaultyStore) -> None:
+def test_the_advice_in_a_gone_error_helps(store: Store, faults: FaultyStore) -> None:
     faults.inject(call_first("open", meanwhile(lambda: purge(faults)), key="*.safetensors"))
     with pytest.raises(NotFound, match="lease=True") as caught:
         store.load(zeros(), REF)
@@ -137,7 +137,7 @@ def test_the_advice_of_gone_helps(store: Store, faults: FaultyStore) -> None:
     assert same_state(state, zeros())
 
 
-def test_a_checkpoint_with_a_lease_stays(store: Store, faults: FaultyStore) -> None:
+def test_a_leased_checkpoint_is_kept(store: Store, faults: FaultyStore) -> None:
     faults.inject(call_first("open", meanwhile(lambda: purge(faults)), key="*.safetensors"))
     state = zeros()
     store.load(state, REF, lease=True)

@@ -37,7 +37,7 @@ def done(module: str, *arguments: str | Path) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_save_killed_at_many_instants_loses_nothing(killed: Path, way: str) -> None:
+def test_killing_a_save_at_many_instants_does_not_lose_data(killed: Path, way: str) -> None:
     points = sorted(killed.glob(f"{way}-*"))
     assert len(points) >= POINTS
     outcomes, deltas = set[bool](), set[bool]()
@@ -69,7 +69,7 @@ def thinned(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 
 
 @pytest.mark.parametrize("way", killed_thins.WAYS)
-def test_thinning_and_its_gc_killed_at_many_instants_lose_nothing(thinned: Path, way: str) -> None:
+def test_killing_a_thinning_or_its_gc_at_many_instants_does_not_lose_data(thinned: Path, way: str) -> None:
     ids = {one.step: one.id for one in open_folder(thinned / "base").checkpoints()}
     points, states = sorted(thinned.glob(f"{way}-*")), set[bool]()
     assert len(points) >= POINTS
@@ -93,7 +93,7 @@ def test_thinning_and_its_gc_killed_at_many_instants_lose_nothing(thinned: Path,
 
 
 @pytest.mark.parametrize("saves", [8, pytest.param(60, marks=pytest.mark.soak)])
-def test_two_processes_save_beside_a_gc(tmp_path: Path, saves: int) -> None:
+def test_two_processes_save_during_a_gc(tmp_path: Path, saves: int) -> None:
     done(SAVES, "race", tmp_path, str(saves))
     store = open_folder(tmp_path)
     assert {ckpt.run for ckpt in store.checkpoints()} == {"a", "b"}

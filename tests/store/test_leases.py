@@ -71,7 +71,7 @@ def test_an_expiring_tag_names_its_checkpoint_until_it_expires(store: Store) -> 
 
 
 @pytest.mark.parametrize("expires", [0, "0", "12", -1, 3600, "soon", True])
-def test_a_duration_has_a_unit_and_lasts(store: Store, expires: Any) -> None:
+def test_a_duration_has_a_unit_and_is_respected(store: Store, expires: Any) -> None:
     with pytest.raises(InvalidInput):
         store.tag("eval", "run@0", expires=expires)
     with pytest.raises(InvalidInput), store.lease("run@0", expires=expires):
@@ -79,7 +79,7 @@ def test_a_duration_has_a_unit_and_lasts(store: Store, expires: Any) -> None:
     assert store.tags() == {}
 
 
-def test_an_expired_tag_names_nothing(store: Store) -> None:
+def test_an_expired_tag_does_not_name_a_checkpoint(store: Store) -> None:
     repo = store.repository
     store.tag("eval", "run@0", expires="1h")
     now = repo.clock
@@ -100,7 +100,7 @@ def test_a_forgotten_checkpoint_is_neither_leased_nor_restored(store: Store) -> 
     assert store.tags() == {}
 
 
-def test_copies_keep_metrics_and_health_and_no_leases(store: Store) -> None:
+def test_copies_keep_metrics_and_health_but_not_leases(store: Store) -> None:
     target = small()
     store.tag("best", "run@1")
     with store.lease("run@0"):
@@ -129,7 +129,7 @@ def empty() -> dict[str, Any]:
     return {"w": torch.zeros_like(state(0)["w"])}
 
 
-def test_a_load_holds_what_it_reads_until_its_end(store: Store) -> None:
+def test_a_load_holds_a_lease_on_what_it_reads_until_it_ends(store: Store) -> None:
     held: list[int] = []
 
     def look(done: int, total: int | None) -> None:
@@ -158,7 +158,7 @@ def test_a_forgotten_checkpoint_is_not_loaded_with_a_lease(store: Store) -> None
 
 
 @pytest.mark.parametrize("error", [StorageError("access denied"), Unsupported("it can only be read")])
-def test_a_load_that_cannot_take_a_lease_fails_before_it_changes_anything(error: Exception) -> None:
+def test_a_load_that_cannot_get_a_lease_fails_before_changing_anything(error: Exception) -> None:
     storage = FaultyStore(memory())
     store = small(storage)
     store.save(state(0), run="run", step=0)
@@ -240,8 +240,8 @@ def later(store: Store, hours: float) -> None:
     store.repository.clock = lambda: now() + round(hours * 3600e6)
 
 
-def test_no_leased_checkpoint_is_deleted_by_gcs(tmp_path: Path) -> None:
-    """Two readers and a gc run in a loop while a training saves."""
+def test_gc_does_not_delete_leased_checkpoints(tmp_path: Path) -> None:
+    """Two readers and a gc run in a loop while a training run saves."""
     store, over = small_folder(tmp_path / "store"), threading.Event()
     store.save(state(0), run="run", step=0)
     read: list[int] = []

@@ -24,7 +24,7 @@ from tests.support.signing import pair
 
 FOREVER = 1 << 30
 Role = Callable[[str], Store]
-"""The store, as somebody has it."""
+"""The store as opened by a certain user."""
 
 
 def folder(tmp_path: Path) -> Role:
@@ -65,7 +65,7 @@ def optimizer(step: int) -> dict[str, Any]:
     return {"optim": {"m": torch.full((300 * CELL // 4,), float(step))}}
 
 
-def test_writers_without_delete_rights_work_and_another_process_cleans_up(role: Role, tmp_path: Path) -> None:
+def test_writers_without_delete_permission_work_and_another_process_cleans_up(role: Role, tmp_path: Path) -> None:
     writer, keeper, alice = role("writer"), role("keeper"), pair(tmp_path / "keys")
     writer.create(cell_bytes=CELL, blob_bytes=64 << 10)
     for step in range(5):
@@ -100,7 +100,7 @@ def test_writers_without_delete_rights_work_and_another_process_cleans_up(role: 
     assert same_state(keeper.read("run@latest"), state(10))
 
 
-def test_a_reader_loads_and_changes_nothing(role: Role, tmp_path: Path) -> None:
+def test_a_reader_loads_without_changing_anything(role: Role, tmp_path: Path) -> None:
     keeper, reader = role("keeper"), role("reader")
     keeper.create(cell_bytes=CELL, blob_bytes=64 << 10)
     keeper.save({"model": state(1)}, run="run", step=1)

@@ -1,4 +1,4 @@
-"""A listing holds the checkpoints and tags of one instant."""
+"""A listing has the checkpoints and tags of one instant."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def steps(checkpoints: list[Checkpoint]) -> list[int]:
     return [checkpoint.step for checkpoint in checkpoints]
 
 
-def test_a_store_exists_once_something_was_saved(tmp_path: Path) -> None:
+def test_a_store_exists_after_the_first_save(tmp_path: Path) -> None:
     store = casckpt.open(tmp_path / "new")
     assert not store.exists()
     with pytest.raises(NotFound, match="there is no store"):
@@ -35,7 +35,7 @@ def test_a_store_exists_once_something_was_saved(tmp_path: Path) -> None:
     assert casckpt.open(tmp_path / "new").marker.cell_bytes == 1 << 20
 
 
-def test_a_listing_has_forgotten_checkpoints_separately(store: casckpt.Store) -> None:
+def test_a_listing_shows_forgotten_checkpoints_separately(store: casckpt.Store) -> None:
     store.forget("a@2")
     listing = store.listing()
     assert (steps(listing.visible), steps(listing.standing), steps(listing.forgotten)) == ([1, 3], [1, 2, 3], [2])
@@ -52,7 +52,7 @@ def test_a_listing_does_not_change(store: casckpt.Store) -> None:
     assert steps(store.listing().visible) == [1, 2]
 
 
-def test_a_tag_has_its_checkpoint_its_end_and_its_holder(store: casckpt.Store) -> None:
+def test_a_tag_shows_its_checkpoint_expiration_and_holder(store: casckpt.Store) -> None:
     store.tag("best", "a@1")
     store.tag("held", "a@2", expires=timedelta(hours=1))
     listing = store.listing()
@@ -74,17 +74,17 @@ def test_a_damaged_tag_is_listed_separately(store: casckpt.Store, tmp_path: Path
     assert (list(listing.tags), listing.damaged_tags) == ([], ["best"])
 
 
-def test_a_listing_names_runs_that_are_spelt_alike(store: casckpt.Store) -> None:
-    assert "there are a" in store.listing().about_run("zebra")
+def test_a_listing_names_runs_with_similar_names(store: casckpt.Store) -> None:
+    assert "existing runs: a" in store.listing().about_run("zebra")
 
 
-def test_forgotten_at_once_is_purged_at_once(store: casckpt.Store) -> None:
+def test_a_checkpoint_forgotten_with_forget_now_is_purged_immediately(store: casckpt.Store) -> None:
     store.tag("best", "a@1")
     assert steps(store.forget_now(store.get("a@1"), store.get("a@2"))) == [2]
     assert steps(store.listing().standing) == [1, 3]
 
 
-def test_details_are_those_of_the_save(store: casckpt.Store) -> None:
+def test_details_match_the_save(store: casckpt.Store) -> None:
     saved = store.save({"w": torch.zeros(4), "n": {1, 2}}, run="a", step=4)
     details = saved.details
     assert (details.world_size, details.objects, details.pickled, details.differing) == (1, ("n",), (), ())

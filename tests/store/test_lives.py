@@ -40,8 +40,8 @@ def test_a_used_store_can_be_pickled(store: casckpt.Store) -> None:
     assert copy.save_async({"w": torch.ones(3)}, step=3).result() in store.checkpoints()
 
 
-def test_a_forked_child_may_save_in_the_background(store: casckpt.Store) -> None:
-    """The child lacks the parent's thread, so it must not wait for it."""
+def test_a_forked_child_can_save_in_the_background(store: casckpt.Store) -> None:
+    """The child does not have the parent's thread, so it must not wait for it."""
     store.save_async({"w": torch.ones(3)}, step=1).result()
     with forked(lambda: store.save_async({"w": torch.zeros(3)}, step=2).result(SECONDS)):
         pass
@@ -49,8 +49,10 @@ def test_a_forked_child_may_save_in_the_background(store: casckpt.Store) -> None
 
 
 def test_a_save_to_a_bucket_is_finished_when_the_interpreter_ends(moto_server: Server, tmp_path: Path) -> None:
-    """This includes a save that has just begun, of a store without references. S3's client uses thread pools, and
-    Python shuts these down before it waits for casckpt's thread."""
+    """This includes a save that has just begun, of a store without references.
+
+    S3's client uses thread pools, and Python shuts these down before it waits for casckpt's thread.
+    """
     url = f"s3://{moto_server.new_place()}/store"
     code = (
         "import sys, json, threading, casckpt, torch\n"
@@ -188,7 +190,7 @@ def test_saves_in_the_background_are_finished_when_the_interpreter_ends(ended: d
     assert not store.verify().is_damaged
 
 
-def test_a_forked_child_may_exit_during_a_save_of_its_parent(ended: dict[str, Ended]) -> None:
+def test_a_forked_child_can_exit_while_its_parent_saves(ended: dict[str, Ended]) -> None:
     """The child does not wait for that save, which never ends in it."""
     said, status, store = ended[BESIDE_A_CHILD]
     assert (said, status) == ("second\nfirst " * 2, 0)
@@ -203,7 +205,7 @@ def test_an_unreported_failed_last_save_sets_the_exit_status(ended: dict[str, En
         said = ended[program].said
         assert "second\n" in said, said
         assert said.endswith("first "), said
-        told = "the last save in the background failed, and no caller asked its future"
+        told = "the last background save failed, and no caller asked its future"
         assert said.count(told) == (program in FAILED and "stderr = None" not in program), said
 
 
@@ -215,8 +217,10 @@ def test_an_unreported_failed_last_save_is_logged_at_exit(ended: dict[str, Ended
 
 
 def test_a_deleted_store_is_recreated_by_the_next_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """In a notebook, a user may remove the folder while the store object stays. Other processes must still open the new
-    save."""
+    """In a notebook, a user may remove the folder while the store object still exists.
+
+    Other processes must still open the new save.
+    """
     store = casckpt.open(tmp_path / "store")
     store.create(cell_bytes=8192, blob_bytes=1 << 16)
     store.save({"w": torch.ones(5000)}, step=1)
@@ -247,9 +251,11 @@ def test_a_relative_or_home_cache_folder_is_made_absolute(tmp_path: Path, monkey
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_the_cache_folder_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This works for programs and for the command line. An explicit argument wins, and an empty variable has no
-    effect."""
+def test_the_cache_folder_can_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This works for programs and for the command line.
+
+    An explicit argument wins, and an empty variable has no effect.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CASCKPT_CACHE_DIR", "there")
     store = casckpt.open(tmp_path / "store")
@@ -266,7 +272,7 @@ def test_swapped_arguments_of_tag_are_reported(tmp_path: Path) -> None:
     store = casckpt.open(tmp_path)
     saved = store.save({"w": torch.ones(2)}, run="sft", step=1)
     for name in ("sft@1", saved.id, "latest"):
-        with pytest.raises(InvalidInput, match="the name of a tag comes first, then the checkpoint"):
+        with pytest.raises(InvalidInput, match="the tag name comes first, and then the checkpoint"):
             store.tag(name, "best")
     assert not store.tags()
     store.tag("best", "sft@1")

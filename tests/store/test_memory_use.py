@@ -1,4 +1,4 @@
-"""Saves and loads use a fixed amount of memory beside the state, for any size of state."""
+"""Saves and loads use a fixed amount of memory in addition to the state, regardless of its size."""
 
 from __future__ import annotations
 

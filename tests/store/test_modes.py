@@ -89,7 +89,7 @@ def test_saves_and_loads_are_the_same_in_every_mode(name: str, threads: int) -> 
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("template", [state, wide])
-def test_tensors_of_inference_mode_are_filled_by_any_thread(
+def test_inference_mode_tensors_are_filled_by_any_thread(
     template: Callable[[float], dict[str, Any]], threads: int
 ) -> None:
     store = small()
@@ -103,7 +103,7 @@ def test_tensors_of_inference_mode_are_filled_by_any_thread(
 
 
 @pytest.mark.parametrize("cast", [False, True])
-def test_tensors_of_inference_mode_are_updated(cast: bool) -> None:
+def test_inference_mode_tensors_are_updated(cast: bool) -> None:
     store = small()
     one, two = state(1), state(2)
     store.save(one, step=1, compress="always")
@@ -116,7 +116,7 @@ def test_tensors_of_inference_mode_are_updated(cast: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
-def test_the_error_explains_a_failed_allocation_of_torch() -> None:
+def test_the_error_explains_a_failed_torch_allocation() -> None:
     store, here = small(), {"w": torch.zeros(5)}
     store.save({"w": torch.ones(5)}, step=1)
 
@@ -137,9 +137,9 @@ def test_exchanges_work_with_any_default_device(ranks: Pool) -> None:
 
 
 def test_every_new_tensor_names_its_device() -> None:
-    """Otherwise the default device of the caller applies: ``torch.set_default_device("cuda")`` means a GPU."""
+    """Otherwise, the caller's default device applies: ``torch.set_default_device("cuda")`` means a GPU."""
     found = {path.relative_to(PACKAGE).as_posix(): without_a_device(path) for path in PACKAGE.rglob("*.py")}
-    del found["frontends/demo.py"]  # a training that runs as its own program
+    del found["frontends/demo.py"]  # a training run that is a separate program
     assert {path: calls for path, calls in found.items() if calls} == {}
 
 

@@ -42,8 +42,10 @@ def opened(folder: Path, cache: Path) -> Store:
 
 @dataclass
 class User:
-    """A user with random actions. ``there``: the steps that must survive. The user removes a step here before it
-    forgets it in the store."""
+    """A user with random actions. ``there``: the steps that must survive.
+
+    The user removes a step here before it forgets it in the store.
+    """
 
     dice: random.Random
     there: set[int] = field(default_factory=set)
@@ -103,7 +105,7 @@ def lives(folder: Path, dice: random.Random) -> tuple[Disk, Path]:
 
 
 def wrongs(folder: Path, cache: Path, there: frozenset[int]) -> list[str]:
-    """Describe the broken promises."""
+    """Describe the broken guarantees."""
     found = []
     store = opened(folder, cache)
     visible = {one.step: one for one in store.checkpoints()}
@@ -128,7 +130,7 @@ def wrongs(folder: Path, cache: Path, there: frozenset[int]) -> list[str]:
 
 
 def after_power_was_lost(folder: Path, seed: int) -> list[str]:
-    """Return the broken promises at some instants of some lives."""
+    """Return the broken guarantees at some instants of some lives."""
     dice = random.Random(seed)
     disk, caches = lives(folder, dice)
     found = []

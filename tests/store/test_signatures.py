@@ -64,7 +64,7 @@ def store(tmp_path: Path, alice: Pair) -> Store:
 
 @pytest.fixture
 def trusting(tmp_path: Path, store: Store, alice: Pair) -> Callable[[], Store]:
-    """Open the store again with trust in Alice's signatures and without this host's cache."""
+    """Reopen the store, trusting Alice's signatures, without this host's cache."""
 
     def call(url: str | None = None) -> Store:
         cache = tmp_path / "caches" / os.urandom(4).hex()
@@ -146,7 +146,7 @@ def outcome(rank: int, size: int, url: str, key: Path, ref: str) -> str | bool:
     return same_state(loaded, state(1))
 
 
-def test_all_ranks_load_a_signed_checkpoint_or_none_does(ranks: Pool, store: Store, alice: Pair) -> None:
+def test_all_ranks_load_a_signed_checkpoint_or_none_do(ranks: Pool, store: Store, alice: Pair) -> None:
     assert ranks.run(2, outcome, store.url, alice.public, "run@1") == [True, True]
     assert ranks.run(2, outcome, store.url, alice.public, "run@3") == ["unsigned", "unsigned"]
 
@@ -188,7 +188,7 @@ def test_a_save_that_cannot_be_signed_is_not_committed(alice: Pair) -> None:
 def test_a_follower_skips_unsigned_checkpoints(
     tmp_path: Path, store: Store, trusting: Callable[[], Store], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(NotFound, match=r"no checkpoint of run 'run' in .* is usable"):
+    with pytest.raises(NotFound, match=r"no checkpoint of run 'run' in .* can be used"):
         list(Follower(trusting(), "run", tmp_path / "to").follow(once=True))
     assert "run@3" in caplog.text
     assert not (tmp_path / "to" / "current").exists()
@@ -197,7 +197,7 @@ def test_a_follower_skips_unsigned_checkpoints(
 # later changes
 
 
-def test_signatures_stay_valid_after_repair_repacking_thinning_and_copies(
+def test_signatures_remain_valid_after_repair_repacking_thinning_and_copies(
     tmp_path: Path, store: Store, alice: Pair, trusting: Callable[..., Store]
 ) -> None:
     store.thin("run@1", drop="optim.*")
@@ -318,7 +318,7 @@ def test_tampered_stores_are_refused(
         assert same_state(trusting().read(ref), state(1))
 
 
-def test_a_handle_from_a_false_record_does_not_load_another_checkpoint(
+def test_a_handle_from_a_forged_record_does_not_load_a_different_checkpoint(
     store: Store, trusting: Callable[[], Store]
 ) -> None:
     gone_to(store, "run@2", "run@1")
@@ -330,7 +330,7 @@ def test_a_handle_from_a_false_record_does_not_load_another_checkpoint(
         reader.load(state(0), found)
 
 
-def test_a_checkpoint_found_by_id_is_verified_though_its_record_is_exchanged(
+def test_a_checkpoint_found_by_id_is_verified_even_if_its_record_is_replaced(
     store: Store, alice: Pair, trusting: Callable[[], Store]
 ) -> None:
     first = store.get("run@2").id
@@ -358,7 +358,7 @@ def test_metadata_comes_from_the_signed_manifest_not_the_record(store: Store, tr
 
 def test_a_manifest_that_contradicts_its_record_is_not_signed(store: Store, alice: Pair) -> None:
     gone_to(store, "run@3", "run@1")
-    with pytest.raises(Refused, match="its commit record is not that of its manifest"):
+    with pytest.raises(Refused, match="its commit record does not match its manifest"):
         casckpt.open(store.url).sign("run@3", key=alice.private)
 
 

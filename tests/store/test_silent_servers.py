@@ -1,4 +1,4 @@
-"""Saves and loads end on all ranks if a server stops answering, and earlier checkpoints stay."""
+"""Saves and loads end on all ranks if a server stops answering, and earlier checkpoints are preserved."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_save_ends_when_the_server_falls_silent(after: int, moto_server: Serve
         proxy.mute(after=after)
         with pytest.raises(StorageError, match="_timeout in storage_options"):
             store.save(state(1), step=1)
-        with pytest.raises(StorageError, match=r"after an earlier timeout this call had only 0\.25 s"):
+        with pytest.raises(StorageError, match=r"after an earlier timeout, this call had only 0\.25 s"):
             store.read("default@0")
         proxy.calm()
         there = steps(opened(moto_server.options, bucket, tmp_path / "other"))
@@ -65,7 +65,7 @@ def save_on_ranks(rank: int, size: int, options: list[Mapping[str, Any]], bucket
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("silent", "path"), [(0, "/commits/*"), (1, ".safetensors")])
-def test_a_server_that_is_silent_to_one_rank_fails_the_save_on_all(
+def test_a_server_that_is_silent_to_one_rank_fails_the_save_on_all_ranks(
     silent: int, path: str, ranks: Pool, moto_server: Server, tmp_path: Path
 ) -> None:
     bucket = moto_server.new_bucket()

@@ -1,4 +1,4 @@
-"""States of any nesting load exactly, with objects and attachments; errors name values that cannot be stored."""
+"""Arbitrarily nested states load exactly, with objects and attachments. Errors name values that cannot be stored."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_containers_with_tensors_are_saved_and_read() -> None:
     }  # fmt: skip
 
 
-def test_the_order_of_keys_is_kept() -> None:
+def test_key_order_is_preserved() -> None:
     state: dict[str, Any] = {key: torch.ones(1) if i % 2 else i for i, key in enumerate("qwertyuiop")}
     store = small()
     store.save(state, step=1)
@@ -99,7 +99,7 @@ def test_dcp_saves_and_loads_an_empty_state() -> None:
     assert blob_keys(store) == []
 
 
-def test_large_buffers_are_in_blobs_and_reused() -> None:
+def test_large_buffers_are_stored_in_blobs_and_reused() -> None:
     store = small()
     state: dict[str, Any] = {
         "bytes": random.Random(1).randbytes(3 * 4096 + 5),
@@ -119,7 +119,7 @@ def test_large_buffers_are_in_blobs_and_reused() -> None:
     assert 0 < store.save(state, step=3).stats.bytes_written <= 2 * 4096  # the header and the last cell
 
 
-def test_a_view_of_an_array_is_stored_with_its_values_at_the_save() -> None:
+def test_an_array_view_is_stored_with_its_values_at_the_time_of_the_save() -> None:
     store, array = small(), np.zeros(5000)
     state = {"a": array}
     store.save(state, step=1)
@@ -154,22 +154,22 @@ def test_short_and_long_attachments_are_read() -> None:
     [np.arange(5000), np.ones((5000, 3), np.uint8), np.arange(9000, dtype=np.uint8)[::2], np.array(7)],
     ids=["wide", "matrix", "strided", "number"],
 )
-def test_an_attachment_has_the_bytes_of_any_view(array: np.ndarray[Any, Any]) -> None:
+def test_an_attachment_can_be_any_view_of_bytes(array: np.ndarray[Any, Any]) -> None:
     store = small()
     store.save({}, step=1, attachments={"a": array.data})  # type: ignore[dict-item]  # what it takes, too
     assert store.read_attachment("default@1", "a") == array.tobytes()
 
 
 @pytest.mark.parametrize("name", ["", "/abs", "../up", "a/../b", "a//b", "a/", ".", "x\n", "a\\b", "x" * 1025, 5])
-def test_unusable_names_of_attachments_are_refused(name: Any) -> None:
+def test_invalid_attachment_names_are_refused(name: Any) -> None:
     store = small()
     with pytest.raises(InvalidInput, match="attachment name"):
         store.save({}, step=1, attachments={name: b""})
     assert steps(store) == []
 
 
-def test_an_attachment_is_bytes() -> None:
-    with pytest.raises(InvalidInput, match="give its contents as bytes"):
+def test_an_attachment_must_be_bytes() -> None:
+    with pytest.raises(InvalidInput, match="pass its contents as bytes"):
         small().save({}, step=1, attachments={"a": "text"})  # type: ignore[dict-item]  # a wrong type on purpose
 
 
@@ -237,22 +237,22 @@ class TestShards:
         assert torch.equal(inner.data, self.whole[2:7, 3:7].reshape(-1)[6:15])
 
     @pytest.mark.parametrize("bounds", [(0, 5), (5, 12), (0, 0)])
-    def test_holes_are_refused_naming_key_and_region(self, bounds: tuple[int, ...]) -> None:
+    def test_holes_are_refused_with_key_and_region(self, bounds: tuple[int, ...]) -> None:
         store = small()
-        with pytest.raises(InvalidInput, match=r"'m\.w' of shape \[12, 20\] is not whole.*Nothing was saved") as caught:
+        with pytest.raises(InvalidInput, match=r"'m\.w' of shape \[12, 20\] is incomplete.*Nothing") as caught:
             store.save({"m": {"w": self.rows(*bounds)}}, step=1)
         assert caught.value.key == "m.w"
         assert steps(store) == []
         store.save({"m": {"w": self.whole}}, step=1)
         assert same_state(store.read("default@1"), {"m": {"w": self.whole}})
 
-    def test_a_hole_is_named(self) -> None:
+    def test_the_error_names_a_hole(self) -> None:
         shards = [self.rows(0, 5)[0], self.rows(7, 12)[0]]
         with pytest.raises(InvalidInput, match=r"no rank holds \[0:12\]x\[0:20\] elements 100\.\.140"):
             self.saved(shards)
 
     @pytest.mark.parametrize("columns", [False, True])
-    def test_overlaps_are_refused_naming_key_and_region(self, columns: bool) -> None:
+    def test_overlaps_are_refused_with_key_and_region(self, columns: bool) -> None:
         w = self.whole
         if columns:
             shards = [Shard(w[:, :11], (12, 20), (0, 0)), Shard(w[:, 10:], (12, 20), (0, 10))]
@@ -266,7 +266,7 @@ class TestShards:
         assert caught.value.key == "m.w"
         assert steps(store) == []
 
-    def test_a_template_of_another_shape_is_refused(self) -> None:
+    def test_a_template_with_a_different_shape_is_refused(self) -> None:
         store = self.saved(self.rows(0, 12))
         with pytest.raises(Mismatch, match=r"'m\.w' has shape \[12, 21\] here, but \[12, 20\] in the checkpoint"):
             store.load({"m": {"w": Shard(torch.zeros(1, 21), (12, 21), offset=(0, 0))}}, "default@1")
@@ -315,14 +315,14 @@ def test_pickles_need_permission_at_save_and_load() -> None:
 
 
 @pytest.mark.parametrize("state", [None, [1], torch.ones(3), "text", 5, [("a", 1)]])
-def test_a_state_is_a_mapping(state: Any, tmp_path: Path) -> None:
+def test_a_state_must_be_a_mapping(state: Any, tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
     calls: list[Callable[[], object]] = [
         lambda: store.save(state, step=1),
         lambda: store.save_async(state, step=1).result(),
     ]
     for call in calls:
-        with pytest.raises(InvalidInput, match="a state is a mapping"):
+        with pytest.raises(InvalidInput, match="a state must be a mapping"):
             call()
     assert not (tmp_path / "store").exists()
 
@@ -336,16 +336,16 @@ def test_any_mapping_can_be_saved() -> None:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"a": {"b": 1}, "a.b": 2}, "one flat key 'a.b'"),
-        ({"a": {1: 1, "1": 2}}, "one flat key 'a.1'"),
-        ({(1, 2): torch.ones(1)}, "neither text nor an int"),
+        ({"a": {"b": 1}, "a.b": 2}, "the same flat key 'a.b'"),
+        ({"a": {1: 1, "1": 2}}, "the same flat key 'a.1'"),
+        ({(1, 2): torch.ones(1)}, "neither a string nor a 64-bit int"),
         ({"a" * 5000: 1}, "characters"),
         ({"": 1}, "an empty string"),
         ({"a\0": 1}, "NUL"),
     ],
     ids=["paths", "int and str", "tuple key", "long", "empty", "nul"],
 )
-def test_ambiguous_and_unusable_keys_are_refused(state: Any, message: str) -> None:
+def test_ambiguous_and_invalid_keys_are_refused(state: Any, message: str) -> None:
     store = small()
     with pytest.raises(InvalidInput, match=message):
         store.save(state, step=1)
@@ -402,7 +402,7 @@ def test_any_state_is_restored_and_written_once(state: dict[Any, Any]) -> None:
     assert store.diff("default@1", "default@2").unchanged == tuple(first.tensors)
 
 
-def test_a_second_store_object_shows_the_same(tmp_path: Path) -> None:
+def test_a_second_store_object_shows_the_same_checkpoints(tmp_path: Path) -> None:
     state = {"w": cells(3), "x": [1]}
     open_store(tmp_path / "s").save(state, step=1)
     assert same_state(open_store(tmp_path / "s").read("latest"), state)
@@ -419,8 +419,8 @@ def test_a_model_is_refused_as_a_state_without_running_it() -> None:
             raise AssertionError
 
     model, store = Model(2, 2), small()
-    with pytest.raises(InvalidInput, match="not a Model; give it by name"):
+    with pytest.raises(InvalidInput, match="not a Model; pass it by name"):
         store.save(model, step=1)
     store.save(model.state_dict(), step=1)
-    with pytest.raises(InvalidInput, match="not a Model; give it by name"):
+    with pytest.raises(InvalidInput, match="not a Model; pass it by name"):
         store.load(model, "default@1")

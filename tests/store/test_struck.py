@@ -30,7 +30,7 @@ CAN_END = {
     "copy": {"Conflict", "Gone", "Revoked"},  # its checkpoint was purged, or a gc revoked it
     "thin": {"Conflict", "Gone"},  # its checkpoint was purged
 }
-"""Errors with which it may end that was stopped, where it need not end well."""
+"""Errors with which a stopped process may end, where it does not have to succeed."""
 
 
 @pytest.fixture(scope="module", params=["folders", pytest.param("buckets", marks=pytest.mark.soak)])
@@ -91,7 +91,9 @@ def check_what_it_did(scene: Scene, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "sends"), [*((one, "SIGSTOP") for one in (*RUNS, *MEET)), *((one, "SIGKILL") for one in KILLED)]
 )
-def test_a_failure_at_any_call_loses_nothing_and_the_next_attempt_works(struck: Point, name: str, sends: str) -> None:
+def test_a_failure_at_any_call_does_not_lose_data_and_the_next_attempt_works(
+    struck: Point, name: str, sends: str
+) -> None:
     points = [struck.beside(one.name) for one in sorted(struck.folder.parent.glob(f"{name}-{sends}-*"))]
     assert len(points) >= POINTS
     assert side_by_side([partial(check_point, point, name, sends) for point in points], struck.at_once)

@@ -108,13 +108,13 @@ def test_a_thinned_checkpoint_can_be_restored_until_the_purge(store: Store) -> N
     assert [one.commit.dropped is not None for one in store.checkpoints()] == [True, True, False, False, False]
 
 
-def test_thinned_checkpoints_of_a_range_are_restored(store: Store) -> None:
+def test_thinned_checkpoints_in_a_range_are_restored(store: Store) -> None:
     store.thin("run@1", "run@2", drop=DROP)
     assert [one.step for one in store.restore_many("run@..3", whole=True).restored] == [1, 2]
     assert same_state(store.read("run@2"), state(2))
     with pytest.raises(NotFound, match="was never thinned"):
         store.restore_many("run@..3", whole=True)
-    with pytest.raises(InvalidInput, match="restore_many takes ranges"):
+    with pytest.raises(InvalidInput, match="use restore_many for ranges"):
         store.restore("run@..3", whole=True)
     store.forget("run@1")
     assert store.restore("run@1") == store.get("run@1")
@@ -176,7 +176,7 @@ def test_a_later_save_reuses_remaining_entries(store: Store) -> None:
     assert same_state(store.read("run@5", keys=["model.*"])["model"], state(5)["model"])
 
 
-def test_a_rule_that_keeps_everything_whole_does_nothing(store: Store) -> None:
+def test_a_rule_that_keeps_everything_whole_changes_nothing(store: Store) -> None:
     for drop in (DROP, "nothing.*"):
         assert store.thin(drop=drop, keep_last=100).thinned == ()
     empty = small()

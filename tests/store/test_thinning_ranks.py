@@ -101,7 +101,7 @@ def train_on(rank: int, size: int, path: Path) -> tuple[bool, int]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_thinning_works_for_a_training_on_two_ranks(ranks: Pool, tmp_path: Path) -> None:
+def test_thinning_works_for_training_on_two_ranks(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(2, train, tmp_path / "store")
     thin_all(casckpt.open(tmp_path / "store"), {"best": "sft@5"})
     for early, written in ranks.run(2, train_on, tmp_path / "store"):

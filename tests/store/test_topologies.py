@@ -1,4 +1,4 @@
-"""Random states saved under any topology load under any other, bit for bit."""
+"""Random states saved under any topology load under any other topology, bit for bit."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def chains(seed: int, count: int) -> list[tuple[int, list[World], World]]:
 
 
 @pytest.mark.parametrize("number", range(CHAINS))
-def test_any_world_size_loads_checkpoints_of_others(
+def test_any_world_size_loads_checkpoints_saved_with_other_sizes(
     ranks: Pool, tmp_path: Path, seed: int, full: bool, number: int
 ) -> None:
     for lap, (state, savers, loader) in enumerate(chains(seed, FULL_CHAINS // CHAINS if full else 1)):
@@ -105,7 +105,7 @@ def save_models(rank: int, size: int, path: Path, seed: int) -> None:
 
 
 def load_models(rank: int, size: int, path: Path, seed: int, count: int) -> list[tuple[str, str]]:
-    """Pairs that are not as they should be. ``count``: how many others each loads: those behind it in the list."""
+    """Pairs with a wrong result. ``count``: how many others each one loads, namely those after it in the list."""
     store, wrong = casckpt.open(path), []
     for name in NAMES:
         if TOPOLOGIES[name][0] != size:
@@ -124,10 +124,10 @@ def run_of(topology: str) -> str:
     return topology.replace(" ", "-").replace("+", "and")
 
 
-def test_every_kind_of_parallel_model_loads_checkpoints_of_others(
+def test_every_kind_of_parallel_model_loads_checkpoints_of_other_kinds(
     ranks: Pool, tmp_path: Path, seed: int, full: bool
 ) -> None:
-    """By default of three others."""
+    """By default, each loads three others."""
     small_folder(tmp_path / "store")
     sizes = sorted({TOPOLOGIES[name][0] for name in NAMES})
     for size in sizes:

@@ -1,4 +1,4 @@
-"""Watches: yielded checkpoints load while other processes write."""
+"""Watches: yielded checkpoints can be loaded while other processes write."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_store_created_later_is_watched(store: casckpt.Store, store_path: Path
         {"after": 1.5},
     ],
 )
-def test_contradictory_arguments_are_refused_at_once(wrong: dict[str, Any]) -> None:
+def test_contradictory_arguments_are_refused_immediately(wrong: dict[str, Any]) -> None:
     store = small()
     with pytest.raises(InvalidInput):
         store.watch("run", **wrong)
@@ -87,7 +87,7 @@ def test_contradictory_arguments_are_refused_at_once(wrong: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("commits", [60, pytest.param(1000, marks=pytest.mark.soak)])
-def test_each_commit_of_four_processes_is_yielded_once(tmp_path: Path, commits: int) -> None:
+def test_each_commit_from_four_processes_is_yielded_once(tmp_path: Path, commits: int) -> None:
     storage, polls = LocalStore(tmp_path / "store"), list[float]()
 
     def sleep(seconds: float) -> None:

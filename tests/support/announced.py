@@ -23,7 +23,7 @@ def undecided(repo: Repository) -> list[tuple[str, int]]:
 
 
 def untold(repo: Repository) -> list[tuple[str, int]]:
-    """Return (txid, number) of the last record of each log that no announcement names."""
+    """Return (txid, number) of the last record in each log that no announcement mentions."""
     told = {(txid, number) for _, some in announcements(repo) for txid, number in some}
     listed = list_commits(repo).commits
     return sorted(

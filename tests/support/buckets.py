@@ -17,7 +17,7 @@ from tests.support.servers import Server
 
 
 def state(step: int) -> dict[str, Any]:
-    """Several blobs. Some of them are equal to those of the previous step."""
+    """Several blobs, some of which are identical to those of the previous step."""
     return {"kept": cells(40, seed=1), "new": cells(40, seed=step)}
 
 

@@ -1,5 +1,4 @@
-"""Checkpoints with real blobs and extents, made of numpy arrays without torch. They are stored as a save stores
-them."""
+"""Checkpoints with real blobs and extents, made of numpy arrays without torch, stored in the same way as by a save."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ Known = dict[CellDigest, tuple[BlobRef, int]]
 
 
 def array(seed: int, cells: float = 2.0, dtype: str = "float32") -> npt.NDArray[np.generic]:
-    """Random numbers in this many cells. The same seed gives the same bytes."""
+    """Random numbers that fill this many cells. The same seed yields the same bytes."""
     data = np.random.default_rng(seed).bytes(int(cells * CELL))
     return np.frombuffer(data, dtype=dtype)
 
@@ -66,7 +65,7 @@ def save_arrays(
 
 
 def save_parts(repo: Repository, *parts: Arrays, run: str = "run", step: int = 0, **fields: object) -> Commit:
-    """Save a checkpoint of all ``parts``, each in a blob of its own."""
+    """Save a checkpoint of all ``parts``, each in its own blob."""
     uploader, known = repo.new_txid(run, step), Known()
     for arrays in parts:
         ref, places = put_cells(repo, uploader, _new_cells(arrays, {}))
@@ -122,18 +121,18 @@ def is_blob(name: BlobHash, data: Buffer) -> bool:
 
 
 def read_arrays(repo: Repository, commit: Commit, *, but: Collection[str] = ()) -> dict[str, bytes]:
-    """Return the bytes of every tensor except those in ``but``. Each cell is compared with its digest."""
+    """Return the bytes of every tensor except those in ``but``, after comparing each cell with its digest."""
     manifest = manifests.get(repo, commit)
     return {entry.key: _read(repo, manifest, entry) for entry in manifest.entries if entry.key not in but}
 
 
 def content(arrays: Arrays) -> dict[str, bytes]:
-    """Return the value that `read_arrays` gives for ``arrays``."""
+    """Return the value that `read_arrays` returns for ``arrays``."""
     return {name: data.tobytes() for name, data in arrays.items()}
 
 
 def only_blob(repo: Repository, commit: Commit) -> str:
-    """Return the key of the blob that this checkpoint's save wrote."""
+    """Return the key of the blob that the save of this checkpoint wrote."""
     (ref,) = (ref for ref in manifests.get(repo, commit).blobs if ref.uploader == commit.txid)
     return blob_key(ref.uploader, ref.hash)
 

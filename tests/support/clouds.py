@@ -1,7 +1,7 @@
-"""Imitations of the object stores of other clouds, on the loopback interface, where they are installed.
+"""Emulators of other clouds' object stores on the loopback interface, where they are installed.
 
-`tools/setup` installs the one of Google's storage. Azurite, the one of Azure's, is an npm package and must be on the
-PATH.
+`tools/setup` installs the one for Google Cloud Storage. Azurite, the one for Azure, is an npm package and must be on
+the PATH.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ACCOUNT, _KEY = "devstoreaccount1", "Y2Fza3B0LXRlc3Qta2V5LW9mLWF6dXJpdGU="
 
 @dataclass
 class Cloud:
-    """A kind of storage. ``options`` opens a store, ``make`` creates a bucket, ``look`` reads an object."""
+    """A kind of storage. ``options`` open a store, ``make`` creates a bucket, and ``look`` reads an object."""
 
     scheme: str
     options: dict[str, Any]

@@ -39,9 +39,9 @@ def code(
 ) -> Commit:
     """Rewrite a checkpoint: encode the cells of ``keys`` as frames against ``base``.
 
-    A cell that ``base`` does not have gets a frame without a base. An equal cell is reused. A cell that a frame would
-    not shrink stays raw. The rewrite replaces the earlier one: loads do not fall back on it, and the next gc deletes
-    it.
+    A cell that ``base`` does not have gets a frame without a base. An identical cell is reused. A cell that a frame
+    would not shrink stays raw. The rewrite replaces the earlier one: loads do not fall back on it, and the next gc
+    deletes it.
     """
     work = _Coding(store.repository, Stored(store, ref), None if base is None else Stored(store, base), encode)
     made = rewrite(store.repository, work.mine.commit, lambda txid, _: work.save(txid, keys))
@@ -50,7 +50,7 @@ def code(
 
 
 def chain(store: Store, refs: Sequence[str], *, encode: Encode = encode) -> None:
-    """Code each checkpoint against the previous one. The first stays raw."""
+    """Encode each checkpoint against the previous one. The first one remains raw."""
     for base, ref in pairwise(refs):
         code(store, ref, base, encode=encode)
 
@@ -165,7 +165,7 @@ def _are_equal(one: StoredCell, other: StoredCell | None) -> bool:
 
 
 def _numbered(cell: StoredCell, refs: Sequence[BlobRef], numbers: dict[BlobRef, int]) -> StoredCell:
-    """Return the cell with other numbers for its blob and the blobs of its bases."""
+    """Return the cell with different numbers for its blob and for the blobs of its bases."""
 
     def place(one: StoredCell) -> tuple[int, int]:
         return numbers.setdefault(replace(refs[one.blob], worn=False), len(numbers)), one.offset

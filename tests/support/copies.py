@@ -1,4 +1,4 @@
-"""Copies from one repository into another, without tensors."""
+"""Copies from one repository to another, without tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HOURS = itertools.count(1)
 
 
 def chain(repo: Repository, count: int = 4) -> Repository:
-    """Commit run@0 and its successors. Each has a blob of its own and the blobs of its predecessors."""
+    """Commit run@0 and its successors. Each has its own blob and the blobs of its predecessors."""
     arrays, last = {}, None
     for step in range(count):
         arrays[f"t{step}"] = array(step)

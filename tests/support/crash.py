@@ -61,7 +61,7 @@ def _kill_at(step: int) -> None:
 
 
 def _survives(folder: Path, way: Naming, size: int, step: int) -> bool:
-    """Report whether a put that is killed at ``step`` ended before it."""
+    """Report whether a put that should be killed at ``step`` ended before that step."""
     data = content(size, step)
     child = os.fork()
     if child:
@@ -74,7 +74,7 @@ def _survives(folder: Path, way: Naming, size: int, step: int) -> bool:
 
 
 def steps(folder: Path, stride: int) -> None:
-    """Kill a put at each of its steps, or at every ``stride``-th. Each way and size gets other steps."""
+    """Kill a put at each of its steps, or at every ``stride``-th one. The steps differ for each way and size."""
     for number, (way, size) in enumerate(itertools.product(Naming, SIZES)):
         for step in itertools.count(1 + number % stride, stride):
             if _survives(folder, way, size, step):

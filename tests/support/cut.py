@@ -1,4 +1,4 @@
-"""A DTensor made from a tensor that every rank holds whole. Each rank takes its shard without communication."""
+"""A DTensor made from a tensor that every rank holds whole. Each rank extracts its shard without communication."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
 TALKS = "src_data_rank" not in signature(distribute_tensor).parameters
-"""Whether it is a torch before 2.7, which cuts only what one rank sends to the others, and nothing in strides."""
+"""Whether torch is older than 2.7, which splits only what one rank sends to the others and does not support
+strides."""
 
 
 def cut(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:

@@ -54,7 +54,7 @@ def causes(error: CheckpointException) -> dict[int, BaseException]:
 
 
 def failed(call: Callable[[], Any]) -> dict[int, tuple[str, str]]:
-    """Return (type, text) of each failure by rank, in a form that another process can read."""
+    """Return (type, message) of each failure by rank, in a form that a different process can read."""
     return {rank: (type(cause).__name__, str(cause)) for rank, cause in causes(failure(call)).items()}
 
 
@@ -66,7 +66,7 @@ def forget_plans() -> None:
 
 
 def zeros(state: Any) -> Any:
-    """A state of the same form, filled with zeros."""
+    """A state with the same structure, filled with zeros."""
     if isinstance(state, torch.Tensor):
         return torch.zeros_like(state)
     if isinstance(state, dict):

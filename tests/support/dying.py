@@ -1,4 +1,4 @@
-"""A process that dies, or loses an answer, before or after one of its changes to a storage."""
+"""A process that dies or loses a response before or after one of its changes to a storage."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Killed(BaseException):
 
 
 class Dying(FaultyStore):
-    """Fails at change number ``at``. A process that dies there makes no later call.
+    """Fails at change number ``at``. A process that dies there does not make later calls.
 
-    ``beside`` is another storage of the same process. Its changes count together with those of this one.
+    ``beside`` is a second storage of the same process. Its changes count together with those of this one.
     """
 
     def __init__(self, inner: ObjectStore, at: int, way: str, beside: Dying | None = None) -> None:

@@ -1,7 +1,7 @@
-"""The place where the suites of repositories and checkpoints keep their stores: memory, or buckets (``--storage``).
+"""Where the repository and checkpoint test suites keep their stores: in memory or in buckets (``--storage``).
 
-The suites compare exact numbers of requests. So a bucket has the same traits here as memory: exclusive create is known
-to work, and reads never bridge a gap.
+The suites compare exact numbers of requests. Therefore, a bucket has the same traits here as memory: exclusive create
+is known to work, and reads never bridge a gap.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SUITES: Final = {
     "store": ("damage", "faults", "opening", "roundtrip"),
 }
 MODULES: Final = {f"tests/{folder}/test_{name}.py" for folder, names in _SUITES.items() for name in names}
-"""The suites that make their stores by `tests.support.repositories.memory`."""
+"""The suites that create their stores with `tests.support.repositories.memory`."""
 
 _STORES = itertools.count()
 _places: list[tuple[str, Server]] = []
@@ -47,7 +47,7 @@ class Far(RemoteStore):
 
 
 class Near(RemoteStore):
-    """The same, for tests that depend on the place: grace periods of gc, intervals of polling."""
+    """The same for tests that depend on the location, such as those of gc grace periods and polling intervals."""
 
     @property
     def traits(self) -> Traits:

@@ -1,4 +1,4 @@
-"""A storage in memory that reports itself as remote, and counts requests."""
+"""An in-memory storage that reports itself as remote and counts requests."""
 
 from __future__ import annotations
 

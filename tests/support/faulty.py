@@ -1,4 +1,4 @@
-"""A wrapper of a storage that fails on demand. A test chooses faults by method and count.
+"""A storage wrapper that fails on demand. A test chooses the faults by method and count.
 
 ::
 
@@ -45,7 +45,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Fault:
-    """Affects calls ``at`` to ``at + times - 1`` (from 1) of ``method`` among those whose key matches ``key``."""
+    """Affects calls ``at`` to ``at + times - 1`` (from 1) of ``method``, among those whose key matches ``key``."""
 
     method: str
     kind: Kind
@@ -105,7 +105,7 @@ class FaultyStore:
         return FaultyStore, (self.inner, [fault for fault, _ in self._plan])
 
     def inject(self, *faults: Fault) -> None:
-        """Add faults. They count from now."""
+        """Add faults, whose calls are counted from now on."""
         with self._lock:
             self._plan += [(fault, [0]) for fault in faults]
 

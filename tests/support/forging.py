@@ -1,4 +1,4 @@
-"""Manifests that are changed and encoded again with correct hashes, and records that name wrong manifests."""
+"""Manifests that are changed and re-encoded with correct hashes, and records that name the wrong manifests."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Parts:
     pieces: dict[str, list[bytes]]
 
     def put_together(self) -> Encoded:
-        """Encode the manifest again."""
+        """Re-encode the manifest."""
         tables = {"objects": (self.index, "data"), "cells": (self.index, "cells"), "rows": (self.places, "rows")}
         sections: dict[str, bytes] = {}
         for name, (where, field) in tables.items():
@@ -146,7 +146,7 @@ def passed_off(store: Store, to: str, of: str) -> None:
 
 
 def gone_to(store: Store, to: str, of: str, **fields: object) -> None:
-    """Let the record of ``to`` name the checkpoint ``of`` and its manifest."""
+    """Make the record of ``to`` name the checkpoint ``of`` and its manifest."""
     mine, theirs = (store.get(ref).commit.committed for ref in (to, of))
     manifest = store.repository.storage.get(manifest_key(theirs.txid, theirs.manifest), limit=1 << 30)
     named = fields.get("manifest", theirs.manifest)

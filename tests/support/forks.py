@@ -1,5 +1,7 @@
-"""A forked child of the test process, like a worker of a data loader. It has the parent's memory and no other
-thread."""
+"""A forked child of the test process, like a data loader worker.
+
+It has the parent's memory but none of its threads.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ _SECONDS = 60  # after which a hanging child is killed and the test fails
 
 @contextmanager
 def forked(call: Callable[[], object]) -> Iterator[None]:
-    """Run the body beside a forked child. Afterwards the child makes ``call``, which must neither raise nor hang."""
+    """Run the with block alongside a forked child.
+
+    The child then makes ``call``, which must neither raise nor hang.
+    """
     hold, let_go = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # about forks of a process with threads

@@ -1,7 +1,7 @@
 """The store in tests/data/frozen_store. One version wrote it. Every later version reads it, saves to it and prunes it.
 
-``python -m tests.support.frozen_store FOLDER`` made it. Do not write it again: it would then test nothing. Add another
-store when a later version writes something new. ``python -m tests.support.frozen_store FOLDER coded`` made
+``python -m tests.support.frozen_store FOLDER`` made it. Do not regenerate it, because it would then not test anything.
+Add a new store when a later version writes something new. ``python -m tests.support.frozen_store FOLDER coded`` made
 tests/data/frozen_store_coded, whose cells are stored as frames.
 """
 
@@ -20,7 +20,7 @@ import torch
 
 import casckpt
 
-_BEGIN = 1_767_225_600_000_000  # 2026-01-01, in microseconds: the tag with an end has expired for all readers
+_BEGIN = 1_767_225_600_000_000  # 2026-01-01, in microseconds: the expiring tag has expired for all readers
 MIRROR = "memory://frozen-mirror"
 CELL, BLOB = 4096, 65536
 NAMES = "abcdefgh"
@@ -71,8 +71,10 @@ def kinds() -> dict[str, Any]:
 
 
 def train(step: int) -> dict[str, Any]:
-    """Return eight tensors. Step 2 changes more than half, which makes the blob of step 1 worn. Later steps change
-    one."""
+    """Return eight tensors. Step 2 changes more than half of them, which makes step 1's blob worn.
+
+    Later steps change one.
+    """
     new = {name: 2 if place < 5 else 1 for place, name in enumerate(NAMES)} if step > 1 else dict.fromkeys(NAMES, 1)
     new |= {NAMES[later - 3]: later for later in range(3, step + 1)}
     return {
@@ -82,7 +84,7 @@ def train(step: int) -> dict[str, Any]:
 
 
 def moved(step: int) -> dict[str, Any]:
-    """Return a tensor that stays and one that changes."""
+    """Return a tensor that never changes and one that does."""
     return {"stays": of_dtype(torch.int16, (4096,), 60), "goes": of_dtype(torch.int16, (4096,), 60 + step)}
 
 
@@ -92,7 +94,7 @@ def hurt() -> dict[str, Any]:
 
 
 def coded(step: int) -> dict[str, Any]:
-    """Return floats that change a little, much or wholly at each step, and values that are never coded."""
+    """Return floats that change slightly, much or completely at each step, and values that are never encoded."""
     few = pattern(20_000, 80).view(torch.int16) % 512 + 0x3F00
     for later in range(2, step + 1):
         few[later :: 60 * later] += later - 3
@@ -163,7 +165,7 @@ def make_coded(folder: Path) -> None:
 
 
 def _move(store: casckpt.Store, folder: Path) -> None:
-    """Damage a byte in the blob of moved@1 that only the purged step needs. So moved@2 is rewritten."""
+    """Damage a byte in the blob of moved@1 that only the purged step needs, which causes moved@2 to be rewritten."""
     store.forget("moved@1")
     store.gc(min_age=0, run="moved")
     _flip(folder, moved(1)["goes"])

@@ -1,4 +1,4 @@
-"""Randomly changed inputs of importers. An import of any input succeeds or raises an error of casckpt.
+"""Randomly changed importer inputs. Importing any input either succeeds or raises a casckpt error.
 
 ``python -m tests.support.fuzz KIND COUNT SEED`` imports COUNT changed inputs of one kind, with 1 GiB of memory. It
 prints the outcomes as JSON: counts by the name of the error, or "ok". It stops with a traceback and keeps the input if
@@ -36,7 +36,7 @@ sung: list[str] = []
 
 
 def sing(note: str) -> str:
-    """A function that no import may call."""
+    """A function that imports must never call."""
     sung.append(note)
     return note
 
@@ -130,7 +130,7 @@ KINDS: Final[dict[str, Callable[[Path, Any], Path]]] = {
     "safetensors": _safetensors, "hugging-face": _hugging_face, "parts": _parts, "dcp": _dcp, "torch-zip": _zip,
     "torch-legacy": _legacy, "olmo": _olmo, "olmo-trainer": _olmo_trainer, "torch-dist": _torch_dist,
 }  # fmt: skip
-"""What makes each kind of input in an empty folder; the path to import."""
+"""For each kind of input, what creates it in an empty folder, and the path to import."""
 
 
 # ways to change inputs
@@ -144,8 +144,7 @@ _ODD = (
 
 
 def bent(data: bytes, random: Random) -> bytes:
-    """Change one to four places of the bytes: half the time near the beginning, and half the time at the same
-    length."""
+    """Change one to four positions: half the time near the beginning, and half the time without a new length."""
     same_length, near = random.random() < 0.5, random.random() < 0.5
     for _ in range(random.choice((1, 1, 1, 2, 4))):
         at = random.randrange(min(len(data), 2000) + 1 if near else len(data) + 1)
@@ -168,7 +167,7 @@ def _changed(data: bytes, at: int, how: int, random: Random) -> bytes:
 
 
 class Bender:
-    """Changed inputs of one kind, one after the other, in ``folder``. An input that fails the test stays there."""
+    """Changed inputs of one kind, one after the other, in ``folder``. An input that fails the test is left there."""
 
     def __init__(self, kind: str, folder: Path, seed: int) -> None:
         self._kind = kind
@@ -186,7 +185,7 @@ class Bender:
         return given, {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
     def outcomes(self, count: int) -> Counter[str]:
-        """Count the outcomes of this many imports: "ok" or the name of an error of casckpt. Raise anything else."""
+        """Count the outcomes of this many imports: "ok" or the name of a casckpt error. Any other error is raised."""
         return Counter(self._one() for _ in range(count))
 
     def _one(self) -> str:
@@ -196,7 +195,7 @@ class Bender:
             path = self._place / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(bent(data, self._random) if name in chosen else data)
-        sung.clear()  # the making of an input may call it
+        sung.clear()  # creating an input may call it
         self._step += 1
         tally(f"bent input: {self._kind}")
         outcome = self._imported(self._place / given)
@@ -215,7 +214,7 @@ class Bender:
 
 
 def bound_memory(nbytes: int) -> None:
-    """Limit this process to this much address space beyond its present size."""
+    """Limit this process to this much address space beyond its current size."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + nbytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

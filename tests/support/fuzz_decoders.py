@@ -1,7 +1,7 @@
-"""Decoders of stored data with changed bytes. Each returns a value or raises an error of casckpt.
+"""Decoders of stored data with changed bytes. Each decoder returns a value or raises a casckpt error.
 
-Where a hash protects the bytes, the test corrects the hash, as an attacker with write access would. So the bytes reach
-the decoder.
+Where a hash protects the bytes, the test corrects the hash, as an attacker with write access would. As a result, the
+bytes reach the decoder.
 
 ``python -m tests.support.fuzz_decoders KIND COUNT SEED`` decodes COUNT changed inputs, with 256 MiB of memory.
 `tests.support.fuzz_guided` lets atheris choose inputs by coverage.
@@ -37,7 +37,7 @@ DATA: Final = Path(__file__).resolve().parents[1] / "data"
 STORES: Final = (DATA / "frozen_store", DATA / "frozen_store_coded")
 MEMORY: Final = 256 << 20
 MOST: Final = 1 << 16
-"""Bytes of a seed, at most: thousands of them are bent."""
+"""The maximum size of a seed in bytes, because thousands of them are modified."""
 _VALUES: Final = (
     None, True, -7, 2**70, 1.5, "text\ud800", b"bytes", [1, [2, (3, {4})]], {"a": {1: 2.0, (1, "b"): None}}, 3 + 4j,
     datetime(2026, 1, 1, tzinfo=UTC), timedelta(1), Path("a/b"), np.arange(6, dtype=">i2").reshape(2, 3), range(3),
@@ -117,7 +117,7 @@ def _manifests() -> list[manifest.Manifest]:
 
 
 def seeds(kind: str) -> list[bytes]:
-    """The inputs that are changed: data of the frozen stores, and finds of atheris."""
+    """The inputs to change: data from the frozen stores, and inputs found by atheris."""
     return stored(kind) + [path.read_bytes() for path in sorted((DATA / "fuzz" / kind).glob("*"))]
 
 
@@ -159,7 +159,7 @@ def _stored_frames() -> Iterator[bytes]:
 
 
 def bend(kind: str, count: int, seed: int) -> int:
-    """Decode this many changed inputs. Return how many were valid. Raise anything but an error of casckpt."""
+    """Decode this many changed inputs. Return how many were valid. Errors other than casckpt errors are raised."""
     random, given = Random(f"{kind} {seed}"), seeds(kind)
     decoded = 0
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Inputs of decoders, chosen by coverage: ``python -m tests.support.fuzz_guided KIND COUNT SEED CORPUS``.
+"""Decoder inputs, chosen by coverage: ``python -m tests.support.fuzz_guided KIND COUNT SEED CORPUS``.
 
 It needs atheris (`pip install atheris`), which the tests do not install. The folder CORPUS keeps every input that
 reaches new code. The smallest of them are in tests/data/fuzz, where all fuzzing starts.
@@ -16,7 +16,7 @@ with atheris.instrument_imports(include=["casckpt"]):
 
 
 def main(kind: str, count: int, seed: int, corpus: Path) -> None:
-    """Run until an error that is not casckpt's, or until COUNT inputs."""
+    """Run until an error other than a casckpt error occurs, or until COUNT inputs have been decoded."""
     corpus.mkdir(parents=True, exist_ok=True)
     for number, data in enumerate(seeds(kind)):
         (corpus / f"seed-{number}").write_bytes(data)

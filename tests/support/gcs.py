@@ -1,4 +1,4 @@
-"""Runs of gc on repositories without tensors."""
+"""Runs gc on repositories without tensors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def collect(
     dry_run: bool = False,
     **options: Any,
 ) -> GcResult:
-    """Run a whole gc. It purges at once unless ``min_age`` is given (None: the store's)."""
+    """Run a whole gc. It purges immediately unless ``min_age`` is passed (None: the store's setting)."""
     plan = plan_gc(repo, policy, run=run, min_age=min_age)
     return preview(repo, plan) if dry_run else execute(repo, plan, **options)
 

@@ -47,7 +47,7 @@ def boxes(draw: st.DrawFn, shape: Shape) -> Box:
 
 @st.composite
 def regions(draw: st.DrawFn, shape: Shape) -> Region:
-    """A region inside a tensor: a box, or a part of a box."""
+    """A region inside a tensor: a box or part of a box."""
     box = draw(boxes(shape))
     if draw(st.booleans()):
         return Region(box, 0, box.numel)
@@ -57,7 +57,7 @@ def regions(draw: st.DrawFn, shape: Shape) -> Region:
 
 @st.composite
 def partitions(draw: st.DrawFn, shape: Shape) -> list[Region]:
-    """Disjoint regions that cover a tensor: boxes cut repeatedly, some of them into flat ranges."""
+    """Disjoint regions that cover a tensor: boxes that are split repeatedly, some of them into flat ranges."""
     parts = [full_box(shape)]
     for _ in range(draw(st.integers(0, 4))):
         number = draw(st.integers(0, len(parts) - 1))
@@ -80,7 +80,7 @@ def _split(box: Box, dim: int, at: int) -> list[Box]:
 
 
 def digest(region: Region, version: int = 0) -> CellDigest:
-    """A fake digest of a region's bytes. Each version has another one."""
+    """A fake digest of a region's bytes. It differs for each version."""
     return CellDigest(hashlib.sha256(f"{region}{version}".encode()).digest())
 
 
@@ -93,7 +93,7 @@ def stored_cell(region: Region, blob: int, offset: int, nbytes: int, digest: Cel
 
 
 def table_of(shape: Shape, cell: int, cells: Sequence[Region], *, itemsize: int = 2, per_blob: int = 7) -> ExtentTable:
-    """A table of these cells as a save places them: in order, with a new blob now and then."""
+    """A table of these cells as a save would place them: in order, with a new blob from time to time."""
     places, offset = [], 4096
     for number, region in enumerate(cells):
         if number % per_blob == 0:
@@ -159,7 +159,7 @@ def cases(draw: st.DrawFn, *, coded: bool = True) -> Case:
 
 @st.composite
 def _placed_cells(draw: st.DrawFn, region: Region, itemsize: int, ends: list[int], coded: bool) -> StoredCell:
-    """A cell after the present ``ends`` of the blobs. Some cells are frames, with or without bases."""
+    """A cell after the current ``ends`` of the blobs. Some cells are frames, with or without bases."""
     nbytes = region.numel * itemsize
     made: StoredCell | None = None
     links = draw(st.sampled_from([0, 0, 0, 1, 2, 3, MAX_LINKS])) if coded else 0

@@ -1,6 +1,6 @@
 """A GPT-like model and its optimizer as Megatron-style sharded state dicts, for any parallel configuration.
 
-All numbers come from the same global tensors. So the expected state of a rank after a load can be built as well.
+All values come from the same global tensors, so the expected state of a rank after a load can be computed as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ Offsets = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True)
 class Topology:
-    """Sizes of tensor, pipeline and data parallelism. ``cut`` (0 to 1): an extra cut of flat optimizer state."""
+    """Sizes of tensor, pipeline and data parallelism.
+
+    ``cut`` (0 to 1): an additional split of flat optimizer state.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -123,7 +126,7 @@ def model(rank: Rank, name: str, dtype: torch.dtype = torch.bfloat16, prefix: st
 
 
 def flat(rank: Rank, name: str, prefix: str) -> dict[str, Any]:
-    """The same as a distributed optimizer holds it: each rank has a part of each flattened local tensor."""
+    """The same as a distributed optimizer holds it: each rank has part of each flattened local tensor."""
     state = {}
     for key, value in model(replace(rank, dp=0), name, torch.float32, prefix).items():
         if megatron.is_main_replica(value.replica_id):
@@ -181,7 +184,7 @@ def expected(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def emptied(state: dict[str, Any]) -> dict[str, Any]:
-    """A template: tensors of other numbers, objects without data, other plain values."""
+    """A template: tensors with different values, objects without data, and different plain values."""
 
     def empty(leaf: Any) -> Any:
         if isinstance(leaf, megatron.ShardedObject):

@@ -1,4 +1,4 @@
-"""Checks whether autograd notices a write into a tensor."""
+"""Checks whether autograd detects a write into a tensor."""
 
 from __future__ import annotations
 

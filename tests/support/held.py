@@ -1,4 +1,4 @@
-"""The memory that this process keeps for its next saves."""
+"""Measures the memory that this process keeps for later saves."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Advice in messages: the places where casckpt gives it, and the tests that follow it.
+"""Advice in messages: where casckpt gives it, and which tests follow it.
 
 A hint is a message, or a part of one, that names an argument, a command, an option, a setting or a call. `hints` finds
 hints in the source. A test in `tests.hints` triggers a hint, does what it says, and checks the result::
 
     @follows("history/transactions.py:begin_save", "overwrite it")
-    def test_a_step_that_exists_is_overwritten(store, messages):
+    def test_an_existing_step_is_overwritten(store, messages):
         store.save({"x": 1}, run="a", step=1)
         with messages.error() as advice:  # the error of that function, with that text
             store.save({"x": 2}, run="a", step=1)
@@ -27,7 +27,7 @@ from casckpt.cli.main import command_modules
 
 PACKAGE: Final = Path(__file__).resolve().parent.parent.parent / "casckpt"
 HOLE: Final = "…"
-"""Stands for a value in the text of a hint."""
+"""Stands for a value in a hint's text."""
 
 _COMMANDS: Final = "|".join(sorted(command_modules()))
 _IDENTIFIER: Final = r"\b[a-z]+(?:_[a-z]+)+\b"
@@ -50,14 +50,16 @@ _ADVICE: Final = tuple(
 )
 _LOGS: Final = re.compile(r"(?:_?log\w*|warnings)\.(?:warn|warning|error)\b")
 _PAGES: Final = ("frontends/report/", "frontends/serve/app.py")
-"""Of HTML, which is no message."""
+"""Marks HTML, which is not a message."""
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
 
 class Hint(NamedTuple):
-    """``where``: module and function, such as "store/store.py:Store.save". ``kind``: raise, log, or part of a
-    message."""
+    """``where``: module and function, such as "store/store.py:Store.save".
+
+    ``kind``: raise, log, or part of a message.
+    """
 
     where: str
     text: str
@@ -85,7 +87,7 @@ def hints_in(module: str, source: str) -> Iterator[Hint]:
 
 
 def is_advice(text: str) -> bool:
-    """Report whether a message advises more than another value of an argument (``jobs=0 is not usable; give 1``)."""
+    """Report whether a message advises more than a different argument value (``jobs=0 is not usable; give 1``)."""
     return " " in text and any(pattern.search(re.sub(r"^[a-z_]+=…", "", text)) for pattern in _ADVICE)
 
 
@@ -166,7 +168,7 @@ def follows(where: str, text: str) -> Callable[[Test], Test]:
 
 
 class Advice:
-    """A message, for a test that follows it. Each method fails if the message lacks the requested part."""
+    """A message for a test to follow. Each method fails if the message does not have the requested part."""
 
     def __init__(self, message: str = "") -> None:
         self.message = message
@@ -215,8 +217,10 @@ class Messages:
 
     @contextmanager
     def error(self, kind: type[BaseException] | tuple[type[BaseException], ...] | None = None) -> Iterator[Advice]:
-        """Catch the error of the block. It must contain the text of a case, and come from the case's function if that
-        raises."""
+        """Catch the block's error.
+
+        It must contain a case's text, and come from the case's function if that function raises it.
+        """
         from casckpt.errors import CasckptError
 
         advice = Advice()
@@ -236,13 +240,13 @@ class Messages:
         self._take(advice)
 
     def text(self, message: object) -> Advice:
-        """Take a message that appeared elsewhere: on a rank, or in the output of a command."""
+        """Accept a message that appeared elsewhere: on a rank or in a command's output."""
         advice = Advice(str(message))
         self._take(advice)
         return advice
 
     def check(self) -> None:
-        """Fail if a case did not occur, or the test did not follow an advice."""
+        """Fail if a case did not occur or if the test did not follow some advice."""
         assert self._met == set(self._cases), f"not met: {set(self._cases) - self._met}"
         assert all(advice.followed for advice in self._advice), [
             one.message for one in self._advice if not one.followed

@@ -1,4 +1,4 @@
-"""Servers that never finish an answer: silent ones, ones that answer only "100 Continue", slow ones, and endless ones.
+"""Servers that never finish a response: silent, slow and endless ones, and ones that answer only "100 Continue".
 
 ::
 
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-_DROP = 0.02  # seconds between two bytes of a slow answer
+_DROP = 0.02  # seconds between two bytes of a slow response
 _LONG = b"X-Filler: " + b"y" * 4000 + b"\r\n"
 _CHUNK = b"10000\r\n" + b"<a href='x'>" * 5461 + b"abcd" + b"\r\n"
 
@@ -37,7 +37,7 @@ class Hostility(enum.Enum):
 
 @dataclass
 class Hostile:
-    """A server, as a context manager. ``status``: the start of its answers."""
+    """A server, as a context manager. ``status``: the start of its responses."""
 
     hostility: Hostility
     status: str = "200 OK"

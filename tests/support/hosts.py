@@ -47,7 +47,10 @@ def old_txid(draw: random.Random, run: str, step: int) -> TxId:
 
 
 class Hosts:
-    """Hosts with different clocks that save, copy, forget and list. One of them forgets its memory between listings."""
+    """Hosts with different clocks that save, copy, forget and list.
+
+    One of them clears its in-memory caches between listings.
+    """
 
     def __init__(self, folder: Path, storage: ObjectStore, draw: random.Random) -> None:
         self.folder, self.storage, self.draw = folder, storage, draw
@@ -90,7 +93,7 @@ class Hosts:
                 return
 
     def announce(self) -> None:
-        """Announce the coming commit of a save in progress."""
+        """Announce the upcoming commit of a save in progress."""
         if self.open:
             repo, save = self.draw.choice(self.open)
             announce(repo, [(save.txid, 0)])
@@ -101,7 +104,7 @@ class Hosts:
 
 
 class Meddled(FaultyStore):
-    """Now and then, runs another action before a call."""
+    """Occasionally runs a different action before a call."""
 
     def __init__(self, inner: ObjectStore, hosts: Hosts) -> None:
         super().__init__(inner)

@@ -6,5 +6,5 @@ import re
 
 
 def named(value: object) -> str:
-    """Return a short text of a value without object addresses. All xdist workers must agree on names."""
+    """Return a short string for a value, without object addresses, because all xdist workers must agree on names."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))[:60]

@@ -1,4 +1,4 @@
-"""Saves that are killed, and saves beside a gc, in processes forked from one that has imported torch.
+"""Saves that are killed, and saves during a gc, in processes forked from one that has imported torch.
 
 ``python -m tests.support.killed_saves sweep FOLDER POINTS SEED`` copies a store with one checkpoint for each point, and
 kills the save of a second one there: at storage calls, at system calls, at random times. ``... race FOLDER SAVES`` runs
@@ -42,8 +42,7 @@ WAYS = ("calls", "syscalls", "timed")
 
 
 def state(step: int) -> dict[str, Any]:
-    """Between two steps some tensors are equal, some are coded against the old ones, and some are new. It has several
-    blobs."""
+    """Several blobs. From one step to the next, tensors are identical, encoded against the old ones, or new."""
     return {
         "kept": cells(30, seed=1),
         "new": cells(30, seed=step),
@@ -53,7 +52,7 @@ def state(step: int) -> dict[str, Any]:
 
 
 def open_folder(folder: Path, storage: Any = None) -> Store:
-    """Open the store of a point. Its catalogue lies beside it."""
+    """Open the store of a point. Its catalogue is next to it."""
     store = Store(Repository(storage or LocalStore(folder / "store"), folder / "cache"))
     store.create(cell_bytes=CELL, blob_bytes=64 << 10)
     return store
@@ -136,7 +135,10 @@ def forked(call: Callable[[], object]) -> int:
 
 
 def side_by_side(calls: Sequence[Callable[[], object]], at_once: int) -> bool:
-    """Make calls in as many children at once. Report whether all succeeded. One worker needs no child."""
+    """Make each call in its own child, concurrently. Report whether all succeeded.
+
+    One worker does not need a child.
+    """
     if at_once == 1:
         for call in calls:
             call()
@@ -198,7 +200,7 @@ def sweep(folder: Path, points: int, seed: int) -> None:
                 raise SystemExit(f"the save at {point.name} failed by itself")
 
 
-# beside a gc
+# during a gc
 
 
 def _write(folder: Path, run: str, saves: int) -> None:
@@ -224,7 +226,7 @@ def _collect(folder: Path, runs: list[str]) -> None:
 
 
 def race(folder: Path, saves: int) -> None:
-    """Run two savers with a gc beside them."""
+    """Run two savers and a gc at the same time."""
     runs = ["a", "b"]
     open_folder(folder)
     calls = [partial(_write, folder, run, saves) for run in runs]
@@ -250,7 +252,7 @@ def needed(store: Store) -> set[str]:
 
 
 def check_clean(store: Store) -> None:
-    """Check that the store holds only needed objects."""
+    """Check that the store contains only needed objects."""
     keys = {entry.key for entry in store.repository.storage.list("")}
     assert undecided(store.repository) == []
     assert {key for key in keys if key.startswith("objects/")} == needed(store)

@@ -26,7 +26,7 @@ DROP = "optim.*"
 
 
 def state(step: int) -> dict[str, Any]:
-    """The optimizer is large enough for blobs of its own."""
+    """The optimizer is large enough to have its own blobs."""
     return {
         "model": {"emb": cells(20, seed=1), "head": cells(9, seed=step)},
         "optim": {"m": cells(260, seed=50 + step)},

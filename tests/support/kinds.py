@@ -1,4 +1,4 @@
-"""The resources that a test needs, found from the code that it reaches: ranks, servers, other processes.
+"""Finds the resources that a test needs from the code that it reaches: ranks, servers, other processes.
 
 `tests.conftest` marks each test with its `kinds_of`. A test without a kind is plain, and `on_its_own` enforces that.
 """
@@ -116,7 +116,7 @@ def _words(function: FunctionType) -> Words:
 
 @contextmanager
 def on_its_own(item: pytest.Item) -> Iterator[None]:
-    """Inside, a started process is an error: `kinds_of` does not find it."""
+    """Inside the block, starting a process is an error, because `kinds_of` has not found it."""
     _own.append(item.nodeid)
     try:
         yield

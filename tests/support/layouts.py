@@ -1,4 +1,4 @@
-"""Random layouts of tensors over ranks, as DTensors that describe themselves. numpy cuts their local data."""
+"""Random layouts of tensors across ranks, as DTensors that describe themselves. numpy splits their local data."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ WAYS: list[Callable[..., Any]] = [by_local, by_itself, by_class, wrapped]
 
 
 def draw(rng: Random, ranks: int) -> Layout:
-    """Draw a layout over this many ranks."""
+    """Draw a random layout over this many ranks."""
     kind = rng.choice(list(KINDS))
     shape = tuple(rng.randint(1, 9) for _ in range(2 if kind in {"boxes", "columns and rows"} else rng.randint(1, 3)))
     held, stacked = KINDS[kind](rng, shape, ranks)
@@ -129,7 +129,7 @@ def draw(rng: Random, ranks: int) -> Layout:
 
 
 def _cuts(rng: Random, extent: int, count: int) -> list[tuple[int, int]]:
-    """Cut [0, extent) into this many ranges. Some may be empty."""
+    """Split [0, extent) into this many ranges, some of which may be empty."""
     at = [0, *sorted(rng.randint(0, extent) for _ in range(count - 1)), extent]
     return [(a, b - a) for a, b in pairwise(at)]
 
@@ -153,7 +153,7 @@ def _uneven(rng: Random, shape: Shape, ranks: int) -> Held:
 
 
 def _another_order(rng: Random, shape: Shape, ranks: int) -> Held:
-    """torch's even sizes, assigned to ranks in another order."""
+    """torch's even sizes, assigned to ranks in a different order."""
     found = _rows(shape, _even(shape[0], ranks))
     rng.shuffle(found)
     return found, True

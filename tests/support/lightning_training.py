@@ -1,4 +1,4 @@
-"""A training with Lightning that tests save and resume."""
+"""A Lightning training run that tests save and resume."""
 
 # ruff: noqa: E402 - optional packages are imported first
 
@@ -45,7 +45,7 @@ class Model(LightningModule):
 
 
 class Losses(Callback):
-    """Records all losses to the bit. Each step draws from a seed of its own."""
+    """Records all losses bit for bit. Each step has its own seed."""
 
     def __init__(self) -> None:
         self.found: dict[int, str] = {}

@@ -18,12 +18,12 @@ KEY = "objects/x/a"
 
 
 def lacking(*args: object) -> Any:
-    """Replaces a system call that the platform lacks."""
+    """Replaces a system call that the platform does not support."""
     raise syscalls.Lacking
 
 
 def only(way: Naming, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that supports nothing better than ``way``."""
+    """A file system that supports no better way of naming files than ``way``."""
     if way > Naming.UNNAMED:
         monkeypatch.setattr(syscalls, "open_unnamed", lacking)
     if way > Naming.LINK:
@@ -31,7 +31,7 @@ def only(way: Naming, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def failing(call: Callable[..., Any], code: int, *, times: int = 1, after: int = 0) -> Callable[..., Any]:
-    """``call``, but it fails ``times`` times from the call ``after`` on."""
+    """``call``, except that it fails ``times`` times, starting with call number ``after``."""
     calls = iter(range(10**6))
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""A real training loop over ranks: FSDP2, dropout, a scheduler, a stateful data loader, and a diary.
+"""A real training loop on several ranks: FSDP2, dropout, a scheduler, a stateful data loader, and a diary.
 
-The checkpoint alone determines the training: the same steps from the same checkpoint give the same bits.
+The checkpoint alone determines the training: the same steps from the same checkpoint yield the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SAMPLES, GLOBAL_BATCH, FEATURES = 120, 12, 16
 
 
 class Loader:
-    """Samples in a separate order for each epoch. Any number of ranks shares each batch."""
+    """Samples in a different order in each epoch. Any number of ranks can share each batch."""
 
     def __init__(self) -> None:
         self._drawn = torch.Generator().manual_seed(5)
@@ -102,7 +102,7 @@ def train_on(rank: int, size: int, plan: Plan) -> int:
 
 @contextmanager
 def killed_after(seconds: float | None) -> Iterator[None]:
-    """Inside, this process gets SIGKILL after some time."""
+    """Inside the block, this process gets SIGKILL after some time."""
     timer = threading.Timer(seconds or 0.0, os.kill, (os.getpid(), signal.SIGKILL))
     if seconds is not None:
         timer.start()

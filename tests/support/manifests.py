@@ -28,8 +28,10 @@ def flat_cells(shape: Shape, ends: Sequence[int]) -> list[Region]:
 def manifest(
     tensors: Mapping[str, tuple[str, int, Shape, Sequence[tuple[Region, bytes]]]], *, worn: bool = False
 ) -> Manifest:
-    """Make a manifest from each key's dtype, element size, shape and cells with digests. All cells are in one new
-    blob."""
+    """Make a manifest from each key's dtype, element size, shape and cells with digests.
+
+    All cells are in one new blob.
+    """
     streams, end = {}, CELL
     for key, (dtype, itemsize, shape, cells) in tensors.items():
         places = []

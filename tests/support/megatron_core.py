@@ -24,7 +24,7 @@ VERSION = Version(version("megatron-core"))
 
 
 def since(wanted: str, what: str) -> pytest.MarkDecorator:
-    """Skip a test of a later Megatron-core than the installed one."""
+    """Skip a test that requires a later Megatron-core than the installed one."""
     return pytest.mark.skipif(Version(wanted) > VERSION, reason=f"{what} came with Megatron-core {wanted}")
 
 
@@ -44,7 +44,7 @@ def module(name: str) -> Any:
 
 
 def theirs(state: Any) -> Any:
-    """Return a sharded state dict with objects of Megatron-core in place of ours."""
+    """Return a sharded state dict with Megatron-core objects in place of ours."""
     mapping = core(".mapping")
 
     def converted(leaf: Any) -> Any:
@@ -62,7 +62,7 @@ def theirs(state: Any) -> Any:
 
 @contextmanager
 def without_cuda() -> Iterator[None]:
-    """Let code of Megatron-core run that needs a GPU or creates a number on one."""
+    """Make Megatron-core code work that needs a GPU or creates a number on one."""
     with (
         patch.object(torch.cuda, "synchronize", lambda *_: None),
         patch.object(torch.cuda, "current_device", lambda: "cpu"),

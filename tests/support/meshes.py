@@ -1,4 +1,4 @@
-"""A small model distributed over ranks in several ways, and the differences between two of its states."""
+"""A small model distributed across ranks in several ways, and the differences between two of its states."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Runs the blocks of Python and console commands of a page of the documentation, in order.
+"""Runs the Python blocks and console commands of a documentation page in order.
 
-The test runs exactly the text that a reader sees. A page's blocks share one folder, and its Python blocks share one
-namespace.
+The test runs exactly what a reader sees. A page's blocks share one folder, and its Python blocks share one namespace.
 
 - ``python``: runs in this process. After a line ``<!-- ranks: 2 -->`` it runs on that many ranks of a process group, by
   itself.

@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 
 class Stack(nn.Module):
-    """Layers of odd sizes, drawn from ``seed``: a frozen one, tied weights, buffers, a weight smaller than the number
+    """Odd-sized layers, drawn from ``seed``: a frozen one, tied weights, buffers, and a weight smaller than the number
     of ranks."""
 
     def __init__(self, seed: int, shape_seed: int | None = None) -> None:
@@ -67,7 +67,7 @@ class Stack(nn.Module):
 
 
 def plain(model: Stack) -> nn.Module:
-    """One rank, or the same model on each of several."""
+    """One rank, or the same model on each of several ranks."""
     return model
 
 
@@ -268,8 +268,10 @@ class Everything:
 
 
 def everything(model: nn.Module, optimizer: Optimizer) -> Everything:
-    """Return everything, gathered by torch. Every rank calls it. Buffers are this rank's, in their original
-    precision."""
+    """Return everything, gathered by torch. Every rank must call this.
+
+    Buffers are this rank's, in their original precision.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tensors = {plain_name(model, key): buffer.detach().clone() for key, buffer in _kept_buffers(model)}

@@ -1,4 +1,4 @@
-"""The memory that a save and a load take beyond the state, measured by the kernel in a separate process.
+"""How much memory a save and a load need beyond the state, measured by the kernel in a separate process.
 
 ``python -m tests.support.peak FOLDER MIB`` prints the peak MiB of a save, a verified load and a read.
 """

@@ -1,4 +1,4 @@
-"""Plain values of every kind, including those that an encoder easily gets wrong."""
+"""Plain values of every kind, including those that are easy to encode incorrectly."""
 
 from __future__ import annotations
 

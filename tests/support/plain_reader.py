@@ -1,4 +1,4 @@
-"""Reads a store in a folder, written from docs/format.md alone. It shares no code with casckpt and needs no torch."""
+"""Reads a store in a folder, written from docs/format.md alone. It does not use casckpt or torch."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ class Store:
         return {(run, step): txid for _, txid, run, step in seen}
 
     def newest_announced(self, run: str) -> str:
-        """Find the newest visible checkpoint by the announcements of the run, newest first. "" means none."""
+        """Find the newest visible checkpoint through the run's announcements, newest first. "": there is none."""
         folder, best, floor = f"runs/{blake3(run.encode()).hexdigest()[:16]}", ("", ""), -1
         folders = self._names(folder, r"\d{6}")
         for key in (f"{six}/{name}" for six in folders for name in self._names(f"{folder}/{six}", r"\d{3}")):
@@ -270,7 +270,7 @@ class Store:
 
 
 def plain(item: Any, parts: dict[int, bytes]) -> Any:
-    """Decode plain data, with parts for its large buffers. An unknown tag gives a tuple."""
+    """Decode plain data, with parts for its large buffers. An unknown tag yields a tuple."""
     if not isinstance(item, list):
         return item
     tag, *rest = item[0], *(plain(each, parts) for each in item[1:])

@@ -32,13 +32,13 @@ def policies(bucket: str, prefix: str) -> dict[str, Policy]:
 
 
 class Policy:
-    """The permissions of a client with this policy only."""
+    """The permissions of a client that has only this policy."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self._statements = document["Statement"]
 
     def allows(self, request: Seen) -> bool:
-        """Report whether some statement allows the request and none denies it."""
+        """Report whether at least one statement allows the request and none deny it."""
         said = [one["Effect"] for one in self._statements if _is_about(one, request)]
         return "Allow" in said and "Deny" not in said
 

@@ -1,8 +1,8 @@
 """A disk that loses power: names may be lost if their folder was not synced.
 
-A name is added or removed at once for all processes, and stays pending until its folder is synced. A loss of power
-keeps none, all, or any of the pending changes. Of a file that was never synced only the name remains. POSIX promises no
-more. ext4 and XFS also keep the order.
+A name is added or removed immediately for all processes, but remains pending until its folder is synced. A loss of
+power keeps none, all, or any of the pending changes. Of a file that was never synced only the name remains. POSIX
+promises no more. ext4 and XFS also keep the order.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from casckpt.storage.local import syscalls
 
 FOLDER, TORN = "folder", "torn"
 HOW = ("nothing", "all", "some", "some", "what was taken", "what was given")
-"""What of the pending has happened."""
+"""Which of the pending changes were made durable."""
 
 
 class Killed(BaseException):
-    """The simulated process dies here."""
+    """Ends the simulated process."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class Disk:
         self.kept: list[Instant] = []
 
     def now(self) -> Instant:
-        """Return the present instant."""
+        """Return the current instant."""
         with self._lock:
             return Instant(dict(self._durable), tuple(self._pending), self._told())
 
     def lose_power(self, instant: Instant, target: Path, dice: random.Random) -> str:
-        """Make a folder as a loss of power may leave it. Describe in words which pending changes it has."""
+        """Create a folder as a power loss may leave it. Describe in words which pending changes it contains."""
         how, names = dice.choice(HOW), dict(instant.durable)
         happens = {
             "nothing": lambda one: False,

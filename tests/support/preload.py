@@ -1,4 +1,4 @@
-"""Imports of the server that ranks are forked from, made once for all ranks. It starts no threads."""
+"""The imports of the server from which ranks are forked, made once for all ranks. It does not start threads."""
 
 from __future__ import annotations
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 
 class ProgressCalls:
-    """Receives calls as `casckpt.base.progress.Shown` specifies. ``done``, ``total``: of the last call. ``calls``:
-    their number."""
+    """Receives calls as `casckpt.base.progress.Shown` specifies. ``done``, ``total``: of the last call.
+
+    ``calls``: their number.
+    """
 
     def __init__(self) -> None:
         self.done = 0

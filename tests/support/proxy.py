@@ -1,4 +1,4 @@
-"""A proxy in front of an S3 server that fails as networks do: it loses, truncates, refuses and delays answers.
+"""A proxy in front of an S3 server that fails as networks do: it loses, truncates, refuses and delays responses.
 
 ::
 
@@ -119,7 +119,7 @@ class Proxy:
             self._refused = (code, frozenset(methods), len(self.seen) + after)
 
     def allow(self, allowed: Callable[[Seen], bool]) -> None:
-        """Answer every request that is not ``allowed`` with 403 AccessDenied from now on, even after `calm`."""
+        """From now on, answer every request that is not ``allowed`` with 403 AccessDenied, even after `calm`."""
         self._allowed = allowed
 
     def at(self, number: int, action: Callable[[], None]) -> None:
@@ -133,7 +133,7 @@ class Proxy:
             self._muted = (path, len(self.seen) + after)
 
     def calm(self) -> None:
-        """Stop all troubles. Forward the requests that wait since `mute`."""
+        """Stop all troubles. Forward the requests that have been waiting since `mute`."""
         self._heard.set()
         with self._lock:
             self._heard = threading.Event()

@@ -1,4 +1,4 @@
-"""Ranks for tests: worker processes that live as long as the session, each job in a process group of its own.
+"""Ranks for tests: worker processes that live as long as the session, with a separate process group for each job.
 
 ::
 
@@ -54,7 +54,7 @@ class JobFailed(AssertionError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a job on one rank: a value, an error with its traceback, or the death of its process."""
+    """The outcome of a job on one rank: a value, an error with its traceback, or the death of its process."""
 
     value: Any = None
     error: BaseException | None = None
@@ -69,8 +69,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Request:
-    """The message to a worker. ``folder``: the meeting place of this job's ranks. ``tcp``: a store that lives in rank
-    0."""
+    """The message to a worker. ``folder``: where this job's ranks meet. ``tcp``: whether the store lives in rank 0."""
 
     rank: int
     size: int
@@ -95,7 +94,7 @@ class _Worker:
         other.close()
 
     def stop(self) -> None:
-        """Kill it."""
+        """Kill the worker."""
         self.process.kill()
         self.process.join()
         self.pipe.close()
@@ -143,8 +142,10 @@ class Pool:
         patience: float | None = None,
         **kwargs: Any,
     ) -> list[Outcome]:
-        """Return the outcome on every rank. ``timeout``: of the process group. ``patience``: of the whole job. Both in
-        seconds."""
+        """Return the outcome on every rank. ``timeout``: of the process group. ``patience``: of the whole job.
+
+        Both in seconds.
+        """
         patience = self._patience if patience is None else patience
         while len(self._workers) < size:
             self._workers.append(_Worker(self._context))

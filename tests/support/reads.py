@@ -45,8 +45,10 @@ class _Counting:
 
 
 def pages(store: Store, *, drop: bool = False) -> tuple[int, int]:
-    """Return how many pages of the blobs the page cache holds, and the total. Both exclude pages that a drop cannot
-    remove."""
+    """Return how many pages of the blobs the page cache holds, and the total.
+
+    Both exclude pages that a drop cannot remove.
+    """
     held = total = 0
     for path in Path(store.url, "objects").rglob("*"):
         if path.is_file() and path.stat().st_size > 1 << 20:

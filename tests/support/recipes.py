@@ -1,4 +1,4 @@
-"""Unchanged trainings of docs/examples: started, killed between two checkpoints, and started again.
+"""Unchanged training programs from docs/examples: started, killed between two checkpoints, and restarted.
 
 Tests watch them from outside, through `torch.Tensor.backward` and `Checkpointer`. The examples have no code for tests.
 """
@@ -71,8 +71,8 @@ class Training:
 
 
 def says_kill_it(program: Path) -> bool:
-    """Report whether an example claims that it may be killed."""
-    return "\nKill it, and start it again" in program.read_text()
+    """Report whether an example claims that it can be killed."""
+    return "\nIf you kill it and restart it" in program.read_text()
 
 
 def train(training: Training, starts: Sequence[Start]) -> dict[str, list[Seen]]:
@@ -145,7 +145,7 @@ def _watched(watch: _Watch, program: Path, home: Path, environment: Mapping[str,
 
 
 class _Watch:
-    """The observer inside a process that trains."""
+    """The observer inside a training process."""
 
     def __init__(self, pipe: Connection, path: Path, dies_at: int | None, batch: Batch | None) -> None:
         self._pipe, self._path, self._dies_at, self._batch = pipe, path, dies_at, batch

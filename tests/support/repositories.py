@@ -1,4 +1,4 @@
-"""Repositories, commits and manifests without tensors, for tests of the layers that need none."""
+"""Repositories, commits and manifests without tensors, for tests of layers that do not need them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _STORES = itertools.count()
 
 
 class Ticks:
-    """A clock that advances by a millisecond at each read, or by command."""
+    """A clock that advances by a millisecond at each read, or on command."""
 
     def __init__(self, now: int = START, step: int = 1000) -> None:
         self.now = now
@@ -133,7 +133,7 @@ def commit_bare(repo: Repository, run: str = "run", step: int = 0, **fields: Any
 
 
 def put_manifest_of(repo: Repository, base: Commit, txid: TxId) -> None:
-    """Put the manifest of a commit, if it has one, under another transaction too."""
+    """Also put a commit's manifest, if it has one, under a different transaction."""
     with suppress(NotFound):
         data = repo.storage.get(manifest_key(base.txid, base.id), limit=MAX_MANIFEST_BYTES)
         repo.storage.put(manifest_key(txid, base.id), data)
@@ -152,7 +152,7 @@ def rewrite_bare(repo: Repository, base: Commit, **fields: Any) -> Commit:
 
 
 def half_rewrite(repo: Repository, base: Commit) -> Commit:
-    """Leave the objects of a rewriter that died before its decisive record. They have the locations of the base."""
+    """Leave behind the objects of a rewriter that died before its decisive record. They have the base's locations."""
     txid = repo.new_txid(base.run, base.step, [base.txid])
     put_manifest_of(repo, base, txid)
     links = {"replaces": (base.txid, base.number + 1), "origin": base.origin}
@@ -204,6 +204,6 @@ def committed_encoded(repo: Repository, txid: TxId, made: Encoded, run: str, ste
 
 
 def put_blob(repo: Repository, uploader: TxId, text: str) -> BlobRef:
-    """Put a blob with these bytes, which may be no safetensors file."""
+    """Put a blob with these bytes, which do not have to be a safetensors file."""
     blobs.put(repo, uploader, blob_hash(text), text.encode())
     return BlobRef(blob_hash(text), len(text.encode()), uploader)

@@ -36,14 +36,14 @@ def small(storage: ObjectStore | None = None, *, cell_bytes: int = CELL, blob_by
 
 
 def small_folder(path: Path) -> Store:
-    """The same in a folder."""
+    """A store in a folder, with small cells and blobs."""
     store = open_store(path)
     store.create(cell_bytes=CELL, blob_bytes=BLOB)
     return store
 
 
 def cells(count: float, seed: int | None = None) -> torch.Tensor:
-    """float32 values for this many cells. Each call gives other numbers, the same for each seed."""
+    """float32 values for this many cells. Each call yields different numbers, which are the same for each seed."""
     generator = torch.Generator().manual_seed(next(_NUMBERS) + 10_000 if seed is None else seed)
     return torch.randn(int(count * CELL // 4), generator=generator)
 
@@ -132,7 +132,7 @@ def files(path: Path) -> dict[Path, bytes]:
 
 @contextmanager
 def another_process() -> Iterator[None]:
-    """Inside, this process forgets its memory of the runs that it saved."""
+    """Inside the block, this process forgets the runs that it saved."""
     mine, kept._RUNS = kept._RUNS, PerProcess(kept._Runs)
     try:
         yield

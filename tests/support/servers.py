@@ -33,7 +33,7 @@ _PORTS = range(10_000, 32_768)  # below the ports of outgoing connections, of wh
 _DRAW = random.SystemRandom()  # tests seed the usual generator, so all workers of a run would draw the same ports
 # Every client reads the description of all AWS services, which takes longer than most tests. Here clients share it.
 botocore.session.create_loader = cache(botocore.session.create_loader)
-# Becomes the command. The kernel kills it when the thread that started it ends.
+# The process becomes the command. The kernel kills it when the thread that started it ends.
 _BOUND = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
 
 
@@ -172,11 +172,11 @@ def free_ports(count: int) -> list[int]:
 
 
 _MOTO = "import sys; sys.setswitchinterval(1); from moto.server import main; main()"
-"""It looks whether a key is there, and creates it a little later: no other thread may come in between."""
+"""It checks whether a key exists and creates it a little later, so no other thread may run in between."""
 
 
 def moto(folder: Path) -> Server:
-    """A fast imitation that keeps everything in memory."""
+    """A fast emulator that keeps everything in memory."""
 
     def command(_: Path, ports: Sequence[int]) -> Sequence[str]:
         return [sys.executable, "-c", _MOTO, "-H", "127.0.0.1", "-p", str(ports[0])]
@@ -185,7 +185,7 @@ def moto(folder: Path) -> Server:
 
 
 def seaweed(folder: Path, memory: str = "256MiB") -> Server:
-    """A real server that stores everything in ``folder``. Less ``memory`` makes it collect garbage more often."""
+    """A real server that stores everything in ``folder``. With less ``memory``, it collects garbage more often."""
 
     def command(data: Path, ports: Sequence[int]) -> Sequence[str]:
         names = ("s3", "master", "volume", "filer")
@@ -224,7 +224,7 @@ def web(folder: Path) -> Server:
 
 
 def binary(name: str) -> str:
-    """Return the path of a program of this environment."""
+    """Return the path of a program in this environment."""
     found = shutil.which(name, path=str(Path(sys.executable).parent))
     if found is None:
         raise RuntimeError(f"{name} is not installed beside {sys.executable}: run tools/setup")

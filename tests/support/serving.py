@@ -58,7 +58,7 @@ class Served:
         return json.loads(self.body(path))
 
     def weights_sent(self) -> list[str]:
-        """Return the paths of weight files of which bytes were sent."""
+        """Return the paths of weight files from which bytes were sent."""
         return [
             path
             for method, path, _, nbytes in self.sent

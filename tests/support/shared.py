@@ -1,4 +1,4 @@
-"""Values that are made once for all workers of a test run."""
+"""Values that are created only once for all workers of a test run."""
 
 from __future__ import annotations
 

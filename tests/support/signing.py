@@ -1,4 +1,4 @@
-"""Files of signing keys."""
+"""Signing key files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from casckpt.base.digest import hex_digest
 
 
 class Pair(NamedTuple):
-    """Two files, and the name of the key in the store."""
+    """Two key files, and the key's name in the store."""
 
     private: Path
     public: Path

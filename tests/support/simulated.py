@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process, in any number, over one store."""
+"""Ranks that are threads of this process. Any number of them can share one store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Star:
 
 
 class _Rank(Solo):
-    """One rank. An error of any rank ends all."""
+    """One rank. An error on any rank ends all ranks."""
 
     def __init__(self, star: _Star, rank: int, size: int) -> None:
         super().__init__()

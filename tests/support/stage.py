@@ -1,8 +1,8 @@
 """Threads that take turns: at every storage call an actor stops until the stage lets it continue.
 
-Each actor has a storage of its own, all over one inner storage. Only one actor runs at a time, so that the same choices
-give the same run. A listing has two pages, with a stop before each. An actor is one sequence of calls. If it gives work
-to a thread, it waits for it.
+Each actor has its own storage, and all of these wrap one inner storage. Only one actor runs at a time, so that the
+same choices give the same run. A listing has two pages, with a stop before each. An actor is one sequence of calls. If
+it gives work to a thread, it waits for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PATIENCE = 60.0  # seconds without progress after which a stage counts as broken
 
 
 class Curtain(BaseException):
-    """Ends an actor that never continues because its process was killed."""
+    """Ends an actor that will never continue because its process was killed."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class _Actor:
 
 @dataclass
 class Stage:
-    """``log``: every call that was let through, in order."""
+    """``log``: every call that was allowed to proceed, in order."""
 
     inner: ObjectStore
     log: list[tuple[str, str]] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Stage:
         return self._actors[name].at
 
     def run(self, choose: Choose, after: Callable[[], None], killed: frozenset[str] = frozenset()) -> None:
-        """Let actors continue one by one until all are done. Call ``after`` whenever all wait.
+        """Let actors continue one by one until all are done. Call ``after`` whenever all actors are waiting.
 
         Actors in ``killed`` continue no more when no other is left. Their threads are then ended.
         """

@@ -46,23 +46,24 @@ PATIENCE = 120  # seconds until a hanging process is killed
 
 
 def state(step: int) -> dict[str, Any]:
-    """Between two steps some tensors are equal, some are coded against the old ones, and some are new, in separate
-    blobs."""
+    """From one step to the next, tensors are identical, encoded against the old ones, or new, in separate blobs."""
     model = {"kept": cells(9, seed=1), "new": cells(40, seed=step), "told": trained(8, step)}
     return {"model": model, "optim": {"m": cells(9, seed=50 + step)}}
 
 
 @dataclass(frozen=True)
 class Point:
-    """A folder with the stores of a point. With ``bucket``, a place and an endpoint, they lie below the point's name
-    there."""
+    """A folder with the stores of a point.
+
+    With ``bucket``, a place and an endpoint, they lie below the point's name there.
+    """
 
     folder: Path
     bucket: tuple[str, str] | None = None
 
     @property
     def at_once(self) -> int:
-        """Return the number of points to work on at once. A bucket is slow to answer, so it gets more."""
+        """Return how many points to work on at the same time. A bucket is slow to respond, so it gets more."""
         return 1 if self.bucket is None else AT_ONCE
 
     def storage(self, name: str = "store") -> ObjectStore:
@@ -82,11 +83,11 @@ class Point:
         return Store(Repository(self.storage("away"), self.folder / "cache"))
 
     def beside(self, name: str) -> Point:
-        """Return another point."""
+        """Return a different point."""
         return Point(self.folder.parent / name, self.bucket)
 
     def copied(self, name: str) -> Point:
-        """Return another point with the same content."""
+        """Return a different point with the same content."""
         other = self.beside(name)
         shutil.copytree(self.folder, other.folder)
         if self.bucket is not None:
@@ -163,7 +164,7 @@ RUNS: dict[str, Callable[[Scene], None]] = {
 MEET = ("save before a gc", "gc before a save")
 """Two at once: which of them is stopped at any of its calls, the other at the one that counts."""
 KILLED = ("gc", "verify", "copy", "mirror", "repair")
-"""Those whose deaths have no sweep of their own."""
+"""The operations whose deaths are not covered by a separate sweep."""
 
 
 def _fill(point: Point) -> None:

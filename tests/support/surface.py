@@ -14,7 +14,7 @@ Surface = dict[str, list[str]]
 
 
 def surface(root: Path) -> Surface:
-    """Return sorted texts by kind. ``root``: of a checkout."""
+    """Return sorted strings by kind. ``root``: the root of a checkout."""
     trees = {path: ast.parse(path.read_text()) for path in sorted((root / "casckpt").rglob("*.py"))}
     classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     stored = [node for path, tree in trees.items() if "format" in path.parts for node in tree.body]

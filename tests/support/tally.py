@@ -1,6 +1,7 @@
 """Counts of evidence, recorded where tests produce it. ``tools/evidence`` adds them up.
 
-Each count is one line of the file that CASCKPT_TALLY names, in one write. So processes that die right afterwards count.
+Each count is one line of the file that CASCKPT_TALLY names, in one write. As a result, processes that die right
+afterwards are also counted.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import os
 
 
 def tally(what: str, count: int = 1) -> None:
-    """Count something if CASCKPT_TALLY is set."""
+    """Record a count if CASCKPT_TALLY is set."""
     path = os.environ.get("CASCKPT_TALLY")
     if path:
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

@@ -11,7 +11,7 @@ import torch
 from casckpt.format.dtypes import DTYPES
 
 NAMES = [name for name in DTYPES if hasattr(torch, name)]
-"""Of the dtypes that can be stored, those that this torch has."""
+"""The storable dtypes that this version of torch has."""
 COMPLEX = [name for name in NAMES if name.startswith("complex")]
 
 
@@ -68,7 +68,7 @@ LAYOUTS: dict[str, Callable[[str, int], torch.Tensor]] = {
     "overlapping": lambda name, seed: raw(name, (12,), seed).as_strided((5, 4), (2, 1)),
     "tail": lambda name, seed: raw(name, (100,), seed)[37:],
 }
-"""Every way in which elements may lie, for a dtype and a seed."""
+"""Every memory layout that elements may have, for a dtype and a seed."""
 
 
 def conjugated(name: str) -> dict[str, torch.Tensor]:
@@ -87,7 +87,7 @@ def conjugated(name: str) -> dict[str, torch.Tensor]:
 
 
 def wrong(problem: str) -> Any:
-    """A tensor that has no bytes of its own."""
+    """A tensor that does not have its own bytes."""
     makers: dict[str, Callable[[], torch.Tensor]] = {
         "meta": lambda: torch.empty(3, device="meta"),
         "sparse": lambda: torch.eye(3).to_sparse(),

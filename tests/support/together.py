@@ -1,4 +1,4 @@
-"""Helpers of jobs on several ranks: tensors that each rank can make, stores that count, and ways to die."""
+"""Helpers for jobs on several ranks: tensors that each rank can create, stores that count, and ways to die."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def line(size: int) -> DeviceMesh:
 def spread(
     tensors: dict[str, torch.Tensor], mesh: DeviceMesh, placements: Sequence[Placement] = (Replicate(),)
 ) -> dict[str, DTensor]:
-    """Cut each tensor, which all ranks have, over a mesh without communication."""
+    """Shard each tensor, which all ranks have, over a mesh without communication."""
     return {key: cut(full, mesh, placements) for key, full in tensors.items()}
 
 
 def emptied(state: Any) -> Any:
-    """Return the same state without its numbers, as a template."""
+    """Return the same state without its values, as a template."""
     if isinstance(state, torch.Tensor):
         return torch.zeros_like(state)
     if isinstance(state, casckpt.Shard):

@@ -31,7 +31,7 @@ SAVED, SAVED_FLAT = Topology(tp=2), Topology(tp=2, dp=2)
 
 
 def state(rank: int, topology: Topology) -> dict[str, Any]:
-    """Without optimizer state, a part of which is flat and refused by this version."""
+    """Returns the state without optimizer state, part of which is flat and refused by this version."""
     place = topology.at(rank)
     groups = [{"lr": 0.1, "params": LocalNonpersistentObject([place.tp, place.pp])}]
     return {"model": gpt.state(place)["model"], "args": Namespace(lr=0.1), "groups": groups, "iteration": 7}

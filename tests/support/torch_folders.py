@@ -19,7 +19,7 @@ def example() -> dict[str, Any]:
 
 
 def stringed(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state as DCP gives it back: keys are text."""
+    """Return the state as DCP returns it, with string keys."""
     found = dict(state)
     found["optim"] = {**state["optim"], "state": {str(k): v for k, v in state["optim"]["state"].items()}}
     return found

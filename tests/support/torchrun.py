@@ -11,10 +11,9 @@ from unittest.mock import patch
 
 @contextmanager
 def as_torchrun_says(rank: int, size: int, **more: str) -> Iterator[None]:
-    """Set the environment by which Lightning and others learn that their processes exist. ``more``: additional
-    variables.
+    """Set the environment that tells Lightning and others that their processes already exist.
 
-    Warnings about it are dropped.
+    ``more``: additional variables. Warnings about it are dropped.
     """
     said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
     names = {name: str(value) for name, value in said.items()}

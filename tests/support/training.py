@@ -51,7 +51,7 @@ class Words(nn.Module):
 
 
 def train(model: nn.Module, optim: Optimizer, steps: range) -> None:
-    """Train with distinct inputs: the same steps on the same state give the same bits."""
+    """Train with distinct inputs: the same steps on the same state yield the same bits."""
     dtype = next(model.parameters()).dtype
     for step in steps:
         x = torch.randn(7, 6, generator=torch.Generator().manual_seed(step)).to(dtype)

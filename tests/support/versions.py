@@ -34,7 +34,7 @@ def versions(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
 
 
 def smooth(shape: tuple[int, ...], name: str = "int32") -> torch.Tensor:
-    """Data that planes compress."""
+    """Data that can be compressed by planes."""
     data = raw(name, shape, 1)
     return made_of(bytearray(byte & 15 for byte in bytes_of(data)), data)
 
@@ -50,7 +50,10 @@ def states(count: int = STEPS) -> list[dict[str, Any]]:
 
 
 def saved(store: Store, found: list[dict[str, Any]], *, planes: bool = False) -> Store:
-    """A store with these, each coded against the previous one. ``planes``: the first is coded without a base."""
+    """A store with these versions, each encoded against the previous one.
+
+    ``planes``: the first is encoded without a base.
+    """
     for step, state in enumerate(found):
         store.save(state, step=step, threads=1)  # cells lie in order, so that reads bridge the same gaps each time
     if planes:

@@ -31,7 +31,7 @@ DTYPES = ("float32", "float32", "float32", "bfloat16", "float16", "float64", "in
 
 
 def reference(seed: int, changes: int = 0) -> dict[str, torch.Tensor]:
-    """Whole tensors by key. Each change touches some rows or elements of some of them."""
+    """Whole tensors by key. Each change affects some rows or elements of some of them."""
     draw = random.Random(f"reference {seed}")
     found = {}
     for number in range(draw.randint(3, 9)):
@@ -72,7 +72,7 @@ class World:
         return cls(size, draw.choice(MESHES[size]), draw.randrange(1 << 30))
 
     def state(self, rank: int, tensors: dict[str, torch.Tensor]) -> dict[str, Leaf]:
-        """The state of ``rank``. Every rank calls it, in a process group of `size`."""
+        """The state of ``rank``. Every rank must call this, in a process group of `size`."""
         mesh = init_device_mesh("cpu", self.mesh)
         found: dict[str, Leaf] = {}
         for key, full in tensors.items():
@@ -92,7 +92,7 @@ def _plain(full: torch.Tensor, world: World, mesh: DeviceMesh, rank: int, draw: 
 
 
 def _placed(full: torch.Tensor, world: World, mesh: DeviceMesh, rank: int, draw: random.Random) -> Leaf:
-    """A DTensor of any placements, with strided ones where they cut evenly."""
+    """A DTensor with any placements, including strided ones where they split evenly."""
     dims = range(full.dim())
     placements: list[Placement] = [draw.choice([Replicate(), *map(Shard, dims), *map(Shard, dims)]) for _ in world.mesh]
     if len(world.mesh) == 2 and full.dim() and draw.random() < 0.5:
@@ -142,7 +142,7 @@ def _inside(full: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def _cut(box: Box, draw: random.Random, depth: int) -> list[Box]:
-    """Cut the box into some boxes."""
+    """Split the box into several boxes."""
     wide = [dim for dim, extent in enumerate(box.shape) if extent > 1]
     if not depth or not wide or draw.random() < 0.2:
         return [box]

@@ -121,7 +121,7 @@ def even(mesh: Shape, where: Where) -> bool:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=named)
-def test_every_placement_gives_the_place_of_each_element(mesh: Shape) -> None:
+def test_every_placement_maps_each_element_to_its_position(mesh: Shape) -> None:
     def cuts(dims: int) -> Cuts:
         return list(itertools.product([Replicate(), *map(Shard, range(dims))], repeat=len(mesh)))
 
@@ -157,7 +157,7 @@ STRIDED: dict[Shape, Callable[[int], Cuts]] = {
 
 @pytest.mark.skipif(TALKS, reason="a torch before 2.7 cuts nothing in strides")
 @pytest.mark.parametrize("mesh", STRIDED, ids=named)
-def test_strided_shards_give_the_place_of_each_element(mesh: Shape) -> None:
+def test_strided_shards_map_each_element_to_its_position(mesh: Shape) -> None:
     """torch cuts uneven ones in two ways. casckpt supports FSDP2's, and refuses the other, which its sizes reveal."""
     shapes = [*SHAPES, (16, 8), (24, 12), (48,)]
     for where, found in scatter(mesh, shapes, STRIDED[mesh]).items():
@@ -179,22 +179,22 @@ def test_unreduced_sums_are_refused() -> None:
     with pretending((2, 2)) as ranks:
         for here in ranks:
             tensor = DTensor.from_local(torch.zeros(4, 4), here, [Partial(), Shard(0)], run_check=False)
-            with pytest.raises(InvalidInput, match=r"'layer\.w'.*added up.*redistribute") as caught:
+            with pytest.raises(InvalidInput, match=r"'layer\.w'.*partial sums.*redistribute") as caught:
                 local_boxes("layer.w", tensor)
             assert caught.value.key == "layer.w"
 
 
-def test_a_local_tensor_of_another_size_is_refused() -> None:
+def test_a_local_tensor_of_the_wrong_size_is_refused() -> None:
     """As after an uneven cut, which a DTensor cannot describe."""
     with pretending((2,)) as ranks:
         for rank, here in enumerate(ranks):
             local = torch.zeros(1 + 4 * rank)
             tensor = DTensor.from_local(local, here, [Shard(0)], run_check=False, shape=torch.Size([6]), stride=(1,))
-            with pytest.raises(InvalidInput, match=r"local tensor of shape \[\d\] here, where \[3\] was expected"):
+            with pytest.raises(InvalidInput, match=r"local tensor of shape \[\d\] here instead of \[3\]"):
                 local_boxes("key", tensor)
 
 
-def test_a_stride_that_the_mesh_does_not_give_is_refused() -> None:
+def test_a_stride_that_does_not_match_the_mesh_is_refused() -> None:
     with pretending((2, 3)) as ranks:
         here = next(ranks)
         local = torch.zeros(2)
@@ -274,7 +274,7 @@ def check_whole(ranks: Sequence[Held]) -> None:
     ],
     ids=lambda value: " x ".join(map(str, value)),
 )
-def test_wrappers_of_torch_cut_as_described(ranks: Pool, mesh: Shape, names: tuple[str, ...]) -> None:
+def test_torch_wrappers_are_split_as_described(ranks: Pool, mesh: Shape, names: tuple[str, ...]) -> None:
     check_whole(ranks.run(prod(mesh), wrapped, mesh, names))
 
 

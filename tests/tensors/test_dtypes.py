@@ -29,5 +29,5 @@ def test_unknown_dtype_names_are_refused(name: str) -> None:
 
 def test_dtypes_missing_from_this_torch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(DTYPES, "float3", (1, "U8"))
-    with pytest.raises(Unsupported, match="newer torch"):
+    with pytest.raises(Unsupported, match="newer version of torch"):
         torch_dtype("float3")

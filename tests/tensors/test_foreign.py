@@ -47,7 +47,7 @@ def test_the_region_of_a_foreign_tensor_is_found() -> None:
     flat = FlatPart("w", torch.ones(3), (2, 3), (4, 2, 6), (1, 0, 3), 1, flattened_range=slice(1, 4))
     assert megatron_region(flat) == Region(Box((1, 0, 3), (1, 2, 3)), 1, 4)
     assert megatron_shard(flat).flat == ((1, 4),)
-    with pytest.raises(InvalidInput, match="does not lie in the global shape"):
+    with pytest.raises(InvalidInput, match="is outside the global shape"):
         megatron_region(Part("w", None, (3,), (4,), (2,)))
     with pytest.raises(InvalidInput, match="'w' has no data"):
         megatron_shard(Part("w", None, (2,), (4,), (2,)))

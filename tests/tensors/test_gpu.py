@@ -129,7 +129,7 @@ def test_a_load_converts_dtypes(store: casckpt.Store, device: str) -> None:
         assert torch.equal(make.cpu(), given.bfloat16().float())
 
 
-def test_a_save_in_the_background_has_the_state_at_its_start(store: casckpt.Store, device: str) -> None:
+def test_a_background_save_stores_the_state_at_its_start(store: casckpt.Store, device: str) -> None:
     state = {"w": cells(5).to(device), "t": torch.randn(300, 70, device=device).t(), "o": torch.ones(3)}
     store.warm_up(state)
     for step in range(4):

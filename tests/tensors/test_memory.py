@@ -172,7 +172,7 @@ def test_a_destination_with_a_conjugate_bit_is_filled() -> None:
         assert same(target, source)
 
 
-def test_a_copy_into_another_dtype_converts() -> None:
+def test_a_copy_into_a_different_dtype_converts() -> None:
     region = Region(full_box((5,)), 0, 5)
     target = torch.zeros(5, dtype=torch.float64)
     destination = Destination(region, target, torch.bfloat16)

@@ -177,7 +177,7 @@ def test_a_gathered_model_is_saved(store: casckpt.Store) -> None:
 
 
 @pytest.mark.parametrize(("empty", "warned"), [(1, False), (2, False), (3, True)])
-def test_a_state_of_which_most_tensors_are_empty_is_warned_about_once(
+def test_a_state_with_mostly_empty_tensors_causes_one_warning(
     store: casckpt.Store, caplog: pytest.LogCaptureFixture, *, empty: int, warned: bool
 ) -> None:
     floats = [torch.empty(0)] * empty + [torch.ones(2)] * (4 - empty)

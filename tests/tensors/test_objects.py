@@ -52,7 +52,7 @@ def test_plain_data_is_not_pickled_even_if_allowed() -> None:
     assert len(parts.parts) == 2
 
 
-def test_the_error_for_a_value_that_is_not_plain_names_its_place() -> None:
+def test_the_error_for_a_value_that_is_not_plain_names_its_position() -> None:
     with pytest.raises(InvalidInput, match=r"train\.state\['thing'\]\[0\]: a value of type .*Thing") as caught:
         encode_object("train.state", {"thing": [Thing(1)]}, False)
     assert caught.value.key == "train.state"
@@ -71,18 +71,18 @@ def test_a_pickle_needs_permission_to_write_and_read() -> None:
 
 
 def test_a_value_that_cannot_be_pickled_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="neither plain data nor can it be pickled") as caught:
+    with pytest.raises(InvalidInput, match="is not plain data, and it cannot be pickled") as caught:
         encode_object("hook", lambda: 0, True)
     assert caught.value.key == "hook"
 
 
 @pytest.mark.parametrize("payload", [1, b"", b"\x80\x05cno.such.module\nx\n.", b"\x80\x05", b"garbage"])
-def test_an_unusable_pickle_is_refused(payload: Any) -> None:
+def test_an_invalid_pickle_is_refused(payload: Any) -> None:
     with pytest.raises(Refused, match="key 'a'"):
         decode_object("a", plain.encode(payload), True, True)
 
 
-def test_the_error_for_unusable_bytes_names_the_key() -> None:
+def test_the_error_for_invalid_bytes_names_the_key() -> None:
     with pytest.raises(Refused, match="key 'a'") as caught:
         decode_object("a", b"\xc1", False, False)
     assert caught.value.key == "a"
@@ -90,7 +90,7 @@ def test_the_error_for_unusable_bytes_names_the_key() -> None:
 
 def test_data_of_a_later_version_is_refused() -> None:
     data = plain.encode(Thing(1), extensions=[plain.Extension("later", Thing, lambda thing: 1, Thing)])
-    with pytest.raises(Refused, match="'later' is not known"):
+    with pytest.raises(Refused, match="does not know plain data of kind 'later'"):
         decode_object("a", data, False, False)
 
 
@@ -129,7 +129,7 @@ def test_a_value_decodes_exactly(value: Any) -> None:
     assert same(plain.decode(data, extensions=TORCH_EXTENSIONS), {"x": [value]})
 
 
-def test_every_dtype_comes_back() -> None:
+def test_every_dtype_is_restored() -> None:
     dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     data = plain.encode(dtypes, extensions=TORCH_EXTENSIONS)
     assert plain.decode(data, extensions=TORCH_EXTENSIONS) == dtypes

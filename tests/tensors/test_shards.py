@@ -69,7 +69,7 @@ def test_replicated_shards_are_marked() -> None:
     assert not local_tensor("w", Shard(torch.zeros(2), (2,))).replicated
 
 
-def test_a_shard_may_hold_nothing_of_a_tensor() -> None:
+def test_a_shard_may_hold_no_elements() -> None:
     local = local_tensor("w", Shard(torch.zeros(0), (4, 3), flat=(5, 5)))
     assert local.shape == (4, 3)
     assert not local.pieces
@@ -80,8 +80,8 @@ def test_a_shard_may_hold_nothing_of_a_tensor() -> None:
     [Shard(torch.zeros(2), (5,), offset=(2,)), Shard(torch.zeros(2, dtype=torch.int8), (4,), offset=(2,))],
     ids=["shape", "dtype"],
 )
-def test_chunks_of_two_tensors_are_refused(other: Shard) -> None:
-    with pytest.raises(InvalidInput, match="'w': the shards of one key differ"):
+def test_shards_of_two_different_tensors_are_refused(other: Shard) -> None:
+    with pytest.raises(InvalidInput, match="'w': the shards of this key differ"):
         local_tensor("w", [Shard(torch.zeros(2), (4,), offset=(0,)), other])
 
 
@@ -121,7 +121,7 @@ def test_fake_and_meta_like_tensors_are_refused() -> None:
 def test_an_expanded_tensor_can_be_saved_but_not_loaded_into() -> None:
     tensor = torch.zeros(1, 3).expand(2, 3)
     assert local_tensor("w", tensor).pieces
-    with pytest.raises(InvalidInput, match="'w': an expanded tensor"):
+    with pytest.raises(InvalidInput, match="'w': the elements of an expanded tensor"):
         check_destination("w", tensor)
     check_destination("w", torch.zeros(1, 3).expand(1, 3))
     check_destination("w", torch.zeros(3, 2).t())

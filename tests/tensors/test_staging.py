@@ -12,7 +12,7 @@ from tests.support.tensors import LAYOUTS, NAMES
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
-def test_copies_have_the_same_bits_and_no_memory_in_common(name: str) -> None:
+def test_copies_have_the_same_bits_and_do_not_share_memory(name: str) -> None:
     given = [make(name, 1) for make in LAYOUTS.values()]
     for data, copy in zip(given, Staging().copy(given), strict=True):
         assert (copy.dtype, copy.shape) == (data.dtype, data.shape)
@@ -41,7 +41,7 @@ def test_a_copy_uses_reserved_memory() -> None:
     assert staging.nbytes == before
 
 
-def test_a_tensor_given_twice_is_copied_once() -> None:
+def test_a_tensor_passed_twice_is_copied_once() -> None:
     data = torch.randn(64)
     one, two, other = Staging().copy([data, data, data.view(8, 8)])
     assert one is two
@@ -49,7 +49,7 @@ def test_a_tensor_given_twice_is_copied_once() -> None:
     assert torch.equal(other.view(-1), data)
 
 
-def test_an_empty_state_uses_no_memory() -> None:
+def test_an_empty_state_does_not_use_memory() -> None:
     staging = Staging()
     assert staging.copy([]) == []
     assert staging.copy([torch.empty(0, 3)])[0].shape == (0, 3)

@@ -90,7 +90,7 @@ def test_dicts_with_other_keys_are_leaves_without_tensors() -> None:
     assert caught.value.key == "m.a"
 
 
-def test_the_state_itself_has_text_or_int_keys() -> None:
+def test_the_state_itself_has_str_or_int_keys() -> None:
     with pytest.raises(InvalidInput, match=r"the key 1\.5"):
         flatten({1.5: 1})
 
@@ -119,21 +119,21 @@ def test_per_rank_marks_everything_below() -> None:
 
 @pytest.mark.parametrize("state", [torch.zeros(1), [1], None, PerRank([1])])
 def test_a_state_is_a_mapping(state: Any) -> None:
-    with pytest.raises(InvalidInput, match="give a mapping"):
+    with pytest.raises(InvalidInput, match="pass a mapping"):
         flatten(state)
-    with pytest.raises(InvalidInput, match="give a mapping"):
+    with pytest.raises(InvalidInput, match="pass a mapping"):
         replace_leaves(state, {})
 
 
-def test_a_module_is_no_state() -> None:
-    with pytest.raises(InvalidInput, match=r'not a Linear; give it by name, as \{"model": model\}'):
+def test_a_module_is_not_a_valid_state() -> None:
+    with pytest.raises(InvalidInput, match=r'not a Linear; pass it by name, as \{"model": model\}'):
         flatten(torch.nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"a.b": 1, "a": {"b": 2}}, r"state\['a\.b'\] and state\['a'\]\['b'\] have one flat key 'a\.b'"),
+        ({"a.b": 1, "a": {"b": 2}}, r"state\['a\.b'\] and state\['a'\]\['b'\] have the same flat key 'a\.b'"),
         ({1: 1, "1": 2}, r"state\[1\] and state\['1'\]"),
         ({"a\0": 1}, "NUL"),
         ({"\ud800": {}}, "surrogate"),
@@ -142,7 +142,7 @@ def test_a_module_is_no_state() -> None:
     ],
     ids=["dot", "int", "nul", "surrogate", "long", "empty"],
 )
-def test_unusable_keys_are_refused(state: Any, message: str) -> None:
+def test_invalid_keys_are_refused(state: Any, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         flatten(state)
 
@@ -306,7 +306,7 @@ def test_none_and_whole_containers_may_be_replaced() -> None:
     assert state["list"] == [filled, filled]
 
 
-def test_a_value_per_rank_stays_marked() -> None:
+def test_a_value_per_rank_remains_marked() -> None:
     inner = {"a": 1}
     state: dict[str, Any] = {"x": PerRank(1), "y": PerRank(inner)}
     replace_leaves(state, {"x": 2, "y.a": 3})
@@ -318,8 +318,8 @@ def test_a_value_per_rank_stays_marked() -> None:
 def test_nothing_changes_if_a_key_is_unknown_or_a_mapping_is_fixed() -> None:
     fixed: Mapping[str, int] = types.MappingProxyType({"y": 1})
     state: dict[str, Any] = {"a": 1, "b": fixed}
-    with pytest.raises(InvalidInput, match="no key 'z'"):
+    with pytest.raises(InvalidInput, match="cannot set key 'z'"):
         replace_leaves(state, {"a": 2, "z": 3})
-    with pytest.raises(InvalidInput, match=r"state\['b'\]: a mappingproxy cannot be changed"):
+    with pytest.raises(InvalidInput, match=r"state\['b'\]: a mappingproxy cannot be modified"):
         replace_leaves(state, {"a": 2, "b.y": 3})
     assert state == {"a": 1, "b": fixed}

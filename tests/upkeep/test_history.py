@@ -32,7 +32,7 @@ def test_each_checkpoint_adds_its_new_bytes(store: Store) -> None:
     save(store, 1, run="b", _0=0.5, _1=9.5)
     found = history(store.repository, ["a", "b"]).added
     assert [one.why for one in found] == [
-        "all of it was new", "changed: model 16.0 KiB", "nothing changed", "16.0 KiB of it were there already",
+        "all of it was new", "changed: model 16.0 KiB", "nothing changed", "16.0 KiB of it was already stored",
     ]  # fmt: skip
     assert found[0].bytes_added >= 2 * SIZE
     assert SIZE <= found[1].bytes_added < 2 * SIZE

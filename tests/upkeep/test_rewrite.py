@@ -179,7 +179,7 @@ def test_an_invisible_checkpoint_is_not_rewritten(repo: Repository) -> None:
     base = commit_bare(repo)
     made = half_rewrite(repo, base)
     for one in (forget(repo, base), now(repo, made)):
-        with pytest.raises(Conflict, match="forgotten, purged or rewritten meanwhile"):
+        with pytest.raises(Conflict, match="forgotten, purged or rewritten in the meantime"):
             rewrite_bare(repo, one)
     assert list(repo.storage.list("transactions/")) == []
 

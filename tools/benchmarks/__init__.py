@@ -1,4 +1,4 @@
-"""The benchmark: casckpt against its peers and against the limits of the machine, in one interleaved run.
+"""The benchmark: casckpt compared with its peers and with the limits of the machine, in one interleaved run.
 
 ::
 

@@ -36,15 +36,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"no scenario is called {', '.join(sorted(unknown))}; there are {', '.join(SCENARIOS)}")
     if chosen.device != "cpu" and not set(chosen.scenarios or SCENARIOS) <= set(_ON_GPU):
-        parser.error(f"--device {chosen.device} is for {', '.join(_ON_GPU)}; name those that you want")
+        parser.error(f"--device {chosen.device} is for {', '.join(_ON_GPU)}; pass the names of those that you want")
     if chosen.results:
         if chosen.scenarios:
-            parser.error("--from shows earlier results, and runs nothing")
+            parser.error("--from shows earlier results and does not run anything")
         report = results.read_json(chosen.results)
         for scenario in report.scenarios:
             table.show(scenario)
     else:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # like ctrl-C: saved files are removed
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as with Ctrl-C, saved files are removed
         try:
             report = _run(chosen)
         except Void as error:
@@ -61,21 +61,21 @@ def _parser() -> argparse.ArgumentParser:
         prog="tools/bench", description=f"Measure casckpt against its peers. Scenarios: {', '.join(SCENARIOS)}."
     )
     add = parser.add_argument
-    add("scenarios", nargs="*", metavar="SCENARIO", help="which ones; default: all")
-    add("--size", type=_size, help="bytes of a state (1.5G, 64M); default: each scenario's own")
-    add("--rounds", type=int, default=7, help="rounds that count (7)")
+    add("scenarios", nargs="*", metavar="SCENARIO", help="scenarios to run (default: all)")
+    add("--size", type=_size, help="bytes of a state (1.5G, 64M); default: depends on the scenario")
+    add("--rounds", type=int, default=7, help="number of rounds that count (7)")
     add("--peers", type=_peers, default=peers.chosen("default"), metavar="A,B",
         help=f"{', '.join(peers.PEERS)}; or groups: {', '.join(peers.GROUPS)}. Default: default")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), default="cpu", help=f"where the states of {', '.join(_ON_GPU)} are")
-    add("--before", type=_tree, metavar="TREE", help="compare with the casckpt of another checkout, as one more peer")
-    add("--dir", type=Path, help="where to save to: a folder on the disk to be measured (bench-results/)")
-    add("--traces", type=Path, help="where traces of trainings are kept (the user's cache); deltas, coding")
-    add("--json", type=Path, help="where the results go (bench-results/<time>.json)")
-    add("--plot", type=Path, metavar="DIR", help="draw a picture of each scenario there")
-    add("--no-rounds", action="store_true", help="write medians and ranges only, as in docs/benchmarks/")
+    add("--before", type=_tree, metavar="TREE", help="also compare with casckpt from a different checkout, as a peer")
+    add("--dir", type=Path, help="folder to save to, on the disk to be measured (bench-results/)")
+    add("--traces", type=Path, help="folder of the training traces (the user's cache); for deltas, coding")
+    add("--json", type=Path, help="file for the results (bench-results/<time>.json)")
+    add("--plot", type=Path, metavar="DIR", help="folder in which to draw a picture of each scenario")
+    add("--no-rounds", action="store_true", help="write only medians and ranges, as in docs/benchmarks/")
     add("--from", dest="results", type=Path, action="append", metavar="FILE",
-        help="run nothing: show, draw or write these earlier results")  # fmt: skip
-    add("--quick", action="store_true", help="a smoke run: tiny states, 2 rounds, figures that mean nothing")
+        help="do not run anything; show, draw or write these earlier results")  # fmt: skip
+    add("--quick", action="store_true", help="smoke run: tiny states, 2 rounds, meaningless figures")
     add("--full", action="store_true", help="history: 100,001 saves instead of 10,001")
     return parser
 
@@ -85,13 +85,13 @@ def _size(text: str) -> int:
     try:
         return int(float(text[:-1]) * _UNITS[unit]) if unit in _UNITS else int(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 64M or 1.5G") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write 64M or 1.5G") from error
 
 
 def _tree(text: str) -> Path:
     tree = Path(text).resolve()
     if not (tree / "tools" / "benchmarks").is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is no checkout of casckpt")
+        raise argparse.ArgumentTypeError(f"{text} is not a casckpt checkout")
     return tree
 
 

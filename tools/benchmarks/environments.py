@@ -18,11 +18,11 @@ REQUIREMENTS: dict[str, tuple[str, ...]] = {
 
 
 class Absent(Exception):
-    """A peer cannot be measured here. The text gives the reason."""
+    """A peer cannot be measured here. The message gives the reason."""
 
 
 def python_of(environment: str) -> Path:
-    """The interpreter of an environment, or this one if there are no requirements.
+    """Return the interpreter of an environment, or this one if there are no requirements.
 
     Raises `Absent` if it cannot be created.
     """
@@ -42,7 +42,7 @@ def _ensure(folder: Path, wanted: tuple[str, ...]) -> None:
     stamp = folder / "made-of"
     if stamp.exists() and stamp.read_text() == "\n".join(wanted):
         return
-    print(f"bench: making an environment with {', '.join(wanted)} (some minutes)", file=sys.stderr, flush=True)
+    print(f"bench: creating an environment with {', '.join(wanted)} (some minutes)", file=sys.stderr, flush=True)
     _run(sys.executable, "-m", "venv", "--clear", str(folder))
     _run(str(folder / "bin" / "python"), "-m", "pip", "install", "-qq", "--disable-pip-version-check", *wanted)
     stamp.write_text("\n".join(wanted))
@@ -51,5 +51,5 @@ def _ensure(folder: Path, wanted: tuple[str, ...]) -> None:
 def _run(*command: str) -> None:
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["it said nothing"]
-        raise Absent(f"its environment could not be made: {lines[-1][:200]}")
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        raise Absent(f"its environment could not be created: {lines[-1][:200]}")

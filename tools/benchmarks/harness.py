@@ -18,12 +18,12 @@ class Void(Exception):
 
 
 class Enough(Exception):
-    """A case has had all of its rounds. The finished ones count."""
+    """A case does not need more rounds. The finished rounds count."""
 
 
 @dataclass
 class Case:
-    """A row to measure. ``run`` does one round, given its number. ``ours``: its failure ends the run."""
+    """A row to measure. ``run`` does the round with the given number. ``ours``: a failure ends the run."""
 
     row: Row
     run: Callable[[int], Measured]
@@ -33,7 +33,7 @@ class Case:
 def run_rounds(cases: Sequence[Case], rounds: int, tell: Tell, *, warm_up: int = 1) -> list[Row]:
     """Run all cases ``rounds`` times, in an order that rotates. The first ``warm_up`` rounds do not count.
 
-    A peer that fails takes no further part, and its row gives the reason. Raises `Void`.
+    A peer that fails is skipped from then on, and its row gives the reason. Raises `Void`.
     """
     over: set[int] = set()
     for number in range(rounds + warm_up):

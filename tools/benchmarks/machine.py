@@ -16,7 +16,7 @@ _PACKAGES = ("casckpt", "torch", "safetensors", "blake3", "numpy", "torch_checkp
 
 
 def describe(folder: Path, *, gpu: bool) -> dict[str, str]:
-    """Describe the machine, the file system of ``folder``, and versions. ``gpu``: include a GPU."""
+    """Describe the machine, the file system of ``folder``, and software versions. ``gpu``: include a GPU."""
     found = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "cpu": _cpu(),
@@ -37,7 +37,7 @@ def describe(folder: Path, *, gpu: bool) -> dict[str, str]:
 
 
 def commit(tree: Path) -> str:
-    """The commit of a checkout, with "-dirty" if files differ from it, or "" without git."""
+    """Return the commit of a checkout, with "-dirty" if files differ from it, or "" without git."""
     command = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--exclude=*"]
     with suppress(OSError):
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
@@ -60,7 +60,7 @@ def _gpu() -> str:
 
 
 def _file_system(folder: Path) -> str:
-    """The type of the file system of ``folder``."""
+    """Return the type of the file system of ``folder``."""
     at = os.stat(folder).st_dev
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields, _, rest = line.partition(" - ")

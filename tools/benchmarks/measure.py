@@ -1,4 +1,4 @@
-"""The cost of an operation: time, processor seconds, extra memory and bytes, of this process and its children."""
+"""The cost of an operation: the time, CPU seconds, extra memory and bytes of this process and its children."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _RESET_PEAK = "5"
 
 @dataclass
 class Measured:
-    """One operation in one round. Seconds and bytes.
+    """The cost of one operation in one round, in seconds and bytes.
 
     ``blocked``: until the caller may continue and change the state. ``durable``: until all bytes are on disk (for a
-    load: until all tensors are filled). ``peak``: the highest extra resident memory, None if the kernel does not report
-    it. ``written``, ``read``: to and from the storage device. ``asked``: by calls of read. ``stored``: the growth of
-    the checkpoint's folder on disk.
+    load: until all tensors are filled). ``peak``: the highest extra resident memory, None if the kernel does not
+    report it. ``written``, ``read``: to and from the storage device. ``asked``: requested by read calls. ``stored``:
+    the growth of the checkpoint's folder on disk.
     """
 
     blocked: float = 0.0
@@ -60,7 +60,7 @@ class Meter:
 
     `mark_blocked` marks the time at which the caller may continue, by default the end.
 
-    ``together``: called before time runs. It waits for the other ranks, since creating a meter takes time.
+    ``together`` is called before the clock starts. It waits for the other ranks, because creating a meter takes time.
     """
 
     def __init__(self, together: Callable[[], object] = lambda: None) -> None:
@@ -77,14 +77,14 @@ class Meter:
         self._blocked = time.perf_counter() - self._start
 
     def stop(self) -> Measured:
-        """Return the cost until now."""
+        """Return the cost so far."""
         durable = time.perf_counter() - self._start
         blocked = durable if self._blocked is None else self._blocked
         return self._tree.since(Measured(blocked=blocked, durable=durable, load_average=self._load))
 
 
 class Clock:
-    """The time inside its blocks, and the processor time of this process meanwhile."""
+    """Measures the time inside its blocks, and this process's CPU time during that time."""
 
     def __init__(self) -> None:
         self.time = self.cpu = 0.0
@@ -98,7 +98,7 @@ class Clock:
         self.time += time.perf_counter()
 
     def write(self, measured: Measured) -> None:
-        """Write it into the measurement."""
+        """Write the result into the measurement."""
         measured.blocked = measured.durable = self.time
         measured.cpu, measured.load_average = self.cpu, os.getloadavg()[0]
 
@@ -144,13 +144,13 @@ class _Tree:
             with suppress(OSError):
                 _, peak, shared = _memory(pid)
                 if pid != os.getpid():
-                    peak = max(0, peak - shared)  # memory shared with the parent counts there
+                    peak = max(0, peak - shared)  # memory shared with the parent is counted there
                 extra += max(0, peak - self._resident.get(pid, 0))
         return extra
 
 
 def _pids() -> list[int]:
-    """This process and its descendants. psutil would visit every process of the machine."""
+    """Return this process and its descendants. psutil would visit every process of the machine."""
     found = [os.getpid()]
     for pid in found:
         with suppress(OSError):
@@ -160,7 +160,7 @@ def _pids() -> list[int]:
 
 
 def _memory(pid: int) -> tuple[int, int, int]:
-    """(resident, highest resident since the last reset, shared) bytes of a process."""
+    """Return (resident, highest resident since the last reset, shared) bytes of a process."""
     found = dict.fromkeys(("VmRSS", "VmHWM", "RssShmem"), 0)
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         name, _, rest = line.partition(":")
@@ -171,6 +171,6 @@ def _memory(pid: int) -> tuple[int, int, int]:
 
 
 def _trim() -> None:
-    """Return freed memory to the system, so that this operation gains nothing from the last one."""
+    """Return freed memory to the system, so that this operation does not benefit from the previous one."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""The results of a run: rows of rounds, their medians, ratios and targets, as JSON and back."""
+"""The results of a run: rows of rounds, their medians, ratios and targets, and their conversion to and from JSON."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Spread:
 
 @dataclass
 class Row:
-    """One configuration in one scenario. ``nbytes``: the bytes to save or load, or 0 if that has no meaning.
+    """One configuration in one scenario. ``nbytes``: the bytes to save or load, or 0 if that is meaningless.
 
-    ``who``: "casckpt", a peer, or a limit of the machine (then ``limit``). ``what``: its settings. ``note``: the reason
-    for missing rounds. ``verified``: whether loads verify digests, or None without loads. ``bounds``: the limits (their
-    ``who``) of such work. ``summary``: each metric over all rounds, from `summarise`; empty without measurements. A
-    published row has a summary and no rounds.
+    ``who``: "casckpt", a peer, or a limit of the machine (then ``limit``). ``what``: its settings. ``note``: the
+    reason for missing rounds. ``verified``: whether loads verify digests, or None if there are no loads. ``bounds``:
+    the limits (their ``who``) of such work. ``summary``: each metric over all rounds, from `summarise`; empty without
+    measurements. A published row has a summary and no rounds.
     """
 
     group: str
@@ -50,14 +50,14 @@ class Row:
         return f"{self.who}, {self.what}" if self.what else self.who
 
     def values(self, metric: str) -> list[float]:
-        """One metric of all rounds that have it."""
+        """Return one metric of all rounds that have it."""
         found = [
             getattr(one, metric) if metric in METRICS else one.extra.get(metric) for one in self.rounds
         ]  # fmt: skip
         return [float(value) for value in found if value is not None]
 
     def median(self, metric: str) -> float | None:
-        """The median of one metric, or None without measurements."""
+        """Return the median of one metric, or None without measurements."""
         if metric in self.summary:
             return self.summary[metric].median
         found = self.values(metric)
@@ -74,7 +74,10 @@ class Row:
 
 @dataclass
 class Ratio:
-    """The cost of ``peer`` divided by casckpt's: above 1, casckpt is cheaper. Of medians; range over the rounds."""
+    """The cost of ``peer`` divided by casckpt's.
+
+    Above 1, casckpt is cheaper. The ratio is that of the medians; the range is over the rounds.
+    """
 
     group: str
     ours: str
@@ -94,7 +97,7 @@ class Check:
 
     @property
     def met(self) -> bool | None:
-        """Report whether it is met, or None if it could not be checked."""
+        """Return whether the target is met, or None if it could not be checked."""
         if self.value is None:
             return None
         return self.value >= self.wanted if self.at_least else self.value <= self.wanted
@@ -126,7 +129,7 @@ class Report:
 
 
 def best(rows: list[Row], who: str, metric: str, *, group: str | None = None, what: str = "") -> Row | None:
-    """The row of ``who`` with the lowest median. ``what``: only rows whose settings contain this."""
+    """Return the row of ``who`` with the lowest median. ``what``: only rows whose settings contain this."""
     found = [
         (median, number, row)
         for number, row in enumerate(rows)
@@ -137,19 +140,19 @@ def best(rows: list[Row], who: str, metric: str, *, group: str | None = None, wh
 
 
 def binding(rows: list[Row], row: Row, metric: str = "durable") -> Row | None:
-    """The limit that binds a row: the slowest of its bounds, each at its best."""
+    """Return the binding limit of a row: the slowest of its bounds, each at its best."""
     found = [best(rows, who, metric, group=row.group) for who in row.bounds]
     measured = [(median, number) for number, one in enumerate(found) if (median := median_of(one, metric)) is not None]
     return found[max(measured)[1]] if measured else None
 
 
 def median_of(row: Row | None, metric: str) -> float | None:
-    """The median of a row, if there is one."""
+    """Return the median of a row, if there is one."""
     return row.median(metric) if row else None
 
 
 def ratios(rows: list[Row], metric: str) -> list[Ratio]:
-    """The ratios of each row of casckpt to the best row of each peer, by group."""
+    """Return the ratios of each row of casckpt to the best row of each peer, by group."""
     found = []
     for group in dict.fromkeys(row.group for row in rows):
         here = [row for row in rows if row.group == group]
@@ -172,7 +175,7 @@ def _ratio(peer: Row, ours: Row, metric: str) -> Spread | None:
 
 
 def over(value: float | None, other: float | None) -> float | None:
-    """``value`` / ``other``, if both are known."""
+    """Return ``value`` / ``other``, if both are known."""
     return value / other if value is not None and other else None
 
 
@@ -188,7 +191,7 @@ def write_json(report: Report, path: Path, *, rounds: bool = True) -> None:
 
 
 def read_json(paths: list[Path]) -> Report:
-    """Merge several files into one report. If several have a scenario, the last one wins."""
+    """Merge several files into one report. If several files contain the same scenario, the last one wins."""
     reports = [msgspec.json.decode(path.read_bytes(), type=Report) for path in paths]
     scenarios = {scenario.name: scenario for report in reports for scenario in report.scenarios}
     return Report(reports[-1].machine, list(scenarios.values()))

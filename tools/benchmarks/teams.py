@@ -1,4 +1,4 @@
-"""Worker processes from the first process' side: one for each rank, called over pipes, one call at a time."""
+"""The worker processes as seen by the first process: one for each rank, called over pipes, one call at a time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from benchmarks.measure import Measured, together
 from benchmarks.results import OURS
 
 _TOOLS = Path(__file__).resolve().parent.parent
-_TIMEOUT = 1800.0  # seconds, the limit for one call
-_GRACE = 60.0  # seconds for the other ranks after one has failed
+_TIMEOUT = 1800.0  # seconds, the time limit of one call
+_GRACE = 60.0  # seconds that the other ranks have after one has failed
 _FAREWELL = 10.0
 
 
@@ -65,7 +65,7 @@ class Team:
     def call(self, task: str, **arguments: Any) -> list[Any]:
         """Call ``task`` ("saves:save") in every worker, and return the results by rank. Raises `CallFailed`.
 
-        After a call without an answer, the team is ``broken``.
+        If a call gets no answer, the team is ``broken``.
         """
         if self._other_tree and "peer" in arguments:
             arguments["peer"] = OURS
@@ -77,7 +77,7 @@ class Team:
         while pending:
             ready = select.select(list(pending), [], [], _GRACE if failures else _TIMEOUT)[0]
             if not ready:
-                failures.append(CallFailed("TimeoutError", f"no answer of ranks {sorted(pending.values())}"))
+                failures.append(CallFailed("TimeoutError", f"no answer from ranks {sorted(pending.values())}"))
                 self.broken = True
                 break
             for output in ready:
@@ -97,7 +97,7 @@ class Team:
 
 
 def _path(tree: Path) -> str:
-    """The module path of a worker, ``tree`` first."""
+    """Return the module path of a worker, with ``tree`` first."""
     return os.pathsep.join(filter(None, (str(tree / "tools"), os.environ.get("PYTHONPATH"))))
 
 
@@ -113,8 +113,8 @@ class _Worker:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=os.environ | {"PYTHONPATH": _path(tree), "PYTHONWARNINGS": "ignore"},
-                cwd=tree,  # the first place where Python looks for casckpt
-                start_new_session=True,  # ctrl-C ends the first process, which then ends this one
+                cwd=tree,  # the first location where Python looks for casckpt
+                start_new_session=True,  # Ctrl-C ends the first process, which then ends this one
             )
 
     def ask(self, task: str, arguments: dict[str, Any]) -> None:
@@ -125,12 +125,12 @@ class _Worker:
 
     @property
     def output(self) -> IO[bytes]:
-        """The stream of answers."""
+        """Return the stream of answers."""
         assert self._process.stdout is not None  # noqa: S101 - a pipe was asked for
         return self._process.stdout
 
     def answer(self) -> Any:
-        """The answer to the last question. Raises `CallFailed`."""
+        """Return the answer to the last question. Raises `CallFailed`."""
         line = self.output.readline()
         if not line:
             raise CallFailed("Died", f"a worker ended with {self._process.wait()}: {self._last_words()}")
@@ -140,7 +140,7 @@ class _Worker:
         return found["result"]
 
     def _last_words(self) -> str:
-        lines = self._log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+        lines = self._log.read_text(errors="replace").strip().splitlines() or ["no message"]
         return lines[-1][:300]
 
     def close(self, patience: float) -> None:

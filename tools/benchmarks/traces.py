@@ -1,4 +1,4 @@
-"""Traces of the states of real trainings, step by step, in a folder, so that scenarios can replay them.
+"""Traces of the states of real training runs, step by step, which scenarios can replay.
 
 A trace is a folder. ``index.json`` is written last. Each checkpoint has ``<step>.<part>.npy`` files, flat arrays with
 the elements of all tensors. Each step of a run of consecutive versions has ``<step>.changes.npz``: the weights' changed
@@ -20,7 +20,7 @@ import platformdirs
 
 Flat: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.float32]
 CELL = 1 << 20
-VERSION = 1  # of the trainings; a trace of another version is made again
+VERSION = 1  # of the training code; a trace of a different version is made again
 
 
 class Tensor(msgspec.Struct, frozen=True):
@@ -55,14 +55,17 @@ class Trace:
     index: Index
 
     def part(self, step: int, part: str) -> Flat:
-        """All elements of one part at one step, mapped. Raises ValueError without a checkpoint of that step."""
+        """Map all elements of one part at one step into memory.
+
+        Raises ValueError without a checkpoint of that step.
+        """
         if step not in self.index.steps or part not in self.index.parts:
             raise ValueError(f"{self.index.name} has no {part} at step {step}; it has steps {self.index.steps}")
         found: Flat = np.load(self.folder / f"{step}.{part}.npy", mmap_mode="r")
         return found
 
     def versions(self) -> Iterator[tuple[int, Flat]]:
-        """The consecutive versions of the weights, with their steps, in one array that changes for each version."""
+        """Yield the consecutive weight versions, with their steps, in one array that changes for each version."""
         if self.index.run is None:
             return
         first, last = self.index.run
@@ -75,18 +78,18 @@ class Trace:
 
 
 def cut(tensor: Tensor, itemsize: int) -> list[slice]:
-    """The cells of a tensor: at most 1 MiB each."""
+    """Return the cells of a tensor, of at most 1 MiB each."""
     each = CELL // itemsize
     return [slice(start, min(start + each, tensor.stop)) for start in range(tensor.start, tensor.stop, each)]
 
 
 def default_folder() -> Path:
-    """The default folder of traces, in the user's cache."""
+    """Return the default folder of traces, in the user's cache."""
     return platformdirs.user_cache_path("casckpt") / "bench" / "traces"
 
 
 def find(above: Path, name: str) -> Trace | None:
-    """The trace of a name, if it exists, is complete, and has this version."""
+    """Return the trace of a name, if it exists, is complete, and has this version."""
     folder = above / name
     try:
         index = msgspec.json.decode((folder / "index.json").read_bytes(), type=Index)

@@ -1,7 +1,7 @@
-"""Real trainings that make traces: a few minutes on two cores each, with tiny batches and fixed seeds.
+"""Real training runs that make traces.
 
-Their weights change like those of large models. That depends on the learning rate relative to the size of the weights,
-and on settled moments of Adam.
+Each takes a few minutes on two cores, with tiny batches and fixed seeds. Their weights change in the same way as those
+of large models. This depends on the learning rate relative to the size of the weights, and on settled moments of Adam.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ Loss = Callable[[int], Torch]
 
 @dataclass(frozen=True)
 class Recipe:
-    """One training. ``steps``: those with whole states. ``run``: the number of consecutive versions of the weights.
+    """One training run.
 
-    ``about``: its text in a table. ``half``: weights are bfloat16 with a float32 master; otherwise they are float32.
+    ``steps``: those with whole states. ``run``: the number of consecutive versions of the weights.
+
+    ``about``: its description in a table. ``half``: weights are bfloat16 with a float32 master; otherwise they are
+    float32.
     """
 
     name: str
@@ -48,7 +51,7 @@ class Recipe:
 
 
 def trace(above: Path, name: str, tell: Callable[[str], None] = lambda text: None) -> Trace:
-    """The trace of a name, made if it does not exist.
+    """Return the trace of a name. It is made if it does not exist.
 
     Raises ModuleNotFoundError if a package for it is not installed.
     """
@@ -90,7 +93,7 @@ class _Training:
         self._publish()
 
     def weights(self) -> Flat:
-        """The published weights, in one row."""
+        """Return the published weights, in one row."""
         if self._half:
             flat = torch.cat([master.to(torch.bfloat16).reshape(-1) for master in self._master])
             return flat.view(torch.uint16).numpy()
@@ -105,7 +108,7 @@ class _Training:
         return {"weights": self.weights(), "master": master, **moments}
 
     def tensors(self) -> Iterator[Tensor]:
-        """The places of the tensors in the rows. Embeddings do not count as matrices of the encoder."""
+        """Return the positions of the tensors in the rows. Embeddings do not count as matrices of the encoder."""
         start = 0
         for name, one in self._named:
             matrix = one.dim() == 2 and one.numel() >= _MATRIX and "embed" not in name
@@ -134,7 +137,10 @@ def sentences() -> list[str]:
 
 
 class _Pairs:
-    """Batches for an encoder of sentences: each sentence twice, with different words left out, as ids and mask."""
+    """Batches for an encoder of sentences.
+
+    Each sentence occurs twice, with different words left out, as ids and mask.
+    """
 
     def __init__(self, tokenizer: Any, size: int, length: int) -> None:
         self._ids = [one.ids[1:-1] for one in tokenizer.encode_batch(sentences())]
@@ -142,7 +148,7 @@ class _Pairs:
         self._size, self._length = size, length
 
     def batch(self, step: int) -> tuple[Torch, Torch]:
-        """(2 x size, length) ids and mask of one step: sentence i is rows i and size + i."""
+        """Return the (2 x size, length) ids and mask of one step: sentence i is in rows i and size + i."""
         draw = np.random.default_rng(step)
         chosen = [self._ids[i] for i in draw.integers(len(self._ids), size=self._size)]
         ids = torch.zeros((2 * self._size, self._length), dtype=torch.int64)
@@ -154,7 +160,7 @@ class _Pairs:
 
 
 def _minilm(size: int, length: int) -> tuple[torch.nn.Module, Callable[[int], Torch]]:
-    """The model, and the similarities of the first to the second halves of the pairs of a step (size x size)."""
+    """Return the model, and the similarities between the two halves of the pairs of a step (size x size)."""
     from tokenizers import Tokenizer
     from transformers import BertModel
 
@@ -178,16 +184,17 @@ def _minilm(size: int, length: int) -> tuple[torch.nn.Module, Callable[[int], To
 
 
 def _contrastive() -> tuple[torch.nn.Module, Loss]:
-    """The contrastive loss of embedding models: find the same sentence."""
+    """Train with the contrastive loss of embedding models: find the same sentence."""
     size = 8
     model, similarities = _minilm(size, 24)
     return model, lambda step: functional.cross_entropy(similarities(step) * 20, torch.arange(size))
 
 
 def _policy() -> tuple[torch.nn.Module, Loss]:
-    """A small GRPO: 8 samples of the same-sentence task, a reward for each hit, advantages normalised in the group.
+    """Train with a small GRPO.
 
-    There are 256 prompts. With fewer in a batch, or always new ones, gradients agree less and fewer weights change.
+    It uses 8 samples of the same-sentence task, a reward for each hit, and advantages normalized in the group. There
+    are 256 prompts. With fewer prompts in a batch, or always new ones, gradients agree less, and fewer weights change.
     """
     size, samples, batches = 16, 8, 16
     model, similarities = _minilm(size, 24)
@@ -222,7 +229,7 @@ class _Gpt(torch.nn.Module):
 
 
 def _language(width: int = 256, layers: int = 4) -> tuple[torch.nn.Module, Loss]:
-    """Prediction of the next byte, from scratch."""
+    """Train to predict the next byte, from scratch."""
     model, length, size = _Gpt(width, layers), 128, 8
     text = torch.frombuffer(bytearray("\n".join(sentences()), "utf-8"), dtype=torch.uint8).long()
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-_PIECE = 8 << 20  # bytes of random numbers drawn at once
+_PIECE = 8 << 20  # bytes of random numbers drawn in one go
 _POISON = 0xA5
 _ITEMSIZE = {"bfloat16": 2, "float32": 4}
 _EXPONENT = {"bfloat16": ("int16", 0x7F80, 0x4000), "float32": ("int32", 0x7F800000, 0x40000000)}
@@ -26,7 +26,7 @@ class Spec:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Return the size in bytes."""
         count = _ITEMSIZE[self.dtype]
         for length in self.shape:
             count *= length
@@ -34,10 +34,11 @@ class Spec:
 
 
 def specs(kind: str, size: int) -> list[Spec]:
-    """The tensors of a state of about ``size`` bytes.
+    """Return the tensors of a state of about ``size`` bytes.
 
-    ``kind``: "model", a transformer in bfloat16; "adapted", one of 96 % of the bytes with adapters of 4 %; "small",
-    tensors of 1 KiB; "square", a single matrix of float32 whose sides are multiples of 64; "narrow", one of 2048 x 64.
+    ``kind``: "model", a transformer in bfloat16; "adapted", a transformer with 96 % of the bytes and adapters with 4
+    %; "small", tensors of 1 KiB; "square", a single matrix of float32 whose sides are multiples of 64; "narrow", one
+    of 2048 x 64.
     """
     if kind == "model":
         return list(_model(size))
@@ -71,7 +72,7 @@ def _model(size: int) -> Iterator[Spec]:
 
 
 def _adapters(size: int) -> Iterator[Spec]:
-    """64 adapters with the two moments of their optimizer."""
+    """Return 64 adapters with the two moments of their optimizer."""
     rows = max(8, size // (64 * 3 * 64 * 4))
     for number in range(64):
         for part in ("weight", "exp_avg", "exp_avg_sq"):
@@ -79,7 +80,7 @@ def _adapters(size: int) -> Iterator[Spec]:
 
 
 def make(kind: str, size: int, seed: int) -> dict[str, torch.Tensor]:
-    """A state in touched memory. No element is NaN or infinite, since some peers check for these."""
+    """Make a state in touched memory. No element is NaN or infinite, because some peers check for these."""
     return {spec.name: random_tensor(spec, seed + number) for number, spec in enumerate(specs(kind, size))}
 
 
@@ -102,7 +103,7 @@ def random_tensor(spec: Spec, seed: int) -> torch.Tensor:
 
 
 def as_bytes(tensor: Any) -> torch.Tensor:
-    """A contiguous tensor's memory, as one row of bytes."""
+    """Return a contiguous tensor's memory as one row of bytes."""
     import torch
 
     flat: torch.Tensor = tensor.detach().reshape(-1)
@@ -123,7 +124,7 @@ def nudge(state: dict[str, torch.Tensor]) -> None:
 
 
 def poisoned(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of the same form in touched memory, with values that no state has."""
+    """Make tensors of the same form in touched memory, with values that no state has."""
     import torch
 
     made = {name: torch.empty_like(tensor) for name, tensor in state.items()}
@@ -132,13 +133,13 @@ def poisoned(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def poison(state: dict[str, torch.Tensor]) -> None:
-    """Overwrite all of it, so that a load that fills nothing is noticed."""
+    """Overwrite all tensors, so that a load that does not fill them is noticed."""
     for tensor in state.values():
         as_bytes(tensor).fill_(_POISON)
 
 
 def differing(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
-    """The names of the tensors that differ in any bit."""
+    """Return the names of the tensors that differ in any bit."""
     import torch
 
     names = [name for name in state if not torch.equal(as_bytes(state[name]), as_bytes(other[name]))]
@@ -146,5 +147,5 @@ def differing(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 
 def size_of(state: dict[str, torch.Tensor]) -> int:
-    """The bytes of all tensors."""
+    """Return the bytes of all tensors."""
     return sum(tensor.nbytes for tensor in state.values())

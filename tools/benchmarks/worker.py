@@ -1,6 +1,7 @@
-"""A worker process. It reads requests as lines of JSON, and answers each with a line of JSON.
+"""A worker process.
 
-It runs in any environment that has torch, numpy and psutil.
+It reads requests as lines of JSON and answers each with a line of JSON. It runs in any environment that has torch,
+numpy and psutil.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class WrongBytes(Exception):
 class Here:
     """The objects of one worker. ``states``: by name. ``peers``: by name and settings, kept for their caches.
 
-    ``quick``: a smoke run, which must not slow others down. ``on_gpu``: some state is in a GPU's memory.
+    ``quick``: a smoke run, which must not slow down other processes. ``on_gpu``: whether any state is in a GPU's
+    memory.
     """
 
     rank: int
@@ -48,7 +50,7 @@ class Here:
     on_gpu: bool = False
 
     def peer(self, name: str, setting: dict[str, Any]) -> Peer:
-        """An adapter, the same one for equal settings."""
+        """Return an adapter. It is the same one for equal settings."""
         from benchmarks.peers import peer_class
 
         key = name + json.dumps(setting, sort_keys=True)
@@ -71,7 +73,7 @@ class Here:
             torch.cuda.synchronize()
 
     def on_host(self, state: str) -> dict[str, torch.Tensor]:
-        """A state in host memory: itself, or a copy made on demand."""
+        """Return a state in host memory: itself, or a copy made on demand."""
         if not self.on_gpu:
             return self.states[state]
         key = f"{state} on the host"
@@ -81,7 +83,7 @@ class Here:
         return copied
 
     def open_group(self) -> None:
-        """Create the process group, if there are several ranks."""
+        """Create the process group if there are several ranks."""
         if self.ranks == 1:
             return
         import torch
@@ -103,18 +105,18 @@ def main() -> None:
     about = json.loads(sys.argv[1])
     here = Here(threads=len(os.sched_getaffinity(0)), **about)
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # output of libraries is not an answer
+    os.dup2(2, 1)  # the output of libraries must not be mistaken for an answer
     here.open_group()
     for line in sys.stdin.buffer:
         answers.write(json.dumps(_answer(here, json.loads(line))).encode() + b"\n")
         answers.flush()
         if here.quick:
-            gc.freeze()  # each `Meter` collects garbage: in all of torch, that takes longer than a smoke run's saves
+            gc.freeze()  # each `Meter` collects garbage, which for all of torch takes longer than a smoke run's saves
     here.close()
 
 
 def _die_with_parent() -> None:
-    """Otherwise a worker in a long call would not notice the death of its parent."""
+    """End this process when its parent dies. Otherwise, a worker in a long call would not notice that."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -130,7 +132,7 @@ def _answer(here: Here, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def _first_line(error: Exception) -> str:
-    """The first line of an error, or the informative line of torch's checkpoint errors."""
+    """Return the first line of an error, or the informative line of torch's checkpoint errors."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if "Error" in line and "Exception ranks" not in line]
     return (told or lines or [""])[-1 if told else 0][:300]

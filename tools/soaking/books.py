@@ -15,7 +15,7 @@ import torch
 RUNS = ("alpha", "beta/lora")
 LONG = "long"  # the run of one process
 CELL = 4096
-KEPT = 2  # newest checkpoints of each run that no gc here forgets
+KEPT = 2  # newest checkpoints of each run, which no gc here forgets
 
 
 class Wrong(Exception):
@@ -36,7 +36,7 @@ def state(run: str, step: int) -> dict[str, Any]:
 
 
 def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Report whether two nested states are equal, bit for bit."""
+    """Return whether two nested states are equal, bit for bit."""
     if one.keys() != other.keys():
         return False
     return all(_equal(value, other[key]) for key, value in one.items())
@@ -67,7 +67,7 @@ class Books:
         """All lines of a file."""
         path = self.folder / book
         for line in path.read_text().splitlines() if path.exists() else ():
-            with suppress(ValueError):  # a kill cut it off
+            with suppress(ValueError):  # truncated by a kill
                 yield json.loads(line)
 
     def newest(self) -> dict[str, list[int]]:

@@ -21,15 +21,19 @@ from soaking.master import Soak
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="tools/soak", description="Everything at once on one store, with kills.")
+    parser = argparse.ArgumentParser(
+        prog="tools/soak", description="Run everything at the same time on one store, with kills."
+    )
     parser.add_argument("hours", type=float)
-    parser.add_argument("--folder", type=Path, help="for the books, and the store; a temporary one if it is left out")
-    parser.add_argument("--storage", help="URL below which the store lies (default: the folder)")
+    parser.add_argument("--folder", type=Path, help="folder for the records and the store (default: a temporary one)")
+    parser.add_argument("--storage", help="URL below which the store is created (default: the folder)")
     parser.add_argument("--storage-option", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--idle", type=float, default=0.2, help="seconds that a worker rests, at most")
-    parser.add_argument("--every", type=float, default=1.0, help="seconds between kills, about")
-    parser.add_argument("--pause", type=float, default=60.0, help="seconds between looks with nobody at work")
+    parser.add_argument("--idle", type=float, default=0.2, help="maximum seconds that a worker rests")
+    parser.add_argument("--every", type=float, default=1.0, help="approximate seconds between kills")
+    parser.add_argument(
+        "--pause", type=float, default=60.0, help="seconds between pauses, in which everything is checked"
+    )
     parser.add_argument("--nice", type=int, default=10)
     return parser.parse_args(given)
 
@@ -44,7 +48,7 @@ def main() -> int:
     print(f"seed {seed}, folder {folder}", file=sys.stderr)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", ForgottenWarning)  # under a lease
-    if "://" in asked.storage:  # otherwise each worker imports it again
+    if "://" in asked.storage:  # otherwise, each worker would import it again
         for name in ("aiobotocore.session", "s3fs", "botocore.endpoint"):
             with suppress(ImportError):
                 importlib.import_module(name)

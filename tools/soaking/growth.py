@@ -21,8 +21,8 @@ def held() -> dict[str, int]:
 def growth(books: Books, began: int) -> tuple[int, list[str]]:
     """Return the number of samples of these processes in the run that began then, and the processes that grew.
 
-    Growth compares the median of the last third with that of the second. Each process had done all its work once before
-    its first sample.
+    A process has grown if the median of its last third of samples exceeds that of the second third. Before its first
+    sample, each process has done all its work once.
     """
     sampled, grown = 0, []
     for path in books.folder.glob(f"samples.*.{began}"):

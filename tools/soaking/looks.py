@@ -1,4 +1,4 @@
-"""The checks during a pause: with no process at work, the store and its copy must be correct."""
+"""The checks during a pause: while no process is working, the store and its copy must be correct."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def look(worker: Worker) -> None:
     for save_in_progress in worker.store.transactions():
         worker.store.revoke(save_in_progress.txid)
     for name in worker.store.tags():
-        worker.store.untag(name)  # leases of killed readers expire by themselves, and no process reads now
+        worker.store.untag(name)  # leases of killed readers would expire by themselves, and no process reads now
     for store in (worker.store, worker.copy):
         store.gc(min_age=0, wait="5s", revoke_after=0)
     _check_copy(worker)
@@ -38,7 +38,7 @@ def look(worker: Worker) -> None:
 
 
 def _check_copy(worker: Worker) -> None:
-    """Copy again. Afterwards the newest checkpoints of each run exist, and others if the copy names them."""
+    """Copy again. Afterward, the newest checkpoints of each run exist, and so do all others that the copy names."""
     here = worker.store.checkpoints()
     worker.store.copy_to(worker.copy)
     there = {one.id for one in worker.copy.checkpoints()}
@@ -57,12 +57,12 @@ def _check_ids(copied: Store, wanted: list[casckpt.Checkpoint], there: set[str])
 
 
 def _check_saved(worker: Worker) -> None:
-    """Check that the newest saved checkpoints exist, unless newer ones do whose save was killed late."""
+    """Check that the newest saved checkpoints exist, unless there are newer ones whose save was killed late."""
     for run, steps in worker.books.newest().items():
         there = {one.step for one in worker.store.checkpoints(run)}
         for step in steps:
             if step not in there and sum(one > step for one in there) < KEPT:
-                raise Wrong(f"{run}@{step} was saved, and is not there: {sorted(there)}")
+                raise Wrong(f"{run}@{step} was saved, but does not exist: {sorted(there)}")
 
 
 def _check_objects(store: Store) -> None:

@@ -68,7 +68,7 @@ class Soak:
         for left in (self._rests(), *self.folder.glob("rests.*")):
             left.unlink(missing_ok=True)
         self._note_run()
-        for one in ENDS:  # with any earlier handler: a shell that starts this with & ignores SIGINT
+        for one in ENDS:  # even if it is ignored: a shell that starts this with & ignores SIGINT
             signal.signal(one, _end)
         good = self._holds(self._rounds)
         for one in ENDS:
@@ -82,7 +82,7 @@ class Soak:
         return 0 if good and not grown else 1
 
     def _note_run(self) -> None:
-        """Record the commit of this run. Runs from before this file existed have none."""
+        """Record the commit of this run. Runs from before this file existed do not have one."""
         if self.counts and not (self.folder / "runs").exists():
             self.books.note("runs", commit=None, time=None)
         told = ["git", "describe", "--always", "--dirty", "--exclude=*"]
@@ -112,7 +112,7 @@ class Soak:
             self._pause()
 
     def _at_work(self, until: float) -> None:
-        """Run all workers, and kill or stop one now and then."""
+        """Run all workers, and occasionally kill or stop one."""
         self._rests().unlink(missing_ok=True)
         calm = until - self.asked.pause / 3
         for role in [role for role in ROLES if role not in self.children.values()]:
@@ -126,7 +126,7 @@ class Soak:
                     self._start(role)
 
     def _pause(self) -> None:
-        """Stop the work: the processes that are never killed rest, the others are killed."""
+        """Stop the work: the processes that are never killed rest, and the others are killed."""
         self._end_all(but=LASTING)
         self._rests().touch()
         late = time.monotonic() + REST
@@ -140,11 +140,14 @@ class Soak:
         self._gather()
 
     def _rests(self, pid: int | None = None) -> Path:
-        """The file that exists while all should rest; with a worker, while that one rests."""
+        """The file that exists while all workers should rest or, with a worker, while that worker rests."""
         return self.folder / ("rest" if pid is None else f"rests.{pid}")
 
     def _hit(self) -> None:
-        """Kill a process or stop it for a while. Some savers and copiers stay stopped until a gc revokes their save."""
+        """Kill a process or stop it for a while.
+
+        Some savers and copiers remain stopped until a gc revokes their save.
+        """
         drawn = self.random.random()
         chosen = REVOCABLE if drawn < 0.05 else ROLES.keys() - LASTING
         pid = self.random.choice([pid for pid, role in self.children.items() if role in chosen])
@@ -169,7 +172,10 @@ class Soak:
         return (pid, status) if pid else None
 
     def _judged(self, pid: int, status: int) -> str:
-        """The role of an ended process. Raises Wrong if the soak did not end it and it had not finished."""
+        """The role of an ended process.
+
+        Raises Wrong if the process ended although the soak did not end it and it had not finished.
+        """
         role, how = self.children.pop(pid), os.waitstatus_to_exitcode(status)
         was_killed = pid in self.killed
         self.killed.discard(pid)
@@ -179,12 +185,12 @@ class Soak:
         raise Wrong(f"{role}, pid {pid}, ended by itself: {told}")
 
     def _once(self, role: str) -> None:
-        """Run this in one process, and wait for it."""
+        """Run a worker in one process, and wait for it."""
         if not self._wait(self._start(role), LOOK):
             raise Wrong(f"no end of {role!r} in {LOOK} s")
 
     def _wait(self, pid: int, seconds: float) -> bool:
-        """Wait for a process to end, up to a limit. Report whether it has ended."""
+        """Wait for a process to end, up to a limit. Return whether it has ended."""
         late = time.monotonic() + seconds
         while time.monotonic() < late:
             ended, status = os.waitpid(pid, os.WNOHANG)
@@ -239,7 +245,7 @@ class Soak:
             worker.wait(self.asked.idle)
 
     def _rest(self) -> None:
-        """In a child: rest as long as all should."""
+        """In a child: rest as long as all workers should."""
         mine = self._rests(os.getpid())
         while self._rests().exists():
             mine.touch()
@@ -256,7 +262,7 @@ class Soak:
         return Worker(here, there, self.books, random.Random(seed))  # noqa: S311
 
     def _end_all(self, but: frozenset[str] = frozenset()) -> None:
-        """Kill all. Raises Wrong if one had ended by itself."""
+        """Kill all processes. Raises Wrong if one of them had ended by itself."""
         wrong = []
         for pid in [pid for pid, role in self.children.items() if role not in but]:
             ended, status = os.waitpid(pid, os.WNOHANG)

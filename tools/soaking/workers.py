@@ -20,15 +20,15 @@ TAG = "soak"
 TELLS_OF_REVOKED = "casckpt.saving.save"
 COMPRESS: tuple[Literal["off", "auto", "always"], ...] = ("off", "auto", "always")
 HELD = 1.0  # seconds at most, between a lease and its load
-UNDONE = 5  # times that gcs may forget a tagged checkpoint and be killed, during one check
+UNDONE = 5  # how often gcs may forget a tagged checkpoint and be killed during one check
 
 
 @dataclass
 class Worker:
     """The common part of all workers.
 
-    ``copy``: the other store. ``rounds``: of `live`. ``warm``: it has done all its work once. Earlier use of resources
-    does not count as growth.
+    ``copy``: the other store. ``rounds``: of `live`. ``warm``: it has done all its work once. Resources that it used
+    before do not count as growth.
     """
 
     store: Store
@@ -54,7 +54,7 @@ class Worker:
             raise Wrong(f"{ref} is not what was saved")
 
     def load(self, ref: Any) -> None:
-        """Load a checkpoint and compare it. For a thinned one, or one that becomes thinned, compare the rest."""
+        """Load a checkpoint and compare it. If it is thinned, or becomes thinned, compare the rest."""
         try:
             self.check(ref, self.store.read(ref))
         except MissingKey:
@@ -95,7 +95,7 @@ class BegunAnew(logging.Handler):
 
 
 def save(worker: Worker, run: str) -> bool:
-    """Save the next step, in one of several ways. Report whether it exists, since a gc may revoke it twice."""
+    """Save the next step, in one of several ways. Return whether it exists, because a gc may revoke it twice."""
     try:
         step = worker.store.get(f"{run}@latest").step + 1
     except NotFound:
@@ -111,7 +111,7 @@ def save(worker: Worker, run: str) -> bool:
             worker.store.save(state(run, step), run=run, step=step, **how)
     except Revoked:
         if any(one.step == step for one in worker.store.checkpoints(run)):
-            raise Wrong(f"{run}@{step} was revoked, and is there") from None
+            raise Wrong(f"{run}@{step} was revoked, but exists") from None
         worker.did("save revoked")
         return False
     worker.books.note("ledger", run=run, step=step)
@@ -132,7 +132,7 @@ def read(worker: Worker) -> None:
 
 
 def load_under_lease(worker: Worker, chosen: Any) -> None:
-    """Lease a checkpoint for a moment, in which others forget and collect, then load it."""
+    """Lease a checkpoint, wait a moment while others forget and collect, then load it."""
     with ExitStack() as held:
         try:
             ref = held.enter_context(worker.store.lease(chosen, expires="10m"))
@@ -179,7 +179,7 @@ def follow(worker: Worker) -> None:
 def live(worker: Worker) -> None:
     """Save, load under a lease, list, verify and collect in one process, which is never killed.
 
-    It also collects until one gc completes: that needs the most memory, and is not growth.
+    It also collects until one gc completes, because that needs the most memory and is not growth.
     """
     if save(worker, LONG):
         newest = worker.store.get(f"{LONG}@latest")
@@ -201,14 +201,14 @@ def collect(worker: Worker) -> None:
 
 
 def overtake(worker: Worker) -> None:
-    """Delete at once, and revoke the saves and copies of a stopped process."""
+    """Delete immediately, and revoke the saves and copies of a stopped process."""
     for store in (worker.store, worker.copy):
         with suppress(StorageError):  # a worker that only collects counts these
             worker.collect(store, min_age=0, wait="2s", revoke_after=0)
 
 
 def thin(worker: Worker) -> None:
-    """Thin checkpoints by the optimizer."""
+    """Thin checkpoints by dropping the optimizer."""
     try:
         worker.store.thin(drop="optim.*", keep_last=KEPT)
     except (Conflict, NotFound, MissingKey):
@@ -253,7 +253,7 @@ def _tagged(worker: Worker, name: str, chosen: Any) -> Any:
 
 
 def verify(worker: Worker) -> None:
-    """Verify the store, which never has damage."""
+    """Verify the store, which must never have damage."""
     found = worker.store.verify(mode=worker.random.choice(["full", "exists"]))
     if found.is_damaged or found.failed:
         raise Wrong(f"verify: {found.damaged} {found.manifests} {found.records} {found.failed}")
@@ -278,6 +278,6 @@ ROLES: dict[str, Callable[[Worker], object]] = {
     "follow": follow, "live": live,
 }  # fmt: skip
 LASTING = frozenset({"follow", "live"})
-"""Never killed: their memory, files and threads are looked at."""
+"""They are never killed: their memory, files and threads are checked."""
 REVOCABLE = frozenset({"save alpha", "save beta", "copy"})
 """While one of them is stopped, a gc may give up on it."""

@@ -1,5 +1,5 @@
-"""The commands. Each module here is one command and has its name; a trailing ``_`` is dropped.
+"""The commands. Each module defines the command of the same name. A trailing ``_`` in a module's name is dropped.
 
 `casckpt.cli.main` imports a module only when its command is called. Every module defines ``command``. Commands contain
-no logic of their own: whatever the command line does, Python code can do with `casckpt.Store` too.
+no logic of their own: whatever the command line can do, Python code can also do with `casckpt.Store`.
 """

@@ -23,12 +23,16 @@ if TYPE_CHECKING:
 @store_command("copy")
 @click.argument("destination", metavar="DST", type=STORE)
 @click.argument("refs", type=REF, nargs=-1, metavar="[REF]...")
-@click.option("--run", type=RUN, help="Only checkpoints of this run.")
-@click.option("--tags", is_flag=True, help="Also set the tags of these checkpoints in DST.")
-@click.option("--jobs", type=click.IntRange(min=1), help="Files to copy at once.  [default: 4; 16 for a bucket]")
-@click.option("--blob-size", type=SIZE, help="Repack into blobs of about this size. DST may be STORE.")
-@click.option("--compress", type=click.Choice(["off", "always"]), help="always: encode floats in fewer bytes.")
-@click.option("--dry-run", is_flag=True, help="Only show what would be copied.")
+@click.option("--run", type=RUN, help="Copy only checkpoints of this run.")
+@click.option("--tags", is_flag=True, help="Also set these checkpoints' tags in DST.")
+@click.option(
+    "--jobs", type=click.IntRange(min=1), help="The number of files to copy in parallel.  [default: 4; 16 for a bucket]"
+)
+@click.option(
+    "--blob-size", type=SIZE, help="Repack the data into blobs of about this size. DST may be the same as STORE."
+)
+@click.option("--compress", type=click.Choice(["off", "always"]), help="always: encode floats to save space.")
+@click.option("--dry-run", is_flag=True, help="Show what would be copied, without copying anything.")
 @click.option("--dst-option", "dst_options", type=SETTING, multiple=True, help="Like --storage-option, for DST.")
 def command(
     session: Session,
@@ -45,11 +49,11 @@ def command(
 ) -> int:
     """Copy checkpoints to another store.
 
-    Copies all visible checkpoints, or those that you name, and only the bytes that DST lacks. The copies keep their
-    ids, times and order. The command verifies every byte. It creates DST if necessary. After a kill, the next copy
-    continues where this one stopped. Under torchrun, the processes share the work. Checkpoints that are forgotten in
-    DST stay forgotten, unless you name them. The exit status is 4 if damaged data was not copied, and 5 if DST has
-    another checkpoint under the same run and step.
+    Copies all visible checkpoints, or the ones that you name, but transfers only the bytes that DST lacks. The copies
+    keep their ids, times and order. The command verifies every byte, and creates DST if necessary. If it is killed,
+    the next copy continues where it stopped. Under torchrun, the processes share the work. Checkpoints that are
+    forgotten in DST remain forgotten unless you name them. The exit status is 4 if damaged data was not copied, and 5
+    if DST has a different checkpoint under the same run and step.
     """
     from casckpt.base.text import is_url
     from casckpt.store.opening import open as open_store
@@ -67,7 +71,7 @@ def command(
             target, *refs, run=run, tags=tags, jobs=jobs, part=part, blob_bytes=blob_size, compress=compress,
             dry_run=dry_run, progress=done, check=False,
         )  # fmt: skip
-    if part[0] == 0:  # under torchrun, only one process prints
+    if part[0] == 0:  # under torchrun, only one of the processes prints
         session.give(_described(result), text)
     found = [one.error.exit_status for one in result.failed] + [Damaged.exit_status for _ in result.records]
     return max(found, key=(0, 1, 5, 4).index, default=0)
@@ -85,18 +89,20 @@ def _described(result: CopyResult) -> dict[str, Any]:
 
 
 def _part() -> tuple[int, int]:
-    """Return the rank and the number of processes that torchrun set."""
+    """Return the rank and the number of processes from the variables that torchrun sets."""
     try:
         number, total = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     except ValueError as error:
         raise click.UsageError(f"RANK and WORLD_SIZE in the environment must be numbers: {error}") from error
     if not 0 <= number < total:
-        raise click.UsageError(f"RANK={number} and WORLD_SIZE={total} in the environment do not match: unset them")
+        raise click.UsageError(
+            f"RANK={number} and WORLD_SIZE={total} in the environment do not fit together: unset them"
+        )
     return number, total
 
 
 def text(result: dict[str, Any]) -> None:
-    """Print the copied checkpoints and those that were not copied."""
+    """Print which checkpoints were copied and which were not."""
     copied, restored = ("would copy", "would restore") if result["dry_run"] else ("copied", "restored")
     for what, ones in ((copied, result["copied"]), (restored, result["restored"])):
         say_some([f"{what} {name(one)}" for one in ones])

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 def command(output: Output, folder: Path | None) -> None:
     """Show how casckpt works, on a small model.
 
-    Trains the model in this process. Then it shows saves, their shared bytes, a load and a gc. It takes seconds and
-    downloads nothing. FOLDER becomes the store and stays. Without FOLDER, the demo deletes its store.
+    Trains the model in this process, and then shows saves, the bytes that they share, a load and a gc. This takes a
+    few seconds and downloads nothing. If you name a FOLDER, it becomes the store and is kept. Otherwise, the demo
+    deletes its store at the end.
     """
     from casckpt.frontends.demo import Training
 
@@ -33,7 +34,7 @@ def command(output: Output, folder: Path | None) -> None:
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="casckpt-demo-"))) / "store"
         elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise Conflict(f"{folder} is not empty; give an empty folder, or no folder")
+            raise Conflict(f"{folder} is not empty; pass an empty folder, or omit it")
         tour = Tour(output, folder, Training)
         tour.run()
     if output.as_json:
@@ -42,7 +43,7 @@ def command(output: Output, folder: Path | None) -> None:
 
 @dataclass
 class Tour:
-    """The demo, in a folder. ``training``: a function that creates the training at its start."""
+    """The demo, run in a folder. ``training`` is a function that creates the training in its initial state."""
 
     output: Output
     folder: Path
@@ -66,19 +67,21 @@ class Tour:
         train_and_save(store, self.training())
         rows = list.checkpoint_rows(store.listing())
         self._show(
-            "Three saves of a model with a frozen backbone: NEW is the size of the written data",
+            "Three saves of a model with a frozen backbone; NEW is the size of the data that each one wrote",
             "list",
             rows,
             list.text,
         )
-        what = "Between the first and the last, only the head and its optimizer changed"
+        what = "From the first to the last, only the head and its optimizer changed"
         self._show(what, f"diff {first} {last}", show.differences(store, first, last), show.difference_text)
-        self._show("The store holds the backbone once", "stats", plain(store.stats()), report.stats_text)
+        self._show("The store holds the backbone only once", "stats", plain(store.stats()), report.stats_text)
         exact = loads_exactly(store, first, self.training())
         self._show(f"store.load(state, {first!r}), compared with the weights at that step", None, exact, _exactness)
-        self._show("Every byte has the right hash", "verify", plain(store.verify()), verify.text)
+        self._show("Every byte matches its hash", "verify", plain(store.verify()), verify.text)
         done, line = gc.described(store.gc(keep_last=1, min_age=0)), "gc --keep-last 1 --min-age 0"
-        self._show("Keep the newest checkpoint, and delete the data of the others now", line, done, gc.text)
+        self._show(
+            "Keep the newest checkpoint, and delete the other checkpoints' data immediately", line, done, gc.text
+        )
         rows = list.checkpoint_rows(store.listing())
         self._show("The remaining checkpoint", "list", rows, list.text)
 
@@ -95,4 +98,4 @@ class Tour:
 
 
 def _exactness(exact: bool) -> None:
-    say("every bit is the same" if exact else "NOT the same: please report this")
+    say("every bit is identical" if exact else "NOT identical: please report this")

@@ -1,4 +1,4 @@
-"""``casckpt export``, and ``casckpt serve``, which sends the same files over a network."""
+"""``casckpt export``, and ``casckpt serve``, which serves the same files over a network."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 _MOST = 8
 _NO_MODEL = {
-    "safetensors": "these are not the names of a model; use --format hf for a folder that from_pretrained loads",
-    "hf": "this is only a part of a model: from_pretrained would fill the rest with random weights",
+    "safetensors": "the names are not those of a model; use --format hf for a folder that from_pretrained can load",
+    "hf": "this is only part of a model: from_pretrained would fill the rest with random weights",
 }
-"""The reason why the exported folder does not have the attached config.json."""
+"""Why the exported folder does not contain the attached config.json."""
 
 
 @store_command("export", loads=True)
@@ -34,15 +34,19 @@ _NO_MODEL = {
 @click.argument("out")
 @click.option(
     "--format", type=click.Choice(["hf", "safetensors", "dcp", "torch"]),
-    help="The format.  [default: by the suffix of OUT; else hf if a config.json is attached, safetensors if not]",
+    help="The format.  [default: by OUT's suffix; otherwise hf if a config.json is attached, else safetensors]",
 )  # fmt: skip
-@click.option("--max-shard-size", type=SIZE, help="The largest safetensors file of a folder.  [default: 5GB]")
-@click.option("--keys", multiple=True, metavar="PATTERN", help="Only tensors whose key matches. May be repeated.")
-@click.option("--strip-prefix", metavar="PREFIX", help="Only tensors below PREFIX, named without it.")
+@click.option("--max-shard-size", type=SIZE, help="The largest size of a safetensors file in a folder.  [default: 5GB]")
+@click.option(
+    "--keys", multiple=True, metavar="PATTERN", help="Export only tensors whose key matches. May be repeated."
+)
+@click.option(
+    "--strip-prefix", metavar="PREFIX", help="Export only tensors below PREFIX, and drop PREFIX from their names."
+)
 @click.option(
     "--rename", type=RENAMING, multiple=True, callback=lambda ctx, param, given: dict(given),
-    help="Rename tensors whose whole name matches a regular expression: 'h\\.(.*)=layers.\\1'. May be "
-    "repeated: the first match counts.",
+    help="Rename tensors whose full name matches a regular expression: 'h\\.(.*)=layers.\\1'. May be repeated: the "
+         "first match applies.",
 )  # fmt: skip
 @click.option(
     "--no-attachments",
@@ -50,23 +54,24 @@ _NO_MODEL = {
     is_flag=True,
     default=True,
     flag_value=False,
-    help="Leave out the attachments.",
+    help="Omit the attachments.",
 )
-@click.option("--force", is_flag=True, help="Overwrite existing files.")
+@click.option("--force", is_flag=True, help="Replace existing files.")
 @click.option(
     "--allow-pickle", is_flag=True, help="Unpickle values that are stored as pickles. This runs code from the store."
 )
 def command(session: Session, ref: str, out: str, **options: Unpack[ExportOptions]) -> None:
     """Write a checkpoint for other programs.
 
-    hf: a folder for from_pretrained of Transformers. It holds the weights of the model under the model's own names, and
-    the attachments. safetensors: a folder with all tensors under their keys, and the attachments. Both write
-    model.safetensors, or several files with an index, or one file if OUT ends in .safetensors.
+    hf: a folder for from_pretrained of Transformers. It holds the model's weights under the model's own names, and the
+    attachments. safetensors: a folder with all tensors under their keys, and the attachments. Both formats write
+    model.safetensors, several files with an index, or a single file if OUT ends in .safetensors.
 
     dcp: a folder for torch.distributed.checkpoint. torch: a file for torch.load, if OUT ends in .pt, .pth or .bin. Both
-    hold the whole checkpoint; with torch, --keys, --strip-prefix and --rename select tensors. OUT may be a URL.
+    formats hold the whole checkpoint, but with torch, you can select tensors with --keys, --strip-prefix and --rename.
+    OUT may be a URL.
 
-    The output lists the tensors and files that were left out.
+    The output lists the tensors and files that were omitted.
     """
     from casckpt.frontends.interchange.export import export
 
@@ -93,36 +98,43 @@ def _text(result: dict[str, Any], *, is_file: bool, wanted: bool) -> None:
     say(f"exported {name(result)}: {count(result['tensors'], 'tensor')}, {size(result['bytes'])}")
     say_all(f"  {printable(path)}" for path in shortened(result["files"]))
     if result["left_out"]:
-        say(f"left out: {printable(', '.join(shortened(list(summed(result['left_out'])), _MOST)))}")
+        say(f"omitted: {printable(', '.join(shortened(list(summed(result['left_out'])), _MOST)))}")
     if result["skipped"]:
-        say(f"files left out: {printable(', '.join(shortened(result['skipped'], _MOST)))}")
+        say(f"files omitted: {printable(', '.join(shortened(result['skipped'], _MOST)))}")
     if wanted and "config.json" in result["skipped"] and result["format"] in _NO_MODEL:
         say(_NO_MODEL[result["format"]])
     elif result["format"] == "hf" and "config.json" not in result["attachments"] and not is_file:
-        say("the folder has no config.json, which from_pretrained needs: copy that of the model into it")
+        say("the folder has no config.json, which from_pretrained needs: copy the model's config.json into it")
 
 
 @store_command("serve", loads=True)
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="The port; 0: a free one.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="The port. 0 selects a free one."
+)
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="A file with the tokens of clients, one per line.",
+    help="A file that lists the clients' tokens, one per line.",
 )
-@click.option("--no-token", is_flag=True, help="Answer every client without a token.")
-@click.option("--view", type=click.Path(path_type=Path, dir_okay=False), help="A view for all checkpoints, as JSON.")
-@click.option("--max-shard-size", type=SIZE, default="5GB", show_default=True, help="The largest safetensors file.")
+@click.option("--no-token", is_flag=True, help="Serve all clients without tokens.")
+@click.option(
+    "--view", type=click.Path(path_type=Path, dir_okay=False), help="A view that applies to all checkpoints, as JSON."
+)
+@click.option(
+    "--max-shard-size", type=SIZE, default="5GB", show_default=True, help="The largest size of a safetensors file."
+)
 def serve(
     session: Session, *, host: str, port: int, token_file: Path | None, no_token: bool, view: Path | None,
     max_shard_size: int,
 ) -> None:  # fmt: skip
     """Serve the store like a Hugging Face Hub.
 
-    Set HF_ENDPOINT to the printed address. Then from_pretrained, hf download, HfFileSystem and engines that load from a
-    hub can load any checkpoint. The run is the repository; a step, a tag, latest, main or an id is the revision. The
-    server makes files while it sends them, and verifies every byte. The page at / lists the checkpoints. The server
-    writes only leases. Clients on other machines need a token. The exit status is 3 if there is no store.
+    Set HF_ENDPOINT to the printed address. Then from_pretrained, hf download, HfFileSystem and engines that load from
+    a hub can load any checkpoint. The repository is the run. The revision is a step, a tag, latest, main or an id. The
+    server generates files as it sends them, and verifies every byte. The page at / lists the checkpoints. The server
+    writes nothing to the store except leases. Clients on other machines need a token. The exit status is 3 if there is
+    no store.
     """
     try:
         from casckpt.frontends.serve.access import is_loopback, tokens_in
@@ -131,19 +143,19 @@ def serve(
         from casckpt.frontends.serve.server import endpoint_of, listen, server_of
         from casckpt.frontends.serve.view_file import read_rules
     except ModuleNotFoundError as error:
-        raise Unsupported(f"{error.name} is not installed, and serve needs it: pip install 'casckpt[serve]'") from error
+        raise Unsupported(f"serve needs {error.name}, which is not installed: pip install 'casckpt[serve]'") from error
 
     if not (is_loopback(host) or token_file or no_token):
-        raise InvalidInput(f"other machines can reach the store at {host}: give --token-file or --no-token")
+        raise InvalidInput(f"other machines can reach the store at {host}: pass --token-file or --no-token")
     tokens = None if token_file is None else tokens_in(_content(token_file).decode("utf-8", "replace"), str(token_file))
     rules = None if view is None else read_rules(_content(view), str(view))
-    _ = session.store.marker  # raises NotFound, so that casckpt does not serve a mistyped store as empty
+    _ = session.store.marker  # raises NotFound, so that a mistyped store is not served as an empty one
     hub = Hub(session.store, rules=rules, max_shard_size=max_shard_size)
     app = app_of(hub, tokens=tokens, checks_host=is_loopback(host))
     try:
         listening = listen(host, port)
     except OSError as error:
-        raise StorageError(f"cannot listen at {host}:{port}: {error.strerror}; give another --port") from error
+        raise StorageError(f"cannot listen on {host}:{port}: {error.strerror}; pass a different --port") from error
     logging.getLogger("casckpt.frontends.serve").setLevel(logging.INFO)
     found = {"store": hub.store.url, "endpoint": endpoint_of(host, listening)}
     say(json.dumps(found) if session.as_json else _listening(found))
@@ -154,7 +166,7 @@ def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise InvalidInput(f"{path} cannot be read: {error.strerror}") from error
+        raise InvalidInput(f"cannot read {path}: {error.strerror}") from error
 
 
 def _listening(found: dict[str, str]) -> str:

@@ -15,12 +15,12 @@ from casckpt.cli.text import name, printable, say_all
 @store_command("forget")
 @click.argument("refs", type=REF, nargs=-1, required=True, metavar="REF...")
 @click.option("--tagged", is_flag=True, help="Also forget tagged checkpoints.")
-@click.option("--dry-run", is_flag=True, help="Only show which checkpoints.")
+@click.option("--dry-run", is_flag=True, help="Show which checkpoints would be forgotten.")
 def command(session: Session, refs: tuple[str, ...], tagged: bool, dry_run: bool) -> None:
     """Hide checkpoints, so that gc can delete them.
 
-    Ranges of steps are RUN@100..500, RUN@501.., RUN@..500 and RUN@.. for all. `casckpt restore` undoes this until a gc
-    purges the checkpoints. If one of them has a tag, the command forgets none.
+    REF may be a range of steps: RUN@100..500, RUN@501.., RUN@..500, or RUN@.. for all steps. `casckpt restore` undoes
+    this until a gc purges the checkpoints. If any of them has a tag, the command does not forget any.
     """
     forgotten = session.store.forget(*refs, tagged=tagged, dry_run=dry_run)
     session.give({"forgotten": list(map(brief, forgotten)), "dry_run": dry_run}, _text)
@@ -34,13 +34,13 @@ def _text(result: dict[str, Any]) -> None:
 @store_command("restore")
 @click.argument("refs", type=FORGOTTEN, nargs=-1, required=True, metavar="REF...")
 @click.option("--whole", is_flag=True, help="Bring back the tensors that `casckpt thin` dropped.")
-@click.option("--dry-run", is_flag=True, help="Only show which checkpoints.")
+@click.option("--dry-run", is_flag=True, help="Show which checkpoints would be restored.")
 def restore(session: Session, refs: tuple[str, ...], *, whole: bool, dry_run: bool) -> int:
     """Make forgotten checkpoints visible again.
 
-    Name them by id (see `casckpt list --all`), by RUN@STEP, or by ranges of steps, which skip visible checkpoints. The
-    exit status is 3 for a purged checkpoint, and 5 if another checkpoint is visible under the same run and step. If one
-    of them cannot be restored, the command restores none.
+    Name them by id (see `casckpt list --all`), by RUN@STEP, or by ranges of steps. Ranges skip visible checkpoints.
+    The exit status is 3 for a purged checkpoint, and 5 if a different checkpoint is visible under the same run and
+    step. If any of them cannot be restored, the command does not restore any.
     """
     result = session.store.restore_many(*refs, whole=whole, dry_run=dry_run, check=False)
     failed = [brief(one.commit) | {"kind": one.error.kind, "why": str(one.error)} for one in result.failed]

@@ -21,11 +21,17 @@ if TYPE_CHECKING:
 
 @store_command("thin")
 @click.argument("refs", type=REF, nargs=-1, metavar="[REF...]")
-@click.option("--drop", multiple=True, required=True, metavar="PATTERN", help="Tensors to drop. May be repeated.")
-@click.option("--run", type=RUN, help="Only checkpoints of this run.")
+@click.option(
+    "--drop",
+    multiple=True,
+    required=True,
+    metavar="PATTERN",
+    help="Drop the tensors whose key matches. May be repeated.",
+)
+@click.option("--run", type=RUN, help="Thin only checkpoints of this run.")
 @keep_options
 @click.option("--tagged", is_flag=True, help="Also thin tagged checkpoints.")
-@click.option("--dry-run", is_flag=True, help="Only show what would be done.")
+@click.option("--dry-run", is_flag=True, help="Show what would be done, without doing it.")
 def thin(
     session: Session,
     refs: tuple[str, ...],
@@ -38,9 +44,9 @@ def thin(
 ) -> None:
     """Drop tensors from checkpoints, and keep the rest.
 
-    Thins the checkpoints that you name, or all that no --keep rule keeps whole. Tagged checkpoints, and the newest one
-    of each run, stay whole. A thinned checkpoint keeps its id, name and tags. `casckpt restore --whole` brings the
-    tensors back until a gc purges the old commit, a day later by default. That gc frees the space.
+    Thins the checkpoints that you name, or all that no --keep rule keeps whole. Tagged checkpoints and the newest one
+    of each run remain whole. A thinned checkpoint keeps its id, name and tags. `casckpt restore --whole` can bring the
+    tensors back until a gc purges the old commit, by default a day later. That gc also frees the space.
     """
     if run is not None:
         doubt(session.store, run)
@@ -50,20 +56,21 @@ def thin(
 
 
 def thinned_text(result: dict[str, Any], *, with_space: bool = True) -> None:
-    """Print the thinned checkpoints, and the bytes that a gc then frees."""
+    """Print the thinned checkpoints, and the bytes that a gc will free."""
     done = "would thin" if result["dry_run"] else "thinned"
     say_some([f"{done} {name(one)}" for one in result["thinned"]])
-    left = f"{count(result['entries'], 'tensor')} of {size(result['nbytes'])} left out of "
+    left = f"{count(result['entries'], 'tensor')} of {size(result['nbytes'])} dropped from "
     say(f"{left}{count(len(result['thinned']), 'checkpoint')}")
     if result["thinned"] and with_space:
         when = (
-            f"after {moment(result['until'])} UTC; --min-age 0 does it now, and purges all forgotten checkpoints"
+            f"after {moment(result['until'])} UTC; --min-age 0 does it immediately, but purges all forgotten "
+            f"checkpoints"
             if result["until"]
             else "now"
         )
-        say(f"{size(result['freed_bytes'])} in blobs are freed by a gc {when}")
+        say(f"{size(result['freed_bytes'])} in blobs will be freed by a gc {when}")
     if result["shared_bytes"] and with_space:
-        say(f"{size(result['shared_bytes'])} more once other checkpoints do not need them")
+        say(f"{size(result['shared_bytes'])} more will be freed once other checkpoints no longer need them")
 
 
 if TYPE_CHECKING:
@@ -78,7 +85,7 @@ _KNOWN_BY_THEN: Final = (
     "revoked",
     "thin",
     "dry_run",
-)  # fields that are known when a gc fails
+)  # fields that are set when a gc fails
 
 
 @store_command("gc")
@@ -88,19 +95,26 @@ _KNOWN_BY_THEN: Final = (
     "--thin",
     multiple=True,
     metavar="PATTERN",
-    help="Drop these tensors from the checkpoints that stay (see thin). May be repeated.",
+    help="Drop these tensors from the checkpoints that remain (see thin). May be repeated.",
 )
 @click.option(
-    "--thin-keep-last", type=AT_LEAST_ONE, metavar="N", help="Keep the N newest of each run whole.  [default: 1]"
+    "--thin-keep-last",
+    type=AT_LEAST_ONE,
+    metavar="N",
+    help="Keep the N newest checkpoints of each run whole.  [default: 1]",
 )
 @click.option(
     "--min-age",
     type=DURATION,
     help="Purge checkpoints that were forgotten at least this long ago.  [default: 24h]",
 )
-@click.option("--wait", type=DURATION, default="60s", show_default=True, help="How long to wait for saves in progress.")
-@click.option("--revoke-after", type=DURATION, help="Revoke saves without a sign of life for this long.  [default: 1h]")
-@click.option("--dry-run", is_flag=True, help="Only show what would be done.")
+@click.option(
+    "--wait", type=DURATION, default="60s", show_default=True, help="Wait up to this long for saves in progress."
+)
+@click.option(
+    "--revoke-after", type=DURATION, help="Revoke saves that have shown no sign of life for this long.  [default: 1h]"
+)
+@click.option("--dry-run", is_flag=True, help="Show what would be done, without doing it.")
 def command(
     session: Session,
     dry_run: bool,
@@ -110,12 +124,13 @@ def command(
 ) -> None:
     """Forget checkpoints by rules, and delete unused files.
 
-    gc can run during saves and loads. A checkpoint stays if any --keep rule keeps it. Without a rule, gc forgets none.
-    Tagged checkpoints, and the newest one of each run, always stay. You can restore a forgotten checkpoint for a day,
-    or for --min-age. The next gc after that deletes it. gc leaves files that a save in progress may use to the next gc.
+    gc can run during saves and loads. It keeps a checkpoint if any --keep rule keeps it. Without a rule, gc forgets
+    nothing. It always keeps tagged checkpoints and the newest one of each run. You can restore a forgotten checkpoint
+    for a day, or for --min-age. The first gc after that deletes it. If a save in progress may use a file, that file is
+    left for the next gc.
     """
     if thin_keep_last is not None and not thin:
-        raise click.UsageError("--thin-keep-last needs --thin: give --thin PATTERN too")
+        raise click.UsageError("--thin-keep-last needs --thin: also pass --thin PATTERN")
     if options["run"] is not None:
         doubt(session.store, options["run"])
     rule = {"drop": thin, "keep_last": thin_keep_last or 1} if thin else None
@@ -129,7 +144,7 @@ def command(
 
 
 def _say_by_then(session: Session, error: BaseException) -> None:
-    """Print the work of a failed or interrupted gc, because a purge cannot be undone."""
+    """Print what a failed or interrupted gc has done, because a purge cannot be undone."""
     done: GcResult | None = getattr(error, "done", None)
     if done is None:
         return
@@ -152,7 +167,7 @@ def _known(one: Deferred) -> dict[str, Any]:
 
 
 class _WaitReport:
-    """A printer of the transactions that gc waits for. It prints each one once."""
+    """Prints the transactions that gc waits for, each of them once."""
 
     def __init__(self) -> None:
         self.reported: set[str | None] = set()
@@ -165,7 +180,7 @@ class _WaitReport:
 
 
 def text(result: dict[str, Any]) -> None:
-    """Print the work that gc did or would do."""
+    """Print what gc did or would do."""
     forget, restore, purge, delete = ("would forget", "would restore", "would purge", "would delete")
     if not result["dry_run"]:
         forget, restore, purge, delete = ("forgot", "restored", "purged", "deleted")
@@ -183,19 +198,19 @@ def text(result: dict[str, Any]) -> None:
     later = [item for item in result["waiting"] if item.get("id") not in forgotten]
     say_some(_once(f"left for later: {_waits(item)}" for item in later))
     if result.get("foreign"):
-        say(f"unknown files, kept: {printable(', '.join(shortened(result['foreign'], 5)))}")
+        say(f"kept unknown files: {printable(', '.join(shortened(result['foreign'], 5)))}")
 
 
 def _say_space(delete: str, result: dict[str, Any]) -> None:
     """Print the bytes that gc frees now and later."""
     say(
         f"{delete} {count(result['deleted_blobs'], 'blob')}, {size(result['deleted_bytes'])}; "
-        f"{count(result['kept_blobs'], 'blob')}, {size(result['kept_bytes'])} stay"
+        f"{count(result['kept_blobs'], 'blob')}, {size(result['kept_bytes'])} remain"
     )
     if result["later_blobs"]:
         say(
-            f"{count(result['later_blobs'], 'blob')}, {size(result['later_bytes'])} of these are deleted later, "
-            "after the forgotten checkpoints are purged; --min-age 0 does it now"
+            f"{count(result['later_blobs'], 'blob')}, {size(result['later_bytes'])} of these will be deleted once "
+            f"the forgotten checkpoints are purged; --min-age 0 does it immediately"
         )
 
 
@@ -216,7 +231,7 @@ def _waits(waiting: dict[str, Any]) -> str:
     if waiting["reason"] == "replaced":
         return f"{_name(waiting)}, until {moment(waiting['until'])} UTC"
     if waiting["reason"] == "unmirrored":
-        return f"{_name(waiting)}, not safe in the mirror yet"
+        return f"{_name(waiting)}, not yet safe in the mirror"
     if waiting["reason"] == "tagged":
         until = f", until {moment(waiting['until'])} UTC" if "until" in waiting else ""
         why = "" if "replaced" in waiting else "forgotten but "

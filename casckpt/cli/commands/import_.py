@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 @store_command("import")
 @click.argument("path", metavar="FILE_OR_FOLDER")
-@click.option("--run", default="default", show_default=True, type=RUN, help="The run to save it under.")
-@click.option("--step", type=click.IntRange(min=0), required=True, help="The step to save it under.")
-@click.option("--overwrite", is_flag=True, help="Replace the checkpoint under this run and step.")
-@click.option("--compress", type=click.Choice(["off", "always"]), help="always: encode floats in fewer bytes.")
-@click.option("--as-is", is_flag=True, help="Keep the structure of a file of torch.save.")
-@click.option("--allow-pickle", is_flag=True, help="Unpickle values, which runs code from the file.")
+@click.option("--run", default="default", show_default=True, type=RUN, help="The run to save the checkpoint under.")
+@click.option("--step", type=click.IntRange(min=0), required=True, help="The step to save the checkpoint under.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint with this run and step.")
+@click.option("--compress", type=click.Choice(["off", "always"]), help="always: encode floats to save space.")
+@click.option("--as-is", is_flag=True, help="Keep the structure of a torch.save file.")
+@click.option("--allow-pickle", is_flag=True, help="Unpickle values. This runs code from the file.")
 def command(
     session: Session, path: str, step: int, as_is: bool, allow_pickle: bool, **options: Unpack[ImportArguments]
 ) -> None:
     """Save files of other programs as a checkpoint.
 
-    Detects the format: a safetensors file, a Hugging Face folder, a file of torch.save, a folder of
-    torch.distributed.checkpoint (also Megatron's torch_dist), or a folder of OLMo-core. PATH may be a URL. Small files
-    next to the weights become attachments. The command creates the store if necessary.
+    Detects the format: a safetensors file, a Hugging Face folder, a torch.save file, a torch.distributed.checkpoint
+    folder (including Megatron's torch_dist), or an OLMo-core folder. PATH may be a URL. Small files next to the
+    weights become attachments. The command creates the store if necessary.
 
-    If a file of torch.save holds a model and its optimizer, casckpt stores the optimizer by the names of the
-    parameters, and the rest as train state. So a training can resume from it. --as-is keeps the file's own structure.
+    If a torch.save file holds a model and its optimizer, casckpt stores the optimizer by parameter name, and the rest
+    as train state, so that a training can resume from it. --as-is keeps the file's own structure.
     """
     from casckpt.frontends.convert import import_any, looked_at
 

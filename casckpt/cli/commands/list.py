@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from casckpt.store.listing import Listing
 
 _COLUMNS = (
-    Column("ID", fixed=True, spare=4),  # RUN and STEP name a checkpoint too
+    Column("ID", fixed=True, spare=4),  # RUN and STEP also name a checkpoint
     Column("RUN"),
     Column("STEP", "right", fixed=True),
     Column("CREATED (UTC)", fixed=True, spare=2),
@@ -33,14 +33,19 @@ log = logging.getLogger(__name__)
 
 
 @store_command("list")
-@click.option("--run", type=RUN, help="Only checkpoints of this run.")
+@click.option("--run", type=RUN, help="List only checkpoints of this run.")
 @click.option(
     "--all",
     "everything",
     is_flag=True,
-    help="Also list forgotten checkpoints and replaced commits that no gc has purged.",
+    help="Also list forgotten checkpoints and replaced commits that no gc has purged yet.",
 )
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the N newest; with --sort, the first N.")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="List only the N newest checkpoints, or with --sort, the first N.",
+)
 @click.option("--sort", "by", metavar="NAME", help="Sort by step, size, new, a metric or metadata; -NAME: descending.")
 @click.option(
     "--show", multiple=True, metavar="NAME", help="Add a column for this metric or metadata. May be repeated."
@@ -50,9 +55,9 @@ def command(
 ) -> None:
     """List the checkpoints, oldest first.
 
-    NEW is the size of the data that the save wrote. The rest of SIZE was already in the store. "superseded": a later
-    checkpoint has the same run and step. "replaced": the old commit of a rewritten checkpoint. `casckpt ls` is the same
-    command.
+    NEW is the size of the data that the save wrote. The rest of SIZE was already in the store. "superseded" means that
+    a later checkpoint has the same run and step. "replaced" marks the old commit of a rewritten checkpoint. `casckpt
+    ls` is the same command.
     """
     listing = session.store.listing()
     rows = checkpoint_rows(listing, run, everything=everything)
@@ -70,12 +75,12 @@ def command(
 
 
 def _warn_of_unknown(rows: list[dict[str, Any]], show: Sequence[str]) -> None:
-    """Warn about an empty column, because its name may be mistyped."""
+    """Warn about empty columns, because their names may be mistyped."""
     known = sorted({key for row in rows for key in _user_values(row)})
     for name in show:
         if rows and name not in known:
-            there = f"; they have {', '.join(shortened(known))}" if known else ""
-            log.warning("no checkpoint in the list has %r in its metrics or metadata%s", name, there)
+            there = f"; the known names are {', '.join(shortened(known))}" if known else ""
+            log.warning("no listed checkpoint has %r in its metrics or metadata%s", name, there)
 
 
 _KEYS = {
@@ -88,7 +93,7 @@ _KEYS = {
 
 
 def _sorted(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
-    """Sort by a column, or by a number in metrics or metadata; rows without one come last. Raises InvalidInput."""
+    """Sort by a column, or by a number in the metrics or metadata. Rows without it come last. Raises InvalidInput."""
     name, backwards = by.removeprefix("-"), by.startswith("-")
     if name in _KEYS:
         return sorted(rows, key=_KEYS[name], reverse=backwards)
@@ -96,15 +101,13 @@ def _sorted(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
     if rows and not numbers:
         numeric = {key for row in rows for key in _user_values(row) if _number(row, key) is not None}
         known = sorted({*_KEYS, *numeric})
-        raise InvalidInput(
-            f"no checkpoint in the list has a number {name!r} to sort by; give one of {', '.join(known)}"
-        )
+        raise InvalidInput(f"no listed checkpoint has a number {name!r} to sort by; pass one of {', '.join(known)}")
     first = sorted((row for row in rows if id(row) in numbers), key=lambda row: numbers[id(row)], reverse=backwards)
     return first + [row for row in rows if id(row) not in numbers]
 
 
 def _user_values(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata and metrics of a checkpoint, by name."""
+    """Return a checkpoint's metadata and metrics, by name."""
     return {**(row["metadata"] or {}), **row["metrics"]}
 
 
@@ -115,7 +118,7 @@ def _number(row: dict[str, Any], name: str) -> float | None:
 
 
 def checkpoint_rows(listing: Listing, run: str | None = None, *, everything: bool = False) -> list[dict[str, Any]]:
-    """Return the checkpoints as plain data. A damaged record changes only its own row."""
+    """Return the checkpoints as plain data. A damaged record affects only its own row."""
     from casckpt.cli.describe import summary
 
     for name in (*listing.damaged_records, *listing.damaged_tags):
@@ -137,20 +140,23 @@ def checkpoint_rows(listing: Listing, run: str | None = None, *, everything: boo
 
 
 def _say_forgotten(listing: Listing, *, is_remote: bool, shown: bool) -> None:
-    """Print the number of forgotten checkpoints and their space. ``shown``: the table lists them."""
+    """Print the number of forgotten checkpoints and the space that they use.
+
+    ``shown``: whether the table lists them.
+    """
     forgotten = len(listing.forgotten)
     if not forgotten:
         return
-    frees = "`casckpt stats` says what a gc frees"  # a remote storage may take long to read many sizes
+    frees = "`casckpt stats` shows what a gc frees"  # reading many sizes from a remote storage may take long
     if not is_remote:
         freed_by_gc = listing.freed()
         frees = f"a gc frees {freed(freed_by_gc.now, freed_by_gc.later)}"
     what = f"{count(forgotten, 'checkpoint')} forgotten" + ("" if shown else " (--all lists them)")
-    say(f"{what}: {frees}", err=True)  # stdout gets only the rows of the table
+    say(f"{what}: {frees}", err=True)  # only the table's rows go to stdout
 
 
 def text(rows: list[dict[str, Any]], shown: Sequence[str] = ()) -> None:
-    """Print the table, with a column for each name in ``shown``, of metrics or metadata."""
+    """Print the table, with a column for each metric or metadata name in ``shown``."""
     if not rows:
         say("no checkpoints")
         return
@@ -177,32 +183,35 @@ def _cells(row: dict[str, Any], shown: Sequence[str]) -> tuple[str, ...]:
 
 
 def _value(row: dict[str, Any], name: str) -> str:
-    """Format a metric or metadata value: text unchanged, floats in 4 digits, other values as JSON, "" if missing."""
+    """Format a metric or metadata value: strings unchanged, floats with 4 digits, other values as JSON.
+
+    Return "" if it is missing.
+    """
     found = _user_values(row).get(name, "")
     if isinstance(found, float):
         return f"{found:.4g}"
     return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
 
 
-_ALIVE = {True: "alive", False: "dead", None: "on another host, or unknown"}
+_ALIVE = {True: "alive", False: "dead", None: "on a different host, or unknown"}
 
 
 @store_command("transactions")
-@click.option("--revoke", metavar="TXID", help="End this save. No part of it becomes visible.")
+@click.option("--revoke", metavar="TXID", help="End this save. No part of it will become visible.")
 @click.option(
     "--give-up",
     metavar="TXID",
-    help="End a transaction whose record is lost or unreadable. Its checkpoint is lost too.",
+    help="End a transaction whose record is lost or unreadable. Its checkpoint is also lost.",
 )
 def transactions(session: Session, revoke: str | None, give_up: str | None) -> None:
     """List the saves in progress.
 
-    gc waits for them. --revoke is safe: at worst, a live save fails, and casckpt retries it. --give-up is for a lost or
-    irreparable record that stops gc.
+    gc waits for these saves. --revoke is safe: at worst, a live save fails, and casckpt retries it. Use --give-up if a
+    lost or irreparable record blocks gc.
     """
     if give_up is not None and revoke is not None:
         raise click.UsageError(
-            "--revoke is for a save in progress, and --give-up for a damaged one: give only one of them"
+            "--revoke is for a save in progress, and --give-up for a damaged one: pass only one of them"
         )
     if give_up is not None:
         session.store.give_up(_txid(give_up, "--give-up"))

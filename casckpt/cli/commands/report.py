@@ -79,8 +79,8 @@ def command(session: Session, output: Path | None) -> None:
     """Show which runs hold the bytes of the store.
 
     SIZE is the size of a run's checkpoints without sharing. STORED is their size in the store. ALONE is the part that
-    no other run uses: a gc would free it if you dropped the run. The page of -o also shows growth, the bytes that each
-    checkpoint added, the layers that changed, and damage. It needs casckpt[report].
+    no other run uses, which a gc would free if you dropped the run. The HTML page also shows growth, the bytes that
+    each checkpoint added, the layers that changed, and any damage. It needs casckpt[report].
     """
     if output is not None:
         _write(session, output)
@@ -108,14 +108,14 @@ def _write(session: Session, output: Path) -> None:
 
 @store_command("stats")
 @click.option("--by", multiple=True, type=click.Choice(list(_BY)), help="Group the bytes by this. May be repeated.")
-@click.option("--run", type=RUN, help="With --by or a rule: only this run.")
+@click.option("--run", type=RUN, help="With --by or a rule: include only this run.")
 @keep_options
 def stats(session: Session, *, by: tuple[str, ...], run: str | None, **rules: Any) -> None:
     """Show the size of the store.
 
-    Also shows the size of the checkpoints without sharing. --by key groups by the first element of the keys; BASES are
-    bytes that visible checkpoints need only as the base of their deltas. The --keep rules forget no checkpoint: stats
-    shows the bytes that each rule would free alone.
+    Also shows the size that the checkpoints would have without sharing. --by key groups the bytes by the first element
+    of the keys. BASES are bytes that visible checkpoints need only as bases for their deltas. With --keep rules, stats
+    shows the bytes that each rule would free on its own. It does not forget any checkpoints.
     """
     result = plain(session.store.stats())
     given: Any = {name: list(value) if isinstance(value, tuple) else value for name, value in rules.items()}
@@ -130,7 +130,7 @@ def stats(session: Session, *, by: tuple[str, ...], run: str | None, **rules: An
 
 
 def text(result: dict[str, Any]) -> None:
-    """Print the table, and the bytes that several runs share."""
+    """Print the table, and the bytes that are shared by several runs."""
     if result["runs"]:
         table(_COLUMNS, map(_cells, result["runs"]))
         say()
@@ -144,20 +144,20 @@ def text(result: dict[str, Any]) -> None:
 
 
 def say_unreadable(ids: Sequence[str]) -> None:
-    """Print the number of checkpoints that the figures leave out."""
+    """Print how many checkpoints the figures do not include."""
     if ids:
         say(f"{count(len(ids), 'checkpoint')} could not be read; run `casckpt verify` for details")
 
 
 def _mirror(result: dict[str, Any]) -> str:
-    """Format the state of the mirror, from the notes in this store and from the mirror itself."""
+    """Format the mirror's state, based on the notes in this store and on the mirror itself."""
     noted, behind = result["mirrored"], result["unmirrored"]
     state = f"{count(behind, 'checkpoint')} behind" if behind else "up to date"
     if result["mirror_found"] is None:
-        return f"{state} by the notes in this store, mirror not checked"
+        return f"{state} according to the notes in this store; mirror not checked"
     if result["mirror_found"]:
         return state
-    lost = [f"{count(noted, 'checkpoint')} noted as safe"] if noted else []
+    lost = [f"{count(noted, 'checkpoint')} recorded as safe"] if noted else []
     return ", ".join([*lost, *([state] if behind else []), "mirror not found"])
 
 

@@ -25,19 +25,19 @@ _DEFAULTS = {
 
 @store_command("settings")
 @click.option("--set", "changes", type=TEXT_SETTING, multiple=True, help="Change a setting. May be repeated.")
-@click.option("--unset", multiple=True, metavar="NAME", help="Reset a setting to its default. May be repeated.")
+@click.option("--unset", multiple=True, metavar="NAME", help="Restore a setting's default. May be repeated.")
 def command(session: Session, changes: tuple[tuple[str, str], ...], unset: tuple[str, ...]) -> None:
     """Show or change the settings of the store.
 
-    They apply to all users of the store. min_age: how long a forgotten checkpoint can be restored. min_age_ephemeral:
-    the same for ephemeral checkpoints. revoke_after: how long a save may show no sign of life before a gc revokes it.
-    All three are durations: 90s, 15m, 12h, 7d or 2w. mirror: the store that receives copies of this one; gc keeps data
-    that is not safe there yet. mirror_thinned, yes or no: thin the mirror too. compress, off, auto or always: the
-    default of saves.
+    The settings apply to all users of the store. min_age: how long a forgotten checkpoint can be restored.
+    min_age_ephemeral: the same for ephemeral checkpoints. revoke_after: how long a save may show no sign of life
+    before a gc revokes it. All three are durations, such as 90s, 15m, 12h, 7d or 2w. mirror: the store that receives
+    copies of this one. gc keeps data that is not yet safe there. mirror_thinned, yes or no: whether to thin the mirror
+    too. compress, off, auto or always: the default for saves.
     """
     fields: Any = dict(changes)
     if both := fields.keys() & set(unset):
-        raise click.UsageError(f"--set and --unset both name {', '.join(sorted(both))}: give one of them")
+        raise click.UsageError(f"--set and --unset both name {', '.join(sorted(both))}: pass only one of them")
     if "mirror_thinned" in fields:
         fields["mirror_thinned"] = click.BOOL.convert(fields["mirror_thinned"], None, click.get_current_context())
     fields |= dict.fromkeys(unset)
@@ -63,10 +63,10 @@ def _value(name: str, value: Any) -> str:
 def init(session: Session, cell_size: int, blob_size: int) -> None:
     """Create an empty store.
 
-    The first save also creates the store. The sizes can never change.
+    This is optional: the first save also creates the store. The sizes can never be changed.
     """
     if not session.store.create(cell_bytes=cell_size, blob_bytes=blob_size):
-        raise Conflict(f"{session.store.url} is already a store; nothing was changed, use it as it is")
+        raise Conflict(f"{session.store.url} is already a store; nothing was changed. Use it as it is")
     names, marker = ("store_id", "format", "cell_bytes", "blob_bytes"), session.store.marker
     session.give({"url": session.store.url} | {name: getattr(marker, name) for name in names}, _made)
 
@@ -80,8 +80,8 @@ def _made(result: dict[str, Any]) -> None:
 def reindex(session: Session) -> None:
     """Rebuild this host's catalogue of the store.
 
-    The catalogue is a cache. casckpt checks it at each read. Nothing in the store changes.
+    The catalogue is a cache that casckpt checks at each read. The store itself does not change.
     """
     known, path = session.store.reindex(), str(session.store.repository.catalogue.path)
-    line = f"{printable(path)} knows {count(known, 'checkpoint')}"
+    line = f"{printable(path)} lists {count(known, 'checkpoint')}"
     session.give({"checkpoints": known, "path": path}, lambda result: say(line))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from casckpt.store.store import Store
 
 FEW = 20
-_FEW_VALUES = 8  # in one line; Lightning's loops have hundreds
+_FEW_VALUES = 8  # on one line; Lightning's loops have hundreds
 _COLUMNS = (
     Column("TENSOR"),
     Column("DTYPE", fixed=True, spare=1),
@@ -46,13 +46,13 @@ _HEALTH = (Column("LARGEST", "right", fixed=True), Column("UNUSUAL", fixed=True)
 
 @store_command("show")
 @click.argument("ref", type=REF)
-@click.option("--tensors", "all_tensors", is_flag=True, help="List all tensors, even if there are many.")
-@click.option("--keys", multiple=True, metavar="PATTERN", help="Only tensors whose key matches. May be repeated.")
-@click.option("--digests", is_flag=True, help="Show the BLAKE3 hash of each tensor's bytes; may read them.")
+@click.option("--tensors", "all_tensors", is_flag=True, help="List all tensors, no matter how many there are.")
+@click.option("--keys", multiple=True, metavar="PATTERN", help="Show only tensors whose key matches. May be repeated.")
+@click.option("--digests", is_flag=True, help="Show the BLAKE3 hash of each tensor's bytes. May have to read them.")
 def command(session: Session, ref: str, *, all_tensors: bool, keys: tuple[str, ...], digests: bool) -> None:
     """Show the content of a checkpoint.
 
-    Also shows the statistics of its save. The output of --json lists all tensors.
+    Also shows statistics of its save. With --json, the output lists all tensors.
     """
     result = details(session.store, ref, keys)
     if digests:
@@ -64,7 +64,7 @@ def command(session: Session, ref: str, *, all_tensors: bool, keys: tuple[str, .
 
 
 def details(store: Store, ref: str, patterns: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return a checkpoint as plain data. Raises MissingKey for a pattern that matches no tensor."""
+    """Return a checkpoint as plain data. Raises MissingKey for a pattern that does not match any tensor."""
     checkpoint = store.get(ref)
     details = checkpoint.details
     chosen, health = _chosen(list(checkpoint.tensors), patterns), checkpoint.health or {}
@@ -108,7 +108,7 @@ def _text(result: dict[str, Any], with_tensors: bool) -> None:
     rows = [
         ("id", result["id"]),
         ("name", f"{result['run']}@{result['step']}"),
-        ("created", f"{moment(result['created_at'])} UTC by casckpt {result['versions']['casckpt']}"),
+        ("created", f"{moment(result['created_at'])} UTC, by casckpt {result['versions']['casckpt']}"),
         ("saved", saved),
         *coded(stats),
         ("notes", ", ".join(notes)),
@@ -132,11 +132,15 @@ def _text(result: dict[str, Any], with_tensors: bool) -> None:
         digest = (Column("BLAKE3", fixed=True),) if "digest" in result["tensors"][0] else ()
         table((*_COLUMNS, *(_HEALTH if looked else ()), *digest), (_cells(item, looked) for item in result["tensors"]))
     elif result["tensors"]:
-        say("--tensors lists all of them, --keys PATTERN some of them")
+        say("list all of them with --tensors, or some of them with --keys PATTERN")
 
 
 def _signers(keys: list[str]) -> str:
-    return f"{', '.join(key[:12] for key in keys)}; not checked here: use verify --require-signature" if keys else ""
+    return (
+        f"{', '.join(key[:12] for key in keys)}; not checked here: use `casckpt verify --require-signature`"
+        if keys
+        else ""
+    )
 
 
 def _thinned(dropped: dict[str, Any] | None) -> str:
@@ -146,17 +150,17 @@ def _thinned(dropped: dict[str, Any] | None) -> str:
 
 
 def _few(keys: list[str]) -> str:
-    """Return all keys if there are few, else the number of keys for each first part."""
+    """Return all keys if there are few, or else the number of keys for each first part."""
     return ", ".join(shortened(keys if len(keys) <= _FEW_VALUES else list(summed(keys))))
 
 
 def _health(health: dict[str, Any] | None, tensors: list[dict[str, Any]]) -> str:
-    """Format the health of all tensors, and the number of unchecked ones; empty if the save did not record health."""
+    """Format the health of all tensors, and the number of unchecked ones. Empty if the save did not record health."""
     if health is None:
         return ""
     unknown = sum(one["health"] is None and one["dtype"] != "bool" for one in tensors)
     unlooked = f"; {count(unknown, 'tensor')} not checked" if unknown else ""
-    summary = ", ".join(unusual(health)) or "no NaN, none infinite"
+    summary = ", ".join(unusual(health)) or "no NaN or infinite elements"
     return f"{summary}{' in ' * bool(health['keys'])}{_few(health['keys'])}{unlooked}"
 
 
@@ -167,7 +171,7 @@ def _cells(one: dict[str, Any], looked: bool) -> tuple[str, ...]:
 
 
 def health_cells(health: dict[str, Any] | None) -> tuple[str, str]:
-    """Return the cells for a tensor's largest value and for its NaN and infinite elements; empty if unknown."""
+    """Return the table cells for a tensor's largest value and its NaN and infinite elements. Empty if unknown."""
     return ("", "") if health is None else (f"{health['largest']:.4g}", ", ".join(unusual(health)))
 
 
@@ -185,12 +189,12 @@ _VALUE_COLUMNS = (
 @store_command("diff")
 @click.argument("old", type=REF)
 @click.argument("new", type=REF, required=False)
-@click.option("--values", is_flag=True, help="Also show largest values and NaN, if the saves recorded them.")
+@click.option("--values", is_flag=True, help="Also show the largest values and NaN counts, if the saves recorded them.")
 def diff(session: Session, old: str, new: str | None, *, values: bool) -> None:
     """Show which tensors differ between two checkpoints.
 
-    Compares the manifests, cell by cell, and reads no tensor. Without NEW, the command compares OLD with its parent:
-    the newest checkpoint of the run at the time of its save.
+    Compares the manifests cell by cell, and does not read any tensor. Without NEW, the command compares OLD with its
+    parent, which was the newest checkpoint of the run when OLD was saved.
     """
     if new is None:
         old, new = _parent(session.store, old), old
@@ -208,10 +212,10 @@ def _parent(store: Store, ref: str) -> str:
     parent = checkpoint.commit.committed.parent
     if parent is None:
         raise NotFound(
-            f"{ref} has no parent, because it was the first of its run; name another checkpoint to compare it with"
+            f"{ref} has no parent, because it was the first of its run; name a second checkpoint to compare it with"
         )
     if parent not in store:
-        raise NotFound(f"the parent of {ref}, {parent[:12]}, is gone; name another checkpoint to compare it with")
+        raise NotFound(f"the parent of {ref}, {parent[:12]}, is gone; name a second checkpoint to compare it with")
     return parent
 
 
@@ -224,14 +228,14 @@ def differences(store: Store, old: str, new: str) -> dict[str, Any]:
 
 
 def _values(store: Store, old: str, new: str, found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the health of each tensor that differs, in both checkpoints; null if it is unknown."""
+    """Return the health of each differing tensor in both checkpoints, or null if it is unknown."""
     one, other = store.get(old).health or {}, store.get(new).health or {}
     keys = (*found["removed"], *found["added"], *found["changed"])
     return [{"key": key, "old": plain(one.get(key)), "new": plain(other.get(key))} for key in keys]
 
 
 def difference_text(result: dict[str, Any]) -> None:
-    """Print the differences, one line for each tensor that differs."""
+    """Print the differences, one line for each differing tensor."""
     say(f"{name(result['old'])} -> {name(result['new'])}")
     for sign, title in (("+", "added"), ("-", "removed")):
         say_all(f"  {sign} {printable(key)}" for key in shortened(result[title]))

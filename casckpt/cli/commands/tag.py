@@ -28,18 +28,19 @@ log = logging.getLogger(__name__)
 @store_command("tag")
 @click.argument("tag", required=False, metavar="[NAME]")
 @click.argument("ref", type=REF, required=False)
-@click.option("--delete", metavar="NAME", help="Delete this tag. Its checkpoint stays.")
-@click.option("--expires", type=DURATION, help="Let the tag expire after this time (12h, 7d).")
+@click.option("--delete", metavar="NAME", help="Delete this tag, but not its checkpoint.")
+@click.option("--expires", type=DURATION, help="Make the tag expire after this time (12h, 7d).")
 def command(session: Session, tag: str | None, ref: str | None, delete: str | None, expires: timedelta | None) -> None:
     """Tag a checkpoint, or list the tags.
 
-    No rule forgets a tagged checkpoint. Use tag:NAME as REF. Setting a tag again moves it.
+    Rules never forget a tagged checkpoint. In other commands, use tag:NAME as REF. If the tag already exists, the
+    command moves it.
     """
     if expires is not None and ref is None:
-        raise click.UsageError("--expires needs a tag to set: give NAME and REF")
+        raise click.UsageError("--expires needs a tag to set: pass NAME and REF")
     if delete is not None:
         if tag is not None:
-            raise click.UsageError("--delete takes one name: give no other arguments")
+            raise click.UsageError("--delete takes a single name: omit all other arguments")
         session.store.untag(delete)
         session.give({"deleted": delete}, lambda result: say(f"deleted tag {printable(result['deleted'])}"))
     elif tag is not None and ref is not None:
@@ -53,25 +54,25 @@ def command(session: Session, tag: str | None, ref: str | None, delete: str | No
 def tags(session: Session) -> None:
     """List the tags, with their ends and holders.
 
-    The list includes the leases of readers, and may be empty. The exit status is 3 if there is no store.
+    The list includes readers' leases. It may be empty. The exit status is 3 if there is no store.
     """
     session.give(_rows(session), _table)
 
 
 def _rows(session: Session, only: str | None = None) -> list[dict[str, Any]]:
-    """Return all tags, or one. Raises NotFound."""
+    """Return all tags, or only the one named ``only``. Raises NotFound."""
     listing = session.store.listing()
     for tag_name in listing.damaged_tags:
-        log.warning("the record of tag %s cannot be read: set the tag again, or delete it", tag_name)
+        log.warning("cannot read the record of tag %s: set the tag again, or delete it", tag_name)
     for tag_name in listing.lost_tags:
-        log.warning("tag %s names a checkpoint whose record cannot be read; run `casckpt verify` for details", tag_name)
+        log.warning("tag %s names a checkpoint with an unreadable record; run `casckpt verify` for details", tag_name)
     rows = [
         {"name": tag_name} | brief(tag.checkpoint.commit) | {"expires": plain(tag.expires), "holder": tag.holder}
         for tag_name, tag in listing.tags.items()
         if only in (None, tag_name)
     ]
     if only is not None and not rows:
-        raise NotFound(f"there is no tag {only!r}; `casckpt tag STORE {only} REF` sets it")
+        raise NotFound(f"there is no tag {only!r}; set it with `casckpt tag STORE {only} REF`")
     return rows
 
 

@@ -1,4 +1,4 @@
-"""``casckpt verify``, ``casckpt repair``, ``casckpt sign``, and ``casckpt doctor``, which checks a storage."""
+"""``casckpt verify``, ``casckpt repair``, ``casckpt sign``, and ``casckpt doctor``, which checks a storage backend."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ if TYPE_CHECKING:
 
 @store_command("verify", loads=True)
 @click.argument("refs", type=REF, nargs=-1, metavar="[REF]...")
-@click.option("--quick", is_flag=True, help="Check only that blobs exist, have the right size, and have no mark.")
+@click.option(
+    "--quick", is_flag=True, help="Only check that blobs exist, have the right size, and are not marked as damaged."
+)
 @click.option(
     "--sample", type=click.FloatRange(0, 1, min_open=True), default=1.0, metavar="FRACTION",
-    help="Check only a random part of the blobs: 0.1 for a tenth.",
+    help="Check only a random sample of the blobs: 0.1 for a tenth.",
 )  # fmt: skip
-@click.option("--decode", is_flag=True, help="Also decode encoded cells, and compare them.")
+@click.option("--decode", is_flag=True, help="Also decode encoded cells, and compare them with their digests.")
 def command(session: Session, refs: tuple[str, ...], quick: bool, sample: float, decode: bool) -> int:
     """Read all bytes and compare them with their hashes.
 
-    Reads all data of the checkpoints, or of those that you name. Marks damaged blobs, so that no save uses them.
-    `casckpt repair` repairs them if possible. The exit status is 4 if anything is damaged. With --require-signature it
-    is 1 if a checkpoint has no signature of these keys.
+    Reads all data of all checkpoints, or of those that you name. Marks damaged blobs, so that saves do not use them.
+    `casckpt repair` repairs them if possible. The exit status is 4 if anything is damaged. With --require-signature,
+    it is 1 if a checkpoint has no signature by these keys.
     """
     with progress_bar("verifying") as done:
         mode: Mode = "exists" if quick else "full"
@@ -44,13 +46,15 @@ def command(session: Session, refs: tuple[str, ...], quick: bool, sample: float,
 
 @store_command("sign")
 @click.argument("refs", type=REF, nargs=-1, required=True, metavar="REF...")
-@click.option("--key", required=True, metavar="FILE", help="The private key: Ed25519, of OpenSSL or ssh-keygen.")
-@click.option("--password", is_flag=True, help="Ask for the password of the key.")
+@click.option(
+    "--key", required=True, metavar="FILE", help="The private key: an Ed25519 key made by OpenSSL or ssh-keygen."
+)
+@click.option("--password", is_flag=True, help="Ask for the key's password.")
 def sign(session: Session, refs: tuple[str, ...], key: str, password: bool) -> None:
     """Sign checkpoints.
 
-    Stores a signature of each checkpoint's id. The signature stays valid after repair, copy and thin. gc deletes it
-    with its checkpoint. REF may be a range of steps. Readers can require signatures: casckpt.open(...,
+    Stores a signature of each checkpoint's id. The signature remains valid after repair, copy and thin. gc deletes it
+    together with its checkpoint. REF may be a range of steps. Readers can require signatures with casckpt.open(...,
     require_signature=KEY).
     """
     word = click.prompt("password", hide_input=True, err=True).encode() if password else None
@@ -63,7 +67,7 @@ def _signed(result: list[dict[str, Any]]) -> None:
 
 
 def text(result: dict[str, Any]) -> None:
-    """Print the amount of checked data, and the damage."""
+    """Print the amount of checked data, and any damage."""
     say_damage("damaged", result["damaged"], result["manifests"], result["records"])
     say_all(f"could not read blob {one['blob']}: {printable(one['why'])}" for one in result["failed"])
     say_all(f"not signed: {name(one)}" for one in result["unsigned"])
@@ -80,7 +84,7 @@ def text(result: dict[str, Any]) -> None:
 def say_damage(
     what: str, blobs: list[dict[str, Any]], manifests: list[dict[str, Any]], records: list[dict[str, Any]]
 ) -> None:
-    """Print a line for each damaged file, with the reason. ``what``: the first word of each line."""
+    """Print a line for each damaged file, with the reason. Each line begins with ``what``."""
     for one in blobs:
         say(f"{what} blob {one['blob']}: {printable(one['why'])}")
         say(f"  {needed(one)}")
@@ -92,18 +96,18 @@ def say_damage(
 def needed(damaged: dict[str, Any]) -> str:
     """Name the checkpoints that need the damaged bytes of a blob."""
     if not damaged["keys"]:
-        return "no checkpoint needs the damaged bytes"
+        return "not needed by any checkpoint"
     users = list(dict.fromkeys(f"{printable(one['run'])}@{one['step']}" for one in damaged["needed_by"]))
     return f"needed by {', '.join(shortened(users, 5))}: {printable(', '.join(shortened(damaged['keys'], 5)))}"
 
 
 def about_records(records: list[dict[str, Any]]) -> list[str]:
-    """Return advice about unreadable records."""
+    """Return advice on unreadable records."""
     if not records:
         return []
     damaged = count(len(records), "record")
     return [
-        f"{damaged} damaged: restore the files from a backup of the files (`casckpt copy` writes other records);",
+        f"{damaged} damaged: restore the files from a backup of the store's files (`casckpt copy` writes new records);",
         "without a backup, set the tags again, and end the saves with `casckpt transactions STORE --give-up TXID`",
     ]
 
@@ -111,7 +115,7 @@ def about_records(records: list[dict[str, Any]]) -> list[str]:
 def _to_do(result: dict[str, Any]) -> list[str]:
     lines = []
     if result["failed"]:
-        lines.append(f"{count(len(result['failed']), 'blob')} could not be read: try again")
+        lines.append(f"{count(len(result['failed']), 'blob')} could not be read: retry")
     lines += about_records(result["records"])
     if damaged := len(result["damaged"]) + len(result["manifests"]):
         lines.append(f"{damaged} damaged: run `casckpt repair`")
@@ -127,8 +131,8 @@ _WORDS: Final = {True: "ok", False: "NOT OK", None: "note"}
 def doctor(session: Session) -> int:
     """Check whether a storage is safe for a store.
 
-    Also measures its speed. STORE need not exist. The command writes small objects and a few of 8 MiB under probes/,
-    and deletes them. The exit status is 1 if a check fails.
+    Also measures its speed. STORE need not exist. The command writes small objects and a few 8 MiB objects under
+    probes/, and then deletes them. The exit status is 1 if a check fails.
     """
     checks = []
     for finding in session.store.doctor():
@@ -153,14 +157,14 @@ def _summary(result: dict[str, Any]) -> None:
 
 @store_command("repair")
 @click.option(
-    "--from", "sources", multiple=True, metavar="STORE", help="Another store to take bytes from. May be repeated."
+    "--from", "sources", multiple=True, metavar="STORE", help="A second store to take bytes from. May be repeated."
 )
 def repair(session: Session, sources: tuple[str, ...]) -> int:
     """Repair damaged blobs and manifests.
 
-    Takes the bytes from equal blobs and cells of this store and of others. If a blob cannot be rebuilt, repair rewrites
-    the checkpoint without it, under the same id. It only reports damaged records of commits and tags: restore those
-    files from a backup. The exit status is 4 if something cannot be repaired.
+    Takes the bytes from identical blobs and cells in this store and in others. If a blob cannot be rebuilt, repair
+    rewrites the checkpoint without it, under the same id. Damaged records of commits and tags are only reported:
+    restore those files from a backup. The exit status is 4 if something cannot be repaired.
     """
     from casckpt.store.opening import open as open_store
 
@@ -172,7 +176,7 @@ def repair(session: Session, sources: tuple[str, ...]) -> int:
 
 
 def repaired_text(result: dict[str, Any]) -> None:
-    """Print the repaired and the lost blobs and manifests."""
+    """Print which blobs and manifests were repaired and which are lost."""
     say_all(f"repaired blob {blob}" for blob in result["blobs"])
     say_all(f"repaired manifest {id}" for id in result["manifests"])
     say_some([f"rewrote {name(one)}" for one in result["rewritten"]])
@@ -181,7 +185,8 @@ def repaired_text(result: dict[str, Any]) -> None:
     say(f"repaired {count(done, 'object')}")
     if result["lost"] or result["lost_manifests"]:
         say(
-            "give another copy with --from, or hide those checkpoints with `casckpt forget`: a gc deletes them a day "
-            "later, or at once with `--run RUN --min-age 0`, which purges all forgotten checkpoints of that run"
+            "name a second copy of the store with --from, or hide these checkpoints with `casckpt forget`: a gc "
+            "deletes them a day later, or immediately with `--run RUN --min-age 0`, which purges all forgotten "
+            "checkpoints of that run"
         )
     say_all(about_records(result["records"]))

@@ -18,10 +18,12 @@ from casckpt.cli.types import DURATION
 
 @store_command("watch")
 @click.argument("run", type=RUN)
-@click.option("--after", type=REF, metavar="REF", help='Begin after this checkpoint; "start": with the first one.')
-@click.option("--latest-only", is_flag=True, help="If there are several new checkpoints, print only the last one.")
 @click.option(
-    "--timeout", type=DURATION, help="End after this long without a new checkpoint (10m, 0).  [default: never]"
+    "--after", type=REF, metavar="REF", help='Begin after this checkpoint. "start" begins with the first one.'
+)
+@click.option("--latest-only", is_flag=True, help="If there are several new checkpoints, print only the latest one.")
+@click.option(
+    "--timeout", type=DURATION, help="Exit after this long without a new checkpoint (10m, 0).  [default: never]"
 )
 @click.option("--poll", type=DURATION, default="1s", show_default=True, help="How often to look for a new checkpoint.")
 def command(
@@ -30,8 +32,8 @@ def command(
     """Print the new checkpoints of a run.
 
     Prints a line for each checkpoint as soon as it can be loaded, in the order of the announcements. With --json, each
-    line is an object. "late": the command has already printed a checkpoint that began later. The store and the run need
-    not exist yet.
+    line is a JSON object. "late" means that the command has already printed a checkpoint whose save began later. The
+    store and the run need not exist yet.
     """
     arrivals = session.store.watch(run, after=after, latest_only=latest_only, timeout=timeout, poll=poll)
     for one in arrivals:
@@ -46,16 +48,19 @@ def _line(row: dict[str, Any]) -> str:
 @store_command("follow", loads=True)
 @click.argument("run", type=RUN)
 @click.option("--to", "folder", required=True, type=click.Path(path_type=Path), help="The folder to keep up to date.")
-@click.option("--keys", multiple=True, metavar="PATTERN", help="Only tensors whose key matches. May be repeated.")
-@click.option("--exec", "command", metavar="CMD", help="Run this in a shell after each switch.")
-@click.option("--once", is_flag=True, help="Exit once the newest version is current.")
 @click.option(
-    "--keep", type=click.IntRange(min=0), default=1, show_default=True, help="How many older versions to keep."
+    "--keys", multiple=True, metavar="PATTERN", help="Export only tensors whose key matches. May be repeated."
+)
+@click.option("--exec", "command", metavar="CMD", help="Run this command in a shell after each switch.")
+@click.option("--once", is_flag=True, help="Exit once the folder is at the newest checkpoint.")
+@click.option(
+    "--keep", type=click.IntRange(min=0), default=1, show_default=True, help="The number of older versions to keep."
 )
 @click.option(
     "--reuse",
     is_flag=True,
-    help="Keep one more version, and write the next one into its files. Do not use this for engines that map files.",
+    help="Keep one extra version, and write the next version into its files. Do not use this with engines that map "
+    "files.",
 )
 @click.option("--poll", type=DURATION, default="1s", show_default=True, help="How often to look for a new checkpoint.")
 def follow(
@@ -63,11 +68,12 @@ def follow(
 ) -> int | None:  # fmt: skip
     """Keep a folder at the newest checkpoint of a run.
 
-    It is for from_pretrained and for engines that map files. In the folder, the link current points to a folder like
-    one of export. Each version is a new folder, and current switches atomically. CMD gets CASCKPT_FOLDER, CASCKPT_RUN,
-    CASCKPT_STEP and CASCKPT_ID. It may run twice after a kill. When CMD has returned 0, follow removes older versions,
-    except --keep of them. If the store fails, follow retries. With --once, the exit status is 1 if CMD failed, and 3 if
-    there is no store or no checkpoint of the run. Without --once, follow waits for the first checkpoint.
+    The folder is for from_pretrained and for engines that map files. The link "current" in it points to a folder like
+    those that export writes. Each version is a new folder, and the link is switched atomically. CMD receives
+    CASCKPT_FOLDER, CASCKPT_RUN, CASCKPT_STEP and CASCKPT_ID in its environment. After a kill, it may run twice. Once
+    CMD has returned 0, follow removes older versions, except for the number that --keep sets. If the store fails,
+    follow retries. With --once, the exit status is 1 if CMD failed, and 3 if there is no store or no checkpoint of the
+    run. Without --once, follow waits for the first checkpoint.
     """
     from casckpt.frontends.follow import Follower
 

@@ -1,6 +1,6 @@
-"""Frames: cells in a smaller form, as pure functions of their bytes and of the bytes of a base.
+"""Frames: cells in a smaller form, computed only from the cell's bytes and the base's bytes.
 
-`frames` chooses between the forms: byte planes of the cell, differences to the base, or the positions and values of
-changed elements. It also decodes a cell whose base is a frame itself. Every part of a frame is raw, constant or
-compressed with zstd (`parts`). `scratch` is memory that threads reuse.
+`frames` chooses among three forms: byte planes of the cell, differences from the base, or the positions and values of
+changed elements. It can also decode a cell whose base is itself a frame. Every part of a frame is raw, constant or
+compressed with zstd (`parts`). `scratch` provides memory that threads reuse.
 """

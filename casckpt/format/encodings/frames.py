@@ -45,7 +45,7 @@ _LINE = 8
 
 
 class Changes(NamedTuple):
-    """Changed elements: their indices, in order, and their new and old values."""
+    """Changed elements: their indices in ascending order, and their new and old values."""
 
     indices: Indices
     new: Unsigned
@@ -53,11 +53,11 @@ class Changes(NamedTuple):
 
 
 def changed(elements: Unsigned, base: Unsigned, most: float) -> Changes | None:
-    """Find the elements that differ from those of ``base``; None if their share is more than ``most``."""
+    """Find the elements that differ from those of ``base``. Return None if their share exceeds ``most``."""
     words = _changed_words(elements, base)
     if words is None:
         return _changed_singly(elements, base, most)
-    shift = 4 - elements.itemsize.bit_length()  # a word has 1 << shift elements
+    shift = 4 - elements.itemsize.bit_length()  # a word contains 1 << shift elements
     new, old = (side.view(np.uint64)[words].view(side.dtype) for side in (elements, base))
     differing = np.flatnonzero(new != old)
     if differing.size > most * elements.size:
@@ -66,7 +66,7 @@ def changed(elements: Unsigned, base: Unsigned, most: float) -> Changes | None:
 
 
 def _changed_singly(elements: Unsigned, base: Unsigned, most: float) -> Changes | None:
-    """Compare each element, unless too many elements of a sample changed."""
+    """Compare every element, unless too many elements in a sample have changed."""
     sampled = some_of(elements) != some_of(base)
     if 2 * np.count_nonzero(sampled) > (1 + most) * sampled.size:
         return None
@@ -78,9 +78,9 @@ def _changed_singly(elements: Unsigned, base: Unsigned, most: float) -> Changes 
 
 
 def _changed_words(elements: Unsigned, base: Unsigned) -> Indices | None:
-    """Return the words of 8 bytes that differ; None if there are too many to save work.
+    """Return the 8-byte words that differ, or None if there are too many for this to save work.
 
-    If there are very few, only the lines of `_LINE` words that differ are compared word by word.
+    If there are very few, only the differing lines of `_LINE` words are compared word by word.
     """
     if elements.nbytes % 8:
         return None
@@ -92,12 +92,12 @@ def _changed_words(elements: Unsigned, base: Unsigned) -> Indices | None:
     if count > differ.size // 16 or differ.size % _LINE:
         return np.flatnonzero(differ)
     of_lines = differ.view(np.uint64)
-    lines = np.flatnonzero(of_lines != 0)  # for bools it takes a fifth of the time of other types
+    lines = np.flatnonzero(of_lines != 0)  # takes a fifth of the time for bools
     return _among(lines, 3, np.flatnonzero(of_lines[lines].view(bool)))
 
 
 def _among(groups: Indices, shift: int, found: Indices) -> Indices:
-    """Convert indices into the concatenation of some groups of 1 << shift items to indices into all items."""
+    """Convert indices into the concatenation of some groups (of 1 << shift items) to indices into all items."""
     indices: Indices = groups[found >> shift]
     indices <<= shift
     indices += found & (1 << shift) - 1
@@ -105,7 +105,7 @@ def _among(groups: Indices, shift: int, found: Indices) -> Indices:
 
 
 def encode_gaps(indices: Indices) -> Bytes:
-    """Encode indices, which ascend."""
+    """Encode ascending indices."""
     between = indices.copy()
     between[1:] -= indices[:-1]
     between[1:] -= 1
@@ -121,15 +121,17 @@ def encode_gaps(indices: Indices) -> Bytes:
 
 
 def check_gaps(gaps: Bytes, changes: int, count: int) -> None:
-    """Raise Refused for gaps that are not of ``changes`` among ``count`` elements."""
+    """Raise Refused if the gaps do not describe ``changes`` changed elements among ``count``."""
     ends = int(np.count_nonzero(gaps != MORE))
     last = int(gaps.sum(dtype=np.int64)) + ends
     if ends != changes or last > count or (gaps.size and gaps[-1] == MORE):
-        raise Refused(f"a frame tells of {changes} changes, and has gaps for {ends}, up to {last} of {count} elements")
+        raise Refused(
+            f"a frame declares {changes} changes, but its gaps describe {ends}, up to element {last} of {count}"
+        )
 
 
 def decode_gaps(gaps: Bytes) -> Iterator[Indices]:
-    """Yield the decoded indices in blocks."""
+    """Yield the decoded indices, block by block."""
     behind = 0
     for begin in range(0, gaps.size, BLOCK):
         block = gaps[begin : begin + BLOCK]
@@ -144,9 +146,10 @@ def decode_gaps(gaps: Bytes) -> Iterator[Indices]:
 
 
 def zigzag(elements: Unsigned, base: Unsigned, out: Unsigned) -> None:
-    """Write the differences of ``elements`` to ``base``, with wrap-around, into ``out``, another array.
+    """Write the differences between ``elements`` and ``base``, with wrap-around, into the separate array ``out``.
 
-    They are zigzag encoded: 0, -1, 1, -2, 2 become 0, 1, 2, 3, 4. So small differences have zeros in their high bytes.
+    They are zigzag encoded: 0, -1, 1, -2, 2 become 0, 1, 2, 3, 4. As a result, small differences have zeros in their
+    high bytes.
     """
     np.subtract(elements, base, out=out)
     signs = scratch("other", out.nbytes).view(f"i{out.itemsize}")
@@ -165,12 +168,12 @@ def unzigzag(differences: Unsigned) -> None:
 
 
 MIN_CELL = 4096
-"""Bytes of the smallest cell that gets a frame."""
+"""The size in bytes of the smallest cell that is encoded as a frame."""
 WORTH = 0.97
-"""The largest size of a frame, as a share of the cell's bytes."""
+"""The maximum size of a frame, as a share of the cell's size."""
 
 WIDTHS = (1, 2, 4, 8)
-_DENSE = 3 / 8  # of the elements changed: then differences of all of them are smaller than gaps
+_DENSE = 3 / 8  # share of changed elements above which the differences of all elements take fewer bytes than gaps
 _HEAD = Struct("<BBBBI")
 _SPARSE = Struct("<II")
 
@@ -185,22 +188,23 @@ class Form(IntEnum):
 
 
 def needs_base(form: Form) -> bool:
-    """Return whether a frame of this form is decoded against a base."""
+    """Return whether frames of this form are decoded against a base."""
     return form in {Form.SPARSE, Form.DIFF}
 
 
 def encode(plain: memoryview, width: int, base: memoryview | None) -> bytes | None:
-    """Encode a cell of elements of ``width`` bytes, as the changes since ``base`` if there is one of equal length.
+    """Encode a cell of elements of ``width`` bytes. If there is a ``base``, encode the changes since it.
 
-    None if the frame has more than `WORTH` of the bytes, or the cell fewer than `MIN_CELL` or no whole elements. If
-    nearly all elements changed a lot, the frame has no base. Raises InvalidInput for a base of another length.
+    Return None if the frame would exceed the share `WORTH` of the cell's size, if the cell is smaller than `MIN_CELL`,
+    or if its size is not a multiple of ``width``. If nearly all elements changed a lot, the frame does not use the
+    base. Raises InvalidInput for a base of a different length.
     """
     frame = None if base is None else _encode_delta(plain, width, base, or_planes=True)
     return frame or encode_planes(plain, width)
 
 
 def encode_planes(plain: memoryview, width: int) -> bytes | None:
-    """Encode a cell without a base; None if the frame would be too large."""
+    """Encode a cell without a base. Return None if the frame would be too large."""
     if not _is_fit(plain, width):
         return None
     elements = _elements(plain, width)
@@ -213,9 +217,9 @@ def encode_planes(plain: memoryview, width: int) -> bytes | None:
 
 
 def encode_delta(plain: memoryview, width: int, base: memoryview) -> bytes | None:
-    """Encode the changes since ``base``; None if the frame would be too large.
+    """Encode the changes since ``base``. Return None if the frame would be too large.
 
-    Raises InvalidInput for another length.
+    Raises InvalidInput for a base of a different length.
     """
     return _encode_delta(plain, width, base, or_planes=False)
 
@@ -223,7 +227,9 @@ def encode_delta(plain: memoryview, width: int, base: memoryview) -> bytes | Non
 def _encode_delta(plain: memoryview, width: int, base: memoryview, *, or_planes: bool) -> bytes | None:
     """Encode the changes. ``or_planes``: return None if planes may be smaller."""
     if base.nbytes != plain.nbytes:
-        raise InvalidInput(f"a cell of {plain.nbytes} bytes has a base of {base.nbytes}; give one of the same length")
+        raise InvalidInput(
+            f"a cell of {plain.nbytes} bytes has a base of {base.nbytes} bytes; pass one of the same length"
+        )
     if not _is_fit(plain, width):
         return None
     elements, others = _elements(plain, width), _elements(base, width)
@@ -252,7 +258,10 @@ def _elements(data: memoryview, width: int) -> Unsigned:
 
 
 def _signs_vary(elements: Unsigned) -> bool:
-    """Return whether a sample of the elements has both signs. Single bytes are never rotated."""
+    """Return whether a sample of the elements contains both signs.
+
+    Always False for single bytes, which are never rotated.
+    """
     signs = elements[:: max(1, elements.size >> 12)] >> (8 * elements.itemsize - 1)
     return bool(elements.itemsize > 1 and signs.min() != signs.max())
 
@@ -274,7 +283,7 @@ def _worthwhile(plain: memoryview, frame: list[Buffer] | None) -> bytes | None:
 
 
 class ParsedFrame(NamedTuple):
-    """A parsed frame. ``gaps``: of the form sparse."""
+    """A parsed frame. ``gaps`` is used only in the sparse form."""
 
     form: Form
     width: int
@@ -291,18 +300,23 @@ def form_of(frame: memoryview) -> Form:
 def _read_head(reader: PartReader) -> tuple[int, ...]:
     form, width, rotated, zero, nbytes = reader.unpack(_HEAD)
     if form not in {Form.PLANES, Form.SPARSE, Form.DIFF}:
-        raise Refused(f"a frame has the form {form}, which this version does not know; a later one may read it")
+        raise Refused(
+            f"a frame has the form {form}, which this version does not know; a later version may be able to read it"
+        )
     if width not in WIDTHS or nbytes % width or rotated > (form == Form.PLANES) or zero:
-        raise Refused(f"a frame of form {form} has {nbytes} bytes, in elements of {width}, and flags {rotated}, {zero}")
+        raise Refused(
+            f"a frame of form {form} has invalid values: {nbytes} bytes, {width} bytes per element, flags "
+            f"{rotated}, {zero}"
+        )
     return form, width, rotated, nbytes
 
 
 def read_frame(data: memoryview, nbytes: int) -> ParsedFrame:
-    """Parse the frame of a cell of ``nbytes`` bytes, with no more memory than that. Raises Refused."""
+    """Parse the frame of a cell of ``nbytes`` bytes without using more memory than that. Raises Refused."""
     reader = PartReader(data)
     form, width, rotated, stored = _read_head(reader)
     if stored != nbytes:
-        raise Refused(f"a frame is of {stored} bytes, where a cell has {nbytes}")
+        raise Refused(f"a frame encodes {stored} bytes, but the cell has {nbytes}")
     count, gaps = nbytes // width, np.empty(0, np.uint8)
     if form == Form.SPARSE:
         count, gaps = _read_gaps(reader, count)
@@ -312,10 +326,10 @@ def read_frame(data: memoryview, nbytes: int) -> ParsedFrame:
 
 
 def _read_gaps(reader: PartReader, count: int) -> tuple[int, Bytes]:
-    """Return how many of ``count`` elements changed, and their gaps."""
+    """Return how many of the ``count`` elements changed, and the gaps between them."""
     changes, nbytes = reader.unpack(_SPARSE)
     if changes > count or nbytes > changes + (count - changes) // 255:
-        raise Refused(f"a frame tells of {changes} changes in {count} elements, and of {nbytes} bytes of gaps")
+        raise Refused(f"a frame declares {changes} changes in {count} elements, with {nbytes} bytes of gaps")
     part = reader.part(nbytes)
     gaps = np.full(nbytes, part, np.uint8) if isinstance(part, int) else part
     check_gaps(gaps, changes, count)
@@ -323,24 +337,24 @@ def _read_gaps(reader: PartReader, count: int) -> tuple[int, Bytes]:
 
 
 def decode(frame: memoryview, into: memoryview, base: memoryview | None) -> None:
-    """Decode a cell. ``into`` has as many bytes as the cell.
+    """Decode a cell into ``into``, which has the same size as the cell.
 
     Args:
-        frame: the stored bytes.
-        into: the target; unchanged if the frame is refused.
-        base: the cell that the frame was encoded against. It may be ``into`` itself, but must not overlap it otherwise.
-            Ignored if the form needs none.
+        frame: The stored bytes.
+        into: The target. It is not changed if the frame is refused.
+        base: The cell that the frame was encoded against. It may be ``into`` itself, but must not overlap it
+            otherwise. It is ignored if the form does not need a base.
 
     Raises:
-        Refused: This is no frame of as many bytes.
-        InvalidInput: There is no base, or one of another length, and the form needs one.
+        Refused: The bytes are not a frame of a cell of this size. InvalidInput: The form needs a base, but there is
+            none, or it has a different length.
     """
     read = read_frame(frame, into.nbytes)
     if not needs_base(read.form):
         _write_planes(read, _elements(into, read.width))
         return
     if base is None or base.nbytes != into.nbytes:
-        raise InvalidInput("a frame of differences needs a base of as many bytes as the cell; give that")
+        raise InvalidInput("a frame of differences needs a base of the same size as the cell; pass one")
     target, others = _elements(into, read.width), _elements(base, read.width)
     if read.form == Form.SPARSE and target.__array_interface__["data"] != others.__array_interface__["data"]:
         np.copyto(target, others)
@@ -351,11 +365,11 @@ def undo(frame: memoryview, into: memoryview) -> None:
     """Turn the cell in ``into`` back into its base, in place.
 
     Raises:
-        Refused: This is no frame of as many bytes, or one of a form that has no base.
+        Refused: The bytes are not a frame of a cell of this size, or the form does not use a base.
     """
     read = read_frame(frame, into.nbytes)
     if not needs_base(read.form):
-        raise Refused("a frame without a base cannot be undone; decode the frame of that base")
+        raise Refused("a frame without a base cannot be undone; decode the frame of the wanted base instead")
     elements = _elements(into, read.width)
     _change(read, elements, elements, np.subtract)
 
@@ -366,7 +380,7 @@ def _write_planes(frame: ParsedFrame, into: Unsigned) -> None:
 
 
 def _change(frame: ParsedFrame, into: Unsigned, base: Unsigned, operation: np.ufunc) -> None:
-    """Write the elements that the frame has differences of: ``operation`` of those of ``base`` and these."""
+    """Write the elements that the frame covers, each as ``operation`` of an element of ``base`` and a difference."""
     begin = 0
     for where in _places(frame, into.size):
         old = base[where]
@@ -378,7 +392,7 @@ def _change(frame: ParsedFrame, into: Unsigned, base: Unsigned, operation: np.uf
 
 
 def _places(frame: ParsedFrame, count: int) -> Iterator[slice | Indices]:
-    """Yield the elements that the planes hold, at most `BLOCK` at a time."""
+    """Yield the positions of the elements in the planes, at most `BLOCK` at a time."""
     if frame.form == Form.SPARSE:
         yield from decode_gaps(frame.gaps)
         return
@@ -387,9 +401,10 @@ def _places(frame: ParsedFrame, count: int) -> Iterator[slice | Indices]:
 
 
 def decoded(cell: StoredCell, stored: bytearray, base: bytearray | None) -> bytearray:
-    """Return the bytes of a cell. ``stored``: its bytes in the blob. ``base``: the bytes of its base, overwritten.
+    """Return the bytes of a cell. ``stored`` are its bytes in the blob.
 
-    Raises Refused if the result does not have the digest of the cell.
+    ``base`` are the bytes of its base, which are overwritten. Raises Refused if the result does not match the cell's
+    digest.
     """
     plain = stored if cell.frame is None else bytearray(cell.nbytes) if base is None else base
     try:
@@ -398,14 +413,14 @@ def decoded(cell: StoredCell, stored: bytearray, base: bytearray | None) -> byte
     except InvalidInput as error:
         raise Refused(str(error)) from error
     if cell_digest(plain) != cell.digest:
-        raise Refused("what it makes is another cell")
+        raise Refused("it decodes to the wrong cell")
     return plain
 
 
 def decode_chain(cell: StoredCell, read: Callable[[StoredCell], bytearray]) -> bytearray:
     """Return the bytes of a cell. ``read`` returns the stored bytes of the cell and of each base.
 
-    Raises Refused if a cell does not have its digest, and the errors of ``read``.
+    Raises Refused if a cell does not match its digest, and any error that ``read`` raises.
     """
     base = None if cell.base is None else decode_chain(cell.base, read)
     return decoded(cell, read(cell), base)

@@ -1,4 +1,4 @@
-"""Parts of a frame: bytes stored raw, as one constant byte, or as one zstd frame. They often hold byte planes.
+"""Parts of a frame: bytes stored raw, as one constant byte, or as one zstd frame. They often contain byte planes.
 
 ::
 
@@ -31,13 +31,13 @@ else:
 
 WINDOW_LOG = 17
 MAX_WINDOW_LOG = 23
-"""A frame with a larger window is refused. RFC 8878 requires every decoder to support this size."""
+"""The largest accepted window. RFC 8878 requires every decoder to support this size."""
 
 _LIMITS = {int(zstd.DecompressionParameter.window_log_max): MAX_WINDOW_LOG}
 
 
 class _Coder(local):
-    """The compressor of a thread. A new one for each plane would cost more than a short plane."""
+    """A thread's compressor. Creating one for each plane would cost more than compressing a short plane."""
 
     def __init__(self) -> None:
         self.compressor = zstd.ZstdCompressor(
@@ -55,24 +55,27 @@ _CODER = _Coder()
 
 
 def compress(data: Buffer) -> bytes:
-    """Encode as one frame. Releases the GIL."""
+    """Compress into a single zstd frame. Releases the GIL."""
     return _CODER.compressor.compress(data, zstd.ZstdCompressor.FLUSH_FRAME)
 
 
 def decompress(data: Buffer, nbytes: int) -> bytes:
-    """Decode one frame of exactly ``nbytes`` bytes, with no more memory than that. Raises Refused for any other."""
+    """Decompress a single zstd frame of exactly ``nbytes`` bytes without using more memory than that.
+
+    Raises Refused for any other.
+    """
     decoder = zstd.ZstdDecompressor(options=_LIMITS)
     try:
         plain = decoder.decompress(data, max_length=nbytes + 1)
     except zstd.ZstdError as error:
-        raise Refused(f"a part of a frame is not a readable zstd frame: {error}") from None
+        raise Refused(f"a part of a frame is not a valid zstd frame: {error}") from None
     if not decoder.eof or decoder.unused_data or len(plain) != nbytes:
-        raise Refused(f"a part of a frame is not one zstd frame of {nbytes} bytes")
+        raise Refused(f"a part of a frame is not a single zstd frame of {nbytes} bytes")
     return plain
 
 
 Part: TypeAlias = "Bytes | int"
-"""The bytes, or the value of all of them."""
+"""The bytes, or the single value that all of them have."""
 
 _HEAD = Struct("<BI")
 
@@ -86,7 +89,10 @@ class PartKind(IntEnum):
 
 
 def encode_part(data: Bytes, *, noise: bool = False) -> list[Buffer]:
-    """Encode in the smallest form; ``noise`` is not compressed. The buffers may be views of ``data``."""
+    """Encode ``data`` in the smallest form. If ``noise``, do not try compression.
+
+    The buffers may be views of ``data``.
+    """
     if data.size and data[0] == data[-1] and not (data != data[0]).any():
         return [_HEAD.pack(PartKind.CONSTANT, 1), bytes(data[:1])]
     coded = compress(data.data) if data.size and not noise else data.data
@@ -96,15 +102,15 @@ def encode_part(data: Bytes, *, noise: bool = False) -> list[Buffer]:
 
 
 class PartReader:
-    """Reads a frame from its start. ``rest``: the bytes that were not read yet."""
+    """Reads a frame from its start. ``rest`` are the bytes that have not been read yet."""
 
     def __init__(self, frame: memoryview) -> None:
         self.rest = frame
 
     def take(self, nbytes: int) -> memoryview:
-        """Read so many bytes. Raises Refused if there are not as many."""
+        """Read ``nbytes`` bytes. Raises Refused if fewer are left."""
         if nbytes > len(self.rest):
-            raise Refused(f"a frame is cut short: it lacks {nbytes - len(self.rest)} bytes")
+            raise Refused(f"a frame is truncated: {nbytes - len(self.rest)} bytes are missing")
         taken, self.rest = self.rest[:nbytes], self.rest[nbytes:]
         return taken
 
@@ -113,7 +119,7 @@ class PartReader:
         return struct.unpack(self.take(struct.size))
 
     def part(self, nbytes: int) -> Part:
-        """Read a part of ``nbytes`` decoded bytes. Raises Refused for any other."""
+        """Read a part that decodes to ``nbytes`` bytes. Raises Refused for any other."""
         kind, stored = self.unpack(_HEAD)
         data = self.take(stored)
         match kind:
@@ -123,24 +129,24 @@ class PartReader:
                 return data[0]
             case PartKind.ZSTD if nbytes:
                 return np.frombuffer(decompress(data, nbytes), np.uint8)
-        raise Refused(f"a part of a frame has kind {kind} and {stored} bytes, where it is to give {nbytes}")
+        raise Refused(f"a part of a frame has kind {kind} and {stored} bytes, but must decode to {nbytes}")
 
     def end(self) -> None:
-        """Raise Refused if bytes are left."""
+        """Raise Refused if there are bytes left."""
         if len(self.rest):
-            raise Refused(f"{len(self.rest)} bytes follow a frame")
+            raise Refused(f"{len(self.rest)} bytes follow the end of a frame")
 
 
 BLOCK = 1 << 16
-"""Elements at a time, so that intermediate results stay in the cache."""
+"""The number of elements per block, chosen so that intermediate results fit into the CPU cache."""
 SAMPLE = 2048
 _PIECES = 8
 NOISE = 7.75
-"""Bits of entropy per byte, above which no compression is tried."""
+"""The entropy, in bits per byte, above which compression is not attempted."""
 
 
 def split(elements: Unsigned, *, rotated: bool) -> Bytes:
-    """Split into planes, the lowest first: a scratch array of the shape (bytes of an element, elements)."""
+    """Split into planes, lowest first. Returns a scratch array of the shape (bytes per element, elements)."""
     width, count = elements.itemsize, elements.size
     planes = scratch("planes", elements.nbytes).reshape(width, count)
     for begin in range(0, count, BLOCK):
@@ -151,7 +157,7 @@ def split(elements: Unsigned, *, rotated: bool) -> Bytes:
 
 
 def _narrow(block: Unsigned, place: int, plane: Bytes, *, rotated: bool) -> None:
-    """Write the bytes of one plane."""
+    """Write the bytes of a single plane."""
     shifted = scratch("shifted", block.nbytes).view(block.dtype)
     if rotated and not place:
         np.left_shift(block, 1, out=shifted)
@@ -164,7 +170,7 @@ def _narrow(block: Unsigned, place: int, plane: Bytes, *, rotated: bool) -> None
 
 
 def join(planes: Sequence[Part], begin: int, out: Unsigned, *, rotated: bool) -> None:
-    """Fill ``out`` (at most `BLOCK` elements) with the elements of ``planes`` from ``begin`` on."""
+    """Fill ``out`` (at most `BLOCK` elements) with the elements of ``planes``, starting at ``begin``."""
     other = scratch("other", out.nbytes).view(out.dtype)
     is_zero = True  # above the plane at hand, as the upper ones of small differences are
     for plane in reversed(planes):
@@ -183,7 +189,10 @@ def join(planes: Sequence[Part], begin: int, out: Unsigned, *, rotated: bool) ->
 
 
 class Outlook(NamedTuple):
-    """An estimate from a sample. ``share``: encoded bytes per byte. ``noise``: planes to store raw."""
+    """An estimate from a sample. ``share``: the encoded size divided by the plain size.
+
+    ``noise``: the planes to store raw.
+    """
 
     share: float
     noise: list[bool]
@@ -197,7 +206,7 @@ def foresee(some: Unsigned, *, rotated: bool = False) -> Outlook:
 
 
 def some_of(elements: Unsigned) -> Unsigned:
-    """View `SAMPLE` elements in place, in evenly spread pieces; all elements if there are no more."""
+    """View `SAMPLE` elements in place, in evenly spaced pieces. If there are no more than that, view all of them."""
     if elements.size <= SAMPLE:
         return elements
     rows = elements[: elements.size // _PIECES * _PIECES].reshape(_PIECES, -1)
@@ -205,12 +214,12 @@ def some_of(elements: Unsigned) -> Unsigned:
 
 
 def sample(elements: Unsigned) -> Unsigned:
-    """Copy the elements that `some_of` views."""
+    """Copy the elements that `some_of` selects."""
     return some_of(elements).reshape(-1)
 
 
 def entropy(planes: Bytes) -> npt.NDArray[np.float64]:
-    """Compute the entropy of each plane, in bits per byte."""
+    """Compute each plane's entropy, in bits per byte."""
     width, count = planes.shape
     places = np.arange(0, 256 * width, 256)[:, None]
     counts = np.bincount((planes + places).reshape(-1), minlength=256 * width).reshape(width, 256)
@@ -219,11 +228,11 @@ def entropy(planes: Bytes) -> npt.NDArray[np.float64]:
 
 
 def encode_parts(elements: Unsigned, noise: Iterable[bool] = repeat(False), *, rotated: bool = False) -> list[Buffer]:
-    """Encode the planes, one part for each. ``noise``: planes that are not compressed."""
+    """Encode the planes, one part per plane. ``noise``: the planes that are not compressed."""
     planes = split(elements, rotated=rotated)
     return [part for plane, is_noise in zip(planes, noise, strict=False) for part in encode_part(plane, noise=is_noise)]
 
 
 def read_parts(reader: PartReader, width: int, count: int) -> list[Part]:
-    """Read the planes of ``count`` elements. Raises Refused."""
+    """Read the planes of ``count`` elements. Raises Refused for invalid parts."""
     return [reader.part(count) for _ in range(width)]

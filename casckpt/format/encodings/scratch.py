@@ -1,4 +1,4 @@
-"""Memory that a thread reuses for each cell, because new pages are slow."""
+"""Memory that a thread reuses for each cell, because fresh pages are slow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Unsigned: TypeAlias = npt.NDArray[np.unsignedinteger]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 KEPT = 2 << 20
-"""Bytes that are kept for each name and thread. A larger buffer lives as long as its user."""
+"""The maximum bytes that are kept for each name and thread. A larger buffer lives only as long as its user."""
 
 
 class _Kept(local):
@@ -24,7 +24,10 @@ _KEPT = _Kept()
 
 
 def scratch(name: str, nbytes: int) -> Bytes:
-    """Return ``nbytes`` undefined bytes. The next call with this ``name`` in this thread may return the same memory."""
+    """Return ``nbytes`` uninitialized bytes.
+
+    The next call with this ``name`` in this thread may return the same memory.
+    """
     array = _KEPT.arrays.get(name)
     if array is None or array.size < nbytes:
         array = np.empty(nbytes, np.uint8)

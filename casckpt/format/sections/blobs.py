@@ -1,4 +1,4 @@
-"""The list of blobs of a manifest, the only section that gc, copies, mirrors and statistics read."""
+"""The blob list of a manifest, which is the only section that gc, copies, mirrors and statistics read."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from casckpt.format.names import BlobHash, TxId
 
 MAX_BLOB_BYTES = (1 << 30) + DATA_OFFSET + MAX_LEAVES * RECORD_BYTES
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""The errors of msgspec for untrusted bytes."""
+"""The errors that msgspec raises for untrusted bytes."""
 
 
 class BlobColumns(msgspec.Struct, frozen=True, kw_only=True):
-    """The section of blobs: hashes (32 bytes each), sizes of the files in bytes, uploaders, and which are worn.
+    """The blobs section: hashes (32 bytes each), file sizes in bytes, uploaders, and which blobs are worn.
 
-    Blob i lies in the folder of ``uploaders[index[i]]``.
+    Blob i is in the folder of ``uploaders[index[i]]``.
     """
 
     hashes: bytes
@@ -38,7 +38,10 @@ _BLOBS: Decoder[BlobColumns] = Decoder(BlobColumns)
 
 @dataclass(frozen=True, slots=True)
 class BlobRef:
-    """A blob of a manifest. ``size``: of the file in bytes. ``worn``: not to be reused by the next save of the run."""
+    """A blob in a manifest. ``size``: the file size in bytes.
+
+    ``worn``: whether the run's next save must not reuse it.
+    """
 
     hash: BlobHash
     size: int
@@ -47,13 +50,13 @@ class BlobRef:
 
 
 class BlobList:
-    """The decoded section of blobs. Raises Refused for values outside the limits."""
+    """The decoded blobs section. Raises Refused for values outside the limits."""
 
     def __init__(self, data: Buffer) -> None:
         try:
             columns = _BLOBS.decode(data)
         except DECODE_ERRORS as error:
-            raise Refused(f"its list of blobs: {error}") from error
+            raise Refused(f"its blob list is invalid: {error}") from error
         self.data = bytes(data)
         self.hashes = columns.hashes
         self.sizes = unpack(columns.sizes)
@@ -62,11 +65,11 @@ class BlobList:
         self._worn = frozenset(unpack(columns.worn))
         count = len(self.sizes)
         if len(self.hashes) != 32 * count or len(self._uploader_of) != count:
-            raise Refused("its columns of blobs differ in length")
+            raise Refused("its blob columns differ in length")
         if max(self.sizes, default=0) > MAX_BLOB_BYTES:
             raise Refused(f"a blob is larger than {MAX_BLOB_BYTES} bytes")
         if max(self._uploader_of, default=-1) >= len(self.uploaders):
-            raise Refused("a blob has no uploader")
+            raise Refused("a blob does not have an uploader")
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -80,7 +83,7 @@ class BlobList:
         return map(self.__getitem__, range(len(self)))
 
     def names(self) -> list[tuple[TxId, BlobHash, int]]:
-        """Return (uploader, hash, size of the file in bytes) of every blob, in order."""
+        """Return (uploader, hash, file size in bytes) for every blob, in order."""
         digests = self.hashes.hex()
         hashes = (BlobHash(digests[at : at + 64]) for at in range(0, len(digests), 64))
         uploaders = (self.uploaders[number] for number in self._uploader_of)
@@ -88,7 +91,7 @@ class BlobList:
 
 
 def encode_blobs(refs: Iterable[BlobRef]) -> bytes:
-    """Encode the section of blobs."""
+    """Encode the blobs section."""
     refs = list(refs)
     uploaders = {uploader: number for number, uploader in enumerate(dict.fromkeys(ref.uploader for ref in refs))}
     columns = BlobColumns(

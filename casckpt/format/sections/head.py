@@ -1,4 +1,4 @@
-"""The head of a manifest: the place and the hash of each section.
+"""The head of a manifest: the location and hash of each section.
 
 ::
 
@@ -26,9 +26,12 @@ HEAD_BYTES = 4096
 MAX_MANIFEST_BYTES = 4 << 30
 INDEX, PLACES, BLOBS, OBJECTS, CELLS, ROWS = "index", "places", "blobs", "objects", "cells", "rows"
 KNOWN = (INDEX, PLACES, BLOBS, OBJECTS, CELLS, ROWS)
-"""In stored order. The sections that every reader needs come first, so that one read gets them."""
+"""The sections in stored order. Those that every reader needs come first, so that a single read fetches them."""
 NEEDED, COPIED = 1, 2
-"""Flags: a reader that does not know the section must refuse the manifest; copies of the checkpoint keep it."""
+"""Flags of a section. NEEDED: a reader that does not know the section must refuse the manifest.
+
+COPIED: copies of the checkpoint keep the section.
+"""
 _OF_COPIES = {INDEX, OBJECTS, CELLS}
 
 _RECORD = Struct("<16sQQQ32s")
@@ -40,7 +43,7 @@ Read: TypeAlias = Callable[[Sequence[tuple[int, int]]], Sequence[Buffer]]
 
 
 class Section(NamedTuple):
-    """One section: bytes ``offset`` to ``offset + length`` of the manifest, which have the hash ``digest``."""
+    """One section: the bytes from ``offset`` to ``offset + length`` of the manifest, whose hash is ``digest``."""
 
     name: str
     flags: int
@@ -50,13 +53,13 @@ class Section(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The first byte after it."""
+        """The offset after its last byte."""
         return self.offset + self.length
 
 
 @dataclass(frozen=True)
 class Head:
-    """A decoded head. ``digest``: its own hash, in hex. ``data``: its bytes."""
+    """A decoded head. ``digest``: its own hash in hex. ``data``: its bytes."""
 
     digest: str
     sections: Sequence[Section]
@@ -64,7 +67,7 @@ class Head:
 
     @property
     def size(self) -> int:
-        """Bytes of the whole manifest."""
+        """The size of the whole manifest in bytes."""
         return self.sections[-1].end
 
     def __getitem__(self, name: str) -> Section:
@@ -83,14 +86,14 @@ class Head:
         return [section for section in self.sections if section.name not in KNOWN]
 
     def check_known(self) -> None:
-        """Raise Refused if an unknown section is needed."""
+        """Raise Refused if an unknown section is required."""
         needed = [section.name for section in self.foreign if section.flags & NEEDED]
         if needed:
-            raise Refused(f"it needs the section {needed[0]!r}, which this version does not know; upgrade casckpt")
+            raise Refused(f"it requires the section {needed[0]!r}, which this version does not know; upgrade casckpt")
 
 
 def assemble(parts: Iterable[tuple[str, Buffer]], foreign: Iterable[tuple[Section, Buffer]] = ()) -> tuple[Head, bytes]:
-    """Build a manifest of ``parts``, in order, the ``foreign`` ones last. Returns the head and all bytes."""
+    """Build a manifest from ``parts``, in order, followed by the ``foreign`` ones. Returns the head and all bytes."""
     pieces = [(name, NEEDED | (COPIED if name in _OF_COPIES else 0), data) for name, data in parts]
     pieces += [(section.name, section.flags, data) for section, data in foreign]
     offset, sections = HEAD_BYTES, []
@@ -109,24 +112,24 @@ def _encode(sections: Sequence[Section]) -> Head:
 
 
 def decode_head(data: Buffer, wanted: str | None = None) -> Head:
-    """Decode the head at the start of a manifest. ``wanted``: the hash that it must have (None: any).
+    """Decode the head at the start of a manifest. ``wanted``: the hash that it must have, or None to accept any.
 
-    Raises Damaged if its bytes changed, and Refused if it has another version or is unusable.
+    Raises Damaged if its bytes changed, and Refused if it is invalid or has a different version.
     """
     head = bytes(data[:HEAD_BYTES])
     digest = cell_digest(head[:_HASHED])
     if len(head) < HEAD_BYTES or digest != head[_HASHED:]:
-        raise Damaged("its head does not have the hash at its end")
+        raise Damaged("its head does not match the hash at the head's end")
     if wanted is not None and digest.hex() != wanted:
-        raise Damaged("its head is not the one that the commit record names: it is another manifest")
+        raise Damaged("its head is not the one that the commit record names: it is a different manifest")
     if head[:8] != MAGIC:
         if head[:7] == MAGIC[:7] and head[7] > MAGIC[7]:
-            raise Refused("it is of a later version of casckpt; upgrade casckpt to read it")
-        raise Refused("it does not begin as a manifest does")
+            raise Refused("a later version of casckpt wrote it; upgrade casckpt to read it")
+        raise Refused("it does not begin like a manifest")
     count = int.from_bytes(head[8:16], "little")
     end = 16 + count * _RECORD.size
     if count > _MOST or head[end:_HASHED].strip(b"\0"):
-        raise Refused("its head lists more sections than fit, or has something behind them")
+        raise Refused("its head lists more sections than fit, or has extra data after them")
     sections = [_section(*row) for row in _RECORD.iter_unpack(head[16:end])]
     _check(sections)
     return Head(digest.hex(), sections, head)
@@ -135,28 +138,28 @@ def decode_head(data: Buffer, wanted: str | None = None) -> Head:
 def _section(name: bytes, flags: int, offset: int, length: int, digest: bytes) -> Section:
     stripped = name.rstrip(b"\0")
     if not stripped.isascii() or not stripped.decode("ascii").isprintable():
-        raise Refused("a section of its head has no usable name")
+        raise Refused("a section in its head has an invalid name")
     return Section(stripped.decode("ascii"), flags, offset, length, digest)
 
 
 def _check(sections: Sequence[Section]) -> None:
     names = [section.name for section in sections]
     if [name for name in names if name in KNOWN] != list(KNOWN) or len(set(names)) != len(names):
-        raise Refused("a section is missing from its head, stands there twice, or out of order")
+        raise Refused("a section is missing from its head, is listed twice, or is out of order")
     end = HEAD_BYTES
     for section in sections:
         if section.offset != end or section.length > MAX_MANIFEST_BYTES - end:
-            raise Refused(f"its section {section.name!r} does not begin where the one before ends, or is too large")
+            raise Refused(f"its section {section.name!r} does not begin where the previous one ends, or is too large")
         end = section.end
 
 
 def check_size(head: Head, size: int) -> None:
-    """Raise Damaged unless the manifest has the size that its head gives."""
+    """Raise Damaged unless the manifest has the size that its head specifies."""
     if size != head.size:
         raise Damaged(f"it has {size} bytes instead of {head.size}")
 
 
 def check_section(section: Section, data: Buffer) -> None:
-    """Raise Damaged unless ``data`` has the hash of this section."""
+    """Raise Damaged unless ``data`` matches this section's hash."""
     if len(data) != section.length or cell_digest(data) != section.digest:
-        raise Damaged(f"its section {section.name!r} does not have its hash")
+        raise Damaged(f"its section {section.name!r} does not match its hash")

@@ -1,4 +1,4 @@
-"""The health of a checkpoint: how many elements of each cell are NaN or infinite, and the largest of the others.
+"""The health of a checkpoint: how many elements of each cell are NaN or infinite, and the largest other element.
 
 It is a separate section. Older readers ignore it, and copies keep it.
 """
@@ -24,7 +24,7 @@ HEALTH = "health"
 
 
 class CellHealth(NamedTuple):
-    """The numbers of NaN and infinite elements, and the largest absolute value of the others; 0 if there are none.
+    """The numbers of NaN and infinite elements, and the largest absolute value of the others, or 0 if there are none.
 
     Each part of a complex number counts as an element.
     """
@@ -35,9 +35,9 @@ class CellHealth(NamedTuple):
 
 
 class HealthColumns(msgspec.Struct, frozen=True, kw_only=True):
-    """The section. ``entries``: the numbers of the scanned entries. ``cells``: the number of cells of each.
+    """The health section. ``entries``: the numbers of the scanned entries. ``cells``: the number of cells in each.
 
-    ``nan``, ``inf``, ``largest`` (8 bytes each, float64): a row for each of these cells.
+    ``nan``, ``inf`` and ``largest`` (8 bytes each, float64) have one row for each of these cells.
     """
 
     entries: bytes
@@ -49,16 +49,16 @@ class HealthColumns(msgspec.Struct, frozen=True, kw_only=True):
 
 _HEALTH: Decoder[HealthColumns] = Decoder(HealthColumns)
 Rows: TypeAlias = npt.NDArray[np.float64]
-"""The health of an entry's cells: a row of three numbers for each, as in `CellHealth`."""
+"""The health of an entry's cells: for each cell, a row with the three numbers of `CellHealth`."""
 
 
 def rows_of(cells: Sequence[CellHealth]) -> Rows:
-    """Return the rows of an entry's cells."""
+    """Return the rows for an entry's cells."""
     return np.array(cells, np.float64).reshape(-1, 3)
 
 
 def sum_of(rows: Rows) -> CellHealth:
-    """Return the health of all these cells together."""
+    """Return the combined health of all these cells."""
     nan, inf = rows[:, :2].sum(axis=0).tolist()
     return CellHealth(int(nan), int(inf), float(rows[:, 2].max(initial=0)))
 
@@ -69,7 +69,7 @@ def joined(found: Iterable[Rows]) -> Rows:
 
 
 def encode_health(found: Mapping[int, Rows]) -> bytes:
-    """Encode the rows of entries, by their numbers."""
+    """Encode the rows of entries, by entry number."""
     rows = joined(found.values())
     columns = HealthColumns(
         entries=pack(list(found)),
@@ -82,19 +82,19 @@ def encode_health(found: Mapping[int, Rows]) -> bytes:
 
 
 def decode_health(data: Buffer, entries: int) -> dict[int, Rows]:
-    """Decode the section of a manifest with ``entries`` entries. Raises Refused for invalid bytes."""
+    """Decode the health section of a manifest with ``entries`` entries. Raises Refused for invalid bytes."""
     try:
         columns = _HEALTH.decode(data)
     except DECODE_ERRORS as error:
-        raise Refused(f"its section of health: {error}") from error
+        raise Refused(f"its health section is invalid: {error}") from error
     numbers, counts = unpack(columns.entries), unpack(columns.cells)
     nan, inf, total = unpack(columns.nan), unpack(columns.inf), sum(counts)
     if len(numbers) != len(counts) or {len(nan), len(inf), len(columns.largest) / 8} != {total}:
-        raise Refused("the columns of its section of health differ in length")
+        raise Refused("the columns of its health section differ in length")
     if any(one >= other for one, other in pairwise([-1, *numbers, entries])):
-        raise Refused("its section of health names entries that are not there, or out of order")
+        raise Refused("its health section names entries that do not exist, or that are out of order")
     rows = np.column_stack([nan, inf, np.frombuffer(columns.largest, "<f8")]).reshape(-1, 3)
     if not (np.isfinite(rows) & (rows >= 0)).all():
-        raise Refused("its section of health has a largest value that is not finite, or negative")
+        raise Refused("its health section has a largest value that is negative or not finite")
     parts = np.split(rows, np.cumsum(counts))
     return dict(zip(numbers, parts, strict=False))

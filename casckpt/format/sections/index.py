@@ -24,19 +24,19 @@ MAX_KEY_CHARACTERS = 4096
 MAX_ITEMSIZE = 4096
 TENSOR, PART, ATTACHMENT = "tensor", "part", "attachment"
 REPLICAS_NOTE: Final = "replicas"
-"""The note of replicas that differed between ranks: a list of keys, as plain data."""
+"""The name of the note that lists the keys of replicas that differed across ranks, as plain data."""
 
 Name: TypeAlias = tuple[str, str, int, int | None]
-"""The identity of a stream in a checkpoint: kind, key, index, rank; see `Entry`."""
+"""The identity of a stream in a checkpoint: kind, key, index, rank. See `Entry`."""
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
-    """One stream of elements that lies in blobs.
+    """A stream of elements that is stored in blobs.
 
-    ``kind``: "tensor"; "part", a large buffer of an object (``key`` is the object's, ``index`` its number); or
-    "attachment", an attached file (``key`` is its name). ``rank``: the rank of a value that each rank has for itself
-    (`casckpt.PerRank`), else None. ``dtype``: as torch names it, an element of ``itemsize`` bytes. ``number``: of the
-    entry in its manifest.
+    ``kind``: "tensor"; "part", a large buffer of an object (``key`` is the object's key, and ``index`` the buffer's
+    number); or "attachment", an attached file (``key`` is its name). ``rank``: for a value that each rank stores
+    separately (`casckpt.PerRank`), the rank, and otherwise None. ``dtype``: torch's name of the dtype, whose elements
+    have ``itemsize`` bytes. ``number``: the entry's number in its manifest.
     """
 
     kind: str
@@ -49,29 +49,29 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     number: int
 
     def converted(self, dtype: str, itemsize: int) -> Entry:
-        """Return the entry in another dtype, as after a load that converts."""
+        """Return the entry with a different dtype, as after a load that converts it."""
         return Entry(self.kind, self.key, self.index, self.rank, dtype, itemsize, self.shape, self.number)
 
     @property
     def name(self) -> Name:
-        """Identity of the stream in its manifest."""
+        """The identity of the stream in its manifest."""
         return self.kind, self.key, self.index, self.rank
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes, as held in memory."""
+        """The size in memory, in bytes."""
         return self.numel * self.itemsize
 
 
 class StoredObject(msgspec.Struct, frozen=True, gc=False):
-    """One leaf that is not a tensor, or a short attachment, without its data.
+    """A leaf that is not a tensor, or a short attachment, without its data.
 
-    ``number``: of its piece in the section of objects.
+    ``number``: the number of its piece in the objects section.
     """
 
     key: str
@@ -82,11 +82,11 @@ class StoredObject(msgspec.Struct, frozen=True, gc=False):
 
 
 class EntryColumns(msgspec.Struct, frozen=True, kw_only=True):
-    """A row for each entry.
+    """One row for each entry. ``kind``, ``dtype``: indices into ``kinds`` and ``dtypes``.
 
-    ``kind``, ``dtype``: numbers of ``kinds`` and ``dtypes``, which come with the bytes of an element. ``rank``: 0 for
-    none, else one more. ``dimensions``: their number; ``shape``: those of all entries, one after the other.
-    ``unhashed``: numbers of the entries that were not hashed completely, because the user declared them frozen.
+    Each dtype is listed with its bytes per element. ``rank``: the rank plus 1, or 0 for none. ``dimensions``: the
+    number of dimensions. ``shape``: the shapes of all entries, one after the other. ``unhashed``: the numbers of the
+    entries that were not hashed completely, because the user declared them frozen.
     """
 
     kinds: list[str]
@@ -102,7 +102,7 @@ class EntryColumns(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ObjectColumns(msgspec.Struct, frozen=True, kw_only=True):
-    """A row for each object: ``rank`` as of entries, ``parts``: how many, ``pickled``: 0 or 1."""
+    """One row for each object. ``rank``: as for entries. ``parts``: the number of parts. ``pickled``: 0 or 1."""
 
     keys: list[str]
     rank: bytes
@@ -111,9 +111,9 @@ class ObjectColumns(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Properties of the whole checkpoint. ``created_at``: microseconds since the epoch, UTC.
+    """The properties of the whole checkpoint. ``created_at``: microseconds since the epoch, in UTC.
 
-    ``notes``: plain data that a front end adds under its name. Readers ignore unknown notes.
+    ``notes``: plain data that front ends add under their own names. Readers ignore unknown notes.
     """
 
     casckpt: str
@@ -135,7 +135,7 @@ _STORED_AS = {"entry_columns": "entries", "object_columns": "objects", "attachme
 class ManifestBody(Description, frozen=True, kw_only=True, dict=True, rename=_STORED_AS):
     """The content whose hash is the id of a checkpoint.
 
-    ``cells``: the cell tables of the entries; ``data``: of the objects, then of the attachments.
+    ``cells``: the cell tables of the entries. ``data``: the data of the objects, and then of the attachments.
     """
 
     entry_columns: EntryColumns
@@ -145,19 +145,19 @@ class ManifestBody(Description, frozen=True, kw_only=True, dict=True, rename=_ST
     data: Pieces
 
     def check(self) -> None:
-        """Raise Refused or InvalidInput for values outside the limits or unfit for a key or path."""
+        """Raise Refused or InvalidInput for values that are outside the limits or not valid in a key or path."""
         check_run(self.run)
         check_step(self.step)
         if self.parent is not None:
             check_hash(self.parent)
         if not 4096 <= self.cell_bytes <= 1 << 30 or self.cell_bytes % 4096:
-            raise Refused(f"a cell of {self.cell_bytes} bytes")
+            raise Refused(f"its cell size is {self.cell_bytes} bytes")
         for name in self.attachment_names:
             check_attachment_name(name)
 
     @cached_property
     def entries(self) -> Sequence[Entry]:
-        """All entries. Raises Refused or InvalidInput for unusable columns."""
+        """All entries. Raises Refused or InvalidInput for invalid columns."""
         return _entries(self.entry_columns)
 
     @cached_property
@@ -166,14 +166,14 @@ class ManifestBody(Description, frozen=True, kw_only=True, dict=True, rename=_ST
         columns = self.object_columns
         ranks, parts, pickled = _ranks(columns.rank), unpack(columns.parts), unpack(columns.pickled)
         if {len(ranks), len(parts), len(pickled)} != {len(columns.keys)}:
-            raise Refused("its columns of objects differ in length")
+            raise Refused("its object columns differ in length")
         _check_keys(columns.keys)
         rows = zip(columns.keys, ranks, parts, map(bool, pickled), strict=True)
         return [StoredObject(*row, number) for number, row in enumerate(rows)]
 
     @cached_property
     def attachments(self) -> Sequence[StoredObject]:
-        """All short attachments; long ones are entries."""
+        """All short attachments. Long ones are entries."""
         first = len(self.object_columns.keys)
         return [StoredObject(name, None, 0, False, first + n) for n, name in enumerate(self.attachment_names)]
 
@@ -183,10 +183,10 @@ def _entries(columns: EntryColumns) -> list[Entry]:
     kinds, types = _of(columns.kinds, columns.kind), _of(columns.dtypes, columns.dtype)
     indices, ranks, shapes = unpack(columns.index), _ranks(columns.rank), _shapes(columns)
     if {len(row) for row in (kinds, indices, ranks, types, shapes)} != {count}:
-        raise Refused("its columns of entries differ in length")
+        raise Refused("its entry columns differ in length")
     for name, itemsize in columns.dtypes:
         if not 1 <= itemsize <= MAX_ITEMSIZE or itemsize != dtypes.DTYPES.get(name, (itemsize,))[0]:
-            raise Refused(f"an element of {name[:80]!r} of {itemsize} bytes")
+            raise Refused(f"dtype {name[:80]!r} cannot have elements of {itemsize} bytes")
     _check_keys(keys)
     rows = zip(kinds, keys, indices, ranks, types, shapes, range(count), strict=True)
     made = [
@@ -200,7 +200,7 @@ def _entries(columns: EntryColumns) -> list[Entry]:
 
 def _check_keys(keys: Sequence[str]) -> None:
     if max(map(len, keys), default=0) > MAX_KEY_CHARACTERS:
-        raise Refused("a key in it is too long")
+        raise Refused("one of its keys is too long")
 
 
 def _check_bytes(entries: Sequence[Entry]) -> None:
@@ -208,7 +208,7 @@ def _check_bytes(entries: Sequence[Entry]) -> None:
         if entry.kind == ATTACHMENT:
             check_attachment_name(entry.key)
         if entry.kind in (PART, ATTACHMENT) and (entry.dtype != "uint8" or len(entry.shape) != 1):
-            raise Refused(f"key {entry.key[:80]!r} of kind {entry.kind} that is not made of bytes")
+            raise Refused(f"key {entry.key[:80]!r} of kind {entry.kind} does not consist of bytes")
 
 
 def _of(table: Sequence[Any], column: bytes) -> list[Any]:
@@ -225,20 +225,20 @@ def _ranks(column: bytes) -> list[int | None]:
 def _shapes(columns: EntryColumns) -> list[Shape]:
     dimensions, numbers = unpack(columns.dimensions), unpack(columns.shape)
     if max(dimensions, default=0) > MAX_DIMENSIONS or sum(dimensions) != len(numbers):
-        raise Refused("its columns of shapes differ in length, or a shape has too many dimensions")
+        raise Refused("its shape columns differ in length, or a shape has too many dimensions")
     sizes = zip(dimensions, accumulate(dimensions), strict=True)
     return [check_shape(tuple(numbers[end - size : end])) for size, end in sizes]
 
 
 def pack_ranks(ranks: Iterable[int | None]) -> bytes:
-    """Encode a column of ranks."""
+    """Encode ranks as a column."""
     return pack([0 if rank is None else rank + 1 for rank in ranks])
 
 
 def entry_columns(streams: Mapping[Name, tuple[str, ExtentTable]], unhashed: Collection[Name]) -> EntryColumns:
-    """Return the columns of streams, with the dtype and shape of each.
+    """Return the entry columns for streams, including each stream's dtype and shape.
 
-    Raises InvalidInput for a key that no reader accepts, and Refused for an unknown dtype.
+    Raises InvalidInput for a key that readers would not accept, and Refused for an unknown dtype.
     """
     names, types = list(streams), [dtype for dtype, _ in streams.values()]
     shapes = [table.shape for _, table in streams.values()]

@@ -1,7 +1,8 @@
-"""Pieces of a section that are read and verified separately. Each belongs to one entry or object.
+"""The pieces of a section, which are read and verified separately. Each piece belongs to one entry or object.
 
-Consecutive pieces form groups, each with a hash. In a small manifest a group is one piece, so that damage affects only
-this piece. In a large one a group has some KiB, so that the hashes, which every reader needs, stay small.
+Consecutive pieces form groups, and each group has a hash. In a small manifest, a group is a single piece, so that
+damage affects only that piece. In a large manifest, a group has several KiB, so that the hashes, which every reader
+needs, remain small.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from casckpt.format.sections.head import Read, Section
 
 _HASH = 32
 _GROUP_BYTES, _FEW = 16 << 10, 256
-_SMALL = 64 << 10  # bytes of a section that is read at once
+_SMALL = 64 << 10  # the largest section, in bytes, that is read in one go
 
 
 class Pieces(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes of each piece (column), BLAKE3 of each group of ``each`` pieces; the last one may have fewer."""
+    """The pieces' sizes, as a column, and a BLAKE3 hash for each group of ``each`` pieces, or fewer at the end."""
 
     lengths: bytes
     each: int
@@ -31,7 +32,7 @@ class Pieces(msgspec.Struct, frozen=True, array_like=True):
 
 
 def cut(pieces: Sequence[Buffer]) -> tuple[Pieces, bytes]:
-    """Return the table of ``pieces``, and the section that holds them one after the other."""
+    """Return the table of ``pieces``, and the section that contains them one after the other."""
     data, lengths = b"".join(pieces), list(map(len, pieces))
     each = max(1, min(-(-len(pieces) // _FEW), len(pieces) * _GROUP_BYTES // max(1, len(data))))
     view, ends = memoryview(data), list(accumulate(lengths, initial=0))
@@ -40,32 +41,34 @@ def cut(pieces: Sequence[Buffer]) -> tuple[Pieces, bytes]:
 
 
 class PieceReader:
-    """The ``count`` pieces of a section, each read and verified on use. Safe for use by several threads.
+    """The ``count`` pieces of a section, each read and verified on use. Thread-safe.
 
-    Raises Refused if the table does not fit the section.
+    Raises Refused if the table does not match the section.
     """
 
     def __init__(self, table: Pieces, count: int, section: Section, read: Read) -> None:
         self._section, self._read, self._hashes = section, read, table.hashes
         lengths, self._each = unpack(table.lengths), table.each
         if len(lengths) != count or self._each < 1:
-            raise Refused(f"the table of its section {section.name!r} is not one of {count} pieces")
+            raise Refused(f"the table of its section {section.name!r} does not have {count} pieces")
         self._ends = ends = list(accumulate(lengths, initial=0))
-        self._bounds = [*ends[: -1 : self._each], ends[-1]]  # the start of each group, and the end of the last one
+        self._bounds = [*ends[: -1 : self._each], ends[-1]]  # the start of each group, and the end of the last group
         if ends[-1] != section.length or len(table.hashes) != _HASH * (len(self._bounds) - 1):
-            raise Refused(f"the pieces of its section {section.name!r} do not add up to it, or have other hashes")
-        self._held: dict[int, memoryview | None] = {}  # None: it does not have its hash
+            raise Refused(
+                f"the pieces of its section {section.name!r} do not add up to it, or the number of hashes is wrong"
+            )
+        self._held: dict[int, memoryview | None] = {}  # None: the group does not match its hash
         self.is_damaged = False
 
     def __len__(self) -> int:
         return len(self._ends) - 1
 
     def length(self, number: int) -> int:
-        """Return the bytes of a piece."""
+        """Return the size of a piece in bytes."""
         return self._ends[number + 1] - self._ends[number]
 
     def get(self, number: int) -> memoryview:
-        """Return a piece. Raises Damaged if its group does not have its hash, and the errors of a read."""
+        """Return a piece. Raises Damaged if its group does not match its hash, and read errors."""
         group, ends = number // self._each, self._ends
         try:
             held = self._held[group]
@@ -73,12 +76,12 @@ class PieceReader:
             self._fetch([group])
             held = self._held[group]
         if held is None:
-            raise Damaged(f"its section {self._section.name!r} does not have its hash here")
+            raise Damaged(f"its section {self._section.name!r} does not match its hash here")
         begin = self._bounds[group]
         return held[ends[number] - begin : ends[number + 1] - begin]
 
     def is_right(self, number: int) -> bool:
-        """Return whether a piece that was read has its hash."""
+        """Return whether a piece that was read matches its hash."""
         try:
             self.get(number)
         except Damaged:
@@ -86,13 +89,13 @@ class PieceReader:
         return True
 
     def ready(self, numbers: Iterable[int]) -> None:
-        """Read the missing ones of these pieces, in few reads. Raises the errors of a read. `get` reports damage."""
+        """Read those of these pieces that are missing, in few reads. Raises read errors. `get` reports damage."""
         groups = {number // self._each for number in numbers}
         if missing := groups - self._held.keys():
             self._fetch(sorted(missing))
 
     def _fetch(self, groups: Sequence[int]) -> None:
-        """Read groups, adjacent ones at once, and verify each. A small section is read completely."""
+        """Read groups and verify each. Adjacent groups are read together. A small section is read completely."""
         bounds, start = self._bounds, self._section.offset
         if self._section.length <= _SMALL:
             groups = range(len(bounds) - 1)
@@ -113,7 +116,7 @@ class PieceReader:
                 self.is_damaged |= not right
 
     def prove(self, data: Buffer) -> bool:
-        """Return whether all pieces in ``data``, the section, have their hashes."""
+        """Return whether all pieces in ``data``, the section's bytes, match their hashes."""
         view = memoryview(data)
         return all(self._has_hash(group, view[lo:hi]) for group, (lo, hi) in enumerate(pairwise(self._bounds)))
 

@@ -1,7 +1,7 @@
-"""The stored form of the extents of a tensor: a table of its cells, and rows with their places.
+"""The stored form of a tensor's extents: a table of its cells, and rows with their locations.
 
-The table of cells is part of the id of a checkpoint, so it does not mention blobs. The rows may differ between stores.
-Each begins with a byte for its form.
+The cell table is part of a checkpoint's id, so it does not mention blobs. The rows may differ across stores. Both
+begin with a byte that identifies their form.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from casckpt.format.extents import DIGEST_BYTES, MAX_LINKS, Coding, Extent, Exte
 from casckpt.format.regions import Box, Shape, full_box
 
 CODED_ROW = Struct("<IIIB")
-"""As `ROW`, with the form of the cells."""
+"""Like `ROW`, with the form of the cells."""
 AS_THEY_ARE, FRAMES, FRAMES_WITH_BASES = range(3)
 
 
 class CodedRows(msgspec.Struct, frozen=True, array_like=True):
-    """``lengths``: 4 bytes for each cell of a row of frames; ``digests``: 32 for each cell of the bases."""
+    """``lengths``: 4 bytes for each cell in a row of frames. ``digests``: 32 bytes for each cell of the bases."""
 
     rows: bytes
     lengths: bytes
@@ -45,13 +45,13 @@ class _Row(NamedTuple):
 
 
 Cut = Callable[[Iterator[tuple[int, int, int]]], Iterator[Extent]]
-"""Cuts the cells of a tensor where rows end. It uses all rows."""
+"""Splits a tensor's cells where rows end. It consumes all rows."""
 
 
 def encode_coded(extents: Sequence[Extent]) -> bytes:
-    """Encode the places of the coded cells."""
+    """Encode the locations of coded cells."""
     every, rows, lengths = list(extents), list[bytes](), list[bytes]()
-    for extent in every:  # the loop appends their bases
+    for extent in every:  # the loop appends the bases
         kind = AS_THEY_ARE
         if extent.coding is not None:
             kind = FRAMES if extent.coding.base is None else FRAMES_WITH_BASES
@@ -65,7 +65,7 @@ def encode_coded(extents: Sequence[Extent]) -> bytes:
 def decode_coded(
     packed: Buffer, cut: Cut, blob_sizes: Sequence[int], *, cells: int, itemsize: int, cell_bytes: int
 ) -> tuple[Extent, ...]:
-    """Decode the extents of a tensor of ``cells`` cells. Raises Refused, and the errors of msgspec."""
+    """Decode the extents of a tensor with ``cells`` cells. Raises Refused and msgspec's errors."""
     stored = _DECODER.decode(packed)
     if len(stored.rows) % CODED_ROW.size:
         raise Refused("the last row of a tensor is cut short")
@@ -73,7 +73,7 @@ def decode_coded(
     extents = list(cut(row[:3] for row in rows[: _covering(rows, cells)]))
     first, bases = len(extents), _add_bases(extents, rows, stored.digests)
     lengths = _lengths(rows, stored.lengths, cell_bytes)
-    for number in reversed(range(len(rows))):  # bases before the rows that need them
+    for number in reversed(range(len(rows))):  # bases come before the rows that need them
         one, frames = extents[number], lengths[number]
         nbytes = (one.hi - one.lo) * itemsize if frames is None else int(frames.sum())
         _check(one, nbytes, blob_sizes)
@@ -84,7 +84,7 @@ def decode_coded(
 
 
 def _covering(rows: Sequence[_Row], cells: int) -> int:
-    """Return how many of the rows hold the cells of the tensor itself."""
+    """Return how many of the rows contain the tensor's own cells."""
     number = 0
     while cells > 0 and number < len(rows):
         cells -= rows[number].cells
@@ -93,7 +93,7 @@ def _covering(rows: Sequence[_Row], cells: int) -> int:
 
 
 def _add_bases(extents: list[Extent], rows: Sequence[_Row], digests: bytes) -> dict[int, int]:
-    """Add the extents of all bases, and return the row of each base."""
+    """Add the extents of all bases, and return each base's row."""
     bases, links, at = dict[int, int](), [0] * len(extents), 0
     for number, row in enumerate(rows):
         if number == len(extents):
@@ -101,29 +101,29 @@ def _add_bases(extents: list[Extent], rows: Sequence[_Row], digests: bytes) -> d
         if row.kind != FRAMES_WITH_BASES:
             continue
         if len(extents) == len(rows) or rows[len(extents)].cells != row.cells:
-            raise Refused("frames have no bases, or more or fewer than cells")
+            raise Refused("the number of bases differs from the number of frames")
         bases[number], base, one = len(extents), rows[len(extents)], extents[number]
         end = at + DIGEST_BYTES * row.cells
         extents.append(Extent(one.box, one.lo, one.hi, base.blob, base.offset, digests[at:end]))
         links.append(links[number] + 1)
         at = end
     if at != len(digests) or max(links, default=0) > MAX_LINKS:
-        raise Refused("the digests of a tensor differ in number from its bases, or too many of them in a chain")
+        raise Refused("a tensor has more or fewer digests than bases, or a chain has too many bases")
     return bases
 
 
 def _lengths(
     rows: Sequence[_Row], packed: bytes, cell_bytes: int
 ) -> list[np.ndarray[tuple[int], np.dtype[np.uint32]] | None]:
-    """Return the lengths of the frames of each row; None for a row without frames."""
+    """Return the frame lengths of each row, or None for a row without frames."""
     ends, at = list[tuple[int, int] | None](), 0
     for row in rows:
         if row.kind > FRAMES_WITH_BASES:
-            raise Refused(f"cells lie in a way ({row.kind}) that this version does not know; upgrade casckpt")
+            raise Refused(f"cells are stored in a form ({row.kind}) that this version does not know; upgrade casckpt")
         ends.append((at, at := at + row.cells) if row.kind else None)
     every = np.frombuffer(packed, "<u4") if len(packed) == 4 * at else np.zeros(1, "<u4")
     if (at and (not every.all() or int(every.max()) > cell_bytes)) or 4 * at != len(packed):
-        raise Refused("a frame is empty or longer than a cell, or rows have another number of them")
+        raise Refused("a frame is empty or longer than a cell, or rows have the wrong number of frames")
     return [None if one is None else every[one[0] : one[1]] for one in ends]
 
 
@@ -137,13 +137,13 @@ def _check(extent: Extent, nbytes: int, blob_sizes: Sequence[int]) -> None:
 WHOLE, SPANS = b"\0", b"\1"
 ROWS, CODED_ROWS = b"\0", b"\1"
 ROW = Struct("<III")
-"""The number of consecutive cells of one span, the number of their blob, and their offset in its file."""
+"""The number of consecutive cells in one span, their blob's number, and their offset in the blob's file."""
 
 
 class CellSpans(msgspec.Struct, frozen=True, array_like=True):
-    """The cells of a tensor: ``spans`` of them, each [lo, hi) of a box by its number, cut at the multiples of the cell.
+    """The cells of a tensor as ``spans``, each [lo, hi) of a numbered box, split at multiples of the cell size.
 
-    ``boxes``: offset and shape of box 1, of box 2, ...; box 0 is the whole tensor.
+    ``boxes``: the offset and shape of box 1, box 2, and so on. Box 0 is the whole tensor.
     """
 
     boxes: list[tuple[Shape, Shape]]
@@ -155,7 +155,10 @@ _SPANS: Decoder[CellSpans] = Decoder(CellSpans)
 
 
 def encode_cells(table: ExtentTable) -> bytes:
-    """Encode the cells without their places. Equal cells have equal bytes; a tensor without elements has none."""
+    """Encode the cells without their locations. Equal cells have equal bytes.
+
+    A tensor without elements has no bytes.
+    """
     if table.is_whole:
         return WHOLE + table.extents[0].digests
     if not table.extents:
@@ -174,7 +177,7 @@ def encode_cells(table: ExtentTable) -> bytes:
 
 
 def encode_rows(table: ExtentTable) -> bytes:
-    """Encode the places of the cells."""
+    """Encode the locations of the cells."""
     if any(one.coding for one in table.extents):
         return CODED_ROWS + encode_coded(table.extents)
     rows = [ROW.pack(len(one.digests) // DIGEST_BYTES, one.blob, one.offset) for one in table.extents]
@@ -184,22 +187,24 @@ def encode_rows(table: ExtentTable) -> bytes:
 def decode_table(
     cells: Buffer, rows: Buffer, blob_sizes: Sequence[int], *, shape: Shape, itemsize: int, cell: int
 ) -> ExtentTable:
-    """Decode the table of a tensor, with cells of ``cell`` elements. ``blob_sizes``: bytes of each blob's file.
+    """Decode a tensor's table, with cells of ``cell`` elements. ``blob_sizes``: the file size of each blob in bytes.
 
-    Raises Refused or InvalidInput for anything that does not fit the tensor or the blobs: no number of the returned
-    table points outside the tensor, a box, a blob or the digests. Also raises the errors of msgspec.
+    Raises Refused or InvalidInput for anything that does not fit the tensor or the blobs. No number in the returned
+    table points outside the tensor, a box, a blob or the digests. Also raises msgspec's errors.
     """
     only = _one_row(cells, rows, blob_sizes, shape, itemsize=itemsize, cell=cell)
     if only is not None:
         return only
     if bool(cells) != bool(rows):
-        raise Refused("nothing says where the cells of a tensor lie (this checkpoint leaves it out), or it has none")
+        raise Refused(
+            "a tensor has cells without locations (this checkpoint may have dropped them), or locations without cells"
+        )
     boxes, spans, digests = _decoded_cells(cells, shape)
     if bytes(rows[:1]) != CODED_ROWS:
         extents = tuple(_extents(spans, digests, _decoded_rows(rows), blob_sizes, itemsize=itemsize, cell=cell))
     else:
         count, cut = len(digests) // DIGEST_BYTES, partial(_extents, spans, digests)
-        cut = partial(cut, blob_sizes=blob_sizes, itemsize=0, cell=cell)  # the bytes of frames are known later
+        cut = partial(cut, blob_sizes=blob_sizes, itemsize=0, cell=cell)  # frame sizes are not known yet
         extents = decode_coded(rows[1:], cut, blob_sizes, cells=count, itemsize=itemsize, cell_bytes=cell * itemsize)
     return ExtentTable(shape, itemsize, cell, boxes, extents)
 
@@ -207,9 +212,9 @@ def decode_table(
 def _one_row(
     cells: Buffer, rows: Buffer, blob_sizes: Sequence[int], shape: Shape, *, itemsize: int, cell: int
 ) -> ExtentTable | None:
-    """Return the table of a tensor that is one row, which is faster to decode. Most tensors are. Else None.
+    """Return the table of a tensor that is stored as one row, as most tensors are, or None. This is a fast path.
 
-    Also returns None for unusable bytes: the caller then finds the reason.
+    Also returns None for invalid bytes, so that the caller finds the reason.
     """
     if len(rows) != len(ROWS) + ROW.size or bytes(rows[:1]) != ROWS or bytes(cells[:1]) != WHOLE:
         return None
@@ -224,7 +229,10 @@ def _one_row(
 
 
 def decode_cells(cells: Buffer, *, shape: Shape, itemsize: int, cell: int) -> ExtentTable:
-    """Decode the cells of a tensor: each span as an extent without a place. Raises as `decode_table` does."""
+    """Decode a tensor's cells, with each span as an extent without a location.
+
+    Raises the same errors as `decode_table`.
+    """
     boxes, spans, digests = _decoded_cells(cells, shape)
     extents, at = [], 0
     for box, lo, hi in spans:
@@ -242,7 +250,7 @@ def _decoded_cells(cells: Buffer, shape: Shape) -> tuple[tuple[Box, ...], Sequen
     if form == (WHOLE if numel else b""):
         return (tensor,), [(0, 0, numel)] if numel else [], stored[1:]
     if not numel or not form:
-        raise Refused("a non-empty tensor has no cell table, or an empty tensor has one")
+        raise Refused("a non-empty tensor lacks a cell table, or an empty tensor has one")
     if form != SPANS:
         raise Refused(f"a cell table has the form {form[0]}, which this version does not know; upgrade casckpt")
     packed = _SPANS.decode(stored[1:])
@@ -251,24 +259,24 @@ def _decoded_cells(cells: Buffer, shape: Shape) -> tuple[tuple[Box, ...], Sequen
     before, total = (0, 0), 0
     for box, lo, hi in packed.spans:
         if not 0 <= box < len(boxes) or not 0 <= lo < hi <= sizes[box]:
-            raise Refused("a span of cells lies outside its box, or there is no such box")
+            raise Refused("a span of cells is outside its box, or its box does not exist")
         if (box, lo) < before:
-            raise Refused("the spans of a cell table overlap or are out of order")
+            raise Refused("the spans in a cell table overlap or are out of order")
         before, total = (box, hi), total + hi - lo
     if total != numel:
-        raise Refused("the spans of a cell table do not add up to its tensor")
+        raise Refused("the spans in a cell table do not add up to the tensor")
     return boxes, packed.spans, packed.digests
 
 
 def _box(offset: Shape, shape: Shape, tensor: Box) -> Box:
     box = Box(offset, shape)
     if len(shape) != len(tensor.shape) or not box.numel or not box.inside(tensor):
-        raise Refused("a box of a cell table is empty, or lies outside its tensor")
+        raise Refused("a box in a cell table is empty or outside its tensor")
     return box
 
 
 def _decoded_rows(rows: Buffer) -> Iterator[tuple[int, int, int]]:
-    stored = bytes(rows)  # no memoryview: Python 3.11 crashes if its collector finds one together with the iterator
+    stored = bytes(rows)  # not a memoryview: Python 3.11 crashes if its collector finds one together with the iterator
     if stored and stored[0]:
         raise Refused(f"rows have the form {stored[0]}, which this version does not know; upgrade casckpt")
     if stored and (len(stored) - 1) % ROW.size:
@@ -286,7 +294,7 @@ def _extents(
     itemsize: int,
     cell: int,
 ) -> Iterator[Extent]:
-    """Cut spans of cells where rows end."""
+    """Split spans of cells where rows end."""
     known, at = len(blob_sizes), 0
     for box, start, stop in spans:
         lo, number, last = start, start // cell, -(-stop // cell)
@@ -294,7 +302,7 @@ def _extents(
             cells, blob, offset = next(rows, (0, 0, 0))
             number += cells
             if not cells or number > last:
-                raise Refused("a row has no cells or those of two spans, or a tensor has fewer rows than cells")
+                raise Refused("a row is empty or has cells from two spans, or a tensor's rows do not cover its cells")
             hi = min(number * cell, stop)
             if blob >= known:
                 raise Refused("an extent names a blob that the manifest does not have")

@@ -1,8 +1,8 @@
 """torch.distributed.checkpoint on a store: a storage writer and reader, planners without pickle, and converters.
 
-`writer` and `reader` implement the interfaces of DCP. A `session` is one save: it begins a transaction, uploads the
-items of the plan like a native save, and commits. `schema` translates between DCP's metadata and a manifest.
-`importing` and `exporting` convert folders of DCP in bounded memory.
+`writer` and `reader` implement DCP's interfaces. A `session` is one save: it begins a transaction, uploads the plan's
+items as a native save does, and commits. `schema` translates between DCP's metadata and a manifest. `importing` and
+`exporting` convert DCP folders in bounded memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A checkpoint for DCP: its metadata, its values as pickles or plain data, and the places of its tensors."""
+"""A checkpoint as DCP sees it: its metadata, its values as pickles or plain data, and the locations of its tensors."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class DcpContents:
 
     @cached_property
     def note(self) -> Note:
-        """The note that the save made for DCP."""
+        """The note that the save wrote for DCP."""
         return read_note(self.contents.manifest, allow_pickle=self._options.allow_pickle)
 
     @cached_property
     def schema(self) -> Schema:
-        """The keys and paths from the note; without a note, those of DCP's default planner."""
+        """The keys and paths from the note, or those of DCP's default planner if the note has none."""
         if self.note.keys is None:
             return schema_of(self.contents.whole_tree(), self._plain_values.get)
         schema = Schema()
@@ -59,7 +59,7 @@ class DcpContents:
 
     @cached_property
     def _plain_values(self) -> Mapping[str, Any]:
-        """All objects that need no unpickling. `Opaque` replaces the others."""
+        """All objects that can be read without unpickling. `Opaque` stands in for the others."""
         objects = self.contents.objects
         hidden = {key for key, stored in objects.items() if stored.pickled or key in self.note.opaque}
         read = self._values_at([key for key in objects if key not in hidden])
@@ -93,7 +93,7 @@ class DcpContents:
         return entry
 
     def tensor(self, index: dcp.MetadataIndex) -> tuple[Entry, Shape]:
-        """Return the entry that holds a chunk of DCP, and the offset of the chunk in the entry."""
+        """Return the entry that holds a DCP chunk, and the chunk's offset within that entry."""
         offset = tuple(index.offset or ())
         chunked = self.note.chunks.get(index.fqn)
         if chunked is None:
@@ -102,10 +102,10 @@ class DcpContents:
         for part in chunked[1]:
             if part.offset == offset:
                 return self._entry(part.key), (0,) * len(part.shape)
-        raise MissingKey(f"this rank saved no part of {index.fqn!r} at {list(offset)}", keys=(index.fqn,))
+        raise MissingKey(f"this rank did not save a part of {index.fqn!r} at offset {list(offset)}", keys=(index.fqn,))
 
     def check_complete(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Raise InvalidInput if a rank that saved without the others lacks a part that it loads."""
+        """Raise InvalidInput if this rank saved without the others and now loads a part that it did not save."""
         if not self.note.chunks or not isinstance(planner, DefaultLoadPlanner):
             return
         planned: dict[str, int] = {}
@@ -117,25 +117,25 @@ class DcpContents:
             wanted = sum(prod(chunk.sizes) for chunk in _create_chunk_list(value))
             if planned.get(key, 0) != wanted:
                 raise InvalidInput(
-                    f"{key!r}: this rank saved alone, and now loads more than it saved; load on as many ranks, "
-                    "with the same sharding, or save with collectives",
+                    f"{key!r}: this rank saved alone and now loads more than it saved. Load on as many ranks, "
+                    "with the same sharding, or save with collectives enabled",
                     key=key,
                 )
 
     # values
 
     def values(self, keys: Sequence[str]) -> dict[str, Any]:
-        """Return values by DCP's keys. Raises InvalidInput for a pickle, unless the options allow unpickling."""
+        """Return values by DCP key. Raises InvalidInput for a pickle unless the options allow unpickling."""
         values = {key: self.schema.values.get(key) or Value(key) for key in keys}
         known = {key: value.value for key, value in values.items() if value.value is not Opaque}
         read = self._values_at([value.key for key, value in values.items() if key not in known])
         return known | {key: read[value.key] for key, value in values.items() if key not in known}
 
     def archives(self, keys: Sequence[str], *, boxed: bool = False, unpickled: bool = False) -> dict[str, bytes]:
-        """Return values as torch.save would write them. Bytes from a planner are unchanged.
+        """Return each value in the form that torch.save would write. Bytes from a planner are returned unchanged.
 
-        ``boxed``: put each value into a list. ``unpickled``: the caller passes the results to torch.load. Raises
-        InvalidInput for bytes that would then run code, unless the options allow this.
+        ``boxed``: wrap each value in a list. ``unpickled``: the caller passes the results to torch.load. Raises
+        InvalidInput for bytes that would then run code, unless the options allow unpickling.
         """
         archives = self._bytes_at([key for key in keys if key in self.note.opaque])
         for key, data in archives.items():
@@ -153,7 +153,7 @@ class DcpContents:
         return values_at(self._repo, self.contents, keys, self._options) if keys else {}
 
     def _bytes_at(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """Return the bytes of a planner, even if they are a pickle."""
+        """Return bytes that came from a planner, even if they are a pickle."""
         if not keys:
             return {}
         bare = Contents(self.contents.manifest, self._options.rank, TORCH_EXTENSIONS)
@@ -179,5 +179,5 @@ def _described(dtype: str, shape: Shape, chunks: Sequence[tuple[Shape, Shape]]) 
 
 
 def _bits(value: Any) -> tuple[type, Any]:
-    """Return a key that is equal for values with equal archives. 0.0 and -0.0 differ."""
+    """Return a key that is the same for all values with the same archive. 0.0 and -0.0 have different keys."""
     return type(value), struct.pack("d", value) if isinstance(value, float) else value

@@ -1,4 +1,4 @@
-"""Reads and validates the ``.metadata`` of a DCP folder, without running code from it."""
+"""Reads and validates the ``.metadata`` file of a DCP folder without running code from it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_PATH = 4096
 
 def _path(*parts: str) -> str:
     if sum(len(part) for part in parts[:_MAX_PATH]) + len(parts) > _MAX_PATH:
-        raise ValueError(f"a path of more than {_MAX_PATH} characters")
+        raise ValueError(f"it has a path of more than {_MAX_PATH} characters")
     return "/".join(parts)
 
 
@@ -36,7 +36,7 @@ def _empty_dict() -> dict[Any, Any]:
 def _short_set(items: Iterable[Any] = ()) -> set[Any]:
     listed = list(items)
     if not all(isinstance(item, str | int | float | bytes | None) for item in listed):
-        raise ValueError("a set with items other than text or numbers")
+        raise ValueError("it has a set whose items are not all strings or numbers")
     return set(listed)
 
 
@@ -58,43 +58,43 @@ _NAMES: Final[dict[tuple[str, str], Any]] = {
 
 
 def read_metadata(data: bytes, where: str, *, anything: bool) -> dcp.Metadata:
-    """Read the metadata from the file ``where``. ``anything``: allow any pickle, which may run code.
+    """Read the metadata from the file ``where``. ``anything``: allow any pickle, even one that runs code.
 
-    Raises InvalidInput for a file that needs ``anything``, and Refused for unusable metadata.
+    Raises InvalidInput for a file that needs ``anything``, and Refused for invalid metadata.
     """
-    with misread(lambda why: Refused(f"{where} cannot be read: {why}; get a complete file")):
+    with misread(lambda why: Refused(f"{where} cannot be read: {why}; get a complete copy of the file")):
         try:
             metadata = BoundedUnpickler(data, _NAMES, anything=anything).load()
         except pickle.UnpicklingError as error:
             if anything:
                 raise
             raise InvalidInput(
-                f"{where} holds more than DCP's own metadata ({error}), and reading it runs code from it; pass "
+                f"{where} holds more than DCP's own metadata ({error}), so reading it runs code from the file; pass "
                 "allow_pickle=True (--allow-pickle) if you trust its source"
             ) from error
     wrong = _wrong(metadata)
     if wrong:
-        raise Refused(f"{where} is not metadata of torch.distributed.checkpoint: {wrong}")
+        raise Refused(f"{where} is not valid torch.distributed.checkpoint metadata: {wrong}")
     check_expansion(metadata.planner_data, len(data), where)
     return metadata  # type: ignore[no-any-return] # `_wrong` has checked it
 
 
 def _wrong(metadata: Any) -> str:
-    """Return the problem with unpickled metadata, or "". Its attributes may have any type."""
+    """Return what is wrong with unpickled metadata, or "" if it is valid. Its attributes may have any type."""
     described = getattr(metadata, "state_dict_metadata", None)
     if not isinstance(metadata, dcp.Metadata) or not isinstance(described, dict):
-        return f"it holds a {type(metadata).__name__}, or has no tensors"
+        return f"it is a {type(metadata).__name__}, or it does not describe any tensors"
     for key, value in described.items():
         if type(key) is not str:
-            return f"a key is a {type(key).__name__}"
+            return f"a key is of type {type(key).__name__}"
         if not isinstance(value, dcp.BytesStorageMetadata) and not _is_tensor(value):
-            return f"the description of {key!r:.200} is not usable"
+            return f"the description of {key!r:.200} is invalid"
     places = metadata.storage_data
     if places is not None and not isinstance(places, dict):
-        return "it has no locations of its tensors"
+        return "it has no valid tensor locations"
     for index, place in (places or {}).items():
         if not isinstance(index, dcp.MetadataIndex) or not _is_place(place):
-            return "it lacks the locations of some parts"
+            return "the locations of some parts are missing or invalid"
     return ""
 
 

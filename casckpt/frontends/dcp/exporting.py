@@ -1,4 +1,4 @@
-"""Exports a checkpoint to a folder that torch.distributed.checkpoint loads, window by window, in few files."""
+"""Exports a checkpoint, window by window, to a folder of a few files that torch.distributed.checkpoint can load."""
 
 from __future__ import annotations
 
@@ -49,20 +49,21 @@ def casckpt_to_dcp(
     allow_pickle: bool = False,
     progress: Shown | None = None,
 ) -> Checkpoint:
-    """Write any checkpoint as a folder that `torch.distributed.checkpoint.load` reads with its own reader.
+    """Write any checkpoint as a folder that `torch.distributed.checkpoint.load` can read with its own reader.
 
-    Attachments become files of the folder (unless ``attachments=False``). Every byte read is verified. Memory holds 128
-    MiB of tensors at a time. ``path``: a folder, or a URL to which a temporary folder is copied. ``force``: write into
-    a folder that is not empty. ``allow_pickle``: also export values that need a pickle.
+    Attachments become files in the folder unless ``attachments=False``. Every byte that is read is verified. The
+    export holds 128 MiB of tensors in memory at a time. ``path``: a folder, or a URL to which a temporary folder is
+    copied. ``force``: write into a folder that is not empty. ``allow_pickle``: also export values that must be
+    pickled.
 
-    Raises NotFound, Conflict if ``path`` exists, InvalidInput (also for an attachment with an impossible file name),
-    Damaged or StorageError. After an error no file exists under the final name.
+    Raises NotFound, Conflict if ``path`` exists, InvalidInput (also for an attachment whose name cannot be a file
+    name), Damaged or StorageError. After an error, no file exists under the final name.
     """
     opened_store = as_store(store)
     checkpoint = opened_store.get(ref)
     opened = DcpContents(opened_store, checkpoint, LoadOptions(allow_pickle=allow_pickle))
     if opened.note.chunks:
-        raise InvalidInput(f"{checkpoint.run} holds the state of a single rank; there is no whole state to export")
+        raise InvalidInput(f"{checkpoint.run} holds the state of a single rank, so there is no whole state to export")
     total = checkpoint.stats.bytes_total
     reader = RegionReader(opened_store.repository, opened.contents.manifest, total, Progress(progress))
     attached = opened_store.attachments(checkpoint)
@@ -80,7 +81,7 @@ def casckpt_to_dcp(
 
 
 class _Writer:
-    """A writer of the data files of one folder. ``boxed``: put each value that is not a tensor into a list."""
+    """Writes the data files of one folder. ``boxed``: wrap each non-tensor value in a list."""
 
     def __init__(self, folder: Path, opened: DcpContents, reader: RegionReader, *, boxed: bool) -> None:
         self._folder, self._opened, self._reader, self._boxed = folder, opened, reader, boxed
@@ -88,7 +89,7 @@ class _Writer:
         self._number = 0
 
     def write(self) -> dcp.Metadata:
-        """Write all files. Return the metadata with all locations."""
+        """Write all files, and return the metadata with the locations of all parts."""
         metadata, tensors = self._opened.metadata(), self._opened.schema.tensors
         self._opened.contents.check_whole([self._opened.tensor(dcp.MetadataIndex(key))[0] for key in tensors])
         chunks = [chunk for key in tensors for chunk in self._chunks(key)]
@@ -131,7 +132,7 @@ class _Writer:
 
 
 def split(shape: Shape, itemsize: int, most: int) -> Iterator[Box]:
-    """Cut a tensor into boxes of whole rows, of at most ``most`` bytes each unless a row is larger."""
+    """Split a tensor into boxes of whole rows. A box has at most ``most`` bytes, unless a single row is larger."""
     row = prod(shape[1:]) * itemsize
     if not shape or not prod(shape) or row * shape[0] <= most:
         yield Box((0,) * len(shape), shape)
@@ -143,5 +144,5 @@ def split(shape: Shape, itemsize: int, most: int) -> Iterator[Box]:
 
 
 def _is_ours(name: str) -> bool:
-    """Return whether an earlier export wrote this file."""
+    """Return whether a file with this name comes from an earlier export."""
     return name == METADATA or name.endswith(".distcp")

@@ -1,4 +1,4 @@
-"""Reads a folder of torch.distributed.checkpoint without running code from its pickles."""
+"""Reads a torch.distributed.checkpoint folder without running code from its pickles."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MEGATRON: Final = "metadata.json"
 
 
 def is_megatron(config: bytes) -> bool:
-    """Return whether this is the ``metadata.json`` of a folder from Megatron's strategy "torch_dist"."""
+    """Return whether this is the ``metadata.json`` of a folder that Megatron's "torch_dist" strategy wrote."""
     try:
         content = json.loads(config)
     except (ValueError, RecursionError):
@@ -36,7 +36,7 @@ def is_megatron(config: bytes) -> bool:
 
 
 class Folder:
-    """A DCP folder. ``files``: the files in it. Raises Refused or InvalidInput for unusable metadata."""
+    """A DCP folder. ``files``: the files in it. Raises Refused or InvalidInput for invalid metadata."""
 
     def __init__(self, files: Files, *, allow_pickle: bool) -> None:
         self._files, self._allow_pickle = files, allow_pickle
@@ -44,7 +44,7 @@ class Folder:
         deeper = [name.removesuffix(f"/{METADATA}") for name in names if name.endswith(f"/{METADATA}")]
         if METADATA not in names and deeper:
             raise InvalidInput(
-                f"{files.url} is not a checkpoint, but holds several: {listed(deeper)}; give one of them"
+                f"{files.url} is not a checkpoint itself, but contains several: {listed(deeper)}; choose one of them"
             )
         self._boxed = is_megatron(files.read(MEGATRON)) if MEGATRON in names else False
         stored = read_metadata(files.read(METADATA), f"{files.url}/{METADATA}", anything=allow_pickle)
@@ -70,10 +70,10 @@ class Folder:
         return SavePlan(sorted(items, key=order))
 
     def read_values(self, plan: SavePlan) -> None:
-        """Read and check the values of a plan that are not tensors, for `resolve_data`.
+        """Read and check the non-tensor values of a plan. `resolve_data` later returns them.
 
         Raises InvalidInput, naming the keys, for values that torch's restricted unpickler cannot read. With
-        ``allow_pickle`` they are kept as bytes instead.
+        ``allow_pickle``, such values are kept as bytes instead.
         """
         items = (item for item in plan.items if item.type == WriteItemType.BYTE_IO)
         values = {item.index.fqn: self._read_value(item) for item in items}
@@ -82,22 +82,25 @@ class Folder:
         if unread:
             raise InvalidInput(
                 f"{self._files.url}: {', '.join(map(repr, unread[:6]))}{', ...' if len(unread) > 6 else ''} "
-                f"({len(unread)} of {len(values)} values) are damaged, or pickles of more than tensors and plain data, "
-                "which run code when they are read; pass allow_pickle=True (--allow-pickle) to keep them as they are, "
+                f"({len(unread)} of {len(values)} values) are damaged, or are pickles of more than tensors and plain "
+                "data, "
+                "which run code when they are read; pass allow_pickle=True (--allow-pickle) to keep them unchanged "
                 "if you trust their source",
                 keys=tuple(unread),
             )
         self._values = values
 
     def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return the data of an item, like a `SavePlanner`. Raises Damaged, naming key and file."""
+        """Return an item's data, as a `SavePlanner` does. Raises Damaged, naming the key and the file."""
         if item.type == WriteItemType.BYTE_IO:
             key = item.index.fqn
             return self._values.pop(key) if key in self._values else self._read_value(item)
         with self._part(item) as view:
             data = torch.load(view, map_location="cpu", weights_only=True)
             if not isinstance(data, torch.Tensor):
-                raise Refused(f"{item.index.fqn!r} is a tensor only in the metadata", key=item.index.fqn)
+                raise Refused(
+                    f"{item.index.fqn!r} is a tensor according to the metadata, but not in the data", key=item.index.fqn
+                )
             if data.untyped_storage().nbytes() < data.numel() * data.element_size():
                 raise ValueError("its tensor is larger than its data")
         cut = self._cuts.get(item.index)
@@ -110,10 +113,10 @@ class Folder:
 
     @contextmanager
     def _part(self, item: WriteItem) -> Iterator[BinaryIO]:
-        """Open the part of a file that holds an item. Errors in the context become Damaged."""
+        """Open the part of a file that holds an item. Errors inside the context are raised as Damaged."""
         key, place = item.index.fqn, self._places.get(item.index)
         if place is None:
-            raise Damaged(f"{self._files.url}/{METADATA} has no location of {key!r}", key=key)
+            raise Damaged(f"{self._files.url}/{METADATA} does not list a location for {key!r}", key=key)
         if getattr(place, "transform_descriptors", None):
             raise Unsupported(
                 f"{key!r} is stored with {place.transform_descriptors}, which casckpt cannot read", key=key
@@ -126,7 +129,7 @@ class Folder:
             yield view
 
     def _unboxed(self, data: bytes) -> io.BytesIO:
-        """Take a value out of the one-item list in which Megatron writes objects. Pickles stay bytes."""
+        """Unwrap a value from the one-item list that Megatron writes for each object. Pickles are kept as bytes."""
         if not is_only_torchs(data):
             return io.BytesIO(data)
         try:
@@ -137,7 +140,7 @@ class Folder:
 
 
 def _is_readable(data: bytes) -> bool:
-    """Return whether torch's restricted unpickler can read a value, and its size is acceptable."""
+    """Return whether torch's restricted unpickler can read a value and the value's size is acceptable."""
     try:
         check_expansion(read_archive(data), len(data), "a value")
     except MISREAD:  # Refused is a ValueError

@@ -1,4 +1,4 @@
-"""The decorator of all hooks that DCP calls. It makes their errors safe to send to other ranks."""
+"""The decorator for all hooks that DCP calls. It makes their errors safe to send to other ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 def hook(method: Callable[P, T]) -> Callable[P, T]:
-    """Raise only errors that can be pickled. DCP pickles errors, and ranks wait forever if that fails.
+    """Make a method raise only errors that can be pickled. DCP pickles errors, and if that fails, ranks wait forever.
 
-    An error during the exit of the program is logged, because DCP drops it with the future.
+    An error that occurs while the program exits is logged, because DCP drops it along with the future.
     """
 
     @wraps(method)

@@ -1,4 +1,4 @@
-"""The checkpoint ids of DCP's calls: RUN@STEP, a step, or a path, for loops that save into folders.
+"""Checkpoint ids in calls to DCP: RUN@STEP, a step, or a path (for training loops that save into folders).
 
 The number at the end of a path is the step, and the rest is the run: ``/ckpt/step-500`` is step 500 of ``ckpt/step``.
 A path without a number, such as ``/ckpt/last``, is step 0 of ``ckpt/last``. Each save overwrites it.
@@ -24,7 +24,7 @@ _PLACE = re.compile(r"(?P<run>.+)@(?P<step>[0-9]{1,19})", re.DOTALL)
 
 
 def place_of(checkpoint_id: str | os.PathLike[str], run: str) -> tuple[str, int]:
-    """Return the run and step for the id of a save. ``run``: used if the id is only a step. Raises InvalidInput."""
+    """Return the run and step for a save's id. ``run``: used if the id is only a step. Raises InvalidInput."""
     text = _text(checkpoint_id)
     if _STEP.fullmatch(text):
         return run, check_step(int(text))
@@ -33,14 +33,14 @@ def place_of(checkpoint_id: str | os.PathLike[str], run: str) -> tuple[str, int]
         return check_run(match["run"]), check_step(int(match["step"]))
     if is_reference(text):
         raise InvalidInput(
-            f"checkpoint_id={text!r} names no place in a store, because a load would read it as a reference. "
-            "Give 'RUN@STEP'"
+            f"checkpoint_id={text!r} cannot be the target of a save, because a load would read it as a reference. "
+            "Pass 'RUN@STEP'"
         )
     return _place_of_path(text)
 
 
 def reference_of(checkpoint_id: str | os.PathLike[str], run: str | None) -> str:
-    """Return the reference for the id of a load.
+    """Return the reference for a load's id.
 
     Raises InvalidInput.
     """
@@ -63,7 +63,7 @@ def is_usable(of: Callable[[str | os.PathLike[str], str], object], checkpoint_id
 def _text(checkpoint_id: object) -> str:
     text = os.fspath(checkpoint_id) if isinstance(checkpoint_id, str | os.PathLike) else None
     if not isinstance(text, str):
-        raise InvalidInput(f"checkpoint_id={checkpoint_id!r:.80} is neither text nor a path; give 'RUN@STEP'")
+        raise InvalidInput(f"checkpoint_id={checkpoint_id!r:.80} is neither a string nor a path; pass 'RUN@STEP'")
     return text
 
 
@@ -75,11 +75,11 @@ def _place_of_path(text: str) -> tuple[str, int]:
     try:
         return check_run(run), check_step(int(number.lstrip("0")[:30] or "0"))
     except InvalidInput as error:
-        raise InvalidInput(f"checkpoint_id={text!r} looks like a path, but {error}; give 'RUN@STEP'") from error
+        raise InvalidInput(f"checkpoint_id={text!r} looks like a path, but {error}; pass 'RUN@STEP'") from error
 
 
 def stamp(metadata: Metadata, run: str, step: int, txid: TxId) -> None:
-    """Write the name of the checkpoint, and DCP's version, into DCP's metadata."""
+    """Write the checkpoint's name and DCP's version into DCP's metadata."""
     metadata.storage_meta = StorageMeta(checkpoint_id=f"{run}@{step}", save_id=txid)
     if hasattr(metadata, "version"):  # older versions of torch lack it
         metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)

@@ -1,4 +1,4 @@
-"""Imports a folder of torch.distributed.checkpoint, window by window, through the save of `StorageWriter`."""
+"""Imports a torch.distributed.checkpoint folder, window by window, by the same kind of save as `StorageWriter`."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ def dcp_to_casckpt(
     allow_pickle: bool = False,
     **options: Unpack[ImportArguments],
 ) -> Checkpoint:
-    """Save the content of a DCP folder or its URL, as if one process had saved it through `StorageWriter`.
+    """Save the contents of a DCP folder (a path or URL) as if one process had saved them through `StorageWriter`.
 
-    Small files beside the tensors, such as ``common.pt`` of Megatron's `torch_dist` folders, become attachments. Memory
-    holds 256 MiB of tensors, or the largest chunk, at a time. ``allow_pickle``: accept values that torch's restricted
-    unpickler does not read, and unpickle Megatron's objects, which may run code. Without it, such values raise
-    InvalidInput. ``step``, ``options``: those of `Store.save`.
+    Small files next to the tensors, such as ``common.pt`` in Megatron's `torch_dist` folders, become attachments. The
+    import holds 256 MiB of tensors, or the largest chunk, in memory at a time. ``allow_pickle``: accept values that
+    torch's restricted unpickler cannot read, and unpickle Megatron's objects, which may run code. Without it, such
+    values raise InvalidInput. ``step``, ``options``: see `Store.save`.
 
-    Raises NotFound, InvalidInput, Refused or Damaged for an unusable folder, and the errors of `Store.save`.
+    Raises NotFound, InvalidInput, Refused or Damaged for a folder that cannot be imported, and the errors of
+    `Store.save`.
     """
     check_keywords("dcp_to_casckpt", options, ImportArguments)
     return import_folder(open_files(path), store, SaveOptions(step=step, allow_pickle=allow_pickle, **options))
@@ -45,7 +46,10 @@ def dcp_to_casckpt(
 def import_folder(
     files: Files, store: AnyStore, options: SaveOptions, more: Mapping[Any, Any] | None = None
 ) -> Checkpoint:
-    """Import any `Files` like `dcp_to_casckpt`. ``more``: a state to add. By default, small files are attached."""
+    """Import any `Files` as `dcp_to_casckpt` does. ``more``: a state to add.
+
+    By default, small files become attachments.
+    """
     folder, opened = Folder(files, allow_pickle=options.allow_pickle), as_store(store)
     if options.attachments is None:
         options = replace(options, attachments=small_files(files))
@@ -59,15 +63,15 @@ def import_folder(
 
 
 def small_files(files: Files) -> dict[str, bytes]:
-    """Return the files beside the tensors, up to 64 MiB each. The log names larger files."""
+    """Return the files next to the tensors that are at most 64 MiB. The log names larger files."""
     contents: dict[str, bytes] = {}
     for name in files.names():
         if name == METADATA or name.endswith(".distcp"):
             continue
         if not is_attachment_name(name):
-            log.warning("skipped, because an attachment cannot have this name: %r", name)
+            log.warning("skipped %r, because an attachment cannot have this name", name)
         elif files.size(name) > MAX_ATTACHMENT_BYTES:
-            log.warning("skipped, because it is larger than 64 MiB: %s", name)
+            log.warning("skipped %s, because it is larger than 64 MiB", name)
         else:
             contents[name] = files.read(name)
     return contents

@@ -1,4 +1,4 @@
-"""Converts the items of a DCP plan to entries of a save: pieces of tensors, and objects."""
+"""Converts the items of a DCP plan to the entries of a save: parts of tensors, and objects."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from casckpt.tensors.state import decode_tree, encode_tree, flatten, inflate
 from casckpt.tensors.untrusted import MISREAD
 
 WINDOW_BYTES: Final = 256 << 20
-"""The most bytes of tensors that a planner creates at a time."""
+"""The maximum number of tensor bytes that a planner creates at a time."""
 _HANDING_OVER: Final = ("resolve_data", "transform_object")
-_INLINE: Final = 256 << 10  # a load checks bytes of a planner up to this size before any change
+_INLINE: Final = 256 << 10  # a load checks planner bytes up to this size before it changes anything
 
 
 class Resolver(Protocol):
-    """A source of the data of items: a planner, or a folder that is imported."""
+    """The source of an item's data: a planner, or a folder that is being imported."""
 
     def resolve_data(self, write_item: WriteItem, /) -> Any:
-        """Return a tensor, or bytes."""
+        """Return a tensor or bytes."""
 
 
 class BoxedStream(io.BytesIO):
-    """The bytes that torch.save wrote for a list of one ``value``."""
+    """The bytes that torch.save wrote for a list with ``value`` as its only item."""
 
     def __init__(self, data: bytes, value: Any) -> None:
         super().__init__(data)
@@ -53,9 +53,10 @@ class BoxedStream(io.BytesIO):
 
 @dataclass
 class Values:
-    """The values of a rank that are not tensors. ``nodes``: the encoded tree of each container.
+    """A rank's non-tensor values. ``nodes``: the encoded tree of each container.
 
-    ``opaque``: keys that are stored as the planner's bytes. ``is_odd``: whether DCP's planner would flatten a value.
+    ``opaque``: the keys of values that are stored as the planner's bytes. ``is_odd``: whether DCP's planner would
+    flatten a value.
     """
 
     objects: list[ObjectEntry] = field(default_factory=list)
@@ -66,7 +67,7 @@ class Values:
 
 
 def values_of(items: Iterable[WriteItem], planner: Resolver, *, allow_pickle: bool) -> Values:
-    """Return the values of the planner that are not tensors. Raises InvalidInput, naming the key."""
+    """Return the planner's non-tensor values. Raises InvalidInput, naming the key."""
     values = Values()
     for item in items:
         if item.type == WriteItemType.BYTE_IO:
@@ -88,7 +89,7 @@ def _add_value(values: Values, item: WriteItem, planner: Resolver, allow_pickle:
         _add_prepared(values, key, prepared, stream.value)
         return
     if not isinstance(stream, io.BytesIO):
-        raise InvalidInput(f"{key!r}: the planner returned {type(stream).__name__} for an item of bytes", key=key)
+        raise InvalidInput(f"{key!r}: the planner returned {type(stream).__name__} for a bytes item", key=key)
     data = stream.getvalue()
     if is_archive(data) and _add_archive(values, key, data, planner):
         return
@@ -96,7 +97,7 @@ def _add_value(values: Values, item: WriteItem, planner: Resolver, allow_pickle:
 
 
 def _add_unboxed(values: Values, key: str, value: Any, allow_pickle: bool) -> bool:
-    """Add a value that an export puts into a list again. Return False if it would not load unchanged."""
+    """Add a value that an export will wrap in a list again. Return False if the value would not load unchanged."""
     if _add_plain(values, key, value):
         return True
     if allow_pickle and _comes_back(value):
@@ -106,10 +107,13 @@ def _add_unboxed(values: Values, key: str, value: Any, allow_pickle: bool) -> bo
 
 
 def _add_archive(values: Values, key: str, data: bytes, planner: Resolver) -> bool:
-    """Add a value from torch.save. Return False if it cannot be read, or a new save would give other bytes."""
+    """Add a value that torch.save wrote.
+
+    Return False if it cannot be read, or if saving it again would yield other bytes.
+    """
     try:
         value = read_archive(data)
-        # a planner may depend on the bytes; torch alone reads the values of a folder
+        # a planner may depend on the exact bytes, but only torch reads the values of a folder
         same = (
             write_archive(_as_loaded(key, value)) == data if isinstance(planner, SavePlanner) else is_only_torchs(data)
         )
@@ -132,7 +136,7 @@ def _as_loaded(key: str, value: Any) -> Any:
 
 
 def _add_plain(values: Values, key: str, value: Any) -> bool:
-    """Add a value in the form of the native API. Return False if it would not load unchanged."""
+    """Add a value in the native API's form. Return False if the value would not load unchanged."""
     if not _comes_back(value):
         return False
     try:
@@ -153,7 +157,10 @@ def _add_prepared(values: Values, key: str, prepared: Prepared, value: Any) -> N
 
 
 def _comes_back(value: Any) -> bool:
-    """Return whether a value loads unchanged: it has plain tensors and container types that casckpt keeps."""
+    """Return whether a value loads unchanged.
+
+    It must have only plain tensors and container types that casckpt preserves.
+    """
     waiting, seen = [value], set[int]()
     while waiting:
         item = waiting.pop()
@@ -171,7 +178,7 @@ def _comes_back(value: Any) -> bool:
 
 
 def _add_opaque(values: Values, key: str, data: bytes) -> None:
-    """Add bytes unchanged. A load without DCP needs bytes that torch's restricted unpickler reads."""
+    """Add bytes unchanged. A load without DCP requires bytes that torch's restricted unpickler can read."""
 
     def encode(spill: plain.Spill) -> tuple[bytes, bool]:
         return plain.encode(data, spill=spill, spill_from=_INLINE, where=key), is_archive(data)
@@ -187,7 +194,7 @@ def _add_opaque(values: Values, key: str, data: bytes) -> None:
 
 @dataclass(frozen=True)
 class _Part:
-    """An item: a region of a tensor, and its key."""
+    """An item: a tensor's key and the region that is saved."""
 
     item: WriteItem
     key: str
@@ -202,13 +209,13 @@ class _Part:
 
 @dataclass
 class Tensors:
-    """The tensors in the plan of a rank. ``chunks``: see `casckpt.frontends.dcp.note.Note`."""
+    """The tensors in a rank's plan. ``chunks``: see `casckpt.frontends.dcp.note.Note`."""
 
     parts: list[_Part] = field(default_factory=list)
     chunks: dict[str, tuple[Shape, list[Chunk]]] = field(default_factory=dict)
 
     def windows(self, planner: Resolver) -> Iterator[list[_Part]]:
-        """Yield all parts, in windows if the planner may create the tensors."""
+        """Yield all parts together, or in windows if the planner may create the tensors."""
         if has_methods_of(planner, DefaultSavePlanner, *_HANDING_OVER, "lookup_object"):
             yield self.parts
             return
@@ -236,7 +243,7 @@ def tensors_of(items: Iterable[WriteItem], *, alone: bool) -> Tensors:
 
 
 def _place_of(item: WriteItem) -> tuple[Shape, Shape, Box | None]:
-    """Return the shape of an item's tensor, the shape of its part, and the box of the part (None if it is empty)."""
+    """Return the shape of an item's tensor, the shape of its part, and the part's box (None if it is empty)."""
     key, data = item.index.fqn, item.tensor_data
     if data is None:
         raise InvalidInput(f"{key!r}: the plan has a tensor item without a size", key=key)
@@ -245,19 +252,22 @@ def _place_of(item: WriteItem) -> tuple[Shape, Shape, Box | None]:
         return shape, sizes, None
     box = Box(tuple(data.chunk.offsets), sizes)
     if len(sizes) != len(shape) or not box.inside(full_box(shape)):
-        raise InvalidInput(f"{key!r}: a part at {list(box.offset)} is outside of the shape {list(sizes)}", key=key)
+        raise InvalidInput(f"{key!r}: a part at {list(box.offset)} lies outside the shape {list(sizes)}", key=key)
     return shape, sizes, box
 
 
 def is_whole(value: Any) -> bool:
-    """Return whether several ranks may hold the same elements: of a plain tensor, or a replicated DTensor."""
+    """Return whether several ranks may hold the elements of a value.
+
+    It must be a plain tensor or a replicated DTensor.
+    """
     if is_dtensor(value):
         return any(placement.is_replicate() for placement in value.placements)
     return type(value) in (torch.Tensor, torch.nn.Parameter)
 
 
 def sources_of(parts: Sequence[_Part], planner: Resolver, is_frozen: Any) -> list[LocalEntry]:
-    """Return the data of these parts from the planner. Raises InvalidInput, naming the key, for unusable tensors."""
+    """Return the planner's data for these parts. Raises InvalidInput, naming the key, for invalid tensors."""
     pieces: dict[str, list[Piece]] = {}
     first: dict[str, tuple[str, Shape]] = {}
     for part in parts:
@@ -265,7 +275,8 @@ def sources_of(parts: Sequence[_Part], planner: Resolver, is_frozen: Any) -> lis
         form = dtype_name(data.dtype), part.shape
         if first.setdefault(part.key, form) != form:
             raise InvalidInput(
-                f"{part.key!r}: parts of one tensor have the forms {form[0]} and {first[part.key][0]}", key=part.key
+                f"{part.key!r}: parts of the same tensor differ in dtype or shape: {form[0]} and {first[part.key][0]}",
+                key=part.key,
             )
         held = pieces.setdefault(part.key, [])
         if part.region.numel:
@@ -279,7 +290,8 @@ def sources_of(parts: Sequence[_Part], planner: Resolver, is_frozen: Any) -> lis
 def check_planned(key: str, tensor: torch.Tensor, box: Box) -> None:
     """Raise InvalidInput unless this rank holds the elements of ``box``, as torch's planner assumes.
 
-    The planner assumes that mesh dimensions shard from left to right. Older versions treat partial sums as whole.
+    The planner assumes that mesh dimensions shard from left to right. Older versions treat partial sums as whole
+    tensors.
     """
     regions = [piece.region for piece in local_tensor(key, tensor).pieces]
     if not any(box.inside(region.box) for region in regions):
@@ -304,7 +316,8 @@ def _resolved(part: _Part, planner: Resolver) -> torch.Tensor:
         return data
     if tuple(data.shape) != part.region.box.shape:
         raise InvalidInput(
-            f"{key!r}: the planner returned the shape {list(data.shape)} for a part of shape {part.region.box.shape}",
+            f"{key!r}: the planner returned a tensor of shape {list(data.shape)} for a part of shape "
+            f"{part.region.box.shape}",
             key=key,
         )
     check_storable(key, data)

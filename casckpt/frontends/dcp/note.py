@@ -1,4 +1,4 @@
-"""A note in a manifest for DCP. It holds facts that the tree of the state lacks."""
+"""The note for DCP in a manifest. It holds information that the state's tree lacks."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Note:
-    """The values that DCP must get back unchanged.
+    """The values that DCP must receive unchanged in a load.
 
-    ``keys``: the keys of tensors and other values, if DCP's default planner would flatten the state differently; else
-    None. ``planner_data``: set together with ``keys``. ``opaque``: keys of values that are stored as the bytes of a
-    planner. ``chunks``: the shapes and parts of the tensors of a rank that saved without the others.
+    ``keys``: the keys of tensors and other values, if DCP's default planner would flatten the state differently;
+    otherwise None. ``planner_data``: set together with ``keys``. ``opaque``: the keys of values that are stored as a
+    planner's bytes. ``chunks``: the shapes and parts of the tensors, if one rank saved without the others.
     """
 
     keys: list[str] | None = None
@@ -37,9 +37,9 @@ class Note:
     chunks: Mapping[str, tuple[tuple[int, ...], list[Chunk]]] = field(default_factory=dict)
 
     def encoded(self, *, allow_pickle: bool) -> dict[str, bytes]:
-        """Encode the note for a manifest. An empty note gives an empty dict.
+        """Encode the note for a manifest. Return an empty dict for an empty note.
 
-        Raises InvalidInput for planner data that are not plain data, unless ``allow_pickle`` is set.
+        Raises InvalidInput if the planner data is not plain data, unless ``allow_pickle`` is set.
         """
         if self == Note():
             return {}
@@ -56,7 +56,7 @@ class Note:
 
 
 def read_note(manifest: Manifest, *, allow_pickle: bool) -> Note:
-    """Return the note of a manifest, or an empty note. Raises Refused for an unusable note, and InvalidInput."""
+    """Return a manifest's note, or an empty note. Raises Refused for an invalid note, and InvalidInput for a pickle."""
     data = manifest.body.notes.get(NOTE)
     if data is None:
         return Note()
@@ -65,6 +65,6 @@ def read_note(manifest: Manifest, *, allow_pickle: bool) -> Note:
         parts = {key: (tuple(shape), [Chunk(*part) for part in of_key]) for key, (shape, of_key) in chunks.items()}
         note = Note(None if keys is None else list(keys), None, frozenset(opaque), parts)
     except (ValueError, TypeError, AttributeError) as error:
-        raise Refused(f"manifest {manifest.id} is not usable: its note for DCP: {error}") from error
+        raise Refused(f"manifest {manifest.id} has an invalid note for DCP: {error}") from error
     planner_data = decode_object("planner_data", planner, bool(pickled), allow_pickle)
     return Note(note.keys, planner_data, note.opaque, note.chunks)

@@ -20,7 +20,7 @@ MAGIC: Final = b"casckpt plain data\n"
 
 
 def has_methods_of(planner: object, default: type[P], *names: str) -> TypeGuard[P]:
-    """Return whether a planner has these methods of the class ``default`` of DCP, without an override."""
+    """Return whether a planner inherits these methods from DCP's class ``default`` without overriding them."""
     same = (getattr(type(planner), name, None) is getattr(default, name) for name in names)
     return isinstance(planner, default) and all(same)
 
@@ -43,15 +43,17 @@ def value_of(stream: io.BytesIO) -> Any:
         return stream.value
     data = stream.getvalue()
     if not data.startswith(MAGIC):
-        raise InvalidInput("PickleFreeLoadPlanner got bytes of another planner; load with StorageReader of casckpt")
+        raise InvalidInput(
+            "PickleFreeLoadPlanner received bytes in a different form; load with casckpt's StorageReader"
+        )
     return plain.decode(data[len(MAGIC) :], extensions=TORCH_EXTENSIONS, strict=True)
 
 
 class PickleFreeSavePlanner(DefaultSavePlanner):
-    """A default planner of DCP that passes values other than tensors as plain data, never as a pickle.
+    """DCP's default planner, except that it passes non-tensor values as plain data and never as a pickle.
 
-    It needs `StorageWriter`, which refuses values that are not plain data, naming the key, unless ``allow_pickle`` is
-    set.
+    It requires `StorageWriter`, which rejects values that are not plain data, naming the key, unless ``allow_pickle``
+    is set.
     """
 
     @override
@@ -63,7 +65,7 @@ class PickleFreeSavePlanner(DefaultSavePlanner):
 
 
 class PickleFreeLoadPlanner(DefaultLoadPlanner):
-    """A default planner of DCP that takes values other than tensors from `StorageReader` without unpickling."""
+    """DCP's default planner, except that it accepts non-tensor values from `StorageReader` without unpickling."""
 
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

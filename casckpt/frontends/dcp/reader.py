@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Seen:
-    """A message with load plans: the checkpoint that a rank found, and the number of ranks in the answer.
+    """A message that load plans carry: the checkpoint that a rank found and, in the answer, the number of ranks.
 
     ``checkpoint``: empty for a checkpoint that a rank saved without the others.
     """
@@ -59,14 +59,15 @@ class StorageReader(Protocol):
     """``dcp.load(state_dict, storage_reader=StorageReader(store, "sft@latest"))``.
 
     ``ref``: a reference or a Checkpoint from any front end. You may omit it if each call passes ``checkpoint_id=REF``.
-    It may also be the path of the save; see `casckpt.frontends.dcp.ids`. ``run``: the run of a ``checkpoint_id`` that
-    is only a step. ``verify``: compare every cell read with its digest. ``cast``: convert dtypes, like DCP, and log it;
-    otherwise another dtype is a Mismatch. ``allow_pickle``: pass pickles to the planner, which runs code from them.
-    ``unread``: if a planner with allow_partial_load fills nothing, or the checkpoint lacks the names of more than a
-    tenth of its tensors, its rank raises MissingKey. "ignore" disables this check.
+    REF may also be the path that was given to the save; see `casckpt.frontends.dcp.ids`. ``run``: the run to use if
+    ``checkpoint_id`` is only a step. ``verify``: compare every cell that is read with its digest. ``cast``: convert
+    dtypes, as DCP does, and log each conversion; otherwise, a different dtype raises Mismatch. ``allow_pickle``: pass
+    pickles to the planner, which runs code from them. ``unread``: a rank whose planner has allow_partial_load raises
+    MissingKey if nothing is filled, or if the checkpoint lacks the names of more than a tenth of the planner's
+    tensors. "ignore" disables this check.
 
-    A load raises DCP's CheckpointException on every rank, with Damaged, naming key, blob and checkpoints, Mismatch or
-    StorageError. After an error during the read the state is undefined.
+    A failed load raises DCP's CheckpointException on every rank. It contains Damaged (which names the key, blob and
+    checkpoints), Mismatch or StorageError. After an error during the read, the state is undefined.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class StorageReader(Protocol):
 
     @hook
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Load ``checkpoint_id`` next: a reference, a step, or a path. None changes nothing."""
+        """Load ``checkpoint_id`` next: a reference, a step, or a path. None has no effect."""
         if checkpoint_id is not None:
             self._ref = reference_of(checkpoint_id, self._run)
         self._load_id = str(uuid4())
@@ -107,12 +108,12 @@ class StorageReader(Protocol):
 
     @hook
     def read_metadata(self, *args: object, rank: int | None = None, **kwargs: object) -> Metadata:
-        """Return the metadata of the checkpoint for DCP.
+        """Return the checkpoint's metadata for DCP.
 
         DCP first calls this method without ``rank``. If that call finds no checkpoint of all ranks, the second call
         looks for a checkpoint that this rank saved alone (``use_collectives=False``). DCP drops the errors of both
-        calls. So if the second call also fails, `set_up_storage_reader` raises its error, or, if that is NotFound, the
-        error of the first call.
+        calls. Therefore, if the second call also fails, `set_up_storage_reader` raises its error. If that error is
+        NotFound, it raises the error of the first call instead.
         """
         if rank is None:
             self._failed, self._absent = None, False
@@ -128,7 +129,9 @@ class StorageReader(Protocol):
 
     def _metadata(self, rank: int | None) -> Metadata:
         if self._ref is None:
-            raise InvalidInput("the reader has no checkpoint; give ref=, or checkpoint_id=REF to each load")
+            raise InvalidInput(
+                "the StorageReader has no checkpoint to load; pass ref=, or pass checkpoint_id=REF to each load"
+            )
         self._alone = rank is not None
         checkpoint = self._of_all(self._ref) if rank is None else self._of_rank(self._ref, rank)
         options = replace(self._options, rank=this_rank() if rank is None else rank)
@@ -151,7 +154,7 @@ class StorageReader(Protocol):
     def _of_rank(self, ref: str | Checkpoint, rank: int) -> Checkpoint:
         """Return the checkpoint that the rank saved alone. Raises the error of `_of_all` unless that was NotFound."""
         if not self._absent or not isinstance(ref, str) or "@" not in ref:
-            raise self._failed or NotFound(f"rank {rank} saved no checkpoint of its own as {ref}")
+            raise self._failed or NotFound(f"rank {rank} did not save a checkpoint of its own as {ref}")
         run, _, step = ref.rpartition("@")
         return self._store.get(f"{run}/rank-{rank}@{step}")
 
@@ -169,11 +172,15 @@ class StorageReader(Protocol):
 
     @hook
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Check that all ranks found the same checkpoint, because "latest" may change meanwhile. Raises Conflict."""
+        """Check that all ranks found the same checkpoint, because "latest" may change between the ranks' lookups.
+
+        Raises Conflict.
+        """
         ids = {plan.storage_data.checkpoint for plan in plans if isinstance(plan.storage_data, _Seen)}
         if len(ids) > 1:
             raise Conflict(
-                f"{self._ref} names {len(ids)} checkpoints on different ranks, after a concurrent save. Load again, "
+                f"{self._ref} refers to {len(ids)} different checkpoints across the ranks, because of a concurrent "
+                "save. Load again, "
                 "or use RUN@STEP",
                 checkpoints=tuple(sorted(ids)),
             )
@@ -181,7 +188,7 @@ class StorageReader(Protocol):
 
     @hook
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors and values of the planner. The future is always done, so it hides no error."""
+        """Fill the planner's tensors and values. The future is always done, so it cannot hide an error."""
         ranks = plan.storage_data.ranks if isinstance(plan.storage_data, _Seen) else 1
         self._now.check_complete(plan, planner)
         self._check_fit(planner)
@@ -197,7 +204,7 @@ class StorageReader(Protocol):
         return future
 
     def _check_fit(self, planner: LoadPlanner) -> None:
-        """Check that the names on this rank fit, before the load changes any tensor."""
+        """Check that this rank's names match those in the checkpoint, before the load changes any tensor."""
         if self._options.unread == "ignore" or not isinstance(planner, DefaultLoadPlanner):
             return
         saved = saved_shapes(self._now.contents.manifest)
@@ -205,7 +212,7 @@ class StorageReader(Protocol):
         filled = {key: key for key in wanted if key in self._known}
         fit = Fit(filled, {key: shape for key, shape in wanted.items() if key not in filled})
         where = f"{self._now.checkpoint.run}@{self._now.checkpoint.step}"
-        warning = check_fit(fit, saved, where, way="name keys so, or use store.load with")
+        warning = check_fit(fit, saved, where, way="rename the keys accordingly, or use store.load with")
         log_once(self._now.checkpoint.id, warning, list(fit.unfilled))
 
     @property
@@ -238,18 +245,21 @@ class StorageReader(Protocol):
         for turn in (together, *([want] for want in alone)):
             download.fill(turn)
         if converted:
-            log.warning("converted to the dtype of the target: %s", ", ".join(list(converted)[:8]))
+            log.warning("converted to the dtype of the target tensor: %s", ", ".join(list(converted)[:8]))
         for item, target in pairs:
             planner.commit_tensor(item, target)
 
     def _wants(
         self, item: ReadItem, target: torch.Tensor, held: Any, converted: dict[str, None], tied: TiedTensors
     ) -> Iterator[RegionRequest]:
-        """Return the request for an item. ``held``: the value in the state, if known."""
+        """Yield the request for an item, if it is not empty. ``held``: the value in the state, if it is known."""
         key = item.storage_index.fqn
         entry, base = self._now.tensor(item.storage_index)
         if tuple(target.shape) != tuple(item.lengths):
-            raise Mismatch(f"{key!r}: the planner returned {list(target.shape)} for {list(item.lengths)}", key=key)
+            raise Mismatch(
+                f"{key!r}: the planner returned a tensor of shape {list(target.shape)} for {list(item.lengths)}",
+                key=key,
+            )
         stored = torch_dtype(entry.dtype)
         if stored != target.dtype:
             check_cast(key, stored, target.dtype, cast=self._options.cast, where="StorageReader")
@@ -263,7 +273,7 @@ class StorageReader(Protocol):
         region = Region(box, 0, box.numel)
         table = self._now.contents.manifest.extents(entry)
         if not covers(table, region):
-            raise Damaged(f"the checkpoint holds {key!r} only in part; {region} is incomplete", key=key)
+            raise Damaged(f"the checkpoint holds only a part of {key!r}; {region} is incomplete", key=key)
         if region.numel:
             tied.add(Content(key, target, entry.number, entry.dtype, table, region))
             destination = Destination(region, target, stored, held if is_dtensor(held) else None)
@@ -276,7 +286,7 @@ class StorageReader(Protocol):
 
 
 def _windows(items: Sequence[ReadItem], planner: LoadPlanner) -> Iterator[list[ReadItem]]:
-    """Yield the items of tensors, in windows if the planner may create the tensors."""
+    """Yield all tensor items together, or in windows if the planner may create the tensors."""
     tensors = [item for item in items if item.type == LoadItemType.TENSOR]
     in_place = ("resolve_tensor", "transform_tensor", "lookup_tensor", "commit_tensor")
     if has_methods_of(planner, DefaultLoadPlanner, *in_place):

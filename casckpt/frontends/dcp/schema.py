@@ -1,8 +1,9 @@
-"""Converts DCP's metadata to a tree of casckpt, and back.
+"""Converts DCP's metadata to a casckpt tree, and back.
 
-DCP flattens a state like casckpt, with three differences. It descends into dicts with any keys, and converts the keys
-to text. It descends into a list only if the list holds a tensor or a dict. A tuple is always one value. So one leaf of
-casckpt may become several in DCP (`param_groups`), and a container of casckpt may be one value of DCP.
+DCP flattens a state as casckpt does, with three differences. It descends into dicts with keys of any type, and
+converts the keys to strings. It descends into a list only if the list holds a tensor or a dict. A tuple is always one
+value. As a result, one leaf in casckpt may become several in DCP (`param_groups`), and a container in casckpt may be a
+single value in DCP.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Opaque: Final = object()
 
 @dataclass(frozen=True)
 class Value:
-    """A value of DCP that is not a tensor: the value at ``key``, or ``value`` if it is known already."""
+    """A non-tensor value in DCP: the value at ``key``, or ``value`` if it is already known."""
 
     key: str
     value: Any = Opaque
@@ -31,7 +32,7 @@ class Value:
 
 @dataclass
 class Schema:
-    """The structure of a checkpoint for DCP: keys of tensors, other values, and their paths in the state."""
+    """A checkpoint's structure for DCP: the keys of tensors, the other values, and the paths of both in the state."""
 
     tensors: list[str] = field(default_factory=list)
     values: dict[str, Value] = field(default_factory=dict)
@@ -39,7 +40,7 @@ class Schema:
 
 
 def schema_of(tree: Node, value_at: Callable[[str], Any]) -> Schema:
-    """Flatten a state like DCP's default planner. ``value_at``: returns the object at a flat key, or `Opaque`."""
+    """Flatten a state as DCP's default planner does. ``value_at``: returns the object at a flat key, or `Opaque`."""
     walk = _Walk(value_at)
     walk.node(tree, (), ())
     return walk.found
@@ -53,7 +54,7 @@ class _Walk:
         self.found = Schema()
 
     def node(self, node: Node, path: Path, home: Path) -> None:
-        """Add a node with its path for DCP and its path ``home`` in the tree. ``path`` has text for numeric keys."""
+        """Add a node. ``path``: its path for DCP, with numeric keys as strings. ``home``: its path in the tree."""
         key = join(home)
         if isinstance(node, int):
             if node == TENSOR:
@@ -90,12 +91,12 @@ class _Walk:
 
 
 def is_one_value(value: Any) -> bool:
-    """Return whether DCP keeps a value without tensors as one value."""
+    """Return whether DCP keeps a value without tensors as a single value."""
     return _steps(value) is None
 
 
 def _steps(value: Any) -> Iterator[tuple[Element, Any]] | None:
-    """Return the children into which DCP flattens a value without tensors; None if it stays one value."""
+    """Return the children into which DCP flattens a value without tensors. Return None if DCP keeps it as one value."""
     if isinstance(value, Mapping):
         return ((str(key), child) for key, child in value.items())
     if isinstance(value, list) and not all(is_one_value(item) for item in value):
@@ -111,7 +112,7 @@ class _Branch(dict[Element, Any]):
 
 
 def path_of(key: str, planner_data: Any) -> Path:
-    """Return the path of a key from the planner data. If that is not valid, the key is the only element."""
+    """Return a key's path from the planner data. If the planner data is invalid, the key is the path's only element."""
     path = planner_data.get(key) if isinstance(planner_data, Mapping) else None
     if not isinstance(path, tuple) or not path or not all(type(element) in (str, int) for element in path):
         return (key,)
@@ -119,7 +120,7 @@ def path_of(key: str, planner_data: Any) -> Path:
 
 
 def tree_of(nodes: Mapping[str, tuple[Path, Node]]) -> Node:
-    """Build the tree with these nodes, by key, at these paths. Raises InvalidInput if one is inside another."""
+    """Build the tree from each key's path and node. Raises InvalidInput if one node is inside another."""
     root = _Branch()
     for key, (path, node) in nodes.items():
         at = root
@@ -145,11 +146,11 @@ def check_keys(tree: Node) -> None:
 
 
 def _contradiction(key: str) -> InvalidInput:
-    return InvalidInput(f"{key!r} is inside or around another key of the state; rename it", key=key)
+    return InvalidInput(f"{key!r} contains another key of the state, or is contained in one; rename it", key=key)
 
 
 def _built(branch: _Branch) -> Node:
-    """Build a dict, or a list if its elements are the numbers from 0. DCP has no empty containers."""
+    """Build a dict, or a list if the elements are the consecutive numbers from 0. DCP has no empty containers."""
     items: dict[Element, Node] = {
         el: _built(node) if isinstance(node, _Branch) else node for el, node in branch.items()
     }

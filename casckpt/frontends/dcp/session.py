@@ -1,8 +1,9 @@
-"""One save through DCP on one rank. The hooks of the storage writer call it, in the order of its methods.
+"""One save through DCP on one rank. The storage writer's hooks call its methods in the order of their definition.
 
-The coordinator begins the transaction before it sends plans. So every rank chooses reusable cells and uploads after the
-begin, as gc requires. The plans carry the reuse offer to the ranks. With DCP's cached plans a rank receives an old
-plan. The rank detects this by a random number from its own plan, and then computes the offer itself.
+The coordinator begins the transaction before it sends the plans. As a result, every rank chooses reusable cells and
+uploads only after the transaction has begun, as gc requires. The plans carry the reuse offer to the ranks. With DCP's
+cached plans, a rank receives an old plan. The rank detects this by a random number from its own plan, and then
+computes the offer itself.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class LocalStorageData:
 
 @dataclass(frozen=True)
 class GlobalStorageData:
-    """The data that the coordinator puts into the plan of a rank. ``number``: the number in that rank's local plan."""
+    """The data that the coordinator puts into a rank's plan. ``number``: the number in that rank's local plan."""
 
     number: bytes
     txid: TxId
@@ -67,7 +68,7 @@ class GlobalStorageData:
 
 @dataclass(frozen=True)
 class Written:
-    """The share that one rank stored, and data for DCP. The first result of the rank carries it."""
+    """The share that one rank stored, and data for DCP. The rank's first result carries it."""
 
     rank: int
     part: RankPart
@@ -80,7 +81,7 @@ class Written:
 
 
 class _Latest(local):
-    """The last session of a thread."""
+    """A thread's last session."""
 
     session: weakref.ref[WriterSession] | None = None
 
@@ -119,12 +120,12 @@ class WriterSession:
         _latest.session = weakref.ref(self)
 
     def give_up(self) -> None:
-        """Abort the transaction, if it has not ended yet."""
+        """Abort the transaction unless it has already ended."""
         if self._last_resort is not None:
             self._last_resort()
 
     def local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the local plan of this rank. Raises InvalidInput for a key that cannot be stored."""
+        """Return this rank's local plan. Raises InvalidInput for a key that cannot be stored."""
         for item in plan.items:
             check_key(item.index.fqn)
         return replace(plan, storage_data=LocalStorageData(self.number))
@@ -132,7 +133,7 @@ class WriterSession:
     # the coordinator
 
     def begin(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
-        """Begin the transaction. Return the plans, with the data for each rank."""
+        """Begin the transaction, and return the plans with each rank's data."""
         options = self.options
         self._extra = prepare(self.more, options.attachments, rank=0, allow_pickle=options.allow_pickle)
         memory = GroupMemory(memory_of(self.repo.storage.url, "dcp"))
@@ -146,7 +147,7 @@ class WriterSession:
         return [replace(plan, storage_data=_answer(plan.storage_data, begun)) for plan in plans]
 
     def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> TxId:
-        """Commit the shares of all ranks. If a planned item is missing, raises InvalidInput and commits nothing."""
+        """Commit the shares of all ranks. Raises InvalidInput, and commits nothing, if a planned item is missing."""
         if self._leader is None or self._begun is None:
             raise InvalidInput("finish was called on a writer that has no global plan; call the methods in DCP's order")
         of_ranks = (result.storage_data for rank in results for result in rank)
@@ -175,7 +176,9 @@ class WriterSession:
             tree = merge([tree, decode_tree(self._extra.tree)])
         check_keys(tree)
         if any(stored.check != self.options.check_replicas for stored in written):
-            raise InvalidInput(f"check_replicas is not {self.options.check_replicas!r} on all ranks; pass one value")
+            raise InvalidInput(
+                f"check_replicas is not {self.options.check_replicas!r} on all ranks; pass the same value everywhere"
+            )
         samples = [stored.samples for stored in written if stored.samples is not None]
         if len(samples) == leader.size:
             memory = leader.memory.replicas
@@ -216,7 +219,10 @@ class WriterSession:
             rest = Prepared([], [], [], b"")
 
     def _samples(self, planner: Resolver) -> Samples | None:
-        """Return samples of the whole tensors of this rank, even if another rank writes them; None to skip it."""
+        """Return samples of this rank's whole tensors, even if another rank writes them.
+
+        Return None if no check is wanted.
+        """
         if self.alone or self.options.check_replicas == "off" or not isinstance(planner, DefaultSavePlanner):
             return None
         sources = [tensor_source(key, value, None, together=True) for key, value in planner.state_dict.items()
@@ -224,10 +230,10 @@ class WriterSession:
         return samples_of(sources, self.options.run, self.options.step, str(self.options.check_replicas))
 
     def _offer(self, plan: SavePlan) -> tuple[TxId, ReuseOffer]:
-        """Return the transaction for the uploads of this rank, and the cells that it may reuse.
+        """Return the transaction for this rank's uploads, and the cells that the rank may reuse.
 
-        A rank with a cached plan begins no transaction, so it cannot call `begin_save`. It received its plan after the
-        coordinator had begun, so gc keeps all live blobs.
+        A rank with a cached plan does not begin a transaction, so it cannot call `begin_save`. It received its plan
+        after the coordinator had begun the transaction, so gc keeps all live blobs.
         """
         if self._begun is not None:
             return self._begun.txid, self._begun.offer
@@ -250,7 +256,7 @@ def _give_up(leader: Leader, process: int) -> None:
 
 
 def _streams(plans: Sequence[SavePlan]) -> Streams:
-    """Return the tensors of plans."""
+    """Return the tensors in these plans."""
     streams: dict[Name, tuple[str, tuple[int, ...]]] = {}
     for item in (item for plan in plans for item in plan.items):
         if item.tensor_data is not None:
@@ -267,7 +273,8 @@ def _all_streams(metadata: Metadata, written: Sequence[Written]) -> Streams:
             form = (dtype, table.shape)
             if name[0] == TENSOR and forms.setdefault(name, form) != form:
                 raise InvalidInput(
-                    f"{name[1]!r} is {form} on rank {stored.rank}, but {forms[name]} on another; nothing was saved",
+                    f"{name[1]!r} is {form} on rank {stored.rank}, but {forms[name]} on a different rank; nothing "
+                    "was saved",
                     key=name[1],
                     rank=stored.rank,
                 )

@@ -1,4 +1,4 @@
-"""Restores the shapes of flattened tensors in folders of Megatron-core up to 0.15; see `part_shape`."""
+"""Restores the shapes of flattened tensors in folders that Megatron-core up to 0.15 wrote; see `part_shape`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHAPE = "nd_reformulated_orig_global_shape"
 
 @dataclass(frozen=True)
 class FlatBox:
-    """A box of a tensor, and its start in the flat chunk of the folder under ``index``."""
+    """A box of a tensor, and its start in the flat chunk that the folder stores under ``index``."""
 
     index: MetadataIndex
     start: int
@@ -25,7 +25,10 @@ class FlatBox:
     shape: Shape
 
     def out_of(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Return the box from a chunk, as a copy unless it is the whole chunk. A short chunk gives fewer elements."""
+        """Return the box's elements from a chunk, as a copy unless they are all of it.
+
+        A short chunk yields fewer elements.
+        """
         box = torch.Size(self.shape)
         part = chunk.flatten()[self.start : self.start + box.numel()]
         if part.numel() != box.numel():
@@ -34,7 +37,10 @@ class FlatBox:
 
 
 def unflatten(metadata: Metadata) -> tuple[Metadata, dict[MetadataIndex, FlatBox]]:
-    """Describe flat tensors as boxes of their own shape. Return the metadata and the part of a chunk for each box."""
+    """Describe flat tensors as boxes of their original shape.
+
+    Return the metadata, and the part of a chunk for each box.
+    """
     described, cuts = dict(metadata.state_dict_metadata), dict[MetadataIndex, FlatBox]()
     for key, shape in _own_shapes(metadata):
         stored = described.get(key)
@@ -58,7 +64,7 @@ def _own_shapes(metadata: Metadata) -> Iterator[tuple[str, Shape]]:
 
 
 def _cuts(key: str, stored: TensorStorageMetadata, shape: Shape) -> dict[MetadataIndex, FlatBox]:
-    """Cut the flat chunks of a tensor into boxes; empty for a tensor that is not flat."""
+    """Split a tensor's flat chunks into boxes. Return an empty dict for a tensor that is not flat."""
     part = part_shape(shape, tuple(stored.size))
     if part is None or any(not set(chunk.sizes[:-1]) <= {1} for chunk in stored.chunks):
         return {}
@@ -73,5 +79,5 @@ def _cuts(key: str, stored: TensorStorageMetadata, shape: Shape) -> dict[Metadat
 
 
 def places(stored: Mapping[MetadataIndex, Any], cuts: Mapping[MetadataIndex, FlatBox]) -> dict[MetadataIndex, Any]:
-    """Return the place of each box: the place of its chunk."""
+    """Return the location of each box, which is the location of its chunk."""
     return {**stored, **{index: stored[cut.index] for index, cut in cuts.items() if cut.index in stored}}

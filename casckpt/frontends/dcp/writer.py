@@ -29,12 +29,13 @@ class StorageWriter(Protocol):
     """``dcp.save(state_dict, storage_writer=StorageWriter(store, run="sft", step=100))``.
 
     ``store``: a Store, a path or a URL. You may omit ``step`` if each call passes ``checkpoint_id="sft@100"``, "100"
-    for the run of the writer, or a path; see `casckpt.frontends.dcp.ids`. The other arguments are those of
-    `casckpt.Store.save`; ``attachments`` are those of the coordinator. ``allow_pickle``: store planner data and values
-    of `PickleFreeSavePlanner` that are not plain data as pickles.
+    for the writer's run, or a path; see `casckpt.frontends.dcp.ids`. For the other arguments, see
+    `casckpt.Store.save`. Only the coordinator's ``attachments`` are saved. ``allow_pickle``: if planner data or values
+    from `PickleFreeSavePlanner` are not plain data, store them as pickles.
 
-    A writer can be pickled, for asynchronous saves by a process, and several threads can use it. Raises InvalidInput
-    for unusable arguments. A failed save raises DCP's CheckpointException on every rank, and no part of it is visible.
+    A writer can be pickled, for asynchronous saves in a separate process, and several threads can share it. Raises
+    InvalidInput for invalid arguments. A failed save raises DCP's CheckpointException on every rank, and none of it
+    becomes visible.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class StorageWriter(Protocol):
         self._run = check_run(run)
         self._place = _Target(run, None if step is None else check_step(step))
         check_keywords("StorageWriter", options, WriterArguments)
-        self._options = SaveOptions(run=run, step=step or 0, **options).checked()  # refused here, before a save
+        self._options = SaveOptions(run=run, step=step or 0, **options).checked()  # raises here, before a save
         self._here = _Here()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -57,9 +58,10 @@ class StorageWriter(Protocol):
 
     @hook
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Set the target of the next save, in any thread or process: RUN@STEP, a step, or a path. None changes nothing.
+        """Set the target of the next save, in any thread or process: RUN@STEP, a step, or a path. None has no effect.
 
-        If several threads save at a time, the next save of a thread uses the target that this thread has set.
+        If several threads save at the same time, each thread's next save uses the target that the thread itself has
+        set.
         """
         if checkpoint_id is not None:
             self._place = self._here.place = _Target(*place_of(checkpoint_id, self._run))
@@ -78,7 +80,9 @@ class StorageWriter(Protocol):
         place.used = True
         run, step = place.run, place.step
         if step is None:
-            raise InvalidInput("the writer has no step; give step=, or checkpoint_id='RUN@STEP' to each save")
+            raise InvalidInput(
+                "the StorageWriter has no step; pass it step=, or pass checkpoint_id='RUN@STEP' to each save"
+            )
         rank, alone = this_rank() if rank is None else rank, not use_collectives
         options = replace(self._options, run=f"{run}/rank-{rank}" if alone else run, step=step).checked()
         repo = self._store.repository
@@ -96,21 +100,24 @@ class StorageWriter(Protocol):
 
     @hook
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """See `WriterSession.write`. The future is always done, so it hides no error."""
+        """See `WriterSession.write`. The future is always done, so it cannot hide an error."""
         future: Future[list[WriteResult]] = Future()
         future.set_result(self._session.write(plan, planner))
         return future
 
     @hook
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """See `WriterSession.finish`. Also put the id of the checkpoint into ``metadata.storage_data``."""
+        """See `WriterSession.finish`. Also put the checkpoint's id into ``metadata.storage_data``."""
         session = self._session
         txid = session.finish(metadata, results)
         metadata.storage_data = {"checkpoint": session.checkpoint}
         stamp(metadata, session.options.run, session.options.step, txid)
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return the next checkpoint, for the planner. ``save_id`` is random, because no transaction exists yet."""
+        """Return the name of the next checkpoint for the planner.
+
+        ``save_id`` is random, because no transaction exists yet.
+        """
         place = self._next
         return StorageMeta(checkpoint_id=f"{place.run}@{place.step}", save_id=str(uuid4()))
 
@@ -121,7 +128,7 @@ class StorageWriter(Protocol):
 
     @property
     def _next(self) -> _Target:
-        """Return the target of the next save in this thread: the thread's own target, if no save has used it."""
+        """Return the target of this thread's next save: the thread's own target, unless a save has already used it."""
         own = self._here.place
         return self._place if own is None or own.used else own
 
@@ -134,7 +141,7 @@ class StorageWriter(Protocol):
 
 @dataclass
 class _Target:
-    """The target of a save. ``used``: whether a save has used it."""
+    """The target of a save. ``used``: whether a save has already used it."""
 
     run: str
     step: int | None
@@ -142,7 +149,7 @@ class _Target:
 
 
 class _Here(local):
-    """The state of a writer in one thread. Each save runs in one thread, and several may run at a time.
+    """A writer's state in one thread. Each save runs in one thread, and several saves may run at the same time.
 
     ``place``: the last target that was set in the thread; None in a thread that DCP has started for a save.
     """

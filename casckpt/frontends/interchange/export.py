@@ -26,7 +26,7 @@ _FOREIGN: Final = {
     ".ckpt", ".engine", ".gguf", ".gz", ".h5", ".hdf5", ".keras", ".mlmodel", ".mlpackage", ".msgpack", ".npy", ".npz",
     ".onnx", ".pb", ".pickle", ".pkl", ".pte", ".tar", ".tflite", ".zip",
 }  # fmt: skip
-"""Suffixes of other formats. An export to such a name would create a folder, which no program expects."""
+"""Suffixes of other formats. An export to such a name would create a folder, which other programs do not expect."""
 _NOT_FOR: Final = {"dcp": ("keys", "strip_prefix", "rename", "max_shard_size"), "torch": ("max_shard_size",)}
 """Arguments that a format does not support."""
 
@@ -46,36 +46,37 @@ def export(
     allow_pickle: bool = False,
     progress: Shown | None = None,
 ) -> Exported:
-    """Write a checkpoint for other programs. ``path`` may be a URL. Every byte read is verified.
+    """Write a checkpoint for other programs. ``path`` may be a URL. Every byte that is read is verified.
 
-    ``format``: "hf" writes only the weights of the model, under their names in the model, for ``from_pretrained`` of
-    Transformers. "safetensors" writes all tensors under their keys. "dcp" writes the whole checkpoint for
-    `torch.distributed.checkpoint`. "torch" writes the whole checkpoint to one file for plain `torch.load`. With None,
-    the suffix of ``path`` decides (.safetensors; .pt, .pth or .bin for "torch"). Without such a suffix, the format is
-    "hf" if config.json is an attachment, else "safetensors". "hf" and "safetensors" create a folder, or one file if
-    ``path`` ends in .safetensors.
+    ``format``: "hf" writes only the model's weights, under their names in the model, for Transformers'
+    ``from_pretrained``. "safetensors" writes all tensors under their keys. "dcp" writes the whole checkpoint for
+    `torch.distributed.checkpoint`. "torch" writes the whole checkpoint to one file for plain `torch.load`. If None,
+    the suffix of ``path`` determines the format (.safetensors; .pt, .pth or .bin for "torch"). Without such a suffix,
+    the format is "hf" if config.json is an attachment, otherwise "safetensors". "hf" and "safetensors" create a
+    folder, or one file if ``path`` ends in .safetensors.
 
-    ``keys``: only tensors whose key matches one of these fnmatch patterns. ``strip_prefix``: only tensors below this
-    prefix, which is removed from their names. ``rename``: maps names to new names; a function, or a dict from regular
-    expressions (matched against the whole name) to replacements. ``max_shard_size``: the limit of a safetensors file in
-    a folder (default: "5GB"). ``attachments``: unless False, attachments become files of the folder. ``force``:
-    overwrite existing files. ``allow_pickle``: also export values that need a pickle.
+    ``keys``: export only tensors whose key matches one of these fnmatch patterns. ``strip_prefix``: export only
+    tensors below this prefix, and remove it from their names. ``rename``: how to map names to new names. It is a
+    function, or a dict from regular expressions (matched against the whole name) to replacements. ``max_shard_size``:
+    the size limit for each safetensors file in a folder (default: "5GB"). ``attachments``: unless False, attachments
+    become files in the folder. ``force``: overwrite existing files. ``allow_pickle``: also export values that need a
+    pickle.
 
     Raises NotFound, MissingKey for a pattern or prefix that matches nothing, Conflict if ``path`` exists, Damaged or
-    StorageError. Raises InvalidInput for values that the format cannot hold, for a ``path`` in the folder of the store,
-    and if several parts may be the model. After an error no file exists under the final names.
+    StorageError. Raises InvalidInput for values that the format cannot hold, for a ``path`` inside the store's folder,
+    and if several parts may be the model. After an error, no file exists under the final names.
     """
     opened = as_store(store)
     _check_outside(opened.url, path)
     if format is None and Path(path).suffix.lower() in _FOREIGN and not os.path.isdir(path):
         raise InvalidInput(
-            f"casckpt writes no {Path(path).suffix} files: give a name that ends in .safetensors, .pt, .pth or .bin, "
-            f"or a folder, or choose one of {', '.join(FORMATS)} with format= (--format)"
+            f"casckpt cannot write {Path(path).suffix} files: use a name that ends in .safetensors, .pt, .pth or .bin, "
+            f"use a folder, or choose one of {', '.join(FORMATS)} with format= (--format)"
         )
     checkpoint = opened.get(ref)
     chosen = format or _by_suffix(path) or ("hf" if CONFIG in opened.attachments(checkpoint) else "safetensors")
     if chosen not in FORMATS:
-        raise InvalidInput(f"format={chosen!r} is not known; give one of {', '.join(FORMATS)}")
+        raise InvalidInput(f"format={chosen!r} is not a known format; choose one of {', '.join(FORMATS)}")
     _check_suffix(chosen, path)
     keys, rename = keys or None, rename or None
     given = {"keys": keys, "strip_prefix": strip_prefix, "rename": rename, "max_shard_size": max_shard_size}
@@ -92,13 +93,15 @@ def export(
 
 
 def _check_outside(store: str, path: str | os.PathLike[str]) -> None:
-    """Raise InvalidInput for a path in the folder of the store, where ``force`` would overwrite its files."""
+    """Raise InvalidInput for a path inside the store's folder, where ``force`` would overwrite the store's files."""
     if is_url(path) or is_url(store):
         is_inside = os.fspath(path).rstrip("/") == store.rstrip("/")
     else:
         is_inside = local_path(path).resolve().is_relative_to(Path(store).resolve())
     if is_inside:
-        raise InvalidInput(f"{os.fspath(path)} is in the folder of the store itself, {store}; give another path")
+        raise InvalidInput(
+            f"{os.fspath(path)} is inside the folder of the store itself, {store}; choose a different path"
+        )
 
 
 def _by_suffix(path: str | os.PathLike[str]) -> Format | None:
@@ -106,12 +109,12 @@ def _by_suffix(path: str | os.PathLike[str]) -> Format | None:
 
 
 def _check_suffix(format: Format, path: str | os.PathLike[str]) -> None:
-    """Raise InvalidInput for a file with the suffix of another format. A folder may have any name."""
+    """Raise InvalidInput for a file with the suffix of a different format. A folder may have any name."""
     of = _by_suffix(path)
     if of in (None, format) or (of, format) == ("safetensors", "hf") or os.path.isdir(path):
         return
     raise InvalidInput(
-        f"{Path(path).name} has a suffix of --format {of}, but the format is {format}; give another name"
+        f"{Path(path).name} has the suffix of --format {of}, but the format is {format}; choose a different name"
     )
 
 

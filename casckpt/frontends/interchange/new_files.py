@@ -18,23 +18,23 @@ from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
 from casckpt.store.store import Store
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)  # None is from torch.save; see `torch_saves`
-_LONGEST = 255  # bytes in the name of a file
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)  # None comes from torch.save; see `torch_saves`
+_LONGEST = 255  # the maximum number of bytes in a file name
 
 
 @contextmanager
 def new_file(path: Path, *, force: bool) -> Iterator[Path]:
     """Yield a temporary path beside ``path``. At the end, rename the temporary file to ``path``.
 
-    ``force``: overwrite ``path``. Otherwise raises Conflict if ``path`` exists. Raises StorageError for other errors of
-    the file system.
+    ``force``: overwrite ``path``. Otherwise, raises Conflict if ``path`` exists. Raises StorageError for other file
+    system errors.
     """
     _check_no_file(path, force=force)
     with _said_as_ours(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with _scratch(path.parent, path.name) as folder:
             yield folder / path.name
-            _check_no_file(path, force=force)  # another process may have created it meanwhile
+            _check_no_file(path, force=force)  # another process may have created it in the meantime
             os.replace(folder / path.name, path)
             sync_folder(path.parent)
 
@@ -43,13 +43,14 @@ def new_file(path: Path, *, force: bool) -> Iterator[Path]:
 def new_folder(path: Path, *, force: bool, stale: Callable[[str], bool], last: Sequence[str]) -> Iterator[Path]:
     """Yield a temporary folder. At the end, move its files into the folder ``path``.
 
-    If ``path`` exists and is not empty, raises Conflict. ``force``: move the files into it and overwrite files of the
-    same name. The files named ``last`` are moved last, in that order. Files of ``path`` that are ``stale`` are removed.
+    Raises Conflict if ``path`` exists and is not empty. ``force``: move the files into it anyway, and overwrite files
+    of the same name. ``last``: the names of the files that are moved last, in that order. ``stale``: returns whether a
+    file with this name is removed from ``path``.
     """
     with _said_as_ours(path):
         exists = os.path.lexists(path)
         if exists and not path.is_dir():
-            raise Conflict(f"{path} is a file; give the name of a folder, or of a file ending in .safetensors")
+            raise Conflict(f"{path} is a file; choose the name of a folder, or of a file that ends in .safetensors")
         if exists:
             _clear(path, path.name)
             _check_empty(path, force=force)
@@ -57,13 +58,13 @@ def new_folder(path: Path, *, force: bool, stale: Callable[[str], bool], last: S
             path.parent.mkdir(parents=True, exist_ok=True)
         with _scratch(path if exists else path.parent, path.name) as temporary:
             yield temporary
-            if not exists and path.is_dir():  # another process created it meanwhile
+            if not exists and path.is_dir():  # another process created it in the meantime
                 _check_empty(path, force=force)
                 exists = True
             if exists:
                 _move_into(temporary, path, stale, last)
             else:
-                sync_folder(temporary)  # files were perhaps moved here
+                sync_folder(temporary)  # files may have been moved here
                 os.rename(temporary, path)
             sync_folder(path if exists else path.parent)
 
@@ -72,8 +73,8 @@ def new_folder(path: Path, *, force: bool, stale: Callable[[str], bool], last: S
 def place_for(path: str | os.PathLike[str], *, force: bool, last: Sequence[str] = ()) -> Iterator[Path]:
     """Yield a local path for ``path``. For a URL, it is in a temporary folder that is copied to the URL at the end.
 
-    ``last``: names of files that are copied last, because their presence marks a folder as complete. Raises Conflict if
-    ``path`` exists, unless ``force``.
+    ``last``: the names of files that are copied last, because their presence marks a folder as complete. Raises
+    Conflict if ``path`` exists, unless ``force`` is set.
     """
     if not is_url(path):
         yield local_path(path)
@@ -89,15 +90,15 @@ def place_for(path: str | os.PathLike[str], *, force: bool, last: Sequence[str] 
 
 
 def check_file_names(names: Iterable[str], is_taken: Callable[[str], bool]) -> None:
-    """Raise InvalidInput that names each attachment that cannot be a file of an export.
+    """Raise InvalidInput, naming each attachment that cannot be a file in an export.
 
-    ``is_taken``: returns whether the export itself writes a file with a name. The name is in lower case, for file
-    systems that ignore case.
+    ``is_taken``: returns whether the export itself writes a file with the given name. The name is in lower case,
+    because some file systems ignore case.
     """
     wrong = [f"{name!r} {why}" for name in names if (why := _why_no_file(name, is_taken))]
     if wrong:
         raise InvalidInput(
-            f"the attachment {', '.join(wrong)}; leave attachments out with attachments=False (--no-attachments), and "
+            f"the attachment {', '.join(wrong)}; omit attachments with attachments=False (--no-attachments), and "
             "read them with store.read_attachment"
         )
 
@@ -105,7 +106,7 @@ def check_file_names(names: Iterable[str], is_taken: Callable[[str], bool]) -> N
 def _why_no_file(name: str, is_taken: Callable[[str], bool]) -> str:
     parts = name.split("/")
     if is_taken(parts[0].lower()):
-        return "has the name of a file with tensors"
+        return "has the same name as a file with tensors"
     if any(len(part.encode(errors="surrogateescape")) > _LONGEST for part in parts):
         return f"has a name that is too long for a file: more than {_LONGEST} bytes"
     return ""
@@ -113,16 +114,16 @@ def _why_no_file(name: str, is_taken: Callable[[str], bool]) -> str:
 
 def _check_no_file(path: Path, *, force: bool) -> None:
     if os.path.lexists(path) and not force:
-        raise Conflict(f"{path} exists already; give another name, or --force to overwrite it")
+        raise Conflict(f"{path} already exists; choose a different name, or pass --force to overwrite it")
 
 
 def _check_empty(path: Path, *, force: bool) -> None:
     if not force and any(path.iterdir()):
-        raise Conflict(f"{path} is not empty; give another folder, or --force to write into it")
+        raise Conflict(f"{path} is not empty; choose a different folder, or pass --force to write into it")
 
 
 def _move_into(source: Path, target: Path, stale: Callable[[str], bool], last: Sequence[str]) -> None:
-    """Move all files of a tree. During the move ``target`` may hold old and new files."""
+    """Move all files of a directory tree. During the move, ``target`` may hold both old and new files."""
     names = [path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()]
     for path in target.iterdir():
         if stale(path.name) and path.is_file():
@@ -148,16 +149,18 @@ def _newlocked(beside: Path, name: str, held: ExitStack) -> Path:
     while True:
         folder = beside / f"{_prefix(name)}{secrets.token_hex(4)}"
         folder.mkdir()
-        with suppress(OSError):  # the file system has no locks, or another process removed it before it was locked
+        with suppress(
+            OSError
+        ):  # the file system does not support locks, or another process removed the folder before it was locked
             held.enter_context(locked(folder, fcntl.LOCK_SH))
         if folder.exists():
             return folder
 
 
 def _clear(beside: Path, name: str) -> None:
-    """Remove temporary folders that no process locks. Their processes have died.
+    """Remove temporary folders that are not locked by any process. The processes that created them have died.
 
-    On file systems that cannot lock folders, such as NFS, these folders stay.
+    On file systems that cannot lock folders, such as NFS, these folders remain.
     """
     for path in list(beside.iterdir()):
         if path.name.startswith(_prefix(name)):
@@ -187,13 +190,17 @@ def _said_as_ours(path: Path) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, CasckptError):
             raise
-        way = "make room, or give another place" if error.errno in _NO_ROOM else "give another place"
+        way = (
+            "free some space, or choose a different location"
+            if error.errno in _NO_ROOM
+            else "choose a different location"
+        )
         raise StorageError(f"{path} cannot be written: {error.strerror or error}; {way}") from error
 
 
 @contextmanager
 def torch_saves() -> Iterator[None]:
-    """Convert errors of torch.save to OSError (for a full disk) or InvalidInput (for an unsupported dtype)."""
+    """Convert errors from torch.save to OSError (for a full disk) or InvalidInput (for an unsupported dtype)."""
     try:
         yield
     except KeyError as error:
@@ -209,14 +216,14 @@ def write_attached(store: Store, checkpoint: Checkpoint, names: Iterable[str], f
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a file durably, and create the folders above it."""
+    """Write a file durably, and create its parent folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with synced_file(path) as file:
         file.write(data)
 
 
 def copied(source: Path, target: Path) -> bool:
-    """Copy a file in the kernel, with shared blocks if possible. Return False if the kernel cannot copy it."""
+    """Let the kernel copy a file, with shared blocks if possible. Return False if the kernel cannot copy it."""
     with source.open("rb") as old, target.open("xb") as new:
         left = os.fstat(old.fileno()).st_size
         try:
@@ -233,7 +240,7 @@ def copied(source: Path, target: Path) -> bool:
 
 @contextmanager
 def synced_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file. At the end its content is on the disk."""
+    """Yield a new file. At the end, its content is durable."""
     with path.open("xb") as file:
         yield file
         file.flush()
@@ -241,7 +248,7 @@ def synced_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, if the file system supports it."""
+    """Make a folder's file names durable, if the file system supports this."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     with suppress(OSError):
         os.fsync(handle)

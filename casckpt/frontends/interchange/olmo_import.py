@@ -1,4 +1,4 @@
-"""Imports checkpoints of OLMo-core, from its first checkpointer and from its later trainer."""
+"""Imports OLMo-core checkpoints, both from its first checkpointer and from its later trainer."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def import_olmo(
 ) -> Checkpoint:
     """Save a folder of OLMo-core 0.1: ``model/`` and ``optim/``, or one folder with ``metadata.json`` and its files.
 
-    The keys are those of a training state of casckpt: ``model.<name>``, ``optim.state.<name>.<what>``, and groups of
-    parameters by name. Groups are pickles of plain data. Pickles of other values need ``allow_pickle``.
+    The keys are those of a casckpt training state: ``model.<name>``, ``optim.state.<name>.<what>``, and parameter
+    groups by name. In such a folder, groups are pickles of plain data. Pickles of other values need ``allow_pickle``.
 
-    Raises NotFound, Refused or InvalidInput for an unusable folder, and the errors of `Store.save`.
+    Raises NotFound, Refused or InvalidInput for a folder that cannot be imported, and the errors of `Store.save`.
     """
     check_keywords("import_olmo", options, ImportArguments)
     files, maps = LocalFiles(path), Maps(options.get("progress"))
@@ -77,7 +77,7 @@ def import_olmo(
 
 
 def _tensors(files: LocalFiles, maps: Maps) -> dict[str, list[Shard]]:
-    """Return the tensors of a folder with ``metadata.json``, as shards."""
+    """Return the tensors of a folder that has a ``metadata.json`` file, as shards."""
     described = _described(files)
     names = sorted({name for tensor in described.values() for name in tensor.parts})
     held = {name: _mapped(files, name, maps) for name in names}
@@ -95,7 +95,7 @@ def _described(files: LocalFiles) -> dict[str, _Tensor]:
         tensors = json.loads(files.read(METADATA))["tensors"]
         return {str(key): _Tensor(tuple(map(int, about["shape"])), _parts(about)) for key, about in tensors.items()}
     except _MISFORMED as error:
-        raise Refused(f"{files.url}/{METADATA} is not from OLMo-core's checkpointer: {error!r}") from error
+        raise Refused(f"{files.url}/{METADATA} was not written by OLMo-core's checkpointer: {error!r}") from error
 
 
 def _parts(about: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
@@ -109,16 +109,18 @@ def _shards(key: str, tensor: _Tensor, held: Mapping[str, Mapping[str, torch.Ten
     seen: set[str] = set()
     for name, spec in sorted(tensor.parts.items()):
         if repr(spec) in seen:
-            continue  # a replica, which every rank wrote
+            continue  # a replica; every rank wrote one
         seen.add(repr(spec))
         data = held[name].get(key)
         try:
             shards = [] if data is None else [_shard(data, tensor.shape, spec)]
-            is_absent = data is None and _numel(spec) > 0  # an empty part of an optimizer's state may be absent
+            is_absent = data is None and _numel(spec) > 0  # an empty part of the optimizer state may be absent
         except _MISFORMED as error:
             raise Refused(f"{METADATA} is malformed for {key!r} in {name}: {error!r}", key=key) from error
         if is_absent:
-            raise NotFound(f"{name} lacks {key!r}, although {METADATA} lists it; get the whole folder", key=key)
+            raise NotFound(
+                f"{name} lacks {key!r}, although {METADATA} lists it; get a complete copy of the folder", key=key
+            )
         yield from shards
 
 
@@ -152,7 +154,7 @@ def _optimizer(flat: Mapping[str, list[Shard]], allow_pickle: bool) -> dict[str,
 def _group(key: str, shards: list[Shard], allow_pickle: bool) -> dict[str, Any]:
     data = bytes(torch.cat([shard.data.reshape(-1) for shard in shards]).view(torch.uint8).numpy())
     where = f"{key!r} of the optimizer"
-    with misread(lambda why: Refused(f"{where} is not a group of parameters, or is damaged: {why}", key=key)):
+    with misread(lambda why: Refused(f"{where} is not a parameter group, or is damaged: {why}", key=key)):
         try:
             group = dict(BoundedUnpickler(data, anything=allow_pickle).load())
         except pickle.UnpicklingError as error:
@@ -168,7 +170,7 @@ def _group(key: str, shards: list[Shard], allow_pickle: bool) -> dict[str, Any]:
     return group | {"params": names}
 
 
-# the later trainer
+# OLMo-core's later trainer
 
 
 def import_olmo_trainer(
@@ -179,11 +181,11 @@ def import_olmo_trainer(
     allow_pickle: bool = False,
     **options: Unpack[ImportArguments],
 ) -> Checkpoint:
-    """Save a folder of OLMo-core's trainer: ``model_and_optim/``, which is a DCP folder, and the files beside it.
+    """Save a folder of OLMo-core's trainer: ``model_and_optim/``, which is a DCP folder, and the files next to it.
 
-    The train state of each rank, ``train/rank<N>.pt``, is saved in the layout of `casckpt.frontends.trainer` if torch's
-    restricted unpickler reads it or ``allow_pickle`` is set. Otherwise the import skips it and logs this. Other small
-    files become attachments. Raises the errors of `dcp_to_casckpt`.
+    The train state of each rank, ``train/rank<N>.pt``, is saved in the layout of `casckpt.frontends.trainer` if
+    torch's restricted unpickler reads it or ``allow_pickle`` is set. Otherwise, the import skips this file and logs
+    its name. Other small files become attachments. Raises the errors of `dcp_to_casckpt`.
     """
     from casckpt.frontends.dcp.importing import import_folder, small_files
 
@@ -201,14 +203,14 @@ def import_olmo_trainer(
 
 
 def _train_state(name: str, data: bytes, allow_pickle: bool) -> Any:
-    with misread(lambda why: Refused(f"{name} is not a file of torch.save, or is damaged: {why}")):
+    with misread(lambda why: Refused(f"{name} is not a torch.save file, or is damaged: {why}")):
         try:
             state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not allow_pickle)
         except pickle.UnpicklingError as error:
             if allow_pickle:
                 raise
             what = refused_name(error)
-            log.warning("skipped, because it needs unpickling (allow_pickle, --allow-pickle): %s (%s)", name, what)
+            log.warning("skipped, because reading it requires allow_pickle (--allow-pickle): %s (%s)", name, what)
             return None
     check_expansion(state, len(data), name)
     return state

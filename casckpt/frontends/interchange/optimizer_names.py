@@ -1,4 +1,4 @@
-"""Names for the numbered parameters in the state_dict of an optimizer.
+"""Finds names for the numbered parameters in an optimizer's state_dict.
 
 Such a state identifies parameters only by their order in ``model.parameters()``, within each group. This module
 compares the shapes of the state with those of the model. It names parameters only if exactly one assignment fits.
@@ -24,14 +24,14 @@ Numbered: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any]]
 _SHAPED = (
     "exp_avg", "momentum_buffer", "square_avg", "exp_avg_sq", "exp_inf", "sum", "acc_delta", "ax", "prev", "grad_avg",
 )  # fmt: skip
-"""Names of states that have the shape of their parameter, in torch's optimizers and most others."""
+"""The names of states that have the shape of their parameter, in torch's optimizers and most others."""
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _MAX_WAYS = 10_000
 
 
 def is_optimizer_state(value: Any) -> bool:
-    """Return whether a value is a state_dict of an optimizer."""
+    """Return whether a value is an optimizer's state_dict."""
     return (
         isinstance(value, Mapping)
         and isinstance(value.get("state"), Mapping)
@@ -41,7 +41,7 @@ def is_optimizer_state(value: Any) -> bool:
 
 
 def is_named(optimizers: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether optimizers already name their parameters."""
+    """Return whether the optimizers already name their parameters."""
     params = [param for optim in optimizers for group in optim["param_groups"] for param in group["params"]]
     return bool(params) and all(isinstance(param, str) for param in params)
 
@@ -49,7 +49,7 @@ def is_named(optimizers: Sequence[Mapping[str, Any]]) -> bool:
 def by_name(
     optimizers: Sequence[Mapping[str, Any]], model: Mapping[str, Any], parameter_names: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """Merge the states of a model's optimizers into one state by name, without a copy of the tensors.
+    """Merge the states of a model's optimizers into one state by name, without copying the tensors.
 
     ``model``: its state_dict. ``parameter_names``: the names of all parameters, in order. Raises Mismatch if the names
     are ambiguous.
@@ -57,16 +57,16 @@ def by_name(
     for optim in optimizers:
         others = [key for key in optim if key not in ("state", "param_groups")]
         if others:
-            raise Mismatch(f"it holds {others[0]!r} beside state and param_groups")
+            raise Mismatch(f"it holds {others[0]!r} in addition to state and param_groups")
         odd = optim["state"].keys() - {number for group in optim["param_groups"] for number in group["params"]}
         if odd:
-            raise Mismatch(f"it has state under {next(iter(odd))!r}, which is in none of its groups")
+            raise Mismatch(f"it has state under {next(iter(odd))!r}, but none of its groups contains that parameter")
     numbered = [(optim, group) for optim in optimizers for group in optim["param_groups"]]
     names = _given(numbered, parameter_names)
     if names is None:
         names = _names([[_shape(optim, number) for number in group["params"]] for optim, group in numbered], model)
     if names is None:
-        raise Mismatch("the shapes of its parameters match those of the model in no way or in several ways")
+        raise Mismatch("the shapes of its parameters do not match those of the model, or match in several ways")
     _check(names, numbered, model)
     state: dict[Any, Any] = {}
     groups = []
@@ -79,14 +79,14 @@ def by_name(
 
 
 def _given(numbered: Sequence[Numbered], parameter_names: Sequence[str] | None) -> list[list[str]] | None:
-    """Return the names by group from the caller, or from an optimizer that was created with named_parameters."""
+    """Return the names by group, from the caller or from an optimizer that was created with named_parameters."""
     if parameter_names is None:
         given = [list(group.get("param_names", [])) for _, group in numbered]
         whole = all(len(own) == len(group["params"]) for own, (_, group) in zip(given, numbered, strict=True))
         return given if whole else None
     wanted, left = sum(len(group["params"]) for _, group in numbered), iter(parameter_names)
     if wanted != len(parameter_names) or len(set(parameter_names)) != wanted:
-        raise Mismatch(f"it has {wanted} parameters, but parameter_names gives {len(set(parameter_names))} names")
+        raise Mismatch(f"it has {wanted} parameters, but parameter_names has {len(set(parameter_names))} names")
     return [list(islice(left, len(group["params"]))) for _, group in numbered]
 
 
@@ -95,11 +95,11 @@ def _check(names: Sequence[Sequence[str]], numbered: Sequence[Numbered], model: 
         for name, number in zip(own, group["params"], strict=True):
             shape = _shape(optim, number)
             if name not in model or (shape is not None and tuple(model[name].shape) != shape):
-                raise Mismatch(f"it names {name!r}, but the model has no such parameter of that shape")
+                raise Mismatch(f"it names {name!r}, but the model does not have a parameter of that name and shape")
 
 
 def _shape(optim: Mapping[str, Any], number: Any) -> Shape | None:
-    """Return the shape of a parameter according to its state; None if the state does not show it."""
+    """Return the shape of a parameter according to its state, or None if the state does not reveal it."""
     state = optim["state"].get(number)
     values = [state[name] for name in _SHAPED if isinstance(state, Mapping) and name in state]
     shapes = [tuple(value.shape) for value in values if isinstance(value, torch.Tensor)]
@@ -107,7 +107,7 @@ def _shape(optim: Mapping[str, Any], number: Any) -> Shape | None:
 
 
 def _candidates(model: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
-    """Yield the tensors that may be parameters, in the order of ``model.parameters()``. Tied ones occur once."""
+    """Yield the tensors that may be parameters, in the order of ``model.parameters()``. Tied parameters occur once."""
     seen = set()
     for name, value in model.items():
         if not isinstance(value, torch.Tensor) or name.rpartition(".")[2] in _BUFFERS:
@@ -125,12 +125,14 @@ def _names(groups: Sequence[Sequence[Shape | None]], model: Mapping[str, Any]) -
     wanted = sum(map(len, groups))
     candidates = list(_candidates(model))
     spare = len(candidates) - wanted
-    ways: dict[Positions, tuple[int, Any]] = {(0,) * len(groups): (1, None)}  # number of ways, and one way
+    ways: dict[Positions, tuple[int, Any]] = {
+        (0,) * len(groups): (1, None)
+    }  # the number of assignments, and one of them
     for at, (_, shape) in enumerate(candidates):
         following: dict[Positions, tuple[int, Any]] = {}
         for positions, (count, chosen) in ways.items():
             steps: list[tuple[Positions, int | None]] = list(_steps(positions, groups, shape))
-            if at - sum(positions) < spare:  # not a parameter of the optimizer, but a buffer, or frozen
+            if at - sum(positions) < spare:  # the optimizer does not have this tensor, because it is a buffer or frozen
                 steps.append((positions, None))
             for after, group in steps:
                 known, _ = following.get(after, (0, None))
@@ -152,7 +154,7 @@ def _names(groups: Sequence[Sequence[Shape | None]], model: Mapping[str, Any]) -
 def _steps(
     positions: Positions, groups: Sequence[Sequence[Shape | None]], shape: Shape
 ) -> Iterator[tuple[Positions, int | None]]:
-    """Yield the groups whose next parameter may have this shape, with the positions after it."""
+    """Yield the groups whose next parameter may have this shape, with the positions after that parameter."""
     for number, (at, group) in enumerate(zip(positions, groups, strict=True)):
         if at < len(group) and group[at] in (None, shape):
             yield (*positions[:number], at + 1, *positions[number + 1 :]), number

@@ -8,13 +8,13 @@ from typing import Final
 from casckpt.base.progress import Shown
 
 RESIDENT_BYTES: Final = 256 << 20
-"""About the most resident bytes of mapped files."""
+"""The approximate maximum of resident bytes of mapped files."""
 
 
 def letting_go(shown: Shown | None, let_go: Callable[[], None]) -> Shown:
-    """Return a progress function that also calls ``let_go`` every `RESIDENT_BYTES`, to release pages that were read.
+    """Return a progress function that also calls ``let_go`` every `RESIDENT_BYTES` to release pages that were read.
 
-    This bounds memory as container limits count it. The pages are unchanged, so a later access reads them again.
+    This bounds memory usage as container limits count it. The pages are unmodified, so a later access rereads them.
     """
     next_at = RESIDENT_BYTES
 

@@ -1,4 +1,4 @@
-"""Imports and exports files of torch.save, without a whole state in memory."""
+"""Imports and exports torch.save files without holding a whole state in memory."""
 
 from __future__ import annotations
 
@@ -54,13 +54,15 @@ from casckpt.tensors.values import OfObjects
 log = logging.getLogger(__name__)
 
 _Storage: TypeAlias = ViewTensor | bytes
-"""The content of a storage in a file: a tensor of the checkpoint, or the data of a tensor inside an object."""
+"""The content of a storage in a file: a tensor in the checkpoint, or the data of a tensor inside an object."""
 _DEFINE = (
-    "Each class must have its old module and name. For a class of __main__, import it in a program, set it with "
+    "Each class must have its original module and name. For a class of __main__, import it in a program, set it with "
     "`import __main__; __main__.NAME = NAME`, and call torch_save_to_casckpt of casckpt.frontends.convert there, with "
     "allow_pickle=True"
 )
-_CENTRAL = struct.Struct("<4s12xL8xHHH12x")  # a record of the directory of a zip file: crc, and lengths of its fields
+_CENTRAL = struct.Struct(
+    "<4s12xL8xHHH12x"
+)  # an entry in a zip file's directory: the crc, and the lengths of its fields
 
 
 def torch_save_to_casckpt(
@@ -73,17 +75,17 @@ def torch_save_to_casckpt(
     parameter_names: Sequence[str] | None = None,
     **options: Unpack[ImportArguments],
 ) -> Checkpoint:
-    """Save the content of a file of torch.save, a mapping of names to tensors and plain data. The file is mapped.
+    """Save the content of a torch.save file, a mapping of names to tensors and plain data. The file is memory-mapped.
 
-    A model is saved under ``model``, and its optimizer, by names of parameters, under ``optim``.
-    `load_model_and_optim_state` and `Checkpointer.resume` find them there. The rest becomes the train state of rank 0.
-    Parts that do not fit this layout are saved unchanged, and ``notes`` of the result and the log name them. ``as_is``:
-    save the whole state unchanged. ``parameter_names``: the names of the optimizer's parameters in order, such as
-    ``[name for name, parameter in model.named_parameters() if parameter.requires_grad]``, if their shapes do not
-    determine them. Raises Mismatch if they do not fit.
+    A model is saved under ``model``, and its optimizer under ``optim``, by parameter name.
+    `load_model_and_optim_state` and `Checkpointer.resume` find them there. The rest becomes rank 0's train state.
+    Parts that do not fit this layout are saved unchanged, and both the result's ``notes`` and the log name them.
+    ``as_is``: save the whole state unchanged. ``parameter_names``: the names of the optimizer's parameters in order,
+    such as ``[name for name, parameter in model.named_parameters() if parameter.requires_grad]``, if the shapes do not
+    determine the names. Raises Mismatch if the names do not fit.
 
     torch's restricted unpickler reads the file. ``allow_pickle``: use the full unpickler, which runs code from the
-    file. Raises NotFound, InvalidInput or Refused for an unusable file, and the errors of `Store.save`.
+    file. Raises NotFound, InvalidInput or Refused for a file that cannot be imported, and the errors of `Store.save`.
     """
     check_keywords("torch_save_to_casckpt", options, ImportArguments)
     given = local_path(path)
@@ -102,10 +104,10 @@ def torch_save_to_casckpt(
 
 def _read(path: Path, allow_pickle: bool) -> Any:
     if not path.is_file():
-        raise NotFound(f"there is no file {path}; give the path of a file from torch.save")
-    with misread(lambda why: Refused(f"{path} is not a file of torch.save, or is damaged: {why}")):
+        raise NotFound(f"there is no file {path}; pass the path of a file that torch.save wrote")
+    with misread(lambda why: Refused(f"{path} is not a torch.save file, or is damaged: {why}")):
         with path.open("rb") as file:
-            mapped = is_archive(file.read(4))  # files from before torch 1.6 cannot be mapped
+            mapped = is_archive(file.read(4))  # files from torch versions before 1.6 cannot be mapped
         try:
             state = torch.load(path, map_location="cpu", mmap=mapped, weights_only=not allow_pickle)
         except pickle.UnpicklingError as error:
@@ -113,7 +115,7 @@ def _read(path: Path, allow_pickle: bool) -> Any:
                 raise
             held = refused_name(error)
             raise InvalidInput(
-                f"{path} holds more than tensors and plain data, and reading it runs code from it; pass "
+                f"{path} holds more than tensors and plain data, so reading it runs code from the file; pass "
                 f"allow_pickle=True (--allow-pickle) if you trust its source ({held})"
                 + f". {_DEFINE}"
                 * ("__main__." in held)
@@ -138,7 +140,7 @@ def _unmapper(path: Path) -> Callable[[], None]:
 
 
 def _spans(path: Path) -> Iterator[tuple[int, int]]:
-    """Yield (address, length) of the mappings of a file in this process, if the kernel lists them."""
+    """Yield the (address, length) of each mapping of a file in this process, if the kernel lists them."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return
@@ -149,7 +151,7 @@ def _spans(path: Path) -> Iterator[tuple[int, int]]:
             yield int(start, 16), int(end, 16) - int(start, 16)
 
 
-# out of a store
+# export
 
 
 def casckpt_to_torch_save(
@@ -162,7 +164,9 @@ def casckpt_to_torch_save(
     done = export_torch(store, ref, path, **options)
     if done.left_out:
         names = ", ".join(done.left_out)
-        log.warning("skipped, because plain torch.load does not read it (allow_pickle=True): %s", names)
+        log.warning(
+            "skipped, because plain torch.load cannot read it (pass allow_pickle=True to include it): %s", names
+        )
     return done.checkpoint
 
 
@@ -178,18 +182,18 @@ def export_torch(
     allow_pickle: bool = False,
     progress: Shown | None = None,
 ) -> Exported:
-    """Write a checkpoint as one file that plain `torch.load` reads. Memory holds 64 MiB at a time.
+    """Write a checkpoint as one file that plain `torch.load` can read. The export holds 64 MiB in memory at a time.
 
     The file holds the whole checkpoint with its original nesting. With ``keys``, ``strip_prefix`` or ``rename`` (see
     `casckpt.frontends.views.view`) it holds a dict of tensors by name. The export skips values that torch's restricted
-    unpickler does not read, such as numpy arrays. A list or tuple that loses items becomes a dict by index.
-    ``allow_pickle``: skip no values. Pickles are unpickled and pickled again, and loading the file requires
+    unpickler cannot read, such as numpy arrays. A list or tuple that loses items becomes a dict by index.
+    ``allow_pickle``: do not skip values. Pickles are unpickled and repickled, and loading the file requires
     ``torch.load(..., weights_only=False)``.
 
-    Every byte read is verified. ``path``: a file, or a URL to which a temporary file is copied. ``force``: overwrite an
-    existing file.
+    Every byte that is read is verified. ``path``: a file, or a URL to which a temporary file is copied. ``force``:
+    overwrite an existing file.
 
-    Raises NotFound, MissingKey, Conflict if ``path`` exists, InvalidInput, Damaged or StorageError. After an error no
+    Raises NotFound, MissingKey, Conflict if ``path`` exists, InvalidInput, Damaged or StorageError. After an error, no
     file exists under the final name.
     """
     opened = as_store(store)
@@ -208,7 +212,7 @@ def export_torch(
 
 
 class _Export:
-    """One export. torch writes the file without the data of tensors. The export then fills in the data."""
+    """One export. torch writes the file without tensor data, and the export then fills in the data."""
 
     def __init__(self, store: Store, checkpoint: Checkpoint, allow_pickle: bool) -> None:
         self.contents = Contents.open(store.repository, checkpoint.commit, extensions=TORCH_EXTENSIONS)
@@ -217,7 +221,7 @@ class _Export:
         self._fake = FakeTensorMode()
 
     def whole(self) -> tuple[Any, View, Sequence[_Storage]]:
-        """Return the whole nested checkpoint with tensors without data, and its storages in order."""
+        """Return the whole nested checkpoint, with tensors that lack their data, and its storages in order."""
         tree = self.contents.whole_tree()
         keys = [join(path) for path, node in leaves(tree) if node == TENSOR]
         self.contents.check_whole([self.contents.tensor(key) for key in keys])
@@ -258,7 +262,7 @@ class _Export:
 
 
 def _storages_in(value: Any) -> Iterator[bytes]:
-    """Yield the data of the storages that torch.save finds in an object, in the order of torch.save."""
+    """Yield the data of the storages that torch.save finds in an object, in torch.save's order."""
     with zipfile.ZipFile(BytesIO(write_archive(value))) as archive:
         names = {name.partition("/")[2]: name for name in archive.namelist()}
         for index in count():
@@ -268,7 +272,7 @@ def _storages_in(value: Any) -> Iterator[bytes]:
 
 
 def _filled(path: Path, storages: Sequence[_Storage], reader: RegionReader) -> dict[str, int]:
-    """Write the data of all storages into the file. Return the crc of each record."""
+    """Write the data of all storages into the file. Return each record's crc."""
     places: Any = torch._C.PyTorchFileReader(str(path))
     with zipfile.ZipFile(path) as archive:
         sizes = {info.filename.partition("/")[2]: info.file_size for info in archive.infolist()}
@@ -277,7 +281,7 @@ def _filled(path: Path, storages: Sequence[_Storage], reader: RegionReader) -> d
         for index, storage in enumerate(storages):
             record = f"data/{index}"  # torch numbers them in this order
             if sizes.get(record) != (len(storage) if isinstance(storage, bytes) else storage.entry.nbytes):
-                raise InvalidInput(f"torch {torch.__version__} numbers storages in an unknown order")
+                raise InvalidInput(f"torch {torch.__version__} numbers storages in an order that casckpt does not know")
             sums[record] = 0
             file.seek(places.get_record_offset(record))
             for data in [storage] if isinstance(storage, bytes) else reader.read_joined(storage.sources):
@@ -287,7 +291,7 @@ def _filled(path: Path, storages: Sequence[_Storage], reader: RegionReader) -> d
 
 
 def _of_plain_kinds(node: Node) -> Node:
-    """Return the tree with only the containers and ``_metadata`` that torch's restricted unpickler creates."""
+    """Return the tree, limited to the containers and ``_metadata`` that torch's restricted unpickler creates."""
     if isinstance(node, int):
         return node
     below: dict[Element, Node] = {element: _of_plain_kinds(child) for element, child in children(node)}
@@ -298,14 +302,14 @@ def _of_plain_kinds(node: Node) -> Node:
 
 
 def _is_read(value: Any) -> bool:
-    """Return whether plain `torch.load` reads a value."""
+    """Return whether plain `torch.load` can read a value."""
     if type(value) in (NoneType, bool, float, str) or (type(value) is int and value.bit_length() < 64):
         return True
     data = write_archive(value)
     with zipfile.ZipFile(BytesIO(data)) as archive:
         pickled = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
     try:
-        # only the default globals of torch, because another process may not have registered others
+        # use only torch's default globals, because another process may not have registered the others
         if get_globals_in_pkl(BytesIO(pickled)) - _get_allowed_globals().keys():
             return False
         read_archive(data)
@@ -315,7 +319,7 @@ def _is_read(value: Any) -> bool:
 
 
 def _write_sums(path: Path, sums: Mapping[str, int]) -> None:
-    """Write checksums into the directory of a zip file. torch ignores them, but other programs check them."""
+    """Write checksums into a zip file's directory. torch ignores them, but other programs check them."""
     with zipfile.ZipFile(path) as archive:
         position, names = archive.start_dir, [info.filename for info in archive.infolist()]
     with path.open("r+b", buffering=0) as file:
@@ -338,22 +342,22 @@ _WRAPPERS = ("module.", "_orig_mod.")
 
 @dataclass(frozen=True)
 class TorchState:
-    """A state to save. ``notes``: the parts without the usual layout, and the reasons."""
+    """A state to save. ``notes``: the parts that do not have the usual layout, with the reasons."""
 
     state: Mapping[str, Any]
     notes: tuple[str, ...] = ()
 
 
 def laid_out(state: Mapping[str, Any], parameter_names: Sequence[str] | None = None) -> TorchState:
-    """Arrange a state: weights under ``model``, one optimizer by names under ``optim``, the rest as train state.
+    """Arrange a state: weights under ``model``, one optimizer by name under ``optim``, and the rest as train state.
 
-    If the optimizer's parameters cannot be named, the state stays unchanged, and a note says why. A state without an
-    optimizer stays unchanged. The rest of a Lightning file is placed where `casckpt.frontends.lightning` expects it.
-    ``parameter_names``: the names of the optimizer's parameters, in order, if their shapes do not determine them.
-    Raises Mismatch if these do not fit.
+    If the optimizer's parameters cannot be named, the state remains unchanged, and a note says why. A state without an
+    optimizer also remains unchanged. The rest of a Lightning file goes where `casckpt.frontends.lightning` expects it.
+    ``parameter_names``: the names of the optimizer's parameters, in order, if the shapes do not determine the names.
+    Raises Mismatch if the names do not fit.
     """
     if is_optimizer_state(state) and not is_named([state]):
-        return TorchState(state, (_note("the optimizer", "there is no model beside it to provide names"),))
+        return TorchState(state, (_note("the optimizer", "the file has no model that could provide names"),))
     name = next((name for name in OPTIMIZERS if name in state), "")
     home = next((home for home in MODELS if _is_model(state.get(home))), None)
     optimizers = _optimizers(state.get(name))
@@ -361,7 +365,7 @@ def laid_out(state: Mapping[str, Any], parameter_names: Sequence[str] | None = N
     if not optimizers or is_named(optimizers):
         return TorchState(as_it_is)
     if home is None:
-        return TorchState(state, (_note(repr(name), f"none of {', '.join(MODELS)} is a model's state_dict"),))
+        return TorchState(state, (_note(repr(name), f"the file has no model's state_dict under {', '.join(MODELS)}"),))
     model = state[home] if _LIGHTNING in state else _unwrapped(state[home])
     try:
         optim = by_name(optimizers, model, parameter_names)
@@ -376,19 +380,19 @@ def laid_out(state: Mapping[str, Any], parameter_names: Sequence[str] | None = N
 
 
 def _of_lightning(state: Mapping[str, Any], home: str) -> Mapping[str, Any]:
-    """Return the layout of `casckpt.frontends.lightning`: the whole file with optimizers, beside the weights."""
+    """Return the layout of `casckpt.frontends.lightning`: the weights, and the whole file with optimizers."""
     return {"model": state[home], "lightning": {key: value for key, value in state.items() if key != home}}
 
 
 def _note(what: str, why: str, advice: str = "Load") -> str:
     return (
-        f"{what} numbers its parameters and is stored unchanged, without their names ({why}): a resume does not find "
+        f"{what} numbers its parameters and is stored unchanged, without their names ({why}): a resume cannot find "
         f"it. {advice} it with store.read and optim.load_state_dict"
     )
 
 
 def _optimizers(value: Any) -> Sequence[Mapping[str, Any]]:
-    """Return the states of one or several optimizers; an empty sequence for any other value."""
+    """Return the states of one or several optimizers, or an empty sequence for any other value."""
     states = [value] if is_optimizer_state(value) else value
     states = list(states.values()) if isinstance(states, Mapping) else states
     are_states = isinstance(states, list | tuple) and all(is_optimizer_state(state) for state in states)

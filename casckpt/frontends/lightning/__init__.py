@@ -6,13 +6,13 @@
     trainer = Trainer(plugins=[CasCheckpointIO(store, run="sft")], callbacks=callbacks)
     trainer.fit(model, ckpt_path="last")              # or a path, "best", or a reference into the store: "sft@latest"
 
-casckpt stores the weights under ``model``, as every front end does, and all other values under ``lightning``. Each file
-has a tag, so that no policy of the store forgets a checkpoint that Lightning keeps. If Lightning removes a checkpoint,
-casckpt forgets it.
+casckpt stores the weights under ``model``, as every front end does, and all other values under ``lightning``. Each
+file has a tag, so no retention policy of the store forgets a checkpoint that Lightning keeps. If Lightning removes a
+checkpoint, casckpt forgets it.
 
-`CasModelParallelStrategy` saves models that are sharded over ranks without gathering them. It takes the place of
-Lightning's ModelParallelStrategy. `LightningModule.load_from_checkpoint`, FSDPStrategy and DeepSpeedStrategy read files
-by themselves: `restore_checkpoint` makes one for them.
+`CasModelParallelStrategy` saves models that are sharded across ranks without gathering them. It replaces Lightning's
+ModelParallelStrategy. `LightningModule.load_from_checkpoint`, FSDPStrategy and DeepSpeedStrategy read files directly:
+use `restore_checkpoint` to write a file for them.
 """
 
 from __future__ import annotations

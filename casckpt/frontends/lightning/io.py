@@ -1,4 +1,4 @@
-"""`CasCheckpointIO`: Lightning's CheckpointIO on a store."""
+"""`CasCheckpointIO`: an implementation of Lightning's CheckpointIO that saves to a store."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ WEIGHTS, REST = "model", "lightning"
 class CasCheckpointIO(CheckpointIO):
     """A plug-in for ``Trainer(plugins=[...])`` and ``Fabric(plugins=[...])``.
 
-    The step is Lightning's global step. A second file of one step (``last.ckpt`` next to one of the best) is a
-    checkpoint of the run ``<run>/<name of the file>``, and takes no space.
+    The step is Lightning's global step. If a step has a second file (such as ``last.ckpt`` next to one of the best),
+    that file becomes a checkpoint of the run ``<run>/<file name>``, which takes no extra space.
 
-    ``async_save``: save in the background, one at a time. A removal waits for the save, so that ``save_top_k`` holds.
-    Errors are logged, and raised at the end. Do not put Lightning's own AsyncCheckpointIO around this one. ``gc``: run
-    a gc after a removal. ``allow_pickle``: for hyperparameters and states of callbacks that are not plain data.
-    ``compress``, ``health``: as for `Store.save`.
+    ``async_save``: save in the background, one at a time. A removal waits for the save, so the limit ``save_top_k``
+    holds. Errors are logged, and raised at the end. Do not wrap this plug-in in Lightning's own AsyncCheckpointIO.
+    ``gc``: run a gc after a removal. ``allow_pickle``: for hyperparameters and callback states that are not plain
+    data. ``compress``, ``health``: as for `Store.save`.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class CasCheckpointIO(CheckpointIO):
         self._waiting: list[Future[None]] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: AnyPath, storage_options: Any = None) -> None:
-        """Save a checkpoint of Lightning, and write a file that names it to ``path``. Rank 0 makes the call."""
+        """Save a Lightning checkpoint, and write a file that names it to ``path``. Rank 0 makes the call."""
         if storage_options is not None:
-            raise InvalidInput("storage_options of save_checkpoint go to casckpt.open; leave them out here")
+            raise InvalidInput("save_checkpoint does not accept storage_options; pass them to casckpt.open instead")
         self._settle()
         pointer = Pointer(path)
         before = pointer.read()
@@ -77,15 +77,15 @@ class CasCheckpointIO(CheckpointIO):
                 return
             saving = self.store.save_async(state, run=run, step=step, **options)
         except InvalidInput as error:
-            if not self._is_checked and "global_step" in checkpoint:  # of a Trainer, which has callbacks
+            if not self._is_checked and "global_step" in checkpoint:  # saved by a Trainer, which has callbacks
                 error.add_note("Trainer(callbacks=[CasCheckpointCheck(), ...]) raises this before the first batch")
             raise
         if before is None:
-            pointer.write({"run": run, "step": step})  # so that Lightning uses the name for no other file
+            pointer.write({"run": run, "step": step})  # reserves the name
         self._later(lambda: self._finish(pointer, before, saving))
 
     def check(self, checkpoint: dict[str, Any]) -> None:
-        """Raise the errors that `save_checkpoint` would raise before its first write. Rank 0 makes the call."""
+        """Raise the errors that `save_checkpoint` would raise before it writes anything. Rank 0 makes the call."""
         self._is_checked = True
         self.store.check(to_state(checkpoint), run=self._run_files.run, **self._options(checkpoint))
 
@@ -98,11 +98,12 @@ class CasCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: AnyPath, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return the checkpoint that the file at ``path`` names, or the contents of a file that Lightning wrote itself.
+        """Return the checkpoint that the file at ``path`` names, or read the file if Lightning itself wrote it.
 
-        ``path`` may also be a reference into the store. ``weights_only`` applies to files of Lightning. A store loads
-        no pickle, unless ``allow_pickle`` was given. Every rank makes the call. Raises NotFound, a FileNotFoundError;
-        Unsigned for a file of Lightning, if the store was opened with ``require_signature``.
+        ``path`` may also be a reference to a checkpoint in the store. ``weights_only`` applies only to files that
+        Lightning wrote. Pickles in a store are not loaded unless ``allow_pickle`` was set. Every rank makes the call.
+        Raises NotFound, which is a FileNotFoundError. Raises Unsigned for a file that Lightning wrote if the store was
+        opened with ``require_signature``.
         """
         self._settle()
         pointer = Pointer(path)
@@ -122,7 +123,10 @@ class CasCheckpointIO(CheckpointIO):
             self._remove(Pointer(path))
 
     def teardown(self) -> None:
-        """Wait for the saves and removals in the background. Raises their errors, unless these are logged already."""
+        """Wait for the saves and removals in the background.
+
+        Raises their errors unless they have already been logged.
+        """
         waiting, self._waiting = self._waiting, []
         if self._queue is not None:
             self._queue.shutdown()
@@ -134,7 +138,7 @@ class CasCheckpointIO(CheckpointIO):
     # inside
 
     def _step_of(self, checkpoint: Mapping[str, Any]) -> int:
-        """Return the global step of a Trainer; for a Fabric, the next number."""
+        """Return the global step of a Trainer. A Fabric has none, so return the next unused number."""
         if isinstance(checkpoint.get("global_step"), int):
             return int(checkpoint["global_step"])
         return max((one.step + 1 for one in self._run_files.checkpoints()), default=0)
@@ -167,19 +171,19 @@ class CasCheckpointIO(CheckpointIO):
 
 
 class CasCheckpointCheck(Callback):
-    """A callback for ``Trainer(callbacks=[...])`` next to a `CasCheckpointIO`. Lightning calls that only to save.
+    """A callback for ``Trainer(callbacks=[...])``. Use it with `CasCheckpointIO`, which Lightning calls only to save.
 
-    It raises InvalidInput on every rank if a value cannot be saved: before the first batch, or after the first step for
-    the optimizer's state.
+    If a value cannot be saved, it raises InvalidInput on every rank before the first batch. For the optimizer's state,
+    it does so after the first step.
     """
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Check the state at the start."""
+        """Check the state when the training starts."""
         self._begun: int | None = trainer.global_step
         self._check(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
-        """Check again after the first step of the optimizer."""
+        """Repeat the check after the optimizer's first step."""
         if self._begun is not None and trainer.global_step > self._begun:
             self._begun = None
             self._check(trainer)
@@ -192,7 +196,7 @@ class CasCheckpointCheck(Callback):
 
 
 def to_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state to save for a checkpoint of Lightning."""
+    """Return the state to save for a Lightning checkpoint."""
     rest = dict(checkpoint)
     weights = rest.pop("state_dict", None)
     return OfObjects({REST: rest} if weights is None else {WEIGHTS: weights, REST: rest})
@@ -206,7 +210,7 @@ def monitored(checkpoint: Mapping[str, Any]) -> dict[str, float]:
 
 
 def from_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the checkpoint of Lightning; for a checkpoint of another front end, one with the weights only."""
+    """Return the Lightning checkpoint. If a different front end saved ``state``, the result has only the weights."""
     if REST not in state:
         return {"state_dict": dict(state.get(WEIGHTS, state))}
     found = dict(state[REST])
@@ -216,9 +220,9 @@ def from_state(state: Mapping[str, Any]) -> dict[str, Any]:
 def restore_checkpoint(
     store: AnyStore, ref: str | Checkpoint, path: AnyPath, *, force: bool = False, allow_pickle: bool = False
 ) -> Path:
-    """Write a checkpoint as a file of Lightning, for code that reads such files itself.
+    """Write a checkpoint as a Lightning file, for code that reads such files directly.
 
-    ``force``: replace a file. ``allow_pickle``: as for `Store.read`. Raises NotFound, Conflict, Refused.
+    ``force``: replace an existing file. ``allow_pickle``: as for `Store.read`. Raises NotFound, Conflict and Refused.
     """
     checkpoint = from_state(as_store(store).read(ref, allow_pickle=allow_pickle))
     target = Path(path)

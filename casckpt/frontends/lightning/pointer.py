@@ -1,4 +1,4 @@
-"""The small file at the path of a Lightning checkpoint, which names the checkpoint in the store."""
+"""The small file at the path of a Lightning checkpoint. It names the checkpoint in the store."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Pointer:
 
     @property
     def name(self) -> str:
-        """The name of the file, as a part of the name of a run."""
+        """The file's name, in a form that can be part of a run's name."""
         stem = os.fspath(self.path).rpartition("/")[2].removesuffix(".ckpt")
         return re.sub(r"[^A-Za-z0-9._-]", "-", stem)[:60] or "file"
 
     @property
     def tag(self) -> str:
-        """The tag of the file, from its whole path."""
+        """The file's tag, derived from its whole path."""
         path = os.fspath(self.path)
         whole = path if "://" in path else os.path.abspath(path)
         return f"lightning.{hex_digest(whole.encode())[:16]}.{self.name.lower()}"[:100]
@@ -45,20 +45,20 @@ class Pointer:
         return get_filesystem(os.fspath(self.path))
 
     def exists(self) -> bool:
-        """Return whether there is any file."""
+        """Return whether any file exists at the path."""
         return bool(self._files.isfile(os.fspath(self.path)))
 
     def read(self) -> str | None:
-        """Return the id of the checkpoint; None without such a file, or if the save has not ended."""
+        """Return the id of the checkpoint; None if there is no pointer file, or if the save has not finished."""
         found = self._contents()
         return found.get("id") if found is not None else None
 
     def is_foreign(self) -> bool:
-        """Return whether there is a file that casckpt did not write."""
+        """Return whether the path has a file that casckpt did not write."""
         return self.exists() and self._contents() is None
 
     def is_pending(self) -> bool:
-        """Return whether the file names a save that has not ended."""
+        """Return whether the file names a save that has not finished."""
         found = self._contents()
         return found is not None and "id" not in found
 
@@ -74,7 +74,7 @@ class Pointer:
         return found if isinstance(found, dict) else None
 
     def write(self, contents: Mapping[str, Any]) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file atomically."""
         files, path = self._files, os.fspath(self.path)
         folder = os.path.dirname(path)
         if folder:
@@ -87,6 +87,6 @@ class Pointer:
             temporary.write_bytes(data)
 
     def delete(self) -> None:
-        """Remove the file, if it is there."""
+        """Remove the file if it exists."""
         if self.exists():
             self._files.rm_file(os.fspath(self.path))

@@ -1,4 +1,4 @@
-"""`CasModelParallelStrategy`: Lightning's strategy for FSDP2 and tensor parallel models on a store."""
+"""`CasModelParallelStrategy`: a Lightning strategy that saves FSDP2 and tensor-parallel models to a store."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ from casckpt.store.types import CheckReplicas, Owners
 
 _EMA = "ema"
 _NOT_PLAIN = ("state_dict", "optimizer_states", "current_model_state")
-"""Keys of a Lightning checkpoint in place of which the live shards are saved."""
+"""The keys of a Lightning checkpoint that are not saved. The live shards are saved instead."""
 
 
 class CasModelParallelStrategy(ModelParallelStrategy):
-    """A strategy for ``Trainer(strategy=...)``. Like ModelParallelStrategy it uses no CheckpointIO.
+    """A strategy for ``Trainer(strategy=...)``. Like ModelParallelStrategy, it does not use a CheckpointIO.
 
-    Each rank writes and reads its own shards. Nothing is gathered, and a checkpoint loads on another number of ranks.
-    With a WeightAveraging callback it saves the averaged model below ``ema``, and loads it if the checkpoint has it.
-    Raises InvalidInput before the first batch if a value cannot be saved, and before the second one for the optimizer.
-    ``health``, ``check_replicas``, ``owners``: as for `Store.save`. ``cast``: as for `Checkpointer.load`.
-    ``group_options``: the ``options`` of `Checkpointer.load`. ``options``: those of ModelParallelStrategy.
+    Each rank writes and reads its own shards. Nothing is gathered, and a checkpoint can be loaded on a different
+    number of ranks. If the trainer has a WeightAveraging callback, the strategy also saves the averaged model, below
+    ``ema``, and loads it if the checkpoint has it. If a value cannot be saved, InvalidInput is raised before the first
+    batch; for the optimizer's state, before the second batch. ``health``, ``check_replicas``, ``owners``: as for
+    `Store.save`. ``cast``: as for `Checkpointer.load`. ``group_options``: the ``options`` of `Checkpointer.load`.
+    ``options``: the options of ModelParallelStrategy.
     """
 
     def __init__(
@@ -62,13 +63,14 @@ class CasModelParallelStrategy(ModelParallelStrategy):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """Not used: setting it raises InvalidInput."""
+        """Not used. Setting it raises InvalidInput."""
         return super().checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         raise InvalidInput(
-            f"CasModelParallelStrategy saves by itself and does not use {type(io).__name__}; leave that plug-in out"
+            f"CasModelParallelStrategy saves checkpoints itself and does not use {type(io).__name__}; remove that "
+            "plug-in"
         )
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -80,9 +82,9 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: AnyPath, storage_options: Any = None) -> None:
-        """Save, and write a file that names the checkpoint to ``filepath``. Every rank makes the call."""
+        """Save a checkpoint, and write a file that names it to ``filepath``. Every rank makes the call."""
         if storage_options is not None:
-            raise InvalidInput("storage_options of save_checkpoint go to casckpt.open; leave them out here")
+            raise InvalidInput("save_checkpoint does not accept storage_options; pass them to casckpt.open instead")
         ranks, step = open_ranks(), int(checkpoint["global_step"])
         rest = _rest(checkpoint)
         optims = self.optimizers if "optimizer_states" in checkpoint else []
@@ -98,9 +100,9 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         on_each(ranks, lambda: self._book.saved(Pointer(path), before, saved) if ranks.rank == 0 else None)
 
     def load_checkpoint(self, checkpoint_path: AnyPath, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load into model and optimizers, and return the rest of the checkpoint. Every rank makes the call.
+        """Load into the model and the optimizers, and return the rest of the checkpoint. Every rank makes the call.
 
-        ``checkpoint_path``: the path of a file, or a reference into the store.
+        ``checkpoint_path``: the path of a file, or a reference to a checkpoint in the store.
         """
         ranks = open_ranks()
 
@@ -122,7 +124,7 @@ class CasModelParallelStrategy(ModelParallelStrategy):
             ref, models, optims, load_optim_state=bool(optims), cast=self._cast, options=self._group_options
         )
         rest = rest or {}
-        if average is not None:  # the callback loads these, which are filled by now
+        if average is not None:  # the callback loads these; they have been filled by now
             source = average.module if has_average else module
             rest |= {"state_dict": source.state_dict(), "current_model_state": module.state_dict()}
         return {"state_dict": {}, **rest, "optimizer_states": [{} for _ in self.optimizers]}
@@ -139,7 +141,7 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         self._check()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Check again until the optimizer has state; see `on_train_start`."""
+        """Repeat the check until the optimizer has state; see `on_train_start`."""
         super().on_train_batch_start(batch, batch_idx)
         self._check()
 
@@ -161,19 +163,19 @@ class CasModelParallelStrategy(ModelParallelStrategy):
 
     def _module(self) -> Any:
         if self.lightning_module is None:
-            raise InvalidInput("the strategy has no model yet; let a Trainer save and load")
+            raise InvalidInput("the strategy has no model yet; save and load through a Trainer")
         return self.lightning_module
 
 
 def _average(module: Any) -> Any:
-    """Return the averaged model of the WeightAveraging callback; None without one, as in Lightning before 2.6."""
+    """Return the averaged model of the WeightAveraging callback; None if there is none, as in Lightning before 2.6."""
     kind = getattr(callbacks, "WeightAveraging", ())
     found = [one for one in module.trainer.callbacks if isinstance(one, kind)]
     return found[0]._average_model if found else None
 
 
 class _Rest:
-    """The values that a Trainer saves in addition to model and optimizers, created on demand."""
+    """The values that a Trainer saves in addition to the model and the optimizers. They are created on demand."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

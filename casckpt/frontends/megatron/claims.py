@@ -1,7 +1,7 @@
-"""Claims: the parts of sharded values that each rank holds. They decide which rank writes or reads each element.
+"""Claims: the parts of sharded values that each rank holds. Claims determine which rank writes or reads each element.
 
-A save is refused unless exactly one main replica holds each element. In a fully parallel load, one rank reads what
-several ranks need, and sends it to the others.
+A save is refused unless exactly one main replica holds each element. In a fully parallel load, one rank reads the data
+that several ranks need and sends it to the others.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class TensorClaim:
     """A part of a tensor that a rank holds.
 
-    ``form``: properties that all parts of one key must share. ``main``: the part is a main replica. ``filled``: it has
-    data.
+    ``form``: properties that all parts of one key must share. ``main``: whether the part is a main replica.
+    ``filled``: whether it has data.
     """
 
     key: str
@@ -62,7 +62,10 @@ Claims: TypeAlias = Sequence[Claim]
 
 
 def claims_of(sharded: Iterable[Any]) -> list[Claim]:
-    """Return the claims for this rank's sharded values. Raises CheckpointingException outside of a global shape."""
+    """Return the claims for this rank's sharded values.
+
+    Raises CheckpointingException for a part outside its global shape.
+    """
     with checkpointing_errors():
         return [_claim(value) for value in sharded]
 
@@ -91,7 +94,7 @@ def validate_sharding_integrity(sharded_tensors: Any, process_group: ProcessGrou
     """Check the sharded values of all ranks together. Every rank of ``process_group`` (None: all ranks) makes the call.
 
     ``sharded_tensors``: the values of this rank, in a list or a state dict. Raises the same CheckpointingException on
-    every rank. It names key, ranks and region.
+    every rank. The exception names the key, the ranks and the region.
     """
     ranks = open_ranks(process_group)
     values = nested_values(sharded_tensors if isinstance(sharded_tensors, dict) else list(sharded_tensors))
@@ -104,7 +107,7 @@ def validate_sharding_integrity(sharded_tensors: Any, process_group: ProcessGrou
 
 
 def check_claims(gathered: Sequence[Claims]) -> None:
-    """Check the claims of all ranks. Raises CheckpointingException that names key, ranks and region."""
+    """Check the claims of all ranks. Raises CheckpointingException, naming the key, the ranks and the region."""
     held = [(rank, claim) for rank, claims in enumerate(gathered) for claim in claims]
     for key, holders in map_reduce(held, lambda holder: holder[1].key).items():
         tensors = [(rank, claim) for rank, claim in holders if isinstance(claim, TensorClaim)]
@@ -136,7 +139,7 @@ def _check_cover(key: str, shape: Shape, mains: Sequence[tuple[int, Region]], ho
         (rank, region), (other, theirs) = (mains[i] for i in overlaps[0])
         common = f"{region} of rank {rank} and {theirs} of rank {other} overlap"
         raise refused(
-            key, f"{common}, and both are main replicas; give a different replica_id to all but one of them", other
+            key, f"{common}, and both are main replicas; use a different replica_id for all but one of them", other
         )
     if holes:
         raise _without_main(key, " and ".join(map(str, holes)), holders)
@@ -144,7 +147,7 @@ def _check_cover(key: str, shape: Shape, mains: Sequence[tuple[int, Region]], ho
 
 def _without_main(key: str, what: str, holders: Sequence[int]) -> CheckpointingException:
     lacking = f"no rank has a main replica of {what} (ranks that hold parts of it: {listed(holders)})"
-    return refused(key, f"{lacking}; give one rank replica_id 0")
+    return refused(key, f"{lacking}; use replica_id 0 on one rank")
 
 
 def _check_object(holders: Sequence[tuple[int, ObjectClaim]]) -> None:
@@ -156,10 +159,8 @@ def _check_object(holders: Sequence[tuple[int, ObjectClaim]]) -> None:
     )
     for offset, ranks in mains.items():
         if len(ranks) > 1:
-            both = (
-                f"the object at {offset} of {first.shape} has main replicas on rank {ranks[0]} and on rank {ranks[1]}"
-            )
-            raise refused(first.key, f"{both}; give a different replica_id to all but one of them", ranks[1])
+            both = f"the object at {offset} of {first.shape} has main replicas on ranks {ranks[0]} and {ranks[1]}"
+            raise refused(first.key, f"{both}; use a different replica_id for all but one of them", ranks[1])
     missing = [at for at in product(*map(range, first.shape)) if at not in mains]
     if missing:
         raise _without_main(
@@ -174,21 +175,21 @@ def _check_object_shape(holders: Sequence[tuple[int, ObjectClaim]]) -> None:
             0 <= at < extent for at, extent in zip(claim.offset, claim.shape, strict=True)
         )
         if claim.shape != first.shape or not inside:
-            odd = f"the object at {claim.offset} of {claim.shape} on rank {rank} is none of the {first.shape}"
-            raise refused(first.key, f"{odd} that rank {first_rank} has; global_offset counts shards, from 0", rank)
+            odd = f"the object at {claim.offset} of {claim.shape} on rank {rank} is not one of the {first.shape}"
+            raise refused(first.key, f"{odd} that rank {first_rank} has; global_offset counts shards from 0", rank)
 
 
 def main_regions(gathered: Sequence[Claims]) -> set[tuple[str, Region]]:
-    """Return (key, region) of each main replica of a tensor."""
+    """Return the (key, region) of each tensor's main replicas."""
     claims = [claim for claims in gathered for claim in claims if isinstance(claim, TensorClaim) and claim.main]
     return {(claim.key, normalise(claim.region, claim.shape)) for claim in claims}
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """The transfers of one rank. Each is a pair: the index of its sharded value, and the other rank.
+    """The transfers of one rank. Each is a pair of the index of the sharded value and the other rank.
 
-    Any two ranks list their transfers in the same order.
+    Any two ranks list the transfers between them in the same order.
     """
 
     sends: list[tuple[int, int]] = field(default_factory=list)
@@ -200,7 +201,10 @@ class Sharing:
 
 
 def plan_sharing(gathered: Sequence[Claims]) -> list[Sharing]:
-    """Decide which rank reads each value, balanced by elements, largest values first. Pure."""
+    """Decide which rank reads each value. The reads are balanced by elements, largest values first.
+
+    This function is pure.
+    """
     wanted: dict[tuple[str, Region, object], dict[int, int]] = {}
     load = [0] * len(gathered)
     for rank, claims in enumerate(gathered):
@@ -208,7 +212,7 @@ def plan_sharing(gathered: Sequence[Claims]) -> list[Sharing]:
             if isinstance(claim, TensorClaim) and claim.region.numel:
                 name = (claim.key, normalise(claim.region, claim.shape), claim.form)
                 if wanted.setdefault(name, {}).setdefault(rank, number) != number:
-                    load[rank] += claim.region.numel  # a second copy on one rank, which the rank reads itself
+                    load[rank] += claim.region.numel  # a second copy on one rank, which that rank reads itself
     sharings = [Sharing() for _ in gathered]
     for (_, region, _), holders in sorted(wanted.items(), key=lambda item: -item[0][1].numel):
         reader = min(holders, key=lambda rank: load[rank])
@@ -220,7 +224,7 @@ def plan_sharing(gathered: Sequence[Claims]) -> list[Sharing]:
 
 
 def hand_on(ranks: Ranks, sharing: Sharing, data: Sequence[Any]) -> None:
-    """Send and receive the tensors of ``sharing``. Every rank makes the call, after all ranks have read.
+    """Send and receive the tensors of ``sharing``. Every rank makes the call after all ranks have finished reading.
 
     ``data``: the tensor of each sharded value. Raises RankFailed on every rank.
     """

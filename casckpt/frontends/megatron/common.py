@@ -1,10 +1,12 @@
 """The common part of a checkpoint: the file ``common.pt`` and the attachment ``megatron.json``.
 
-``common.pt`` holds the common part as Megatron-core stores it with ``torch.save``. Reading it runs no code from it.
+``common.pt`` holds the common part as Megatron-core stores it with ``torch.save``. Reading the file does not run code
+from it.
 
-``megatron.json`` describes the common part in the tree of a checkpoint. Sharded tensors lie at the top of the tree, the
-common part at its place in the state dict. The attachment lists the tensors of the common part, and the original names
-of values that are stored under another name because a sharded tensor has their flat key.
+``megatron.json`` describes the common part in the tree of a checkpoint. Sharded tensors are at the top of the tree,
+and the values of the common part are under their keys in the state dict. The attachment lists the tensors of the
+common part. It also lists the original names of values that are stored under a different name because a sharded tensor
+has their flat key.
 """
 
 from __future__ import annotations
@@ -30,17 +32,17 @@ from casckpt.tensors.objects import is_archive, refused_name
 from casckpt.tensors.state import flatten
 
 COMMON_NAME = "common.pt"
-_DEEP = 20  # levels that are searched; a value may contain itself
+_DEEP = 20  # the number of levels to search, because a value may contain itself
 
 _LOCK = Lock()
-if hasattr(os, "register_at_fork"):  # otherwise the child of a fork during a read would have a locked lock
+if hasattr(os, "register_at_fork"):  # otherwise, a child that is forked during a read would inherit a locked lock
     os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
 def read(data: bytes, where: str, allow_pickle: bool) -> Any:
-    """Read the contents of the file. ``where``: the checkpoint, for messages.
+    """Read the contents of the file. ``where``: the checkpoint's name for messages.
 
-    Raises CheckpointingException that names a class if the contents need ``allow_pickle``.
+    Raises CheckpointingException, naming a class, if the contents need ``allow_pickle``.
     """
     try:
         if allow_pickle:
@@ -51,14 +53,14 @@ def read(data: bytes, where: str, allow_pickle: bool) -> Any:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointingException(
-            f"{COMMON_NAME} of {where} needs pickle ({refused_name(error)}), and loading one runs code from the store; "
-            "pass allow_pickle=True if you trust its source. Classes of Megatron-core load without it "
+            f"{COMMON_NAME} of {where} needs to be unpickled ({refused_name(error)}), which runs code from the store; "
+            "pass allow_pickle=True if you trust its source. Megatron-core's own classes load without it "
             "if megatron.core is imported, which registers them"
         ) from error
 
 
 def classes_to_register(data: bytes) -> list[str]:
-    """Return names of the classes in the file that torch's restricted unpickler accepts only if they are registered."""
+    """Return the names of the file's classes that torch's restricted unpickler accepts only if they are registered."""
     if not is_archive(data):
         return []
     registered = [kind[0] if isinstance(kind, tuple) else kind for kind in get_safe_globals()]
@@ -68,7 +70,7 @@ def classes_to_register(data: bytes) -> list[str]:
 
 
 def places_of(data: bytes, classes: Collection[str]) -> list[str]:
-    """Return paths of values of these classes in the file; none if reading it would run code from it."""
+    """Return the paths of values of these classes in the file, or [] if reading the file would run code from it."""
     try:
         return list(_places(read(data, COMMON_NAME, allow_pickle=False), classes, ""))
     except CheckpointingException:
@@ -97,13 +99,13 @@ Name: TypeAlias = str | int
 
 @dataclass(frozen=True)
 class Notes:
-    """``tensors``: flat keys of the common part's tensors. ``names``: original names of renamed values."""
+    """``tensors``: flat keys of the common part's tensors. ``names``: the original names of renamed values."""
 
     tensors: frozenset[str] = frozenset()
     names: Mapping[str, Name] = field(default_factory=dict)
 
     def encoded(self) -> bytes:
-        """Return the contents of the attachment; empty if there is nothing to note."""
+        """Return the contents of the attachment, which are empty if there is nothing to note."""
         if not self.tensors and not self.names:
             return b""
         notes: dict[str, Any] = {"common_tensors": sorted(self.tensors)}
@@ -111,19 +113,19 @@ class Notes:
 
     @classmethod
     def decoded(cls, data: bytes) -> Notes:
-        """Decode the attachment. Raises Refused for other contents."""
+        """Decode the attachment. Raises Refused for invalid contents."""
         try:
             notes = json.loads(data)
             tensors, names = notes["common_tensors"], dict(notes.get("common_names", {}))
             if not all(isinstance(name, Name) for name in names.values()):
-                raise TypeError("a name is neither a text nor a number")
+                raise TypeError("a name is neither a string nor a number")
             return cls(frozenset(str(key) for key in tensors), names)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise Refused(f"the attachment {NOTES_NAME} is not usable: {error!r}") from error
+            raise Refused(f"the attachment {NOTES_NAME} is invalid: {error!r}") from error
 
 
 def set_apart(common: Mapping[Any, Any], keys: Collection[str]) -> tuple[dict[Any, Any], Notes]:
-    """Return the common part, renamed so that no flat key is in ``keys``, and the notes on it."""
+    """Return the common part, with values renamed so that none of its flat keys is in ``keys``, and the notes on it."""
     stored: dict[Any, Any] = {}
     names: dict[str, Name] = {}
     for key, value in common.items():

@@ -17,7 +17,7 @@ BACKEND, VERSION = "casckpt", 1
 
 @dataclass
 class CheckpointingConfig:
-    """The backends that stored the sharded and the common part, and the versions of their formats."""
+    """The backends that stored the sharded part and the common part, and the versions of their formats."""
 
     sharded_backend: str
     sharded_backend_version: int = 1
@@ -30,12 +30,15 @@ OURS = CheckpointingConfig(BACKEND, VERSION)
 
 
 def encoded(config: Any) -> bytes:
-    """Encode a config, ours or Megatron-core's, as JSON. From 0.19 on, theirs lacks the fields of the common part."""
+    """Encode our config or Megatron-core's as JSON.
+
+    From 0.19 on, Megatron-core's lacks the fields of the common part.
+    """
     return json.dumps({name: getattr(config, name, value) for name, value in asdict(OURS).items()}).encode()
 
 
 def decoded(data: bytes) -> CheckpointingConfig | None:
-    """Decode a config from JSON; None for other contents. Unknown fields are ignored."""
+    """Decode a config from JSON. Return None for any other contents. Unknown fields are ignored."""
     try:
         content = json.loads(data)
     except (UnicodeDecodeError, json.JSONDecodeError):
@@ -49,7 +52,7 @@ def decoded(data: bytes) -> CheckpointingConfig | None:
 
 
 def maybe_load_config(checkpoint_dir: CheckpointDir) -> CheckpointingConfig | None:
-    """Return the config of a checkpoint, or of a folder that Megatron wrote; None without a readable config."""
+    """Return the config of a checkpoint, or of a folder that Megatron wrote. Return None if it cannot be read."""
     folder = folder_of(checkpoint_dir)
     try:
         if folder is not None:
@@ -67,10 +70,11 @@ def check_is_distributed_checkpoint(checkpoint_dir: CheckpointDir) -> bool:
 
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: CheckpointDir) -> None:
-    """Write a config if there is none. One process makes the call. `save` writes its own, so this is rarely needed.
+    """Write a config if there is none. One process makes the call.
 
-    In a store, the config becomes a checkpoint that holds nothing else. A `save` to the same place replaces it. Raises
-    CheckpointExists if there is a checkpoint with another config, because a committed checkpoint never changes.
+    `save` writes its own config, so this is rarely needed. In a store, the config becomes a checkpoint that holds
+    nothing else. A `save` to the same step replaces it. Raises CheckpointExists if there is a checkpoint with a
+    different config, because a committed checkpoint never changes.
     """
     folder = folder_of(checkpoint_dir)
     if folder is not None:
@@ -85,8 +89,9 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: CheckpointDir) -> N
             place.store.save({}, run=run, step=step, attachments=attachments, overwrite=True, no_dist=True)
         elif maybe_load_config(checkpoint_dir) != decoded(encoded(config)):
             raise CheckpointExists(
-                f"{place.ref} is there, with another config, and a committed checkpoint does not change; save to "
-                "another step"
+                f"{place.ref} already exists with a different config, and a committed checkpoint never changes; save "
+                "to "
+                "a different step"
             )
 
 

@@ -1,4 +1,4 @@
-"""Errors of the Megatron front end: each is a CheckpointingException, and also the matching error of casckpt."""
+"""Errors of the Megatron front end. Each is both a CheckpointingException and the matching casckpt error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class CheckpointNotFound(NotFound, CheckpointingException):
 
 
 class CheckpointExists(Conflict, CheckpointingException):
-    """The step has a checkpoint already."""
+    """The step already has a checkpoint."""
 
 
 class ShardedKeyMissing(MissingKey, CheckpointingException):
@@ -25,11 +25,11 @@ class ShardedKeyMissing(MissingKey, CheckpointingException):
 
 
 class ShardedMismatch(Mismatch, CheckpointingException):
-    """Shape, dtype or kind differs between the checkpoint and what it is loaded into."""
+    """The shape, dtype or kind of a value differs between the checkpoint and the state dict."""
 
 
 def refused(key: str, why: str, rank: int | None = None) -> CheckpointingException:
-    """Make an error about the value of a state dict with this key."""
+    """Create an error about the value with this key in a state dict."""
     return CheckpointingException(f"{key!r}: {why}", key=key, rank=rank)
 
 
@@ -44,7 +44,7 @@ _LIKE: dict[type[CasckptError], type[CheckpointingException]] = {
 
 @contextmanager
 def checkpointing_errors() -> Iterator[None]:
-    """Raise the errors of casckpt in `_LIKE` as the matching CheckpointingException, and other errors unchanged."""
+    """Raise the casckpt errors in `_LIKE` as the matching CheckpointingException, and other errors unchanged."""
     try:
         yield
     except CheckpointingException:

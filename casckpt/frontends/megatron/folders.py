@@ -1,7 +1,7 @@
 """The folder that Megatron-core keeps for a checkpoint in a store: ``metadata.json``, ``common.pt``, ``casckpt.json``.
 
-``casckpt.json`` names the checkpoint in the store. The attachment ``common.pt`` of the checkpoint equals the file.
-A checkpoint whose folder was removed is forgotten.
+``casckpt.json`` names the checkpoint in the store. The checkpoint's attachment ``common.pt`` is identical to the file.
+When a folder has been removed, its checkpoint is forgotten.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ Folder: TypeAlias = str | os.PathLike[str]
 def write_folder(checkpoint_dir: CheckpointDir, folder: Folder, *, allow_pickle: bool = False) -> None:
     """Write the folder from which Megatron-core loads a checkpoint. One process makes the call.
 
-    Use it for checkpoints of other front ends, or if the folder of `CasSaveShardedStrategy` is lost. ``allow_pickle``:
-    see `load_common_state_dict`. Raises CheckpointingException (also a NotFound) if there is no checkpoint.
+    Use it for checkpoints from other front ends, or if the folder that `CasSaveShardedStrategy` wrote is lost.
+    ``allow_pickle``: see `load_common_state_dict`. Raises CheckpointingException (also a NotFound) if there is no
+    checkpoint.
     """
     with checkpointing_errors():
         stored = MegatronCheckpoint.read(place_of(checkpoint_dir), common=True)
@@ -46,29 +47,32 @@ def write_folder(checkpoint_dir: CheckpointDir, folder: Folder, *, allow_pickle:
 
 
 def point(folder: Path, place: StoreRef, common: bytes | None) -> None:
-    """Write the place of the checkpoint into a folder. ``common``: contents for common.pt; None keeps the file."""
+    """Write the checkpoint's location into a folder.
+
+    ``common``: the contents for common.pt, or None to keep the file.
+    """
     run, step = place.run_and_step()
     if common is not None:
         _write(folder / COMMON_NAME, common)
     _write(folder / POINTER_NAME, json.dumps({"store": place.store.url, "run": run, "step": step}).encode())
-    (folder / _TORCH_DIST).unlink(missing_ok=True)  # of an earlier checkpoint, which Megatron would load
+    (folder / _TORCH_DIST).unlink(missing_ok=True)  # it belongs to an earlier checkpoint, which Megatron would load
 
 
 def is_pointed(folder: Folder) -> bool:
-    """Return whether a folder names a checkpoint in a store, and torch_dist has not written over it since."""
+    """Return whether a folder names a checkpoint in a store and torch_dist has not overwritten it since."""
     return Path(folder, POINTER_NAME).exists() and not Path(folder, _TORCH_DIST).exists()
 
 
 def pointed_at(folder: Folder) -> tuple[str, str]:
-    """Return (URL of the store, reference) that a folder names. Raises NotFound, CheckpointingException."""
+    """Return the (store URL, reference) that a folder names. Raises NotFound or CheckpointingException."""
     path = Path(folder, POINTER_NAME)
     if path.exists() and not is_pointed(folder):
-        raise CheckpointingException(f"torch_dist has written over {folder}: load it with Megatron-core's own strategy")
+        raise CheckpointingException(f"torch_dist has overwritten {folder}: load it with Megatron-core's own strategy")
     try:
         pointer = json.loads(path.read_bytes())
         url, ref = pointer["store"], f"{pointer['run']}@{pointer['step']}"
     except FileNotFoundError as error:
-        raise NotFound(f"{path} does not exist: no CasSaveShardedStrategy saved the checkpoint") from error
+        raise NotFound(f"{path} does not exist: the checkpoint was not saved with CasSaveShardedStrategy") from error
     except (ValueError, TypeError, KeyError, IsADirectoryError) as error:
         raise CheckpointingException(f"{path} does not say where the checkpoint is: {error!r}") from error
     if not isinstance(url, str):
@@ -83,9 +87,9 @@ def check_common(stored: MegatronCheckpoint, folder: Folder) -> None:
         return
     if path.read_bytes() != stored.store.read_attachment(stored.checkpoint, COMMON_NAME):
         raise CheckpointingException(
-            f"{path} is not the one that was saved with {stored.where}: a later save into the folder did not end, or "
-            f"it was changed; write_folder({f'{stored.store.url}#{stored.where}'!r}, {os.fspath(folder)!r}) puts back "
-            "what was saved"
+            f"{path} is not the file that was saved with {stored.where}: a later save into the folder did not "
+            f"finish, or the file was changed; write_folder({f'{stored.store.url}#{stored.where}'!r}, "
+            f"{os.fspath(folder)!r}) restores the saved file"
         )
 
 
@@ -95,7 +99,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 FOLDER = "megatron_folder"
-"""The key in the metadata of a checkpoint for the folder that it was saved from."""
+"""The key in a checkpoint's metadata for the folder from which it was saved."""
 
 log = logging.getLogger(__name__)
 
@@ -103,11 +107,11 @@ log = logging.getLogger(__name__)
 def forget_removed(
     store: AnyStore, folder: Folder, *, run: str | None = None, dry_run: bool = False
 ) -> list[Checkpoint]:
-    """Forget the checkpoints whose folder was removed. One process makes the call. Until a gc, they can be restored.
+    """Forget the checkpoints whose folder was removed. One process makes the call. They can be restored until a gc.
 
-    ``folder``: the parent of a training's folders ``iter_0000100`` and so on (``--save``, or ``non_persistent`` in it).
-    Only checkpoints that a `CasSaveShardedStrategy` saved from a folder directly in it count. Checkpoints with a tag
-    stay. ``run``: only this run. ``dry_run``: return the checkpoints without forgetting them.
+    ``folder``: the parent of a training's folders such as ``iter_0000100`` (``--save``, or ``non_persistent`` inside
+    it). Only checkpoints that a `CasSaveShardedStrategy` saved from a direct child of this folder count. Checkpoints
+    with a tag are kept. ``run``: consider only this run. ``dry_run``: return the checkpoints without forgetting them.
 
     Raises CheckpointingException (also a NotFound) if no folder there names this store: the disk may be unmounted.
     """
@@ -115,7 +119,8 @@ def forget_removed(
         opened, parent = as_store(store), os.path.realpath(folder)
         if not any(_names(path, opened) for path in Path(parent).glob(f"*/{POINTER_NAME}")):
             raise CheckpointNotFound(
-                f"no folder in {parent} names a checkpoint of {opened.url}: is it mounted? Nothing was forgotten"
+                f"no folder in {parent} names a checkpoint in {opened.url}. Check that the disk is mounted; nothing "
+                "was forgotten"
             )
         gone = [saved for saved in opened.checkpoints(run) if _is_gone(saved, parent) and not saved.tags]
         return opened.forget(*gone, dry_run=dry_run) if gone else []
@@ -125,13 +130,13 @@ def follow(store: Store, folder: Path, run: str) -> None:
     """Run `forget_removed` after a save into ``folder``. Errors are only logged, because the save succeeded."""
     try:
         for checkpoint in forget_removed(store, folder.parent, run=run):
-            log.info("forgot %r: its folder is gone", checkpoint)
+            log.info("forgot %r, because its folder was removed", checkpoint)
     except (CasckptError, OSError) as error:
         log.warning("could not forget the checkpoints of removed folders: %s", error)
 
 
 def folder_noted(folder: Folder) -> dict[str, str]:
-    """Return the metadata that notes the folder of a checkpoint."""
+    """Return the metadata that records a checkpoint's folder."""
     path = Path(folder)
     return {FOLDER: os.path.join(os.path.realpath(path.parent), path.name)}
 
@@ -144,7 +149,7 @@ def _names(pointer: Path, store: Store) -> bool:
 
 
 def _is_gone(checkpoint: Checkpoint, parent: str) -> bool:
-    """Return whether the checkpoint's folder in ``parent`` does not exist; False after any other error."""
+    """Return whether the checkpoint's folder in ``parent`` is missing. Return False after any other error."""
     folder = checkpoint.metadata.get(FOLDER)
     if not isinstance(folder, str) or os.path.dirname(folder) != parent:
         return False
@@ -156,11 +161,12 @@ def _is_gone(checkpoint: Checkpoint, parent: str) -> bool:
 
 
 def remove_sharded_tensors(checkpoint_dir: CheckpointDir, key_prefix: str, *, allow_pickle: bool = False) -> None:
-    """Replace a checkpoint by one without the tensors and objects whose key begins with ``key_prefix``.
+    """Replace a checkpoint with one that lacks the tensors and objects whose key begins with ``key_prefix``.
 
-    One process makes the call. It reads the remaining values into memory, but writes no cell again. The replaced
-    checkpoint is forgotten, and gc deletes the blobs that only it needs. Logs a warning if there is no such key. Raises
-    CheckpointingException (also a NotFound) if there is no checkpoint, or for a pickle without ``allow_pickle``.
+    One process makes the call. It reads the remaining values into memory, but does not rewrite any cell. The replaced
+    checkpoint is forgotten, and gc deletes the blobs that only this checkpoint needs. Logs a warning if no key has
+    this prefix. Raises CheckpointingException (also a NotFound) if there is no checkpoint, or for a pickle without
+    ``allow_pickle``.
     """
     with checkpointing_errors():
         drop(place_of(checkpoint_dir), key_prefix, allow_pickle)
@@ -172,7 +178,7 @@ def drop(place: StoreRef, key_prefix: str, allow_pickle: bool) -> None:
     keys = stored.flat_keys()
     kept = [key for key, name in keys.items() if name is None or not name.startswith(key_prefix)]
     if len(kept) == len(keys):
-        log.warning("%s has nothing sharded whose key begins with %r: nothing was removed", stored.where, key_prefix)
+        log.warning("%s has no sharded value whose key begins with %r: nothing was removed", stored.where, key_prefix)
         return
     state = OfObjects(stored.inflated(read_values(stored, kept, allow_pickle=allow_pickle)))
     store, old = stored.store, stored.checkpoint

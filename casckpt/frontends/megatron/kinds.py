@@ -1,6 +1,6 @@
-"""Kinds of values in a sharded state dict: tests of a kind, extraction by kind, and new keys for sharded values.
+"""The kinds of values in a sharded state dict: checks for a kind, extraction by kind, and new keys for sharded values.
 
-Attributes decide the kind, so our classes and Megatron-core's both work.
+A value's attributes determine its kind, so both our classes and Megatron-core's work.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def is_sharded_base(value: Any) -> bool:
 
 
 def is_nonpersistent(value: Any) -> bool:
-    """Return whether the value is not saved. Only the name of its class shows that."""
+    """Return whether the value is excluded from saves. Only the name of its class reveals that."""
     return any(kind.__name__ in _NONPERSISTENT for kind in type(value).__mro__) and hasattr(value, "unwrap")
 
 
@@ -92,7 +92,10 @@ def replace_prefix_for_sharding(sharded_state_dict: Nested, old_prefix: str, new
 
 
 def apply_prefix_mapping(sharded_state_dict: Nested, prefix_map: Mapping[str, str]) -> None:
-    """Replace the first matching prefix of ``prefix_map`` (old to new) in each key, in place. Other keys stay."""
+    """Replace the first matching prefix from ``prefix_map`` (old to new) in each key, in place.
+
+    Other keys are unchanged.
+    """
 
     def replaced(key: str) -> str:
         for old, new in prefix_map.items():

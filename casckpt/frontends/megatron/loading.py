@@ -1,6 +1,6 @@
-"""Loads into a sharded state dict, from checkpoints of any front end, number of ranks and sharding.
+"""Loads a checkpoint into a sharded state dict, whatever front end, number of ranks and sharding saved it.
 
-`StrictHandling` is the behaviour of a load if the state dict and the checkpoint have different keys.
+`StrictHandling` determines how a load behaves if the state dict and the checkpoint have different keys.
 """
 
 from __future__ import annotations
@@ -48,10 +48,13 @@ _SHOWN = 10
 
 
 class StrictHandling(Enum):
-    """The names and values of Megatron-core. Unexpected keys that do not raise are left out of the result."""
+    """The names and values are those of Megatron-core.
+
+    Unexpected keys that do not raise are omitted from the result.
+    """
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
-    """The caller assumes that there are no unexpected keys; they still raise."""
+    """The caller assumes that there are no unexpected keys, but such keys still raise."""
     LOG_UNEXPECTED = "log_unexpected"
     """Unexpected keys are logged."""
     LOG_ALL = "log_all"
@@ -61,9 +64,9 @@ class StrictHandling(Enum):
     RAISE_ALL = "raise_all"
     """Unexpected and missing keys raise."""
     RETURN_UNEXPECTED = "return_unexpected"
-    """Unexpected keys are returned beside the state dict, with an empty set of missing keys."""
+    """Unexpected keys are returned with the state dict, along with an empty set of missing keys."""
     RETURN_ALL = "return_all"
-    """Missing and unexpected keys are returned beside the state dict."""
+    """Missing and unexpected keys are returned with the state dict."""
     IGNORE_ALL = "ignore_all"
     """Missing and unexpected keys are ignored."""
 
@@ -84,12 +87,12 @@ class StrictHandling(Enum):
 
     @property
     def looks_for_missing(self) -> bool:
-        """Whether missing keys matter. They are known only after all ranks have requested theirs."""
+        """Whether missing keys matter. They are known only after all ranks have requested their keys."""
         return self in (StrictHandling.LOG_ALL, StrictHandling.RAISE_ALL, StrictHandling.RETURN_ALL)
 
     @staticmethod
     def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
-        """Return whether Megatron-core reads the keys of the checkpoint before a load. casckpt always knows them."""
+        """Return whether Megatron-core reads the checkpoint's keys before a load. casckpt always knows them."""
         return parse_strict_flag(val) is not StrictHandling.ASSUME_OK_UNEXPECTED
 
     @staticmethod
@@ -100,24 +103,24 @@ class StrictHandling(Enum):
 
     @staticmethod
     def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
-        """Return whether `load` returns keys beside the state dict."""
+        """Return whether `load` returns keys in addition to the state dict."""
         return parse_strict_flag(val).returns
 
 
 def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
     """Convert a StrictHandling or the value of one. Raises CheckpointingException (a ValueError)."""
     try:
-        return StrictHandling(getattr(strict, "value", strict))  # Megatron-core's own enum has a value too
+        return StrictHandling(getattr(strict, "value", strict))  # Megatron-core's own enum also has a value
     except ValueError as error:
         known = ", ".join(repr(member.value) for member in StrictHandling)
-        raise CheckpointingException(f"strict={strict!r} is not known; give one of {known}") from error
+        raise CheckpointingException(f"strict={strict!r} is not a known value; use one of {known}") from error
 
 
 def check_unexpected(strict: StrictHandling, where: str, unexpected: Collection[str]) -> None:
-    """Raise ShardedKeyMissing, or log, as ``strict`` says."""
+    """Raise ShardedKeyMissing or log a warning, as ``strict`` requires."""
     if unexpected and strict.raises:
         raise ShardedKeyMissing(
-            f"{where} lacks {_listed(unexpected)}; strict='log_unexpected' leaves them out of the result",
+            f"{where} lacks {_listed(unexpected)}; strict='log_unexpected' omits them from the result",
             keys=tuple(sorted(unexpected)),
         )
     if unexpected and strict.logs:
@@ -125,18 +128,18 @@ def check_unexpected(strict: StrictHandling, where: str, unexpected: Collection[
 
 
 def check_missing(strict: StrictHandling, where: str, missing: Collection[str]) -> None:
-    """Raise CheckpointingException for keys that no rank requests, if ``strict`` says so."""
+    """Raise CheckpointingException for keys that no rank requests, if ``strict`` requires it."""
     if missing and strict is StrictHandling.RAISE_ALL:
         raise CheckpointingException(
-            f"{where} holds {_listed(missing)}, which no rank asks for; strict='raise_unexpected' leaves them unread",
+            f"{where} holds {_listed(missing)}, which no rank requests; strict='raise_unexpected' leaves them unread",
             keys=tuple(sorted(missing)),
         )
 
 
 def log_missing(strict: StrictHandling, where: str, missing: Collection[str]) -> None:
-    """Log missing keys on every rank, if ``strict`` says so, because each rank has its own log."""
+    """Log missing keys if ``strict`` requires it. Every rank logs them, because each rank has its own log."""
     if missing and strict is StrictHandling.LOG_ALL:
-        log.warning("%s holds %s, which no rank asked for", where, _listed(missing))
+        log.warning("%s holds %s, which no rank requested", where, _listed(missing))
 
 
 def _listed(keys: Collection[str]) -> str:
@@ -157,18 +160,19 @@ def load(  # noqa: PLR0917 - the positions of Megatron-core's
     """Load a checkpoint. Every rank of ``process_group`` (None: all ranks) makes the call with its own part.
 
     Returns a new state dict: the common part of the checkpoint, the non-persistent values of this process, and the
-    sharded values. Those lie in the tensors of ``sharded_state_dict`` if it has some, merged by its factories. The
-    plain values and the dicts of ``sharded_state_dict`` stay as they are. ``strict``: see `StrictHandling`. With
-    one of its RETURN values the result is (state dict, missing keys, unexpected keys).
+    sharded values. If ``sharded_state_dict`` has tensors, the sharded values are read into them, and its factories
+    merge the results. The plain values and the dicts of ``sharded_state_dict`` remain unchanged. ``strict``: see
+    `StrictHandling`. With one of its RETURN values, the result is (state dict, missing keys, unexpected keys).
 
     ``checkpoint_dir`` may name any reference: ``ckpts#sft@latest``, ``ckpts#tag:best``. ``validate_access_integrity``:
-    the main replicas of all ranks together must request every element exactly once, as in `save`. ``fully_parallel``:
-    one rank reads what several ranks request, and sends it to the others. ``options``: ``process_group``, ``no_dist``,
-    ``allow_pickle``, ``verify``, ``threads`` and ``progress`` of `Store.load`.
+    together, the main replicas of all ranks must request every element exactly once, as in `save`. ``fully_parallel``:
+    one rank reads the data that several ranks request, and sends it to the others. ``options``: ``process_group``,
+    ``no_dist``, ``allow_pickle``, ``verify``, ``threads`` and ``progress`` of `Store.load`.
 
-    Raises CheckpointingException before any tensor changes, on every rank. It is also a NotFound if there is no
-    such checkpoint, a MissingKey for unexpected keys, and a Mismatch for another global shape without
-    ``allow_shape_mismatch``. Raises Damaged and StorageError during the read; the tensors are undefined after that.
+    Raises CheckpointingException on every rank before any tensor changes. It is also a NotFound if there is no such
+    checkpoint, a MissingKey for unexpected keys, and a Mismatch for a different global shape without
+    ``allow_shape_mismatch``. Raises Damaged and StorageError during the read. After such an error, the tensors are
+    undefined.
     """
     with checkpointing_errors():
         ranks = open_ranks(options.get("process_group"), no_dist=options.get("no_dist", False))
@@ -198,7 +202,7 @@ def load(  # noqa: PLR0917 - the positions of Megatron-core's
 
 @dataclass(frozen=True)
 class _Part:
-    """The shards to read of a sharded tensor, and its data; empty for an object."""
+    """The shards of a sharded tensor to read, and the tensor's data. Both are empty for an object."""
 
     data: torch.Tensor | None = None
     key: str = ""
@@ -220,7 +224,7 @@ class RankLoad:
         self._parts: list[_Part] = []
 
     def plan(self, strict: str | StrictHandling) -> tuple[list[Claim], set[str]]:
-        """Sort the state dict and plan the reads; return (claims, flat keys). Nothing changes.
+        """Sort the state dict, plan the reads, and return (claims, flat keys), without changing anything.
 
         Raises CheckpointingException.
         """
@@ -237,7 +241,7 @@ class RankLoad:
         }
 
     def _sorted(self) -> list[Any]:
-        """Return all sharded values. Their containers, and the values beside them, are kept."""
+        """Return all sharded values. Their containers, and the values next to them, are kept."""
         copy, _ = extract_matching_values(self._template, lambda value: not is_empty(value))
         self._factories, _ = extract_matching_values(copy, is_factory, return_lists_as_dicts=True)
         self._built = {id(factory): factory.build() for factory in nested_values(self._factories)}
@@ -252,7 +256,7 @@ class RankLoad:
         return self.stored.tensor_key(value.key) is None
 
     def _leave_out(self) -> None:
-        """Leave out unexpected values, and all values of a factory that built one of them."""
+        """Omit unexpected values, and all values of any factory that built one of them."""
         gone = {id(value) for value in nested_values(self._sharded) if value.key in self.unexpected}
         broken = [number for number, built in self._built.items() if any(id(v) in gone for v in _values(built))]
         gone.update(id(value) for number in broken for value in _values(self._built[number]))
@@ -262,14 +266,14 @@ class RankLoad:
         )
 
     def _add_object(self, value: Any) -> str:
-        """Request the object; return the key under which the checkpoint lists it."""
+        """Request the object, and return the key under which the checkpoint lists it."""
         self._results[id(value)] = self.stored.ask_for(self._request, object_key(self.stored, value))
         self._parts.append(_Part())
         return str(value.key)
 
     def _add_tensor(self, value: Any) -> str:
-        """Plan the read of the tensor; return its key in the checkpoint."""
-        key = self.stored.tensor_key(value.key) or str(value.key)  # unexpected values are left out already
+        """Plan the read of the tensor, and return its key in the checkpoint."""
+        key = self.stored.tensor_key(value.key) or str(value.key)  # unexpected values have already been omitted
         data = _data(value)
         self._parts.append(_Part(data, key, self._shards(value, data, self.stored.tensors[key].shape)))
         self._results[id(value)] = data.detach
@@ -286,13 +290,16 @@ class RankLoad:
         if not value.allow_shape_mismatch or len(value.global_shape) != len(stored):
             raise ShardedMismatch(
                 f"{value.key!r} has global shape {list(value.global_shape)} here, but {list(stored)} in "
-                f"{self.stored.where}; allow_shape_mismatch=True pads and cuts, in the same number of dimensions",
+                f"{self.stored.where}; allow_shape_mismatch=True pads and truncates, for the same number of dimensions",
                 key=value.key,
             )
         return list(self._clipped(value, data, stored))
 
     def _clipped(self, value: Any, data: torch.Tensor, stored: Shape) -> Iterator[Shard]:
-        """Return the parts of ``data`` that lie in a tensor of another global shape. All other elements become 0."""
+        """Return the parts of ``data`` that lie within a tensor of a different global shape.
+
+        Set all other elements to 0.
+        """
         for box, piece in boxes_of(value, data):
             common = box.intersect(full_box(stored))
             if common is None:
@@ -311,15 +318,15 @@ class RankLoad:
         return have - used
 
     def put_into(self, common: dict[Any, Any]) -> None:
-        """Put non-persistent values and values to load at their places in the common part.
+        """Put non-persistent values and values to load at their positions in the common part.
 
-        Raises CheckpointingException if the common part has a value there.
+        Raises CheckpointingException if the common part already has a value there.
         """
         merge(common, dict_list_map_outplace(lambda value: value.unwrap(), self._local))
         self._state = merge(common, dict_list_map_outplace(lambda value: value, self._sharded))
 
     def read(self, ranks: Ranks, sharing: Sharing | None, **options: Unpack[RankArguments]) -> None:
-        """Read the requested values, or receive them from other ranks. Raises as `Store.load`."""
+        """Read the requested values, or receive them from other ranks. Raises the errors of `Store.load`."""
         for number, part in enumerate(self._parts):
             for shard in part.shards if sharing is None or sharing.is_read(number) else ():
                 self._request.add(part.key, shard)
@@ -332,11 +339,11 @@ class RankLoad:
             hand_on(ranks, sharing, [part.data for part in self._parts])
 
     def merged(self) -> Any:
-        """Return the whole state dict: the values that were read, and those that `put_into` put beside them."""
+        """Return the whole state dict: the values that were read, and those that `put_into` added."""
         return apply_factory_merges(dict_list_map_inplace(self._loaded, self._state), self._factories)
 
     def loaded(self) -> Nested:
-        """Return only the sharded values, as they were read."""
+        """Return only the sharded values that were read."""
         return dict_list_map_outplace(self._loaded, self._sharded)
 
     def _loaded(self, value: Any) -> Any:
@@ -348,7 +355,7 @@ def _values(built: Nested) -> list[Any]:
 
 
 def _data(value: Any) -> torch.Tensor:
-    """Return the data of a sharded tensor, or new memory on the CPU."""
+    """Return the data of a sharded tensor, or new memory on the CPU if it has none."""
     if value.data is not None:
         data: torch.Tensor = value.data
         return data

@@ -1,7 +1,7 @@
 """Classes for the sharded values of a state dict: `ShardedTensor`, `ShardedObject`, factories.
 
 They have the fields, defaults and constructors of ``megatron.core.dist_checkpointing.mapping`` (0.15.3, with
-``flattened_range``), so that code only changes its imports. Units are elements; for a `ShardedObject`, shards.
+``flattened_range``), so that code only changes its imports. Units are elements or, for a `ShardedObject`, shards.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ def narrowed(part: Any, dim: int, start: int, length: int) -> list[Any]:
 
 
 def _check(part: Any, dim: int, start: int, length: int) -> None:
-    """Raise CheckpointingException if the part cannot be narrowed like this."""
+    """Raise CheckpointingException if the part cannot be narrowed this way."""
     if not 0 <= dim < len(part.local_shape):
-        raise _refused(part, f"it has {len(part.local_shape)} axes, and dim is {dim}")
+        raise _refused(part, f"it has {len(part.local_shape)} axes, but dim is {dim}")
     extent, axis = part.local_shape[dim], dim + part.prepend_axis_num
     if min(start, length) < 0 or start + length > extent:
-        raise _refused(part, f"{length} elements from {start} on are not within the {extent} of axis {dim}")
+        raise _refused(part, f"{length} elements starting at {start} exceed the extent {extent} of axis {dim}")
     if not extent or part.global_shape[axis] % extent or part.global_offset[axis] % extent:
-        raise _refused(part, f"parts are not cut evenly along axis {dim}")
+        raise _refused(part, f"the parts are not equal along axis {dim}")
     if part.flattened_range is not None and dim != 0:
-        raise _refused(part, f"flat data is narrowed along the first axis alone, not along {dim}")
+        raise _refused(part, f"flat data can be narrowed along the first axis only, not along axis {dim}")
 
 
 def _refused(part: Any, why: str) -> CheckpointingException:
@@ -74,7 +74,7 @@ def _with(shape: Shape, axis: int, extent: int) -> Shape:
 
 @dataclass(frozen=True)
 class ReshapedCopies:
-    """Shards to read into new memory, and (target, source) views to copy into a sharded tensor afterwards."""
+    """Shards to read into new memory, and pairs of (target, source) views to copy into a sharded tensor afterwards."""
 
     shards: list[Shard]
     copies: list[tuple[torch.Tensor, torch.Tensor]]
@@ -86,7 +86,7 @@ class ReshapedCopies:
 
 
 def copies(value: Any, data: torch.Tensor, stored: Shape, part: Shape) -> ReshapedCopies:
-    """Plan how to fill ``data`` of a Megatron-style tensor from the stored parts that it overlaps."""
+    """Plan how to fill the ``data`` of a Megatron-style tensor from the stored parts that it overlaps."""
     result = ReshapedCopies([], [])
     pieces = list(boxes_of(value, data))
     box = megatron_region(value).box
@@ -103,13 +103,13 @@ def copies(value: Any, data: torch.Tensor, stored: Shape, part: Shape) -> Reshap
 
 
 def _parts(box: Box, part: Shape) -> Iterator[Shape]:
-    """Return indices of the parts that a box overlaps."""
+    """Yield the indices of the parts that a box overlaps."""
     ends = zip(box.offset, box.end, part, strict=True)
     return product(*(range(start // extent, -(-end // extent)) for start, end, extent in ends))
 
 
 def boxes_of(value: Any, data: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Return (box of the global tensor, view of the data) for each box that the value holds."""
+    """Yield (box of the global tensor, view of the data) for each box that the value holds."""
     region, local = megatron_region(value), megatron_data(value, data)
     if flat_range(value) is None:
         yield region.box, local
@@ -124,7 +124,7 @@ FactoryMergeFn: TypeAlias = Callable[[Nested], Any]
 
 
 class ShardedBase(ABC):
-    """A value with its own key in a checkpoint, whatever its place in the state dict."""
+    """A value with its own key in a checkpoint, regardless of its position in the state dict."""
 
     key: str
     data: Any
@@ -154,7 +154,7 @@ class _GivenFlat(_Given, total=False):
 
 
 def is_main_replica(replica_id: ReplicaId | Iterable[int]) -> bool:
-    """Return whether a save writes this replica: 0, only zeros, or an empty tuple."""
+    """Return whether a save writes this replica. This is true for 0, only zeros, and an empty tuple."""
     return replica_id == 0 if isinstance(replica_id, int) else all(number == 0 for number in replica_id)
 
 
@@ -164,8 +164,8 @@ class ShardedTensor(ShardedBase):
 
     ``local_shape``: the shape of the part, without the ``prepend_axis_num`` leading axes of extent 1 that only the
     global tensor has. ``global_offset``: the offset of the part. ``axis_fragmentations``: the number of parts along
-    each axis, None for an uneven cut. ``replica_id``: 0 (or zeros) on the one process that writes the part.
-    ``allow_shape_mismatch``: a load accepts another global shape, and elements that the checkpoint lacks become 0.
+    each axis, or None if the parts are uneven. ``replica_id``: 0 (or zeros) on the one process that writes the part.
+    ``allow_shape_mismatch``: a load accepts a different global shape and sets elements that the checkpoint lacks to 0.
     ``flattened_range``: ``data`` is only this slice of the flattened part. Raises CheckpointingException if the fields
     contradict each other.
     """
@@ -195,15 +195,15 @@ class ShardedTensor(ShardedBase):
         if len(self.global_shape) != len(self.global_offset):
             return "global_shape and global_offset differ in length"
         if len(self.local_shape) + self.prepend_axis_num != len(self.global_shape):
-            return "local_shape and prepend_axis_num do not make up the dimensions of global_shape"
+            return "local_shape and prepend_axis_num do not add up to the dimensions of global_shape"
         if self.axis_fragmentations is not None and any(extent and start % extent for start, extent in self._axes()):
-            return "global_offset is no multiple of local_shape; for an uneven cut give axis_fragmentations=None"
+            return "global_offset is not a multiple of local_shape; for uneven parts, pass axis_fragmentations=None"
         if self.flattened_range is not None and self.flattened_range.step is not None:
             return "flattened_range has a step, which is not supported"
         return None if self.data is None else self._problem_of(self.data)
 
     def _axes(self) -> Iterator[tuple[int, int]]:
-        """Return (offset, extent) of each axis that ``data`` has."""
+        """Yield the (offset, extent) of each axis that ``data`` has."""
         return zip(self.global_offset[self.prepend_axis_num :], self.local_shape, strict=True)
 
     def _before(self) -> Shape:
@@ -212,21 +212,21 @@ class ShardedTensor(ShardedBase):
 
     def _problem_of(self, data: torch.Tensor) -> str | None:
         if data.dtype != self.dtype:
-            return f"data is {data.dtype}, dtype says {self.dtype}"
+            return f"data is {data.dtype}, but dtype is {self.dtype}"
         expected: Sequence[int] = self.local_shape if self.flattened_range is None else (len(self.flat_elements()),)
         if tuple(data.shape) != tuple(expected):
             what = "local_shape" if self.flattened_range is None else "flattened_range"
-            return f"data has shape {list(data.shape)}, but {what} makes it {list(expected)}"
+            return f"data has shape {list(data.shape)}, but {what} requires {list(expected)}"
         return None
 
     def flat_elements(self) -> range:
-        """Return the elements of the part that ``data`` holds, by their number in row-major order."""
+        """Return the elements of the part that ``data`` holds, numbered in row-major order."""
         every = range(prod(self.local_shape))
         return every if self.flattened_range is None else every[self.flattened_range]
 
     @property
     def has_regular_grid(self) -> bool:
-        """Whether the global tensor is cut into equal parts along each axis."""
+        """Whether the global tensor is split into equal parts along each axis."""
         return self.axis_fragmentations is not None
 
     def global_slice(self) -> tuple[int | slice, ...]:
@@ -234,18 +234,20 @@ class ShardedTensor(ShardedBase):
         return (*self._before(), *(slice(start, start + extent) for start, extent in self._axes()))
 
     def local_coordinates(self) -> tuple[npt.NDArray[np.int64], ...]:
-        """Return index arrays of the elements of ``flattened_range`` in the part.
+        """Return the index arrays, within the part, of the elements of ``flattened_range``.
 
         Raises CheckpointingException without a ``flattened_range``.
         """
         if self.flattened_range is None:
-            raise refused(self.key, "coordinates are those of a flattened_range, and it has none; use global_slice()")
-        if not self.local_shape:  # numpy has no indices for no dimensions
+            raise refused(
+                self.key, "coordinates exist only for a flattened_range, which it does not have; use global_slice()"
+            )
+        if not self.local_shape:  # numpy has no index arrays for zero dimensions
             return ()
         return tuple(np.unravel_index(np.asarray(self.flat_elements(), dtype=np.int64), self.local_shape))
 
     def global_coordinates(self) -> tuple[int | npt.NDArray[np.int64], ...]:
-        """Return index arrays of the same elements in the global tensor, with one number for each prepended axis."""
+        """Return the index arrays of these elements in the global tensor, with one number for each prepended axis."""
         local = self.local_coordinates()
         return (*self._before(), *(index + start for index, (start, _) in zip(local, self._axes(), strict=True)))
 
@@ -256,24 +258,26 @@ class ShardedTensor(ShardedBase):
     def max_allowed_chunks(self) -> Shape:
         """Return ``global_shape // axis_fragmentations``.
 
-        Raises CheckpointingException for an axis that does not divide, unless ``allow_shape_mismatch``, and for an
-        uneven cut.
+        Raises CheckpointingException for uneven parts and, unless ``allow_shape_mismatch`` is set, for an axis that is
+        not divisible.
         """
         if self.axis_fragmentations is None:
-            raise CheckpointingException(f"{self.key!r} has no regular grid", key=self.key)
+            raise CheckpointingException(f"{self.key!r} does not have a regular grid", key=self.key)
         pairs = list(zip(self.global_shape, self.axis_fragmentations, strict=True))
         for extent, count in pairs:
             if extent % count and not self.allow_shape_mismatch:
-                why = f"an axis of {extent} is no multiple of {count}; give allow_shape_mismatch=True if it is padded"
+                why = (
+                    f"an axis of {extent} is not a multiple of {count}; pass allow_shape_mismatch=True if it is padded"
+                )
                 raise refused(self.key, why)
         return tuple(extent // count for extent, count in pairs)
 
     def narrow(self, dim: int, start: int, length: int) -> list[Self]:
-        """Keep ``length`` elements from ``start`` on along an axis, with the data as a view.
+        """Keep ``length`` elements along an axis, starting at ``start``. The new data is a view.
 
-        ``dim`` counts without the prepended axes. The new global tensor consists of the elements that all parts keep.
+        ``dim`` does not count the prepended axes. The new global tensor consists of the elements that all parts keep.
         Returns one part, or none if the ``flattened_range`` has none of these elements. Raises CheckpointingException
-        for elements outside the part, for an uneven cut, and for flat data along another axis than the first.
+        for elements outside the part, for uneven parts, and for flat data along any axis other than the first.
         """
         return narrowed(self, dim, start, length)
 
@@ -295,13 +299,14 @@ class ShardedTensor(ShardedBase):
         flattened_range: None = None,
         **init_kwargs: Unpack[_Given],
     ) -> Self:
-        """Make a part of a regular grid.
+        """Create a part of a regular grid.
 
-        ``rank_offsets``: (axis, index of the part, number of parts) for each axis that is cut. Axes count the prepended
-        ones; the last of two triples for one axis holds. Raises CheckpointingException for any other triple.
+        ``rank_offsets``: (axis, index of the part, number of parts) for each axis that is split. Axis numbers include
+        the prepended axes. If an axis has two triples, the last one is used. Raises CheckpointingException for an
+        invalid triple.
         """
         if flattened_range is not None:
-            raise refused(key, "for a flattened_range use from_rank_offsets_flat")
+            raise refused(key, "for a flattened_range, use from_rank_offsets_flat")
         parts = [1] * prepend_axis_num + list(data.shape)
         offset, counts = [0] * len(parts), [1] * len(parts)
         for triple in rank_offsets:
@@ -331,14 +336,14 @@ class ShardedTensor(ShardedBase):
         flattened_range: slice | None = None,
         **kwargs: Unpack[_GivenFlat],
     ) -> Self:
-        """Make a slice, ``flattened_range``, of a flattened part of shape ``non_flat_local_shape``; ``data`` is 1-d.
+        """Create the slice ``flattened_range`` of a flattened part of shape ``non_flat_local_shape``. ``data`` is 1-d.
 
-        All else is as in `from_rank_offsets`. Raises CheckpointingException if slice and data do not fit.
+        Everything else is as in `from_rank_offsets`. Raises CheckpointingException if slice and data do not match.
         """
         if flattened_range is None:
-            raise refused(key, "it needs a flattened_range; or use from_rank_offsets")
+            raise refused(key, "it needs a flattened_range; pass one, or use from_rank_offsets")
         if data.ndim != 1:
-            raise refused(key, f"flat data is 1-d, not of shape {list(data.shape)}")
+            raise refused(key, f"flat data must be 1-d, but it has shape {list(data.shape)}")
         whole = torch.empty(tuple(non_flat_local_shape), dtype=data.dtype, device="meta")
         part = cls.from_rank_offsets(key, whole, *rank_offsets, **kwargs)
         return replace(part, data=data, flattened_range=flattened_range)
@@ -346,16 +351,16 @@ class ShardedTensor(ShardedBase):
 
 def _checked(key: str, triple: Sequence[int], dims: int) -> Sequence[int]:
     if len(triple) != 3 or not (0 <= triple[0] < dims and 0 <= triple[1] < triple[2]):
-        raise refused(key, f"{triple} is no rank offset: give (axis below {dims}, part, number of parts above it)")
+        raise refused(key, f"{triple} is not a rank offset: pass (axis below {dims}, part, number of parts above it)")
     return triple
 
 
 @dataclass
 class ShardedObject(ShardedBase):
-    """One shard of an object. A load never reshards objects: each shard loads as it was saved.
+    """One shard of an object. A load never reshards objects: each shard loads exactly as it was saved.
 
     ``global_shape``: the number of shards along each axis. ``global_offset``: the index of this shard. Raises
-    CheckpointingException if they differ in length.
+    CheckpointingException if the two differ in length.
     """
 
     key: str
@@ -381,7 +386,7 @@ class ShardedObject(ShardedBase):
 
     @classmethod
     def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> Self:
-        """Make the object, without data, from a `unique_key`. Raises CheckpointingException for any other text."""
+        """Create the object, without data, from a `unique_key`. Raises CheckpointingException for any other string."""
         key, separator, rest = unique_key.rpartition("/shard_")
         try:
             offset, shape = (tuple(int(n) for n in part.split(".") if n) for part in rest.split("_"))
@@ -391,16 +396,17 @@ class ShardedObject(ShardedBase):
         if not separator:
             raise CheckpointingException(f"{unique_key!r} does not name a shard of an object", key=unique_key)
         if len(shape) + 1 == len(offset):
-            shape += (-1,)  # old versions of Megatron cut off the last number
+            shape += (-1,)  # old versions of Megatron truncated the last number
         return cls(key, None, shape, offset, replica_id)
 
 
 @dataclass
 class ShardedTensorFactory(ShardedBase):
-    """A tensor that is saved in another form: ``build_fn`` makes a sharded state dict of it, ``merge_fn`` undoes that.
+    """A tensor that is saved in a different form.
 
-    ``build_fn(key, data, replica_id, flattened_range)``; the last parameter is optional. The function must depend only
-    on its arguments, because it also builds optimizer state, with another key and other data.
+    ``build_fn`` turns it into a sharded state dict; ``merge_fn`` undoes that. ``build_fn(key, data, replica_id,
+    flattened_range)``; the last parameter is optional. The function must depend only on its arguments, because it also
+    builds optimizer state, with a different key and different data.
     """
 
     key: str
@@ -411,15 +417,18 @@ class ShardedTensorFactory(ShardedBase):
     flattened_range: slice | None = None
 
     def build(self) -> Nested:
-        """Build the sharded state dict. Raises CheckpointingException if ``build_fn`` takes no flattened_range."""
+        """Build the sharded state dict.
+
+        Raises CheckpointingException if ``build_fn`` cannot accept a flattened_range.
+        """
         if _takes_four(self.build_fn):
             return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
         if self.flattened_range is not None:
-            raise refused(self.key, "its build_fn takes three arguments, and the flattened_range would be the fourth")
+            raise refused(self.key, "its build_fn accepts three arguments, but the flattened_range would be the fourth")
         return self.build_fn(self.key, self.data, self.replica_id)
 
     def merge(self, built: Nested) -> Any:
-        """Merge the loaded values of a built state dict by ``merge_fn``."""
+        """Merge the loaded values of a built state dict with ``merge_fn``."""
         return self.merge_fn(built)
 
     def validate_metadata_integrity(self) -> None:
@@ -437,7 +446,7 @@ def _takes_four(build_fn: Callable[..., Any]) -> bool:
 
 
 class LocalNonpersistentObject:
-    """A value that is not saved. A load puts this process's own value in its place."""
+    """A value that is not saved. A load returns this process's own value for it."""
 
     def __init__(self, obj: Any) -> None:
         self.obj = obj
@@ -457,10 +466,10 @@ def apply_factories(sharded_state_dict: Nested) -> None:
 
 
 def apply_factory_merges(x1: Nested, x2: Nested, key: Path = ()) -> Any:
-    """Undo `apply_factories` in ``x1``, in place, by the factories at the same places in ``x2``; return ``x1``.
+    """Undo `apply_factories` in ``x1``, in place, with the factories at the same positions in ``x2``. Return ``x1``.
 
-    If ``x1`` has a list, ``x2`` may have a dict by index. Raises CheckpointingException (a ValueError) with the path
-    for a place that ``x1`` lacks.
+    If ``x1`` has a list, ``x2`` may have a dict by index. Raises CheckpointingException (a ValueError), naming the
+    path, for a position that ``x1`` lacks.
     """
     if is_factory(x2):
         return x2.merge_fn(x1)
@@ -469,12 +478,16 @@ def apply_factory_merges(x1: Nested, x2: Nested, key: Path = ()) -> Any:
         or not isinstance(x2, dict | list)
         or (isinstance(x1, dict) and isinstance(x2, list))
     ):
-        raise CheckpointingException(f"factories are {type(x2).__name__} where there is {type(x1).__name__}, at {key}")
+        raise CheckpointingException(
+            f"at {key}, the factories are in a {type(x2).__name__}, which does not match {type(x1).__name__}"
+        )
     if isinstance(x2, list) and len(x1) != len(x2):
-        raise CheckpointingException(f"{len(x2)} places for factories in a list of {len(x1)}, at {key}")
+        raise CheckpointingException(
+            f"at {key}, the list has length {len(x1)}, but the factories are in a list of length {len(x2)}"
+        )
     for k, factories in x2.items() if isinstance(x2, dict) else enumerate(x2):
         there = k in x1 if isinstance(x1, dict) else type(k) is int and 0 <= k < len(x1)
         if not there:
-            raise CheckpointingException(f"a factory has nothing to merge, at {(*key, k)}")
+            raise CheckpointingException(f"at {(*key, k)}, a factory has nothing to merge")
         x1[k] = apply_factory_merges(x1[k], factories, (*key, k))
     return x1

@@ -1,4 +1,4 @@
-"""Nested dicts and lists: map, merge, split and compare them. Any other value, also a tuple, is a leaf.
+"""Functions that map, merge, split and compare nested dicts and lists. Any other value, even a tuple, is a leaf.
 
 The functions behave like those of ``megatron.core.dist_checkpointing.dict_utils``. Where its documentation and its code
 differ, they follow the documentation.
@@ -15,7 +15,7 @@ import torch
 from casckpt.frontends.megatron.errors import CheckpointingException
 
 Nested: TypeAlias = Any
-"""A dict or a list of leaves and of more dicts and lists."""
+"""A dict or a list of leaves and of further dicts and lists."""
 StateDict: TypeAlias = dict[str, Any]
 CommonStateDict: TypeAlias = dict[str, Any]
 ShardedStateDict: TypeAlias = dict[str, Any]
@@ -30,12 +30,12 @@ def _items(x: Nested) -> Iterable[tuple[Key, Any]]:
 
 
 def nested_values(x: Nested) -> Iterator[Any]:
-    """Return all leaves, in order. Empty containers have none."""
+    """Yield all leaves in order. Empty containers have none."""
     return (value for _, _, value in nested_items_iter(x))
 
 
 def nested_items_iter(x: Nested) -> Iterator[tuple[Nested, Key, Any]]:
-    """Return (container, key or index, leaf) of every leaf, in order."""
+    """Yield the (container, key or index, leaf) of every leaf, in order."""
     for key, value in _items(x):
         if isinstance(value, dict | list):
             yield from nested_items_iter(value)
@@ -44,12 +44,12 @@ def nested_items_iter(x: Nested) -> Iterator[tuple[Nested, Key, Any]]:
 
 
 def dict_map(f: Callable[[Any], Any], d: Nested) -> None:
-    """Replace every leaf by ``f(leaf)``, in place."""
+    """Replace every leaf with ``f(leaf)``, in place."""
     dict_map_with_key(lambda _, value: f(value), d)
 
 
 def dict_map_with_key(f: Callable[[Key, Any], Any], d: Nested) -> None:
-    """Replace every leaf by ``f(key, leaf)``, in place. ``key`` is the innermost key, or the index in a list."""
+    """Replace every leaf with ``f(key, leaf)``, in place. ``key`` is the innermost key, or the index in a list."""
     for container, key, value in nested_items_iter(d):
         container[key] = f(key, value)
 
@@ -88,8 +88,8 @@ def map_reduce(
 def merge(x1: Nested, x2: Nested, key: Path = ()) -> Nested:
     """Merge ``x2`` into ``x1``, in place, and return ``x1``.
 
-    Raises CheckpointingException (a ValueError) with the path if both have a leaf at one place, even an equal one, or
-    if two lists differ in length.
+    Raises CheckpointingException (a ValueError), naming the path, if both have a leaf at the same position, even an
+    equal one, or if two lists differ in length.
     """
     if isinstance(x1, dict) and isinstance(x2, dict):
         for k, value in x2.items():
@@ -97,12 +97,14 @@ def merge(x1: Nested, x2: Nested, key: Path = ()) -> Nested:
     elif isinstance(x1, list) and isinstance(x2, list):
         if len(x1) != len(x2):
             raise CheckpointingException(
-                f"lists of {len(x1)} and of {len(x2)} items cannot be merged, at {key}: a list must be sharded or "
+                f"lists of {len(x1)} and {len(x2)} items cannot be merged, at {key}: a list must be sharded or "
                 "plain as a whole, or each of its items must have both; use a dict"
             )
         x1[:] = [merge(value, other, (*key, i)) for i, (value, other) in enumerate(zip(x1, x2, strict=True))]
     else:
-        raise CheckpointingException(f"two values for one place, at {key}: {_text(x1)} and {_text(x2)}; rename one")
+        raise CheckpointingException(
+            f"two values for the same position, at {key}: {_text(x1)} and {_text(x2)}; rename one"
+        )
     return x1
 
 
@@ -111,12 +113,12 @@ def extract_matching_values(
 ) -> tuple[Nested, Nested]:
     """Return (matching leaves, other leaves), each in the hierarchy of ``x``, without containers that lack such leaves.
 
-    A list that loses items closes the gaps; with ``return_lists_as_dicts`` it becomes a dict by index. An empty
-    container in a dict does not match; for one in a list, the predicate decides. Raises CheckpointingException (a
-    ValueError) if ``x`` is neither dict nor list.
+    A list that loses items closes the gaps. With ``return_lists_as_dicts``, it becomes a dict by index instead. An
+    empty container in a dict does not match; for one in a list, the predicate decides. Raises CheckpointingException
+    (a ValueError) if ``x`` is neither a dict nor a list.
     """
     if not isinstance(x, dict | list):
-        raise CheckpointingException(f"neither a dict nor a list, but {type(x).__name__}")
+        raise CheckpointingException(f"expected a dict or a list, not {type(x).__name__}")
     sides: tuple[dict[Key, Any], dict[Key, Any]] = ({}, {})
     for key, value in _items(x):
         if isinstance(value, dict | list) and value:
@@ -135,8 +137,9 @@ def extract_matching_values(
 def diff(x1: Any, x2: Any, prefix: Path = ()) -> tuple[list[Any], list[Any], list[Any]]:
     """Return (paths only in ``x1``, paths only in ``x2``, mismatches).
 
-    A mismatch is (path, type in ``x1``, type in ``x2``). Items that only the longer of two lists has are given by their
-    index alone. Tensors are equal if all elements are, sharded values if their data are.
+    A mismatch is (path, type in ``x1``, type in ``x2``). Items that only the longer of two lists has are listed by
+    their index alone. Tensors are equal if all their elements are equal, and sharded values are equal if their data is
+    equal.
     """
     if isinstance(x1, dict) and isinstance(x2, dict):
         left: list[Any] = [(*prefix, key) for key in x1 if key not in x2]
@@ -162,7 +165,7 @@ def _equal(x1: Any, x2: Any) -> bool:
         return x1.shape == x2.shape and bool(torch.all(x1.cpu() == x2.cpu()))
     try:
         return not bool(x1 != x2)
-    except (RuntimeError, TypeError, ValueError):  # a comparison that gives no single answer
+    except (RuntimeError, TypeError, ValueError):  # the comparison does not yield a single answer
         return False
 
 

@@ -1,4 +1,4 @@
-"""Shards optimizer state like the parameters of the model."""
+"""Shards optimizer state in the same way as the model's parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def _memory(tensor: torch.Tensor | None) -> tuple[int, ...]:
-    """Return the address of the tensor's elements and its shape; empty for a tensor without memory."""
+    """Return the address of the tensor's elements and its shape, or () for a tensor without memory."""
     local = None if tensor is None else local_of(tensor)
     return () if local is None or not local.numel() or not has_memory(local) else (local.data_ptr(), *local.shape)
 
@@ -37,14 +37,14 @@ def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.Tensor]) -> dict
 def get_param_id_to_sharded_param_map(
     model_sharded_state_dict: Nested, optim_params_iter: Iterable[torch.Tensor]
 ) -> dict[int, Any]:
-    """Map the number of a parameter in the optimizer to its ShardedTensor or factory in the model's state dict.
+    """Map each parameter's number in the optimizer to its ShardedTensor or factory in the model's state dict.
 
     Parameters are matched by identity, so the state dict must hold the parameters themselves (``keep_vars=True``), or
     the local part of a DTensor. Logs a warning if no parameter is found.
     """
     params = list(optim_params_iter)
     numbers = get_optim_param_to_id_map(params)
-    # Each call of to_local makes another tensor with the same memory.
+    # Each call of to_local creates a new tensor with the same memory.
     memories = {at: number for number, param in enumerate(params) if is_dtensor(param) and (at := _memory(param))}
     sharded, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
     by_number = {}
@@ -54,8 +54,9 @@ def get_param_id_to_sharded_param_map(
             by_number[number] = value
     if not by_number:
         log.warning(
-            "no tensor of the model's state dict is a parameter of the optimizer; make it with keep_vars=True, and "
-            "transform parameters with a ShardedTensorFactory only"
+            "no tensor of the model's state dict is a parameter of the optimizer; create the state dict with "
+            "keep_vars=True, and "
+            "transform parameters only with a ShardedTensorFactory"
         )
     return by_number
 
@@ -63,15 +64,16 @@ def get_param_id_to_sharded_param_map(
 def make_sharded_optimizer_tensor(model_param: Any, optim_param: torch.Tensor, prefix: str) -> Any:
     """Return a copy of ``model_param`` with the key ``<prefix>.<its key>`` and the data of ``optim_param``.
 
-    Raises CheckpointingException if ``optim_param`` has another shape than the parameter.
+    Raises CheckpointingException if the shape of ``optim_param`` differs from that of the parameter.
     """
     data, key = local_of(optim_param), f"{prefix}.{model_param.key}"
     if is_factory(model_param):
         return replace(model_param, key=key, data=data)
     if getattr(model_param, "flattened_range", None) is None and tuple(data.shape) != tuple(model_param.local_shape):
         raise CheckpointingException(
-            f"{key!r} has shape {list(data.shape)}, but the parameter {list(model_param.local_shape)}; state of "
-            "another shape, such as 'step', belongs into exclude_keys",
+            f"{key!r} has shape {list(data.shape)}, but the parameter has shape {list(model_param.local_shape)}; "
+            "put state of "
+            "a different shape, such as 'step', into exclude_keys",
             key=key,
         )
     return replace(model_param, key=key, data=data, dtype=data.dtype)
@@ -82,9 +84,9 @@ def optim_state_to_sharding_state(
 ) -> None:
     """Turn an optimizer's state dict into a sharded one, in place.
 
-    State ``name`` of a parameter gets the key ``optimizer.state.<name>.<key of the parameter>``, without state in
+    The state ``name`` of a parameter gets the key ``optimizer.state.<name>.<key of the parameter>``, unless it is in
     ``exclude_keys``. The groups become copies whose ``params`` are not saved. Raises CheckpointingException (a
-    ValueError) for state of a parameter that the map lacks.
+    ValueError) for the state of a parameter that the map lacks.
     """
     sharded: dict[Any, dict[str, Any]] = {}
     for number, state in optim_state_dict["state"].items():

@@ -1,4 +1,4 @@
-"""Parses the place of a checkpoint, which Megatron code calls checkpoint_dir: ``STORE#RUN@STEP``."""
+"""Parses a checkpoint's location, ``STORE#RUN@STEP``, which Megatron code calls checkpoint_dir."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StoreRef:
         run, separator, step = self.ref.rpartition("@")
         if not separator or not step.isascii() or not step.isdigit():
             raise CheckpointingException(
-                f"{self.ref!r} names no place to save to: give STORE#RUN@STEP, as ckpts#sft@100"
+                f"{self.ref!r} is not a location to save to: pass STORE#RUN@STEP, such as ckpts#sft@100"
             )
         place = at(self.store, run=run, step=int(step))
         return place.run, place.step
@@ -37,19 +37,23 @@ class StoreRef:
 
 @lru_cache(maxsize=16)
 def _opened(url: str) -> Store:
-    """Return the same `Store` for the same URL, so that it keeps its caches and runs its background saves in turn."""
+    """Return the same `Store` for the same URL, so that it keeps its caches and serializes its background saves."""
     return as_store(url)
 
 
 def place_of(checkpoint_dir: CheckpointDir) -> StoreRef:
-    """Parse a checkpoint_dir. Raises CheckpointingException for any other value, InvalidInput for a bad URL."""
+    """Parse a checkpoint_dir.
+
+    Raises CheckpointingException for any other value, and InvalidInput for an invalid URL.
+    """
     if isinstance(checkpoint_dir, At):
         return StoreRef(_store(checkpoint_dir.store), f"{checkpoint_dir.run}@{checkpoint_dir.step}")
     text = _text(checkpoint_dir)
     store, separator, ref = text.rpartition("#")
     if not separator or not store or not ref:
         raise CheckpointingException(
-            f"{text!r} is no place in a store: give STORE#RUN@STEP, as ckpts#sft@100, or casckpt.at(store, run=, step=)"
+            f"{text!r} is not a location in a store: pass STORE#RUN@STEP, such as ckpts#sft@100, or "
+            "casckpt.at(store, run=, step=)"
         )
     return StoreRef(_store(store), ref)
 
@@ -57,7 +61,8 @@ def place_of(checkpoint_dir: CheckpointDir) -> StoreRef:
 def _text(checkpoint_dir: str | os.PathLike[str]) -> str:
     if not isinstance(checkpoint_dir, str | os.PathLike):
         raise CheckpointingException(
-            f"a checkpoint_dir is not a {type(checkpoint_dir).__name__}: give STORE#RUN@STEP, as ckpts#sft@100, or "
+            f"a checkpoint_dir cannot be a {type(checkpoint_dir).__name__}: pass STORE#RUN@STEP, such as "
+            "ckpts#sft@100, or "
             "casckpt.at(store, run=, step=)"
         )
     return os.fspath(checkpoint_dir)
@@ -71,5 +76,5 @@ def _store(store: AnyStore) -> Store:
 
 
 def folder_of(checkpoint_dir: CheckpointDir) -> Path | None:
-    """Return the folder that a checkpoint_dir names, as Megatron itself writes them; None if it names a store."""
+    """Return the folder that a checkpoint_dir names, in the form that Megatron itself uses. Return None for a store."""
     return None if isinstance(checkpoint_dir, At) or "#" in _text(checkpoint_dir) else Path(checkpoint_dir)

@@ -1,6 +1,6 @@
-"""Saves a sharded state dict: all ranks check it together, then the store saves the shards of its tensors.
+"""Saves a sharded state dict. First, all ranks check it together; then the store saves the shards of its tensors.
 
-The save may run in the background, as the training loop of Megatron schedules it.
+The save may run in the background, as Megatron's training loop schedules it.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from casckpt.tensors.values import OfObjects, Shard
 
 
 class AsyncRequest(NamedTuple):
-    """A request with the fields and methods of Megatron-core's. The save already runs, so the caller only waits for it.
+    """A request with the fields and methods of Megatron-core's AsyncRequest.
 
-    ``async_fn``: a function to run in another process, or None. ``finalize_fns``: functions to call on every rank once
-    ``async_fn`` has returned on all ranks. They return when the checkpoint is committed, and raise the error of the
-    save.
+    The save is already running, so the caller only waits. ``async_fn``: a function to run in another process, or None.
+    ``finalize_fns``: functions to call on every rank once ``async_fn`` has returned on all ranks. They return when the
+    checkpoint is committed, and raise the error of the save.
     """
 
     async_fn: Callable[..., Any] | None
@@ -59,9 +59,9 @@ class AsyncRequest(NamedTuple):
     call_idx: int = 0
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
-        """Add a function to call after the others. Raises RuntimeError if the request is frozen."""
+        """Add a function to call after the existing ones. Raises RuntimeError if the request is frozen."""
         if self.is_frozen:
-            raise RuntimeError("the request is frozen; add functions before it is scheduled")
+            raise RuntimeError("the request is frozen; add functions before you schedule it")
         self.finalize_fns.append(fn)
 
     def execute_sync(self) -> None:
@@ -72,14 +72,15 @@ class AsyncRequest(NamedTuple):
             fn()
 
     def freeze(self) -> AsyncRequest:
-        """Return a copy that accepts no more functions."""
+        """Return a copy that does not accept further functions."""
         return self._replace(is_frozen=True)
 
 
 class Ending:
-    """The end of a save, for other processes to wait for: a file that this process locks until `reached`.
+    """The end of a save, on which other processes can wait.
 
-    The system releases the lock if the process dies. A forked child does not inherit a lock of this kind.
+    It is a file that this process locks until `reached` is called. The system releases the lock if the process dies. A
+    forked child does not inherit this kind of lock.
     """
 
     def __init__(self) -> None:
@@ -92,12 +93,12 @@ class Ending:
         return self._file.name
 
     def reached(self) -> None:
-        """Release the processes that wait."""
+        """Release the waiting processes."""
         self._file.close()
 
 
 def wait_for_end(path: str) -> None:
-    """Wait until the save has ended. In the process that runs the save, return at once."""
+    """Wait until the save has ended. In the process that runs the save, return immediately."""
     try:
         with open(path, "rb") as file:
             fcntl.lockf(file, fcntl.LOCK_SH)
@@ -125,21 +126,22 @@ def save(  # noqa: PLR0917 - the positions of Megatron-core's
 ) -> AsyncRequest | None:
     """Save a checkpoint. Every rank of ``process_group`` (None: all ranks) makes the call with its own part.
 
-    Factories are built in the caller's dict, as in Megatron. Non-persistent values are left out. Main replicas write
-    the sharded tensors and objects under their keys; rank 0 writes all other values at their places in the state dict.
+    Factories are built in the caller's dict, as in Megatron. Non-persistent values are omitted. Main replicas write
+    the sharded tensors and objects under their keys. Rank 0 writes all other values under their keys in the state
+    dict.
 
     ``validate_access_integrity``: before anything is written, all ranks check that every element has exactly one main
-    replica, and log differences between their common part and that of rank 0, both preprocessed by
+    replica, and log differences between their common part and rank 0's. Both are first preprocessed by
     ``preprocess_common_before_consistancy_check``. ``async_sharded_save``: copy the tensors, save in the background,
     and return a request whose ``finalize_fns`` wait for the save. ``content_metadata``: see `load_content_metadata`.
-    ``fully_parallel``: all replicas share the writing, balanced by bytes, instead of the main ones alone; they must
+    ``fully_parallel``: all replicas, instead of only the main ones, share the writing, balanced by bytes. They must
     hold equal values. ``options``: those of `Store.save` (``overwrite``, ``attachments``, ``metadata``,
     ``allow_pickle``, ``dedup``, ``threads``, ``check_replicas``, ``no_dist``, ...). ``sharded_strategy`` and
-    ``common_strategy`` exist for Megatron's signature: pass None or ("casckpt", 1) for the first, and None for the
-    second.
+    ``common_strategy`` exist only to match Megatron's signature: pass None or ("casckpt", 1) for the first, and None
+    for the second.
 
-    Raises CheckpointingException on every rank; it names key, rank and region. It is also a Conflict if the step
-    exists and ``overwrite`` is false. Raises StorageError and RankFailed as `Store.save`. After an error, no new
+    Raises CheckpointingException on every rank, naming the key, rank and region. It is also a Conflict if the step
+    exists and ``overwrite`` is false. Raises StorageError and RankFailed, as `Store.save` does. After an error, no new
     checkpoint is visible.
     """
     with checkpointing_errors():
@@ -165,16 +167,21 @@ def save(  # noqa: PLR0917 - the positions of Megatron-core's
 
 
 def located(checkpoint_dir: CheckpointDir, sharded: Any, common: Any) -> StoreRef:
-    """Find the place of the checkpoint. Raises CheckpointingException, also for strategies of another backend."""
+    """Find the checkpoint's location.
+
+    Raises CheckpointingException, including for strategies of a different backend.
+    """
     if common is not None:
-        raise NotImplementedError("a common_strategy cannot be chosen: the common part lies in the store; give None")
+        raise NotImplementedError(
+            "a common_strategy cannot be chosen, because the common part is in the store; pass None"
+        )
     if sharded in (None, (BACKEND, VERSION)):
         return place_of(checkpoint_dir)
     if isinstance(sharded, tuple | str):
-        raise CheckpointingException(f"sharded_strategy={sharded!r} does not support stores; give None")
+        raise CheckpointingException(f"sharded_strategy={sharded!r} does not support stores; pass None")
     raise CheckpointingException(
-        f"a {type(sharded).__name__} is for the save and the load of Megatron-core, which take a folder; here "
-        "STORE#RUN@STEP names the checkpoint: give None as sharded_strategy, or call "
+        f"a {type(sharded).__name__} works with Megatron-core's own save and load, which accept a folder; here "
+        "STORE#RUN@STEP names the checkpoint: pass None as sharded_strategy, or call "
         "megatron.core.dist_checkpointing with it"
     )
 
@@ -197,7 +204,7 @@ class Saving:
     common: dict[Any, Any] = field(default_factory=dict)
     selected: Sequence[bool] = ()
     files: dict[str, bytes] = field(default_factory=dict)
-    _compared: Any = None  # the common part as it is compared with rank 0
+    _compared: Any = None  # the common part in the form that is compared with rank 0's
 
     def agree(
         self,
@@ -208,10 +215,10 @@ class Saving:
         preprocess: Preprocess | None,
         background: bool = False,
     ) -> tuple[StoreRef, bool]:
-        """Sort the state dict and check it together with all ranks.
+        """Sort the state dict and check it across all ranks.
 
-        Returns the place, and whether the save replaces a checkpoint that holds only a config. ``background``: whether
-        the save runs in the background; ranks that differ in it would wait for each other.
+        Returns the location, and whether the save replaces a checkpoint that holds only a config. ``background``:
+        whether the save runs in the background. Ranks with different values would wait for each other.
         """
 
         def sort() -> tuple[StoreRef, _Sorted]:
@@ -225,7 +232,7 @@ class Saving:
             claims = [of_rank for of_rank, _, _ in gathered]
             if len({asked for _, asked, _ in gathered}) > 1:
                 ways = ", ".join(f"{asked} on rank {rank}" for rank, (_, asked, _) in enumerate(gathered[:8]))
-                raise CheckpointingException(f"async_sharded_save is {ways}: all ranks must make the same call")
+                raise CheckpointingException(f"async_sharded_save is {ways}: pass the same value on all ranks")
             if validate:
                 check_claims(claims)
             samples = [sample for _, _, sample in gathered if sample is not None]
@@ -242,7 +249,10 @@ class Saving:
         return place, replaces
 
     def _samples(self, run: str, step: int) -> Samples | None:
-        """Return samples of all replicas if only main replicas are saved. Otherwise the save compares replicas."""
+        """Return samples of all replicas if only main replicas are saved.
+
+        Otherwise, the save itself compares replicas.
+        """
         if self.fully_parallel or self.check_replicas != "sample":
             return None
         filled = [value for value in self.sharded if is_sharded_tensor(value) and value.data is not None]
@@ -256,7 +266,7 @@ class Saving:
         _check_lists(self.sharded_state_dict, ())
         _, persistent = extract_nonpersistent(self.sharded_state_dict)
         sharded, self.common = extract_sharded_base(persistent)
-        if self.content_metadata is not None:  # Megatron's contains a process group, which cannot be stored
+        if self.content_metadata is not None:  # Megatron's metadata contains a process group, which cannot be stored
             kept = {key: value for key, value in self.content_metadata.items() if key != "dp_cp_group"}
             self.common = {**self.common, CONTENT_METADATA: kept}
         self.sharded = [value for value in nested_values(sharded) if not is_empty(value)]
@@ -264,13 +274,13 @@ class Saving:
         return claims_of(self.sharded)
 
     def _make_room(self, keys: set[str]) -> None:
-        """Make the attachments on rank 0, and rename values of the common part that have the key of a sharded value."""
+        """Create the attachments on rank 0, and rename values in the common part that have a sharded value's key."""
         self.common, notes = set_apart(self.common, keys)
         data = notes.encoded()
         self.files = {CONFIG_NAME: encoded(OURS)} | ({NOTES_NAME: data} if data else {})
 
     def select(self, gathered: Sequence[Claims]) -> list[list[bool]]:
-        """Select the sharded values that each rank saves: main replicas, and others to share writing or compare."""
+        """Select the sharded values that each rank saves: main replicas, and any that share writing or are compared."""
         main = main_regions(gathered) if self.fully_parallel or self.check_replicas == "raise" else set()
 
         def is_selected(claim: Claim) -> bool:
@@ -281,7 +291,7 @@ class Saving:
         return [[is_selected(claim) for claim in claims] for claims in gathered]
 
     def leave_out(self, key: str) -> None:
-        """Leave out the value with this key."""
+        """Omit the value with this key."""
         pairs = zip(self.sharded, self.selected, strict=True)
         self.selected = [selected and value.key != key for value, selected in pairs]
 
@@ -289,17 +299,20 @@ class Saving:
         try:
             left, right, mismatch = diff(pickle.loads(common), self._compared)  # noqa: S301 - from a rank of the same job
         except Exception as error:  # noqa: BLE001 - if a rank raised here, the others would wait in the save
-            log.warning("the common state of rank %d could not be compared with that of rank 0: %r", self.rank, error)
+            log.warning("the common state on rank %d could not be compared with rank 0's: %r", self.rank, error)
             return
         if left or right or mismatch:
             log.warning(
-                "the common state of rank %d is not that of rank 0, which is saved: only on rank 0 %s, only here %s, "
+                "the common state on rank %d differs from rank 0's, which is saved: only on rank 0 %s, only here %s, "
                 "different %s",
                 self.rank, left, right, mismatch,
             )  # fmt: skip
 
     def state(self) -> dict[Any, Any]:
-        """Return the state for `Store.save`. Raises CheckpointingException for a key that looks like an object's."""
+        """Return the state for `Store.save`.
+
+        Raises CheckpointingException for a key in the form of an object's unique key.
+        """
         shards: dict[str, list[Shard]] = {}
         objects: dict[str, Any] = {}
         for value in itertools.compress(self.sharded, self.selected):
@@ -311,13 +324,16 @@ class Saving:
         for key in map(str, (*shards, *common)):
             if is_object_key(key):
                 raise CheckpointingException(
-                    f"{key!r} has the form of the key of an object, and would load as one; rename it", key=key
+                    f"{key!r} has the form of an object's key and would load as an object; rename it", key=key
                 )
         return OfObjects({**common, **shards, **objects})
 
 
 def _packed(common: Any) -> bytes | None:
-    """Pickle the common part for the other ranks; None if that fails, since the save reports what it cannot store."""
+    """Pickle the common part for the other ranks.
+
+    Return None if that fails, because the save reports such values itself.
+    """
     try:
         return pickle.dumps(common)
     except Exception:  # noqa: BLE001 - classes of the user may raise anything when they are pickled
@@ -331,9 +347,9 @@ def is_empty(value: Any) -> bool:
 
 
 def _check_lists(x: Nested, path: Path) -> frozenset[str]:
-    """Return the kinds of values in ``x``. Raises CheckpointingException for a list that no load could put together.
+    """Return the kinds of values in ``x``. Raises CheckpointingException for a list that a load could not reassemble.
 
-    A list that mixes kinds is stored in several parts. Each part closes the gaps, so that the indices would be lost.
+    A list that mixes kinds is stored in several parts. Each part closes its gaps, so the indices would be lost.
     """
     if isinstance(x, dict):
         kinds = [_check_lists(value, (*path, key)) for key, value in x.items()]
@@ -342,7 +358,9 @@ def _check_lists(x: Nested, path: Path) -> frozenset[str]:
         kinds = [_check_lists(value, (*path, i)) for i, value in enumerate(x)]
         if len(set(kinds)) > 1:
             every = ", ".join(sorted(frozenset().union(*kinds)))
-            raise CheckpointingException(f"the list at {path} mixes {every}, and could not be put together; use a dict")
+            raise CheckpointingException(
+                f"the list at {path} mixes {every}, so a load could not reassemble it; use a dict"
+            )
         return kinds[0] if kinds else frozenset(("plain values",))
     if isinstance(x, tuple):
         _check_inside(x, path)
@@ -352,8 +370,8 @@ def _check_lists(x: Nested, path: Path) -> frozenset[str]:
 
 
 def _check_inside(x: Any, path: Path) -> None:
-    """Raise CheckpointingException for a sharded or non-persistent value in a tuple, because a tuple is a leaf."""
+    """Raise CheckpointingException for a sharded or non-persistent value inside a tuple, because a tuple is a leaf."""
     if is_sharded_base(x) or is_nonpersistent(x):
-        raise CheckpointingException(f"{path} is a {type(x).__name__} in a tuple, which is a leaf; use a list")
+        raise CheckpointingException(f"{path} is a {type(x).__name__} in a tuple, but a tuple is a leaf; use a list")
     for key, value in x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, list | tuple) else ():
         _check_inside(value, (*path, key))

@@ -1,10 +1,10 @@
 """A stored checkpoint in Megatron's terms: sharded tensors, shards of objects, and the common part.
 
-In a checkpoint of any front end, each tensor is a sharded tensor under its flat key, and all other values are common.
-`Notes` lists the tensors that `save` of this front end wrote as part of the common part.
+In a checkpoint from any front end, each tensor is a sharded tensor under its flat key, and all other values are
+common. `Notes` lists the tensors that this front end's `save` wrote as part of the common part.
 
-The functions that read without a sharded state dict, such as `load_common_state_dict`, lie here too. Each process reads
-by itself.
+This module also contains the functions that read without a sharded state dict, such as `load_common_state_dict`. Each
+process reads independently.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Facts: TypeAlias = tuple[Commit, Manifest, Notes, bytes | None]
 
 @dataclass(frozen=True)
 class MegatronCheckpoint:
-    """A checkpoint. ``notes``: the notes on its common part. ``file``: the contents of its common.pt, if any."""
+    """A checkpoint. ``notes``: the notes on its common part. ``file``: the contents of its common.pt, if it has one."""
 
     store: Store
     commit: Commit
@@ -57,7 +57,7 @@ class MegatronCheckpoint:
 
     @classmethod
     def read(cls, place: StoreRef, *, common: bool = False) -> MegatronCheckpoint:
-        """Read a checkpoint; ``common``: also common.pt. Raises NotFound, Damaged, Refused or StorageError."""
+        """Read a checkpoint. ``common``: also read common.pt. Raises NotFound, Damaged, Refused or StorageError."""
         checkpoint = place.store.get(place.ref)
         warn_if_forgotten(checkpoint.commit)
         names = place.store.attachments(checkpoint)
@@ -70,7 +70,7 @@ class MegatronCheckpoint:
 
     @classmethod
     def together(cls, ranks: Ranks, locate: Callable[[], StoreRef], *, common: bool = False) -> MegatronCheckpoint:
-        """Read the checkpoint for all ranks, on rank 0. All ranks must name the same one.
+        """Read the checkpoint on rank 0 for all ranks. All ranks must name the same checkpoint.
 
         Each rank loads through its own store.
         """
@@ -92,7 +92,7 @@ class MegatronCheckpoint:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The checkpoint for `Store.load`."""
+        """The checkpoint to pass to `Store.load`."""
         return Checkpoint(self.store.repository, self.commit)
 
     @property
@@ -109,7 +109,7 @@ class MegatronCheckpoint:
 
     @cached_property
     def objects(self) -> dict[str, ShardedObject]:
-        """The shards of objects, without data, by unique key."""
+        """The shards of all objects, without data, by unique key."""
         return {name: ShardedObject.empty_from_unique_key(name) for name in self._nodes if is_object_key(name)}
 
     @cached_property
@@ -145,9 +145,10 @@ class MegatronCheckpoint:
         return dict(inflate(self.contents.tree, lambda key, _: values[key], lambda key: key in values))
 
     def tensor_key(self, key: str) -> str | None:
-        """Return the flat key of a sharded tensor for a key of Megatron's, or None.
+        """Return the flat key of the sharded tensor for a Megatron key, or None.
 
-        Tensors that `save_model_and_optim_state` wrote are found by Megatron's names of parameters and their state.
+        Tensors that `save_model_and_optim_state` wrote can be found under Megatron's names for parameters and their
+        state.
         """
         if key in self.tensors:
             return key
@@ -168,7 +169,10 @@ class MegatronCheckpoint:
         return str(wanted.key) if alone and wanted.key not in self.tensors else None
 
     def ask_for(self, request: ReadRequest, key: str) -> Callable[[], Any]:
-        """Request an object, a leaf or a container. Return a function that returns its value after the read."""
+        """Request an object, which may be a leaf or a container.
+
+        Return a function that returns its value after the read.
+        """
         node = self._nodes.get(key) or find(self.contents.tree, key)
         if node is None or isinstance(node, int):
             label = request.add(key)
@@ -193,7 +197,10 @@ class ReadRequest:
         self._names: dict[str, str] = {}
 
     def add(self, name: str, into: Shard | None = None) -> str:
-        """Request the flat key ``name``, to read into a shard or (None) into new memory; return the label."""
+        """Request the flat key ``name`` and return its label.
+
+        ``into``: the shard to read into, or None for new memory.
+        """
         label = name
         while label in self.values:
             label = f"{label} (item {len(self.values)})"
@@ -201,14 +208,14 @@ class ReadRequest:
         return label
 
     def run(self, stored: MegatronCheckpoint, **options: Unpack[RankArguments]) -> None:
-        """Read all requested values. ``options``: those of `Store.load`. Raises as `Store.load`."""
+        """Read all requested values. ``options``: those of `Store.load`. Raises the errors of `Store.load`."""
         stored.store.load(
             self.values, stored.checkpoint, rename=self._names.__getitem__, cast=True, unread="ignore", **options
         )
 
 
 def read_values(stored: MegatronCheckpoint, keys: Iterable[str], *, allow_pickle: bool = False) -> dict[str, Any]:
-    """Read flat keys into new memory, for this process alone. Raises as `Store.load`."""
+    """Read flat keys into new memory, for this process alone. Raises the errors of `Store.load`."""
     request = ReadRequest()
     for key in keys:
         request.add(key)
@@ -217,7 +224,7 @@ def read_values(stored: MegatronCheckpoint, keys: Iterable[str], *, allow_pickle
 
 
 def is_object_key(key: str) -> bool:
-    """Return whether the key has the form of the unique key of a shard of an object."""
+    """Return whether the key has the form of an object shard's unique key."""
     return _OBJECT.fullmatch(key) is not None
 
 
@@ -244,26 +251,26 @@ def load_content_metadata(
     preloaded_state_dict: dict[str, Any] | None = None,
     allow_pickle: bool = False,
 ) -> dict[str, Any] | None:
-    """Return the ``content_metadata`` given to `save`, or None; read from a checkpoint or from a loaded state dict.
+    """Return the ``content_metadata`` that was passed to `save`, or None.
 
-    Raises as `load_common_state_dict`.
+    It is read from a checkpoint or a loaded state dict. Raises the errors of `load_common_state_dict`.
     """
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
-            raise ValueError("give a checkpoint_dir, or a preloaded_state_dict")
+            raise ValueError("pass a checkpoint_dir, or a preloaded_state_dict")
         preloaded_state_dict = load_common_state_dict(checkpoint_dir, allow_pickle=allow_pickle)
     return preloaded_state_dict.get(CONTENT_METADATA)
 
 
 def load_plain_tensors(checkpoint_dir: CheckpointDir) -> dict[str, torch.Tensor]:
-    """Load all sharded tensors whole into new memory, by key, without the common part."""
+    """Load each whole sharded tensor into new memory, by key, without the common part."""
     with checkpointing_errors():
         stored = MegatronCheckpoint.read(place_of(checkpoint_dir))
         return read_values(stored, stored.tensors)
 
 
 def load_tensors_metadata(checkpoint_dir: CheckpointDir, sharded_strategy: Any = None) -> dict[str, ShardedTensor]:
-    """Return a whole ShardedTensor without data for each sharded tensor, by key, for its shape and dtype."""
+    """Return the shape and dtype of each sharded tensor, by key, as a whole ShardedTensor without data."""
     with checkpointing_errors():
         return tensors_metadata(MegatronCheckpoint.read(place_of(checkpoint_dir)))
 
@@ -289,9 +296,9 @@ def load_sharded_metadata(
 def load_sharded_objects(
     sharded_state_dict: Nested, checkpoint_dir: CheckpointDir, *, allow_pickle: bool = False
 ) -> None:
-    """Replace every ShardedObject of a state dict by its value, in place. Other values stay.
+    """Replace every ShardedObject in a state dict with its value, in place. Other values are unchanged.
 
-    Raises CheckpointingException (also a MissingKey) that names key and shard, before anything changes.
+    Raises CheckpointingException (also a MissingKey), naming the key and the shard, before anything changes.
     """
     with checkpointing_errors():
         stored = MegatronCheckpoint.read(place_of(checkpoint_dir))
@@ -303,14 +310,14 @@ def load_sharded_objects(
 
 
 def object_key(stored: MegatronCheckpoint, wanted: Any) -> str:
-    """Return the flat key of the value for a ShardedObject. Raises ShardedKeyMissing that names key and shard."""
+    """Return the flat key of the value for a ShardedObject. Raises ShardedKeyMissing, naming the key and the shard."""
     key = stored.object_key(wanted)
     if key is None:
         shards = [shard for shard in stored.objects.values() if shard.key == wanted.key]
         have = [f"{shard.global_offset} of {shard.global_shape}" for shard in shards]
         raise ShardedKeyMissing(
             f"{stored.where} lacks the object {wanted.key!r} at {wanted.global_offset} of {wanted.global_shape}; "
-            + (f"it has the object at {', '.join(have[:5])}" if have else "it has no object of that key"),
+            + (f"it has the object at {', '.join(have[:5])}" if have else "it has no object with that key"),
             key=wanted.key,
             keys=(wanted.unique_key,),
         )

@@ -1,11 +1,12 @@
-"""Strategies for Megatron-core's own ``save`` and ``load``. An import of this module imports Megatron-core.
+"""Strategies for Megatron-core's own ``save`` and ``load``. Importing this module imports Megatron-core.
 
 The store holds the tensors and objects; ``casckpt.json`` in the folder that Megatron keeps names the checkpoint.
-``common.pt`` is also an attachment, so that the checkpoint in the store is whole without the folder.
+``common.pt`` is also an attachment, so the checkpoint in the store is complete without the folder.
 
-Up to 0.16, Megatron accepts any subclass of its base strategies, and has a registry of strategies for loads. From 0.17
-on, it silently replaces any strategy for saves that is not a subclass of its torch_dist strategy. It accepts any object
-with a ``load`` for loads, and uses its own strategy by default. From 0.19 on, the common part is an object too.
+Up to 0.16, Megatron accepts any subclass of its base strategies, and has a registry of load strategies. From 0.17 on,
+it silently replaces any save strategy that is not a subclass of its torch_dist strategy. As a load strategy, it
+accepts any object with a ``load`` method, and uses its own strategy by default. From 0.19 on, the common part is also
+an object.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _NUMBER = re.compile(r"[0-9]+$")
 StepOf: TypeAlias = int | Callable[[Path], int] | None
 RunOf: TypeAlias = str | Callable[[Path], str]
 
-# Our objects pass isinstance in Megatron, as its objects pass our tests of attributes.
+# Our objects pass Megatron's isinstance checks, and its objects pass our attribute checks.
 for name in ("ShardedBase", "ShardedTensor", "ShardedObject", "ShardedTensorFactory"):
     getattr(theirs, name).register(getattr(ours, name))
 
@@ -74,13 +75,13 @@ class _Arguments(SaveArguments):
 
 
 class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] # Megatron-core has no types
-    """A strategy for saves: ``dist_checkpointing.save(state, folder, sharded_strategy=CasSaveShardedStrategy(...))``.
+    """A save strategy: ``dist_checkpointing.save(state, folder, sharded_strategy=CasSaveShardedStrategy(...))``.
 
-    ``run``, ``step``: the run and step of all saves, or functions of the folder. A step of None is the number at the
-    end of the folder's name (``iter_0000100``). ``forget_removed``: after a save, forget checkpoints whose folder
-    beside this one was removed, see `casckpt.frontends.megatron.forget_removed`. ``overwrite`` (True by default):
-    replace a step that exists, as Megatron writes over a folder, for example after a rollback of the training.
-    ``fully_parallel``, ``options``: see `casckpt.frontends.megatron.save`. One strategy serves many saves.
+    ``run``, ``step``: the run and step of all saves, or functions of the folder. If the step is None, it is the number
+    at the end of the folder's name (``iter_0000100``). ``forget_removed``: after a save, forget checkpoints whose
+    folder next to this one was removed; see `casckpt.frontends.megatron.forget_removed`. ``overwrite`` (True by
+    default): replace an existing step, just as Megatron overwrites a folder, for example after the training was rolled
+    back. ``fully_parallel``, ``options``: see `casckpt.frontends.megatron.save`. One strategy can serve many saves.
     """
 
     can_handle_sharded_objects = True  # the store holds objects too
@@ -95,7 +96,7 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         forget_removed: bool = False,
         **options: Unpack[SaveArguments],
     ) -> None:
-        # The base class takes other arguments in each version, and nothing that it sets is used.
+        # The base class has different arguments in each version, and nothing that it sets is used.
         self.backend, self.version = BACKEND, VERSION
         self.store = as_store(store)
         self.run, self.step = run, step
@@ -103,7 +104,7 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         self.forget_removed, self._warned = forget_removed, False
 
     def save(self, sharded_state_dict: Nested, checkpoint_dir: Folder) -> None:
-        """Save, and return after the commit. Raises as `casckpt.frontends.megatron.save`."""
+        """Save, and return after the commit. Raises the errors of `casckpt.frontends.megatron.save`."""
         with _errors_of_both():
             saving, options, finish = self._prepared(sharded_state_dict, Path(checkpoint_dir))
             self.store.save(saving.state, **options)
@@ -112,10 +113,10 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
     def async_save(
         self, sharded_state_dict: Nested, checkpoint_dir: Folder, async_strategy: str = "mcore"
     ) -> async_utils.AsyncRequest:
-        """Copy the tensors, begin to save, and return a request whose finalize_fns wait for the end.
+        """Copy the tensors, start the save, and return a request whose finalize_fns wait for its end.
 
-        ``async_strategy``: the queue that schedules the request, in Megatron-core's words "mcore" or "nvrx". The
-        ``async_fn`` of the request only waits, so that the queue knows when the save is over.
+        ``async_strategy``: the queue that schedules the request, which Megatron-core calls "mcore" or "nvrx". The
+        request's ``async_fn`` only waits, so that the queue knows when the save has ended.
         """
         ending = cache(Ending)
         with _errors_of_both():
@@ -133,9 +134,9 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
     def _prepared(
         self, state: Nested, folder: Path, begin: Callable[[], object] = lambda: None
     ) -> tuple[Saving, _Arguments, Callable[[], None]]:
-        """Return this rank's part, the arguments of `Store.save`, and a function to call after the save.
+        """Return this rank's part, the arguments for `Store.save`, and a function to call after the save.
 
-        ``begin``: called on each rank. All ranks raise its errors.
+        ``begin``: a function that is called on each rank. All ranks raise its errors.
         """
         ranks = open_ranks(self.options.get("process_group"))
         check = self.options.get("check_replicas", "sample")
@@ -174,7 +175,8 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             classes = classes_to_register(part.file)
             if classes:
                 log.warning(
-                    "common.pt holds %s, at %s: a load by Megatron-core accepts its registered classes; one by "
+                    "common.pt holds %s, at %s: Megatron-core's load accepts the classes it has registered; a load "
+                    "with "
                     "casckpt.frontends.megatron needs megatron.core for these, and allow_pickle=True for others",
                     ", ".join(classes),
                     ", ".join(places_of(part.file, classes)) or "unknown places",
@@ -187,19 +189,24 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             return self.step(folder)
         number = _NUMBER.search(folder.name)
         if not number:
-            raise CheckpointingException(f"{folder} does not end in a number; give the strategy step=, or a function")
+            raise CheckpointingException(
+                f"{folder} does not end in a number; pass step= to the strategy, which may be a function"
+            )
         return int(number[0])
 
 
 class _Common(NamedTuple):
-    """The contents of common.pt. ``handed_over``: Megatron passed them as an object, and does not write the file."""
+    """The contents of common.pt.
+
+    ``handed_over``: Megatron passed them as an object and does not write the file itself.
+    """
 
     file: bytes
     handed_over: bool
 
 
 def _common(state: Nested, folder: Path) -> list[_Common]:
-    """Return the common part in a list; an empty list if the strategy is called directly, without a common part."""
+    """Return the common part in a list. The list is empty if the strategy is called directly, without a common part."""
     path = folder / COMMON_NAME
     if _COMMON_KEY not in state or (_WRITES_COMMON and path.exists()):
         return [_Common(path.read_bytes(), handed_over=False)] if path.exists() else []
@@ -207,7 +214,7 @@ def _common(state: Nested, folder: Path) -> list[_Common]:
 
 
 def _point(ranks: Ranks, folder: Path, place: StoreRef, common: Sequence[_Common]) -> None:
-    """Write the place of the checkpoint into the folder. ``common``: the common part, on rank 0."""
+    """Write the checkpoint's location into the folder. ``common``: the common part, on rank 0."""
 
     def write() -> None:
         if ranks.rank == 0:
@@ -217,7 +224,7 @@ def _point(ranks: Ranks, folder: Path, place: StoreRef, common: Sequence[_Common
 
 
 def _request_class(async_strategy: str) -> Any:
-    """Return the request class of the queue. Megatron passes "nvrx" by default, even without that extension."""
+    """Return the queue's request class. Megatron passes "nvrx" by default, even if that extension is not installed."""
     if async_strategy == "nvrx":
         with suppress(ImportError):
             from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest
@@ -227,10 +234,10 @@ def _request_class(async_strategy: str) -> Any:
 
 
 class CasLoadShardedStrategy:
-    """A strategy for loads: ``dist_checkpointing.load(state, folder, sharded_strategy=CasLoadShardedStrategy())``.
+    """A load strategy: ``dist_checkpointing.load(state, folder, sharded_strategy=CasLoadShardedStrategy())``.
 
-    ``store``: None for the store that ``casckpt.json`` in the folder names. ``fully_parallel`` and ``options``: see
-    `casckpt.frontends.megatron.load`.
+    ``store``: the store to load from, or None for the store that ``casckpt.json`` in the folder names.
+    ``fully_parallel`` and ``options``: see `casckpt.frontends.megatron.load`.
     """
 
     can_handle_sharded_objects = True  # the store holds objects too
@@ -247,7 +254,7 @@ class CasLoadShardedStrategy:
         self.fully_parallel, self.process_group, self.options = fully_parallel, process_group, options
 
     def load(self, sharded_state_dict: Nested, checkpoint_dir: Folder, async_strategy: Any = None) -> Nested:
-        """Load the values of a sharded state dict. Raises as `casckpt.frontends.megatron.load`."""
+        """Load the values of a sharded state dict. Raises the errors of `casckpt.frontends.megatron.load`."""
         with _errors_of_both():
             ranks = open_ranks(self.process_group)
             stored = MegatronCheckpoint.together(ranks, lambda: self._place(checkpoint_dir))
@@ -288,15 +295,15 @@ class CasLoadShardedStrategy:
 
     @_errors_of_both()
     def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Raise CheckpointingException for a checkpoint of another backend."""
+        """Raise CheckpointingException for a checkpoint from a different backend."""
         if loaded_backend != BACKEND:
-            raise CheckpointingException(f"it was written by {loaded_backend!r}, not by {BACKEND!r}")
+            raise CheckpointingException(f"the checkpoint was written by {loaded_backend!r}, not by {BACKEND!r}")
 
     @_errors_of_both()
     def check_version_compatibility(self, loaded_version: int) -> None:
-        """Raise CheckpointingException for a checkpoint of a later version."""
+        """Raise CheckpointingException for a checkpoint with a later version."""
         if loaded_version > VERSION:
-            raise CheckpointingException(f"it is of version {loaded_version}; load it with a newer casckpt")
+            raise CheckpointingException(f"the checkpoint has version {loaded_version}; load it with a newer casckpt")
 
     def _place(self, folder: Folder) -> StoreRef:
         url, ref = pointed_at(folder)

@@ -1,8 +1,9 @@
 """Lets Megatron-core's training loop save into a store and load from it, without a strategy argument.
 
-Importing this module imports Megatron-core. Each version of the training loop makes its strategies in another way, and
-wraps them (``--ckpt-fully-parallel-save``), but the class of the strategy stays the same. So `install` replaces methods
-of that class: they call our strategies for folders of a store, and the original methods for all other folders.
+Importing this module imports Megatron-core. Each version of the training loop creates its strategies in a different
+way and wraps them (``--ckpt-fully-parallel-save``), but the strategy's class is always the same. Therefore, `install`
+replaces methods of that class. They call our strategies for folders that belong to a store, and the original methods
+for all other folders.
 """
 
 from __future__ import annotations
@@ -33,31 +34,31 @@ _ORIGINALS: dict[str, Callable[..., Any]] = {
     **{name: getattr(TorchDistSaveShardedStrategy, name) for name in _SAVES},
 }
 _ITERATION = re.compile(r"iter_([0-9]+)")
-_NON_PERSISTENT = "non_persistent"  # the folder in --save for temporary checkpoints
+_NON_PERSISTENT = "non_persistent"  # the folder for temporary checkpoints inside --save
 
 _Undo: TypeAlias = Callable[[], None]
 _Method: TypeAlias = Callable[..., Any]
 _base: Any = None
 with suppress(ImportError):  # from 0.19 on
     _base = import_module("megatron.core.dist_checkpointing.strategies.base")
-_installed: list[Installed] = []  # at most one
+_installed: list[Installed] = []  # at most one item
 
 
 def register_strategies(store: AnyStore | None = None) -> None:
-    """Let ``dist_checkpointing.load(state, folder)`` of Megatron-core load from a store, without a strategy.
+    """Let Megatron-core's ``dist_checkpointing.load(state, folder)`` load from a store without a strategy.
 
     Megatron's default loader then calls our strategy for a folder that names a checkpoint in a store. It loads all
-    other folders as before. Up to 0.16, our strategy is in Megatron's registry too. ``store``: see
+    other folders as before. Up to 0.16, our strategy is also added to Megatron's registry. ``store``: see
     `CasLoadShardedStrategy`.
     """
     _replace_loads(CasLoadShardedStrategy(store))
 
 
 class Installed(ExitStack):
-    """The changes of `install` to Megatron-core. `undo`, or the end of the context manager, reverts them."""
+    """The changes that `install` made to Megatron-core. `undo` or leaving the context manager reverts them."""
 
     def undo(self) -> None:
-        """Restore the original methods. Background saves go on; a second call does nothing."""
+        """Restore the original methods. Background saves continue. A second call has no effect."""
         self.close()
 
 
@@ -70,15 +71,15 @@ def install(
     forget_removed: bool = False,
     **options: Unpack[SaveArguments],
 ) -> Installed:
-    """Let Megatron-core's training loop save into a store and load from it. Every rank makes the call before the loop.
+    """Let Megatron-core's training loop save into a store and load from it. Every rank calls this before the loop.
 
-    A checkpoint that the ``torch_dist`` strategy would save into a folder ``iter_<number>`` goes into the store as the
-    step of that number; the folder holds what `CasSaveShardedStrategy` writes there. Other folders are saved as before.
-    Checkpoints in a folder ``non_persistent`` go to the run ``<run>-non-persistent``. ``step``: a function that gives
-    the step for a folder, or None to save the folder as before.
+    A checkpoint that the ``torch_dist`` strategy would save into a folder ``iter_<number>`` is saved to the store
+    instead, with that number as its step. The folder holds what `CasSaveShardedStrategy` writes there. Other folders
+    are saved as before. Checkpoints in a folder ``non_persistent`` are saved to the run ``<run>-non-persistent``.
+    ``step``: a function that returns the step for a folder, or None to save the folder as before.
 
     ``fully_parallel``, ``forget_removed``: see `CasSaveShardedStrategy`. ``options``: those of `Store.save`;
-    ``allow_pickle`` holds for loads too. Raises Conflict if it is installed already.
+    ``allow_pickle`` also applies to loads. Raises Conflict if it is already installed.
     """
     if _installed:
         raise Conflict("Megatron-core already saves into a store; call undo() on the result of install()")
@@ -103,7 +104,7 @@ def install(
 
 
 class _Loads(CasLoadShardedStrategy):
-    """A strategy that loads from the store that a folder names, with the same required signatures."""
+    """A strategy that loads from the store that a folder names and requires the same signatures."""
 
     def _place(self, folder: Folder) -> StoreRef:
         url, ref = pointed_at(folder)
@@ -120,7 +121,7 @@ def _iteration(folder: Path) -> int | None:
 
 
 def _replace_loads(strategy: CasLoadShardedStrategy, active: Callable[[], bool] = lambda: True) -> _Undo:
-    """Let Megatron's own loader call ``strategy`` for our folders; return a function that restores the loader."""
+    """Make Megatron's own loader call ``strategy`` for our folders. Return a function that restores the loader."""
     undo = ExitStack()
     undo.callback(_registered(strategy))
 
@@ -159,8 +160,8 @@ def _registered(strategy: CasLoadShardedStrategy) -> _Undo:
 
 
 def _replaced(kind: type, name: str, method: Callable[..., Any]) -> _Undo:
-    """Set a method of a class; return a function that restores the old one unless it was replaced again."""
-    before = vars(kind).get(name)  # None: the method is inherited
+    """Set a method of a class. Return a function that restores the old method unless it has been replaced again."""
+    before = vars(kind).get(name)  # None if the method is inherited
     setattr(kind, name, method)
 
     def undo() -> None:
@@ -171,7 +172,7 @@ def _replaced(kind: type, name: str, method: Callable[..., Any]) -> _Undo:
 
 
 def _dispatching(original: _Method, ours: _Method, takes: Callable[[Folder], bool]) -> _Method:
-    """Make a method that calls ``ours`` for folders that ``takes`` accepts, and ``original`` for all others."""
+    """Return a method that calls ``ours`` for folders that ``takes`` accepts, and ``original`` for all others."""
     signature = inspect.signature(original)
 
     @wraps(original)

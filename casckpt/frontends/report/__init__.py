@@ -6,8 +6,8 @@
 
     write_report(store, "report.html")
 
-`page` collects the facts from manifests and from the catalogue of this host, without reading a tensor. `charts` draws
-them as SVG. The page is a single file that needs no network and no scripts.
+`page` collects the facts from manifests and from the catalogue of this host, without reading any tensors. `charts`
+draws the charts as SVG. The page is a single file that needs neither network access nor scripts.
 """
 
 from __future__ import annotations

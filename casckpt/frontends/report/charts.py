@@ -17,18 +17,18 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 except ImportError as error:
-    raise Unsupported("a report needs matplotlib, which draws its charts: pip install 'casckpt[report]'") from error
+    raise Unsupported("a report needs matplotlib to draw its charts: pip install 'casckpt[report]'") from error
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from casckpt.store.types import Heat, RunUsage
 
-WIDTH: Final = 4.0  # inches: 384 pixels, so that text keeps its size on a phone
-POINTS: Final = 200  # of a line; more would not be visible
+WIDTH: Final = 4.0  # inches; 384 pixels, so that text is not scaled down on a phone
+POINTS: Final = 200  # per line; more would not be visible
 BLUE, GREEN, GREY = "#3b82f6", "#16a34a", "#8b949e"
 _INK = "#010203"  # replaced by the colour of the page's text
-_SETTINGS: Any = {  # its type is a list of all names that matplotlib knows
+_SETTINGS: Any = {  # its real type would list all names that matplotlib knows
     "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9, "text.parse_math": False,
     "text.color": _INK, "axes.labelcolor": _INK, "axes.edgecolor": _INK, "xtick.color": _INK, "ytick.color": _INK,
     "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6, "figure.facecolor": "none",
@@ -39,7 +39,10 @@ _HEAT = LinearSegmentedColormap.from_list("heat", [(0.23, 0.51, 0.96, 0.07), (0.
 
 @contextmanager
 def _figure(height: float, salt: str) -> Iterator[tuple[Figure, Axes, list[str]]]:
-    """Yield a figure, its axes, and a list that receives the SVG. ``salt``: makes the ids of a chart unique."""
+    """Yield a figure, its axes, and a list that receives the SVG.
+
+    ``salt``: a string that makes the chart's ids unique.
+    """
     drawn: list[str] = []
     with mpl.rc_context(_SETTINGS | {"svg.hashsalt": salt}):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -50,7 +53,7 @@ def _figure(height: float, salt: str) -> Iterator[tuple[Figure, Axes, list[str]]
 
 
 def _bare(svg: str) -> str:
-    """Remove the parts that only a separate file needs, and use the colour of the page's text."""
+    """Remove the parts that only a standalone file needs, and use the page's text colour."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg [^>]*?)width="[\d.]+pt" height="[\d.]+pt"', r"\1", svg)
@@ -59,7 +62,7 @@ def _bare(svg: str) -> str:
 
 
 def _bytes(axis: Any, most: int, marks: int = 5) -> None:
-    """Set the ticks of an axis at round numbers of a unit of bytes, from 0 on."""
+    """Set the ticks of an axis at round multiples of a unit of bytes, starting at 0."""
     unit = 1024 ** ((max(most, 1).bit_length() - 1) // 10)
     axis.set_ticks([value * unit for value in MaxNLocator(nbins=marks).tick_values(0, max(most, 1) / unit)][:-1])
     axis.set_major_formatter(_AS_SIZE)
@@ -76,17 +79,17 @@ def thinned(count: int, most: int = POINTS) -> list[int]:
 
 
 def growth(logical: Sequence[int], stored: Sequence[int]) -> str:
-    """Draw the size of all checkpoints so far if stored one by one, and their stored size."""
+    """Draw the cumulative size of all checkpoints: if each were stored separately, and as stored."""
     chosen = thinned(len(logical))
     with _figure(2.6, "growth") as (_, axes, drawn):
         numbers = [place + 1 for place in chosen]
         mark = "o" if len(chosen) == 1 else ""
-        for values, colour, name in ((logical, GREY, "one by one"), (stored, GREEN, "stored")):
+        for values, colour, name in ((logical, GREY, "separately"), (stored, GREEN, "stored")):
             shown = [values[place] for place in chosen]
             axes.plot(numbers, shown, color=colour, linewidth=1.8, label=name, marker=mark)
             axes.fill_between(numbers, shown, color=colour, alpha=0.12, linewidth=0)
         axes.set_ylim(bottom=0)
-        axes.set_xlabel("checkpoints, the oldest first")
+        axes.set_xlabel("checkpoints, oldest first")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
         _bytes(axes.yaxis, max(logical))
         axes.legend(loc="upper left")
@@ -94,7 +97,7 @@ def growth(logical: Sequence[int], stored: Sequence[int]) -> str:
 
 
 def run_growth(run: str, steps: Sequence[int], sizes: Sequence[int], added: Sequence[int]) -> str:
-    """Draw the size of each checkpoint of a run and the bytes that it added, on a logarithmic scale."""
+    """Draw the size of each checkpoint of a run, and the bytes that it added, on a logarithmic scale."""
     chosen = thinned(len(steps))
     with _figure(2.4, f"run {run}") as (_, axes, drawn):
         for values, colour, name in ((sizes, GREY, "size of state"), (added, GREEN, "added")):
@@ -103,7 +106,7 @@ def run_growth(run: str, steps: Sequence[int], sizes: Sequence[int], added: Sequ
         axes.yaxis.set_major_locator(mpl.ticker.LogLocator(base=2, numticks=6))
         axes.minorticks_off()
         shown = [max(values[n], 1) for values in (sizes, added) for n in chosen]
-        axes.set_ylim(min(shown) / 2, 2 * max(shown))  # so that there are ticks even if all values are close
+        axes.set_ylim(min(shown) / 2, 2 * max(shown))  # so that ticks appear even if all values are close together
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
         axes.yaxis.set_major_formatter(_AS_SIZE)
@@ -112,11 +115,13 @@ def run_growth(run: str, steps: Sequence[int], sizes: Sequence[int], added: Sequ
 
 
 def side_by_side(runs: Sequence[RunUsage]) -> str:
-    """Draw the stored size of each run, and how much of it no other run uses."""
+    """Draw the stored size of each run, and the part of it that is not shared with other runs."""
     with _figure(0.7 + 0.36 * len(runs), "runs") as (_, axes, drawn):
         places = list(range(len(runs)))
         axes.barh(places, [run.bytes_used for run in runs], color=GREEN, alpha=0.35, label="stored")
-        axes.barh(places, [run.bytes_alone for run in runs], color=GREEN, height=0.4, label="used by no other run")
+        axes.barh(
+            places, [run.bytes_alone for run in runs], color=GREEN, height=0.4, label="not shared with other runs"
+        )
         axes.set_yticks(places, [_short(run.run) for run in runs])
         axes.invert_yaxis()
         _bytes(axes.xaxis, max(run.bytes_used for run in runs), marks=4)
@@ -125,7 +130,7 @@ def side_by_side(runs: Sequence[RunUsage]) -> str:
 
 
 def heat_map(run: str, heat: Heat) -> str:
-    """Draw how much of each layer changed at each step."""
+    """Draw the share of each layer that changed at each step."""
     with _figure(min(0.9 + 0.16 * len(heat.layers), 7.5), f"heat {run}") as (figure, axes, drawn):
         filled = [[float("nan") if share is None else share for share in row] for row in heat.shares]
         image = axes.imshow(filled, cmap=_HEAT, vmin=0, vmax=1, aspect="auto", interpolation="none")
@@ -145,5 +150,5 @@ def _short(name: str, most: int = 24) -> str:
 
 
 def printable(text: str) -> str:
-    """Replace characters that are invisible or would break a page."""
+    """Replace characters that are invisible or would break the page."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)

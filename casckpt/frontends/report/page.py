@@ -1,4 +1,4 @@
-"""The page of a report: facts, charts and tables, in one file."""
+"""The page of a report: facts, charts and tables in one file."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from casckpt.store.store import Store
 if TYPE_CHECKING:
     from casckpt.store.types import Added, Heat, History, RuleUsage, StoreUsage
 
-RUNS: Final = 12  # in the chart of all runs
+RUNS: Final = 12  # shown in the chart of all runs
 CLOSER: Final = 3  # runs with their own charts
-ROWS: Final = 150  # checkpoints in the table
-_NAMED: Final = 20  # damaged objects in the list
+ROWS: Final = 150  # checkpoints shown in the table
+_NAMED: Final = 20  # damaged objects shown in the list
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class _Content:
 
 
 def write_report(store: Store, path: str | os.PathLike[str]) -> int:
-    """Write the report of ``store`` to the file ``path``, which is replaced atomically. Returns its size in bytes.
+    """Write the report of ``store`` to the file ``path``, replacing it atomically. Returns the file's size in bytes.
 
-    Raises NotFound if there is no store, Unsupported without matplotlib, StorageError.
+    Raises NotFound if the store does not exist, Unsupported if matplotlib is missing, and StorageError.
     """
     text = page(store).encode()
     with new_file(Path(path), force=True) as made:
@@ -53,7 +53,7 @@ def write_report(store: Store, path: str | os.PathLike[str]) -> int:
 
 
 def page(store: Store) -> str:
-    """Return the report of ``store`` as HTML, below 300 KB. Raises NotFound, Unsupported, StorageError."""
+    """Return the report of ``store`` as HTML of less than 300 KB. Raises NotFound, Unsupported and StorageError."""
     usage = store.report()
     history = store.history([run.run for run in usage.runs[:RUNS]])
     of_runs = {run.run: store.heat(_of_run(history.added, run.run)) for run in usage.runs[:CLOSER]}
@@ -64,7 +64,7 @@ def page(store: Store) -> str:
 
 
 def _rules(store: Store) -> Sequence[RuleUsage]:
-    """Return the bytes that some rules would free, each alone; an empty list if damage prevents that."""
+    """Return the bytes that each rule would free on its own; an empty list if damage prevents the calculation."""
     try:
         return store.footprint(keep_last=3, keep_daily=7, keep_weekly=8, keep_monthly=12).rules
     except (Damaged, Refused):
@@ -97,7 +97,7 @@ def _facts(content: _Content) -> str:
     times = f"{logical / stored:.1f}" if stored and logical else "-"
     facts = (
         (str(len(added)), f"checkpoints of {len(content.usage.runs)} runs"),
-        (format_size(logical), "if stored one by one"),
+        (format_size(logical), "if stored separately"),
         (format_size(stored), "stored"),
         (times, "times smaller"),
         (format_size(content.usage.freed.now), "a gc would free now"),
@@ -112,7 +112,7 @@ def _growth(content: _Content) -> str:
         return '<section class="card"><h2>Growth</h2><p>There are no checkpoints.</p></section>'
     logical = list(accumulate(entry.commit.committed.bytes_total for entry in added))
     stored = list(accumulate(entry.bytes_added for entry in added))
-    text = "The size of all checkpoints so far in the store, and their size one by one."
+    text = "The size of all checkpoints so far: as stored, and if each were stored separately."
     return _card("Growth", charts.growth(logical, stored), text)
 
 
@@ -121,7 +121,7 @@ def _runs(content: _Content) -> str:
     if not any(run.bytes_used for run in shown):
         return ""
     more = len(content.usage.runs) - len(shown)
-    text = "The size of each run." if more <= 0 else f"The largest; {more} more are not shown."
+    text = "The size of each run." if more <= 0 else f"The largest runs; {more} more are not shown."
     return _card("Runs", charts.side_by_side(shown), text)
 
 
@@ -132,7 +132,7 @@ def _closer(content: _Content) -> Iterable[str]:
             steps = [entry.commit.step for entry in of_run]
             sizes = [entry.commit.committed.bytes_total for entry in of_run]
             drawn = charts.run_growth(run.run, steps, sizes, [entry.bytes_added for entry in of_run])
-            yield _card(f"{run.run}: each checkpoint", drawn, "Its size, and the part that no earlier checkpoint had.")
+            yield _card(f"{run.run}: each checkpoint", drawn, "The size of each, and the part that was new in it.")
         if run.run in content.heats:
             drawn = charts.heat_map(run.run, content.heats[run.run])
             yield _card(
@@ -147,7 +147,7 @@ def _health(content: _Content) -> str:
     rows = [
         f"A gc without rules would free {format_size(freed.now)} now, and {format_size(freed.later)} later.",
         "Later means after the purge of forgotten checkpoints.",
-        f"{format_size(usage.bytes_unneeded)} belong to no live checkpoint: leftovers, and saves in progress.",
+        f"{format_size(usage.bytes_unneeded)} do not belong to a live checkpoint: leftovers and saves in progress.",
         f"Several runs share {format_size(usage.bytes_shared)}.",
     ]
     damage = [
@@ -158,10 +158,12 @@ def _health(content: _Content) -> str:
     if damage:
         shown = "".join(f"<li>{_text(line)}</li>" for line in damage[:_NAMED])
         more = f"<li>and {len(damage) - _NAMED} more</li>" if len(damage) > _NAMED else ""
-        verdict = f'<p class="bad">There is damage: see casckpt verify, and casckpt repair.</p><ul>{shown}{more}</ul>'
+        verdict = (
+            f'<p class="bad">The store is damaged: run casckpt verify and casckpt repair.</p><ul>{shown}{more}</ul>'
+        )
     else:
-        verdict = '<p class="good">No damage is known. casckpt verify looks for it.</p>'
-    rows += [f"gc --{rule.rule} would free {format_size(rule.bytes)} in the end." for rule in content.rules]
+        verdict = '<p class="good">No damage is known. Run casckpt verify to look for damage.</p>'
+    rows += [f"gc --{rule.rule} would eventually free {format_size(rule.bytes)}." for rule in content.rules]
     lines = "".join(f"<p>{_text(row)}</p>" for row in rows)
     return f'<section class="card"><h2>Space and health</h2>{lines}{verdict}</section>'
 
@@ -170,7 +172,7 @@ def _checkpoints(content: _Content) -> str:
     added = content.history.added
     rows = "".join(_row(entry, content.tags.get(entry.commit.id, [])) for entry in reversed(added[-ROWS:]))
     head = "".join(f"<th>{name}</th>" for name in ("Checkpoint", "Saved (UTC)", "Size", "Added", "Why"))
-    more = f"<p>The newest {ROWS} of {len(added)}.</p>" if len(added) > ROWS else ""
+    more = f"<p>The newest {ROWS} of {len(added)} checkpoints.</p>" if len(added) > ROWS else ""
     return (
         f'<section class="wide"><h2>What each checkpoint added</h2>{more}'
         f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></section>"
@@ -197,5 +199,5 @@ def _card(title: str, drawn: str, text: str) -> str:
 
 
 def _text(text: str, most: int = 300) -> str:
-    """Escape text of a store for a page."""
+    """Escape text from a store for use in a page."""
     return escape(charts.printable(text if len(text) <= most else f"{text[:most]}..."))

@@ -1,6 +1,6 @@
-"""`casckpt serve`: a store that answers like the Hugging Face Hub. It needs the extra ``serve``.
+"""`casckpt serve`: serves a store with the API of the Hugging Face Hub. It needs the extra ``serve``.
 
-`app` routes the requests of hub clients, and `hub` builds the answers: runs are repositories, checkpoints are
-revisions. `folders` plans the files of a checkpoint from its manifest, and `sending` produces any byte range of them
-while it reads and verifies the cells.
+`app` routes the requests of hub clients, and `hub` builds the responses: runs are repositories, and checkpoints are
+revisions. `folders` plans the files of a checkpoint from its manifest. `sending` produces any byte range of these
+files while it reads and verifies the cells.
 """

@@ -1,4 +1,4 @@
-"""Access control: a token; or, on loopback without tokens, a Host header that names this machine."""
+"""Access control: a request needs a token or, on loopback without tokens, a Host header that names this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address."""
+    """Return whether an address is reachable only from this machine."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
@@ -28,20 +28,23 @@ def is_loopback(host: str) -> bool:
 
 
 def tokens_in(text: str, where: str) -> frozenset[str]:
-    """Return the tokens of a file, one a line. Raises InvalidInput if there is none, or one that no header can hold."""
+    """Return the tokens in a file, one per line.
+
+    Raises InvalidInput for an empty file or a token that a header cannot hold.
+    """
     tokens = frozenset(line.strip() for line in text.splitlines() if line.strip())
     if not tokens:
-        raise InvalidInput(f"{where} holds no token; write tokens into it, one a line")
+        raise InvalidInput(f"{where} does not contain a token; write one token per line")
     if not all(token.isascii() and token.isprintable() and " " not in token for token in tokens):
-        raise InvalidInput(f"{where} holds a token with a space, or with characters beyond ASCII; write another one")
+        raise InvalidInput(f"{where} contains a token with a space or a non-ASCII character; choose a different token")
     return tokens
 
 
 @dataclass(frozen=True)
 class Guard:
-    """Passes on requests with one of ``tokens``. Without tokens: requests whose Host header names this machine.
+    """Accepts requests with one of ``tokens``; without tokens, requests whose Host header names this machine.
 
-    The check of the host stops web pages whose domain resolves to this machine (DNS rebinding).
+    The host check stops web pages whose domain resolves to this machine (DNS rebinding).
     """
 
     app: ASGIApp
@@ -62,7 +65,7 @@ class Guard:
             host = headers.get("host", "").lower()
             name = host if host.endswith("]") else host.rpartition(":")[0] or host
             is_ours = name in _LOCAL or is_loopback(name)
-            return None if is_ours or not self.checks_host else Refusal(403, "", f"{host!r:.80} is not served here")
+            return None if is_ours or not self.checks_host else Refusal(403, "", f"host {host!r:.80} is not allowed")
         given = _given(headers.get("authorization", ""))
         if given is None:
             return Refusal(401, "", "a token is needed: set HF_TOKEN", WWW_Authenticate='Basic realm="casckpt"')
@@ -72,7 +75,7 @@ class Guard:
 
 
 def _given(header: str) -> str | None:
-    """Return the token of a header: a Bearer token, or the password that a browser sends."""
+    """Return the token in a header: a Bearer token, or the password that a browser sends."""
     kind, _, value = header.partition(" ")
     if kind.lower() == "bearer":
         return value.strip()

@@ -1,4 +1,4 @@
-"""Error responses of a hub: a status, a code for programs, and a message."""
+"""Error responses of a hub: a status, a machine-readable code, and a message."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ class Refusal(Exception):
 
 def no_repository(repo: str) -> Refusal:
     """Return the response for a run that does not exist."""
-    return Refusal(404, "RepoNotFound", f"there is no run {repo!r:.200} in this store; / lists them")
+    return Refusal(404, "RepoNotFound", f"this store has no run {repo!r:.200}; open / for a list of its runs")
 
 
 def no_revision(repo: str, revision: str) -> Refusal:
     """Return the response for a checkpoint that the run does not have."""
-    message = f"{repo!r:.200} has no revision {revision!r:.120}; give a step, a tag, latest, main or an id"
+    message = f"{repo!r:.200} has no revision {revision!r:.120}; pass a step, a tag, latest, main or an id"
     return Refusal(404, "RevisionNotFound", message)
 
 
 def no_file(path: str, commit: str) -> Refusal:
     """Return the response for a file that a checkpoint does not have. Clients cache it for the ``commit``."""
-    return Refusal(404, "EntryNotFound", f"there is no file {path!r:.200} in this checkpoint", X_Repo_Commit=commit)
+    return Refusal(404, "EntryNotFound", f"this checkpoint has no file {path!r:.200}", X_Repo_Commit=commit)
 
 
 def refusal_of(error: CasckptError) -> Refusal:
-    """Return the response for an error of the store. Only errors that a retry may solve give 429 or 503."""
+    """Return the response for a store error. The status is 429 or 503 only for errors that a retry may resolve."""
     if isinstance(error, Damaged):
         return Refusal(500, "", str(error))
     if isinstance(error, Unsigned):
@@ -54,6 +54,6 @@ def refusal_of(error: CasckptError) -> Refusal:
 
 
 def one_line(text: str) -> str:
-    """Convert text for a header: one line of ASCII."""
+    """Convert ``text`` to one line of ASCII for a header."""
     plain = "".join(letter if letter.isprintable() else " " for letter in text)
     return " ".join(plain.split()).encode("ascii", "replace").decode()[:1000]

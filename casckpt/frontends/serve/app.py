@@ -29,7 +29,7 @@ from casckpt.frontends.serve.hub import Hub
 from casckpt.frontends.serve.names import MAIN, commit_of
 from casckpt.frontends.serve.sending import Desk, RangeResponse
 
-_MOST = 50  # steps of a run
+_MOST = 50  # checkpoints shown per run
 _STYLE = (
     ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;"
     "padding:0 1rem}pre{overflow-x:auto;padding:.6rem;border:1px solid #8886;border-radius:4px}"
@@ -39,12 +39,12 @@ _STYLE = (
 
 
 def page_of(url: str, endpoint: str, repos: Mapping[str, Sequence[Checkpoint]], tags: Mapping[str, Checkpoint]) -> str:
-    """Return the page with all runs. ``endpoint``: the URL of this server."""
-    runs = "".join(_run(repo, of_run, tags) for repo, of_run in repos.items()) or "<p>There is no checkpoint yet.</p>"
+    """Return the page that lists all runs. ``endpoint``: the URL of this server."""
+    runs = "".join(_run(repo, of_run, tags) for repo, of_run in repos.items()) or "<p>There are no checkpoints yet.</p>"
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
         f"<title>casckpt serve</title><style>{_STYLE}</style><h1>{escape(url)}</h1>"
-        f"<p>casckpt {__version__}, read-only. Clients of the Hugging Face Hub load from it with</p>"
+        f"<p>casckpt {__version__}, read-only. To load from it with Hugging Face Hub clients, set</p>"
         f"<pre>export HF_ENDPOINT={escape(endpoint)}</pre>"
         f"<p><a href=report>Growth, runs and layers, in charts</a></p>{runs}</html>"
     )
@@ -52,7 +52,7 @@ def page_of(url: str, endpoint: str, repos: Mapping[str, Sequence[Checkpoint]], 
 
 def _run(repo: str, checkpoints: Sequence[Checkpoint], tags: Mapping[str, Checkpoint]) -> str:
     run, newest = checkpoints[-1].run, checkpoints[-1]
-    called = "" if repo == run else f"<p>Hub clients refuse this name: use <code>{escape(repo)}</code>.</p>"
+    called = "" if repo == run else f"<p>Hub clients do not accept this name: use <code>{escape(repo)}</code>.</p>"
     call = f'AutoModel.from_pretrained("{repo}", revision="{newest.step}")'
     more = f"<p>... and {len(checkpoints) - _MOST} older ones.</p>" if len(checkpoints) > _MOST else ""
     rows = "".join(_rows(checkpoints[: -_MOST - 1 : -1], tags))
@@ -100,7 +100,7 @@ def app_of(hub: Hub, *, tokens: frozenset[str] | None, checks_host: bool = True,
         Refusal: _refused, CasckptError: _failed, HTTPException: _not_allowed, ClientDisconnect: _gone,
     }  # fmt: skip
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=desk)
-    app.router.redirect_slashes = False  # it would redirect to a URL made from the client's Host header
+    app.router.redirect_slashes = False  # the redirect would go to a URL built from the client's Host header
     return Guard(app, tokens, checks_host)
 
 
@@ -112,7 +112,7 @@ async def _page(hub: Hub, request: Request) -> Response:
 
 
 async def _report(request: Request) -> Response:
-    """Return the report of `casckpt report -o`."""
+    """Return the report that `casckpt report -o` writes."""
     desk: Desk = request.app.state.desk
     return HTMLResponse(await desk.charts(), headers=_CHARTS)
 
@@ -132,7 +132,7 @@ async def _get(hub: Hub, request: Request) -> Response | RangeResponse:
 
 
 def _redirected(commit: str, parts: Sequence[str]) -> Response:
-    """Redirect to the same file by its commit, so that a client gets all files from one checkpoint.
+    """Redirect to the same file at its commit, so that a client gets all files from one checkpoint.
 
     The location is relative, so it works behind any proxy.
     """
@@ -141,7 +141,7 @@ def _redirected(commit: str, parts: Sequence[str]) -> Response:
 
 
 def _api_call(hub: Hub, request: Request, parts: Sequence[str]) -> Callable[[], Any]:
-    """Return the call that answers a request about models."""
+    """Return the call that answers a request to the models API."""
     if not any(parts):
         return partial(hub.models, request.query_params.get("search", ""))
     repo, verb, rest = _cut(parts, _VERBS)
@@ -157,12 +157,12 @@ def _api_call(hub: Hub, request: Request, parts: Sequence[str]) -> Callable[[], 
     }  # fmt: skip
     calls["revision"] = calls[""]
     if verb not in calls:
-        raise Refusal(405, "", "paths-info takes a POST request", Allow="POST")
+        raise Refusal(405, "", "paths-info requires a POST request", Allow="POST")
     return calls[verb]
 
 
 async def _post(hub: Hub, request: Request) -> Response:
-    """Answer paths-info, the only request with a body."""
+    """Answer paths-info, the only request that has a body."""
     parts = _parts(request)
     repo, verb, rest = _cut(parts[2:], _VERBS) if "paths-info" in parts else ("", "", ())
     if parts[:2] != ["api", "models"] or verb != "paths-info" or len(rest) != 1:
@@ -174,25 +174,25 @@ async def _post(hub: Hub, request: Request) -> Response:
 
 
 def _read_only() -> Refusal:
-    return Refusal(405, "", "this hub is read-only: checkpoints are saved with casckpt", Allow="GET, HEAD")
+    return Refusal(405, "", "this hub is read-only: save checkpoints with casckpt", Allow="GET, HEAD")
 
 
 async def _body(request: Request) -> bytes:
-    """Return the body of a request. Raises Refusal for one that is too large or takes too long."""
+    """Return the body of a request. Raises Refusal if it is too large or takes too long to arrive."""
     body = bytearray()
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > _BODY_BYTES:
-                    raise Refusal(413, "", f"the body has more than {_BODY_BYTES} bytes", Connection="close")
+                    raise Refusal(413, "", f"the body is larger than {_BODY_BYTES} bytes", Connection="close")
     except TimeoutError:
-        raise Refusal(408, "", f"the body did not arrive in {_BODY_SECONDS:.0f} s", Connection="close") from None
+        raise Refusal(408, "", f"the body did not arrive within {_BODY_SECONDS:.0f} s", Connection="close") from None
     return bytes(body)
 
 
 def _file(request: Request, folder: ServedFolder, file: File) -> Response | RangeResponse:
-    """Send a file, a range of it, or only its headers."""
+    """Send a file, a range of a file, or only the headers."""
     size, etag = file.nbytes, f'"{file.etag}"'
     headers = {
         **_SAFE, "ETag": etag, "X-Repo-Commit": commit_of(folder.checkpoint.id), "Accept-Ranges": "bytes",
@@ -220,24 +220,27 @@ def _file(request: Request, folder: ServedFolder, file: File) -> Response | Rang
 
 
 def _names(condition: str, etag: str) -> bool:
-    """Return whether a condition names this file. "*" names any."""
+    """Return whether a condition matches this file. "*" matches any file."""
     return condition.strip() == "*" or etag in condition
 
 
 def _parts(request: Request) -> list[str]:
-    """Return the parts of the path, decoded one by one, so that an encoded slash separates nothing. Raises Refusal."""
+    """Return the parts of the path. Each is decoded separately, so an encoded slash does not split a part.
+
+    Raises Refusal.
+    """
     raw: bytes = request.scope["raw_path"]
     try:
         parts = [unquote_to_bytes(part).decode() for part in raw.split(b"/")[1:]]
     except UnicodeDecodeError:
         raise Refusal(400, "", "the path is not UTF-8") from None
     if any(ord(letter) < 32 for part in parts for letter in part):
-        raise Refusal(400, "", "the path has control characters")
+        raise Refusal(400, "", "the path contains control characters")
     return parts
 
 
 def _cut(parts: Sequence[str], verbs: Sequence[str]) -> tuple[str, str, Sequence[str]]:
-    """Return the repository that a path begins with, the verb that follows ("" if none does), and the rest."""
+    """Split a path into its repository, the verb that follows ("" if there is none), and the rest."""
     for count in (1, 2):
         if len(parts) > count and parts[count] in verbs:
             return "/".join(parts[:count]), parts[count], parts[count + 1 :]
@@ -260,17 +263,15 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """Answer with an error of the store."""
+    """Answer with the response for a store error."""
     log.warning("%s %s: %s", request.method, request.url.path, error)
     return (refusal_of(error) if isinstance(error, CasckptError) else Refusal(500, "", "")).response()
 
 
 async def _not_allowed(_: Request, error: Exception) -> Response:
-    """Answer a request that the framework refuses, such as one with another method."""
-    return (
-        _read_only() if getattr(error, "status_code", 0) == 405 else Refusal(404, "", "there is nothing")
-    ).response()
+    """Answer a request that the framework rejects, for example because of its method."""
+    return (_read_only() if getattr(error, "status_code", 0) == 405 else Refusal(404, "", "not found")).response()
 
 
 async def _gone(_: Request, __: Exception) -> Response:
-    return Response(status_code=400)  # the client is gone
+    return Response(status_code=400)  # the client has disconnected

@@ -1,7 +1,7 @@
-"""The files of a checkpoint on a hub, planned from the manifest alone, their ETags, and the ranges of a request.
+"""The files of a checkpoint on a hub, planned from the manifest alone, with their ETags and byte ranges.
 
-An ETag is a hash of the first bytes of a file and of the digests of its cells. It needs no read of data. It changes
-only if the tensors of the file change.
+An ETag is a hash of a file's first bytes and of the digests of its cells. Computing it does not read any data. It
+changes only if the tensors in the file change.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DIGITS = 19
 
 
 class Unsatisfiable(ValueError):
-    """A range that contains no byte of the file."""
+    """A range that does not contain any byte of the file."""
 
 
 class FileSpan(NamedTuple):
@@ -46,10 +46,10 @@ class FileSpan(NamedTuple):
 
 
 def parse_range(header: str | None, size: int) -> FileSpan | None:
-    """Return the bytes that a Range header asks for, of a file of ``size`` bytes; None for the whole file.
+    """Return the span that a Range header requests from a file of ``size`` bytes; None for the whole file.
 
-    For several ranges, other units and malformed headers it is the whole file, which RFC 9110 (14.2) allows. Raises
-    Unsatisfiable.
+    For several ranges, other units and malformed headers, the result is the whole file, as RFC 9110 (14.2) allows.
+    Raises Unsatisfiable.
     """
     match = None if header is None else _ONE.fullmatch(header)
     if match is None or match.groups() == ("", ""):
@@ -61,17 +61,17 @@ def parse_range(header: str | None, size: int) -> FileSpan | None:
     else:
         start, stop = _number(first), min(_number(last) + 1, size) if last else size
     if start >= stop:
-        raise Unsatisfiable(f"{header!r:.80} asks for no byte of a file of {size} bytes")
+        raise Unsatisfiable(f"{header!r:.80} does not overlap the file, which has {size} bytes")
     return FileSpan(start, stop)
 
 
 def _number(digits: str) -> int:
-    """Convert digits, limited to a number beyond any file size, because int() of a long text is slow."""
+    """Convert digits, capped at a number above any file size, because int() is slow for long strings."""
     return int(digits) if len(digits) <= _DIGITS else 10**_DIGITS
 
 
 class RequestedRange(NamedTuple):
-    """The content of a range: ``head``, then the bytes of ``sources`` after the first ``skip``.
+    """The content of a range: ``head``, then the bytes of ``sources`` without the first ``skip`` bytes.
 
     The range may end within the last element.
     """
@@ -91,17 +91,17 @@ class FileMap:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file."""
+        """The size of the file."""
         return len(self._head) + self._begins[-1]
 
     def wanted(self, span: FileSpan) -> RequestedRange:
-        """Return the fewest whole elements that contain the bytes ``span``."""
+        """Return the smallest range of whole elements that contains the bytes ``span``."""
         start, stop = (max(at - len(self._head), 0) for at in span)
         sources, skip = self._elements(start, stop)
         return RequestedRange(self._head[span.start : span.stop], sources, skip)
 
     def _elements(self, start: int, stop: int) -> tuple[list[EntrySlice], int]:
-        """Return the elements that hold bytes [start, stop) of the data, and how many bytes of the first lie before."""
+        """Return the elements with bytes [start, stop) of the data, and how many bytes to skip in the first."""
         if start >= stop:
             return [], 0
         first, last = bisect_right(self._begins, start) - 1, bisect_left(self._begins, stop)
@@ -125,7 +125,7 @@ log = logging.getLogger("casckpt.frontends.serve")
 
 @dataclass(frozen=True)
 class File:
-    """One file. ``etag``: 40 hex digits, the same for the same bytes cut in the same cells."""
+    """One file. ``etag``: 40 hex digits, equal for files whose bytes and cell boundaries are equal."""
 
     name: str
     etag: str
@@ -133,13 +133,13 @@ class File:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The size of the file."""
         return self.map.nbytes
 
 
 @dataclass(frozen=True)
 class ServedFolder:
-    """The files of one checkpoint. ``files``: by name, sorted. ``tensors``: the tensors in these files."""
+    """The files of one checkpoint. ``files``: sorted by name. ``tensors``: the tensors in these files."""
 
     checkpoint: Checkpoint
     manifest: Manifest
@@ -149,7 +149,10 @@ class ServedFolder:
 
 @dataclass
 class ServedFolders:
-    """The most recently used folders. ``rules``: for all checkpoints; None: each checkpoint's own rules."""
+    """The most recently used folders.
+
+    ``rules``: the rules for all checkpoints; if None, each checkpoint's own rules.
+    """
 
     store: Store
     rules: Rules | None
@@ -159,13 +162,16 @@ class ServedFolders:
     _making: Sequence[threading.Lock] = field(default_factory=lambda: [threading.Lock() for _ in range(_KEPT)])
 
     def held(self, commit: str) -> ServedFolder | None:
-        """Return the folder of the checkpoint whose id begins with ``commit``, if it is in memory."""
+        """Return the folder of the checkpoint whose id begins with ``commit`` if it is in memory, else None."""
         with self._lock:
             return next((folder for id, folder in self._held.items() if id.startswith(commit)), None)
 
     def of(self, checkpoint: Checkpoint) -> ServedFolder:
-        """Return the folder of a checkpoint. Raises as a load, and InvalidInput if safetensors cannot hold a value."""
-        with self._making[hash(checkpoint.id) % _KEPT]:  # only one of several requests plans the folder
+        """Return the folder of a checkpoint.
+
+        Raises the errors of a load, and InvalidInput for a value that safetensors cannot hold.
+        """
+        with self._making[hash(checkpoint.id) % _KEPT]:  # if several requests arrive, only one plans the folder
             folder = self.held(checkpoint.id)
             if folder is None or _place(folder.checkpoint) != _place(checkpoint):  # a forged record may name any id
                 folder = self._made(checkpoint)
@@ -177,7 +183,7 @@ class ServedFolders:
         return folder
 
     def drop(self, folder: ServedFolder) -> None:
-        """Drop a folder whose bytes could not be read, so that the next request plans it again."""
+        """Drop a folder whose bytes could not be read, so that the next request replans it."""
         with self._lock:
             self._held.pop(folder.checkpoint.id, None)
 
@@ -215,7 +221,7 @@ def _place(checkpoint: Checkpoint) -> tuple[str, int]:
 
 
 def _attached(contents: Contents, name: str) -> FileLayout:
-    """Return an attachment: a small one with its bytes, a large one as an entry."""
+    """Return the file of an attachment: the bytes of a small one, or the entry of a large one."""
     attached = contents.attachments[name]
     if isinstance(attached, StoredObject):
         return FileLayout(name, contents.manifest.data(attached), ())
@@ -223,7 +229,10 @@ def _attached(contents: Contents, name: str) -> FileLayout:
 
 
 def etag_of(manifest: Manifest, file: FileLayout) -> str:
-    """Return a hash of the content of a file, from the digests in the manifest. Raises as a read of a manifest."""
+    """Return a hash of a file's content, computed from the digests in the manifest.
+
+    Raises the errors of a manifest read.
+    """
     hasher = Hasher()
     _add(hasher, _ETAG_OF, file.head)
     for tensor in file.tensors:

@@ -1,4 +1,4 @@
-"""A store as a hub: repositories, revisions and trees, as JSON for ``huggingface_hub``."""
+"""Presents a store as a hub: repositories, revisions and trees, as JSON for ``huggingface_hub``."""
 
 from __future__ import annotations
 
@@ -28,27 +28,30 @@ _COMMIT = re.compile(rf"[0-9a-f]{{{COMMIT_DIGITS},}}")
 
 
 class Hub:
-    """A store under the names of a hub. ``rules``: of the view of every checkpoint; None: each has its own.
+    """A store under hub names. ``rules``: the view rules for every checkpoint; if None, each checkpoint's own rules.
 
-    Raises InvalidInput for a ``max_shard_size`` below 1. The methods raise `Refusal` for what does not exist, and the
-    errors of a store.
+    Raises InvalidInput if ``max_shard_size`` is below 1. The methods raise `Refusal` for anything that does not exist.
+    They also raise the errors of the store.
     """
 
     def __init__(self, store: Store, *, rules: Rules | None = None, max_shard_size: int = MAX_SHARD_SIZE) -> None:
-        plan_shards((), max_shard_size)  # raises an error for a bad size now, and not at each request
+        plan_shards((), max_shard_size)  # raises an error for an invalid size now instead of at each request
         self.store = store
         self.folders = ServedFolders(store, rules, max_shard_size)
 
     def repos(self) -> dict[str, list[Checkpoint]]:
-        """Return the visible checkpoints of each repository, oldest first. The repository saved to last comes first."""
+        """Return the visible checkpoints of each repository, oldest first.
+
+        The most recently saved repository comes first.
+        """
         by_run = grouped(self._checkpoints(), lambda checkpoint: checkpoint.run)
         of_repo: dict[str, list[Checkpoint]] = {}
-        for run in sorted(by_run, key=lambda run: (run != repo_of(run), run)):  # as `run_of` chooses
+        for run in sorted(by_run, key=lambda run: (run != repo_of(run), run)):  # the same choice as in `run_of`
             of_repo.setdefault(repo_of(run), by_run[run])
         return dict(sorted(of_repo.items(), key=lambda item: item[1][-1].created_at, reverse=True))
 
     def tags(self) -> dict[str, Checkpoint]:
-        """Return the tags of the store without leases, which come and go with downloads."""
+        """Return the store's tags, except leases, which come and go with downloads."""
         return {name: tagged for name, tagged in self.store.tags().items() if not _LEASE.fullmatch(name)}
 
     def _checkpoints(self) -> list[Checkpoint]:
@@ -58,15 +61,15 @@ class Hub:
             return []
 
     def run(self, repo: str) -> str:
-        """Return the run of a repository, which need not exist."""
+        """Return the run of a repository. The run need not exist."""
         return run_of(repo, self._runs())
 
     def _runs(self) -> Iterator[str]:
-        """Yield all runs. They are listed when the first is asked for."""
+        """Yield all runs. The store is listed only when the first run is requested."""
         yield from sorted({checkpoint.run for checkpoint in self._checkpoints()})
 
     def checkpoint(self, repo: str, revision: str) -> Checkpoint:
-        """Return the checkpoint that a revision of a repository names now."""
+        """Return the checkpoint that a revision of a repository currently names."""
         run = self.run(repo)
         if not is_of(run, repo):
             raise no_repository(repo)
@@ -82,7 +85,7 @@ class Hub:
         raise no_repository(repo)
 
     def folder(self, repo: str, revision: str) -> ServedFolder:
-        """Return the files of a revision. A revision that is an id is looked up only once."""
+        """Return the files of a revision. A revision that is an id is not looked up while its folder is in memory."""
         held = self.folders.held(revision) if _COMMIT.fullmatch(revision) else None
         if held is not None and is_of(held.checkpoint.run, repo):
             return held
@@ -100,7 +103,7 @@ class Hub:
         return [_head(repo, saved[-1]) for repo, saved in self.repos().items() if search.lower() in repo.lower()]
 
     def info(self, repo: str, revision: str, *, blobs: bool) -> Json:
-        """Describe a revision. ``blobs``: with sizes and ETags of its files."""
+        """Describe a revision. ``blobs``: include the sizes and ETags of its files."""
         folder = self.folder(repo, revision)
         siblings = [{"rfilename": file.name} | (_size(file) if blobs else {}) for file in folder.files.values()]
         counts = Counter[str]()
@@ -114,7 +117,7 @@ class Hub:
         }  # fmt: skip
 
     def refs(self, repo: str) -> Json:
-        """Return the branch of a repository, `main`, and its tags: its steps, and the tags of the store."""
+        """Return the only branch of a repository, `main`, and its tags: its steps and the store's tags."""
         newest, run = self.checkpoint(repo, MAIN), self.run(repo)
         steps = {str(checkpoint.step): checkpoint for checkpoint in self.store.checkpoints(run)}
         of_store = {name: tagged for name, tagged in self.tags().items() if tagged.run == run and name not in steps}
@@ -122,14 +125,14 @@ class Hub:
         return {"branches": [_ref("heads", MAIN, newest)], "converts": [], "tags": tags, "pullRequests": []}
 
     def commits(self, repo: str, revision: str) -> list[Json]:
-        """Return a revision and all checkpoints of the run that were saved before it, newest first."""
+        """Return a revision and all earlier checkpoints of the run, newest first."""
         last = self.checkpoint(repo, revision)
         until = [earlier for earlier in self.store.checkpoints(last.run) if earlier.created_at <= last.created_at]
         every = until if last in until else [*until, last]
         return [{**_commit(saved), "message": "", "authors": [{"user": "casckpt"}]} for saved in reversed(every)]
 
     def tree(self, repo: str, revision: str, path: str, *, recursive: bool, expand: bool) -> list[Json]:
-        """Return the files of a folder of a revision, and its folders."""
+        """Return the files and subfolders of one folder of a revision."""
         folder = self.folder(repo, revision)
         prefix = f"{path}/" if path else ""
         below = [file for file in folder.files.values() if file.name.startswith(prefix)]
@@ -139,14 +142,14 @@ class Hub:
         return [entry | _last(folder, expand=expand) for entry in listed]
 
     def paths(self, repo: str, revision: str, paths: Sequence[str], *, expand: bool) -> list[Json]:
-        """Return the files and folders of a revision that are among ``paths``."""
+        """Return the files and folders of a revision whose paths are in ``paths``."""
         folder = self.folder(repo, revision)
         every = {entry["path"]: entry for entry in _entries(list(folder.files.values()), "")}
         return [every[path] | _last(folder, expand=expand) for path in dict.fromkeys(paths) if path in every]
 
 
 def _entries(files: Sequence[File], prefix: str) -> Iterator[Json]:
-    """Yield all files, and the folders below ``prefix`` that hold them."""
+    """Yield all files, and the folders below ``prefix`` that contain them."""
     folders: set[str] = set()
     for file in files:
         parts = file.name[len(prefix) :].split("/")[:-1]

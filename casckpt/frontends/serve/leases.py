@@ -1,4 +1,4 @@
-"""Leases on checkpoints that are being sent. Each has one lease, which ends some time after its last file."""
+"""Leases on checkpoints that are being sent. Each checkpoint has one lease, which ends a while after its last file."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from casckpt.store.store import Store
 
 _EXPIRES = "10m"
 _MOST_IDLE = 32
-"""The most leases without a file being sent, because each has threads."""
+"""The maximum number of idle leases. It is limited because each lease has threads."""
 LINGER_SECONDS = 30.0
-"""How long a lease outlives the last file, since the client may ask for the next one."""
+"""How long a lease remains after the last file, in case the client requests another file."""
 
 log = logging.getLogger("casckpt.frontends.serve")
 
 
 @dataclass
 class _Held:
-    """The lease of one checkpoint. ``lease``: ends it when closed; None while it is being taken."""
+    """The lease of one checkpoint. ``lease``: closing it ends the lease; None until the lease is acquired."""
 
     users: int = 0
     lease: ExitStack | None = None
@@ -31,7 +31,7 @@ class _Held:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def end(self) -> None:
-        """End the lease, and stop its timer."""
+        """End the lease and stop its timer."""
         if self.timer is not None:
             self.timer.cancel()
         if self.lease is not None:
@@ -39,7 +39,7 @@ class _Held:
 
 
 class Leases:
-    """The leases of a server. Without write access to the store, the server logs that and serves without leases."""
+    """The leases of a server. If the store is not writable, the server logs a warning and serves without leases."""
 
     def __init__(self, store: Store, linger: float = LINGER_SECONDS) -> None:
         self._store, self._linger = store, linger
@@ -49,13 +49,13 @@ class Leases:
 
     @contextmanager
     def hold(self, checkpoint: Checkpoint) -> Iterator[None]:
-        """Hold a checkpoint for a block and a while longer. Never raises; the read of a purged checkpoint does."""
+        """Hold a lease during a block and a while longer. It never raises, but reading a purged checkpoint does."""
         held = self._enter(checkpoint.id)
         try:
             with held.lock:
                 if held.lease is None:
                     held.lease = self._taken(checkpoint)
-                    if self._is_closed:  # meanwhile
+                    if self._is_closed:  # closed in the meantime
                         held.lease.close()
             yield
         finally:
@@ -78,7 +78,7 @@ class Leases:
                 log.info("%s is sent without a lease: %s", checkpoint, error)
             except CasckptError as error:
                 level = logging.DEBUG if self._has_warned else logging.WARNING
-                log.log(level, "no lease can be taken, so a gc may delete data that is being sent: %s", error)
+                log.log(level, "cannot acquire a lease, so a gc may delete data that is being sent: %s", error)
                 self._has_warned = True
             return taken.pop_all()
 

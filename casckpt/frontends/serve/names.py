@@ -1,4 +1,4 @@
-"""Names of a hub for a store: runs are repositories, checkpoints are revisions. Pure."""
+"""Maps store names to hub names: runs are repositories, and checkpoints are revisions. The functions are pure."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _RESERVED = frozenset({
     "api", "models", "datasets", "spaces", "kernels", "buckets", "resolve", "raw", "blob", "revision", "tree", "refs",
     "commits", "paths-info",
 })  # fmt: skip
-"""Words in the paths of a hub, which would be ambiguous as a part of a repository's name."""
+"""Words that occur in hub paths. As part of a repository name, they would be ambiguous."""
 NAMESPACE: Final = "runs/"
-"""An optional prefix of every repository, for parsers of ``hf://`` paths, which require names of two parts."""
+"""An optional prefix of every repository name. Parsers of ``hf://`` paths need it, because they require two parts."""
 _ALIAS = re.compile(r".+-[0-9a-f]{8}")
 _STEP = re.compile(r"[0-9]{1,19}")
 _COMMIT = re.compile(rf"[0-9a-f]{{{COMMIT_DIGITS}}}|[0-9a-f]{{64}}")
@@ -27,7 +27,7 @@ _TAG = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
 
 
 def is_repo(run: str) -> bool:
-    """Return whether hub clients accept the name of a run as the name of a repository."""
+    """Return whether hub clients accept a run's name as a repository name."""
     parts = run.split("/")
     plain = all(_PART.fullmatch(part) and part.lower() not in _RESERVED for part in parts)
     fits = len(parts) <= 2 and not run.startswith(NAMESPACE) and not run.endswith(".git")
@@ -35,9 +35,9 @@ def is_repo(run: str) -> bool:
 
 
 def repo_of(run: str) -> str:
-    """Return the repository of a run: its name, or a similar name with a part of its hash if clients refuse the name.
+    """Return a run's repository name: the run's name, or, if clients reject it, a similar name with a hash.
 
-    The name of the repository never changes and does not depend on other runs.
+    The repository name never changes and does not depend on other runs.
     """
     if is_repo(run):
         return run
@@ -46,9 +46,9 @@ def repo_of(run: str) -> str:
 
 
 def run_of(repo: str, runs: Iterable[str]) -> str:
-    """Return the run of a repository. A run with exactly this name is preferred.
+    """Return the run of a repository. A run with exactly this name takes precedence.
 
-    ``runs``: all runs; iterated only if the name may belong to another run.
+    ``runs``: all runs. The function iterates over them only if the name may belong to a run with a different name.
     """
     repo = repo.removeprefix(NAMESPACE)
     if not _ALIAS.fullmatch(repo):
@@ -63,10 +63,10 @@ def is_of(run: str, repo: str) -> bool:
 
 
 def reference(run: str, revision: str) -> str | None:
-    """Return the casckpt reference for a revision of a run; None for one that is no valid name.
+    """Return the casckpt reference for a revision of a run; None if the revision is not a valid name.
 
-    ``main`` and ``latest`` are the newest checkpoint, a number is a step, 40 or 64 hex digits are an id, anything else
-    is a tag.
+    ``main`` and ``latest`` name the newest checkpoint. A number is a step, 40 or 64 hex digits are an id, and anything
+    else is a tag.
     """
     if revision in LATEST:
         return f"{run}@latest"
@@ -78,5 +78,5 @@ def reference(run: str, revision: str) -> str | None:
 
 
 def commit_of(id: str) -> str:
-    """Return the id of a checkpoint as a commit hash of a hub."""
+    """Return the hub commit hash for the id of a checkpoint."""
     return id[:COMMIT_DIGITS]

@@ -1,4 +1,4 @@
-"""Sends ranges of files: reads ahead in bounded memory, and disconnects clients that do not read."""
+"""Sends ranges of files. It reads ahead in bounded memory, and disconnects clients that stop reading."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from casckpt.store.store import Store
 
 WINDOW_BYTES: Final = 3 << 20
 FIRST_BYTES: Final = 1 << 20
-"""Size of the first window of a range, which is smaller so that it is sent sooner."""
+"""The size of a range's first window. It is smaller than the others so that it can be sent sooner."""
 
 
 class Window(NamedTuple):
-    """Bytes [start, stop) of a file: the bytes of ``sources`` after the first ``skip``."""
+    """Bytes [start, stop) of a file: the bytes of ``sources`` without the first ``skip`` bytes."""
 
     start: int
     stop: int
@@ -42,19 +42,19 @@ class Window(NamedTuple):
 
 
 class RangeReader:
-    """Reads one range of a file. ``head``: the bytes that need no read. `next` is for one thread, `read` for any."""
+    """Reads one range of a file. ``head``: the bytes that are already in memory. Only `read` is thread-safe."""
 
     def __init__(self, repo: Repository, folder: ServedFolder, file: File, span: FileSpan) -> None:
         wanted = file.map.wanted(span)
         self.head = wanted.head
         self._folder = folder
         self._tables: dict[int, ExtentTable] = {}
-        # one thread, since other threads read for other clients, and a window is one or two requests over a network
+        # one thread is enough: other threads serve other clients, and a window takes only one or two network requests
         self._reader = EntryReader(repo, folder.manifest, verify=True, threads=1, shared=True)
         self._windows = self._plan(span, wanted)
 
     def next(self) -> Window | None:
-        """Return the next window, in order; None at the end."""
+        """Return the next window in order; None at the end."""
         return next(self._windows, None)
 
     def _plan(self, span: FileSpan, wanted: RequestedRange) -> Iterator[Window]:
@@ -66,12 +66,15 @@ class RangeReader:
             start, skip = stop, 0
 
     def read(self, window: Window, buffer: memoryview) -> memoryview:
-        """Read a window into ``buffer``, and return its bytes there. Raises Damaged, Gone, StorageError."""
+        """Read a window into ``buffer``, and return a view of its bytes. Raises Damaged, Gone and StorageError."""
         self._reader.fill(requests(views(window.sources, buffer), self._extents(window.sources)))
         return buffer[window.skip : window.skip + window.stop - window.start]
 
     def _extents(self, sources: list[EntrySlice]) -> dict[int, ExtentTable]:
-        """Return the extents of these entries. They are kept for the next window, which often has the same tensor."""
+        """Return the extents of these entries.
+
+        They are kept for the next window, which often contains the same tensor.
+        """
         manifest, held = self._folder.manifest, self._tables
         wanted = {source.entry.number for source in sources}
         manifest.ready(wanted - held.keys(), ())
@@ -80,14 +83,17 @@ class RangeReader:
 
 
 WINDOWS: Final = 8
-"""The most windows in memory, for all clients together."""
+"""The maximum number of windows in memory, across all clients."""
 _SLOW_WINDOWS = 3
-_AHEAD = 3  # windows that are read ahead over a network
+_AHEAD = 3  # windows to read ahead over a network
 _CHUNK_BYTES = 256 << 10
 REMEMBERED_SECONDS: Final = 5.0
-"""How long an error is remembered, so that a client that asks for the rest of a file gets an error status at once."""
+"""How long an error is remembered.
+
+A client that requests the rest of the file then gets an error status immediately.
+"""
 CHARTS_SECONDS: Final = 30.0
-"""How long drawn charts are reused."""
+"""How long the rendered charts are reused."""
 _ASIDE = 4  # threads for quick calls
 
 log = logging.getLogger("casckpt.frontends.serve")
@@ -95,7 +101,10 @@ T = TypeVar("T")
 
 
 class Desk:
-    """The threads, memory and leases of all responses. ``slow_seconds``: the time limit for sending a window."""
+    """The threads, memory and leases that all responses share.
+
+    ``slow_seconds``: the time limit for sending a window.
+    """
 
     def __init__(self, store: Store, folders: ServedFolders, *, slow_seconds: float = 30.0) -> None:
         self.store, self.folders, self.slow_seconds = store, folders, slow_seconds
@@ -105,21 +114,21 @@ class Desk:
         self.windows: dict[object, _Held] = {}
         self._charts: asyncio.Future[str] | None = None
         self._wrong: dict[tuple[str, str], tuple[float, int, CasckptError]] = {}
-        remote = store.repository.storage.traits.remote  # if so, threads mostly wait
+        remote = store.repository.storage.traits.remote  # in that case, threads spend most of their time waiting
         self.ahead = _AHEAD if remote else 1
         self._readers = ThreadPoolExecutor(WINDOWS if remote else 1 + usable_threads(None), "casckpt-read")
         self._others = ThreadPoolExecutor(_ASIDE, "casckpt-serve")
 
     async def ask(self, call: Callable[[], T]) -> T:
-        """Run a quick call in a thread. It may wait for the storage."""
+        """Run a short call in a thread. The call may wait for the storage."""
         return await asyncio.get_running_loop().run_in_executor(self._others, call)
 
     async def read(self, call: Callable[[], T]) -> T:
-        """Run a call that reads much data in a thread."""
+        """Run a call in a thread of the pool for large reads."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, call)
 
     async def charts(self) -> str:
-        """Return the report as a page, and reuse it for `CHARTS_SECONDS`. Raises as `page`."""
+        """Return the report page, and reuse it for `CHARTS_SECONDS`. Raises the errors of `page`."""
         if self._charts is None:
             self._charts = asyncio.ensure_future(self.ask(partial(_drawn, self.store)))
             self._charts.add_done_callback(self._keep_charts)
@@ -130,19 +139,19 @@ class Desk:
         drawn.get_loop().call_later(0 if failed else CHARTS_SECONDS, setattr, self, "_charts", None)
 
     def note_wrong(self, folder: ServedFolder, file: File, at: int, error: CasckptError) -> None:
-        """Remember that the bytes of a file from ``at`` on could not be read."""
+        """Remember that a read of the file failed at the byte ``at``."""
         self.folders.drop(folder)
         self._wrong = {key: wrong for key, wrong in self._wrong.items() if wrong[0] > monotonic()}
         self._wrong[folder.checkpoint.id, file.name] = monotonic() + REMEMBERED_SECONDS, at, error
 
     def check(self, folder: ServedFolder, file: File, span: FileSpan) -> None:
-        """Raise a remembered error for bytes of this range."""
+        """Raise the remembered error if it concerns a byte of this range."""
         until, at, error = self._wrong.get((folder.checkpoint.id, file.name), (0.0, 0, None))
         if error is not None and until > monotonic() and span.start <= at < span.stop:
             raise error
 
     def close(self) -> None:
-        """End leases and threads."""
+        """End all leases and threads."""
         self.leases.close()
         for pool in (self._readers, self._others):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -155,7 +164,7 @@ def _drawn(store: Store) -> str:
 
 
 class _Held:
-    """A window that is in memory or being read, for all responses that send it. The last one frees it."""
+    """A window that is in memory or being read. All responses that send it share it, and the last one frees it."""
 
     def __init__(self, desk: Desk, key: object, reader: RangeReader, window: Window, *, slow: bool) -> None:
         self.data = memoryview(b"")
@@ -169,17 +178,17 @@ class _Held:
             for slots in (desk.slow_slots, desk.slots) if slow else (desk.slots,):
                 await slots.acquire()
                 taken.callback(slots.release)
-            buffer = taken.enter_context(desk.buffers.borrow())  # as many as `desk.slots`, so this never waits
+            buffer = taken.enter_context(desk.buffers.borrow())  # never waits: there are as many as `desk.slots`
             reading = asyncio.ensure_future(desk.read(partial(reader.read, window, buffer.view)))
             try:
                 self.data = await asyncio.shield(reading)
             except asyncio.CancelledError:
-                await asyncio.wait([reading])  # until then its thread writes to the buffer
+                await asyncio.wait([reading])  # until then, the thread writes to the buffer
                 raise
             self._taken = taken.pop_all()
 
     async def join(self) -> _Held:
-        """Wait until it is in memory. `leave` it afterwards. Raises what the read raises."""
+        """Wait until the window is in memory. Call `leave` afterwards. Raises the errors of the read."""
         self._users += 1
         try:
             await asyncio.shield(self._reading)
@@ -189,28 +198,31 @@ class _Held:
         return self
 
     def leave(self) -> None:
-        """End one use: the window was sent, or the client disconnected."""
+        """End one use, because the window was sent or the client disconnected."""
         self._users -= 1
         if not self._users:
             if self._desk.windows.get(self._key) is self:
                 del self._desk.windows[self._key]
-            self._reading.cancel()  # does nothing if the read has ended
+            self._reading.cancel()  # has no effect if the read has finished
             self._taken.close()
 
 
 class _Slow(Exception):
-    """A client does not read."""
+    """A client has stopped reading."""
 
 
 class RangeResponse:
-    """A response with the bytes ``span`` of a file. If the first window cannot be read, it has an error status."""
+    """A response with the bytes ``span`` of a file.
+
+    If the first window cannot be read, the response is an error status.
+    """
 
     def __init__(
         self, desk: Desk, folder: ServedFolder, file: File, span: FileSpan, headers: Mapping[str, str]
     ) -> None:
         self._desk, self._folder, self._file, self._span, self._headers = desk, folder, file, span, headers
         self._begun = False
-        self._window: Window | None = None  # the next window that is not being read
+        self._window: Window | None = None  # the next window whose read has not started
         self._is_slow = False
         self._sent = 0
 
@@ -221,10 +233,10 @@ class RangeResponse:
         lease = asyncio.ensure_future(desk.ask(lambda: held.enter_context(desk.leases.hold(self._folder.checkpoint))))
         try:
             await self._send_all(send, gone, lease)
-            how = "sent" if self._sent == self._span.stop - self._span.start else "the client left after"
+            how = "sent" if self._sent == self._span.stop - self._span.start else "the client disconnected after"
             log.info("%s: %s %s in %.2f s", self._what(scope), how, format_size(self._sent), monotonic() - began)
         except _Slow:
-            log.warning("%s: stopped after %d bytes: the client does not read", self._what(scope), self._sent)
+            log.warning("%s: stopped after %d bytes: the client stopped reading", self._what(scope), self._sent)
             _abort(scope)
         except CasckptError as error:
             if isinstance(error, Damaged | Gone):
@@ -240,7 +252,10 @@ class RangeResponse:
             await desk.ask(held.close)
 
     async def _send_all(self, send: Send, gone: asyncio.Future[None], lease: asyncio.Future[None]) -> None:
-        """Send the range. The lease is taken meanwhile; if the checkpoint was purged before, the read fails."""
+        """Send the range while the lease is being acquired.
+
+        If the checkpoint has been purged by then, the read fails.
+        """
         self._desk.check(self._folder, self._file, self._span)
         reader = RangeReader(self._desk.store.repository, self._folder, self._file, self._span)
         held = await self._join(reader, reader.next())
@@ -269,7 +284,7 @@ class RangeResponse:
         await self._send(send, gone, head)
 
     def _read_ahead(self, reader: RangeReader, ahead: deque[asyncio.Future[_Held | None]]) -> None:
-        """Begin to read the next windows, as far as the memory allows."""
+        """Start reading the next windows, as far as memory allows."""
         while self._window is not None and len(ahead) < self._desk.ahead and self._has_room(self._window):
             ahead.append(asyncio.ensure_future(self._join_next(reader)))
 
@@ -279,14 +294,20 @@ class RangeResponse:
         return self._join(reader, window)
 
     def _key(self, window: Window) -> object:
-        """Return the key by which responses share windows. A slow response shares none, because it would block them."""
+        """Return the key by which responses share windows.
+
+        A slow response does not share any, because it would block others.
+        """
         return object() if self._is_slow else (self._folder.checkpoint.id, self._file.etag, window.start, window.stop)
 
     def _has_room(self, window: Window) -> bool:
         return self._key(window) in self._desk.windows or not (self._is_slow or self._desk.slots.locked())
 
     async def _join(self, reader: RangeReader, window: Window | None) -> _Held | None:
-        """Return a window in memory, shared with other responses or read now; None at the end."""
+        """Return a window in memory: one that other responses share, or one that is read now.
+
+        Return None at the end.
+        """
         if window is None:
             return None
         windows, key = self._desk.windows, self._key(window)
@@ -304,10 +325,10 @@ class RangeResponse:
         for start in range(0, len(data), _CHUNK_BYTES):
             if gone.done():
                 return
-            chunk = bytes(data[start : start + _CHUNK_BYTES])  # a copy, since the server may keep it
+            chunk = bytes(data[start : start + _CHUNK_BYTES])  # copied, because the server may keep it
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
             self._sent += len(chunk)
-            await asyncio.sleep(0)  # let other responses run, and learn whether the client is gone
+            await asyncio.sleep(0)  # let other responses run, and check whether the client has disconnected
 
     async def _in_time(self, sending: Awaitable[None]) -> None:
         """Send within the time limit. Raises _Slow."""
@@ -330,13 +351,13 @@ def _leave(*windows: object) -> None:
 
 
 async def _gone(receive: Receive) -> None:
-    """Return once the client is gone."""
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 def _abort(scope: Scope) -> None:
-    """Close the connection at once, without waiting for the client to receive what was sent."""
+    """Close the connection immediately, without waiting for the client to receive the sent data."""
     connection = scope.get("state", {}).get("connection")
     if connection is not None:
         connection.abort()

@@ -1,4 +1,4 @@
-"""The server: how many connections it keeps, and how long it waits for requests and clients."""
+"""The server, with its limits on the number of connections and on the time that it waits for requests and clients."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_CONNECTIONS: Final = 512
 REQUEST_SECONDS: Final = 10.0
-"""The time limit for a complete request, from the connection or its first byte on."""
+"""The time limit for a complete request, counted from the connection or from the first byte of the request."""
 STUCK_SECONDS: Final = 30.0
-"""A client that receives nothing for this long, or at most twice this, is disconnected."""
+"""A client that receives nothing for this long is disconnected, after at most twice this time."""
 _BACKLOG = 512
 _KEEP_ALIVE_SECONDS = 30
 _LAST_SECONDS = 3
@@ -26,7 +26,7 @@ log = logging.getLogger("casckpt.frontends.serve")
 
 
 class Connection(H11Protocol):
-    """A connection. If there are too many, the one that has waited longest for a request is closed."""
+    """A connection. If there are too many, the server closes the one that has waited longest for a request."""
 
     waiting: dict[Connection, None]
     most: int
@@ -59,7 +59,7 @@ class Connection(H11Protocol):
         self._is_stuck = False
 
     def _watch(self) -> None:
-        """Close the connection if it could not send, or not close, since the last check."""
+        """Close the connection if it has been unable to send or to close since the last check."""
         if self._is_stuck:
             self.abort()
             return
@@ -93,18 +93,18 @@ class Connection(H11Protocol):
             self._timer = None
 
     def abort(self) -> None:
-        """Close the connection now, even with unsent data."""
+        """Close the connection immediately, even if some data has not been sent."""
         self._wait_no_longer()
         self.transport.abort()
 
 
 def _connections() -> type[Connection]:
-    """Make the class of the connections of one server."""
+    """Create the connection class of one server."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = min(MAX_CONNECTIONS, max(files // 4, 16))
 
     class OfServer(Connection):
-        waiting: dict[Connection, None] = {}  # noqa: RUF012 - shared by the connections of the server
+        waiting: dict[Connection, None] = {}  # noqa: RUF012 - shared by all connections of the server
         most = 0
 
     OfServer.most = most
@@ -124,7 +124,10 @@ def endpoint_of(host: str, listening: socket.socket) -> str:
 
 
 def server_of(app: ASGIApp) -> uvicorn.Server:
-    """Return the server for an application. ``run(sockets=[...])`` serves until the process gets a signal to end."""
+    """Return the server for an application.
+
+    ``run(sockets=[...])`` serves until the process receives a termination signal.
+    """
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # casckpt logs errors itself
     config = uvicorn.Config(
         app, http=_connections(), ws="none", loop="asyncio", log_config=None, access_log=False, server_header=False,

@@ -1,4 +1,4 @@
-"""Rules of a view as a JSON file. It may be an attachment of a checkpoint."""
+"""View rules in a JSON file, which may be attached to a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from casckpt.errors import InvalidInput
 from casckpt.frontends.views.view import Rules
 from casckpt.loading.arguments import compiled
 
-_MOST_WAYS: Final = 4_000_000  # for one match; takes a quarter of a second
-_MOST_SECONDS: Final = 10.0  # of CPU time, for all names of a checkpoint
+_MOST_WAYS: Final = 4_000_000  # per match; takes a quarter of a second
+_MOST_SECONDS: Final = 10.0  # CPU time for all names of a checkpoint
 _MOST_CHARACTERS: Final = 1000
-_MOST_ESCAPES: Final = 20  # in a replacement, since each may stand for a whole name
+_MOST_ESCAPES: Final = 20  # per replacement, because each escape may expand to a whole name
 _TOKEN: Final = re.compile(
     r"""
     (?P<atom> [^\\\[\](){}|*+?^$] | \\[dDsSwW] | \\[^0-9A-Za-z] | \[\^?+\]?+(?:[^\]\\\[]|\\.)*+\] )
@@ -32,27 +32,30 @@ _TOKEN: Final = re.compile(
 
 
 class Ways(NamedTuple):
-    """A bound on the attempts of a match: ``repeats`` share the letters of a name, times ``choices``."""
+    """A bound on the attempts of a match: the ways to divide a name's letters among ``repeats``, times ``choices``."""
 
     repeats: int
     choices: int
 
     def of(self, name: str) -> int:
-        """Return the most attempts of a match with ``name``."""
+        """Return the maximum number of attempts of a match with ``name``."""
         return comb(len(name) + self.repeats, self.repeats) * self.choices
 
 
 def ways(pattern: str) -> Ways:
-    """Bound the attempts of an expression that `re` compiles. Raises InvalidInput for one that is not bounded."""
+    """Compute a bound on the attempts of an expression that `re` compiles.
+
+    Raises InvalidInput if there is no bound.
+    """
     if len(pattern) > _MOST_CHARACTERS:
-        raise InvalidInput(f"{pattern[:20]!r}... has more than {_MOST_CHARACTERS} characters")
+        raise InvalidInput(f"{pattern[:20]!r}... is longer than {_MOST_CHARACTERS} characters")
     repeats, choices, at, bars = 0, 1, 0, [0]
     while at < len(pattern):
         token = _TOKEN.match(pattern, at)
         if token is None:
             raise InvalidInput(
-                f"{pattern!r:.80} has {pattern[at : at + 8]!r}; there may be letters, '.', \\d, [...], (...) and |, "
-                "and *, +, ? and {n} behind single ones"
+                f"{pattern!r:.80} contains {pattern[at : at + 8]!r}; only letters, '.', \\d, [...], (...) and | are "
+                "allowed, and *, +, ? and {n} after a single character or class"
             )
         repeats += token["repeat"] not in (None, "?")
         choices *= 2 if token["repeat"] == "?" or token["maybe"] else 1
@@ -67,29 +70,33 @@ def ways(pattern: str) -> Ways:
 
 
 class BoundedMatch:
-    """`re.fullmatch` in bounded time, for patterns from an untrusted source. For use in one thread.
+    """`re.fullmatch` in bounded time, for patterns from an untrusted source. It is not thread-safe.
 
-    A match of `re` blocks the interpreter, and a short pattern can run for years. So a view that travels with a
-    checkpoint may use only patterns whose number of possible matches is known: groups do not repeat, and there is no
-    lookahead or lookbehind. All matches of one checkpoint share a time limit. ``where`` names the checkpoint in errors.
+    A match of `re` blocks the interpreter, and a short pattern can run for years. Therefore, a view that is attached
+    to a checkpoint may use only patterns with a known number of possible matches. Such patterns do not repeat groups
+    and do not use lookahead or lookbehind. All matches for one checkpoint share a time limit. ``where``: the name of
+    the checkpoint for error messages.
     """
 
     def __init__(self, where: str, patterns: Collection[str], replacements: Iterable[str]) -> None:
-        """Check the patterns. Raises InvalidInput for an unbounded expression or a name that is too long."""
+        """Check the patterns and replacements.
+
+        Raises InvalidInput for an unbounded expression or a name that is too long.
+        """
         try:
             self._ways = {pattern: ways(pattern) for pattern in patterns}
         except InvalidInput as error:
             raise _refused(where, str(error)) from error
         for name in replacements:
             if len(name) > _MOST_CHARACTERS or name.count("\\") > _MOST_ESCAPES:
-                raise _refused(where, f"{name!r:.80} is too long a name")
+                raise _refused(where, f"the name {name!r:.80} is too long")
         self._where = where
         self._until = time.thread_time() + _MOST_SECONDS
 
     def __call__(self, pattern: re.Pattern[str], name: str) -> re.Match[str] | None:
-        """Match a whole name. Raises InvalidInput if that may take too long."""
+        """Match a whole name. Raises InvalidInput if the match could take too long."""
         if self._ways[pattern.pattern].of(name) > _MOST_WAYS:
-            raise _refused(self._where, f"{pattern.pattern!r:.80} may match {name!r:.80} in too many ways")
+            raise _refused(self._where, f"{pattern.pattern!r:.80} could match {name!r:.80} in too many ways")
         if time.thread_time() > self._until:
             raise _refused(self._where, f"its expressions take more than {_MOST_SECONDS:.0f} s")
         return pattern.fullmatch(name)
@@ -97,8 +104,8 @@ class BoundedMatch:
 
 def _refused(where: str, why: str) -> InvalidInput:
     return InvalidInput(
-        f"{where} was saved with the checkpoint, and serve cannot use it: {why}. Simplify it, or start casckpt "
-        "serve with --view FILE, which has no such limits"
+        f"{where} was saved with the checkpoint, but serve cannot use it: {why}. Simplify it, or start casckpt "
+        "serve with --view FILE, to which these limits do not apply"
     )
 
 
@@ -115,11 +122,11 @@ _FIELDS: Final[Mapping[str, Any]] = {
 
 
 def read_rules(text: bytes, where: str, *, travels: bool = False) -> Rules:
-    """Parse the rules of a file. Raises InvalidInput, naming ``where``, for an unusable file.
+    """Parse the rules in a file. Raises InvalidInput, which names ``where``, for an invalid file.
 
-    ``travels``: the file is an attachment and may come from an untrusted source, so `BoundedMatch` matches its
-    expressions. The file may have the fields ``keys``, ``strip_prefix``, ``rename``, ``model`` (default: true),
-    ``split`` and ``concat`` of `casckpt.frontends.views.view.Rules`.
+    ``travels``: whether the file is an attachment. It may then come from an untrusted source, so `BoundedMatch`
+    matches its expressions. The file may have these fields of `casckpt.frontends.views.view.Rules`: ``keys``,
+    ``strip_prefix``, ``rename``, ``model`` (default: true), ``split`` and ``concat``.
     """
     try:
         content = json.loads(text) if len(text) <= _MAX_BYTES else None
@@ -142,17 +149,23 @@ def _bounded(where: str, content: Mapping[str, Any]) -> BoundedMatch:
 def _check(where: str, name: str, value: Any) -> None:
     kind = _FIELDS.get(name)
     if kind is None:
-        raise InvalidInput(f"{where} has the unknown field {name!r:.80}; the fields are {_names()}")
+        raise InvalidInput(f"{where} has the unknown field {name!r:.80}; the known fields are {_names()}")
     if type(value) is not kind or not all(map(_is_text, value if kind is list else ())):
-        raise InvalidInput(f"{where}: {name} is {value!r:.80}; see docs/serving.md for its values")
+        raise InvalidInput(
+            f"{where}: {name} is {value!r:.80}, which is not valid; docs/serving.md lists the valid values"
+        )
     if kind is dict:
         compiled(value, f"{where}: ")
     if name == "rename" and not all(map(_is_text, value.values())):
-        raise InvalidInput(f"{where}: rename maps a regular expression to a name, both text")
+        raise InvalidInput(f"{where}: rename must map a regular expression to a name, both strings")
     if name == "split" and not all(map(_are_shares, value.values())):
-        raise InvalidInput(f"{where}: split maps a regular expression to names, or to an object of names and shares")
+        raise InvalidInput(
+            f"{where}: split must map a regular expression to names, or to an object with names and shares"
+        )
     if name == "concat" and not all(map(_are_names, value.values())):
-        raise InvalidInput(f"{where}: concat maps a regular expression to the name of the whole, and those that follow")
+        raise InvalidInput(
+            f"{where}: concat must map a regular expression to a list: the whole's name, then the names to append"
+        )
 
 
 def _are_shares(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Checkpoints of a training loop: due steps, saved state, retention and resume.
+"""Checkpoints for a training loop: when to save, what to save, retention and resume.
 
 ::
 
@@ -10,8 +10,8 @@
         checkpointer.save_if_due(step, model, optim, train)         # in the background
     checkpointer.close()
 
-A checkpoint holds the model and the optimizer, named as in `casckpt.frontends.training_state`, and the train state of
-each rank as ``train.<rank>``.
+A checkpoint holds the model and the optimizer, with the names that `casckpt.frontends.training_state` uses. It also
+holds each rank's train state as ``train.<rank>``.
 """
 
 from __future__ import annotations

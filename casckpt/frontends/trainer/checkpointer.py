@@ -59,7 +59,7 @@ class _Overrides(TrainerArguments, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointerConfig(TrainerSettings):
-    """The keyword arguments of `Checkpointer`; see there. Raises InvalidInput for unusable values."""
+    """The keyword arguments of `Checkpointer`, which describes them. Raises InvalidInput for invalid values."""
 
     def build(
         self, store: AnyStore, process_group: ProcessGroup | None = None, **overrides: Unpack[_Overrides]
@@ -68,32 +68,35 @@ class CheckpointerConfig(TrainerSettings):
         settings = vars(self)
         unknown = sorted(overrides.keys() - settings.keys())
         if unknown:
-            raise InvalidInput(f"a checkpointer has no setting {unknown[0]!r}; it has {', '.join(sorted(settings))}")
+            raise InvalidInput(
+                f"a Checkpointer has no setting {unknown[0]!r}; its settings are {', '.join(sorted(settings))}"
+            )
         return Checkpointer(store, process_group=process_group, **(settings | dict(overrides)))
 
 
 class Checkpointer(RunCheckpoints):
-    """A manager of the checkpoints of one run: it saves, loads and forgets them. Every rank makes the same calls.
+    """Manages the checkpoints of one run: it saves, loads and forgets them. Every rank makes the same calls.
 
-    ``keep``, ``max_checkpoints``, ``fixed_steps``: which permanent checkpoints stay after a save (see `Rotation`).
-    Without ``keep`` and ``max_checkpoints`` all checkpoints stay, including ephemeral ones. ``thin``: the entries to
-    drop from older checkpoints, and the number of whole checkpoints, as ``{"drop": ["optim.*"], "keep_last": 2}``.
-    ``save_interval``, ``fixed_steps``, ``last_step``, ``ephemeral_save_interval``, ``ephemeral_cooldown``: when
-    `save_if_due` saves (see `due`). ``last_step``: the last step of the training. If it is None, `close` warns about
-    steps since the last save. ``max_steps_at_risk``: the most steps that a crash of the job may lose; at least the
-    interval. `save_if_due` waits for the save in the background before more steps are at risk. None: it waits when the
-    next save is due, so up to two intervals are at risk. ``max_failures``: after this number of failed saves in a row,
-    over 15 minutes or more, the next save runs in the foreground and raises its error. None: errors that may be
-    temporary, such as StorageError, are only logged. ``gc``: after a save, rank 0 runs a gc of the run in a thread.
+    ``keep``, ``max_checkpoints``, ``fixed_steps``: which permanent checkpoints are kept after a save (see `Rotation`).
+    If neither ``keep`` nor ``max_checkpoints`` is set, all checkpoints are kept, including ephemeral ones. ``thin``:
+    the entries to drop from older checkpoints, and the number of checkpoints to leave whole, such as ``{"drop":
+    ["optim.*"], "keep_last": 2}``. ``save_interval``, ``fixed_steps``, ``last_step``, ``ephemeral_save_interval``,
+    ``ephemeral_cooldown``: when `save_if_due` saves (see `due`). ``last_step``: the last step of the training. If it
+    is None, `close` warns about steps since the last save. ``max_steps_at_risk``: the maximum number of steps that a
+    crash of the job may lose; at least the interval. Before more steps are at risk, `save_if_due` waits for the
+    background save. If it is None, `save_if_due` waits only when the next save is due, so up to two intervals are at
+    risk. ``max_failures``: after this number of consecutive failed saves, over 15 minutes or more, the next save runs
+    in the foreground and raises its error. If it is None, errors that may be temporary, such as StorageError, are only
+    logged. ``gc``: after a save, rank 0 runs a gc of the run in a thread.
 
-    ``overwrite``: replace a step that exists. ``save_threads``, ``load_threads``: the threads of each rank.
-    ``throttle``: the most ranks of a node that upload at the same time. ``work_dir``: a folder of this node for the
-    lock files of ``throttle`` (default: in the folder for temporary files). ``pre_download``: fetch a checkpoint into
-    the cache of this node before a load. ``frozen``: tensors that do not change, as for `Store.save`; a save compares
-    only a sample of them. ``compress``: as for `Store.save`. ``health``: look for NaN in changed cells. A checkpoint
-    with NaN is unhealthy, and retention also keeps the newest healthy checkpoint. ``check_replicas``, ``owners``: for
-    tensors that several ranks hold, as for `Store.save`. ``allow_pickle``: for entries of the train state and of an
-    optimizer's state that are neither tensors nor plain data. Raises InvalidInput.
+    ``overwrite``: replace a step that exists. ``save_threads``, ``load_threads``: the number of threads per rank.
+    ``throttle``: the maximum number of ranks per node that upload at the same time. ``work_dir``: a folder on this
+    node for the lock files of ``throttle`` (default: in the folder for temporary files). ``pre_download``: fetch a
+    checkpoint into this node's cache before a load. ``frozen``: tensors that do not change, as for `Store.save`; a
+    save compares only a sample of them. ``compress``: as for `Store.save`. ``health``: check changed cells for NaN. A
+    checkpoint with NaN is unhealthy, and retention also keeps the newest healthy checkpoint. ``check_replicas``,
+    ``owners``: for tensors that several ranks hold, as for `Store.save`. ``allow_pickle``: for entries of the train
+    state and of an optimizer's state that are neither tensors nor plain data. Raises InvalidInput.
     """
 
     def __init__(
@@ -118,7 +121,7 @@ class Checkpointer(RunCheckpoints):
         self._begun: int | None = None
         self._reached: int | None = None
         self._warned_of_space = False
-        self._checked: bool | None = None  # False: checked before the optimizer had state
+        self._checked: bool | None = None  # False: checked, but before the optimizer had state
         self.resumed: Resumed | None = None
         """The result of the last `resume`; None if it found no checkpoint."""
 
@@ -144,15 +147,15 @@ class Checkpointer(RunCheckpoints):
         """Save a checkpoint, then forget the checkpoints that retention does not keep.
 
         The call returns when the checkpoint is durable and visible. ``model``: a module, or a list of its parts; an
-        object with state_dict_to_save, state_dict_to_load and load_state_dict; or a dict of several models, as
-        ``{"model": model, "ema": ema}``, and of any other values for `Store.save`. ``optim``: an optimizer, or a list
-        of optimizers that share the parameters. ``train_state``: the train state of this rank: a nested mapping of
-        tensors, plain data and objects with state_dict, or one such object, as `TrainState`. ``overwrite``: None uses
-        the setting of the checkpointer. ``ephemeral``, ``attachments``, ``metadata``, ``metrics``, ``healthy``: as for
-        `Store.save`.
+        object with state_dict_to_save, state_dict_to_load and load_state_dict; or a dict of several models, such as
+        ``{"model": model, "ema": ema}``, and any other values that `Store.save` accepts. ``optim``: an optimizer, or a
+        list of optimizers that share the parameters. ``train_state``: this rank's train state. It is a nested mapping
+        of tensors, plain data and objects with state_dict, or one such object, such as `TrainState`. ``overwrite``:
+        None uses the checkpointer's setting. ``ephemeral``, ``attachments``, ``metadata``, ``metrics``, ``healthy``:
+        as for `Store.save`.
 
-        Raises the errors of `Store.save`, on every rank. After an error no part of the save is visible, and you can
-        save the same step again.
+        Raises the errors of `Store.save`, on every rank. After an error, no part of the save is visible, and you can
+        retry the same step.
         """
         check_keywords("Checkpointer.save", options, StepArguments)
         begun = time.monotonic()
@@ -174,12 +177,14 @@ class Checkpointer(RunCheckpoints):
         train_state: AnyTrainState = None,
         **options: Unpack[StepArguments],
     ) -> Future[Checkpoint]:
-        """Save like `save`, but return when the state is copied. Then you may change it. One save runs at a time.
+        """Save like `save`, but return as soon as the state is copied. You may then change it.
 
-        The call raises the errors of the copy. The future, `wait` and `close` raise later errors. If the next save
-        would fail for the same reason (InvalidInput, or Conflict over a step that is saved), it raises the error on
-        every rank, unless all ranks have read the future. The next save or load logs errors that may be temporary, such
-        as StorageError. After ``max_failures`` of these, the call waits for its save and raises its error.
+        One save runs at a time.
+        The call raises errors of the copy. The future, `wait` and `close` raise later errors. If the next save would
+        fail for the same reason (InvalidInput, or Conflict because the step already exists), it raises the error on
+        every rank, unless all ranks have read the future. Errors that may be temporary, such as StorageError, are
+        logged by the next save or load. After ``max_failures`` such errors, the call waits for its own save and raises
+        its error.
         """
         check_keywords("Checkpointer.save_async", options, StepArguments)
         begun = time.monotonic()
@@ -193,7 +198,7 @@ class Checkpointer(RunCheckpoints):
             try:
                 saved = saving.result()
                 self._after(saved, blocked, time.monotonic() - begun, leads=ranks.rank == 0)
-            except BaseException as error:  # noqa: BLE001 - the future raises it; otherwise the future would never end
+            except BaseException as error:  # noqa: BLE001 - the future raises it; without this, it would never finish
                 done.set_exception(error)
             else:
                 done.set_result(saved)
@@ -206,10 +211,10 @@ class Checkpointer(RunCheckpoints):
         return done
 
     def check(self, model: TrainModel, optim: AnyOptimizer | None = None, train_state: AnyTrainState = None) -> None:
-        """Raise the errors that `save` would raise for these arguments before its first write. It saves nothing.
+        """Raise the errors that `save` would raise for these arguments before its first write. Nothing is saved.
 
-        Every rank makes the call. The check compares names, shapes and samples of tensors that several ranks hold.
-        `resume` makes the same check without the samples, and `check_first_steps` makes it in the first steps. The
+        Every rank makes the call. The check compares the names, shapes and samples of tensors that several ranks hold.
+        `resume` runs the same check without the samples, and `check_first_steps` runs it during the first steps. The
         check takes about 20 ms for 1,000 tensors. Raises InvalidInput and Unsupported, on every rank.
         """
         self._check(model, optim, train_state, self.config.check_replicas)
@@ -217,11 +222,11 @@ class Checkpointer(RunCheckpoints):
     def check_first_steps(
         self, model: TrainModel, optim: AnyOptimizer | None = None, train_state: AnyTrainState = None
     ) -> None:
-        """Run `check` in the first call, and again in the first call in which an optimizer of any rank has state.
+        """Run `check` in the first call, and once more in the first call in which an optimizer of any rank has state.
 
-        An optimizer creates its state in its first step. `save_if_due` makes this call. If you choose the steps to save
-        yourself, call it after each step that you do not save. It does nothing after the second check or after a save.
-        Until then, the ranks make an exchange in each call.
+        An optimizer creates its state in its first step. `save_if_due` calls this method. If you choose the steps to
+        save yourself, call it after each step that you do not save. It has no effect after the second check or after a
+        save. Until then, each call costs an exchange between the ranks.
         """
         if self._checked:
             return
@@ -233,10 +238,10 @@ class Checkpointer(RunCheckpoints):
         has_state = ranks.exchange(is_stepped, lambda found: everyone(any(found), ranks.size))
         if has_state or is_first:
             self.check(model, optim, train_state)
-        self._checked = has_state  # not reached if the check raised: the next call checks again
+        self._checked = has_state  # not reached if the check raised, so the next call repeats it
 
     def due(self, step: int) -> Kind | None:
-        """Return the kind of checkpoint that is due at ``step``, or None. See `TrainerSettings.due`."""
+        """Return the kind of checkpoint that is due at ``step``; None if none is due. See `TrainerSettings.due`."""
         return self.config.due(check_step(step), self.saved_step)
 
     def save_if_due(
@@ -251,9 +256,9 @@ class Checkpointer(RunCheckpoints):
     ) -> Future[Checkpoint] | None:
         """Call `save_async` if ``step`` is due. Otherwise call `check_first_steps` and return None.
 
-        Call it after each step. ``last``: whether this is the last step of the training, which is always due. All ranks
-        must pass the same value. ``metadata``, ``metrics``, ``healthy``: as for `Store.save`. With
-        ``max_steps_at_risk`` it raises the error of the save in the background before more steps are at risk.
+        Call this method after each step. ``last``: whether this is the last step of the training, which is always due.
+        All ranks must pass the same value. ``metadata``, ``metrics``, ``healthy``: as for `Store.save`. If
+        ``max_steps_at_risk`` is set, the method raises the error of the background save before more steps are at risk.
         """
         check_keywords("Checkpointer.save_if_due", options, DueArguments)
         kind, saving = self.due(step), None
@@ -272,26 +277,27 @@ class Checkpointer(RunCheckpoints):
     def write_file(self, name: str, contents: str | bytes, *, step: int | None = None) -> None:
         """Attach a file to the next save. Only the files of rank 0 are saved.
 
-        ``step``: the step that the file belongs to. Raises Conflict if that step is saved, because a checkpoint never
-        changes. Raises InvalidInput for a name that is not a relative path.
+        ``step``: the step that the file belongs to. Raises Conflict if that step has already been saved, because a
+        checkpoint never changes. Raises InvalidInput for a name that is not a relative path.
         """
         if step is not None and f"{self.run}@{step}" in self.store:
             raise Conflict(
-                f"{name!r} was not attached: {self.run}@{step} is saved and cannot change; write files before the save"
+                f"{name!r} was not attached: {self.run}@{step} is already saved and cannot change; write files before "
+                "the save"
             )
         data = contents.encode() if isinstance(contents, str) else contents
         if not isinstance(data, bytes):
-            raise InvalidInput(f"the contents of {name!r} must be text or bytes, not {type(contents).__name__}")
+            raise InvalidInput(f"the contents of {name!r} must be a string or bytes, not {type(contents).__name__}")
         self._files[check_attachment_name(name)] = data
 
     def wait(self) -> None:
-        """Wait for the save in the background, and raise its error."""
+        """Wait for the background save, and raise its error if it failed."""
         error = self._end_pending()
         if error is not None:
             raise error
 
     def close(self) -> None:
-        """Call `wait`, wait for a running gc, and log a warning if steps are in no checkpoint."""
+        """Call `wait`, wait for a running gc, and log a warning if there are steps after the last save."""
         try:
             self.wait()
         finally:
@@ -313,15 +319,15 @@ class Checkpointer(RunCheckpoints):
         options: GroupOptions = "checkpoint",
         **match: Unpack[MatchArguments],
     ) -> Any:
-        """Load into ``model`` and ``optim``. Return the train state.
+        """Load into ``model`` and ``optim``, and return the train state.
 
-        The train state is the one that this rank saved, or that of the lowest rank if this rank saved none.
-        ``load_optim_state``, ``load_trainer_state``: with True, load the state, or raise NotFound if the checkpoint
-        lacks it. With None, load the state if it exists; otherwise return None for the train state, and log a warning
-        for an optimizer. With False, do not read the state. ``unread``: the log names unread subtrees, unless it is
-        "ignore". ``cast``, ``strict``, ``ignore_mismatched``, ``rename``: see `load_model_and_optim_state`.
-        ``options``: set the options of the optimizer's groups, such as learning rates, to those of the "checkpoint", or
-        "keep" them. Raises the errors of `Store.load`.
+        The train state is the one that this rank saved. If this rank saved none, it is that of the lowest rank.
+        ``load_optim_state``, ``load_trainer_state``: if True, load the state, or raise NotFound if the checkpoint
+        lacks it. If None, load the state if it exists; otherwise, return None for the train state, and log a warning
+        for an optimizer. If False, do not read the state. ``unread``: unless it is "ignore", the log lists unread
+        subtrees. ``cast``, ``strict``, ``ignore_mismatched``, ``rename``: see `load_model_and_optim_state`.
+        ``options``: set the options of the optimizer's groups, such as learning rates, to those of the "checkpoint",
+        or "keep" them. Raises the errors of `Store.load`.
         """
         check_keywords("Checkpointer.load", match, MatchArguments)
         wanted = LoadRequest(
@@ -344,19 +350,21 @@ class Checkpointer(RunCheckpoints):
         rename: Rename = None,
         options: GroupOptions = "checkpoint",
     ) -> Checkpoint | None:
-        """Load the newest checkpoint of the run, if any, and set ``train_state``. Return the checkpoint.
+        """Load the newest checkpoint of the run and set ``train_state``.
 
+        Return the checkpoint, or None if there is none.
         All ranks load the same checkpoint. ``healthy``: load the newest checkpoint that was not saved with
-        ``healthy=False``. Raises NotFound if there is none. ``missing``: the reaction to an argument that cannot be
+        ``healthy=False``; if all were, raise NotFound. ``missing``: what to do about an argument that cannot be
         restored. "raise" raises NotFound, MissingKey or Mismatch. "warn" logs a warning and restores the rest. This
         applies to an optimizer, a train state and its parts. Unless ``strict`` is True, it also applies to layers and
-        parameters of the optimizer that only one side has, and to tensors of another shape. ``strict``: None means
-        False with "warn", else True. ``unread``, ``cast``, ``rename``, ``options``: as for `load`. ``train_state``: a
-        dict is filled in place. The log and ``resumed`` list the restored and the skipped parts, with reasons.
+        optimizer parameters that only one side has, and to tensors with a different shape. ``strict``: None means
+        False if ``missing`` is "warn", else True. ``unread``, ``cast``, ``rename``, ``options``: as for `load`.
+        ``train_state``: a dict is filled in place. The log and ``resumed`` list the restored parts, and the skipped
+        parts with the reasons.
 
-        At the end `resume` runs `check`, so errors of a later save appear before the training. If the run has no
-        checkpoint but a run with a similar name exists, the log warns. Raises the errors of `load` and `check`, and
-        InvalidInput for a train state that is not a dict and has no load_state_dict.
+        At the end, `resume` runs `check`, so errors of a later save appear before the training starts. If the run has
+        no checkpoint but a run with a similar name exists, a warning is logged. Raises the errors of `load` and
+        `check`, and InvalidInput for a train state that is not a dict and has no load_state_dict.
         """
         self.resumed, before = None, cache(partial(check_given, train_state, missing, model, optim))
         self._settle()
@@ -378,11 +386,11 @@ class Checkpointer(RunCheckpoints):
             self.resumed = Resumed(checkpoint, *ranks.exchange(lambda: outcome_of(*mine), of_all_ranks))
             if ranks.rank == 0:
                 self.resumed.log()
-        self._check(model, optim, train_state, "off")  # no samples: DDP may make ranks equal later
+        self._check(model, optim, train_state, "off")  # no samples: DDP may make the ranks equal later
         return checkpoint
 
     def newest_of_all_ranks(self, step: int | None = None) -> Checkpoint | None:
-        """Return the checkpoint of ``step``, or the newest one, that rank 0 finds. Every rank makes the call."""
+        """Return the checkpoint of ``step``, or the newest one, as rank 0 finds it. Every rank makes the call."""
         self._settle()
         return newest_together(open_ranks(self.process_group), self.store, self.run, step)
 
@@ -391,7 +399,7 @@ class Checkpointer(RunCheckpoints):
     def _check(
         self, model: TrainModel, optim: AnyOptimizer | None, train_state: AnyTrainState, compared: CheckReplicas
     ) -> None:
-        """Run the check for `check`. ``compared``: the value of ``check_replicas``."""
+        """Implement `check`. ``compared``: the value of ``check_replicas``."""
         generators = rng_state()
         try:
             state = state_to_save(open_ranks(self.process_group), model, optim, train_state)
@@ -404,7 +412,7 @@ class Checkpointer(RunCheckpoints):
     def _restore(
         self, ref: str | Checkpoint, model: TrainModel, optim: AnyOptimizer | None, wanted: LoadRequest
     ) -> tuple[Checkpoint, Any]:
-        """Load a checkpoint. Return it with the skipped keys, and the train state of this rank."""
+        """Load a checkpoint. Return it with the skipped keys, and this rank's train state."""
         self._settle()
         loaded, train = Restoring(open_ranks(self.process_group), self.store, wanted).load(ref, model, optim)
         self.saved_step, self._begun = (loaded.step if loaded.run == self.run else None), None
@@ -418,7 +426,7 @@ class Checkpointer(RunCheckpoints):
         }  # fmt: skip
 
     def _save_arguments(self, model: TrainModel, **given: Unpack[StepArguments]) -> SaveArguments:
-        """Return the arguments for `Store.save`, which checks them and raises errors on all ranks."""
+        """Return the arguments for `Store.save`, which checks them and raises any error on all ranks."""
         overwrite = given.get("overwrite")
         return {
             "ephemeral": given.get("ephemeral", False),
@@ -438,7 +446,10 @@ class Checkpointer(RunCheckpoints):
         }
 
     def _after(self, saved: Checkpoint, blocked: float, durable: float, *, leads: bool) -> None:
-        """Forget and thin checkpoints after a save, on rank 0. Errors are logged, because the checkpoint is saved."""
+        """Forget and thin checkpoints after a save, on rank 0.
+
+        Errors are only logged, because the checkpoint is saved.
+        """
         if not leads:
             return
         gone, thinned = list[Checkpoint](), list[Checkpoint]()
@@ -455,12 +466,12 @@ class Checkpointer(RunCheckpoints):
         elif (gone or thinned) and not self._warned_of_space:
             self._warned_of_space = True
             log.warning(
-                "forgotten checkpoints of %s take space until a gc: make the Checkpointer with gc=True, or run "
+                "forgotten checkpoints of %s take up space until a gc: create the Checkpointer with gc=True, or run "
                 "`casckpt gc %s`", self.run, self.store.url,
             )  # fmt: skip
 
     def _bound_risk(self, step: int) -> None:
-        """Wait for the save in the background if the step after ``step`` would put too many steps at risk."""
+        """Wait for the background save if the step after ``step`` would put too many steps at risk."""
         limit = self.config.max_steps_at_risk
         if limit is None:
             return
@@ -475,14 +486,14 @@ class Checkpointer(RunCheckpoints):
         if reached is None or after is None or reached <= after or (this_rank() and self.process_group is None):
             return
         log.warning(
-            "steps %d to %d of %s are in no checkpoint; give the Checkpointer last_step=%d, or the last save_if_due "
-            "last=True", after + 1, reached, self.run, reached,
+            "steps %d to %d of %s are not in any checkpoint; pass last_step=%d to the Checkpointer, or last=True to "
+            "the last save_if_due", after + 1, reached, self.run, reached,
         )  # fmt: skip
 
     def _begin(self) -> tuple[Ranks, bool]:
-        """Wait for the save in the background. Return the ranks and whether they must also wait for the next save.
+        """Wait for the background save. Return the ranks and whether they must also wait for the next save.
 
-        Raises an error on all ranks if the save failed on any rank and the next save would fail in the same way.
+        If the save failed on any rank and the next save would fail in the same way, the error is raised on all ranks.
         """
         error = self._settle(to_save=True)
         self._checked = True
@@ -496,14 +507,15 @@ class Checkpointer(RunCheckpoints):
         waits = ranks.exchange(look, lambda found: everyone(any(found), ranks.size))
         if waits and ranks.rank == 0:
             log.warning(
-                "%d saves of %s in a row failed: training waits for the next one", self._failures.count, self.run
+                "%d consecutive saves of %s failed: the training waits for the next one", self._failures.count, self.run
             )
         return ranks, waits
 
     def _settle(self, *, to_save: bool = False) -> BaseException | None:
-        """Wait for the save in the background, and log its error.
+        """Wait for the background save, and log its error if it failed.
 
-        ``to_save``: return an error that the next save would repeat, unless the caller has read it.
+        ``to_save``: instead of logging an error that the next save would repeat, return it unless the caller has read
+        it.
         """
         pending, heard = self._pending, self._pending is not None and self._pending.future.is_heard
         error = self._end_pending()
@@ -515,7 +527,10 @@ class Checkpointer(RunCheckpoints):
         return None
 
     def _end_pending(self) -> BaseException | None:
-        """Wait for the save in the background and return its error. After an error, the next save gets its files."""
+        """Wait for the background save and return its error.
+
+        After an error, the next save gets the files of the failed save.
+        """
         pending, self._pending = self._pending, None
         if pending is None:
             return None
@@ -529,7 +544,7 @@ class Checkpointer(RunCheckpoints):
 
 @dataclass(frozen=True)
 class _Pending:
-    """A save in the background. ``saved_step``, ``files``: their values before the save."""
+    """A background save. ``saved_step``, ``files``: the values of these attributes before the save."""
 
     future: HeardFuture
     step: int

@@ -1,6 +1,6 @@
-"""A thread that runs gc beside the training, one gc at a time.
+"""A thread that runs gc during the training, one gc at a time.
 
-The gc does not wait for saves in progress. Blobs that these saves may need stay until the next gc.
+The gc does not wait for saves in progress. Blobs that these saves may need remain until the next gc.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Janitor:
-    """A runner of gc in a thread."""
+    """Runs gc in a thread."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -25,7 +25,7 @@ class Janitor:
         self._waiting: set[str] = set()
 
     def ask(self, run: str) -> None:
-        """Start a gc of ``run``, now or after the running one."""
+        """Start a gc of ``run``, either now or after the current gc."""
         with self._lock:
             if run not in self._waiting:
                 self._waiting.add(run)
@@ -41,7 +41,7 @@ class Janitor:
             log.warning("gc of %s in %s failed; the next gc continues it: %s", run, self._store.url, error)
 
     def close(self) -> None:
-        """Wait until all gcs have ended."""
+        """Wait until all gcs have finished."""
         if self._queue is not None:
             self._queue.shutdown()
             self._queue = None

@@ -1,6 +1,7 @@
-"""A last save when the scheduler stops the job. A handler notes the signal, and all ranks save between two steps.
+"""A last save when the scheduler stops the job. A handler records the signal, and all ranks save between two steps.
 
-A save in the handler itself would run in the middle of a step or a save, and at a different time on each rank.
+A save in the handler itself would run in the middle of a step or of another save, and at a different time on each
+rank.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ log = logging.getLogger(__name__)
 
 
 class SaveOnSignal:
-    """A context that catches ``signals``: if any rank gets a signal, the next `check` saves and exits.
+    """A context manager that catches ``signals``. If any rank receives a signal, the next `check` saves and exits.
 
-    ``every``: ask the other ranks only at steps that are a multiple of this number. Each time costs one exchange.
-    ``exit_status``: by default 128 plus the number of the signal, as in a shell. Raises InvalidInput outside the main
-    thread, where Python handles no signals.
+    ``every``: compare with the other ranks only at steps that are a multiple of this number. Each comparison costs one
+    exchange. ``exit_status``: by default, 128 plus the signal number, as in a shell. Raises InvalidInput outside the
+    main thread, because Python can handle signals only there.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class SaveOnSignal:
         exit_status: int | None = None,
     ) -> None:
         if type(every) is not int or every < 1:
-            raise InvalidInput(f"every={every!r} is not usable; give a number of steps, 1 or more")
+            raise InvalidInput(f"every={every!r} is not valid; pass a number of steps, 1 or more")
         self._checkpointer, self._signals, self._every, self._status = checkpointer, tuple(signals), every, exit_status
         self._before: dict[signal.Signals, Any] = {}
         self._received = 0
@@ -49,7 +50,9 @@ class SaveOnSignal:
                 self._before[one] = signal.signal(one, self._note)
             except (ValueError, OSError) as error:
                 self._restore()
-                raise InvalidInput(f"{one!r} cannot be handled: {error}; enter it in the main thread") from error
+                raise InvalidInput(
+                    f"{one!r} cannot be handled: {error}; enter SaveOnSignal in the main thread"
+                ) from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -71,10 +74,11 @@ class SaveOnSignal:
         train_state: AnyTrainState = None,
         **options: Unpack[StepArguments],
     ) -> None:
-        """Save ``step`` if any rank got a signal, unless it is saved. Then raise SystemExit on every rank.
+        """If any rank received a signal, save ``step`` unless it is already saved.
 
-        Call it between two steps, on every rank. ``options``: those of `Checkpointer.save`. Further signals have no
-        effect. Raises the errors of the save.
+        Then raise SystemExit on every rank.
+        Call this method between two steps, on every rank. ``options``: the options of `Checkpointer.save`. Further
+        signals have no effect. Raises the errors of the save.
         """
         number = self.received(step)
         if not number:
@@ -95,9 +99,9 @@ class SaveOnSignal:
         return ranks.exchange(lambda: self._received, lambda found: everyone(max(found), ranks.size))
 
     def _saved_already(self, step: int) -> bool:
-        """Wait for the save in the background. Return whether ``step`` is the last saved step."""
+        """Wait for the background save. Return whether ``step`` is the last saved step."""
         try:
             self._checkpointer.wait()
         except CasckptError as error:
-            log.error("the save before the last one failed: %s", error)
+            log.error("the previous save failed: %s", error)
         return self._checkpointer.saved_step == step

@@ -1,4 +1,4 @@
-"""The result of a resume: the restored parts, and the skipped parts with reasons."""
+"""The result of a resume: the restored parts, and the skipped parts with the reasons."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from casckpt.ranks.ranks import everyone
 
 log = logging.getLogger("casckpt")
 
-_NOT_THERE = "not in the checkpoint, stays unchanged"
+_NOT_THERE = "not in the checkpoint, left unchanged"
 _NOT_HERE = "only in the checkpoint, not read"
 _NOT_GIVEN = 'in the checkpoint, but not passed to resume; to ignore this, pass unread="ignore"'
-_NO_OPTIMIZER = "the checkpoint holds no optimizer that can be loaded: the given optimizer stays unchanged"
-_NO_TRAIN = "the checkpoint holds no train state: the given train state stays unchanged"
+_NO_OPTIMIZER = "the checkpoint has no optimizer that can be loaded: the given optimizer is left unchanged"
+_NO_TRAIN = "the checkpoint has no train state: the given train state is left unchanged"
 _RESIZED = (
-    "of another shape in the checkpoint, stays unchanged; to keep the saved values, load into the old size, then resize"
+    "different shape in the checkpoint, left unchanged; to keep the saved values, load into the old size, then resize"
 )
-_KEPT = 'options="keep": the learning rate and all other options stay unchanged'
+_KEPT = 'options="keep": the learning rate and all other options are left unchanged'
 _TO_KEEP = 'options="keep" keeps the given rate'
-_RATES = "set to the base rates of the checkpoint; its next step may compute the learning rate from these"
+_RATES = "set to the base rates of the checkpoint; its next step may compute the learning rate from them"
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """The result of `Checkpointer.resume`. Its text form goes to the log.
+    """The result of `Checkpointer.resume`. The log shows its string form.
 
-    ``checkpoint``: the loaded checkpoint. ``restored``: those of "model", "optim" and "train" that were restored, as a
-    whole or in part. ``left``: the reasons by flat key ("optim.state.head.bias", "train.scheduler") for parts that were
-    not restored or not read. ``replaced``: the learning rates that differ from those of the checkpoint, as (given,
-    saved) by key ("optim.param_groups.0.lr"; "initial_lr" if a scheduler changes the rate).
+    ``checkpoint``: the loaded checkpoint. ``restored``: which of "model", "optim" and "train" were restored, wholly or
+    in part. ``left``: why parts were not restored or not read, by flat key ("optim.state.head.bias",
+    "train.scheduler"). ``replaced``: the learning rates that differ from the checkpoint's, as (given, saved) by key
+    ("optim.param_groups.0.lr"; "initial_lr" if a scheduler changes the rate).
     """
 
     checkpoint: Checkpoint
@@ -50,27 +50,29 @@ class Resumed:
 
     def __str__(self) -> str:
         saved, values = self.checkpoint, self.replaced.items()
-        replaced = {key: f"{one} was given, the checkpoint has {other}; {_TO_KEEP}" for key, (one, other) in values}
+        replaced = {key: f"{one} was given, but the checkpoint has {other}; {_TO_KEEP}" for key, (one, other) in values}
         lines = [f"resumed {', '.join(self.restored)} from {saved.run}@{saved.step} of {saved.repo.storage.url}"]
         for what, why in (("left", self.left), ("replaced", replaced)):
             lines += [f"{what}: {listed(keys)} ({text})" for text, keys in grouped(why, why.__getitem__).items()]
         return "\n  ".join(lines)
 
     def log(self) -> None:
-        """Log the result, as a warning if parts were skipped unasked, or if a scheduler began with another rate.
+        """Log the result.
 
-        A replaced rate without a scheduler causes no warning, because some loops set the rate in each step.
+        It is a warning if parts were skipped without a request, or if a scheduler began with a different rate.
+        A replaced rate does not cause a warning if there is no scheduler, because some loops set the rate in each
+        step.
         """
         is_odd = {*self.left.values()} - {_KEPT} or any(key.endswith(".initial_lr") for key in self.replaced)
         log.log(logging.WARNING if is_odd else logging.INFO, "%s", self)
 
 
 Outcome: TypeAlias = tuple[tuple[str, ...], dict[str, str], dict[str, tuple[float, float]]]
-"""``restored``, ``left`` and ``replaced`` of `Resumed`, on one rank or on all."""
+"""The values of ``restored``, ``left`` and ``replaced`` in `Resumed`, on one rank or on all ranks."""
 
 
 def of_all_ranks(found: Sequence[Outcome]) -> Sequence[Outcome]:
-    """Return the outcome of all ranks: keys here that any rank skipped, and saved keys that all ranks skipped."""
+    """Return the outcome of all ranks: given keys that any rank skipped, and saved keys that all ranks skipped."""
     everywhere = set(found[0][1]).intersection(*(left for _, left, _ in found))
     left = {k: why for _, mine, _ in found for k, why in mine.items() if why != _NOT_HERE or k in everywhere}
     restored = tuple(dict.fromkeys(name for names, _, _ in found for name in names))
@@ -78,9 +80,9 @@ def of_all_ranks(found: Sequence[Outcome]) -> Sequence[Outcome]:
 
 
 def rates_of(model: TrainModel, optim: AnyOptimizer | None) -> dict[str, float]:
-    """Return the learning rates of the optimizers by key, as "optim.param_groups.0.lr". Raises InvalidInput.
+    """Return the optimizers' learning rates by key, such as "optim.param_groups.0.lr". Raises InvalidInput.
 
-    If a scheduler changes the rate, the value is "initial_lr", the initial rate of the scheduler.
+    If a scheduler changes the rate, the result has "initial_lr" instead, the scheduler's initial rate.
     """
     optims = {key: (one,) for key, one in model.items() if is_optimizer(one)} if isinstance(model, Mapping) else {}
     rates = dict[str, float]()
@@ -93,17 +95,15 @@ def rates_of(model: TrainModel, optim: AnyOptimizer | None) -> dict[str, float]:
 
 
 def check_given(train_state: Any, missing: Any, *optimized: Any) -> dict[str, float]:
-    """Check the arguments of a resume. Raises InvalidInput for an unusable train state or ``missing``.
+    """Check the arguments of a resume. Raises InvalidInput if the train state or ``missing`` is invalid.
 
-    ``optimized``: model and optimizer. Returns their `rates_of`.
+    ``optimized``: the model and the optimizer. Returns their `rates_of`.
     """
     if missing not in get_args(Missing):
-        raise InvalidInput(f'missing={missing!r:.80} is not usable; give "raise" or "warn"')
+        raise InvalidInput(f'missing={missing!r:.80} is not valid; pass "raise" or "warn"')
     if not isinstance(train_state, MutableMapping | None) and not hasattr(train_state, "load_state_dict"):
         kind = type(train_state).__name__
-        raise InvalidInput(
-            f"a {kind} cannot be loaded into: give resume a TrainState or a dict, or use the result of load"
-        )
+        raise InvalidInput(f"resume cannot load into a {kind}: pass a TrainState or a dict, or use the result of load")
     return rates_of(*optimized)
 
 
@@ -117,8 +117,8 @@ def outcome_of(
 ) -> Outcome:
     """Set the train state to ``state``, unless it is None. Return the outcome of the load on this rank.
 
-    ``given``: the keys of the template. ``optimized``: model and optimizer. ``rates``: their `rates_of` before the
-    load. Raises the errors of the train state's ``load_state_dict``.
+    ``given``: the keys of the template. ``optimized``: the model and the optimizer. ``rates``: their `rates_of` before
+    the load. Raises the errors of the train state's ``load_state_dict``.
     """
     left = dict.fromkeys(loaded.missing_keys, _NOT_THERE) | dict.fromkeys(loaded.mismatched_keys, _RESIZED)
     absent = [name for name in given if f"{name}.param_groups" in left]
@@ -142,9 +142,9 @@ def outcome_of(
 
 
 def _set(train_state: Any, state: Mapping[str, Any], wanted: LoadRequest) -> dict[str, str]:
-    """Set a train state. Return a reason or a remark for each skipped or changed part.
+    """Set a train state. Return a reason or remark for each skipped or changed part.
 
-    A dict is filled in place, and receives parts that only the checkpoint has.
+    A dict is filled in place. It also receives the parts that only the checkpoint has.
     """
     parts = as_parts(train_state)
     if parts is None:

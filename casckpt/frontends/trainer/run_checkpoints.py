@@ -1,4 +1,4 @@
-"""The checkpoints of one run, and the newest checkpoint for a resume."""
+"""The checkpoints of one run, and the search for the newest one to resume from."""
 
 from __future__ import annotations
 
@@ -22,21 +22,24 @@ log = logging.getLogger(__name__)
 
 
 def newest(store: Store, run: str, step: int | None = None) -> Commit | None:
-    """Return the newest commit of a run, or the commit of ``step``; None if there is none."""
+    """Return the newest commit of a run, or the commit of ``step``; None if it does not exist."""
     try:
         return store.get(_ref(run, step)).commit
     except NotFound as error:
-        if store.exists():  # a missing store is normal in the first run
-            log.info("%s", error)  # because a typo starts a new training
+        if store.exists():  # a missing store is normal when a job first starts
+            log.info("%s", error)  # logged because a typo would start a new training
         return None
 
 
 def newest_healthy(store: Store, run: str) -> Commit | None:
-    """Return the newest commit of a run that is not unhealthy; None for an empty run. Raises NotFound if all are."""
+    """Return the newest commit of a run that is not unhealthy; None if the run is empty.
+
+    Raises NotFound if all are unhealthy.
+    """
     found = store.checkpoints(run) if store.exists() else []
     healthy = [one.commit for one in found if one.healthy is not False]
     if found and not healthy:
-        raise NotFound(f"all checkpoints of {run} were saved with healthy=False; load one of them by its step")
+        raise NotFound(f"all checkpoints of {run} were saved with healthy=False; to load one of them, name its step")
     return healthy[-1] if healthy else None
 
 
@@ -51,8 +54,8 @@ def newest_together(
 ) -> Checkpoint | None:
     """Return the newest checkpoint that rank 0 finds, on all ranks.
 
-    ``check``: a function that each rank calls. All ranks raise its errors. Raises Conflict if ranks name different runs
-    or steps.
+    ``check``: a function that each rank calls. All ranks raise its errors. Raises Conflict if the ranks name different
+    runs or steps.
     """
 
     def name() -> str:
@@ -71,7 +74,7 @@ def newest_together(
 
 
 def warn_of_similar(store: Store, run: str) -> None:
-    """Log the runs or stores with a similar name, because a typo starts a new training."""
+    """Log runs or stores with a similar name, because a typo would start a new training."""
     is_there, folder = store.exists(), getattr(store.repository.storage, "path", None)
     if is_there:
         what, similar = f"checkpoint of run {run!r} in", [f"run {name!r}" for name in similar_runs(run, store.runs())]
@@ -89,9 +92,9 @@ def warn_of_similar(store: Store, run: str) -> None:
 
 
 def _similar_folders(path: Path) -> list[str]:
-    """Return stores whose path differs from ``path`` only in the spelling of its first missing folder.
+    """Return the stores whose path differs from ``path`` only in the spelling of its first missing folder.
 
-    A name with another number is not another spelling.
+    A name with a different number does not count as a different spelling.
     """
     with suppress(OSError):
         first = next((one for one in (*path.parents[::-1], path) if not one.exists()), path)
@@ -111,13 +114,16 @@ def _ref(run: str, step: int | None) -> str:
 
 
 class RunCheckpoints:
-    """The checkpoints of a run that one process finds. A `Checkpointer` saves and loads them."""
+    """The checkpoints of a run, as one process finds them. The subclass `Checkpointer` saves and loads them."""
 
     def __init__(self, store: Store, run: str) -> None:
         self.store, self.run = store, run
 
     def find_checkpoints(self, ephemeral: bool | None = None) -> Iterator[Checkpoint]:
-        """Yield the checkpoints by step, from one listing. ``ephemeral``: only ephemeral or only permanent ones."""
+        """Yield the checkpoints of one listing in step order.
+
+        ``ephemeral``: only ephemeral (True) or permanent ones (False).
+        """
         try:
             found = self.store.checkpoints(self.run)
         except NotFound:  # no store yet
@@ -126,11 +132,11 @@ class RunCheckpoints:
         yield from sorted(chosen, key=lambda one: one.step)
 
     def latest_checkpoint(self) -> Checkpoint:
-        """Return the checkpoint whose save began last. Raises NotFound, a FileNotFoundError."""
+        """Return the checkpoint whose save began last. Raises NotFound, which is a FileNotFoundError."""
         return self.store.get(f"{self.run}@latest")
 
     def contains_checkpoint(self) -> bool:
-        """Return whether the run has any checkpoint."""
+        """Return whether the run has at least one checkpoint."""
         return newest(self.store, self.run) is not None
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The results of saves: the summary of a save, and the failures in the background that the next save raises."""
+"""The results of saves: the summary of a save, and background failures that the next save raises."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Conflict, InvalidInput, Revoked
 
 PATIENCE = 15 * 60 * 1_000_000
-"""The microseconds for which saves may fail before a save runs in the foreground."""
+"""How long saves may fail, in microseconds, before a save runs in the foreground."""
 
 
 def will_repeat(error: BaseException) -> bool:
-    """Return whether the next save would fail again: the error concerns the state, an argument or an existing step."""
+    """Return whether the next save would fail too: the error concerns the state, an argument or an existing step."""
     return isinstance(error, InvalidInput) or (isinstance(error, Conflict) and not isinstance(error, Revoked))
 
 
@@ -34,14 +34,14 @@ class HeardFuture(Future[Checkpoint]):
         return super().exception(timeout)
 
     def unheard_exception(self) -> BaseException | None:
-        """Wait for the end and return the error of the save. ``is_heard`` does not change."""
+        """Wait until the save ends, and return its error. ``is_heard`` does not change."""
         return super().exception()
 
 
 class Failures:
-    """A count of the failed saves of one rank since the last successful one. ``clock``: returns microseconds.
+    """Counts the failed saves of one rank since the last successful save. ``clock``: returns microseconds.
 
-    ``most``: the number of failures in a row, over a time of `PATIENCE`, that is too many. None: no limit.
+    ``most``: the number of consecutive failures, over at least `PATIENCE`, that is too many. None: no limit.
     """
 
     def __init__(self, most: int | None, clock: Callable[[], int]) -> None:
@@ -49,7 +49,7 @@ class Failures:
         self._most, self._clock, self._first = most, clock, 0
 
     def note(self, error: BaseException | None) -> None:
-        """Note the end of a save. ``error``: None if the checkpoint is durable."""
+        """Record the end of a save. ``error``: None if the checkpoint is durable."""
         if error is None:
             self.count = 0
             return
@@ -70,10 +70,11 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class SaveSummary:
-    """The cost of a save. ``blocked``: seconds that the training waited. ``durable``: seconds until the commit.
+    """The cost of a save. ``blocked``: how long the training waited, in seconds.
 
-    ``bytes_new``: bytes that all ranks wrote. ``bytes_reused``: bytes that the store held already. ``forgotten``: the
-    steps that retention forgot after the save.
+    ``durable``: the seconds until the commit.
+    ``bytes_new``: the bytes that all ranks wrote. ``bytes_reused``: the bytes that the store already held.
+    ``forgotten``: the steps that retention forgot after the save.
     """
 
     checkpoint: Checkpoint
@@ -83,12 +84,12 @@ class SaveSummary:
 
     @property
     def bytes_new(self) -> int:
-        """Bytes of tensors that the save wrote."""
+        """The bytes of tensors that the save wrote."""
         return self.checkpoint.stats.bytes_written
 
     @property
     def bytes_reused(self) -> int:
-        """Bytes of tensors that the store held already."""
+        """The bytes of tensors that the store already held."""
         return self.checkpoint.stats.bytes_reused
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The settings of a `Checkpointer`, their checks, and the steps at which it saves."""
+"""The settings of a `Checkpointer`, their checks, and the choice of the steps at which it saves."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class StepArguments(DueArguments, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSettings:
-    """`TrainerArguments` with their defaults. Raises InvalidInput for unusable values."""
+    """`TrainerArguments` with their defaults. Raises InvalidInput for invalid values."""
 
     run: str = "default"
     keep: Keep = None
@@ -98,9 +98,9 @@ class TrainerSettings:
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
-                raise InvalidInput(f"{name}={value!r} is not usable; give an int of 1 or more, or None")
+                raise InvalidInput(f"{name}={value!r} is not valid; pass an int of 1 or more, or None")
         if not isinstance(self.fixed_steps, Iterable | None):
-            raise InvalidInput(f"fixed_steps={self.fixed_steps!r} is not usable; give a list of steps, or None")
+            raise InvalidInput(f"fixed_steps={self.fixed_steps!r} is not valid; pass a list of steps, or None")
         steps = None if self.fixed_steps is None else frozenset(check_step(step) for step in self.fixed_steps)
         object.__setattr__(self, "fixed_steps", steps)
         if self.last_step is not None:
@@ -113,26 +113,28 @@ class TrainerSettings:
     def _check_risk(self) -> None:
         most, gap = self.max_steps_at_risk, self.longest_gap
         if most is not None and (gap is None or most < gap):
-            found = "there is no save interval" if gap is None else f"there may be {gap} steps between two saves"
+            found = "there is no save interval" if gap is None else f"there can be {gap} steps between two saves"
             raise InvalidInput(
-                f"max_steps_at_risk={most} is too small: {found}; give a save_interval or an "
+                f"max_steps_at_risk={most} is too small: {found}; pass a save_interval or an "
                 "ephemeral_save_interval of at most this many steps"
             )
 
     @property
     def longest_gap(self) -> int | None:
-        """The most steps between two saves that are due; None if there is no limit."""
+        """The maximum number of steps between two due saves; None if there is no limit."""
         gaps = [] if self.save_interval is None else [self.save_interval]
         if self.ephemeral_save_interval is not None:
             gaps.append(self.ephemeral_save_interval + max((self.ephemeral_cooldown or 1) - 1, 0))
         return min(gaps, default=None)
 
     def due(self, step: int, last: int | None) -> Kind | None:
-        """Return the kind of checkpoint that is due at ``step``. ``last``: the step of the newest checkpoint, or None.
+        """Return the kind of checkpoint that is due at ``step``, if any.
 
+        ``last``: the step of the newest checkpoint, or None.
         A permanent checkpoint is due every ``save_interval`` steps, at ``fixed_steps`` and at ``last_step``. An
-        ephemeral one is due every ``ephemeral_save_interval`` steps, but not within ``ephemeral_cooldown`` steps of the
-        last checkpoint of any kind. Retention forgets an ephemeral checkpoint when a newer checkpoint exists.
+        ephemeral checkpoint is due every ``ephemeral_save_interval`` steps, but not within ``ephemeral_cooldown``
+        steps after the last checkpoint of either kind. Retention forgets an ephemeral checkpoint when a newer
+        checkpoint exists.
         """
         if step == self.last_step or step in (self.fixed_steps or ()) or _is_multiple(step, self.save_interval):
             return "permanent"
@@ -154,7 +156,7 @@ def _is_multiple(step: int, interval: int | None) -> bool:
 
 
 def policy_of(keep: Keep) -> Policy | None:
-    """Return the policy for a setting ``keep``. Raises InvalidInput."""
+    """Return the policy for the setting ``keep``. Raises InvalidInput."""
     if keep is None or isinstance(keep, Policy):
         return keep
     if type(keep) is int:
@@ -162,6 +164,6 @@ def policy_of(keep: Keep) -> Policy | None:
     rules = {rule.name for rule in fields(Policy)}
     if not isinstance(keep, Mapping) or not rules.issuperset(keep):
         raise InvalidInput(
-            f"keep={keep!r} is not usable; give a number, or a dict with any of {', '.join(sorted(rules))}"
+            f"keep={keep!r} is not valid; pass a number, or a dict with any of {', '.join(sorted(rules))}"
         )
     return Policy(**keep)

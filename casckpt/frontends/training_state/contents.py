@@ -1,6 +1,6 @@
 """The contents of a training checkpoint: the model, the optimizer, and the train state of each rank.
 
-Each rank has a key of its own, such as ``train.3``, because train states may differ in content and nesting.
+Each rank has its own key, such as ``train.3``, because train states may differ in content and nesting.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from casckpt.store.types import LoadArguments, MatchArguments
 log = logging.getLogger("casckpt")
 
 TRAIN, OPTIM = "train", "optim"
-_NO_OPTIMIZER = "%s holds no optimizer that can be loaded (it holds %s): the given optimizer stays unchanged"
+_NO_OPTIMIZER = "%s has no optimizer that can be loaded (it has %s): the given optimizer is left unchanged"
 _MEANT = 'pass unread="ignore" (or load_optim_state=False, load_trainer_state=False)'
 
 
 @runtime_checkable
 class SavedModule(Protocol):
-    """An object that returns its own state, nested: ``{"model": {...}, "optim": {...}}``, as in OLMo-core."""
+    """An object that returns its own nested state, such as ``{"model": {...}, "optim": {...}}`` in OLMo-core."""
 
     def state_dict_to_save(self) -> Mapping[str, Any]:
         """Return the state to save."""
@@ -53,9 +53,8 @@ class SavedModule(Protocol):
 class TrainModule(SavedModule, Protocol):
     """A `SavedModule` that also loads.
 
-    `state_dict_to_load` returns the state that a load fills. The keys of the checkpoint are in the
-    ``state_dict_metadata`` of its argument. Both methods may take ``optim``, which says whether to include the state of
-    the optimizer.
+    `state_dict_to_load` returns the state that a load fills. The ``state_dict_metadata`` of its argument has the keys
+    of the checkpoint. Both methods may accept ``optim``, which says whether to include the optimizer's state.
     """
 
     def state_dict_to_load(self, metadata: StoredKeys) -> dict[str, Any]:
@@ -74,17 +73,17 @@ class HasState(Protocol):
 
 
 TrainModel: TypeAlias = AnyModel | SavedModule | Mapping[str, Any]
-"""A model, an object that returns its own state, or a dict of models by name and other values for `Store.save`."""
+"""A model, an object that returns its own state, or a dict with models by name and other values for `Store.save`."""
 AnyTrainState: TypeAlias = Mapping[str, Any] | HasState | None
 GroupOptions: TypeAlias = Literal["checkpoint", "keep"]
-"""Whether a load sets the options of the optimizer's groups, such as learning rates, or keeps them."""
+"""Whether a load overwrites the options of the optimizer's groups, such as learning rates, or keeps them."""
 Missing: TypeAlias = Literal["raise", "warn"]
-"""The reaction of a resume to state that it cannot restore."""
+"""What a resume does about state that it cannot restore."""
 
 
 @dataclass(frozen=True)
 class StoredKeys:
-    """The stored tensors of a checkpoint by key, as ``state_dict_metadata``."""
+    """The stored tensors of a checkpoint by key, in ``state_dict_metadata``."""
 
     state_dict_metadata: Mapping[str, Any]
 
@@ -97,7 +96,7 @@ def state_to_save(
     def make() -> Made:
         state, named = _contents(model, optim)
         if TRAIN in state and (train_state is not None or isinstance(model, Mapping)):
-            raise InvalidInput(f"the model has a key {TRAIN!r}, which is reserved for the train state; rename it")
+            raise InvalidInput(f"the model has the key {TRAIN!r}, which is reserved for the train state; rename it")
         if train_state is not None:
             state[TRAIN] = {ranks.rank: _of_one_rank(plain_state(train_state, TRAIN))}
         return state, named
@@ -106,12 +105,16 @@ def state_to_save(
 
 
 def _of_one_rank(state: Any) -> Any:
-    """Return the train state ``state``. Raises InvalidInput if this rank holds only a part of a tensor in it."""
-    with suppress(RecursionError):  # a state that contains itself: the save refuses it and names the key
+    """Return the train state ``state``.
+
+    Raises InvalidInput if it contains a tensor of which this rank has only a part.
+    """
+    with suppress(RecursionError):  # the state contains itself: the save rejects it and names the key
         for key, tensor in tensors_below(state, TRAIN):
             if is_sharded(tensor):
                 raise InvalidInput(
-                    f"{key!r} is sharded over ranks, but a train state belongs to one rank. Pass it beside the model, "
+                    f"{key!r} is sharded across ranks, but a train state belongs to one rank. Pass it next to the "
+                    "model, "
                     'as in save(step, {"model": model, "ema": ema}, optim, train_state), and load it in the same way',
                     key=key,
                 )
@@ -125,21 +128,24 @@ def _contents(model: TrainModel, optim: AnyOptimizer | None) -> Made:
         return state_of(model, optim)
     if optim is not None:
         raise InvalidInput(
-            "a model with state_dict_to_save also returns the state of its optimizer; give no optimizer beside it"
+            "a model with state_dict_to_save also returns its optimizer's state; do not pass an optimizer"
         )
     return made_by_name(dict(model.state_dict_to_save()))
 
 
 def _with(model: Mapping[str, Any], optim: AnyOptimizer | None) -> dict[str, Any]:
-    """Return a dict of models, with the separate optimizer added."""
+    """Return a dict of models with the separate optimizer added."""
     if optim is not None and OPTIM in model:
-        raise InvalidInput(f"the dict of models has {OPTIM!r}, and an optimizer was passed beside it; give one of them")
+        raise InvalidInput(
+            f"the dict of models has the key {OPTIM!r}, but an optimizer was also passed separately; pass only one of "
+            "them"
+        )
     beside = optim[0] if isinstance(optim, list | tuple) and len(optim) == 1 else optim
     whole = dict(model) if optim is None else {**model, OPTIM: beside}
     for key in filter(lambda key: is_of_optimizer(whole[key]), whole):
         raise InvalidInput(
-            f"{key!r} is the state_dict of an optimizer, which a resume cannot load into the optimizer; give the "
-            'optimizer itself, beside its module, as in save(step, {"model": model}, optim)',
+            f"{key!r} is the state_dict of an optimizer, which a resume cannot load into the optimizer; pass the "
+            'optimizer itself along with its module, as in save(step, {"model": model}, optim)',
             key=key,
         )
     return whole
@@ -149,12 +155,12 @@ def _with(model: Mapping[str, Any], optim: AnyOptimizer | None) -> dict[str, Any
 class LoadRequest:
     """The arguments of one load.
 
-    ``optim``, ``train``: whether to load the optimizer and the train state; with None, if the checkpoint has them.
-    ``given``: the arguments for `Store.load`. ``pre_download``: fetch the checkpoint into the cache of this host first.
-    ``options``: set the options of the optimizer's groups, or keep them. ``missing``: the argument of a resume, which
-    logs unread keys itself; None for any other load. With "raise", the checkpoint must hold all state of a train
-    module. With "warn", the load skips an optimizer that was saved by number, and tensors of another shape.
-    ``train_state``: the train state that a resume sets. A resume without one reads none.
+    ``optim``, ``train``: whether to load the optimizer and the train state; None: if the checkpoint has them.
+    ``given``: the arguments for `Store.load`. ``pre_download``: first fetch the checkpoint into this host's cache.
+    ``options``: overwrite the options of the optimizer's groups, or keep them. ``missing``: the argument of a resume,
+    which logs unread keys itself; None for any other load. If it is "raise", the checkpoint must have all state of a
+    train module. If it is "warn", the load skips an optimizer that was saved by number, and tensors with a different
+    shape. ``train_state``: the train state that a resume sets. If it is None, a resume does not read a train state.
     """
 
     optim: bool | None
@@ -173,18 +179,18 @@ class Restoring:
         self._ranks, self._store, self._wanted, self._given = ranks, store, wanted, LoadOptions(**wanted.given)
 
     def load(self, ref: str | Checkpoint, model: TrainModel, optim: AnyOptimizer | None) -> tuple[Checkpoint, Any]:
-        """Load in place. Return the checkpoint and this rank's train state or None. Every rank makes the call."""
+        """Load in place. Return the checkpoint, and this rank's train state or None. Every rank makes the call."""
         wanted, says_itself = self._wanted, isinstance(model, TrainModule | Mapping)
         optims = cache(lambda: [] if wanted.optim is False or says_itself else [*as_optimizers(optim)])
 
         def wanted_optimizers() -> list[str]:
             if wanted.optim and optim is None and not says_itself:
-                raise InvalidInput("load_optim_state=True needs an optimizer to load into; give optim")
+                raise InvalidInput("load_optim_state=True needs an optimizer to load into; pass optim")
             if wanted.options not in get_args(GroupOptions):
-                raise InvalidInput(f'options={wanted.options!r:.80} is not usable; give "checkpoint" or "keep"')
+                raise InvalidInput(f'options={wanted.options!r:.80} is not valid; pass "checkpoint" or "keep"')
             if wanted.options == "keep" and isinstance(model, TrainModule):
                 raise InvalidInput(
-                    'a model with load_state_dict sets its optimizer by itself; leave out options="keep"'
+                    'a model with load_state_dict sets the state of its optimizer itself; leave out options="keep"'
                 )
             return [OPTIM] if optims() else []
 
@@ -216,7 +222,10 @@ class Restoring:
         return {"keep_options": self._wanted.options == "keep", "leave_resized": leave_resized}
 
     def _meant(self, *, has_train: bool) -> list[str]:
-        """Return the keys whose unread parts are not logged here. A resume logs itself, so all keys are returned."""
+        """Return the keys whose unread parts are not logged here.
+
+        For a resume, these are all keys, because it logs them itself.
+        """
         if self._wanted.missing is not None:
             return [EVERYTHING]
         meant = [OPTIM] if self._wanted.optim is False else []
@@ -230,8 +239,9 @@ class Restoring:
         ):
             if is_wanted and not there:
                 raise NotFound(
-                    f"{stored.where} holds no {what} that can be loaded; it has {stored.at_the_top()}. Pass "
-                    f'{name}=None (to resume: missing="warn") to go on without, or choose another checkpoint'
+                    f"{stored.where} has no {what} that can be loaded; it has {stored.at_the_top()}. To continue "
+                    "without it, "
+                    f'pass {name}=None (in a resume: missing="warn"), or choose a different checkpoint'
                 )
         read, wanted = partial(stored.value, allow_pickle=self._given.allow_pickle), self._wanted
         for at in [f"{TRAIN}.{rank}" for rank in self._train.get(TRAIN, ())]:
@@ -297,7 +307,7 @@ class Restoring:
 
 
 def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Mapping[str, Any]:
-    """Return the state to fill. The method of a train module may lack either argument."""
+    """Return the state to fill. The method of a train module may omit either argument."""
     method: Callable[..., Mapping[str, Any]] = model.state_dict_to_load
     parameters = inspect.signature(method).parameters
     options = {"optim": optim} if "optim" in parameters else {}
@@ -306,7 +316,7 @@ def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Ma
 
 
 def _parts_of(stored: StoredTraining) -> dict[str, list[int]]:
-    """Return the ranks that saved each part of a train state, without the random generators."""
+    """Return the ranks that saved each part of a train state, except the random generators."""
     found = defaultdict[str, list[int]](list)
     for rank in _ranks_of(stored):
         for part in stored.below(f"{TRAIN}.{rank}"):

@@ -1,11 +1,11 @@
-"""The parts of parameters that this rank holds under FSDP. No collective call is made.
+"""The parts of parameters that this rank holds under FSDP. The functions do not make collective calls.
 
-FullyShardedDataParallel joins the parameters of a module to a flat parameter, and each rank has a range of it. With
-use_orig_params=True the parameters are one-dimensional views into this range. A view is empty if the range holds no
-element of its parameter. After a forward the parameters may be whole and of low precision. The range itself is always
-sharded and of full precision.
+FullyShardedDataParallel joins the parameters of a module into a flat parameter, and each rank has a range of it. With
+use_orig_params=True, the parameters are one-dimensional views into this range. A view is empty if the range does not
+include any element of its parameter. After a forward pass, the parameters may be whole and in low precision. The range
+itself is always sharded and in full precision.
 
-This module reads private attributes of torch, because torch has no public API for this.
+This module reads private attributes of torch, because torch has no public API for this purpose.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _HOME_OF_HOOKS = "torch.distributed.fsdp._state_dict_utils"
 
 @dataclass(frozen=True)
 class FlatPart:
-    """The elements [lo, hi) of a parameter of ``shape``, in row-major order, that this rank holds.
+    """The elements [lo, hi), in row-major order, that this rank holds of a parameter with the shape ``shape``.
 
     ``parameter``: the parameter in the optimizer. ``data``: the memory of the elements, which a load may fill.
-    ``everywhere``: every rank holds the whole parameter (NO_SHARD).
+    ``everywhere``: whether every rank holds the whole parameter (NO_SHARD).
     """
 
     parameter: nn.Parameter
@@ -48,15 +48,19 @@ class FlatPart:
         return shape == (self.shape if self.everywhere else (self.hi - self.lo,))
 
     def shard(self, data: torch.Tensor) -> Shard:
-        """Return ``data`` as the shard of a tensor of the parameter's shape. HYBRID_SHARD has replicas."""
+        """Return ``data`` as a shard of a tensor with the parameter's shape.
+
+        It counts as replicated because of HYBRID_SHARD.
+        """
         return Shard(data, self.shape, flat=[(self.lo, self.hi)] if self.lo < self.hi else [], replicated=True)
 
 
 def flat_parts(model: nn.Module) -> dict[int, FlatPart]:
-    """Return the part of each sharded parameter, by the id() of the parameter and of its current replacement.
+    """Return the part of each sharded parameter.
 
-    Raises InvalidInput for use_orig_params=False and while FSDP uses the parameters. Raises Unsupported for parameters
-    that are DTensors or are not in row-major order, because their parts are not flat ranges.
+    The keys are the id() of the parameter and of its current replacement.
+    Raises InvalidInput if use_orig_params is False, or while FSDP uses the parameters. Raises Unsupported for
+    parameters that are DTensors or are not in row-major order, because their parts are not flat ranges.
     """
     parts: dict[int, FlatPart] = {}
     for handle in [one._handle for one in _fsdp_modules(model) if one._handle is not None]:
@@ -77,7 +81,7 @@ def _part(parameter: nn.Parameter, stretch: torch.Tensor, info: Any, shape: Shap
     if not info.in_shard:
         return FlatPart(parameter, stretch[:0], shape, 0, 0, everywhere)
     lo, hi = info.intra_param_start_idx, info.intra_param_end_idx + 1
-    # if a user replaced the data of the parameter, FSDP uses the new data from the next forward on
+    # if a user has replaced the parameter's data, FSDP uses the new data starting with the next forward pass
     data = parameter.detach()
     if data.numel() != hi - lo or data.dtype != stretch.dtype:
         data = stretch[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
@@ -88,17 +92,17 @@ def _check(handle: Any) -> None:
     names = ", ".join(map(repr, handle.flat_param._fqns[:3]))
     if not handle._use_orig_params:
         raise InvalidInput(
-            f"FSDP joined {names}, ... to one parameter with use_orig_params=False, and their state in an optimizer "
+            f"FSDP joined {names}, ... into one parameter because use_orig_params is False, so their optimizer state "
             "cannot be separated; wrap the model with use_orig_params=True"
         )
     if handle._training_state.name != "IDLE":
         raise InvalidInput(
-            f"{names}, ... are in use by FSDP ({handle._training_state.name}); save and load outside forward, backward "
+            f"FSDP is using {names}, ... ({handle._training_state.name}); save and load outside of forward, backward "
             "and summon_full_params"
         )
     if any(extension is not None for extension in handle.flat_param._param_extensions):
         raise Unsupported(
-            f"FSDP joined {names}, ... of a tensor-parallel model to one parameter; shard it with "
+            f"FSDP joined {names}, ... of a tensor-parallel model into one parameter; shard the model with "
             "torch.distributed.fsdp.fully_shard"
         )
     if handle.uses_sharded_strategy:
@@ -106,7 +110,7 @@ def _check(handle: Any) -> None:
 
 
 def _check_order(flat: Any) -> None:
-    """Raise Unsupported for a parameter that is not in row-major order, since FSDP shards it in memory order."""
+    """Raise Unsupported for a parameter that is not in row-major order, because FSDP shards it in memory order."""
     for name, shape, stride in zip(flat._fqns, flat._shapes, flat._strides, strict=True):
         if not torch.empty_strided(shape, stride, device="meta").is_contiguous():
             raise Unsupported(
@@ -123,7 +127,7 @@ def _fsdp_modules(model: nn.Module) -> list[Any]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the whole parameters that fully_shard keeps after a forward. Ranks exchange nothing."""
+    """Free the whole parameters that fully_shard keeps after a forward pass. The ranks do not communicate."""
     home = sys.modules.get("torch.distributed.fsdp")
     for module in model.modules():
         if home is not None and isinstance(module, home.FSDPModule):
@@ -131,7 +135,10 @@ def reshard(model: nn.Module) -> None:
 
 
 def let_go(model: nn.Module) -> None:
-    """Free the whole parameters of FSDP too. Otherwise the next forward would use the values from before a load."""
+    """Also free the whole parameters of FSDP.
+
+    Otherwise, the next forward pass would use the values from before a load.
+    """
     reshard(model)
     for module in _fsdp_modules(model):
         if module._handle is not None and hasattr(module._handle.flat_param, "_local_shard"):
@@ -142,7 +149,7 @@ def let_go(model: nn.Module) -> None:
 
 
 def full_dtypes(model: nn.Module) -> dict[int, torch.dtype]:
-    """Return the full-precision dtype of each buffer by its id(). FSDP's mixed precision may have lowered it."""
+    """Return the full-precision dtype by id() of each buffer whose precision FSDP has lowered."""
     dtypes: dict[int, torch.dtype] = {}
     for module in _fsdp_modules(model):
         if module._mixed_precision_enabled_for_buffers():
@@ -157,7 +164,7 @@ def full_dtypes(model: nn.Module) -> dict[int, torch.dtype]:
 
 @contextmanager
 def without_fsdp_hooks(model: nn.Module) -> Iterator[None]:
-    """Disable the gathering in state_dict and load_state_dict under any state_dict_type of FSDP."""
+    """Disable gathering in state_dict and load_state_dict, whatever the state_dict_type of FSDP is."""
     kept: list[tuple[nn.Module, str, Any]] = []
     try:
         for module in _fsdp_modules(model):

@@ -1,6 +1,6 @@
-"""Param groups: matching the parameters and options of an optimizer with those of a checkpoint.
+"""Param groups: matches the parameters and options of an optimizer with those of a checkpoint.
 
-A checkpoint has one list of groups for all ranks, even if ranks have different parameters, as pipeline stages do.
+A checkpoint has one list of groups for all ranks, even if the ranks have different parameters, as pipeline stages do.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _LOG = logging.getLogger("casckpt")
 _ADDED_LATER = frozenset(("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"))
 """Options that torch added to existing optimizers. An older checkpoint lacks them."""
 
-_NAMES = "param_names"  # names from the user, which a load does not replace
+_NAMES = "param_names"  # names set by the user, which a load does not replace
 
 
 @dataclass(frozen=True)
 class Match:
-    """The match of an optimizer with a saved one.
+    """The match between an optimizer and a saved one.
 
-    ``saved``: the name of each parameter in the checkpoint, by the id() of the parameter. ``options``: the options to
-    set for each group. ``missing``: names of parameters that the saved optimizer lacks. ``unused``: names that only the
-    saved optimizer has.
+    ``saved``: the name of each parameter in the checkpoint, by the parameter's id(). ``options``: the options to set
+    in each group. ``missing``: the names of parameters that the saved optimizer lacks. ``unused``: the names that only
+    the saved optimizer has.
     """
 
     saved: dict[int, str]
@@ -48,8 +48,8 @@ def match(
 ) -> Match:
     """Match parameters by name. The number and order of groups do not matter.
 
-    ``saved_name``: returns the saved name for a name. ``keep_options``: set no option of a group. Raises Mismatch if
-    tied names were saved apart, InvalidInput if two parameters were saved as one.
+    ``saved_name``: a function that maps a name to its saved name. ``keep_options``: do not set any options. Raises
+    Mismatch if tied names were saved separately, and InvalidInput if two parameters were saved as one.
     """
     group_of = {name: number for number, group in enumerate(saved) for name in group["params"]}
     names: dict[int, str] = {}
@@ -58,14 +58,16 @@ def match(
     for named in (member for group in here for member in group):
         matches = [name for name in dict.fromkeys(map(saved_name, named.names)) if name in group_of]
         if len(matches) > 1:
-            raise Mismatch(f"{matches} are one parameter here, but several in the checkpoint", keys=tuple(matches))
+            raise Mismatch(
+                f"{matches} are one parameter in this model, but several in the checkpoint", keys=tuple(matches)
+            )
         if matches:
             names[id(named.parameter)] = matches[0]
             if owners.setdefault(matches[0], named.names[0]) != named.names[0]:
                 raise InvalidInput(
-                    f"rename gives the saved {matches[0]!r} for two parameters of the optimizer, "
-                    f"{owners[matches[0]]!r} and {named.names[0]!r}; map each to one of its own, or load the model "
-                    "alone (optim=None; from a dict, leave the optimizer out)",
+                    f"rename maps two parameters of the optimizer, {owners[matches[0]]!r} and {named.names[0]!r}, to "
+                    f"the saved {matches[0]!r}; map each to a different one, or load the model alone (optim=None; in "
+                    "a dict, leave the optimizer out)",
                     key=matches[0],
                 )
         else:
@@ -81,7 +83,8 @@ def match(
 def check(matched: Match, defaults: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], where: str) -> None:
     """Raise MissingKey or Mismatch unless the checkpoint has all parameters and options of this optimizer.
 
-    `check_unused` checks for extra parameters in the checkpoint, over all ranks, because another rank may have them.
+    `check_unused` checks for extra parameters in the checkpoint. It considers all ranks, because any of them may have
+    these.
     """
     if matched.missing:
         raise MissingKey(_other_parameters(where, matched.missing, matched.unused), keys=matched.missing)
@@ -91,15 +94,15 @@ def check(matched: Match, defaults: Mapping[str, Any], saved: Sequence[Mapping[s
         unknown = [name for name in group if name not in defaults and name not in ("params", _NAMES)]
         if lacking and unknown:
             raise Mismatch(
-                f"the optimizer in {where} is of another kind: it has the options {listed(unknown)}, but not "
-                f"{listed(lacking)}. Make the same optimizer as was saved, or load the model alone (optim=None; from a "
-                "dict, leave the optimizer out)",
+                f"the optimizer in {where} is of a different kind: it has the options {listed(unknown)}, but not "
+                f"{listed(lacking)}. Create the kind of optimizer that was saved, or load the model alone (optim=None; "
+                "in a dict, leave the optimizer out)",
                 keys=tuple(lacking),
             )
 
 
 def check_unused(unused: Sequence[str], where: str) -> None:
-    """Raise Mismatch for names that are in the saved optimizer but on no rank."""
+    """Raise Mismatch for names in the saved optimizer that no rank has."""
     if unused:
         raise Mismatch(_other_parameters(where, (), unused), keys=tuple(unused))
 
@@ -108,13 +111,13 @@ def _other_parameters(where: str, missing: Sequence[str], unused: Sequence[str])
     lacks = f" It lacks {listed(missing)}." if missing else ""
     more = f" Only the checkpoint has {listed(unused)}." if unused else ""
     return (
-        f"the optimizer in {where} has other parameters than this one.{lacks}{more} Pass strict=False to load what "
-        "both have"
+        f"the optimizer in {where} has different parameters than this one.{lacks}{more} Pass strict=False to load the "
+        "parameters that both have"
     )
 
 
 def merged(groups_of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the merged groups of all ranks. Groups with the same number and options become one group."""
+    """Return the merged groups of all ranks. Groups whose numbers and options are equal become one group."""
     united: list[dict[str, Any]] = []
     known: set[str] = set()
     for groups in groups_of_ranks:
@@ -134,7 +137,7 @@ def merged(groups_of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[
 def _options(
     number: int, group: Sequence[NamedParameter], origins: Sequence[int], saved: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the saved options for one group. ``origins``: the saved groups that held its parameters."""
+    """Return the saved options for one group. ``origins``: the saved groups that had its parameters."""
     if not group and number < len(saved) and not saved[number]["params"]:
         origins = [number]
     if not origins:
@@ -146,8 +149,8 @@ def _options(
     differing = sorted({name for options in (first, *rest) for name in options} - set(agreed))
     if differing:
         _LOG.warning(
-            "the parameters of group %d of the optimizer were saved in the groups %s, which differ in %s: "
-            "these options stay as they are here",
+            "the parameters of the optimizer's group %d were saved in the groups %s, which differ in %s: " "these "
+            "options are left unchanged",
             number, list(origins), ", ".join(differing),
         )  # fmt: skip
     return agreed

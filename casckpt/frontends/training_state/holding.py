@@ -1,4 +1,4 @@
-"""The part that this process holds of a parameter, and of optimizer state with the shape of the parameter."""
+"""The part of a parameter that this process holds, and the same part of optimizer state with the parameter's shape."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Holding:
-    """A parameter on this process: whole, a DTensor, or a ``part`` of a flat parameter of FSDP.
+    """A parameter on this process: whole, a DTensor, or the ``part`` of an FSDP flat parameter.
 
-    ``name``: for messages.
+    ``name``: the name in messages.
     """
 
     name: str
@@ -36,20 +36,23 @@ class Holding:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the parameter. Under mixed precision of FSDP, the dtype of its part."""
+        """The dtype of the parameter.
+
+        Under FSDP, the dtype of its part, because mixed precision may have changed the former.
+        """
         return self.parameter.dtype if self.part is None else self.part.data.dtype
 
     @property
     def is_nothing(self) -> bool:
-        """Whether this rank has no element of the parameter, and so no gradient and no optimizer state."""
+        """Whether this rank has no elements of the parameter, and therefore neither gradient nor optimizer state."""
         return self.part is not None and self.part.lo == self.part.hi
 
     # saving
 
     def as_saved(self, value: Any) -> Any:
-        """Return nested optimizer state. Tensors with the shape of the parameter are sharded like the parameter.
+        """Return nested optimizer state to save. Tensors with the parameter's shape are sharded like the parameter.
 
-        Raises InvalidInput for a tensor that may be a part of a larger tensor, with unknown position.
+        Raises InvalidInput for a tensor that may be a part of a larger tensor, at an unknown position.
         """
         if isinstance(value, torch.Tensor):
             return self._tensor_as_saved(value)
@@ -79,7 +82,7 @@ class Holding:
         if is_part:
             raise InvalidInput(
                 f"the optimizer has state of shape {list(shape)} for {self.name!r}. This rank holds only a part "
-                "of the parameter, and the elements of the state are unknown. Save it with store.save, as "
+                "of the parameter, and which elements the state belongs to is unknown. Save it with store.save, as "
                 "casckpt.Shard or casckpt.PerRank",
                 key=self.name,
             )
@@ -90,10 +93,10 @@ class Holding:
     def destination(
         self, entry: Entry, there: torch.Tensor | None, device: torch.device, taken: set[int], *, added: bool
     ) -> Any:
-        """Return the tensor that a load fills with a tensor of state: ``there`` if it fits, else a new tensor.
+        """Return the tensor that a load fills with a state tensor: ``there`` if it fits, else a new tensor.
 
-        ``taken``: the memory addresses that other state uses, because some optimizers share one ``step``. ``added``: a
-        user, not the optimizer, created the state.
+        ``taken``: the memory addresses that other state uses. They matter because some optimizers share one ``step``.
+        ``added``: whether a user, not the optimizer, created the state.
         """
         part, parameter = self.part, self.parameter
         if part is not None and entry.shape == part.shape:
@@ -108,12 +111,12 @@ class Holding:
 
 
 def _alone(value: Any) -> Any:
-    """Put a `Shard` into a list of its own, since a list of several shards means the pieces of one tensor."""
+    """Put a `Shard` into its own list, because a list of several shards stands for the pieces of one tensor."""
     return [value] if isinstance(value, Shard) else value
 
 
 def apart(value: Any) -> Any:
-    """Return a template for `Store.load` in which each shard of a list is a tensor of its own."""
+    """Return a template for `Store.load` in which each shard in a list is a separate tensor."""
     if isinstance(value, dict):
         for key, child in value.items():
             value[key] = apart(child)
@@ -124,7 +127,10 @@ def apart(value: Any) -> Any:
 
 
 def unwrapped(value: Any, device: torch.device | None = None) -> Any:
-    """Return a filled template in the form that the optimizer keeps. Move tensors saved as `Archived` to ``device``."""
+    """Return a filled template in the optimizer's form.
+
+    Tensors that were saved as `Archived` are moved to ``device``.
+    """
     if isinstance(value, Shard):
         return value.data
     if isinstance(value, dict):
@@ -147,19 +153,22 @@ def _new_like(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
 def _fits(there: torch.Tensor, entry: Entry, taken: set[int]) -> bool:
     here = local_of(there)
     alike = here.dtype == torch_dtype(entry.dtype) and here.layout is torch.strided
-    # an optimizer cannot update a tensor of inference mode
+    # an optimizer cannot update a tensor that was created in inference mode
     return alike and not here.is_inference() and here.is_contiguous() and here.data_ptr() not in taken
 
 
 def _is_plain(there: torch.Tensor | None, entry: Entry, parameter: torch.Tensor, *, added: bool) -> bool:
-    """Return whether state of a DTensor is a plain tensor: it is one now, or it has no shards."""
+    """Return whether the state of a DTensor parameter is a plain tensor: it already is one, or it has no shards."""
     if there is not None:
         return not is_dtensor(there)
     return (added or entry.shape == ()) and entry.shape != tuple(parameter.shape)
 
 
 def _new_dtensor(parameter: DTensor, entry: Entry) -> torch.Tensor:
-    """Return a DTensor on the device of the parameter: sharded alike if the shapes are equal, else replicated."""
+    """Return a DTensor on the parameter's device.
+
+    It is sharded like the parameter if the shapes are equal, else replicated.
+    """
     if tuple(parameter.shape) == entry.shape:
         return _new_like(parameter, entry)
     return parameter.new_empty(entry.shape, dtype=torch_dtype(entry.dtype), requires_grad=False)

@@ -1,4 +1,4 @@
-"""The config files of a model of Transformers. They are saved with the weights, so that an export can be loaded."""
+"""The config files of a Transformers model. They are saved with the weights so that an export can be loaded."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from casckpt.frontends.training_state.stored import MODEL
 log = logging.getLogger(__name__)
 
 _BASE = "transformers.modeling_utils.PreTrainedModel"
-_FSDP2 = "FSDP"  # the prefix of the class that fully_shard creates
+_FSDP2 = "FSDP"  # the prefix of the classes that fully_shard creates
 
 
 def config_files(model: Any) -> dict[str, bytes]:
-    """Return config.json and generation_config.json of a model of Transformers; an empty dict for any other model.
+    """Return config.json and generation_config.json of a Transformers model; an empty dict for any other model.
 
-    From a dict of models, use "model". A list of parts has no files, because no part is the whole model. A model with
-    adapters has none, because its config describes the model without them.
+    In a dict of models, "model" is used. A list of parts has no config files, because no part is the whole model. A
+    model with adapters has none either, because its config describes the model without them.
     """
     if isinstance(model, Mapping):
         model = model.get(MODEL)
     inner = _unwrapped(model[0] if isinstance(model, list | tuple) and len(model) == 1 else model)
-    # by name, because importing Transformers takes seconds; a program with such a model has imported it
+    # by name, because importing Transformers takes seconds; a program that has such a model has already imported it
     is_pretrained = any(f"{base.__module__}.{base.__qualname__}" == _BASE for base in type(inner).__mro__)
     if not is_pretrained or getattr(inner, "_hf_peft_config_loaded", False):
         return {}
@@ -36,16 +36,19 @@ def config_files(model: Any) -> dict[str, bytes]:
         files = {"config.json": _config(inner)}
         if getattr(inner, "generation_config", None) is not None:
             files["generation_config.json"] = json.loads(inner.generation_config.to_json_string())
-    except (TypeError, ValueError) as error:  # Transformers cannot write them either, and this must not fail a save
-        log.warning("the config of a %s is not saved: %s", type(inner).__name__, error)
+    except (
+        TypeError,
+        ValueError,
+    ) as error:  # Transformers cannot write them either, and this must not make a save fail
+        log.warning("the config of the %s was not saved: %s", type(inner).__name__, error)
         return {}
     return {name: json.dumps(text, indent=2, sort_keys=True).encode() + b"\n" for name, text in files.items()}
 
 
 def with_config(model: Any, attachments: Any, files: Mapping[str, bytes] = MappingProxyType({})) -> Any:
-    """Return ``attachments`` together with ``files`` and `config_files`.
+    """Return ``attachments`` merged with ``files`` and `config_files`.
 
-    ``attachments``: None or a mapping. Any other value is returned unchanged, and `Store.save` refuses it.
+    ``attachments``: None or a mapping. Any other value is returned unchanged, and `Store.save` rejects it.
     """
     given = attachments or {}
     return config_files(model) | dict(files) | dict(given) if isinstance(given, Mapping) else given

@@ -1,4 +1,4 @@
-"""A load on one rank: the template of a model and its optimizers, and their update after the load."""
+"""A load on one rank: creates the template of a model and its optimizers, and updates them after the load."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from casckpt.tensors.memory import new_empty
 
 @contextmanager
 def normal_tensors() -> Iterator[None]:
-    """Disable inference mode in the context, since an optimizer cannot update tensors of inference mode."""
+    """Disable inference mode in the context, because an optimizer cannot update tensors created in that mode."""
     grad = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         yield
@@ -76,7 +76,7 @@ def renamed_beside(given: LoadOptions, home: str) -> LoadOptions:
 
 @dataclass(frozen=True)
 class Unused:
-    """Saved names that a rank does not load: of its model, of its optimizer, and of tensors at the top level."""
+    """Saved names that a rank does not load: in the model, in the optimizer, and among the top-level tensors."""
 
     model: Sequence[str]
     optimizer: Sequence[str]
@@ -84,24 +84,25 @@ class Unused:
 
 
 class Keeps(TypedDict, total=False):
-    """The parts that a load leaves unchanged: the options of the optimizer's groups, and tensors of another shape."""
+    """What a load leaves unchanged: the options of the optimizer's groups, and tensors with a different shape."""
 
     keep_options: bool
     leave_resized: bool
 
 
 class TrainingStateLoad:
-    """A load of one model and its optimizers from one checkpoint. The model is below the key ``at``.
+    """Loads one model and its optimizers from one checkpoint. The model is below the key ``at``.
 
-    ``groups``: the saved groups of each wanted optimizer; None if the checkpoint has none. ``state``: the template by
-    the keys of the model and of each optimizer. `prepare` sets it. ``given``: the options of the load. Its ``rename``
-    maps a key of the model, ``model.<name>``, to a key of the checkpoint, also for the optimizer's state. Its
-    ``ignore_mismatched`` has patterns of names or keys of the model. Matching tensors that do not fit stay unchanged.
-    With ``cast``, state that was saved in the dtype of its parameter gets the dtype of the parameter here.
-    ``keep_options``: keep the options of the optimizer's groups. ``leave_resized``: keep tensors that have another
-    shape in the checkpoint, and the optimizer's state for them. ``places``: the keys of the optimizers in the
-    checkpoint, if they differ. The model may also be at the top level of the checkpoint, as after an import of
-    safetensors files. If the layout does not decide this, `prepare` chooses the interpretation that fills more tensors.
+    ``groups``: the saved groups of each requested optimizer; None if the checkpoint has none. ``state``: the template,
+    with the keys of the model and of each optimizer. `prepare` sets it. ``given``: the options of the load. Its
+    ``rename`` maps a key of the model, ``model.<name>``, to a key of the checkpoint. It also applies to the
+    optimizer's state. Its ``ignore_mismatched`` has patterns of names or keys of the model. Matching tensors that do
+    not fit are left unchanged. With ``cast``, state that was saved in the dtype of its parameter is converted to the
+    dtype that the parameter has now. ``keep_options``: keep the options of the optimizer's groups. ``leave_resized``:
+    keep tensors that have a different shape in the checkpoint, and their optimizer state. ``places``: the optimizers'
+    keys in the checkpoint, where they differ. The model may also be at the top level of the checkpoint, as after an
+    import of safetensors files. If the layout is ambiguous, `prepare` chooses the interpretation that fills more
+    tensors.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class TrainingStateLoad:
         self._saved_start, self._optimizer_places = self._start, places or {}
         self._stored, self._groups, self._given, self._strict = stored, groups, given, given.strict
         self.ignored: tuple[str, ...] = ()
-        """Patterns for `Store.load` of keys that stay unchanged if they do not fit. `prepare` sets them."""
+        """Patterns for `Store.load`. Matching keys that do not fit are left unchanged. `prepare` sets the patterns."""
         self._bare = False
         self._places: dict[bool, dict[str, str]] = {}
         self._warns, self._filled, self._said = given.unread == "warn", "", list[str | None]()
@@ -133,17 +134,22 @@ class TrainingStateLoad:
         optims: Mapping[str, Sequence[Optimizer]],
         fill: Callable[[dict[str, Any], LoadOptions], Checkpoint],
     ) -> Checkpoint:
-        """Call `prepare`, ``fill`` and `install`. ``fill``: a function that loads into a state with some options."""
+        """Call `prepare`, ``fill`` and `install`.
+
+        ``fill``: a function that loads into a state with the given options.
+        """
         self.prepare(ranks, make, optims)
         rename = Renaming(self.saved_key, self._given.rename)
         given = replace(self._given, rename=rename, ignore_mismatched=self.ignored, unread="ignore")
         return self.install(fill(self.state, given))
 
     def prepare(self, ranks: Ranks, make: Callable[[], nn.Module], optims: Mapping[str, Sequence[Optimizer]]) -> None:
-        """Find the model's tensors in the checkpoint, and run all checks before the first read. Every rank calls it.
+        """Find the model's tensors in the checkpoint, and run all checks before the first read.
 
-        ``make``: returns the model. ``optims``: the optimizers by key. Raises MissingKey, Mismatch or InvalidInput, the
-        errors of ``make``, and, unless ``unread`` is "ignore", those of `check_fit`; on all ranks.
+        Every rank makes the call.
+        ``make``: a function that returns the model. ``optims``: the optimizers by key. Raises MissingKey, Mismatch or
+        InvalidInput, the errors of ``make``, and the errors of `check_fit` unless ``unread`` is "ignore". All errors
+        are raised on all ranks.
         """
         self._choose(ranks, make)
         ranks.exchange(lambda: self._plan(optims), self.check_unused)
@@ -183,7 +189,10 @@ class TrainingStateLoad:
             self.ignored += tuple(glob.escape(key) for key in fits[self._bare].misfits)
 
     def _fit(self, *, bare: bool) -> Fit:
-        """Return the fit of this rank's tensors: by name, or by memory that they share with a fitting tensor."""
+        """Return the fit of this rank's tensors.
+
+        They fit by name, or by memory that they share with a tensor that fits.
+        """
         filled, unfilled, misfits = dict[str, str](), dict[str, Shape](), set[str]()
         stored, values = self._stored.contents, self._model.values
         places = self._places[bare] = {name: self._where(name, bare=bare) for name in values}
@@ -205,11 +214,11 @@ class TrainingStateLoad:
         return Fit(filled, {key: shape for key, shape in unfilled.items() if key not in filled}, frozenset(misfits))
 
     def _where(self, name: str, *, bare: bool) -> str:
-        """Return the key in the checkpoint for a name of the model, in one of the two interpretations."""
+        """Return the key in the checkpoint for a name of the model under one of the two interpretations."""
         entries = self._stored.contents.tensors
 
         def place(name: str) -> str:
-            """Apply ``rename``. A result that is a whole key of the checkpoint is the place."""
+            """Apply ``rename``. If the result is a whole key of the checkpoint, use it unchanged."""
             saved = self._saved_key(f"{self._start}{name}")
             is_whole = saved != f"{self._start}{name}" and saved in entries
             return saved.removeprefix(self._start) if bare and not is_whole else saved
@@ -221,9 +230,9 @@ class TrainingStateLoad:
         return base if base in entries else saved
 
     def _start_there(self) -> str:
-        """Return the prefix of the model's saved keys: its key, unless ``rename`` replaces the key.
+        """Return the prefix of the model's saved keys: the model's key, unless ``rename`` replaces it.
 
-        If so, the names of parameters in the saved optimizer show where a name begins.
+        In that case, the parameter names in the saved optimizer show where a name begins.
         """
         saved = self._stored.contents.tensors
         places = [place for place in self._places[self._bare].values() if place in saved]
@@ -233,7 +242,7 @@ class TrainingStateLoad:
         return max([self._start, *starts], key=lambda start: sum(one.removeprefix(start) in known for one in places))
 
     def _plan(self, optims: Mapping[str, Sequence[Optimizer]]) -> Unused:
-        """Create the template, and run all checks that need only this rank."""
+        """Create the template, and run all checks that involve only this rank."""
         self._left = self._leave()
         for name in self._left:
             del self._model.values[name]
@@ -252,7 +261,7 @@ class TrainingStateLoad:
         )
 
     def _plan_optimizers(self, at: str, optims: Sequence[Optimizer], new: Collection[str]) -> list[str]:
-        """Plan the optimizers at one key. Return the names that only the checkpoint has."""
+        """Plan the load of the optimizers at one key. Return the names that only the checkpoint has."""
         groups, place = self._groups.get(at), self._optimizer_places.get(at, at)
         if not optims or groups is None:
             self._absent += (f"{at}.param_groups",) if optims else ()
@@ -284,8 +293,8 @@ class TrainingStateLoad:
         if refused:
             raise Mismatch(
                 f"the model's state_dict has {listed(list(refused))}, which its load_state_dict does not read; the "
-                f"rest of their modules would be loaded without it from {self._stored.where}. Load into modules that "
-                "read all keys that they save, or leave these unchanged with "
+                f"rest of their modules would be loaded without these keys from {self._stored.where}. Load into "
+                "modules that read all keys that they save, or leave these modules unchanged with "
                 f"ignore_mismatched={list(dict.fromkeys(refused.values()))}",
                 keys=tuple(refused),
             )
@@ -295,7 +304,7 @@ class TrainingStateLoad:
         return matches(f"{self._start}{name}", self.ignored)
 
     def saved_key(self, key: str) -> str:
-        """Return the key in the checkpoint for a key of ``state``. Keys of optimizers do not change."""
+        """Return the key in the checkpoint for a key of ``state``. Optimizer keys are returned unchanged."""
         return self._place(key.removeprefix(self._start)) if key.startswith(self._start) else key
 
     def _place(self, name: str) -> str:
@@ -315,18 +324,18 @@ class TrainingStateLoad:
         return [name for name in there if name not in wanted and not name.startswith(extra)]
 
     def check_unused(self, unused_of_ranks: Sequence[Unused]) -> Sequence[None]:
-        """Raise Mismatch on rank 0 for names in the checkpoint that no rank has."""
+        """On rank 0, raise Mismatch for names in the checkpoint that no rank has."""
         names, where = on_no_rank([unused.model for unused in unused_of_ranks]), self._stored.where
         if self._warns and not any(map(is_adapter, self._model.values)):
             adapters = [name for name in names if is_adapter(name)]
             there = self._stored.weights()
             check_no_adapters(adapters if len(adapters) == sum(map(is_adapter, there)) else [], where)
         if names and self._strict:
-            what = f"the model in {where} has {listed(names)}, which this model does not have"
+            what = f"the model in {where} has {listed(names)}, which this model lacks"
             raise Mismatch(f"{what}; pass strict=False to skip them", keys=tuple(names))
         names += on_no_rank([unused.beside for unused in unused_of_ranks])
         if names and self._warns:
-            self._said.append(f"{where} has {listed(names)}, which this model does not have: they are skipped")
+            self._said.append(f"{where} has {listed(names)}, which this model lacks: they are skipped")
         if self._strict:
             check_unused(on_no_rank([unused.optimizer for unused in unused_of_ranks]), where)
         return [None] * len(unused_of_ranks)
@@ -358,7 +367,7 @@ class TrainingStateLoad:
 
 
 def _all_of(fit: Fit) -> str:
-    """Return a text like "5 of 5" if all tensors are filled; otherwise an empty string."""
+    """Return a string such as "5 of 5" if all tensors are filled; otherwise, an empty string."""
     return f"{fit.count} of {fit.count}" if fit.is_full else ""
 
 
@@ -368,7 +377,7 @@ _NOWHERE = "\0"
 
 @dataclass(frozen=True)
 class _Home:
-    """The place of one parameter's state: the parameter, and its present state ``there``.
+    """The destination of one parameter's state: the parameter and its current state ``there``.
 
     ``options``: the options of its group after the load.
     """
@@ -379,7 +388,7 @@ class _Home:
 
 
 class _OptimizerPlan:
-    """The changes that a load makes to an optimizer. They are complete before the first read."""
+    """The changes that a load will make to an optimizer. The plan is complete before the first read."""
 
     def __init__(
         self,
@@ -396,9 +405,9 @@ class _OptimizerPlan:
         cast: bool,
         keep_options: bool,
     ) -> None:
-        """Plan a load. ``at``: the key of the optimizer. ``start``: the prefix of all keys of the model.
+        """Plan a load. ``at``: the optimizer's key. ``start``: the prefix of all of the model's keys.
 
-        ``new``: the names of parameters that stay unchanged with their state.
+        ``new``: the names of parameters that are left unchanged, together with their state.
         """
         self._given, optim = optim, local_optimizer(optim)
         self._optim, self._kind, self._stored, self._cast = optim, StateKind.of(optim), stored, cast
@@ -423,7 +432,7 @@ class _OptimizerPlan:
         self.template = apart(stored.template(nodes, self._place, lambda key: True, at))
 
     def _check_kind(self, nodes: Mapping[Element, Node]) -> None:
-        """Raise Mismatch if another kind of optimizer saved the state, since the next step would fail."""
+        """Raise Mismatch if a different kind of optimizer saved the state, because the next step would fail."""
         for name, home in self._homes.items() if self._kind is not None else ():
             names = [str(element) for element, _ in children(nodes[name])] if name in nodes else []
             if self._kind is not None and names:
@@ -441,7 +450,7 @@ class _OptimizerPlan:
         return homes
 
     def _place(self, name: Element, key: str, entry: Entry) -> Any:
-        """Return the tensor to fill with one tensor of state."""
+        """Return the tensor to fill with one state tensor."""
         home, cpu = self._homes.get(str(name)), torch.device("cpu")
         if home is None:
             return new_empty(entry, cpu)
@@ -451,14 +460,14 @@ class _OptimizerPlan:
         wanted = self._as_cast(str(name), key, entry, home.holding.dtype)
         found = home.holding.destination(wanted, home.there.get(f".{key}"), device, self._taken, added=added)
         self._taken.add(local_of(unwrapped(found)).data_ptr())
-        self._taken.discard(0)  # the address of empty tensors
+        self._taken.discard(0)  # the address that empty tensors have
         return described_like(found, home.holding.parameter)
 
     def _as_cast(self, name: str, key: str, entry: Entry, dtype: torch.dtype) -> Entry:
-        """Return the entry for a tensor of state, converted if ``cast`` requires it.
+        """Return the entry for a state tensor, converted if ``cast`` requires it.
 
-        State that was saved in the dtype of its parameter follows the parameter. All other state, such as counts, has
-        its own dtype. ``dtype``: the saved dtype of the parameter.
+        State that was saved in the dtype of its parameter is converted along with the parameter. All other state, such
+        as counts, keeps its own dtype. ``dtype``: the parameter's current dtype.
         """
         weight = self._stored.contents.tensors.get(f"{self._start}{name}")
         stays = keeps_dtype(entry, key) or key in getattr(self._optim, "non_castable_tensor_keys", ())  # bitsandbytes'
@@ -466,7 +475,7 @@ class _OptimizerPlan:
         return entry.converted(dtype_name(dtype), dtype.itemsize) if follows else entry
 
     def install(self, loaded: Mapping[Any, Any]) -> None:
-        """Load the filled state into the optimizer. Parameters that the checkpoint lacks keep their state."""
+        """Load the filled state into the optimizer. Parameters that the checkpoint lacks keep their current state."""
         state: dict[Any, Any] = {}
         for parameter in self._without:
             if parameter in self._optim.state:

@@ -1,4 +1,4 @@
-"""The state of a model under plain names, for a save and as the template of a load."""
+"""The state of a model under plain names, for a save or as the template of a load."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ _EXTRA_STATE = "_extra_state"
 
 
 def is_extra_state(name: str) -> bool:
-    """Return whether ``name`` names a result of `torch.nn.Module.get_extra_state`."""
+    """Return whether ``name`` is the name of extra state, from `torch.nn.Module.get_extra_state`."""
     return name.rpartition(".")[2] == _EXTRA_STATE
 
 
 def model_state(model: nn.Module) -> OrderedDict[str, Any]:
-    """Return the state_dict of ``model`` under plain names, with live tensors. Nothing is changed or gathered.
+    """Return the state_dict of ``model`` under plain names, with live tensors.
 
-    The part of an FSDP parameter on this rank is a `Shard`. Raises the errors of `flat_parts`, and InvalidInput for two
-    different tensors with one plain name.
+    The function does not change or gather anything.
+    This rank's part of an FSDP parameter is a `Shard`. Raises the errors of `flat_parts`, and InvalidInput if two
+    different tensors have the same plain name.
     """
     parts, dtypes = flat_parts(model), full_dtypes(model)
     raw = _live_state(model)
@@ -50,13 +51,13 @@ def model_state(model: nn.Module) -> OrderedDict[str, Any]:
     if unread and this_rank() == 0:
         _warn_once(listed(list(unread)))
     metadata = getattr(raw, "_metadata", None)
-    if metadata is not None:  # versions of modules; a wrapped module replaces its wrapper
+    if metadata is not None:  # module versions; a wrapped module replaces its wrapper
         vars(state)["_metadata"] = {plain_name(model, path): value for path, value in metadata.items()}
     return state
 
 
 def model_to_save(model: nn.Module) -> OrderedDict[str, Any]:
-    """Return `model_state` with marked buffers, because ranks may have different values of them; see `may_differ`."""
+    """Return `model_state` with buffers marked, because their values may differ across ranks; see `may_differ`."""
     state = model_state(model)
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
@@ -65,22 +66,22 @@ def model_to_save(model: nn.Module) -> OrderedDict[str, Any]:
 
 
 def _live_state(model: nn.Module) -> dict[str, Any]:
-    """Return the state_dict. Parameters stay `Parameter` objects, because they must be equal on all ranks."""
+    """Return the state_dict. Parameters remain `Parameter` objects, because they must be equal on all ranks."""
     with without_fsdp_hooks(model):
         state = model.state_dict(keep_vars=True)
     empty = [name for name, value in state.items() if getattr(value, "is_meta", False)]
     if empty and any(map(_is_offloaded, model.modules())):
         raise InvalidInput(
-            f"accelerate has offloaded {listed(empty)}, so the model does not hold the values. Load it without "
-            "device_map, cpu_offload and disk_offload; accelerate.hooks.remove_hook_from_submodules(model) brings back "
-            "what is offloaded to the CPU",
+            f"Accelerate has offloaded {listed(empty)}, so the model does not have their values. Load it without "
+            "device_map, cpu_offload and disk_offload; accelerate.hooks.remove_hook_from_submodules(model) restores "
+            "values that are offloaded to the CPU",
             key=empty[0],
         )
     return state
 
 
 def _is_offloaded(module: nn.Module) -> bool:
-    hook = getattr(module, "_hf_hook", None)  # accelerate's hook, which may hold several
+    hook = getattr(module, "_hf_hook", None)  # Accelerate's hook, which may contain several
     return any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ())))
 
 
@@ -91,20 +92,20 @@ def _plain_names(model: nn.Module, raw: Mapping[str, Any]) -> dict[str, str]:
         if values.setdefault(name, raw[key]) is not raw[key]:
             raise InvalidInput(
                 f"two parts of the model have the name {name!r}. Rename one; or, for several models, "
-                'give a dict of them and their optimizers, as {"generator": g, "discriminator": d, ...}',
+                'pass a dict of the models and their optimizers, such as {"generator": g, "discriminator": d, ...}',
                 key=name,
             )
     return names
 
 
 def passed_by(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> dict[str, list[str]]:
-    """Return the names in the plain state of ``model`` that its load_state_dict would not read.
+    """Return the names in the state of ``model`` that its load_state_dict would not read.
 
-    ``state``: the plain state. The values of the result are the names that must not be loaded without the key. The
-    function calls no method of a module. A module reads its parameters, its buffers, and extra state if it has a
-    set_extra_state. Only the module itself can read keys that its _save_to_state_dict adds, through its
-    _load_from_state_dict or hooks. Any module above can read other added keys. ``strict``: include parameters, which
-    torch then refuses.
+    ``state``: the state under plain names. The values of the result are the names that must not be loaded without the
+    key. The function does not call any methods of the modules. A module reads its parameters, its buffers, and extra
+    state if it has a set_extra_state. Keys that a module's _save_to_state_dict adds can be read only by the module
+    itself, through its _load_from_state_dict or hooks. Other added keys can also be read by any module above it.
+    ``strict``: include parameters, which torch rejects in that case.
     """
     suspects = [name for name, value in state.items() if strict or not isinstance(value, nn.Parameter)]
     roots: Sequence[nn.Module] = tuple(model) if isinstance(model, Parts) else (model,)
@@ -131,7 +132,7 @@ def passed_by(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> di
 def _warn_once(names: str) -> None:
     log.warning(
         "the model's state_dict has %s, which its load_state_dict does not read. They are saved, but a load into such "
-        "a model is refused unless ignore_mismatched leaves their modules as they are. This is logged once",
+        "a model is refused unless ignore_mismatched leaves their modules unchanged. This is logged once",
         names,
     )
 
@@ -156,7 +157,7 @@ def _has_own(module: nn.Module, method: str) -> bool:
 
 
 class ModelTemplate:
-    """The template of a load. A load fills the tensors of the model without a copy, and replaces all other values."""
+    """The template of a load. A load fills the model's tensors without a copy, and replaces all other values."""
 
     def __init__(self, model: nn.Module, *, strict: bool) -> None:
         let_go(model)
@@ -177,10 +178,10 @@ class ModelTemplate:
         return None if is_extra_state(name) or PACKED in name else value
 
     def install(self, missing: Collection[str], strict: bool) -> None:
-        """Call load_state_dict of the model without the names ``missing``, which stay unchanged.
+        """Call the model's load_state_dict without the names ``missing``, whose values are left unchanged.
 
-        Parameters and buffers are filled already, so torch copies a tensor onto itself, which does nothing. The call
-        sets extra state, runs hooks, and sets tensors that each call of state_dict creates.
+        Parameters and buffers have already been filled, so torch copies each tensor onto itself, which has no effect.
+        The call sets extra state, runs hooks, and sets tensors that each call of state_dict creates anew.
         """
         for key, name in self._names.items():
             if name in missing:
@@ -191,6 +192,6 @@ class ModelTemplate:
             self._model.load_state_dict(self._raw, strict=strict and not missing)
 
     def _is_of_inference(self) -> bool:
-        """Return whether a tensor was created in inference mode. Outside that mode torch cannot copy onto it."""
+        """Return whether any tensor was created in inference mode. Outside that mode, torch cannot copy onto it."""
         with torch._C.DisableTorchFunctionSubclass():  # a ShardedTensor would raise
             return any(isinstance(value, torch.Tensor) and value.is_inference() for value in self._raw.values())

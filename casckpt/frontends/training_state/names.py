@@ -1,4 +1,4 @@
-"""Plain names of parameters: their names in the model without the wrappers of parallelism and compilation."""
+"""Plain names of parameters: their names in the model without wrappers for parallelism or compilation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ WRAPPERS = {
     "megatron_fsdp.megatron_fsdp.MegatronFSDP": "module",
     "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp.MegatronFSDP": "module",
 }
-"""Wrapper classes and the attribute of the wrapped module. They are named, because some imports take seconds."""
+"""Wrapper classes and the attributes of their wrapped modules.
+
+They are given by name, because some imports take seconds.
+"""
 
 
 def wrapped_child(module: nn.Module) -> str | None:
@@ -30,10 +33,10 @@ def wrapped_child(module: nn.Module) -> str | None:
 
 
 def plain_name(model: nn.Module, name: str) -> str:
-    """Return the name of a parameter, buffer or module of ``model`` without the parts of wrappers.
+    """Return the name of a parameter, buffer or module of ``model`` without the parts that wrappers add.
 
-    The function walks along the modules, so a user's submodule that is called ``module`` keeps its name. A hook of the
-    wrapper may have removed its part already. The number of a part of `Parts` is removed, too.
+    The function follows the modules from the root, so a user's submodule named ``module`` keeps its name. A hook of
+    the wrapper may have already removed the wrapper's part. The number of a part in `Parts` is also removed.
     """
     module: nn.Module | None = model
     rest = name.split(".")
@@ -53,9 +56,9 @@ def plain_name(model: nn.Module, name: str) -> str:
 
 
 def parameter_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    """Return the plain names of each parameter by its id(). A tied parameter has several, its main name first.
+    """Return the plain names of each parameter by its id(). A tied parameter has several, with its main name first.
 
-    While FSDP replaces a parameter by the whole one, the replacement has the same names.
+    While FSDP replaces a parameter with the whole parameter, the replacement has the same names.
     """
     reshard(model)
     parts = flat_parts(model)

@@ -1,7 +1,7 @@
 """Saves and loads states that contain modules, optimizers and other objects with a state_dict.
 
-A module is stored below its key under plain names, as by `save_model_and_optim_state`. An optimizer is stored by the
-parameter names of its module, which must be in the state. For any other object, the state_dict is stored.
+A module is stored below its key under plain names, as in `save_model_and_optim_state`. An optimizer is stored under
+the parameter names of its module, which must also be in the state. Of any other object, the state_dict is stored.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Load: TypeAlias = Callable[[Any, Checkpoint, LoadOptions], Checkpoint]
 def save_objects(ranks: Ranks, state: Any, options: SaveOptions) -> tuple[dict[str, Any], SaveOptions]:
     """Return the arguments of a save, with each object replaced by its state. Every rank makes the call.
 
-    ``state``: a state, or a function that returns a state. Its errors are raised on all ranks.
+    ``state``: a state, or a function that returns a state. Errors of the function are raised on all ranks.
     """
     whole, keys = list[Any](), list[str]()
 
@@ -58,14 +58,14 @@ def save_objects(ranks: Ranks, state: Any, options: SaveOptions) -> tuple[dict[s
 
 
 def is_optimizer(value: Any) -> bool:
-    """Return whether ``value`` is an optimizer of torch, or a wrapper around an optimizer."""
+    """Return whether ``value`` is a torch optimizer, or a wrapper around an optimizer."""
     return hasattr(value, "param_groups") and not isinstance(value, nn.Module)
 
 
 class Objects:
-    """The objects of a state by flat key. Their state_dict is called in sorted order.
+    """The objects in a state by flat key. Their state_dict methods are called in key order.
 
-    ``owners``: for each optimizer, the key of its module. Raises InvalidInput for an optimizer without a module.
+    ``owners``: the key of each optimizer's module. Raises InvalidInput for an optimizer without a module.
     """
 
     def __init__(self, state: Any) -> None:
@@ -77,7 +77,7 @@ class Objects:
         self.optimizers: dict[str, Optimizer] = {k: v for k, v in self.by_key.items() if is_optimizer(v)}
         for key in (*self.modules, *self.optimizers):
             if self._flat.leaves[key].per_rank:
-                raise InvalidInput(f"{key!r} is in a PerRank; give modules and optimizers without it", key=key)
+                raise InvalidInput(f"{key!r} is in a PerRank; pass modules and optimizers without it", key=key)
         parameters = {key: parameter_names(module).keys() for key, module in self.modules.items()}
         self.owners = {key: _owner(key, optim, parameters) for key, optim in self.optimizers.items()}
 
@@ -95,7 +95,7 @@ class Objects:
         return self.nested(values), named
 
     def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state in new containers. ``values`` replace objects. Objects without a value are removed."""
+        """Return the state in new containers. ``values`` replace the objects. Objects without a value are removed."""
 
         def value(key: str, _: int) -> Any:
             leaf = self._flat.leaves[key]
@@ -107,7 +107,7 @@ class Objects:
 
     @property
     def others(self) -> list[str]:
-        """The keys of the objects that are neither modules nor optimizers, in the order of the load."""
+        """The keys of the objects that are neither modules nor optimizers, in load order."""
         keys = [key for key in self.by_key if key not in self.modules and key not in self.optimizers]
         return sorted(keys, key=lambda key: draws(self.by_key[key]))
 
@@ -117,7 +117,7 @@ class Objects:
         return [key for key, leaf in self._flat.leaves.items() if not leaf.is_tensor]
 
     def take(self, filled: Any, left: Collection[str]) -> None:
-        """Load ``filled`` into the objects, random generators last, and its other values into the state."""
+        """Load ``filled`` into the objects, with random generators last, and its other values into the state."""
 
         def of(key: str) -> Any:
             here, value = self._state, filled
@@ -125,8 +125,9 @@ class Objects:
                 here, value = (one.value if isinstance(one, PerRank) else one for one in (here, value))
                 if isinstance(here, list | tuple) and (not isinstance(value, list | tuple) or len(value) != len(here)):
                     raise Mismatch(
-                        f"{key!r} is in a {type(here).__name__} of {len(here)} items, but the checkpoint has another "
-                        "container there; give as many as were saved, or leave it out. Tensors are loaded already",
+                        f"{key!r} is in a {type(here).__name__} of {len(here)} items, but the checkpoint has a "
+                        "different container there; pass as many items as were saved, or leave it out. Tensors are "
+                        "already loaded",
                         key=key,
                     )
                 here, value = here[element], value[element]
@@ -139,23 +140,26 @@ class Objects:
 
 
 def _owner(key: str, optim: Optimizer, parameters: Mapping[str, Collection[int]]) -> str:
-    """Return the key of the module with all parameters of ``optim``. ``parameters``: the id() values of each module."""
+    """Return the key of the module that has all parameters of ``optim``.
+
+    ``parameters``: the id() values by module key.
+    """
     wanted = {id(parameter) for group in optim.param_groups for parameter in group["params"]}
     for name, ids in parameters.items():
         if wanted.issubset(ids):
             return name
     some = [name for name, ids in parameters.items() if wanted.intersection(ids)]
-    way = f'give its module beside it, as {{"model": model, "{key}": optim}}'
+    way = f'pass its module along with it, as in {{"model": model, "{key}": optim}}'
     if some:
-        way = f"{listed(some)} have some: put these into one torch.nn.ModuleDict, and give that instead"
-    raise InvalidInput(f"no module of the state has all parameters of the optimizer {key!r}; {way}", key=key)
+        way = f"{listed(some)} have some of them: put these into one torch.nn.ModuleDict, and pass that instead"
+    raise InvalidInput(f"no module in the state has all parameters of the optimizer {key!r}; {way}", key=key)
 
 
 @normal_tensors()
 def load_objects(
     store: Store, ranks: Ranks, state: Any, ref: AnyRef, *, given: LoadOptions, load: Load, **keeps: Unpack[Keeps]
 ) -> Checkpoint:
-    """Load into a state with objects. Every rank makes the call.
+    """Load into a state that contains objects. Every rank makes the call.
 
     The checks run before anything changes. Then modules and their optimizers are loaded, then the other objects, and
     random generators last. ``load``: a function that loads into a state without objects. Raises the errors of
@@ -178,7 +182,9 @@ def load_objects(
     places = on_each(ranks, lambda: {key: stored.optimizer_at(key, given.rename) for key in objects.optimizers})
     silent = replace(given, unread="ignore")  # `Store.load` logs the unread keys
     loads = [TrainingStateLoad(stored, groups, silent, at=key, places=places, **keeps) for key in modules]
-    parts = {key: objects.modules.get(key, nn.Module()) for key in modules}  # an empty module if this rank lacks it
+    parts = {
+        key: objects.modules.get(key, nn.Module()) for key in modules
+    }  # an empty module if this rank lacks the key
     for module_load in loads:
         optims = {name: [optim] for name, optim in objects.optimizers.items() if objects.owners[name] == module_load.at}
         module_load.prepare(ranks, partial(parts.__getitem__, module_load.at), optims)
@@ -202,18 +208,18 @@ def _template(
     values = {key: value for module_load in loads for key, value in module_load.state.items()}
     rename = renamer(given.rename)
     for key, place in places.items():
-        if stored.has_optimizer(place):  # read again, so that it does not count as unread
+        if stored.has_optimizer(place):  # reread, so that it does not count as unread
             values[key] = {**values.get(key, {}), "param_groups": None}
     for key in objects.others:
         has_tensors = any(name.startswith(f"{rename(key)}.") for name in stored.contents.tensors)
         state = plain_state(objects.by_key[key], key) if has_tensors else None
-        # None creates all of it; if it has shards, each rank fills its own
+        # None stands for the whole state, created anew; if it has shards, each rank fills its own
         values[key] = state if any(is_sharded(tensor) for _, tensor in tensors_below(state, key)) else None
     models = {module_load.at: module_load.saved_key for module_load in loads}
 
     def saved_key(key: str) -> str:
         for at, place in places.items():
-            if key.startswith(f"{at}."):  # its keys have the saved names
+            if key.startswith(f"{at}."):  # below this key, the names are already the saved ones
                 return place + key.removeprefix(at)
         return next((place for at, place in models.items() if key.startswith(f"{at}.")), rename)(key)
 

@@ -1,6 +1,6 @@
-"""Saves and loads the state of an optimizer by the names of its parameters, without an optimizer step.
+"""Saves and loads the state of an optimizer by parameter name, without running an optimizer step.
 
-The module lists the names of the state that torch's own optimizers keep for a parameter.
+The module also lists the names of the state that torch's own optimizers keep for a parameter.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ _TREE = "tree"
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """A parameter of an optimizer. ``names``: its plain names, the main name first."""
+    """A parameter of an optimizer. ``names``: its plain names, with the main name first."""
 
     parameter: torch.Tensor
     names: tuple[str, ...]
 
 
 def local_optimizer(optim: Optimizer) -> Optimizer:
-    """Return this rank's optimizer from inside a `ZeroRedundancyOptimizer`, or ``optim`` itself.
+    """Return the optimizer that a `ZeroRedundancyOptimizer` has on this rank; for any other ``optim``, itself.
 
-    Raises InvalidInput for ``overlap_with_ddp=True``, which has no `torch.optim.Optimizer` inside.
+    Raises InvalidInput if ``overlap_with_ddp`` is True, because there is no inner `torch.optim.Optimizer` in that
+    case.
     """
     zero: Any = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if zero is None or not isinstance(optim, zero.ZeroRedundancyOptimizer):
@@ -44,10 +45,10 @@ def local_optimizer(optim: Optimizer) -> Optimizer:
     inner = getattr(optim, "optim", None)
     if not isinstance(inner, Optimizer):
         raise InvalidInput(
-            "a ZeroRedundancyOptimizer with overlap_with_ddp=True has no state_dict for this rank; make it "
+            "a ZeroRedundancyOptimizer with overlap_with_ddp=True has no state_dict for this rank; create it "
             "without overlap_with_ddp"
         )
-    for group, shown in zip(inner.param_groups, optim.param_groups, strict=True):  # as a step does first
+    for group, shown in zip(inner.param_groups, optim.param_groups, strict=True):  # the first thing that a step does
         group.update({name: value for name, value in shown.items() if name != "params"})
     return inner
 
@@ -64,8 +65,9 @@ def named_groups(model: nn.Module, optim: Optimizer) -> list[list[NamedParameter
             if id(parameter) not in names:
                 raise InvalidInput(
                     f"parameter {position} of group {number} of the optimizer, of shape {list(parameter.shape)}, is "
-                    "not in the model; give the model that the optimizer was made for. If it stands for one of each "
-                    "layer, give the list of these, or none (optim=None; of a Trainer: save_only_model=True)"
+                    "not in the model; pass the model that the optimizer was created for. If it stands for one "
+                    "optimizer per layer, pass the list of these, or none (optim=None; in a Trainer: "
+                    "save_only_model=True)"
                 )
         groups.append([NamedParameter(parameter, names[id(parameter)]) for parameter in group["params"]])
     known = {one.parameter: one.names[0] for group in groups for one in group}
@@ -75,11 +77,11 @@ def named_groups(model: nn.Module, optim: Optimizer) -> list[list[NamedParameter
 
 
 def state_to_save(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
-    """Return the state of ``optim`` with live tensors. A tensor that this rank holds in part becomes a `Shard`.
+    """Return the state of ``optim`` with live tensors. A tensor of which this rank has a part becomes a `Shard`.
 
     The result is ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``. Raises InvalidInput for a
-    parameter that is not in the model, for an optimizer with other state, and for a tensor that may be a part with
-    unknown position.
+    parameter that is not in the model, for an optimizer with additional state, and for a tensor that may be a part at
+    an unknown position.
     """
     optim = local_optimizer(optim)
     groups, parts = named_groups(model, optim), flat_parts(model)
@@ -96,7 +98,7 @@ def state_to_save(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
 
 
 def states_to_save(model: nn.Module, optims: Sequence[Optimizer]) -> dict[str, Any]:
-    """Return the merged state of several optimizers. Raises InvalidInput for a parameter in two of them."""
+    """Return the merged state of several optimizers. Raises InvalidInput if two of them have the same parameter."""
     state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
     for optim in optims:
@@ -105,7 +107,9 @@ def states_to_save(model: nn.Module, optims: Sequence[Optimizer]) -> dict[str, A
         twice = [name for group in saved["param_groups"] for name in group["params"] if name in taken]
         if twice or state.keys() & saved["state"].keys():
             name = twice[0] if twice else str(next(iter(state.keys() & saved["state"].keys())))
-            raise InvalidInput(f"two optimizers have the parameter {name!r}, but its state has one place", key=name)
+            raise InvalidInput(
+                f"two optimizers have the parameter {name!r}, but only one state can be stored for it", key=name
+            )
         state |= saved["state"]
         groups += saved["param_groups"]
     return {"state": state, "param_groups": groups}
@@ -117,16 +121,16 @@ def _state_of(optim: Optimizer, groups: Sequence[Sequence[NamedParameter]]) -> d
     for key in keys:
         if isinstance(key, torch.Tensor) and id(key) not in owned:
             raise InvalidInput(
-                f"the optimizer has state for a tensor of shape {list(key.shape)} that is in none of its groups; "
-                "remove it"
+                f"the optimizer has state for a tensor of shape {list(key.shape)} that is not in any of its groups; "
+                "remove that state"
             )
     packed = optim.state_dict()
     others = [key for key in packed if key not in ("state", "param_groups")]
     if others:
         raise InvalidInput(
-            f"the state_dict of {type(optim).__name__} holds {others} beside state and param_groups, which cannot be "
-            "stored by name. Leave optim out and save the optimizer as an object: in a TrainState, or by its "
-            "state_dict() with store.save"
+            f"the state_dict of {type(optim).__name__} has {others} in addition to state and param_groups, which "
+            "cannot be stored by name. Leave optim out and save the optimizer as an object: in a TrainState, or save "
+            "its state_dict() with store.save"
         )
     return _by_name(packed, groups)
 
@@ -148,7 +152,7 @@ def _by_name(packed: Mapping[str, Any], groups: Sequence[Sequence[NamedParameter
 
 
 def by_number(state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a state by name in numbered form, for `torch.optim.Optimizer.load_state_dict`."""
+    """Convert a state by name to the numbered form that `torch.optim.Optimizer.load_state_dict` accepts."""
     numbers: dict[Any, int] = {}
     numbered = []
     for group in groups:
@@ -171,21 +175,23 @@ def flatten_optimizer_state(model: nn.Module, optim: Optimizer) -> dict[str, Any
 def unflatten_optimizer_state(flat: Mapping[str, Any], *, by_name: bool = False) -> dict[str, Any]:
     """Return ``{"state": {id: {...}}, "param_groups": [...]}``, the inverse of `flatten_optimizer_state`.
 
-    ``optim.load_state_dict`` takes the result. ``by_name``: keep the names of parameters in place of the ids. Raises
-    InvalidInput if ``flat`` is not a whole result of `flatten_optimizer_state`.
+    ``optim.load_state_dict`` accepts the result. ``by_name``: use parameter names instead of ids. Raises InvalidInput
+    if ``flat`` is not a complete result of `flatten_optimizer_state`.
     """
     if not isinstance(flat.get(_TREE), bytes):
-        raise InvalidInput(f"the flat state lacks the key {_TREE!r} of flatten_optimizer_state; give all of its result")
+        raise InvalidInput(
+            f"the flat state lacks the key {_TREE!r} of flatten_optimizer_state; pass its complete result"
+        )
     node = decode_tree(flat[_TREE])
     lacking = [tree.join(path) for path, _ in tree.leaves(node) if tree.join(path) not in flat]
     if lacking:
-        raise InvalidInput(f"the flat state lacks {lacking[0]!r}; give all of the result of flatten_optimizer_state")
+        raise InvalidInput(f"the flat state lacks {lacking[0]!r}; pass the complete result of flatten_optimizer_state")
     state: dict[str, Any] = inflate(node, lambda key, leaf: flat[key], lambda key: True)
     return state if by_name else by_number(state["state"], state["param_groups"])
 
 
 def tensors_below(value: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in a nested value with their flat keys."""
+    """Yield the tensors in a nested value, with their flat keys."""
     if isinstance(value, torch.Tensor):
         yield key, value
     elif isinstance(value, Mapping):
@@ -199,9 +205,9 @@ def tensors_below(value: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
 def install(optim: Optimizer, state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> None:
     """Set the state of ``optim`` and the options of its groups.
 
-    ``state``: by parameter, or by any other key of the optimizer's state. The optimizer keeps the tensors of ``state``
-    without a copy. Tensors among the options are copied into the present ones if they fit, because a captured CUDA
-    graph reads a learning rate from its memory.
+    ``state``: the state by parameter, or by any other key of the optimizer's state. The optimizer keeps the tensors in
+    ``state`` without copying them. Tensors among the options are copied into the existing tensors if they fit, because
+    a captured CUDA graph reads a learning rate from a fixed address.
     """
     whole, optim = optim, local_optimizer(optim)
     pairs = list(zip(optim.param_groups, groups, strict=True))
@@ -209,7 +215,7 @@ def install(optim: Optimizer, state: Mapping[Any, Any], groups: Sequence[Mapping
     numbers = {one: number for number, one in enumerate(one for group in optim.param_groups for one in group["params"])}
     numbered = []
     for old, new in zip(optim.param_groups, options, strict=True):
-        # a checkpoint of another version may lack options
+        # a checkpoint of a different version may lack options
         kept = {name: value for name, value in old.items() if name not in new and name != "params"}
         numbered.append({**kept, **new, "params": [numbers[one] for one in old["params"]]})
     if getattr(optim.load_state_dict, "__func__", None) is Optimizer.load_state_dict:
@@ -237,7 +243,7 @@ def _taken_over(old: Any, new: Any) -> Any:
 
 
 def _unconverted(saved: Any, loaded: Any) -> Any:
-    """Return the state that the optimizer loaded. The saved tensors replace converted or copied ones."""
+    """Return the state that the optimizer loaded, with the saved tensors in place of converted or copied ones."""
     if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
         return saved if saved.shape == loaded.shape else loaded
     if isinstance(saved, Mapping) and isinstance(loaded, defaultdict | dict):
@@ -271,7 +277,7 @@ _AT_TIMES = {
     "LBFGS": "al d t old_dirs old_stps ro H_diag prev_flat_grad prev_loss",
     "SGD": "momentum_buffer",
 }
-_WITH = {  # by option: the state that it needs
+_WITH = {  # the state that each option requires
     "Adam": {"amsgrad": "max_exp_avg_sq"},
     "AdamW": {"amsgrad": "max_exp_avg_sq"},
     "RMSprop": {"centered": "grad_avg", "momentum": "momentum_buffer"},
@@ -280,7 +286,7 @@ _WITH = {  # by option: the state that it needs
 
 @dataclass(frozen=True)
 class StateKind:
-    """A kind of optimizer. ``name``: the class of torch.optim that defines its step."""
+    """A kind of optimizer. ``name``: the torch.optim class that defines its step."""
 
     name: str
 
@@ -293,30 +299,30 @@ class StateKind:
         return cls(name) if is_torchs and name in _ALWAYS else None
 
     def needs(self, options: Mapping[str, Any]) -> set[str]:
-        """Return the names that a step requires with these options of the group."""
+        """Return the state names that a step requires with these group options."""
         optional = _WITH.get(self.name, {})
         return {*_ALWAYS[self.name].split(), *(name for option, name in optional.items() if options.get(option))}
 
     def keeps(self) -> set[str]:
-        """Return all names that the optimizer may keep."""
+        """Return all state names that the optimizer may keep."""
         optional = _WITH.get(self.name, {})
         return {*_ALWAYS[self.name].split(), *_AT_TIMES.get(self.name, "").split(), *optional.values()}
 
     def check(self, saved: Collection[str], options: Mapping[str, Any], key: str, where: str) -> None:
-        """Raise Mismatch if the names ``saved`` are too few for a step, or belong to another kind.
+        """Raise Mismatch if the names ``saved`` are not enough for a step, or belong to a different kind.
 
-        ``key``: the parameter of the state.
+        ``key``: the parameter that the state belongs to.
         """
         names = set(saved)
         lacking = sorted(self.needs(options) - names)
         others = () if names <= self.keeps() else map(StateKind, _ALWAYS)
         kinds = [kind.name for kind in others if kind.needs({}) <= names <= kind.keeps()]
-        is_other = bool(kinds) and names != {"step"}  # a user may also count steps
+        is_other = bool(kinds) and names != {"step"}  # a user's code may also count steps
         if lacking or is_other:
             found = f"it lacks {', '.join(map(repr, lacking))}" if lacking else f"it belongs to {' or '.join(kinds)}"
             raise Mismatch(
-                f"the optimizer's state of {key!r} in {where} does not fit {self.name}: {found}. Make the same "
-                "optimizer as was saved, with the same options, or load the model alone (optim=None; from a dict, "
+                f"the optimizer state of {key!r} in {where} does not fit {self.name}: {found}. Create the kind of "
+                "optimizer that was saved, with the same options, or load the model alone (optim=None; in a dict, "
                 "leave the optimizer out)",
                 key=key,
             )

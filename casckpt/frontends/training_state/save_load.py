@@ -30,28 +30,31 @@ def save_model_and_optim_state(
     step: int,
     **options: Unpack[SaveArguments],
 ) -> Checkpoint:
-    """Save ``model`` and ``optim`` (None: the model alone) as one checkpoint. Neither of them changes.
+    """Save ``model`` and ``optim`` as one checkpoint, without changing them.
 
+    If ``optim`` is None, save the model alone.
     Either may be a list: the parts of the model on this rank, or several optimizers that share the parameters. Every
-    rank of ``process_group`` (None: all) makes the call, with its own shards of one model, or with its own part of the
-    model's parameters. No tensor is gathered, and the state_dict_type of `torch.distributed.fsdp` does not matter. If
-    ranks have different values of a buffer, the value of the lowest rank is stored, and the log says so once. Different
-    values of a parameter raise an error; see ``check_replicas`` of `Store.save`. The config of a model of Transformers
-    is attached, unless ``attachments`` has one, so that Transformers can load the export.
+    rank of ``process_group`` (None: all ranks) makes the call, with its own shards of one model, or with its own part
+    of the model's parameters. No tensor is gathered, and the state_dict_type of `torch.distributed.fsdp` does not
+    matter. If the values of a buffer differ across ranks, the value of the lowest rank is stored, and the log mentions
+    this once. If the values of a parameter differ, an error is raised; see ``check_replicas`` of `Store.save`. The
+    config of a Transformers model is attached unless ``attachments`` has one, so that Transformers can load the
+    export.
 
-    Before its first step an optimizer has no state, and the save creates none. ``options``: those of `Store.save`
-    (``metadata``, ``overwrite``, ``ephemeral``, ``attachments``, ``dedup``, ``allow_pickle``, ``threads``, ...).
+    Before its first step, an optimizer has no state, and the save does not create any. ``options``: the options of
+    `Store.save` (``metadata``, ``overwrite``, ``ephemeral``, ``attachments``, ``dedup``, ``allow_pickle``,
+    ``threads``, ...).
 
-    Raises InvalidInput for an optimizer of another model, for extra state that is not plain data and for FSDP without
-    use_orig_params; Conflict, StorageError and RankFailed as `Store.save` does; on every rank. After an error
-    nothing of the save is visible.
+    Raises InvalidInput for an optimizer of a different model, for extra state that is not plain data, and for FSDP
+    without use_orig_params. Raises Conflict, StorageError and RankFailed in the same cases as `Store.save`. All errors
+    are raised on every rank. After an error, no part of the save is visible.
     """
     check_keywords("save_model_and_optim_state", options, SaveArguments)
     ranks = open_ranks(options.get("process_group"), no_dist=options.get("no_dist", False))
     opened = cache(partial(as_store, store))
 
     def make() -> Made:
-        opened()  # opened here, so that all ranks raise its error
+        opened()  # opened here so that all ranks raise its error
         return state_of(model, optim)
 
     state = make_state(ranks, make)
@@ -60,7 +63,7 @@ def save_model_and_optim_state(
 
 
 def state_of(model: AnyModel, optim: AnyOptimizer | None) -> Made:
-    """Return the state that this rank saves: live tensors under plain names. Raises InvalidInput."""
+    """Return the state that this rank saves, with live tensors under plain names. Raises InvalidInput."""
     whole, optims = as_model(model), as_optimizers(optim)
     state: dict[str, Any] = {MODEL: model_to_save(whole)}
     if optims:
@@ -78,30 +81,32 @@ def load_model_and_optim_state(
 ) -> Checkpoint:
     """Load into the tensors of ``model`` and ``optim``. The optimizer takes no step.
 
-    If the optimizer lacks a state, the load creates it with the saved dtype on the device of the parameter. Parameters
-    are matched by name. The number and order of groups do not matter. If several saved groups are one group here and
-    differ in an option, the option here stays. ``optim=None``: a saved optimizer is not read. Every rank of
-    ``process_group`` makes the call. ``no_dist``: this process loads alone.
+    If the optimizer lacks state for a parameter, the load creates it with the saved dtype on the parameter's device.
+    Parameters are matched by name. The number and order of groups do not matter. If several saved groups correspond to
+    one group of ``optim`` and differ in an option, the current value of the option is kept. ``optim=None``: do not
+    read a saved optimizer. Every rank of ``process_group`` makes the call. ``no_dist``: this process loads alone.
 
-    ``strict``: the model and the optimizer must have the same names as the checkpoint, which must hold an optimizer if
-    you pass one. Otherwise the load skips names that only one side has. ``missing_keys`` of the result are the keys
-    that the checkpoint lacks. A parameter that is tied to a loaded one is not missing. ``ignore_mismatched``: fnmatch
-    patterns of the model's names, as ``head.*``. If the checkpoint lacks such a name or has another shape, the tensor
-    and its optimizer state stay unchanged (``mismatched_keys``). ``rename``: from a key of the model, ``model.<name>``,
-    to a key of the checkpoint, as in `Store.load`. Saved optimizer state follows its parameter. The names of the model
-    may be at the top level of the checkpoint. If the checkpoint lacks a name, the load also tries the name from before
-    PEFT added adapters. ``cast``: convert to the dtypes of the model. State that was saved in the dtype of its
-    parameter follows it. All other state, and ``step``, keep the saved dtype. ``unread``: with "warn" (the default) the
-    log lists the skipped names of the model and of the checkpoint, except for an optimizer that you do not load. A load
-    that would fill nothing, or that misses more than a tenth of the model's names, raises MissingKey with the
-    ``rename`` that helps. "ignore" disables both. ``options``: also ``verify``, ... as in `Store.load`.
+    ``strict``: the model and the optimizer must have the same names as the checkpoint, and the checkpoint must have an
+    optimizer if you pass one. If ``strict`` is False, the load skips names that only one side has. The
+    ``missing_keys`` of the result are the keys that the checkpoint lacks. A parameter that is tied to a loaded one is
+    not missing. ``ignore_mismatched``: fnmatch patterns of the model's names, such as ``head.*``. If the checkpoint
+    lacks a matching name or has a different shape for it, the tensor and its optimizer state are left unchanged
+    (``mismatched_keys``). ``rename``: maps a key of the model, ``model.<name>``, to a key of the checkpoint, as in
+    `Store.load`. Saved optimizer state follows its parameter. The model's names may also be at the top level of the
+    checkpoint. If the checkpoint lacks a name, the load also tries the name that the parameter had before PEFT added
+    adapters. ``cast``: convert to the model's dtypes. State that was saved in the dtype of its parameter is converted
+    with it. All other state, including ``step``, keeps the saved dtype. ``unread``: with "warn" (the default), the log
+    lists the skipped names of the model and of the checkpoint, except for an optimizer that you do not load. A load
+    that would fill nothing, or that misses more than a tenth of the model's names, raises MissingKey and suggests a
+    ``rename``. "ignore" disables both. ``options``: also ``verify`` and other options of `Store.load`.
 
-    Some modules, such as bitsandbytes' Linear4bit, save keys that load_state_dict does not read. They raise a Mismatch
-    that names the keys. If ``ignore_mismatched`` matches all names of such a module, the module stays unchanged.
+    Some modules, such as bitsandbytes' Linear4bit, save keys that load_state_dict does not read. For such a module,
+    the load raises a Mismatch that names the keys. If ``ignore_mismatched`` matches all names of the module, it is
+    left unchanged instead.
 
-    Raises Conflict if ranks name different checkpoints, NotFound, MissingKey, Mismatch or InvalidInput before anything
-    changes. Raises Damaged or StorageError during the read. After these, the contents of ``model`` and ``optim`` are
-    undefined. All errors are raised on every rank.
+    Before anything changes, raises Conflict if the ranks name different checkpoints, NotFound, MissingKey, Mismatch or
+    InvalidInput. During the read, raises Damaged or StorageError, after which the contents of ``model`` and ``optim``
+    are undefined. All errors are raised on every rank.
     """
     check_keywords("load_model_and_optim_state", options, LoadArguments)
     given = LoadOptions(**options)

@@ -1,4 +1,4 @@
-"""`StoredTraining`: the model and the optimizer state in a checkpoint, and templates of the state for a load."""
+"""`StoredTraining`: the model and the optimizer state in a checkpoint, and templates for loading the state."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ MODEL, OPTIM = "model", "optim"
 GROUPS, STATE = f"{OPTIM}.param_groups", f"{OPTIM}.state"
 
 _TOP = frozenset(("model", "optim", "train", "lightning", "transformers"))
-"""The keys at the top of a checkpoint that a front end of casckpt saved."""
+"""The top-level keys of checkpoints that casckpt's front ends save."""
 
 _STEP_NAMES = frozenset(("step", "mu_product"))
 
 Place: TypeAlias = Callable[[Element, str, Entry], Any]
-"""A function from (name of the parameter, flat key below it, its entry) to the tensor or shard to fill."""
+"""A function that maps (parameter name, flat key below it, its entry) to the tensor or shard to fill."""
 
 StoredGroups: TypeAlias = list[dict[str, Any]]
-"""The groups of an optimizer with the names of their parameters."""
+"""The groups of an optimizer, with parameter names."""
 
 
 class StoredTraining:
-    """One checkpoint: its keys, and the groups and state of its optimizers by name."""
+    """One checkpoint: its keys, and the groups and state of its optimizers by parameter name."""
 
     def __init__(self, store: Store, commit: Commit, contents: Contents) -> None:
         self.store, self.commit, self.contents = store, commit, contents
@@ -58,7 +58,7 @@ class StoredTraining:
         return {join(path[:length]) for path, _ in leaves(self._tree) for length in range(1, len(path) + 1)}
 
     def keys_below(self, prefix: str) -> list[str]:
-        """Return the flat keys below ``prefix``, without ``prefix``."""
+        """Return the flat keys below ``prefix``, with ``prefix`` removed."""
         start = f"{prefix}."
         keys = (join(path) for path, _ in leaves(self._tree))
         return [key.removeprefix(start) for key in keys if key.startswith(start)]
@@ -70,16 +70,16 @@ class StoredTraining:
 
     @property
     def is_nested(self) -> bool:
-        """Whether the layout is that of casckpt's front ends: a container "model" and no unknown keys beside it."""
+        """Whether the layout is that of casckpt's front ends: a container "model" and no unknown top-level keys."""
         top = dict(children(self._tree))
         return not isinstance(top.get("model", 0), int) and _TOP.issuperset(map(str, top))
 
     def bare_keys(self) -> list[str]:
-        """Return the keys of all tensors except those of an optimizer or a train state."""
+        """Return the keys of all tensors, except those in an optimizer or a train state."""
         return [key for key in self.contents.tensors if not key.startswith(("optim.", "train."))]
 
     def beside_model(self, places: Collection[str]) -> list[str]:
-        """Return top-level tensors outside ``places``; none unless ``places`` has a top-level tensor."""
+        """Return the top-level tensors outside ``places`` if ``places`` has a top-level tensor; else an empty list."""
         top = [str(element) for element, node in children(self._tree) if isinstance(node, int)]
         alone = [key for key in top if key in self.contents.tensors]
         is_a_model = any(key in places for key in alone)
@@ -91,11 +91,11 @@ class StoredTraining:
         return {key: shapes[key] for key in self.bare_keys() if key in shapes}
 
     def empty_tensors(self, keys: Iterable[str]) -> list[torch.Tensor]:
-        """Return an unfilled CPU tensor of the stored dtype and shape for each key."""
+        """Return an unfilled CPU tensor with the stored dtype and shape for each key."""
         return [new_empty(self.contents.tensors[key], torch.device("cpu")) for key in keys]
 
     def at_the_top(self) -> str:
-        """Return the top-level names, for a message."""
+        """Return the top-level names for a message."""
         names = [repr(element) for element, _ in children(self._tree)]
         return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
@@ -104,7 +104,7 @@ class StoredTraining:
         return find(self._tree, f"{at}.param_groups") is not None
 
     def optimizer_at(self, key: str, rename: Rename) -> str:
-        """Return the saved key of the optimizer ``key``: the renamed key if it holds an optimizer, else ``key``."""
+        """Return the saved key of the optimizer ``key``: the renamed key if it has an optimizer, else ``key``."""
         renamed = renamer(rename)(f"{key}.param_groups").removesuffix(".param_groups")
         return renamed if self.has_optimizer(renamed) else key
 
@@ -116,16 +116,16 @@ class StoredTraining:
         key = f"{at}.param_groups"
         if not self.has_optimizer(at):
             raise MissingKey(
-                f"{self.where} holds no optimizer ({key}); it holds {self.at_the_top()}. Load the model alone "
-                "(optim=None; from a dict, leave the optimizer out), or choose another checkpoint. A whole "
-                "object loads by the name under which it was saved",
+                f"{self.where} has no optimizer ({key}); it has {self.at_the_top()}. Load the model alone "
+                "(optim=None; in a dict, leave the optimizer out), or choose a different checkpoint. Load a whole "
+                "object by the name under which it was saved",
                 keys=(key,),
             )
         value = self.value(key, allow_pickle=allow_pickle)
         usable = isinstance(value, list) and all(isinstance(group, Mapping) and "params" in group for group in value)
         if not usable or not all(isinstance(name, str) for group in value for name in group["params"]):
             raise Mismatch(
-                f"{key} of {self.where} does not name its parameters (perhaps a plain optim.state_dict() was saved); "
+                f"{key} in {self.where} does not name its parameters (perhaps a plain optim.state_dict() was saved); "
                 "read it with store.read",
                 key=key,
             )
@@ -133,19 +133,19 @@ class StoredTraining:
         return groups
 
     def value(self, key: str, *, allow_pickle: bool) -> Any:
-        """Read the value at a key, on this process alone."""
+        """Read the value at a key in this process alone."""
         made: dict[str, Any] = {key: None}
         self.store.load(made, self.checkpoint, no_dist=True, unread="ignore", allow_pickle=allow_pickle)
         return made[key]
 
     def nodes(self, names: Mapping[str, Any], at: str = OPTIM) -> dict[Element, Node]:
-        """Return the nodes of the optimizer state at ``at``: the nodes of ``names``, then any others."""
+        """Return the nodes of the optimizer state at ``at``: first the nodes of ``names``, then all others."""
         node = find(self._tree, f"{at}.state")
         others = self._at_the_top(names, f"{at}.state.") | self.below(f"{at}.state")
         nodes: dict[Element, Node] = {name: others.pop(name) for name in names if name in others}
         if not others:
             return nodes
-        for name in names:  # another front end may have nested the names
+        for name in names:  # a different front end may have nested the names
             below = None if name in nodes or node is None else find(node, name)
             if below is not None:
                 nodes[name] = below
@@ -153,7 +153,7 @@ class StoredTraining:
         return nodes | others
 
     def _at_the_top(self, names: Mapping[str, Any], start: str) -> dict[Element, Node]:
-        """Return the nodes of state with flat keys at the top level, as in Megatron's layout."""
+        """Return the nodes of state that has flat keys at the top level, as in Megatron's layout."""
         nodes = dict[Element, dict[Element, Node]]()
         for element, node in children(self._tree):
             if str(element).startswith(start):
@@ -165,7 +165,7 @@ class StoredTraining:
     def template(
         self, nodes: Mapping[Element, Node], place: Place, keep: Callable[[str], bool], at: str = OPTIM
     ) -> dict[Element, Any]:
-        """Return a template for `Store.load`, with the flat keys of the state at ``at`` for which ``keep`` is true."""
+        """Return a template for `Store.load` with the flat keys of the state at ``at`` that ``keep`` selects."""
         filled: dict[Element, Any] = {}
         keys = (f"{at}.state.{join((name, *path))}" for name, node in nodes.items() for path, _ in leaves(node))
         self.contents.ready(key for key in keys if key in self.contents.tensors)
@@ -176,7 +176,7 @@ class StoredTraining:
                 entry = self.contents.tensors.get(f"{at}.state.{key}")
                 if entry is None:
                     return None
-                self.contents.extents(entry)  # raises for a shape without stored data
+                self.contents.extents(entry)  # raises an error for a shape without stored data
                 return place(name, key.removeprefix(prefix), entry)
 
             filled |= inflate({name: node}, leaf, keep)
@@ -184,7 +184,7 @@ class StoredTraining:
 
 
 def _owner(key: str, names: Mapping[str, Any]) -> str:
-    """Return the longest of ``names`` that is a parent of a flat key; else the key without its last part."""
+    """Return the longest of ``names`` that is a parent of a flat key; if none is, the key without its last part."""
     name = above = key.rpartition(".")[0]
     while name and name not in names:
         name = name.rpartition(".")[0]
@@ -192,16 +192,16 @@ def _owner(key: str, names: Mapping[str, Any]) -> str:
 
 
 def steps_on_cpu(optim: Optimizer | None, options: Mapping[str, Any]) -> bool:
-    """Return whether torch counts steps on the CPU for an optimizer with these group options."""
+    """Return whether torch keeps step counts on the CPU for an optimizer with these group options."""
     return not (options.get("capturable") or options.get("fused") or isinstance(optim, ASGD))
 
 
 def is_step(entry: Entry, key: str) -> bool:
-    """Return whether an entry is a count of steps, or a product over steps. Optimizers keep these on the CPU."""
+    """Return whether an entry is a step count or a product over steps. Optimizers keep these on the CPU."""
     return entry.shape == () and key.rpartition(".")[2] in _STEP_NAMES
 
 
 def keeps_dtype(entry: Entry, key: str) -> bool:
-    """Return whether the dtype is independent of the parameter's dtype, as for a count or the rates of ASGD."""
+    """Return whether the dtype does not depend on the parameter's dtype, as for a step count or the rates of ASGD."""
     name = key.rpartition(".")[2]
     return name == "step" or (entry.shape == () and name in {*_STEP_NAMES, "eta", "mu"})

@@ -1,4 +1,4 @@
-"""The exchanges between ranks in a save or load of training state."""
+"""The exchanges between ranks during a save or load of training state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from casckpt.tensors.values import OfObjects, Shard
 
 @dataclass(frozen=True)
 class NamedState:
-    """The state of an optimizer that a rank saves. ``key``: its key. ``model``: the state of its model."""
+    """The optimizer state that a rank saves. ``key``: the optimizer's key. ``model``: the state of its model."""
 
     key: str
     state: dict[str, Any]
@@ -41,13 +41,13 @@ class NamedState:
 
 
 Groups: TypeAlias = dict[str, StoredGroups | None]
-"""The saved groups of each optimizer by its key; None if the checkpoint has none."""
+"""The saved groups of each optimizer by key; None for an optimizer that the checkpoint lacks."""
 Made: TypeAlias = tuple[dict[str, Any], Sequence[NamedState]]
 """The state that a rank saves, and the optimizer states in it."""
 
 
 def made_by_name(state: dict[str, Any]) -> Made:
-    """Return ``state`` and the state of its optimizer, if it has one."""
+    """Return ``state``, and the optimizer state in it if there is one."""
     optimizer = state.get(OPTIM)
     if not isinstance(optimizer, Mapping) or "param_groups" not in optimizer:
         return state, ()
@@ -56,11 +56,11 @@ def made_by_name(state: dict[str, Any]) -> Made:
 
 
 def make_state(ranks: Ranks, make: Callable[[], Made], objects: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the state of this rank. The ``param_groups`` of each optimizer are merged over all ranks.
+    """Return this rank's state. The ``param_groups`` of each optimizer are merged across all ranks.
 
-    ``make``: returns the state. Its errors are raised on all ranks. ``objects``: the keys of the objects in the state,
-    complete after ``make`` returns. Raises InvalidInput if ranks have different values of whole state for a sharded
-    parameter, and if ranks have different kinds of optimizers at one key.
+    ``make``: a function that returns the state. Its errors are raised on all ranks. ``objects``: the keys of the
+    objects in the state. The sequence is complete when ``make`` returns. Raises InvalidInput if whole state of a
+    sharded parameter differs across ranks, or if ranks have different kinds of optimizers at one key.
     """
 
     def digest() -> tuple[Made, WithObjects]:
@@ -93,7 +93,7 @@ def make_state(ranks: Ranks, make: Callable[[], Made], objects: Sequence[str] = 
 
 
 def _beside_shards(named: Sequence[NamedState], size: int) -> dict[str, bytes]:
-    """Return the digests of whole optimizer state of sharded parameters, by key."""
+    """Return the digests of unsharded optimizer state that belongs to sharded parameters, by key."""
     digests = dict[str, bytes]()
     for one in named if size > 1 else ():
         states = one.state.get("state", {}).items()
@@ -119,8 +119,8 @@ def _check_alike(found: Sequence[Mapping[str, bytes]]) -> None:
             other, wanted = first.setdefault(key, (rank, digest))
             if digest != wanted:
                 raise InvalidInput(
-                    f"{key!r} differs between ranks {other} and {rank}, and its parameter is sharded. It may belong to "
-                    "the shard of each rank, but its elements are unknown. Save it with Store.save, as "
+                    f"{key!r} differs between ranks {other} and {rank}, and its parameter is sharded. It may belong "
+                    "to each rank's shard, but which elements it belongs to is unknown. Save it with Store.save, as "
                     "casckpt.Shard or casckpt.PerRank, or remove it from the optimizer's state",
                     key=key,
                     rank=rank,
@@ -128,7 +128,7 @@ def _check_alike(found: Sequence[Mapping[str, bytes]]) -> None:
 
 
 def _check_one_kind(key: str, groups_of: Mapping[int, StoredGroups]) -> None:
-    """Raise InvalidInput for a parameter with different optimizer options on two ranks."""
+    """Raise InvalidInput if a parameter has different optimizer options on two ranks."""
     first: dict[str, tuple[int, frozenset[str]]] = {}
     for rank, group in ((rank, group) for rank, groups in groups_of.items() for group in groups):
         mine = frozenset(group)
@@ -136,9 +136,9 @@ def _check_one_kind(key: str, groups_of: Mapping[int, StoredGroups]) -> None:
             other, options = first.setdefault(name, (rank, mine))
             if options - mine and mine - options:
                 raise InvalidInput(
-                    f"{key!r} is another kind of optimizer on rank {rank} than on rank {other}: for {name!r} it has "
-                    f"{listed(sorted(mine - options))}, and rank {other} {listed(sorted(options - mine))}. Make the "
-                    "same optimizer on all ranks",
+                    f"{key!r} is a different kind of optimizer on rank {rank} than on rank {other}: for {name!r} it "
+                    f"has {listed(sorted(mine - options))} there, but {listed(sorted(options - mine))} on rank "
+                    f"{other}. Create the same optimizer on all ranks",
                     key=key,
                     rank=rank,
                 )
@@ -155,12 +155,12 @@ def find(
     lenient: bool = False,
     rename: Rename = None,
 ) -> tuple[StoredTraining, Groups]:
-    """Return the checkpoint ``ref`` and the groups of the optimizers that any rank wants. Rank 0 reads them.
+    """Return the checkpoint ``ref``, and the groups of the optimizers that any rank requests. Rank 0 reads them.
 
     ``optimizers``: a function that returns their keys. Its errors are raised on all ranks. ``required``: raise
-    MissingKey for a missing optimizer; otherwise its groups are None. ``lenient``: also return None for an optimizer
-    that was saved by number. ``rename``: see `StoredTraining.optimizer_at`. Raises Conflict if ranks name different
-    checkpoints, NotFound, MissingKey, Mismatch, Damaged, StorageError; on all ranks.
+    MissingKey for a missing optimizer; otherwise, its groups are None. ``lenient``: also return None for an optimizer
+    that was saved by number. ``rename``: see `StoredTraining.optimizer_at`. Raises Conflict if the ranks name
+    different checkpoints, NotFound, MissingKey, Mismatch, Damaged and StorageError, on all ranks.
     """
 
     def hello() -> tuple[Store, tuple[str, list[str]]]:
@@ -186,6 +186,6 @@ def find(
 
 
 def on_no_rank(found: Sequence[Sequence[str]]) -> list[str]:
-    """Return the names in all lists. No rank has these names."""
+    """Return the names that are in all lists, which are the names that no rank has."""
     first, *others = [dict.fromkeys(names) for names in found]
     return [name for name in first if all(name in other for other in others)]

@@ -1,4 +1,4 @@
-"""The train state: the state of a rank, beside the model and the optimizer, for an exact resume."""
+"""The train state: what a rank needs for an exact resume in addition to the model and the optimizer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from casckpt.ranks.ranks import this_rank
 from casckpt.tensors.state import GENERATORS, holds_object, is_object
 
 _NUMPYS = (np.random.Generator, np.random.RandomState)
-"""Random generators. Their states are plain data, which is stored unchanged."""
+"""Random generators of numpy. Their states are plain data, which is stored unchanged."""
 
 
 def plain_state(value: Any, key: str) -> Any:
-    """Return ``value`` with each object replaced by its state; ``value`` itself if it holds no objects.
+    """Return ``value`` with each object replaced with its state; ``value`` itself if it contains no objects.
 
-    The function copies no tensor. Raises InvalidInput, naming the key, for a DataLoader that cannot save its position.
+    The function does not copy tensors. Raises InvalidInput, which names the key, for a DataLoader that cannot save its
+    position.
     """
     if is_object(value):
         check_part(value, key)
@@ -44,8 +45,8 @@ def check_part(value: Any, key: str) -> None:
     """Raise InvalidInput for a DataLoader that cannot save its position."""
     if isinstance(value, DataLoader) and not hasattr(value, "state_dict"):
         raise InvalidInput(
-            f"{key!r} is a DataLoader of torch, which cannot save its position. Give a StatefulDataLoader of "
-            "torchdata, which takes the same arguments, or leave it out",
+            f"{key!r} is a torch DataLoader, which cannot save its position. Pass a StatefulDataLoader from "
+            "torchdata, which accepts the same arguments, or leave it out",
             key=key,
         )
 
@@ -60,23 +61,26 @@ def _noted(note: str) -> Iterator[None]:
 
 
 def _methods(value: Any) -> tuple[str, str]:
-    """Return the names of the methods that return and set the state of ``value``."""
+    """Return the names of the methods that get and set the state of ``value``."""
     if isinstance(value, random.Random):
         return "getstate", "setstate"
     return ("get_state", "set_state") if isinstance(value, torch.Generator) else ("state_dict", "load_state_dict")
 
 
 def draws(value: Any) -> bool:
-    """Return whether ``value`` is or holds random generators. They are loaded after all objects that may draw."""
+    """Return whether ``value`` is or contains random generators.
+
+    They are loaded last, because other objects may draw.
+    """
     return isinstance(value, GENERATORS + _NUMPYS) or getattr(value, "holds_rng", False)
 
 
 def fill(value: Any, state: Any, key: str) -> Any:
-    """Fill ``value`` in place with ``state``. Return ``value``, or ``state`` if ``value`` cannot be filled in place.
+    """Fill ``value`` in place with ``state``. Return ``value``, or ``state`` if that is not possible.
 
-    Objects, generators, tensors, arrays, dicts and lists keep their identity. Raises InvalidInput for an object without
-    load_state_dict, MissingKey for an object in a container that was saved without it, and Mismatch for a list with
-    objects whose length differs. An error from an object has a note with its key.
+    Objects, generators, tensors, arrays, dicts and lists keep their identity. Raises InvalidInput for an object
+    without load_state_dict, MissingKey for an object in a container that was saved without it, and Mismatch for a list
+    that contains objects and has a different length. Errors from an object have a note with its key.
     """
     if is_object(value):
         _load_into(value, state, key)
@@ -88,7 +92,7 @@ def fill(value: Any, state: Any, key: str) -> Any:
     if isinstance(value, MutableMapping) and isinstance(state, Mapping):
         new = {name: fill(value.get(name), child, f"{key}.{name}") for name, child in state.items()}
         value.clear()
-        value.update(new)  # a Counter adds, so it must be empty
+        value.update(new)  # update() of a Counter adds, so it must be empty
     elif isinstance(value, list | deque | tuple) and isinstance(state, list | deque | tuple):
         kept = [*value, *[None] * len(state)]
         items = [fill(kept[number], child, f"{key}.{number}") for number, child in enumerate(state)]
@@ -108,30 +112,32 @@ def fill(value: Any, state: Any, key: str) -> Any:
 
 
 def objects_within(value: Any, state: Any, key: str) -> dict[Any, Any]:
-    """Return the items of a container that are or hold objects. ``state``: the saved container.
+    """Return the items of a container that are or contain objects. ``state``: the saved container.
 
-    Raises Mismatch if ``state`` is another kind of container, or a list of another length, and MissingKey if it lacks
-    such an item.
+    Raises Mismatch if ``state`` is a different kind of container, or a list of a different length. Raises MissingKey
+    if it lacks such an item.
     """
     within = dict(value) if isinstance(value, Mapping) else dict(enumerate(value))
     alike = isinstance(state, list | tuple) and len(value) == len(state)
     if not (isinstance(state, Mapping) if isinstance(value, Mapping) else alike):
         raise Mismatch(
             f"{key!r} is a {type(value).__name__} with objects, of length {len(value)}, but the checkpoint has "
-            "another container there; give as many items as were saved, or leave it out",
+            "a different container there; pass as many items as were saved, or leave it out",
             key=key,
         )
     objects = {name: child for name, child in within.items() if holds_object([child])}
     lacking = [name for name in objects if isinstance(state, Mapping) and name not in state]
     if lacking:
-        raise MissingKey(f"{key!r} was saved without {lacking[0]!r}; leave it out", keys=(f"{key}.{lacking[0]}",))
+        raise MissingKey(
+            f"{key!r} was saved without {lacking[0]!r}; leave that item out", keys=(f"{key}.{lacking[0]}",)
+        )
     return objects
 
 
 def check_kind(value: Any, saved: Any, key: str, read: Callable[[str], Any] | None) -> None:
-    """Raise Mismatch or MissingKey if ``value`` is or holds an object and ``saved`` does not match it.
+    """Raise Mismatch or MissingKey if ``value`` is or contains an object that ``saved`` does not match.
 
-    ``saved``: a node of the checkpoint's tree; if ``read`` is None, the value itself.
+    ``saved``: a node of the checkpoint's tree, or, if ``read`` is None, the value itself.
     """
     if not holds_object([value]):
         return
@@ -144,8 +150,8 @@ def check_kind(value: Any, saved: Any, key: str, read: Callable[[str], Any] | No
     is_dict = isinstance(saved, Mapping) and not isinstance(value, GENERATORS)
     if not is_dict and _shape(saved) != _shape(plain_state(value, key)):
         raise Mismatch(
-            f"{key!r} is a {type(value).__name__} here, but a {type(saved).__name__} in the checkpoint; give "
-            "the type that was saved, or leave that part out of the TrainState",
+            f"{key!r} is a {type(value).__name__}, but a {type(saved).__name__} in the checkpoint; pass "
+            "the type that was saved, or leave this part out of the TrainState",
             key=key,
         )
 
@@ -158,18 +164,18 @@ def _load_into(value: Any, state: Any, key: str) -> None:
     load = getattr(value, _methods(value)[1], None)
     if load is None:
         kind = type(value).__name__
-        raise InvalidInput(
-            f"{key!r}: a {kind} has a state_dict but no load_state_dict, so it cannot be loaded", key=key
-        )
-    with _noted(f"raised in {_methods(value)[1]} of {key!r}; earlier parts are loaded already, so load again"):
+        raise InvalidInput(f"{key!r} cannot be loaded: a {kind} has a state_dict but no load_state_dict", key=key)
+    with _noted(f"raised in {_methods(value)[1]} of {key!r}; earlier parts are already loaded, so repeat the load"):
         load(state)
 
 
 def _copied(value: Any, state: Any, key: str) -> Any:
-    """Copy ``state`` into a tensor or array, and return it; return ``state`` if shape, dtype or type differ."""
+    """Copy ``state`` into a tensor or array and return that; if shape, dtype or type differ, return ``state``."""
     alike = isinstance(state, torch.Tensor if isinstance(value, torch.Tensor) else np.ndarray)
     if not alike or value.shape != state.shape or value.dtype != state.dtype:
-        log.warning("%r has another shape or dtype in the checkpoint: it is replaced instead of filled in place", key)
+        log.warning(
+            "%r has a different shape or dtype in the checkpoint: it is replaced instead of filled in place", key
+        )
         return state
     with torch.no_grad():
         value[...] = state
@@ -182,7 +188,7 @@ RNG = "rng"
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the states of the random generators of this process: Python's, numpy's, torch's and its CUDA device's."""
+    """Return the states of this process's random generators: Python's, numpy's, torch's and the CUDA device's."""
     state: dict[str, Any] = {
         "rank": this_rank(),
         "python": random.getstate(),
@@ -195,15 +201,16 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Set the random generators to ``state``, which `rng_state` returned.
+    """Set the random generators to ``state``, a result of `rng_state`.
 
-    If the job has more ranks now, the state may come from another rank. Then the state and the number of this rank seed
-    the generators. Ranks draw different numbers, and each resume draws the same numbers. Raises MissingKey.
+    If the job now has more ranks, the state may come from a different rank. In that case, the generators are seeded
+    with that state and this rank's number. Ranks then draw different numbers, and each resume draws the same numbers.
+    Raises MissingKey.
     """
     missing = [name for name in ("rank", "python", "numpy", "torch") if name not in state]
     if missing:
         raise MissingKey(
-            f"the state of random generators lacks {missing[0]!r}; give a result of rng_state", keys=(RNG,)
+            f"the state of the random generators lacks {missing[0]!r}; pass a result of rng_state", keys=(RNG,)
         )
     if state["rank"] != this_rank():
         _seed(int(hex_digest(state["torch"].numpy().tobytes() + b"%d" % this_rank())[:16], 16))
@@ -222,23 +229,25 @@ def _seed(seed: int) -> None:
 
 
 class TrainState(UserDict[str, Any]):
-    """The random generators of this rank, and ``parts`` by name.
+    """This rank's random generators, and ``parts`` by name.
 
     ``parts``: objects with state_dict and load_state_dict (schedulers, data loaders, samplers), random generators of
-    torch and numpy, and plain data, which you read and set as ``train["epoch"]``. A load fills dicts, lists, arrays and
-    tensors in place. ``rng``: include the generators of `rng_state`. Raises InvalidInput for a DataLoader of torch,
-    which cannot save its position.
+    torch and numpy, and plain data. Read and set plain data with expressions such as ``train["epoch"]``. A load fills
+    dicts, lists, arrays and tensors in place. ``rng``: include the generators of `rng_state`. Raises InvalidInput for
+    a torch DataLoader, which cannot save its position.
     """
 
     holds_rng = True
 
-    def __init__(self, *, rng: bool = True, **parts: Any) -> None:  # parts of any type
+    def __init__(self, *, rng: bool = True, **parts: Any) -> None:  # parts have any type
         self._rng = rng
         super().__init__(parts)
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name == RNG and self._rng:
-            raise InvalidInput(f"{RNG!r} is reserved for the random generators of a TrainState; give another name")
+            raise InvalidInput(
+                f"{RNG!r} is reserved for the random generators of a TrainState; choose a different name"
+            )
         check_part(value, name)
         super().__setitem__(name, value)
 
@@ -248,10 +257,10 @@ class TrainState(UserDict[str, Any]):
         return {RNG: rng_state(), **state} if self._rng else state
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> list[str]:
-        """Set all parts, the random generators last. Return the names of missing parts, which stay as they are.
+        """Set all parts, with the random generators last. Return the names of missing parts, which are left unchanged.
 
-        ``strict``: raise MissingKey for a missing part, before anything changes. The log lists saved parts that are not
-        here.
+        ``strict``: raise MissingKey for a missing part before anything changes. The log lists saved parts that this
+        object lacks.
         """
         beside = [name for name in state if name not in self and name != RNG]
         if beside:
@@ -259,7 +268,7 @@ class TrainState(UserDict[str, Any]):
         return self.set_parts(state, strict=strict)
 
     def set_parts(self, state: Mapping[str, Any], *, strict: bool) -> list[str]:
-        """Set the parts like `load_state_dict`, but log nothing."""
+        """Set the parts like `load_state_dict`, but without logging."""
         missing = self._missing(state, strict=strict)
         for name in sorted((name for name in self if name not in missing), key=lambda name: draws(self[name])):
             self[name] = fill(self[name], state[name], name)
@@ -270,17 +279,17 @@ class TrainState(UserDict[str, Any]):
     def _missing(self, saved: Collection[str], *, strict: bool) -> list[str]:
         missing = [name for name in (*self, *((RNG,) if self._rng else ())) if name not in saved]
         if missing and strict:
-            without = " (rng=False: without the random generators)" if RNG in missing else ""
+            without = " (rng=False leaves out the random generators)" if RNG in missing else ""
             raise MissingKey(
                 f"the saved train state has no {missing[0]!r}; it has {', '.join(map(repr, saved)) or 'no parts'}. "
-                f"Leave that part out of the TrainState{without}, or load another checkpoint",
+                f"Leave this part out of the TrainState{without}, or load a different checkpoint",
                 keys=tuple(missing),
             )
         return missing
 
 
 def as_parts(train_state: Any) -> TrainState | None:
-    """Return the parts of a `TrainState` or a mapping; None for None and for an object with load_state_dict."""
+    """Return the parts of a `TrainState` or mapping; None for None and for other objects with load_state_dict."""
     if train_state is None or isinstance(train_state, TrainState) or hasattr(train_state, "load_state_dict"):
         return train_state if isinstance(train_state, TrainState) else None
     parts = TrainState(rng=False)
@@ -291,7 +300,7 @@ def as_parts(train_state: Any) -> TrainState | None:
 def check_parts(
     train_state: Any, saved: Mapping[Any, Any], at: str, *, strict: bool, read: Callable[[str], Any]
 ) -> None:
-    """Raise the errors that setting ``train_state`` would raise for missing parts and for parts of other types.
+    """Raise the errors that setting ``train_state`` would raise for missing parts and for parts of the wrong type.
 
     ``saved``: the tree of the saved parts at the key ``at``. ``read``: a function that reads the object at a key.
     """

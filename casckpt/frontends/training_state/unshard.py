@@ -1,4 +1,4 @@
-"""Reads whole weights and optimizer state from a checkpoint, without a model, into new tensors."""
+"""Reads whole weights and optimizer state from a checkpoint into new tensors, without a model."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def unshard_model_state(
 ) -> dict[str, Any]:
     """Return the model's state_dict, ``{name: tensor}``, in new tensors on ``device``.
 
-    ``keys``: fnmatch patterns of names. A pattern that matches no name applies to whole keys of the checkpoint. Every
-    rank makes the call, and all get the same checkpoint; with ``rank0_only`` the other ranks get ``{}``. ``no_dist``:
-    this rank reads without the others. ``options``: as in `Store.read`.
+    ``keys``: fnmatch patterns of names. A pattern that does not match any name applies to whole keys of the
+    checkpoint. Every rank makes the call, and all get the same checkpoint. With ``rank0_only``, the other ranks get
+    ``{}``. ``no_dist``: this rank reads alone. ``options``: as in `Store.read`.
 
-    Raises MissingKey if nothing matches, and NotFound, Damaged and StorageError as `Store.read` does, on every rank.
-    Raises InvalidInput (a ValueError) for ``no_dist`` with ``rank0_only`` on any rank except 0.
+    Raises MissingKey if nothing matches, and NotFound, Damaged and StorageError in the same cases as `Store.read`, on
+    every rank. Raises InvalidInput (a ValueError) if ``no_dist`` and ``rank0_only`` are combined on any rank except 0.
     """
     read = partial(_model_of, keys=keys, device=device, options=options)
     return _unshard(store, ref, lambda stored, _: read(stored), rank0_only=rank0_only, no_dist=no_dist)
@@ -53,7 +53,7 @@ def _model_of(
 ) -> dict[str, Any]:
     names = stored.keys_below("model")
     if not names:
-        raise MissingKey(f"{stored.where} holds no model; `casckpt show --tensors` lists its keys", keys=("model",))
+        raise MissingKey(f"{stored.where} has no model; `casckpt show --tensors` lists its keys", keys=("model",))
     wanted = usable_patterns(["*"] if keys is None else keys) or ()
     patterns = [_pattern(pattern, names, stored.where) for pattern in wanted]
     state = stored.store.read(stored.checkpoint, keys=patterns, device=device, **options)
@@ -66,7 +66,7 @@ def _model_of(
 
 
 def _pattern(pattern: str, names: Sequence[str], where: str) -> str:
-    """Convert a pattern of names to a pattern of whole keys."""
+    """Convert a pattern for names to a pattern for whole keys."""
     if any(fnmatchcase(name, pattern) for name in names):
         return f"model.{pattern}"
     if any(fnmatchcase(f"model.{name}", pattern) for name in names):
@@ -80,7 +80,7 @@ def _unmatched(pattern: str, what: str, where: str) -> MissingKey:
 
 
 def _named_values(state: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield tensors and other values by flat key. Extra state is always one value."""
+    """Yield tensors and other values by flat key. Extra state always counts as one value."""
     for element, value in state.items():
         key = f"{prefix}{element}"
         if isinstance(value, Mapping) and not is_extra_state(key):
@@ -102,11 +102,11 @@ def unshard_optim_state(
 ) -> dict[str, Any]:
     """Return the optimizer's state, ``{"state": {id: {...}}, "param_groups": [...]}``, in new tensors on ``device``.
 
-    ``optim.load_state_dict`` of an optimizer with the same groups takes the result. ``by_name``: use the names of
-    parameters instead of the ids. Step counts are on the CPU if the optimizer keeps them there.
+    The ``load_state_dict`` of an optimizer with the same groups accepts the result. ``by_name``: use parameter names
+    instead of ids. Step counts are on the CPU if the optimizer keeps them there.
 
-    ``keys``: fnmatch patterns of parameters, of ``<name>.<what>``, or of whole keys of the checkpoint. The first of
-    these kinds that matches counts. The groups are always whole. ``options``: as in `Store.read`.
+    ``keys``: fnmatch patterns of parameter names, of ``<name>.<what>``, or of whole keys of the checkpoint. The first
+    of these kinds that matches is used. The groups are always complete. ``options``: as in `Store.read`.
 
     Raises the errors of `unshard_model_state`, and MissingKey for a checkpoint without an optimizer.
     """
@@ -164,10 +164,10 @@ def _unshard(
     optimizer: bool = False,
     allow_pickle: bool = False,
 ) -> dict[str, Any]:
-    """Return the result of ``read`` for one checkpoint on all ranks, or with ``rank0_only`` ``{}`` on the others."""
+    """Return the result of ``read`` for one checkpoint. With ``rank0_only``, ranks other than 0 get ``{}``."""
     rank = this_rank()
     if rank0_only and no_dist and rank != 0:
-        raise InvalidInput(f"rank0_only with no_dist works only on rank 0, not on rank {rank}; leave no_dist out")
+        raise InvalidInput(f"rank0_only with no_dist works only on rank 0, but this is rank {rank}; leave no_dist out")
     ranks = open_ranks(no_dist=no_dist)
     keys = [OPTIM] if optimizer else []
     stored, groups = find(ranks, store, ref, optimizers=lambda: keys, required=True, allow_pickle=allow_pickle)

@@ -18,29 +18,31 @@ _TRAINING = _OPTIMIZER | frozenset((
     "scaler", "grad_scaler", "rng", "rng_state", "rng_states", "dataloader", "dataset", "callbacks", "loops",
     "train", "train_state", "trainer", "trainer_state", "training_state", "transformers", "lightning",
 ))  # fmt: skip
-"""Top-level keys beside a model in a training checkpoint. Among flat keys, only those of an optimizer count, because a
-model may have a part named "scaler"."""
-_LIGHTNING = ("lightning", "pytorch-lightning_version")  # saved by Lightning, and imported from its file
+"""Top-level keys that a training checkpoint has next to a model.
+
+Among flat keys, only those of an optimizer count, because a model may have a part named "scaler".
+"""
+_LIGHTNING = ("lightning", "pytorch-lightning_version")  # saved by Lightning, or imported from its file
 _DDP = "module"
-_INNER = frozenset(WRAPPERS.values()) - {_DDP}  # no model has parts with these names
+_INNER = frozenset(WRAPPERS.values()) - {_DDP}  # models never have parts with these names
 _ADAPTERS = ("base_layer", "modules_to_save", "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 _MOST = 8
 
 
 def model_part(tree: Node, keys: Collection[str], where: str) -> tuple[str, list[str]]:
-    """Return the prefix of the keys of the model, and these keys. The prefix is "" for a model at the top level.
+    """Return the prefix of the model's keys, and these keys. The prefix is "" for a model at the top level.
 
-    ``keys``: the tensors to choose from. Raises MissingKey if none belongs to a model, and InvalidInput, naming the
-    choices, if several parts may be the model.
+    ``keys``: the tensors to choose from. Raises MissingKey if none of them belongs to a model, and InvalidInput,
+    naming the choices, if several parts may be the model.
     """
     parts = _parts(tree, set(keys))
     choices = sorted(prefix for prefix in parts if _head(prefix) not in _TRAINING)
     has_model = any(prefix.removesuffix(".") in _MODEL for prefix in choices)
     if has_model and not any("." in key for key in parts.get("", ())):
-        choices = [prefix for prefix in choices if prefix]  # beside the model: a loss, a step
+        choices = [prefix for prefix in choices if prefix]  # values next to the model, such as a loss or a step
     if not choices:
-        more = f", but keys below {', '.join(parts)}; give --strip-prefix if one of these is a model" if parts else ""
-        raise MissingKey(f"{where} holds no weights of a model{more}; `casckpt show --tensors` lists what it holds")
+        more = f", but keys below {', '.join(parts)}; pass --strip-prefix if one of these is a model" if parts else ""
+        raise MissingKey(f"{where} does not hold a model's weights{more}; `casckpt show --tensors` lists its contents")
     if len(choices) > 1 or (choices == [""] and len(parts) > 1 and _is_either(tree, parts[""])):
         raise _unclear(where, [prefix for prefix in choices if prefix] + [_first(key) for key in parts.get("", ())])
     prefix = choices[0]
@@ -51,7 +53,7 @@ def model_part(tree: Node, keys: Collection[str], where: str) -> tuple[str, list
 
 
 def _is_either(tree: Node, names: Sequence[str]) -> bool:
-    """Return whether training-like keys may belong to the model, or all ``names`` may share a prefix."""
+    """Return whether keys that look like training state may be the model's, or all ``names`` may share a prefix."""
     is_flat = any(_head(str(element)) in _OPTIMIZER for element, node in children(tree) if isinstance(node, int))
     return is_flat or all(name.startswith("model.") for name in names)
 
@@ -78,7 +80,7 @@ def _parts(tree: Node, keys: Collection[str]) -> dict[str, list[str]]:
 
 
 def _first(key: str) -> str:
-    """Return the first part of a flat key, with its dot; the whole key if it has no dot."""
+    """Return the first part of a flat key with its dot, or the whole key if it has no dot."""
     head, dot, _ = key.partition(".")
     return head + dot
 
@@ -96,8 +98,9 @@ def _unclear(where: str, choices: Sequence[str]) -> InvalidInput:
     more = ", ..." if len(named) > _MOST else ""
     ways = " or ".join(f"--strip-prefix {choice}" for choice in named[:_MOST])
     return InvalidInput(
-        f"several parts of {where} may be the model. Choose one with {ways}{more}; or choose tensors with --keys, and "
-        "--strip-prefix '' for their full names"
+        f"several parts of {where} may be the model. Choose one with {ways}{more}; or select tensors with --keys, "
+        "and pass "
+        "--strip-prefix '' to keep their full names"
     )
 
 
@@ -110,12 +113,13 @@ def plain_names(names: Sequence[str]) -> list[str]:
 
 
 def check_no_adapters(names: Sequence[str], prefix: str) -> None:
-    """Raise InvalidInput for names of a model with adapters, which few model classes can load."""
+    """Raise InvalidInput for the names of a model with adapters, because few model classes can load them."""
     for name in names:
         if not set(_ADAPTERS).isdisjoint(name.split(".")):
             raise InvalidInput(
-                f"{name!r} belongs to an adapter, or to a layer inside an adapter. A model created from its "
+                f"{name!r} belongs to an adapter, or to a layer inside an adapter. A model that is created from its "
                 "config.json rarely has such a name. Merge the adapter (merge_and_unload) before the save, or export "
-                f"all tensors with --format safetensors; if it is a name of the model itself: --strip-prefix {prefix}",
+                "all tensors with --format safetensors; if it is a name of the model itself, pass --strip-prefix "
+                f"{prefix}",
                 key=name,
             )

@@ -1,4 +1,4 @@
-"""Splits and concatenates tensors of a view along their first dimension. It moves no data."""
+"""Splits and concatenates tensors of a view along their first dimension, without moving data."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from casckpt.loading.arguments import FullMatch, compiled, expanded, first_match
 from casckpt.loading.regions import EntrySlice
 
 Split: TypeAlias = Mapping[str, Sequence[str] | Mapping[str, int]]
-"""A map from a regular expression for a whole name to the names of equal parts, or to names and shares."""
+"""Maps a regular expression for a whole name to the names of equal parts, or to the names and shares of the parts."""
 Concat: TypeAlias = Mapping[str, Sequence[str]]
-"""A map from a regular expression for the first part to the name of the whole and those of the other parts."""
+"""Maps a regular expression for the first part's name to the name of the whole and the names of the other parts."""
 
 
 class ViewTensor(NamedTuple):
-    """A tensor of a checkpoint, and its name in a view.
+    """A tensor from a checkpoint, and its name in a view.
 
-    ``parts``: the slices, in order, of a tensor that was split or concatenated. Then ``entry`` has the shape of the
-    result, and is otherwise the entry of the first part.
+    ``parts``: for a tensor that was split or concatenated, its slices in order. In that case, ``entry`` is the entry
+    of the first part, but with the shape of the result.
     """
 
     name: str
@@ -48,7 +48,7 @@ def recut(
     """Split the tensors that ``split`` matches, then concatenate those that ``concat`` matches.
 
     ``fullmatch`` matches the regular expressions. Raises InvalidInput, naming the tensor, for parts that do not fit,
-    and for a text that is not a regular expression.
+    and for a string that is not a valid regular expression.
     """
     rules = compiled(split)
     parts = [part for tensor in tensors for part in _split(tensor, first_match(rules, tensor.name, fullmatch))]
@@ -68,7 +68,7 @@ def _split(
     total = sum(share for _, share in shares)
     if not shape or not shares or min(share for _, share in shares) < 1 or shape[0] % total:
         raise InvalidInput(
-            f"{tensor.name!r} of shape {shape} cannot be split into {total} shares of its rows", key=tensor.name
+            f"{tensor.name!r} of shape {shape} cannot be split by rows into {total} equal shares", key=tensor.name
         )
     unit = tensor.entry.numel // total
     for (name, share), (lo, hi) in zip(shares, pairwise(accumulate((n for _, n in shares), initial=0)), strict=True):
@@ -105,7 +105,7 @@ def _put_together(name: str, parts: Sequence[ViewTensor]) -> ViewTensor:
     for part in parts:
         if not part.entry.shape or (part.entry.dtype, part.entry.shape[1:]) != (first.dtype, first.shape[1:]):
             raise InvalidInput(
-                f"{part.name!r} differs from {parts[0].name!r} in dtype, or in the shape of its rows, so they cannot "
+                f"{part.name!r} differs from {parts[0].name!r} in dtype or row shape, so they cannot "
                 f"be concatenated as {name!r}",
                 key=part.name,
             )

@@ -1,4 +1,4 @@
-"""A view of a checkpoint: the tensors that a program sees, and their names. It reads no data."""
+"""A view of a checkpoint: the tensors that a program sees, and their names. A view does not read any data."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Rules:
     """The rules of a view. ``keys``: fnmatch patterns for the keys of the checkpoint; None for all.
 
     ``strip_prefix``: show only the tensors below this prefix, and remove it from their names; "" for all. ``model``:
-    show only the weights of the model, under their names in the unwrapped model. ``strip_prefix`` is then the place of
-    the model; None finds it. ``rename``: maps the resulting names to new names, as in `casckpt.Store.load`, but from
-    names of the checkpoint. ``split``, ``concat``: tensors to split, and then to concatenate, by their new names.
-    ``fullmatch``: matches the regular expressions of all three.
+    show only the weights of the model, under their names in the unwrapped model. In that case, ``strip_prefix`` is the
+    prefix of the model, and None means that the view finds it. ``rename``: maps the resulting names to new names, as
+    in `casckpt.Store.load`, but starts from the checkpoint's names. ``split``, ``concat``: the tensors to split, and
+    then those to concatenate, by their new names. ``fullmatch``: matches the regular expressions of all three.
     """
 
     keys: Sequence[str] | None = None
@@ -49,15 +49,15 @@ class View:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors."""
+        """The total bytes of all tensors."""
         return sum(tensor.entry.nbytes for tensor in self.tensors)
 
 
 def view_of(contents: Contents, rules: Rules) -> View:
-    """Return the view of a checkpoint by some rules. It does not depend on the ranks that saved the state.
+    """Return the view of a checkpoint under the given rules. It does not depend on the ranks that saved the state.
 
-    Raises MissingKey if a pattern or prefix matches nothing, InvalidInput if two tensors get one name or several parts
-    may be the model, and Damaged for an incomplete tensor.
+    Raises MissingKey if a pattern or prefix matches nothing, InvalidInput if two tensors would have the same name or
+    several parts may be the model, and Damaged for an incomplete tensor.
     """
     patterns = usable_patterns(rules.keys) or None
     asked = {key: entry for key, entry in contents.tensors.items() if matches(key, patterns)}
@@ -84,7 +84,8 @@ def _part(contents: Contents, keys: Sequence[str], rules: Rules) -> tuple[str, S
     below = [key for key in keys if key.startswith(prefix)]
     if not below:
         raise MissingKey(
-            f"no tensor of {contents.where} is below {prefix!r}; `casckpt show --tensors` lists them", keys=(prefix,)
+            f"{contents.where} has no tensors below {prefix!r}; `casckpt show --tensors` lists its tensors",
+            keys=(prefix,),
         )
     return prefix, below
 
@@ -95,7 +96,7 @@ def _names(keys: Sequence[str], prefix: str, rules: Rules) -> list[str]:
         names = plain_names(names)
     rename: Callable[[str], str] = renamer(rules.rename, rules.fullmatch)
     names = [rename(name) for name in names]
-    if rules.model and rules.strip_prefix is None and prefix:  # found, but not confirmed by the user
+    if rules.model and rules.strip_prefix is None and prefix:  # the prefix was found, but the user has not confirmed it
         check_no_adapters(names, prefix)
     _check_names(zip(names, keys, strict=True))
     return names
@@ -106,7 +107,7 @@ def _check_names(named: Iterable[tuple[str, str]]) -> None:
     key_of: dict[str, str] = {}
     for name, key in named:
         if not name:
-            raise InvalidInput(f"the name of {key!r} would be empty; strip less of it", key=key)
+            raise InvalidInput(f"the name of {key!r} would be empty; strip a shorter prefix", key=key)
         if name in key_of:
             raise InvalidInput(f"{key_of[name]!r} and {key!r} would both be named {name!r}; rename one", key=key)
         key_of[name] = key

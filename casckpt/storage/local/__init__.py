@@ -1,6 +1,6 @@
-"""A storage in a local folder: one read-only file for each object.
+"""Storage in a local folder, with one read-only file per object.
 
-`store` implements the contract of `casckpt.storage.base`. `newfile` writes a complete file, makes it durable and then
-gives it its name. `reader` reads cached bytes from the page cache, and others with direct I/O. `folders` opens paths
-part by part, so that no symlink leads out of the store.
+`store` implements the contract in `casckpt.storage.base`. `newfile` writes a complete file, makes it durable, and only
+then gives it its name. `reader` reads cached bytes from the page cache and all others with direct I/O. `folders` opens
+paths one component at a time, so that no symlink can lead out of the store.
 """

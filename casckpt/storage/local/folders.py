@@ -1,4 +1,4 @@
-"""The folders of a local store: opened part by part, so that no symlink leads out of it, and synced."""
+"""Opens and syncs the folders of a local store, one path component at a time so that no symlink can lead out of it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from casckpt.storage.base import IoCounts, split_folder
 from casckpt.storage.local import syscalls
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_NO_FOLDER_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)  # file systems that need no sync of folders
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)  # file systems that do not need folder syncs
 _REMEMBERED = 4096  # folders
-_PUT_BACK = "put back what was there, from a copy of the store, or move this out of the store"
+_PUT_BACK = "restore the original from a copy of the store, or move this out of the store"
 
 
 class Folders:
@@ -25,12 +25,12 @@ class Folders:
     def __init__(self, root: Path, counts: IoCounts) -> None:
         self.root = root
         self._counts = counts
-        self._anchored: set[str] = set()  # folders whose own names this instance made durable
-        self._made: list[Path] = []  # the root and folders above it that this instance made
+        self._anchored: set[str] = set()  # folders whose names this instance has made durable
+        self._made: list[Path] = []  # the root and its parent folders, if this instance created them
 
     @contextmanager
     def open(self, folder: str, *, create: bool = False) -> Iterator[int]:
-        """Open a folder. Raises FileNotFoundError, other OSErrors, and `Refused` for a symlink in the path."""
+        """Open a folder. Raises FileNotFoundError, other OSErrors, and `Refused` if the path contains a symlink."""
         fd = self._open_root(create)
         try:
             path = ""
@@ -44,7 +44,7 @@ class Folders:
             os.close(fd)
 
     def settle(self, fd: int, folder: str) -> None:
-        """Make the names in the open ``folder`` durable, and the names of the folder and of those above it."""
+        """Make the names in the open ``folder`` durable, and the names of the folder itself and its parents."""
         self._sync(fd)
         if len(self._anchored) > _REMEMBERED:
             self._anchored.clear()
@@ -59,7 +59,7 @@ class Folders:
             self._anchored.add("")
 
     def remove(self, folder: str) -> None:
-        """Remove an empty folder; the root and those above it only if this instance made them."""
+        """Remove an empty folder. The root and its parents are removed only if this instance created them."""
         parent, _, name = folder.rpartition("/")
         self._anchored.discard(folder)
         with _unless_needed():
@@ -75,7 +75,7 @@ class Folders:
             return os.open(self.root, _FOLDER)
         except NotADirectoryError as error:
             raise InvalidInput(
-                f"{self.root} cannot be a store: it, or a part of its path, is a file; give the path of a folder"
+                f"{self.root} cannot be a store because it, or part of its path, is a file: use the path of a folder"
             ) from error
         except FileNotFoundError:
             if not create:
@@ -89,7 +89,9 @@ class Folders:
             missing.append(missing[-1].parent)
         for path in reversed(missing):
             if path.is_symlink():
-                raise InvalidInput(f"{path} is a link to {os.readlink(path)}, which does not exist: make it first")
+                raise InvalidInput(
+                    f"{path} is a link to {os.readlink(path)}, which does not exist: create that folder first"
+                )
             with suppress(FileExistsError):
                 path.mkdir()
                 self._made.append(path)
@@ -118,7 +120,7 @@ class Folders:
     def _sync_outside(self, path: Path) -> None:
         try:
             fd = os.open(path, _FOLDER)
-        except PermissionError:  # a folder may be writable but not readable; then its owner syncs it
+        except PermissionError:  # the folder may be writable but not readable; its owner must sync it
             return
         try:
             self._sync(fd)
@@ -128,7 +130,7 @@ class Folders:
 
 @contextmanager
 def _unless_needed() -> Iterator[None]:
-    """Suppress errors for a folder that is not empty or does not exist."""
+    """Suppress the errors raised for a folder that is not empty or does not exist."""
     try:
         yield
     except OSError as error:
@@ -139,17 +141,19 @@ def _unless_needed() -> Iterator[None]:
 def _open_inside(above: int, name: str, path: Path) -> int:
     try:
         return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=above)
-    except NotADirectoryError as error:  # Linux raises it for a symlink too
+    except NotADirectoryError as error:  # Linux also raises this for a symlink
         raise misplaced(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode, path) from error
 
 
 def misplaced(mode: int, path: Path) -> Refused:
-    """Return the error for something that is no file, or for a file in place of a folder.
+    """Return the error for a path that is not a file, or for a file in place of a folder.
 
-    Skipping it could hide a commit from gc, and following a symlink could lead out of the store.
+    Skipping such a path could hide a commit from gc, and following a symlink could lead out of the store.
     """
     if stat.S_ISLNK(mode):
-        return Refused(f"{path} is a symlink, which a store does not follow: put the file itself there, or remove it")
+        return Refused(
+            f"{path} is a symlink, which a store does not follow: replace it with the file itself, or remove it"
+        )
     if stat.S_ISREG(mode):
         return Refused(f"{path} is a file where a folder of the store belongs: {_PUT_BACK}")
     what = "a folder" if stat.S_ISDIR(mode) else "neither a file nor a folder"

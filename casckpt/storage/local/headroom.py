@@ -1,4 +1,4 @@
-"""Memory that this process can still use: the available memory of the host, within the limits of its cgroup."""
+"""Determines how much memory this process can still use: the host's available memory, within its cgroup's limits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ _FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""For cgroup v2 and v1: the files of limit and use, and the field of memory.stat that the kernel reclaims first."""
+"""For cgroup v2 and v1: the limit file, the usage file, and the memory.stat field for memory that is reclaimed
+first."""
 
 
 def headroom(meminfo: Path = _MEMINFO, mine: Path = _MINE, groups: Path = _GROUPS) -> int:
-    """Return the bytes that are available without swapping, or 0 if the system does not report them."""
+    """Return the number of bytes available without swapping, or 0 if the system does not report it."""
     try:
         available = _number("MemAvailable:", meminfo.read_text()) << 10
         return max(0, min([available, *_left(mine.read_text(), groups)]))
@@ -25,13 +26,13 @@ def headroom(meminfo: Path = _MEMINFO, mine: Path = _MINE, groups: Path = _GROUP
 
 
 def _left(mine: str, groups: Path) -> Iterator[int]:
-    """Yield the remaining bytes of each memory limit, of the group of this process and of its parents."""
+    """Yield the bytes remaining under each memory limit of this process's cgroup and its parents."""
     for line in mine.splitlines():
         _, kinds, path = line.split(":", 2)
         if kinds and "memory" not in kinds.split(","):
             continue
         root = groups / "memory" if kinds else groups
-        inside = root.joinpath(*Path(path).parts[1:])  # missing in a container that sees its group as the root
+        inside = root.joinpath(*Path(path).parts[1:])  # missing if a container sees its group as the root
         for folder in (inside, *inside.parents):
             if folder.is_relative_to(root):
                 yield from _left_in(folder)
@@ -49,5 +50,5 @@ def _left_in(folder: Path) -> Iterator[int]:
 def _number(name: str, text: str) -> int:
     match = re.search(rf"^{name}\s+(\d+)", text, re.MULTILINE)
     if match is None:
-        raise ValueError(f"{name} is not there")
+        raise ValueError(f"{name} is missing")
     return int(match[1])

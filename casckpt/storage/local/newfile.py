@@ -1,12 +1,12 @@
-"""Creation of files: written completely, made durable, and then given a name that does not exist yet.
+"""Creates files: writes them completely, makes them durable, and then gives them a name that does not exist yet.
 
-There are three ways to get the exclusive name. A store uses the first one that its file system supports:
+There are three ways to claim the name exclusively. A store uses the first one that its file system supports:
 
-1. unnamed file (O_TMPFILE), then link: a killed writer leaves nothing
-2. named temporary file, then link: a killed writer leaves a ``.name.random.tmp``, which `list` never shows
+1. unnamed file (O_TMPFILE), then link: a killed writer leaves nothing behind
+2. named temporary file, then link: a killed writer leaves a ``.name.random.tmp`` file, which `list` never shows
 3. named temporary file, then renameat2(RENAME_NOREPLACE)
 
-A plain rename could replace a file. So if none of the three works, `Unsupported` is raised.
+A plain rename could replace an existing file. Therefore, if none of the three works, `Unsupported` is raised.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from casckpt.storage.base import BLOCK, IoCounts
 from casckpt.storage.buffers import address
 from casckpt.storage.local import syscalls
 
-PIECE = 8 << 20  # bytes of one write: large enough for speed, small enough to notice errors early
-LARGE = 1 << 20  # bytes: from this size on direct I/O and preallocation pay
+PIECE = 8 << 20  # bytes per write: large enough to be fast, small enough to detect errors early
+LARGE = 1 << 20  # bytes: the size from which direct I/O and preallocation pay off
 
 
 class Naming(IntEnum):
-    """How a file gets its exclusive name."""
+    """How a file claims its exclusive name."""
 
     UNNAMED = 0
     LINK = 1
@@ -42,19 +42,19 @@ class SyncFailed(OSError):
 
 
 def temporary_name(name: str) -> str:
-    """Return a name for the unfinished file ``name``. No key can have it."""
+    """Return a temporary name for the unfinished file ``name``. It can never be a key."""
     return f".{name}.{secrets.token_hex(8)}.tmp"
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether a file of this name is a leftover of a crashed put."""
+    """Return whether a file with this name is a leftover of a crashed put."""
     return name.startswith(".") and name.endswith(".tmp")
 
 
 class FileMaker:
-    """The creation of files on one file system. It remembers the calls that the file system lacks. Thread-safe.
+    """Creates files on one file system, and remembers which calls the file system does not support. Thread-safe.
 
-    ``direct``: write large files around the page cache where possible.
+    ``direct``: bypass the page cache for large files where possible.
     """
 
     def __init__(self, counts: IoCounts, *, direct: bool = True) -> None:
@@ -63,7 +63,7 @@ class FileMaker:
         self._counts = counts
 
     def create(self, folder: int, name: str, data: memoryview) -> None:
-        """Make a durable file in the open ``folder``; its name is durable once the folder is synced.
+        """Create a durable file in the open ``folder``. Its name becomes durable once the folder is synced.
 
         Raises FileExistsError, FileNotFoundError if the folder was removed, `Unsupported`, other OSErrors.
         """
@@ -75,19 +75,19 @@ class FileMaker:
                 if way is Naming.RENAME:
                     raise Unsupported(
                         "this file system can neither link files nor rename without replacing, so two writers could "
-                        "destroy each other's objects: put the store on another file system"
+                        "destroy each other's objects: put the store on a different file system"
                     ) from lacking
                 self.way = max(self.way, Naming(way + 1))
 
     def replace(self, folder: int, name: str, data: memoryview) -> None:
-        """Do as `create`, but replace an existing file."""
+        """Create a file as `create` does, but replace an existing one."""
         self._twice(partial(self._replace, folder, name, data))
 
     def _twice(self, make: Callable[[], None]) -> None:
         try:
             make()
         except SyncFailed:
-            make()  # a second fsync of the same file would prove nothing, so write a new file
+            make()  # a second fsync of the same file proves nothing, so write a new file
 
     def _create(self, folder: int, name: str, data: memoryview, way: Naming) -> None:
         if way is Naming.UNNAMED:
@@ -137,7 +137,7 @@ class FileMaker:
             raise SyncFailed(error.errno, error.strerror) from error
 
     def _write_direct(self, fd: int, data: memoryview) -> None:
-        """Write whole blocks around the page cache. The last one is padded, and then truncated."""
+        """Write whole blocks, bypassing the page cache. Pad the last block, and truncate the file afterwards."""
         whole = data.nbytes - data.nbytes % BLOCK
         padded = data.nbytes if whole == data.nbytes else whole + BLOCK
         syscalls.allocate(fd, padded)
@@ -148,14 +148,14 @@ class FileMaker:
         except OSError as error:
             if error.errno != errno.EINVAL or not syscalls.set_direct(fd, False):
                 raise
-            self.direct = False  # the file system needs another alignment, or ignores the flag
+            self.direct = False  # the file system requires a different alignment, or ignores the flag
             write_all(fd, data, 0)
         if padded > data.nbytes:
             os.ftruncate(fd, data.nbytes)
 
 
 def _link(folder: int, temporary: str, name: str) -> None:
-    """Link. If NFS lost the answer and repeated the call, FileExistsError may mean success."""
+    """Link the file. If NFS lost the response and repeated the call, FileExistsError may mean success."""
     try:
         syscalls.link_named(folder, temporary, name)
     except FileExistsError:
@@ -176,5 +176,5 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
     while position < data.nbytes:
         written = os.pwrite(fd, data[position : position + PIECE], offset + position)
         if written == 0:
-            raise OSError(errno.EIO, "the file system takes no more bytes")
+            raise OSError(errno.EIO, "the file system accepts no more bytes")
         position += written

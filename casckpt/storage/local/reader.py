@@ -1,8 +1,9 @@
-"""Reader of local files: cached bytes come from the page cache, others from the disk around the cache.
+"""Reads local files: cached bytes come from the page cache, and all others directly from disk.
 
-A file that is mostly not cached is read directly (O_DIRECT) into an aligned buffer and copied from there. This is
-faster than a read through the cache, and does not evict other pages. cachestat or mincore reports the cached pages. (A
-read with RWF_NOWAIT would report them too, but it makes the kernel read ahead, so that the disk reads all bytes twice.)
+A file that is mostly uncached is read directly (O_DIRECT) into an aligned buffer and copied from there. This is faster
+than reading through the cache, and does not evict other pages. cachestat or mincore reports the cached pages. (A read
+with RWF_NOWAIT would also report them, but it triggers the kernel's read-ahead, so the disk would read all bytes
+twice.)
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from casckpt.storage.buffers import AlignedBuffer
 from casckpt.storage.failures import reporting
 from casckpt.storage.local.syscalls import Lacking, cached_pages
 
-_MAX_BUFFERS = 1024  # IOV_MAX of Linux
+_MAX_BUFFERS = 1024  # Linux's IOV_MAX
 _LARGE = 512 << 10  # bytes; a smaller read is not worth a second system call
 _WORTH_A_CALL = 256 << 10  # bytes
 _BOUNCE = 2 << 20
-_FIRST = 64 << 10  # bytes; after a smaller read the kernel's pieces become so large that allocating them may be slow
+_FIRST = 64 << 10  # bytes; after a smaller first read, the kernel uses pieces so large that allocating them may be slow
 _DIRECT = getattr(os, "O_DIRECT", 0)
-_MOST = 0.75  # fraction of a file in the cache from which reads use the cache
+_MOST = 0.75  # reads use the cache if at least this fraction of the file is cached
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _thread = threading.local()
 
 
 class LocalReader(Reader):
-    """One open file, read at any offset by any number of threads.
+    """One open file. Any number of threads can read it at any offset.
 
-    ``shared``: others read it too, so reads always go through the page cache.
+    ``shared``: other processes also read the file, so reads always go through the page cache.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class LocalReader(Reader):
         self._key = key
         self._path = path
         self._counts = counts
-        # descriptor for direct I/O; -1 if direct I/O is impossible or not worthwhile, None if unknown
+        # descriptor for direct I/O; -1 if direct I/O is impossible or not worthwhile, None if not yet known
         self._direct: int | None = -1 if shared else None
         self._cached: bool | None = None
         self._is_begun = not shared
@@ -55,12 +56,12 @@ class LocalReader(Reader):
 
     @property
     def size(self) -> int:
-        """Size in bytes when the file was opened."""
+        """The size in bytes at the time the file was opened."""
         return self._size
 
     @property
     def is_cached(self) -> bool:
-        """Whether the page cache holds most of it. The lookup happens once."""
+        """Whether the page cache holds most of the file. This is looked up only once."""
         if self._cached is None:
             self._cached = is_cached(self._fd, 0, self._size)
         return self._cached
@@ -75,8 +76,9 @@ class LocalReader(Reader):
     ) -> Generator[int, None, None]:
         """Read as `read_into` does, and yield the number of full ``buffers`` so far. No buffer may be empty.
 
-        One of ``turns`` is held while there is work for a core: here, and in the caller after a yield, where the bytes
-        are still in that core's cache. Close the generator (`contextlib.closing`), else an error might keep the turn.
+        The method holds ``turns`` while there is work for a CPU core: here, and in the caller after a yield, while the
+        bytes are still in that core's cache. Close the generator (`contextlib.closing`); otherwise, an error might
+        leave the turn held.
         """
         total = sum(buffer.nbytes for buffer in buffers)
         self._counts.add(requests=1, reads=1)
@@ -96,9 +98,10 @@ class LocalReader(Reader):
         return bytes(data)
 
     def _direct_fd(self, offset: int, nbytes: int) -> int:
-        """Open the file for direct I/O once. Return -1 if this is impossible, or if the file is cached.
+        """Open the file for direct I/O once. Return -1 if that is impossible or the file is cached.
 
-        A look-up for the whole file takes a while. If it was not made, the range of the first read decides.
+        Looking up the cached pages of the whole file is slow. If this has not been done yet, the range of the first
+        read decides.
         """
         with self._lock:
             if self._direct is None:
@@ -112,7 +115,7 @@ class LocalReader(Reader):
     def _fill_directly(
         self, offset: int, buffers: Sequence[memoryview], turns: AbstractContextManager[object]
     ) -> Iterator[int]:
-        """Read around the cache, as many bytes at a time as fit into the bounce buffer."""
+        """Read directly from disk, as many bytes at a time as fit in the bounce buffer."""
         bounce, direct = _bounce_buffer(), self._direct_fd(offset, 0)
         left, full, at = sum(buffer.nbytes for buffer in buffers), 0, 0
         while left:
@@ -135,31 +138,32 @@ class LocalReader(Reader):
     def _fill_from_cache(
         self, offset: int, buffers: Sequence[memoryview], turns: AbstractContextManager[object]
     ) -> Iterator[int]:
-        """Read several buffers at a time: enough for an efficient system call, and few enough for a core's cache."""
+        """Read several buffers at a time: enough for an efficient system call, but few enough for a core's cache."""
         self._begin()
         full = 0
         while full < len(buffers):
             first, nbytes = full, 0
             while nbytes < _WORTH_A_CALL and full < min(len(buffers), first + _MAX_BUFFERS):
                 nbytes, full = nbytes + buffers[full].nbytes, full + 1
-            self._fill(offset, buffers[first:full], nbytes)  # without a turn, because it may wait for the disk
+            self._fill(offset, buffers[first:full], nbytes)  # without a turn, because this may wait for the disk
             offset += nbytes
             with turns:
                 yield full
 
     def _begin(self) -> None:
-        """Read a few bytes of a shared file before all others.
+        """Read a few bytes of a shared file before any other read.
 
-        Linux reads ahead in steps, and fills the cache in larger pieces with each step. After a first read of a whole
-        cell the first step is of maximal length, some MiB, all in single pages, which are slow to fill and to read.
+        Linux reads ahead in steps and fills the cache in larger pieces with each step. If the first read were a whole
+        cell, the first step would have the maximum length of several MiB, all in single pages, which are slow to fill
+        and to read.
         """
         if not self._is_begun:
             self._is_begun = True
-            with suppress(OSError):  # these bytes are not used; a later read reports the error
+            with suppress(OSError):  # the bytes are discarded; a later read reports the error
                 os.pread(self._fd, _FIRST, 0)
 
     def _fill(self, offset: int, buffers: Sequence[memoryview], nbytes: int) -> None:
-        """Fill all of ``buffers``, which have ``nbytes`` bytes."""
+        """Fill all of ``buffers``, which hold ``nbytes`` bytes in total."""
         while (count := os.preadv(self._fd, buffers, offset)) < nbytes:
             if count == 0:
                 raise ShortObject(self._key, os.fstat(self._fd).st_size)
@@ -167,7 +171,7 @@ class LocalReader(Reader):
             buffers = _rest(buffers, count)
 
     def close(self) -> None:
-        """Close the file. A second call does nothing."""
+        """Close the file. Further calls do nothing."""
         for fd in (self._fd, -1 if self._direct is None else self._direct):
             if fd >= 0:
                 os.close(fd)
@@ -181,7 +185,7 @@ class LocalReader(Reader):
 
 
 def is_cached(fd: int, offset: int, nbytes: int) -> bool:
-    """Return whether the page cache holds most of these bytes of a file. True if the system does not report it."""
+    """Return whether the page cache holds most of this byte range, or True if the system does not report it."""
     if nbytes == 0:
         return True
     start = offset - offset % mmap.ALLOCATIONGRANULARITY
@@ -192,7 +196,7 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
 
 
 def _is_resident(fd: int, start: int, size: int) -> bool:
-    """Do as `is_cached` with mincore and a map of the file, which takes ten times as long."""
+    """Answer `is_cached` with mincore and a memory map of the file, which takes ten times as long."""
     import numpy as np
 
     if not hasattr(_LIBC, "mincore"):
@@ -204,14 +208,14 @@ def _is_resident(fd: int, start: int, size: int) -> bool:
             failed = _LIBC.mincore(
                 ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data)
             )
-            del view  # otherwise the map could not be closed
+            del view  # otherwise, the map could not be closed
     except OSError:
         return True
     return bool(failed) or float((pages & 1).mean()) >= _MOST
 
 
 def _bounce_buffer() -> memoryview:
-    """Return this thread's own aligned buffer, which ends with the thread."""
+    """Return this thread's own aligned buffer, which is freed when the thread ends."""
     buffer: AlignedBuffer | None = getattr(_thread, "buffer", None)
     if buffer is None:
         buffer = _thread.buffer = AlignedBuffer(_BOUNCE + BLOCK)
@@ -219,14 +223,14 @@ def _bounce_buffer() -> memoryview:
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
-    """Copy bytes without the GIL."""
+    """Copy bytes without holding the GIL."""
     import numpy as np
 
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _rest(buffers: Sequence[memoryview], count: int) -> Sequence[memoryview]:
-    """Return the rest of ``buffers`` after ``count`` bytes."""
+    """Return what remains of ``buffers`` after the first ``count`` bytes."""
     for index, buffer in enumerate(buffers):
         if count < buffer.nbytes:
             return [buffer[count:], *buffers[index + 1 :]]

@@ -1,7 +1,7 @@
-"""A storage in a local folder: one read-only file for each object, named by its key.
+"""Storage in a local folder, with one read-only file per object, named by its key.
 
-A file is written completely and made durable before it gets its name (`casckpt.storage.local.newfile`). So a process or
-a machine that dies leaves a complete object or none.
+A file is written completely and made durable before it gets its name (`casckpt.storage.local.newfile`). If the process
+or the machine dies, the object is therefore either complete or absent.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from casckpt.storage.local.reader import LocalReader
 _MOUNTS = Path("/proc/self/mounts")
 _SURE = {"noac", "actimeo=0", "acdirmax=0"}
 _LARGE_FOLIOS = {"ext4": (6, 16)}
-"""By file system, the first kernel that fills the cache in large pieces, with a fraction of the processor time."""
+"""For each file system, the first kernel that fills the page cache in large pieces, which takes far less CPU time."""
 
 
 def stale_listings(path: Path, mounts: Path = _MOUNTS) -> str:
-    """Return the reason why listings of ``path`` may lag behind, with advice, or "" without a known reason."""
+    """Return why listings of ``path`` may be stale, with advice, or "" if no reason is known."""
     kind, options = _mount_of(path, mounts)
     if not re.fullmatch(r"nfs\d?", kind) or _SURE & set(options.split(",")):
         return ""
@@ -65,7 +65,7 @@ def caches_well(path: Path, mounts: Path = _MOUNTS, release: str | None = None) 
 
 
 def _mount_of(folder: Path, mounts: Path) -> tuple[str, str]:
-    """Return (type, options) of the deepest mount that holds ``folder``, or empty strings if unknown."""
+    """Return (type, options) of the deepest mount that contains ``folder``, or empty strings if unknown."""
     path, best = os.path.realpath(folder), ("", "", "")
     try:
         lines = mounts.read_text(errors="replace").splitlines()
@@ -73,27 +73,27 @@ def _mount_of(folder: Path, mounts: Path) -> tuple[str, str]:
         return "", ""
     for line in lines:
         _, at, kind, options, *_ = [*line.split(" "), "", "", "", ""]
-        at = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), at)  # spaces are written as \\040
+        at = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), at)  # spaces are escaped as \\040
         inside = path == at or path.startswith(at.rstrip("/") + "/")
         if inside and len(at) >= len(best[0]):
             best = (at, kind, options)
     return best[1], best[2]
 
 
-_ATTEMPTS = 16  # attempts of a put into a folder that another process keeps removing
-# Non-blocking, else opening a fifo in the store would wait forever.
+_ATTEMPTS = 16  # attempts to put into a folder that another process keeps removing
+# Non-blocking because opening a FIFO in the store would otherwise wait forever.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
-UPLOADS = 4  # some wait for the disk while others copy and hash
+UPLOADS = 4  # some uploads wait for the disk while others copy and hash
 
 
 class LocalStore(ObjectStore):
-    """`casckpt.storage.base.ObjectStore` in the folder ``path``, which the first put makes.
+    """`casckpt.storage.base.ObjectStore` in the folder ``path``, which the first put creates.
 
-    ``page_cache``: whether the bytes read and written stay in the page cache. None: only the bytes read, and only if
-    there is enough memory and the file system reads as fast through the cache.
+    ``page_cache``: whether bytes that are read or written remain in the page cache. None: only bytes that are read,
+    and only if there is enough memory and the file system reads just as fast through the cache.
 
-    Every failure of the file system is a `StorageError` with the path and advice.
+    Every file system failure raises a `StorageError` with the path and advice.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, page_cache: bool | None = None) -> None:
@@ -116,7 +116,7 @@ class LocalStore(ObjectStore):
 
     @cached_property
     def traits(self) -> Traits:
-        """A gap of 128 KiB takes about as long to read as another request."""
+        """The traits of this storage. Reading a gap of 128 KiB takes about as long as one more request."""
         chosen = self._page_cache
         return Traits(
             remote=False, read_gap=128 << 10, parallel=8, exclusive=True, stale=stale_listings(self.path),
@@ -126,20 +126,20 @@ class LocalStore(ObjectStore):
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         """See `casckpt.storage.base.ObjectStore`.
 
-        Fastest for data of 1 MiB and more that starts at a page (`casckpt.storage.buffers.AlignedBuffer`).
+        Fastest for page-aligned data of 1 MiB or more (`casckpt.storage.buffers.AlignedBuffer`).
         """
         folder, name = split_key(key)
         view = plain_bytes(data)
         self.counts.add(requests=1)
 
         def create(fd: int) -> None:
-            taken = _exists(fd, name)  # avoids a useless write; the exclusive name decides
+            taken = _exists(fd, name)  # only avoids a useless write; claiming the exclusive name decides
             if not taken:
                 try:
                     self._files.create(fd, name, view)
                 except FileExistsError:
                     taken = True
-            if settle:  # also if the key is taken: a failed put of this process may have created it
+            if settle:  # even if the key exists: a failed put of this process may have created it
                 self._folders.settle(fd, folder)
             if taken:
                 raise AlreadyExists(key)
@@ -161,7 +161,7 @@ class LocalStore(ObjectStore):
         self.counts.add(puts=1)
 
     def settle(self, folder: str) -> None:
-        """See `casckpt.storage.base.ObjectStore`. A folder that is not there has no names to settle."""
+        """See `casckpt.storage.base.ObjectStore`. A missing folder has no names to settle."""
         self.counts.add(requests=1)
         with (
             reporting("make durable", self.path / folder),
@@ -175,7 +175,7 @@ class LocalStore(ObjectStore):
         self.counts.add(requests=1, reads=1)
         with self._open(key) as reader:
             if reader.size > limit:
-                raise Refused(f"{self.path / key} has {reader.size} bytes where at most {limit} are allowed")
+                raise Refused(f"{self.path / key} has {reader.size} bytes, but at most {limit} are allowed")
             data = reader.read_all()
         self.counts.add(bytes_read=len(data))
         return data
@@ -201,7 +201,7 @@ class LocalStore(ObjectStore):
         return status.st_size
 
     def list(self, prefix: str, *, known: Known | None = None) -> Iterator[ListedObject]:
-        """See `casckpt.storage.base.ObjectStore`. Each folder is read at once, when the listing reaches it."""
+        """See `casckpt.storage.base.ObjectStore`. Each folder is read in one go when the listing reaches it."""
         self.counts.add(requests=1)
         start = prefix.rpartition("/")[0]
         pending = [start]
@@ -242,10 +242,10 @@ class LocalStore(ObjectStore):
         return freed
 
     def examine(self) -> Iterator[Finding]:
-        """Yield whether listings are reliable on this mount."""
+        """Yield a finding on whether listings are reliable on this mount."""
         stale = self.traits.stale
-        found = stale or "no attributes of files are cached that other hosts may have changed"
-        yield Finding("mount", not stale, found, "gc is refused here until then" if stale else "")
+        found = stale or "this mount does not cache file attributes that other hosts may change"
+        yield Finding("mount", not stale, found, "casckpt refuses to run gc here until you do" if stale else "")
 
     def _open(self, key: str, *, shared: bool = False) -> LocalReader:
         folder, name = split_key(key)
@@ -255,11 +255,11 @@ class LocalStore(ObjectStore):
                 with self._folders.open(folder) as above:
                     fd = _open_file(above, name, path)
             except FileNotFoundError:
-                raise NotFound(f"object {key} is not in {self.url}: it was deleted, or never written") from None
+                raise NotFound(f"object {key} is not in {self.url}: it was deleted or never written") from None
         return LocalReader(fd, os.fstat(fd).st_size, key, path, self.counts, shared=shared)
 
     def _in_folder(self, folder: str, key: str, act: Callable[[int], None]) -> None:
-        """Call ``act`` with the open folder. Repeat this if another process removes the folder meanwhile."""
+        """Call ``act`` with the open folder. Retry if another process removes the folder in the meantime."""
         path = self.path / key
         with reporting("write", path):
             for _ in range(_ATTEMPTS):
@@ -271,7 +271,7 @@ class LocalStore(ObjectStore):
 
 
 def _scan(folders: Folders, folder: str) -> tuple[list[ListedObject], list[str]]:
-    """List the objects in a folder and the keys of its folders. Return none if it does not exist."""
+    """List the objects in a folder and the keys of its subfolders. Both are empty if the folder does not exist."""
     files: list[ListedObject] = []
     deeper: list[str] = []
     with (
@@ -292,7 +292,7 @@ def _scan(folders: Folders, folder: str) -> tuple[list[ListedObject], list[str]]
 
 
 def _entry(item: os.DirEntry[str], key: str, root: Path) -> ListedObject | None:
-    """Return an object of a listing, or None if it was deleted meanwhile."""
+    """Return the listing entry for an object, or None if it was deleted in the meantime."""
     try:
         status = item.stat(follow_symlinks=False)
     except FileNotFoundError:
@@ -327,7 +327,7 @@ def _open_file(folder: int, name: str, path: Path) -> int:
 
 
 def _remove(folder: int, name: str) -> int:
-    """Remove a leftover, and return the bytes freed."""
+    """Remove a leftover file and return the number of bytes freed."""
     with suppress(FileNotFoundError):
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
         os.unlink(name, dir_fd=folder)

@@ -1,7 +1,7 @@
-"""System calls that not every file system has. `Lacking` is raised if one is missing.
+"""System calls that not every file system supports. They raise `Lacking` where they are not supported.
 
-All paths are relative to the descriptor of an open folder. So a folder that is removed and created again meanwhile is
-noticed.
+All paths are relative to the descriptor of an open folder, so casckpt notices when a folder is removed and recreated
+in the meantime.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-FILE_MODE = 0o444  # objects never change; the umask of the process applies
+FILE_MODE = 0o444  # objects never change; the process's umask applies
 _RENAME_NOREPLACE = 1
 _CACHESTAT = 451  # on every architecture
 _O_TMPFILE = getattr(os, "O_TMPFILE", 0)
@@ -22,7 +22,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Lacking(Exception):
-    """The kernel or the file system does not have this call."""
+    """The kernel or the file system does not support this call."""
 
 
 @contextmanager
@@ -36,9 +36,9 @@ def _lacking(*codes: int) -> Iterator[None]:
 
 
 def open_unnamed(folder: int) -> int:
-    """Open a new file for writing that has no name, and that is gone when its descriptor is closed.
+    """Open a new unnamed file for writing. It disappears when its descriptor is closed.
 
-    Raises FileNotFoundError if the folder is gone.
+    Raises FileNotFoundError if the folder no longer exists.
     """
     if not _O_TMPFILE:
         raise Lacking
@@ -52,22 +52,22 @@ def open_unnamed(folder: int) -> int:
 
 
 def open_named(folder: int, name: str) -> int:
-    """Open a new file for writing under a name that does not exist."""
+    """Create and open a file for writing, under a name that must not exist yet."""
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(name, flags, FILE_MODE, dir_fd=folder)
 
 
 def link_unnamed(fd: int, folder: int, name: str) -> None:
-    """Give the open file ``fd`` a name. Raises FileExistsError, and FileNotFoundError if the folder is gone."""
+    """Give the open file ``fd`` a name. Raises FileExistsError, and FileNotFoundError if the folder was removed."""
     path = f"/proc/self/fd/{fd}"
     with _lacking(errno.EPERM, errno.EXDEV):
         try:
-            # Without a src_dir_fd CPython calls link(), which links the symlink itself (EXDEV).
+            # Without a src_dir_fd, CPython calls link(), which links the symlink itself (EXDEV).
             os.link(path, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=True)
         except FileNotFoundError as error:
             if os.path.lexists(path):
                 raise
-            raise Lacking from error  # there is no /proc
+            raise Lacking from error  # /proc is not mounted
 
 
 def link_named(folder: int, old: str, new: str) -> None:
@@ -77,7 +77,7 @@ def link_named(folder: int, old: str, new: str) -> None:
 
 
 def rename_new(folder: int, old: str, new: str) -> None:
-    """Rename without replacing. Raises FileExistsError."""
+    """Rename a file without replacing another. Raises FileExistsError."""
     try:
         call = _LIBC.renameat2
     except AttributeError as error:
@@ -89,22 +89,22 @@ def rename_new(folder: int, old: str, new: str) -> None:
 
 
 def set_direct(fd: int, on: bool) -> bool:
-    """Turn direct I/O of an open file on or off. Returns whether that succeeded."""
+    """Turn direct I/O on or off for an open file, and return whether that succeeded."""
     if not _O_DIRECT:
         return not on
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | _O_DIRECT if on else flags & ~_O_DIRECT)
-    except OSError:  # this file system refuses it
+    except OSError:  # the file system does not support it
         return False
     return True
 
 
 def allocate(fd: int, size: int) -> None:
-    """Reserve ``size`` bytes for a file and make it that long, if that is possible without writing them.
+    """Reserve ``size`` bytes for a file and extend it to that length, if possible without writing them.
 
-    It does not use os.posix_fallocate: if the file system cannot reserve, glibc writes a byte to each block instead.
-    Raises OSError if there is not enough space.
+    This does not use os.posix_fallocate because glibc writes a byte to each block if the file system cannot reserve
+    space. Raises OSError if there is not enough space.
     """
     try:
         call = _LIBC.fallocate
@@ -117,12 +117,12 @@ def allocate(fd: int, size: int) -> None:
 
 
 def sync(fd: int) -> None:
-    """Call fsync, because fdatasync may not write a new size."""
+    """Call fsync. fdatasync is not enough because it may not write a new size."""
     os.fsync(fd)
 
 
 def cached_pages(fd: int, start: int, nbytes: int) -> int:
-    """Count the pages of a range of a file that are in the page cache (cachestat, Linux 6.5)."""
+    """Return how many pages of a file's byte range are in the page cache (cachestat, Linux 6.5)."""
     if not hasattr(_LIBC, "syscall"):
         raise Lacking
     span, counts = (ctypes.c_uint64 * 2)(start, nbytes), (ctypes.c_uint64 * 5)()  # counts: cached, dirty, and so on

@@ -1,4 +1,4 @@
-"""Calls of fsspec's file systems with a time limit and a limit on the bytes of an answer."""
+"""Calls to fsspec file systems, with limits on the time and on the response size."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from casckpt.storage.remote.patience import Loop, Patience, PatientRequest, begi
 
 WEB: Final = frozenset({"http", "https"})
 _ON_AIOHTTP: Final = WEB | {"gs", "gcs"}  # Azure's client has its own timeouts
-_CONNECT, _LATER = 10.0, 5.0  # seconds; the client's timeout comes after ours, whose message has advice
-_PAGE: Final = 64 << 20  # bytes of a page that lists a folder
-_DEEPEST = 16  # folders in folders
+_CONNECT, _LATER = 10.0, 5.0  # seconds; the client times out after us, because our message has advice
+_PAGE: Final = 64 << 20  # bytes in a page that lists a folder
+_DEEPEST = 16  # levels of nested folders
 _CHUNK = 1 << 20
 _LINK: Final = re.compile(r"""href\s{0,9}=\s{0,9}["']?([^"'<>\s]{1,4096})""", re.IGNORECASE)
 
 
 def calls_of(fs: Any, scheme: str, patience: Patience) -> Calls:
-    """Return the calls of a file system with URLs of this scheme."""
+    """Return the calls for a file system whose URLs have this scheme."""
     return WebCalls(fs, patience) if scheme in WEB else Calls(fs, patience)
 
 
 def with_timeouts(scheme: str, options: Mapping[str, Any], patience: Patience) -> Mapping[str, Any]:
-    """Return the options of a file system, with timeouts for a client that would wait longer than casckpt."""
+    """Return a file system's options, adding timeouts if its client would wait longer than casckpt."""
     if scheme not in _ON_AIOHTTP:
         return options
     from aiohttp import ClientTimeout
 
-    if scheme not in WEB:  # this client retries by itself, and the timeout is for each of its requests
+    if scheme not in WEB:  # this client retries on its own, and the timeout applies to each of its requests
         timeout = ClientTimeout(total=None, sock_connect=_CONNECT, sock_read=patience.request)
         return {"requests_timeout": timeout, **options}
     timeout = ClientTimeout(total=None, sock_connect=_CONNECT, sock_read=patience.request + _LATER)
@@ -47,7 +47,7 @@ def with_timeouts(scheme: str, options: Mapping[str, Any], patience: Patience) -
 
 
 class Calls:
-    """Calls of a file system that retries by itself, so that a request may take as long as a call."""
+    """Calls to a file system that retries on its own, so a request may take as long as a call."""
 
     def __init__(self, fs: Any, patience: Patience) -> None:
         self.fs = fs
@@ -55,7 +55,10 @@ class Calls:
         self._loop = Loop(fs.loop, self._patience) if fs.async_impl else None
 
     def __call__(self, method: str, *arguments: Any, nbytes: int = 0, **options: Any) -> Any:  # as in fsspec
-        """Call a method. ``nbytes``: the bytes that it moves, for which there is more time. Raises TimeoutError."""
+        """Call a method. ``nbytes``: how many bytes it transfers, which extends the time limit.
+
+        Raises TimeoutError.
+        """
         if self._loop is not None:
             return self._loop.run(getattr(self.fs, f"_{method}")(*arguments, **options), nbytes)
         with begin_request(self._patience, nbytes) as request:
@@ -67,24 +70,24 @@ class Calls:
         return data
 
     def part(self, path: str, start: int, end: int) -> bytes:
-        """Read bytes of a file; fewer where it ends before."""
+        """Read a byte range of a file. Returns fewer bytes if the file ends earlier."""
         data: bytes = self("cat_file", path, start=start, end=end, nbytes=end - start)
         return data
 
     def fetch(self, path: str, target: Path, size: int) -> None:
-        """Copy a file of this size."""
+        """Download a file of this size to ``target``."""
         self("get_file", path, str(target), nbytes=size)
 
     def find(self, folder: str) -> Mapping[str, Mapping[str, Any]]:
-        """Find all files in a folder and below, each with its properties."""
+        """Find all files in a folder and its subfolders, each with its properties."""
         files = self("find", folder, detail=True)
-        if files and not isinstance(files, dict):  # adlfs: an object of that name hides the objects below it
+        if files and not isinstance(files, dict):  # adlfs: an object with that name hides the objects below it
             raise Refused(f"{folder} is an object where a folder of the store belongs: move it out of the store")
         return files or {}
 
 
 class WebCalls(Calls):
-    """Calls of a web server: by fsspec's session, but answers are read here, with a size limit."""
+    """Calls to a web server. They use fsspec's session, but read the responses here, with a size limit."""
 
     def __init__(self, fs: Any, patience: Patience) -> None:
         super().__init__(fs, patience)
@@ -104,7 +107,7 @@ class WebCalls(Calls):
             self._web.run(self._fetch(path, file, size))
 
     def find(self, folder: str) -> Mapping[str, Mapping[str, Any]]:
-        """See `Calls`. It follows the links of pages, from that of the folder on. Sizes are unknown."""
+        """See `Calls`. Follows the links on pages, starting at the folder's page. Sizes are unknown."""
         files: dict[str, Mapping[str, Any]] = {}
         pending = [f"{folder.rstrip('/')}/"]
         while pending:
@@ -117,7 +120,7 @@ class WebCalls(Calls):
         return files
 
     def _links(self, page: str) -> set[str]:
-        """Return the files and folders directly below a page."""
+        """Return the links to files and folders directly below a page."""
         try:
             html = self._web.run(self._page(page))
         except FileNotFoundError:
@@ -136,7 +139,7 @@ class WebCalls(Calls):
 
     async def _part(self, url: str, start: int, end: int) -> bytes:
         async with self._answer(url, Range=f"bytes={start}-{end - 1}") as answer:
-            skip, data = (start if answer.status == 200 else 0), bytearray()  # some servers ignore ranges
+            skip, data = (start if answer.status == 200 else 0), bytearray()  # some servers ignore the range
             while len(data) < end - start and (chunk := await answer.content.read(_CHUNK)):
                 moved(len(chunk))
                 data += chunk[skip:]
@@ -168,7 +171,10 @@ def _is_below(page: str, link: str) -> bool:
 
 
 def _in_thread(call: Callable[[], Any], request: PatientRequest) -> Any:
-    """Call in a thread. After a timeout the call goes on there, because it cannot be stopped; its result is ignored."""
+    """Make the call in a thread.
+
+    After a timeout, the call continues, because it cannot be stopped; its result is ignored.
+    """
     future: Future[Any] = Future()
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""The protocol of a client of remote objects, as `casckpt.storage.remote.store` needs it."""
+"""The client protocol for remote objects, as `casckpt.storage.remote.store` needs it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from casckpt.storage.remote.patience import Patience
 
 @dataclass(frozen=True)
 class ExplainedFailure:
-    """The cause of a failure, for people. ``again``: trying again may help. ``kind``: the error to raise."""
+    """The cause of a failure, in words. ``again``: whether a retry may help. ``kind``: the error to raise."""
 
     why: str
     again: bool = False
@@ -21,17 +21,20 @@ class ExplainedFailure:
 
 
 class Ranged(Protocol):
-    """One object, for ranged reads. If the storage has versions, all reads are of one version, or raise."""
+    """One object, for ranged reads. If the storage has versions, all reads return the same version or raise."""
 
     def size(self) -> int:
         """Return the size in bytes."""
 
     def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers, which are not empty. Raises `ShortObject` if the object is too short."""
+        """Fill the buffers, none of which is empty. Raises `ShortObject` if the object is too short."""
 
 
 class Page(NamedTuple):
-    """A part of a listing. ``folders``: their keys. ``after``: the argument for the next page; None: no more pages."""
+    """Part of a listing. ``folders``: their keys.
+
+    ``after``: the argument for the next page, or None after the last one.
+    """
 
     objects: list[ListedObject]
     folders: list[str]
@@ -39,54 +42,58 @@ class Page(NamedTuple):
 
 
 class Client(Protocol):
-    """Objects of one bucket, by key. A client does not retry.
+    """Objects in one bucket, by key. A client does not retry.
 
-    Each request ends within the limits of ``patience`` (see `patience.begin_request`). Calls raise
-    `casckpt.errors.NotFound`, `AlreadyExists`, `ShortObject`, or one of ``failures``, which `explain` explains.
+    Each request ends within the limits in ``patience`` (see `patience.begin_request`). Calls raise
+    `casckpt.errors.NotFound`, `AlreadyExists`, `ShortObject`, or one of ``failures``, for which `explain` returns the
+    cause.
     """
 
     patience: Patience
     """The time limits."""
     exclusive: bool | None
-    """Whether `create` refuses a taken key, also among concurrent calls; None: unknown, to be probed."""
+    """Whether `create` refuses an existing key, even among concurrent calls. None: unknown, so it must be probed."""
     read_only: bool
-    """Whether it cannot write."""
+    """Whether the storage is read-only."""
     failures: tuple[type[Exception], ...]
     """The errors that calls may raise."""
 
     def explain(self, error: Exception) -> ExplainedFailure:
-        """Explain one of ``failures``."""
+        """Return the cause of one of ``failures``."""
 
     def renew(self, error: Exception) -> bool:
-        """Look up credentials again if the error says that they expired. True: repeat the call."""
+        """Look up new credentials if the error says that they have expired.
+
+        Returns True if the call should be repeated.
+        """
 
     def create(self, key: str, data: memoryview, put_id: str) -> None:
-        """Put. Raises `AlreadyExists` if the key is taken. ``put_id``: stored with the object if possible."""
+        """Put an object. Raises `AlreadyExists` if the key exists. ``put_id``: stored with the object if possible."""
 
     def put(self, key: str, data: memoryview, put_id: str) -> None:
-        """Put, and replace an existing object."""
+        """Put an object, replacing an existing one."""
 
     def put_id(self, key: str) -> str | None:
-        """Return the id that was stored with an object; None if there is no object or no id."""
+        """Return the put id that is stored with an object, or None if there is no object or no id."""
 
     def get(self, key: str, limit: int) -> bytes:
         """Read the object. Raises `casckpt.errors.Refused` if it is longer than ``limit``."""
 
     def open(self, key: str) -> Ranged:
-        """Open an object for ranged reads. Sends no request yet."""
+        """Open an object for ranged reads. This does not send a request."""
 
     def size(self, key: str) -> int | None:
-        """Return the size in bytes; None if the object does not exist."""
+        """Return the size in bytes, or None if the object does not exist."""
 
     def page(self, prefix: str, after: str | None, *, deep: bool) -> Page:
         """List some objects whose keys start with ``prefix``.
 
-        Not ``deep``: only objects directly in that folder, and its folders. ``after``: from the previous page; None for
-        the first page.
+        If ``deep`` is False, list only the objects and subfolders directly in that folder. ``after``: the value from
+        the previous page, or None for the first page.
         """
 
     def delete(self, key: str) -> None:
-        """Remove the object. No error if it does not exist."""
+        """Remove the object. Does nothing if it does not exist."""
 
     def examine(self) -> Iterator[Finding]:
-        """Yield facts about the settings of the bucket, for `casckpt doctor`."""
+        """Yield facts about the bucket's settings for `casckpt doctor`."""

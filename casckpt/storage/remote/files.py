@@ -1,4 +1,4 @@
-"""Files of other programs behind a URL, read and written through fsspec."""
+"""Other programs' files at a URL, read and written through fsspec."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from casckpt.storage.remote.patience import Patience
 
 
 class RemoteFiles:
-    """`casckpt.storage.files.Files` below a URL. fsspec's client finds the credentials."""
+    """`casckpt.storage.files.Files` under a URL. The fsspec client finds the credentials."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -36,8 +36,8 @@ class RemoteFiles:
         except CasckptError:
             raise
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise NotFound(f"there is no {name} at {self.url}; get the whole folder") from error
-        except Exception as error:  # each implementation of fsspec has its own errors
+            raise NotFound(f"{name} is missing from {self.url}; make sure that it has the whole folder") from error
+        except Exception as error:  # each fsspec implementation has its own errors
             raise StorageError(f"{self.url}: {name}: {type(error).__name__}: {error}; try again") from error
 
     def names(self) -> Sequence[str]:
@@ -67,7 +67,7 @@ class RemoteFiles:
         return RemoteFiles(f"{self.url}/{checked(folder)}")
 
     def fetch(self, folder: Path) -> Path:
-        """Copy the file or folder at the URL into ``folder``, and return the path of the copy."""
+        """Download the file or folder at the URL into ``folder``, and return the path of the copy."""
         target = folder / checked(self._root.rpartition("/")[2])
         with self._reporting(target.name):
             if self._ask("isfile", self._root):
@@ -75,7 +75,7 @@ class RemoteFiles:
                 return target
         names = self.names()
         if not names:
-            raise NotFound(f"there is nothing at {self.url}; give the URL of a file or folder")
+            raise NotFound(f"there is nothing at {self.url}: pass the URL of a file or folder")
         for name in names:
             path = target / checked(name)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,14 +84,14 @@ class RemoteFiles:
         return target
 
     def check_free(self, *, force: bool) -> None:
-        """Raise Conflict if the URL exists, unless ``force``: then `put` replaces files of the same name."""
+        """Raise Conflict if the URL exists, unless ``force`` is set. `put` then replaces files with the same name."""
         with self._reporting("folder"):
             taken = self._ask("exists", self._root) and bool(self._ask.find(self._root))
         if taken and not force:
-            raise Conflict(f"{self.url} is there already; give another URL, or --force to write over it")
+            raise Conflict(f"{self.url} already exists: pass a different URL, or --force to overwrite it")
 
     def put(self, source: Path, *, last: Sequence[str] = ()) -> None:
-        """Copy a file, or all files of a folder, to the URL; those named ``last`` at the end."""
+        """Upload a file, or all files in a folder, to the URL. Files named in ``last`` are uploaded at the end."""
         if source.is_file():
             self._put_file(source, self._root)
             return

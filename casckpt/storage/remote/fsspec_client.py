@@ -1,4 +1,4 @@
-"""The client for all storages that fsspec knows, through fsspec's methods."""
+"""The client for all storages that fsspec supports. It uses fsspec's methods."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from casckpt.storage.remote.calls import WEB, calls_of, with_timeouts
 from casckpt.storage.remote.client import ExplainedFailure, Page
 from casckpt.storage.remote.patience import Patience
 
-_LONGEST = 300  # characters of an error message: some contain whole answers
+_LONGEST = 300  # characters in an error message, because some contain whole responses
 _TRANSIENT: Final = frozenset({408, 409, 425, 429})
 _MISSING = "there is no such bucket or container: create it first, or correct the URL"
-_DENIED = "check the credentials in storage_options, and what they allow"
-# Schemes whose pipe_file(mode="create") is one conditional request, and whose clients retry; a probe decides for these.
-# fsspec's default looks first and then writes, so that two writers can both win.
+_DENIED = "check the credentials in storage_options and their permissions"
+# Schemes whose pipe_file(mode="create") is one conditional request, and whose clients retry. They are probed.
+# fsspec's default checks first and then writes, so two writers can both succeed.
 _ATOMIC: Final = frozenset({"gs", "gcs", "az", "abfs", "abfss"})
-_KEY: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")  # every key of a store
+_KEY: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")  # matches every key of a store
 
 
 class FsspecClient:
-    """`casckpt.storage.remote.client.Client` of the folder ``url``."""
+    """`casckpt.storage.remote.client.Client` for the folder ``url``."""
 
-    failures: tuple[type[Exception], ...] = (Exception,)  # each implementation has its own
+    failures: tuple[type[Exception], ...] = (Exception,)  # each implementation has its own errors
 
     def __init__(self, url: str, options: Mapping[str, Any], patience: Patience = Patience()) -> None:  # noqa: B008 - frozen
         self.patience = patience
@@ -44,18 +44,18 @@ class FsspecClient:
     def explain(self, error: Exception) -> ExplainedFailure:
         """See `casckpt.storage.remote.client.Client`."""
         line, status = in_one_line(error)[:_LONGEST], _status(error)
-        if isinstance(error, FileNotFoundError) or status == 404:  # a missing object was handled before
+        if isinstance(error, FileNotFoundError) or status == 404:  # a missing object has already been handled
             return ExplainedFailure(f"{line}; {_MISSING}", kind=NotFound)
         if isinstance(error, PermissionError) or status in (401, 403):
             return ExplainedFailure(f"{line}; {_DENIED}")
         if isinstance(error, NotImplementedError | ImportError | TypeError):
-            return ExplainedFailure(f"{line}; this kind of storage cannot do that", kind=Unsupported)
-        # clients of `_ATOMIC` have retried, with long pauses
+            return ExplainedFailure(f"{line}; this kind of storage does not support that", kind=Unsupported)
+        # the clients for `_ATOMIC` have already retried, with long pauses
         again = self._scheme not in _ATOMIC and (not 400 <= status < 500 or status in _TRANSIENT)
         return ExplainedFailure(f"{line}; check the network and the storage_options, and try again", again=again)
 
     def renew(self, error: Exception) -> bool:
-        """See `casckpt.storage.remote.client.Client`. These clients renew credentials by themselves."""
+        """See `casckpt.storage.remote.client.Client`. These clients renew credentials on their own."""
         return False
 
     def create(self, key: str, data: memoryview, put_id: str) -> None:
@@ -72,9 +72,9 @@ class FsspecClient:
 
     def _write(self, key: str, data: memoryview, mode: str) -> None:
         if self.read_only:
-            raise Unsupported(f"{self._scheme}:// storages can only be read; save to another store")
+            raise Unsupported(f"{self._scheme}:// storages are read-only: save to a different store")
         path = self._path(key)
-        if self._scheme not in _ATOMIC:  # those have no folders
+        if self._scheme not in _ATOMIC:  # `_ATOMIC` storages have no folders
             self._ask("makedirs", path.rpartition("/")[0], exist_ok=True)
         try:
             self._ask("pipe_file", path, bytes(data), mode=mode, nbytes=data.nbytes)
@@ -85,9 +85,9 @@ class FsspecClient:
         """See `casckpt.storage.remote.client.Client`."""
         size = self.size(key)
         if size is None:
-            raise NotFound(f"object {key} is not in {self._root}: it was deleted, or never written", key=key)
+            raise NotFound(f"object {key} is not in {self._root}: it was deleted or never written", key=key)
         if size > limit:
-            raise Refused(f"object {key} in {self._root} has {size} bytes where at most {limit} are allowed")
+            raise Refused(f"object {key} in {self._root} has {size} bytes, but at most {limit} are allowed")
         return self._ask.read(self._path(key), size)
 
     def open(self, key: str) -> FsspecObject:
@@ -101,25 +101,25 @@ class FsspecClient:
             info = self._ask("info", self._path(key))
         except (FileNotFoundError, NotADirectoryError) as error:
             if isinstance(why := error.__cause__, Exception) and not _is_absence(why):
-                raise why from None  # fsspec reports every failure of a web server as a missing file
+                raise why from None  # fsspec reports every web server failure as a missing file
             return None
         if info["type"] != "file":
             return None
         if info["size"] is None:
-            raise Unsupported(f"the server does not say how long {self._path(key)} is: it cannot be used")
+            raise Unsupported(f"the server does not report the size of {self._path(key)}, so casckpt cannot use it")
         return int(info["size"])
 
     def read(self, key: str, offset: int, end: int) -> bytes:
-        """Read bytes of an object. Raises FileNotFoundError."""
+        """Read a byte range of an object. Raises FileNotFoundError."""
         return self._ask.part(self._path(key), offset, end)
 
     def page(self, prefix: str, after: str | None, *, deep: bool) -> Page:
-        """See `casckpt.storage.remote.client.Client`. There is one page."""
+        """See `casckpt.storage.remote.client.Client`. Every listing is a single page."""
         return Page(self._all(prefix), []) if deep else self._right_in(prefix.removesuffix("/"))
 
     def _all(self, prefix: str) -> list[ListedObject]:
         folder = prefix.rpartition("/")[0]
-        with self._listing:  # the file system has one cache for all listings
+        with self._listing:  # all listings of the file system share one cache
             self._fs.invalidate_cache()
             path = self._path(folder) if folder else self._root
             files = self._ask.find(path)
@@ -148,21 +148,21 @@ class FsspecClient:
         if about.get("type") == "directory" or not _KEY.fullmatch(key):
             return None
         size = about.get("size")
-        if size is None:  # a listing of links has no sizes
+        if size is None:  # a listing made from links has no sizes
             size = self.size(key)
         return None if size is None else ListedObject(key, int(size), _version(about))
 
     def delete(self, key: str) -> None:
         """See `casckpt.storage.remote.client.Client`."""
         if self.read_only:
-            raise Unsupported(f"{self._scheme}:// storages can only be read; nothing can be deleted there")
+            raise Unsupported(f"{self._scheme}:// storages are read-only: casckpt cannot delete anything there")
         try:
             self._ask("rm_file", self._path(key))
         except (FileNotFoundError, NotADirectoryError):
             return
 
     def examine(self) -> Iterator[Finding]:
-        """Yield nothing: fsspec does not report settings."""
+        """Yield nothing, because fsspec does not report settings."""
         return iter(())
 
     def _path(self, key: str) -> str:
@@ -201,7 +201,7 @@ class FsspecObject:
 
 
 def _version(about: Mapping[str, Any]) -> str:
-    """Return the version of an object in a listing; see `casckpt.storage.base.ListedObject`."""
+    """Return the version of a listed object (see `casckpt.storage.base.ListedObject`)."""
     values = (about.get(name) for name in ("ETag", "etag", "generation", "md5Hash", "mtime", "last_modified"))
     return " ".join(str(value) for value in values if value is not None)
 
@@ -211,8 +211,8 @@ def _is_absence(error: Exception) -> bool:
 
 
 def _status(error: Exception) -> int:
-    """Return the HTTP status in an error of any client, 0 if it has none."""
-    for name in ("status_code", "status", "code"):  # of Azure, aiohttp, gcsfs
+    """Return the HTTP status in any client's error, or 0 if there is none."""
+    for name in ("status_code", "status", "code"):  # in errors of Azure, aiohttp and gcsfs
         value = getattr(error, name, None)
         if isinstance(value, int):
             return value

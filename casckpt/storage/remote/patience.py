@@ -1,8 +1,8 @@
-"""Time limits for servers: for each request, and for each call of a storage including its retries.
+"""Time limits for servers: one for each request, and one for each storage call including its retries.
 
-Only time without progress counts. The limit is a leaky bucket: waiting fills it, and each byte that moves removes the
-time that it takes at the speed `SLOWEST`. So a server that sends a byte a second times out as soon as a silent one, and
-a server that is faster than `SLOWEST` never does.
+Only time without progress counts. The limit is a leaky bucket. Waiting fills it, and each transferred byte removes the
+time that the byte would take at the speed `SLOWEST`. As a result, a server that sends one byte per second times out
+about as soon as a silent one, and a server faster than `SLOWEST` never times out.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from typing import Any, TypeVar
 
 from casckpt.errors import InvalidInput, Unsupported
 
-SLOWEST = 64 << 10  # bytes a second of a request: a slower server counts as silent
-_UNHEARD = 8 * SLOWEST  # for clients that report no progress: with a call's own time, twice `SLOWEST` for 32 MiB
-_ANSWER = 1.0  # seconds: an answer within this time does not count for its call
-_HOPELESS = 4  # after a call without any answer, the next call gets a request's time divided by this
+SLOWEST = 64 << 10  # bytes per second for a request: a slower server counts as silent
+_UNHEARD = 8 * SLOWEST  # for clients that do not report progress: with the call's own time, twice `SLOWEST` for 32 MiB
+_ANSWER = 1.0  # seconds: a response within this time does not count against its call
+_HOPELESS = 4  # after a call without a response, the next call gets a request's time limit divided by this number
 _OPTIONS = {"request": "request_timeout", "call": "call_timeout"}
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds without progress until a ``request`` times out, and until a ``call`` with all its attempts does."""
+    """Seconds without progress until a ``request``, or a ``call`` with all its attempts, times out."""
 
     request: float = 60.0
     call: float = 180.0
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> tuple[Patience, dict[str, Any]]:
-        """Return the Patience in storage_options, and the other options. Raises InvalidInput."""
+        """Split storage_options into a Patience and the other options. Raises InvalidInput."""
         given = {field: _seconds(name, options[name]) for field, name in _OPTIONS.items() if name in options}
         return cls(**given), {name: value for name, value in options.items() if name not in _OPTIONS.values()}
 
 
 def _seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise InvalidInput(f"{name} in storage_options is a number of seconds above 0, not {value!r}")
+        raise InvalidInput(f"{name} in storage_options must be a number of seconds above 0, not {value!r}")
     return float(value)
 
 
@@ -52,7 +52,7 @@ def _seconds(name: str, value: Any) -> float:
 class Backoff:
     """Pauses that double from ``first`` to ``most`` seconds between ``attempts`` attempts.
 
-    Each is shortened by up to half at random, so that clients that failed together do not retry together.
+    Each pause is randomly shortened by up to half, so that clients that failed together do not retry together.
     """
 
     attempts: int = 8
@@ -62,16 +62,16 @@ class Backoff:
     sleep: Callable[[float], None] = time.sleep
 
     def pauses(self) -> Iterator[float]:
-        """Yield the seconds to wait before the second attempt, the third, and so on."""
+        """Yield how many seconds to wait before the second attempt, the third, and so on."""
         for number in range(self.attempts - 1):
             yield min(self.most, self.first * 2**number) * (1 - self.chance() / 2)
 
 
 class Call:
-    """One call of a storage: its consecutive attempts and the pauses between them.
+    """One storage call: its consecutive attempts and the pauses between them.
 
-    ``hopeless``: the previous call has just timed out. Then this one, for instance a cleanup after a failed save, gets
-    less time.
+    ``hopeless``: the previous call has just timed out, so this one gets less time. It may be a cleanup after a failed
+    save, for example.
     """
 
     def __init__(self, patience: Patience, *, hopeless: bool = False) -> None:
@@ -83,24 +83,24 @@ class Call:
 
     @property
     def left(self) -> float:
-        """Seconds until it times out."""
+        """Seconds until the call times out."""
         return self._seconds - self._spent
 
     def spend(self, seconds: float) -> None:
-        """Subtract seconds from the time left."""
+        """Subtract seconds from the remaining time."""
         self._spent += seconds
 
     @property
     def why(self) -> str:
         """The reason of its timeout."""
         if self._hopeless:
-            before = "after an earlier timeout this call had only"
+            before = "after an earlier timeout, this call had only"
             return f"{before} {self._seconds:g} s (by {self._option} in storage_options)"
-        return f"no call waits for more than {self._seconds:g} s in all ({self._option} in storage_options)"
+        return f"no call waits longer than {self._seconds:g} s in total ({self._option} in storage_options)"
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Make requests of this thread part of this call, inside the context."""
+        """Inside the context, count this thread's requests as part of this call."""
         token = _call.set(self)
         try:
             yield
@@ -109,12 +109,12 @@ class Call:
 
 
 class PatientRequest:
-    """One request of a call. Used by one thread at a time."""
+    """One request within a call. Only one thread may use it at a time."""
 
     def __init__(
         self, call: Call, seconds: float, nbytes: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Begin. ``nbytes``: bytes that move without a report of progress, for which there is more time."""
+        """Begin the request. ``nbytes``: bytes transferred without progress reports, which extend the time limit."""
         self._call, self._seconds, self._clock = call, seconds, clock
         self._unheard = nbytes / _UNHEARD
         self._waited, self._last = 0.0, clock()
@@ -122,12 +122,12 @@ class PatientRequest:
 
     @property
     def waited(self) -> float:
-        """Seconds that count against the limit."""
+        """The seconds that count against the limit."""
         return max(0.0, self._all_waited - self._unheard)
 
     @property
     def left(self) -> float:
-        """Seconds until it times out, if nothing moves."""
+        """Seconds until the request times out if no more bytes are transferred."""
         return min(self._seconds, self._call.left) + self._unheard - self._all_waited
 
     @property
@@ -135,7 +135,7 @@ class PatientRequest:
         return self._waited + self._clock() - self._last
 
     def moved(self, nbytes: int) -> None:
-        """Note that bytes arrived or were sent."""
+        """Record that bytes were received or sent."""
         self._waited, self._last = max(0.0, self._all_waited - nbytes / SLOWEST), self._clock()
         self.at_move()
 
@@ -154,7 +154,10 @@ _request: ContextVar[PatientRequest] = ContextVar("request")
 
 @contextmanager
 def begin_request(patience: Patience, nbytes: int = 0) -> Iterator[PatientRequest]:
-    """Begin a request of this thread's current call, else of a new one. ``nbytes``: see `PatientRequest`."""
+    """Begin a request in this thread's current call, or in a new call if there is none.
+
+    ``nbytes``: see `PatientRequest`.
+    """
     call = _call.get(None) or Call(patience)
     request = PatientRequest(call, patience.request, nbytes)
     done = False
@@ -167,7 +170,7 @@ def begin_request(patience: Patience, nbytes: int = 0) -> Iterator[PatientReques
 
 @contextmanager
 def reporting_to(request: PatientRequest) -> Iterator[None]:
-    """Make `moved` report to this request, inside the context."""
+    """Inside the context, make `moved` report to this request."""
     token = _request.set(request)
     try:
         yield
@@ -176,14 +179,14 @@ def reporting_to(request: PatientRequest) -> Iterator[None]:
 
 
 def moved(nbytes: int) -> None:
-    """Note progress of the request of this task or thread."""
+    """Record progress of the current task's or thread's request."""
     request = _request.get(None)
     if request is not None:
         request.moved(nbytes)
 
 
 T = TypeVar("T")
-_GRACE = 1.0  # seconds that a client has to end a cancelled request
+_GRACE = 1.0  # seconds that a client has to end a canceled request
 
 
 class Loop:
@@ -195,10 +198,10 @@ class Loop:
         self._thread: int = asyncio.run_coroutine_threadsafe(_thread(), loop).result()
 
     def run(self, call: Coroutine[Any, Any, T], nbytes: int = 0) -> T:
-        """Run one request. It is cancelled if this thread is interrupted, or when its time is over.
+        """Run one request. It is canceled if this thread is interrupted or if it times out.
 
-        ``nbytes``: bytes that it moves without reporting progress (see `PatientRequest`). Raises TimeoutError with the
-        reason, and Unsupported in the loop's own thread, which would wait for itself.
+        ``nbytes``: bytes that it transfers without reporting progress (see `PatientRequest`). Raises TimeoutError with
+        the reason, and Unsupported if called in the loop's own thread, which would wait for itself.
         """
         if threading.get_ident() == self._thread:
             call.close()
@@ -213,12 +216,12 @@ class Loop:
 
 
 def _result(future: Future[T], request: PatientRequest) -> T:
-    """Wait for a result within the time limit, even if the client ignores the cancellation or the loop is blocked."""
+    """Wait for a result, within the time limit even if the client ignores cancellation or the loop is blocked."""
     while not future.done():
         with suppress(TimeoutError):
             return future.result(max(request.left, 0.0) + _GRACE)
         if request.left < -_GRACE and not future.done():
-            raise TimeoutError(f"the client did not end a request in time: {request.why}")
+            raise TimeoutError(f"the client did not end a request in time; {request.why}")
     return future.result()
 
 
@@ -226,7 +229,7 @@ async def _bounded(call: Coroutine[Any, Any, T], request: PatientRequest) -> T:
     clock, limit = asyncio.get_running_loop().time, asyncio.timeout(request.left)
 
     def later() -> None:
-        with suppress(RuntimeError):  # the request has ended
+        with suppress(RuntimeError):  # the request has already ended
             limit.reschedule(clock() + request.left)
 
     request.at_move = later

@@ -1,8 +1,8 @@
-"""Storages over a network: S3 and compatible servers, and all other storages that fsspec knows.
+"""Network storages: S3 and compatible servers, and all other storages that fsspec supports.
 
-A `casckpt.storage.remote.client.Client` makes single requests: `casckpt.storage.remote.s3.client` to S3,
-`casckpt.storage.remote.fsspec_client` to all others. `RemoteStore` makes an `ObjectStore` of it: it checks keys,
-retries, converts errors, and gives each process its own client.
+A `casckpt.storage.remote.client.Client` makes single requests: `casckpt.storage.remote.s3.client` to S3, and
+`casckpt.storage.remote.fsspec_client` to all others. `RemoteStore` turns a client into an `ObjectStore`: it checks
+keys, retries, converts errors, and gives each process its own client.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from casckpt.storage.remote.patience import Backoff, Call
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-GAP = 1 << 20  # bytes: about as many as a connection moves in the time of a request
+GAP = 1 << 20  # bytes: about as many as a connection transfers in the time that a request takes
 REQUESTS = 32
-UPLOADS = 4  # at least: a save has one for each of its threads
+UPLOADS = 4  # the minimum: a save has one upload for each of its threads
 
 
 class Connect(Protocol):
-    """Makes a client. `casckpt.storage.remote.urls.RemoteLocation` is one that can be pickled."""
+    """A function that makes a client. `casckpt.storage.remote.urls.RemoteLocation` is a picklable one."""
 
     @property
     def url(self) -> str:
-        """The place, without credentials."""
+        """The URL, without credentials."""
 
     def __call__(self) -> Client:
         """Make a client for this process."""
@@ -59,8 +59,8 @@ class Connect(Protocol):
 class RemoteStore(ObjectStore):
     """`casckpt.storage.base.ObjectStore` over a network.
 
-    ``single_writer``: the caller promises to be the only writer. Then a put checks whether the key is taken, and
-    storages that do not refuse a second create can be used.
+    ``single_writer``: the caller promises to be the only writer. A put then first checks whether the key exists, which
+    allows storages that do not refuse to create an existing key.
     """
 
     def __init__(self, connect: Connect, *, single_writer: bool = False, backoff: Backoff = Backoff()) -> None:  # noqa: B008 - frozen
@@ -69,7 +69,7 @@ class RemoteStore(ObjectStore):
         self._single_writer = single_writer
         self._backoff = backoff
         self._clients = PerProcess(connect)
-        self._given_up = -math.inf  # time of the last call that timed out, unless there was an answer since
+        self._given_up = -math.inf  # when the last call timed out, unless a call has received a response since
 
     def __reduce__(self) -> tuple[Callable[..., RemoteStore], tuple[Any, ...]]:
         again = partial(RemoteStore, single_writer=self._single_writer, backoff=self._backoff)
@@ -80,12 +80,12 @@ class RemoteStore(ObjectStore):
 
     @property
     def url(self) -> str:
-        """The URL as given. It holds no credentials."""
+        """The URL as given. It does not contain credentials."""
         return self._connect.url
 
     @property
     def traits(self) -> Traits:
-        """``exclusive`` is known of few clients; the others are probed."""
+        """The traits of this storage. Few clients know whether creates are ``exclusive``; the others are probed."""
         client = self._clients.get()
         return Traits(
             remote=True, read_gap=GAP, parallel=REQUESTS, exclusive=client.exclusive, uploads=UPLOADS,
@@ -93,10 +93,10 @@ class RemoteStore(ObjectStore):
         )  # fmt: skip
 
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
-        """See `casckpt.storage.base.ObjectStore`. An object of any size is one request.
+        """See `casckpt.storage.base.ObjectStore`. Every object is one request, regardless of its size.
 
-        This put may have created the object in an earlier attempt whose answer was lost. So each object carries the id
-        of its put.
+        An earlier attempt of the same put may have created the object although its response was lost. To detect that,
+        each object carries the id of its put.
         """
         split_key(key)
         view, put_id = plain_bytes(data), uuid.uuid4().hex
@@ -119,7 +119,7 @@ class RemoteStore(ObjectStore):
     def _put_id(self, key: str) -> str | None:
         try:
             return self.again("look at", key, lambda: self._clients.get().put_id(key))
-        except CasckptError:  # then the refusal stays, and the caller reads the object back
+        except CasckptError:  # AlreadyExists is then raised, and the caller reads the object back
             return None
 
     @override
@@ -130,7 +130,7 @@ class RemoteStore(ObjectStore):
         self.counts.add(puts=1, bytes_written=view.nbytes)
 
     def settle(self, folder: str) -> None:
-        """Do nothing: an acknowledged object has its name."""
+        """Do nothing, because an acknowledged object already has its name."""
         split_folder(folder)
 
     @override
@@ -142,7 +142,7 @@ class RemoteStore(ObjectStore):
         return data
 
     def open(self, key: str, *, shared: bool = False) -> RemoteReader:
-        """See `casckpt.storage.base.ObjectStore`. Sends no request: the first read reports a missing object."""
+        """See `casckpt.storage.base.ObjectStore`. Does not send a request; the first read reports a missing object."""
         split_key(key)
         return RemoteReader(self, key, self._clients.get().open(key))
 
@@ -152,7 +152,10 @@ class RemoteStore(ObjectStore):
         return self._ask("look at", key, lambda client: client.size(key))
 
     def list(self, prefix: str, *, known: Known | None = None) -> Iterator[ListedObject]:
-        """See `casckpt.storage.base.ObjectStore`. Requests pages on demand. Everything with a key is an object."""
+        """See `casckpt.storage.base.ObjectStore`. Pages are requested on demand.
+
+        Everything that has a key is an object.
+        """
         for page in self._pages(prefix, deep=True):
             yield from page.objects
 
@@ -181,26 +184,29 @@ class RemoteStore(ObjectStore):
         self._ask("delete", key, lambda client: client.delete(key))
 
     def sweep(self, folder: str, *, below: bool = False) -> int:
-        """Do nothing: a failed put leaves no object. casckpt makes no multipart uploads; see `examine` for those."""
+        """Do nothing, because a failed put does not leave an object, and casckpt does not use multipart uploads.
+
+        `examine` reports the multipart uploads of other programs.
+        """
         split_folder(folder)
         return 0
 
     def examine(self) -> Iterator[Finding]:
-        """Yield facts about the settings of the bucket. Does not retry."""
+        """Yield facts about the bucket's settings. Does not retry."""
         client = self._clients.get()
         try:
             yield from client.examine()
         except client.failures as error:
-            raise StorageError(f"cannot look at the settings of {self.url}: {client.explain(error).why}") from error
+            raise StorageError(f"cannot read the settings of {self.url}: {client.explain(error).why}") from error
 
     def _ask(self, verb: str, key: str, call: Callable[[Client], T]) -> T:
-        """Make one request, and count it: one of the methods above, or a page of a listing."""
+        """Make and count one request: for one of the methods above, or for one page of a listing."""
         self.counts.add(requests=1)
         client = self._clients.get()
         return self.again(verb, key, lambda: call(client))
 
     def again(self, verb: str, key: str, call: Callable[[], T]) -> T:
-        """Call ``call``, and repeat it while that may help. Raises the error of the last failure."""
+        """Call ``call``, retrying as long as that may help. Raises the error of the last failure."""
         client, pauses, attempts, renewed = self._clients.get(), self._backoff.pauses(), 0, False
         whole = Call(client.patience, hopeless=time.monotonic() - self._given_up < client.patience.call)
         while True:
@@ -210,7 +216,7 @@ class RemoteStore(ObjectStore):
                     answer = call()
                 self._given_up = -math.inf
                 return answer
-            except (CasckptError, AlreadyExists, ShortObject):  # some of them are OSErrors
+            except (CasckptError, AlreadyExists, ShortObject):  # some of these are also OSErrors
                 self._given_up = -math.inf
                 raise
             except client.failures as error:
@@ -225,13 +231,13 @@ class RemoteStore(ObjectStore):
                     tried = f", tried {attempts} times" if attempts > 1 else ""
                     why = f"{failure.why}; {whole.why}" if late and whole.why not in failure.why else failure.why
                     raise failure.kind(f"cannot {verb} {self.url}/{key}{tried}: {why}", key=key) from error
-                log.info("%s %s/%s failed, again in %.1f s: %s", verb, self.url, key, pause, failure.why)
+                log.info("cannot %s %s/%s, retrying in %.1f s: %s", verb, self.url, key, pause, failure.why)
             whole.spend(pause)
             self._backoff.sleep(pause)
 
 
 class RemoteReader(Reader):
-    """An object of a `RemoteStore`. A read is one request. All reads see one version of the object."""
+    """An object in a `RemoteStore`. A read is one request. All reads see the same version of the object."""
 
     def __init__(self, store: RemoteStore, key: str, ranged: Ranged) -> None:
         self._store = store
@@ -240,7 +246,7 @@ class RemoteReader(Reader):
 
     @property
     def size(self) -> int:
-        """Size in bytes. It takes a request, unless there was a read before."""
+        """The size in bytes. This costs a request unless the object has already been read."""
         self._store.counts.add(requests=1)
         return self._store.again("look at", self._key, self._ranged.size)
 
@@ -257,4 +263,4 @@ class RemoteReader(Reader):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Do nothing: nothing is held open."""
+        """Do nothing, because nothing is held open."""

@@ -1,4 +1,4 @@
-"""Parsing of URLs and storage_options of remote storages. Creates and reads nothing."""
+"""Parses the URLs and storage_options of remote storages, without creating or reading anything."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _NEEDS = {
     "http": "aiohttp", "https": "aiohttp",
 }  # fmt: skip
 _EXTRAS = {"gcsfs": "gcs", "adlfs": "azure", "s3fs": "s3", "aiohttp": "https"}
-_SHORTEST = {"s3": 3, "gs": 3, "gcs": 3}  # names of buckets
+_SHORTEST = {"s3": 3, "gs": 3, "gcs": 3}  # minimum length of a bucket name
 
 
 @dataclass(frozen=True)
 class RemoteLocation:
-    """The URL and the options of a remote store. ``options`` may hold secrets, so they are never shown."""
+    """The URL and the options of a remote store. ``options`` may contain secrets, so they are never shown."""
 
     scheme: str
     rest: str
@@ -40,7 +40,7 @@ class RemoteLocation:
         try:
             return self._client()
         except CasckptError:
-            raise  # some of them are ValueErrors or OSErrors
+            raise  # some of these are also ValueErrors or OSErrors
         except ImportError as error:
             raise Unsupported(_missing(self.scheme)) from error
         except OSError as error:
@@ -66,20 +66,20 @@ def open_remote(scheme: str, rest: str, options: Mapping[str, Any], *, single_wr
     rest = rest.rstrip("/")
     host, *parts = rest.split("/")
     if "@" in host:
-        raise InvalidInput(f"a {scheme}:// URL holds no credentials here: give them with storage_options")
+        raise InvalidInput(f"a {scheme}:// URL must not contain credentials: pass them in storage_options")
     if any(character in rest for character in "?#\\") or "::" in rest:
         raise InvalidInput(
-            f"a {scheme}:// URL of a store has no query and no other part: give {scheme}://bucket/prefix"
+            f"the {scheme}:// URL of a store must not have a query or fragment: pass {scheme}://bucket/prefix"
         )
     if not rest.isprintable():
-        raise InvalidInput(f"{rest[:200]!r} has invisible characters: correct the {scheme}:// URL")
+        raise InvalidInput(f"{rest[:200]!r} contains invisible characters: correct the {scheme}:// URL")
     if host and len(host) < _SHORTEST.get(scheme, 0):
         raise InvalidInput(
-            f"{scheme}://{rest[:200]}: the bucket's name {host!r} is too short, it has {_SHORTEST[scheme]} characters "
-            "or more: correct the URL"
+            f"{scheme}://{rest[:200]}: the bucket name {host!r} is too short, because it must have at least "
+            f"{_SHORTEST[scheme]} characters: correct the URL"
         )
     if any(part in ("", ".", "..") for part in parts) or not _BUCKET.fullmatch(host.partition(":")[0]):
-        raise InvalidInput(f"{scheme}://{rest[:200]} does not name a store: give {scheme}://bucket/prefix")
+        raise InvalidInput(f"{scheme}://{rest[:200]} does not name a store: pass {scheme}://bucket/prefix")
     package = _NEEDS.get(scheme)
     if package and importlib.util.find_spec(package) is None:
         raise Unsupported(_missing(scheme))
@@ -87,7 +87,7 @@ def open_remote(scheme: str, rest: str, options: Mapping[str, Any], *, single_wr
 
 
 def is_known(scheme: str) -> bool:
-    """Return whether fsspec knows storages of this kind."""
+    """Return whether fsspec supports URLs with this scheme."""
     from fsspec.registry import known_implementations, registry
 
     return scheme in registry or scheme in known_implementations
@@ -96,5 +96,5 @@ def is_known(scheme: str) -> bool:
 def _missing(scheme: str) -> str:
     package = _NEEDS.get(scheme)
     if package is None:
-        return f"{scheme}:// storages need another package: pip install what fsspec names for it"
+        return f"{scheme}:// storages need an additional package: pip install what fsspec names for them"
     return f"{scheme}:// storages need the package {package}: pip install 'casckpt[{_EXTRAS[package]}]'"

@@ -1,9 +1,9 @@
 """The copy command: copies the checkpoints that a target store lacks.
 
-A copy skips a checkpoint that the target has under the same id. It copies a checkpoint that the target has forgotten or
-purged only by name, because the target has its own retention. Each checkpoint is copied separately
-(`casckpt.upkeep.copies.replication`). If one cannot be copied, because it is damaged or another checkpoint has its run
-and step, the others are still copied.
+A copy skips a checkpoint that the target has under the same id. If the target has forgotten or purged a checkpoint, it
+is copied only when the call names it, because the target has its own retention. Each checkpoint is copied separately
+(`casckpt.upkeep.copies.replication`). If one cannot be copied, because it is damaged or a different checkpoint has its
+run and step, the others are still copied.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class CopyFailure:
 class CopyPlan:
     """The plan of a copy. All tuples are oldest first.
 
-    ``missing``: checkpoints to copy. ``forgotten``: commits of the target to restore. ``present``: checkpoints that the
-    target has. ``left``: checkpoints that the target has forgotten or purged, and that the call did not name.
+    ``missing``: checkpoints to copy. ``forgotten``: commits of the target to restore. ``present``: checkpoints that
+    the target has. ``left``: checkpoints that the target has forgotten or purged and that the call did not name.
     ``failed``: checkpoints that cannot be copied. ``nbytes``: size of the blobs that the target lacks. ``total``: the
-    end of the progress. It is ``nbytes``, or the size of all blobs of each missing checkpoint if cells are repacked.
-    ``blob_bytes``: repack the cells into blobs of this size. ``compress``: encode the cells. ``moving``: for repacking
-    in place (newest first), the numbers of the blobs to replace, by transaction. None for a copy into another store.
-    ``records``: unreadable records of the source, which may hide checkpoints to copy.
+    total for progress reports. It is ``nbytes`` or, if cells are repacked, the size of all blobs of each missing
+    checkpoint. ``blob_bytes``: repack the cells into blobs of this size. ``compress``: encode the cells. ``moving``:
+    for repacking in place (newest first), the numbers of the blobs to replace, by transaction. None for a copy into a
+    different store. ``records``: unreadable records of the source, which may belong to checkpoints to copy.
     """
 
     missing: tuple[Commit, ...] = ()
@@ -77,7 +77,7 @@ class CopyPlan:
 
 @dataclass(frozen=True)
 class CopyResult:
-    """The result of a copy, or with ``dry_run`` its expected result. ``copied``: as commits of the target.
+    """The result of a copy or, with ``dry_run``, its expected result. ``copied``: the new commits in the target.
 
     ``blobs``, ``nbytes``: number and size of the blobs put for ``copied``, by all processes that share the work.
     ``made_store``: whether the target was created. ``tags``: names of the tags that were set there. ``records``:
@@ -97,7 +97,7 @@ class CopyResult:
     dry_run: bool = False
 
     def raise_failure(self) -> None:
-        """Raise the worst error of ``failed`` and ``records``, if any. Its message gives the number of errors."""
+        """If ``failed`` or ``records`` is not empty, raise the worst error. The message includes their number."""
         unread = [Damaged(f"a checkpoint was not copied: {record.why}", key=record.key) for record in self.records]
         errors = [*(failure.error for failure in self.failed), *unread]
         if not errors:
@@ -126,7 +126,9 @@ def plan_copy(
     if in_place and compress:
         raise InvalidInput(f"{source.storage.url} cannot be encoded in place: copy it into another store")
     if in_place and blob_bytes is None:
-        raise InvalidInput(f"{source.storage.url} cannot be copied into itself: give another store, or a size of blobs")
+        raise InvalidInput(
+            f"{source.storage.url} cannot be copied into itself: specify a different store, or a blob size"
+        )
     if blob_bytes is not None and not 4096 <= blob_bytes <= 1 << 30:
         raise InvalidInput(f"blobs of {blob_bytes} bytes are not possible: give a size from 4KiB to 1GiB")
     named = list(refs)
@@ -160,7 +162,7 @@ def _unread(
 
 
 def _in_place(repo: Repository, chosen: Sequence[Commit], listed: CommitList, blob_bytes: int) -> CopyPlan:
-    """Plan repacking in place, the newest checkpoint first. Older ones then share its new blobs."""
+    """Plan in-place repacking, newest checkpoint first. Older checkpoints then share its new blobs."""
     named = (ref for commit in manifests.learn(repo, listed.live()) for ref in manifests.blob_list(repo, commit))
     kept = {(ref.uploader, ref.hash) for ref in named if not ref.worn and 2 * ref.size >= blob_bytes}
     moving: dict[TxId, frozenset[int]] = {}
@@ -249,15 +251,15 @@ def execute(
     part: Part = (0, 1),
     progress: Progress = silent,
 ) -> CopyResult:
-    """Carry out ``plan``. Create a missing target with the cell and blob size of the source.
+    """Carry out ``plan``. If the target does not exist, create it with the cell and blob size of the source.
 
     ``with_tags``: set the source's tags on the copied and present checkpoints. ``jobs``: number of concurrent
     transfers. ``part``: (number, count) of this process among the processes that make the same copy. ``progress``:
-    called with the bytes of finished blobs, `CopyPlan.total` in all. If the target is the mirror of the source, the
-    copies are noted in the source.
+    called with the bytes of finished blobs, `CopyPlan.total` in all. If the target is the source's mirror, the copies
+    are noted in the source.
 
-    The result lists the checkpoints that cannot be copied. Raises `Unsupported` if this version does not know a
-    requirement of a store on writers. Raises `StorageError`; the next copy continues from there.
+    The result lists the checkpoints that cannot be copied. Raises `Unsupported` if this version does not know one of a
+    store's requirements on writers. Raises `StorageError`; the next copy continues from there.
     """
     progress.expect(plan.total)
     blob_bytes = plan.blob_bytes
@@ -304,7 +306,7 @@ def _create_target(source: Repository, target: Repository, blob_bytes: int | Non
     """
     sizes = source.marker
     made = target.create(cell_bytes=sizes.cell_bytes, blob_bytes=max(blob_bytes or sizes.blob_bytes, sizes.cell_bytes))
-    if is_mirror:  # an earlier store at this URL is gone with its checkpoints, so delete the notes about it
+    if is_mirror:  # an earlier store at this URL is gone along with its checkpoints, so delete the notes about it
         since = NO_STORE if made else made_at(target.storage)
         take_back(source, unmirrored(source, list_commits(source).live(), target.storage.url, since))
     for written in (target, source) if is_mirror else (target,):

@@ -1,8 +1,8 @@
 """The mirror of a store: a thread that copies each commit into another store in the background.
 
-The store itself shows the remaining work: live commits without a record under mirrored/. So a program may end or die at
-any time. The next process that opens the store with its mirror continues. On each host one process copies at a time.
-Several hosts share the work.
+The store itself records the remaining work: it consists of the live commits without a record under mirrored/.
+Therefore, a program may end or die at any time. The next process that opens the store with its mirror continues. On
+each host, one process copies at a time. Several hosts share the work.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _State:
 
 
 class Mirror:
-    """The copying of all commits of ``repo`` into ``target``. Thread-safe, and usable in forked children."""
+    """Copies all commits of ``repo`` into ``target``. It is thread-safe and works in forked children."""
 
     def __init__(self, repo: Repository, target: Repository) -> None:
         self.target = target
@@ -56,7 +56,7 @@ class Mirror:
         repo.listeners.append(self.wake)
 
     def wake(self) -> None:
-        """Start to copy new commits in the background."""
+        """Start copying new commits in the background."""
         state = self._state.get()
         with state.changed:
             state.asked += 1
@@ -73,10 +73,10 @@ class Mirror:
         return lag_of(self._repo, needed_in_mirror(self._repo), "" if error is None else str(error))
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until all present commits are safe in the mirror.
+        """Wait until all current commits are safe in the mirror.
 
-        Makes one more attempt, then raises the error that prevents the copy. Raises `StorageError` after ``timeout``
-        seconds.
+        Makes one more attempt, and then raises the error that prevents the copy. Raises `StorageError` after
+        ``timeout`` seconds.
         """
         self.wake()
         state = self._state.get()
@@ -91,7 +91,7 @@ class Mirror:
                 raise type(state.error)(str(state.error), **state.error.__dict__) from state.error
 
     def stop(self) -> None:
-        """End the thread after its current checkpoint. The next opening of the store continues."""
+        """End the thread after its current checkpoint. The next process that opens the store continues."""
         state = self._state.get()
         with state.changed:
             state.stopped = True
@@ -149,7 +149,7 @@ class Mirror:
             return None
         made = made_at(self.target.storage)
         behind = unmirrored(self._repo, needed, url, made)
-        if len(behind) > len(known):  # an earlier store at this URL is gone with its checkpoints
+        if len(behind) > len(known):  # an earlier store at this URL is gone along with its checkpoints
             take_back(self._repo, unmirrored(self._repo, listed.live(), url, made))
         sizes = self._repo.marker
         self.target.create(cell_bytes=sizes.cell_bytes, blob_bytes=sizes.blob_bytes)
@@ -172,7 +172,7 @@ class Mirror:
         return failed
 
     def _thin(self, listed: CommitList, is_thinned: bool) -> None:
-        """Thin the mirror like the store, if the settings ask for it. Raises `StorageError`."""
+        """Thin the mirror like the store if the settings require it. Raises `StorageError`."""
         thin = [commit for commit in listed.visible() if commit.dropped is not None] if is_thinned else []
         if thin:
             thin_alike(self.target, thin)

@@ -1,6 +1,6 @@
 """Notes under mirrored/ about the commits that are safe in a store's mirror, for the mirror and gc.
 
-A note counts until the checkpoint is restored. Before that, the mirror may have forgotten and purged its copy too.
+A note is valid until the checkpoint is restored, because the mirror may have forgotten and purged its copy by then.
 
 The settings of a store name its mirror, so gc knows the mirror on every host. Before gc relies on the notes, it reads
 the creation time of the store at the mirror. A note does not count if no store is there (a deleted folder, an unmounted
@@ -104,7 +104,7 @@ def needed_in_mirror(repo: Repository) -> list[Commit]:
 
 
 def unmirrored(repo: Repository, commits: Iterable[Commit], mirror: str | None, made: float = 0) -> list[Commit]:
-    """Return those of ``commits`` without a note that they are safe in ``mirror``. Return none if ``mirror`` is None.
+    """Return those ``commits`` without a note that they are safe in ``mirror``. Return none if ``mirror`` is None.
 
     Notes from before ``made`` do not count. Makes one LIST, and a small read for each note that is new to this host.
     Raises `StorageError`.

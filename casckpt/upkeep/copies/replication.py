@@ -1,9 +1,10 @@
 """Replication of one checkpoint: copies the blobs that the target lacks, verifies them, and commits.
 
 A copy follows the protocol of a save in docs/format.md. Its transaction has the id of the save in the first store, or
-the next free id. So all processes that copy the same checkpoint use the same transaction. They share the work without
-messages. Each process begins with its own part, continues with blobs that no process has put yet, and commits when all
-blobs are there. Another process can continue a killed copy, unless gc has revoked its transaction.
+the next free id. Therefore, all processes that copy the same checkpoint use the same transaction. They share the work
+without exchanging messages. Each process begins with its own part, continues with blobs that no process has put yet,
+and commits when all blobs have been put. Another process can continue a killed copy, unless gc has revoked its
+transaction.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ Part = tuple[int, int]
 class Work:
     """The options of a copy. ``jobs``: number of concurrent transfers, each with a buffer.
 
-    ``progress``: called with the bytes of finished blobs. ``twins``: copy a checkpoint even if another one has its run
-    and step in the target. Otherwise this is a Conflict. ``blob_bytes``: repack the cells into blobs with this many
-    data bytes. None copies whole blobs. Checkpoints with encoded cells are never repacked. ``compress``: encode the
-    cells of other checkpoints. ``places``: locations of blobs in the target that earlier copies found. ``damaged``:
-    damaged blobs of the source that earlier copies found.
+    ``progress``: called with the bytes of finished blobs. ``twins``: copy a checkpoint even if a different checkpoint
+    in the target has its run and step. Otherwise, that raises Conflict. ``blob_bytes``: repack the cells into blobs
+    with this many data bytes. None copies whole blobs. Checkpoints with encoded cells are never repacked.
+    ``compress``: encode the cells of other checkpoints. ``places``: locations of blobs in the target that earlier
+    copies found. ``damaged``: damaged blobs of the source that earlier copies found.
     """
 
     jobs: int = 4
@@ -89,7 +90,7 @@ def replicate(source: Repository, target: Repository, commit: Commit, work: Work
     """Copy one checkpoint into ``target``, which must exist. Return when the copy is durable and visible.
 
     Raises `Damaged` or `Refused`, with blob and keys, if the source is damaged. Raises `Gone` if the checkpoint was
-    purged there meanwhile, and `Conflict` if another checkpoint has its run and step in ``target``. Raises
+    purged there in the meantime, and `Conflict` if a different checkpoint in ``target`` has its run and step. Raises
     `StorageError`; the next call continues where this one ended. After an error, the copy is not visible.
     """
     data = manifests.get(source, commit).encoded()  # verify the whole manifest before the first put
@@ -253,7 +254,7 @@ class _Copy:
         return {entry.key: entry.size for entry in self.target.storage.list(f"{folder}/")}
 
     def _ordered(self, refs: Sequence[BlobRef]) -> list[BlobRef]:
-        """Put the part of this process first, then the others in random order, so that processes rarely collide."""
+        """Return this process's part first, then the others in random order, so that processes rarely collide."""
         number, count = self.work.part
         low, high = len(refs) * number // count, len(refs) * (number + 1) // count
         own, rest = list(refs[low:high]), [*refs[high:], *refs[:low]]
@@ -390,14 +391,14 @@ def twin(listed: CommitList, commit: Commit) -> Commit | None:
 
 
 def occupant(listed: CommitList, commit: Commit) -> Commit | None:
-    """Return the visible commit of another checkpoint with the same run and step."""
+    """Return the visible commit of a different checkpoint with the same run and step."""
     place = (commit.run, commit.step)
     same = (other for other in listed.visible() if (other.run, other.step) == place)
     return next((other for other in same if other.id != commit.id), None)
 
 
 def taken(target: Repository, commit: Commit, other: Commit) -> Conflict:
-    """Return the error for a run and step that the target uses for another checkpoint."""
+    """Return the error for a run and step that the target uses for a different checkpoint."""
     return Conflict(
         f"{commit} was not copied: {target.storage.url} has another checkpoint with that run and step, {other.id}. "
         "If you do not need it, forget it there first (`casckpt forget`)",

@@ -1,7 +1,7 @@
 """Candidates of a gc: the objects that no live checkpoint names (steps 2, 3 and 6 of the protocol).
 
-The order makes this safe: gc lists objects before commits. So an object that a listed commit names is in the listing,
-or is not a candidate. See "How objects are deleted" in docs/format.md.
+The order makes this safe: gc lists objects before commits. As a result, no object that a listed commit names can
+become a candidate. See "How objects are deleted" in docs/format.md.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _NAMED_AT_MOST = 3
 
 
 class Unreadable(Exception):
-    """The error for a manifest that another gc deleted before this one could read it. The caller starts again."""
+    """The error for a manifest that another gc deleted before this one could read it. The caller starts over."""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The objects that no live commit named when commits were listed.
+    """The objects that no live commit named when the commits were listed.
 
-    ``sizes``: bytes by key. gc removes roots from it later. ``ended``: the commits that were purged or revoked at that
-    listing. All other commits stay roots for this gc, even if they are purged later.
+    ``sizes``: bytes by key. gc later removes roots from it. ``ended``: the commits that were purged or revoked in that
+    listing. All other commits remain roots for this gc, even if they are purged later.
     """
 
     sizes: dict[str, int] = field(repr=False)
@@ -38,9 +38,9 @@ class Candidates:
 
 
 def commits_without_doubt(repo: Repository, *, anew: bool = False) -> CommitList:
-    """List all commits. With ``anew``, also read records again that this host has read before.
+    """List all commits. With ``anew``, also reread records that this host has read before.
 
-    Raises `Damaged` if the state of a commit is unknown, because it may be live and need any object.
+    Raises `Damaged` if the state of a commit is unknown, because the commit may be live and may need any object.
     """
     listed = list_commits(repo, anew=anew)
     if listed.damaged:
@@ -56,16 +56,16 @@ def commits_without_doubt(repo: Repository, *, anew: bool = False) -> CommitList
 
 
 def candidates(repo: Repository, stock: Inventory, *, as_purged: Container[TxId] = ()) -> tuple[Candidates, CommitList]:
-    """Do step 3: list commits after the listing ``stock``. Return the candidates, and the listing for step 4.
+    """Do step 3: list the commits after the listing ``stock``. Return the candidates, and the listing for step 4.
 
-    ``as_purged``: commits that count as purged. Raises `Damaged` with all checkpoints whose manifest cannot be read;
-    `Unreadable` if one was purged meanwhile; `StorageError`.
+    ``as_purged``: commits that count as purged. Raises `Damaged` with all checkpoints whose manifest cannot be read,
+    `Unreadable` if one of them was purged in the meantime, and `StorageError`.
     """
     commits = commits_without_doubt(repo)
     live = [commit for commit in commits.live() if commit.txid not in as_purged]
     sizes = dict(stock.sizes)
     broken: list[tuple[Commit, CasckptError]] = []
-    manifests.learn(repo, live if repo.storage.traits.remote else ())  # other storages read them one by one below
+    manifests.learn(repo, live if repo.storage.traits.remote else ())  # other storages: read one by one below
     for commit in live:
         try:
             _remove(sizes, _names_of_live(repo, commit, stock))
@@ -80,10 +80,10 @@ def candidates(repo: Repository, stock: Inventory, *, as_purged: Container[TxId]
 
 
 def spare_roots(repo: Repository, pending: Candidates) -> None:
-    """Do step 6: list commits, and remove from ``pending`` the objects of all commits that had not ended in step 3.
+    """Do step 6: list the commits, and remove from ``pending`` the objects of commits that had not ended in step 3.
 
-    Commits that were purged since then count too. Raises `Unreadable` if a manifest cannot be read, `Damaged` if
-    records are lost, `StorageError`.
+    This includes commits that have been purged since then. Raises `Unreadable` if a manifest cannot be read, `Damaged`
+    if records are lost, and `StorageError`.
     """
     commits = commits_without_doubt(repo)
     every = (commit for _, commit in sorted(commits.commits.items()))
@@ -103,16 +103,16 @@ def _remove(sizes: dict[str, int], keys: Iterable[str]) -> None:
 
 
 def _names(repo: Repository, commit: Commit) -> Iterator[str]:
-    """Yield the keys of the manifest and the blobs of a commit, from the catalogue or the store."""
+    """Yield the keys of a commit's manifest and blobs, from the catalogue or the store."""
     yield manifest_key(commit.txid, commit.id)
     for uploader, blob, _ in manifests.blobs_of(repo, commit):
         yield blob_key(uploader, blob)
 
 
 def _names_of_live(repo: Repository, commit: Commit, stock: Inventory) -> list[str]:
-    """Return the same keys, and check the manifest: its list of blobs where reading is cheap, otherwise its presence.
+    """Return the same keys, and check the manifest: its list of blobs if reading is cheap, otherwise its existence.
 
-    Returns no keys if all objects have a guard, because then there are no candidates.
+    If all objects have a guard, there are no candidates, so this returns no keys.
     """
     key = manifest_key(commit.txid, commit.id)
     if repo.storage.traits.remote and (stock.has_manifest(key) or repo.storage.size(key) is not None):

@@ -1,4 +1,4 @@
-"""Forgetting and restoring of named checkpoints, without a policy. Also restores thinned checkpoints."""
+"""Forgets and restores named checkpoints, without a policy. Also restores thinned checkpoints."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 
 
 def plan_forget(repo: Repository, refs: Iterable[str | Commit], *, tagged: bool = False) -> list[Commit]:
-    """Return the present commits of the checkpoints and ranges in ``refs``, each once. Writes nothing.
+    """Return the current commits of the checkpoints and ranges in ``refs``, each commit once. Writes nothing.
 
-    ``tagged``: allow checkpoints with a tag. Otherwise they raise `Conflict`. Raises the errors of `resolve_many`, and
+    ``tagged``: allow tagged checkpoints, which otherwise raise `Conflict`. Raises the errors of `resolve_many`, and
     `Damaged` or `Refused` if a tag cannot be read.
     """
     chosen = resolve_many(repo, refs)
@@ -39,9 +39,9 @@ def plan_forget(repo: Repository, refs: Iterable[str | Commit], *, tagged: bool 
 
 
 def forget(repo: Repository, chosen: Iterable[Commit]) -> list[Commit]:
-    """Forget the checkpoints of `plan_forget`. Delete their tags first, because tags prevent a purge.
+    """Forget the checkpoints that `plan_forget` returned. Delete their tags first, because tags prevent a purge.
 
-    Leases stay until their end, because their holders rely on them.
+    Leases remain until they expire, because their holders rely on them.
     """
     check_requirements(repo)
     named = {name: tag for name, tag in tags(repo).items() if tag.expires is None}
@@ -63,7 +63,7 @@ class RestoreFailure:
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """The commits to restore, in their state in ``listed``."""
+    """The commits to restore, with their state in ``listed``."""
 
     chosen: tuple[Commit, ...]
     listed: CommitList
@@ -73,7 +73,7 @@ class RestorePlan:
 class RestoreResult:
     """The result of a restore, or with ``dry_run`` its expected result.
 
-    ``left``: commits without an attempt, because the storage failed.
+    ``left``: commits that were not attempted because the storage failed.
     """
 
     restored: tuple[Commit, ...] = ()
@@ -82,7 +82,7 @@ class RestoreResult:
     dry_run: bool = False
 
     def raise_failure(self) -> None:
-        """Raise the last error of ``failed``, if any. Its message gives the number of restored checkpoints."""
+        """If ``failed`` is not empty, raise its last error. The message includes the number of restored checkpoints."""
         if not self.failed:
             return
         error, wanted = self.failed[-1].error, len(self.restored) + len(self.failed) + len(self.left)
@@ -91,11 +91,11 @@ class RestoreResult:
 
 
 def plan_restore(repo: Repository, refs: Iterable[str | Commit], *, whole: bool = False) -> RestorePlan:
-    """Return the forgotten checkpoints and ranges in ``refs``, each once, from one listing. Writes nothing.
+    """Return the forgotten checkpoints and ranges in ``refs``, each checkpoint once, from one listing.
 
-    ``whole``: choose the commits from before the thinning instead. Raises the errors of `resolve_forgotten` and
-    `casckpt.upkeep.thin.whole_of`. Raises `Conflict` if one of them cannot be restored, or if two have the same run and
-    step.
+    Writes nothing. ``whole``: instead choose the commits from before the checkpoints were thinned. Raises `Conflict`
+    if a checkpoint cannot be restored, or if two have the same run and step. Also raises the errors of
+    `resolve_forgotten` and `casckpt.upkeep.thin.whole_of`.
     """
     listed = list_commits(repo)
     named = _whole(repo, refs, listed) if whole else (commit for ref in refs for commit in _named(repo, ref, listed))
@@ -111,9 +111,10 @@ def plan_restore(repo: Repository, refs: Iterable[str | Commit], *, whole: bool 
 
 
 def restore(repo: Repository, plan: RestorePlan) -> RestoreResult:
-    """Restore the commits of ``plan``, and return the result of each. Commits that another process has changed fail.
+    """Restore the commits of ``plan``, and return the result of each.
 
-    Raises `Unsupported` if this version does not know a requirement of the store on writers.
+    Fails for commits that another process has changed. Raises `Unsupported` if this version does not know one of the
+    store's requirements on writers.
     """
     check_requirements(repo)
     restored: dict[str, Commit] = {}
@@ -132,7 +133,7 @@ def restore(repo: Repository, plan: RestorePlan) -> RestoreResult:
         for _ in in_parallel(repo.storage.traits.requests, attempt, plan.chosen):
             pass
     except StorageError:
-        if not failed:  # the announcement failed
+        if not failed:  # only the announcement failed
             raise
     except BaseException:  # most likely an interrupt
         log.warning("restored %d of %d: %s", len(restored), len(plan.chosen), ", ".join(map(str, restored.values())))
@@ -144,7 +145,7 @@ def restore(repo: Repository, plan: RestorePlan) -> RestoreResult:
 
 
 def _named(repo: Repository, ref: str | Commit, listed: CommitList) -> list[Commit]:
-    """Return the commits that ``ref`` names. Return a replaced commit unchanged."""
+    """Return the commits that ``ref`` names. A replaced commit is returned unchanged."""
     if isinstance(ref, Commit) and ref.last == "replaced":
         return [listed.commits.get(ref.txid, ref)]
     return resolve_forgotten(repo, ref, listed)

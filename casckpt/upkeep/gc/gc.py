@@ -1,16 +1,17 @@
 """The phases of gc. gc is safe at any time, even during saves and during gc on other hosts.
 
-gc takes no lock, and its safety depends on no clock. Writers and other gc processes may pause and continue at any time.
-"How objects are deleted" in docs/format.md defines the steps. tests/model explores all their interleavings.
+gc does not take a lock, and its safety does not depend on clocks. Writers and other gc processes may pause and
+continue at any time. "How objects are deleted" in docs/format.md defines the steps. tests/model explores all their
+interleavings.
 
-1. Restore tagged checkpoints, forget checkpoints that the policy does not keep, and purge those whose minimum age is
-   over.
-2. List objects, without folders that have a guard.
+1. Restore tagged checkpoints, forget checkpoints that the policy does not keep, and purge those that have reached
+   their minimum age.
+2. List objects, except in folders that have a guard.
 3. List commits. The candidates are the objects that no live commit names.
-4. Then list open transactions.
+4. List open transactions.
 5. Wait until each of them has ended, and revoke the dead ones.
-6. Then list commits again. Keep the objects that they name, except the objects of commits that were already purged or
-   revoked in step 3. If a manifest without a record is among the candidates, records are lost, and gc deletes nothing.
+6. Relist commits. Keep the objects that they name, except the objects of commits that were already purged or revoked
+   in step 3. If the candidates include a manifest without a record, records are lost, and gc does not delete anything.
 7. Delete the other candidates.
 
 A gc that runs out of time stores its candidates, and the next gc continues with step 5.
@@ -64,13 +65,13 @@ from casckpt.upkeep.thin import ThinResult, thin_by
 
 Sleep: TypeAlias = Callable[[float], None]
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds between two checks of the open transactions
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds between checks of the open transactions
 SEEN_NOTE = "gc-signs-of-life"
 
 
 @dataclass
 class Limits:
-    """The total time that gc waits, and the silence after which it revokes a transaction, in seconds."""
+    """The total time that gc waits, and how long a transaction may be silent before gc revokes it, in seconds."""
 
     wait: float
     revoke_after: float
@@ -83,7 +84,7 @@ class Limits:
         return self.slept >= self.wait
 
     def rest(self) -> None:
-        """Sleep until the next check. The wait counts its sleeps instead of reading a clock, so that it always ends."""
+        """Sleep until the next check. The wait counts its sleeps instead of reading a clock, so it always ends."""
         seconds = min(self.pause, self.wait - self.slept)
         self.sleep(seconds)
         self.slept += seconds
@@ -105,9 +106,9 @@ def wait_until_closed(
 
     A transaction ends when it commits, or when its save or this function revokes it. This function revokes it if its
     process is provably dead, or if it shows no new sign of life for ``patience.revoke_after`` seconds. gc counts the
-    signs, and measures the time between two checks only with this host's clock. It never compares clocks. Revoking is
-    always safe: at worst a live save fails and is repeated. ``tell``: called at each check with the open transactions.
-    The result has the transactions that did not end in time as ``still``.
+    signs of life. It measures the time between checks only with this host's clock, and never compares clocks. Revoking
+    is always safe: at worst, a live save fails and is repeated. ``tell``: called at each check with the open
+    transactions. The ``still`` field of the result contains the transactions that did not end in time.
 
     Raises `StorageError`.
     """
@@ -142,7 +143,10 @@ def _why_dead(repo: Repository, transaction: OpenTransaction, silent: float, rev
 
 
 def _silence(repo: Repository, looked: dict[TxId, OpenTransaction]) -> dict[TxId, float]:
-    """Return the seconds since this host saw a new sign of life of each. A file keeps them for the next gc."""
+    """Return, for each transaction, the seconds since this host saw a new sign of life.
+
+    A file stores them for the next gc.
+    """
     before = notes.decode(repo.catalogue.note(SEEN_NOTE), notes.SIGNS_OF_LIFE) or {}
     now = repo.clock()
     seen = {}
@@ -159,11 +163,12 @@ RESUME_NOTE = "gc-paused"
 
 @dataclass(frozen=True)
 class ResumeState:
-    """The state of an interrupted gc, which this host keeps so that the next gc can continue.
+    """The state of an interrupted gc, which this host stores so that the next gc can continue.
 
-    An old state is safe to use. Object keys are never reused, and a commit that was not purged when gc chose the
-    candidates stays a root. Both hold only for the same store. So gc compares the URL and the ended transactions, and
-    ignores the state of a copy of the store. ``waits``: the open transactions that the gc waited for.
+    An old state is safe to use: object keys are never reused, and a commit that was not purged when gc chose the
+    candidates remains a root. Both hold only for the same store. Therefore, gc compares the URL and the ended
+    transactions, and ignores the state of a copy of the store. ``waits``: the open transactions that gc was waiting
+    for.
     """
 
     candidates: Candidates
@@ -171,7 +176,7 @@ class ResumeState:
 
 
 def save_resume_state(repo: Repository, paused: ResumeState) -> None:
-    """Store the state for the next gc on this host."""
+    """Store the state on this host, for the next gc."""
     columns: dict[TxId, list[tuple[str, str, int]]] = defaultdict(list)
     for key, size in paused.candidates.sizes.items():
         name = parse_object(key)
@@ -187,7 +192,7 @@ def drop_resume_state(repo: Repository) -> None:
 
 
 def load_resume_state(repo: Repository, commits: CommitList) -> ResumeState | None:
-    """Return the state that gc on this host stored for this store, or None. ``commits``: a new listing."""
+    """Return the state that a gc on this host stored for this store, or None. ``commits``: a new listing."""
     state = notes.decode(repo.catalogue.note(RESUME_NOTE), notes.PAUSED_GC)
     if state is None or state.url != repo.storage.url:
         return None
@@ -226,14 +231,14 @@ class GcOptions(TypedDict, total=False):
 class GcResult:
     """The result of a gc, or with ``dry_run`` its expected result. Counts and sizes of blobs do not include manifests.
 
-    ``later_blobs``, ``later_bytes``: number and size of the kept blobs that become free after the purge of recently
-    forgotten checkpoints. ``waiting``: the work for a later gc, with reasons. ``revoked``: transactions that were
-    revoked. ``foreign``: keys under objects/ that casckpt did not make. gc ignores them. ``thin``: the result of
-    thinning, None without such a rule. The other fields do not include it. ``restored``: checkpoints that received a
-    tag while an earlier gc forgot them, if that gc was killed before it could restore them.
+    ``later_blobs``, ``later_bytes``: number and size of the kept blobs that gc can delete once recently forgotten
+    checkpoints are purged. ``waiting``: the work that remains for a later gc, with reasons. ``revoked``: transactions
+    that were revoked. ``foreign``: keys under objects/ that casckpt did not create, and that gc ignores. ``thin``: the
+    result of thinning, or None without a thinning rule. The other fields do not include it. ``restored``: checkpoints
+    that received a tag while an earlier gc was forgetting them, if that gc was killed before it could restore them.
 
-    If gc fails, its error has this result as ``done``, with the changes to checkpoints before the error and all counts
-    0.
+    If gc fails, its error has this result as ``done``. It lists the changes to checkpoints before the error, and all
+    its counts are 0.
     """
 
     forgotten: tuple[Commit, ...] = ()
@@ -265,9 +270,9 @@ class _Tally:
     def result(
         self, repo: Repository, plan: GcPlan, done: GcResult, opened: Iterable[OpenTransaction], listed: CommitList
     ) -> GcResult:
-        """Return ``done`` with the final counts of a gc. ``opened``: transactions that it would have to wait for.
+        """Return ``done`` with the final counts of a gc. ``opened``: transactions that gc would have to wait for.
 
-        ``listed``: the last listing of the gc.
+        ``listed``: the last listing that gc made.
         """
         deleted, kept = sums_of(self.deleted.items()), self.stock.total(but=self.deleted)
         named = BlobUse(repo, listed.live() if plan.young else ())
@@ -297,7 +302,7 @@ def collect(
     dry_run: bool = False,
     **options: Unpack[GcOptions],
 ) -> GcResult:
-    """Run a whole gc: `plan_gc`, `thin_by`, then `execute`, or `preview` with ``dry_run``.
+    """Run a complete gc: `plan_gc`, `thin_by`, and then `execute`, or `preview` with ``dry_run``.
 
     Raises InvalidInput for a metric that no checkpoint has, and the errors of these functions.
     """
@@ -306,34 +311,35 @@ def collect(
     if thin is not None:
         thinned = thin_by(repo, thin, run, spare=plan.forget, dry_run=dry_run)
         if not dry_run:
-            plan = plan_gc(repo, policy, run=run, min_age=min_age)  # plan again, with the commits of the thinning
+            plan = plan_gc(repo, policy, run=run, min_age=min_age)  # includes the commits that thinning made
     return preview(repo, plan, thin=thinned) if dry_run else execute(repo, plan, thin=thinned, **options)
 
 
 def plan_gc(
     repo: Repository, policy: Policy | None = None, *, run: str | None = None, min_age: float | None = None
 ) -> GcPlan:
-    """Plan the checkpoints that a gc forgets and purges. Writes nothing.
+    """Plan which checkpoints gc forgets and purges. Writes nothing.
 
-    ``policy``: None forgets nothing. ``run``: forget and purge only checkpoints of this run. ``min_age``: seconds
-    between forgetting and purge (None: the store's setting, otherwise 24 h, and 15 minutes for ephemeral checkpoints).
-    If the mirror of the store is gone, the plan leaves out the checkpoints that were safe there.
+    ``policy``: the retention rules (None: forget nothing). ``run``: forget and purge only checkpoints of this run.
+    ``min_age``: seconds between forgetting and purging a checkpoint (None: the store's setting, otherwise 24 h, and 15
+    minutes for ephemeral checkpoints). If the store's mirror is gone, the plan leaves out the checkpoints that were
+    safe there.
 
-    Raises `NotFound` where there is no store, `Damaged` if records or tags cannot be read, `Unsupported` for a storage
-    that gc cannot work on, `StorageError`.
+    Raises `NotFound` if there is no store, `Damaged` if records or tags cannot be read, `Unsupported` for a storage
+    that gc cannot work on, and `StorageError`.
     """
     _check_seconds("a minimum age", min_age)
     _check_storage(repo)
     ages = min_age_of(repo, min_age)
-    commits = commits_without_doubt(repo, anew=not repo.storage.traits.remote)  # only where reading is cheap
+    commits = commits_without_doubt(repo, anew=not repo.storage.traits.remote)  # only if reading is cheap
     return unless_mirror_is_gone(repo, plan_retiring(repo, commits, policy or Policy(), ages, run))
 
 
 def preview(repo: Repository, plan: GcPlan, *, thin: ThinResult | None = None) -> GcResult:
     """Return the result that `execute` would have with ``plan``. Writes nothing.
 
-    Counts deleted objects as if the purges had happened and no open transaction would commit. Raises the errors of
-    `execute`, with the plan as ``done``.
+    Counts the deleted objects as if all purges had happened and no open transaction were to commit. Raises the errors
+    of `execute`, with the plan as ``done``.
     """
     as_purged = {commit.txid for commit in plan.purge}
     done = GcResult(plan.forget, plan.restore, plan.purge, waiting=plan.waiting, dry_run=True, thin=thin)
@@ -360,13 +366,15 @@ def execute(
 
     ``wait``: total seconds to wait for open transactions. After that, gc ends, and the next gc continues from there.
     ``revoke_after``: seconds without a new sign of life after which gc revokes a transaction (None: the store's
-    setting, otherwise an hour). ``progress``: called with the number of objects just deleted. ``tell``: called with the
-    transactions that gc waits for. ``thin``: the result of an earlier thinning, for the result of this gc.
+    setting, otherwise an hour). ``progress``: called with the number of objects just deleted. ``tell``: called with
+    the transactions that gc is waiting for. ``thin``: the result of an earlier thinning, to include in this gc's
+    result.
 
-    Raises `Damaged`, with the checkpoints, if a manifest or a record cannot be read. Then gc deletes nothing. If it
-    finds the damage early enough, it also forgets and purges nothing. Raises `Conflict` if other gc processes interfere
-    repeatedly, `Unsupported` for an unsuitable storage or an unknown requirement of the store on writers, and
-    `StorageError`. Every error, even an interrupt, has the earlier changes to checkpoints as ``done``.
+    Raises `Damaged`, with the checkpoints, if a manifest or a record cannot be read. In that case, gc does not delete
+    anything. If it finds the damage early enough, it does not forget or purge anything either. Raises `Conflict` if
+    other gc processes interfere repeatedly. Raises `Unsupported` for an unsuitable storage, or if this version does
+    not know one of the store's requirements on writers. Raises `StorageError`. Every error, including an interrupt,
+    has the earlier changes to checkpoints as ``done``.
     """
     _check_seconds("a wait", wait)
     _check_seconds("a time to revoke after", revoke_after)
@@ -389,7 +397,7 @@ def execute(
 
 
 def _check_first(repo: Repository, plan: GcPlan) -> None:
-    """Find errors that would prevent deletion, before gc forgets or purges a checkpoint."""
+    """Find errors that would prevent deletion before gc forgets or purges a checkpoint."""
     stock = list_unguarded(repo, plan.listed)
     # if records are lost, the listing for the policy is incomplete
     check_recorded(repo, stock.sizes, plan.listed.commits)
@@ -397,7 +405,7 @@ def _check_first(repo: Repository, plan: GcPlan) -> None:
 
 
 def _so_far(plan: GcPlan, done: RetireProgress, tally: _Tally, thin: ThinResult | None) -> GcResult:
-    """Return the partial results. ``waiting`` has only the checkpoints that this gc has forgotten."""
+    """Return the partial results. ``waiting`` contains only checkpoints that this gc has forgotten."""
     forgotten = {commit.txid for commit in done.forgotten}
     return GcResult(
         forgotten=tuple(done.forgotten),
@@ -411,9 +419,9 @@ def _so_far(plan: GcPlan, done: RetireProgress, tally: _Tally, thin: ThinResult 
 
 @contextmanager
 def _noting(done: Callable[[], GcResult]) -> Iterator[None]:
-    """Add the partial results to an error or interrupt: as ``done``, and as a note in the traceback.
+    """Attach the partial results to an error or interrupt, as ``done`` and as a note in the traceback.
 
-    A purge is final, so a caller must be able to find out which checkpoints were purged.
+    A purge is final, so callers must be able to find out which checkpoints were purged.
     """
     try:
         yield
@@ -440,7 +448,7 @@ def _check_seconds(what: str, seconds: Any) -> None:
 
 @dataclass
 class _Collection:
-    """Steps 2 to 7 of one gc. Steps 3 and 6 make their own listings. Only step 2 may use an older listing."""
+    """Steps 2 to 7 of a gc. Steps 3 and 6 make their own listings. Only step 2 may use an older listing."""
 
     repo: Repository
     patience: Limits
@@ -449,12 +457,12 @@ class _Collection:
     tally: _Tally = field(default_factory=_Tally)
 
     def run(self) -> None:
-        """Finish the work of an interrupted gc, then do all steps."""
+        """Finish the work of an interrupted gc, then perform all steps."""
         guards = commits_without_doubt(self.repo)
         paused = load_resume_state(self.repo, guards)
         if paused is not None:
             if not self._finish_paused(paused):
-                self.tally.stock = list_unguarded(self.repo, guards)  # to count the remaining objects
+                self.tally.stock = list_unguarded(self.repo, guards)  # used to count the remaining objects
                 return None
             guards = commits_without_doubt(self.repo)
         for _ in range(ATTEMPTS):
@@ -466,7 +474,7 @@ class _Collection:
         )
 
     def _finish_paused(self, paused: ResumeState) -> bool:
-        """Continue an interrupted gc with step 5. Return False if it has to wait longer."""
+        """Continue an interrupted gc at step 5. Return False if it has to wait longer."""
         check_requirements(self.repo)
         try:
             finished = self._finish(paused)
@@ -477,7 +485,7 @@ class _Collection:
         return finished
 
     def _pass(self, guards: CommitList) -> None:
-        """Do steps 2 to 7. ``guards``: an earlier listing. Raises `Unreadable` if gc must start again."""
+        """Perform steps 2 to 7. ``guards``: an earlier listing. Raises `Unreadable` if gc must start over."""
         self.tally.stock = list_unguarded(self.repo, guards)
         found, listed = candidates(self.repo, self.tally.stock)
         waits = frozenset(transaction.txid for transaction in open_transactions(self.repo, listed.commits))
@@ -487,12 +495,12 @@ class _Collection:
             paused = ResumeState(found, waits)
             if not self._finish(paused):
                 save_resume_state(self.repo, paused)
-        else:  # no need to wait, but revoke dead transactions
+        else:  # do not wait, but revoke dead transactions
             look = Limits(0, self.patience.revoke_after, self.patience.sleep)
             self.tally.revoked += wait_until_closed(self.repo, waits, look, lambda still: None).revoked
 
     def _finish(self, paused: ResumeState) -> bool:
-        """Do steps 5 to 7. Return False if the time is over."""
+        """Perform steps 5 to 7. Return False if the time is up."""
         waited = wait_until_closed(
             self.repo, paused.waits, self.patience, lambda still: self.tell([waiting_for(one) for one in still])
         )
@@ -516,9 +524,9 @@ def _candidates(repo: Repository, stock: Inventory, as_purged: set[TxId]) -> tup
 
 
 def _settle_records(repo: Repository) -> None:
-    """Make the records of other processes in commits/ durable, because these processes may have died before they did.
+    """Make other processes' records in commits/ durable. These processes may have died before they did so themselves.
 
-    Otherwise a power failure could undo a purge but not the later deletes.
+    Otherwise, a power failure could undo a purge but not the deletes that followed it.
     """
     repo.storage.settle(COMMITS.rstrip("/"))
 
@@ -526,8 +534,8 @@ def _settle_records(repo: Repository) -> None:
 def _delete(repo: Repository, sizes: Iterable[str], progress: Progress) -> None:
     """Delete the objects. No other function deletes blobs and manifests of a store.
 
-    Deletes blobs first: while the manifest of a purged checkpoint exists, another gc can continue. Any order is safe
-    for live checkpoints, and a later gc deletes remaining objects.
+    Deletes blobs first, because another gc can continue as long as the manifest of a purged checkpoint exists. Any
+    order is safe for live checkpoints, and a later gc deletes the remaining objects.
     """
     keys = sorted(sizes, key=lambda key: not key.endswith(BLOB))
     progress.expect(len(keys))
@@ -538,10 +546,10 @@ def _delete(repo: Repository, sizes: Iterable[str], progress: Progress) -> None:
 
 
 def _tidy(repo: Repository, tally: _Tally) -> None:
-    """Remove files of closed transactions, old generations of tags, and remains of failed puts.
+    """Remove files of closed transactions, old generations of tags, and leftovers of failed puts.
 
-    This does not disturb a put in progress. It cleans a folder of objects only if the folder has no open transaction.
-    In addition, the folder must belong to a closed transaction, have held a deleted object, or have no guard.
+    This does not disturb a put in progress: an objects folder is cleaned only if it has no open transaction. In
+    addition, the folder must belong to a closed transaction, have held a deleted object, or have no guard.
     """
     closed = list_names(repo)
     _settle_records(repo)

@@ -1,14 +1,15 @@
 """Step 1 of a gc: forgets checkpoints by the policy, and purges or restores forgotten and replaced commits.
 
-gc makes a plan first and then carries it out unchanged. If another process changes a checkpoint in between, its change
-stays: forget, restore and purge compete for the next record of a log, and gc lists tags again. The order of a purge is:
-read the `forgotten` record, then the clock, then list tags, then take the next number of the log. So a new tag is in
-the listing, or the restore of its checkpoint has taken the number. This also holds if another forget follows the
-restore.
+gc first makes a plan and then carries it out unchanged. If another process changes a checkpoint in between, that
+change prevails: forget, restore and purge compete for the next record of a log, and gc relists the tags. A purge reads
+the `forgotten` record, then reads the clock, then lists the tags, and then takes the next log number. Therefore,
+either a new tag is in the listing, or the restore of its checkpoint has taken the number. This also holds if another
+forget follows the restore.
 
-gc restores a checkpoint that received a tag while gc forgot it. If gc is killed before that, the next gc restores the
-checkpoint: it reads logs, then lists tags, then takes the number after `forgotten`. `forget` deletes the tags of a
-checkpoint first, so that the checkpoint stays forgotten. An overwritten checkpoint stays forgotten too.
+gc restores a checkpoint that received a tag while gc was forgetting it. If gc is killed before that, the next gc
+restores the checkpoint: it reads the logs, then lists the tags, and then takes the number after `forgotten`. `forget`
+deletes the tags of a checkpoint first, so the checkpoint remains forgotten. An overwritten checkpoint also remains
+forgotten.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ class Deferred:
     """A checkpoint or transaction that a gc leaves for later, and the reason.
 
     ``reason``: "young" (forgotten; may be purged after ``until``), "replaced" (the old commit of a rewrite, or an
-    undone rewrite; may be purged after ``until``), "tagged" (forgotten, but has ``tags``, until ``until`` if all of
-    them expire), "unmirrored" (not forgotten or purged, because it is not safe in the store's mirror, or the mirror is
-    gone), or "transaction" (a save in progress that ``host`` and ``pid`` began at ``since``; gc waits for its end).
-    ``replaced``: True for an old commit of a rewrite, None otherwise.
+    undone rewrite; may be purged after ``until``), "tagged" (forgotten, but protected by ``tags``; if all of them
+    expire, until ``until``), "unmirrored" (not forgotten or purged, because it is not safe in the store's mirror, or
+    the mirror is gone), or "transaction" (a save in progress that ``pid`` on ``host`` began at ``since``; gc waits
+    until it ends). ``replaced``: True for an old commit of a rewrite, None otherwise.
     """
 
     reason: str
@@ -68,7 +69,7 @@ class Deferred:
 
 
 def waiting_for(transaction: OpenTransaction) -> Deferred:
-    """Describe an open transaction that gc waits for."""
+    """Describe an open transaction that gc is waiting for."""
     txid, began = transaction.txid, transaction.began
     if began is None:
         return Deferred("transaction", None, parse_txid(txid).step, txid=txid, since=parse_txid(txid).time)
@@ -78,12 +79,13 @@ def waiting_for(transaction: OpenTransaction) -> Deferred:
 
 @dataclass(frozen=True)
 class GcPlan:
-    """The plan of a gc. ``forget``: commits to forget by the policy. ``purge``: commits whose minimum age is over.
+    """The plan of a gc. ``forget``: commits to forget by the policy.
 
-    ``purge`` may include commits of ``forget``. ``waiting``: checkpoints that stay for now, with reasons. ``young``:
-    those of them whose minimum age is not over. ``restore``: forgotten commits with a tag without an end. All are
-    oldest first. ``mirror``: URL of the mirror whose notes the plan relies on. ``listed``: the listing behind the plan.
-    Checks use it to find guards, but no step of the protocol uses it.
+    ``purge``: commits that have reached their minimum age. ``purge`` may include commits in ``forget``. ``waiting``:
+    checkpoints that are kept for now, with reasons. ``young``: those of them that have not reached their minimum age.
+    ``restore``: forgotten commits that have a tag without an expiration time. All are oldest first. ``mirror``: URL of
+    the mirror whose notes the plan relies on. ``listed``: the listing that the plan is based on. Checks use it to find
+    guards, but no step of the protocol uses it.
     """
 
     forget: tuple[Commit, ...]
@@ -99,7 +101,7 @@ class GcPlan:
 class RetireProgress:
     """The finished part of a plan.
 
-    It grows after each action, so that it is complete after an error.
+    It grows after each action, so it is complete even after an error.
     """
 
     restored: list[Commit] = field(default_factory=list)
@@ -109,7 +111,7 @@ class RetireProgress:
 
 @dataclass(frozen=True)
 class MinAge:
-    """The seconds from the `forgotten` record to the earliest purge."""
+    """The minimum number of seconds between the `forgotten` record and the purge."""
 
     usual: float
     ephemeral: float
@@ -119,12 +121,12 @@ class MinAge:
         return round(1e6 * (self.ephemeral if commit.committed.ephemeral else self.usual))
 
 
-A_DAY = MinAge(24 * 3600.0, 15 * 60.0)  # gives users time to notice and undo a wrong rule
+A_DAY = MinAge(24 * 3600.0, 15 * 60.0)  # so that users have time to notice and undo a wrong rule
 AT_ONCE = MinAge(0.0, 0.0)
 
 
 def min_age_of(repo: Repository, wanted: float | None, unset: MinAge = A_DAY) -> MinAge:
-    """Return ``wanted`` seconds, or else the setting of the store, or else ``unset``."""
+    """Return ``wanted``, otherwise the store's setting, otherwise ``unset``, in seconds."""
     if wanted is not None:
         return MinAge(wanted, wanted)
     settings = repo.settings
@@ -133,7 +135,7 @@ def min_age_of(repo: Repository, wanted: float | None, unset: MinAge = A_DAY) ->
 
 
 def plan_of(repo: Repository, commits: CommitList, policy: Policy, run: str | None = None) -> GcPlan:
-    """Return the plan of a gc, or an empty plan if gc would raise."""
+    """Return the plan of a gc, or an empty plan if gc would raise an error."""
     try:
         return plan_retiring(repo, commits, policy, min_age_of(repo, None), run)
     except (Damaged, Refused):
@@ -175,9 +177,9 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
 
 
 def unless_mirror_is_gone(repo: Repository, plan: GcPlan, *, near: bool = False) -> GcPlan:
-    """Return ``plan`` without checkpoints that were safe in a store that is no longer at the URL of the mirror.
+    """Return ``plan`` without checkpoints that were safe in a store that is no longer at the mirror's URL.
 
-    This store may have their only copy. ``near``: see `mirror_made_at`.
+    The store being collected may have their only copy. ``near``: see `mirror_made_at`.
     """
     relied = {commit.txid: commit for commit in (*plan.purge, *plan.forget)}
     made = mirror_made_at(repo, plan.mirror, near=near) if plan.mirror and relied else None
@@ -203,15 +205,16 @@ def unless_mirror_is_gone(repo: Repository, plan: GcPlan, *, near: bool = False)
 def _gone_since(commit: Commit, now: int) -> int:
     """Return the time at which a commit was forgotten or replaced, or ``now`` if it is still visible.
 
-    The time is from the clock of the host that did it. If this is before the save, that clock was behind, and the time
-    of the save counts. A save time in the future does not count, because the clock of the saver was ahead.
+    The time is from the clock of the host that forgot or replaced it. If it is before the save, that clock was slow,
+    and the time of the save counts instead. A save time in the future does not count, because the saver's clock was
+    fast.
     """
     saved = commit.committed.time
     return now if commit.visible else max(commit.changed_at, saved if saved <= now else 0)
 
 
 def kept_of(commit: Commit) -> SavedCheckpoint:
-    """Return the properties of a commit that a policy needs."""
+    """Return the properties of a commit that a policy uses."""
     record = commit.committed
     return SavedCheckpoint(
         commit.txid, record.run, record.step, record.created_at, metrics=metric_values(record.metrics),
@@ -220,9 +223,9 @@ def kept_of(commit: Commit) -> SavedCheckpoint:
 
 
 def check_metrics(repo: Repository, policy: Policy, run: str | None) -> None:
-    """Raise InvalidInput if no visible checkpoint has the metric of ``keep_best``. Warn about runs without it.
+    """Raise InvalidInput if no visible checkpoint has the ``keep_best`` metric. Warn about runs without it.
 
-    Only for the rules of a user. A training may set its rule before the first checkpoint has the metric.
+    Call this only for a user's rules. A training may set its rule before the first checkpoint has the metric.
     """
     if not policy.best:
         return
@@ -237,9 +240,10 @@ def check_metrics(repo: Repository, policy: Policy, run: str | None) -> None:
 def _forgotten_though_tagged(
     named: Mapping[str, Tag], commits: CommitList, forgotten: Iterable[Commit]
 ) -> list[Commit]:
-    """Return those of ``forgotten`` with a tag without an end and a free run and step, one for each id.
+    """Return the commits in ``forgotten`` to restore, one per id.
 
-    Omits overwritten checkpoints, even if their successor is gone, because overwriting deletes no tag.
+    Each has a tag without an expiration time, and no visible checkpoint has its run and step. Omits overwritten
+    checkpoints even if their successor is gone, because overwriting does not delete tags.
     """
     tagged = tagged_txids(_without_end(named), forgotten := list(forgotten))
     wanted = [commit for commit in forgotten if commit.is_forgotten and commit.txid in tagged]
@@ -255,7 +259,7 @@ def _without_end(named: Mapping[str, Tag]) -> dict[str, Tag]:
 
 
 def bring_back(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
-    """Restore the checkpoints of ``plan``. Skip commits that have lost their tag or changed since.
+    """Restore the checkpoints of ``plan``. Skip commits that have since lost their tag or changed.
 
     Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`.
     """
@@ -265,10 +269,10 @@ def bring_back(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
 
 
 def thinned_though_claimed(repo: Repository, listed: CommitList, since: int) -> list[Commit]:
-    """Return commits that were thinned before ``since`` despite a tag, the most complete one for each id.
+    """Return commits that were thinned before ``since`` despite a tag, the most complete commit for each id.
 
-    Thinning lists the tags again at its end, and restores checkpoints with new tags. In this case it was killed before
-    that. Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`.
+    Thinning relists the tags at its end, and restores checkpoints that have new tags. If it was killed before that,
+    such commits remain. Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`.
     """
     seen = {commit.id for commit in listed.visible()}
     old = (commit for commit in listed.standing() if commit.last == "replaced" and commit.changed_at <= since)
@@ -279,7 +283,7 @@ def thinned_though_claimed(repo: Repository, listed: CommitList, since: int) -> 
 
 
 def _is_ruin(repo: Repository, commits: CommitList, commit: Commit) -> bool:
-    """Return whether a commit has a lossless rewrite and its own manifest is damaged. While it is live, gc raises."""
+    """Return whether a commit has a lossless rewrite but a damaged manifest. While it is live, gc raises an error."""
     if commits.standin(commit) is commit:
         return False
     try:
@@ -304,20 +308,20 @@ def _is_old(commit: Commit) -> bool:
 def retire(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
     """Forget and purge the checkpoints of ``plan``, and add them to ``done``, which must be empty.
 
-    Skips commits that another process changed or tagged since. Raises `StorageError`, and `Unsupported` if this version
-    does not know a requirement of the store on writers.
+    Skips commits that another process has since changed or tagged. Raises `StorageError`, and `Unsupported` if this
+    version does not know one of the store's requirements on writers.
     """
     chosen = _untagged(repo, plan.forget)
     announce_all(repo, chosen)
     _each_unless_changed(repo, forget, chosen, done.forgotten)
-    # list tags again: a new tag counts, and a process that sets one later sees these records
+    # relist tags: a new tag counts, and a process that sets one later sees these records
     tagged = _barred(repo, [*plan.purge, *done.forgotten])
     claimed = [commit for commit in done.forgotten if commit.txid in tagged]
     _each_unless_changed(repo, partial(restore, as_read=True), claimed, [])
     done.forgotten = [commit for commit in done.forgotten if commit.txid not in tagged]
-    now = {commit.txid: commit for commit in (*plan.purge, *done.forgotten)}  # in the state that this gc last read
+    now = {commit.txid: commit for commit in (*plan.purge, *done.forgotten)}  # as this gc last read them
     due = [now[commit.txid] for commit in plan.purge]
-    settings = repo.settings  # read again: the store may have a new mirror or new requirements on writers
+    settings = repo.settings  # reread: the store may have a new mirror or new requirements on writers
     records.check_requirements(settings, repo.storage.url)
     unsafe = _unsafe(repo, due, settings.mirror)
     left = [c for c in due if not c.visible and c.txid not in tagged and c.txid not in unsafe]
@@ -326,10 +330,10 @@ def retire(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
 
 
 def forget_and_purge(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
-    """Forget ``commits``, which are visible, and purge them at once, without a gc. Return the forgotten commits.
+    """Forget ``commits``, which are visible, and purge them immediately without a gc. Return the forgotten commits.
 
-    If the settings of the store have a minimum age, a gc does the purge. Skips commits that have a tag or are not yet
-    safe in the store's mirror. Raises `StorageError`.
+    If the store's settings have a minimum age, a later gc purges them instead. Skips commits that have a tag or are
+    not yet safe in the store's mirror. Raises `StorageError`.
     """
     wanted, settings = list(commits), repo.settings
     records.check_requirements(settings, repo.storage.url)
@@ -339,7 +343,7 @@ def forget_and_purge(repo: Repository, commits: Iterable[Commit]) -> list[Commit
 
 
 def purge_now(repo: Repository, replaced: Iterable[TxId]) -> None:
-    """Purge the old commits of rewritten checkpoints at once, without a gc, as `forget_and_purge` does."""
+    """Purge the old commits of rewritten checkpoints immediately without a gc, as `forget_and_purge` does."""
     commits, settings = list_commits(repo).commits, repo.settings
     old = [commits[txid] for txid in replaced if txid in commits and commits[txid].last == "replaced"]
     _retire_at_once(repo, settings, (), old)
@@ -360,12 +364,12 @@ def _untagged(repo: Repository, commits: Sequence[Commit]) -> list[Commit]:
 
 
 def _tags_now(repo: Repository) -> dict[str, Tag]:
-    """Return the tags that have not expired by the clock of this host."""
+    """Return the tags that have not expired according to this host's clock."""
     return tags(repo, slack=FOREIGN_CLOCKS)
 
 
 def _barred(repo: Repository, commits: Sequence[Commit]) -> set[TxId]:
-    """Return those of ``commits`` that tags protect from a purge. All were read as forgotten before this call."""
+    """Return those ``commits`` that tags protect from a purge. All were read as forgotten before this call."""
     named = _tags_now(repo) if commits else {}
     if not tagged_txids(named, commits):
         return set()
@@ -374,7 +378,7 @@ def _barred(repo: Repository, commits: Sequence[Commit]) -> set[TxId]:
 
 
 def _claimed(named: Mapping[str, Tag], listed: CommitList, commits: Iterable[Commit]) -> set[TxId]:
-    """Return those of ``commits`` with a tag. A tag on a thinned rewrite does not count for the old commit."""
+    """Return those ``commits`` that are tagged. A tag on a thinned rewrite does not count for the old commit."""
 
     def claims(tag: Tag, commit: Commit) -> bool:
         on = listed.commits.get(tag.txid)
@@ -386,9 +390,10 @@ def _claimed(named: Mapping[str, Tag], listed: CommitList, commits: Iterable[Com
 
 
 def _free(listed: CommitList, commits: Iterable[Commit]) -> set[TxId]:
-    """Return the hidden ones of ``commits`` that tags do not need, because another commit has the whole checkpoint.
+    """Return those hidden ``commits`` that tags do not need, because another commit has the whole checkpoint.
 
-    Another commit of the checkpoint is visible, or this commit has a lossless rewrite, or it is a void rewrite.
+    That is the case if another commit of the checkpoint is visible, or if this commit has a lossless rewrite or is
+    itself a void rewrite.
     """
     seen = Holdings(listed.visible())
     return {
@@ -399,10 +404,10 @@ def _free(listed: CommitList, commits: Iterable[Commit]) -> set[TxId]:
 
 
 def _unsafe(repo: Repository, commits: Iterable[Commit], mirror: str | None, made: float = 0) -> set[TxId]:
-    """Return those of ``commits`` for which neither the commit nor a lossless rewrite is safe in ``mirror``.
+    """Return those ``commits`` for which neither the commit nor a lossless rewrite is safe in ``mirror``.
 
-    If the settings thin the mirror, a thinned rewrite counts. A void rewrite need not be safe. ``made``: see
-    `unmirrored`.
+    If the settings thin the mirror, a thinned rewrite counts as safe. A void rewrite does not need to be safe.
+    ``made``: see `unmirrored`.
     """
     wanted = [commit for commit in commits if commit.standing != VOID]
     if mirror is None or not wanted:
@@ -415,7 +420,7 @@ def _unsafe(repo: Repository, commits: Iterable[Commit], mirror: str | None, mad
 
 
 def _end(named: Iterable[Tag]) -> datetime | None:
-    """Return the time at which these tags have ended for gc, or None if one of them never ends."""
+    """Return the time at which gc considers all these tags expired, or None if one of them never expires."""
     ends = [tag.expires for tag in named]
     known = [end + FOREIGN_CLOCKS for end in ends if end is not None]
     return time_of(max(known)) if known and len(known) == len(ends) else None
@@ -434,4 +439,4 @@ def _each_unless_changed(
         for _ in in_parallel(repo.storage.traits.requests, attempt, commits):
             pass
     finally:
-        done.sort(key=lambda commit: commit.order)  # threads append in any order
+        done.sort(key=lambda commit: commit.order)  # because threads append in any order

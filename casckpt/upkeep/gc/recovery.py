@@ -1,7 +1,7 @@
 """Recovery at the end of a gc: announcements without records, records without announcements, unfinished rewrites.
 
-If a process dies before it creates an announced record, each reader makes an additional request every time. A record
-without an announcement is invisible to readers of runs. This happens if runs/ was lost or restored from an older copy.
+If a process dies before it creates an announced record, every read makes an additional request. A record without an
+announcement is invisible to readers of runs. This happens if runs/ was lost or was restored from an older copy.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def settle(repo: Repository, seconds: float) -> CommitList:
     """Fill each number that was announced ``seconds`` ago and has no record. Announce records without an announcement.
 
     Also restores checkpoints that were thinned ``seconds`` ago although a tag protects them. This is safe at any time:
-    a late process finds its number taken, and announces the next one. Each host reads each announcement once. Returns
-    its first listing. The same commits are live afterwards. Raises `Damaged` or `Refused` if a tag cannot be read,
-    `StorageError`.
+    a late process finds that its number is taken, and announces the next number. Each host reads each announcement
+    only once. Returns the first listing that it makes. The same commits are live afterwards. Raises `Damaged` or
+    `Refused` if a tag cannot be read, and `StorageError`.
     """
-    listed = list_commits(repo)  # list commits first: each of these records was announced before
+    listed = list_commits(repo)  # list commits first: each listed record was already announced
     since = repo.clock() - round(1e6 * seconds)
     _settle_rewrites(repo, listed, since)
     for commit in thinned_though_claimed(repo, listed, since):
         log.warning("%s was thinned by a process that died, although it has a tag; gc restores it", commit)
-        with suppress(Conflict):  # another process was first
+        with suppress(Conflict):  # another process restored it first
             append(repo, commit, Restored)
     for run in _hashes(repo, listed):
         look(repo, run)
@@ -56,7 +56,7 @@ def settle(repo: Repository, seconds: float) -> CommitList:
                 keep(repo, txid, number)
             elif (
                 repo.storage.size(transaction_key(txid)) is None
-            ):  # otherwise gc revokes the transaction if it shows no sign of life
+            ):  # otherwise, gc revokes the transaction if it shows no sign of life
                 revoke(repo, txid, "announced, and never committed")
         if missing := list(_unannounced(known, listed, run)):
             log.warning("%d records of run %s were not announced; runs/ was incomplete", len(missing), run)
@@ -67,7 +67,7 @@ def settle(repo: Repository, seconds: float) -> CommitList:
 def _settle_rewrites(repo: Repository, listed: CommitList, since: int) -> None:
     """Fill the numbers of unfinished rewrites from before ``since``, and forget void rewrites.
 
-    A void rewrite never becomes visible, so forgetting it hides nothing.
+    A void rewrite never becomes visible, so forgetting it does not hide anything.
     """
     for commit in listed.live():
         is_old = commit.standing == UNSETTLED and commit.committed.time <= since
@@ -82,7 +82,7 @@ def _settle_rewrites(repo: Repository, listed: CommitList, since: int) -> None:
 def faults(repo: Repository, listed: CommitList, *, anew: bool) -> list[tuple[str, str]]:
     """Return (key, problem) of unreadable announcements, and of records in ``listed`` without an announcement.
 
-    ``anew``: also read announcements again that this host has read before. Raises `StorageError`.
+    ``anew``: also reread announcements that this host has read before. Raises `StorageError`.
     """
     problems: list[tuple[str, str]] = []
     reader = repo.fresh()
@@ -99,7 +99,7 @@ def _hashes(repo: Repository, listed: CommitList) -> list[str]:
 
 
 def _undecided(known: RunCache, listed: CommitList, since: int) -> Iterator[tuple[TxId, int]]:
-    """Yield (txid, number) of the next record of each log, if it was announced before ``since`` and is not listed."""
+    """Yield the (txid, number) of each log's next record that was announced before ``since`` but is not listed."""
     for record in list(known.records.values()):  # a copy, because other threads may add announcements
         for txid, number in record.announced if record is not None and record.time <= since else ():
             commit = listed.commits.get(txid)

@@ -1,6 +1,7 @@
-"""Rotation: forgetting of old checkpoints of a run after a save.
+"""Rotation: forgets old checkpoints of a run after a save.
 
-It runs after the commit. So the newest checkpoint, tagged checkpoints and those at fixed steps can always be loaded.
+It runs after the commit. Therefore, the newest checkpoint, tagged checkpoints and checkpoints at fixed steps can
+always be loaded.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ _WARN_EVERY = 10  # checkpoints
 
 
 def plan_rotation(visible: Sequence[Commit], rotation: Rotation, tagged: Container[TxId], now: int) -> list[Commit]:
-    """Return the checkpoints to forget among the ``visible`` ones of one run, oldest first. ``now``: in microseconds.
+    """Return which of the ``visible`` checkpoints of one run to forget, oldest first. ``now``: in microseconds.
 
-    The newest checkpoint is the last saved one, even if the run was rolled back. Of two checkpoints of one step, the
-    last saved one stays.
+    The newest checkpoint is the one that was saved last, even if the run was rolled back. If two checkpoints have the
+    same step, the one saved last is kept.
     """
     if rotation.is_empty or not visible:
         return []
@@ -44,9 +45,9 @@ def plan_rotation(visible: Sequence[Commit], rotation: Rotation, tagged: Contain
 def rotate(repo: Repository, run: str, rotation: Rotation) -> list[Commit]:
     """Forget and purge the checkpoints of ``run`` that ``rotation`` does not keep, and return them.
 
-    Only one process calls this. The next gc frees the space. If the settings of the store have a minimum age, gc does
-    the purge. Checkpoints that are not yet safe in the mirror stay. A tag that is set meanwhile counts. Raises Damaged
-    or Refused if a tag cannot be read, StorageError.
+    Only one process calls this. The next gc frees the space. If the store's settings have a minimum age, gc purges the
+    checkpoints instead. Checkpoints that are not yet safe in the mirror are kept. A tag that is set in the meantime
+    counts. Raises Damaged or Refused if a tag cannot be read, and StorageError.
     """
     if rotation.is_empty:
         return []
@@ -61,7 +62,7 @@ def rotate(repo: Repository, run: str, rotation: Rotation) -> list[Commit]:
 
 
 def _warn_of_metrics(run: str, visible: Sequence[Commit], rotation: Rotation) -> None:
-    """Warn at every tenth checkpoint if no checkpoint has the metric of ``keep_best``, so that all stay."""
+    """Warn at every tenth checkpoint if all checkpoints are kept because none of them has the ``keep_best`` metric."""
     permanent = [kept_of(one) for one in visible if not one.committed.ephemeral]
     if rotation.keep is None or not permanent or len(permanent) % _WARN_EVERY:
         return
@@ -74,8 +75,8 @@ def _warn_of_metrics(run: str, visible: Sequence[Commit], rotation: Rotation) ->
 def thin(repo: Repository, run: str, rule: Thinning | None) -> list[Commit]:
     """Thin the checkpoints of ``run`` by ``rule``, purge their old commits, and return the new commits.
 
-    If the settings of the store have a minimum age, gc does the purge. Skips damaged checkpoints. Raises the errors of
-    `rotate`.
+    If the store's settings have a minimum age, gc purges the old commits instead. Skips damaged checkpoints. Raises
+    the errors of `rotate`.
     """
     if rule is None:
         return []

@@ -123,7 +123,7 @@ def _described(repo: Repository, uses: _Uses, by_id: Mapping[ManifestId, Commit]
 
 
 def _wrong_cells(repo: Repository, uses: _Uses) -> list[_Cell]:
-    """Read the cells again, and return those with a wrong digest."""
+    """Reread the cells, and return those with a wrong digest."""
     if not uses.cells:
         return []
     ref = uses.checked.ref

@@ -16,16 +16,17 @@ from casckpt.repository.repository import Repository
 from casckpt.storage.base import ShortObject
 from casckpt.storage.buffers import BufferPool
 
-PIECE = 4 << 20  # bytes read at once
+PIECE = 4 << 20  # bytes per read
 _MAX_THREADS = 8
 _ATTEMPTS = 2
 
 
 @dataclass(frozen=True)
 class Checked:
-    """The check of one blob. ``why``: its damage, "" without any. ``failed``: the error that prevented reading.
+    """The result of checking one blob. ``why``: the damage, or "" if there is none.
 
-    ``ranges``: the bytes that are wrong or unverified. ``proof``: as in `Proved`.
+    ``failed``: the error that prevented reading. ``ranges``: the bytes that are wrong or unverified. ``proof``: as in
+    `Proved`.
     """
 
     ref: BlobRef

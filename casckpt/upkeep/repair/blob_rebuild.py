@@ -1,4 +1,4 @@
-"""Rebuilding of a damaged blob: leaves from its copies, cells from equal cells, and then header and proof.
+"""Rebuilds a damaged blob: leaves from its copies, cells from equal cells, and then the header and the proof.
 
 Rebuilding uses only bytes whose digest is in the proof or in a live checkpoint. The blob is complete only if its hash
 equals its name.
@@ -136,7 +136,7 @@ class CellSupply:
         return cell_digest(plain) == cell.digest
 
     def _take_cell(self, rebuilt: RebuiltBlob, cell: LiveCell) -> bool:
-        """Restore a cell from an equal cell or from a copy of the blob. Encode it again if it was encoded."""
+        """Restore a cell from an equal cell or from a copy of the blob. If it was encoded, reencode it."""
         part = rebuilt.part(cell.offset, cell.nbytes)
         if cell.coded is not None:
             return self._take_frame(part, cell, cell.coded)
@@ -222,7 +222,7 @@ def _take_leaves(reader: Reader, rebuilt: RebuiltBlob) -> None:
 
 
 def _runs(leaves: Sequence[Leaf]) -> Iterator[list[Leaf]]:
-    """Group consecutive leaves. Each group takes one read."""
+    """Group consecutive leaves. Each group needs one read."""
     run: list[Leaf] = []
     for leaf in leaves:
         if run and run[-1].end != leaf.offset:
@@ -258,7 +258,7 @@ def _without_padding(rebuilt: RebuiltBlob, leaf: Leaf) -> bytes:
 
 
 def _write_anew(rebuilt: RebuiltBlob) -> None:
-    """Write the blob as a save would write one with only the live cells. Restores header, padding and proof."""
+    """Write the blob as a save with only the live cells would write it. Restores the header, padding and proof."""
     buffer = memoryview(bytearray(buffer_bytes(padded(rebuilt.ref.size))))
     writer = BlobWriter(buffer)
     for cell in rebuilt.cells:
@@ -277,7 +277,7 @@ def _write_anew(rebuilt: RebuiltBlob) -> None:
 
 
 def place_of(writer: BlobWriter, cell: LiveCell) -> int:
-    """Return the offset of a cell if it is written next."""
+    """Return the offset that a cell gets if it is written next."""
     return writer.end if cell.coded else writer.place(cell.nbytes)
 
 
@@ -293,7 +293,7 @@ def put(writer: BlobWriter, buffer: memoryview, cell: LiveCell, data: Buffer) ->
 
 
 def _prove_anew(rebuilt: RebuiltBlob) -> None:
-    """Make the proof again from the data and from the remaining leaf lengths. One of these lengths may be wrong."""
+    """Recreate the proof from the data and the remaining leaf lengths. One of these lengths may be wrong."""
     data, size = rebuilt.data, rebuilt.ref.size
     try:
         place = DATA_OFFSET + sum(nbytes for _, nbytes in decode_header(bytes(data[:DATA_OFFSET]), size))

@@ -1,6 +1,6 @@
-"""Sources of bytes for a repair: blobs of the same name and equal cells, in this store and in others.
+"""Sources of bytes for a repair: blobs with the same name and equal cells, in this store and in others.
 
-Repair trusts no source. It uses bytes only if their digest is right.
+Repair does not trust any source. It uses bytes only if their digest is right.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Cells:
         places = (place for place in self._places.get(digest, ()) if place.cell.nbytes == len(target))
         if any(place.fill(target) for place in places):
             return True
-        self._lost.add(digest)  # ends the recursion where versions are deltas of each other
+        self._lost.add(digest)  # ends the recursion if versions are deltas of each other
         deltas = [delta for delta in self._deltas.get(digest, {}).values() if delta.cell.nbytes == len(target)]
         if not any(self._undo(delta, digest, target) for delta in deltas):
             return False

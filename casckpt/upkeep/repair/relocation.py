@@ -1,7 +1,7 @@
 """Relocation: a rewrite of a checkpoint that lost a blob, with the live cells of that blob in new blobs.
 
-A relocation follows the protocol of a save. The transaction begins, then casckpt lists commits, and it reuses only
-blobs that a live commit of that listing names. If several checkpoints shared a lost blob, the first relocation makes
+A relocation follows the protocol of a save. After the transaction begins, casckpt lists the commits. It reuses only
+blobs that a live commit in that listing names. If several checkpoints shared a lost blob, the first relocation makes
 new blobs with the cells that all of them need. The other relocations use these blobs.
 """
 
@@ -133,7 +133,7 @@ class Relocation:
     def _put(
         self, txid: TxId, cells: Mapping[K, LiveCell], data: Callable[[K, LiveCell], Buffer]
     ) -> dict[K, tuple[BlobRef, int]]:
-        """Put cells into new blobs, and return the place of each. ``data`` returns the bytes of a cell."""
+        """Put cells into new blobs, and return the location of each. ``data`` returns the bytes of a cell."""
         places = dict[K, tuple[BlobRef, int]]()
         ordered = sorted(cells.items(), key=lambda item: _order(item[1]))
         for lot in in_batches(ordered, lambda item: item[1].nbytes, self.repo.marker.blob_bytes):
@@ -165,7 +165,7 @@ def _order(cell: LiveCell) -> tuple[bool, tuple[int, str], bool, int]:
 def _moved(
     cell: StoredCell, places: Mapping[Old, RelocatedCell], refs: Sequence[BlobRef], numbers: dict[BlobRef, int]
 ) -> StoredCell:
-    """Return a cell at its new place, with its bases if it is still encoded. New blobs get the next numbers."""
+    """Return a cell at its new location, with its bases if it is still encoded. New blobs get the next numbers."""
     place = places.get((cell.blob, cell.offset)) or RelocatedCell(refs[cell.blob], cell.offset, bare=False)
     number, frame = numbers.setdefault(place.ref, len(numbers)), None
     if cell.frame is not None and not place.bare:

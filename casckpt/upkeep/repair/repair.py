@@ -3,13 +3,13 @@
 1. Manifests are restored from another store that holds the same checkpoint.
 2. Blobs are rebuilt leaf by leaf, from their remains and from copies: under another uploader, in the cache of this
    host, or in another store. Damaged copies complete each other.
-3. Blobs are rebuilt cell by cell, from equal cells of other blobs. Repair encodes encoded cells again, and makes a new
+3. Blobs are rebuilt cell by cell, from equal cells of other blobs. Repair reencodes encoded cells, and creates a new
    header, padding and proof.
 4. If a blob cannot be rebuilt, repair rewrites the checkpoint with the live cells in new blobs. This happens if the
-   blob also held cells of purged checkpoints, or if this version encodes its frames differently. Repair also rewrites a
-   checkpoint whose cells have a lost base, if these cells are available elsewhere.
+   blob also held cells of purged checkpoints, or if this version encodes its frames differently. Repair also rewrites
+   a checkpoint whose cells have a lost base, if these cells are available elsewhere.
 
-`repair` checks the blobs that `verify` or a save has marked, and blobs that are missing or have another size. Repair
+`repair` checks the blobs that `verify` or a save has marked, and blobs that are missing or have the wrong size. Repair
 cannot correct a blob that was marked only for a wrong frame, so step 4 replaces it.
 """
 
@@ -49,7 +49,7 @@ def repair_manifests(
     """Restore damaged manifests from stores that hold the same checkpoint.
 
     Returns the restored ids, and the manifests that could not be restored. The index is the same in every store, but
-    the blobs may differ. The catalogue of this host may have their locations. Otherwise repair guesses them, and
+    the blobs may differ. The catalogue of this host may have their locations. Otherwise, repair guesses them and
     compares the result with the hash in the commit record. If no guess is right, it rewrites the checkpoint.
     """
     restored, lost = [], []
@@ -247,7 +247,7 @@ def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Pr
 
 
 def _wrong(repo: Repository, refs: Sequence[BlobRef]) -> list[Checked]:
-    """Return the needed blobs that are misframed, or that are marked, missing or of another size and fail a check."""
+    """Return the needed blobs that are misframed, or that are marked, missing or have a wrong size and fail a check."""
     sizes = list_objects(repo)
     marked, misframed = blobs.damaged_marks(repo), blobs.frame_marks(repo)
     suspects = [

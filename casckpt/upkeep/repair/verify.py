@@ -78,7 +78,7 @@ def _leaves(refs: Sequence[BlobRef], proofs: Mapping[tuple[TxId, BlobHash], byte
 def _holds(repo: Repository, ref: BlobRef, cell: StoredCell, leaf: Leaf | None) -> bool:
     if leaf is not None and leaf.nbytes == cell.nbytes:
         return leaf.digest == cell.digest
-    try:  # a foreign writer may cut other leaves
+    try:  # a foreign writer may split leaves differently
         with repo.storage.open(blob_key(ref.uploader, ref.hash)) as reader:
             return holds_cell(reader, cell.offset, memoryview(bytearray(cell.nbytes)), cell.digest)
     except (NotFound, StorageError):
@@ -93,7 +93,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DamagedManifest:
-    """A live checkpoint with an unreadable manifest. It cannot be loaded, and gc deletes nothing."""
+    """A live checkpoint with an unreadable manifest. It cannot be loaded, and gc does not delete anything."""
 
     id: str
     run: str
@@ -119,9 +119,9 @@ class UnreadBlob(NamedTuple):
 class VerifyResult:
     """The result of a verification. ``checked_bytes``: size of the hashed blobs. ``blobs``: number of needed blobs.
 
-    ``damaged``: damaged blobs; with ``decode`` also blobs with a frame of a wrong cell. ``decoded_bytes``: size of the
-    decoded cells and their bases, with ``decode``. ``repaired``: marked blobs that are right again. ``unsigned``:
-    checkpoints without a signature that this opening of the store requires.
+    ``damaged``: damaged blobs and, with ``decode``, blobs with a frame that decodes to a wrong cell.
+    ``decoded_bytes``: size of the decoded cells and their bases, with ``decode``. ``repaired``: marked blobs that are
+    right again. ``unsigned``: checkpoints that lack a signature required when the store was opened.
     """
 
     checked_blobs: int = 0
@@ -174,8 +174,8 @@ def verify(
     and size, and trusts the marks. ``sample``: the fraction of the blobs to check, drawn at random, in addition to
     marked ones. ``decode``: also decode encoded cells and compare them. ``progress``: called with the bytes just read.
 
-    No save reuses a marked blob. If the store is not writable, the old marks stay and verify logs a warning. Raises
-    `NotFound`, `InvalidInput`, `StorageError`. Damage is in the result, and raises nothing.
+    No save reuses a marked blob. If the store is not writable, the old marks remain and verify logs a warning. Raises
+    `NotFound`, `InvalidInput`, `StorageError`. Damage does not raise an error; it is reported in the result.
     """
     _check_arguments(mode, sample, decode)
     listed = list_commits(repo, anew=mode == "full")
@@ -222,7 +222,7 @@ def verify(
 def damaged_records(repo: Repository, listed: CommitList, *, is_all: bool = True, anew: bool) -> list[DamagedRecord]:
     """Return the unreadable and missing records of commits and tags. With ``is_all``, include announcements of runs.
 
-    ``anew``: also read records again that this host has read before. Raises `StorageError`.
+    ``anew``: also reread records that this host has read before. Raises `StorageError`.
     """
     damaged = [(f"commits/{txid}", str(error)) for txid, error in sorted(listed.damaged.items())]
     damaged += [(f"tags/{name}", str(error)) for name, error in sorted(list_tags(repo).damaged.items())]
@@ -241,7 +241,7 @@ def _check_arguments(mode: Any, sample: Any, decode: bool) -> None:
 
 
 def survey(repo: Repository, commits: Iterable[Commit], *, with_extents: bool = False) -> Survey:
-    """Read the manifests of ``commits``. Skip commits that were purged meanwhile. Raises `StorageError`.
+    """Read the manifests of ``commits``. Skip commits that were purged in the meantime. Raises `StorageError`.
 
     ``with_extents``: also read the extents of each tensor. A manifest with a damaged part still counts as readable.
     """

@@ -35,14 +35,14 @@ def test_copy_copies_and_lists_missing_checkpoints(run: Run, as_json: AsJson, sa
     assert ids[0] == ids[1]
 
 
-def test_copy_takes_tags_and_chosen_runs(as_json: AsJson, run: Run, saved: Path, there: Path) -> None:
+def test_copy_accepts_tags_and_selected_runs(as_json: AsJson, run: Run, saved: Path, there: Path) -> None:
     run("tag", saved, "best", "a@2")
     found = as_json("copy", saved, there, "--run", "a", "--tags")
     assert (found["tags"], len(found["copied"])) == (["best"], 3)
     assert [row["tags"] for row in as_json("list", there)] == [[], ["best"], []]
 
 
-def test_copy_writes_blobs_of_another_size(as_json: AsJson, run: Run, saved: Path, there: Path) -> None:
+def test_copy_writes_blobs_of_a_different_size(as_json: AsJson, run: Run, saved: Path, there: Path) -> None:
     copied = as_json("copy", saved, there, "--blob-size", "4MiB")
     assert (len(copied["copied"]), copied["failed"]) == (4, [])
     assert casckpt.open(there).repository.marker.blob_bytes == 4 << 20
@@ -83,7 +83,7 @@ def test_the_error_for_storage_options_of_a_copy_names_those_of_the_target(run: 
     assert "use --dst-option for DST" in said
 
 
-def test_another_checkpoint_at_the_step_is_a_conflict(run: Run, as_json: AsJson, saved: Path, there: Path) -> None:
+def test_a_different_checkpoint_at_the_step_is_a_conflict(run: Run, as_json: AsJson, saved: Path, there: Path) -> None:
     casckpt.open(there).save({"mine": cells(1)}, run="a", step=2)
     found = as_json("copy", saved, there, status=5)
     assert [(one["step"], one["kind"]) for one in found["failed"]] == [(2, "conflict")]
@@ -188,7 +188,7 @@ def test_a_killed_copy_is_resumed(as_json: AsJson, many: casckpt.Store, there: P
     assert other.gc(min_age=0).deleted_blobs == 0
 
 
-def test_a_copy_resumed_by_another_process_is_not_shown_as_dead(
+def test_a_copy_resumed_by_a_second_process_is_not_shown_as_dead(
     as_json: AsJson, many: casckpt.Store, there: Path
 ) -> None:
     kill_a_copy(many, there)
@@ -213,7 +213,7 @@ def test_a_gc_revokes_a_killed_copy_and_the_next_copy_starts_over(
 
 
 @pytest.mark.parametrize("world", [1, 2], ids=["both copy all", "as torchrun starts them"])
-def test_two_processes_copy_the_same_checkpoints_beside_gcs(many: casckpt.Store, there: Path, world: int) -> None:
+def test_two_processes_copy_the_same_checkpoints_during_gcs(many: casckpt.Store, there: Path, world: int) -> None:
     many.save({"w": cells(200, seed=4)}, step=2)
     started = [
         subprocess.Popen(

@@ -19,6 +19,6 @@ def test_the_demo_runs_and_prints_its_steps(tmp_path: Path, as_json: AsJson, run
     assert named(as_json("list", tmp_path / "store")) == ["demo@30"]
     assert as_json("demo", tmp_path / "store", status=5)["error"]["kind"] == "conflict"
     text = run("demo").stdout
-    assert "every bit is the same" in text
+    assert "every bit is identical" in text
     folder = next(line.split()[3] for line in text.splitlines() if line.startswith("$ casckpt list"))
     assert not Path(folder).exists()

@@ -14,7 +14,7 @@ BRIEF = {"id", "run", "step"}
 # both directions
 
 
-def test_import_and_export_give_the_same_file(store_path: Path, tmp_path: Path, as_json: AsJson) -> None:
+def test_import_and_export_produce_the_same_file(store_path: Path, tmp_path: Path, as_json: AsJson) -> None:
     source, out = tmp_path / "m.safetensors", tmp_path / "o.safetensors"
     safetensors.torch.save_file({"a": torch.randn(100), "b": torch.ones(3).bfloat16()}, source)
     made = as_json("import", store_path, source, "--run", "base", "--step", 0)
@@ -31,11 +31,13 @@ def test_import_and_export_give_the_same_file(store_path: Path, tmp_path: Path, 
     assert list(safetensors.torch.load_file(out)) == ["a"]
 
 
-def test_export_reports_keys_that_it_leaves_out(saved: Path, tmp_path: Path, as_json: AsJson, run: Run) -> None:
+def test_export_reports_keys_that_it_omits(saved: Path, tmp_path: Path, as_json: AsJson, run: Run) -> None:
     assert as_json("export", saved, "a@1", tmp_path / "out", "--max-shard-size", "10KB")["left_out"] == ["lr"]
     assert len(list((tmp_path / "out").glob("model-0000?-of-00002.safetensors"))) == 2
-    assert "not REGEX=NAME" in run("export", saved, "a@1", tmp_path / "x", "--rename", "w", status=2).stderr
-    assert "left out: lr\n" in run("export", saved, "a@1", tmp_path / "again").stdout
+    assert (
+        "not have the form REGEX=NAME" in run("export", saved, "a@1", tmp_path / "x", "--rename", "w", status=2).stderr
+    )
+    assert "omitted: lr\n" in run("export", saved, "a@1", tmp_path / "again").stdout
 
 
 def test_torch_files_and_folders_are_imported_and_exported(
@@ -75,23 +77,23 @@ def test_an_export_reports_values_that_the_format_cannot_hold(tmp_path: Path, as
     found = as_json("export", tmp_path / "s", "latest", tmp_path / "out.pt", "--format", "torch")
     assert (found["attachments"], found["skipped"]) == ([], [".metadata", "note"])
     said = run("export", tmp_path / "s", "latest", tmp_path / "again.pt", "--format", "torch").stdout
-    assert "files left out: .metadata, note" in said
+    assert "files omitted: .metadata, note" in said
     refused = run("export", tmp_path / "s", "latest", tmp_path / "out", "--format", "dcp", status=1).stderr
     assert "--no-attachments" in refused.splitlines()[-1]
     found = as_json("export", tmp_path / "s", "latest", tmp_path / "out", "--format", "dcp", "--no-attachments")
     assert (found["attachments"], found["skipped"]) == ([], [".metadata", "note"])
 
 
-def test_an_export_says_why_a_config_is_left_out(tmp_path: Path, run: Run) -> None:
+def test_export_reports_why_a_config_is_omitted(tmp_path: Path, run: Run) -> None:
     state = {"model": {"w": torch.ones(2), "v": torch.ones(1)}, "optim": {"m": torch.ones(2)}}
     casckpt.open(tmp_path / "s").save(state, step=0, attachments={"config.json": b"{}"})
 
     def said(out: str, *options: str) -> str:
         return run("export", tmp_path / "s", "latest", tmp_path / out, *options).stdout
 
-    assert "a part of a model: from_pretrained would fill the rest" in said("part", "--keys", "model.w")
-    assert "these are not the names of a model" in said("all", "--format", "safetensors")
+    assert "part of a model: from_pretrained would fill the rest" in said("part", "--keys", "model.w")
+    assert "the names are not those of a model" in said("all", "--format", "safetensors")
     unwanted = said("unwanted", "--no-attachments")
-    assert "copy that of the model into it" in unwanted
+    assert "copy the model's config.json into it" in unwanted
     assert "part of a model" not in unwanted
     assert "no names" not in said("neither", "--format", "safetensors", "--no-attachments"), "it is not why"

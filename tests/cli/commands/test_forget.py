@@ -70,7 +70,7 @@ def test_restore_reports_restored_checkpoints_even_if_it_fails(
     assert "not restored: a@2" in run("restore", saved, "a@..", status=5).stdout
 
 
-def test_a_tagged_checkpoint_is_forgotten_only_with_the_option_tagged(saved: Path, as_json: AsJson) -> None:
+def test_a_tagged_checkpoint_is_forgotten_only_with_the_tagged_option(saved: Path, as_json: AsJson) -> None:
     as_json("tag", saved, "best", "a@2")
     assert as_json("forget", saved, "a@1..3", status=5)["error"]["kind"] == "conflict"
     assert len(as_json("list", saved)) == 4

@@ -48,7 +48,7 @@ def test_gc_forgets_nothing_without_a_rule(saved: Path, as_json: AsJson, run: Ru
     assert as_json("gc", saved, "--keep-within", "7d", "--dry-run")["forgotten"] == []
     for bare in ("soon", "7", "0.5", "-7d"):
         as_json("gc", saved, "--keep-within", bare, status=2)
-    assert "give 7s or 7d if that is meant" in run("gc", saved, "--keep-within", "7", status=2).stderr
+    assert "pass 7s or 7d if you mean that" in run("gc", saved, "--keep-within", "7", status=2).stderr
     for bare in ("loss", "loss:0", ":3"):
         assert 'as "loss:3"' in as_json("gc", saved, "--keep-best", bare, status=2)["error"]["message"]
     as_json("gc", saved, "--keep-last", 0, status=1)
@@ -68,7 +68,7 @@ def test_a_checkpoint_forgotten_by_a_rule_can_be_restored_for_a_day(saved: Path,
     told = run("gc", saved, "--keep-last", 1).stdout
     assert told.count("forgot a@") == told.count(", can be restored until ") == 2
     assert "1 blob, " in told
-    assert "are deleted later" in told
+    assert "will be deleted once" in told
     day = datetime.fromisoformat(planned["waiting"][0]["until"]) - datetime.now(UTC)
     assert day > timedelta(hours=23)
     stats, listed = as_json("stats", saved), run("list", saved)

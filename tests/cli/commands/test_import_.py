@@ -21,7 +21,7 @@ def test_import_reports_the_actual_kind_of_a_file(store_path: Path, tmp_path: Pa
     (tmp_path / "pytorch_model.bin").touch()
     assert "pytorch_model.bin itself" in run("import", store_path, tmp_path, "--step", 0, status=1).stderr
     assert "no file" in run("import", store_path, tmp_path / "absent", "--step", 0, status=3).stderr
-    assert "'' names no file" in run("import", store_path, "", "--step", 0, status=1).stderr
+    assert "'' does not name a file" in run("import", store_path, "", "--step", 0, status=1).stderr
     too_long = run("import", store_path, "x" * 300, "--step", 0, status=1).stderr
     assert "cannot read xxx" in too_long  # as for any error of the operating system
     assert "too long" in too_long

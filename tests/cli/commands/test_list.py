@@ -44,7 +44,9 @@ def test_list_prints_checkpoints_oldest_first(saved: Path, store: casckpt.Store,
     assert named(as_json("list", saved, "--run", "b")) == ["b@1"]
 
 
-def test_list_shows_forgotten_ones_only_with_all(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+def test_list_shows_forgotten_checkpoints_only_with_all(
+    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
+) -> None:
     store.forget("a@2")
     assert named(as_json("list", saved)) == ["a@1", "a@3", "b@1"]
     rows = as_json("list", saved, "--all")
@@ -166,10 +168,10 @@ def test_list_shows_the_health_that_a_save_found(saved: Path, store: casckpt.Sto
     sick = {"nan": 1, "inf": 1, "largest": 0.0}
     assert as_json("show", saved, "h@2")["tensors"][0]["health"] == sick
     assert "1 NaN, 1 infinite in a" in run("show", saved, "h@2").output
-    assert "no NaN, none infinite\n" in run("show", saved, "h@1").output
+    assert "no NaN or infinite elements\n" in run("show", saved, "h@1").output
     store.save(tensors, run="f", step=1)
     store.save(tensors, run="f", step=2, health=True, frozen=["a"])
-    assert "no NaN, none infinite; 1 tensor not checked\n" in run("show", saved, "f@2").output
+    assert "no NaN or infinite elements; 1 tensor not checked\n" in run("show", saved, "f@2").output
     before = {"nan": 0, "inf": 0, "largest": 2.5}
     assert as_json("diff", saved, "h@2", "--values")["values"] == [{"key": "a", "old": before, "new": sick}]
     assert re.search(r"a +2.5 +0 +1 NaN, 1 infinite", run("diff", saved, "h@2", "--values").output)
@@ -178,7 +180,7 @@ def test_list_shows_the_health_that_a_save_found(saved: Path, store: casckpt.Sto
 # lists
 
 
-def test_a_list_may_be_short_sorted_and_with_columns_of_the_metadata(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_a_list_may_be_limited_sorted_and_have_metadata_columns(saved: Path, as_json: AsJson, run: Run) -> None:
     assert named(as_json("list", saved, "--limit", 2)) == ["a@3", "b@1"]
     assert named(as_json("ls", saved, "--sort", "loss")) == ["a@3", "a@2", "a@1", "b@1"]  # b@1 has none
     assert named(as_json("list", saved, "--sort", "-loss", "--limit", 1)) == ["a@1"]
@@ -189,7 +191,7 @@ def test_a_list_may_be_short_sorted_and_with_columns_of_the_metadata(saved: Path
     assert "0.3333" in shown.splitlines()[1]
     assert "LOSS" in run("list", saved, "--show", "loss").stdout
     told = run("list", saved, "--sort", "accuracy", status=1).stderr
-    assert "no checkpoint in the list has a number 'accuracy' to sort by; give one of created, loss, new" in told
+    assert "no listed checkpoint has a number 'accuracy' to sort by; pass one of created, loss, new" in told
 
 
 def test_nan_metrics_are_sorted_last(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
@@ -200,7 +202,7 @@ def test_nan_metrics_are_sorted_last(saved: Path, store: casckpt.Store, as_json:
     shown = run("list", saved, "--show", "loss", "--show", "note", "--show", "none").stdout
     assert all(value in shown for value in ("low", "true", "null", '{"a": [1]}'))
     told = run("list", saved, "--show", "los", "--show", "note").stderr
-    assert "no checkpoint in the list has 'los' in its metrics or metadata; they have loss, note" in told
+    assert "no listed checkpoint has 'los' in its metrics or metadata; the known names are loss, note" in told
     assert "'note'" not in told
 
 

@@ -47,7 +47,7 @@ def test_stats_show_the_effect_of_compression(
     for told in (found, shown):
         assert told["bytes_coded"] == weights.nbytes
         assert 0 < told["bytes_deltas"] <= told["bytes_frames"] < weights.nbytes
-    line = f"16.0 KiB in {format_size(found['bytes_frames'])}, {format_size(found['bytes_deltas'])} of it deltas"
+    line = f"16.0 KiB in {format_size(found['bytes_frames'])}, including {format_size(found['bytes_deltas'])} of deltas"
     assert all(line in run(*args).stdout for args in (("stats", store_path), ("show", store_path, "r@2")))
     assert as_json("verify", store_path, "--decode")["decoded_bytes"] > weights.nbytes
     assert "decoded 32.0 KiB" in run("verify", store_path, "--decode").stdout

@@ -17,7 +17,9 @@ UNSET = {
 }  # fmt: skip
 
 
-def test_a_changed_setting_applies_to_all_and_others_stay(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_a_changed_setting_applies_to_all_users_and_others_remain_unchanged(
+    saved: Path, as_json: AsJson, run: Run
+) -> None:
     assert as_json("settings", saved) == UNSET
     changed = as_json("settings", saved, "--set", "min_age=3d", "--set", "revoke_after=90s")
     assert changed == UNSET | {"min_age": 3 * 86400.0, "revoke_after": 90.0}
@@ -45,17 +47,17 @@ def test_a_mirror_is_stored_as_a_full_url(saved: Path, tmp_path: Path, as_json: 
 @pytest.mark.parametrize(
     ("options", "status", "says"),
     [
-        (["--set", "colour=red"], 1, "no setting 'colour' to change; there are min_age, min_age_ephemeral"),
+        (["--set", "colour=red"], 1, "no setting 'colour': use one of min_age, min_age_ephemeral"),
         (["--unset", "exclusive_create"], 1, "no setting 'exclusive_create'"),
         (["--set", "min_age=3"], 1, "min_age: '3' is not a duration"),
         (["--set", "revoke_after=-1s"], 1, "revoke_after: '-1s' is not a duration"),
-        (["--set", "compress=zstd"], 1, "give 'auto', 'off' or 'always'"),
-        (["--set", "min_age"], 2, "'min_age' is not NAME=VALUE"),
-        (["--set", "min_age="], 2, "'min_age=' is not NAME=VALUE"),
+        (["--set", "compress=zstd"], 1, "pass 'auto', 'off' or 'always'"),
+        (["--set", "min_age"], 2, "'min_age' does not have the form NAME=VALUE"),
+        (["--set", "min_age="], 2, "'min_age=' does not have the form NAME=VALUE"),
         (["--set", "min_age=1d", "--unset", "min_age"], 2, "both name min_age"),
     ],
 )
-def test_an_unusable_setting_is_named_and_changes_nothing(
+def test_an_invalid_setting_is_named_and_changes_nothing(
     saved: Path, as_json: AsJson, options: list[str], status: int, says: str
 ) -> None:
     assert says in as_json("settings", saved, *options, status=status)["error"]["message"]
@@ -99,7 +101,7 @@ def test_reindex_rebuilds_the_catalogue(saved: Path, tmp_path: Path, as_json: As
     assert Path(found["path"]).is_file()
 
 
-def test_reindex_fails_without_a_place_for_the_catalogue(saved: Path, tmp_path: Path, run: Run) -> None:
+def test_reindex_fails_without_a_location_for_the_catalogue(saved: Path, tmp_path: Path, run: Run) -> None:
     (tmp_path / "file").touch()
     said = run("reindex", saved, "--cache-dir", tmp_path / "file" / "below", status=1).stderr
-    assert "catalogue.sqlite cannot be written" in said.splitlines()[-1]
+    assert "casckpt cannot write" in said.splitlines()[-1]

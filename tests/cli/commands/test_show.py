@@ -70,8 +70,8 @@ def test_show_groups_many_values_by_container(saved: Path, store: casckpt.Store,
 
 def test_show_names_the_options_that_list_all_tensors(store: casckpt.Store, store_path: Path, run: Run) -> None:
     store.save({f"w{number}": torch.zeros(1) for number in range(30)}, run="many", step=1)
-    assert "--tensors lists all of them" in run("show", store_path, "many@1").stdout
-    assert "--tensors lists all of them" not in run("show", store_path, "many@1", "--tensors").stdout
+    assert "list all of them with --tensors" in run("show", store_path, "many@1").stdout
+    assert "list all of them with --tensors" not in run("show", store_path, "many@1", "--tensors").stdout
 
 
 # reads
@@ -99,4 +99,4 @@ def test_diff_of_one_checkpoint_compares_with_its_parent(
     assert "a@1 has no parent" in run("diff", saved, "a@1", status=3).stderr
     store.forget("a@1", "a@2")
     store.gc(min_age=0)
-    assert "is gone; name another checkpoint" in run("diff", saved, "a@3", status=3).stderr
+    assert "is gone; name a second checkpoint" in run("diff", saved, "a@3", status=3).stderr

@@ -96,7 +96,7 @@ def test_doctor_explains_the_settings_of_a_bucket(moto_server: Server, as_json: 
     expires = {"ID": "old", "Status": "Enabled", "Filter": {"Prefix": "sto"}, "Expiration": {"Days": 30}}
     client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration={"Rules": [expires]})
     found = checks(moto_server, bucket, as_json, status=1)
-    assert "2 old versions under this store hold 10 bytes" in found["versions"]["found"]
+    assert "2 old versions in this store use 10 bytes" in found["versions"]["found"]
     assert "NoncurrentVersionExpiration" in found["versions"]["advice"]
     assert "1 unfinished" in found["multipart"]["found"]
     assert "AbortIncompleteMultipartUpload" in found["multipart"]["advice"]
@@ -118,7 +118,7 @@ def test_doctor_checks_a_folder(run: Run, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == ["there"]
 
 
-def test_repair_takes_bytes_from_another_store(saved: Path, tmp_path: Path, as_json: AsJson, run: Run) -> None:
+def test_repair_takes_bytes_from_a_second_store(saved: Path, tmp_path: Path, as_json: AsJson, run: Run) -> None:
     other = casckpt.open(tmp_path / "other")
     other.save({"shared": torch.arange(5000.0), "own": torch.full((1000,), 1.0), "lr": 0.1}, run="a", step=1)
     blob = damage(saved)
@@ -137,7 +137,7 @@ def test_repair_reports_that_it_does_not_repair_records(saved: Path, as_json: As
     assert [one["key"] for one in as_json("repair", saved, status=4)["records"]] == [f"commits/{record.name}"]
     said = run("repair", saved, status=4).output
     assert f"not repaired: record commits/{record.name}: " in said
-    assert "restore the files from a backup of the files" in said
+    assert "restore the files from a backup of the store's files" in said
 
 
 def test_repair_from_a_missing_store_is_not_found(saved: Path, tmp_path: Path, as_json: AsJson) -> None:

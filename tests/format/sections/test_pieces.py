@@ -72,11 +72,11 @@ def test_a_flipped_byte_damages_only_its_piece(given_: list[bytes], data_: st.Da
     reader.ready(range(len(given_)))
     if len(good) < 512:
         assert [number for number in range(len(given_)) if not reader.is_right(number)] == [hit]
-    with pytest.raises(Damaged, match="'cells' does not have its hash"):
+    with pytest.raises(Damaged, match="'cells' does not match its hash"):
         reader.get(hit)
 
 
-def test_each_wanted_piece_is_read_once_and_no_other() -> None:
+def test_only_wanted_pieces_are_read_and_each_once() -> None:
     table, data = cut(large)
     reader, store = opened(table, data, len(large))
     assert bytes(reader.get(20_000)) == large[20_000]

@@ -29,7 +29,7 @@ def test_a_table_decodes_as_encoded(case: Case) -> None:
 
 
 @given(cases(), st.data())
-def test_the_cell_table_does_not_depend_on_places(case: Case, data: st.DataObject) -> None:
+def test_the_cell_table_does_not_depend_on_locations(case: Case, data: st.DataObject) -> None:
     blobs = data.draw(st.lists(st.integers(0, 2), min_size=len(case.cells), max_size=len(case.cells)))
     elsewhere = [
         cell._replace(blob=blob, offset=8192 + cell.offset, frame=None)
@@ -63,14 +63,14 @@ def whole(count: int = 20) -> Case:
     return Case((count,), 1, 10, cells, [4096 + count])
 
 
-def test_most_tensors_take_14_bytes_beside_their_digests() -> None:
+def test_most_tensors_take_14_bytes_besides_their_digests() -> None:
     case = whole()
     cells, rows = encode_cells(case.table), encode_rows(case.table)
     assert (len(cells), len(rows)) == (1 + 2 * DIGEST_BYTES, 13)
     assert list(decoded(case, cells, rows).stored_cells()) == case.cells
 
 
-def test_an_extent_takes_at_most_60_bytes_beside_its_digests() -> None:
+def test_an_extent_takes_at_most_60_bytes_besides_its_digests() -> None:
     shape, rows = (1 << 40, 64), 1000
     cells = []
     for row in range(rows):
@@ -119,7 +119,7 @@ def numbers_near(draw: st.DrawFn) -> int:
 
 
 @given(cases(coded=False))
-def test_long_and_short_forms_decode_alike(case: Case) -> None:
+def test_long_and_short_forms_decode_to_the_same_values(case: Case) -> None:
     again = decoded(case, *Table.of(case.table).stored())
     assert sorted(again.stored_cells(), key=repr) == sorted(case.cells, key=repr)
 
@@ -221,7 +221,7 @@ def test_a_scalar_has_one_box() -> None:
     _refuse(_table(one.spans, one.rows, 1, ((0,), (1,))), ())
 
 
-def test_overlapping_spans_of_one_box_are_refused() -> None:
+def test_overlapping_spans_in_the_same_box_are_refused() -> None:
     _refuse(_table([(0, 0, 8), (0, 5, 7)], [(1, 0, 4096), (1, 0, 4104)], 2), (10,), match="overlap")
     _refuse(_table([(0, 5, 10), (0, 0, 5)], [(1, 0, 4096), (1, 0, 4104)], 2), (10,), match="out of order")
 

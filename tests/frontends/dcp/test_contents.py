@@ -17,7 +17,7 @@ from tests.support.dcp import failure, load, save
 
 try:
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-except ImportError:  # an older torch, whose metadata has no version
+except ImportError:  # an older torch, whose metadata lacks the version
     CURRENT_DCP_VERSION = None  # type: ignore[assignment,misc]
 
 from casckpt.contents import manifests
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore::
 Store = casckpt.Store
 
 
-def test_dcp_streams_are_those_of_the_native_api(store: Store) -> None:
+def test_dcp_produces_the_same_streams_as_the_native_api(store: Store) -> None:
     state = {"m": {"b": torch.ones(2), "a": torch.ones(3)}, "x": (torch.ones(1), 2)}
     save(state, StorageWriter(store, run="dcp", step=1))
     store.save(state, run="native", step=1)
@@ -40,7 +40,7 @@ def test_dcp_streams_are_those_of_the_native_api(store: Store) -> None:
     assert one.tree == other.tree
 
 
-def test_tied_memory_takes_equal_tensors_and_refuses_different_ones(store: Store) -> None:
+def test_tied_memory_accepts_equal_tensors_and_refuses_different_ones(store: Store) -> None:
     """If casckpt kept both values, one would overwrite the other, and a load would report damage."""
     store.save({"a": torch.ones(3000), "b": torch.zeros(3000), "c": torch.ones(3000)}, step=1)
     shared = torch.full((3000,), 5.0)
@@ -58,7 +58,7 @@ class Told(DefaultSavePlanner):
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
 
-def test_metadata_name_their_save_and_load(store: Store, tmp_path: Path) -> None:
+def test_metadata_names_its_save_and_load(store: Store, tmp_path: Path) -> None:
     writer, planner, second = StorageWriter(store, run="r"), Told(), Told()
     written = save_state({"x": torch.ones(2)}, storage_writer=writer, planner=planner, checkpoint_id="/ckpt/step-5")
     save_state({"x": torch.ones(2)}, storage_writer=writer, planner=second, checkpoint_id="/ckpt/step-6")
@@ -85,8 +85,8 @@ def test_metadata_name_their_save_and_load(store: Store, tmp_path: Path) -> None
     assert out.storage_meta.save_id == read.storage_meta.save_id
 
 
-def test_metadata_have_every_field_of_torch(store: Store, tmp_path: Path) -> None:
-    """A reader that uses a field of torch's metadata finds it in casckpt's. ``modules`` stays empty."""
+def test_metadata_has_every_field_that_torch_defines(store: Store, tmp_path: Path) -> None:
+    """A reader that uses a field of torch's metadata finds it in casckpt's metadata. ``modules`` is always empty."""
     state = {"x": torch.ones(2), "n": 1}
     save(state, StorageWriter(store, step=1))
     save(state, FileSystemWriter(tmp_path / "torch"))

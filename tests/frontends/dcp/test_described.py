@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def twin() -> Any:
-    """An object of another type with the attributes of a chunk."""
+    """An object of a different type that has a chunk's attributes."""
     made = MetadataIndex("a")
     vars(made).update(offsets=torch.Size([0, 0]), sizes=torch.Size([4, 2]))
     return made
@@ -62,11 +62,11 @@ SPOILT: dict[tuple[str, str], tuple[Any, ...]] = {
     ("place", "offset"): (Missing, None, "1", -5, 1 << 80),
     ("place", "length"): (Missing, None, 1.5, -5, 1),
 }
-"""Of what which attribute is given which values."""
+"""For each object, the attributes to change and the values to set."""
 
 
 @pytest.mark.parametrize(("what", "name"), SPOILT)
-def test_unusable_metadata_are_an_error(store: casckpt.Store, folder: Path, what: str, name: str) -> None:
+def test_invalid_metadata_raises_an_error(store: casckpt.Store, folder: Path, what: str, name: str) -> None:
     good = (folder / ".metadata").read_bytes()
     for value in SPOILT[what, name]:
         found = pickle.loads(good)
@@ -81,24 +81,24 @@ def test_unusable_metadata_are_an_error(store: casckpt.Store, folder: Path, what
     assert not Path(store.url).exists() or store.checkpoints() == []
 
 
-def test_unusable_metadata_are_an_error_even_if_pickles_are_allowed(store: casckpt.Store, folder: Path) -> None:
+def test_invalid_metadata_raises_an_error_even_if_pickles_are_allowed(store: casckpt.Store, folder: Path) -> None:
     for data in (b"", b"\x80\x02R.", pickle.dumps(SavePlan([])), pickle.dumps({"state_dict_metadata": {}})):
         (folder / ".metadata").write_bytes(data)
         with pytest.raises(Refused, match=r"\.metadata"):
             dcp_to_casckpt(folder, store, step=1, allow_pickle=True)
 
 
-def test_a_set_in_metadata_holds_only_text_and_numbers(store: casckpt.Store, folder: Path) -> None:
+def test_a_set_in_metadata_holds_only_strings_and_numbers(store: casckpt.Store, folder: Path) -> None:
     """Python calls the ``__hash__`` of every member of a set, so other members could run code."""
     found = pickle.loads((folder / ".metadata").read_bytes())
     for member, is_read in ((3, True), (torch.Size([3]), False)):
         found.planner_data = {"a": ("a",), "b.c": ("b", "c"), "x": {member}}
         (folder / ".metadata").write_bytes(pickle.dumps(found, protocol=3))
-        with nullcontext() if is_read else pytest.raises(Refused, match="a set with items other than text or numbers"):
+        with nullcontext() if is_read else pytest.raises(Refused, match="it has a set whose items"):
             dcp_to_casckpt(folder, store, step=1)
 
 
-def test_tiny_hostile_metadata_allocate_no_memory(store: casckpt.Store, folder: Path) -> None:
+def test_tiny_hostile_metadata_does_not_allocate_memory(store: casckpt.Store, folder: Path) -> None:
     (folder / ".metadata").write_bytes(b"\x80\x02Nr\xff\xff\xff\x7f.")
-    with pytest.raises(Refused, match=r"\.metadata is not metadata"):
+    with pytest.raises(Refused, match=r"\.metadata is not valid"):
         dcp_to_casckpt(folder, store, step=1)

@@ -32,7 +32,7 @@ def stock(path: Path, state: Any) -> Path:
     return path
 
 
-def test_an_export_cuts_tensors_into_few_boxes_of_whole_rows() -> None:
+def test_an_export_splits_tensors_into_few_boxes_of_whole_rows() -> None:
     def rows(shape: tuple[int, ...], most: int) -> list[tuple[int, int]]:
         return [(box.offset[0], box.shape[0]) for box in exporting.split(shape, 4, most)]
 

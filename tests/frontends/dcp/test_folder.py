@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint, read without their pickles."""
+"""torch.distributed.checkpoint folders, read without unpickling."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Evil:
         return print, ("run",)
 
 
-def test_unusable_metadata_are_refused(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_metadata_is_refused(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = stock(tmp_path / "in", {"a": torch.ones(2)})
     metadata = folder / ".metadata"
     good = metadata.read_bytes()
@@ -59,7 +59,7 @@ def test_unusable_metadata_are_refused(store: Store, tmp_path: Path, capsys: pyt
     assert store.gc(wait=0).waiting == ()
 
 
-def test_objects_of_megatron_are_in_lists(store: Store, tmp_path: Path) -> None:
+def test_megatron_objects_are_unwrapped_from_their_lists(store: Store, tmp_path: Path) -> None:
     """Folders of `torch_dist`. The real package adds plans to its metadata."""
     key, folder = "layer._extra_state/shard_0_1", tmp_path / "in"
     state = {"layer.weight": torch.ones(2), key: [{"scale": 1}]}

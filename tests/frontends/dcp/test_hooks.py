@@ -42,7 +42,7 @@ def failing_save(rank: int, size: int, path: Path) -> Any:
     return failed(lambda: save(state, StorageWriter(path, step=1), planner=planner))
 
 
-def test_02_an_error_that_cannot_be_pickled_reaches_every_rank_as_text(ranks: Pool, store_path: Path) -> None:
+def test_02_an_error_that_cannot_be_pickled_reaches_every_rank_as_a_string(ranks: Pool, store_path: Path) -> None:
     for told in ranks.run(2, failing_save, store_path):
         assert told == {1: ("RankFailed", "TwoTexts: no data")}
     assert casckpt.open(store_path).checkpoints() == []

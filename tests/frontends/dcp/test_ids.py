@@ -1,4 +1,4 @@
-"""Ids and paths name the place of a save or load; a writer may be set up in another thread."""
+"""Ids and paths name the checkpoint to save or load. A writer may be set up in a different thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
 try:
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-except ImportError:  # an older torch, whose metadata has no version
+except ImportError:  # an older torch, whose metadata lacks the version
     CURRENT_DCP_VERSION = None  # type: ignore[assignment,misc]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore::FutureWarning")
 
@@ -53,7 +53,7 @@ def places(store: Store) -> list[tuple[str, int]]:
         ("20261123", "mine@20261123"),  # eight digits alone could be the beginning of an id
     ],
 )
-def test_an_id_means_the_same_place_for_save_and_load(store: Store, id: Any, place: str) -> None:
+def test_an_id_means_the_same_checkpoint_in_saves_and_loads(store: Store, id: Any, place: str) -> None:
     save({"x": torch.ones(2)}, StorageWriter(store, run="mine"), checkpoint_id=id)
     save({"x": torch.zeros(2)}, StorageWriter(store, run="another", step=1))
     assert f"{store.checkpoints()[0].run}@{store.checkpoints()[0].step}" == place
@@ -66,8 +66,8 @@ def test_an_id_means_the_same_place_for_save_and_load(store: Store, id: Any, pla
 @pytest.mark.parametrize(
     "id", ["latest", "tag:best", "sft@latest", "deface", "a b/step-1", "../x/1", "", ".", "/", 6, "a-" + "9" * 5000]
 )
-def test_an_id_without_a_place_is_refused(store: Store, id: Any) -> None:
-    with pytest.raises(InvalidInput, match=r"(?i)give 'RUN@STEP'"):
+def test_an_id_that_a_save_cannot_use_is_refused(store: Store, id: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"(?i)pass 'RUN@STEP'"):
         StorageWriter(store).reset(id)
     assert not StorageWriter.validate_checkpoint_id(id)
 
@@ -113,17 +113,17 @@ def test_a_loop_overwrites_its_last_checkpoint(store: Store) -> None:
     assert load({"x": 0}, StorageReader(store), checkpoint_id="last") == {"x": 2}
 
 
-# set up in one thread, used in another thread or process
+# a writer that is set up in one thread and used in a different thread or process
 
 
-def test_reset_applies_to_a_save_in_the_background(store: Store) -> None:
+def test_reset_applies_to_a_background_save(store: Store) -> None:
     writer = StorageWriter(store, run="r", step=1, overwrite=True)
     save({"x": 1}, writer)
     writer.reset("r@5")
     async_save({"x": 5}, storage_writer=writer).result()  # type: ignore[union-attr] # a future
     assert places(store) == [("r", 1), ("r", 5)]
     async_save({"x": 6}, storage_writer=writer, checkpoint_id="r@6").result()  # type: ignore[union-attr] # a future
-    save({"x": 7}, writer)  # as in DCP: the last place, set by either call
+    save({"x": 7}, writer)  # as in DCP: the last target, whichever call set it
     assert [store.read(f"r@{step}")["x"] for step in (1, 5, 6)] == [1, 5, 7]
 
 
@@ -134,7 +134,7 @@ def test_reset_applies_in_the_process_that_saves(store: Store) -> None:
     assert places(store) == [("r", 5)]
 
 
-def test_the_id_set_by_a_thread_precedes_later_ids_of_other_threads(store: Store) -> None:
+def test_the_id_that_a_thread_sets_overrides_later_ids_of_other_threads(store: Store) -> None:
     writer = StorageWriter(store, run="r")
     writer.reset("r@1")
     other = threading.Thread(target=writer.reset, args=("r@2",))
@@ -142,5 +142,5 @@ def test_the_id_set_by_a_thread_precedes_later_ids_of_other_threads(store: Store
     other.join()
     save({"x": 1}, writer)
     assert places(store) == [("r", 1)]
-    save({"x": 2}, writer)  # the writer's own place is used up
+    save({"x": 2}, writer)  # the writer's own target has been used
     assert places(store) == [("r", 1), ("r", 2)]

@@ -49,7 +49,7 @@ def two_ranks(rank: int, size: int, path: Path, ref: str) -> Any:
     return whole(state)
 
 
-def test_a_checkpoint_of_stock_dcp_is_imported_reshaped_and_exported(
+def test_a_stock_dcp_checkpoint_is_imported_reshaped_and_exported(
     ranks: Pool, store_path: Path, tmp_path: Path
 ) -> None:
     saved = ranks.run(4, four_ranks, tmp_path / "in")[0]
@@ -60,13 +60,13 @@ def test_a_checkpoint_of_stock_dcp_is_imported_reshaped_and_exported(
             assert differing(found, saved) == []
 
 
-def test_a_pickle_in_a_folder_is_not_run(store: Store, tmp_path: Path) -> None:
+def test_a_pickle_in_a_folder_is_not_executed(store: Store, tmp_path: Path) -> None:
     folder = stock(tmp_path / "in", {"colour": Colour.RED, "a": torch.ones(2), "n": 1})
     with pytest.raises(InvalidInput, match=r"'colour' \(1 of 2 values\) .*--allow-pickle") as caught:
-        dcp_to_casckpt(folder, store, step=1)  # no reader could open it afterwards
+        dcp_to_casckpt(folder, store, step=1)  # readers could not open the result
     assert caught.value.keys == ("colour",)
     assert not Path(store.url).exists()
-    dcp_to_casckpt(folder, store, step=1, allow_pickle=True)  # its values stay bytes
+    dcp_to_casckpt(folder, store, step=1, allow_pickle=True)  # its values are kept as bytes
     with pytest.raises(InvalidInput, match="allow_pickle=True"):
         store.read("default@1")
     assert store.read("default@1", allow_pickle=True)["colour"] is Colour.RED

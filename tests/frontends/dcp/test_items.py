@@ -1,4 +1,4 @@
-"""Values of a DCP plan, stored as tensors, as plain data or as bytes of the planner."""
+"""Values of a DCP plan, stored as tensors, as plain data or as the planner's bytes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
 class Bytes(DefaultSavePlanner):
-    """A planner that changes the bytes of torch.save with `made`. ``given`` holds the changed bytes."""
+    """A planner that changes torch.save's bytes with `made`. ``given`` holds the changed bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def test_plain_data_that_torch_encoded_is_stored_without_pickle(store: Store) ->
 
 
 @pytest.mark.parametrize("kind", [Signed, Recorded])
-def test_bytes_of_a_planner_survive_an_import_and_an_export(store: Store, tmp_path: Path, kind: type[Bytes]) -> None:
+def test_planner_bytes_survive_an_import_and_an_export(store: Store, tmp_path: Path, kind: type[Bytes]) -> None:
     planner, got = kind(), Got()
     save(STATE, FileSystemWriter(tmp_path / "old"), planner=planner)
     dcp_to_casckpt(tmp_path / "old", store, step=1)
@@ -135,7 +135,7 @@ def test_bytes_of_a_planner_survive_an_import_and_an_export(store: Store, tmp_pa
 
 
 def test_an_import_converts_data_written_by_torch_to_plain_data(store: Store, tmp_path: Path) -> None:
-    """This holds even if the current torch would write it differently, since only torch reads it."""
+    """The data is converted even if the current torch would write it differently, because only torch reads it."""
     save(STATE, FileSystemWriter(tmp_path / "old"), planner=Older())
     dcp_to_casckpt(tmp_path / "old", store, step=1)
     assert pickled(store, "default@1") == set()
@@ -173,9 +173,7 @@ class Boxed(Bytes):
 
 
 @pytest.mark.parametrize("allow_pickle", [True, False])
-def test_objects_of_megatron_are_exported_as_they_were_imported(
-    store: Store, tmp_path: Path, allow_pickle: bool
-) -> None:
+def test_megatron_objects_are_exported_unchanged(store: Store, tmp_path: Path, allow_pickle: bool) -> None:
     state = {"plain": 7, "list": [1], "parameter": (torch.nn.Parameter(torch.ones(2)),)}
     if allow_pickle:  # otherwise the import is refused
         state["kind"] = Kind.ONE
@@ -209,11 +207,11 @@ class Colour(enum.Enum):
     RED = 1
 
 
-def test_loading_a_pickle_needs_allow_pickle(store: Store) -> None:
+def test_loading_a_pickle_requires_allow_pickle(store: Store) -> None:
     state = {"colour": Colour.RED, "parameters": (nn.Parameter(torch.ones(2)),), "a": 1}
     save(state, StorageWriter(store, step=1))
     assert load({"a": 0}, StorageReader(store, "default@1"))["a"] == 1
-    found = load({"parameters": None}, StorageReader(store, "default@1"))  # the restricted unpickler reads this one
+    found = load({"parameters": None}, StorageReader(store, "default@1"))  # the restricted unpickler can read this one
     assert isinstance(found["parameters"][0], nn.Parameter)
     error = failure(lambda: load({"colour": None}, StorageReader(store, "default@1")))
     assert "allow_pickle=True" in str(causes(error)[0])
@@ -258,7 +256,7 @@ def test_only_the_planner_unpickles_its_own_bytes(store: Store, capsys: pytest.C
     assert capsys.readouterr().out == ""
 
 
-# the examples of torch's documentation of planners
+# the examples in torch's documentation of planners
 
 
 class Fp16Save(DefaultSavePlanner):

@@ -1,4 +1,4 @@
-"""The note for DCP keeps structure that the tree does not hold."""
+"""The note for DCP preserves structure that the tree does not hold."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Colour(enum.Enum):
     RED = 1
 
 
-def test_a_list_that_dcp_describes_in_part_is_loaded(store: Store) -> None:
+def test_a_list_that_dcp_describes_only_partly_is_loaded(store: Store) -> None:
     """DCP's metadata has no entry for an empty container."""
     state = {"l": [{}, {"x": torch.ones(2)}, {"y": 1}], "whole": [{"z": 1}, {"x": torch.ones(2)}]}
     save(state, StorageWriter(store, step=1))
@@ -40,7 +40,7 @@ def test_a_list_that_dcp_describes_in_part_is_loaded(store: Store) -> None:
     assert told.planner_data["l.1.x"] == ("l", 1, "x")
 
 
-# the examples of torch's documentation of planners
+# the examples in torch's documentation of planners
 
 
 class ExtraData(DefaultSavePlanner):

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 Store = casckpt.Store
 
 
-# 1: with cached plans, the hooks see plans of the first save, and finish gets the metadata of the first save
+# 1: with cached plans, the hooks see the first save's plans, and finish receives the first save's metadata
 
 
 def cached_saves(rank: int, size: int, path: Path, changed: int) -> None:
@@ -66,16 +66,14 @@ def cached_saves(rank: int, size: int, path: Path, changed: int) -> None:
 
 
 @pytest.mark.parametrize("changed", [2, 9])
-def test_01_cached_plans_of_an_earlier_save_are_not_reused_for_this_one(
-    ranks: Pool, store_path: Path, changed: int
-) -> None:
+def test_01_cached_plans_from_an_earlier_save_are_not_reused(ranks: Pool, store_path: Path, changed: int) -> None:
     ranks.run(2, cached_saves, store_path, changed)
     store = casckpt.open(store_path)
     uploaders: set[str] = set()
     for step in range(3):
         blobs = manifests.get(store.repository, store.get(f"cached@{step}").commit).blobs
-        own = {blob.uploader for blob in blobs}  # all of it is new
-        assert not own & uploaders  # a gc may be deleting in the folder of a finished save
+        own = {blob.uploader for blob in blobs}  # all blobs are new
+        assert not own & uploaders  # gc may be deleting files from the folder of a finished save
         uploaders |= own
         found = store.read(f"cached@{step}")
         assert torch.equal(found["a"], numbers(f"a{step}", 6 if step == changed else 4, 4))
@@ -111,7 +109,7 @@ class Given:
         return self.data
 
 
-def test_03_ranks_that_store_one_tensor_in_two_dtypes_save_nothing(store: Store) -> None:
+def test_03_a_tensor_whose_dtype_differs_across_ranks_is_not_saved(store: Store) -> None:
     properties, size, rows = TensorProperties(dtype=torch.float32), torch.Size((4, 2)), torch.Size((2, 2))
     chunks = [ChunkStorageMetadata(torch.Size((start, 0)), rows) for start in (0, 2)]
     asked, sessions = [], []
@@ -128,20 +126,20 @@ def test_03_ranks_that_store_one_tensor_in_two_dtypes_save_nothing(store: Store)
     assert store.checkpoints() == []
 
 
-# 4: DCP does not notice holes in a save with a single plan, nor in its load
+# 4: DCP does not notice holes in a save with a single plan, or in the load of such a save
 
 
 def test_04_a_hole_is_refused(store: Store) -> None:
     error = failure(lambda: save({"a": half()}, StorageWriter(store, step=1)))
     assert isinstance(causes(error)[0], InvalidInput)
-    assert "'a' of shape [4, 2] is not whole" in str(causes(error)[0])
+    assert "'a' of shape [4, 2] is incomplete" in str(causes(error)[0])
     assert store.checkpoints() == []
 
 
-# 5: an asynchronous save by a process unpickles a new writer each time, in a daemon
+# 5: an asynchronous save in a separate process unpickles a new writer each time, in a daemon
 
 
-def test_05_a_writer_pickles_in_the_middle_of_its_life(store: Store) -> None:
+def test_05_a_writer_can_be_pickled_between_saves(store: Store) -> None:
     writer = StorageWriter(store, run="a", step=1)
     save({"a": torch.ones(3)}, writer)
     other = pickle.loads(pickle.dumps(writer))
@@ -158,12 +156,12 @@ class MeetingPlanner(DefaultSavePlanner):
         self.meeting = meeting
 
     def create_local_plan(self) -> SavePlan:
-        self.meeting.wait(60)  # the other save was set up on the same writer, too
+        self.meeting.wait(60)  # the other save was also set up on the same writer
         return super().create_local_plan()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_06_overlapping_saves_with_one_writer_do_not_mix(store: Store) -> None:
+def test_06_overlapping_saves_with_one_writer_do_not_interfere(store: Store) -> None:
     writer, meeting = StorageWriter(store), threading.Barrier(2)
 
     def run(step: int) -> None:
@@ -186,21 +184,21 @@ def load_what_changes(rank: int, size: int, path: Path) -> Any:
     return failed(lambda: load(state, StorageReader(path, f"default@{rank + 1}")))
 
 
-def test_07_ranks_that_found_different_checkpoints_load_none(ranks: Pool, store_path: Path, store: Store) -> None:
+def test_07_a_load_fails_if_ranks_find_different_checkpoints(ranks: Pool, store_path: Path, store: Store) -> None:
     for step in (1, 2):
         store.save({"a": torch.ones(3) * step}, step=step)
     for told in ranks.run(2, load_what_changes, store_path):
         assert told[0][0] == "Conflict"
-        assert "names 2 checkpoints on different ranks" in told[0][1]
+        assert "refers to 2 different checkpoints across the ranks" in told[0][1]
 
 
 def load_with_a_failing_rank(rank: int, size: int, path: Path) -> Any:
-    faults = [fail_before("get", key="runs/*")] if rank == 1 else []  # DCP tries again, so a second read would succeed
+    faults = [fail_before("get", key="runs/*")] if rank == 1 else []  # DCP retries, so a second read would succeed
     store, _ = watched(path, *faults)
     return failed(lambda: load({"a": torch.zeros(3)}, StorageReader(store, "default@1")))
 
 
-def test_07_a_rank_that_cannot_read_does_not_fall_back_to_what_it_saved_alone(
+def test_07_a_rank_that_cannot_read_does_not_fall_back_to_its_own_checkpoint(
     ranks: Pool, store_path: Path, store: Store
 ) -> None:
     for run in ("default", "default/rank-0", "default/rank-1"):
@@ -230,7 +228,7 @@ def test_08_empty_shards_are_not_stored(ranks: Pool, store_path: Path) -> None:
     assert found["none"].shape == (0, 8)
 
 
-# 9: {} vanishes; [] and tuples are pickled, with the tensors in them
+# 9: {} vanishes; [] and tuples are pickled along with the tensors in them
 
 
 def test_09_tensors_in_tuples_and_lists_are_stored_as_tensors(store: Store) -> None:
@@ -256,7 +254,7 @@ def test_10_tied_tensors_are_stored_once(store: Store) -> None:
     assert store.get("default@1").stats.bytes_written < 1.1 * weight.nbytes
 
 
-# 11: extra state of a module is flattened into items of its own
+# 11: a module's extra state is flattened into separate items
 
 
 class WithExtra(torch.nn.Linear):
@@ -312,19 +310,19 @@ def test_13_every_dtype_is_restored(store: Store, store_path: Path, name: str) -
     assert isinstance(seen, TensorStorageMetadata)
     assert seen.properties.dtype == dtype
     for blob in store_path.rglob("*.safetensors"):
-        assert load_file(blob)["0"].nbytes == 16  # any safetensors reader opens it
+        assert load_file(blob)["0"].nbytes == 16  # any safetensors reader can open it
 
 
-# 14: DCP converts to another dtype silently
+# 14: DCP silently converts to a different dtype
 
 
-def test_14_another_dtype_is_converted_with_a_log_line_or_refused(
+def test_14_a_different_dtype_is_converted_and_logged_or_refused(
     store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     save({"a": torch.arange(4.0), "c": torch.ones(2, dtype=torch.complex64)}, StorageWriter(store, step=1))
     found = load({"a": torch.zeros(4, dtype=torch.float16)}, StorageReader(store, "default@1"))
     assert found["a"].tolist() == [0, 1, 2, 3]
-    assert "converted to the dtype of the target: a" in caplog.text
+    assert "converted to the dtype of the target tensor: a" in caplog.text
     strict = StorageReader(store, "default@1", cast=False)
     error = failure(lambda: load({"a": torch.zeros(4, dtype=torch.float16)}, strict))
     assert isinstance(causes(error)[0], Mismatch)
@@ -368,7 +366,7 @@ def several_chunks(rank: int, size: int, path: Path) -> Any:
 def test_15_a_rank_may_hold_several_chunks_of_a_key(ranks: Pool, store_path: Path) -> None:
     for by_torch, by_us in ranks.run(2, several_chunks, store_path):
         assert sorted(by_torch) == [0, 1]
-        assert all("sums that are not added up" in text for _, text in by_us.values())
+        assert all("holds partial sums" in text for _, text in by_us.values())
     store = casckpt.open(store_path)
     assert torch.equal(store.read("default@1")["a"], numbers("a", 8, 2))
     assert len(store.checkpoints()) == 1
@@ -384,7 +382,7 @@ def test_15_chunks_of_user_types_are_saved(store: Store) -> None:
     assert torch.equal(into["a"].held[0, 1], full[:, 1:])
 
 
-# 16: hints of chunks count all ranks on a save, and this rank's own on a load
+# 16: chunk hints count the chunks of all ranks in a save, but only this rank's chunks in a load
 
 
 class HintlessPlanner(DefaultLoadPlanner):
@@ -405,7 +403,7 @@ def test_16_hints_are_not_relied_upon(store: Store) -> None:
     assert found["b"] == 3
 
 
-# 17: tensors that wrap others have no memory of their own
+# 17: tensors that wrap other tensors have no memory of their own
 
 
 class Wrapper(torch.Tensor):
@@ -423,17 +421,17 @@ class Wrapper(torch.Tensor):
         raise NotImplementedError(str(func))
 
 
-def test_17_the_error_for_a_tensor_without_memory_names_it(store: Store) -> None:
+def test_17_the_error_for_a_tensor_without_memory_names_the_key(store: Store) -> None:
     error = failure(lambda: save({"q": Wrapper(torch.ones(3))}, StorageWriter(store, step=1)))
     assert "'q'" in str(causes(error)[0])
     assert "no memory of its own" in str(causes(error)[0])
     assert store.checkpoints() == []
 
 
-# 18: "a.b" beside a -> b
+# 18: "a.b" next to a -> b
 
 
-def test_18_two_paths_with_one_flat_key_are_refused(store: Store) -> None:
+def test_18_two_paths_with_the_same_flat_key_are_refused(store: Store) -> None:
     error = failure(lambda: save({"a.b": 1, "a": {"b": 2}}, StorageWriter(store, step=1)))
     assert "a.b" in str(causes(error)[0])
     error = failure(lambda: save({"a.0": torch.ones(1), "a": (torch.ones(2),)}, StorageWriter(store, step=1)))

@@ -45,7 +45,7 @@ def test_planners_work_without_pickle(store: Store) -> None:
     assert value_of(io.BytesIO(ValueStream([3, "x"]).getvalue())) == [
         3,
         "x",
-    ]  # from a stream that another process received
+    ]  # from a stream that a different process received
 
 
 def test_a_state_that_is_not_flattened_has_one_value_per_key(store: Store) -> None:

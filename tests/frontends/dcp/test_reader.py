@@ -1,4 +1,4 @@
-"""Loads through torch.distributed.checkpoint, with the default planner and planners of users."""
+"""Loads through torch.distributed.checkpoint, with the default planner and with user-defined planners."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Store = casckpt.Store
 # features
 
 
-def test_a_partial_load_leaves_what_is_missing(store: Store) -> None:
+def test_a_partial_load_leaves_missing_values_unchanged(store: Store) -> None:
     save({"a": torch.ones(2)}, StorageWriter(store, step=1))
     state = {"a": torch.zeros(2), "new": torch.full((2,), 3.0)}
     with pytest.raises(BaseException, match="Missing key in checkpoint state_dict: new"):
@@ -43,7 +43,7 @@ def test_a_partial_load_leaves_what_is_missing(store: Store) -> None:
     assert [value.tolist() for value in state.values()] == [[1, 1], [3, 3]]
 
 
-def test_a_partial_load_fails_if_names_miss_its_tensors(store: Store) -> None:
+def test_a_partial_load_fails_if_the_names_do_not_match(store: Store) -> None:
     save({"a": torch.ones(2), "b": torch.ones(2)}, StorageWriter(store, step=1))
     state = {"model.a": torch.zeros(2), "model.b": torch.zeros(2)}
 
@@ -67,7 +67,7 @@ def test_a_partial_load_logs_how_many_tensors_it_filled(store: Store, caplog: py
     assert "filled 1 of 2 tensors from default@1; left unchanged: 'new'." in caplog.messages
 
 
-def test_checkpoint_id_names_the_place(store: Store) -> None:
+def test_checkpoint_id_names_the_checkpoint(store: Store) -> None:
     writer, reader = StorageWriter(store, run="a"), StorageReader(store)
     save({"x": 1}, writer, checkpoint_id="b@4")
     save({"x": 2}, writer, checkpoint_id="5")
@@ -77,7 +77,7 @@ def test_checkpoint_id_names_the_place(store: Store) -> None:
     with pytest.raises(BaseException, match=r"RUN@STEP"):
         save({}, StorageWriter(store))
     error = failure(lambda: load({"x": 0}, StorageReader(store)))
-    assert "give ref=" in str(causes(error)[0])
+    assert "pass ref=" in str(causes(error)[0])
     error = failure(lambda: load({"x": 0}, StorageReader(store, "b@9")))
     assert "has no step 9" in str(causes(error)[0])
 
@@ -178,13 +178,13 @@ def test_a_reader_raises_errors_of_every_kind(store: Store, monkeypatch: pytest.
 
     save({"a": torch.ones(2)}, StorageWriter(store, step=1))
     monkeypatch.setattr(store, "get", failing)
-    for ref in ("default@1", "other@1"):  # for the first call and for the second
+    for ref in ("default@1", "other@1"):  # for the first call and for the second call
         found = causes(failure(lambda ref=ref: load({"a": torch.zeros(2)}, StorageReader(store, ref))))[0]  # type: ignore[misc]
         assert type(found) is type(error)
         assert str(error) in str(found)
 
 
-# the examples of torch's documentation of planners
+# the examples in torch's documentation of planners
 
 
 class RenamingLoad(DefaultLoadPlanner):
@@ -231,7 +231,7 @@ class Materialising(DefaultLoadPlanner):
 
 
 class Meta(torch.Tensor):
-    """A meta tensor. DCP does not allocate it; the planner does, on the device of the process group."""
+    """A meta tensor. DCP does not allocate it, but the planner does, on the process group's device."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch documents it
 

@@ -57,7 +57,7 @@ def test_a_model_and_its_optimizer_load_through_dcp_and_the_native_api(store: St
 
 
 class Optim:
-    """The state of an optimizer after its numbers were removed."""
+    """An optimizer's state, without its parameter numbers."""
 
     def __init__(self, optim: torch.optim.Optimizer) -> None:
         found = optim.state_dict()
@@ -97,7 +97,7 @@ def test_keys_do_not_depend_on_the_front_end_that_saved(store: Store) -> None:
         assert part == {"model": {"b": {"c": 5}}, "l": [{"x": 1}, {"x": 2}]}
 
 
-# the examples of torch's documentation of planners
+# the examples in torch's documentation of planners
 
 
 class RenamingSave(DefaultSavePlanner):

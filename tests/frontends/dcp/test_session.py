@@ -57,7 +57,7 @@ def load_native(rank: int, size: int, path: Path, ref: str, kind: str) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "other"), list(zip(KINDS, (*KINDS[1:], KINDS[0]), strict=True)))
-def test_a_checkpoint_of_one_mesh_loads_on_another_and_natively(
+def test_a_checkpoint_loads_on_a_different_mesh_and_natively(
     ranks: Pool, store_path: Path, kind: str, other: str, full: bool
 ) -> None:
     saved = ranks.run(4, save_one, store_path, kind)[0]
@@ -81,7 +81,7 @@ def save_sick(rank: int, size: int, path: Path) -> Any:
     return [(one.healthy, {key: found.nan for key, found in (one.health or {}).items()}) for one in store.checkpoints()]
 
 
-def test_a_nan_of_one_rank_is_found_even_in_reused_cells(ranks: Pool, store_path: Path) -> None:
+def test_a_nan_on_one_rank_is_found_even_in_reused_cells(ranks: Pool, store_path: Path) -> None:
     found = ranks.run(2, save_sick, store_path)[0]
     assert found == [(None, {}), *[(False, {"w": 1, "b": 0})] * 2]
 
@@ -104,7 +104,7 @@ def with_options(rank: int, size: int, path: Path) -> list[str]:
         model, optim = build("fsdp2", size, 5)
         found, optimizer = get_state_dict(model, optim, options=option)
         state: dict[str, Any] = {"model": found, "optim": optimizer}
-        if option.full_state_dict:  # the other ranks get none
+        if option.full_state_dict:  # the other ranks receive nothing
             state = casckpt.open(path).read(f"options@{step}")
         else:
             load(state, StorageReader(path, f"options@{step}"))
@@ -144,7 +144,7 @@ def in_memories_of_their_own(rank: int, size: int) -> Any:
 def test_ranks_with_different_stores_are_refused(ranks: Pool) -> None:
     for told in ranks.run(2, in_memories_of_their_own):
         assert list(told) == [1]
-        assert "ranks must share one" in told[1][1]
+        assert "all ranks must share one store" in told[1][1]
 
 
 # replicas, parts of ranks, single processes
@@ -227,7 +227,7 @@ def fails_on(rank: int, size: int, path: Path, culprit: int) -> Any:
 
 
 @pytest.mark.parametrize(("size", "culprit"), [(2, 0), (2, 1), pytest.param(4, 2, marks=pytest.mark.soak)])
-def test_a_failed_write_on_one_rank_fails_all_and_leaves_nothing(
+def test_a_failed_write_on_one_rank_fails_all_ranks_and_leaves_nothing_behind(
     ranks: Pool, store_path: Path, size: int, culprit: int
 ) -> None:
     for told in ranks.run(size, fails_on, store_path, culprit):
@@ -279,7 +279,7 @@ def nested_sharded_optimizer(rank: int, size: int, path: Path) -> None:
     if rank == 0:
         store.save({"optimizer": {"state": {"w": {"exp_avg": full}}}}, step=1, no_dist=True)
     torch.distributed.barrier()
-    group: Any = torch.distributed.group.WORLD  # the group of both dimensions: torch accepts only the first ranks
+    group: Any = torch.distributed.group.WORLD  # the group for both dimensions: torch accepts only the first ranks
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's deprecation warnings
         outer = init_from_local_shards(

@@ -1,4 +1,4 @@
-"""Flat tensors of Megatron-core up to 0.15 in a DCP folder get their own shape, or stay flat."""
+"""In a DCP folder, flat tensors from Megatron-core up to 0.15 regain their original shape or remain flat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The storage writer for DCP: options of a save, and asynchronous saves by a thread and by a process."""
+"""The storage writer for DCP: save options, and asynchronous saves in a thread or a process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
 STEPS = 10
-MEASURED = (2, 7, 8)  # and the last step: counting all tensors takes half a second
+MEASURED = (2, 7, 8)  # the last step is also measured; counting all tensors takes half a second
 SIZE = 1 << 20
 
 
@@ -46,7 +46,7 @@ def state_at(step: int, size: int) -> dict[str, Any]:
 
 
 def in_background(rank: int, size: int, path: Path, kind: str, cached: bool) -> list[int]:
-    """Save while the weights change as soon as the save allows it. Return the bytes of all tensors after some steps."""
+    """Change the weights as soon as each save allows it. Return the bytes of all tensors after some steps."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # else it may start none
     os.environ["MASTER_ADDR"] = "127.0.0.1"  # the address where DCP's processes meet
     forget_plans()
@@ -58,11 +58,11 @@ def in_background(rank: int, size: int, path: Path, kind: str, cached: bool) -> 
             state["moving"].fill_(step)
         state["step"] = step
         if before is not None:
-            before.result()  # DCP requires one save after the other
+            before.result()  # DCP requires that saves run one after the other
             if step - 1 in MEASURED:
                 memory.append(
                     held()
-                )  # when no save runs, since another thread must not change tensors during the count
+                )  # no save is running here, because other threads must not change tensors during the count
         before = async_save(
             dict(state),
             storage_writer=StorageWriter(store, run=kind, step=step),
@@ -86,14 +86,16 @@ def in_background(rank: int, size: int, path: Path, kind: str, cached: bool) -> 
 
 
 def held() -> int:
-    """Return the bytes of all live tensors. The memory of the process is less exact: malloc keeps what threads
-    freed."""
+    """Return the bytes of all live tensors.
+
+    The process's memory is less exact, because malloc keeps what threads freed.
+    """
     storages = [one.untyped_storage() for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
     return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
 
 
 def _refused_in_memory(rank: int) -> None:
-    """DCP's process has its own memory, so a checkpoint there would disappear with it."""
+    """DCP's process has its own memory, so a checkpoint in it would disappear with the process."""
     writer = StorageWriter("memory://gone", step=1)
     pending: Any = async_save(
         {"x": torch.ones(3) * rank}, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS
@@ -115,9 +117,11 @@ def _end_process() -> None:
 
 
 @pytest.mark.parametrize(("kind", "cached"), [("thread", False), ("thread", True), ("process", False)])
-def test_each_step_has_the_state_at_its_save(ranks: Pool, store_path: Path, kind: str, cached: bool) -> None:
+def test_each_step_has_the_state_at_the_time_of_its_save(
+    ranks: Pool, store_path: Path, kind: str, cached: bool
+) -> None:
     for memory in ranks.run(2, in_background, store_path, kind, cached):
-        # if each step leaked one copy of its half, there would be five by then
+        # if each step leaked one copy of its half, there would be five copies by then
         assert min(memory[1:]) - memory[0] < SIZE, memory
     store = casckpt.open(store_path)
     for step in range(STEPS):
@@ -131,7 +135,7 @@ def test_each_step_has_the_state_at_its_save(ranks: Pool, store_path: Path, kind
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_stager_of_the_user_is_used(store: casckpt.Store) -> None:
+def test_a_user_defined_stager_is_used(store: casckpt.Store) -> None:
     state = {"a": torch.ones(4)}
     future: Any = async_save(state, storage_writer=StorageWriter(store, step=1), async_stager=BlockingAsyncStager())
     future.result()
@@ -178,7 +182,7 @@ def test_an_unknown_keyword_of_a_writer_is_named(store: Store, name: str) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_a_writer_takes_the_options_of_a_save(store: Store) -> None:
+def test_a_writer_accepts_the_options_of_a_save(store: Store) -> None:
     save({"a": torch.ones(2)}, StorageWriter(store, step=1))
     save({"a": torch.zeros(2)}, StorageWriter(store, step=1, overwrite=True, ephemeral=True))
     assert torch.equal(store.read("default@1")["a"], torch.zeros(2))

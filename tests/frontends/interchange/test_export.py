@@ -1,4 +1,4 @@
-"""`casckpt.export` chooses the format by the suffix, and plain torch.load reads its files of torch.save."""
+"""`casckpt.export` chooses the format by the suffix, and plain torch.load can read its torch.save files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def network() -> torch.nn.Module:
         ("m.safetensors", True, "safetensors"), ("out", False, "safetensors"), ("out.v2", True, "hf"),
     ],
 )  # fmt: skip
-def test_suffix_and_attachments_decide_the_format(
+def test_suffix_and_attachments_determine_the_format(
     store: Store, tmp_path: Path, name: str, config: bool, format: str
 ) -> None:
     saved = store.save({"w": torch.ones(2)}, step=1, attachments={"config.json": b"{}"} if config else {})
@@ -119,13 +119,13 @@ def test_tensors_inside_objects_keep_only_their_own_data(store: Store, tmp_path:
     assert identical({key: loaded[key] for key in "wv"}, {"w": torch.arange(6.0), "v": torch.ones(6)})
 
 
-def test_an_int_that_torch_load_refuses_is_left_out(store: Store, tmp_path: Path) -> None:
+def test_an_int_that_torch_load_refuses_is_omitted(store: Store, tmp_path: Path) -> None:
     store.save({"huge": 1 << 5000, "seed": 1 << 100, "w": torch.ones(2)}, step=1)
     assert store.export("latest", tmp_path / "x.pt").left_out == ("huge",)
     assert identical(torch.load(tmp_path / "x.pt"), {"seed": 1 << 100, "w": torch.ones(2)})
 
 
-def test_metadata_that_torch_load_refuses_are_left_out(store: Store, tmp_path: Path) -> None:
+def test_metadata_that_torch_load_refuses_is_omitted(store: Store, tmp_path: Path) -> None:
     kept, lost = OrderedDict(w=torch.ones(2)), OrderedDict(w=torch.zeros(2))
     vars(kept)["_metadata"], vars(lost)["_metadata"] = {"": {"version": 2}}, {"": {"seen": np.arange(3)}}
     store.save({"kept": kept, "lost": lost}, step=1)
@@ -147,17 +147,17 @@ def test_a_dtype_that_torch_save_cannot_write_is_refused(store: Store, tmp_path:
 def test_an_incomplete_tensor_stops_an_export_before_it_writes(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: Any
 ) -> None:
-    """A hostile shape would use all memory, or endless boxes."""
+    """A hostile shape would use up all memory, or yield endless boxes."""
     store.save({"w": torch.ones(3)}, step=1)
     monkeypatch.setattr("casckpt.contents.contents.covers", lambda table, region: False)
-    with pytest.raises(Damaged, match=r"holds 'w' \(12 bytes\) only in part"):
+    with pytest.raises(Damaged, match=r"holds only a part of 'w' \(12 bytes\)"):
         store.export("latest", tmp_path / "x", format=format)
 
 
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"format": "gguf"}, "format='gguf' is not known; give one of hf, safetensors, dcp, torch"),
+        ({"format": "gguf"}, "format='gguf' is not a known format; choose one of hf, safetensors, dcp, torch"),
         ({"format": "dcp", "strip_prefix": "model"}, "--strip-prefix is for hf and safetensors and torch"),
         ({"format": "torch", "max_shard_size": "1GB"}, "--max-shard-size is for hf and safetensors: --format torch"),
     ],
@@ -176,19 +176,19 @@ def test_arguments_that_a_format_does_not_support_are_refused(
     [("m.pt", "hf", "torch"), ("m.bin", "safetensors", "torch"), ("m.PTH", "dcp", "torch"),
      ("m.safetensors", "torch", "safetensors"), ("m.safetensors", "dcp", "safetensors")],
 )  # fmt: skip
-def test_a_suffix_that_names_another_format_is_refused(
+def test_the_suffix_of_a_different_format_is_refused(
     store: Store, tmp_path: Path, name: str, format: Any, of: str
 ) -> None:
     store.save({"w": torch.ones(2)}, step=1)
-    with pytest.raises(InvalidInput, match=rf"{name} has a suffix of --format {of}, but the format is {format}"):
+    with pytest.raises(InvalidInput, match=rf"{name} has the suffix of --format {of}, but the format is {format}"):
         store.export("latest", tmp_path / name, format=format)
     assert not (tmp_path / name).exists()
 
 
 @pytest.mark.parametrize("name", ["m.onnx", "m.gguf", "M.ONNX"])
-def test_suffixes_of_other_formats_are_refused(name: str, store: Store, tmp_path: Path) -> None:
+def test_suffixes_of_unsupported_formats_are_refused(name: str, store: Store, tmp_path: Path) -> None:
     store.save({"w": torch.ones(2)}, step=1)
-    with pytest.raises(InvalidInput, match=r"writes no \.\w+ files: give a name that ends in \.safetensors"):
+    with pytest.raises(InvalidInput, match=r"cannot write \.\w+ files: use a name that ends in \.safetensors"):
         store.export("latest", tmp_path / name)
     assert not (tmp_path / name).exists()
     store.export("latest", tmp_path / "m.safetensors")

@@ -59,7 +59,7 @@ def test_a_folder_with_only_leftovers_counts_as_empty(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_the_folder_of_a_running_export_stays(tmp_path: Path, kind: str) -> None:
+def test_the_folder_of_a_running_export_is_kept(tmp_path: Path, kind: str) -> None:
     out = tmp_path / "out"
     with new_file(out, force=True) as temporary:
         temporary.write_bytes(b"of the first")
@@ -71,10 +71,10 @@ def test_the_folder_of_a_running_export_stays(tmp_path: Path, kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_the_second_of_two_exports_to_a_path_is_a_conflict(tmp_path: Path, kind: str) -> None:
+def test_the_second_of_two_exports_to_a_path_raises_conflict(tmp_path: Path, kind: str) -> None:
     """With force, the second export replaces the first."""
     out = tmp_path / "out"
-    with pytest.raises(Conflict, match=r"out (exists already|is not empty)"):
+    with pytest.raises(Conflict, match=r"out (already exists|is not empty)"):
         _overtaken(kind, out, force=False)
     assert (out if kind == "file" else out / "a").read_bytes() == b"new"
     _overtaken(kind, tmp_path / "other", force=True)
@@ -88,10 +88,10 @@ def _overtaken(kind: str, path: Path, *, force: bool) -> None:
         (second if kind == "file" else second / "a").write_bytes(b"second")
 
 
-def test_the_error_advises_to_free_space_only_on_a_full_disk(tmp_path: Path) -> None:
+def test_the_error_advises_freeing_space_only_if_the_disk_is_full(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
-        pytest.raises(StorageError, match=r"x cannot be written: [^;]*; give another place$"),
+        pytest.raises(StorageError, match=r"x cannot be written: [^;]*; choose a different location$"),
         begin("file", tmp_path / "file" / "x"),
     ):
         pass

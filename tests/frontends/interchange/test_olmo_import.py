@@ -1,4 +1,4 @@
-"""Imports of folders of OLMo-core."""
+"""Imports of OLMo-core folders."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _olmo_part(path: Path, tensors: dict[str, torch.Tensor]) -> None:
             specs = {f"rank_{r}.safetensors": {"local_shape": [6, 2], "global_offset": [0, 2 * r]} for r in (0, 1)}
             for rank in (0, 1):
                 files[rank][key] = value[:, 2 * rank : 2 * rank + 2].reshape(-1).clone()
-        elif key == "state.down.__exp_avg":  # only on one rank, since the optimizer of the other never had it
+        elif key == "state.down.__exp_avg":  # only on one rank, because the other rank's optimizer never had it
             specs = {"rank_0.safetensors": {"flattened_offsets": [[0, 0]]},
                      "rank_1.safetensors": {"flattened_offsets": [[0, value.numel()]]}}  # fmt: skip
             files[1][key] = flat.clone()
@@ -101,11 +101,11 @@ def test_an_incomplete_olmo_core_folder_is_refused(store: Store, tmp_path: Path)
     with pytest.raises(Refused):
         import_olmo(tmp_path / "in", store, step=1)
     metadata.write_text("{}")
-    with pytest.raises(Refused, match="is not from OLMo-core"):
+    with pytest.raises(Refused, match="was not written by OLMo-core"):
         import_olmo(tmp_path / "in", store, step=1)
 
 
-def test_a_folder_of_the_later_olmo_trainer_is_imported(store: Store, tmp_path: Path) -> None:
+def test_a_folder_from_the_later_olmo_trainer_is_imported(store: Store, tmp_path: Path) -> None:
     state = {"model": {"w": numbers("w", 9)}, "optim": {"state.w.step": torch.tensor(1.0)}}
     folder = tmp_path / "step10"
     stock(folder / "model_and_optim", state)

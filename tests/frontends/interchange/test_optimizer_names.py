@@ -1,4 +1,4 @@
-"""A training resumes bit for bit from an imported file of torch.save, or the import reports why it cannot."""
+"""A training resumes bit for bit from an imported torch.save file, or the import reports why it cannot."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fresh() -> tuple[Network, optim.Optimizer]:
 
 
 def by_torch(path: Path, model: str, optimizer: str) -> tuple[Network, optim.Optimizer]:
-    """The result of plain torch with the file."""
+    """The result of loading the file with plain torch."""
     saved = torch.load(path)
     made = fresh()
     made[0].load_state_dict(saved[model])
@@ -45,7 +45,7 @@ def by_torch(path: Path, model: str, optimizer: str) -> tuple[Network, optim.Opt
     ("model_key", "optimizer_key"),
     [("model", "optimizer"), ("model_state_dict", "optimizer_state_dict"), ("state_dict", "optim"), ("net", "opt")],
 )
-def test_a_training_resumes_from_an_import_to_the_bit(tmp_path: Path, model_key: str, optimizer_key: str) -> None:
+def test_a_training_resumes_bit_for_bit_from_an_import(tmp_path: Path, model_key: str, optimizer_key: str) -> None:
     model, optimizer = trained()
     schedule = optim.lr_scheduler.StepLR(optimizer, 1)
     file = {model_key: model.state_dict(), optimizer_key: optimizer.state_dict(), "epoch": 3}
@@ -101,7 +101,7 @@ def test_optimizer_state_is_named_for_ddp_tied_and_frozen_weights(tmp_path: Path
     assert identical(optim_again.state_dict(), optimizer.state_dict())
 
 
-@pytest.mark.process  # Lightning imports matplotlib, which lists the fonts of the system
+@pytest.mark.process  # Lightning imports matplotlib, which lists the system's fonts
 def test_a_lightning_file_with_several_optimizers_is_imported(tmp_path: Path) -> None:
     pytest.importorskip("lightning", reason="needs casckpt[lightning]")
     from casckpt.frontends.lightning.io import from_state
@@ -137,7 +137,7 @@ def test_a_lightning_file_with_several_optimizers_is_imported(tmp_path: Path) ->
     assert set(laid_out(file).state) == {"model", "lightning"}
 
 
-def test_names_given_to_the_optimizer_are_used(tmp_path: Path) -> None:
+def test_names_passed_to_the_optimizer_are_used(tmp_path: Path) -> None:
     class Alike(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -158,12 +158,15 @@ def test_names_given_to_the_optimizer_are_used(tmp_path: Path) -> None:
     assert named["state"]["b.weight"] is state["state"][0]
     assert [group["params"] for group in named["param_groups"]] == [["b.weight", "b.bias"], ["a.weight", "a.bias"]]
     state["param_groups"][0]["param_names"] = ["b.bias", "b.weight"]
-    with pytest.raises(Mismatch, match=r"'b\.bias', but the model has no such parameter of that shape"):
+    with pytest.raises(Mismatch, match=r"'b\.bias', but the model does not have a parameter of that name and shape"):
         by_name([state], model.state_dict())
 
 
 def test_parameters_are_matched_by_memory_kind_and_order() -> None:
-    """Two parts of one memory are two parameters. Two views of one part are one. Each empty tensor counts by itself."""
+    """Two parts of the same memory are two parameters. Two views of one part are one parameter.
+
+    Each empty tensor is separate.
+    """
     flat = torch.zeros(6)
     model = {
         "a": flat[:3], "b": flat[3:], "tied": flat[:3], "whole": flat, "none": torch.zeros(0), "no": torch.zeros(0),
@@ -171,7 +174,9 @@ def test_parameters_are_matched_by_memory_kind_and_order() -> None:
         "norm.running_mean": torch.zeros(2),
     }  # fmt: skip
     own = ["a", "b", "whole", "none", "no", "phase"]
-    plain = optim.SGD([nn.Parameter(model[name].clone()) for name in own], lr=0.1)  # it has no state, and so no shapes
+    plain = optim.SGD(
+        [nn.Parameter(model[name].clone()) for name in own], lr=0.1
+    )  # it has no state and therefore no shapes
     named = by_name([plain.state_dict()], model)
     assert (named["state"], named["param_groups"][0]["params"]) == ({}, own)
     fewer = optim.SGD([nn.Parameter(model[name].clone()) for name in own[1:]], lr=0.1)
@@ -192,10 +197,10 @@ def odd_files() -> dict[str, tuple[dict[str, Any], str]]:
     weights, state = model.state_dict(), optimizer.state_dict()
     few = {name: value for name, value in weights.items() if not name.startswith("head")}
     return {
-        "no model": ({"optimizer": state, "epoch": 1}, "none of model"),
-        "an optimizer alone": (dict(state), "no model beside it"),
-        "another model": ({"model": few, "optimizer": state}, "no way or in several ways"),
-        "more in it": ({"model": weights, "optimizer": {**state, "scaler": {}}}, "'scaler' beside"),
+        "no model": ({"optimizer": state, "epoch": 1}, "the file has no model's state_dict under model"),
+        "an optimizer alone": (dict(state), "no model that could provide names"),
+        "another model": ({"model": few, "optimizer": state}, "or match in several ways"),
+        "more in it": ({"model": weights, "optimizer": {**state, "scaler": {}}}, "'scaler' in addition"),
         "state of nobody": (
             {"model": weights, "optimizer": {**state, "state": {**state["state"], 99: {"a": 1}}}},
             "state under 99",
@@ -204,7 +209,7 @@ def odd_files() -> dict[str, tuple[dict[str, Any], str]]:
 
 
 @pytest.mark.parametrize("name", odd_files())
-def test_an_optimizer_without_matching_names_keeps_numbers_and_is_reported(
+def test_an_optimizer_without_matching_names_keeps_its_numbers_and_is_reported(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file, why = odd_files()[name]

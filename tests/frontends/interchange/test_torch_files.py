@@ -1,4 +1,4 @@
-"""A store imports and exports files of torch.save. Contents and URLs of all formats work."""
+"""A store imports and exports torch.save files. Contents and URLs of all formats work."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Colour(enum.Enum):
     RED = 1
 
 
-# folders of DCP
+# DCP folders
 
 
 def stock(path: Path, state: Any) -> Path:
@@ -83,7 +83,7 @@ def test_a_torch_save_file_is_imported_and_exported(
 
 @contextmanager
 def files_of_at_most(nbytes: int) -> Iterator[None]:
-    """Writes fail as on a nearly full disk: bytes beyond the limit are written in part, or not at all."""
+    """Writes fail as on a nearly full disk: bytes beyond the limit are written only partly, or not at all."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     try:
@@ -92,7 +92,7 @@ def files_of_at_most(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_an_object_in_a_torch_save_file_stays_an_object(store: Store, tmp_path: Path) -> None:
+def test_an_object_in_a_torch_save_file_remains_an_object(store: Store, tmp_path: Path) -> None:
     torch.save({"net": torch.nn.Linear(1, 1), "w": torch.ones(2)}, tmp_path / "x.pt")
     torch_save_to_casckpt(tmp_path / "x.pt", store, run="a", step=1, allow_pickle=True)
     assert type(store.read("a@1", allow_pickle=True)["net"]) is torch.nn.Linear
@@ -101,7 +101,7 @@ def test_an_object_in_a_torch_save_file_stays_an_object(store: Store, tmp_path: 
 @pytest.mark.parametrize("call", [casckpt_to_torch_save, casckpt_to_dcp])
 def test_a_full_disk_is_reported(store: Store, tmp_path: Path, call: Callable[..., Any]) -> None:
     store.save({"a": numbers("a", 3000), "b": numbers("b", 100_000)}, step=1)
-    with files_of_at_most(4000), pytest.raises(StorageError, match=r"out cannot be written: .*make room"):
+    with files_of_at_most(4000), pytest.raises(StorageError, match=r"out cannot be written: .*free some space"):
         call(store, "default@1", tmp_path / "out")
     assert not list(tmp_path.glob("*out*"))
 
@@ -117,11 +117,11 @@ def test_a_disk_that_fills_up_during_a_write_is_reported(
 
     monkeypatch.setattr(torch_files, "_filled", filling)
     store.save({"a": numbers("a", 3000)}, step=1)
-    with pytest.raises(StorageError, match=r"out cannot be written: .*make room"):
+    with pytest.raises(StorageError, match=r"out cannot be written: .*free some space"):
         casckpt_to_torch_save(store, "default@1", tmp_path / "out")
 
 
-def test_unusable_files_are_refused(store: Store, tmp_path: Path) -> None:
+def test_invalid_files_are_refused(store: Store, tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     with pytest.raises(NotFound):
         torch_save_to_casckpt(path, store, step=1)
@@ -143,17 +143,17 @@ def test_unusable_files_are_refused(store: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc")
-def test_conversions_take_a_bounded_amount_of_memory(tmp_path: Path) -> None:
+def test_conversions_use_a_bounded_amount_of_memory(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.peak_convert", str(tmp_path), "64"]
     root = Path(__file__).parents[3]
     found = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
     assert max(map(float, found.split())) <= 32  # MiB, for a state of 64: windows of 4, and reads in progress
 
 
-# the content shows the format
+# the content determines the format
 
 
-def test_the_kind_of_a_path_is_found_from_its_content(store: Store, tmp_path: Path) -> None:
+def test_the_kind_of_a_path_is_detected_from_its_content(store: Store, tmp_path: Path) -> None:
     stock(tmp_path / "dcp", {"a": torch.ones(2)})
     (tmp_path / "dcp/common.pt").write_bytes(b"x")
     torch.save({"a": torch.ones(2)}, tmp_path / "weights")
@@ -176,12 +176,12 @@ def test_the_kind_of_a_path_is_found_from_its_content(store: Store, tmp_path: Pa
 
 @pytest.fixture
 def bucket() -> Iterator[str]:
-    """A folder in fsspec's memory."""
+    """A folder in fsspec's in-memory file system."""
     yield "memory://bucket"
     fsspec.filesystem("memory").rm("/bucket", recursive=True)
 
 
-def test_fsspec_urls_are_exported_to_and_imported_from(store: Store, tmp_path: Path, bucket: str) -> None:
+def test_exports_and_imports_accept_fsspec_urls(store: Store, tmp_path: Path, bucket: str) -> None:
     state = example()
     store.save(state, step=1)
     casckpt_to_dcp(store, "default@1", f"{bucket}/dcp")
@@ -207,13 +207,13 @@ def test_fsspec_urls_are_exported_to_and_imported_from(store: Store, tmp_path: P
 
 
 class Config:
-    """The config of a training script."""
+    """A training script's config."""
 
     def __init__(self) -> None:
         self.rate = 0.1
 
 
-def test_the_error_for_a_class_of_the_saving_script_names_it(
+def test_the_error_for_a_class_from_the_saving_script_names_the_class(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = sys.modules["__main__"]
@@ -231,7 +231,7 @@ def test_the_error_for_a_class_of_the_saving_script_names_it(
 
 
 @pytest.mark.parametrize("kind", ["dcp", "safetensors"])
-def test_a_folder_of_checkpoints_differs_from_a_checkpoint(kind: str, store: Store, tmp_path: Path) -> None:
+def test_a_folder_of_checkpoints_is_not_imported_as_a_checkpoint(kind: str, store: Store, tmp_path: Path) -> None:
     for step in (10, 20):
         folder = tmp_path / f"step-{step}"
         if kind == "dcp":
@@ -239,9 +239,11 @@ def test_a_folder_of_checkpoints_differs_from_a_checkpoint(kind: str, store: Sto
         else:
             folder.mkdir()
             save_file({"w": torch.ones(2)}, folder / "model.safetensors")
-    with pytest.raises(InvalidInput, match="is not a checkpoint, but holds several: step-10, step-20; give"):
+    with pytest.raises(
+        InvalidInput, match="is not a checkpoint itself, but contains several: step-10, step-20; choose"
+    ):
         look_at(tmp_path)
     if kind == "dcp":
-        with pytest.raises(InvalidInput, match="is not a checkpoint, but holds several: 'step-10', 'step-20'; give"):
+        with pytest.raises(InvalidInput, match="contains several: 'step-10', 'step-20'; choose one"):
             dcp_to_casckpt(tmp_path, store, step=1)
     assert import_any(store, look_at(tmp_path / "step-20"), step=1).step == 1

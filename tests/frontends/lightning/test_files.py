@@ -1,4 +1,4 @@
-"""Lightning's files and their checkpoints: moved, removed, or left by a crash."""
+"""Lightning's files and their checkpoints, which are moved, removed, or left behind by a crash."""
 
 # ruff: noqa: E402 - skip before importing optional packages
 
@@ -22,10 +22,10 @@ from tests.support.lightning_training import Model, Slow, data, trainer
 from tests.support.saves import small_folder, steps
 from tests.support.training import identical
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning and its imports, about devices, loggers and workers
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning and its imports warn about devices, loggers and workers
 
 
-def test_the_last_file_moves_and_its_old_checkpoint_goes(tmp_path: Path) -> None:
+def test_the_last_file_moves_and_its_old_checkpoint_is_forgotten(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     keeping = ModelCheckpoint(tmp_path / "files", save_last=True, save_top_k=0, every_n_epochs=1)
     trainer(tmp_path, CasCheckpointIO(store, run="sft"), keeping).fit(Model(), data())
@@ -38,10 +38,10 @@ def test_the_last_file_moves_and_its_old_checkpoint_goes(tmp_path: Path) -> None
     assert (pointer["run"], pointer["step"], pointer["id"]) == ("sft", 16, store.get("sft@16").id)
 
 
-def test_a_missing_path_is_not_found(tmp_path: Path, store: Store) -> None:
+def test_a_missing_path_raises_not_found(tmp_path: Path, store: Store) -> None:
     io = CasCheckpointIO(store, run="sft")
     for path in (tmp_path / "none.ckpt", "none.ckpt", "memory://none/x.ckpt", "memory://none/x", "./none"):
-        with pytest.raises(FileNotFoundError, match=r"there is no file .*none.*; give the path of one, or a reference"):
+        with pytest.raises(FileNotFoundError, match=r"the file .*none.* does not exist; pass the path of"):
             io.load_checkpoint(path)
 
 
@@ -49,12 +49,12 @@ def checkpoint(step: int, value: float = 0.0) -> dict[str, Any]:
     return {"state_dict": {"w": torch.full((8,), value)}, "global_step": step, "epoch": 0, "loops": {}}
 
 
-def test_removals_in_the_background_keep_their_order(tmp_path: Path) -> None:
+def test_background_removals_run_in_order(tmp_path: Path) -> None:
     slow = Slow(tmp_path / "store")
     io = CasCheckpointIO(slow.store, run="sft", async_save=True)
     for step in range(1, 5):
         io.save_checkpoint(checkpoint(step, step), tmp_path / f"{step}.ckpt")
-        assert (tmp_path / f"{step}.ckpt").exists()  # at once, so that Lightning does not use the name again
+        assert (tmp_path / f"{step}.ckpt").exists()  # immediately, so that Lightning does not reuse the name
         if step > 1:
             io.remove_checkpoint(tmp_path / f"{step - 1}.ckpt")
     io.teardown()
@@ -90,7 +90,7 @@ def test_a_crash_between_commit_and_file_does_not_block_the_next_save(tmp_path: 
 def test_a_file_of_an_unfinished_save_is_recognised(tmp_path: Path, store: Store) -> None:
     (tmp_path / "1.ckpt").write_text(json.dumps({"casckpt": {"run": "sft", "step": 1}}))
     io = CasCheckpointIO(store, run="sft")
-    with pytest.raises(NotFound, match="a save that did not end"):
+    with pytest.raises(NotFound, match="a save that did not finish"):
         io.load_checkpoint(tmp_path / "1.ckpt")
     io.remove_checkpoint(tmp_path / "1.ckpt")
     assert not (tmp_path / "1.ckpt").exists()
@@ -111,14 +111,14 @@ def test_lightning_paths_may_be_remote(tmp_path: Path, store: Store) -> None:
     assert steps(store) == []
 
 
-def test_a_checkpoint_with_a_tag_of_a_user_survives_its_file(tmp_path: Path, store: Store) -> None:
+def test_a_checkpoint_with_a_user_tag_survives_the_removal_of_its_file(tmp_path: Path, store: Store) -> None:
     io, path = CasCheckpointIO(store, run="sft"), tmp_path / "a b.ckpt"
     io.save_checkpoint(checkpoint(1, 1), path)
     store.tag("best", "sft@1")
     io.save_checkpoint(checkpoint(1, 2), path)
     assert steps(store) == [("sft", 1), ("sft/a-b", 1)]
     assert io.load_checkpoint(path)["state_dict"]["w"][0] == 2
-    io.save_checkpoint(checkpoint(1, 2), path)  # the same again
+    io.save_checkpoint(checkpoint(1, 2), path)  # the same save once more
     assert io.load_checkpoint(path)["state_dict"]["w"][0] == 2
     io.remove_checkpoint(path)
     assert steps(store) == [("sft", 1)]

@@ -1,4 +1,4 @@
-"""Lightning: real trainings with checkpoints in a store. This tests saves, removals and resumes."""
+"""Lightning: saves, removals and resumes in real trainings with checkpoints in a store."""
 
 # ruff: noqa: E402 - skip before importing optional packages
 
@@ -26,14 +26,14 @@ from tests.support.lightning_training import Losses, Model, Slow, data, trainer
 from tests.support.saves import small_folder, steps
 from tests.support.training import identical
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning and its imports, about devices, loggers and workers
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning and its imports warn about devices, loggers and workers
 
 
 def best_two(folder: Path, **options: Any) -> ModelCheckpoint:
     return ModelCheckpoint(folder / "files", monitor="loss", save_top_k=2, save_last=True, **options)
 
 
-def test_an_average_of_weights_resumes_bit_for_bit(tmp_path: Path) -> None:
+def test_averaged_weights_resume_bit_for_bit(tmp_path: Path) -> None:
     def fit(name: str, epochs: int, path: str | None = None) -> Any:
         averaging = EMAWeightAveraging(decay=0.5)
         io = CasCheckpointIO(tmp_path / name, run="sft")
@@ -103,11 +103,13 @@ def test_the_store_grows_by_changed_bytes(tmp_path: Path) -> None:
     backbone, head = 4000 * 17 * 4, 4001 * 4
     assert saved[0].stats.bytes_written > backbone
     for ckpt in saved[1:]:
-        assert ckpt.stats.bytes_written < 3 * head + 12_000  # weights and moments of the head, and headers
+        assert ckpt.stats.bytes_written < 3 * head + 12_000  # the head's weights and moments, and headers
     last = ModelCheckpoint(tmp_path / "more", save_last=True, save_top_k=0)
     trainer(tmp_path, CasCheckpointIO(store, run="more", health=True), last, epochs=1).fit(Model(width=4000), data())
     assert store.get("more@latest").health
-    assert store.checkpoints("more")[0].stats.bytes_written < 3 * head + 12_000  # another run, the same backbone
+    assert (
+        store.checkpoints("more")[0].stats.bytes_written < 3 * head + 12_000
+    )  # a different run with the same backbone
 
 
 def test_gc_policies_keep_checkpoints_with_a_file(tmp_path: Path) -> None:
@@ -122,14 +124,14 @@ def checkpoint(step: int, value: float = 0.0) -> dict[str, Any]:
     return {"state_dict": {"w": torch.full((8,), value)}, "global_step": step, "epoch": 0, "loops": {}}
 
 
-def test_a_failed_save_in_the_background_is_raised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_error_of_a_failed_background_save_is_raised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     slow = Slow(tmp_path / "store")
     io = CasCheckpointIO(slow.store, run="sft", async_save=True)
     slow.faulty.inject(fail_before("put", key="objects/*.manifest"))
     io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
     io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
     assert "a save or removal in the background failed: injected" in caplog.text
-    assert io.load_checkpoint(tmp_path / "1.ckpt")["global_step"] == 1  # which waits for it
+    assert io.load_checkpoint(tmp_path / "1.ckpt")["global_step"] == 1  # the load waits for the save
     slow.faulty.inject(fail_before("put", key="objects/*.manifest"))
     io.save_checkpoint(checkpoint(2), tmp_path / "2.ckpt")
     with pytest.raises(StorageError, match="injected"):
@@ -192,9 +194,7 @@ class Projected(Model):
 @pytest.mark.parametrize(
     ("model", "pickles", "step"), [(Odd, False, 0), (Odd, True, 4), (Projected, False, 1), (Model, False, 4)]
 )
-def test_an_unusable_state_is_reported_at_the_start(
-    tmp_path: Path, model: type[Model], pickles: bool, step: int
-) -> None:
+def test_invalid_state_raises_at_the_start(tmp_path: Path, model: type[Model], pickles: bool, step: int) -> None:
     io = CasCheckpointIO(tmp_path / "store", run="sft", allow_pickle=pickles)
     training = trainer(tmp_path, io, CasCheckpointCheck(), epochs=1, limit_train_batches=4)
     with nullcontext() if step == 4 else pytest.raises(InvalidInput, match=r"projector|hyper_parameters\.act"):
@@ -203,7 +203,7 @@ def test_an_unusable_state_is_reported_at_the_start(
 
 
 def test_a_module_among_hyperparameters_is_refused(tmp_path: Path) -> None:
-    """A load would return it as a state_dict."""
+    """A load would return the module as a state_dict."""
     checkpoint = {"state_dict": {"w": torch.ones(2)}, "global_step": 1, "hyper_parameters": {"net": nn.Linear(1, 1)}}
     with pytest.raises(InvalidInput, match=r"hyper_parameters\.net: a .*Linear cannot be stored"):
         CasCheckpointIO(tmp_path / "store", run="plain").check(checkpoint)
@@ -214,7 +214,7 @@ def test_a_module_among_hyperparameters_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("async_save", [True, False])
 @pytest.mark.parametrize("checks", [(), (CasCheckpointCheck(),)])
-def test_the_first_failed_save_names_the_check_that_runs_earlier(
+def test_the_first_failed_save_suggests_the_check_callback(
     tmp_path: Path, checks: tuple[Callback, ...], async_save: bool
 ) -> None:
     io = CasCheckpointIO(tmp_path / "store", run="sft", async_save=async_save)
@@ -222,6 +222,6 @@ def test_the_first_failed_save_names_the_check_that_runs_earlier(
     with pytest.raises(InvalidInput) as caught:
         training.fit(Odd(), data())
     assert any("CasCheckpointCheck()" in note for note in getattr(caught.value, "__notes__", ())) == (not checks)
-    with pytest.raises(InvalidInput) as caught:  # from a Fabric, which has no callbacks
+    with pytest.raises(InvalidInput) as caught:  # raised by a Fabric, which has no callbacks
         CasCheckpointIO(tmp_path / "fabric", run="sft").save_checkpoint({"x": object()}, tmp_path / "x")
     assert not hasattr(caught.value, "__notes__")

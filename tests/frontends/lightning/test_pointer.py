@@ -23,7 +23,7 @@ from tests.support.saves import small_folder
 from tests.support.signing import pair
 from tests.support.training import identical
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning and its imports, about devices, loggers and workers
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning and its imports warn about devices, loggers and workers
 
 
 def best_two(folder: Path, **options: Any) -> ModelCheckpoint:
@@ -42,7 +42,7 @@ def test_a_training_resumes_from_a_reference(tmp_path: Path) -> None:
         CasCheckpointIO(store, run="sft").load_checkpoint("sft@99")
 
 
-def test_a_restored_file_is_readable_by_any_program(tmp_path: Path) -> None:
+def test_a_restored_file_is_readable_without_casckpt(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     model = Model(width=32)
     trainer(tmp_path, CasCheckpointIO(store, run="sft"), best_two(tmp_path), epochs=1).fit(model, data())
@@ -50,7 +50,7 @@ def test_a_restored_file_is_readable_by_any_program(tmp_path: Path) -> None:
     again = Model.load_from_checkpoint(path, weights_only=True)
     assert again.hparams["width"] == 32
     assert identical(dict(again.state_dict()), dict(model.state_dict()))
-    with pytest.raises(Conflict, match="exists already"):
+    with pytest.raises(Conflict, match="already exists"):
         restore_checkpoint(store, "sft@4", path)
     # the plug-in also loads a file that Lightning wrote without a store
     io = CasCheckpointIO(store, run="sft")
@@ -62,7 +62,7 @@ def test_a_restored_file_is_readable_by_any_program(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_file_is_written_from_pickled_values_if_allowed(tmp_path: Path, store: Store) -> None:
+def test_a_file_with_pickled_values_is_written_if_allowed(tmp_path: Path, store: Store) -> None:
     io = CasCheckpointIO(store, run="sft", allow_pickle=True)
     state = {"global_step": 1, "optimizer_states": [{"state": {0: {"projector": slice(1, 3), "odd": Slow}}}]}
     io.save_checkpoint({"state_dict": {"w": torch.ones(2)}, **state}, tmp_path / "one.ckpt")
@@ -72,7 +72,7 @@ def test_a_file_is_written_from_pickled_values_if_allowed(tmp_path: Path, store:
     assert torch.load(path, weights_only=False)["optimizer_states"] == state["optimizer_states"]
 
 
-def test_a_path_has_one_tag_however_it_is_spelled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_different_spellings_of_a_path_have_the_same_tag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     one = Pointer("files/Last.ckpt")
     assert one.tag == Pointer(tmp_path / "files" / "Last.ckpt").tag
@@ -80,5 +80,5 @@ def test_a_path_has_one_tag_however_it_is_spelled(monkeypatch: pytest.MonkeyPatc
     others = ("more/Last.ckpt", "files/Last", "s3://b/files/Last.ckpt", "files/" + "x" * 200 + ".ckpt")
     tags = {one.tag, *(Pointer(path).tag for path in others)}
     assert len(tags) == 5
-    assert max(map(len, tags)) == 87  # of the longest name, which is cut
+    assert max(map(len, tags)) == 87  # the length for the longest name, which is truncated
     assert [Pointer(path).name for path in ("a/epoch=1 b.ckpt", "a/")] == ["epoch-1-b", "file"]

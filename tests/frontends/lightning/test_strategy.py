@@ -1,4 +1,4 @@
-"""Lightning on ranks: a model sharded by FSDP2 is saved in shards and resumes, also on other ranks."""
+"""Lightning on several ranks: a model sharded with FSDP2 is saved in shards, and resumes on any number of ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Model(LightningModule):
-    """A model sharded over all ranks. Its input depends only on the step."""
+    """A model that is sharded across all ranks. Its input depends only on the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,21 +99,19 @@ def test_shards_are_saved_and_loaded_without_gathering(tmp_path: Path, ranks: Po
     more = ranks.run(1, fitted, tmp_path / "parts", 4, "sft@9")[0]  # by reference, on one rank
     assert sorted(more) == [9, 10, 11]
     store.save({"model": store.read("sft@9")["model"]}, run="weights", step=1)
-    with pytest.raises(JobFailed, match="holds no optimizer that can be loaded"):
+    with pytest.raises(JobFailed, match="has no optimizer that can be loaded"):
         ranks.run(2, fitted, tmp_path / "parts", 4, "weights@1")
     assert not store.verify().is_damaged
 
 
 def test_a_plug_in_that_would_be_ignored_is_refused(tmp_path: Path) -> None:
     strategy = CasModelParallelStrategy(tmp_path, run="sft")
-    with pytest.raises(InvalidInput, match="does not use CasCheckpointIO; leave that plug-in out"):
+    with pytest.raises(InvalidInput, match="does not use CasCheckpointIO; remove that plug-in"):
         Trainer(strategy=strategy, accelerator="cpu", plugins=[CasCheckpointIO(tmp_path, run="sft")])
 
 
 @pytest.mark.parametrize("cast", [False, True])
-def test_the_strategy_loads_with_the_cast_that_it_was_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cast: bool
-) -> None:
+def test_the_strategy_loads_with_its_cast_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cast: bool) -> None:
     store = small_folder(tmp_path / "store")
     model, low = nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()
     casckpt.save_model_and_optim_state(store, model, run="sft", step=1)
@@ -158,11 +156,13 @@ def test_replicas_are_saved_once_and_loaded_on_every_rank(tmp_path: Path, ranks:
     second = ranks.run(2, fitted_by_ddp, tmp_path / "parts", 3, "last")
     assert [one | two for one, two in zip(first, second, strict=True)] == whole
     store = casckpt.open(tmp_path / "parts" / "store")
-    assert len([run for run, _ in steps(store) if run == "ddp"]) <= 2  # the best, and the last if it differs
+    assert (
+        len([run for run, _ in steps(store) if run == "ddp"]) <= 2
+    )  # the best checkpoint, and the last one if it differs
 
 
 class Averaging(WeightAveraging):
-    """An averaged model with the same sharding. Lightning's own setup copies shards, which torch refuses."""
+    """An averaged model with the same sharding. Lightning's own setup copies shards, which torch does not allow."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -184,7 +184,7 @@ def averaged(rank: int, size: int, folder: Path, epochs: int, path: str | None =
     return losses, *averaging.found()
 
 
-def test_an_averaged_model_is_saved_and_loaded_beside_the_other(tmp_path: Path, ranks: Pool) -> None:
+def test_an_averaged_model_is_saved_and_loaded_with_the_model(tmp_path: Path, ranks: Pool) -> None:
     whole = ranks.run(2, averaged, tmp_path / "whole", 3)[0]
     ranks.run(2, averaged, tmp_path / "parts", 2)
     store = casckpt.open(tmp_path / "parts" / "store")
@@ -206,7 +206,7 @@ class Projecting(torch.optim.AdamW):
 
 
 class OddState(Model):
-    """Saves a value that is not plain data, on one rank, as the last callback."""
+    """Saves a value that is not plain data on one rank, in the last callback."""
 
     odd: tuple[str, int, int, int]
 
@@ -238,13 +238,13 @@ def hears(rank: int, size: int, folder: Path) -> Any:
                     use_distributed_sampler=False,
                 )  # fmt: skip
 
-                error = outcome_of(lambda: trainer.fit(model))  # noqa: B023 - called at once
+                error = outcome_of(lambda: trainer.fit(model))  # noqa: B023 - called immediately
                 found.append((type(error).__name__, trainer.global_step))
     return found
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_an_unusable_state_is_reported_on_all_ranks_at_the_start(tmp_path: Path, ranks: Pool, size: int) -> None:
+def test_invalid_state_raises_on_all_ranks_at_the_start(tmp_path: Path, ranks: Pool, size: int) -> None:
     expected = [("InvalidInput", 0)] * 2 + [("InvalidInput", 1)] * 2
     assert ranks.run(size, hears, tmp_path) == [expected] * size
     assert steps(small_folder(tmp_path / "store")) == []

@@ -1,4 +1,4 @@
-"""Functions of casckpt and Megatron-core give equal results for equal input."""
+"""casckpt's functions and Megatron-core's return equal results for equal input."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_merge_equals_core(dicts: Any, x: Any, y: Any) -> None:
 @given(x=TOP, y=TOP)
 def test_diff_equals_core(dicts: Any, x: Any, y: Any) -> None:
     theirs = outcome(dicts.diff, x, y)
-    if theirs is not ValueError:  # Megatron-core asserts that a list does not meet a tuple
+    if theirs is not ValueError:  # Megatron-core asserts that a list is not merged with a tuple
         assert [sorted(map(repr, part)) for part in megatron.diff(x, y)] == [sorted(map(repr, p)) for p in theirs]
 
 

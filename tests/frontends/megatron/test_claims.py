@@ -54,7 +54,7 @@ def test_ranks_read_balanced_shares() -> None:
     claims = claims_of([ShardedTensor.from_rank_offsets(f"w{i}", torch.ones(10)) for i in range(8)])
     sharings = plan_sharing([claims] * 4)
     assert Counter(sum(sharing.is_read(n) for n in range(8)) for sharing in sharings) == {2: 4}
-    sizes = [1, 1, 2]  # the largest goes first
+    sizes = [1, 1, 2]  # the largest value is assigned first
     claims = claims_of([ShardedTensor.from_rank_offsets(f"w{i}", torch.ones(n)) for i, n in enumerate(sizes)])
     sharings = plan_sharing([claims] * 2)
     assert [sum(n for i, n in enumerate(sizes) if sharing.is_read(i)) for sharing in sharings] == [2, 2]
@@ -67,7 +67,7 @@ def loaded(rank: int, size: int, where: str, topology: Topology) -> list[Any]:
     return [read.done, *differences(found, gpt.expected(gpt.state(topology.at(rank))))]
 
 
-def test_a_parallel_load_gives_the_same_and_reads_less(tmp_path: Path, ranks: Pool) -> None:
+def test_a_parallel_load_returns_the_same_values_and_reads_less(tmp_path: Path, ranks: Pool) -> None:
     place, topology = f"{tmp_path}#gpt@7", Topology(tp=2, dp=2)
     total = sum(ranks.run(1, saved, place, Topology()))
     found = ranks.run(4, loaded, place, topology)
@@ -76,7 +76,7 @@ def test_a_parallel_load_gives_the_same_and_reads_less(tmp_path: Path, ranks: Po
 
 
 def odd_memory(rank: int, size: int, where: str) -> list[Any]:
-    """Tensors that are not contiguous, that have 16 bytes per element or no dimensions, and duplicates."""
+    """Tensors that are not contiguous, have 16 bytes per element, have no dimensions, or are duplicates."""
     numbers = torch.arange(12.0)
     tensors = {"c": numbers.to(torch.complex128), "t": numbers.view(3, 4), "s": torch.tensor(3.0)}
     state = {name: ShardedTensor.from_rank_offsets(name, value, replica_id=rank) for name, value in tensors.items()}
@@ -112,7 +112,7 @@ def dies_on_the_way(rank: int, size: int, where: str) -> str:
     return repr(outcome_of(lambda: megatron.load(state, where, fully_parallel=True)))
 
 
-def test_a_rank_that_dies_on_the_way_is_named_on_all_others(tmp_path: Path, ranks: Pool) -> None:
+def test_a_rank_that_dies_during_a_load_is_named_on_all_other_ranks(tmp_path: Path, ranks: Pool) -> None:
     found = ranks.outcomes(3, dies_on_the_way, f"{tmp_path}#a@1")
     assert found[2].died is not None
     for outcome in found[:2]:

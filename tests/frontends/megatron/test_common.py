@@ -27,7 +27,7 @@ ARGS = {"args": Namespace(lr=0.1), "iteration": 3}
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    """Registered, as in a process that has imported Megatron-core."""
+    """Register `Color`, as in a process that has imported Megatron-core."""
     before = Namespace in get_safe_globals()
     add_safe_globals([Namespace])
     yield
@@ -37,7 +37,7 @@ def registered() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("registered")
-def test_globals_registered_by_the_user_stay_registered() -> None:
+def test_globals_registered_by_the_user_remain_registered() -> None:
     assert common.read(write_archive(ARGS), "a@1", allow_pickle=False) == ARGS
     assert Namespace in get_safe_globals()
     assert torch.load(io.BytesIO(write_archive(ARGS)), weights_only=True) == ARGS
@@ -46,12 +46,12 @@ def test_globals_registered_by_the_user_stay_registered() -> None:
 def test_globals_registered_for_a_load_are_removed() -> None:
     before = get_safe_globals()
     assert common.read(write_archive(ARGS), "a@1", allow_pickle=False) == ARGS
-    with pytest.raises(CheckpointingException, match="needs pickle"):
+    with pytest.raises(CheckpointingException, match="needs to be unpickled"):
         common.read(write_archive({"odd": Color.RED}), "a@1", allow_pickle=False)
     assert set(get_safe_globals()) == set(before)
 
 
-def test_threads_do_not_remove_globals_of_each_other() -> None:
+def test_threads_do_not_remove_each_others_globals() -> None:
     errors: list[BaseException] = []
 
     def read() -> None:

@@ -52,7 +52,7 @@ def test_a_config_has_the_fields_of_megatron() -> None:
     "data",
     [b"{", b"\xff", b"[]", b"5", b"{}", b'{"sharded_backend": 1}', b'{"sharded_backend": "x", "common_backend": 1}'],
 )
-def test_an_unusable_config_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_an_invalid_config_is_refused(tmp_path: Path, data: bytes) -> None:
     casckpt.open(tmp_path / "s").save({}, run="a", step=3, attachments={"metadata.json": data})
     (tmp_path / "metadata.json").write_bytes(data)
     for where in (f"{tmp_path}/s#a@3", tmp_path):
@@ -60,7 +60,7 @@ def test_an_unusable_config_is_refused(tmp_path: Path, data: bytes) -> None:
         assert maybe_load_config(where) is None
 
 
-def test_a_config_with_fields_of_another_version(tmp_path: Path) -> None:
+def test_unknown_fields_of_a_config_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "later": 1}))
     assert maybe_load_config(tmp_path) == CheckpointingConfig("torch_dist")
     assert maybe_load_config(tmp_path / "nowhere") is None
@@ -82,11 +82,11 @@ def test_a_missing_config_is_written(tmp_path: Path) -> None:
     assert load_plain_tensors(where).keys() == {"w"}
 
 
-def test_the_config_of_a_checkpoint_does_not_change(tmp_path: Path) -> None:
+def test_the_config_of_a_checkpoint_never_changes(tmp_path: Path) -> None:
     where = f"{tmp_path}#a@3"
     save(state(), where)
     save_config(CheckpointingConfig("casckpt"), where)
-    with pytest.raises(Conflict, match="does not change"):
+    with pytest.raises(Conflict, match="never changes"):
         save_config(CheckpointingConfig("casckpt", 2), where)
 
 
@@ -109,5 +109,5 @@ def test_a_strategy_object_is_refused_outside_megatron(tmp_path: Path) -> None:
     ]
     for call, strategy in calls:
         name = type(strategy).__name__
-        with pytest.raises(CheckpointingException, match=f"a {name} is for the save and the load of Megatron-core"):
+        with pytest.raises(CheckpointingException, match=f"a {name} works with Megatron-core's own save and load"):
             call(state(), f"{tmp_path}#a@3", strategy)

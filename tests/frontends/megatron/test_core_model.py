@@ -1,4 +1,4 @@
-"""A GPTModel of Megatron-core and its optimizers, with their own sharded state dicts."""
+"""Megatron-core's GPTModel and its optimizers, with their own sharded state dicts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_f
 
 
 class OnTheCPU(TorchFunctionMode):
-    """Megatron's optimizers create tensors on "cuda" and accept only parameters there. This uses the CPU instead."""
+    """Megatron's optimizers create tensors on "cuda" and accept only parameters there.
+
+    This mode uses the CPU instead.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -54,7 +57,7 @@ def parallel(tp: int) -> Iterator[None]:
 
 
 def gpt(tp: int, distributed: bool) -> tuple[Any, Any]:
-    """A model that differs on each rank and at each call, and its optimizer after one step."""
+    """A model that differs on each rank and in each call, and its optimizer after one step."""
     config = module("megatron.core.transformer.transformer_config").TransformerConfig(
         num_layers=2, hidden_size=16, num_attention_heads=4, tensor_model_parallel_size=tp, gated_linear_unit=True,
         use_cpu_initialization=True, bias_activation_fusion=False, masked_softmax_fusion=False,
@@ -74,7 +77,7 @@ def gpt(tp: int, distributed: bool) -> tuple[Any, Any]:
 
 
 def state_of(model: Any, optimizer: Any, loading: bool = False) -> dict[str, Any]:
-    """The sharded state dict that Megatron's training loop makes."""
+    """The sharded state dict that Megatron's training loop creates."""
     group = module("megatron.core.parallel_state").get_data_parallel_group(with_context_parallel=True)
     metadata = {**METADATA, "dp_cp_group": group}
     of_model = model.module.sharded_state_dict(metadata=metadata)
@@ -95,7 +98,7 @@ def save(path: Path, step: int, model: Any, optimizer: Any) -> None:
 
 
 def resumed(rank: int, size: int, path: Path, *, tp: int, distributed: bool, step: int) -> None:
-    """Load into another model and its optimizer, and save them as the next step."""
+    """Load into a different model and its optimizer, and save both as the next step."""
     with parallel(tp):
         torch.manual_seed(7)
         model, optimizer = gpt(tp, distributed)

@@ -1,4 +1,4 @@
-"""Checkpoints without some of their sharded tensors."""
+"""Removal of some of a checkpoint's sharded tensors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_prefix_without_keys_is_reported(tmp_path: Path, caplog: pytest.LogCap
     megatron.save(state(), where)
     before = casckpt.open(tmp_path).get("a@1")
     megatron.remove_sharded_tensors(where, "seed")  # it is in the common part
-    assert "nothing sharded whose key begins with 'seed'" in caplog.text
+    assert "no sharded value whose key begins with 'seed'" in caplog.text
     assert casckpt.open(tmp_path).get("a@1") == before
 
 

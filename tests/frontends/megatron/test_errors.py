@@ -1,4 +1,4 @@
-"""Errors belong to Megatron's classes and to casckpt's."""
+"""Each error belongs to both Megatron's and casckpt's error classes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def state() -> dict[str, Any]:
     return {"w": ShardedTensor.from_rank_offsets("w", torch.arange(4.0))}
 
 
-def test_errors_are_also_errors_of_casckpt(tmp_path: Path) -> None:
+def test_errors_are_also_casckpt_errors(tmp_path: Path) -> None:
     where = f"{tmp_path}#a@3"
     with pytest.raises(CheckpointingException) as absent:
         load(state(), where)

@@ -32,7 +32,7 @@ class Phase(enum.Enum):
 
 
 def part(rank: int, size: int, value: float = 0.0, **changes: Any) -> dict[str, Any]:
-    """A state dict of Megatron's own objects."""
+    """A state dict with Megatron's own objects."""
     mapping = core(".mapping")
     shard = mapping.ShardedTensor.from_rank_offsets("w", torch.full((2,), value + rank), (0, rank, size))
     return {"w": shard, "iteration": int(value), **changes}
@@ -71,7 +71,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_a_save_into_a_folder_also_replaces_its_common_part(path: Path, ranks: Pool) -> None:
     ranks.run(2, saved, path, 1)
-    (path / "iter_4/.metadata").touch()  # as if torch_dist had written it
+    (path / "iter_4/.metadata").touch()  # as if torch_dist had written the folder
     ranks.run(2, saved, path, 5)
     assert ranks.run(2, loaded, path) == [{"w": [5, 5], "iteration": 5}, {"w": [6, 6], "iteration": 5}]
     assert not (path / "iter_4/.metadata").exists()
@@ -79,7 +79,7 @@ def test_a_save_into_a_folder_also_replaces_its_common_part(path: Path, ranks: P
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_an_object_that_one_rank_cannot_save_fails_on_all(
+def test_an_object_that_one_rank_cannot_save_fails_on_all_ranks(
     path: Path, ranks: Pool, asynchronous: bool, size: int
 ) -> None:
     ranks.run(2, saved, path, 1)
@@ -89,7 +89,7 @@ def test_an_object_that_one_rank_cannot_save_fails_on_all(
 
 
 def with_a_function(rank: int, size: int, path: Path, asynchronous: bool) -> str:
-    """Only rank 1 has a value that needs a pickle, and it saves last."""
+    """Only rank 1 has a value that must be pickled, and this rank saves last."""
     comes_last("save", rank, size, 1)
     mapping = core(".mapping")
     value = (lambda: None) if rank == 1 else 7
@@ -110,7 +110,7 @@ def fails_late(rank: int, size: int, path: Path) -> None:
         request.execute_sync()
 
 
-def test_a_failed_save_in_the_background_is_raised_at_its_end(path: Path, ranks: Pool) -> None:
+def test_the_error_of_a_background_save_is_raised_at_its_end(path: Path, ranks: Pool) -> None:
     ranks.run(1, fails_late, path)
     assert not list((path / "iter_4").iterdir())
 
@@ -128,9 +128,9 @@ def test_a_failed_save_into_a_folder_keeps_the_old_checkpoint(path: Path, ranks:
     ranks.run(2, saved, path, 1)
     common = path / "iter_4/common.pt"
     before = common.read_bytes()
-    torch.save({"iteration": 5}, common)  # as Megatron-core up to 0.18 has done by then
+    torch.save({"iteration": 5}, common)  # as Megatron-core up to 0.18 would have done by then
     answers = ranks.run(2, said, loaded, path)
-    assert all("common.pt is not the one that was saved with a@4" in text for text, _ in answers), answers
+    assert all("common.pt is not the file that was saved with a@4" in text for text, _ in answers), answers
     assert all(both for _, both in answers)
     megatron.write_folder(f"{path}/store#a@4", path / "iter_4")
     assert common.read_bytes() == before
@@ -145,7 +145,7 @@ def test_two_main_replicas_are_refused(path: Path, ranks: Pool) -> None:
 
 
 def twice(rank: int, size: int, path: Path) -> tuple[str, bool]:
-    """Megatron's own check raises only on rank 0, whose process then ends."""
+    """Megatron's own check raises only on rank 0, and that process then ends."""
     saved(rank, size, path, 1)
     other = core(".mapping").ShardedTensor.from_rank_offsets("x", torch.ones(2))
     found = said(rank, size, saved, path, 1, other=other)
@@ -176,7 +176,7 @@ def test_a_folder_overwritten_by_torch_dist_loads_as_torch_dist(path: Path, rank
     ranks.run(2, saved, path, 1)
     (path / "iter_4/.metadata").touch()
     answers = ranks.run(2, said, loaded, path)
-    assert all("torch_dist has written over" in text and both for text, both in answers), answers
+    assert all("torch_dist has overwritten" in text and both for text, both in answers), answers
 
 
 def test_a_folder_is_created_for_an_earlier_save(path: Path, ranks: Pool) -> None:

@@ -1,4 +1,4 @@
-"""Folders that Megatron-core removes, and their checkpoints."""
+"""The checkpoints of folders that Megatron-core removes."""
 
 from __future__ import annotations
 
@@ -64,18 +64,18 @@ def test_checkpoints_of_removed_folders_are_forgotten(tmp_path: Path, ranks: Poo
 
 
 def test_nothing_is_forgotten_if_folders_cannot_be_listed(tmp_path: Path, ranks: Pool) -> None:
-    """An empty folder may be an unmounted one. The folders of another store do not count here."""
+    """An empty folder may be an unmounted disk. Folders that name a different store do not count here."""
     ranks.run(1, saved, tmp_path, 1, 2)
     store = casckpt.open(tmp_path / "store")
     shutil.move(tmp_path / "runs", tmp_path / "elsewhere")
     for made in ("", "runs", "runs/iter_1"):
         (tmp_path / made).mkdir(exist_ok=True)
-        with pytest.raises(NotFound, match="is it mounted"):
+        with pytest.raises(NotFound, match="Check that the disk is mounted"):
             megatron.forget_removed(store, tmp_path / "runs")
     (tmp_path / "runs/iter_1/casckpt.json").write_text('{"store": "another", "run": "a", "step": 1}')
-    with pytest.raises(megatron.CheckpointingException, match="is it mounted"):
+    with pytest.raises(megatron.CheckpointingException, match="Check that the disk is mounted"):
         megatron.forget_removed(store, tmp_path / "runs")
-    assert megatron.forget_removed(store, tmp_path / "elsewhere") == []  # another folder's checkpoints
+    assert megatron.forget_removed(store, tmp_path / "elsewhere") == []  # the checkpoints belong to a different folder
     assert steps(tmp_path) == [1, 2]
 
 
@@ -91,7 +91,7 @@ def test_a_save_forgets_checkpoints_of_removed_folders(tmp_path: Path, ranks: Po
     assert steps(tmp_path) == [2, 3, 4]
 
 
-def test_a_save_succeeds_though_forgetting_fails(tmp_path: Path) -> None:
+def test_a_save_succeeds_even_if_forgetting_fails(tmp_path: Path) -> None:
     with patch.object(folders, "forget_removed", side_effect=NotFound("the disk is gone")):
         said = saved(0, 1, tmp_path, 1, forget_removed=True)
     assert said == ["could not forget the checkpoints of removed folders: the disk is gone"]

@@ -1,4 +1,4 @@
-"""A model like GPT in one parallel configuration loads in others, bit for bit."""
+"""A GPT-like model that was saved in one parallel configuration loads in others, bit for bit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def where(tmp_path_factory: pytest.TempPathFactory, ranks: Pool) -> str:
 
 
 @pytest.mark.parametrize("topology", LOADED, ids=str)
-def test_a_model_loads_in_another_configuration(where: str, topology: Topology, ranks: Pool) -> None:
+def test_a_model_loads_in_a_different_configuration(where: str, topology: Topology, ranks: Pool) -> None:
     assert ranks.run(topology.size, loaded, where, topology) == [[]] * topology.size
 
 
@@ -42,7 +42,7 @@ def test_a_model_loads_in_one_process(where: str) -> None:
     assert loaded(0, 1, where, Topology()) == []
 
 
-def test_the_store_has_whole_tensors_under_the_keys_of_megatron(where: str) -> None:
+def test_the_store_has_whole_tensors_under_megatron_keys(where: str) -> None:
     path, _, ref = where.partition("#")
     full = casckpt.open(path).read(ref)
     layers = [gpt.whole(f"weight/attention/{i}", gpt.HIDDEN, gpt.HIDDEN, dtype=torch.bfloat16) for i in range(4)]

@@ -1,4 +1,4 @@
-"""Every rank refuses an inconsistent state, before casckpt writes anything."""
+"""Every rank refuses an inconsistent state before casckpt writes anything."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ BAD = {
     "flat ranges that overlap": Bad(lambda r: {"w": flat((slice(0, 4), slice(3, 6))[r])}, "'w': .*0..4.* of rank 0"),
     "outside of the global shape": Bad(
         lambda r: {"w": ShardedTensor("w", torch.ones(3), torch.float32, (3,), (5,), (3 * r,), None)},
-        r"'w': a part at \[3\] of shape \[3\] does not lie",
+        r"'w': a part at \[3\] of shape \[3\] is outside the global shape",
     ),
     "a tensor and an object": Bad(
         lambda r: {"w": (part(0, of=1), ShardedObject("w", 1, (1,), (0,)))[r]},
         "'w' is a tensor on rank 0",
     ),
-    "an object twice": Bad(lambda r: {"o": obj(0, of=1)}, r"'o': the object at \(0,\) .* on rank 0 and on rank 1"),
-    "an object twice on a rank": Bad(lambda r: {"o": [obj(0, 1, r), obj(0, 1, r)]}, "on rank 0 and on rank 0"),
+    "an object twice": Bad(lambda r: {"o": obj(0, of=1)}, r"'o': the object at \(0,\) .* on ranks 0 and 1"),
+    "an object twice on a rank": Bad(lambda r: {"o": [obj(0, 1, r), obj(0, 1, r)]}, "on ranks 0 and 0"),
     "an object is missing": Bad(lambda r: {"o": obj(r, of=4)}, r"'o': .*objects at \(2,\), \(3,\) of \(4,\)"),
     "an object with a wrong offset": Bad(lambda r: {"o": obj(2 * r)}, r"'o': the object at \(2,\) of \(2,\) on rank 1"),
     "objects of two shapes": Bad(lambda r: {"o": obj(r, of=2 + r)}, r"'o': the object at \(1,\) of \(3,\) on rank 1"),
@@ -98,7 +98,7 @@ class Unbuilt:
 
 
 def refused(rank: int, size: int, path: Path, name: str) -> tuple[str, str, bool]:
-    """Return the error, and whether the store is unchanged and usable."""
+    """Return the error, and whether the store is unchanged and still works."""
     megatron.save({"w": part(rank)}, f"{path}#before@1")
     before = files(path)
     error = outcome_of(lambda: megatron.save(BAD[name].make(rank), f"{path}#a@1"))

@@ -63,7 +63,7 @@ def test_a_prefix_goes_before_every_key() -> None:
     assert keys(x) == ["p-a.t", "p-a.o", "p-a.f"]
 
 
-def test_the_first_prefix_that_fits_is_replaced() -> None:
+def test_the_first_matching_prefix_is_replaced() -> None:
     x = state()
     apply_prefix_mapping(x, {"b.": "1", "a.t": "2", "a.": "3"})
     assert keys(x) == ["2", "3o", "3f"]

@@ -1,4 +1,4 @@
-"""Loads into a sharded state dict: other shapes, objects, factories, and errors on all ranks."""
+"""Loads into a sharded state dict: different shapes, objects, factories, and errors on all ranks."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_values_that_are_not_persistent_are_returned(where: str) -> None:
     ("shape", "rows"),
     [((6, 3), [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11], [0] * 3, [0] * 3]), ((2, 2), [[0, 1], [3, 4]])],
 )
-def test_a_different_shape_is_padded_and_cut(where: str, shape: tuple[int, ...], rows: list[list[int]]) -> None:
+def test_a_different_shape_is_padded_and_truncated(where: str, shape: tuple[int, ...], rows: list[list[int]]) -> None:
     found = load({"w": tensor("w", *shape, allow_shape_mismatch=True)}, where)["w"]
     assert found.tolist() == rows
     count = found.numel()
@@ -109,9 +109,9 @@ def test_a_different_shape_is_refused(where: str, more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("notes", [b"{", b"[]", b'{"common_tensors": 5}'])
-def test_unusable_notes_are_refused(tmp_path: Path, notes: bytes) -> None:
+def test_invalid_notes_are_refused(tmp_path: Path, notes: bytes) -> None:
     casckpt.open(tmp_path).save({"w": torch.ones(1)}, run="a", step=1, attachments={"megatron.json": notes})
-    with pytest.raises(CheckpointingException, match=r"megatron.json is not usable"):
+    with pytest.raises(CheckpointingException, match=r"megatron.json is invalid"):
         load({}, f"{tmp_path}#a@1")
 
 
@@ -133,7 +133,7 @@ def test_objects_are_replaced_in_place(where: str) -> None:
         load({"o": obj("o", 0, 1)}, where, strict="log_all")
 
 
-def test_values_that_are_not_plain_need_pickle_on_both_sides(tmp_path: Path) -> None:
+def test_values_that_are_not_plain_data_need_pickle_in_saves_and_loads(tmp_path: Path) -> None:
     where = f"{tmp_path}#a@1"
     with pytest.raises(CheckpointingException, match="o/shard_0_1"):
         save({"o": obj("o", data=Odd())}, where)
@@ -174,7 +174,7 @@ def test_empty_flat_parts_are_dropped(tmp_path: Path) -> None:
 
 
 def alike(rank: int, size: int, where: str) -> list[str]:
-    """Errors that occur on one rank alone."""
+    """Errors that occur on only one rank."""
     part = ShardedTensor.from_rank_offsets("w", torch.full((2, 3), -1.0), (0, rank, 2))
     asked: list[dict[str, Any]] = [
         {"w": part} | ({"x": tensor("x", 1)} if rank else {}),
@@ -186,7 +186,7 @@ def alike(rank: int, size: int, where: str) -> list[str]:
     return [*errors, str(untouched(part)), str(load({"w": part}, where)["w"].sum().item())]
 
 
-def test_every_rank_raises_alike_and_nothing_changes(where: str, ranks: Pool) -> None:
+def test_every_rank_raises_the_same_error_and_nothing_changes(where: str, ranks: Pool) -> None:
     first, second = ranks.run(2, alike, where)
     words = ["lacks 'x'", "local shape is", "lacks the object 'o'", "global shape"]
     for found in (first, second):
@@ -228,7 +228,7 @@ def test_each_strictness_handles_missing_and_unexpected_keys(where: str, caplog:
             load(asked(), where, strict=strict)
         assert isinstance(caught.value, MissingKey)
         assert caught.value.keys == ("x", "y")
-    with pytest.raises(CheckpointingException, match="'b', 'o', which no rank asks for"):
+    with pytest.raises(CheckpointingException, match="'b', 'o', which no rank requests"):
         load({"w": tensor("w", 4, 3)}, where, strict=StrictHandling.RAISE_ALL)
     for strict, missing in (("return_unexpected", set()), ("return_all", {"b", "o"})):
         found = load(asked(), where, strict=strict)
@@ -240,7 +240,7 @@ def test_each_strictness_handles_missing_and_unexpected_keys(where: str, caplog:
             assert load(asked(), where, strict=strict)["w"].sum() == 66
         assert len(caplog.records) == lines
         caplog.clear()
-    with pytest.raises(ValueError, match="strict='no' is not known; give one of 'assume_ok_unexpected'"):
+    with pytest.raises(ValueError, match="strict='no' is not a known value; use one of 'assume_ok_unexpected'"):
         load({}, where, strict="no")
 
 
@@ -248,7 +248,7 @@ def halves(key: str, data: torch.Tensor, replica_id: Any, flattened_range: slice
     return [ShardedTensor.from_rank_offsets(f"{key}.{i}", part, replica_id=replica_id) for i, part in enumerate(data)]
 
 
-def test_a_factory_with_an_unexpected_part_is_left_out_whole(tmp_path: Path) -> None:
+def test_a_factory_with_an_unexpected_part_is_omitted_entirely(tmp_path: Path) -> None:
     save({"a": numbered("f.0", 3), "b": numbered("b", 1)}, f"{tmp_path}#a@1")
     factory = ShardedTensorFactory("f", torch.ones(2, 3), halves, torch.stack)
     found, _, unexpected = load({"f": factory, "b": tensor("b", 1)}, f"{tmp_path}#a@1", strict="return_all")
@@ -259,7 +259,7 @@ def test_a_factory_with_an_unexpected_part_is_left_out_whole(tmp_path: Path) -> 
 
 
 def said_by_each(rank: int, size: int, where: str, strict: str) -> list[str]:
-    """The log of each rank, for keys that only the other rank requests or that no rank requests."""
+    """Each rank's log, for keys that only the other rank requests or that no rank requests."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a handler for this test
@@ -273,7 +273,7 @@ def said_by_each(rank: int, size: int, where: str, strict: str) -> list[str]:
 
 
 def test_missing_keys_are_logged_on_every_rank(where: str, ranks: Pool) -> None:
-    words = "a@1 holds 'o', 'w', which no rank asked for"
+    words = "a@1 holds 'o', 'w', which no rank requested"
     assert ranks.run(2, said_by_each, where, "log_all") == [[words], [words]]
     assert ranks.run(2, said_by_each, where, "log_unexpected") == [[], []]
 

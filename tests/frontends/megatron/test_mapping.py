@@ -62,7 +62,7 @@ def test_a_bad_rank_offset_is_refused(triple: tuple[int, int, int]) -> None:
     assert caught.value.key == "k"
 
 
-def test_the_last_of_two_offsets_for_an_axis_counts() -> None:
+def test_the_last_of_two_offsets_for_an_axis_is_used() -> None:
     assert ShardedTensor.from_rank_offsets("k", torch.ones(2), (0, 0, 2), (0, 2, 3)).global_offset == (4,)
 
 
@@ -70,11 +70,11 @@ def test_the_last_of_two_offsets_for_an_axis_counts() -> None:
     ("changed", "message"),
     [
         ({"global_offset": (0,)}, "differ in length"),
-        ({"prepend_axis_num": 1}, "do not make up"),
-        ({"global_offset": (1, 0)}, "no multiple of local_shape"),
+        ({"prepend_axis_num": 1}, "do not add up"),
+        ({"global_offset": (1, 0)}, "not a multiple of local_shape"),
         ({"dtype": torch.float64}, "data is torch.float32"),
         ({"local_shape": (4, 3), "global_offset": (0, 0)}, r"data has shape \[2, 3\]"),
-        ({"flattened_range": slice(0, 6)}, "flattened_range makes it"),
+        ({"flattened_range": slice(0, 6)}, "flattened_range requires"),
         ({"flattened_range": slice(0, 6, 2)}, "has a step"),
     ],
 )
@@ -88,16 +88,16 @@ def test_contradictory_fields_are_refused(changed: dict[str, Any], message: str)
         ShardedTensor(**fields | changed)
 
 
-def test_an_uneven_cut_has_no_grid() -> None:
+def test_uneven_parts_do_not_have_a_grid() -> None:
     part = ShardedTensor("k", None, torch.float32, (2,), (5,), (3,), None)
     assert part.has_regular_grid is False
-    with pytest.raises(CheckpointingException, match="no regular grid"):
+    with pytest.raises(CheckpointingException, match="does not have a regular grid"):
         part.max_allowed_chunks()
 
 
-def test_an_axis_that_does_not_divide_is_refused() -> None:
+def test_an_axis_that_is_not_divisible_is_refused() -> None:
     part = ShardedTensor("k", None, torch.float32, (2,), (5,), (2,), (2,))
-    with pytest.raises(CheckpointingException, match="no multiple of 2"):
+    with pytest.raises(CheckpointingException, match="not a multiple of 2"):
         part.max_allowed_chunks()
     padded = ShardedTensor("k", None, torch.float32, (2,), (5,), (2,), (2,), allow_shape_mismatch=True)
     assert padded.max_allowed_chunks() == (2,)
@@ -140,12 +140,12 @@ def test_coordinates_need_a_flat_part() -> None:
 @pytest.mark.parametrize(
     ("data", "at", "message"),
     [
-        (torch.ones(2, 2), slice(0, 4), "flat data is 1-d"),
-        (torch.ones(3), slice(0, 4), "flattened_range makes it"),
+        (torch.ones(2, 2), slice(0, 4), "flat data must be 1-d"),
+        (torch.ones(3), slice(0, 4), "flattened_range requires"),
         (torch.ones(4), None, "needs a flattened_range"),
     ],
 )
-def test_flat_data_of_a_wrong_size_is_refused(data: torch.Tensor, at: slice | None, message: str) -> None:
+def test_flat_data_of_the_wrong_size_is_refused(data: torch.Tensor, at: slice | None, message: str) -> None:
     with pytest.raises(CheckpointingException, match=message):
         ShardedTensor.from_rank_offsets_flat("k", data, (2, 2), flattened_range=at)
 
@@ -196,7 +196,7 @@ def test_an_object_has_the_fields_of_megatron() -> None:
 
 
 @pytest.mark.parametrize("text", ["a", "a/shard_1", "a/shard_x_1", "a/shard_1_2_3"])
-def test_other_text_is_refused_as_a_unique_key(text: str) -> None:
+def test_other_strings_are_refused_as_unique_keys(text: str) -> None:
     with pytest.raises(CheckpointingException, match="does not name a shard"):
         ShardedObject.empty_from_unique_key(text)
 
@@ -238,7 +238,7 @@ def test_a_factory_calls_its_function_with_three_or_four_arguments() -> None:
     assert ShardedTensorFactory("k", data, four, torch.cat, 5, slice(0, 1)).build()[3] == slice(0, 1)
     silent: Any = ShardedTensorFactory("k", "z", max, torch.cat, "a", "b")  # type: ignore[arg-type] # no signature
     assert silent.build() == "z"
-    with pytest.raises(CheckpointingException, match="takes three arguments"):
+    with pytest.raises(CheckpointingException, match="accepts three arguments"):
         ShardedTensorFactory("k", data, three, torch.cat, 5, slice(0, 1)).build()
 
 
@@ -270,7 +270,7 @@ def sum_of(state: dict[str, Any]) -> torch.Tensor:
         ({}, r"\('a',\)"),
         ({"a": [1]}, r"\('a', 1\)"),
         ({"a": {"x": 1}}, r"\('a', 1\)"),
-        ({"a": 5}, r"dict where there is int, at \('a',\)"),
+        ({"a": 5}, r"at \('a',\), the factories are in a dict, which does not match int"),
     ],
 )
 def test_a_factory_outside_a_container_is_refused(state: dict[str, Any], where: str) -> None:
@@ -281,7 +281,7 @@ def test_a_factory_outside_a_container_is_refused(state: dict[str, Any], where: 
 
 def test_lists_of_factories_and_values_need_equal_lengths() -> None:
     factory = ShardedTensorFactory("k", torch.ones(2), three, torch.cat)
-    with pytest.raises(ValueError, match="1 places for factories in a list of 2"):
+    with pytest.raises(ValueError, match="the list has length 2, but the factories are in a list of length 1"):
         apply_factory_merges([1, 2], [factory])
     assert megatron.apply_factory_merges([[torch.ones(1)]], [factory])[0].tolist() == [1.0]
 

@@ -1,4 +1,4 @@
-"""Parts of parts, as the factories of Megatron's Mamba and GatedDeltaNet layers make them."""
+"""Parts of parts, as created by the factories of Megatron's Mamba and GatedDeltaNet layers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SECTIONS = (2, 1, 3)
 
 
 @given(data=st.data())
-def test_all_parts_together_make_the_narrowed_tensor(data: st.DataObject) -> None:
-    """Flat and stacked parts count too: each writes its place in the whole tensor."""
+def test_all_parts_together_form_the_narrowed_tensor(data: st.DataObject) -> None:
+    """This includes flat and stacked parts: each writes its own elements of the whole tensor."""
     parts, columns, layers = (data.draw(st.integers(1, 3)) for _ in range(3))
     extent = data.draw(st.integers(1, 4))
     start = data.draw(st.integers(0, extent - 1))
@@ -71,10 +71,14 @@ def flat(at: slice) -> ShardedTensor:
 @pytest.mark.parametrize(
     ("part", "asked", "message"),
     [
-        (ShardedTensor.from_rank_offsets("k", torch.ones(3)), (1, 0, 1), "has 1 axes, and dim is 1"),
-        (ShardedTensor.from_rank_offsets("k", torch.ones(3)), (0, 2, 2), "2 elements from 2 on are not within the 3"),
-        (ShardedTensor("k", None, torch.int8, (2,), (5,), (3,), None), (0, 0, 1), "not cut evenly along axis 0"),
-        (flat(slice(0, 3)), (1, 0, 1), "along the first axis alone, not along 1"),
+        (ShardedTensor.from_rank_offsets("k", torch.ones(3)), (1, 0, 1), "has 1 axes, but dim is 1"),
+        (
+            ShardedTensor.from_rank_offsets("k", torch.ones(3)),
+            (0, 2, 2),
+            "2 elements starting at 2 exceed the extent 3",
+        ),
+        (ShardedTensor("k", None, torch.int8, (2,), (5,), (3,), None), (0, 0, 1), "not equal along axis 0"),
+        (flat(slice(0, 3)), (1, 0, 1), "along the first axis only, not along axis 1"),
     ],
 )
 def test_parts_that_cannot_be_narrowed_are_refused(

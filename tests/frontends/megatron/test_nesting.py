@@ -1,4 +1,4 @@
-"""Nested dicts and lists, by example; `test_against_core` compares with Megatron-core."""
+"""Nested dicts and lists, by example. `test_against_core` compares the results with Megatron-core's."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_merge_writes_the_second_into_the_first() -> None:
     ("one", "other", "where"),
     [({"a": {"b": 1}}, {"a": {"b": 1}}, r"\('a', 'b'\)"), ({"a": [1]}, {"a": [1, 2]}, r"\('a',\)"), ([1], {}, r"\(\)")],
 )
-def test_merge_refuses_two_values_for_one_place(one: Any, other: Any, where: str) -> None:
+def test_merge_refuses_two_values_for_the_same_position(one: Any, other: Any, where: str) -> None:
     with pytest.raises(CheckpointingException, match=where) as caught:
         merge(one, other)
     assert isinstance(caught.value, ValueError)
@@ -90,7 +90,7 @@ def test_extract_splits_and_closes_the_gaps_of_lists() -> None:
     assert rest["b"] == {0: 2, 2: {0: 4}}
 
 
-def test_extract_asks_the_predicate_for_an_empty_container_in_a_list() -> None:
+def test_extract_calls_the_predicate_for_an_empty_container_in_a_list() -> None:
     assert extract_matching_values([{}, []], lambda value: value == {}) == ([{}], [[]])
 
 
@@ -99,13 +99,13 @@ def test_extract_refuses_tuples() -> None:
         extract_matching_values((1, 2), is_odd)
 
 
-def test_diff_gives_paths_and_types() -> None:
+def test_diff_returns_paths_and_types() -> None:
     left, right, mismatch = diff({"a": 1, "b": {"c": 2, "x": 0}}, {"b": {"c": "2", "y": 0}, "d": 3})
     assert (left, right) == ([("a",), ("b", "x")], [("d",), ("b", "y")])
     assert mismatch == [(("b", "c"), int, str)]
 
 
-def test_diff_of_lists_gives_bare_indices_on_both_sides() -> None:
+def test_diff_of_lists_returns_bare_indices_on_both_sides() -> None:
     assert diff({"l": [1, 2, 3]}, {"l": [1]}) == ([2, 1], [], [])
     assert diff((1,), (1, 2)) == ([], [1], [])
     assert diff(np.array([1, 2]), np.array([1, 3])) == ([], [], [((1,), np.int64, np.int64)])

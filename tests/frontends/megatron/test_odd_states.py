@@ -40,14 +40,14 @@ def nothing_is_there(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("prepend", [0, 1])
-def test_the_error_for_an_unusable_tensor_names_it(tmp_path: Path, prepend: int) -> None:
+def test_the_error_for_an_unsupported_tensor_names_the_key(tmp_path: Path, prepend: int) -> None:
     for data in (torch.eye(3).to_sparse(), torch.ones(3, device="meta")):
         with pytest.raises(CheckpointingException, match=r"'t': a (tensor of layout torch.sparse_coo|meta tensor)"):
             save({"t": tensor("t", data, prepend_axis_num=prepend)}, f"{tmp_path}/s#a@1")
     assert nothing_is_there(tmp_path)
 
 
-def test_the_error_for_data_changed_after_construction_names_it(tmp_path: Path) -> None:
+def test_the_error_for_data_changed_after_construction_names_the_key(tmp_path: Path) -> None:
     part = tensor("t", torch.ones(4))
     part.data = torch.ones(3)
     with pytest.raises(CheckpointingException, match=r"'t': data of shape \[3\] does not fill"):
@@ -57,12 +57,14 @@ def test_the_error_for_data_changed_after_construction_names_it(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (torch.ones(1, dtype=torch.complex128).expand(4), "'t': an expanded tensor"),
+        (torch.ones(1, dtype=torch.complex128).expand(4), "'t': the elements of an expanded tensor"),
         (torch.ones(4, dtype=torch.complex128, device="meta"), "'t': a meta tensor"),
         (torch.ones(4, dtype=torch.float64), "'t' is float64 here, but complex128"),
     ],
 )
-def test_the_error_for_an_unusable_destination_names_it(tmp_path: Path, data: torch.Tensor, message: str) -> None:
+def test_the_error_for_an_unsupported_destination_names_the_key(
+    tmp_path: Path, data: torch.Tensor, message: str
+) -> None:
     where = f"{tmp_path}#a@1"
     save({"t": tensor("t", torch.ones(4, dtype=torch.complex128))}, where)
     with pytest.raises(CheckpointingException, match=message):
@@ -71,7 +73,7 @@ def test_the_error_for_an_unusable_destination_names_it(tmp_path: Path, data: to
         load({"other": tensor("t", data, replica_id=1), "t": tensor("t", torch.ones(4, dtype=data.dtype))}, where)
 
 
-def test_a_refused_load_does_not_touch_padded_tensors(tmp_path: Path) -> None:
+def test_a_refused_load_does_not_change_padded_tensors(tmp_path: Path) -> None:
     where = f"{tmp_path}#a@1"
     save({"t": tensor("t", torch.ones(4, dtype=torch.complex128))}, where)
     data = torch.full((6,), -1.0)
@@ -92,8 +94,8 @@ def test_tuples_are_not_searched_for_sharded_tensors(tmp_path: Path, value: Any)
 @pytest.mark.parametrize(
     "state", [{"x/shard_0_1": 5}, {"x/shard_0_1": {"y": torch.ones(1)}}, {"w": tensor("x/shard_0_1", torch.ones(2))}]
 )
-def test_keys_of_objects_are_unchanged(tmp_path: Path, state: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointingException, match="'x/shard_0_1' has the form of the key of an object"):
+def test_keys_in_the_form_of_object_keys_are_refused(tmp_path: Path, state: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointingException, match="'x/shard_0_1' has the form of an object's key"):
         save(state, f"{tmp_path}/s#a@1")
     assert nothing_is_there(tmp_path)
 
@@ -134,7 +136,7 @@ def test_a_factory_may_build_any_value_at_any_path(tmp_path: Path, kind: str) ->
     assert found["a"].tolist() == found["l"][1].tolist() == [0, 1, 2, 3]
 
 
-def test_a_factory_may_merge_to_any_value_and_not_build_factories(tmp_path: Path) -> None:
+def test_a_factory_may_merge_to_any_value_but_not_build_factories(tmp_path: Path) -> None:
     where = f"{tmp_path}#a@1"
     named = ShardedTensorFactory("f", torch.ones(4), halves, lambda parts: {"sum": float(sum(map(torch.sum, parts)))})
     save({"a": named}, where)
@@ -145,7 +147,7 @@ def test_a_factory_may_merge_to_any_value_and_not_build_factories(tmp_path: Path
 
 
 def two_values_for_one_place(rank: int, size: int, where: str) -> list[str]:
-    """On one rank alone, a sharded tensor has the path of a common value in the checkpoint."""
+    """On only one rank, a sharded tensor has the path of a common value in the checkpoint."""
     data = torch.full((4,), -1.0)
     asked = {"common" if rank else "mine": tensor("t", data, replica_id=rank)}
     error = outcome_of(lambda: load(asked, where))
@@ -157,9 +159,9 @@ def test_two_values_for_a_path_are_refused_before_anything_is_read(tmp_path: Pat
     save({"t": tensor("t", torch.ones(4)), "common": 5}, where)
     for text, data in ranks.run(2, two_values_for_one_place, where):
         assert "CheckpointingException" in text
-        assert "two values for one place, at ('common',)" in text
+        assert "two values for the same position, at ('common',)" in text
         assert data == str([-1.0] * 4)
-    with pytest.raises(CheckpointingException, match="two values for one place"):
+    with pytest.raises(CheckpointingException, match="two values for the same position"):
         load({"common": LocalNonpersistentObject(1)}, where)
 
 
@@ -184,7 +186,7 @@ def some_have_nothing(rank: int, size: int, where: str) -> list[Any]:
     return [[value.tolist() for value in found.values()], without["w"].tolist(), load_common_state_dict(where)]
 
 
-def test_ranks_without_data_take_part(tmp_path: Path, ranks: Pool) -> None:
+def test_ranks_without_data_can_participate(tmp_path: Path, ranks: Pool) -> None:
     whole = [0, 1, 2, 3]
     found = ranks.run(3, some_have_nothing, f"{tmp_path}#a@1")
     assert found == [[[], whole, {}], [[[0, 1]], whole, {}], [[[2, 3]], whole, {}]]
@@ -245,7 +247,7 @@ def odd_common_part(rank: int, size: int, where: str, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_a_common_part_that_cannot_be_compared_leaves_no_rank_waiting(tmp_path: Path, ranks: Pool, name: str) -> None:
+def test_a_common_part_that_cannot_be_compared_does_not_block_any_rank(tmp_path: Path, ranks: Pool, name: str) -> None:
     found = ranks.run(2, odd_common_part, f"{tmp_path}#a", name, timeout=10)
     for refused, compared, good in found:
         assert "CheckpointingException" in refused
@@ -268,7 +270,7 @@ def test_a_common_part_that_cannot_be_compared_leaves_no_rank_waiting(tmp_path: 
 )
 @pytest.mark.parametrize("key", ["a.b", "a.b.t", "a", "7", "a (common).b"])
 def test_a_common_value_at_the_path_of_a_key_is_kept(tmp_path: Path, common: dict[Any, Any], key: str) -> None:
-    """Megatron allows this, since it stores the two in different files."""
+    """Megatron allows this, because it stores the two values in different files."""
     where = f"{tmp_path}#a@1"
     save({**common, "x": {"y": tensor(key, torch.arange(2.0))}}, where)
     wanted = {**common, "x": {"y": torch.arange(2.0)}}
@@ -296,5 +298,5 @@ def key_on_the_other_rank(rank: int, size: int, where: str) -> Any:
     return load({"x": tensor("a.b", torch.zeros(2), replica_id=rank)}, where)["a"]
 
 
-def test_a_key_of_another_rank_may_equal_a_common_path(tmp_path: Path, ranks: Pool) -> None:
+def test_a_key_on_a_different_rank_may_equal_a_common_path(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, key_on_the_other_rank, f"{tmp_path}#a@1") == [{"b": 3}] * 2

@@ -69,7 +69,7 @@ def test_parameters_are_found_by_identity() -> None:
     assert [value.key for _, value in sorted(found.items())] == ["weight", "bias"]
 
 
-def test_a_state_dict_without_parameters_draws_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_state_dict_without_parameters_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     model, _ = trained()
     copies = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4, 3))}
     with caplog.at_level(logging.WARNING):
@@ -77,7 +77,7 @@ def test_a_state_dict_without_parameters_draws_a_warning(caplog: pytest.LogCaptu
     assert "keep_vars=True" in caplog.text
 
 
-def test_state_of_a_wrong_shape_is_refused() -> None:
+def test_state_with_the_wrong_shape_is_refused() -> None:
     param = ShardedTensor.from_rank_offsets("w", torch.ones(2, 2), (0, 1, 2), replica_id=3)
     made = make_sharded_optimizer_tensor(param, torch.ones(2, 2, dtype=torch.float64), "optim.exp_avg")
     assert (made.key, made.dtype, made.global_offset, made.replica_id) == ("optim.exp_avg.w", torch.float64, (2, 0), 3)

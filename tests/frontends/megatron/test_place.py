@@ -1,4 +1,4 @@
-"""The forms of a place."""
+"""The forms of a checkpoint's location."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def state() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("form", ["text", "path", "at a store", "at a path", "memory"])
-def test_a_place_has_several_forms(tmp_path: Path, form: str) -> None:
+def test_a_location_has_several_forms(tmp_path: Path, form: str) -> None:
     store = casckpt.open(tmp_path)
     where: Any = {
         "text": f"{tmp_path}#a/b@3",
@@ -47,7 +47,7 @@ def test_a_load_accepts_any_reference(tmp_path: Path) -> None:
         assert load(state(), f"{tmp_path}#{ref}")["w"].tolist() == [0, 1, 2, 3]
 
 
-def test_a_relative_place_starts_at_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_location_starts_at_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
@@ -56,7 +56,7 @@ def test_a_relative_place_starts_at_the_working_directory(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("where", ["folder", "#a@3", "store#", "store#a", "store#a@x", "store#a@latest", "store#@3"])
-def test_unusable_places_of_a_save_are_refused(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_locations_for_a_save_are_refused(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointingException):
         save(state(), where)
@@ -64,8 +64,8 @@ def test_unusable_places_of_a_save_are_refused(tmp_path: Path, where: str, monke
 
 
 @pytest.mark.parametrize("call", [save, load])
-def test_invalid_places_are_refused(tmp_path: Path, call: Any) -> None:
+def test_invalid_locations_are_refused(tmp_path: Path, call: Any) -> None:
     for where in (casckpt.open(tmp_path), None, 5, b"store#a@1"):
-        with pytest.raises(CheckpointingException, match=f"not a {type(where).__name__}: give STORE#RUN@STEP"):
+        with pytest.raises(CheckpointingException, match=f"cannot be a {type(where).__name__}: pass STORE#RUN@STEP"):
             call(state(), where)
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Every rank refuses the load, before any tensor changes."""
+"""Every rank refuses an invalid load before any tensor changes."""
 
 from __future__ import annotations
 
@@ -67,9 +67,11 @@ BAD = {
     "an object of another shape": Bad(
         lambda r: {"w": half(r), "o": obj(r, 3)}, r"'o' at .* of \(3,\); it has the object at"
     ),
-    "an object twice": Bad(lambda r: {"w": half(r), "o": obj(0, 2)}, r"'o': .* at \(0,\) .*rank 0 and on rank 1"),
-    "a place that is taken": Bad(lambda r: {"w" if r else "common": half(r)}, r"one place, at \('common',\): 1 and"),
-    "a strictness that is none": Bad(lambda r: {"w": half(r)}, "strict='no' is not known", {"strict": "no"}),
+    "an object twice": Bad(lambda r: {"w": half(r), "o": obj(0, 2)}, r"'o': .* at \(0,\) .*ranks 0 and 1"),
+    "a place that is taken": Bad(
+        lambda r: {"w" if r else "common": half(r)}, r"same position, at \('common',\): 1 and"
+    ),
+    "a strictness that is none": Bad(lambda r: {"w": half(r)}, "strict='no' is not a known value", {"strict": "no"}),
     "no such checkpoint": Bad(lambda r: {"w": half(r)}, "has no step 9", {"ref": "a@9"}),
 }
 
@@ -98,7 +100,7 @@ RAISES = {"assume_ok_unexpected": "unexpected", "raise_unexpected": "unexpected"
 
 
 def strictly(rank: int, size: int, where: str, strict: str) -> list[tuple[str, bool]]:
-    """Load a missing key that rank 1 alone requests, then a key of the checkpoint that no rank requests."""
+    """First, only rank 1 requests a missing key. Then no rank requests one of the checkpoint's keys."""
     results = []
     for more in ({"x": tensor("x", 2)} if rank else {}, {}):
         state = {"w": half(rank), "o": obj(rank, 2)} | more
@@ -109,7 +111,7 @@ def strictly(rank: int, size: int, where: str, strict: str) -> list[tuple[str, b
 
 
 @pytest.mark.parametrize("strict", [one.value for one in StrictHandling])
-def test_each_strictness_raises_on_all_ranks_or_none(strict: str, where: str, ranks: Pool) -> None:
+def test_each_strictness_raises_on_all_ranks_or_on_none(strict: str, where: str, ranks: Pool) -> None:
     for unexpected, missing in ranks.run(2, strictly, where, strict):
         wanted = {"unexpected": unexpected, "missing": missing}
         for what, key in (("unexpected", "'x'"), ("missing", "'b'")):

@@ -1,4 +1,4 @@
-"""A tensor saved with any sharding loads with any other."""
+"""A tensor that was saved with any sharding loads with any other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ counter = iter(range(10**9))
 
 
 @given(saved=FRAGMENTS, saved_cuts=CUTS, loaded=FRAGMENTS, loaded_cuts=CUTS)
-def test_any_cut_loads_from_any_other(
+def test_any_sharding_loads_from_any_other(
     saved: tuple[int, int], saved_cuts: list[float] | None, loaded: tuple[int, int], loaded_cuts: list[float] | None
 ) -> None:
     where = f"memory://resharding#a@{next(counter)}"
@@ -25,7 +25,9 @@ def test_any_cut_loads_from_any_other(
 
 
 @given(rows=st.integers(1, 8), columns=st.integers(1, 8), cuts=CUTS)
-def test_a_different_shape_is_padded_with_zeros_and_cut(rows: int, columns: int, cuts: list[float] | None) -> None:
+def test_a_different_shape_is_padded_with_zeros_and_truncated(
+    rows: int, columns: int, cuts: list[float] | None
+) -> None:
     where = f"memory://padding#a@{next(counter)}"
     save({"w": parts(WHOLE, (2, 3), None)}, where)
     padded = torch.zeros(PREPENDED, rows, columns)

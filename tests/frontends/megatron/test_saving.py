@@ -1,4 +1,4 @@
-"""Replicas: how ranks divide the writes, and how a save compares replicas."""
+"""Replicas: how ranks divide the writing, and how a save compares replicas."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ def test_writing_is_balanced_by_bytes_and_a_load_reads_each_byte_once(tmp_path: 
     assert all(same)
     assert sum(read) == total
     assert total <= sum(written) < total * 1.01
-    assert max(written) - min(written) < 4 << 20, written  # a cell has 1 MiB, and three tensors are cut
+    assert max(written) - min(written) < 4 << 20, written  # a cell has 1 MiB, and three tensors are split
 
 
 @pytest.mark.parametrize("options", [{}, {"fully_parallel": True}, {"check_replicas": "raise"}])
-def test_replicas_are_passed_on_only_to_share_writing_or_to_compare(options: Any) -> None:
+def test_replicas_are_saved_only_to_share_writing_or_to_compare(options: Any) -> None:
     claims = [claims_of([tensor("w", torch.ones(3), replica_id=rank)]) for rank in range(2)]
     assert Saving({}, 0, **options).select(claims) == [[True], [bool(options)]]
 
@@ -160,12 +160,12 @@ def both_wrapped(rank: int, size: int, path: Path) -> list[Any]:
     return [*files(path), *differences(found, gpt.expected(state))]
 
 
-def test_wrappers_of_core_work_around_both_strategies(tmp_path: Path, ranks: Pool) -> None:
+def test_core_wrappers_work_with_both_strategies(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, both_wrapped, tmp_path) == [OURS, OURS]
 
 
 def queued(rank: int, size: int, path: Path, async_strategy: str) -> list[Any]:
-    """A save that waits for the test. Return the state of Megatron's queue before and after."""
+    """Run a save that waits for the test. Return the state of Megatron's queue before and after the save."""
     core()
     go_on = threading.Event()
     strategy = megatron.CasSaveShardedStrategy(
@@ -193,7 +193,7 @@ def nvrx(_: str) -> Any:
     return queues
 
 
-def test_the_queue_of_core_does_not_wait_for_a_running_save(tmp_path: Path, ranks: Pool) -> None:
+def test_cores_queue_does_not_wait_for_a_running_save(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, queued, tmp_path, "mcore") == [[[[], [0]], OURS, []]] * 2
 
 
@@ -207,7 +207,7 @@ def in_another_process(code: str, path: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", code, path], stderr=subprocess.PIPE, text=True)
 
 
-def test_a_save_is_finished_in_another_process() -> None:
+def test_a_save_is_finished_in_a_different_process() -> None:
     ending = Ending()
     try_it = "import fcntl, sys; fcntl.lockf(open(sys.argv[1]), fcntl.LOCK_SH | fcntl.LOCK_NB)"
     assert "BlockingIOError" in in_another_process(try_it, ending.path).communicate()[1]
@@ -238,12 +238,12 @@ def verified(rank: int, size: int, path: Path) -> list[Any]:
 
 
 @since("0.17.1", "verify_integrity")
-def test_the_file_check_of_core_passes(tmp_path: Path, ranks: Pool) -> None:
+def test_cores_file_check_passes(tmp_path: Path, ranks: Pool) -> None:
     names = sorted([*OURS, "integrity.json"])
     assert ranks.run(2, verified, tmp_path) == [[names, [], True]] * 2
 
 
-def test_a_save_in_the_background_stores_the_same(tmp_path: Path) -> None:
+def test_a_background_save_stores_the_same_values(tmp_path: Path) -> None:
     data = torch.ones(4)
     request = save({"w": ShardedTensor.from_rank_offsets("w", data)}, f"{tmp_path}#a@1", async_sharded_save=True)
     data.zero_()

@@ -1,4 +1,4 @@
-"""Every front end loads checkpoints of every other."""
+"""Every front end loads the checkpoints of every other front end."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_dcp_loads_a_megatron_checkpoint(store: casckpt.Store) -> None:
     assert state["step"] == 5
 
 
-def test_megatron_loads_checkpoints_of_the_native_api(tmp_path: Path) -> None:
+def test_megatron_loads_checkpoints_from_the_native_api(tmp_path: Path) -> None:
     state = {"model": {"w": WEIGHT, "layers": [WEIGHT, 5]}, "rng": (1, 2), "n": {"a": None}, "e": {}}
     casckpt.open(tmp_path).save(state, run="a", step=1)
     rows = ShardedTensor.from_rank_offsets("model.w", torch.zeros(2, 6), (0, 1, 2))
@@ -85,7 +85,7 @@ def test_megatron_loads_checkpoints_of_the_native_api(tmp_path: Path) -> None:
 
 
 @alone
-def test_megatron_loads_checkpoints_of_dcp(tmp_path: Path) -> None:
+def test_megatron_loads_checkpoints_from_dcp(tmp_path: Path) -> None:
     from casckpt.frontends.dcp import StorageWriter
 
     state = {"model": {"w": WEIGHT.clone()}, "step": 5}
@@ -111,7 +111,7 @@ def test_megatron_loads_a_model_and_its_optimizer_by_name(tmp_path: Path) -> Non
     assert "model.bias" in missing
 
 
-def test_a_save_of_the_same_state_in_another_style_writes_nothing(store: casckpt.Store) -> None:
+def test_saving_the_same_state_through_another_api_writes_nothing(store: casckpt.Store) -> None:
     again = store.save({"model": {"w": WEIGHT}, "optim": {"m": WEIGHT}}, run="a", step=6)
     assert again.stats.bytes_written == 0
 
@@ -163,7 +163,7 @@ def test_parts_of_a_checkpoint_can_be_loaded(where: str) -> None:
     assert set(load_sharded_metadata(where)) == {"w", "b", "o/shard_0_2", "o/shard_1_2"}
     assert load_content_metadata(where) == {"version": 2}
     assert load_content_metadata(preloaded_state_dict={}) is None
-    with pytest.raises(ValueError, match="give a checkpoint_dir"):
+    with pytest.raises(ValueError, match="pass a checkpoint_dir"):
         load_content_metadata()
 
 
@@ -171,4 +171,4 @@ def test_an_empty_state_dict_loads_the_common_part(where: str, caplog: pytest.Lo
     assert megatron.diff(load({}, where), COMMON) == ([], [], [])
     assert not [
         record for record in caplog.records if record.name.startswith("casckpt")
-    ]  # the loads expected the unread rest
+    ]  # the loads reported the values that they did not read

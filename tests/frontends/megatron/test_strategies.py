@@ -1,4 +1,4 @@
-"""The real Megatron-core saves into a store, and loads from it."""
+"""The real Megatron-core saves to a store and loads from it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.ranks import outcome_of
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
-SAVED = Topology(tp=2)  # only two ranks, since the import of Megatron-core takes seconds in each
+SAVED = Topology(tp=2)  # only two ranks, because importing Megatron-core takes seconds on each
 
 
 def saved_by_core(rank: int, size: int, path: Path, topology: Topology, **options: Any) -> None:
@@ -58,7 +58,7 @@ def path(tmp_path_factory: pytest.TempPathFactory, ranks: Pool) -> Path:
 
 
 @pytest.mark.parametrize("topology", [Topology(pp=2), Topology(dp=2), Topology()], ids=str)
-def test_core_loads_in_another_parallel_configuration(path: Path, topology: Topology, ranks: Pool) -> None:
+def test_core_loads_in_a_different_parallel_configuration(path: Path, topology: Topology, ranks: Pool) -> None:
     assert ranks.run(topology.size, loaded_by_core, path, topology) == [[]] * topology.size
 
 
@@ -74,7 +74,7 @@ def test_the_folder_names_its_checkpoint(path: Path) -> None:
     assert found == megatron.maybe_load_config(f"{path}/store#gpt@12")
 
 
-def test_a_save_by_core_stores_the_common_part_too(path: Path) -> None:
+def test_a_save_by_core_also_stores_the_common_part(path: Path) -> None:
     where, topology = f"{path}/store#gpt@12", Topology()
     found = megatron.load(gpt.emptied(own_state(0, topology)), where)
     assert found.pop("content_metadata") == megatron.load_content_metadata(where) == {"form": "gpt"}
@@ -90,18 +90,18 @@ def objects_of_core_in_our_functions(rank: int, size: int, where: str) -> list[A
     return differences(found, gpt.expected(own_state(rank, topology)))
 
 
-def test_functions_of_casckpt_accept_objects_of_core(tmp_path: Path, ranks: Pool) -> None:
+def test_casckpt_functions_accept_core_objects(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, objects_of_core_in_our_functions, f"{tmp_path}#a@1") == [[], []]
 
 
 def mixed_state(rank: int, topology: Topology) -> dict[str, Any]:
-    """The values that are not persistent are Megatron-core's: their class has no base class to register."""
+    """The non-persistent values are Megatron-core's, because their class has no base class to register."""
     state = own_state(rank, topology)
     state["optimizer"]["param_groups"] = theirs(state["optimizer"]["param_groups"])
     return state
 
 
-def test_functions_of_casckpt_accept_config_and_strictness_of_core(tmp_path: Path) -> None:
+def test_casckpt_functions_accept_core_config_and_strictness(tmp_path: Path) -> None:
     config = core(".core").CheckpointingConfig("casckpt", 3)
     megatron.save_config(config, f"{tmp_path}#a@1")
     megatron.save_config(config, f"{tmp_path}#a@1")
@@ -119,7 +119,7 @@ def our_objects_in_functions_of_core(rank: int, size: int, path: Path) -> list[A
     return differences(found, gpt.expected(own_state(rank, topology)))
 
 
-def test_core_accepts_objects_of_casckpt(tmp_path: Path, ranks: Pool) -> None:
+def test_core_accepts_casckpt_objects(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, our_objects_in_functions_of_core, tmp_path) == [[], []]
 
 
@@ -144,7 +144,7 @@ def other_entry_points(rank: int, size: int, path: Path) -> dict[str, Any]:
     }
 
 
-def test_other_entry_points_of_core_work(path: Path, ranks: Pool) -> None:
+def test_cores_other_entry_points_work(path: Path, ranks: Pool) -> None:
     (found,) = ranks.run(1, strings, path)
     assert found["metadata"] == (4, 8)
     assert found["plain"] == (4, 8)
@@ -164,7 +164,7 @@ def strings(rank: int, size: int, path: Path) -> dict[str, Any]:
 
 
 def under_each_strictness(rank: int, size: int, path: Path) -> dict[str, Any]:
-    """Load one stored key and one missing key. The checkpoint has more."""
+    """Load one stored key and one missing key. The checkpoint has further keys."""
     kinds, mapping = core(".validation").StrictHandling, core(".mapping")
 
     def load(strict: Any) -> Any:
@@ -204,7 +204,7 @@ def in_the_background(rank: int, size: int, path: Path) -> list[Any]:
     return [before, *differences(found, gpt.expected(own_state(rank, topology)))]
 
 
-def test_the_wrapper_of_core_saves_in_the_background(tmp_path: Path, ranks: Pool) -> None:
+def test_cores_wrapper_saves_in_the_background(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, in_the_background, tmp_path) == [[False], [False]]
     assert "gpt@5" in casckpt.open(tmp_path / "store")
 
@@ -235,7 +235,7 @@ def called_by_itself(rank: int, size: int, path: Path, wrapped: bool) -> list[An
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_strategy_can_be_called_directly(tmp_path: Path, ranks: Pool, wrapped: bool) -> None:
-    """There is no common.pt and no folder. Megatron's own strategies do not need them either."""
+    """There is neither a common.pt nor a folder. Megatron's own strategies do not need them either."""
     files = ["casckpt.json"]
     wanted = [[[0, 0], {"w": [0, 0]}, files], [[1, 1], {"w": [1, 1]}, files]]
     assert ranks.run(2, called_by_itself, tmp_path, wrapped) == wanted
@@ -277,7 +277,7 @@ def saved_twice(rank: int, size: int, path: Path) -> list[Any]:
     return [found["w"].tolist(), str(outcome_of(lambda: careful.save(state, path)))]
 
 
-def test_a_step_that_exists_is_replaced(tmp_path: Path, ranks: Pool) -> None:
+def test_an_existing_step_is_replaced(tmp_path: Path, ranks: Pool) -> None:
     (tmp_path / "iter_4").mkdir()
     (tmp_path / "iter_4/common.pt").write_bytes(b"")
     ((found, refusal),) = ranks.run(1, saved_twice, tmp_path / "iter_4")
@@ -312,7 +312,7 @@ def test_strategies_refuse_unsupported_arguments(tmp_path: Path, ranks: Pool) ->
     (found,) = ranks.run(1, refused, tmp_path)
     parts = [
         "not end in a number",
-        "no CasSave",
+        "was not saved with CasSave",
         *["does not say where"] * 3,
         "'torch_dist'",
         "version 2",
@@ -357,5 +357,8 @@ def test_the_first_save_logs_classes_that_other_loads_need(tmp_path: Path, ranks
     done = subprocess.run(
         [sys.executable, "-c", code, f"{tmp_path}/store#a@2"], capture_output=True, text=True, check=True
     )
-    assert "common.pt of a@2 needs pickle (it holds megatron.core.transformer.enums.AttnBackend)" in done.stdout
+    assert (
+        "common.pt of a@2 needs to be unpickled (it contains megatron.core.transformer.enums.AttnBackend)"
+        in done.stdout
+    )
     assert "if megatron.core is imported" in done.stdout

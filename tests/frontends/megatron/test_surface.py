@@ -1,4 +1,4 @@
-"""The surface of Megatron's ``dist_checkpointing``: every name exists, flat, and has a test.
+"""The surface of Megatron's ``dist_checkpointing``: every name exists at the top level and has a test.
 
 `TABLE` maps each name to its test in this folder. That test must exist and assert something. It must use the name,
 directly or through functions of its module or of tests/support.
@@ -31,16 +31,16 @@ ShardedTensor.global_shape                  test_mapping.test_a_part_has_the_fie
 ShardedTensor.global_offset                 test_mapping.test_a_part_has_the_fields_of_megatron
 ShardedTensor.axis_fragmentations           test_mapping.test_a_part_has_the_fields_of_megatron
 ShardedTensor.replica_id                    test_mapping.test_a_part_has_the_fields_of_megatron
-ShardedTensor.prepend_axis_num              test_resharding.test_any_cut_loads_from_any_other
-ShardedTensor.allow_shape_mismatch          test_loading.test_a_different_shape_is_padded_and_cut
+ShardedTensor.prepend_axis_num              test_resharding.test_any_sharding_loads_from_any_other
+ShardedTensor.allow_shape_mismatch          test_loading.test_a_different_shape_is_padded_and_truncated
 ShardedTensor.flattened_range               test_mapping.test_a_flat_range_refers_to_the_local_shape
 ShardedTensor.from_rank_offsets             test_mapping.test_a_part_has_the_fields_of_megatron
-ShardedTensor.from_rank_offsets_flat        test_mapping.test_flat_data_of_a_wrong_size_is_refused
+ShardedTensor.from_rank_offsets_flat        test_mapping.test_flat_data_of_the_wrong_size_is_refused
 ShardedTensor.global_slice                  test_mapping.test_coordinates_are_those_of_the_elements
 ShardedTensor.global_coordinates            test_mapping.test_coordinates_are_those_of_the_elements
 ShardedTensor.local_coordinates             test_mapping.test_coordinates_are_those_of_the_elements
-ShardedTensor.max_allowed_chunks            test_mapping.test_an_axis_that_does_not_divide_is_refused
-ShardedTensor.narrow                        test_mapping_parts.test_all_parts_together_make_the_narrowed_tensor
+ShardedTensor.max_allowed_chunks            test_mapping.test_an_axis_that_is_not_divisible_is_refused
+ShardedTensor.narrow                        test_mapping_parts.test_all_parts_together_form_the_narrowed_tensor
 ShardedTensor.without_data                  test_mapping.test_parts_objects_and_factories_are_sharded_bases
 ShardedTensor.init_data                     test_mapping.test_data_is_created_only_if_missing
 ShardedObject                               test_mapping.test_an_object_with_one_offset_too_few_is_refused
@@ -51,7 +51,7 @@ ShardedObject.global_offset                 test_mapping.test_an_object_has_the_
 ShardedObject.replica_id                    test_mapping.test_an_object_has_the_fields_of_megatron
 ShardedObject.unique_key                    test_mapping.test_each_sharded_object_has_a_unique_key
 ShardedObject.without_data                  test_mapping.test_parts_objects_and_factories_are_sharded_bases
-ShardedTensorFactory                      test_loading.test_a_factory_with_an_unexpected_part_is_left_out_whole
+ShardedTensorFactory                      test_loading.test_a_factory_with_an_unexpected_part_is_omitted_entirely
 ShardedTensorFactory.key                    test_mapping.test_a_factory_has_the_fields_of_megatron
 ShardedTensorFactory.data                   test_mapping.test_a_factory_has_the_fields_of_megatron
 ShardedTensorFactory.build_fn               test_mapping.test_a_factory_has_the_fields_of_megatron
@@ -75,7 +75,7 @@ FactoryMergeFn                              test_mapping.test_type_names_for_ann
 apply_factories                             test_mapping.test_factories_are_replaced_in_place_and_undone
 apply_factory_merges                        test_mapping.test_a_factory_outside_a_container_is_refused
 is_main_replica                             test_mapping.test_the_main_replica_is_zero_or_all_zeros
-save                                        test_gpt.test_a_model_loads_in_another_configuration
+save                                        test_gpt.test_a_model_loads_in_a_different_configuration
 load                                        test_loading.test_tensors_are_filled_in_place_and_plain_values_are_ignored
 load_common_state_dict                      test_stored.test_parts_of_a_checkpoint_can_be_loaded
 load_plain_tensors                          test_stored.test_parts_of_a_checkpoint_can_be_loaded
@@ -89,25 +89,25 @@ StrictHandling.requires_explicit_ckpt_mismatch_check test_loading.test_each_stri
 StrictHandling.requires_global_app_metadata test_loading.test_each_strictness_declares_its_requirements
 StrictHandling.requires_returning_mismatch_keys test_loading.test_each_strictness_declares_its_requirements
 parse_strict_flag                           test_loading.test_each_strictness_declares_its_requirements
-AsyncRequest                                test_saving.test_a_save_in_the_background_stores_the_same
+AsyncRequest                                test_saving.test_a_background_save_stores_the_same_values
 get_optim_param_to_id_map                   test_optimizer.test_parameters_are_numbered_and_tied_ones_share_a_number
 get_param_id_to_sharded_param_map           test_optimizer.test_parameters_are_found_by_identity
-make_sharded_optimizer_tensor               test_optimizer.test_state_of_a_wrong_shape_is_refused
+make_sharded_optimizer_tensor               test_optimizer.test_state_with_the_wrong_shape_is_refused
 optim_state_to_sharding_state               test_optimizer.test_a_whole_optimizer_is_saved_and_loaded
 CheckpointingConfig                         test_config.test_a_checkpoint_has_the_config_of_its_save
 CheckpointingConfig.sharded_backend         test_config.test_a_config_has_the_fields_of_megatron
 CheckpointingConfig.sharded_backend_version test_config.test_a_config_has_the_fields_of_megatron
 CheckpointingConfig.common_backend          test_config.test_a_config_has_the_fields_of_megatron
 CheckpointingConfig.common_backend_version  test_config.test_a_config_has_the_fields_of_megatron
-CheckpointingException                      test_errors.test_errors_are_also_errors_of_casckpt
-check_is_distributed_checkpoint             test_config.test_an_unusable_config_is_refused
-maybe_load_config                           test_config.test_an_unusable_config_is_refused
+CheckpointingException                      test_errors.test_errors_are_also_casckpt_errors
+check_is_distributed_checkpoint             test_config.test_an_invalid_config_is_refused
+maybe_load_config                           test_config.test_an_invalid_config_is_refused
 save_config                                 test_config.test_a_missing_config_is_written
 dict_list_map_inplace                       test_nesting.test_maps_work_in_place_and_into_new_containers
 dict_list_map_outplace                      test_nesting.test_maps_work_in_place_and_into_new_containers
 dict_map                                    test_nesting.test_dict_map_descends_into_lists_and_passes_the_innermost_key
 dict_map_with_key                           test_nesting.test_dict_map_descends_into_lists_and_passes_the_innermost_key
-diff                                        test_nesting.test_diff_gives_paths_and_types
+diff                                        test_nesting.test_diff_returns_paths_and_types
 extract_matching_values                     test_nesting.test_extract_splits_and_closes_the_gaps_of_lists
 inspect_types                               test_nesting.test_inspect_types_prints_a_tree
 map_reduce                                  test_nesting.test_map_reduce_groups_then_reduces
@@ -115,15 +115,15 @@ merge                                       test_nesting.test_merge_writes_the_s
 nested_items_iter                           test_nesting.test_leaves_are_in_order_and_tuples_are_leaves
 nested_values                               test_nesting.test_leaves_are_in_order_and_tuples_are_leaves
 add_prefix_for_sharding                     test_kinds.test_a_prefix_goes_before_every_key
-apply_prefix_mapping                        test_kinds.test_the_first_prefix_that_fits_is_replaced
+apply_prefix_mapping                        test_kinds.test_the_first_matching_prefix_is_replaced
 replace_prefix_for_sharding                 test_kinds.test_a_prefix_missing_from_a_key_is_refused
 extract_nonpersistent                       test_kinds.test_extract_functions_select_parts_by_kind
 extract_sharded_base                        test_kinds.test_extract_functions_select_parts_by_kind
 extract_sharded_tensors                     test_kinds.test_extract_functions_select_parts_by_kind
 extract_sharded_tensors_and_factories       test_kinds.test_extract_functions_select_parts_by_kind
 extract_sharded_tensors_or_nonpersistent    test_kinds.test_extract_functions_select_parts_by_kind
-CasSaveShardedStrategy                      test_strategies.test_core_loads_in_another_parallel_configuration
-CasLoadShardedStrategy                      test_strategies.test_core_loads_in_another_parallel_configuration
+CasSaveShardedStrategy                      test_strategies.test_core_loads_in_a_different_parallel_configuration
+CasLoadShardedStrategy                      test_strategies.test_core_loads_in_a_different_parallel_configuration
 register_strategies                         test_strategies.test_core_finds_the_registered_strategy
 remove_sharded_tensors                      test_dropping.test_keys_with_a_prefix_are_removed
 forget_removed                              test_folders_removing.test_checkpoints_of_removed_folders_are_forgotten
@@ -149,7 +149,7 @@ def functions(module: str) -> dict[str, ast.FunctionDef]:
 
 
 def words(node: ast.AST) -> Iterator[str]:
-    """Names in a function: variables, attributes, arguments (fixtures too), and texts."""
+    """The names in a function: variables, attributes, arguments (including fixtures), and strings."""
     for part in ast.walk(node):
         for name in ("id", "attr", "arg", "value"):
             word = getattr(part, name, None)
@@ -192,7 +192,7 @@ OURS_ALONE = {"fully_parallel", "process_group", "no_dist", "allow_pickle", "att
 OTHER = {
     "validate_sharding_integrity",
     "CheckpointingException",
-}  # the first communicates by itself; the second is an error of casckpt
+}  # the first communicates on its own; the second is a casckpt error
 
 
 def member(of: Any, name: str) -> Any:

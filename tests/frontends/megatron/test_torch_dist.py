@@ -1,4 +1,4 @@
-"""Import of a folder that Megatron-core wrote."""
+"""Imports of folders that Megatron-core wrote."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def loaded(rank: int, size: int, where: str, topology: Topology) -> list[Any]:
     return differences(found, gpt.expected(state(rank, topology)))
 
 
-def test_a_model_loads_in_another_configuration(where: str, ranks: Pool) -> None:
+def test_a_model_loads_in_a_different_configuration(where: str, ranks: Pool) -> None:
     assert ranks.run(2, loaded, where, Topology(pp=2)) == [[], []]
     assert loaded(0, 1, where, Topology()) == []
 
 
-def test_other_content_of_a_torch_dist_folder_is_imported(where: str) -> None:
+def test_other_contents_of_a_torch_dist_folder_are_imported(where: str) -> None:
     path, _, ref = where.partition("#")
     assert {"common.pt", "metadata.json"} <= set(casckpt.open(path).attachments(ref))
     assert megatron.maybe_load_config(where) == megatron.CheckpointingConfig("torch_dist")
@@ -51,7 +51,7 @@ def test_other_content_of_a_torch_dist_folder_is_imported(where: str) -> None:
     assert megatron.load_common_state_dict(where)["iteration"] == 7
 
 
-def test_metadata_of_versions_up_to_0_15_are_read(tmp_path: Path) -> None:
+def test_metadata_from_versions_up_to_0_15_is_read(tmp_path: Path) -> None:
     shutil.copytree(FOLDER, tmp_path / "folder")
     older = core(".strategies.torch").MCoreMetadata()
     vars(older).update(vars(pickle.loads((FOLDER / ".metadata").read_bytes())), mcore_data={})
@@ -73,12 +73,12 @@ def loaded_flat(rank: int, size: int, where: str, topology: Topology) -> list[An
 
 
 @pytest.mark.parametrize("topology", [Topology(tp=4), Topology(pp=2, cut=0.3), Topology(tp=2, dp=2)], ids=str)
-def test_flat_state_loads_in_another_configuration(flat: str, topology: Topology, ranks: Pool) -> None:
+def test_flat_state_loads_in_a_different_configuration(flat: str, topology: Topology, ranks: Pool) -> None:
     assert ranks.run(topology.size, loaded_flat, flat, topology) == [[]] * topology.size
 
 
 def test_flat_state_has_the_shape_of_its_parameter(flat: str) -> None:
-    """The folder pads the vocabulary to 16 rows, and a single process to 12."""
+    """The folder pads the vocabulary to 16 rows, but a single process pads it to 12."""
     path, _, ref = flat.partition("#")
     shapes = {key: info.shape for key, info in casckpt.open(path).get(ref).tensors.items()}
     prefix = "optimizer.state.exp_avg_sq"
@@ -96,10 +96,10 @@ def test_torch_dist_metadata_is_read_if_pickle_is_allowed(tmp_path: Path) -> Non
     assert loaded_flat(0, 1, f"{tmp_path}#core@7", Topology()) == []
 
 
-def test_a_box_is_cut_out_of_the_middle_of_a_chunk() -> None:
+def test_a_box_is_extracted_from_the_middle_of_a_chunk() -> None:
     box = FlatBox(MetadataIndex("w"), 1, (0, 0), (2, 2))
     assert box.out_of(torch.arange(7.0)).tolist() == [[1, 2], [3, 4]]
-    assert box.out_of(torch.arange(3.0)).tolist() == [1, 2]  # the result is too short, and the caller notices it
+    assert box.out_of(torch.arange(3.0)).tolist() == [1, 2]  # the result is too short, which the caller notices
 
 
 class Odd:

@@ -1,4 +1,4 @@
-"""Megatron-core's training loop creates its own strategies. With `install` they save into a store."""
+"""Megatron-core's training loop creates its own strategies. After `install`, they save to a store."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def a_loop(rank: int, size: int, path: Path, fully_parallel: bool, asynchronous:
 def test_the_loop_saves_into_the_store_and_resumes(
     tmp_path: Path, ranks: Pool, fully_parallel: bool, asynchronous: bool
 ) -> None:
-    """With --ckpt-fully-parallel-save, replicas write too. Otherwise only the first one does."""
+    """With --ckpt-fully-parallel-save, all replicas write. Otherwise, only the first one writes."""
     files = ["casckpt.json", "common.pt", "metadata.json"]
     found = ranks.run(2, a_loop, tmp_path, fully_parallel, asynchronous)
     assert found == [[files, [], True], [files, [], fully_parallel]]
@@ -71,7 +71,7 @@ def test_the_loop_saves_into_the_store_and_resumes(
 
 
 def resumed(rank: int, size: int, path: Path) -> list[Any]:
-    """Resume in another process, on another number of ranks, from the store that the folder names."""
+    """Resume in a different process, on a different number of ranks, from the store that the folder names."""
     core()
     state = own_state(rank, Topology())
     state["optimizer"].pop("flat", None)
@@ -109,7 +109,7 @@ def test_undoing_the_patch_restores_everything(tmp_path: Path) -> None:
     assert methods() == before
 
 
-def test_patches_of_others_stay_and_save_as_before(tmp_path: Path) -> None:
+def test_patches_by_others_remain_and_save_as_before(tmp_path: Path) -> None:
     calls: list[Any] = []
     loop = module("casckpt.frontends.megatron.training_loop")
     kind = core(".strategies.torch").TorchDistSaveShardedStrategy
@@ -168,7 +168,7 @@ def test_ephemeral_checkpoints_have_their_own_run(tmp_path: Path, ranks: Pool) -
 
 
 def trusting_loads(rank: int, size: int, path: Path, key: Path) -> list[str]:
-    """The results of loads from folders that spell the store differently, that name a copy, or that have no store."""
+    """The results of loads from folders that spell the store differently, name a copy, or do not name a store."""
     core()
     part = megatron.ShardedTensor.from_rank_offsets("w", torch.ones(2))
     folder, store = path / "iter_0000005", path / "store"
@@ -196,5 +196,5 @@ def trusting_loads(rank: int, size: int, path: Path, key: Path) -> list[str]:
 def test_unsigned_checkpoints_are_refused_from_folders_if_signatures_are_required(tmp_path: Path, ranks: Pool) -> None:
     alice = pair(tmp_path / "keys")
     *pointed, foreign = ranks.run(1, trusting_loads, tmp_path, alice.public)[0]
-    assert all("has no valid signature of" in one for one in pointed), pointed
+    assert all("has no valid signature by" in one for one in pointed), pointed
     assert "is not in a store, so it has no signature" in foreign

@@ -1,4 +1,4 @@
-"""Fixtures that several test modules here share."""
+"""Fixtures that several test modules in this folder share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Charts are equal for equal stores, and show the first and the last checkpoint."""
+"""Equal stores have equal charts, which show the first and the last checkpoint."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from casckpt.frontends.report import page
 from casckpt.frontends.report.charts import run_growth, thinned
 from casckpt.store.store import Store
 
-pytestmark = pytest.mark.process  # matplotlib lists the fonts of the system
+pytestmark = pytest.mark.process  # matplotlib lists the system's fonts
 
 
 def layers(step: int) -> dict[str, object]:
     return {"model": {"layers": {str(n): torch.full((512,), float(step * (n > 1))) for n in range(4)}}}
 
 
-def test_close_sizes_have_distinct_axis_marks() -> None:
+def test_close_sizes_have_distinct_axis_labels() -> None:
     drawn = run_growth("sft", [300, 400], [3_000_000, 3_000_000], [3_020_000, 3_020_000])
     assert {"2 MiB", "4 MiB"} <= set(re.findall(r">([\d.]+ [KM]iB)<", drawn))
 
 
-def test_the_same_store_gives_the_same_charts(store: Store) -> None:
+def test_equal_stores_have_equal_charts(store: Store) -> None:
     charts = [re.findall(r"<svg.*?</svg>", page(store), re.DOTALL) for _ in range(2)]
     assert charts[0] == charts[1]
 
 
 @pytest.mark.parametrize(("count", "most"), [(0, 5), (1, 5), (5, 5), (6, 5), (1000, 5)])
-def test_reduced_points_of_a_chart_keep_both_ends(count: int, most: int) -> None:
+def test_thinned_points_include_the_first_and_the_last(count: int, most: int) -> None:
     found = thinned(count, most)
     assert len(found) == min(count, most)
     assert found == sorted(set(found))

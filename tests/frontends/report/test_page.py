@@ -19,14 +19,14 @@ from casckpt.errors import NotFound
 from casckpt.frontends.report import page, write_report
 from casckpt.store.store import Store
 
-pytestmark = pytest.mark.process  # matplotlib lists the fonts of the system
+pytestmark = pytest.mark.process  # matplotlib lists the system's fonts
 
 
 EMPTY = {"meta", "link", "br", "path", "use", "image", "rect", "circle"}
 
 
 class Checker(HTMLParser):
-    """Checks that every tag is closed and that the page fetches and runs nothing."""
+    """Checks that every tag is closed, and that the page does not fetch or run anything."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Checker(HTMLParser):
 
 
 def checked(text: str) -> str:
-    """Return the words of a self-contained page."""
+    """Check that a page is self-contained, and return its words."""
     assert len(text.encode()) < 300_000
     found = Checker(text)
     assert all(one.startswith(("#", "data:")) for one in found.fetched)
@@ -72,12 +72,12 @@ def layers(step: int) -> dict[str, object]:
 
 def test_the_page_shows_growth_runs_layers_and_checkpoints(store: Store) -> None:
     words = checked(page(store))
-    for word in ("sft@40", "other@1", "best", "model.layers.3", "one by one", "changed: model 4.0 KiB", "No damage"):
+    for word in ("sft@40", "other@1", "best", "model.layers.3", "separately", "changed: model 4.0 KiB", "No damage"):
         assert word in words
-    assert "gc --keep-last 3 would free" in words
+    assert "gc --keep-last 3 would eventually free" in words
     assert (
         page(store).count("<svg") == 2 + 2 + 1
-    )  # growth, runs; two of sft; none of the other, which has no comparison
+    )  # growth, runs, and two charts of sft; none of the other run, which has nothing to compare
 
 
 def test_names_from_a_store_are_escaped(store_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_names_from_a_store_are_escaped(store_path: Path) -> None:
     assert "<script>" in words
 
 
-def test_a_store_of_many_checkpoints_has_a_small_page(store_path: Path) -> None:
+def test_the_page_of_a_store_with_many_checkpoints_is_small(store_path: Path) -> None:
     store = casckpt.open(store_path)
     for run in range(13):
         for step in range(1, 13):
@@ -115,7 +115,7 @@ def test_an_empty_store_has_a_page(store_path: Path) -> None:
     assert "There are no checkpoints" in checked(page(store))
 
 
-def test_without_a_store_nothing_is_written(tmp_path: Path) -> None:
+def test_nothing_is_written_if_the_store_is_missing(tmp_path: Path) -> None:
     with pytest.raises(NotFound):
         write_report(casckpt.open(tmp_path / "nothing"), tmp_path / "report.html")
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Headers of responses, and responses without a body."""
+"""Response headers, and responses without a body."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of clients and browsers, and the page of a server."""
+"""Requests from clients and browsers, and the start page of a server."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_pages_have_security_headers(served: Served) -> None:
     assert served.get("/sft/resolve/main/config.json").headers["X-Content-Type-Options"] == "nosniff"
 
 
-def test_the_chart_page_runs_no_scripts(served: Served) -> None:
+def test_the_chart_page_does_not_run_scripts(served: Served) -> None:
     pytest.importorskip("matplotlib", reason="needs casckpt[report]")
     assert b"href=report" in served.body("/")
     page = served.get("/report")
@@ -142,7 +142,9 @@ def test_the_chart_page_runs_no_scripts(served: Served) -> None:
     assert b"exp/a/b@1" in page.body  # type: ignore[attr-defined]
 
 
-def test_charts_are_drawn_once_and_block_no_other_request(small_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_charts_are_drawn_once_and_do_not_block_other_requests(
+    small_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     report: Any = pytest.importorskip("casckpt.frontends.report", reason="needs casckpt[report]")
     begun, may_end, drawn = threading.Event(), threading.Event(), list[str]()
 
@@ -163,7 +165,7 @@ def test_charts_are_drawn_once_and_block_no_other_request(small_store: Store, mo
     assert len(drawn) == 1
 
 
-def test_failed_charts_are_drawn_again(small_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_charts_are_redrawn(small_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     report: Any = pytest.importorskip("casckpt.frontends.report", reason="needs casckpt[report]")
     answers: Iterator[object] = iter([StorageError("no network"), "charts"])
 
@@ -183,6 +185,6 @@ def test_an_empty_store_has_a_start_page() -> None:
     from tests.support.repositories import memory
 
     with serving(Store(Repository(memory(near=False)))) as served:
-        assert b"no checkpoint yet" in served.body("/")
+        assert b"no checkpoints yet" in served.body("/")
         assert served.json("/api/models") == []
         assert served.get(WEIGHTS).headers["X-Error-Code"] == "RepoNotFound"

@@ -1,4 +1,4 @@
-"""The real clients of a hub against a served store: equal weights, and only changes are transferred."""
+"""Real hub clients load from a served store: weights are equal, and only changes are transferred."""
 
 # ruff: noqa: E402 - skip before importing optional packages
 
@@ -36,17 +36,20 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
     from tests.support.servers import Server
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the clients
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the clients
 SHARD = 20_000
 SERVING = DOCS / "serving.md"
 PATIENT = {
     "HF_HUB_ETAG_TIMEOUT": "120",
     "HF_HUB_DOWNLOAD_TIMEOUT": "120",
-}  # the default of 10 seconds is short on a busy machine
+}  # the default of 10 seconds is too short on a busy machine
 
 
 def sharded(rank: int, size: int, where: str, options: dict[str, Any], compress: Compress) -> dict[str, torch.Tensor]:
-    """Two ranks train a model with FSDP2. Only one block changes between two steps. Return the final weights."""
+    """Train a model with FSDP2 on two ranks. Only one block changes between the two steps.
+
+    Return the final weights.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -198,7 +201,7 @@ def test_hf_api_lists_trees(served: Served) -> None:
         list(api.list_repo_tree("sft", "nothing"))
 
 
-def test_a_run_with_a_name_invalid_for_hubs_is_served(store: casckpt.Store, served: Served, tmp_path: Path) -> None:
+def test_a_run_whose_name_is_invalid_on_hubs_is_served(store: casckpt.Store, served: Served, tmp_path: Path) -> None:
     get = partial(hub.hf_hub_download, endpoint=served.endpoint, cache_dir=tmp_path / "hub", token=False)
     found = get(repo_of("exp/a/b"), "config.json", revision="7")
     assert Path(found).read_bytes() == store.read_attachment("exp/a/b@7", "config.json")

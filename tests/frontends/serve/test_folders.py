@@ -79,7 +79,7 @@ def test_any_range_of_a_file_is_served(data: st.DataObject) -> None:
     assert content(store, whole, name, start, stop) == every[start:stop]
 
 
-def test_only_files_whose_tensors_changed_have_another_etag() -> None:
+def test_an_etag_changes_only_if_the_tensors_of_its_file_change() -> None:
     store = small()
     for step in (1, 2):
         store.save(state(step), step=step)
@@ -93,7 +93,7 @@ def test_only_files_whose_tensors_changed_have_another_etag() -> None:
 
 
 @pytest.mark.parametrize("how", ["again", "another run", "repaired", "coded", "copied", "packed", "thinned"])
-def test_etags_do_not_depend_on_places_or_ids(tmp_path: Path, how: str) -> None:
+def test_etags_do_not_depend_on_locations_or_ids(tmp_path: Path, how: str) -> None:
     store = small()
     store.save(state(1), step=1)
     store.save(state(2), step=2)
@@ -146,7 +146,7 @@ def test_a_checkpoint_without_a_model_is_served_without_config() -> None:
     assert content(store, of, "a") == b""
 
 
-def test_an_attachment_with_the_name_of_a_weight_file_is_not_served() -> None:
+def test_an_attachment_named_like_a_weight_file_is_not_served() -> None:
     store = small()
     store.save(state(1), step=1, attachments={"model.safetensors": b"old", "model.safetensors.index.json": b"old"})
     of = ServedFolders(store, None, 1 << 30).of(store.get("latest"))
@@ -155,7 +155,7 @@ def test_an_attachment_with_the_name_of_a_weight_file_is_not_served() -> None:
 
 
 @pytest.mark.parametrize("travels", [True, False])
-def test_a_view_may_split_and_concatenate(travels: bool) -> None:
+def test_a_view_can_split_and_concatenate(travels: bool) -> None:
     qkv, gate, up = (torch.randn(rows, 700) for rows in (8, 3, 5))
     view = b'{"strip_prefix": "net", "rename": {"old(.*)": "new\\\\1"}, ' + VIEW[1:]
     store = small()
@@ -187,18 +187,18 @@ VIEW = (
         (b'{"keys": "a"}', "keys is"),
         (b'{"keys": [1]}', "keys is"),
         (b'{"model": 1}', "model is"),
-        (b'{"rename": {"a": 1}}', "both text"),
+        (b'{"rename": {"a": 1}}', "both strings"),
         (b"[" * 100_000, "not JSON"),
-        (b'{"rename": {"(": "a"}}', "no regular expression"),
-        (b'{"concat": {"*": ["a"]}}', "no regular expression"),
-        (b'{"split": {"' + b"(" * 9999 + b'": ["a"]}}', "no regular expression"),
+        (b'{"rename": {"(": "a"}}', "not a regular expression"),
+        (b'{"concat": {"*": ["a"]}}', "not a regular expression"),
+        (b'{"split": {"' + b"(" * 9999 + b'": ["a"]}}', "not a regular expression"),
         (b'{"split": {"a": 1}}', "split"),
         (b'{"split": {"a": {"b": "c"}}}', "split"),
         (b'{"concat": {"a": ["b", 1]}}', "concat"),
         (b'{"concat": {"a": []}}', "concat"),
     ],
 )
-def test_an_unusable_view_file_is_refused(text: bytes, match: str) -> None:
+def test_an_invalid_view_file_is_refused(text: bytes, match: str) -> None:
     with pytest.raises(InvalidInput, match=match):
         read_rules(text, "the file")
 
@@ -274,7 +274,7 @@ def test_a_range_header_is_parsed(header: str | None, span: tuple[int, int] | No
 
 @pytest.mark.parametrize("header", ["bytes=100-", "bytes=5-2", "bytes=-0", f"bytes={'9' * 5000}-", "bytes=100-200"])
 def test_an_unsatisfiable_range_is_refused(header: str) -> None:
-    with pytest.raises(Unsatisfiable, match="asks for no byte"):
+    with pytest.raises(Unsatisfiable, match="does not overlap the file"):
         parse_range(header, 100)
 
 
@@ -285,7 +285,7 @@ def test_an_empty_file_has_no_range() -> None:
 
 
 @given(text=st.text(max_size=20), size=st.integers(0, 200))
-def test_every_parsed_range_lies_in_the_file(text: str, size: int) -> None:
+def test_every_parsed_range_is_within_the_file(text: str, size: int) -> None:
     for header in (text, f"bytes={text}"):
         try:
             span = parse_range(header, size)

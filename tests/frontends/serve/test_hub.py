@@ -1,4 +1,4 @@
-"""Repositories and revisions as a hub lists them."""
+"""Repositories and revisions in the lists of a hub."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_leases_are_not_listed_as_tags(tmp_path: Path) -> None:
         assert b"lease-" not in served.body("/")
 
 
-def test_a_run_named_like_the_alias_of_another_is_served() -> None:
+def test_a_run_named_like_another_runs_alias_is_served() -> None:
     store, name = small(), repo_of("exp/a/b")
     for run, step in ((name, 1), ("exp/a/b", 2)):
         store.save({"model": {"w": torch.arange(9)}}, run=run, step=step)
@@ -89,7 +89,7 @@ def test_only_signed_checkpoints_are_served(tmp_path: Path) -> None:
         assert served.get("/sft/resolve/1/model.safetensors").status == 200
 
 
-def test_a_false_record_does_not_serve_another_revision(tmp_path: Path) -> None:
+def test_a_forged_record_does_not_serve_a_different_revision(tmp_path: Path) -> None:
     store = casckpt.open(tmp_path / "store")
     for step in (1, 2):
         store.save({"model": {"w": torch.full((3,), step)}}, run="sft", step=step)

@@ -1,4 +1,4 @@
-"""Leases of a server: how many remain when it sends no file, and how many at its end."""
+"""Leases of a server: how many remain when no file is being sent, and how many at shutdown."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.saves import small
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the steps with a lease, instead of leases."""
+    """Replace leases with a record of the steps that have one."""
     found = list[int]()
 
     @contextmanager
@@ -42,7 +42,7 @@ def saved(count: int) -> tuple[Store, list[Checkpoint]]:
     return store, store.checkpoints()
 
 
-def test_few_leases_outlive_their_downloads(taken: list[int]) -> None:
+def test_the_number_of_idle_leases_is_limited(taken: list[int]) -> None:
     store, found = saved(_MOST_IDLE + 4)
     leases = Leases(store)
     with leases.hold(found[0]):
@@ -54,7 +54,7 @@ def test_few_leases_outlive_their_downloads(taken: list[int]) -> None:
     assert not taken
 
 
-def test_a_lease_taken_during_shutdown_is_ended(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_acquired_during_shutdown_is_ended(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     store, (one,) = saved(1)
     leases, lease = Leases(store), Store.lease
 
@@ -71,7 +71,7 @@ def test_a_lease_taken_during_shutdown_is_ended(taken: list[int], monkeypatch: p
 
 
 class Timer:
-    """A timer that the test fires."""
+    """A timer that the test fires manually."""
 
     made: ClassVar[list[Timer]] = []
 
@@ -94,7 +94,7 @@ def timers(monkeypatch: pytest.MonkeyPatch) -> list[Timer]:
     return found
 
 
-def test_a_lease_outlives_its_last_user_for_a_while(taken: list[int], timers: list[Timer]) -> None:
+def test_a_lease_remains_for_a_while_after_its_last_user(taken: list[int], timers: list[Timer]) -> None:
     store, (one,) = saved(1)
     leases = Leases(store, linger=7)
     with leases.hold(one):
@@ -122,7 +122,7 @@ def test_two_simultaneous_requests_share_a_lease(taken: list[int], timers: list[
 
     def taking(*args: Any, **options: Any) -> Any:
         assert leases._held[one.id].lock.locked()
-        assert not leases._lock.locked(), "others are served meanwhile"
+        assert not leases._lock.locked(), "other clients must be served in the meantime"
         return lease(*args, **options)
 
     def starting(timer: Timer) -> None:
@@ -150,5 +150,5 @@ def test_failed_leases_are_logged_once(
                 pass
     said = [(one.levelname, one.getMessage()) for one in caplog.records if "lease" in one.getMessage()]
     assert [level for level, _ in said] == ["WARNING", "INFO", "DEBUG"]
-    assert "no lease can be taken, so a gc may delete data that is being sent: only reads" in said[0][1]
+    assert "cannot acquire a lease, so a gc may delete data that is being sent: only reads" in said[0][1]
     assert "is sent without a lease: purged" in said[1][1]

@@ -15,7 +15,7 @@ RUNS = st.from_regex(re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}"), fullmatch
 
 
 @given(run=RUNS)
-def test_every_run_has_a_name_valid_for_clients(run: str) -> None:
+def test_every_run_has_a_name_that_clients_accept(run: str) -> None:
     hub.validate_repo_id(repo_of(check_run(run)))
 
 
@@ -28,7 +28,7 @@ def test_a_valid_run_name_is_served_unchanged(run: str) -> None:
 
 
 @given(runs=st.lists(RUNS, unique=True, max_size=6))
-def test_every_repository_leads_back_to_its_run(runs: list[str]) -> None:
+def test_every_repository_maps_back_to_its_run(runs: list[str]) -> None:
     for run in runs:
         assert run_of(repo_of(run), runs) == run_of("runs/" + repo_of(run), runs) == run
 
@@ -52,7 +52,7 @@ def test_runs_are_mapped_to_repository_names(run: str, repo: str) -> None:
     assert re.sub("[0-9a-f]{8}$", "", repo_of(run)) == re.sub("[0-9a-f]{8}$", "", repo)
 
 
-def test_a_run_named_like_the_alias_of_another_keeps_its_name() -> None:
+def test_a_run_named_like_another_runs_alias_keeps_its_name() -> None:
     alias = repo_of("exp/a/b")
     assert run_of(alias, ["exp/a/b"]) == "exp/a/b"
     assert run_of(alias, ["exp/a/b", alias]) == alias

@@ -1,4 +1,4 @@
-"""Files in transfer: damaged bytes, slow clients, and clients that disconnect."""
+"""File transfers with damaged bytes, slow clients, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WEIGHTS = "/sft/resolve/main/model.safetensors"
 
 
 def weights_of(store: Store, step: int = 1) -> str:
-    """The path of the weights."""
+    """Return the path of the weights."""
     return f"/sft/resolve/{commit_of(store.get(f'sft@{step}').id)}/model.safetensors"
 
 
@@ -38,7 +38,7 @@ def weights_of(store: Store, step: int = 1) -> str:
 
 
 def damaged(tmp_path: Path, at: int) -> tuple[Store, bytes, int]:
-    """A store with a file of several windows and one flipped bit; the file; the place of the bit."""
+    """Return a store with a file of several windows and one flipped bit, the file, and the bit's position."""
     store = casckpt.open(tmp_path / "store")
     value = torch.arange(3 << 20, dtype=torch.int64)  # 24 MiB
     store.save({"model": {"w": value}}, run="sft", step=1)
@@ -49,7 +49,7 @@ def damaged(tmp_path: Path, at: int) -> tuple[Store, bytes, int]:
     return store, whole, len(whole) - value.nbytes + at
 
 
-def test_a_flipped_byte_ends_the_response_short(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_flipped_byte_truncates_the_response(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store, whole, place = damaged(tmp_path, 17 << 20)
     with serving(store) as served, pytest.raises(http.client.IncompleteRead) as error:
         served.get(WEIGHTS)
@@ -64,7 +64,7 @@ def test_a_flipped_byte_ends_the_response_short(tmp_path: Path, caplog: pytest.L
         assert served.body(WEIGHTS, Range="bytes=0-999999") == whole[:1_000_000]
 
 
-def test_a_client_receives_no_wrong_byte_and_resumes_after_a_repair(
+def test_a_client_receives_no_damaged_bytes_and_resumes_after_a_repair(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     hub: Any = pytest.importorskip("huggingface_hub", reason="needs casckpt[transformers]")
@@ -94,7 +94,7 @@ def test_a_purged_checkpoint_is_not_served_from_memory(tmp_path: Path) -> None:
     with serving(store) as served:
         served.get(path, "HEAD")
         store.forget("sft@1")
-        assert len(served.body(path)) > 1_600_000  # it stays available under its id until the purge
+        assert len(served.body(path)) > 1_600_000  # it remains available under its id until the purge
         store.gc(min_age=0)
         gone = served.get(path)
         assert (gone.status, gone.headers["X-Error-Code"]) == (404, "RevisionNotFound")
@@ -130,10 +130,10 @@ def test_a_server_without_leases_warns_once(
     with serving(small_store) as served:
         for _ in range(3):
             assert served.get(WEIGHTS).status == 200
-    assert sum("no lease can be taken" in one.message for one in caplog.records if one.levelno >= logging.WARNING) == 1
+    assert sum("cannot acquire a lease" in one.message for one in caplog.records if one.levelno >= logging.WARNING) == 1
 
 
-def test_a_window_for_several_clients_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_that_several_clients_need_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = casckpt.open(tmp_path / "store")
     store.save({"model": {"w": torch.arange(3 << 20, dtype=torch.int64)}}, run="sft", step=1)
     folders = ServedFolders(store, None, 1 << 30)
@@ -181,8 +181,8 @@ def test_a_client_that_does_not_read_is_disconnected(tmp_path: Path, caplog: pyt
                 raw = held.enter_context(socket.create_connection(("127.0.0.1", served.port)))
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 raw.sendall(b"GET " + weights_of(store).encode() + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert len(served.body(WEIGHTS)) > 60 << 20  # others are not delayed for long
-            while len([one for one in caplog.records if "does not read" in one.message]) < sending.WINDOWS + 4:
+            assert len(served.body(WEIGHTS)) > 60 << 20  # other clients are not delayed for long
+            while len([one for one in caplog.records if "stopped reading" in one.message]) < sending.WINDOWS + 4:
                 time.sleep(0.05)
         assert served.get("/").status == 200
 
@@ -224,5 +224,5 @@ def test_a_client_that_disconnects_ends_its_response(
         raw.sendall(b"GET " + weights_of(store).encode() + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
         raw.recv(1000)
         raw.close()
-        while not any("the client left" in one.message for one in caplog.records):
+        while not any("the client disconnected" in one.message for one in caplog.records):
             time.sleep(0.05)

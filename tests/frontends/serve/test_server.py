@@ -1,4 +1,4 @@
-"""Connections of a server: idle, silent, and cut off."""
+"""Connections of a server: idle, silent, and interrupted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WEIGHTS = "/sft/resolve/main/model.safetensors"
 
 
 def weights_of(store: Store, step: int = 1) -> str:
-    """The path of the weights."""
+    """Return the path of the weights."""
     return f"/sft/resolve/{commit_of(store.get(f'sft@{step}').id)}/model.safetensors"
 
 

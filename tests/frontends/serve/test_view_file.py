@@ -46,8 +46,8 @@ def test_a_match_with_too_many_attempts_is_refused(name: str, piece: str) -> Non
         match(re.compile(pattern), name)
 
 
-def test_no_match_makes_more_attempts_than_counted() -> None:
-    """`re` backtracks at worst over every split of the letters among the repeats."""
+def test_a_match_does_not_exceed_the_computed_attempts() -> None:
+    """In the worst case, `re` backtracks over every split of the letters among the repeats."""
     name = "a" * 12
     for repeats in range(1, 5):
         tried = sum(1 for _ in islice(splits(len(name), repeats), 10**6))
@@ -55,7 +55,7 @@ def test_no_match_makes_more_attempts_than_counted() -> None:
 
 
 def splits(left: int, repeats: int) -> Iterator[tuple[int, ...]]:
-    """The number of ways to give ``repeats`` some of ``left`` letters, but not all."""
+    """Yield all ways to give ``repeats`` some of ``left`` letters, but not all."""
     if not repeats:
         yield ()
         return
@@ -83,7 +83,7 @@ def test_matching_all_names_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) ->
         match(pattern, "ab")
 
 
-def test_names_that_grow_without_bound_are_refused() -> None:
+def test_replacements_that_could_grow_without_bound_are_refused() -> None:
     for name in ("\\1" * 21, "x" * 1001):
-        with pytest.raises(InvalidInput, match="too long a name"):
+        with pytest.raises(InvalidInput, match=r"the name .* is too long"):
             BoundedMatch("the view", {"(.*)"}, [name])

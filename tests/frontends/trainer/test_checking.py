@@ -1,4 +1,4 @@
-"""Unusable state is reported before the training or at its first step, before any write."""
+"""Invalid state is reported before the training or at its first step, before anything is written."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Phased(optim.AdamW):
 
 
 class Drawing:
-    """A train state that draws a random number in state_dict, and counts the calls."""
+    """A train state whose state_dict draws a random number and counts its calls."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -61,7 +61,7 @@ def stepped(model: nn.Module, optimizer: optim.Optimizer) -> None:
     optimizer.step()
 
 
-def test_a_check_writes_nothing_and_draws_no_random_numbers(tmp_path: Path) -> None:
+def test_a_check_does_not_write_or_draw_random_numbers(tmp_path: Path) -> None:
     store, (model, optimizer) = open_store(tmp_path / "store"), trained()
     checkpointer, state, before = Checkpointer(store, run="sft"), TrainState(loader=Drawing()), torch.get_rng_state()
     checkpointer.check(model, optimizer, state)
@@ -74,25 +74,25 @@ def test_a_check_writes_nothing_and_draws_no_random_numbers(tmp_path: Path) -> N
     assert files(tmp_path / "store") == there
 
 
-def test_a_check_raises_what_a_save_would() -> None:
+def test_a_check_raises_the_errors_of_a_save() -> None:
     model, optimizer = trained()
     elsewhere = optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     cases: dict[str, Callable[[Checkpointer], None]] = {
         r"train\.0\.phase": lambda run: run.check(model, optimizer, {"phase": Phase.WARMUP}),
-        "give the list of these": lambda run: run.check(model, elsewhere),
-        "give a dict of them": lambda run: run.check([nn.Linear(2, 2), nn.Linear(2, 2)]),
+        "pass the list of these": lambda run: run.check(model, elsewhere),
+        "pass a dict of the models": lambda run: run.check([nn.Linear(2, 2), nn.Linear(2, 2)]),
     }
     for message, check in cases.items():
         with pytest.raises(InvalidInput, match=message):
             check(Checkpointer(small(), run="sft"))
     both = nn.ModuleDict({"one": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
     optimizers = [optim.AdamW([parameter]) for parameter in both.parameters()]
-    Checkpointer(small(), run="sft").check(both, optimizers)  # the advice of the messages
+    Checkpointer(small(), run="sft").check(both, optimizers)  # as the messages advise
     Checkpointer(small(), run="sft").check({"generator": nn.Linear(2, 2), "discriminator": nn.Linear(2, 2)})
     Checkpointer(small(), run="sft", allow_pickle=True).check(model, optimizer, {"phase": Phase.WARMUP})
 
 
-def test_a_store_checks_a_state_as_it_would_save_it() -> None:
+def test_store_check_raises_the_errors_of_a_save() -> None:
     store = small()
     store.check({"w": torch.ones(2)}, run="a")
     with pytest.raises(InvalidInput, match="phase"):
@@ -103,7 +103,7 @@ def test_a_store_checks_a_state_as_it_would_save_it() -> None:
 
 
 @pytest.mark.parametrize("found", [False, True])
-def test_a_resume_raises_before_the_training(found: bool) -> None:
+def test_a_resume_raises_the_errors_of_later_saves(found: bool) -> None:
     store, model = small(), net()
     if found:
         Checkpointer(store, run="sft").save(1, model, None, TrainState(phase=1))
@@ -112,7 +112,10 @@ def test_a_resume_raises_before_the_training(found: bool) -> None:
 
 
 def loop(store: Store, make: Callable[[nn.Module], optim.Optimizer], every: int = 1, state: Any = None) -> int:
-    """Train 10 steps, with an optimizer step at each ``every``-th. Return the step at which the training ends."""
+    """Train for 10 steps, with an optimizer step at every ``every``-th one.
+
+    Return the step at which the training ends.
+    """
     model = net()
     optimizer = make(model)
     checkpointer = Checkpointer(store, run="sft", save_interval=8)
@@ -133,10 +136,10 @@ def test_a_check_finds_optimizer_state_that_cannot_be_saved() -> None:
     assert loop(small(), lambda model: optim.SGD(model.parameters()), state={"phase": Phase.WARMUP}) == 1
 
 
-def test_a_step_is_checked_until_the_optimizer_has_state() -> None:
+def test_steps_are_checked_until_the_optimizer_has_state() -> None:
     store, state = small(), TrainState(loader=Drawing())
     assert loop(store, lambda model: optim.AdamW(model.parameters()), every=4, state=state) == 0
-    assert state["loader"].asked == 3  # at steps 1 and 4, and the save at step 8
+    assert state["loader"].asked == 3  # at steps 1 and 4, and by the save at step 8
     state = TrainState(loader=Drawing())
     assert loop(small(), lambda model: optim.AdamW(model.parameters()), state=state) == 0
     assert state["loader"].asked == 2
@@ -146,7 +149,7 @@ def test_a_step_is_checked_until_the_optimizer_has_state() -> None:
 
 
 def bad_on_one(rank: int, size: int, path: Path) -> Any:
-    """Every kind of state that cannot be saved, on the last rank alone. Return the step at which each rank raises."""
+    """Try each kind of invalid state on the last rank alone. Return the step at which each rank raises the error."""
     last, model = rank == size - 1, net()
     found = []
     ways: list[tuple[dict[str, Any], Any]] = [
@@ -175,7 +178,7 @@ def test_all_ranks_raise_at_the_same_step(store_path: Path, ranks: Pool, size: i
 
 
 def stepped_on_one(rank: int, size: int, path: Path) -> Any:
-    """Only the optimizer of rank 1 creates state, at the second step."""
+    """Train so that only rank 1's optimizer creates state, at the second step."""
     model = net()
     optimizer = Phased(model.parameters(), lr=0.0)
     run = Checkpointer(small_folder(path), run="sft", save_interval=5)
@@ -188,7 +191,7 @@ def stepped_on_one(rank: int, size: int, path: Path) -> Any:
     return None
 
 
-def test_state_that_one_rank_has_is_checked_on_all(store_path: Path, ranks: Pool) -> None:
+def test_optimizer_state_on_a_single_rank_is_checked_on_all_ranks(store_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, stepped_on_one, store_path) == [("InvalidInput", 2)] * 2
 
 
@@ -201,7 +204,7 @@ def differing(rank: int, size: int, path: Path) -> Any:
     return [type(one).__name__ for one in (*found, outcome_of(lambda: run.resume(wide)))]
 
 
-def test_values_of_ranks_are_compared_only_in_training(store_path: Path, ranks: Pool) -> None:
+def test_values_are_compared_across_ranks_only_during_training(store_path: Path, ranks: Pool) -> None:
     expected = [
         "NoneType",
         "InvalidInput",
@@ -235,7 +238,7 @@ def test_a_check_that_raised_runs_again() -> None:
     assert run.save_if_due(3, model, optimizer) is None
 
 
-def test_a_training_that_can_be_saved_continues() -> None:
+def test_a_training_with_valid_state_continues() -> None:
     store, (model, optimizer) = small(), made(1)
     checkpointer = Checkpointer(store, run="sft", save_interval=2)
     checkpointer.resume(model, optimizer)

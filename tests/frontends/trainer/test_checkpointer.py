@@ -1,4 +1,4 @@
-"""The checkpointer of one process: content of a checkpoint, restores, failures and log messages."""
+"""The checkpointer of one process: checkpoint contents, restores, failures and log messages."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_nested_train_state_of_any_kind_is_restored_exactly() -> None:
     assert identical(checkpointer.load("sft@1", model, optimizer), state)
 
 
-def test_a_missing_part_is_none_unless_it_is_required() -> None:
+def test_a_missing_part_loads_as_none_unless_it_is_required() -> None:
     store, (model, optimizer) = small(), trained()
     checkpointer = Checkpointer(store, run="sft")
     checkpointer.save(1, model)
@@ -85,7 +85,7 @@ def test_a_missing_part_is_none_unless_it_is_required() -> None:
     assert identical(contents(model, optimizer), before)
     options: list[dict[str, Any]] = [{"load_optim_state": True}, {"load_trainer_state": True}]
     for wanted in options:
-        with pytest.raises(NotFound, match=r"sft@1 holds no (optimizer|train state)"):
+        with pytest.raises(NotFound, match=r"sft@1 has no (optimizer|train state)"):
             checkpointer.load("sft@1", model, optimizer, **wanted)
     with pytest.raises(InvalidInput, match="needs an optimizer"):
         checkpointer.load("sft@1", model, load_optim_state=True)
@@ -99,7 +99,7 @@ def test_an_unknown_keyword_of_a_load_is_refused(keyword: str) -> None:
         checkpointer.load("a@1", nn.Linear(1, 1), **given)
 
 
-def test_a_load_leaves_out_unwanted_parts() -> None:
+def test_a_load_skips_parts_that_are_not_requested() -> None:
     store, (model, optimizer) = small(), trained()
     checkpointer = Checkpointer(store, run="sft")
     checkpointer.save(1, model, optimizer, {"epoch": 3})
@@ -112,7 +112,7 @@ def test_a_load_leaves_out_unwanted_parts() -> None:
 
 
 @pytest.mark.parametrize("where", ["model", "top"])
-def test_a_checkpoint_of_weights_alone_loads(where: str) -> None:
+def test_a_checkpoint_of_only_weights_loads(where: str) -> None:
     store, (model, _) = small(), trained()
     weights = model.state_dict()
     store.save({"model": weights} if where == "model" else dict(weights), run="base", step=0)
@@ -120,13 +120,13 @@ def test_a_checkpoint_of_weights_alone_loads(where: str) -> None:
     checkpointer = Checkpointer(store, run="sft")
     assert checkpointer.load("base@0", other, fresh) is None
     assert identical(dict(other.state_dict()), dict(weights))
-    assert checkpointer.saved_step is None  # that was another run
+    assert checkpointer.saved_step is None  # the checkpoint is from a different run
     with pytest.raises((MissingKey, Mismatch)):
         checkpointer.load("base@0", nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("where", ["model", "top"])
-def test_a_model_with_other_layers_loads_the_common_layers_with_strict_false(where: str) -> None:
+def test_strict_false_loads_the_layers_that_both_sides_have(where: str) -> None:
     store, (model, _) = small(), trained()
     weights = {**model.state_dict(), "old.head": torch.ones(3)}
     store.save({"model": weights} if where == "model" else weights, run="base", step=0)
@@ -142,7 +142,7 @@ def test_a_model_with_other_layers_loads_the_common_layers_with_strict_false(whe
     assert identical(dict(new.state_dict()), dict(before))
 
 
-def test_front_ends_read_checkpoints_of_each_other() -> None:
+def test_front_ends_read_each_others_checkpoints() -> None:
     store, (model, optimizer) = small(), trained()
     save_model_and_optim_state(store, model, optimizer, run="other", step=1)
     Checkpointer(store, run="sft").save(1, model, optimizer)
@@ -153,7 +153,7 @@ def test_front_ends_read_checkpoints_of_each_other() -> None:
 
 
 class Module:
-    """A model that defines its saved state, as OLMo-core's do."""
+    """A model that defines its own saved state, as OLMo-core's models do."""
 
     def __init__(self) -> None:
         self.model, self.optimizer = trained()
@@ -171,7 +171,7 @@ class Module:
         self.optimizer.load_state_dict(state["optim"])
 
 
-def test_a_train_module_gives_its_own_state() -> None:
+def test_a_train_module_returns_its_own_state() -> None:
     store, module = small(), Module()
     checkpointer = Checkpointer(store, run="sft")
     checkpointer.save(1, module, train_state={"epoch": 1})
@@ -181,8 +181,8 @@ def test_a_train_module_gives_its_own_state() -> None:
     assert module.asked == [(True, True)]
     assert identical(contents(module.model, module.optimizer), want)
     checkpointer.load("sft@1", module)
-    assert module.asked[-1] == (True, True)  # it exists
-    with pytest.raises(InvalidInput, match="give no optimizer beside it"):
+    assert module.asked[-1] == (True, True)  # the checkpoint has it
+    with pytest.raises(InvalidInput, match="do not pass an optimizer"):
         checkpointer.save(2, module, module.optimizer)
 
 
@@ -224,17 +224,17 @@ def test_files_are_attached_to_the_next_save() -> None:
     assert store.attachments("sft@1") == {"config.json": 2, "big/file": 9000, "more": 1}
     checkpointer.save(2, model)
     assert store.attachments("sft@2") == {}
-    with pytest.raises(Conflict, match="sft@1 is saved"):
+    with pytest.raises(Conflict, match="sft@1 is already saved"):
         checkpointer.write_file("late", "", step=1)
     for name, content in (("../x", ""), ("x", 5)):
         with pytest.raises(InvalidInput):
-            checkpointer.write_file(name, content)  # type: ignore[arg-type]  # a wrong type on purpose
+            checkpointer.write_file(name, content)  # type: ignore[arg-type]  # intentionally the wrong type
 
 
 # settings
 
 
-def test_a_wrong_train_state_changes_nothing() -> None:
+def test_a_failed_load_of_a_train_state_changes_nothing() -> None:
     state = TrainState(epoch=1, rng=False)
     with pytest.raises(MissingKey, match="has no 'epoch'; it has 'step'"):
         state.load_state_dict({"step": 1})
@@ -272,7 +272,7 @@ def test_unsaved_steps_at_the_end_are_logged(
     trained_to(5, first=first, save_interval=interval)
     told = [record.message for record in caplog.records]
     assert len(told) == bool(unsaved)
-    assert all(one.startswith(f"{unsaved}of sft are in no checkpoint") and "last_step=5" in one for one in told)
+    assert all(one.startswith(f"{unsaved}of sft are not in any checkpoint") and "last_step=5" in one for one in told)
 
 
 def test_steps_before_a_loaded_checkpoint_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -284,11 +284,11 @@ def test_steps_before_a_loaded_checkpoint_are_not_logged(caplog: pytest.LogCaptu
     assert not caplog.records
 
 
-# the work that a crash can lose
+# how much work a crash can lose
 
 
 class Waiting(Checkpointer):
-    """A checkpointer whose background saves end only when a caller waits for them."""
+    """A checkpointer whose background saves finish only when a caller waits for them."""
 
     def __init__(self, storage: FaultyStore, **settings: Any) -> None:
         super().__init__(small(storage), run="sft", **settings)
@@ -303,7 +303,7 @@ class Waiting(Checkpointer):
 
 
 def lost_at_worst(interval: int, most: int) -> tuple[int, list[int]]:
-    """Return the most finished steps that a kill would have lost, and the steps after which the loop waited for a
+    """Return the most completed steps that a kill would have lost, and the steps after which the loop waited for a
     save."""
     storage = FaultyStore(memory())
     model, worst, waited = nn.Linear(2, 2), 0, []
@@ -347,7 +347,7 @@ def test_a_failed_save_stops_the_training_before_more_steps_are_at_risk() -> Non
 
 
 @pytest.mark.parametrize("how", ["save", "save_async"])
-def test_a_conflict_over_the_step_of_a_save_in_the_background_stops_the_next_save(how: str) -> None:
+def test_a_conflict_in_a_background_save_is_raised_by_the_next_save(how: str) -> None:
     store, (model, optimizer) = small(), trained()
     store.save({"x": 1}, run="sft", step=2)
     with Checkpointer(store, run="sft") as checkpointer:

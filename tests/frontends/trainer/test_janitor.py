@@ -1,4 +1,4 @@
-"""gc during a training."""
+"""gc while a training runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_gc_follows_a_save_if_requested() -> None:
     assert (found.checkpoints, found.blobs) == (
         1,
         2,
-    )  # the bias did not change, and stays in the blob of the first save
+    )  # the bias did not change, so it remains in the blob of the first save
 
 
 def test_a_checkpointer_with_gc_frees_space(caplog: pytest.LogCaptureFixture) -> None:
@@ -30,7 +30,7 @@ def test_a_checkpointer_with_gc_frees_space(caplog: pytest.LogCaptureFixture) ->
     assert (store.stats().blobs, caplog.messages) == (1, [])
 
 
-def test_a_minimum_age_of_the_store_holds_for_a_checkpointer() -> None:
+def test_a_checkpointer_respects_the_minimum_age_of_the_store() -> None:
     store = small()
     store.create()
     store.repository.change_settings(min_age_seconds=3600.0)

@@ -1,4 +1,4 @@
-"""One last save after a signal, on all ranks."""
+"""A last save on all ranks after a signal."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def stopped_by_a_signal(rank: int, size: int, path: Path, saved_before: bool) ->
 
 
 @pytest.mark.parametrize("saved_before", [False, True])
-def test_a_signal_to_one_rank_makes_all_save_once_and_exit(store_path: Path, ranks: Pool, saved_before: bool) -> None:
+def test_a_signal_to_one_rank_makes_all_ranks_save_once_and_exit(
+    store_path: Path, ranks: Pool, saved_before: bool
+) -> None:
     found = ranks.run(3, stopped_by_a_signal, store_path, saved_before)
     there = [1, 2, 3] if saved_before else [3]
     assert found == [(3, 128 + signal.SIGTERM, there, True)] * 3
@@ -82,7 +84,7 @@ def test_signals_are_handled_only_in_the_main_thread(store: Store) -> None:
     assert isinstance(found[0], InvalidInput)
 
 
-def test_a_signal_that_cannot_be_handled_leaves_the_others_as_they_were(store: Store) -> None:
+def test_a_signal_that_cannot_be_handled_restores_the_other_handlers(store: Store) -> None:
     before = signal.getsignal(signal.SIGUSR1)
     with pytest.raises(InvalidInput, match="SIGKILL"):
         SaveOnSignal(Checkpointer(store, run="sft"), [signal.SIGUSR1, signal.SIGKILL]).__enter__()

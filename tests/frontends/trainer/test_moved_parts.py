@@ -1,4 +1,4 @@
-"""A resume on other ranks reports parts that each rank saved for itself, but not random generators."""
+"""A resume on different ranks reports per-rank parts that have moved, except random generators."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def save(store: casckpt.Store, run: str, rank: int) -> None:
-    """Save a train state and values per rank."""
+    """Save a train state and per-rank values."""
     Checkpointer(store, run=run).save(1, nn.Linear(1, 1), None, TrainState(loader={"at": rank}))
     state: dict[str, Any] = {
         "loader": casckpt.PerRank({"at": rank}),
@@ -33,7 +33,7 @@ def save(store: casckpt.Store, run: str, rank: int) -> None:
 
 
 def load(store: casckpt.Store, run: str) -> list[str]:
-    """Load them, and return the log."""
+    """Load both, and return the log."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -54,21 +54,21 @@ def on_two(rank: int, size: int, path: Path) -> tuple[list[str], list[str]]:
     return load(store, "two"), load(store, "one")
 
 
-def test_values_per_rank_that_move_are_logged(tmp_path: Path, ranks: Pool) -> None:
+def test_per_rank_values_that_move_to_a_different_rank_are_logged(tmp_path: Path, ranks: Pool) -> None:
     store = small_folder(tmp_path)
     save(store, "one", 0)
-    nobody = "the load did not read 'loader', 'seen' of {}/keys@1; if that is meant, pass unread=\"ignore\""
+    nobody = "the load did not read 'loader', 'seen' of {}/keys@1; if this is intended, pass unread=\"ignore\""
     (same, more), others = ranks.run(2, on_two, tmp_path)
     assert others == ([], [])
     assert same == [nobody.format("two")]
     assert more == [
-        "'train.loader' of one@1: rank 1 took what rank 0 saved",
-        "'loader.at', 'seen' of one/keys@1: rank 1 took what rank 0 saved",
+        "'train.loader' of one@1: rank 1 loaded the value of rank 0",
+        "'loader.at', 'seen' of one/keys@1: rank 1 loaded the value of rank 0",
         nobody.format("one"),
     ]
     assert load(store, "two") == [
-        "'train.loader' of two@1: what rank 1 saved was not taken",
-        "'loader.at', 'seen' of two/keys@1: what rank 1 saved was not taken",
+        "'train.loader' of two@1: no rank loaded the value of rank 1",
+        "'loader.at', 'seen' of two/keys@1: no rank loaded the value of rank 1",
         nobody.format("two"),
     ]
 
@@ -81,21 +81,21 @@ def of_models(rank: int, size: int, path: Path) -> None:
     Checkpointer(small_folder(path), run="models").save(1, models, None, TrainState(loader={"at": rank}))
 
 
-def test_a_resume_of_models_on_fewer_ranks_names_once_what_moves(
+def test_a_resume_on_fewer_ranks_logs_moved_parts_once(
     tmp_path: Path, ranks: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
     ranks.run(2, of_models, tmp_path)
     models = {"model": nn.Linear(1, 1), "ema": nn.Linear(1, 1)}
     checkpointer = Checkpointer(small_folder(tmp_path), run="models")
     checkpointer.resume(models, None, TrainState(loader={"at": 9}))
-    assert caplog.messages == ["'train.loader' of models@1: what rank 1 saved was not taken"]
+    assert caplog.messages == ["'train.loader' of models@1: no rank loaded the value of rank 1"]
     caplog.clear()
     checkpointer.resume(models)
     assert caplog.messages == [str(checkpointer.resumed)]
     assert "left: 'train' (in the checkpoint, but not passed" in caplog.text
     caplog.clear()
     assert checkpointer.load("models@1", {"ema": models["ema"]}) is not None
-    assert caplog.messages == ["the load did not read 'model' of models@1; if that is meant, pass unread=\"ignore\""]
+    assert caplog.messages == ["the load did not read 'model' of models@1; if this is intended, pass unread=\"ignore\""]
 
 
 def test_ranks_and_parts_are_listed(caplog: pytest.LogCaptureFixture) -> None:
@@ -103,16 +103,16 @@ def test_ranks_and_parts_are_listed(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         warn_moved("moved", 1, holders, 3)
     assert caplog.messages == [
-        "'moved.a', 'moved.b' of moved@1: rank 2 took what rank 0 saved",
-        "'moved.c' of moved@1: ranks 0, 2 took what rank 1 saved; what rank 3 saved was not taken",
+        "'moved.a', 'moved.b' of moved@1: rank 2 loaded the value of rank 0",
+        "'moved.c' of moved@1: ranks 0, 2 loaded the value of rank 1; no rank loaded the value of rank 3",
     ]
 
 
 @pytest.mark.parametrize("key", ["rng", "train.rng", "rng_state", "cuda_rng", "a.random.b", "generator0"])
-def test_random_generators_are_known_by_name(key: str) -> None:
+def test_random_generators_are_recognized_by_name(key: str) -> None:
     assert is_generator(key)
 
 
 @pytest.mark.parametrize("key", ["loader", "arng", "strong", "train.epoch"])
-def test_other_parts_are_no_generators(key: str) -> None:
+def test_other_parts_are_not_taken_for_generators(key: str) -> None:
     assert not is_generator(key)

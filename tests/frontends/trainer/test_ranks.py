@@ -1,4 +1,4 @@
-"""Failures of one rank of many, and agreement on the checkpoint to resume."""
+"""Failures on one of several ranks, and agreement on the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def fails_on_one(rank: int, size: int, path: Path) -> Any:
     return [type(one) for one in found], [str(one) for one in found], seen, same
 
 
-def test_what_fails_on_one_rank_fails_on_all_and_the_step_can_be_saved_again(store_path: Path, ranks: Pool) -> None:
+def test_a_failure_on_one_rank_fails_on_all_and_the_step_can_be_retried(store_path: Path, ranks: Pool) -> None:
     kinds, texts, seen, same = zip(*ranks.run(3, fails_on_one, store_path), strict=True)
     assert kinds == (
         [RankFailed, StorageError],
@@ -71,7 +71,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_step_can_be_saved_again(sto
 
 
 def fails_again_and_again(rank: int, size: int, path: Path, *, repeats: bool) -> tuple[type, int]:
-    """Only rank 1 fails, and only its clock advances. Return each error with its step."""
+    """Let only rank 1 fail, and only its clock advance. Return each error with its step."""
     storage, clock = FaultyStore(LocalStore(path)), Ticks()
     checkpointer = Checkpointer(Store(Repository(storage, clock=clock)), run="sft", save_interval=2)
     if rank == 1:
@@ -103,7 +103,7 @@ def dies_in_the_background(rank: int, size: int, path: Path) -> Any:
     return type(future.exception(60)), [step for _, step in steps(checkpointer.store)]
 
 
-def test_other_ranks_name_a_rank_that_dies_in_a_save(store_path: Path, ranks: Pool) -> None:
+def test_the_error_on_other_ranks_names_a_rank_that_dies_in_a_save(store_path: Path, ranks: Pool) -> None:
     found = ranks.outcomes(3, dies_in_the_background, store_path)
     assert found[1].died == -signal.SIGKILL
     assert [one.value for one in (found[0], found[2])] == [(RankFailed, [1])] * 2

@@ -1,4 +1,5 @@
-"""A real training loop on ranks, killed at random moments, resumes exactly, also on other ranks."""
+"""A real training loop on several ranks is killed at random moments and resumes exactly, even on a different number of
+ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ if TYPE_CHECKING:
 STEPS, MORE, EVERY, SIZE = 12, 4, 4, 4
 KILLS = 2  # 20 with --full
 RISKS = (None, EVERY, EVERY, EVERY + 1)  # max_steps_at_risk: None means two intervals
-NOTICED = 5.0  # seconds until torch's collectives fail after the death of a rank
+NOTICED = 5.0  # seconds until torch's collectives fail after a rank has died
 
 
 def attempts(ranks: Pool, size: int, plan: Plan, draw: random.Random, *, kills: int, seconds: float) -> list[Plan]:
-    """Restart the training until this many random kills have hit, then train to the end. Return all runs.
+    """Restart the training until ``kills`` random kills have hit it, then train to the end. Return all runs.
 
-    Most kills hit all ranks. If one hits a single rank, the others fail by torch's timeout.
+    Most kills hit all ranks. If a kill hits a single rank, the others fail because of torch's timeout.
     """
     runs, hits = [plan], 0
     while True:
@@ -66,7 +67,7 @@ def test_a_training_killed_at_random_moments_resumes(tmp_path: Path, ranks: Pool
     assert {ckpt.step for ckpt in store.checkpoints("killed")} == {STEPS - EVERY, STEPS}
     assert not store.verify().is_damaged
     store.gc(wait=0)
-    assert not list(store.repository.storage.list("transactions/"))  # killed saves leave nothing
+    assert not list(store.repository.storage.list("transactions/"))  # killed saves leave nothing behind
 
     for size in (2, 3) if full else (3,):
         base = f"calm@{STEPS - EVERY}"

@@ -1,4 +1,4 @@
-"""A resume restores everything that it receives, or reports it. No training loses its optimizer silently."""
+"""A resume restores or reports everything that it receives. No training loses its optimizer silently."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Save = Callable[[Store, str], Any]
 
 
 def new_run() -> str:
-    """A new run, since casckpt logs a message once per run."""
+    """Return a new run, because casckpt logs each message once per run."""
     return f"resumed{next(_RUNS)}"
 
 
@@ -46,7 +46,7 @@ def bare_weights(store: Store, run: str) -> Any:
 
 
 def optimizer_elsewhere(store: Store, run: str) -> Any:
-    """A checkpoint with the optimizer at another key, as an import of a torch.save file stores it."""
+    """Save a checkpoint with the optimizer at a different key, as an import of a torch.save file does."""
     model, optimizer = trained()
     return store.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, run=run, step=5)
 
@@ -66,7 +66,9 @@ ODD: list[Save] = [
 
 
 @pytest.mark.parametrize("save", ODD)
-def test_the_error_for_an_unusable_optimizer_explains_it(save: Save, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_error_for_an_invalid_saved_optimizer_explains_the_problem(
+    save: Save, caplog: pytest.LogCaptureFixture
+) -> None:
     store, run, (model, optimizer) = small(), new_run(), made(1)
     saved = save(store, run)
     before = model.state_dict()["head.weight"].clone()
@@ -77,15 +79,15 @@ def test_the_error_for_an_unusable_optimizer_explains_it(save: Save, caplog: pyt
     assert checkpointer.resume(model, optimizer, missing="warn") == saved
     assert identical(dict(model.state_dict()), dict(trained()[0].state_dict()))
     assert not optimizer.state
-    assert "holds no optimizer that can be loaded" in told(caplog)
+    assert "has no optimizer that can be loaded" in told(caplog)
     with pytest.raises((NotFound, Mismatch), match=r"optimizer|param_groups"):
         checkpointer.load(f"{run}@5", model, optimizer, load_optim_state=True)
 
 
-def test_an_error_names_the_keys_of_the_checkpoint() -> None:
+def test_an_error_lists_the_keys_of_the_checkpoint() -> None:
     store, run, (model, optimizer) = small(), new_run(), made(1)
     optimizer_elsewhere(store, run)
-    with pytest.raises(NotFound, match=r"holds no optimizer .* it has 'model', 'optimizer'.*missing=\"warn\""):
+    with pytest.raises(NotFound, match=r"has no optimizer .* it has 'model', 'optimizer'.*missing=\"warn\""):
         Checkpointer(store, run=run).resume(model, optimizer)
 
 
@@ -93,23 +95,23 @@ def test_a_load_logs_an_optimizer_that_the_checkpoint_lacks(caplog: pytest.LogCa
     store, run, (model, optimizer) = small(), new_run(), made(1)
     optimizer_elsewhere(store, run)
     Checkpointer(store, run=run).load(f"{run}@5", model, optimizer)
-    assert "holds no optimizer that can be loaded (it holds 'model', 'optimizer')" in told(caplog)
+    assert "has no optimizer that can be loaded (it has 'model', 'optimizer')" in told(caplog)
     assert f"did not read 'optimizer' of {run}@5" in told(caplog)
     caplog.clear()
     Checkpointer(store, run=run).load(f"{run}@5", model, optimizer, load_optim_state=False, unread="ignore")
     assert not told(caplog)
 
 
-def test_the_error_for_an_unusable_train_state_explains_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_error_for_an_invalid_train_state_explains_the_problem(caplog: pytest.LogCaptureFixture) -> None:
     store, run, (model, optimizer) = small(), new_run(), trained()
     checkpointer = Checkpointer(store, run=run)
     saved = checkpointer.save(5, model, optimizer)
     state = TrainState(rng=False, epoch=7)
-    with pytest.raises(NotFound, match="holds no train state"):
+    with pytest.raises(NotFound, match="has no train state"):
         checkpointer.resume(model, optimizer, state)
     assert checkpointer.resume(model, optimizer, state, missing="warn") == saved
     assert state["epoch"] == 7
-    assert "holds no train state" in told(caplog)
+    assert "has no train state" in told(caplog)
 
 
 def test_missing_parts_of_a_train_state_are_raised_or_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -126,7 +128,7 @@ def test_missing_parts_of_a_train_state_are_raised_or_logged(caplog: pytest.LogC
     assert "left: 'train.schedule', 'train.rng' (not in the checkpoint" in told(caplog)
 
 
-def test_a_resume_logs_saved_parts_that_it_was_not_given(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resume_logs_saved_parts_that_were_not_passed(caplog: pytest.LogCaptureFixture) -> None:
     store, run, (model, optimizer) = small(), new_run(), trained()
     checkpointer = Checkpointer(store, run=run)
     checkpointer.save(5, model, optimizer, TrainState(epoch=3))
@@ -142,7 +144,7 @@ def test_a_resume_logs_saved_parts_that_it_was_not_given(caplog: pytest.LogCaptu
     assert not told(caplog)
 
 
-def test_parts_that_a_front_end_leaves_on_purpose_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_parts_that_are_skipped_on_request_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     store, run, (model, optimizer) = small(), new_run(), trained()
     Checkpointer(store, run=run).save(5, model, optimizer, TrainState(epoch=3))
     unshard_model_state(store, f"{run}@5")
@@ -150,14 +152,14 @@ def test_parts_that_a_front_end_leaves_on_purpose_are_not_logged(caplog: pytest.
     assert not told(caplog)
     loaded = load_model_and_optim_state(store, f"{run}@5", model)
     assert loaded.unread_subtrees == ("optim", "train")
-    assert f"did not read 'train' of {run}@5" in told(caplog)  # the call passes no optimizer
+    assert f"did not read 'train' of {run}@5" in told(caplog)  # the call does not pass an optimizer
     caplog.clear()
     load_model_and_optim_state(store, f"{run}@5", model, optimizer, unread="ignore")
     assert not told(caplog)
 
 
 def test_missing_is_raise_or_warn() -> None:
-    with pytest.raises(InvalidInput, match="missing='error' is not usable"):
+    with pytest.raises(InvalidInput, match="missing='error' is not valid"):
         Checkpointer(small(), run="sft").resume(nn.Linear(2, 2), missing="error")  # type: ignore[arg-type]
 
 
@@ -195,7 +197,7 @@ def layers(*names: str, rows: int = 6) -> nn.ModuleDict:
 
 
 def adam(model: nn.ModuleDict, *names: str) -> optim.AdamW:
-    """Adam with a parameter group for each of some layers."""
+    """Return AdamW with a parameter group for each of the named layers."""
     return optim.AdamW([{"params": model[name].parameters(), "lr": 0.1 + at} for at, name in enumerate(names)])
 
 
@@ -214,7 +216,7 @@ def saved_layers(store: Store, run: str, model: nn.ModuleDict, optimizer: optim.
 def test_a_resume_restores_what_fits(caplog: pytest.LogCaptureFixture) -> None:
     store, run, model = small(), new_run(), layers("words", "low", "body", "head", "gone")
     saved_layers(store, run, model, adam(model, "words", "low", "head", "gone"))
-    # body is unfrozen, low is frozen, gone is removed, new is added, and the vocabulary is larger
+    # body was unfrozen, low frozen, gone removed, new added, and the vocabulary enlarged
     other = layers("words", "low", "body", "head", "new", rows=8)
     words, new = weight(other, "words").clone(), weight(other, "new").clone()
     optimizer, state = adam(other, "words", "head", "body", "new"), TrainState(rng=False, epoch=0, late=2)
@@ -245,7 +247,7 @@ def test_a_resume_restores_what_fits(caplog: pytest.LogCaptureFixture) -> None:
     assert str(checkpointer.resumed) in told(caplog)
 
 
-def test_a_vocabulary_is_loaded_and_then_resized(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_vocabulary_can_be_loaded_and_then_resized(caplog: pytest.LogCaptureFixture) -> None:
     store, run, model = small(), new_run(), layers("words", "head")
     saved_layers(store, run, model, adam(model, "head"))
     other = layers("words", "head")
@@ -254,10 +256,10 @@ def test_a_vocabulary_is_loaded_and_then_resized(caplog: pytest.LogCaptureFixtur
     with torch.no_grad():
         wider.weight[:6] = weight(other, "words")
     assert torch.equal(wider.weight[:6], weight(model, "words"))
-    assert not told(caplog)  # everything that the call requests exists
+    assert not told(caplog)  # everything that the call requests is in the checkpoint
 
 
-def test_another_dtype_is_not_skipped() -> None:
+def test_a_tensor_with_a_different_dtype_is_not_skipped() -> None:
     store, run, model = small(), new_run(), layers("head")
     saved_layers(store, run, model, adam(model, "head"))
     with pytest.raises(Mismatch, match="pass cast=True"):
@@ -265,7 +267,7 @@ def test_another_dtype_is_not_skipped() -> None:
 
 
 @pytest.mark.parametrize("how", ["resume", "load"])
-def test_a_new_learning_rate_stays_with_options_keep(how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_options_keep_preserves_a_new_learning_rate(how: str, caplog: pytest.LogCaptureFixture) -> None:
     store, run, model = small(), new_run(), layers("head")
     saved_layers(store, run, model, adam(model, "head"))
     other = layers("head")
@@ -287,12 +289,14 @@ def test_a_new_learning_rate_stays_with_options_keep(how: str, caplog: pytest.Lo
 def resumed_with(
     store: Store, given: dict[str, Any], saved: dict[str, Any], schedule: Callable[[optim.Optimizer], Any] | None = None
 ) -> Checkpointer:
-    """Resume into a new optimizer with the options ``given``, from one that was saved after two steps with other
-    options."""
+    """Resume into a new optimizer with the options ``given``.
+
+    The saved one had different options and had taken two steps.
+    """
 
     def made_with(options: dict[str, Any]) -> tuple[nn.Module, optim.Optimizer, TrainState]:
         model = layers("head")
-        optimizer = optim.AdamW(model.parameters(), **deepcopy(options))  # a scheduler changes a tensor in place
+        optimizer = optim.AdamW(model.parameters(), **deepcopy(options))  # a scheduler changes tensors in place
         return model, optimizer, TrainState(rng=False, schedule=schedule(optimizer) if schedule else 0)
 
     checkpointer, (model, optimizer, state) = Checkpointer(store, run=new_run()), made_with(saved)
@@ -325,7 +329,7 @@ def cosine(optimizer: optim.Optimizer) -> Any:
         ({"lr": torch.tensor(0.1)}, {"lr": 0.3}, cosine, {"initial_lr": (0.1, 0.3)}),
     ],
 )  # fmt: skip
-def test_a_resume_names_the_rates_that_it_replaces(
+def test_a_resume_logs_the_rates_that_it_replaces(
     given: dict[str, Any], saved: dict[str, Any], schedule: Any, replaced: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpointer = resumed_with(small(), given, saved, schedule)
@@ -333,14 +337,14 @@ def test_a_resume_names_the_rates_that_it_replaces(
     assert checkpointer.resumed is not None
     assert checkpointer.resumed.replaced == want
     assert [line.strip() for line in told(caplog).splitlines()[1:]] == [
-        f'replaced: {key!r} ({one} was given, the checkpoint has {other}; options="keep" keeps the given rate)'
+        f'replaced: {key!r} ({one} was given, but the checkpoint has {other}; options="keep" keeps the given rate)'
         for key, (one, other) in want.items()
     ]
 
 
 @pytest.mark.parametrize("schedule", [None, warmup, cycle, cosine])
 @pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
-def test_an_ordinary_restart_names_no_rates(schedule: Any, rate: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_ordinary_restart_does_not_log_rates(schedule: Any, rate: Any, caplog: pytest.LogCaptureFixture) -> None:
     checkpointer = resumed_with(small(), {"lr": rate}, {"lr": rate}, schedule)
     assert checkpointer.resumed is not None
     assert not checkpointer.resumed.replaced
@@ -348,14 +352,14 @@ def test_an_ordinary_restart_names_no_rates(schedule: Any, rate: Any, caplog: py
 
 
 @pytest.mark.parametrize("given", [0.3, torch.tensor(0.05)])
-def test_a_replaced_rate_without_a_scheduler_is_no_warning(given: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_replaced_rate_without_a_scheduler_does_not_warn(given: Any, caplog: pytest.LogCaptureFixture) -> None:
     checkpointer = resumed_with(small(), {"lr": given}, {"lr": 0.1})
     assert checkpointer.resumed is not None
     assert checkpointer.resumed.replaced == {"optim.param_groups.0.lr": (round(float(given), 6), 0.1)}
     assert not told(caplog)
 
 
-def test_rates_of_all_optimizers_are_named_by_their_keys() -> None:
+def test_the_rates_of_all_optimizers_are_logged_by_key() -> None:
     store, run, models = small(), new_run(), {"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}
 
     def resumed(rate: float) -> Checkpointer:
@@ -371,7 +375,7 @@ def test_rates_of_all_optimizers_are_named_by_their_keys() -> None:
     assert found.replaced == {"sgd.param_groups.0.lr": (0.1, 0.5), "optim.param_groups.0.lr": (0.1, 0.5)}
 
 
-def test_a_scheduler_that_may_undo_a_new_rate_is_named() -> None:
+def test_a_scheduler_that_may_undo_a_new_rate_is_logged() -> None:
     store, run, model = small(), new_run(), layers("head")
     optimizer = adam(model, "head")
     state = TrainState(rng=False, schedule=optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0))
@@ -388,16 +392,16 @@ def test_a_scheduler_that_may_undo_a_new_rate_is_named() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_unusable_group_options_are_refused() -> None:
+def test_invalid_group_options_are_refused() -> None:
     store, (model, optimizer) = small(), trained()
     Checkpointer(store, run="sft").save(1, model, optimizer)
-    with pytest.raises(InvalidInput, match="options='saved' is not usable"):
+    with pytest.raises(InvalidInput, match="options='saved' is not valid"):
         Checkpointer(store, run="sft").resume(model, optimizer, options="saved")  # type: ignore[arg-type]
-    with pytest.raises(InvalidInput, match="sets its optimizer by itself"):
+    with pytest.raises(InvalidInput, match="sets the state of its optimizer itself"):
         Checkpointer(store, run="sft").resume(Module(), options="keep")
 
 
-def test_a_whole_resume_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_complete_resume_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
     store, (model, optimizer) = small(), trained()
     checkpointer = Checkpointer(store, run="sft")
     checkpointer.save(1, model, optimizer)
@@ -409,7 +413,7 @@ def test_a_whole_resume_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def of_stages(rank: int, size: int, path: Path) -> Any:
-    """Each rank has a stage. The last has one more layer than was saved, and no rank has the layer "gone"."""
+    """Resume stages, one per rank. The last has an unsaved layer, and no rank has the saved layer "gone"."""
     store = small_folder(path)
     stage = layers(f"stage{rank}", *(["new"] if rank == size - 1 else []))
     if rank == 0:
@@ -421,13 +425,13 @@ def of_stages(rank: int, size: int, path: Path) -> Any:
     return sorted(checkpointer.resumed.left)
 
 
-def test_a_resume_logs_what_all_ranks_together_left(store_path: Path, ranks: Pool) -> None:
+def test_a_resume_logs_the_keys_that_all_ranks_skipped(store_path: Path, ranks: Pool) -> None:
     small_folder(store_path)
     left = sorted(f"model.{name}.{what}" for name in ("new", "gone") for what in ("weight", "bias"))
     assert ranks.run(2, of_stages, store_path) == [left] * 2
 
 
-def test_optimizers_of_several_models_are_required_or_left_on_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_optimizers_of_several_models_are_required_unless_missing_is_warn(caplog: pytest.LogCaptureFixture) -> None:
     store, run, (model, optimizer) = small(), new_run(), trained()
     checkpointer, ema = Checkpointer(store, run=run), nn.Linear(2, 2)
     checkpointer.save(1, {"model": model, "ema": ema}, optimizer, {"epoch": 1})
@@ -441,9 +445,9 @@ def test_optimizers_of_several_models_are_required_or_left_on_request(caplog: py
         with pytest.raises((NotFound, MissingKey), match="optimizer"):
             checkpointer.resume(models, beside, unread="ignore")
         assert checkpointer.resume(models, beside, unread="ignore", missing="warn") is not None
-        assert "holds no optimizer that can be loaded" in told(caplog)
+        assert "has no optimizer that can be loaded" in told(caplog)
         caplog.clear()
-    with pytest.raises(InvalidInput, match="give one of them"):
+    with pytest.raises(InvalidInput, match="pass only one of them"):
         checkpointer.save(3, {"model": model, "optim": optimizer}, optimizer)
 
 
@@ -458,11 +462,11 @@ def test_the_state_dict_of_an_optimizer_is_refused_before_it_is_saved() -> None:
         for call in (checkpointer.check, partial(checkpointer.save, 1)):
             with pytest.raises(InvalidInput, match="an optimizer"):
                 call(models, beside)
-    checkpointer.save(1, {"model": model}, optimizer)  # the advice of the message
+    checkpointer.save(1, {"model": model}, optimizer)  # as the message advises
     assert checkpointer.resume({"model": model}, optimizer) is not None
 
 
-def test_names_that_have_changed_are_renamed_in_a_resume() -> None:
+def test_a_resume_renames_changed_names() -> None:
     store, run, (model, optimizer) = small(), new_run(), trained()
     Checkpointer(store, run=run).save(1, model, optimizer)
     inner, _ = made(1)

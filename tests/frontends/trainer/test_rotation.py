@@ -1,4 +1,4 @@
-"""The checkpoints that a rotation keeps, for any history and at any death of the process."""
+"""The checkpoints that a rotation keeps, for any history and wherever the process dies."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ PERMANENT = [(step, False) for step in (10, 20, 30, 40, 50)]
         (Rotation(keep=Policy(keep_last=3)), (10,), [10, 30, 40, 50]),
     ],
 )
-def test_permanent_checkpoints_stay_by_any_rule(rotation: Rotation, tagged: list[int], expected: list[int]) -> None:
+def test_permanent_checkpoints_are_kept_by_any_rule(rotation: Rotation, tagged: list[int], expected: list[int]) -> None:
     assert left(history(PERMANENT), rotation, tagged) == expected
 
 
-def test_an_ephemeral_checkpoint_goes_once_a_newer_one_is_there() -> None:
+def test_an_ephemeral_checkpoint_is_forgotten_when_a_newer_one_exists() -> None:
     rotation = Rotation(keep=Policy(keep_every=1))
     mixed = history([(10, False), (11, True), (12, True)])
     assert left(mixed, rotation) == [10, 12]
@@ -82,11 +82,11 @@ def test_an_ephemeral_checkpoint_goes_once_a_newer_one_is_there() -> None:
     assert left(history([(10, True), (11, True)]), Rotation(max_checkpoints=1, fixed=frozenset([10]))) == [10, 11]
 
 
-def test_the_later_of_two_twins_counts() -> None:
+def test_the_later_of_two_commits_of_a_step_counts() -> None:
     assert left(history([(10, False), (20, False), (10, False)]), Rotation(max_checkpoints=2)) == [20, 10]
 
 
-def test_newest_is_by_transaction() -> None:
+def test_the_newest_checkpoint_is_chosen_by_transaction() -> None:
     rolled_back = history([(10, False), (20, False), (30, False), (15, False)])
     assert left(rolled_back, Rotation(max_checkpoints=2)) == [30, 15]
 
@@ -98,7 +98,7 @@ def test_newest_is_by_transaction() -> None:
     fixed=st.frozensets(st.integers(0, 9), max_size=2),
     tagged=st.frozensets(st.integers(0, 9), max_size=2),
 )
-def test_tagged_and_newest_checkpoints_always_stay(
+def test_tagged_and_newest_checkpoints_are_always_kept(
     found: list[tuple[int, bool]], number: int, every: int | None, fixed: frozenset[int], tagged: frozenset[int]
 ) -> None:
     commits = history(found)
@@ -109,7 +109,7 @@ def test_tagged_and_newest_checkpoints_always_stay(
     assert not commits or commits[-1] in stays
     assert {one.step for one in stays} >= {one.step for one in commits} & (fixed | tagged)
     free = [one for one in stays if not one.committed.ephemeral and one.step not in fixed | tagged]
-    assert len(free) <= number + 1 or every is not None  # one more: the newest, which may match no other rule
+    assert len(free) <= number + 1 or every is not None  # plus one: the newest, which may not match any other rule
     assert plan_rotation(stays, rotation, names, now=0) == []
     assert gone <= {one.txid for one in plan_rotation(commits, rotation, (), now=0)}  # tags only add checkpoints
 
@@ -122,7 +122,7 @@ def checkpointer_of(store: Store) -> Checkpointer:
 
 
 def history_of_a_run(store: Store, model: nn.Linear, *, gc: bool) -> Iterator[None]:
-    """A history of saves, a tag and gcs that yields after each."""
+    """Make a history of saves, a tag and gcs. Yield after each."""
     checkpointer = checkpointer_of(store)
     for step in range(10, 90, 10):
         model.weight.data.fill_(step)
@@ -136,7 +136,7 @@ def history_of_a_run(store: Store, model: nn.Linear, *, gc: bool) -> Iterator[No
             yield
 
 
-def test_a_run_keeps_the_checkpoints_of_its_rotation() -> None:
+def test_a_run_keeps_the_checkpoints_that_its_rotation_selects() -> None:
     store = small()
     for _ in history_of_a_run(store, nn.Linear(2, 2), gc=True):
         pass
@@ -149,7 +149,7 @@ class Death(BaseException):
     """The death of the process."""
 
 
-def test_checkpoints_stay_loadable_whenever_the_process_dies() -> None:
+def test_checkpoints_remain_loadable_whenever_the_process_dies() -> None:
     storage = FaultyStore(memory())
     for _ in history_of_a_run(small(storage), nn.Linear(2, 2), gc=True):
         pass
@@ -162,7 +162,7 @@ def test_checkpoints_stay_loadable_whenever_the_process_dies() -> None:
 
 
 def die_and_look(method: str, at: int) -> int:
-    """Kill the process before a call. Return how far it got."""
+    """Kill the process before a call, and return how far it got."""
     inner = memory()
     store = small(FaultyStore(inner, deadly(method, at)))
     done = 0
@@ -173,7 +173,7 @@ def die_and_look(method: str, at: int) -> int:
         pass
     after = Store(type(store.repository)(inner))
     check_loadable(after, tagged=done >= 2)
-    checkpointer = checkpointer_of(after)  # training continues without a conflict
+    checkpointer = checkpointer_of(after)  # the training continues without a conflict
     resumed = checkpointer.resume(nn.Linear(2, 2))
     checkpointer.save(100 if resumed is None else resumed.step + 1, nn.Linear(2, 2))
     return done
@@ -206,7 +206,7 @@ def check_loadable(store: Store, *, tagged: bool) -> None:
         assert torch.equal(store.read(f"sft@{step}")["model"]["weight"], torch.full((2, 2), float(step)))
 
 
-def test_a_rotation_that_forgets_nothing_reads_no_tags() -> None:
+def test_a_rotation_that_forgets_nothing_does_not_read_tags() -> None:
     storage = FaultyStore(memory())
     checkpointer = Checkpointer(small(storage), run="sft", max_checkpoints=2)
     for step in range(3):
@@ -214,7 +214,7 @@ def test_a_rotation_that_forgets_nothing_reads_no_tags() -> None:
         assert (storage.count("list", "tags/") > 0) is (step == 2)
 
 
-def test_a_run_that_is_rolled_back_forgets_what_it_abandons_and_goes_on() -> None:
+def test_a_rolled_back_run_forgets_abandoned_checkpoints_and_continues() -> None:
     store, model = small(), nn.Linear(2, 2)
     checkpointer = Checkpointer(store, run="sft", max_checkpoints=9)
     for step in range(100, 1000, 100):
@@ -222,14 +222,16 @@ def test_a_run_that_is_rolled_back_forgets_what_it_abandons_and_goes_on() -> Non
     checkpointer.load("sft@500", model)
     assert [one.step for one in store.forget("sft@501..")] == [600, 700, 800, 900]
     for step in range(600, 1000, 100):
-        checkpointer.save(step, model)  # no conflict
+        checkpointer.save(step, model)  # must not raise a conflict
     assert [step for _, step in steps(store)] == list(range(100, 1000, 100))
     assert checkpointer.latest_checkpoint().step == 900
 
 
-def test_rotated_checkpoints_are_purged_and_the_log_mentions_gc_once(caplog: pytest.LogCaptureFixture) -> None:
-    """A limit on the number of checkpoints is about space, so the next gc frees them. The log reminds users to run
-    gc."""
+def test_rotated_checkpoints_are_purged_and_gc_is_mentioned_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The purpose of a limit on the number of checkpoints is to save space, so the next gc frees them.
+
+    The log reminds users to run gc.
+    """
     store = small()
     checkpointer = Checkpointer(store, run="sft", max_checkpoints=2)
     with caplog.at_level("WARNING"):
@@ -280,12 +282,14 @@ def train(
     return kept
 
 
-def test_optimizers_of_older_checkpoints_are_left_out() -> None:
+def test_optimizers_of_older_checkpoints_are_dropped() -> None:
     store, checkpointer, model, optimizer = trained(thin={"drop": ["optim.*"], "keep_last": 2})
     models = train(checkpointer, model, optimizer, *range(5))
     assert [one.dropped is not None for one in store.checkpoints()] == [True, True, True, False, False]
     before = store.stats().bytes_blobs
-    assert store.gc(wait=0).deleted_bytes > 0.39 * before  # at once, since a rule of a training is about space
+    assert (
+        store.gc(wait=0).deleted_bytes > 0.39 * before
+    )  # freed immediately, because the purpose of such a rule is to save space
     for step, one in enumerate(models):
         fresh = nn.Linear(400, 700)
         checkpointer.load(f"sft@{step}", fresh)
@@ -296,7 +300,7 @@ def test_optimizers_of_older_checkpoints_are_left_out() -> None:
     assert not store.verify().is_damaged
 
 
-def test_the_best_stay_whatever_the_size_of_their_metadata() -> None:
+def test_the_best_checkpoints_are_kept_whatever_their_metadata_size() -> None:
     store, checkpointer, model, optimizer = trained(keep={"keep_last": 1, "keep_best": "loss:2"})
     train(checkpointer, model, optimizer, 3.0, 1.0, float("nan"), 2.0, 5.0, 4.0)
     assert steps(store) == [("sft", 1), ("sft", 3), ("sft", 5)]
@@ -314,7 +318,7 @@ def test_a_run_without_metrics_keeps_all_checkpoints() -> None:
     assert steps(store) == [("sft", 3), ("sft", 4)]
 
 
-def test_a_metric_that_no_save_has_is_logged_at_intervals(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_metric_that_every_save_lacks_is_logged_at_intervals(caplog: pytest.LogCaptureFixture) -> None:
     store, checkpointer, model, optimizer = trained(keep={"keep_last": 1, "keep_best": "los:1"})
     for step in range(20):
         checkpointer.save(step, model, optimizer, metrics={"loss": 1.0})
@@ -324,7 +328,7 @@ def test_a_metric_that_no_save_has_is_logged_at_intervals(caplog: pytest.LogCapt
     assert told == [wanted % 10, wanted % 20]
 
 
-def test_the_newest_healthy_checkpoint_stays() -> None:
+def test_the_newest_healthy_checkpoint_is_kept() -> None:
     store, checkpointer, model, optimizer = trained(max_checkpoints=1)
     for step, word in enumerate([None, True, False, False]):
         model.weight.data.fill_(step)

@@ -23,7 +23,7 @@ def test_a_resume_without_a_checkpoint_suggests_a_similar_run(
     run: str, meant: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, (model, optimizer) = small(), made(1)
-    assert Checkpointer(store, run=run).resume(model, optimizer) is None  # without a store there is no run
+    assert Checkpointer(store, run=run).resume(model, optimizer) is None  # there is no store, so there is no run
     Checkpointer(store, run="llama-sft").save(1, model, optimizer)
     assert Checkpointer(store, run=run).resume(model, optimizer) is None
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -68,7 +68,7 @@ def test_checkpoints_are_found_from_one_listing(store: Store) -> None:
     assert [one.step for one in checkpointer.find_checkpoints()] == [10, 20, 30]
     assert [one.step for one in checkpointer.find_checkpoints(ephemeral=True)] == [10]
     assert [one.step for one in checkpointer.find_checkpoints(ephemeral=False)] == [20, 30]
-    assert checkpointer.latest_checkpoint().step == 20  # saved last, since the run was rolled back
+    assert checkpointer.latest_checkpoint().step == 20  # saved last, because the run was rolled back
     assert checkpointer.contains_checkpoint()
     assert checkpointer.checkpoint_dirname(20) == "step20"
 
@@ -82,13 +82,13 @@ def test_a_resume_logs_that_a_run_is_missing(caplog: pytest.LogCaptureFixture) -
     assert "did you mean pretrain?" in caplog.text
 
 
-def test_the_first_run_of_a_store_is_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_run_of_a_store_does_not_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         assert Checkpointer(tmp_path / "new", run="sft").resume(nn.Linear(2, 2)) is None
     assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
-def test_one_listing_is_one_list_call() -> None:
+def test_one_listing_makes_one_list_call() -> None:
     storage = FaultyStore(memory())
     checkpointer = Checkpointer(small(storage), run="sft")
     for step in range(3):

@@ -1,4 +1,4 @@
-"""Failed saves of a training loop: errors, logs, and repeated saves of a step."""
+"""Failed saves in a training loop: errors, log messages, and retries of a step."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_failed_save_in_the_background_is_logged_and_can_be_repeated(
-    fault: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_background_save_is_logged_and_can_be_retried(fault: str, caplog: pytest.LogCaptureFixture) -> None:
     _, store = broken(FAULTS[fault])
     model, optimizer = trained()
     checkpointer = Checkpointer(store, run="sft", max_checkpoints=2)
@@ -54,7 +52,7 @@ def test_a_failed_save_in_the_background_is_logged_and_can_be_repeated(
     assert checkpointer.load("sft@5", model, optimizer) == {"epoch": 1}
 
 
-def test_a_failed_save_in_the_foreground_can_be_repeated() -> None:
+def test_a_failed_foreground_save_can_be_retried() -> None:
     _, store = broken(FAULTS["blob"])
     checkpointer = Checkpointer(store, run="sft")
     checkpointer.write_file("a", "1")
@@ -82,7 +80,7 @@ def test_a_failed_overwrite_keeps_the_old_checkpoint() -> None:
     assert steps(store) == [("sft", 5)]
 
 
-def test_a_load_right_after_a_save_in_the_background_finds_it() -> None:
+def test_a_load_right_after_a_background_save_finds_it() -> None:
     checkpointer = Checkpointer(small(), run="sft")
     checkpointer.save_async(5, nn.Linear(2, 2), None, {"which": 5})
     assert checkpointer.load("sft@5", nn.Linear(2, 2)) == {"which": 5}
@@ -107,7 +105,7 @@ def test_the_last_failure_is_not_lost(end: str) -> None:
 
     with pytest.raises(StorageError, match="injected"):
         leave()
-    checkpointer.close()  # the error was already raised
+    checkpointer.close()  # must not raise the error twice
 
 
 def test_a_failed_rotation_does_not_fail_the_save(caplog: pytest.LogCaptureFixture) -> None:
@@ -138,7 +136,7 @@ def test_one_save_runs_at_a_time() -> None:
     assert steps(store) == [("sft", step) for step in range(4)]
 
 
-def test_a_run_that_was_not_resumed_does_not_train_on_without_a_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_was_not_resumed_stops_at_its_first_conflict(caplog: pytest.LogCaptureFixture) -> None:
     store, model = small(), nn.Linear(2, 2)
     Checkpointer(store, run="sft").save(2, model)
     Checkpointer(store, run="sft").save(4, model)
@@ -160,7 +158,7 @@ def test_a_run_that_was_not_resumed_does_not_train_on_without_a_checkpoint(caplo
     assert "the save of sft@2 failed" in caplog.text
 
 
-def test_an_error_of_a_save_does_not_hide_an_error_of_the_loop() -> None:
+def test_a_save_error_does_not_hide_an_error_of_the_loop() -> None:
     store = small()
     Checkpointer(store, run="sft").save(2, nn.Linear(2, 2))
 
@@ -176,7 +174,7 @@ def test_an_error_of_a_save_does_not_hide_an_error_of_the_loop() -> None:
 # permanent and temporary errors
 
 
-def test_a_failure_in_the_background_that_would_repeat_is_raised_at_the_next_save_that_is_due(
+def test_a_permanent_background_failure_is_raised_at_the_next_due_save(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     _, store = broken(fail_before("put", key="objects/*.manifest", error=Unsupported("by the storage")))
@@ -216,7 +214,9 @@ def raised_at(minutes: tuple[int, ...], *faults: Any, **settings: Any) -> list[i
 
 
 @pytest.mark.parametrize(("most", "raised"), [(3, [16, 17]), (5, [16, 17]), (6, [17]), (7, []), (None, [])])
-def test_temporary_failures_are_raised_after_max_failures_and_some_time(most: int | None, raised: list[int]) -> None:
+def test_temporary_failures_are_raised_after_max_failures_and_a_minimum_time(
+    most: int | None, raised: list[int]
+) -> None:
     assert raised_at(MINUTES, fail_before("put", key=MANIFEST, times=99), max_failures=most) == raised
 
 
@@ -226,14 +226,14 @@ def test_a_successful_save_resets_the_count_of_failures(caplog: pytest.LogCaptur
     assert "training waits" not in caplog.text
 
 
-def test_a_save_in_the_foreground_precedes_the_error_of_too_many_failures(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_foreground_save_runs_before_the_error_for_too_many_failures(caplog: pytest.LogCaptureFixture) -> None:
     assert raised_at(MINUTES, fail_before("put", key=MANIFEST, times=5)) == []
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
-        "5 saves of sft in a row failed: training waits for the next one"
+        "5 consecutive saves of sft failed: the training waits for the next one"
     ]
 
 
-def test_a_failure_that_was_asked_for_is_not_raised_again_by_the_next_save() -> None:
+def test_a_failure_that_was_read_is_not_raised_by_the_next_save() -> None:
     checkpointer = Checkpointer(broken()[1], run="sft")
     checkpointer.save(5, nn.Linear(2, 2))
     with pytest.raises(Conflict, match="sft@5 exists already"):

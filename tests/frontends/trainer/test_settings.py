@@ -40,7 +40,7 @@ def test_a_step_is_due_at_its_intervals() -> None:
     ephemeral=st.none() | st.integers(1, 9),
     cooldown=st.none() | st.integers(1, 9),
 )
-def test_no_gap_is_longer_than_the_longest(
+def test_gaps_between_saves_do_not_exceed_longest_gap(
     every: int | None, fixed: frozenset[int], ephemeral: int | None, cooldown: int | None
 ) -> None:
     settings = TrainerSettings(
@@ -76,7 +76,7 @@ def test_no_gap_is_longer_than_the_longest(
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_unusable_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CheckpointerConfig(**settings)
     with pytest.raises(InvalidInput, match=message):
@@ -89,11 +89,11 @@ def test_a_configuration_builds_a_checkpointer(store: Store) -> None:
     assert checkpointer.config == CheckpointerConfig(
         run="sft", save_interval=10, fixed_steps=[5], keep={"keep_within": "7d"}, throttle=2, max_checkpoints=3
     )
-    with pytest.raises(InvalidInput, match="no setting 'save_intervall'; it has"):
-        config.build(store, save_intervall=1)  # type: ignore[call-arg]  # what is tested
+    with pytest.raises(InvalidInput, match="no setting 'save_intervall'; its settings are"):
+        config.build(store, save_intervall=1)  # type: ignore[call-arg]  # the subject of the test
 
 
-# the work that a crash can lose
+# how much work a crash can lose
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_configuration_builds_a_checkpointer(store: Store) -> None:
 def test_a_max_steps_at_risk_below_the_interval_is_refused(settings: dict[str, Any], gap: int) -> None:
     assert CheckpointerConfig(**settings, max_steps_at_risk=gap).longest_gap == gap
     if gap > 1:
-        with pytest.raises(InvalidInput, match=f"there may be {gap} steps between two saves"):
+        with pytest.raises(InvalidInput, match=f"there can be {gap} steps between two saves"):
             CheckpointerConfig(**settings, max_steps_at_risk=gap - 1)
     with pytest.raises(InvalidInput, match="there is no save interval"):
         CheckpointerConfig(fixed_steps=[5], max_steps_at_risk=gap)
@@ -125,18 +125,20 @@ class Keeps:
         return {"a": 1}
 
 
-def test_an_unusable_argument_is_refused_by_name() -> None:
+def test_the_error_for_an_invalid_argument_names_it() -> None:
     model, optimizer = made()
     checkpointer = Checkpointer(small(), run="sft", save_interval=2)
     wrong: Any = optim.lr_scheduler.StepLR(optimizer, 1)
-    with pytest.raises(InvalidInput, match=r"an optimizer is a torch\.optim\.Optimizer or a list of them, not StepLR"):
+    with pytest.raises(
+        InvalidInput, match=r"an optimizer must be a torch\.optim\.Optimizer or a list of these, not StepLR"
+    ):
         checkpointer.save(1, model, wrong)
     nothing: Any = None
     with pytest.raises(InvalidInput, match="step None"):
         checkpointer.save_if_due(nothing, model)
     checkpointer.save(1, model, optimizer, {"epoch": 1})
     plain: Any = [0]
-    with pytest.raises(InvalidInput, match="give resume a TrainState or a dict"):
+    with pytest.raises(InvalidInput, match="pass a TrainState or a dict"):
         checkpointer.resume(model, optimizer, plain)
     with pytest.raises(InvalidInput, match="'rng' is reserved"):
         TrainState()["rng"] = 5

@@ -1,4 +1,4 @@
-"""Fixtures of several modules of tests here."""
+"""Fixtures that several test modules in this folder share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def two_groups(model: Network) -> optim.Optimizer:
 
 @pytest.fixture
 def saved(store: casckpt.Store) -> tuple[Network, optim.Optimizer]:
-    """Saved as a@2: two groups, state of all but the frozen parameters."""
+    """Save a model and an optimizer as a@2, with two groups and state for all parameters except frozen ones."""
     model = Network(1)
     trained = two_groups(model)
     train(model, trained, range(2))

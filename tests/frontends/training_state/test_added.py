@@ -21,7 +21,7 @@ from tests.support.training import everything, identical
 
 
 class Projector:
-    """As GaLore keeps one: no plain data."""
+    """A value that is not plain data, like the projector that GaLore keeps."""
 
     def __init__(self) -> None:
         self.basis = torch.eye(3)
@@ -55,7 +55,9 @@ def trained(factory: Factory, seed: int, *, steps: int = 1) -> tuple[nn.Linear, 
 def test_user_entries_are_restored(store: casckpt.Store, factory: Factory, stepped: int) -> None:
     model, optimizer = trained(factory, 1)
     optimizer.state[model.weight].update(ADDED)
-    optimizer.state[model.bias]["step"] = optimizer.state[model.bias].get("step", torch.tensor(5.0))  # SGD keeps none
+    optimizer.state[model.bias]["step"] = optimizer.state[model.bias].get(
+        "step", torch.tensor(5.0)
+    )  # SGD does not keep one
     save_model_and_optim_state(store, model, optimizer, run="a", step=1)
     fresh, other = trained(factory, 2, steps=stepped)
     load_model_and_optim_state(store, "a@1", fresh, other)

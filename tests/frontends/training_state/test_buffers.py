@@ -1,4 +1,4 @@
-"""Buffers on several ranks: a save warns once about those that differ."""
+"""Buffers on several ranks. A save warns once about buffers that differ."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAVES = 20
 
 
 class Heard(logging.Handler):
-    """What was logged."""
+    """Records the log messages."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -37,7 +37,10 @@ class Heard(logging.Handler):
 
 
 def saves(rank: int, size: int, path: Path, wrap: str, differ: bool) -> tuple[list[list[str]], int]:
-    """Saves, the first with buffers that are alike; what each of them logged, and the exchanges of the last."""
+    """Save several times, first with equal buffers.
+
+    Return the log of each save, and the number of exchanges of the last.
+    """
     heard, found, store = Heard(), list[list[str]](), casckpt.open(path)
     logging.getLogger("casckpt").addHandler(heard)
     model: Any = Network(1)
@@ -65,26 +68,26 @@ def saves(rank: int, size: int, path: Path, wrap: str, differ: bool) -> tuple[li
 
 
 @pytest.mark.parametrize("wrap", ["plain", "ddp", "fully_shard"])
-def test_buffers_that_differ_are_named_in_one_warning_of_rank_0(tmp_path: Path, ranks: Pool, wrap: str) -> None:
+def test_rank_0_warns_once_about_buffers_that_differ(tmp_path: Path, ranks: Pool, wrap: str) -> None:
     found = ranks.run(3, saves, tmp_path, wrap, True)
     (alike, (text,), *again), _ = found[0]
     assert [alike, *again] == [[]] * (SAVES - 1)
     for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "counts"):
         assert repr(f"model.{name}") in text
-    assert "scratch" not in text  # it is not saved
+    assert "scratch" not in text  # it is not persistent, so it is not saved
     assert "weight" not in text
     assert [logged for logged, _ in found[1:]] == [[[]] * SAVES] * 2
 
 
-def test_equal_buffers_need_no_exchange(tmp_path: Path, ranks: Pool) -> None:
+def test_equal_buffers_do_not_cost_an_exchange(tmp_path: Path, ranks: Pool) -> None:
     differ = ranks.run(2, saves, tmp_path / "differ", "plain", True)
     alike = ranks.run(2, saves, tmp_path / "alike", "plain", False)
     assert [logged for logged, _ in alike] == [[[]] * SAVES] * 2
-    assert {count for _, count in alike} == {count for _, count in differ}  # which were named by an earlier save
+    assert {count for _, count in alike} == {count for _, count in differ}  # an earlier save warned about these
 
 
 def stages(rank: int, size: int, path: Path) -> list[str]:
-    """Each rank has a part of the model of its own, and a buffer in common, which is alike."""
+    """Save a model of which each rank has its own part. Both have one buffer, with equal values."""
     heard = Heard()
     logging.getLogger("casckpt").addHandler(heard)
     model = nn.Module()
@@ -95,7 +98,7 @@ def stages(rank: int, size: int, path: Path) -> list[str]:
     return heard.texts
 
 
-def test_buffers_of_a_single_rank_differ_from_none(tmp_path: Path, ranks: Pool) -> None:
+def test_buffers_of_a_single_rank_do_not_warn(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, stages, tmp_path / "s") == [[], []]
 
 
@@ -106,7 +109,7 @@ def with_a_meta_buffer(rank: int, size: int, path: Path) -> tuple[str, str]:
     return type(error).__name__, str(error)
 
 
-def test_the_error_for_an_unusable_buffer_names_it(tmp_path: Path, ranks: Pool) -> None:
+def test_the_error_for_an_invalid_buffer_names_it(tmp_path: Path, ranks: Pool) -> None:
     for kind, text in ranks.run(2, with_a_meta_buffer, tmp_path / "s"):
         assert kind == InvalidInput.__name__
         assert "model.odd" in text

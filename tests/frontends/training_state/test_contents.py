@@ -1,4 +1,4 @@
-"""The contents of a checkpoint on many ranks."""
+"""The contents of a checkpoint on several ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def draws() -> tuple[Any, ...]:
 
 def save_draws(rank: int, size: int, path: Path) -> Any:
     random.seed(rank)
-    np.random.seed(rank)  # noqa: NPY002 - the global generator is what is saved
+    np.random.seed(rank)  # noqa: NPY002 - the save stores the global generator
     torch.manual_seed(rank)
     own: dict[str, Any] = {"only on 1": {"deep": torch.ones(2)}} if rank == 1 else {"value": rank}
     Checkpointer(small_folder(path), run="sft").save(1, model(), None, TrainState(own=own))
@@ -51,7 +51,7 @@ def load_draws(rank: int, size: int, path: Path) -> Any:
     return draws(), state["own"], raw["own"]
 
 
-def test_each_rank_loads_its_own_value_and_new_ranks_that_of_rank_0(store_path: Path, ranks: Pool) -> None:
+def test_each_rank_loads_its_own_value_and_new_ranks_load_that_of_rank_0(store_path: Path, ranks: Pool) -> None:
     saved = ranks.run(2, save_draws, store_path)
     for size in (1, 2, 3):
         found = ranks.run(size, load_draws, store_path)
@@ -61,12 +61,12 @@ def test_each_rank_loads_its_own_value_and_new_ranks_that_of_rank_0(store_path: 
             assert list(found[1][1]) == ["only on 1"]
         if size > 2:
             assert found[2][1:] == ({"value": 0}, {"value": 0})
-            assert found[2][0] not in saved  # no two ranks draw the same
-            assert ranks.run(3, load_draws, store_path)[2][0] == found[2][0]  # but always the same
+            assert found[2][0] not in saved  # no two ranks draw the same numbers
+            assert ranks.run(3, load_draws, store_path)[2][0] == found[2][0]  # but each resume draws the same numbers
 
 
 class Stage(nn.Module):
-    """One layer of a model, under the name that it has in the whole."""
+    """One layer of a model, under its name in the whole model."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Stage(nn.Module):
 
 
 def two_stages_a_rank(rank: int, size: int, path: Path) -> Any:
-    """A pipeline of two ranks, twice: each rank has two stages, and an optimizer for each."""
+    """Save and load a pipeline on two ranks. Each rank has two stages, with an optimizer for each."""
     stages = [Stage(str(2 * (rank % 2) + number)) for number in range(2)]
 
     def optims(rate: float) -> list[torch.optim.AdamW]:
@@ -98,16 +98,16 @@ def two_stages_a_rank(rank: int, size: int, path: Path) -> Any:
     return all(map(torch.equal, want, weights)), rates, [len(optim.state) for optim in fresh]
 
 
-def test_pipeline_stages_and_their_optimizers_are_lists(store_path: Path, ranks: Pool) -> None:
+def test_pipeline_stages_and_their_optimizers_can_be_lists(store_path: Path, ranks: Pool) -> None:
     assert ranks.run(4, two_stages_a_rank, store_path) == [(True, [0.1, 0.2], [2, 2])] * 4
     assert len(small_folder(store_path).read("sft@1")["model"]) == 8
 
 
-# what is left out
+# dropped entries
 
 
 def train_thinned(rank: int, size: int, path: Path) -> Any:
-    """Six checkpoints with AdamW, sharded; all but the last two without the optimizer's state."""
+    """Save six sharded checkpoints with AdamW. All but the last two are thinned to drop the optimizer's state."""
     torch.manual_seed(0)
     whole = sharded(nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)))
     optimizer = torch.optim.AdamW(whole.parameters())
@@ -135,7 +135,7 @@ def load_thinned(rank: int, size: int, path: Path) -> Any:
     return sums, str(told), resumed.step
 
 
-def test_sharded_optimizers_are_left_out(store_path: Path, ranks: Pool) -> None:
+def test_sharded_optimizers_are_dropped_from_older_checkpoints(store_path: Path, ranks: Pool) -> None:
     saved = ranks.run(2, train_thinned, store_path)
     store = open_store(store_path)
     before = store.stats().bytes_blobs
@@ -153,16 +153,16 @@ def test_sharded_optimizers_are_left_out(store_path: Path, ranks: Pool) -> None:
 def load_without_an_optimizer(rank: int, size: int, path: Path) -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a test may
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign] # allowed in a test
     logging.getLogger("casckpt").addHandler(handler)
     checkpointer, whole = Checkpointer(open_store(path), run="sft"), model()
     checkpointer.save(1, whole)
     said.clear()
     checkpointer.load("sft@1", whole, torch.optim.AdamW(whole.parameters()))
     logging.getLogger("casckpt").removeHandler(handler)
-    return [text for text in said if "holds no optimizer" in text]
+    return [text for text in said if "has no optimizer" in text]
 
 
-def test_one_rank_logs_that_there_is_no_optimizer(store_path: Path, ranks: Pool) -> None:
+def test_one_rank_logs_that_the_optimizer_is_missing(store_path: Path, ranks: Pool) -> None:
     first, second = ranks.run(2, load_without_an_optimizer, store_path)
     assert (len(first), second) == (1, [])

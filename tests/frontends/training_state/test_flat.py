@@ -1,4 +1,4 @@
-"""Training state of FSDP's flat parameters, and of wrappers in other wrappers."""
+"""Training state of FSDP's flat parameters, and of nested wrappers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ if TYPE_CHECKING:
 
 
 def settings_of_fsdp(rank: int, size: int, path: Path) -> None:
-    """What state_dict_type says does not matter, nor does it change; nor do gathered weights that FSDP still has."""
+    """Save and load under each state_dict_type and with gathered weights.
+
+    Neither matters, and the setting does not change.
+    """
     model, trained = build("fsdp1 SHARD_GRAD_OP", 1)
     step(model, trained, range(2))
     wanted = everything(model, trained)
@@ -58,14 +61,14 @@ def settings_of_fsdp(rank: int, size: int, path: Path) -> None:
     for number, kind in enumerate(StateDictType):
         step(fresh, other, range(number))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # it is deprecated
+            warnings.simplefilter("ignore", FutureWarning)  # state_dict_type is deprecated
             for one in (model, fresh.get_submodule("down")):
                 FullyShardedDataParallel.set_state_dict_type(one, kind)
         save_model_and_optim_state(path, model, trained, run="a", step=number)
         load_model_and_optim_state(path, f"a@{number}", fresh, other)
         assert everything(fresh, other).differences(wanted) == []
         assert FullyShardedDataParallel.get_state_dict_type(model).state_dict_type == kind
-    model(torch.ones(2, 6))  # and no backward: parameters are whole tensors now
+    model(torch.ones(2, 6))  # without a backward, so parameters are whole tensors now
     assert not all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
     save_model_and_optim_state(path, model, trained, run="a", step=9)
     step(fresh, other, range(1))
@@ -78,7 +81,7 @@ def test_settings_of_fsdp_do_not_matter(store_path: Path, ranks: Pool) -> None:
 
 
 def looked_at(rank: int, size: int, path: Path, topology: str, grad: bool) -> list[torch.Tensor]:
-    """A forward before a load leaves nothing of what it gathered."""
+    """Check that a load discards the values that an earlier forward gathered."""
     model, trained = build(topology, 1)
     step(model, trained, range(1))
     save_model_and_optim_state(path, model, trained, run="a", step=1)
@@ -87,7 +90,7 @@ def looked_at(rank: int, size: int, path: Path, topology: str, grad: bool) -> li
     fresh, other = build(topology, 2, shape_seed=1)
     with torch.set_grad_enabled(grad):
         fresh(x)
-    assert flatten_optimizer_state(fresh, other)["param_groups"]  # by name: parameters are found
+    assert flatten_optimizer_state(fresh, other)["param_groups"]  # by name, so all parameters were found
     load_model_and_optim_state(path, "a@1", fresh, other)
     assert identical(fresh(x).detach(), wanted)
     step(fresh, other, range(1, 3))
@@ -100,7 +103,7 @@ def looked_at(rank: int, size: int, path: Path, topology: str, grad: bool) -> li
 @pytest.mark.parametrize(
     "topology", ["fsdp1 nested", "fsdp1 SHARD_GRAD_OP", "fsdp1 NO_SHARD", "fsdp1 mixed precision", "fsdp2 on 2"]
 )
-def test_a_forward_before_a_load_leaves_no_gathered_values(
+def test_values_gathered_by_a_forward_are_not_used_after_a_load(
     store_path: Path, ranks: Pool, topology: str, grad: bool
 ) -> None:
     ranks.run(2, looked_at, store_path, topology, grad)
@@ -109,22 +112,22 @@ def test_a_forward_before_a_load_leaves_no_gathered_values(
 def odd_flat_parameters(rank: int, size: int, path: Path) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     parallel = joined(tp(Stack(1), mesh["tensor"]), device_mesh=mesh["data"])
-    image = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch says less than it takes
+    image = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch accepts more types than it declares
     models = [parallel, joined(image)]
     return [str(outcome_of(partial(save_model_and_optim_state, path, model, run="a", step=1))) for model in models]
 
 
-def test_flat_parameters_that_are_no_flat_ranges_are_refused(store_path: Path, ranks: Pool) -> None:
+def test_flat_parameters_that_are_not_flat_ranges_are_refused(store_path: Path, ranks: Pool) -> None:
     for parallel, image in ranks.run(4, odd_flat_parameters, store_path):
         assert "tensor-parallel" in parallel
         assert "'weight'" in image
         assert "contiguous_format" in image
 
 
-# other wrappers, and wrappers of wrappers
+# other wrappers, and nested wrappers
 
 
-# (of each block, of the whole)
+# (wrapper of each block, wrapper of the whole model)
 WRAPS: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[nn.Module], nn.Module]]] = {
     "checkpointing, fsdp1": (lambda block: joined(checkpoint_wrapper(block)), joined),
     "fsdp1, checkpointing": (lambda block: checkpoint_wrapper(joined(block)), joined),
@@ -168,7 +171,7 @@ def test_nested_fsdp_wrappers_are_supported(store_path: Path, ranks: Pool) -> No
 
 
 class Refusing(optim.AdamW):
-    """An optimizer that takes no step."""
+    """An optimizer that refuses to take a step."""
 
     def step(self, closure: Any = None) -> NoReturn:
         raise AssertionError("a step was taken")
@@ -190,7 +193,7 @@ def test_flat_state_is_saved_before_the_first_step(store_path: Path, ranks: Pool
     ranks.run(2, before_the_first_step, store_path, topology)
 
 
-def test_fsdp_is_not_imported_to_detect_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsdp_is_detected_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("torch.distributed.fsdp", "torch.distributed.fsdp.fully_sharded_data_parallel"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     assert flat_parts(Network(1)) == {}

@@ -1,4 +1,4 @@
-"""Matching of parameters: groups of other number and order, tied parameters, and mismatches by name."""
+"""Matching of parameters: groups in a different number or order, tied parameters, and mismatches by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = ["frozen.weight", "frozen.bias", "norm.weight", "norm.bias", "head.weigh
 
 
 def adamw(model: nn.Module, *groups: list[str], **options: list[float]) -> Optimizer:
-    """AdamW with the parameters of these names in each group, and an option of each."""
+    """Return AdamW with the named parameters in each group, and an option for each group."""
     parameters = dict(model.named_parameters())
     each = [{name: values[number] for name, values in options.items()} for number in range(len(groups))]
     made = [{"params": [parameters[name] for name in group]} | each[number] for number, group in enumerate(groups)]
@@ -49,7 +49,7 @@ def state_by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 # layout
 
 
-def test_one_commit_holds_model_and_optimizer_by_name(store: casckpt.Store) -> None:
+def test_one_commit_has_the_model_and_the_optimizer_by_name(store: casckpt.Store) -> None:
     model, trained = trained_pair(NAMES[2:], NAMES[:2])
     saved = save_model_and_optim_state(store, model, trained, run="a", step=2, metadata={"loss": 0.5})
     assert [one.id for one in store.checkpoints()] == [saved.id]
@@ -69,7 +69,7 @@ def test_options_of_a_save_are_passed_on(store: casckpt.Store) -> None:
 
 
 @pytest.mark.parametrize("name", [str, lambda path: path, lambda path: path.as_uri(), casckpt.open])
-def test_a_path_or_a_url_is_a_store(store_path: Any, name: Callable[[Any], Any]) -> None:
+def test_a_path_or_url_is_accepted_as_a_store(store_path: Any, name: Callable[[Any], Any]) -> None:
     place = name(store_path)
     model, trained = trained_pair(NAMES)
     save_model_and_optim_state(place, model, trained, run="a", step=2)
@@ -93,7 +93,7 @@ def test_a_path_or_a_url_is_a_store(store_path: Any, name: Callable[[Any], Any])
         [NAMES, []],
     ],
 )
-def test_other_groups_of_the_same_parameters_load(store: casckpt.Store, groups: list[list[str]]) -> None:
+def test_the_same_parameters_load_into_different_groups(store: casckpt.Store, groups: list[list[str]]) -> None:
     model, trained = trained_pair(NAMES[:2], NAMES[2:])
     save_model_and_optim_state(store, model, trained, run="a", step=2)
     fresh = Network(2)
@@ -113,7 +113,9 @@ def test_options_follow_their_parameters(store: casckpt.Store) -> None:
     assert [group["weight_decay"] for group in other.param_groups] == [0.0, 0.0, 0.25]
 
 
-def test_an_option_in_which_joined_groups_differ_stays(store: casckpt.Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_option_that_differs_between_joined_groups_is_kept(
+    store: casckpt.Store, caplog: pytest.LogCaptureFixture
+) -> None:
     model, trained = trained_pair(NAMES[:3], NAMES[3:], weight_decay=[0.25, 0.0], lr=[0.5, 0.5])
     save_model_and_optim_state(store, model, trained, run="a", step=2)
     fresh = Network(2)
@@ -125,9 +127,9 @@ def test_an_option_in_which_joined_groups_differ_stays(store: casckpt.Store, cap
     assert identical(state_by_name(fresh, other), state_by_name(model, trained))
 
 
-def test_an_option_that_the_checkpoint_lacks_stays(store: casckpt.Store) -> None:
+def test_an_option_that_the_checkpoint_lacks_is_kept(store: casckpt.Store) -> None:
     model, trained = trained_pair(NAMES)
-    del trained.param_groups[0]["decoupled_weight_decay"]  # as an earlier torch has it
+    del trained.param_groups[0]["decoupled_weight_decay"]  # as in earlier versions of torch
     save_model_and_optim_state(store, model, trained, run="a", step=2)
     fresh = Network(2)
     other = adamw(fresh, NAMES)
@@ -146,7 +148,7 @@ def test_state_without_a_parameter_is_restored(store: casckpt.Store) -> None:
     assert identical(other.state_dict(), trained.state_dict())
 
 
-# what does not fit: an error that names it, and nothing changed
+# mismatches: the error names them, and nothing changes
 
 
 def refused(store: casckpt.Store, model: nn.Module, other: Optimizer | None, kind: type[CasckptError]) -> str:
@@ -159,7 +161,7 @@ def refused(store: casckpt.Store, model: nn.Module, other: Optimizer | None, kin
 
 @pytest.fixture
 def saved(store: casckpt.Store) -> tuple[Network, Optimizer]:
-    """Saved as a@2, with an optimizer that has all parameters but one."""
+    """Save a model as a@2, with an optimizer that has all parameters except one."""
     model, trained = trained_pair(NAMES[:4])
     save_model_and_optim_state(store, model, trained, run="a", step=2)
     return model, trained
@@ -193,13 +195,13 @@ def test_a_parameter_only_in_the_saved_optimizer_is_refused(
     assert "optim.param_groups" not in found.unread_keys
 
 
-def test_weights_of_another_shape_are_refused(store: casckpt.Store, saved: tuple[Network, Optimizer]) -> None:
+def test_weights_with_a_different_shape_are_refused(store: casckpt.Store, saved: tuple[Network, Optimizer]) -> None:
     fresh = Network(2)
     fresh.head = nn.Linear(5, 4, bias=False)
     assert "'model.head.weight'" in refused(store, fresh, adamw(fresh, NAMES[:4]), Mismatch)
 
 
-def test_weights_of_another_dtype_are_refused(store: casckpt.Store, saved: tuple[Network, Optimizer]) -> None:
+def test_weights_with_a_different_dtype_are_refused(store: casckpt.Store, saved: tuple[Network, Optimizer]) -> None:
     fresh = Network(2).double()
     assert "cast=True" in refused(store, fresh, None, Mismatch)
     load_model_and_optim_state(store, "a@2", fresh, adamw(fresh, NAMES[:4]), cast=True)
@@ -235,7 +237,7 @@ def test_a_weight_only_in_the_checkpoint_is_refused(store: casckpt.Store, saved:
         (optim.LBFGS, "history_size"),
     ],
 )
-def test_an_optimizer_of_another_kind_is_refused(
+def test_an_optimizer_of_a_different_kind_is_refused(
     store: casckpt.Store, saved: tuple[Network, Optimizer], make: Callable[[Any], Optimizer], option: str
 ) -> None:
     fresh = Network(2)
@@ -258,7 +260,7 @@ def test_a_checkpoint_without_an_optimizer_is_refused(store: casckpt.Store) -> N
         unshard_optim_state(store, "a@2")
 
 
-def test_a_checkpoint_with_an_optimizer_loads_into_a_model_alone(
+def test_a_model_alone_loads_from_a_checkpoint_with_an_optimizer(
     store: casckpt.Store, saved: tuple[Network, Optimizer]
 ) -> None:
     fresh = Network(2)
@@ -276,7 +278,7 @@ def test_an_optimizer_saved_by_number_is_refused(store: casckpt.Store) -> None:
     assert identical(fresh.state_dict(), model.state_dict())
 
 
-def test_an_optimizer_of_another_model_is_refused(store: casckpt.Store) -> None:
+def test_an_optimizer_of_a_different_model_is_refused(store: casckpt.Store) -> None:
     model, trained = trained_pair(NAMES)
     with pytest.raises(InvalidInput, match=r"parameter 0 of group 0 .* \[5, 6\]"):
         save_model_and_optim_state(store, Network(1), trained, run="a", step=2)
@@ -288,11 +290,11 @@ def test_an_optimizer_of_another_model_is_refused(store: casckpt.Store) -> None:
 def test_state_of_a_parameter_outside_all_groups_is_refused(store: casckpt.Store) -> None:
     model, trained = trained_pair(NAMES)
     trained.param_groups[0]["params"].pop()
-    with pytest.raises(InvalidInput, match=r"\[3, 5\].*none of its groups"):
+    with pytest.raises(InvalidInput, match=r"\[3, 5\].*not in any of its groups"):
         save_model_and_optim_state(store, model, trained, run="a", step=2)
 
 
-def test_an_optimizer_with_state_elsewhere_is_refused(store: casckpt.Store) -> None:
+def test_an_optimizer_with_additional_state_is_refused(store: casckpt.Store) -> None:
     class Lookahead(optim.SGD):
         def state_dict(self) -> dict[str, Any]:
             return {**super().state_dict(), "slow_state": {}}
@@ -352,7 +354,7 @@ def test_tied_parameters_have_one_state_and_stay_tied(store: casckpt.Store) -> N
     assert identical(other.state_dict(), trained.state_dict())
 
 
-def test_a_tied_parameter_is_found_under_its_other_name(store: casckpt.Store) -> None:
+def test_a_tied_parameter_is_found_under_either_name(store: casckpt.Store) -> None:
     class Reversed(Tied):
         def named_parameters(self, *args: Any, **options: Any) -> Any:
             return iter(reversed(list(super().named_parameters(*args, **options))))
@@ -384,7 +386,7 @@ def test_frozen_parameters_may_be_in_or_out_of_the_optimizer(store: casckpt.Stor
     assert torch.equal(fresh.frozen.weight, model.frozen.weight)
 
 
-def test_a_resized_model_is_refused_only_for_its_shapes(store: casckpt.Store) -> None:
+def test_a_resized_model_is_refused_only_because_of_its_shapes(store: casckpt.Store) -> None:
     def resized(rows: int) -> nn.ModuleList:
         return nn.ModuleList([nn.Embedding(rows, 2), nn.Linear(2, rows, bias=False)])
 

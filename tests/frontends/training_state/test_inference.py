@@ -1,4 +1,4 @@
-"""Tensors of inference mode are filled, and a load never creates them."""
+"""Tensors created in inference mode are filled, and a load never creates such tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.training import identical
 
 
 class Noting(nn.Linear):
-    """Extra state, and whether autograd was on when it was set."""
+    """A layer with extra state. It records whether autograd was enabled when the state was set."""
 
     grad: bool | None = None
     extra: Any = None

@@ -1,4 +1,5 @@
-"""Loads into a model of another dtype: state follows its parameter or stays as saved, and training continues."""
+"""Loads into a model with a different dtype: state follows its parameter or keeps its dtype, and training
+continues."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def step(model: nn.Module, optimizer: optim.Optimizer) -> None:
         return float(value.detach())
 
     loss()
-    optimizer.step(loss)  # LBFGS takes a closure
+    optimizer.step(loss)  # LBFGS needs a closure
 
 
 def dtypes(optimizer: optim.Optimizer) -> dict[str, torch.dtype]:
@@ -86,7 +87,7 @@ def test_state_follows_its_parameter_and_the_next_step_works(
         step(fresh, other)
 
 
-def test_state_in_another_dtype_than_its_parameter_stays_as_saved(store: casckpt.Store) -> None:
+def test_state_whose_dtype_differs_from_its_parameter_keeps_its_dtype(store: casckpt.Store) -> None:
     model, trained = made(HIGH, optim.AdamW)
     step(model, trained)
     state = trained.state[next(model.parameters())]
@@ -105,9 +106,9 @@ def test_state_in_another_dtype_than_its_parameter_stays_as_saved(store: casckpt
     assert identical(other.state[next(double.parameters())]["deep"], state["deep"])
 
 
-def test_state_that_an_optimizer_excludes_from_conversion_stays_as_saved(store: casckpt.Store) -> None:
+def test_state_that_an_optimizer_excludes_from_casts_keeps_its_dtype(store: casckpt.Store) -> None:
     class Eight(optim.AdamW):
-        """As those of bitsandbytes say it."""
+        """An optimizer that excludes state from casts in the same way as bitsandbytes."""
 
         non_castable_tensor_keys = frozenset(("exp_avg_sq",))
 
@@ -120,7 +121,7 @@ def test_state_that_an_optimizer_excludes_from_conversion_stays_as_saved(store: 
 
 
 @pytest.mark.parametrize("pre_download", [False, True])
-def test_a_checkpointer_loads_and_resumes_into_another_dtype(store: casckpt.Store, pre_download: bool) -> None:
+def test_a_checkpointer_loads_and_resumes_into_a_different_dtype(store: casckpt.Store, pre_download: bool) -> None:
     model, trained = made(HIGH, optim.AdamW)
     step(model, trained)
     with Checkpointer(store, run="a", pre_download=pre_download) as checkpointer:
@@ -171,7 +172,7 @@ def train(model: nn.Module, optimizer: optim.Optimizer, dtype: torch.dtype) -> N
     optimizer.step()
 
 
-def test_shards_load_into_another_dtype(store_path: Path, ranks: Pool) -> None:
+def test_shards_load_into_a_different_dtype(store_path: Path, ranks: Pool) -> None:
     ranks.run(2, shards_in_another_dtype, store_path, ["fsdp2 on 2", "fsdp1 nested"])
 
 

@@ -1,4 +1,4 @@
-"""Keys that a model saves but would not read are refused; extra state and hooks work."""
+"""Keys that a model saves but does not read are refused. Extra state and hooks work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.training import everything, identical
 
 
 class Scaled(nn.Linear):
-    """Saves a scale beside its weight, and reads none."""
+    """Saves a scale along with its weight, but does not read it."""
 
     def __init__(self, scale: float) -> None:
         super().__init__(3, 3)
@@ -33,7 +33,7 @@ class Scaled(nn.Linear):
 
 
 class Reading(Scaled):
-    """The same, which reads it."""
+    """Like `Scaled`, but also reads the scale."""
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         self.scale = state_dict.pop(prefix + "weight.absmax")
@@ -41,7 +41,7 @@ class Reading(Scaled):
 
 
 class Normed(nn.BatchNorm1d):
-    """Saves more than batch norms do; the _load_from_state_dict that torch gave these does not read it."""
+    """Saves an additional key that torch's _load_from_state_dict for batch norms does not read."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -49,14 +49,14 @@ class Normed(nn.BatchNorm1d):
 
 
 class Told(nn.Linear):
-    """Extra state without a set_extra_state."""
+    """A layer with extra state but without set_extra_state."""
 
     def get_extra_state(self) -> Any:
         return torch.ones(2)
 
 
 def popping(module: nn.Module, state: Any, prefix: str, *args: Any) -> None:
-    """A hook that reads what `Scaled` saves."""
+    """A hook that reads the scale that `Scaled` saves."""
     module.scale = state.pop(prefix + "weight.absmax")
 
 
@@ -65,7 +65,7 @@ def names_passed_by(model: nn.Module, *, strict: bool = False) -> list[str]:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_keys_that_a_module_saves_and_does_not_read_are_refused_before_anything_changes(
+def test_keys_that_a_module_saves_but_does_not_read_are_refused_before_a_change(
     store: casckpt.Store, strict: bool
 ) -> None:
     model = nn.Sequential(nn.Linear(3, 3), Scaled(2.0))
@@ -80,7 +80,7 @@ def test_keys_that_a_module_saves_and_does_not_read_are_refused_before_anything_
 
 
 def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A plain layer between two that do not read all that they save."""
+    """Return a plain layer between two layers that do not read all the keys that they save."""
     torch.manual_seed(seed)
     model = nn.ModuleDict({"layers": nn.ModuleList([Scaled(float(seed)), nn.Linear(3, 3), Scaled(float(seed))])})
     optim = torch.optim.AdamW(model.parameters())
@@ -90,7 +90,7 @@ def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optim
 
 
-def test_such_modules_can_be_left_as_the_error_advises(store: casckpt.Store) -> None:
+def test_modules_with_unread_keys_can_be_left_unchanged_as_the_error_advises(store: casckpt.Store) -> None:
     model, optim = made(1)
     save_model_and_optim_state(store, model, optim, run="a", step=1)
     fresh, other = made(2)
@@ -120,7 +120,7 @@ def test_a_save_warns_once_about_keys_that_a_load_will_refuse(
     assert "'once.weight.absmax', which its load_state_dict does not read" in caplog.text
 
 
-def test_a_checkpoint_without_such_modules_is_loaded_beside_them(store: casckpt.Store) -> None:
+def test_modules_with_unread_keys_do_not_prevent_a_load_without_them(store: casckpt.Store) -> None:
     adapter = nn.Linear(3, 3)
     save_model_and_optim_state(store, nn.ModuleDict({"adapter": adapter}), run="a", step=1)
     model: Any = nn.ModuleDict({"adapter": nn.Linear(3, 3), "base": Scaled(2.0)})
@@ -128,7 +128,7 @@ def test_a_checkpoint_without_such_modules_is_loaded_beside_them(store: casckpt.
     assert torch.equal(model["adapter"].weight, adapter.weight)
 
 
-def test_keys_read_in_any_way_are_loaded(store: casckpt.Store) -> None:
+def test_keys_that_a_module_reads_in_any_way_are_loaded(store: casckpt.Store) -> None:
     hooked: Any = Scaled(7.0)
     after: Any = Scaled(7.0)
     above: Any = nn.Sequential(Told(3, 3))
@@ -144,7 +144,7 @@ def test_keys_read_in_any_way_are_loaded(store: casckpt.Store) -> None:
 
 def test_read_keys_are_found_without_calling_the_module() -> None:
     inside: Any = nn.Sequential(Scaled(1.0))
-    inside.register_load_state_dict_pre_hook(lambda module, state, *args: None)  # knows nothing of what is below
+    inside.register_load_state_dict_pre_hook(lambda module, state, *args: None)  # does not know the keys below
     assert names_passed_by(inside) == ["0.weight.absmax"]
     assert names_passed_by(Normed(2)) == ["limits"]
     assert names_passed_by(Told(2, 2)) == ["_extra_state"]
@@ -173,7 +173,7 @@ def test_a_second_name_of_a_parameter_is_filled_unless_torch_is_strict(store: ca
 
 
 class Packing(nn.Linear):
-    """Like a Linear4bit: its state_dict has a copy of what its weight means nothing without."""
+    """Like a Linear4bit: its state_dict has a copy of a value without which its weight has no meaning."""
 
     def __init__(self, offset: int) -> None:
         super().__init__(3, 3)
@@ -186,7 +186,7 @@ class Packing(nn.Linear):
 
 
 class Unpacking(Packing):
-    """The same, which reads it."""
+    """Like `Packing`, but also reads its additional keys."""
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         self.offset = int(state_dict.pop(prefix + "weight.quant_state.bitsandbytes__nf4"))
@@ -201,23 +201,23 @@ def test_a_copy_in_a_state_dict_is_filled_only_with_equal_values(store: casckpt.
     assert torch.equal(same.weight, Packing(1).weight)
     before = {name: value.clone() for name, value in other.state_dict().items()}
     for options in ({}, {"strict": False}, {"ignore_mismatched": ["*"]}):
-        with pytest.raises(Mismatch, match=r"Leave 'model\.weight', and all keys that begin with it, out") as refused:
+        with pytest.raises(Mismatch, match=r"Omit 'model\.weight', and all keys that begin with it, from") as refused:
             store.load({"model": other.state_dict()}, "a@1", **options)
         assert refused.value.keys == ("model.weight.quant_state.bitsandbytes__nf4",)
         assert identical(dict(other.state_dict()), before)
     with pytest.raises(Mismatch, match="bitsandbytes"):
         store.update({"model": other.state_dict()}, "a@1", held=None)
     left = {name: value for name, value in other.state_dict().items() if not name.startswith("weight")}
-    store.load({"model": left}, "a@1")  # as the error says
+    store.load({"model": left}, "a@1")  # as the error advises
     assert torch.equal(other.bias, store.read("a@1")["model"]["bias"])
 
 
-def test_a_checkpoint_without_the_weights_of_such_a_module_is_loaded_beside_them(store: casckpt.Store) -> None:
+def test_packing_modules_do_not_prevent_a_load_without_their_weights(store: casckpt.Store) -> None:
     store.save({"model": {"bias": torch.ones(3)}, "plain": {"weight": torch.ones(3, 3)}}, run="a", step=1)
     model = Packing(2)
     store.load({"model": model.state_dict()}, "a@1", strict=False, unread="ignore")
     assert torch.equal(model.bias, torch.ones(3))
-    with pytest.raises(Mismatch, match="bitsandbytes"):  # its weights alone
+    with pytest.raises(Mismatch, match="bitsandbytes"):  # only its weights
         store.load({"plain": model.state_dict()}, "a@1", strict=False)
 
 
@@ -228,7 +228,7 @@ def test_a_module_that_packs_its_state_receives_it(store: casckpt.Store) -> None
     assert (model.offset, model.weight[0, 0].item()) == (1, 1.0)
 
 
-def test_a_bitsandbytes_linear_is_refused_by_the_names_of_its_scales(store: casckpt.Store) -> None:
+def test_the_error_for_a_bitsandbytes_linear_names_its_scales(store: casckpt.Store) -> None:
     bnb: Any = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
 
     def quantised(seed: int) -> Any:
@@ -261,7 +261,7 @@ def test_a_bitsandbytes_linear_is_refused_by_the_names_of_its_scales(store: casc
 
 
 class Extra(nn.Linear):
-    """A layer with state of its own."""
+    """A layer with extra state."""
 
     def __init__(self, extra: Any) -> None:
         super().__init__(2, 2)
@@ -288,7 +288,7 @@ def test_extra_state_is_saved_and_loaded(store: casckpt.Store, extra: Any) -> No
 
 
 class Odd:
-    """What is no plain data."""
+    """A value that is not plain data."""
 
     x = 0
 
@@ -320,13 +320,13 @@ def test_extra_state_absent_from_the_checkpoint_is_refused(store: casckpt.Store)
 
 
 class Transposed(nn.Module):
-    """Its state_dict holds the weight another way round than the module does."""
+    """A module whose state_dict has its weight transposed."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(3, 2, generator=torch.Generator().manual_seed(seed)))
         self.loads = 0
-        hooked: Any = self  # torch has no types for these
+        hooked: Any = self  # torch has no types for these hooks
         hooked.register_state_dict_post_hook(lambda module, state, prefix, local: turn(state, prefix))
         hooked.register_load_state_dict_pre_hook(lambda module, state, prefix, *rest: turn(state, prefix))
         hooked.register_load_state_dict_post_hook(lambda module, keys: module.loaded())

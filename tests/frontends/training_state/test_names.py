@@ -1,4 +1,4 @@
-"""Parameters keep their plain names under wrappers."""
+"""Parameters keep their plain names in wrapped models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Named(nn.Module):
 
 @pytest.fixture
 def one_process(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
+    """A process group that has only this process."""
     dist: Any = torch.distributed
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "rendezvous"), 1), rank=0, world_size=1)
     yield
@@ -61,7 +61,7 @@ def inside(model: Named) -> Named:
 WRAPS: dict[str, Callable[[Any], nn.Module]] = {
     "nothing": lambda model: model,
     "DDP": nn.parallel.DistributedDataParallel,
-    "DataParallel": lambda model: nn.DataParallel(model).cpu(),  # where there is one GPU it moves there
+    "DataParallel": lambda model: nn.DataParallel(model).cpu(),  # it moves to the GPU if there is one
     "compile": compiled,
     "checkpoint": checkpoint_wrapper,
     "DDP of compile": lambda model: nn.parallel.DistributedDataParallel(compiled(model)),
@@ -73,10 +73,10 @@ WRAPS: dict[str, Callable[[Any], nn.Module]] = {
 
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_keys_are_those_of_the_plain_model(store: casckpt.Store, wrap: str) -> None:
+def test_the_keys_of_a_wrapped_model_are_those_of_the_plain_model(store: casckpt.Store, wrap: str) -> None:
     plain = Named(1)
     names = list(plain.state_dict())
-    metadata = plain.state_dict()._metadata  # type: ignore[attr-defined]  # torch hangs it on the dict
+    metadata = plain.state_dict()._metadata  # type: ignore[attr-defined]  # torch sets it on the dict
     wrapped = WRAPS[wrap](Named(1))
     trained = optim.AdamW(wrapped.parameters())
     for parameter in wrapped.parameters():
@@ -86,9 +86,9 @@ def test_keys_are_those_of_the_plain_model(store: casckpt.Store, wrap: str) -> N
     assert [key for key in saved.tensors if key.startswith("model.")] == [f"model.{name}" for name in names]
     parameters = [name for name, _ in plain.named_parameters()]
     assert store.read("a@1")["optim"]["param_groups"][0]["params"] == parameters
-    assert unshard_model_state(store, "a@1")._metadata == metadata  # type: ignore[attr-defined]  # torch hangs it on the dict
+    assert unshard_model_state(store, "a@1")._metadata == metadata  # type: ignore[attr-defined]  # torch sets it on the dict
 
-    other = optim.AdamW(plain.parameters())  # out of the wrapper, and into another
+    other = optim.AdamW(plain.parameters())  # from the wrapped model into a plain one
     load_model_and_optim_state(store, "a@1", plain, other)
     again = WRAPS[wrap](Named(2))
     third = optim.AdamW(again.parameters())
@@ -101,13 +101,13 @@ def test_keys_are_those_of_the_plain_model(store: casckpt.Store, wrap: str) -> N
         ]
 
 
-def test_a_module_of_the_user_keeps_its_name() -> None:
+def test_a_user_module_named_module_keeps_its_name() -> None:
     model = Named(1)
     assert all(plain_name(model, name) == name for name in model.state_dict())
     assert [wrapped_child(module) for module in model.modules()] == [None] * 5
 
 
-def test_a_subclass_of_a_wrapper_wraps() -> None:
+def test_a_subclass_of_a_wrapper_counts_as_a_wrapper() -> None:
     class Mine(nn.DataParallel[Any]):
         pass
 
@@ -115,19 +115,19 @@ def test_a_subclass_of_a_wrapper_wraps() -> None:
 
 
 @pytest.mark.parametrize(("name", "child"), WRAPPERS.items())
-def test_the_wrappers_are_where_torch_has_them(name: str, child: str) -> None:
-    """Megatron-FSDP, which need not be installed, is taken to have its own where its version 0.6.1 has it."""
+def test_the_wrapper_classes_exist_under_their_names_in_torch(name: str, child: str) -> None:
+    """Megatron-FSDP need not be installed. Its wrapper is assumed to be where version 0.6.1 has it."""
     place, _, name_of_kind = name.rpartition(".")
     if place.startswith("torch."):
         found = getattr(importlib.import_module(place), name_of_kind)
     else:
         found = type(name_of_kind, (nn.Module,), {"__module__": place})
     assert f"{found.__module__}.{found.__qualname__}" == name
-    kind: Any = type(found.__name__, (found,), {"forward": None})  # one of them is abstract
+    kind: Any = type(found.__name__, (found,), {"forward": None})  # one of these classes is abstract
     made: nn.Module = object.__new__(kind)
     vars(made)["_modules"] = {child: nn.Linear(1, 1)}
     assert plain_name(made, f"{child}.weight") == "weight"
-    assert plain_name(made, "weight") == "weight"  # where a hook has removed it already
+    assert plain_name(made, "weight") == "weight"  # if a hook has already removed the prefix
     assert plain_name(made, child) == ""
 
 

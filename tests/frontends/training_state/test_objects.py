@@ -1,4 +1,4 @@
-"""Whole objects in a state: how `Store.save` stores them, and in which order `Store.load` fills them."""
+"""Whole objects in a state: how `Store.save` stores them, and the order in which `Store.load` fills them."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def warnings(caplog: pytest.LogCaptureFixture) -> str:
 
 
 def contents(model: nn.Module, optimizer: optim.Optimizer | None = None) -> Any:
-    """A copy of what is saved of them."""
+    """Return a copy of the values that are saved for the model and the optimizer."""
     return copy.deepcopy([model.state_dict(), {} if optimizer is None else optimizer.state_dict()])
 
 
 class Counter:
-    """An object with a state_dict; ``log``: who was called, in order."""
+    """An object with a state_dict. ``log``: the names of the objects, in call order."""
 
     def __init__(self, name: str, log: list[str], value: int = 0) -> None:
         self.name, self.log, self.value = name, log, value
@@ -65,7 +65,7 @@ class Counter:
 
 
 class Scaled(nn.Linear):
-    """Like a quantised layer: it saves a scale that it does not read."""
+    """Like a quantized layer, it saves a scale that it does not read."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -103,7 +103,7 @@ def test_a_fresh_optimizer_receives_moments_and_rate(caplog: pytest.LogCaptureFi
     assert "did not read" not in warnings(caplog)
 
 
-def test_both_front_ends_load_checkpoints_of_each_other() -> None:
+def test_both_front_ends_load_each_others_checkpoints() -> None:
     store, (model, optimizer) = small(), trained()
     store.save({"model": model, "optim": optimizer}, run="a", step=1)
     save_model_and_optim_state(store, model, optimizer, run="b", step=1)
@@ -118,7 +118,7 @@ def load_objects(store: Store, ref: str, model: nn.Module, optimizer: optim.Opti
 
 
 def adversaries(seed: int) -> dict[str, Any]:
-    """Two models of equal names, each with its optimizer, nested."""
+    """Return two nested models with equal parameter names, each with its optimizer."""
     (one, its), (other, others) = (made(seed), made(seed + 1)) if seed else (trained(5), trained(6))
     return {"nets": {"g": one, "d": other}, "optims": [others, its]}
 
@@ -142,11 +142,11 @@ def shared_out() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("state", "says"),
     [
-        (lambda: {"optim": made()[1]}, "no module of the state has all parameters of the optimizer 'optim'"),
-        (lambda: {"model": made()[0], "optim": made(1)[1]}, 'as {"model": model, "optim": optim}'),
-        (shared_out, "'a', 'b' have some: put these into one torch.nn.ModuleDict"),
+        (lambda: {"optim": made()[1]}, "no module in the state has all parameters of the optimizer 'optim'"),
+        (lambda: {"model": made()[0], "optim": made(1)[1]}, 'as in {"model": model, "optim": optim}'),
+        (shared_out, "'a', 'b' have some of them: put these into one torch.nn.ModuleDict"),
         (lambda: {"model": casckpt.PerRank(made()[0])}, "'model' is in a PerRank"),
-        (lambda: {"loader": DataLoader([1])}, "StatefulDataLoader"),  # type: ignore[arg-type]  # a list will do
+        (lambda: {"loader": DataLoader([1])}, "StatefulDataLoader"),  # type: ignore[arg-type]  # a list is sufficient
     ],
 )
 def test_an_object_that_cannot_be_stored_is_refused(state: Callable[[], Any], says: str) -> None:
@@ -185,7 +185,7 @@ def test_everything_is_checked_before_anything_changes() -> None:
     assert not log
 
 
-def test_a_module_that_reads_less_than_it_saves_is_refused_before_anything_changes() -> None:
+def test_a_module_that_reads_less_than_it_saves_is_refused_before_a_change() -> None:
     store, layer = small(), Scaled(4, 4)
     store.save({"layer": layer}, run="a", step=1)
     fresh = Scaled(4, 4)
@@ -196,7 +196,7 @@ def test_a_module_that_reads_less_than_it_saves_is_refused_before_anything_chang
     assert torch.equal(fresh.weight, before)
 
 
-def test_missing_parts_stay_unchanged_if_allowed() -> None:
+def test_missing_parts_are_left_unchanged_if_allowed() -> None:
     store, log = small(), list[str]()
     model, _ = trained()
     store.save({"model": model}, run="a", step=1)
@@ -208,7 +208,7 @@ def test_missing_parts_stay_unchanged_if_allowed() -> None:
     assert identical(contents(fresh), contents(model))
 
 
-def test_state_dicts_are_asked_in_sorted_order_and_generators_loaded_last() -> None:
+def test_state_dicts_are_called_in_key_order_and_generators_loaded_last() -> None:
     store, log = small(), list[str]()
 
     class Drawing(Counter):
@@ -236,7 +236,7 @@ def draw(state: dict[str, Any]) -> list[float]:
     return [random.random(), float(torch.rand(1, generator=state["b"])), array.random(), plain.random()]
 
 
-def test_objects_are_saved_in_the_background_and_by_a_function_and_updated() -> None:
+def test_objects_can_be_saved_async_saved_by_a_function_and_updated() -> None:
     store, (model, optimizer) = small(), trained()
     state = {"model": model, "optim": optimizer, "t": torch.ones(3)}
     store.warm_up(state)
@@ -254,7 +254,7 @@ def test_objects_are_saved_in_the_background_and_by_a_function_and_updated() -> 
     assert [store.compare(mine, f"a@{step}").is_same for step in (1, 3)] == [False, True]
 
 
-def test_objects_may_stand_in_values_per_rank_and_in_lists() -> None:
+def test_objects_can_be_in_per_rank_values_and_in_lists() -> None:
     store, log = small(), list[str]()
     store.save({"l": casckpt.PerRank(Counter("l", log, 1)), "n": [{"x": Counter("x", log, 2)}]}, run="a", step=1)
     one, other = Counter("l", log), Counter("x", log)
@@ -263,7 +263,7 @@ def test_objects_may_stand_in_values_per_rank_and_in_lists() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_list_of_objects_has_the_saved_length(count: int) -> None:
+def test_a_list_of_objects_must_have_the_saved_length(count: int) -> None:
     store = small()
     store.save({"l": [Counter("a", [], 1), Counter("b", [], 2)]}, run="a", step=1)
     objects = [Counter("", []) for _ in range(count)]
@@ -281,7 +281,7 @@ def test_check_accepts_what_save_accepts() -> None:
     assert store.checkpoints() == []
 
 
-def test_a_filled_state_dict_without_its_optimizer_draws_a_warning(
+def test_filling_a_state_dict_without_its_optimizer_warns(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store, (model, optimizer) = small(), trained()
@@ -290,7 +290,7 @@ def test_a_filled_state_dict_without_its_optimizer_draws_a_warning(
     held, inside = {"adam": fresh_optimizer.state_dict()}, fresh_optimizer.state_dict()
     store.load({"model": fresh.state_dict()}, "a@1", unread="ignore")
     store.load({"adam": fresh_optimizer.state_dict()}, "a@1", unread="ignore")
-    store.load(held, "a@1")  # its caller may call load_state_dict with it
+    store.load(held, "a@1")  # the caller may pass it to load_state_dict
     store.load({"adam": inside}, "a@1")
     assert "state_dict" not in warnings(caplog)
     store.load({"model": fresh.state_dict(), "adam": fresh_optimizer.state_dict()}, "a@1")
@@ -299,7 +299,7 @@ def test_a_filled_state_dict_without_its_optimizer_draws_a_warning(
 
 
 class Holder:
-    """Its state_dict, its extra state or its optimizer's state has an object in it."""
+    """An object whose state_dict contains another object."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -329,7 +329,7 @@ class Extra(nn.Linear):
     ids=lambda value: type(value).__name__,
 )
 def test_an_object_inside_a_state_dict_is_stored_exactly_or_refused(value: Any) -> None:
-    """Else it would come back as its state_dict, which its owner did not ask for."""
+    """Otherwise, a load would return its state_dict, which the owner does not expect."""
     model, holder, extra = nn.Linear(1, 1), Holder(value), Extra(value)
     sgd = optim.SGD(model.parameters())
     sgd.state[model.weight]["x"] = value
@@ -362,7 +362,7 @@ def test_a_single_model_is_passed_by_name() -> None:
 
 
 class Inside(nn.Module):
-    """A model that was put into another one since it was saved."""
+    """A model that has been put into an outer model since it was saved."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -385,7 +385,7 @@ RENAMED: list[tuple[Callable[[Any, Any], Any], Callable[[Any], Any], dict[str, s
 
 
 @pytest.mark.parametrize(("saved", "here", "rename"), RENAMED, ids=["names", "keys", "both"])
-def test_a_rename_of_a_model_takes_its_optimizer_along(
+def test_a_rename_of_a_model_also_renames_its_optimizer(
     saved: Callable[[Any, Any], Any], here: Callable[[Any], Any], rename: dict[str, str]
 ) -> None:
     store, (model, optimizer) = small(), trained()
@@ -402,11 +402,11 @@ def test_names_that_only_the_checkpoint_has_are_found_below_a_renamed_model() ->
     model.register_buffer("more", torch.ones(2))
     store.save({"net": model, "optim": optimizer}, run="a", step=1)
     fresh, fresh_optimizer = made(seed=1)
-    with pytest.raises(Mismatch, match="the model in a@1 has 'more', which this model does not have"):
+    with pytest.raises(Mismatch, match="the model in a@1 has 'more', which this model lacks"):
         load_objects(store, "a@1", fresh, fresh_optimizer, rename={r"model\.(.*)": r"net.\1"})
 
 
-def test_an_optimizer_loads_other_names_only_with_a_rename() -> None:
+def test_an_optimizer_loads_different_names_only_with_a_rename() -> None:
     store, (model, optimizer) = small(), trained()
     store.save({"model": model, "optim": optimizer}, run="a", step=1)
     fresh, fresh_optimizer = made(seed=1)
@@ -418,7 +418,7 @@ def test_an_optimizer_loads_other_names_only_with_a_rename() -> None:
 
 
 @pytest.mark.parametrize("front", [load_objects, load_model_and_optim_state])
-def test_an_error_gives_the_rename_that_loads_objects_and_names_no_function(front: Callable[..., Any]) -> None:
+def test_an_error_suggests_a_rename_that_loads_the_objects(front: Callable[..., Any]) -> None:
     store, (model, optimizer) = small(), trained()
     store.save({"net": model, "optim": optimizer}, run="a", step=1)
     fresh, fresh_optimizer = made(seed=1)
@@ -426,17 +426,18 @@ def test_an_error_gives_the_rename_that_loads_objects_and_names_no_function(fron
         store.load({"model": fresh}, "a@1")
     assert "your own function" not in str(refused.value)
     rename = ast.literal_eval(str(refused.value).rpartition("rename=")[2])
-    with pytest.raises(MissingKey, match="beside what your own function does"):
+    with pytest.raises(MissingKey, match="in addition to what your own function does"):
         store.load({"model": fresh}, "a@1", rename=lambda key: key)
     front(store, "a@1", fresh, fresh_optimizer, rename=rename)
     assert identical(contents(fresh, fresh_optimizer), contents(model, optimizer))
 
 
-# over ranks
+# several ranks
 
 
 class Averaging:
-    """A model, an averaged one and a shadow of its weights, all sharded alike, and the optimizer of the first."""
+    """A model, an averaged model and a shadow of the weights, all with the same sharding, and the model's
+    optimizer."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -470,7 +471,7 @@ class Averaging:
 
 
 class FailsOnRank1(Counter):
-    """Its state_dict and its load_state_dict fail there alone."""
+    """Its state_dict and load_state_dict fail only on rank 1."""
 
     def state_dict(self) -> dict[str, int]:
         return {"value": 1 // (1 - self.value)}
@@ -491,11 +492,11 @@ def fail_on_one(rank: int, size: int, path: Path) -> list[str]:
 def test_an_object_that_fails_on_one_rank_fails_on_all(tmp_path: Path, ranks: Pool) -> None:
     for saved, loaded in ranks.run(2, fail_on_one, tmp_path):
         assert "raised in state_dict of 'z'" in saved
-        assert "raised in load_state_dict of 'z'; earlier parts are loaded already" in loaded
+        assert "raised in load_state_dict of 'z'; earlier parts are already loaded" in loaded
 
 
 def objects_on_one(rank: int, size: int, path: Path) -> dict[str, list[str]]:
-    """What each call raises where rank 1 alone has objects: rank 0 has their state_dict, or nothing."""
+    """Return what each call raises if only rank 1 has objects, and rank 0 has their state_dict or nothing."""
     store = casckpt.open(path)
     model = nn.Linear(1, 1)
     store.save({"model": model}, run="good", step=1, check_replicas="off")
@@ -507,7 +508,7 @@ def objects_on_one(rank: int, size: int, path: Path) -> dict[str, list[str]]:
     ):
         state: Any = {"model": model} if rank else mine
         calls: list[Callable[[], Any]] = [
-            lambda: store.save(state, run="bad", step=1),  # noqa: B023 - called at once
+            lambda: store.save(state, run="bad", step=1),  # noqa: B023 - called immediately
             lambda: store.save_async(state, run="bad", step=2).result(),  # noqa: B023
             lambda: store.save_async(state, run="bad", step=3, when_busy="refuse").result(),  # noqa: B023
             lambda: store.check(state),  # noqa: B023
@@ -520,11 +521,13 @@ def objects_on_one(rank: int, size: int, path: Path) -> dict[str, list[str]]:
     return found
 
 
-def test_objects_on_a_single_rank_are_refused_at_once_on_all_ranks(tmp_path: Path, ranks: Pool) -> None:
+def test_objects_on_a_single_rank_are_refused_on_all_ranks_without_waiting(tmp_path: Path, ranks: Pool) -> None:
     for found in ranks.run(2, objects_on_one, tmp_path):
         for text in (*found["dict"], *found["nothing"]):
-            assert "Rank 1 has the whole objects 'model' in its state, and rank 0 has none" in text
-        assert not any("same calls" in text for text in found["function"])  # it gives the same objects
+            assert "Rank 1 has the whole objects 'model' in its state, but rank 0 has none" in text
+        assert not any(
+            "same calls" in text for text in found["function"]
+        )  # the function returns the same objects on both ranks
 
 
 def save_averaged(rank: int, size: int, path: Path) -> tuple[list[torch.Tensor], str]:

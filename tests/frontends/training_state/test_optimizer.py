@@ -1,4 +1,4 @@
-"""The table of optimizers in docs/training.md, row by row; rows of missing packages are skipped."""
+"""The table of optimizers in docs/training.md, row by row. Rows of missing packages are skipped."""
 
 from __future__ import annotations
 
@@ -38,20 +38,23 @@ if TYPE_CHECKING:
 
 TRAINING = Path(__file__).parents[3] / "docs" / "training.md"
 
-AS_IT_IS = "as it is"
-ON_ONE = "as it is, on one process"
+AS_IT_IS = "with default arguments"
+ON_ONE = "with default arguments, on a single process"
 PICKLED = "with `allow_pickle=True`"
 OWNED = "with `owners=`"
-SHARDED = "as it is, on any number of ranks; refused with `overlap_with_ddp=True`"
+SHARDED = "with default arguments, on any number of ranks; refused with `overlap_with_ddp=True`"
 AS_OBJECT = "refused before step 1: leave `optim` out, and pass `TrainState(optim=optim)`"
-REFUSED = "refused, in a `TrainState` too: its state is by numbers that are no integers, or by tuples"
+REFUSED = "refused, also in a `TrainState`, because the keys of its state are tuples or non-integer numbers"
 
 Make = Callable[[Any, nn.Module], Optimizer]
 
 
 @dataclass(frozen=True)
 class Row:
-    """Optimizers of one package, and what the table says of them. ``make``: from the class and a model."""
+    """The optimizers of one package, and what the table says about them.
+
+    ``make``: creates one from a class and a model.
+    """
 
     names: str
     package: str
@@ -61,7 +64,7 @@ class Row:
     make: Mapping[str, Make] = field(default_factory=dict)
 
     def of(self, name: str, model: nn.Module) -> Optimizer:
-        """Make one for a model, in the mode for training."""
+        """Create an optimizer for a model, in training mode."""
         kind = getattr(pytest.importorskip(self.module, exc_type=ImportError), name, None)
         if kind is None:
             pytest.skip(f"no {name} in this version of {self.package}")
@@ -93,7 +96,7 @@ def around(inner: Any, kind: Any, model: nn.Module) -> Optimizer:
 
 
 def layer_wise(kind: Any, model: nn.Module) -> Optimizer:
-    """As Transformers does it: each steps in a hook of its parameter."""
+    """Create one optimizer per parameter, which steps in a hook of the parameter, as Transformers does."""
     layers: dict[Any, Optimizer] = {one: optim.AdamW([one], lr=0.01) for one in model.parameters()}
     made: Optimizer = kind(optimizer_dict=layers)
 
@@ -141,7 +144,7 @@ ROWS = [
     ),
     Row(
         "SOAP Shampoo GaLore APOLLO Lion Prodigy ADOPT Adan StableAdamW SPlus Kron", "pytorch_optimizer", "4.1.0",
-        "pytorch_optimizer", make={"Kron": partial(by_default, balance_prob=0.0)},  # else it draws from numpy
+        "pytorch_optimizer", make={"Kron": partial(by_default, balance_prob=0.0)},  # otherwise, it draws from numpy
     ),
     Row("ScalableShampoo Conda SCION", "pytorch_optimizer", "4.1.0", "pytorch_optimizer", PICKLED),
     Row(
@@ -176,7 +179,7 @@ CASES = [
 
 
 def network(seed: int, sides: tuple[int, int, int] = (80, 64, 72)) -> nn.Module:
-    """Matrices of more than 4096 elements, from which on 8-bit optimizers use 8 bits."""
+    """Return matrices of more than 4096 elements, because 8-bit optimizers use 8 bits only above this size."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(sides[0], sides[1]), nn.Tanh(), nn.Linear(sides[1], sides[2]))
@@ -185,7 +188,7 @@ def network(seed: int, sides: tuple[int, int, int] = (80, 64, 72)) -> nn.Module:
 def train(model: nn.Module, optimizer: Any, steps: range) -> None:
     is_sparse, takes_closure = isinstance(optimizer, optim.SparseAdam), isinstance(optimizer, optim.LBFGS)
     for number in steps:
-        torch.manual_seed(number)  # some optimizers draw
+        torch.manual_seed(number)  # some optimizers draw random numbers
         x = torch.randn(7, 80)
 
         def loss(x: torch.Tensor = x) -> torch.Tensor:
@@ -207,12 +210,12 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> None:
 
 
 def all_of(model: nn.Module, optimizer: Any) -> Any:
-    """Every parameter, and all that the optimizer keeps."""
+    """Return every parameter, and everything that the optimizer keeps."""
     layers = getattr(optimizer, "optimizer_dict", None)
     optims = [optimizer] if layers is None else list(layers.values())
     state = [{str(key): value for key, value in one.state.items() if isinstance(key, str)} for one in optims]
     kept = [[one.state.get(parameter) for group in one.param_groups for parameter in group["params"]] for one in optims]
-    left = ("params", "__class__")  # the latter notes which class of heavyball it was
+    left = ("params", "__class__")  # the latter records the class in heavyball
     groups = [
         [{key: group[key] for key in sorted(group.keys() - left)} for group in one.param_groups] for one in optims
     ]
@@ -220,7 +223,7 @@ def all_of(model: nn.Module, optimizer: Any) -> Any:
 
 
 def bare(value: Any) -> Any:
-    """The same of tensors and plain data: what a wrapper or an object of somebody else is made of."""
+    """Convert a value to tensors and plain data, including wrappers and objects of other packages."""
     if isinstance(value, torch.Tensor):
         names = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else []
         return [type(value).__name__, *(getattr(value, name) for name in names)] if names else value
@@ -232,7 +235,7 @@ def bare(value: Any) -> Any:
     return bare(vars(value)) if is_object else value
 
 
-@pytest.mark.filterwarnings("ignore")  # of other packages
+@pytest.mark.filterwarnings("ignore")  # warnings of other packages
 @pytest.mark.parametrize(("row", "name"), CASES)
 def test_an_optimizer_resumes_bit_for_bit(monkeypatch: pytest.MonkeyPatch, row: Row, name: str) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # torchao would compile for a minute
@@ -258,9 +261,9 @@ def test_an_optimizer_resumes_bit_for_bit(monkeypatch: pytest.MonkeyPatch, row: 
         assert identical(all_of(*other), all_of(model, optimizer))
 
 
-@pytest.mark.filterwarnings("ignore")  # of the package
+@pytest.mark.filterwarnings("ignore")  # warnings of the package
 @pytest.mark.parametrize("name", ["AggMo", "Lookahead", "Magma"])
-def test_values_that_checkpoints_cannot_hold_are_refused(name: str) -> None:
+def test_values_that_a_checkpoint_cannot_store_are_refused(name: str) -> None:
     row = next(row for row in ROWS if row.outcome == REFUSED)
     model, store = network(1), small()
     optimizer = row.of(name, model)
@@ -274,7 +277,7 @@ def test_values_that_checkpoints_cannot_hold_are_refused(name: str) -> None:
 def in_a_loop(
     store: casckpt.Store, row: Row, name: str, trained: tuple[nn.Module, Optimizer], options: Any
 ) -> tuple[nn.Module, Optimizer]:
-    """A model and an optimizer that resumed from what a `Checkpointer` saved of others."""
+    """Return a new model and optimizer that have resumed from a checkpoint that a `Checkpointer` saved."""
 
     def contents(model: nn.Module, optimizer: Optimizer) -> Any:
         return (model, None, TrainState(optim=optimizer)) if row.outcome == AS_OBJECT else (model, optimizer)
@@ -289,7 +292,7 @@ def in_a_loop(
 
 
 class Noted(optim.SGD):
-    """One with an entry of its own beside state and groups."""
+    """An optimizer with its own entry in addition to state and groups."""
 
     def __init__(self, params: Any, note: int) -> None:
         super().__init__(params, lr=0.1, momentum=0.9)
@@ -303,10 +306,10 @@ class Noted(optim.SGD):
         super().load_state_dict(state_dict)
 
 
-def test_an_optimizer_with_more_in_its_state_is_saved_as_an_object() -> None:
+def test_an_optimizer_with_additional_state_is_saved_as_an_object() -> None:
     model, store = network(1), small()
     noted = Noted(model.parameters(), 7)
-    with pytest.raises(InvalidInput, match=r"holds \['note'\].* in a TrainState, or by its state_dict"):
+    with pytest.raises(InvalidInput, match=r"has \['note'\].* in a TrainState, or save its state_dict"):
         Checkpointer(store, run="r").save(0, model, noted)
     train(model, noted, range(2))
     Checkpointer(store, run="r").save(2, model, None, TrainState(optim=noted))
@@ -320,7 +323,7 @@ def test_an_optimizer_with_more_in_its_state_is_saved_as_an_object() -> None:
         assert one.note == 7
 
 
-def test_tensors_made_of_others_are_stored_where_pickles_are_allowed() -> None:
+def test_tensors_composed_of_tensors_are_stored_if_pickles_are_allowed() -> None:
     model, store = nn.Linear(3, 2), small()
     make: Any = TwoTensor
     codes = make(torch.arange(6.0).view(2, 3), torch.ones(2, 3))
@@ -356,7 +359,7 @@ def test_the_table_has_every_optimizer_of_torch() -> None:
 
 def zero(model: nn.Module, **options: Any) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.jit.script, in torch's own
+        warnings.simplefilter("ignore")  # torch uses torch.jit.script here
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
     return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=optim.AdamW, **options)
@@ -366,7 +369,7 @@ def zero_resumed(rank: int, size: int, path: Path) -> Any:
     model = DistributedDataParallel(network(1))
     optimizer = zero(model, lr=0.01)
     train(model, optimizer, range(3))
-    optimizer.param_groups[0]["lr"] = 0.005  # as a scheduler does, without a step since then
+    optimizer.param_groups[0]["lr"] = 0.005  # as a scheduler does, with no step since then
     save_model_and_optim_state(path, model, optimizer, run="r", step=3)
     fresh = DistributedDataParallel(network(2))
     other = zero(fresh, lr=0.5)
@@ -383,7 +386,7 @@ def zero_resumed(rank: int, size: int, path: Path) -> Any:
 
 def test_zero_redundancy_resumes_with_and_without_its_parts(store_path: Path, ranks: Pool) -> None:
     found, overlapping = ranks.run(2, zero_resumed, store_path)[0]
-    assert "make it without overlap_with_ddp" in overlapping
+    assert "create it without overlap_with_ddp" in overlapping
     alone = network(3)
     whole = optim.AdamW(alone.parameters(), lr=0.5)
     load_model_and_optim_state(store_path, "r@3", alone, whole)
@@ -392,7 +395,7 @@ def test_zero_redundancy_resumes_with_and_without_its_parts(store_path: Path, ra
 
 
 def owners_of(model: nn.Module, optimizer: Optimizer, size: int) -> Callable[[str], int | None]:
-    """As docs/training.md has it."""
+    """The function from docs/training.md."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {
         f"optim.state.{names[parameter]}.momentum_buffer": number % size
@@ -402,7 +405,7 @@ def owners_of(model: nn.Module, optimizer: Optimizer, size: int) -> Callable[[st
     }.get
 
 
-square = partial(network, sides=(80, 80, 80))  # gloo gathers tensors of one shape
+square = partial(network, sides=(80, 80, 80))  # gloo gathers only tensors of equal shape
 
 
 def muon_resumed(rank: int, size: int, path: Path, name: str) -> str:
@@ -424,7 +427,7 @@ def muon_resumed(rank: int, size: int, path: Path, name: str) -> str:
 
 
 def maintained(model: nn.Module, optimizer: Optimizer, owners: Callable[[str], int | None], rank: int) -> Any:
-    """The parameters, and of the state what this rank maintains."""
+    """Return the parameters, and the state that this rank maintains."""
     state = {
         f"{name}.{what}": value
         for name, parameter in model.named_parameters()
@@ -435,7 +438,7 @@ def maintained(model: nn.Module, optimizer: Optimizer, owners: Callable[[str], i
 
 
 @pytest.mark.parametrize("name", ["Muon", "MuonWithAuxAdam"])
-def test_muon_resumes_with_the_momentum_of_its_owners(store_path: Path, ranks: Pool, name: str) -> None:
+def test_muon_resumes_with_the_momentum_of_the_owning_ranks(store_path: Path, ranks: Pool, name: str) -> None:
     pytest.importorskip("muon")
     for refused in ranks.run(2, muon_resumed, store_path, name):
         assert "owners=" in refused
@@ -460,7 +463,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "SGD": [{}, {"momentum": 0.9}],
 }
 KINDS: dict[str, Callable[[Any], Optimizer]] = {
-    f"{name} {options or ''}".strip(): partial(kind, lr=0.1, **options)  # type: ignore[call-arg]  # all of them take it
+    f"{name} {options or ''}".strip(): partial(kind, lr=0.1, **options)  # type: ignore[call-arg]  # all of them accept it
     for name, kind in vars(optim).items()
     if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
     for options in OPTIONS.get(name, [{}])
@@ -468,7 +471,7 @@ KINDS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 def made(kind: str, seed: int) -> tuple[nn.Module, Optimizer]:
-    """One matrix, which every kind takes, and an optimizer."""
+    """Return a model with one matrix, which every kind of optimizer accepts, and an optimizer."""
     model = nn.Linear(3, 2, bias=False)
     with torch.no_grad():
         model.weight.copy_(torch.randn(2, 3, generator=torch.Generator().manual_seed(seed)))
@@ -483,7 +486,10 @@ def step(model: nn.Module, optimizer: Optimizer, seed: int) -> None:
 
 
 def stepped_on(model: nn.Module, optimizer: Optimizer) -> str | None:
-    """What goes wrong in one step more: torch 2.11's Adagrad cannot go on from SGD's, which has no state."""
+    """Return the error of one more step, if any.
+
+    In torch 2.11, Adagrad cannot continue from SGD, which has no state.
+    """
     try:
         step(model, optimizer, 3)
     except KeyError as error:
@@ -492,7 +498,8 @@ def stepped_on(model: nn.Module, optimizer: Optimizer) -> str | None:
 
 
 def torchs_own(saved: Optimizer, model: nn.Module, optimizer: Optimizer, kind: str) -> tuple[nn.Module, Optimizer]:
-    """The same model, and an optimizer of this kind that takes over what was saved as torch itself has it."""
+    """Return a copy of the model, and an optimizer of this kind that loads the saved state with torch's own
+    functions."""
     other, alike = made(kind, 0)
     other.load_state_dict(model.state_dict())
     state = copy.deepcopy(saved.state_dict())
@@ -503,7 +510,7 @@ def torchs_own(saved: Optimizer, model: nn.Module, optimizer: Optimizer, kind: s
 
 @pytest.fixture(scope="module")
 def trained() -> dict[str, tuple[casckpt.Store, Optimizer]]:
-    """Of each kind: a store with what one step left, and the optimizer that took it."""
+    """Return, for each kind, a store with the state after one step, and the optimizer that took the step."""
     found = {}
     for kind in KINDS:
         store = small()
@@ -516,7 +523,7 @@ def trained() -> dict[str, tuple[casckpt.Store, Optimizer]]:
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
 @pytest.mark.parametrize("stepped", [True, False], ids=["stepped", "fresh"])
-def test_state_of_each_kind_loads_into_each_other_kind_or_is_refused(
+def test_state_of_each_kind_loads_into_every_other_kind_or_is_refused(
     trained: dict[str, tuple[casckpt.Store, Optimizer]], strict: bool, stepped: bool
 ) -> None:
     serves = set()
@@ -541,14 +548,14 @@ def test_state_of_each_kind_loads_into_each_other_kind_or_is_refused(
 
 
 def _family(kind: str) -> str:
-    """Kinds that keep the same."""
+    """Return the family of kinds that keep the same state."""
     name = kind.partition(" ")[0]
     return "Adam" if name in ("AdamW", "RAdam", "SparseAdam") else name
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_table_of_kinds_matches_the_state_of_torch(kind: str) -> None:
-    """Should a version of torch keep more or less, this says so."""
+    """This test fails if a version of torch keeps more or less state."""
     model, optimizer = made(kind, 1)
     step(model, optimizer, 1)
     known = StateKind.of(optimizer)
@@ -558,7 +565,7 @@ def test_the_table_of_kinds_matches_the_state_of_torch(kind: str) -> None:
 
 
 class More(optim.SGD):
-    """An optimizer of a user, which keeps more than the one that it is made of."""
+    """A user's optimizer, which keeps more state than its base class."""
 
     def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
@@ -567,7 +574,7 @@ class More(optim.SGD):
 
 
 class Slow(optim.Adam):
-    """Another, which steps as Adam does, and keeps a copy beside that."""
+    """A user's optimizer that steps like Adam and also keeps a copy."""
 
     def note(self) -> None:
         for parameter in self.param_groups[0]["params"]:
@@ -575,7 +582,7 @@ class Slow(optim.Adam):
 
 
 @pytest.mark.parametrize("make", [More, Slow])
-def test_an_optimizer_of_the_user_may_have_any_state(make: Callable[..., Any]) -> None:
+def test_a_user_defined_optimizer_can_have_any_state(make: Callable[..., Any]) -> None:
     store, model = small(), made("SGD", 1)[0]
     optimizer = make(model.parameters(), lr=0.1)
     step(model, optimizer, 1)

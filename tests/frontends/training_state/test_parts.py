@@ -15,14 +15,14 @@ from tests.support.training import contents, identical
 
 
 class Stages(nn.Module):
-    """A part of a model: some of its layers, under the names that they have in the whole."""
+    """Part of a model: some of its layers, under their names in the whole model."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleDict(layers)
 
 
-def test_lists_of_models_and_optimizers_are_one_model_and_one_optimizer() -> None:
+def test_lists_of_models_and_optimizers_act_as_one_model_and_one_optimizer() -> None:
     store, layers = small(), {str(number): nn.Linear(3, 3) for number in range(4)}
     whole = Stages(layers)
     parts = [Stages({name: layers[name] for name in names}) for names in ("01", "23")]

@@ -1,4 +1,4 @@
-"""Training resumes on other ranks, with any optimizer, and state of any dtype and shape."""
+"""Training resumes on different numbers of ranks, with any optimizer, and with state of any dtype and shape."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def resumed_on_2(rank: int, size: int, path: Path, saved: Everything) -> list[li
 
 
 def by_hand(model: nn.Module, optimizer: Optimizer, saved: Everything) -> None:
-    """Put a state in without casckpt."""
+    """Set a saved state without casckpt."""
 
     def like(parameter: DTensor, value: torch.Tensor) -> DTensor:
         return distribute_tensor(value, parameter.device_mesh, parameter.placements)
@@ -81,7 +81,7 @@ def by_hand(model: nn.Module, optimizer: Optimizer, saved: Everything) -> None:
                 }
 
 
-def test_a_training_resumes_bit_for_bit_on_another_number_of_ranks(store_path: Path, ranks: Pool) -> None:
+def test_a_training_resumes_bit_for_bit_on_a_different_number_of_ranks(store_path: Path, ranks: Pool) -> None:
     saved = ranks.run(4, trained_on_4, store_path)[0]
     assert ranks.run(2, resumed_on_2, store_path, saved) == [[[]] * 4] * 2
 
@@ -117,25 +117,25 @@ def any_optimizer(rank: int, size: int, path: Path, topology: str, names: list[s
 
 
 UNFIT = {"fsdp2 on 2": ["Adafactor"], "tp": ["Adafactor", "AdamW, fused"], "fsdp1 nested": ["Adagrad"]}
-"""Adafactor and fused ones torch cannot train; Adagrad counts steps where it takes none."""
+"""torch cannot train with Adafactor or fused optimizers here. Adagrad counts steps on ranks that take none."""
 
 
 @pytest.mark.parametrize("topology", UNFIT)
 def test_any_optimizer_is_saved_and_loaded_on_ranks(store_path: Path, ranks: Pool, topology: str, full: bool) -> None:
-    """By default each under one topology."""
+    """By default, test each optimizer under one topology."""
     names = list(OPTIMIZERS) if full else list(OPTIMIZERS)[list(UNFIT).index(topology) :: len(UNFIT)]
     ranks.run(2, any_optimizer, store_path, topology, [name for name in names if name not in UNFIT[topology]])
 
 
 class Odd(Optimizer):
-    """State of other dtypes and shapes than the parameter's, nested, in a list."""
+    """An optimizer with nested state, including a list, whose dtypes and shapes differ from the parameter's."""
 
     def __init__(self, params: Iterable[Any], others: int) -> None:
         super().__init__(params, {"lr": 0.1})
         self._others = others
 
     def step(self, closure: Any = None) -> Any:
-        """Not a useful one."""
+        """Take a step that has no useful effect."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -149,7 +149,7 @@ class Odd(Optimizer):
             state["last"] = []
             state["all"] = (
                 torch.zeros_like(gradient).sum().new_zeros(self._others)
-            )  # where it is a DTensor, a replicated one
+            )  # a replicated DTensor if the parameter is a DTensor
             state["step"] = torch.zeros(())
         state["step"] += 1
         state["mean"]["slow"].mul_(0.9).add_(gradient, alpha=0.1)
@@ -177,7 +177,7 @@ def odd_state(rank: int, size: int, path: Path, topology: str) -> None:
     train(model, trained, range(3))
     save_model_and_optim_state(path, model, trained, run=topology.split(maxsplit=1)[0], step=3)
     fresh, other = make(2)
-    for _ in range(2):  # into what is not there, and into what is
+    for _ in range(2):  # first into missing state, then into existing state
         load_model_and_optim_state(path, f"{topology.split(maxsplit=1)[0]}@3", fresh, other)
         assert same_state(trained, other)
         train(fresh, other, range(3, 4))
@@ -187,7 +187,7 @@ def odd_state(rank: int, size: int, path: Path, topology: str) -> None:
 
 
 def same_state(one: Optimizer, other: Optimizer) -> bool:
-    """Of what lies on this rank, in the same kinds of tensors."""
+    """Return whether the state on this rank is equal and has the same kinds of tensors."""
 
     def seen(optimizer: Optimizer) -> Any:
         found: list[Any] = []
@@ -201,12 +201,12 @@ def same_state(one: Optimizer, other: Optimizer) -> bool:
 
 
 @pytest.mark.parametrize("topology", ["ddp", "fsdp2 on 3", "fsdp1 on 3"])
-def test_state_of_other_dtypes_and_shapes_is_sharded(store_path: Path, ranks: Pool, topology: str) -> None:
+def test_state_with_different_dtypes_and_shapes_is_sharded(store_path: Path, ranks: Pool, topology: str) -> None:
     ranks.run(3, odd_state, store_path, topology)
 
 
 def stale_steps(rank: int, size: int, path: Path, factory: Factory) -> list[float]:
-    """Ranks that have nothing of a parameter do not count its steps."""
+    """Return step counts. Ranks that have no elements of a parameter must not affect them."""
     model, trained = build("fsdp1", 1, factory)
     step(model, trained, range(2))
     save_model_and_optim_state(path, model, trained, run="a", step=2)
@@ -220,12 +220,13 @@ def stale_steps(rank: int, size: int, path: Path, factory: Factory) -> list[floa
 
 
 @pytest.mark.parametrize("factory", [adamw, optim.Adagrad])  # Adagrad has state before the first step
-def test_steps_are_those_of_ranks_that_take_them(store_path: Path, ranks: Pool, factory: Factory) -> None:
+def test_step_counts_come_from_ranks_that_take_the_steps(store_path: Path, ranks: Pool, factory: Factory) -> None:
     assert ranks.run(4, stale_steps, store_path, factory) == [[5.0]] * 4
 
 
 def with_state_of_blocks(rank: int, size: int, path: Path, wrap: bool, drift: float) -> str:
-    """An optimizer that keeps, beside moments of a parameter's shape, a scale for each block of what is here."""
+    """Save an optimizer that keeps moments with the parameter's shape, and a scale for each block of the local
+    shard."""
     model: Any = nn.Linear(8, 6, bias=False)
     if wrap:
         fully_shard(model)
@@ -238,7 +239,7 @@ def with_state_of_blocks(rank: int, size: int, path: Path, wrap: bool, drift: fl
     return "saved"
 
 
-def test_state_that_may_belong_to_a_shard_is_refused_where_ranks_differ(tmp_path: Path, ranks: Pool) -> None:
+def test_state_that_may_belong_to_a_shard_is_refused_if_it_differs_across_ranks(tmp_path: Path, ranks: Pool) -> None:
     for drift in (1.0, 1e-6):
         for text in ranks.run(2, with_state_of_blocks, tmp_path / "s", True, drift):
             assert "'optim.state.weight.scales' differs between ranks 0 and 1, and its parameter is sharded" in text
@@ -249,7 +250,7 @@ def test_state_that_may_belong_to_a_shard_is_refused_where_ranks_differ(tmp_path
 def leaves_something_unread(rank: int, size: int, path: Path) -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a test may
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign] # allowed in a test
     logging.getLogger("casckpt").addHandler(handler)
     torch.manual_seed(0)
     model = nn.Linear(3, 3)
@@ -277,7 +278,7 @@ def with_odd_state_beside_shards(rank: int, size: int, path: Path) -> list[str]:
     return found
 
 
-def test_state_beside_a_shard_is_compared_exactly_or_refused_by_name(tmp_path: Path, ranks: Pool) -> None:
+def test_whole_state_of_a_sharded_parameter_is_compared_exactly_or_refused(tmp_path: Path, ranks: Pool) -> None:
     for conjugate, wrapper in ranks.run(2, with_odd_state_beside_shards, tmp_path / "s"):
         assert conjugate == "saved"
         assert "'optim.state.weight.scales': a TwoTensor consists of other tensors" in wrapper

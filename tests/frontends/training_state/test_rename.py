@@ -1,4 +1,4 @@
-"""Parameters that had other names when they were saved: ``rename`` maps the model, its optimizer, and the checks."""
+"""Parameters whose saved names were different: ``rename`` applies to the model, its optimizer, and the checks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Load = Callable[..., Any]
 
 
 def made(first: str, seed: int, second: str = "head") -> tuple[nn.Module, optim.Optimizer]:
-    """Two layers of these names; a buffer in the first."""
+    """Return a model with two layers of these names, the first of which has a buffer, and its optimizer."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         layers = OrderedDict([(first, nn.BatchNorm1d(3)), (second, nn.Linear(3, 2))])
@@ -66,7 +66,9 @@ def alike(found: tuple[nn.Module, optim.Optimizer], saved: tuple[nn.Module, opti
 @LOADS
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("rename", [RENAME, lambda key: key.replace("model.trunk", "model.body")])
-def test_names_are_mapped_for_model_and_optimizer(store: casckpt.Store, load: Load, strict: bool, rename: Any) -> None:
+def test_a_rename_maps_the_names_of_model_and_optimizer(
+    store: casckpt.Store, load: Load, strict: bool, rename: Any
+) -> None:
     saved = trained("body", 1)
     save_model_and_optim_state(store, *saved, run="a", step=1)
     found = made("trunk", 2)
@@ -75,7 +77,7 @@ def test_names_are_mapped_for_model_and_optimizer(store: casckpt.Store, load: Lo
     assert len(found[1].state) == 4
 
 
-def test_nothing_is_missing_or_left_over(store: casckpt.Store) -> None:
+def test_a_rename_leaves_no_missing_or_unread_keys(store: casckpt.Store) -> None:
     save_model_and_optim_state(store, *trained("body", 1), run="a", step=1)
     loaded = load_model_and_optim_state(store, "a@1", *made("trunk", 2), rename=RENAME)
     assert (loaded.missing_keys, loaded.unread_keys) == ((), ())
@@ -103,7 +105,7 @@ def test_missing_keys_are_reported_by_their_new_names(store: casckpt.Store) -> N
 
 
 @LOADS
-def test_one_name_for_two_parameters_of_an_optimizer_is_refused(store: casckpt.Store, load: Load) -> None:
+def test_a_rename_of_two_parameters_to_one_name_is_refused(store: casckpt.Store, load: Load) -> None:
     saved = nn.Sequential(OrderedDict(one=nn.Linear(3, 3)))
     save_model_and_optim_state(store, saved, optim.SGD(saved.parameters()), run="a", step=1)
     two = nn.Sequential(OrderedDict(one=nn.Linear(3, 3), two=nn.Linear(3, 3)))
@@ -139,7 +141,7 @@ def test_top_level_weights_are_renamed(store: casckpt.Store, load: Load) -> None
 
 
 class Module:
-    """A train module in the manner of OLMo-core."""
+    """A train module like those of OLMo-core."""
 
     def __init__(self) -> None:
         self.weight = torch.zeros(3)

@@ -1,4 +1,4 @@
-"""Model and optimizer, saved and loaded: to the bit, with any optimizer, into tensors that are there."""
+"""A model and any optimizer are saved and loaded bit for bit, into existing tensors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ def test_every_optimizer_of_torch_is_in_the_table() -> None:
 
 
 def resumes_to_the_bit(store: casckpt.Store, factory: Factory, model: nn.Module, fresh: nn.Module) -> None:
-    """Three steps, a save, three more; a fresh model and optimizer that load the save go on in just the same way."""
+    """Take three steps, save, and take three more.
+
+    A new model and optimizer that load the save must continue identically.
+    """
     trained = factory(p for p in model.parameters() if p.requires_grad)
     train(model, trained, range(3))
     before = everything(model, trained)
@@ -96,13 +99,14 @@ def test_sparse_adam_resumes_bit_for_bit(store: casckpt.Store) -> None:
 
 
 class Quantized(Optimizer):
-    """State in dtypes that `Optimizer.load_state_dict` would convert, and in containers that it would spoil."""
+    """An optimizer with state that `Optimizer.load_state_dict` would convert, and containers that it would not
+    preserve."""
 
     def __init__(self, params: Params, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
 
     def step(self, closure: Any = None) -> Any:
-        """Not a useful one."""
+        """Take a step that has no useful effect."""
         loss = closure()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -128,7 +132,7 @@ class Quantized(Optimizer):
 
 
 class Picky(Quantized):
-    """An optimizer with a load_state_dict of its own, that reads state by number, as some have."""
+    """An optimizer with its own load_state_dict, which reads state by number, as in some packages."""
 
     def load_state_dict(self, state_dict: Any) -> None:
         assert all(isinstance(key, int) for key in state_dict["state"])
@@ -141,7 +145,7 @@ def test_state_is_restored_in_its_saved_dtype(store: casckpt.Store, kind: Factor
     resumes_to_the_bit(store, kind, Network(1, dtype), Network(2, dtype))
 
 
-def test_nan_and_other_bits_are_kept(store: casckpt.Store) -> None:
+def test_nan_payloads_and_other_bit_patterns_are_preserved(store: casckpt.Store) -> None:
     model, fresh = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     trained, other = optim.SGD(model.parameters(), momentum=0.9), optim.SGD(fresh.parameters(), momentum=0.9)
     odd = torch.tensor([0x7FC00123, -1, -(2**31), 1], dtype=torch.int32).view(torch.float32).view(2, 2)
@@ -157,13 +161,13 @@ def test_nan_and_other_bits_are_kept(store: casckpt.Store) -> None:
 
 
 class Refusing(optim.AdamW):
-    """An optimizer that takes no step."""
+    """An optimizer that refuses to take a step."""
 
     def step(self, closure: Any = None) -> NoReturn:
         raise AssertionError("a step was taken")
 
 
-def test_a_save_before_the_first_step_stores_no_state_and_makes_none(store: casckpt.Store) -> None:
+def test_a_save_before_the_first_step_neither_stores_nor_creates_state(store: casckpt.Store) -> None:
     model = Network(1).eval()
     model.norm.train()
     fresh = Refusing(model.parameters())
@@ -289,7 +293,7 @@ def test_a_scheduler_resumes(store: casckpt.Store) -> None:
     assert other.param_groups[0]["lr"] == trained.param_groups[0]["lr"] == 0.025
 
 
-def test_named_parameters_keep_their_given_names(store: casckpt.Store) -> None:
+def test_parameters_named_by_the_user_keep_their_names(store: casckpt.Store) -> None:
     model, fresh = Network(1), Network(2)
     trained = optim.AdamW(model.named_parameters())
     train(model, trained, range(1))

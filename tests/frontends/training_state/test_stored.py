@@ -24,7 +24,7 @@ def two_groups(model: Network) -> optim.Optimizer:
     return optim.AdamW(groups, lr=0.1)
 
 
-def test_optimizer_state_nested_by_another_front_end_is_found(
+def test_optimizer_state_nested_by_a_different_front_end_is_found(
     store: casckpt.Store, saved: tuple[Network, optim.Optimizer]
 ) -> None:
     state = store.read("a@2")
@@ -71,7 +71,7 @@ def test_a_fresh_optimizer_finds_its_stored_state(
     entry = Entry("tensor", "x", 0, None, "float32", 4, shape, 0)
     assert (is_step(entry, f"deep.{what}") and steps_on_cpu(None, options)) is on_cpu
     asgd = optim.ASGD([torch.ones(1)])
-    assert not steps_on_cpu(asgd, options)  # the one optimizer of torch that counts on the device
+    assert not steps_on_cpu(asgd, options)  # the only torch optimizer that keeps step counts on the device
     like = torch.empty(2, 3, device="meta").t()
     holding = Holding("w", like, None)
     made = holding.destination(entry, None, torch.device("meta"), set(), added=False)

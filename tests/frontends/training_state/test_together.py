@@ -1,4 +1,4 @@
-"""Several ranks save and load together: replicas, errors that reach all of them, ranks that have parts of a model."""
+"""Several ranks save and load together: replicas, errors that all ranks raise, and ranks with parts of a model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
 
-# what is the same on several ranks, and what is not
+# values that are equal on several ranks, and values that differ
 
 
 class Statistics(nn.Module):
@@ -82,17 +82,17 @@ def statistics(rank: int, size: int, path: Path, wrap: Callable[[nn.Module], nn.
     ],
     ids=["ddp", "fsdp1", "fsdp2"],
 )
-def test_statistics_are_those_of_one_rank(
+def test_statistics_are_stored_from_one_rank(
     store_path: Path, ranks: Pool, wrap: Callable[[nn.Module], nn.Module]
 ) -> None:
-    small_folder(store_path)  # of cells that are smaller than the statistics
+    small_folder(store_path)  # its cells are smaller than the statistics
     means = ranks.run(3, statistics, store_path, wrap)
     found = unshard_model_state(store_path, "a@1")["norm.running_mean"]
     assert [torch.equal(found, mean) for mean in means] == [True, False, False]
 
 
 class Wide(nn.Module):
-    """Enough bytes for several blobs."""
+    """A model with enough bytes for several blobs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,12 +132,12 @@ def test_replicas_are_written_once_by_their_holders(
     found = ranks.run(4, shared_out, store_path, wrap)
     whole = 3 * 2 * 96 * 512 * 4
     for written, total, stored in found:
-        assert whole <= total < whole + 100  # two steps
+        assert whole <= total < whole + 100  # the counts of two steps
         assert whole < stored < 1.1 * whole
         assert abs(written - stored / 4) <= BLOB
 
 
-# what goes wrong on one rank goes wrong on all
+# an error on one rank is raised on all
 
 
 def kinds(error: Any) -> tuple[str, str]:
@@ -199,7 +199,7 @@ def missing_state(rank: int, size: int, path: Path) -> Any:
     return [kinds(error) for error in errors], done
 
 
-def test_an_optimizer_of_other_parameters_is_refused(store_path: Path, ranks: Pool) -> None:
+def test_an_optimizer_with_different_parameters_is_refused(store_path: Path, ranks: Pool) -> None:
     for errors, done in ranks.run(2, missing_state, store_path):
         assert [kind for kind, _ in errors] == ["MissingKey", "Mismatch", "MissingKey"]
         assert all("tied.0.weight" in text for _, text in errors[:2])
@@ -246,7 +246,8 @@ def test_all_ranks_refuse_a_save_that_one_rank_refuses(store_path: Path, ranks: 
 
 
 def of_two_kinds(rank: int, size: int, path: Path) -> Any:
-    """Two ranks have one model, and optimizers of another kind each; then a part of the model each, too."""
+    """Save with a different kind of optimizer on each rank: first for the whole model, then for a part of it per
+    rank."""
     torch.manual_seed(1)
     model, kind = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), (optim.AdamW, optim.SGD)[rank]
     whole = kinds(
@@ -258,13 +259,13 @@ def of_two_kinds(rank: int, size: int, path: Path) -> Any:
     return whole, objects
 
 
-def test_ranks_with_different_optimizers_under_a_key_are_refused(store_path: Path, ranks: Pool) -> None:
+def test_different_optimizers_under_one_key_are_refused(store_path: Path, ranks: Pool) -> None:
     small_folder(store_path)
     for found in ranks.run(2, of_two_kinds, store_path):
         for key, (kind, text) in zip(("optim", "own"), found, strict=True):
             assert kind == "InvalidInput"
-            assert f"'{key}' is another kind of optimizer on rank 1 than on rank 0: for '0.weight' it has " in text
-            assert text.index("'dampening'") < text.index(", and rank 0 ") < text.index("'betas'")
+            assert f"'{key}' is a different kind of optimizer on rank 1 than on rank 0: for '0.weight' it has " in text
+            assert text.index("'dampening'") < text.index(" there, but ") < text.index("'betas'")
     groups = casckpt.open(store_path).read("a@2")["optim"]["param_groups"]
     assert [("betas" in group, group["params"]) for group in groups] == [
         (True, ["0.weight", "0.bias"]), (False, ["1.weight", "1.bias"]),
@@ -293,13 +294,15 @@ def unsharded(rank: int, size: int, path: Path) -> Any:
 def test_unsharding_works_on_several_ranks(store_path: Path, ranks: Pool) -> None:
     for rank, (reads, (kind, _)) in enumerate(ranks.run(2, unsharded, store_path)):
         assert kind == "NotFound"
-        assert len([key for key in reads if "manifest" in key]) == (rank == 0), reads  # rank 0 reads it and sends it
+        assert len([key for key in reads if "manifest" in key]) == (rank == 0), (
+            reads
+        )  # rank 0 reads the manifest and sends it
 
 
 def alone(rank: int, size: int, path: Path) -> Any:
     model, trained = build("plain", 1)
     step(model, trained, range(1))
-    if rank == 0:  # no rank waits for another
+    if rank == 0:  # rank 0 must not wait for the others
         save_model_and_optim_state(path, model, trained, run="a", step=1, no_dist=True)
         fresh, other = build("plain", 2, shape_seed=1)
         load_model_and_optim_state(path, "a@1", fresh, other, no_dist=True)
@@ -311,18 +314,18 @@ def alone(rank: int, size: int, path: Path) -> Any:
 READERS: list[Callable[..., Any]] = [unshard_model_state, unshard_optim_state]
 
 
-def test_rank_0_may_save_load_and_unshard_alone(store_path: Path, ranks: Pool) -> None:
+def test_rank_0_can_save_load_and_unshard_alone(store_path: Path, ranks: Pool) -> None:
     first, second = ranks.run(2, alone, store_path)
     assert first == [True, True]
     assert [kind for kind, _ in second] == ["InvalidInput"] * 2
     assert all("rank 1" in text for _, text in second)
 
 
-# ranks that have other parameters each
+# ranks with different parameters
 
 
 def stages(rank: int, size: int, path: Path) -> None:
-    """Two stages of a pipeline, on two ranks each: stage by stage sharded, and saved together."""
+    """Save two pipeline stages together. Each is sharded across two ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
     stage = mesh.get_local_rank("stage")
 
@@ -345,7 +348,7 @@ def stages(rank: int, size: int, path: Path) -> None:
     for one, two in zip(model.parameters(), fresh.parameters(), strict=True):
         assert identical(local(one), local(two))
     refused = outcome_of(lambda: load_model_and_optim_state(path, "a@1", fresh, process_group=mesh["data"].get_group()))
-    assert isinstance(refused, Mismatch)  # of all stages, two ranks have only one
+    assert isinstance(refused, Mismatch)  # these two ranks have only one of the stages
 
 
 def test_stages_of_a_pipeline_are_unsharded(store_path: Path, ranks: Pool) -> None:
@@ -378,7 +381,7 @@ def test_groups_of_several_ranks_are_merged() -> None:
 
 
 def group_of_two(rank: int, size: int, path: Path) -> None:
-    """A process group of some ranks saves and loads; the others do something else."""
+    """Save and load in a process group of some ranks, while the others do something else."""
     pair = dist.new_group([1, 3])
     if rank in (1, 3):
         model = DistributedDataParallel(Blocks(1, as_it_is), process_group=pair)

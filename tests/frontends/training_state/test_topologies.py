@@ -1,4 +1,4 @@
-"""A model and its optimizer, saved under one kind of parallelism and loaded under every other, to the bit."""
+"""A model and its optimizer are saved under one kind of parallelism and loaded bit for bit under every other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SIZES = sorted({size for size, _ in TOPOLOGIES.values()})
 WITH_FULL = {"fsdp2 on 2", "fsdp2 on 3", "tp on 4", "fsdp1 on 3", "fsdp1 SHARD_GRAD_OP"}
-"""These differ from others only in the number of ranks, or in when they gather."""
+"""Topologies that differ from others only in the number of ranks, or in when they gather."""
 
 
 def of_size(size: int, names: Collection[str]) -> list[str]:
@@ -33,7 +33,7 @@ def run_of(topology: str) -> str:
 
 
 def saved(rank: int, size: int, path: Path, topologies: Sequence[str], seed: int) -> dict[str, Everything]:
-    """Train and save under each of these topologies; what torch says was saved."""
+    """Train and save under each topology. Return the saved values according to torch."""
     found = {}
     for topology in topologies:
         model, trained = build(topology, seed)
@@ -48,7 +48,7 @@ def saved(rank: int, size: int, path: Path, topologies: Sequence[str], seed: int
 def loaded(
     rank: int, size: int, path: Path, pairs: Mapping[str, Sequence[str]], seed: int
 ) -> dict[tuple[str, str, str], Everything]:
-    """What torch finds after loads, into a fresh optimizer and into one in use."""
+    """Load into a new optimizer and into one in use. Return the resulting values according to torch."""
     found = {}
     store = casckpt.open(path)
     for topology, origins in pairs.items():
@@ -64,11 +64,11 @@ def loaded(
             if origin == origins[-1]:
                 step(*fresh, [2])
                 step(*used, [2])
-                assert everything(*fresh).differences(everything(*used)) == []  # nothing else was left behind
+                assert everything(*fresh).differences(everything(*used)) == []  # nothing remains of the earlier state
     return found if rank == 0 else {}
 
 
-def test_any_topology_loads_checkpoints_of_any_other(store_path: Path, ranks: Pool, seed: int, full: bool) -> None:
+def test_any_topology_loads_checkpoints_of_every_other(store_path: Path, ranks: Pool, seed: int, full: bool) -> None:
     seed %= 1000
     expected: dict[str, Everything] = {}
     origins = pairs_of(seed, full=full)
@@ -85,7 +85,7 @@ def test_any_topology_loads_checkpoints_of_any_other(store_path: Path, ranks: Po
 
 
 def pairs_of(seed: int, *, full: bool) -> dict[str, list[str]]:
-    """For each topology those whose checkpoints it loads: one, so that each is loaded once; all with --full."""
+    """Return the topologies whose checkpoints each topology loads: one each by default, and all with ``full``."""
     if full:
         return {name: list(TOPOLOGIES) for name in TOPOLOGIES}
     names = [name for name in TOPOLOGIES if name not in WITH_FULL]

@@ -1,4 +1,4 @@
-"""A train state: accepted values, and values that a load fills in place."""
+"""Train states: values that they accept, and values that a load fills in place."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_dict_receives_extra_entries_and_a_train_state_logs_them(caplog: pytes
     assert "also has 'seen'" in caplog.text
 
 
-def test_a_dict_that_asks_for_more_than_was_saved_is_refused_before_it_changes() -> None:
+def test_a_dict_with_unsaved_entries_is_refused_before_it_changes() -> None:
     store = small()
     Checkpointer(store, run="a").save(1, nn.Linear(1, 1), None, {"epoch": 3})
     plain = {"epoch": 0, "more": 1}
@@ -93,9 +93,9 @@ def test_a_model_with_the_name_of_the_train_state_is_refused() -> None:
         Checkpointer(small(), run="a").save(1, {"train": nn.Linear(1, 1)})
 
 
-def test_a_data_loader_without_a_position_is_refused_at_once() -> None:
-    loader: DataLoader[int] = DataLoader([1, 2])  # type: ignore[arg-type]  # a list will do
-    with pytest.raises(InvalidInput, match=r"'loader' is a DataLoader of torch.*StatefulDataLoader"):
+def test_a_data_loader_that_cannot_save_its_position_is_refused() -> None:
+    loader: DataLoader[int] = DataLoader([1, 2])  # type: ignore[arg-type]  # a list is sufficient
+    with pytest.raises(InvalidInput, match=r"'loader' is a torch DataLoader.*StatefulDataLoader"):
         TrainState(loader=loader)
     with pytest.raises(InvalidInput, match="StatefulDataLoader"):
         TrainState()["loader"] = loader
@@ -153,13 +153,13 @@ def test_a_resume_fills_existing_tensors_in_place(kind: type) -> None:
     assert state["epoch"] == 3
 
 
-def test_an_unsaved_object_inside_a_dict_is_not_lost() -> None:
+def test_an_unsaved_object_inside_a_dict_is_refused() -> None:
     with pytest.raises(MissingKey, match="'one'"):
         TrainState(rng=False, scheds={"one": schedule(1)}).load_state_dict({"scheds": {}})
 
 
 @pytest.mark.parametrize("saved", [[], [{}] * 3, 3, {"0": {}}])
-def test_a_list_with_another_saved_length_is_not_lost(saved: Any) -> None:
+def test_a_list_of_a_different_length_is_refused(saved: Any) -> None:
     schedules = [schedule(1), schedule(2)]
     with pytest.raises(Mismatch, match="'scheds' is a list with objects, of length 2"):
         TrainState(rng=False, scheds=schedules).load_state_dict({"scheds": saved})
@@ -188,8 +188,8 @@ def test_a_value_that_cannot_be_filled_in_place_is_replaced_and_logged(caplog: p
     state.load_state_dict({"buffer": torch.ones(3), "ids": np.ones(2, np.int64)})
     assert state["buffer"].tolist() == [1, 1, 1]
     assert state["ids"].dtype == np.int64
-    assert "'buffer' has another shape or dtype" in caplog.text
-    assert "'ids' has another shape or dtype" in caplog.text
+    assert "'buffer' has a different shape or dtype" in caplog.text
+    assert "'ids' has a different shape or dtype" in caplog.text
 
 
 def test_generators_are_restored_after_parts_that_draw_numbers() -> None:

@@ -1,4 +1,4 @@
-"""Whole weights and optimizer state out of a checkpoint, without a model."""
+"""Whole weights and optimizer state are read from a checkpoint without a model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def two_groups(model: Network) -> optim.Optimizer:
     return optim.AdamW(groups, lr=0.1)
 
 
-def test_the_state_of_a_model_is_unsharded(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
+def test_a_model_state_is_unsharded(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
     found = unshard_model_state(store, "a@2")
     assert identical(found, saved[0].state_dict())
     Network(2).load_state_dict(found)
@@ -46,7 +46,7 @@ def test_the_state_of_a_model_is_unsharded(store: casckpt.Store, saved: tuple[Ne
         (["model.*"], None),
     ],
 )
-def test_a_part_of_the_state_of_a_model_is_unsharded(
+def test_part_of_a_model_state_is_unsharded(
     store: casckpt.Store, saved: tuple[Network, optim.Optimizer], keys: list[str], names: list[str] | None
 ) -> None:
     state = saved[0].state_dict()
@@ -61,7 +61,7 @@ def test_names_that_begin_with_model_are_unsharded(store: casckpt.Store) -> None
     assert list(unshard_model_state(store, "a@1", keys=["model.*"])) == ["model.weight", "model.bias"]
 
 
-def test_model_state_nested_by_another_front_end_is_unsharded(store: casckpt.Store) -> None:
+def test_model_state_nested_by_a_different_front_end_is_unsharded(store: casckpt.Store) -> None:
     model = Network(1)
     nested: dict[str, Any] = {}
     for name, value in model.state_dict().items():
@@ -76,7 +76,7 @@ def test_model_state_nested_by_another_front_end_is_unsharded(store: casckpt.Sto
     assert identical(fresh.state_dict(), model.state_dict())
 
 
-def test_a_pattern_without_a_match_is_an_error(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
+def test_a_pattern_without_a_match_raises(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
     for pattern in ("haed.*", "optim.*"):
         with pytest.raises(MissingKey, match="matches"):
             unshard_model_state(store, "a@2", keys=[pattern])
@@ -96,7 +96,7 @@ def test_a_pattern_without_a_match_is_an_error(store: casckpt.Store, saved: tupl
         (["head.weight", "norm.bias.step"], {"head.weight": ["step", "exp_avg", "exp_avg_sq"], "norm.bias": ["step"]}),
     ],
 )
-def test_a_part_of_the_state_of_an_optimizer_is_unsharded(
+def test_part_of_an_optimizer_state_is_unsharded(
     store: casckpt.Store, saved: tuple[Network, optim.Optimizer], keys: list[str], parts: dict[str, list[str]]
 ) -> None:
     found = unshard_optim_state(store, "a@2", keys=keys, by_name=True)
@@ -113,35 +113,35 @@ def test_an_unsharded_state_is_on_the_chosen_device(
 ) -> None:
     assert unshard_model_state(store, "a@2", device=torch.device("cpu"))["counts"].device.type == "cpu"
     for unshard in (unshard_model_state, unshard_optim_state):
-        with pytest.raises(InvalidInput, match="device='nowhere' is not usable"):
+        with pytest.raises(InvalidInput, match="device='nowhere' is not valid"):
             unshard(store, "a@2", device="nowhere")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is available")
 def test_an_unavailable_device_is_refused(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
     for unshard in (unshard_model_state, unshard_optim_state):
-        with pytest.raises(InvalidInput, match="cannot be made on cuda"):
+        with pytest.raises(InvalidInput, match=r"cannot allocate .* on cuda"):
             unshard(store, "a@2", device="cuda")
 
 
-def test_patterns_choose_keys(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
-    """One text is one pattern, as for `Store.read`."""
+def test_patterns_select_keys(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
+    """A string is one pattern, as for `Store.read`."""
     assert list(unshard_model_state(store, "a@2", keys="counts")) == ["counts"]
     first = unshard_optim_state(store, "a@2", keys=["norm.*"], by_name=True)["state"]
     assert identical(unshard_optim_state(store, "a@2", keys="norm.*", by_name=True)["state"], first)
     for unshard in (unshard_model_state, unshard_optim_state):
-        with pytest.raises(InvalidInput, match="give a list of patterns"):
-            unshard(store, "a@2", keys=5)  # type: ignore[arg-type]  # what is refused
+        with pytest.raises(InvalidInput, match="pass a list of patterns"):
+            unshard(store, "a@2", keys=5)  # type: ignore[arg-type]  # the invalid value
 
 
-def test_a_single_process_is_rank_0(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
+def test_a_single_process_acts_as_rank_0(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
     choices: list[dict[str, Any]] = [{"rank0_only": True}, {"no_dist": True}, {"rank0_only": True, "no_dist": True}]
     for flags in choices:
         assert identical(unshard_model_state(store, "a@2", **flags), saved[0].state_dict())
         assert identical(unshard_optim_state(store, "a@2", **flags), saved[1].state_dict())
 
 
-def test_a_flat_state_must_be_whole() -> None:
+def test_an_incomplete_flat_state_is_refused() -> None:
     model = Network(1)
     trained = optim.LBFGS(model.parameters(), max_iter=3)
     before = everything(model, trained)

@@ -1,4 +1,4 @@
-"""The model is found in each layout in which trainings save."""
+"""The model is found in every layout that trainings save."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_model_is_found_in_saved_trainings(store: Store, layout: str) -> Non
     tensors = {one.name: one.entry.key for one in found.tensors}
     assert all(key.startswith(found.prefix) for key in tensors.values())
     everything = store.get("latest").tensors.keys()
-    assert {*tensors.values(), *found.left_out} >= everything, "what is not seen is named"
+    assert {*tensors.values(), *found.left_out} >= everything, "everything that is hidden is named"
 
 
 UNCLEAR: dict[str, tuple[Any, tuple[str, ...]]] = {
@@ -98,9 +98,9 @@ def test_a_part_of_a_model_may_be_named_like_a_training_part(store: Store) -> No
 
 
 def test_a_checkpoint_without_a_model_is_refused(store: Store) -> None:
-    with pytest.raises(MissingKey, match="holds no weights of a model, but keys below optim"):
+    with pytest.raises(MissingKey, match="does not hold a model's weights, but keys below optim"):
         view(store, {"optim": OPTIMIZER, "epoch": 1}, model=True)
-    with pytest.raises(MissingKey, match="holds no weights of a model; "):
+    with pytest.raises(MissingKey, match="does not hold a model's weights; "):
         view(store, {"epoch": 1}, model=True)
 
 
@@ -115,5 +115,7 @@ def test_a_model_with_adapters_does_not_match_its_config(store: Store, key: str)
     with pytest.raises(InvalidInput, match="Merge the adapter") as caught:
         view(store, {"model": flat("h.0.weight", key)}, model=True)
     assert caught.value.key == key
-    assert key in names(store, {"model": flat(key)}, strip_prefix="model", model=True), "who knows better says so"
-    assert key in names(store, flat(key), model=True), "a folder that was imported comes out again"
+    assert key in names(store, {"model": flat(key)}, strip_prefix="model", model=True), (
+        "the caller can override the check"
+    )
+    assert key in names(store, flat(key), model=True), "an imported folder can be exported again"

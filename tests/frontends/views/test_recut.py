@@ -17,7 +17,7 @@ def tensor(name: str, *shape: int, number: int = 0, dtype: str = "float32") -> V
     return ViewTensor(name, Entry("tensor", name, 0, None, dtype, 4, shape, number))
 
 
-def test_a_tensor_is_split_in_equal_or_given_parts() -> None:
+def test_a_tensor_is_split_into_equal_or_specified_parts() -> None:
     one = tensor("h.0.qkv.weight", 12, 5)
     names = [r"\1.q", r"\1.k", r"\1.v"]
     q, k, v = recut([one], {r"(.*)\.qkv\.weight": names}, {})
@@ -42,13 +42,13 @@ def test_tensors_are_concatenated() -> None:
         ({"x": ["a", "b", "c"]}, {}, "cannot be split"),
         ({"x": {"a": 0, "b": 1}}, {}, "cannot be split"),
         ({"x": []}, {}, "cannot be split"),
-        ({"(": ["a"]}, {}, "no regular expression"),
-        ({"x": [r"\3", "b"]}, {}, "no replacement"),
+        ({"(": ["a"]}, {}, "not a regular expression"),
+        ({"x": [r"\3", "b"]}, {}, "not a replacement"),
         ({}, {"x": ["whole", "z"]}, "no tensor 'z'"),
         ({}, {"x": ["whole", "other"]}, "cannot be concatenated"),
     ],
 )
-def test_unusable_splits_and_concatenations_are_refused(
+def test_invalid_splits_and_concatenations_are_refused(
     split: dict[str, Any], concat: dict[str, Any], match: str
 ) -> None:
     with pytest.raises(InvalidInput, match=match):

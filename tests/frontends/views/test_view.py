@@ -35,7 +35,7 @@ def flat(*keys: str) -> dict[str, torch.Tensor]:
 LLAMA = flat("model.embed.weight", "model.layers.0.weight")
 
 
-def test_rules_choose_strip_and_rename_in_this_order(store: Store) -> None:
+def test_rules_select_strip_and_rename_in_this_order(store: Store) -> None:
     state = {"model": flat("h.0.w", "h.1.w", "head.w"), "optim": OPTIMIZER}
     assert names(store, state, keys=["model.h.*"], strip_prefix="model") == {
         "h.0.w": "model.h.0.w",
@@ -51,7 +51,7 @@ def test_rules_choose_strip_and_rename_in_this_order(store: Store) -> None:
     assert {one.name for one in found.tensors} == store.get("latest").tensors.keys(), "names as they are"
 
 
-def test_wrapper_prefixes_are_removed_from_a_chosen_model_too(store: Store) -> None:
+def test_wrapper_prefixes_are_also_removed_from_a_selected_model(store: Store) -> None:
     state = {"policy": flat("module.a", "module._orig_mod.b"), "reference": LLAMA}
     assert names(store, state, strip_prefix="policy", model=True).keys() == {"a", "b"}
     assert names(store, state, strip_prefix="policy").keys() == {"module.a", "module._orig_mod.b"}
@@ -61,13 +61,13 @@ def test_wrapper_prefixes_are_removed_from_a_chosen_model_too(store: Store) -> N
     ("rules", "kind", "match"),
     [
         ({"keys": ["nothing*"]}, MissingKey, "nothing in default@0 matches 'nothing"),
-        ({"strip_prefix": "mod"}, MissingKey, "no tensor of default@0 is below 'mod.'"),
+        ({"strip_prefix": "mod"}, MissingKey, "default@0 has no tensors below 'mod.'"),
         ({"rename": {r".*\.w": "w"}}, InvalidInput, "would both be named 'w'"),
         ({"rename": {r".*\.w": ""}}, InvalidInput, "would be empty"),
-        ({"rename": {"(": "w"}}, InvalidInput, "no regular expression"),
+        ({"rename": {"(": "w"}}, InvalidInput, "not a regular expression"),
     ],
 )
-def test_unusable_rules_are_refused(store: Store, rules: Any, kind: type[CasckptError], match: str) -> None:
+def test_invalid_rules_are_refused(store: Store, rules: Any, kind: type[CasckptError], match: str) -> None:
     with pytest.raises(kind, match=match):
         view(store, {"model": flat("a.w", "b.w")}, **rules)
 

@@ -71,7 +71,7 @@ def changes(rules: Rules, plan: tuple[tuple[str, str], ...], *, joined: bool = F
 
 
 def announces(rules: Rules, plan: tuple[tuple[str, str], ...], record: int, number: int, after: bool) -> Program:
-    """Take the next free number of the run's log. If a number has no answer, find its owner first."""
+    """Take the next free number of the run's log. If a number's put has no response, find the number's owner first."""
     txid, kind = plan[0]
     mine = (txid, record, kind)
     follow = goto(changes, rules, plan[1:]) if after else goto(records, rules, plan, record)
@@ -85,8 +85,10 @@ def announces(rules: Rules, plan: tuple[tuple[str, str], ...], record: int, numb
 
 
 def records(rules: Rules, plan: tuple[tuple[str, str], ...], number: int) -> Program:
-    """Create an announced record. A process that finds it taken has lost, and announces the next number before it
-    retries."""
+    """Create an announced record.
+
+    A process that finds it taken has lost and announces the next number before retrying.
+    """
     txid, kind = plan[0]
     won = yield append(txid, number, kind)
     if won and rules.mutant == "announced_after":
@@ -145,7 +147,7 @@ class Memory(NamedTuple):
 
 
 def host(rules: Rules, memory: Memory, looks: int) -> Program:
-    """Follow the run this many times."""
+    """Follow the run this many times, one after the other."""
     if not looks:
         return None
     yield look("BEGINS to look", lambda store: None, lambda store, _: store.with_(("ghost", "shown"), _shown(store)))
@@ -159,7 +161,7 @@ def host(rules: Rules, memory: Memory, looks: int) -> Program:
 
 
 def _shown(store: Store) -> frozenset[Any]:
-    """Return the listing at this instant, without what followers need not know."""
+    """Return the listing at this instant, without what followers do not have to know."""
     return frozenset(key for key, kind in store.under("commits").items() if kind not in {REVOKED, KEPT})
 
 
@@ -178,7 +180,7 @@ def reads_run(rules: Rules, memory: Memory, looks: int) -> Program:
 
 
 def reads_logs(rules: Rules, memory: Memory, looks: int, todo: tuple[Any, ...], first: bool) -> Program:
-    """Read on in each log, record by record, to its end."""
+    """Continue reading each log, record by record, to its end."""
     if not todo:
         return goto(reads_run if first else has_looked, rules, memory, looks)
     txid, number, kind = todo[0]
@@ -235,8 +237,10 @@ def model(
     lost: bool = False,
     quiet: bool = False,
 ) -> Model:
-    """``plans``: of each process. ``joined``: txids that two processes work on. ``quiet``: processes may die, a gc
-    settles their announcements, and no process follows."""
+    """``plans``: of each process. ``joined``: txids that two processes work on.
+
+    ``quiet``: processes may die, a gc settles their announcements, and no process follows.
+    """
     rules = Rules(mutant, lost)
     memory = Memory(1, (("T", (COMMITTED,)),))
     found = [] if quiet else [Process("host", goto(host, rules, memory, looks))]

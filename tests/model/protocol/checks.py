@@ -1,4 +1,4 @@
-"""Checks of all concerns: a model holds, certain steps happen in it, and its mutants fail."""
+"""Checks for all concerns: a model holds, certain steps occur in it, and its mutants fail."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def check_holds(made: Model, happens: tuple[str, ...] = (), *, limit: int = 200_
 
 
 def check_dies(made: Model, says: str) -> None:
-    """Check that the invariant with this text breaks, and no other before it."""
+    """Check that the invariant with this description is the first one to break."""
     assert explore(made, limit=200_000).broken == says

@@ -56,7 +56,7 @@ class Store:
 
 
 class Outcome(NamedTuple):
-    """One possible end of an operation."""
+    """One possible outcome of an operation."""
 
     label: str
     store: Store
@@ -64,8 +64,10 @@ class Outcome(NamedTuple):
 
 
 class Op(NamedTuple):
-    """A storage operation. ``private``: it neither reads nor changes the store. ``last``: it runs only after all others
-    ended."""
+    """A storage operation. ``private``: it neither reads nor changes the store.
+
+    ``last``: it runs only after all others ended.
+    """
 
     run: Callable[[Store], Iterable[Outcome]]
     private: bool = False
@@ -87,7 +89,10 @@ def goto(program: Callable[..., Program], *args: Any) -> Goto:
 
 
 def create(key: Key, value: Any, ghost: Ghost = lambda store, _: store, *, lost: bool = False) -> Op:
-    """An exclusive put: True, or False if the key is taken. ``lost``: or None, and it arrives later or never."""
+    """An exclusive put: True, or False if the key is taken.
+
+    With ``lost``, it may also return None and arrive later or never.
+    """
 
     def run(store: Store) -> Iterable[Outcome]:
         name = "/".join(map(str, key))
@@ -121,7 +126,10 @@ def replace(key: Key, value: Any) -> Op:
 
 
 def choose(options: Iterable[Any]) -> Op:
-    """Choose any of the options. Other processes do not notice. Without an option, the process stops for ever."""
+    """Choose any of the options. Other processes cannot observe this.
+
+    If there are no options, the process stops permanently.
+    """
     made = tuple(options)
     return Op(lambda store: [Outcome(f"chooses {one}", store, one) for one in made], private=True)
 
@@ -146,11 +154,10 @@ def network() -> Program:
 
 @dataclass(frozen=True)
 class Process:
-    """``mortal``: it may die, for processes that wait for its end. ``daemon``: it never ends, and no process waits for
-    it.
+    """``mortal``: it may die, for processes that wait for its end.
 
-    A process that is not mortal may still stop for ever: an invariant of each state also holds where it never moves
-    again.
+    ``daemon``: it never ends, and no process waits for it. A process that is not mortal may still stop permanently: an
+    invariant of each state also holds if it never moves again.
     """
 
     name: str
@@ -160,8 +167,10 @@ class Process:
 
 
 class Invariant(NamedTuple):
-    """``says``: the invariant in words. ``holds``: of a store, or of (process, store before, store after) for a
-    step."""
+    """``says``: the invariant in words.
+
+    ``holds``: of a store, or of (process, store before, store after) for a step.
+    """
 
     says: str
     holds: Callable[..., bool]
@@ -169,8 +178,10 @@ class Invariant(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """``always``: of each state. ``steps``: of each step. ``at_end``: of states in which all processes have ended or
-    died."""
+    """``always``: of each state. ``steps``: of each step.
+
+    ``at_end``: of states in which all processes have ended or died.
+    """
 
     store: Store
     processes: Sequence[Process]
@@ -301,7 +312,7 @@ class _Explorer:
         return self._at(node.process, Goto(node.program, node.args), (*node.results, result))
 
     def _at(self, process: int, to: Goto, results: tuple[Any, ...]) -> int:
-        """Return the node of a process that has run ``to`` and received ``results``."""
+        """Return the node for a process that has run ``to`` and received ``results``."""
         known = self.node_numbers.get((process, to.program, to.args, results))
         if known is not None:
             return known

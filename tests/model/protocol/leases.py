@@ -161,7 +161,7 @@ def _granted(store: Store, lease: Lease, expires: int) -> Store:
 
 
 def tagger(rules: Rules, name: str) -> Program:
-    """Set a permanent tag. A tag on a forgotten checkpoint restores it. A purged checkpoint gets none."""
+    """Set a permanent tag. A tag on a forgotten checkpoint restores it. A purged checkpoint does not get a tag."""
     txid = yield look("lists commits", _named)
     tag = Lease(name, txid, 0, ((NEVER,),))
     if rules.mutant == "log_first":
@@ -213,7 +213,7 @@ def _due(now: Logs, rules: Rules) -> Iterable[tuple[str, int, str, bool]]:
 
 
 def _needs(now: Logs, txid: str, rules: Rules) -> bool:
-    """Report whether the purge of a forgotten or replaced commit removes anything that a tag may count on."""
+    """Report whether purging a forgotten or replaced commit removes anything that a tag may rely on."""
     state = now.state(txid)
     if isinstance(state, Replaced):
         first = now.get(state.by)[0]
@@ -257,7 +257,7 @@ def _tags(rules: Rules, now: int | None) -> Generator[Op, Any, frozenset[str]]:
 
 
 def _counting(store: Store, newest: list[Any], now: int) -> frozenset[str]:
-    """A tag that vanished since the listing was over."""
+    """A tag that has vanished since the listing had expired."""
     found = [tag for key in newest if (tag := store.get("tags", *key))]
     return frozenset(tag.txid for tag in found if tag.expires >= now)
 
@@ -300,8 +300,10 @@ def _followed(now: Logs, named: frozenset[str]) -> frozenset[str]:
 
 
 def cleaner(rules: Rules, name: str) -> Program:
-    """Delete the old generations of a name once its newest one is over. The newest stays, since its number must not be
-    reused."""
+    """Delete a name's old generations once its newest one is over.
+
+    The newest remains, because its number must not be reused.
+    """
 
     def over(store: Store) -> tuple[int, ...]:
         numbers = sorted(_generations(store, name))
@@ -400,8 +402,10 @@ def model(
     torn: bool = False,
     records: int = 1,
 ) -> Model:
-    """``leases``: expiries of the generations of each. ``does``: actions of a user. ``rewrite``: the entries that each
-    rewrite keeps. ``records``: the records that the gc may create."""
+    """``leases``: expiries of the generations of each. ``does``: actions of a user.
+
+    ``rewrite``: the entries that each rewrite keeps. ``records``: the records that the gc may create.
+    """
     rules = Rules(mutant, torn)
     found = [Process("gc", goto(gc, rules, records))]
     found += [Process("holder", goto(holder, rules, "lease", leases))] if leases else []

@@ -1,9 +1,9 @@
-"""A store and its mirror, beside rewrites and forgets in both: a commit that is noted as safe was whole in the mirror.
+"""A store and its mirror, with rewrites and forgets in both: a commit that is noted as safe was whole in the mirror.
 
 The records of the store are at ("commits", txid, N), those of the mirror at ("mirror", txid, N), the notes at
 ("mirrored", txid, number of its restores). A copy is committed under the txid of its commit. If that transaction has
-ended in the mirror, the copy uses the next txid of a fixed sequence. It names no base. It is a plain commit even beside
-a thinner one of its id.
+ended in the mirror, the copy uses the next txid of a fixed sequence. It does not name a base. It is a plain commit
+even if a thinner one with the same id exists.
 
 A commit is *safe* if the mirror shows a commit of its id that has all its entries. For a forgotten commit, a live one
 is enough. This is checked each time and never derived from earlier copies. A commit replaced by one that drops nothing
@@ -76,7 +76,7 @@ def wanted(now: Logs, txid: str) -> Wanted:
 
 
 def is_safe(other: Logs, one: Wanted, mutant: str = "") -> bool:
-    """Decide by the listing of the mirror."""
+    """Decide based on a listing of the mirror."""
     if mutant == "very_txid" and isinstance(next(iter(other.get(one.txid)), None), Committed):
         return True
     if mutant == "any_commit" and other.txids(one.first.id):
@@ -89,7 +89,7 @@ def is_safe(other: Logs, one: Wanted, mutant: str = "") -> bool:
 
 
 def covered_by(now: Logs, txid: str, mutant: str = "") -> str:
-    """Return the replacement that dropped nothing. It must be safe instead."""
+    """Return the replacement that dropped nothing, which must be safe instead of this commit."""
     state = now.state(txid)
     if not isinstance(state, Replaced) or mutant == "each_its_own_note":
         return ""
@@ -105,7 +105,7 @@ def notes(store: Store) -> Notes:
 
 
 def is_noted(now: Logs, noted: Notes, txid: str, mutant: str = "") -> bool:
-    """A note from before a `restored` no longer counts, since the mirror may have forgotten it."""
+    """A note made before a `restored` no longer counts, because the mirror may have forgotten the commit."""
     by = covered_by(now, txid, mutant)
     since = now.get(txid).count(RESTORED)
     fits = any(one == txid and (of == since or mutant == "notes_last") for one, of in noted)
@@ -113,7 +113,7 @@ def is_noted(now: Logs, noted: Notes, txid: str, mutant: str = "") -> bool:
 
 
 def waiting(now: Logs, noted: Notes, mutant: str = "") -> tuple[str, ...]:
-    """Return what a pass copies, oldest first: live, not noted, not covered. Rewrites only if they stand."""
+    """Return what a pass copies, oldest first: live, neither noted nor covered. Rewrites only if they stand."""
     found = (txid for txid in now.live() if now.stands(txid) and not covered_by(now, txid, mutant))
     return tuple(txid for txid in found if not is_noted(now, noted, txid, mutant))
 
@@ -128,7 +128,7 @@ def mirror(rules: Rules, passes: int) -> Program:
 
 
 def mirror_each(rules: Rules, passes: int, todo: tuple[str, ...]) -> Program:
-    """List the mirror, note safe commits, copy the others."""
+    """List the mirror, note safe commits, and copy the others."""
     if not todo:
         return goto(mirror, rules, passes - 1)
     txid = todo[0]
@@ -159,12 +159,12 @@ def copies(rules: Rules, passes: int, todo: tuple[str, ...], one: Wanted, name: 
 
 
 def finds_copy(rules: Rules, passes: int, todo: tuple[str, ...], one: Wanted, name: str) -> Program:
-    """The transaction of this name has ended. Restore it if it is forgotten there. Otherwise try the next name."""
+    """The transaction with this name has ended. If it is forgotten there, restore it. Otherwise, try the next name."""
     other = yield look("reads the log of the copy", there)
     state = other.state(name)
     if state == FORGOTTEN and not one.forgotten:
         yield create(("mirror", name, other.number(name)), RESTORED)
-    elif isinstance(state, Committed):  # of another process, which will note it, or a later pass does
+    elif isinstance(state, Committed):  # committed by another process, which will note it; otherwise, a later pass does
         return goto(mirror_each, rules, passes, todo[1:])
     elif len(name) < 3:
         return goto(copies, rules, passes, todo, one, f"{name}'")
@@ -272,7 +272,7 @@ def last_gc(rules: Rules, left: int) -> Program:
 
 
 def remembers_safety(store: Store) -> Store:
-    """Ghosts: the commits of the store that have been safe since they exist or were last restored."""
+    """Ghosts: the store's commits that have been safe since they were created or last restored."""
     now, other = here(store), there(store)
     for txid in now.live():
         one = wanted(now, txid)
@@ -283,7 +283,7 @@ def remembers_safety(store: Store) -> Store:
 
 
 def noted_is_safe(store: Store) -> bool:
-    """For notes that count."""
+    """Applies to notes that count."""
     now, safe = here(store), store.under("ghost", "safe")
     return all(key in safe for key in notes(store) if now.get(key[0]).count(RESTORED) == key[1])
 
@@ -305,7 +305,7 @@ PURGED_IS_SAFE = Invariant(
 
 
 def nothing_waits(store: Store, damaged: bool) -> bool:
-    """Except for a damaged T whose entries no other commit has."""
+    """Does not apply to a damaged T whose entries no other commit has."""
     now, noted = here(store), notes(store)
     whole = [txid for txid in now.visible() if txid != "T" and now.get(txid)[0].has == "ef"]
     rest = [txid for txid in now.live() if txid != "T" or whole or not damaged]
@@ -330,8 +330,10 @@ def model(
     thins: bool = False,
     lost: bool = False,
 ) -> Model:
-    """``rewrite``: entries that a rewrite of T keeps. ``there``: records of the mirror's own gc. ``lost``: T lies only
-    in the mirror, and is copied back."""
+    """``rewrite``: entries that a rewrite of T keeps. ``there``: records of the mirror's own gc.
+
+    ``lost``: T lies only in the mirror, and is copied back.
+    """
     rules = Rules(mutant, damaged)
     plain = rewrites.Rules()
     found = [Process(f"mirror {index}", goto(mirror, rules, passes), mortal=not lost) for index in range(mirrors)]

@@ -1,4 +1,4 @@
-"""Rewrites that replace a commit, and their visibility beside other rewrites, forgets, restores and purges.
+"""Rewrites that replace a commit, and their visibility during other rewrites, forgets, restores and purges.
 
 One checkpoint "X" is committed as "T", and a later one of its run, "Y", as "U". `rewritten_bytes` models bytes. Here
 the worst case holds: purged bytes vanish at that instant.
@@ -70,7 +70,7 @@ class Rules(NamedTuple):
 
 
 def rewriter(rules: Rules, names: tuple[str, ...]) -> Program:
-    """Rewrite the visible commit of X, and then the result again, under ``names``."""
+    """Rewrite the visible commit of X and then rewrite the result, under ``names``."""
 
     def target(now: Logs) -> tuple[str, int, str] | None:
         found = now.live() if rules.mutant == "rewrites_forgotten" else now.visible()
@@ -88,8 +88,10 @@ def commits_rewrite(rules: Rules, names: tuple[str, ...], base: str, number: int
 
 
 def takes_its_number(rules: Rules, names: tuple[str, ...], base: str, number: int) -> Program:
-    """The instant at which a rewrite becomes visible. A writer without an answer settles the number before it gives
-    up."""
+    """The instant at which a rewrite becomes visible.
+
+    A writer that gets no response settles the number before it gives up.
+    """
     won = yield append(base, number, Replaced(names[0]), lost=rules.lost)
     if won is False and rules.mutant == "any_number" and number < 3:
         return goto(takes_its_number, rules, names, base, number + 1)
@@ -125,7 +127,7 @@ def actions(now: Logs, mutant: str = "") -> list[Action]:
 
 
 def gc(rules: Rules, puts: int) -> Program:
-    """Create this many records, each after a new listing."""
+    """Create this many records, each one after a new listing."""
     if not puts:
         return None
     seen = yield from listing(rules.mutant, torn=rules.torn)
@@ -158,8 +160,7 @@ def last_gc_acts(rules: Rules) -> Program:
 
 
 def user(rules: Rules, times: int, allowed: tuple[str, ...]) -> Program:
-    """Forget the visible commit, or restore another one. This may be the base of a rewrite, which undoes the
-    rewrite."""
+    """Forget the visible commit, or restore a different one. Restoring the base of a rewrite undoes the rewrite."""
 
     def options(now: Logs) -> tuple[Action, ...]:
         forget = [(txid, now.number(txid), FORGOTTEN) for txid in now.visible()]
@@ -226,7 +227,8 @@ def lists(rules: Rules) -> Program:
 
 
 def collects(rules: Rules, txids: tuple[str, ...], before: Logs, found: tuple[tuple[str, Log], ...] = ()) -> Program:
-    """Read all logs of an id until two rounds agree. So it was the state at the instant between them."""
+    """Read all logs of an id until two rounds agree, which shows that this was the state at the instant between
+    them."""
     if len(found) < len(txids):
         txid = txids[len(found)]
         log = yield look(f"reads the log of {txid}", lambda store: rules.now(store).get(txid))

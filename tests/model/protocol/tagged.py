@@ -59,7 +59,7 @@ def tagger(rules: Rules) -> Program:
 
 
 def tagger_looks(rules: Rules, txid: str) -> Program:
-    """Of two processes, one sees the other: the remover sees the tag, or the tagger sees the new state."""
+    """At least one of two processes sees the other: the remover sees the tag, or the tagger sees the new state."""
     seen = yield from listing(torn=rules.torn)
     is_less = rules.mutant != "takes_what_is_thin" and bool(_lacking(seen, txid))
     for one in _forgotten(seen) or ([txid] if is_less else []):
@@ -75,7 +75,7 @@ def _forgotten(now: Logs) -> list[str]:
 
 
 def _lacking(now: Logs, txid: str) -> set[str]:
-    """Return the entries of the replaced commit that the visible one lacks."""
+    """Return the entries of the replaced commit that the visible one does not have."""
     if not now.visible() or not now.lives(txid) or not isinstance(now.state(txid), Replaced):
         return set()
     return set(now.get(txid)[0].has) - _entries(now)
@@ -85,7 +85,7 @@ def _lacking(now: Logs, txid: str) -> set[str]:
 
 
 def ruler(rules: Rules) -> Program:
-    """A gc whose rule does not keep X. A forgotten checkpoint stays for a day. `leases` models purges."""
+    """A gc whose rule does not keep X. A forgotten checkpoint is kept for a day. `leases` models purges."""
     if (yield look("lists tags", tagged)):
         return None
     seen = yield from listing(torn=rules.torn)
@@ -186,7 +186,7 @@ def is_seen(store: Store) -> bool:
 
 
 def stays(who: str, before: Store, after: Store) -> bool:
-    """If a gc restored something, no user had forgotten it, or there is a tag again."""
+    """If a gc restored something, either no user had forgotten it, or it has a new tag."""
     if "gc" not in who or tagged(after):
         return True
     new = [key for key, record in after.under("commits").items() if record == RESTORED]
@@ -206,8 +206,10 @@ def model(
     mortal: bool = True,
     torn: bool = False,
 ) -> Model:
-    """``takes``: the processes that remove X. ``gcs``: gcs that restore, beside all others. ``settles``: one more at
-    the end."""
+    """``takes``: the processes that remove X. ``gcs``: gcs that restore, beside all others.
+
+    ``settles``: one more at the end.
+    """
     rules = Rules(mutant, torn)
     who = {"ruler": ruler, "thinner": thinner, "person": person}
     found = [Process(name, goto(who[name], rules), mortal and name != "person") for name in takes]

@@ -48,18 +48,18 @@ DIES = {
 
 
 @pytest.mark.parametrize("setup", SAFE)
-def test_a_look_shows_every_announced_record(setup: str) -> None:
+def test_a_read_shows_every_announced_record(setup: str) -> None:
     check_holds(model(**SAFE[setup]), ("creates runs/1", "creates commits"))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("setup", LARGE)
-def test_a_look_shows_every_announced_record_in_larger_models(setup: str) -> None:
+def test_a_read_shows_every_announced_record_in_larger_models(setup: str) -> None:
     check_holds(model(**LARGE[setup]), ("creates runs/1", "creates commits"), limit=6_000_000)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_every_change_of_the_protocol_loses_a_record(mutant: str) -> None:
+def test_every_change_to_the_protocol_loses_a_record(mutant: str) -> None:
     setup, broken = DIES[mutant]
     check_dies(model(mutant, **SAFE[setup]), broken.says)

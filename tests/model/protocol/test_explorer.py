@@ -1,4 +1,4 @@
-"""The explorer itself: errors that it finds in the smallest models, and explorations that must not pass."""
+"""The explorer itself: the errors that it finds in minimal models, and explorations that must not pass."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_lost_update_is_found() -> None:
     assert [step.split()[1].strip(":") for step in verdict.trace] == ["reads", "reads", "creates", "finds"]
 
 
-def test_a_put_without_an_answer_may_arrive_late_or_never() -> None:
+def test_a_put_without_a_response_may_arrive_late_or_never() -> None:
     def asks() -> Program:
         answer = yield create(("key",), "mine", lost=True)
         if answer is None:
@@ -105,7 +105,7 @@ def test_waiting_for_idle_includes_dead_processes() -> None:
     assert explore(mortal).trace[0] == "one dies"
 
 
-def test_every_choice_is_explored_as_its_own_step() -> None:
+def test_every_choice_is_explored_as_a_separate_step() -> None:
     def picks(key: str) -> Program:
         yield create((key,), (yield choose((1, 2))))
         return None

@@ -71,7 +71,7 @@ def test_a_granted_lease_keeps_its_checkpoint_in_larger_models(setup: str) -> No
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_every_change_of_the_protocol_breaks_a_lease(mutant: str) -> None:
+def test_every_change_to_the_protocol_breaks_a_lease(mutant: str) -> None:
     check_dies(model(mutant, **SAFE[DIES[mutant]]), HELD.says)
 
 

@@ -1,4 +1,4 @@
-"""Mirrors: a checkpoint is noted as safe only if it was whole there, and each checkpoint is noted in the end."""
+"""Mirrors: a checkpoint is noted as safe only if it was whole there, and each checkpoint is eventually noted."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def test_a_mirror_note_means_a_complete_copy_in_larger_models(setup: str) -> Non
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_every_change_of_the_protocol_breaks_an_invariant(mutant: str) -> None:
+def test_every_change_to_the_protocol_breaks_an_invariant(mutant: str) -> None:
     setup, broken = DIES[mutant]
     check_dies(model(mutant, **SAFE[setup]), broken.says)

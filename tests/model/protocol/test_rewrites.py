@@ -1,4 +1,4 @@
-"""Rewrites that replace: one commit of an id stays visible beside rewriters, users, gcs and late puts."""
+"""Rewrites that replace: one commit of an id remains visible despite rewriters, users, gcs and late puts."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ DIES = {
 
 
 @pytest.mark.parametrize("setup", SAFE)
-def test_a_checkpoint_stays_visible_exactly_once_until_forget(setup: str) -> None:
+def test_a_checkpoint_is_visible_exactly_once_until_it_is_forgotten(setup: str) -> None:
     check_holds(model(**SAFE[setup]), ("= Replaced", "= purged", "= kept"))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("setup", LARGE)
-def test_a_checkpoint_stays_visible_exactly_once_in_larger_models(setup: str) -> None:
+def test_a_checkpoint_is_visible_exactly_once_in_larger_models(setup: str) -> None:
     check_holds(model(**LARGE[setup]), ("= Replaced", "= purged", "= kept"), limit=4_000_000)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_every_change_of_the_protocol_breaks_an_invariant(mutant: str) -> None:
+def test_every_change_to_the_protocol_breaks_an_invariant(mutant: str) -> None:
     setup, says = DIES[mutant]
     check_dies(model(mutant, **SAFE[setup]), says)

@@ -1,4 +1,4 @@
-"""The bytes of rewrites: gc deletes nothing live, and in the end everything that only replaced commits name."""
+"""The bytes of rewrites: gc does not delete live objects, and eventually deletes what only replaced commits name."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def test_no_live_blob_is_deleted_in_larger_models(setup: str) -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_every_change_of_the_protocol_loses_data(mutant: str) -> None:
+def test_every_change_to_the_protocol_loses_data(mutant: str) -> None:
     check_dies(model(mutant, **SAFE[DIES[mutant]]), WHOLE.says)

@@ -1,4 +1,4 @@
-"""Tags beside rules that forget and thin: tagged checkpoints survive any kill."""
+"""Tags together with rules that forget and thin: tagged checkpoints survive if any process is killed."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ def test_a_tagged_checkpoint_survives_in_larger_models(setup: str) -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_every_change_of_the_protocol_breaks_an_invariant(mutant: str) -> None:
+def test_every_change_to_the_protocol_breaks_an_invariant(mutant: str) -> None:
     setup, says = DIES[mutant]
     check_dies(model(mutant, **SAFE[setup]), says)

@@ -20,11 +20,11 @@ from tests.support.local import KEY, failing
 
 def test_new_folders_above_the_store_are_made_durable(store: LocalStore) -> None:
     store.put("a", b"")
-    assert store.counts.fsyncs == 5  # the file, the store; folders that got a new folder: two, and one of them again
+    assert store.counts.fsyncs == 5  # the file, the store; folders with a new subfolder: two, one of them twice
 
 
 def test_a_failed_folder_sync_is_an_error(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The object exists, but its name may not be durable. Another put makes it so."""
+    """The object exists, but its name may not be durable. A second put makes it durable."""
     store.put("commits/0", b"")
     monkeypatch.setattr(syscalls, "sync", failing(syscalls.sync, errno.EIO, after=1))
     with pytest.raises(StorageError):
@@ -115,7 +115,7 @@ def test_a_dangling_link_is_reported(tmp_path: Path, below: str) -> None:
 def test_a_file_in_place_of_a_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for path in ("file", "file/store", "file/a/b"):
-        with pytest.raises(InvalidInput, match="is a file; give the path of a folder"):
+        with pytest.raises(InvalidInput, match="is a file: use the path of a folder"):
             LocalStore(tmp_path / path).put("a", b"")
 
 
@@ -133,7 +133,7 @@ def test_an_unreadable_parent_folder_is_reported(store: LocalStore, monkeypatch:
     assert store.counts.fsyncs == 2
 
 
-def test_the_memory_of_folders_is_bounded(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_set_of_remembered_folders_is_bounded(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "_REMEMBERED", 3)
     for number in range(20):
         store.put(f"objects/{number}/a", b"")

@@ -1,4 +1,4 @@
-"""The memory that a process may fill with reads."""
+"""How much memory a process may fill with reads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def host(tmp_path: Path) -> Host:
     return Host(tmp_path)
 
 
-def test_available_memory_of_the_host_is_found(host: Host) -> None:
+def test_the_available_memory_of_the_host_is_found(host: Host) -> None:
     assert host.found() == 500 * KIB
 
 
@@ -59,7 +59,7 @@ def test_a_container_with_its_own_cgroup_root_is_supported(host: Host) -> None:
     assert host.found() == 32 * KIB
 
 
-def test_limits_of_cgroups_v1_are_found(host: Host) -> None:
+def test_cgroup_v1_limits_are_found(host: Host) -> None:
     host.tell("mine", "9:cpu,cpuacct:/a\n4:memory:/job\n0::/\n")
     host.tell("groups/memory/job/memory.limit_in_bytes", "102400\n")
     host.tell("groups/memory/job/memory.usage_in_bytes", "92160\n")
@@ -71,7 +71,7 @@ def test_limits_of_cgroups_v1_are_found(host: Host) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "MemTotal: 900 kB\n"])
-def test_a_system_without_memory_information_has_no_limit(host: Host, text: str) -> None:
+def test_a_system_without_memory_information_does_not_have_a_limit(host: Host, text: str) -> None:
     host.tell("meminfo", text)
     assert host.found() == 0
     (host.root / "meminfo").unlink()

@@ -1,4 +1,4 @@
-"""New files of a local store, in each way that file systems support."""
+"""New files in a local store, created in each way that file systems support."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class TestEachWay:
         store.put(KEY, b"2")
         assert store.get(KEY, limit=1) == b"2"
 
-    def test_a_put_that_loses_after_writing_is_a_conflict(
+    def test_a_put_that_loses_the_race_after_writing_is_a_conflict(
         self, store: LocalStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         store.put(KEY, b"first")
@@ -82,7 +82,7 @@ class TestEachWay:
             store.put(KEY, noise(100))
         assert files(store) == ["a"]
 
-    def test_failed_allocation_is_reported(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_failed_allocation_is_reported(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(syscalls, "allocate", failing(syscalls.allocate, errno.EDQUOT))
         with pytest.raises(StorageError, match="quota"):
             put_aligned(store, KEY, noise(2 * MIB))
@@ -147,13 +147,13 @@ def test_a_put_works_without_proc(store: LocalStore, monkeypatch: pytest.MonkeyP
 def test_a_file_system_without_exclusive_create_is_refused(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     only(Naming.RENAME, monkeypatch)
     monkeypatch.setattr(syscalls, "rename_new", lacking)
-    with pytest.raises(Unsupported, match="another file system"):
+    with pytest.raises(Unsupported, match="a different file system"):
         store.put(KEY, b"1")
     assert files(store) == []
     assert list(store.list("")) == []
 
 
-def test_a_lost_answer_of_nfs_is_recognised(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_nfs_response_is_recognized(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     only(Naming.LINK, monkeypatch)
     link = syscalls.link_named
 
@@ -188,7 +188,7 @@ def test_a_write_of_zero_bytes_is_an_error(store: LocalStore, monkeypatch: pytes
 
 
 def answering(answer: bool, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """A set_direct without an effect. It records its arguments."""
+    """A set_direct that only records its arguments."""
     asked: list[bool] = []
 
     def set_direct(fd: int, on: bool) -> bool:

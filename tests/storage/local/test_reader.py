@@ -31,7 +31,7 @@ def test_short_reads_are_continued(store: LocalStore, monkeypatch: pytest.Monkey
     assert store.get(KEY, limit=100) == data
 
 
-def test_a_file_truncated_meanwhile_is_reported(store: LocalStore) -> None:
+def test_a_file_truncated_while_open_is_reported(store: LocalStore) -> None:
     store.put(KEY, bytes(100))
     with store.open(KEY) as reader:
         os.truncate(store.path / KEY, 10)
@@ -68,7 +68,7 @@ def test_uncached_ranges_are_read_with_direct_io(store: LocalStore, monkeypatch:
                 reader.read_into(10, [memoryview(bytearray(len(data)))])
 
 
-def test_ranges_shared_by_processes_are_read_through_the_page_cache(
+def test_ranges_shared_across_processes_are_read_through_the_page_cache(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.put("a", bytes(2 << 20))
@@ -85,8 +85,8 @@ def test_ranges_shared_by_processes_are_read_through_the_page_cache(
     assert asked == [2 << 20]
 
 
-def test_reads_through_the_page_cache_begin_small(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the kernel reads the first MiBs of each file in single pages."""
+def test_reads_through_the_page_cache_start_small(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, the kernel reads the first MiBs of each file in single pages."""
     data = noise(2 << 20)
     store.put("a", data)
     asked: list[tuple[int, int]] = []
@@ -127,7 +127,7 @@ def test_cachestat_and_mincore_agree(tmp_path: Path) -> None:
         os.fsync(file.fileno())
         for _ in range(2):
             told = localreader._is_resident(file.fileno(), 0, 1 << 20)
-            with suppress(Lacking):  # older kernels need another call
+            with suppress(Lacking):  # older kernels need a different call
                 assert (cached_pages(file.fileno(), 0, 1 << 20) >= 192) == told
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

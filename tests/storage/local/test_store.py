@@ -33,7 +33,7 @@ class LocalFixtures:
 
 
 class TestContract(LocalFixtures, SharedContract):
-    """The present file system."""
+    """The current file system."""
 
 
 @pytest.mark.parametrize("way", [Naming.LINK, Naming.RENAME], ids=lambda way: way.name)
@@ -95,7 +95,7 @@ def test_sweep_leaves_unknown_files(store: LocalStore) -> None:
     assert files(store) == ["objects/x/.hidden"]
 
 
-def test_reading_creates_nothing(store: LocalStore) -> None:
+def test_reading_does_not_create_anything(store: LocalStore) -> None:
     assert list(store.list("")) == []
     assert store.size(KEY) is None
     with pytest.raises(NotFound, match=r"objects/x/a is not in /.*store"):
@@ -115,8 +115,8 @@ ODD: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_other_things_in_place_of_a_file_are_refused(store: LocalStore, odd: str) -> None:
-    """If the storage ignored it, the object would seem to have never existed, and a gc would act on that."""
+def test_anything_else_in_place_of_a_file_is_refused(store: LocalStore, odd: str) -> None:
+    """If the storage ignored it, the object would appear never to have existed, and gc would act on that."""
     store.put("commits/a", b"1")
     ODD[odd](store.path / "commits/b")
     acts: list[Callable[[], object]] = [
@@ -131,7 +131,7 @@ def test_other_things_in_place_of_a_file_are_refused(store: LocalStore, odd: str
 
 
 @pytest.mark.parametrize("odd", ["file", "pipe"])
-def test_other_things_in_place_of_a_folder_are_refused(store: LocalStore, odd: str) -> None:
+def test_anything_else_in_place_of_a_folder_is_refused(store: LocalStore, odd: str) -> None:
     store.put("casckpt.json", b"1")
     (Path.touch if odd == "file" else os.mkfifo)(store.path / "commits")
     acts: list[Callable[[], object]] = [
@@ -148,7 +148,7 @@ def test_other_things_in_place_of_a_folder_are_refused(store: LocalStore, odd: s
             act()
 
 
-def test_no_descriptor_stays_open(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_descriptor_remains_open(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def use() -> None:
         put_aligned(store, KEY, noise(MIB + 1))
         store.replace(KEY, b"1")

@@ -1,4 +1,4 @@
-"""The contract of a cloud storage that fsspec reaches: all promises but one, and a realistic workload.
+"""The contract of a cloud storage accessed through fsspec: all guarantees but one, and a realistic workload.
 
 A subclass gives the fixture ``cloud``.
 """
@@ -39,8 +39,8 @@ class CloudContract(SharedContract):
     def peek(self, cloud: Cloud, bucket: str) -> Peek:
         return lambda key: cloud.look(bucket, f"deep/store/{key}")
 
-    def test_saves_loads_and_gc_work_in_a_cloud(self, cloud: Cloud, tmp_path: Path) -> None:
-        """The user need not promise a single writer: creates are exclusive, and the probe detects it."""
+    def test_saves_loads_and_gc_work_in_the_cloud(self, cloud: Cloud, tmp_path: Path) -> None:
+        """The user does not have to promise a single writer: creates are exclusive, and the probe detects that."""
         import torch
 
         url = f"{cloud.scheme}://{cloud.new_bucket()}/team/store"

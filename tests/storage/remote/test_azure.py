@@ -1,4 +1,4 @@
-"""Azure's storage through adlfs: the same promises, against Azurite where that is installed."""
+"""Azure storage through adlfs: the same guarantees, tested against Azurite where it is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A put sends memory of the caller: it is never copied whole, and each attempt sends it again."""
+"""A put sends the caller's memory, which is never copied in full, and resends it in each attempt."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_body_is_read_like_a_file(size: int) -> None:
 
 
 class Arriving:
-    """A body that gives two bytes at a time, and counts them."""
+    """A body that returns two bytes at a time and counts them."""
 
     def __init__(self, size: int) -> None:
         self.left = size
@@ -49,7 +49,7 @@ class Arriving:
         return bytes(given)
 
 
-def test_an_answer_is_read_only_up_to_its_expected_size() -> None:
+def test_a_response_is_read_only_up_to_its_expected_size() -> None:
     assert asyncio.run(read_whole(Arriving(5), 5, "it")) == bytes(5)
     longer = Arriving(100)
     with pytest.raises(Refused, match="it is longer than 5 bytes"):
@@ -75,7 +75,7 @@ def test_a_body_can_be_iterated_repeatedly(size: int) -> None:
     assert b"".join(asyncio.run(pieces(None))) == data
 
 
-def test_a_put_copies_pieces_only(seaweed_server: Server) -> None:
+def test_a_put_copies_only_pieces(seaweed_server: Server) -> None:
     storage = RemoteStore(RemoteLocation("s3", f"{seaweed_server.new_place()}/store", seaweed_server.options))
     storage.put("first", b"what a client needs once is made now")
     data = memoryview(bytearray(48 * MIB))
@@ -106,7 +106,7 @@ def proxy(server: Server, certificate: Path) -> Iterator[Proxy]:
         yield proxy
 
 
-def test_objects_are_put_by_https(server: Server, proxy: Proxy, certificate: Path) -> None:
+def test_objects_are_put_over_https(server: Server, proxy: Proxy, certificate: Path) -> None:
     bucket = server.new_place()
     options = {**server.options, "endpoint_url": proxy.endpoint, "client_kwargs": {"verify": str(certificate)}}
     storage = RemoteStore(RemoteLocation("s3", f"{bucket}/store", options), backoff=Backoff(sleep=lambda seconds: None))

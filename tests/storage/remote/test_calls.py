@@ -1,4 +1,4 @@
-"""Calls to file systems of fsspec."""
+"""Calls to fsspec file systems."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Asynchronous:
         return path.encode()[start:end]
 
 
-def test_asynchronous_clients_are_called_in_their_loop() -> None:
+def test_asynchronous_clients_are_called_in_their_event_loop() -> None:
     calls = Calls(Asynchronous(), Patience(60, 180))
     assert calls.read("abcdef", 6) == b"abcdef"
     assert calls.part("abcdef", 2, 4) == b"cd"

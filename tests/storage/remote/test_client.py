@@ -11,7 +11,7 @@ from casckpt.storage.remote.store import RemoteStore
 from tests.storage.remote.test_fsspec_client import Folder
 
 
-def test_errors_of_any_storage_become_errors_of_casckpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_errors_become_casckpt_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Odd(Exception):
         """An error of a cloud client."""
 

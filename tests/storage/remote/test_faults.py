@@ -1,4 +1,4 @@
-"""Faults of networks and servers: the storage retries, and recognises its own earlier put."""
+"""Network and server faults: the storage retries, and recognizes its own earlier put."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_endless_faults_are_an_error_that_names_them(
     assert sum(naps.seconds[:7]) < 13
 
 
-def test_a_conflict_after_faults_stays_one_if_the_object_is_unreadable(storage: RemoteStore, proxy: Proxy) -> None:
+def test_a_conflict_after_faults_remains_one_if_the_object_is_unreadable(storage: RemoteStore, proxy: Proxy) -> None:
     proxy.plan(Trouble.LOST, method="PUT")
     proxy.plan(Trouble.BUSY, method="HEAD", times=1000)
     with pytest.raises(AlreadyExists):
@@ -145,7 +145,7 @@ def test_a_refused_connection_is_reported(naps: Naps, moto_server: Server) -> No
 
 def test_wrong_credentials_are_reported(seaweed_server: Server, naps: Naps) -> None:
     bucket = seaweed_server.new_bucket()
-    for wrong, says in ({"secret": "guess"}, "secret key does not fit"), ({"key": "nobody"}, "does not know this"):
+    for wrong, says in ({"secret": "guess"}, "secret key does not match"), ({"key": "nobody"}, "does not know this"):
         options = seaweed_server.options | wrong
         storage = RemoteStore(RemoteLocation("s3", f"{bucket}/store", options), backoff=Backoff(sleep=naps))
         for act in (lambda: storage.put("a", b"1"), lambda: storage.size("a"), lambda: list(storage.list(""))):  # noqa: B023 - called here
@@ -158,7 +158,7 @@ def test_wrong_credentials_are_reported(seaweed_server: Server, naps: Naps) -> N
 def test_https_to_an_http_server_is_reported(moto_server: Server, naps: Naps) -> None:
     options = {**moto_server.options, "endpoint_url": moto_server.endpoint.replace("http:", "https:")}
     storage = RemoteStore(RemoteLocation("s3", "bucket/store", options), backoff=Backoff(sleep=naps))
-    with pytest.raises(StorageError, match="does the endpoint speak https"):
+    with pytest.raises(StorageError, match="check that the endpoint supports https"):
         storage.size("a")
 
 
@@ -174,7 +174,7 @@ def test_missing_credentials_are_reported(moto_server: Server, monkeypatch: pyte
         storage.size("a")
 
 
-def test_the_environment_is_read_when_a_store_is_opened(
+def test_environment_variables_are_read_when_a_store_is_opened(
     seaweed_server: Server, moto_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for server in (seaweed_server, moto_server):
@@ -215,7 +215,7 @@ def test_exactly_one_concurrent_put_wins_despite_faults(
     assert moto_server.look(bucket, "store/commits/1") == noise(1000, won.index(True))
 
 
-def test_metadata_of_casckpt_and_the_user_coexist(moto_server: Server, bucket: str) -> None:
+def test_casckpt_metadata_and_user_metadata_coexist(moto_server: Server, bucket: str) -> None:
     extra = {"s3_additional_kwargs": {"Metadata": {"team": "a"}, "StorageClass": "STANDARD_IA"}}
     RemoteStore(RemoteLocation("s3", f"{bucket}/store", moto_server.options | extra)).put("a", b"1")
     found = moto_server.client.head_object(Bucket=bucket, Key="store/a")
@@ -223,7 +223,7 @@ def test_metadata_of_casckpt_and_the_user_coexist(moto_server: Server, bucket: s
     assert set(found["Metadata"]) == {"team", "casckpt-put"}
 
 
-def test_large_objects_are_one_request(storage: RemoteStore, proxy: Proxy) -> None:
+def test_a_large_object_is_put_in_one_request(storage: RemoteStore, proxy: Proxy) -> None:
     """s3fs alone would upload this in parts, several of which can win a race."""
     storage.put("objects/x/a", bytes(101 * MIB))
     puts = [one for one in proxy.seen if one.method != "HEAD"]
@@ -242,7 +242,7 @@ def test_connections_are_reused(storage: RemoteStore, proxy: Proxy) -> None:
 
 
 def test_reads_run_concurrently(storage: RemoteStore, proxy: Proxy) -> None:
-    """There are as many connections as the traits promise. None waits for another one's answer."""
+    """There are as many connections as the traits promise, and none of them waits for another's response."""
     data = noise(64 * 1000)
     storage.put("a", data)
     parallel = storage.traits.parallel
@@ -284,7 +284,7 @@ def test_a_reader_does_not_mix_two_objects(storage: RemoteStore) -> None:
     with storage.open("a") as reader:
         reader.read_into(0, [buffer])
         storage.replace("a", b"9876543210")
-        with pytest.raises(StorageError, match="replaced while it was read"):
+        with pytest.raises(StorageError, match="replaced while casckpt was reading it"):
             reader.read_into(5, [buffer])
     with storage.open("a") as reader:
         assert reader.size == 10
@@ -303,7 +303,7 @@ def test_calls_and_bytes_are_counted(storage: RemoteStore) -> None:
     assert counts.requests == 3
 
 
-def test_a_call_from_the_client_loop_is_an_error(storage: RemoteStore) -> None:
+def test_a_call_from_the_event_loop_of_the_client_is_an_error(storage: RemoteStore) -> None:
     storage.size("a")
     loop = storage._clients.get()._fs.loop  # type: ignore[attr-defined]  # of S3
 
@@ -315,8 +315,8 @@ def test_a_call_from_the_client_loop_is_an_error(storage: RemoteStore) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1, 64 * MIB])
-def test_a_server_that_accepts_no_bytes_is_an_error(nbytes: int, naps: Naps) -> None:
-    """It accepts connections and is silent. The client would wait for ever for permission to continue."""
+def test_a_server_that_does_not_accept_bytes_is_an_error(nbytes: int, naps: Naps) -> None:
+    """The server accepts connections but is silent. The client would wait forever for permission to continue."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}"}
         place = RemoteLocation("s3", "bucket/store", {**options, "config_kwargs": {"read_timeout": 0.2}})

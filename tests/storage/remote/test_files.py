@@ -15,7 +15,7 @@ MIB: Final = 1 << 20
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("hostility", [Hostility.SILENT, Hostility.DRIP_BODY, Hostility.BODY])
-def test_hostile_file_servers_raise_errors_of_casckpt(
+def test_hostile_file_servers_raise_casckpt_errors(
     hostility: Hostility, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("casckpt.storage.remote.files.Patience", lambda: Patience(request=0.2, call=0.3))

@@ -1,4 +1,4 @@
-"""Google's storage through gcsfs: the same promises, against an imitation that supports conditions."""
+"""Google Cloud Storage through gcsfs: the same guarantees, tested against an emulator that supports conditions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that never answer, or never end: every call to them ends with an error, and takes no memory."""
+"""Servers that never answer or never finish: every call to them ends with an error and does not use up memory."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_every_call_to_a_hostile_server_ends(kind: Callable[[Hostile], ObjectSto
     with hostile(hostility, "206 Partial Content") as server:
         found = outcomes(kind(server), acts)
     for name, error in found.items():
-        if hostility is Hostility.DRIP_BODY:  # a HEAD has no body, so the slow bytes look like the next answer
+        if hostility is Hostility.DRIP_BODY:  # a HEAD has no body, so the slow bytes look like the next response
             assert isinstance(error, StorageError) or name.startswith("size")
         else:
             assert "_timeout in storage_options)" in str(error), name
@@ -121,7 +121,9 @@ def test_every_call_to_a_hostile_server_ends(kind: Callable[[Hostile], ObjectSto
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("hostility", [Hostility.SILENT, Hostility.DRIP])
 @pytest.mark.parametrize("kind", [google, azure])
-def test_every_call_to_other_hostile_clouds_ends(kind: Callable[[Hostile], ObjectStore], hostility: Hostility) -> None:
+def test_every_call_to_a_hostile_server_of_another_cloud_ends(
+    kind: Callable[[Hostile], ObjectStore], hostility: Hostility
+) -> None:
     with hostile(hostility) as server:
         found = outcomes(kind(server), {**READS, **WRITES} | {"put of 8 MiB": WRITES["put"]})
     assert {name: type(error) for name, error in found.items()} == dict.fromkeys(found, StorageError)
@@ -138,10 +140,10 @@ def test_no_surplus_bytes_are_accepted(kind: Callable[..., ObjectStore], hostili
             before = server.sent
             (error,) = outcomes(storage, {name: act}, attempts=1).values()
             fine = hostility is Hostility.BODY and (name.startswith("size") or name == "read")
-            # Refused by the size of the body, unless the client fails on the bytes after an answer first.
+            # Refused because of the body's size, unless the client fails first on the bytes after a response.
             expected = (Refused, StorageError) if hostility is Hostility.BODY else StorageError
             assert fine or isinstance(error, expected), name
-            most = 80 if kind is web else 30  # a page of a web server may have 64, an answer of S3 16
+            most = 80 if kind is web else 30  # a web server's page may have 64, a response from S3 16
             assert server.sent - before < most * MIB, name
 
 
@@ -149,7 +151,7 @@ def test_no_surplus_bytes_are_accepted(kind: Callable[..., ObjectStore], hostili
 def test_settings_of_a_silent_bucket_time_out(tmp_path: Path) -> None:
     with hostile(Hostility.SILENT) as server:
         storage = s3(server)
-        with pytest.raises(StorageError, match=r"cannot look at the settings of s3://bucket/store: .*request_timeout"):
+        with pytest.raises(StorageError, match=r"cannot read the settings of s3://bucket/store: .*request_timeout"):
             list(storage.examine())  # type: ignore[attr-defined]  # it is remote
         found = list(doctor.examine(Repository(storage, tmp_path)))
     assert [(one.name, one.ok) for one in found] == [("write", False), ("settings", False)]
@@ -206,7 +208,7 @@ def slow(pause: float) -> Iterator[str]:
 
 
 @pytest.mark.timeout(60)
-def test_a_slow_server_that_makes_progress_is_waited_for() -> None:
+def test_casckpt_waits_for_a_slow_server_that_makes_progress() -> None:
     """Each transfer takes longer than the limits for silence and for a call."""
 
     def fill(storage: ObjectStore) -> None:
@@ -237,14 +239,16 @@ def test_accepted_pieces_of_a_put_count_as_progress() -> None:
 # messages
 
 
-def test_timeouts_are_refused_for_a_folder(tmp_path: Path) -> None:
+def test_timeout_options_are_refused_for_a_folder(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="call_timeout"):
         casckpt.open(tmp_path / "store", storage_options={"call_timeout": 5})
 
 
 def test_an_invalid_timeout_is_refused(tmp_path: Path) -> None:
     for url in ("s3://bucket/store", "https://localhost/store"):
-        with pytest.raises(InvalidInput, match="request_timeout in storage_options is a number of seconds above 0"):
+        with pytest.raises(
+            InvalidInput, match="request_timeout in storage_options must be a number of seconds above 0"
+        ):
             open_storage(url, {"request_timeout": -1}).size("a")
 
 

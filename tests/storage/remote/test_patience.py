@@ -1,4 +1,4 @@
-"""Timeouts: silence and trickles count, bytes that arrive fast enough do not."""
+"""Timeouts count silence and slow trickles, but not the time for bytes that arrive fast enough."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Clock:
 
 
 def lasts(piece: int, every: float, *, most: float = 1000, nbytes: int = 0) -> float:
-    """Return the seconds until a request times out that gets this many bytes at this interval."""
+    """Return the seconds until a request times out if it receives this many bytes at this interval."""
     clock = Clock()
     one = PatientRequest(Call(PATIENCE), PATIENCE.request, nbytes, clock)
     begun = clock.now
@@ -43,7 +43,7 @@ def test_silence_and_dropped_connections_end_a_request() -> None:
 
 
 @given(st.floats(1, 50), st.floats(1, 1000))
-def test_a_slow_server_that_makes_progress_is_waited_for(every: float, faster: float) -> None:
+def test_casckpt_waits_for_a_slow_server_that_makes_progress(every: float, faster: float) -> None:
     """The size of its pieces does not matter: a slow link sends bursts."""
     assert lasts(int(faster * every * SLOWEST) + 1, every) == 1000
 
@@ -56,11 +56,11 @@ def test_fast_bytes_do_not_extend_the_time_for_silence() -> None:
     assert one.left == 60
 
 
-def test_unconfirmed_bytes_have_their_own_time() -> None:
+def test_unreported_bytes_extend_the_time_limit() -> None:
     assert lasts(0, 1, nbytes=800 * SLOWEST) == 160
 
 
-def test_attempts_and_pauses_share_the_time_of_a_call() -> None:
+def test_attempts_and_pauses_share_the_time_limit_of_a_call() -> None:
     whole = Call(PATIENCE)
     whole.spend(100)
     clock = Clock()
@@ -69,10 +69,10 @@ def test_attempts_and_pauses_share_the_time_of_a_call() -> None:
     assert "60 s (request_timeout" in one.why
     whole.spend(50)
     assert one.left == 30
-    assert "180 s in all (call_timeout" in one.why
+    assert "180 s in total (call_timeout" in one.why
 
 
-def test_immediate_answers_do_not_use_the_time_of_a_call() -> None:
+def test_immediate_responses_do_not_count_against_the_call() -> None:
     """A listing of a web server takes thousands of requests."""
     whole = Call(Patience(request=1, call=1e-9))
     with whole.running():
@@ -82,17 +82,17 @@ def test_immediate_answers_do_not_use_the_time_of_a_call() -> None:
     assert whole.left == 1e-9
 
 
-def test_a_failed_request_uses_the_time_of_its_call() -> None:
+def test_a_failed_request_counts_against_its_call() -> None:
     whole = Call(PATIENCE)
     with whole.running(), pytest.raises(TimeoutError), begin_request(PATIENCE):
         raise TimeoutError
     assert whole.left < 180
 
 
-def test_after_a_silent_call_the_next_one_is_short() -> None:
+def test_the_call_after_a_silent_one_has_less_time() -> None:
     whole = Call(PATIENCE, hopeless=True)
     assert whole.left == 15
-    assert "after an earlier timeout this call had only 15 s (by request_timeout in storage_options)" in whole.why
+    assert "after an earlier timeout, this call had only 15 s (by request_timeout in storage_options)" in whole.why
     assert "20 s (by call_timeout in storage_options)" in Call(Patience(600, 20), hopeless=True).why
 
 
@@ -103,7 +103,7 @@ def test_options_that_are_not_seconds_are_refused(value: object) -> None:
             Patience.of({name: value})
 
 
-def test_options_of_casckpt_and_of_the_client_are_separated() -> None:
+def test_casckpt_options_and_client_options_are_separated() -> None:
     assert Patience.of({"call_timeout": 5, "key": "k"}) == (Patience(call=5.0), {"key": "k"})
 
 
@@ -125,12 +125,12 @@ class Held(Future[None]):
 def test_a_client_gets_a_second_more_than_its_call() -> None:
     held, patience = Held(), Patience(request=60, call=180)
     one = PatientRequest(Call(patience), patience.request, clock=lambda: held.now)
-    with pytest.raises(TimeoutError, match=r"did not end a request in time: the server was silent.* for 60 s"):
+    with pytest.raises(TimeoutError, match=r"did not end a request in time; the server was silent.* for 60 s"):
         _result(held, one)
     assert held.waited == [61, 1]
 
 
-def test_a_late_result_that_is_done_is_used() -> None:
+def test_a_finished_late_result_is_used() -> None:
     done, patience = Future[int](), Patience(request=60, call=180)
     done.set_result(3)
     one = PatientRequest(Call(patience), patience.request)

@@ -1,4 +1,4 @@
-"""Storages over a network keep the contract: against an imitation of S3, and against a real server."""
+"""Network storages fulfill the contract, tested against an S3 emulator and against a real server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.servers import Server
 
 
 class S3Contract(SharedContract):
-    """The promises on a bucket of ``server``, which a subclass gives."""
+    """The guarantees in a bucket on ``server``, which a subclass provides."""
 
     @pytest.fixture
     def bucket(self, server: Server) -> str:
@@ -48,7 +48,7 @@ class TestSeaweed(S3Contract):
 
 
 class TestSingleWriter(StorageContract):
-    """A server that ignores the condition keeps all promises to one writer, except those of a race."""
+    """A server that ignores the condition keeps all guarantees to a single writer, except those about races."""
 
     test_one_of_several_threads_creates_a_key: Callable[..., None] | None = None  # type: ignore[assignment]  # not promised
 

@@ -27,13 +27,13 @@ def test_credentials_in_a_url_are_refused_and_not_shown(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["s3", "http", "sftp", "github"])
-def test_a_protocol_of_fsspec_is_opened_without_a_request(scheme: str) -> None:
+def test_an_fsspec_protocol_is_opened_without_a_request(scheme: str) -> None:
     assert open_storage(f"{scheme}://bucket/a/b/").url == f"{scheme}://bucket/a/b"
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
-def test_too_short_a_bucket_name_is_refused(scheme: str) -> None:
-    with pytest.raises(InvalidInput, match=f"{scheme}://b/x: the bucket's name 'b' is too short"):
+def test_a_bucket_name_that_is_too_short_is_refused(scheme: str) -> None:
+    with pytest.raises(InvalidInput, match=f"{scheme}://b/x: the bucket name 'b' is too short"):
         open_storage(f"{scheme}://b/x")
 
 
@@ -47,7 +47,7 @@ def test_the_error_for_a_missing_package_names_it(scheme: str, package: str, mon
 
 
 def test_an_unknown_scheme_is_refused() -> None:
-    with pytest.raises(Unsupported, match=r"nonsense:// storages cannot be opened.*s3://"):
+    with pytest.raises(Unsupported, match=r"cannot open nonsense:// URLs.*s3://"):
         open_storage("nonsense://bucket/prefix")
 
 
@@ -66,7 +66,7 @@ def test_secrets_are_never_shown() -> None:
     assert "AKIAEXAMPLE" not in shown
 
 
-def test_options_of_a_folder_are_refused(tmp_path: Path) -> None:
+def test_options_for_a_folder_are_refused(tmp_path: Path) -> None:
     assert open_storage(tmp_path, storage_options={}).url == str(tmp_path)
     for url in (str(tmp_path), tmp_path.as_uri(), "memory://x"):
         with pytest.raises(InvalidInput, match="anon"):
@@ -76,6 +76,6 @@ def test_options_of_a_folder_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("url", ["s3://bucket/store", "folder"])
 def test_options_that_are_not_a_dict_are_refused(url: str) -> None:
     options: Any = ["secret"]
-    with pytest.raises(InvalidInput, match="give a dict") as caught:
+    with pytest.raises(InvalidInput, match="must be a dict") as caught:
         open_storage(url, options)
     assert "secret" not in str(caught.value)

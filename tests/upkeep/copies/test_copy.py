@@ -247,7 +247,7 @@ def test_nothing_is_copied_into_a_store_with_unknown_requirements(source: Reposi
     target.create()
     target.change_settings(requires=["rewrites"])
     before = contents(target), snapshot(target)
-    with pytest.raises(Unsupported, match="know of rewrites"):
+    with pytest.raises(Unsupported, match="know rewrites"):
         copy(source, target)
     assert (contents(target), snapshot(target)) == before
 

@@ -96,7 +96,7 @@ def test_saves_work_and_gc_forgets_nothing_while_the_mirror_is_absent(
         assert reasons(other, keep_last=1) == [(1, "unmirrored"), (2, "unmirrored")]
         assert steps(other) == [("sft", 2), ("sft", 3)]
     assert "behind" in _cli("stats", store_path)
-    assert "not safe in the mirror yet" in _cli("gc", store_path, "--keep-last", "1")
+    assert "not yet safe in the mirror" in _cli("gc", store_path, "--keep-last", "1")
     link.heal()
     store.wait_for_mirror()
     assert reasons(casckpt.open(store_path), keep_last=1) == []
@@ -503,7 +503,7 @@ def test_stats_report_a_missing_mirror(store: Store, away: Path, capsys: pytest.
     store.wait_for_mirror()
     shutil.rmtree(away)
     report.stats_text(plain(store.stats()))
-    assert f"{away}, 2 checkpoints noted as safe, mirror not found" in capsys.readouterr().out
+    assert f"{away}, 2 checkpoints recorded as safe, mirror not found" in capsys.readouterr().out
 
 
 def test_an_inaccessible_mirror_counts_by_its_notes(
@@ -523,7 +523,7 @@ def test_an_inaccessible_mirror_counts_by_its_notes(
     assert "the mirror memory://bucket cannot be reached, so its notes count" in caplog.text
     assert (store.stats().mirror_found, store.stats().mirrored) == (None, 2)
     report.stats_text(plain(store.stats()))
-    assert "up to date by the notes in this store, mirror not checked" in capsys.readouterr().out
+    assert "up to date according to the notes in this store; mirror not checked" in capsys.readouterr().out
     assert [one.step for one in store.gc(keep_last=1, min_age=0, wait=0).purged] == [1]
 
 

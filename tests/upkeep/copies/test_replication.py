@@ -82,7 +82,7 @@ def test_a_commit_that_contradicts_its_manifest_is_refused(source: Repository, t
     commit = resolve(source, "run@2")
     for run, step in (("other", 2), ("run", 9)):
         made = commit_same(source, commit, run, step, source.new_txid(run, step))
-        with pytest.raises(Refused, match="not that of its manifest"):
+        with pytest.raises(Refused, match="does not match its manifest"):
             copy(source, target, made).raise_failure()
     assert not list_commits(target).commits
 

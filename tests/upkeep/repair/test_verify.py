@@ -46,7 +46,7 @@ def test_verify_reads_each_byte_once(repo: Repository) -> None:
     assert marks(repo) == set()
 
 
-HEADER, PROOF = "its header is not what was written", "its proof does not have the hash in its name"
+HEADER, PROOF = "its header is not what was written", "its proof does not match the hash in its name"
 
 
 DATA = f"its bytes {DATA_OFFSET} to {DATA_OFFSET + 3 * CELL} are not what was written"
@@ -264,7 +264,7 @@ def test_a_store_with_unknown_requirements_is_verified_and_not_marked(
     flip(repo, only_blob(repo, save_arrays(repo, {"a": array(1)})), DATA_OFFSET)
     repo.change_settings(requires=["rewrites"])
     assert len(verify(repo).damaged) == 1
-    assert "know of rewrites" in caplog.text
+    assert "know rewrites" in caplog.text
     assert marks(repo) == set()
 
 

@@ -18,12 +18,12 @@ GROUPS = {"default": DEFAULT, "none": (), "olmo": ("olmo-0.1.0", "olmo-3.0.0"), 
 
 
 def peer_class(name: str) -> type[Peer]:
-    """The adapter of a name."""
+    """Return the adapter with a name."""
     return Casckpt if name == Casckpt.name else PEERS[name]
 
 
 def chosen(text: str) -> list[type[Peer]]:
-    """The peers of a comma-separated list of names and groups. Raises ValueError for an unknown name."""
+    """Return the peers in a comma-separated list of names and groups. Raises ValueError for an unknown name."""
     names: dict[str, None] = {}
     for word in filter(None, text.split(",")):
         known = GROUPS.get(word, (word,))

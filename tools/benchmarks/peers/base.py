@@ -20,7 +20,7 @@ DCP_SAVE, DCP_LOAD, DCP_PART = "save through DCP", "load through DCP", "part thr
 
 @dataclass
 class Part:
-    """A box of a tensor: its place in the whole tensor, and its memory."""
+    """A box of a tensor: its position in the whole tensor, and its memory."""
 
     data: torch.Tensor
     shape: tuple[int, ...]
@@ -51,21 +51,21 @@ class Peer:
 
     @classmethod
     def as_saved(cls, setting: Setting) -> Setting:
-        """The part of a setting that changes the files."""
+        """Return the part of a setting that changes the files."""
         return {name: value for name, value in setting.items() if name in cls.matters}
 
     @classmethod
     def verifies(cls, setting: Setting) -> bool:
-        """Report whether a load verifies digests."""
+        """Return whether a load verifies digests."""
         return False
 
     @classmethod
     def absent(cls) -> str | None:
-        """The reason why it cannot be used here, or None."""
+        """Return the reason why the peer cannot be used here, or None."""
         return None
 
     def save(self, state: State, folder: Path) -> Mapping[str, float] | None:
-        """Save into ``folder``. May return figures of its own."""
+        """Save into ``folder``. May return additional figures."""
         raise NotImplementedError
 
     def load(self, state: State, folder: Path) -> Mapping[str, float] | None:
@@ -77,7 +77,7 @@ class Peer:
         raise NotImplementedError
 
     def start_save(self, state: State, folder: Path) -> Callable[[], object]:
-        """Begin to save. Returns once the state may change. The returned function waits for the end."""
+        """Begin to save. Returns as soon as the state may change. The returned function waits for the end."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class Peer:
 
 
 def missing(*modules: str) -> str | None:
-    """The reason why a peer cannot be used: the first of ``modules`` that cannot be imported."""
+    """Return the reason why a peer cannot be used: the first of ``modules`` that cannot be imported."""
     from importlib import import_module
 
     for module in modules:

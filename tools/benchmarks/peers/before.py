@@ -1,4 +1,4 @@
-"""casckpt from another tree: ``--before TREE``. Its workers run the benchmark's tasks of that tree, too."""
+"""casckpt from another tree: ``--before TREE``. Its workers also run the benchmark tasks of that tree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAME = "before"
 
 
 class Before(Casckpt):
-    """The earlier tree. Its adapter there has the name of casckpt's adapter here."""
+    """The earlier tree. The adapter in that tree has the same name as casckpt's adapter here."""
 
     name = NAME
     environment = NAME

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint, with its own writer and with the one for safetensors files."""
+"""torch.distributed.checkpoint, with its own writer and with the writer for safetensors files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Dcp(Peer):
     """``threads``: writers, each with a file. ``sync``: DCP syncs the files. ``cache``: DCP keeps plans.
 
     ``hf``: HuggingFaceStorageWriter, with one file for each thread. ``process``: asynchronous saves by a process,
-    staged in shared memory; otherwise by a thread, staged in memory that is reused. ``pinned``: that memory is pinned.
+    staged in shared memory; without it, by a thread, staged in memory that is reused. ``pinned``: that memory is
+    pinned.
     """
 
     name = "dcp"
@@ -108,7 +109,7 @@ class Dcp(Peer):
             async_stager=self._kept_stager(),
         )
         if hasattr(found, "staging_completion"):
-            found.staging_completion.result()  # the state must not change before that
+            found.staging_completion.result()  # the state must not change before staging ends
             found = found.upload_completion
         wait: Callable[[], object] = found.result
         return wait
@@ -141,7 +142,7 @@ class Dcp(Peer):
         return dcp.FileSystemReader(folder)
 
     def _kept_stager(self) -> Any:
-        """A stager that copies into the same memory each time; for a process, into shared memory."""
+        """Return a stager that copies into the same memory each time; for a process, into shared memory."""
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         shared = self.setting.get("process", False)
@@ -159,7 +160,7 @@ def _library() -> Any:
 
 
 def _open_group() -> None:
-    """A process group of this process alone. Without one, DCP starts no process."""
+    """Create a process group for this process alone. Without one, DCP does not start a process."""
     dist: Any = import_module("torch.distributed")
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     if not dist.is_initialized():
@@ -179,7 +180,7 @@ def _dealt_out(state: State, files: int) -> dict[str, int]:
 
 
 def box_class() -> Any:
-    """The class of tensors with memory for one box only, created once torch is imported."""
+    """Return the class of tensors with memory for only one box. It is created once torch is imported."""
     import torch
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
@@ -197,7 +198,7 @@ def box_class() -> Any:
             raise NotImplementedError(f"a box has no {func}")
 
         def __create_write_items__(self, *_: Any) -> Any:
-            raise NotImplementedError("a box is only loaded")
+            raise NotImplementedError("a box can only be loaded")
 
         def __create_chunk_list__(self) -> Any:
             return [ChunkStorageMetadata(torch.Size(self.part.offset), self.part.data.size())]

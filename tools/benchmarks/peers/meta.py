@@ -15,10 +15,10 @@ _ITEM = "model"
 
 
 class TorchCheckpointing(Peer):
-    """Buffered, since its direct I/O fails on sizes that are not a multiple of the block.
+    """Uses buffered I/O, because its direct I/O fails on sizes that are not a multiple of the block size.
 
     ``format``: "torch", or "safetensors". ``split``: two items, so two files written by two threads. ``async``: staged
-    in shared memory and written by a separate process. ``reshard``: with the metadata for loads on other ranks.
+    in shared memory and written by a separate process. ``reshard``: with the metadata for loads on different ranks.
     """
 
     name = "torch_checkpointing"

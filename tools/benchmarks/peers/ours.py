@@ -70,7 +70,7 @@ class Casckpt(Peer):
         )
 
     def save(self, state: State, folder: Path) -> Mapping[str, float]:
-        """A step of a training: the store stays open between steps."""
+        """Save as in a training step: the store remains open between steps."""
         if self.setting.get("through_dcp"):
             return self._save_through_dcp(state, folder)
         found = self._store(folder).save({"model": state}, **self._options(folder))
@@ -90,7 +90,7 @@ class Casckpt(Peer):
         return self._store(folder).save_async({"model": state}, **self._options(folder)).result
 
     def load(self, state: State, folder: Path) -> Mapping[str, float]:
-        """Load as a job that starts: the store is opened again."""
+        """Load as in a job that starts: the store is reopened."""
         return self._load({"model": state}, folder)
 
     def load_part(self, parts: Mapping[str, Part], folder: Path) -> Mapping[str, float]:
@@ -144,7 +144,7 @@ class Casckpt(Peer):
 
 
 def is_frozen(key: str) -> bool:
-    """Report whether this key belongs to the backbone and is not an adapter."""
+    """Return whether this key belongs to the backbone and is not an adapter."""
     return not key.startswith(f"model.{ADAPTERS}")
 
 

@@ -18,9 +18,10 @@ _FILE = "state.safetensors"
 
 
 class Safetensors(Peer):
-    """``way``: "file", load_file and copy; "open", safe_open with ``threads`` threads that copy.
+    """Settings of safetensors.
 
-    ``gpu``: only for states on a GPU. "file" then loads onto it, and "prefetch" uses the reader threads of version 0.9.
+    ``way``: "file", load_file and copy; "open", safe_open with ``threads`` threads that copy. ``gpu``: only for states
+    on a GPU. In this case, "file" loads onto the GPU, and "prefetch" uses the reader threads of version 0.9.
     """
 
     name = "safetensors"
@@ -68,7 +69,7 @@ class Safetensors(Peer):
 
         with safe_open(folder / _FILE, framework="pt", device=device_of(state)) as file:
             if not hasattr(file, "prefetch"):
-                raise ImportError("safetensors has no prefetch before 0.9")
+                raise ImportError("safetensors does not have prefetch before 0.9")
             with file.prefetch(threads=self.setting["threads"]) as loader:
                 for name, tensor in loader:
                     state[name].copy_(tensor)
@@ -95,6 +96,6 @@ class Safetensors(Peer):
 
 
 def device_of(state: State) -> str:
-    """The device of a state, in safetensors' form."""
+    """Return the device of a state, in safetensors' form."""
     tensor: torch.Tensor = next(iter(state.values()))
     return "cpu" if tensor.is_cpu else f"cuda:{tensor.device.index or 0}"

@@ -1,4 +1,4 @@
-"""Common parts of all scenarios: options, teams of workers, cases of peers."""
+"""The common parts of all scenarios: options, teams of workers, cases of peers."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _LOADS = (LOAD, PART, RESTART, DCP_LOAD, DCP_PART)
 class Options:
     """The options of a run. ``size``: bytes of a state, None for the scenario's default. ``quick``: a smoke run.
 
-    ``before``: the tree of the peer of that name. ``full``: include sizes that take long. ``traces``: the folder of
-    traces. ``device``: torch's name of the device of states.
+    ``before``: the tree of the peer of that name. ``full``: include sizes that take a long time. ``traces``: the
+    folder of traces. ``device``: torch's name for the device that holds the states.
     """
 
     folder: Path
@@ -47,7 +47,7 @@ class Options:
     tell: Tell = lambda text: None
 
     def size_or(self, usual: int, *, quick: int = 4 << 20) -> int:
-        """The requested size of a state, or the default."""
+        """Return the requested size of a state, or the default."""
         return self.size or (quick if self.quick else usual)
 
 
@@ -68,7 +68,7 @@ class Bench:
         self._stack.close()
 
     def team(self, environment: str = "", ranks: int = 1) -> Team:
-        """The workers of an environment. They start on demand and after one died, and receive all states.
+        """Return the workers of an environment. They start on demand and after one has died, and receive all states.
 
         Raises `Absent`.
         """
@@ -88,7 +88,7 @@ class Bench:
     def make_state(self, name: str, kind: str, size: int, *, ranks: int = 1, **more: Any) -> int:
         """Make a state in the workers of every environment. Return its size in bytes."""
         arguments = {"name": name, "kind": kind, "size": size, **more}
-        if self.options.device != "cpu":  # an earlier tree's tasks do not have this argument
+        if self.options.device != "cpu":  # the tasks of an earlier tree do not have this argument
             arguments["device"] = self.options.device
         first = self.team(ranks=ranks)
         self._made.append((ranks, "states:make", arguments))
@@ -102,11 +102,11 @@ class Bench:
         return [int(team.call("states:change", name=name, prefix=prefix)[0]) for team in teams][-1]
 
     def place(self) -> str:
-        """A new place for a checkpoint: a missing folder inside a new one."""
+        """Return a new location for a checkpoint: a missing folder inside a new one."""
         return str(self.options.folder / f"{next(_NUMBERS):05}" / "checkpoint")
 
     def run(self, cases: Sequence[Case], *, warm_up: int = 1) -> list[Row]:
-        """Run rounds of these cases. Return their rows by group, which also join the scenario's."""
+        """Run rounds of these cases. Return their rows by group, and add them to the scenario's rows."""
         found = run_rounds(cases, self.options.rounds, self.options.tell, warm_up=warm_up)
         groups = list(dict.fromkeys(row.group for row in found))
         rows = sorted(found, key=lambda row: groups.index(row.group))
@@ -138,7 +138,7 @@ class Bench:
         prepare: Callable[[type[Peer], Setting, Team], None] | None = None,
         only: Callable[[type[Peer], Setting], bool] = lambda peer, setting: True,
     ) -> list[Case]:
-        """Return a case for each peer and setting. The row of an absent one gives the reason."""
+        """Return a case for each peer and setting. If a peer is absent, its row gives the reason."""
         found = []
         for peer, setting in self.peers(work):
             if only(peer, setting):
@@ -171,7 +171,10 @@ class Bench:
         return runner
 
     def limit(self, who: str, what: str, task: str, *, group: str = "", nbytes: int = 0, **arguments: Any) -> Case:
-        """A case that measures a limit of the machine. ``folder="new"``: in a new place, removed afterwards."""
+        """Return a case that measures a limit of the machine.
+
+        ``folder="new"``: in a new location, which is removed afterward.
+        """
 
         def run(_: int) -> Measured:
             if arguments.get("folder") != "new":
@@ -185,27 +188,30 @@ class Bench:
         return Case(Row(group, who, what, nbytes, limit=True), run)
 
     def ways(self, state: str, size: int, group: str = "", *, to_gpu: bool) -> list[Case]:
-        """The limit of copies between a GPU and pinned host memory, for a state on a GPU."""
+        """Return the limit of copies between a GPU and pinned host memory, for a state on a GPU."""
         if self.options.device == "cpu":
             return []
         what = "pinned memory to the GPU" if to_gpu else "GPU to pinned memory"
         return [self.limit(WAY, what, "limits:across", group=group, nbytes=size, state=state, to_gpu=to_gpu)]
 
     def several(self, counts: Sequence[int]) -> Sequence[int]:
-        """Numbers of threads for a limit of the machine: ``counts``, or with many cores half and all of them."""
+        """Return numbers of threads for a limit of the machine.
+
+        These are ``counts`` or, on a machine with many cores, half and all of them.
+        """
         cores = self.options.threads
         return counts if cores <= max(counts) else (cores // 2, cores)
 
     def result(
         self, name: str, title: str, checks: list[Check], metric: str = "durable", **parameters: str | int | float
     ) -> ScenarioResult:
-        """The results of the scenario."""
+        """Return the results of the scenario."""
         parameters = {"rounds": self.options.rounds, "threads": self.options.threads, **parameters}
         return ScenarioResult(name, title, metric, parameters, self.rows, ratios(self.rows, metric), checks)
 
 
 def described(setting: Setting) -> str:
-    """A setting in words: "threads=2 hf"."""
+    """Describe a setting in words: "threads=2 hf"."""
     return " ".join(_word(name, value) for name, value in setting.items())
 
 

@@ -21,7 +21,7 @@ FIRST, LATER, NEWER = "first look", "later look", "after one more checkpoint"
 
 @dataclass
 class _Store:
-    """The place of the store, and its present size."""
+    """The location of the store, and its current size."""
 
     folder: str
     blobs: int
@@ -32,12 +32,15 @@ class _Store:
 
 
 def catalogue(options: Options) -> ScenarioResult:
-    """Each operation runs in a new process. First ones have an empty catalogue, and the store's files are cached."""
+    """Run each operation in a new process.
+
+    The first ones have an empty catalogue, and the store's files are cached.
+    """
     checkpoints, blobs = (20, 20) if options.quick else (1000, 1000)
     options.rounds = min(options.rounds, _ROUNDS)
     with Bench(options) as bench:
         store = _Store(bench.place(), blobs)
-        options.tell(f"making a store of {checkpoints:,} checkpoints")
+        options.tell(f"creating a store of {checkpoints:,} checkpoints")
         _grow(bench, store, checkpoints)
         cases = [_case(bench, store, group, what) for group in (FIRST, LATER, NEWER) for what in _LOOKS]
         rows = bench.run(cases, warm_up=0)

@@ -1,4 +1,4 @@
-"""The cost of a cell beside its bytes, and the resulting ceiling of one process with any number of cores."""
+"""The cost of a cell in addition to its bytes, and the resulting limit for one process with any number of cores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _WANTED = 100.0  # GB/s
 
 
 def cells(options: Options) -> ScenarioResult:
-    """The CPU time that more cells add bounds the time that each cell holds the interpreter."""
+    """Measure the CPU time that additional cells take.
+
+    It bounds the time for which each cell holds the interpreter.
+    """
     with Bench(options) as bench:
         size = bench.make_state(_STATE, "model", options.size_or(_USUAL))
         cases = [case for cell in (_SMALL, _LARGE) for case in _cases(bench, cell, size)]
@@ -54,7 +57,7 @@ def _is_ours(peer: type[Peer], setting: Setting) -> bool:
 
 
 def _ceiling(rows: list[Row], group: str, size: int) -> float | None:
-    """The bytes of a large cell per second of a cell's cost, if that is measurable."""
+    """Return the bytes of a large cell per second of a cell's cost, if that is measurable."""
     small, large = (row.median("cpu") for row in rows if row.group == group)
     if small is None or large is None or small <= large:
         return None

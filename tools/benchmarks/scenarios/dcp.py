@@ -13,7 +13,7 @@ _SAVE, _LOAD, _PART = "save", "load", "1/8"
 
 
 def through_dcp(options: Options) -> ScenarioResult:
-    """A full durable save, full loads, and loads of one eighth of every tensor along its first dimension."""
+    """Measure a full durable save, full loads, and loads of one eighth of every tensor along its first dimension."""
     with Bench(options) as bench:
         size = bench.make_state("state", "model", options.size_or(_USUAL))
         cases = full_saves(bench, size, work=DCP_SAVE)

@@ -1,4 +1,4 @@
-"""The savings and costs of encodings and deltas, for states of real trainings."""
+"""The savings and costs of encodings and deltas, for states of real training runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _QUICK = {"quick": "smoke run"}
 _SAVES, _FEW = 64, 8
 _GIB = 1 << 30
 _LIMITS = {"weights": 0.68, "master": 0.845, "exp_avg": 0.845, "exp_avg_sq": 0.81}  # of planes, each part
-_LOAD = 2.4  # with two cores, 1.2 times the load of raw cells from a bucket of 1 GB/s
+_LOAD = 2.4  # with two cores, 1.2 times the load of raw cells from a bucket at 1 GB/s
 _RUN, _ALONE, _STATES, _DELTAS = "versions of RL", "alone", "whole states, ", "; deltas of weights"
 _WHOLE = (  # of states this many steps apart
     (10, "matrices", 0.81),
@@ -32,9 +32,9 @@ _KINDS = {"alone": (OURS, "zstd-1", "zipnn", "dcp"), "delta": (OURS, "zstd-1")}
 
 
 def deltas(options: Options) -> ScenarioResult:
-    """The bytes of encoder matrices, or of whole states. All of it is decoded and compared.
+    """Encode encoder matrices, or whole states.
 
-    Trainings of some minutes make the traces, which are kept.
+    Everything is decoded and compared. The traces come from training runs of some minutes, and are kept.
     """
     with Bench(options) as bench:
         traces = _QUICK if options.quick else _TRACES
@@ -47,7 +47,10 @@ def deltas(options: Options) -> ScenarioResult:
 
 
 def runs(options: Options) -> ScenarioResult:
-    """Versions of an RL training through `Store.save`. A bucket is a folder behind a paced connection."""
+    """Save versions of an RL training run through `Store.save`.
+
+    A bucket is a folder behind a connection of limited speed.
+    """
     with Bench(options) as bench:
         name = next(iter(_QUICK if options.quick else _TRACES))
         bench.team().call("deltas:make", folder=_folder(bench), name=name)
@@ -70,7 +73,7 @@ def runs(options: Options) -> ScenarioResult:
 
 
 def _case_of(bench: Bench, row: Row, task: str, **arguments: Any) -> Case:
-    """It has a new place in each round."""
+    """Return a case with a new location in each round."""
 
     def run(_: int) -> Measured:
         return bench.team().measure(task, folder=_folder(bench), place=bench.place(), **arguments)
@@ -79,7 +82,7 @@ def _case_of(bench: Bench, row: Row, task: str, **arguments: Any) -> Case:
 
 
 def _run_checks(rows: list[Row]) -> list[Check]:
-    """The targets of each place, with deltas."""
+    """Return the targets for each location, with deltas."""
     found = [row for row in rows if row.what == "auto"]
     return [
         check
@@ -94,7 +97,7 @@ def _run_checks(rows: list[Row]) -> list[Check]:
 
 
 def coded(options: Options) -> ScenarioResult:
-    """Saves of enough bytes for a speed: of RL versions, and of noise, which gains nothing."""
+    """Save enough bytes to measure a speed: RL versions, and noise, which cannot be shortened."""
     with Bench(options) as bench:
         name = next(iter(_QUICK if options.quick else _TRACES))
         bench.team().call("deltas:make", folder=_folder(bench), name=name)
@@ -128,7 +131,7 @@ def _coded_checks(rows: list[Row]) -> Iterator[Check]:
 
 
 def coding(options: Options) -> ScenarioResult:
-    """One thread encodes and decodes 1 GiB of RL weights: each version alone, and against the previous one."""
+    """Encode and decode 1 GiB of RL weights in one thread: each version alone, and against the previous one."""
     with Bench(options) as bench:
         name = next(iter(_QUICK if options.quick else _TRACES))
         bench.team().call("deltas:make", folder=_folder(bench), name=name)
@@ -142,7 +145,7 @@ def _folder(bench: Bench) -> str:
 
 
 def _case(bench: Bench, row: Row, task: str, **arguments: Any) -> Case:
-    """Its bytes are equal in each round, so one round is enough."""
+    """Return a case with the same bytes in each round, so one round is enough."""
 
     def run(number: int) -> Measured:
         if number:
@@ -153,7 +156,7 @@ def _case(bench: Bench, row: Row, task: str, **arguments: Any) -> Case:
 
 
 def _versions(bench: Bench, name: str) -> Iterator[Case]:
-    """A run of versions, with the bytes that a load of any of them needs."""
+    """Encode a run of versions, and count the bytes that a load of any of them needs."""
     saves = _FEW if bench.options.quick else _SAVES
     peers = {"zstd-1": ("XOR with the one before, two alone", saves // 2),
              "zipnn": ("", 1), "dcp": ("zstd extension", 1), "raw": ("", 1)}  # fmt: skip
@@ -164,7 +167,7 @@ def _versions(bench: Bench, name: str) -> Iterator[Case]:
 
 
 def _distances(bench: Bench, name: str, about: str, steps: Sequence[int]) -> Iterator[Case]:
-    """Of one training: the weights against earlier ones, each part alone, and whole states."""
+    """Compare, for one training run, the weights with earlier ones, each part alone, and whole states."""
     first, last = steps[0], steps[-1]
     half = name != "gpt"
     parts = ["weights", *(["master"] if half else []), "exp_avg", "exp_avg_sq"]
@@ -223,7 +226,7 @@ def _share(rows: list[Row], group: str, what: str, limit: float) -> Check:
 
 
 def _found(rows: list[Row], group: str, who: str, what: str | None, metric: str) -> float | None:
-    """A figure of the first such row."""
+    """Return a figure of the first such row."""
     return next(
         (row.median(metric) for row in rows if (row.group, row.who) == (group, who) and what in (None, row.what)), None
     )
@@ -243,7 +246,7 @@ def _measuring(bench: Bench, task: str, arguments: dict[str, Any]) -> Callable[[
 
 
 def _speed_checks(rows: list[Row]) -> list[Check]:
-    """Targets in GB per processor second."""
+    """Return the targets in GB per CPU-second."""
     wanted = {"encode alone": 1.0, "decode alone": 1.8, "encode delta": 4.7, "decode delta": 11.0}
     return [
         Check(

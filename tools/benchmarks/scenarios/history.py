@@ -17,10 +17,7 @@ _COUNTS = ("requests", "names", "nbytes")
 
 
 def history(options: Options) -> ScenarioResult:
-    """This counts requests, and the names and bytes of listings.
-
-    The bucket is a folder that reports itself as remote.
-    """
+    """Count requests, and the names and bytes of listings. The bucket is a folder that reports itself as remote."""
     many = _QUICK if options.quick else _FULL if options.full else _MANY
     copies = 20 if options.quick else 1000
     with Bench(options) as bench:
@@ -62,7 +59,7 @@ def _latest(bench: Bench, where: str, length: int, folder: str) -> Case:
 
 
 def _checks(rows: list[Row]) -> list[Check]:
-    """For each pair of saves: equal counts, and similar time."""
+    """Check, for each pair of saves, that the counts are equal and the times similar."""
     checks = []
     saves = [row for row in rows if row.what.startswith("save")]
     for few, many in zip(saves[::2], saves[1::2], strict=True):

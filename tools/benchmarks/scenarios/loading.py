@@ -1,4 +1,4 @@
-"""Loads of one process: everything, or one eighth of every tensor; from the page cache, or from the disk."""
+"""Loads by one process: everything, or one eighth of every tensor; from the page cache, or from the disk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TASKS = dict.fromkeys((LOAD, DCP_LOAD), "storing:load") | dict.fromkeys(_PARTS,
 
 
 def load(options: Options) -> ScenarioResult:
-    """A full load into memory that is allocated and touched."""
+    """Measure a full load into memory that is allocated and touched."""
     with Bench(options) as bench:
         size = bench.make_state(_STATE, "model", options.size_or(_USUAL))
         hashes = [raw_hashes(bench, size, group) for group in (WARM, COLD)]
@@ -54,7 +54,7 @@ def _bounded(rows: list[Row]) -> list[Row]:
 
 
 def partial(options: Options) -> ScenarioResult:
-    """A load of one eighth of every tensor along its first dimension, as one of eight ranks would."""
+    """Load one eighth of every tensor along its first dimension, as one of eight ranks would."""
     with Bench(options) as bench:
         size = bench.make_state(_STATE, "model", options.size_or(_USUAL))
         cases = [*loads(bench, PART, size // 8), *raw_reads(bench, size // 8, eighth=_EIGHTH)]
@@ -71,12 +71,12 @@ def partial(options: Options) -> ScenarioResult:
 
 
 def read_factor(row: Row | None) -> float | None:
-    """Bytes asked for, over those wanted."""
+    """Return the requested bytes divided by the needed bytes."""
     return over(row.median("bytes_asked"), row.median("bytes_wanted")) if row else None
 
 
 def excess(row: Row | None) -> float | None:
-    """Cells read in vain: verification may read one more at each end of a tensor's range."""
+    """Count the cells read unnecessarily: verification may read an additional cell at each end of a tensor's range."""
     asked, wanted, ranges = (median_of(row, name) for name in ("bytes_asked", "bytes_wanted", "ranges"))
     if asked is None or wanted is None or not ranges:
         return None
@@ -84,20 +84,20 @@ def excess(row: Row | None) -> float | None:
 
 
 def our_row(rows: list[Row], group: str, *, verify: bool) -> Row | None:
-    """The best row of casckpt in a group."""
+    """Return the best row of casckpt in a group."""
     found = [row for row in rows if row.who == OURS and row.group == group and ("verify=no" not in row.what) is verify]
     return best(found, OURS, "durable")
 
 
 def our_time(rows: list[Row], group: str, *, verify: bool) -> float | None:
-    """Its median time."""
+    """Return the median time of that row."""
     return median_of(our_row(rows, group, verify=verify), "durable")
 
 
 def loads(
     bench: Bench, work: str, size: int, *, state: str = _STATE, groups: tuple[str, ...] = (WARM, COLD)
 ) -> list[Case]:
-    """Loads of a checkpoint that each peer saved before, warm and cold."""
+    """Measure warm and cold loads of a checkpoint that each peer has saved before."""
     saved: dict[str, str] = {}
 
     def key(peer: type[Peer], setting: Setting) -> str:
@@ -126,7 +126,7 @@ def loads(
 
 
 def raw_reads(bench: Bench, size: int, *, eighth: int | None = None) -> list[Case]:
-    """The limits of memory and disk: warm reads by threads; cold ones, buffered and direct."""
+    """Measure the limits of memory and disk: warm reads by threads, and cold reads, buffered and direct."""
     place = bench.place()
     bench.team().call("limits:put_state", folder=place, state=_STATE)
     more: dict[str, Any] = {"state": _STATE, "folder": place, "eighth": eighth}

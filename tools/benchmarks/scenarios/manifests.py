@@ -1,4 +1,4 @@
-"""A manifest of a million extents: rank 0 makes it, and every rank reads it."""
+"""A manifest of a million extents, which rank 0 creates and every rank reads."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from benchmarks.results import OURS, Check, Row, ScenarioResult, over
 from benchmarks.scenarios.base import Bench, Options
 
 _SECONDS = 1.0
-_BYTES = 60.0  # per extent, beside the digests of its cells
+_BYTES = 60.0  # per extent, in addition to the digests of its cells
 _DIGEST = 32
 _RANKS = 8
 _MANY, _PART_SECONDS, _PART = 1000, 0.1, 1 / 100
 
 
 def manifest(options: Options) -> ScenarioResult:
-    """10,000 tensors that 100 ranks wrote. One of 8 ranks reads a part of each, one of 1,000 reads a few of them."""
+    """Use 10,000 tensors that 100 ranks wrote.
+
+    One of 8 ranks reads a part of each, and one of 1,000 ranks reads a few of them.
+    """
     tensors, shards, many = (40, 16, 20) if options.quick else (10_000, 100, _MANY)
     with Bench(options) as bench:
         extents = sum(bench.team().call("manifests:make", tensors=tensors, shards=shards, ranks=many))

@@ -1,4 +1,4 @@
-"""Extra memory of saves and loads, at several sizes, in a fresh process for each size."""
+"""The extra memory of saves and loads, at several sizes, in a new process for each size."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _ROUNDS = 2  # a peak hardly varies
 
 
 def memory(options: Options) -> ScenarioResult:
-    """A quarter, a half and all of the size.
+    """Use a quarter, a half and all of the size.
 
-    Loads come from the page cache. Settings of saves apply to the loads too.
+    Loads read from the page cache. The settings of saves apply to loads too.
     """
     whole = options.size_or(_USUAL)
     sizes = (whole // 4, whole // 2, whole)
@@ -46,7 +46,7 @@ def _buffers(rows: list[Row], group: str, threads: int) -> float | None:
 
 
 def _cases(bench: Bench, peer: type[Peer], setting: Setting, size: int) -> list[Case]:
-    """A save, and a load after it in the same process. The first case of a round does both."""
+    """Return a save, and a load after it in the same process. The first case of a round does both."""
     waiting: dict[str, list[Measured]] = {SAVE: [], LOAD: []}
 
     def run(work: str) -> Measured:
@@ -65,7 +65,7 @@ def _cases(bench: Bench, peer: type[Peer], setting: Setting, size: int) -> list[
 def _both(bench: Bench, peer: type[Peer], setting: Setting, size: int) -> dict[str, Measured]:
     place = bench.place()
     with Team(bench.options.folder, peer.environment) as team:
-        why = team.call("storing:absent", peer=peer.name)[0]  # this imports its libraries
+        why = team.call("storing:absent", peer=peer.name)[0]  # this imports the peer's libraries
         if why:
             raise Absent(why)
         team.call("states:make", name="state", kind="model", size=size)

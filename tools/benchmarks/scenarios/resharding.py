@@ -1,4 +1,7 @@
-"""Loads on other ranks than the save's, over real gloo process groups. More ranks than cores take turns."""
+"""Loads on different ranks than those of the save, over real gloo process groups.
+
+If there are more ranks than cores, they take turns.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,12 @@ from benchmarks.teams import Team
 _USUAL = 256 << 20  # 8192 x 8192 in float32
 _ROWS, _COLUMNS = "rows", "columns"
 _ONE = "1 thread"
-_SLOW = "olmo-0.1.0"  # its loads of columns take time quadratic in the rows
+_SLOW = "olmo-0.1.0"  # its loads of columns take time that is quadratic in the number of rows
 
 
 @dataclass(frozen=True)
 class Move:
-    """A move from a number of ranks and a sharding to others.
-
-    ``form``: a small matrix, or one of the requested size.
-    """
+    """A move from one number of ranks and sharding to another. ``form``: small, or the requested size."""
 
     source: int
     saved: str
@@ -36,13 +36,13 @@ class Move:
 
     @property
     def name(self) -> str:
-        """The name of its group of rows."""
+        """Return the name of its group of rows."""
         small = ", 2048 x 64" if self.form == "narrow" else ""
         return f"{self.source} {self.saved} to {self.target} {self.loaded}{small}"
 
     @property
     def is_flat(self) -> bool:
-        """Report whether every shard is a single range of the whole matrix."""
+        """Return whether every shard is a single range of the whole matrix."""
         return (self.saved, self.loaded) == (_ROWS, _ROWS)
 
 
@@ -57,7 +57,10 @@ _TINY = Move(4, _COLUMNS, 2, _ROWS, "narrow")
 
 
 def reshard(options: Options) -> ScenarioResult:
-    """Every rank loads its shard of one matrix. The time is that of the slowest. Files are in the page cache."""
+    """Let every rank load its shard of one matrix.
+
+    The time is that of the slowest rank. Files are in the page cache.
+    """
     moves = [*MOVES, *([_TINY] if any(peer.name == _SLOW for peer in options.peers) else [])]
     with Bench(options) as bench:
         size = options.size_or(_USUAL, quick=1 << 20)

@@ -1,4 +1,4 @@
-"""A save, and loads by other processes, as of a job that restarts, or of evaluations of one checkpoint."""
+"""A save, and loads by different processes, as in a job that restarts or in evaluations of one checkpoint."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _USUAL = 1 << 30
 _READERS = 8
 FIRST, AGAIN, WARM = "first load", "second load", "warm load"
 _LOADS = {FIRST: "", AGAIN: "", WARM: "warm"}
-"""In this order, and how the page cache is prepared for each."""
+"""The loads in this order, and how the page cache is prepared for each."""
 _WHO = {FIRST: slice(0, 1), AGAIN: slice(1, 2), WARM: slice(1, 2)}
-"""Which of the processes, where one loads at a time."""
+"""Which of the processes loads, where only one loads at a time."""
 
 
 def restart(options: Options) -> ScenarioResult:
-    """Only the save and the loads touch the page cache, until all files are read for the warm load.
+    """Until all files are read for the warm load, only the save and the loads touch the page cache.
 
-    Eight processes load an eighth of the size each, all of it the same.
+    Eight processes load an eighth of the size each, and all load the same bytes.
     """
     whole = options.size_or(_USUAL)
     with Bench(options) as bench, ExitStack() as stack:
@@ -74,7 +74,7 @@ class _Readers:
         self._made: set[tuple[Team, str]] = set()
 
     def load(self, peer: type[Peer], size: int, which: slice, job: dict[str, Any]) -> Measured:
-        """One load by each of some processes at the same time."""
+        """Load once in each of some processes at the same time."""
         teams = self._of(peer)[which]
         for team in teams:
             if (team, job["state"]) not in self._made:
@@ -102,7 +102,7 @@ class _Subject(NamedTuple):
 
 
 def _cases(bench: Bench, readers: _Readers, subject: _Subject) -> list[Case]:
-    """The loads of one checkpoint. The first case of a round does all of them, in order."""
+    """Return the loads of one checkpoint. The first case of a round does all of them, in order."""
     peer, setting, size, count = subject
     waiting: dict[str, list[Measured]] = {load: [] for load in _LOADS}
 

@@ -1,4 +1,4 @@
-"""Saves of one process: a whole state, an unchanged one, a mostly frozen one, and one in the background."""
+"""Saves by one process: a whole state, an unchanged one, a mostly frozen one, and one in the background."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COPY = "copy and BLAKE3"
 
 
 def save(options: Options) -> ScenarioResult:
-    """A full durable save of a state that is new to the store."""
+    """Measure a full durable save of a state that is new to the store."""
     with Bench(options) as bench:
         size = bench.make_state(_STATE, "model", options.size_or(_USUAL))
         limits = [
@@ -44,7 +44,7 @@ def save(options: Options) -> ScenarioResult:
 
 
 def resave(options: Options) -> ScenarioResult:
-    """A save of a state that has not changed since the last save. The peers write all of it again."""
+    """Measure a save of a state that has not changed since the last save. The peers write all of it again."""
     with Bench(options) as bench:
         size = bench.make_state(_STATE, "model", options.size_or(_USUAL))
         hashes = raw_hashes(bench, size)
@@ -60,7 +60,7 @@ def resave(options: Options) -> ScenarioResult:
 
 
 def frozen(options: Options) -> ScenarioResult:
-    """A save after a step that changed only the adapters: 4 % of the bytes."""
+    """Measure a save after a step that changed only the adapters, which are 4 % of the bytes."""
     with Bench(options) as bench:
         size = bench.make_state(_STATE, "adapted", options.size_or(_USUAL))
         changed = bench.change_state(_STATE, ADAPTERS)
@@ -93,13 +93,13 @@ def _frozen_checks(rows: list[Row], changed: int) -> list[Check]:
 
 
 def in_background(options: Options) -> ScenarioResult:
-    """Background saves while the state changes: the time that the caller waits.
+    """Measure how long the caller waits for background saves while the state changes.
 
     Every byte changes from save to save.
     """
     with Bench(options) as bench:
         size = bench.make_state(_STATE, "model", options.size_or(_USUAL))
-        place = bench.place()  # of casckpt: its store stays open
+        place = bench.place()  # used only by casckpt, whose store remains open
 
         def run(peer: type[Peer], setting: Setting, team: Team, _: int) -> Measured:
             team.call("states:change", name=_STATE)
@@ -126,7 +126,7 @@ def in_background(options: Options) -> ScenarioResult:
 
 
 def full_saves(bench: Bench, size: int, *, ours: bool = True, state: str = _STATE, work: str = SAVE) -> list[Case]:
-    """Saves into a new place each time, checked by a load and removed."""
+    """Measure saves into a new location each time. They are checked by a load and removed."""
 
     def run(peer: type[Peer], setting: Setting, team: Team, _: int) -> Measured:
         return saved_once(bench, team, {"peer": peer.name, "setting": setting, "state": state})
@@ -135,7 +135,7 @@ def full_saves(bench: Bench, size: int, *, ours: bool = True, state: str = _STAT
 
 
 def saved_once(bench: Bench, team: Team, job: Mapping[str, Any]) -> Measured:
-    """One save into a new place, checked and removed."""
+    """Save once into a new location, check the result and remove it."""
     folder = bench.place()
     try:
         measured = team.measure("storing:save", **job, folder=folder)
@@ -146,7 +146,7 @@ def saved_once(bench: Bench, team: Team, job: Mapping[str, Any]) -> Measured:
 
 
 def steps(bench: Bench, size: int, *, change: str | None = None, setting: Setting | None = None) -> list[Case]:
-    """Saves of one training with casckpt, into one store, after a first save that does not count."""
+    """Measure saves of one training run with casckpt into one store, after a first save that does not count."""
     job = {"peer": OURS, "setting": setting or {}, "state": _STATE, "folder": bench.place()}
 
     def run(_: type[Peer], __: Setting, team: Team, number: int) -> Measured:
@@ -175,7 +175,7 @@ def _if_offered(bench: Bench, run: Callable[[int], Measured]) -> Callable[[int],
 
 
 def raw_writes(bench: Bench, size: int, who: str = "raw direct write") -> list[Case]:
-    """The limits of the disk."""
+    """Measure the limits of the disk."""
     return [
         bench.limit(who, f"{n} writers", "limits:write", nbytes=size, folder="new", size=size, writers=n)
         for n in bench.several(WRITERS)
@@ -183,23 +183,23 @@ def raw_writes(bench: Bench, size: int, who: str = "raw direct write") -> list[C
 
 
 def raw_hashes(bench: Bench, size: int, group: str = "") -> Case:
-    """The limits of hashing on all cores."""
+    """Measure the limits of hashing on all cores."""
     return bench.limit(HASHES, "all cores", "limits:hashes", group=group, nbytes=size, state=_STATE)
 
 
 def reached(rows: list[Row], row: Row | None) -> float | None:
-    """The part of its binding limit that a row reaches."""
+    """Return the share of its binding limit that a row reaches."""
     limit = binding(rows, row) if row else None
     return over(median_of(limit, "durable"), median_of(row, "durable"))
 
 
 def time_of(rows: list[Row], who: str, metric: str = "durable", *, group: str | None = None) -> float | None:
-    """The median of a participant's best row."""
+    """Return the median of a participant's best row."""
     return median_of(best(rows, who, metric, group=group), metric)
 
 
 def memory_check(rows: list[Row], threads: int) -> Check:
-    """Extra memory, in blob buffers for each worker."""
+    """Check the extra memory, in blob buffers for each worker."""
     row = best(rows, OURS, "durable")
     return Check("peak extra memory / blob buffers of all workers", 4.0, False,
                  over(median_of(row, "peak"), BLOB * threads))  # fmt: skip

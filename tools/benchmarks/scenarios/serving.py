@@ -15,7 +15,10 @@ _CLIENTS = (1, 8)
 
 
 def serve(options: Options) -> ScenarioResult:
-    """One file of the weights, warm. The same ASGI server and framework serve the exported folder as static files."""
+    """Serve one file of weights, warm.
+
+    The same ASGI server and framework serve the exported folder as static files.
+    """
     with Bench(options) as bench:
         folder, size = bench.place(), options.size_or(_USUAL)
         try:

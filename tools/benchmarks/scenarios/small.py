@@ -13,7 +13,7 @@ SAVES = "save"
 
 
 def small(options: Options) -> ScenarioResult:
-    """Saves and warm loads of many small tensors. `--size` has no effect."""
+    """Measure saves and warm loads of many small tensors. `--size` has no effect."""
     count = 500 if options.quick else 10_000
     with Bench(options) as bench:
         size = bench.make_state(_STATE, "small", count << 10)

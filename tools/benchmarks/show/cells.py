@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from benchmarks.results import OURS, Check, Row, ScenarioResult, Spread, best, binding, over
 
-_NOISE = 64 << 10  # bytes that a process reads and writes anyway
+_NOISE = 64 << 10  # bytes that a process reads and writes in any case
 Column = tuple[str, Callable[[Row], str]]
 
 
 def columns(scenario: ScenarioResult) -> list[Column]:
-    """Headings and cells. Columns without values in this scenario are left out."""
+    """Return headings and cells. Columns without values in this scenario are left out."""
     found: list[Column] = [("time", _time("durable")), ("CPU", _time("cpu"))]
     rows = scenario.rows
     if any("peak" in row.summary for row in rows):
@@ -37,14 +37,14 @@ def columns(scenario: ScenarioResult) -> list[Column]:
 
 
 def seconds(found: Spread) -> str:
-    """A time and its range."""
+    """Format a time and its range."""
     factor, unit = (1.0, "s") if found.median >= 1 else (1e3, "ms")
     low, middle, high = (_short(value * factor) for value in (found.low, found.median, found.high))
     return f"{middle} ({low}-{high}) {unit}"
 
 
 def ratio(found: Spread) -> str:
-    """A ratio and its range."""
+    """Format a ratio and its range."""
     return f"{found.median:.2f} ({found.low:.2f}-{found.high:.2f})"
 
 
@@ -61,12 +61,12 @@ def size(value: float) -> str:
 
 
 def verdict(check: Check) -> str:
-    """The verdict on a target."""
+    """Return the verdict on a target."""
     return {None: "not measured", True: "met", False: "not met"}[check.met]
 
 
 def target(check: Check) -> tuple[str, str, str, str]:
-    """The cells of a target: name, limit, result, verdict."""
+    """Return the cells of a target: name, limit, result, verdict."""
     sign = "at least" if check.at_least else "at most"
     found = "" if check.value is None else _number(check.value)
     return check.text, f"{sign} {_number(check.wanted)}", found, verdict(check)
@@ -97,14 +97,14 @@ def _differ(row: Row) -> bool:
 
 
 def _of_limit(row: Row, scenario: ScenarioResult) -> str:
-    """The part of the binding limit that a row reaches, and the name of the limit."""
+    """Return the share of the binding limit that a row reaches, and the name of the limit."""
     limit = binding(scenario.rows, row, scenario.metric)
     reached = over(limit.median(scenario.metric), row.median(scenario.metric)) if limit else None
     return f"{reached:.2f} of {limit.who}" if limit and reached is not None else ""
 
 
 def _to_ours(row: Row, scenario: ScenarioResult) -> str:
-    """The cost as a multiple of casckpt's first row in the group."""
+    """Return the cost as a multiple of casckpt's first row in the group."""
     ours = next((one for one in scenario.rows if one.group == row.group and one.who == OURS), None)
     ours = ours or best(scenario.rows, OURS, scenario.metric)
     ratio = over(row.median(scenario.metric), ours.median(scenario.metric)) if ours else None

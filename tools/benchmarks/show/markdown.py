@@ -19,7 +19,7 @@ def write_pages(folder: Path, into: Path) -> None:
 
 
 def render(report: Report) -> str:
-    """Give all tables of a report."""
+    """Return all tables of a report."""
     machine = report.machine
     parts = [
         f"# {machine['date']}: {machine.get('gpu', machine['cpu'])}\n",

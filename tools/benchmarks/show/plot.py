@@ -15,7 +15,7 @@ _LABELS = {"durable": "seconds", "blocked": "seconds until the caller goes on", 
 
 
 def draw(report: Report, folder: Path) -> Iterator[Path]:
-    """One SVG for each scenario that measured something."""
+    """Draw one SVG for each scenario that measured something."""
     import matplotlib as mpl
 
     mpl.use("svg")

@@ -1,1 +1,1 @@
-"""The tasks of workers. Each takes `benchmarks.worker.Here` and plain arguments, and returns plain data."""
+"""The workers' tasks. Each accepts `benchmarks.worker.Here` and plain arguments, and returns plain data."""

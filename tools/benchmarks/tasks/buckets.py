@@ -1,6 +1,6 @@
-"""Saves and loads over S3, by casckpt and by raw clients, on one server of this machine.
+"""Saves and loads over S3, by casckpt and by raw clients, on one server on this machine.
 
-The server belongs to the tests and lives in the worker that starts it.
+The server is the one that the tests use, and belongs to the worker that starts it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def start(here: Here, folder: str, state: str) -> None:
 
     path = Path(folder)
     path.mkdir(parents=True)
-    server = servers.seaweed(path, memory="2GiB")  # with less, its collector takes most of the time of all puts
+    server = servers.seaweed(path, memory="2GiB")  # with less, its garbage collector takes most of the time of puts
     server.start()
     here.kept["server"], here.kept["bucket"], here.kept["folder"] = server, server.new_bucket(), path
     _store(here, _LOADED).save({"model": here.states[state]}, step=0)
@@ -51,7 +51,7 @@ def stop(here: Here) -> None:
 
 
 def save(here: Here, state: str) -> Measured:
-    """One save into a new store, which is removed."""
+    """Save once into a new store, which is then removed."""
     store = _store(here, f"store-{next(_NUMBERS)}")
     store.create()
     meter = Meter()
@@ -63,7 +63,7 @@ def save(here: Here, state: str) -> Measured:
 
 
 def load(here: Here, state: str, verify: bool) -> Measured:
-    """One load into touched memory, compared."""
+    """Load once into touched memory, and compare the result."""
     wanted = here.states[state]
     if "s3" not in here.kept:
         here.kept["s3"] = values.poisoned(wanted)
@@ -81,7 +81,7 @@ def load(here: Here, state: str, verify: bool) -> Measured:
 
 
 def raw_put(here: Here, state: str, client: str, parallel: int) -> Measured:
-    """Put all bytes of a state, as objects of 32 MiB, with this many puts in flight."""
+    """Put all bytes of a state as objects of 32 MiB, with this many puts in flight."""
     prefix = f"raw-{next(_NUMBERS)}"
     meter = Meter()
     if client == "obstore":
@@ -105,12 +105,12 @@ def raw_get(here: Here, state: str, client: str, parallel: int) -> Measured:
 
 
 def has(here: Here, client: str) -> bool:
-    """Report whether a client is installed."""
+    """Return whether a client is installed."""
     return importlib.util.find_spec(client) is not None
 
 
 def _store(here: Here, name: str) -> casckpt.Store:
-    """A store of the bucket, the same for equal names, without a cache of blobs."""
+    """Return a store in the bucket without a blob cache. It is the same one for equal names."""
     import casckpt
 
     key = f"store {name}"
@@ -128,7 +128,7 @@ def _remove(store: casckpt.Store) -> None:
 
 
 def _bodies(here: Here, state: str) -> Iterator[bytes]:
-    """A state as objects of 32 MiB."""
+    """Return a state as objects of 32 MiB."""
     import torch
 
     flat = torch.cat([values.as_bytes(tensor) for tensor in here.states[state].values()]).numpy()
@@ -137,7 +137,7 @@ def _bodies(here: Here, state: str) -> Iterator[bytes]:
 
 
 def _kept_bodies(here: Here, state: str) -> Sequence[bytes]:
-    """Made once, so that a raw client's time does not include it."""
+    """Return the objects. They are made once, so that a raw client's time does not include this."""
     if "bodies" not in here.kept:
         here.kept["bodies"] = list(_bodies(here, state))
     found: list[bytes] = here.kept["bodies"]
@@ -164,7 +164,7 @@ def _put_all(here: Here, prefix: str, state: str, parallel: int) -> None:
 
 
 def _ranges(size: int) -> Iterator[tuple[int, int, int]]:
-    """(object, offset, length)."""
+    """Return (object, offset, length) of each range."""
     for number, (_, whole) in enumerate(files.pieces(size, _BLOB)):
         for offset, length in files.pieces(whole, _RANGE):
             yield number, offset, length

@@ -1,4 +1,4 @@
-"""A store of many checkpoints, made without saves, and the cost of listing it."""
+"""A store of many checkpoints that is created without saves, and the cost of listing it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _add(repo: Repository, path: Path, draw: random.Random, step: int, count: in
         if not number:
             where.parent.mkdir(parents=True)
         fd = os.open(where, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o444)
-        os.ftruncate(fd, ref.size)  # takes no space on the disk
+        os.ftruncate(fd, ref.size)  # does not take space on the disk
         os.close(fd)
     made = manifests.put(repo, txid, _draft(refs, step, draw))
     commits.commit(
@@ -60,7 +60,7 @@ def _add(repo: Repository, path: Path, draw: random.Random, step: int, count: in
 
 
 def _draft(refs: list[BlobRef], step: int, draw: random.Random) -> Draft:
-    """A manifest of one tensor in each blob."""
+    """Return a manifest with one tensor in each blob."""
     from casckpt._version import __version__
     from casckpt.format.extents import StoredCell, build
     from casckpt.format.manifest import Draft
@@ -81,7 +81,7 @@ def _draft(refs: list[BlobRef], step: int, draw: random.Random) -> Draft:
 
 
 def look(here: Here, *, folder: str, cache: str, what: str, checkpoints: int, blobs: int) -> Measured:
-    """List, measure, or plan a gc, as the command line does: the store is opened again."""
+    """List, measure, or plan a gc, as the command line does: the store is reopened."""
     from casckpt.store.opening import open as open_store
 
     meter = Meter()

@@ -1,4 +1,4 @@
-"""Coders of weights, casckpt's and others'. Each shortens an array, alone or against another."""
+"""Coders of weights, casckpt's and others'. Each shortens an array, alone or against a different one."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from casckpt.format.encodings.frames import decode, encode
 
 
 class Coder(Protocol):
-    """One coder. ``by_cell``: it receives cells of 1 MiB, otherwise whole tensors."""
+    """One coder. ``by_cell``: it receives cells of 1 MiB instead of whole tensors."""
 
     by_cell: ClassVar[bool]
 
     def encode(self, plain: Flat, base: Flat | None) -> bytes:
-        """Encode an array; with a ``base``, only the changes since."""
+        """Encode an array or, with a ``base``, only the changes since that base."""
 
     def decode(self, stored: bytes, out: Flat, *, has_base: bool) -> None:
         """Return the array, in the memory of its base if it has one."""
 
 
 class Ours:
-    """casckpt's frames, and the bytes themselves if a frame is not worth it."""
+    """casckpt's frames, or the bytes themselves if a frame is not worthwhile."""
 
     by_cell: ClassVar[bool] = True
 
@@ -44,7 +44,7 @@ class Ours:
 
 
 class Zstd:
-    """zstd at level 1, of the bytes or of their XOR with the base, as in slime, miles and SGLang."""
+    """zstd at level 1, applied to the bytes or to their XOR with the base, as in slime, miles and SGLang."""
 
     by_cell: ClassVar[bool] = False
 
@@ -67,7 +67,7 @@ class Zstd:
 
 
 class ZipNN:
-    """ZipNN, which has no bases."""
+    """ZipNN, which does not support bases."""
 
     by_cell: ClassVar[bool] = False
 
@@ -88,7 +88,7 @@ class ZipNN:
 
 
 class Dcp:
-    """The zstd extension of torch.distributed.checkpoint, which has no bases."""
+    """The zstd extension of torch.distributed.checkpoint, which does not support bases."""
 
     by_cell: ClassVar[bool] = False
 
@@ -127,17 +127,17 @@ CODERS: dict[str, type[Coder]] = {"casckpt": Ours, "zstd-1": Zstd, "zipnn": ZipN
 
 
 def coder(name: str) -> Coder:
-    """The coder of a name. Raises `Skipped` if its library is not installed."""
+    """Return the coder with a name. Raises `Skipped` if its library is not installed."""
     return CODERS[name]()
 
 
 def view(array: Flat) -> memoryview:
-    """The bytes of an array."""
+    """Return the bytes of an array."""
     return array.view(np.uint8).data
 
 
 def touched(like: Flat) -> Flat:
-    """Memory for such an array, with all pages touched."""
+    """Return memory for such an array, with all pages touched."""
     made: Flat = like.copy()
     made.fill(1)
     return made

@@ -1,4 +1,4 @@
-"""States of real trainings, encoded alone and against an earlier version. All of it is decoded and compared."""
+"""States of real training runs, encoded alone and against an earlier version. All of it is decoded and compared."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ if TYPE_CHECKING:
 
 
 def make(here: Here, folder: str, name: str) -> tuple[int, ...]:
-    """Make a trace if it does not exist: its steps with whole states. The training takes some minutes."""
+    """Make a trace if it does not exist, and return its steps with whole states. The training takes some minutes."""
     return trace_of(here, folder, name).index.steps
 
 
 def code(
     here: Here, *, folder: str, name: str, who: str, parts: Sequence[str], step: int, since: int | None, matrices: bool
 ) -> Measured:
-    """Encode the parts of a state, the first one as changes ``since``. Extra: the entropy bound of the changes."""
+    """Encode the parts of a state, the first one as changes since ``since``.
+
+    Extra: the entropy bound of the changes.
+    """
     trace, using, clock = trace_of(here, folder, name), coder(who), Clock()
     measured, whole = Measured(), 0
     for part in parts:
@@ -70,7 +73,7 @@ def replay(here: Here, *, folder: str, name: str, who: str, saves: int, each: in
 
 
 def trace_of(here: Here, folder: str, name: str) -> Trace:
-    """A trace, made if it does not exist."""
+    """Return a trace. It is made if it does not exist."""
     from benchmarks.training import trace
 
     if name not in here.kept:
@@ -80,7 +83,7 @@ def trace_of(here: Here, folder: str, name: str) -> Trace:
 
 
 def coded(clock: Clock, measured: Measured, plain: int) -> Measured:
-    """The cost, and the stored share of the ``plain`` bytes."""
+    """Return the cost, and the stored share of the ``plain`` bytes."""
     clock.write(measured)
     measured.extra["share"] = measured.stored / plain
     return measured
@@ -94,7 +97,7 @@ def _pieces(trace: Trace, itemsize: int, using: Coder, *, matrices: bool) -> lis
 
 
 def _steps(trace: Trace, *, first: bool = False) -> Iterator[tuple[Flat, Flat]]:
-    """Each version with the previous one; with ``first``, the first one too."""
+    """Yield each version with the previous one. With ``first``, yield the first version too."""
     before: Flat | None = None
     for _, weights in trace.versions():
         if before is not None or first:
@@ -103,7 +106,7 @@ def _steps(trace: Trace, *, first: bool = False) -> Iterator[tuple[Flat, Flat]]:
 
 
 def _coded(using: Coder, plain: Flat, base: Flat | None, encoding: Clock, decoding: Clock | None = None) -> int:
-    """The stored bytes, checked by decoding. Raises WrongBytes."""
+    """Return the number of stored bytes, and check them by decoding. Raises WrongBytes."""
     with encoding:
         stored = using.encode(plain, base)
     out: Flat = touched(plain) if base is None else base.copy()
@@ -120,13 +123,13 @@ def compare(found: Flat, wanted: Flat) -> None:
 
 
 def _bound(base: Flat, plain: Flat) -> float:
-    """Bytes of independent changes: the entropy of the changed elements, and of their changes."""
+    """Return the bytes of independent changes: the entropy of the changed elements, and of their changes."""
     changed = base != plain
     _, counts = np.unique(plain[changed] - base[changed], return_counts=True)
     return (_entropy(np.array([changed.sum(), (~changed).sum()])) + _entropy(counts)) / 8
 
 
 def _entropy(counts: npt.NDArray[np.int64]) -> float:
-    """The total bits of these counts of symbols."""
+    """Return the total bits for these symbol counts."""
     counts = counts[counts > 0]
     return float(-(counts * np.log2(counts / counts.sum())).sum())

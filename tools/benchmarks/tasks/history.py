@@ -1,4 +1,4 @@
-"""Runs with a long history, made without saves, and the storage requests of the next save and a first listing."""
+"""Runs with a long history created without saves, and the storage requests of the next save and a first listing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NUMBERS = itertools.count()
 
 @dataclass
 class Asked:
-    """The requests to a storage. ``names``, ``nbytes``: of keys in listings."""
+    """The requests to a storage. ``names``, ``nbytes``: the number and the bytes of keys in listings."""
 
     requests: int = 0
     names: int = 0
@@ -45,12 +45,12 @@ class Counting:
 
     @property
     def url(self) -> str:
-        """Of the inner one."""
+        """Return the URL of the inner storage."""
         return str(self.inner.url)
 
     @property
     def traits(self) -> Traits:
-        """Near or far."""
+        """Return the traits of a local or a remote storage."""
         from casckpt.storage.base import Traits
 
         return Traits(remote=self._remote, read_gap=0, parallel=4, exclusive=True)
@@ -62,7 +62,7 @@ class Counting:
         return iter(entries)
 
     def list_folder(self, folder: str) -> tuple[builtins.list[ListedObject], builtins.list[str]]:
-        """Count the names of folders, too."""
+        """Count the names of folders too."""
         entries, folders = self.inner.list_folder(folder)
         self._count([*(entry.key for entry in entries), *folders])
         return entries, folders
@@ -112,7 +112,7 @@ def build(here: Here, where: str, case: str, length: int, folder: str) -> None:
 
 
 def save(here: Here, where: str, case: str, length: int, copies: int) -> Measured:
-    """The cost of the next save, after the event that ``case`` names."""
+    """Return the cost of the next save, after the event that ``case`` names."""
     from casckpt.format.records import Forgotten, Restored
     from casckpt.history.commits import append
 
@@ -132,7 +132,7 @@ def save(here: Here, where: str, case: str, length: int, copies: int) -> Measure
 
 
 def latest(here: Here, where: str, length: int, folder: str) -> Measured:
-    """The requests of a new host for the newest checkpoint of a run, under ``length`` later commits of other runs."""
+    """Count a new host's requests for the newest checkpoint of a run, after ``length`` later commits of other runs."""
     from casckpt.contents.refs import resolve
 
     key = f"{where} latest {length}"
@@ -172,7 +172,7 @@ def _storage(where: str, folder: str) -> Counting:
 
 
 def _open(storage: Counting, folder: str, ahead: int) -> Store:
-    """Open it as another host, whose clock is this many seconds ahead."""
+    """Open the store as on a different host, whose clock is this many seconds ahead."""
     from casckpt.repository.repository import Repository, microseconds
     from casckpt.store.store import Store
 

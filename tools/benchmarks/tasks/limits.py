@@ -29,7 +29,10 @@ _RAW = "raw"
 
 
 def write(here: Here, folder: str, size: int, writers: int) -> Measured:
-    """Durable direct writes of ``size`` bytes in files of 32 MiB, preallocated and synced, with the folder."""
+    """Write ``size`` bytes durably and directly, in preallocated files of 32 MiB.
+
+    The files and the folder are synced.
+    """
     path = Path(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     buffers = [_aligned(here, number, _BLOB) for number in range(writers)]
@@ -56,7 +59,7 @@ def _write_file(path: Path, buffer: memoryview, size: int) -> None:
 
 
 def put_state(here: Here, folder: str, state: str) -> None:
-    """Write a state's tensors one after the other into one file, for `read` and `read_direct`."""
+    """Write a state's tensors one after another into one file, for `read` and `read_direct`."""
     path = Path(folder)
     path.mkdir(parents=True)
     with (path / _RAW).open("wb", buffering=0) as file:
@@ -69,9 +72,9 @@ def put_state(here: Here, folder: str, state: str) -> None:
 def read(
     here: Here, *, folder: str, state: str, threads: int, cache: str, eighth: int | None = None, hashed: bool = False
 ) -> Measured:
-    """Plain reads by several threads into touched tensors, or into one eighth of every tensor.
+    """Read with several threads into touched tensors, or into one eighth of every tensor.
 
-    ``hashed``: cell by cell, each hashed after its read.
+    ``hashed``: read cell by cell, and hash each cell after its read.
     """
     path = Path(folder)
     tensors = here.on_host(state)
@@ -92,7 +95,7 @@ def read(
 def _ranges(
     tensors: dict[str, torch.Tensor], into: dict[str, torch.Tensor], eighth: int | None, piece: int
 ) -> Iterator[tuple[memoryview, int]]:
-    """The (memory, range of the file) of all reads."""
+    """Return the (memory, range of the file) of all reads."""
     offset = 0
     for name, tensor in tensors.items():
         lo, hi = 0, tensor.nbytes
@@ -117,7 +120,7 @@ def _fill_and_hash(fd: int, memory: memoryview, offset: int) -> None:
 
 
 def read_direct(here: Here, folder: str, threads: int) -> Measured:
-    """Direct reads of a file that is not in the page cache, into aligned buffers that are reused."""
+    """Read a file that is not in the page cache directly into aligned buffers, which are reused."""
     path = Path(folder)
     _prepare(here, path, "cold")
     size = (path / _RAW).stat().st_size
@@ -138,7 +141,7 @@ def _read_piece(fd: int, buffer: memoryview, offset: int) -> None:
 
 
 def hashes(here: Here, state: str) -> Measured:
-    """Digests of all 1 MiB cells of a state, in place, on all cores."""
+    """Compute the digests of all 1 MiB cells of a state, in place, on all cores."""
     cells = _cells(here, state)
     meter = Meter()
     _shared(cells, here.threads, lambda _, cell: blake3.blake3(cell).digest())
@@ -146,7 +149,7 @@ def hashes(here: Here, state: str) -> Measured:
 
 
 def copy_and_hash(here: Here, state: str) -> Measured:
-    """Copies of all 1 MiB cells of a state into one buffer per core, each hashed there."""
+    """Copy all 1 MiB cells of a state into one buffer per core, and hash each of them there."""
     cells = _cells(here, state)
     buffers = [np.asarray(_aligned(here, number, _CELL)) for number in range(here.threads)]
 
@@ -170,7 +173,7 @@ def _cells(here: Here, state: str) -> list[memoryview]:
 
 
 def copy(here: Here, state: str, threads: int) -> Measured:
-    """One copy of a state into touched memory, by several threads."""
+    """Copy a state once into touched memory, with several threads."""
     source = here.on_host(state)
     if "copy" not in here.kept:
         here.kept["copy"] = values.poisoned(source)
@@ -185,7 +188,7 @@ def copy(here: Here, state: str, threads: int) -> Measured:
 
 
 def across(here: Here, state: str, to_gpu: bool) -> Measured:
-    """One copy of a state between the GPU and pinned host memory, tensor by tensor, all queued at once."""
+    """Copy a state once between the GPU and pinned host memory, tensor by tensor. All copies are queued in one go."""
     source = here.states[state]
     if "pinned" not in here.kept:
         here.kept["pinned"] = {name: one.cpu().pin_memory() for name, one in here.on_host(state).items()}
@@ -207,7 +210,7 @@ def _shared(todo: Sequence[T], workers: int, act: Callable[[int, T], object]) ->
     left = iter(todo)
 
     def work(worker: int) -> None:
-        for one in left:  # threads may share a list's iterator
+        for one in left:  # threads may share the iterator of a list
             act(worker, one)
 
     if workers == 1:
@@ -218,7 +221,7 @@ def _shared(todo: Sequence[T], workers: int, act: Callable[[int, T], object]) ->
 
 
 def _aligned(here: Here, number: int, size: int) -> memoryview:
-    """A page-aligned buffer of random bytes, kept for reuse."""
+    """Return a page-aligned buffer of random bytes, which is kept for reuse."""
     key = f"buffer {number} {size}"
     if key not in here.kept:
         mapped = mmap.mmap(-1, size)
@@ -229,7 +232,7 @@ def _aligned(here: Here, number: int, size: int) -> memoryview:
 
 
 def _open(path: Path, flags: int) -> int:
-    """Open for direct I/O, if the file system supports it."""
+    """Open a file for direct I/O if the file system supports it."""
     try:
         return os.open(path, flags | os.O_DIRECT, 0o644)
     except OSError:

@@ -1,4 +1,4 @@
-"""A manifest of a million extents: made, encoded, and used by one rank for a partial load."""
+"""A manifest of a million extents, which is created, encoded, and used by one rank for a partial load."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _OBJECT = 5000  # bytes of random state per rank
 
 
 def make(here: Here, tensors: int, shards: int, ranks: int) -> int:
-    """Make the tables of ``tensors`` tensors that ``shards`` ranks wrote, each its rows into its own blobs.
+    """Make the tables of ``tensors`` tensors that ``shards`` ranks wrote, each its own rows into its own blobs.
 
-    No two cells of a tensor are neighbors in a blob, so each is an extent. Returns their number. ``ranks``: the number
-    of ranks with an object.
+    No two cells of a tensor are adjacent in a blob, so each cell is an extent. Returns the number of extents.
+    ``ranks``: the number of ranks with an object.
     """
     from casckpt.format.manifest import ObjectEntry
     from casckpt.format.names import BlobHash, TxId
@@ -43,7 +43,7 @@ def _bytes() -> int:
 
 
 def _table(draw: random.Random, number: int, shards: int) -> Any:
-    """A row for each rank."""
+    """Make a row for each rank."""
     from casckpt.format.extents import StoredCell, build
     from casckpt.format.names import CellDigest
     from casckpt.format.regions import full_box
@@ -65,7 +65,7 @@ def _table(draw: random.Random, number: int, shards: int) -> Any:
 
 
 def encode(here: Here) -> Measured:
-    """The bytes of the manifest, from the tables."""
+    """Encode the manifest from the tables."""
     from casckpt._version import __version__
     from casckpt.format import manifest
     from casckpt.format.metrics import encode_metadata
@@ -103,9 +103,10 @@ def decode(here: Here) -> Measured:
 
 
 def reach(here: Here, ranks: int) -> Measured:
-    """The message to one of ``ranks`` ranks that loads this small a part of the tensors and its own object; its plan.
+    """Make the message to one of ``ranks`` ranks, and its plan.
 
-    ``read``: the bytes of rank 0's message, and of the ranges that the rank reads itself.
+    The rank loads only this part of the tensors, and its own object. ``read``: the bytes of rank 0's message, and of
+    the ranges that the rank reads itself.
     """
     from casckpt.contents.contents import Contents
     from casckpt.format.manifest import FRONT, Manifest
@@ -141,7 +142,7 @@ def reach(here: Here, ranks: int) -> Measured:
 
 
 def plan(here: Here, ranks: int) -> Measured:
-    """The reads of one of ``ranks`` ranks from every tensor, verified."""
+    """Plan the verified reads of one of ``ranks`` ranks from every tensor."""
     from casckpt.plan.reads import plan_units
 
     wants = [(table, _part(table.shape, table.shape[0] // ranks)) for table in here.kept["found"]]
@@ -154,7 +155,7 @@ def plan(here: Here, ranks: int) -> Measured:
 
 
 def _part(shape: tuple[int, ...], rows: int) -> Any:
-    """The second of this many parts."""
+    """Return the second of this many parts."""
     from casckpt.format.regions import Box, Region, normalise
 
     box = Box((rows, 0), (rows, shape[1]))

@@ -1,4 +1,4 @@
-"""The plan that rank 0 makes from the messages of all ranks, for simulated ranks."""
+"""The plan that rank 0 makes from the messages of all ranks. The ranks are simulated."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from benchmarks.worker import Here
 
 _COLUMNS = 1024
-_GROUP = 8  # ranks of one sharding group of "hsdp"
+_GROUP = 8  # ranks in one sharding group of "hsdp"
 _CELL = 1 << 20
-_BYTES_OF_AN_ITEM = 3000  # about the size of one item of a DCP plan
+_BYTES_OF_AN_ITEM = 3000  # approximate size of one item of a DCP plan
 _Rows = list[tuple[int, int, int]]
 
 
 def _rows(kind: str, ranks: int, tensors: int, rank: int) -> _Rows:
-    """(rows of the tensor, first row, end row) of each tensor of a rank."""
+    """Return (rows of the tensor, first row, end row) of each tensor of a rank."""
     draw = np.random.default_rng(1)
     shards = {"replicas": 1, "shards": ranks, "hsdp": min(_GROUP, ranks)}[kind]
     factors = draw.integers(1, 9, size=tensors)
@@ -32,7 +32,7 @@ def _rows(kind: str, ranks: int, tensors: int, rank: int) -> _Rows:
 
 
 def ours(here: Here, kind: str, ranks: int, tensors: int) -> Measured:
-    """`casckpt.saving.layout.plan_writes` on layouts as they arrive from the ranks."""
+    """Run `casckpt.saving.layout.plan_writes` on layouts as they arrive from the ranks."""
     from casckpt.saving.layout import plan_writes
 
     layouts = [_layout(kind, ranks, tensors, rank) for rank in range(ranks)]
@@ -44,10 +44,10 @@ def ours(here: Here, kind: str, ranks: int, tensors: int) -> Measured:
 
 
 def dcp(here: Here, kind: str, ranks: int, tensors: int) -> Measured:
-    """`DefaultSavePlanner.create_global_plan` on plans as they arrive from the ranks."""
+    """Run `DefaultSavePlanner.create_global_plan` on plans as they arrive from the ranks."""
     library: Any = import_module("torch.distributed.checkpoint")
     if ranks * tensors * _BYTES_OF_AN_ITEM > _available():
-        raise Skipped("its plans would not fit into the memory")
+        raise Skipped("its plans would not fit into memory")
     start = time.perf_counter()
     plans = _save_plans(kind, ranks, tensors)
     making = time.perf_counter() - start
@@ -61,7 +61,7 @@ def dcp(here: Here, kind: str, ranks: int, tensors: int) -> Measured:
 
 
 def _checked(measured: Measured, written: int, kind: str, ranks: int, tensors: int) -> Measured:
-    """The plan, if it writes every element once."""
+    """Return the plan if it writes every element once."""
     wanted = sum(rows * _COLUMNS for rows, _, _ in _rows(kind, ranks, tensors, 0))
     if written != wanted:
         raise WrongBytes(f"the plan writes {written} elements instead of {wanted}")
@@ -90,7 +90,7 @@ def _layout(kind: str, ranks: int, tensors: int, rank: int) -> Any:
 
 
 def _save_plans(kind: str, ranks: int, tensors: int) -> list[Any]:
-    """The results of `DefaultSavePlanner.create_local_plan` on each rank."""
+    """Return the results of `DefaultSavePlanner.create_local_plan` on each rank."""
     import torch
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
@@ -112,7 +112,7 @@ def _save_plans(kind: str, ranks: int, tensors: int) -> list[Any]:
 
 
 def _key(number: int) -> str:
-    """A new string each time, as after a transfer."""
+    """Return a new string each time, as after a transfer."""
     return f"model.layers.{number}.weight"
 
 

@@ -1,4 +1,4 @@
-"""Versions of a trace saved into a store and loaded from it: in a folder, or over a connection of limited speed."""
+"""Versions of a trace saved into a store and loaded from it, in a folder or over a connection of limited speed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from casckpt.store.store import Store
 
 _RUN, _KEPT, _GIB = "run", 8, 1 << 30
-_SHIFT = 12_347  # elements: copies of the matrices share no cell
+_SHIFT = 12_347  # elements: copies of the matrices do not share any cell
 _NUMBERS = itertools.count()
 
 
@@ -48,7 +48,7 @@ class _Paced:
 
     @property
     def traits(self) -> Traits:
-        """Those of a bucket."""
+        """Return the traits of a bucket."""
         from casckpt.storage.base import Traits
 
         return Traits(remote=True, read_gap=1 << 20, parallel=8, exclusive=True, uploads=4)
@@ -97,9 +97,9 @@ class _PacedReader:
 def replay(here: Here, *, folder: str, name: str, place: str, saves: int, compress: str, rate: float) -> Measured:
     """Save the first versions, and load the newest and the first.
 
-    ``rate``: bytes a second, 0 for a folder. Times are medians of the saves after the first. Extra: "share" of as many
-    copies; "cpu/GiB" of a save; "held": bytes of host memory; "newest cold", "first warm", ...: seconds of a load;
-    "kept": copies that are stored after a gc that keeps the last 8.
+    ``rate``: bytes per second, 0 for a folder. Times are medians of the saves after the first. Extra: "share": stored
+    bytes relative to as many copies; "cpu/GiB" of a save; "held": bytes of host memory; "newest cold", "first warm",
+    ...: seconds of a load; "kept": copies that are stored after a gc that keeps the last 8.
     """
     from tests.support.held import held_bytes
 
@@ -125,10 +125,10 @@ def replay(here: Here, *, folder: str, name: str, place: str, saves: int, compre
 def speed(
     here: Here, *, folder: str, name: str | None, place: str, nbytes: int, saves: int, compress: str, rate: float
 ) -> Measured:
-    """Save versions of ``nbytes``: of a trace, or noise (None). Medians of the saves after the first.
+    """Save versions of ``nbytes`` bytes from a trace, or noise (None).
 
-    ``rate``: bytes a second, 0 for a folder. Extra: "cpu/GiB" of a save; "worst": the seconds of the slowest; those of
-    loads.
+    Returns medians of the saves after the first. ``rate``: bytes per second, 0 for a folder. Extra: "cpu/GiB" of a
+    save; "worst": the seconds of the slowest save; the seconds of loads.
     """
     path, saving = Path(place), list[Clock]()
     states = _noise(nbytes) if name is None else shifted(trace_of(here, folder, name), nbytes)
@@ -147,7 +147,7 @@ def speed(
 
 
 def shifted(trace: Trace, nbytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Shifted copies of the matrices, up to ``nbytes``, in memory that changes for each version."""
+    """Yield shifted copies of the matrices, up to ``nbytes``, in memory that changes for each version."""
     import torch
 
     matrices = [one for one in trace.index.tensors if one.matrix]
@@ -163,7 +163,7 @@ def shifted(trace: Trace, nbytes: int) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _noise(nbytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """A model of random bits, in memory that changes. Versions are independent."""
+    """Yield a model of random bits, in memory that changes. Versions are independent."""
     base = values.make("model", nbytes, 1)
     state = values.poisoned(base)
     for number in itertools.count(1):
@@ -174,7 +174,7 @@ def _noise(nbytes: int) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def open_store(path: Path, rate: float) -> Store:
-    """Open it as a host without a cache. ``rate``: bytes a second, 0 for a folder."""
+    """Open the store as on a host without a cache. ``rate``: bytes per second, 0 for a folder."""
     from casckpt.repository.repository import Repository
     from casckpt.storage.local.store import LocalStore
     from casckpt.store.store import Store
@@ -185,7 +185,7 @@ def open_store(path: Path, rate: float) -> Store:
 
 
 def _states(trace: Trace) -> Iterator[dict[str, torch.Tensor]]:
-    """The matrices of each version, in memory that changes for each version."""
+    """Yield the matrices of each version, in memory that changes for each version."""
     import torch
 
     for _, weights in trace.versions():
@@ -194,7 +194,7 @@ def _states(trace: Trace) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _loads(path: Path, rate: float, newest: int, state: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Seconds of a first load by a new host, and of a second one. The newest version is compared."""
+    """Measure the seconds of a first load by a new host, and of a second load. The newest version is compared."""
     target, seconds = values.poisoned(state), dict[str, float]()
     for what, step in (("first", 0), ("newest", newest)):
         store = open_store(path, rate)

@@ -38,7 +38,7 @@ uvicorn.Server(uvicorn.Config(app, log_level="critical", http="h11")).run(socket
 
 
 def make(here: Here, folder: str, size: int) -> int:
-    """Make two versions of some weights, raw and as deltas, and a folder of the second.
+    """Make two versions of some weights, raw and as deltas, and an exported folder of the second.
 
     Return the bytes of its file.
     """
@@ -55,7 +55,7 @@ def make(here: Here, folder: str, size: int) -> int:
 
 
 def _weights(size: int, step: int) -> dict[str, Any]:
-    """bfloat16; one in 100 elements changes with each step."""
+    """Make bfloat16 weights, of which one in 100 elements changes with each step."""
     import torch
 
     generator, found = torch.Generator().manual_seed(1), {}
@@ -68,9 +68,9 @@ def _weights(size: int, step: int) -> dict[str, Any]:
 
 
 def fetch(here: Here, *, folder: str, who: str, clients: int, nbytes: int) -> Measured:
-    """Some clients get the whole file at the same time, warm. Extra: first byte, memory of the server.
+    """Let some clients get the whole file at the same time, warm.
 
-    CPU: of the server.
+    Extra: first byte, memory of the server. The CPU time is the server's.
     """
     with _server(Path(folder, who), who) as (process, port):
         path = _path(Path(folder, who), who)
@@ -82,7 +82,7 @@ def fetch(here: Here, *, folder: str, who: str, clients: int, nbytes: int) -> Me
         seconds, after = time.perf_counter() - begin, process.cpu_times()
         peak = _peak(process.pid)
         if wanted != _digest(Path(folder, STATIC, _FILE)) or any(one.nbytes != nbytes for one in found):
-            raise WrongBytes(f"{who} sent other bytes than an export has")
+            raise WrongBytes(f"{who} sent different bytes than an export has")
     cpu = after.user + after.system - before.user - before.system
     return Measured(blocked=seconds, durable=seconds, cpu=cpu, extra={"first byte": first, "memory": peak})
 
@@ -95,7 +95,7 @@ class _Got:
 
     @property
     def digest(self) -> str:
-        """The digest of the body."""
+        """Return the digest of the body."""
         return self._hash.hexdigest()
 
     def add(self, data: memoryview, *, check: bool) -> None:

@@ -42,5 +42,5 @@ def change(here: Here, name: str, prefix: str = "") -> int:
 
 
 def tensors(here: Here, name: str) -> int:
-    """The number of tensors of a state."""
+    """Return the number of tensors of a state."""
     return len(here.states[name])

@@ -1,4 +1,4 @@
-"""Saves and loads by any peer, measured and checked."""
+"""Measured and checked saves and loads by any peer."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 
 
 class Skipped(Exception):
-    """Not measured. The text gives the reason."""
+    """The case was not measured. The message gives the reason."""
 
 
 Figures = Mapping[str, float] | None
 
 
 def absent(here: Here, peer: str) -> str | None:
-    """The reason why a peer cannot be used in this environment."""
+    """Return the reason why a peer cannot be used in this environment."""
     return peer_class(peer).absent()
 
 
 def offers_frozen(here: Here) -> None:
-    """Raises `Skipped` if this casckpt cannot declare frozen keys."""
+    """Raise `Skipped` if this casckpt cannot declare frozen keys."""
     import casckpt
 
     if "``frozen``" not in str(casckpt.Store.save.__doc__):
-        raise Skipped("casckpt does not offer it yet")
+        raise Skipped("casckpt does not support it yet")
 
 
 def save(here: Here, peer: str, setting: Setting, state: str, folder: str) -> Measured:
@@ -52,7 +52,7 @@ def save(here: Here, peer: str, setting: Setting, state: str, folder: str) -> Me
 
 
 def save_in_background(here: Here, peer: str, setting: Setting, state: str, folder: str) -> Measured:
-    """Save while the state changes. Afterwards the state equals the saved one."""
+    """Save while the state changes. Afterward, the state equals the saved one."""
     path, content, adapter = _ready(folder), here.states[state], here.peer(peer, setting)
     before = files.stored(path)
     here.settle()
@@ -69,7 +69,7 @@ def save_in_background(here: Here, peer: str, setting: Setting, state: str, fold
 
 
 def _ready(folder: str) -> Path:
-    """The checkpoint's folder, which does not exist, in an existing parent."""
+    """Return the checkpoint's folder, which does not exist, in an existing parent."""
     path = Path(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
@@ -92,7 +92,7 @@ def _finished(meter: Meter, figures: Figures, path: Path, before: int) -> Measur
 
 
 def load(here: Here, *, peer: str, setting: Setting, state: str, folder: str, cache: str = "") -> Measured:
-    """Load into touched memory, and compare every byte with ``state``. ``cache``: "warm", "cold", or as it is."""
+    """Load into touched memory, and compare every byte with ``state``. ``cache``: "warm", "cold", or unchanged."""
     wanted, path, adapter = here.states[state], Path(folder), here.peer(peer, setting)
     locals_ = {name: _local(tensor) for name, tensor in wanted.items()}
     memory = _destination(here, state, locals_)
@@ -142,7 +142,7 @@ def _prepare_cache(here: Here, path: Path, cache: str) -> None:
 
 
 def _destination(here: Here, name: str, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Memory to load into, the same for all peers: touched, and without correct bytes."""
+    """Return memory to load into. It is the same for all peers: touched, and without correct bytes."""
     key = f"into {name}"
     if key not in here.kept:
         here.kept[key] = values.poisoned(like)
@@ -157,7 +157,7 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def _like(tensor: Any, memory: torch.Tensor) -> torch.Tensor:
-    """``memory``, as a DTensor if ``tensor`` is one."""
+    """Return ``memory``, as a DTensor if ``tensor`` is one."""
     if not hasattr(tensor, "to_local"):
         return memory
     from torch.distributed.tensor import DTensor
@@ -169,7 +169,9 @@ def _like(tensor: Any, memory: torch.Tensor) -> torch.Tensor:
 def _compare(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor], peer: str, setting: Setting) -> None:
     wrong = values.differing(wanted, found)
     if wrong:
-        raise WrongBytes(f"{peer} {setting or ''} gave wrong bytes in {len(wrong)} tensors, among them {wrong[0]!r}")
+        raise WrongBytes(
+            f"{peer} {setting or ''} returned wrong bytes in {len(wrong)} tensors, among them {wrong[0]!r}"
+        )
 
 
 def delete(here: Here, folder: str) -> None:

@@ -42,7 +42,7 @@ class _Moves:
     kept: list[float] = field(default_factory=list)  # share of the state, in frames
 
     def measured(self) -> Measured:
-        """Medians. Extra: the worst and the total ratio of bytes read to bytes written."""
+        """Return the medians. Extra: the worst and the total ratio of bytes read to bytes written."""
         time, cpu = (median(getattr(clock, name) for clock in self.clocks) for name in ("time", "cpu"))
         extra = {"blobs": float(median(self.read)), "around": float(median(self.around))}
         if self.wrote:
@@ -56,9 +56,10 @@ class _Moves:
 
 
 def follow(here: Here, *, folder: str, name: str, place: str, nbytes: int, steps: int, rate: float) -> Measured:
-    """Save each version. A reader then updates by one step, and loads all. Returns the updates; `found` has the rest.
+    """Save each version.
 
-    ``rate``: bytes a second, 0 for a folder, for which only the total of the reads is known.
+    After each save, a reader updates by one step, and loads everything. Returns the updates; `found` has the rest.
+    ``rate``: bytes per second, or 0 for a folder, for which only the total of the reads is known.
     """
     path = Path(place)
     try:
@@ -70,7 +71,7 @@ def follow(here: Here, *, folder: str, name: str, place: str, nbytes: int, steps
 
 
 def found(here: Here, *, what: str) -> Measured:
-    """Another result of the last `follow`."""
+    """Return a different result of the last `follow`."""
     if what not in here.kept["updates"]:
         raise Skipped("there are too few versions")
     measured: Measured = here.kept["updates"][what]
@@ -84,7 +85,7 @@ class _Follower:
         self._moves: dict[str, _Moves] = {}
 
     def follow(self, trace: Trace, nbytes: int, steps: int) -> dict[str, _Moves]:
-        """All moves, by name. Each ends with correct bytes."""
+        """Do all moves, and return them by name. Each ends with correct bytes."""
         versions = itertools.islice(shifted(trace, nbytes), steps)
         state = next(versions)
         mine, other = values.poisoned(state), values.poisoned(state)
@@ -140,7 +141,7 @@ class _Follower:
 
 
 def _counts(store: Store) -> tuple[int, int]:
-    """Bytes read from blobs, and other bytes. A folder does not distinguish them."""
+    """Count the bytes read from blobs, and other bytes. A folder does not distinguish them."""
     storage: Any = store.repository.storage
     counts = storage.inner.counts if hasattr(storage, "read") else storage.counts
     blobs = getattr(storage, "read", counts.bytes_read)
@@ -148,18 +149,18 @@ def _counts(store: Store) -> tuple[int, int]:
 
 
 def _first(state: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A copy of the first tensor."""
+    """Return a copy of the first tensor."""
     return next(iter(state.values())).clone()
 
 
 def _check(wanted: dict[str, torch.Tensor], *found: dict[str, torch.Tensor]) -> None:
     for one in found:
         if values.differing(wanted, one):
-            raise WrongBytes("casckpt: an update does not end with what a load gives")
+            raise WrongBytes("casckpt: an update does not end with the bytes that a load returns")
 
 
 def _least(before: torch.Tensor, after: torch.Tensor, copies: int) -> _Moves:
-    """The cost of hashing and decoding alone, measured on one copy and scaled."""
+    """Measure only the cost of hashing and decoding, on one copy, and scale it."""
     from casckpt.format.digest import cell_digest
     from casckpt.format.encodings.frames import decode, encode
 

@@ -1,4 +1,4 @@
-"""Versions of a trace, each against the base that casckpt chooses: the content of a store, without a store."""
+"""Versions of a trace, each encoded against the base that casckpt chooses: the content of a store, without a store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from casckpt.plan.bases import choose_base
 if TYPE_CHECKING:
     from benchmarks.worker import Here
 
-_KEPT = 8  # versions that gc's policy keeps in the counts
+_KEPT = 8  # the number of versions that gc's policy keeps, for the counts
 _LOADED = 4  # one of this many versions is loaded
 _OURS = Ours()
 
@@ -24,8 +24,9 @@ _OURS = Ours()
 def follow(here: Here, *, folder: str, name: str, saves: int) -> Measured:
     """Encode the first versions of the matrices, each with the base of `choose_base`.
 
-    Extra: "kept worst", "kept mean": the size of the last 8 versions, in copies, from the middle of ``saves`` on; "load
-    worst", "load mean": CPU-seconds for each GB of a verified load; "later": a save after ``saves``, in copies.
+    Extra: "kept worst", "kept mean": the size of the last 8 versions, in copies, from the middle of ``saves`` on;
+    "load worst", "load mean": CPU-seconds for each GB of a verified load; "later": the size of a save after ``saves``,
+    in copies.
     """
     trace, saving = trace_of(here, folder, name), Clock()
     rows = [_Row(tensor, 2) for tensor in trace.index.tensors if tensor.matrix]
@@ -52,7 +53,7 @@ def follow(here: Here, *, folder: str, name: str, saves: int) -> Measured:
 
 @dataclass(frozen=True)
 class _Version:
-    """The stored form of one version of a row: a frame for each cell. ``base``: the number of another version."""
+    """The stored form of one version of a row: a frame for each cell. ``base``: the number of a different version."""
 
     base: int | None
     frames: list[bytes]
@@ -72,11 +73,11 @@ class _Row:
         self.versions: list[_Version] = []
 
     def links(self) -> int:
-        """The longest chain of any version."""
+        """Return the longest chain of any version."""
         return max(len(self.chain(number)) for number in range(len(self.versions))) - 1
 
     def chain(self, number: int) -> list[int]:
-        """The versions that a read of this one decodes: itself, its base, ..., the full cell."""
+        """Return the versions that a read of this one decodes: itself, its base, ..., the full cell."""
         found, base = [number], self.versions[number].base
         while base is not None:
             found.append(base)
@@ -84,7 +85,7 @@ class _Row:
         return found
 
     def save(self, weights: Flat, clock: Clock) -> None:
-        """Encode one more version, decode it, and compare."""
+        """Encode an additional version, decode it, and compare it."""
         plain = [weights[cell] for cell in self._cells]
         self._last = self._last or [touched(one) for one in plain]
         with clock:
@@ -120,7 +121,7 @@ class _Row:
             compare(*pair)
 
     def memory(self) -> list[Flat]:
-        """Memory for a load."""
+        """Return memory for a load."""
         return [touched(one) for one in self._last]
 
 
@@ -129,7 +130,7 @@ def _is_delta(frame: bytes, plain: Flat) -> bool:
 
 
 def _load(rows: list[_Row]) -> float:
-    """CPU-seconds for each GB of a load of the newest version."""
+    """Measure the CPU-seconds for each GB of a load of the newest version."""
     out, clock = [row.memory() for row in rows], Clock()
     with clock:
         for row, cells in zip(rows, out, strict=True):
@@ -140,7 +141,7 @@ def _load(rows: list[_Row]) -> float:
 
 
 def _kept(rows: list[_Row], newest: int) -> int:
-    """The bytes of the last versions and their bases."""
+    """Return the bytes of the last versions and their bases."""
     last = range(max(0, newest + 1 - _KEPT), newest + 1)
     needed = {(row, one) for row in rows for number in last for one in row.chain(number)}
     return sum(row.versions[one].nbytes for row, one in needed)

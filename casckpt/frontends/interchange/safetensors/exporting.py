@@ -1,8 +1,8 @@
-"""Exports a checkpoint as safetensors files, window by window, without a whole model in memory.
+"""Exports a checkpoint as safetensors files, window by window, without holding a whole model in memory.
 
-Files have temporary names until they are complete and on the disk. An export can start from an earlier export of
-another checkpoint. Then it reads only the differences. If the file system shares blocks, it also writes only the
-differences.
+Files have temporary names until they are complete and durable. An export can start from an earlier export of a
+different checkpoint. In that case, it reads only the differences. If the file system shares blocks, it also writes
+only the differences.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OURS = re.compile(rf"{STEM}(-[0-9]{{5}}-of-[0-9]{{5}})?\{SUFFIX}")
 
 
 class Base(NamedTuple):
-    """A folder with an earlier export of ``checkpoint``. ``is_taken``: whether its files may be moved."""
+    """A folder that holds an earlier export of ``checkpoint``. ``is_taken``: whether its files may be moved."""
 
     checkpoint: Checkpoint
     folder: Path
@@ -63,20 +63,20 @@ def export_safetensors(
     progress: Shown | None = None,
     base: Base | None = None,
 ) -> Exported:
-    """Write the tensors of a checkpoint as safetensors, under their flat keys. Every byte read is verified.
+    """Write a checkpoint's tensors as safetensors under their flat keys. Every byte that is read is verified.
 
-    ``out``: a path, or a URL to which a temporary copy is uploaded. With the suffix ".safetensors" the export is one
-    file. Otherwise it is a folder with ``model.safetensors``, or several files of at most ``max_shard_size`` (5GB) and
-    their index, and all attachments (unless ``attachments=False``). ``force``: overwrite existing files. ``progress``:
-    counts bytes of tensors. ``base``: an earlier export. Its files are hashed completely, and reused if their layout is
-    the same.
+    ``out``: a path, or a URL to which a temporary copy is uploaded. With the suffix ".safetensors", the export is one
+    file. Otherwise, it is a folder with ``model.safetensors`` (or several files of at most ``max_shard_size``, 5GB by
+    default, and their index) and, unless ``attachments=False``, all attachments. ``force``: overwrite existing files.
+    ``progress``: counts tensor bytes. ``base``: an earlier export. Its files are hashed completely, and reused if
+    their layout is unchanged.
 
-    ``keys``, ``strip_prefix``, ``rename``: see `casckpt.frontends.views.view.Rules`. ``model``: write only the weights
-    of the model, for `from_pretrained` of Transformers. Without it, a folder that is not a model gets no config.json.
+    ``keys``, ``strip_prefix``, ``rename``: see `casckpt.frontends.views.view.Rules`. ``model``: write only the model's
+    weights, for Transformers' `from_pretrained`. Otherwise, config.json is not written if the folder is not a model.
 
     Raises NotFound, MissingKey if a pattern matches nothing, Conflict if ``out`` exists, Damaged or StorageError.
-    Raises InvalidInput for a key that safetensors cannot hold, for an attachment with an impossible file name, and if
-    several parts may be the model. After an error no file exists under the final names.
+    Raises InvalidInput for a key that safetensors cannot hold, for an attachment whose name cannot be a file name, and
+    if several parts may be the model. After an error, no file exists under the final names.
     """
     opened = as_store(store)
     rules = Rules(keys, strip_prefix, rename, model)
@@ -104,7 +104,7 @@ def _exported_to(
     if os.path.exists(target / CONFIG) and job.is_no_model:
         raise Conflict(
             f"{target} has a {CONFIG}, but these are not the names of a model: from_pretrained would load random "
-            "weights. Give another folder, or --format hf for the model alone"
+            "weights. Choose a different folder, or pass --format hf to export only the model"
         )
     with new_folder(target, force=force, stale=_is_ours, last=layout.names) as folder:
         write_attached(job.store, job.checkpoint, attachments, folder)
@@ -131,7 +131,7 @@ class _Job(FolderPlan):
                 file.write(window)
 
     def revise(self, path: Path, file: FileLayout, base: Base) -> bool:
-        """Create one file from the file of a base. Return False if the base has no file with the same layout."""
+        """Create one file from a base's file. Return False if the base does not have a file with the same layout."""
         old = base.folder / file.name
         if not _is_like(old, file):
             return False
@@ -156,7 +156,7 @@ class _Job(FolderPlan):
 
 
 def _is_like(path: Path, file: FileLayout) -> bool:
-    """Return whether a file has these tensors in the same places."""
+    """Return whether a file has these tensors at the same positions."""
     try:
         with path.open("rb") as found:
             return os.fstat(found.fileno()).st_size == file.nbytes and found.read(len(file.head)) == file.head
@@ -165,5 +165,5 @@ def _is_like(path: Path, file: FileLayout) -> bool:
 
 
 def _is_ours(name: str) -> bool:
-    """Return whether an earlier export wrote this file, which must not stay beside the new files."""
+    """Return whether a file comes from an earlier export, and so must not remain next to the new files."""
     return name == INDEX or _OURS.fullmatch(name) is not None

@@ -1,4 +1,4 @@
-"""The metadata of safetensors files and Hugging Face indexes: dtypes, headers, indexes."""
+"""The metadata of safetensors files and Hugging Face folders: dtypes, headers and indexes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_HEADER_BYTES: Final = 100_000_000
 """The largest header that readers of safetensors files accept."""
 MAX_INDEX_BYTES: Final = 256 << 20
 
-# from torch's name to the file's name, for dtypes that blobs hold as U8
+# maps torch's names to the names in files, for dtypes that blobs hold as U8
 _MORE = {
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
@@ -27,7 +27,7 @@ _MORE = {
 }
 _ALREADY = {dtypes.stored_name(name): name for name in dtypes.DTYPES if dtypes.stored_name(name) != "U8"}
 NAMES: Final[Mapping[str, str]] = {"uint8": "U8"} | {name: stored for stored, name in _ALREADY.items()} | _MORE
-"""The safetensors names of dtypes by torch's names, for all dtypes that such a file can hold."""
+"""Maps torch's dtype names to those of safetensors, for all dtypes that such a file can hold."""
 _DTYPES = {stored: name for name, stored in NAMES.items()}
 _ORDER = (
     "BOOL", "F4", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I16", "U16", "F16",
@@ -45,7 +45,7 @@ _MAGIC = (
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """A tensor of a file: its name, torch's name of the dtype, its shape, and its size in bytes."""
+    """A tensor in a file: its name, torch's name for its dtype, its shape, and its size in bytes."""
 
     key: str
     dtype: str
@@ -55,7 +55,10 @@ class TensorHeader:
 
 @dataclass(frozen=True)
 class Header:
-    """The header of a file. ``tensors`` are in the order of their data, without holes, from the byte ``start`` on."""
+    """A file's header.
+
+    ``tensors`` are listed in the order of their data, which begins at byte ``start`` and has no holes.
+    """
 
     tensors: tuple[TensorHeader, ...]
     start: int
@@ -63,7 +66,7 @@ class Header:
 
 
 def encode_header(tensors: Iterable[TensorHeader], metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes before the data of a safetensors file. The data of ``tensors`` follow in order, without holes.
+    """Return the bytes before the data of a safetensors file. The data of ``tensors`` follows in order, without holes.
 
     Raises InvalidInput, naming the key, for a tensor or header that such a file cannot hold.
     """
@@ -72,15 +75,16 @@ def encode_header(tensors: Iterable[TensorHeader], metadata: Mapping[str, str]) 
     for tensor in tensors:
         key = tensor.key
         if key == "__metadata__":
-            raise InvalidInput("a safetensors file cannot hold a tensor named '__metadata__'; leave it out", key=key)
+            raise InvalidInput("a safetensors file cannot hold a tensor named '__metadata__'; omit it", key=key)
         name, shape = file_type(key, tensor.dtype, tensor.shape)
         header[key] = {"dtype": name, "shape": shape, "data_offsets": [start, start + tensor.nbytes]}
         start += tensor.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)  # so that data is aligned
+    text = text.ljust(-(-len(text) // 8) * 8)  # this aligns the data
     if len(text) > MAX_HEADER_BYTES:
         raise InvalidInput(
-            f"one file would need a header of {len(text)} bytes, more than readers accept; export fewer keys to it, "
+            f"one file would need a header of {len(text)} bytes, which is more than readers accept; export fewer "
+            "keys to it, "
             "or export to a folder with a smaller --max-shard-size"
         )
     return len(text).to_bytes(8, "little") + text
@@ -98,9 +102,9 @@ def file_type(key: str, dtype: str, shape: Shape) -> tuple[str, list[int]]:
 
 
 def rank_of(dtype: str) -> int:
-    """Return the rank of a dtype, by torch's name, in the safetensors library.
+    """Return the rank that the safetensors library assigns to a dtype, given torch's name for it.
 
-    The library orders the tensors of a file by rank, highest first, then by name, so that all tensors are aligned.
+    The library orders a file's tensors by rank, highest first, and then by name, so that all tensors are aligned.
     """
     return _ORDER.index(NAMES[dtype])
 
@@ -111,52 +115,56 @@ def read_header(path: Path) -> Header:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES:
-            raise InvalidInput(f"{path} has a header of {length} bytes, over {MAX_HEADER_BYTES}; get a complete file")
+            raise InvalidInput(
+                f"{path} has a header of {length} bytes, more than {MAX_HEADER_BYTES}; get a complete copy of the file"
+            )
         text = file.read(length)
     try:
         return _decoded(text, path.stat().st_size - 8 - length)
     except Unsupported as error:
         raise Unsupported(f"{path}: {error}; convert it first", key=error.key) from error
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{path} is not a usable safetensors file: {error}; get a complete file") from error
+        raise InvalidInput(
+            f"{path} is not a valid safetensors file: {error}; get a complete copy of the file"
+        ) from error
 
 
 def _decoded(text: bytes, size: int) -> Header:
-    """Decode a header. ``size``: the bytes of data after it. Raises ValueError."""
+    """Decode a header. ``size``: the number of data bytes after it. Raises ValueError."""
     found = json.loads(text, object_pairs_hook=_without_twins)
     metadata = found.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise InvalidInput("its __metadata__ has values that are not text")
+        raise InvalidInput("its __metadata__ has values that are not strings")
     places = sorted((_place(key, entry) for key, entry in found.items()), key=lambda place: place[:2])
     end = 0
     for start, stop, tensor in places:
         if start != end or stop - start != tensor.nbytes:
-            raise InvalidInput(f"the bytes {start} to {stop} of {tensor.key!r:.200} do not fit")
+            raise InvalidInput(f"the byte range {start} to {stop} of {tensor.key!r:.200} does not match")
         end = stop
     if end != size:
-        raise InvalidInput(f"its tensors have {end} bytes, but it has {size}")
+        raise InvalidInput(f"its tensors have {end} bytes, but its data has {size}")
     return Header(tuple(tensor for _, _, tensor in places), 8 + len(text), metadata)
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise InvalidInput("its header contains a key twice")
+        raise InvalidInput("its header contains the same key twice")
     return found
 
 
 def _place(key: str, entry: Any) -> tuple[int, int, TensorHeader]:
-    """Return the first byte, the byte after the last one, and the tensor."""
+    """Return the tensor's first byte, the byte after its last one, and the tensor."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise InvalidInput(f"the description of {key!r:.200} is not usable")
+        raise InvalidInput(f"the description of {key!r:.200} is invalid")
     kind, shape, offsets = entry["dtype"], _numbers(key, entry["shape"]), _numbers(key, entry["data_offsets"])
     if len(offsets) != 2:
-        raise InvalidInput(f"the place of {key!r:.200} is not usable")
+        raise InvalidInput(f"the position of {key!r:.200} is invalid")
     if kind not in _DTYPES:
         raise Unsupported(f"{key!r:.200} has dtype {kind!r:.40}, which this version of casckpt does not know", key=key)
-    if kind == "F4":  # two in a byte
+    if kind == "F4":  # two elements per byte
         if not shape or shape[-1] % 2:
-            raise InvalidInput(f"the shape of {key!r:.200} is not usable for F4")
+            raise InvalidInput(f"the shape of {key!r:.200} is invalid for F4")
         shape = [*shape[:-1], shape[-1] // 2]
     dtype = _DTYPES[kind]
     return (
@@ -168,14 +176,14 @@ def _place(key: str, entry: Any) -> tuple[int, int, TensorHeader]:
 
 def _numbers(key: str, given: Any) -> list[int]:
     if not isinstance(given, list) or not all(type(number) is int and number >= 0 for number in given):
-        raise InvalidInput(f"the shape or the place of {key!r:.200} is not usable")
+        raise InvalidInput(f"the shape or position of {key!r:.200} is invalid")
     return given
 
 
 def check_safetensors(path: Path) -> None:
     """Check the first bytes. Raises NotFound, InvalidInput, or Unsupported, naming the actual format."""
     if not path.is_file():
-        raise NotFound(f"there is no file {path}; give the path of a safetensors file, or of a folder with such files")
+        raise NotFound(f"there is no file {path}; pass the path of a safetensors file, or of a folder with such files")
     with path.open("rb") as file:
         head = file.read(9)
     length = int.from_bytes(head[:8], "little")
@@ -184,17 +192,17 @@ def check_safetensors(path: Path) -> None:
     for magic, what, advice in _MAGIC:
         if head.startswith(magic):
             raise Unsupported(f"{path} is {what}, not a safetensors file. {advice}")
-    raise InvalidInput(f"{path} is not a safetensors file, or is cut off; get a complete file")
+    raise InvalidInput(f"{path} is not a safetensors file, or is truncated; get a complete copy of the file")
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return the name of the file that holds each key, from an index. Raises InvalidInput for a bad index."""
+    """Read an index, and return the name of the file that holds each key. Raises InvalidInput for an invalid index."""
     if path.stat().st_size > MAX_INDEX_BYTES:
         raise InvalidInput(f"{path} has more than {MAX_INDEX_BYTES} bytes: it is not an index of safetensors files")
     try:
         found = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{path} is not JSON ({error}); get a complete file") from error
+        raise InvalidInput(f"{path} is not valid JSON ({error}); get a complete copy of the file") from error
     weights = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(weights, dict) or not weights:
         raise InvalidInput(f"{path} has no weight_map: it is not an index of safetensors files")
@@ -202,7 +210,7 @@ def read_index(path: Path) -> dict[str, str]:
         if not _is_plain(name):
             raise InvalidInput(
                 f"{path} lists {key!r:.200} in {name!r:.200}, which is not the plain name of a safetensors "
-                "file beside it; do not trust its source",
+                "file next to it; do not trust its source",
                 key=key,
             )
     return weights
@@ -215,6 +223,6 @@ def _is_plain(name: Any) -> bool:
 
 
 def encode_index(files: Mapping[str, str], nbytes: int) -> bytes:
-    """Return the index of ``files``, a map from key to file name. ``nbytes``: the bytes of all tensors."""
+    """Return the index of ``files``, which maps keys to file names. ``nbytes``: the total bytes of all tensors."""
     index = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(files.items()))}
     return json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"

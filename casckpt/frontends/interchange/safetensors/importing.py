@@ -1,4 +1,4 @@
-"""Imports safetensors files and Hugging Face folders. It maps tensors into memory, and never copies a whole tensor."""
+"""Imports safetensors files and Hugging Face folders. It memory-maps tensors, and never copies a whole tensor."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from casckpt.tensors.memory import tensor_over
 from casckpt.tensors.values import Shard
 
 PLACES: Final = "DCP_SHARDING_INFO"
-"""The metadata key of a file that holds the offsets of its parts, as JSON."""
+"""The key in a file's metadata that holds the offsets of its parts, as JSON."""
 WRITERS_OWN: Final = frozenset((PLACES, "DCP_VERSION"))
 """Metadata keys that describe only the file itself. They are not saved with the checkpoint."""
 
@@ -48,9 +48,9 @@ Part = tuple[Shape, torch.Tensor]
 
 
 def offsets_of(path: Path, header: Header) -> Mapping[str, Shape] | None:
-    """Return the offset of each tensor of a file in the whole tensor; None if the file has no offsets.
+    """Return the offset of each of a file's tensors in the whole tensor, or None if the file has no offsets.
 
-    Raises InvalidInput for unusable offsets.
+    Raises InvalidInput for invalid offsets.
     """
     text = header.metadata.get(PLACES)
     if text is None:
@@ -59,7 +59,7 @@ def offsets_of(path: Path, header: Header) -> Mapping[str, Shape] | None:
         places = json.loads(text)
         return {part.key: _offset(places[part.key]["saved_offsets"], len(part.shape)) for part in header.tensors}
     except (LookupError, TypeError, ValueError, RecursionError) as error:
-        raise InvalidInput(f"{path} has no usable offsets of its parts of tensors ({error!r:.100})") from error
+        raise InvalidInput(f"{path} has no valid offsets for its tensor parts ({error!r:.100})") from error
 
 
 def _offset(given: Any, dimensions: int) -> Shape:
@@ -75,7 +75,7 @@ def check_alone(path: Path, header: Header) -> None:
     part = offsets is not None and any(any(offset) for offset in offsets.values())
     if part or _OF_RANK.fullmatch(path.name) or _is_of_others(path):
         raise InvalidInput(
-            f"{path.name} holds the parts of tensors from one rank, but several ranks may have saved the model; give "
+            f"{path.name} holds one rank's parts of tensors, but several ranks may have saved the model; pass "
             f"the folder {path.parent} with the files of all ranks"
         )
 
@@ -88,13 +88,13 @@ def _is_of_others(path: Path) -> bool:
 
 
 def check_numbers(files: Iterable[Path]) -> None:
-    """Raise InvalidInput if the file of a rank is missing. This check cannot detect missing files of the last ranks."""
+    """Raise InvalidInput if a rank's file is missing. This check cannot detect missing files of the last ranks."""
     numbers = sorted({int(match[1]) for path in files if (match := _OF_RANK.fullmatch(path.name))})
     missing = next((here for here, number in enumerate(numbers, 1) if here != number), None)
     if missing is not None:
         raise InvalidInput(
             f"there is no file shard-{missing:05}-model-*.safetensors, but files of later ranks exist; get all "
-            "files of the folder (if that rank had nothing to save, number the others without a gap)"
+            "files of the folder (if that rank had nothing to save, renumber the other files without a gap)"
         )
 
 
@@ -114,8 +114,9 @@ def _tensor(folder: Path, key: str, parts: Sequence[Part]) -> list[Shard]:
     if holes or overlaps:
         why = f"no file holds {holes[0]}" if holes else f"two files hold {regions[overlaps[0][0]]}"
         raise InvalidInput(
-            f"{key!r:.200} of shape {list(shape)} is incomplete in {folder}: {why}; get all files of one save, and no "
-            "others",
+            f"{key!r:.200} of shape {list(shape)} is incomplete in {folder}: {why}; get all files of one save, and "
+            "remove all "
+            "other files",
             key=key,
         )
     return shards
@@ -124,7 +125,7 @@ def _tensor(folder: Path, key: str, parts: Sequence[Part]) -> list[Shard]:
 MAX_ATTACHMENT_BYTES: Final = 64 << 20
 MAX_ATTACHMENTS_BYTES: Final = 256 << 20
 METADATA_KEY: Final = "safetensors"
-"""The key in the metadata of a checkpoint for the ``__metadata__`` of imported files."""
+"""The key in a checkpoint's metadata for the ``__metadata__`` of imported files."""
 
 _WEIGHTS = frozenset((
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".hdf5", ".msgpack", ".onnx", ".gguf",
@@ -148,7 +149,7 @@ class ImportSources:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files with weights."""
+        """The total bytes of the files with weights."""
         return sum(path.stat().st_size for path in self.weights)
 
 
@@ -161,8 +162,8 @@ def import_safetensors(
 ) -> Checkpoint:
     """Save the tensors of a safetensors file, or of a Hugging Face folder, under their own keys.
 
-    The config, the tokenizer and other small files of a folder become attachments. The ``__metadata__`` of the files
-    goes into the checkpoint's metadata under "safetensors"; `export_safetensors` restores all of it.
+    The config, the tokenizer and other small files in a folder become attachments. The ``__metadata__`` of the files
+    is stored in the checkpoint's metadata under "safetensors". `export_safetensors` restores all of it.
 
     Raises NotFound, InvalidInput or Unsupported for files that cannot be imported, and the errors of `Store.save`.
     """
@@ -176,11 +177,11 @@ def import_safetensors(
     state = maps.state | put_together(sources.weights[0].parent, maps.parts)
     if maps.parts and not sources.keys:
         log.warning(
-            "assembled from %d files of ranks, but their full number is unknown: check that the folder is complete",
+            "assembled from %d ranks' files, but their full number is unknown: check that the folder is complete",
             len(sources.weights),
         )
     if missing := sorted(sources.keys - state.keys()):
-        log.warning("the index of %s names tensors that no file holds: %s", path, _few(missing))
+        log.warning("the index of %s names tensors that are not in any file: %s", path, _few(missing))
     attachments = {name: file.read_bytes() for name, file in sources.attachments.items()}
     options["progress"] = maps.done
     options["metadata"] = {METADATA_KEY: file_metadata} | dict(options.get("metadata") or {})
@@ -217,7 +218,7 @@ def _weights_of(folder: Path) -> ImportSources:
         raise _nothing_in(folder)
     if len(choices) > 1:
         names = _few([path.name for path in choices])
-        raise InvalidInput(f"{folder} holds several models: {names}; give the path of one of them")
+        raise InvalidInput(f"{folder} holds several models: {names}; pass the path of one of them")
     if indexes:
         return _shards(indexes[0])
     check_alone(files[0], read_header(files[0]))
@@ -229,7 +230,7 @@ def _shards(index: Path) -> ImportSources:
     paths = [index.parent / name for name in sorted(set(file_of.values()))]
     for path in paths:
         if not path.is_file():
-            raise NotFound(f"{index} names {path.name}, which does not exist; get the file, or a complete folder")
+            raise NotFound(f"{index} names {path.name}, which does not exist; get a complete copy of the folder")
         check_safetensors(path)
     return ImportSources(tuple(paths), {}, keys=frozenset(file_of))
 
@@ -241,24 +242,28 @@ def _few(names: Sequence[str]) -> str:
 def _nothing_in(folder: Path) -> Exception:
     names = {path.name for path in folder.iterdir()}
     if "casckpt.json" in names:
-        return Unsupported(f"{folder} is a store of casckpt; give a safetensors file, or a folder with such files")
+        return Unsupported(f"{folder} is a casckpt store; pass a safetensors file, or a folder with such files")
     kinds = {
-        ".metadata": "a checkpoint of torch.distributed.checkpoint; `casckpt import` reads it directly",
-        "metadata.json": "a checkpoint of another trainer; save its state with store.save",
+        ".metadata": "a torch.distributed.checkpoint checkpoint; `casckpt import` reads it directly",
+        "metadata.json": "a checkpoint from a different trainer; save its state with store.save",
         "pytorch_model.bin": "weights that torch.save wrote; import the file pytorch_model.bin itself",
-        "pytorch_model.bin.index.json": "weights of torch.save in several files; save the state with store.save",
+        "pytorch_model.bin.index.json": "weights from torch.save in several files; save the state with store.save",
     }
     for name, what in kinds.items():
         if name in names:
-            return Unsupported(f"{folder} holds no safetensors file, but {what}")
+            return Unsupported(f"{folder} does not hold safetensors files, but {what}")
     deeper = sorted({path.parent.name for kind in (*kinds, "*.safetensors") for path in folder.glob(f"*/{kind}")})
     if deeper:
-        return InvalidInput(f"{folder} is not a checkpoint, but holds several: {_few(deeper)}; give the path of one")
-    return NotFound(f"there is no safetensors file in {folder}; give the path of one, or of a folder with one")
+        return InvalidInput(
+            f"{folder} is not a checkpoint itself, but contains several: {_few(deeper)}; choose one of them"
+        )
+    return NotFound(
+        f"there is no safetensors file in {folder}; pass the path of such a file, or of a folder with such files"
+    )
 
 
 class Maps:
-    """Files mapped into memory. ``state``: whole tensors. ``parts``: parts of tensors, each with its offset.
+    """Memory-mapped files. ``state``: whole tensors. ``parts``: parts of tensors, each with its offset.
 
     ``done``: the progress to pass to the save; see `letting_go`.
     """
@@ -270,7 +275,7 @@ class Maps:
         self.done = letting_go(shown, partial(_let_go, self._maps))
 
     def add_all(self, weights: Sequence[Path]) -> dict[str, str]:
-        """Map the tensors of all files, in their order. Return the metadata of the files."""
+        """Map the tensors of all files in order, and return the files' metadata."""
         metadata: dict[str, str] = {}
         for path in weights:
             header = read_header(path)
@@ -281,14 +286,14 @@ class Maps:
     def _add(self, path: Path, header: Header, offsets: Mapping[str, Shape] | None) -> None:
         for key, tensor in self.mapped(path, header):
             if key in self.state or (offsets is None and key in self.parts):
-                raise InvalidInput(f"{key!r} is in {path.name} and in another file of {path.parent}", key=key)
+                raise InvalidInput(f"{key!r} is in {path.name} and in a different file of {path.parent}", key=key)
             if offsets is None:
                 self.state[key] = tensor
             else:
                 self.parts.setdefault(key, []).append((offsets[key], tensor))
 
     def mapped(self, path: Path, header: Header) -> Iterator[tuple[str, torch.Tensor]]:
-        """Map the tensors of one file and yield them by key. The method does not add them to ``state``."""
+        """Map one file's tensors and yield them by key, without adding them to ``state``."""
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch requires writable memory
         self._maps.append(data)
@@ -307,7 +312,7 @@ def _let_go(maps: Sequence[mmap.mmap]) -> None:
 
 
 def _attachments(folder: Path, weights: Iterable[Path]) -> tuple[dict[str, Path], list[str]]:
-    """Return the files to attach by name, and the names of skipped files."""
+    """Return the files to attach, by name, and the names of skipped files."""
     chosen: dict[str, Path] = {}
     skipped: list[str] = []
     left = MAX_ATTACHMENTS_BYTES
@@ -325,9 +330,9 @@ def _attachments(folder: Path, weights: Iterable[Path]) -> tuple[dict[str, Path]
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the relative names and the paths of the files below a folder, sorted, without hidden ones.
+    """Yield the relative names and the paths of the files in a folder tree, sorted, without hidden files.
 
-    The function does not follow links to folders, but yields the links.
+    Links to folders are yielded but not followed.
     """
     for place, folders, names in os.walk(folder):
         names += [name for name in folders if Path(place, name).is_symlink()]
@@ -347,7 +352,7 @@ def _is_attachable(folder: Path, name: str, path: Path) -> bool:
 
 
 def _leads_inside(folder: Path, link: Path) -> bool:
-    """Return whether a link stays in the folder or in Hugging Face's cache, and cannot reach other files."""
+    """Return whether a link points into the folder or Hugging Face's cache, so that it cannot reach other files."""
     homes = [folder.resolve()]
     if folder.parent.name == "snapshots":
         homes.append(folder.resolve().parent.parent / "blobs")

@@ -1,4 +1,4 @@
-"""The layout of safetensors files: every byte position, without reading or writing."""
+"""Computes the layout of safetensors files, with every byte position, without reading or writing."""
 
 from __future__ import annotations
 
@@ -38,13 +38,16 @@ class FileLayout:
 
     @property
     def starts(self) -> list[int]:
-        """The byte of the file at which each tensor begins."""
+        """The byte offset in the file at which each tensor begins."""
         return list(accumulate((tensor.entry.nbytes for tensor in self.tensors[:-1]), initial=len(self.head)))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout. ``files``: the files with tensors. ``index``: the bytes of the file `INDEX` for several files."""
+    """A layout. ``files``: the files with tensors.
+
+    ``index``: the bytes of the file `INDEX`, if there are several files.
+    """
 
     files: tuple[FileLayout, ...]
     index: bytes | None = None
@@ -56,10 +59,11 @@ class Layout:
 
 
 def lay_out(tensors: Iterable[ViewTensor], metadata: Mapping[str, str], most: int | None = None) -> Layout:
-    """Lay out files for some tensors. Equal names, dtypes, shapes and ``metadata`` give equal bytes.
+    """Lay out files for the given tensors. Equal names, dtypes, shapes and ``metadata`` yield equal bytes.
 
-    ``most``: the most bytes of data in a file; a larger tensor has its own file. None: one file of any size. Tensors
-    have the order of the safetensors library. Raises InvalidInput, naming the tensor, if such a file cannot hold it.
+    ``most``: the maximum number of data bytes in a file, or None for one file of any size. A larger tensor has its own
+    file. The tensors are in the safetensors library's order. Raises InvalidInput, naming the tensor, if such a file
+    cannot hold it.
     """
     given = sorted(tensors, key=lambda tensor: tensor.name)
     for tensor in given:
@@ -82,7 +86,7 @@ def _file(name: str, tensors: Sequence[ViewTensor], metadata: Mapping[str, str])
 def plan_shards(streams: Sequence[ViewTensor], most: int) -> list[list[ViewTensor]]:
     """Split tensors into one or more files of at most ``most`` data bytes, in order. A larger tensor has its own."""
     if most < 1:
-        raise InvalidInput(f"files of at most {most} bytes hold nothing; give a larger --max-shard-size")
+        raise InvalidInput(f"files of at most {most} bytes cannot hold anything; pass a larger --max-shard-size")
     return list(in_batches(streams, lambda tensor: tensor.entry.nbytes, most)) or [[]]
 
 
@@ -90,5 +94,5 @@ def _file_names(count: int) -> list[str]:
     if count == 1:
         return [f"{STEM}{SUFFIX}"]
     if count > 99_999:
-        raise Refused(f"{count} files are too many; give a larger --max-shard-size")
+        raise Refused(f"{count} files are too many; pass a larger --max-shard-size")
     return [f"{STEM}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)]

@@ -1,6 +1,6 @@
 """Plans a folder of safetensors files from a manifest: a view, its layout, and the attachments.
 
-The plan has every byte position before the first read of data.
+The plan knows every byte position before any data is read.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from casckpt.store.store import Store
 
 CONFIG: Final = "config.json"
 _OF_TRAINING = re.compile(r"optimizer\.(pt|bin)|scheduler\.pt|scaler\.pt|training_args\.bin|trainer_state\.json")
-"""Files of Transformers' Trainer that belong to a training, not to a model."""
+"""Files from Transformers' Trainer that belong to a training, not to a model."""
 
 
 class FolderPlan:
-    """The plan for one checkpoint and some rules. Raises the errors of `Contents.open` and `view_of`."""
+    """The plan for one checkpoint under the given rules. Raises the errors of `Contents.open` and `view_of`."""
 
     def __init__(self, store: Store, checkpoint: Checkpoint, rules: Rules) -> None:
         self.store, self.checkpoint, self.rules = store, checkpoint, rules
@@ -38,7 +38,7 @@ class FolderPlan:
         return lay_out(self.view.tensors, file_metadata(self.checkpoint, self.rules), most)
 
     def reader(self, progress: Progress) -> RegionReader:
-        """Return a reader of the tensors of the view."""
+        """Return a reader for the view's tensors."""
         return RegionReader(self.store.repository, self.contents.manifest, self.view.nbytes, progress)
 
     def attachments(self, *, wanted: bool = True) -> tuple[list[str], list[str]]:
@@ -48,7 +48,7 @@ class FolderPlan:
         return [name for name in names if name not in skipped], skipped
 
     def _is_skipped(self, name: str) -> bool:
-        """Return whether to skip an old index, a training file beside a model, or a config.json without a model."""
+        """Return whether to skip an old index, a training file next to a model, or a config.json without a model."""
         is_of_training = self.rules.model and _OF_TRAINING.fullmatch(name) is not None
         return name == INDEX or is_of_training or (name == CONFIG and self.is_no_model)
 
@@ -63,13 +63,16 @@ class FolderPlan:
         try:
             view = view_of(self.contents, whole)
         except (InvalidInput, MissingKey):
-            return not rules.model  # undecidable, so the choice of the user decides
+            return not rules.model  # this cannot be determined, so the user's choice counts
         names = {tensor.name for tensor in view.tensors}
         return not names <= {tensor.name for tensor in self.view.tensors}
 
 
 def file_metadata(checkpoint: Checkpoint, rules: Rules) -> dict[str, str]:
-    """Return the ``__metadata__`` of an imported file; else, and always for a model, that of Transformers."""
+    """Return the ``__metadata__`` of an imported file.
+
+    Otherwise, and always for a model, return that of Transformers.
+    """
     required, imported = {"format": "pt"}, checkpoint.metadata.get(METADATA_KEY)
     if isinstance(imported, dict) and all(isinstance(value, str) for value in imported.values()):
         return (required | imported) if rules.model else imported

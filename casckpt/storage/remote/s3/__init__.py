@@ -1,6 +1,6 @@
-"""Objects in S3 buckets, and on servers that speak the S3 protocol.
+"""Objects in S3 buckets and on S3-compatible servers.
 
-`client` lists, puts and deletes through the client of s3fs. `direct` reads ranges from the socket straight into the
-destination. `errors` explains what a server answered and what to do, and `facts` reads the settings of a bucket that
-matter to a store.
+`client` lists, puts and deletes through s3fs's client. `direct` reads ranges from the socket straight into the
+destination. `errors` explains a server's error response and what to do about it. `facts` reads the bucket settings
+that matter to a store.
 """

@@ -1,7 +1,7 @@
-"""The client for S3 and servers with the same protocol, through the client of s3fs.
+"""The client for S3 and S3-compatible servers, based on s3fs's client.
 
-s3fs finds credentials and regions, and keeps the connections. The requests are made here, because methods of s3fs
-switch to multipart uploads (of which several can win the race for one name), and drop parameters that an old client
+s3fs finds credentials and regions, and holds the connections. The requests are made here, because s3fs's methods
+switch to multipart uploads (several of which can win the race for one name), and drop parameters that an old client
 does not know (such as the condition of a create-only put).
 """
 
@@ -33,7 +33,7 @@ from casckpt.storage.remote.s3.facts import examine
 
 
 class _Whole(NamedTuple):
-    """An answer that was read completely."""
+    """A response that has been read completely."""
 
     data: bytes
 
@@ -43,10 +43,10 @@ class _Whole(NamedTuple):
 
 
 class BoundedSession(AIOHTTPSession):  # type: ignore[misc]  # untyped
-    """The session of the client, with a limit of `MOST` bytes for answers other than objects."""
+    """The client's session, with a limit of `MOST` bytes for responses other than objects."""
 
     async def send(self, request: Any) -> Any:
-        """Send a request. `AIOHTTPSession` would read an answer that is not streamed without a limit."""
+        """Send a request. `AIOHTTPSession` would read an unstreamed response without a limit."""
         streams, request.stream_output = request.stream_output, True
         try:
             answer = await super().send(request)
@@ -59,7 +59,7 @@ class BoundedSession(AIOHTTPSession):  # type: ignore[misc]  # untyped
 
 async def _read(raw: Any, url: str) -> bytes:
     try:
-        return await read_whole(raw.content, MOST, f"the answer of {url.partition('?')[0]}, which should be short,")
+        return await read_whole(raw.content, MOST, f"the response from {url.partition('?')[0]}, which should be short,")
     except BaseException:
         raw.close()
         raise
@@ -67,9 +67,9 @@ async def _read(raw: Any, url: str) -> bytes:
 
 log = logging.getLogger(__name__)
 _CHUNK = 1 << 20
-PAGE = 1000  # the most that a server returns
-# No retries by the client: if it repeats a put, the server may refuse it because of the first attempt. `RemoteStore`
-# retries, and handles this.
+PAGE = 1000  # the maximum that a server returns
+# The client must not retry: if it repeats a put, the first attempt may make the server refuse it. `RemoteStore`
+# retries and handles this case.
 _CONFIG: Mapping[str, Any] = {
     "max_pool_connections": 64,
     "connect_timeout": 10,
@@ -77,15 +77,15 @@ _CONFIG: Mapping[str, Any] = {
     "http_session_cls": BoundedSession,
 }
 _LATER = 5.0  # seconds
-_RENEWED_FOR = 10.0  # seconds in which a failure of another thread is attributed to the previous session
+_RENEWED_FOR = 10.0  # seconds during which another thread's failure is attributed to the previous session
 _PUT_ID = "casckpt-put"
-_TEXTS = ("key", "secret", "token")  # the command line parses a value of digits as a number
+_TEXTS = ("key", "secret", "token")  # the command line parses an all-digit value as a number
 
 
 class S3Client:
-    """`casckpt.storage.remote.client.Client` of one bucket, with keys under ``prefix`` ("" or with a trailing slash).
+    """`casckpt.storage.remote.client.Client` for one bucket, with keys under ``prefix`` ("" or with a trailing slash).
 
-    Raises TypeError or ValueError for unusable ``options``.
+    Raises TypeError or ValueError for invalid ``options``.
     """
 
     exclusive: bool | None = None  # some servers silently ignore the condition
@@ -101,24 +101,24 @@ class S3Client:
     ) -> None:
         given = options.get("config_kwargs", {})
         self.patience = replace(patience, request=float(given.get("read_timeout", patience.request)))
-        # the client's timeout comes after ours, whose message has advice
+        # the client times out after us, because our message has advice
         config = {**_CONFIG, **given, "read_timeout": self.patience.request + _LATER}
         secrets = {name: str(options[name]) for name in _TEXTS if options.get(name) is not None}
         self.bucket, self.prefix = bucket, prefix
         self._given = bool(secrets)  # a new session would have the same credentials
         self._renewing, self._renewed = threading.Lock(), -math.inf
-        # a new instance: one that s3fs cached may have other credentials and another endpoint
+        # a new instance, because one cached by s3fs may have different credentials and a different endpoint
         ours = {"config_kwargs": config, "use_listings_cache": False, "skip_instance_cache": True}
         self._fs = S3FileSystem(**{**options, **secrets, **ours})
         self.run = Loop(self._fs.loop, self.patience).run
-        try:  # this fails for wrong options; it sends no request, but may take a while
+        try:  # this fails for wrong options; it does not send a request, but may take a while
             client = Loop(self._fs.loop, Patience()).run(self._fs.set_session())
             self.direct = self._direct(client.meta.endpoint_url, given, options.get("client_kwargs") or {})
         except BotoCoreError as error:
             raise ValueError(explain(error).why) from error
 
     def _direct(self, endpoint: str, config: Mapping[str, Any], client: Mapping[str, Any]) -> DirectReads | None:
-        """Prepare ranged reads without the client, if they reach the same server in the same way."""
+        """Prepare ranged reads that bypass the client, if they would reach the same server in the same way."""
         if not can_reach(endpoint, config):
             return None
         # the client's private rule, which also reads the environment
@@ -137,7 +137,7 @@ class S3Client:
         return explain(error)
 
     def renew(self, error: Exception) -> bool:
-        """See `casckpt.storage.remote.client.Client`. It opens a new session, which looks up credentials again."""
+        """See `casckpt.storage.remote.client.Client`. Opens a new session, which looks up credentials again."""
         if not is_about_credentials(error) or self._given:
             return False
         with self._renewing:  # one session for all threads whose requests failed
@@ -176,10 +176,10 @@ class S3Client:
     async def _get(self, key: str, limit: int) -> bytes:
         answer = await self.send("get_object", Key=self.prefix + key)
         body = answer["Body"]
-        async with body:  # the value of `with` differs in aiobotocore 2
+        async with body:  # in aiobotocore 2, `with` returns a different value
             size = answer.get("ContentLength", 0)
             if size > limit:
-                raise Refused(f"object {key} in {self._place} has {size} bytes where at most {limit} are allowed")
+                raise Refused(f"object {key} in {self._place} has {size} bytes, but at most {limit} are allowed")
             return await read_whole(body, limit, f"object {key} in {self._place}")
 
     def open(self, key: str) -> S3Object:
@@ -198,7 +198,7 @@ class S3Client:
             if status_of(error) == 404:
                 return None
             if status_of(error) in (400, 403):
-                self.call("list_objects_v2", MaxKeys=1)  # its error has a reason; that of a HEAD has no text
+                self.call("list_objects_v2", MaxKeys=1)  # its error gives a reason; the error of a HEAD has no body
             raise
         return answer
 
@@ -211,15 +211,17 @@ class S3Client:
         entries = [
             ListedObject(item["Key"][skip:], item["Size"], item.get("ETag", "")) for item in answer.get("Contents", ())
         ]
-        files = [entry for entry in entries if entry.key and not entry.key.endswith("/")]  # no "folders" of others
+        files = [
+            entry for entry in entries if entry.key and not entry.key.endswith("/")
+        ]  # skip other programs' "folders"
         folders = [item["Prefix"][skip:].removesuffix("/") for item in answer.get("CommonPrefixes", ())]
         more = answer.get("NextContinuationToken") if answer.get("IsTruncated") else None
-        if answer.get("IsTruncated") and not more:  # else the rest would seem to have never existed
-            raise StorageError(f"the server ends the listing of {prefix!r} early, and does not say how to go on")
+        if answer.get("IsTruncated") and not more:  # otherwise, the rest would appear never to have existed
+            raise StorageError(f"the server truncated the listing of {prefix!r} and does not say how to continue")
         return Page(files, folders, more)
 
     def delete(self, key: str) -> None:
-        """See `casckpt.storage.remote.client.Client`. In a versioned bucket it deletes all versions, if allowed."""
+        """See `casckpt.storage.remote.client.Client`. In a versioned bucket, deletes all versions if allowed to."""
         try:
             answer = self.call("delete_object", Key=self.prefix + key)
         except ClientError as error:
@@ -230,10 +232,10 @@ class S3Client:
             self._delete_versions(key)
 
     def _delete_versions(self, key: str) -> None:
-        """Delete all versions of an object. Without the permission they stay, and `examine` reports them."""
+        """Delete all versions of an object. Without permission, the versions remain, and `examine` reports them."""
         try:
             listing = self.call("list_object_versions", Prefix=self.prefix + key)
-            # markers last, else the object is visible again
+            # markers last, because otherwise the object would become visible again
             for version in [*listing.get("Versions", ()), *listing.get("DeleteMarkers", ())]:
                 if version["Key"] == self.prefix + key:
                     self.call("delete_object", Key=version["Key"], VersionId=version["VersionId"])
@@ -255,7 +257,7 @@ class S3Client:
         except ClientError as error:
             if status_of(error) != 404 or error.response["Error"].get("Code") == "NoSuchBucket":
                 raise
-            message = f"object {key} is not in {self._place}: it was deleted, or never written"
+            message = f"object {key} is not in {self._place}: it was deleted or never written"
             raise NotFound(message, key=key) from error
 
     @property
@@ -263,16 +265,16 @@ class S3Client:
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
 
     def call(self, operation: str, **arguments: Any) -> Any:  # as in botocore
-        """Send one request, and return the answer."""
+        """Send one request and return the response."""
         return self.run(self.send(operation, **arguments))
 
     async def send(self, operation: str, **arguments: Any) -> Any:  # see `call`
-        """Send one request, with the parameters in the options. It drops none of ``arguments``."""
+        """Send one request, adding the parameters in the options. None of ``arguments`` is dropped."""
         client = await self._fs.set_session()
         return await getattr(client, operation)(**self._arguments(client, operation, arguments))
 
     async def sign_read(self, **arguments: str) -> Signed:
-        """Return the request that `send` would send as ``get_object``. It may look up credentials first."""
+        """Return the request that `send` would send for ``get_object``. This may look up credentials first."""
         client = await self._fs.set_session()
         return await sign(client, self._arguments(client, "get_object", arguments))
 
@@ -280,7 +282,7 @@ class S3Client:
         model = client.meta.service_model.operation_model(client.meta.method_to_api_mapping[operation])
         known = model.input_shape.members
         if "IfNoneMatch" in arguments and "IfNoneMatch" not in known:
-            raise Unsupported("this S3 client cannot put without replacing: install aiobotocore 2.19 or later")
+            raise Unsupported("this S3 client does not support conditional puts: install aiobotocore 2.19 or later")
         extra = {**self._fs.s3_additional_kwargs, **self._fs.req_kw}
         sent = {name: value for name, value in extra.items() if name in known} | dict(arguments)
         if "Metadata" in arguments:
@@ -288,14 +290,14 @@ class S3Client:
         return {"Bucket": self.bucket, **sent}
 
     def only_by_client(self) -> None:
-        """Note that a ranged read worked through the client. Stop direct reads if none ever worked."""
+        """Record that a ranged read worked through the client. Stop direct reads if none has ever worked."""
         if self.direct is not None and not self.direct.works:
-            log.info("ranges of %s are read through the S3 client, because direct reads do not work", self._place)
+            log.info("reading ranges of %s through the S3 client, because direct reads do not work", self._place)
             self.direct = None
 
 
 class S3Object:
-    """`casckpt.storage.remote.client.Ranged`. Bytes go from the connection's buffer directly into place."""
+    """`casckpt.storage.remote.client.Ranged`. Bytes go from the connection's buffer directly to their destination."""
 
     def __init__(self, client: S3Client, key: str) -> None:
         self._client, self._key = client, key
@@ -329,7 +331,7 @@ class S3Object:
         return {"Key": self._client.prefix + self._key, "Range": f"bytes={offset}-{end - 1}"}
 
     def _read_directly(self, offset: int, end: int, buffers: Sequence[memoryview]) -> bool:
-        """Read without the client. False: use the client."""
+        """Read without the client. Returns False if the client must be used."""
         direct = self._client.direct
         if direct is None:
             return False
@@ -338,7 +340,7 @@ class S3Object:
             content_range = headers.get("Content-Range", "")
             size = size_from(content_range)
             if size is None:
-                raise Unsupported("this server does not say which range it answers: it cannot be used")
+                raise Unsupported("this server does not report which range it returned, so casckpt cannot use it")
             _check_offset(offset, content_range)
             self._check_version(headers.get("ETag"), size)
             if size < end:
@@ -349,10 +351,10 @@ class S3Object:
     async def _read(self, offset: int, end: int, buffers: Sequence[memoryview]) -> None:
         answer = await self._client.send("get_object", **self._request(offset, end))
         body = answer["Body"]
-        async with body:  # as in `S3Client._get`
+        async with body:  # see `S3Client._get`
             size = size_from(answer.get("ContentRange"))
             if size is None and offset:
-                raise Unsupported("this server answers a ranged read with the whole object: it cannot be used")
+                raise Unsupported("this server answers a ranged read with the whole object, so casckpt cannot use it")
             if size is not None:
                 _check_offset(offset, answer["ContentRange"])
             self._check_version(answer.get("ETag"), _length(answer) if size is None else size)
@@ -361,38 +363,43 @@ class S3Object:
             await _fill(body, buffers)
 
     def _check_version(self, etag: str | None, size: int) -> None:
-        """Remember the version of the object. Raises StorageError if another version answered before."""
+        """Remember the object's version. Raises StorageError if an earlier response had a different version."""
         with self._noting:
             if self._size is None:
                 self._etag, self._size = etag, size
         if (self._etag, self._size) != (etag, size):
-            message = f"object {self._key} was replaced while it was read; read it again"
+            message = f"object {self._key} was replaced while casckpt was reading it; read it again"
             raise StorageError(message, key=self._key)
 
 
 def _check_offset(offset: int, content_range: str) -> None:
-    """Raise Unsupported if the answer is another range. A cache between client and server may mix up ranges."""
+    """Raise Unsupported if the response is for a different range.
+
+    A cache between client and server may mix up ranges.
+    """
     if not content_range.startswith(f"bytes {offset}-"):
-        raise Unsupported(f"the server answers {content_range!r} to a read from byte {offset}: it cannot be used")
+        raise Unsupported(
+            f"the server answers a read from byte {offset} with {content_range!r}, so casckpt cannot use it"
+        )
 
 
 def _length(answer: Mapping[str, Any]) -> int:
-    """Return the size of an object, as the server reports it."""
+    """Return the size of an object as reported by the server."""
     length = answer.get("ContentLength")
     if length is None:
-        raise Unsupported("this server does not say how long an object is: it cannot be used")
+        raise Unsupported("this server does not report the size of an object, so casckpt cannot use it")
     return int(length)
 
 
 async def _fill(body: Any, buffers: Sequence[memoryview]) -> None:
-    """Fill buffers with the bytes of an answer, as they arrive."""
+    """Fill buffers with the bytes of a response as they arrive."""
     left = sum(buffer.nbytes for buffer in buffers)
     rest = iter(buffers)
     place = next(rest, memoryview(b""))
     while left:
         chunk = memoryview(await body.read(min(left, _CHUNK)))
         if not chunk:
-            raise ResponseStreamingError(error=f"the answer ended {left} bytes early")
+            raise ResponseStreamingError(error=f"the response ended {left} bytes early")
         left -= len(chunk)
         moved(len(chunk))
         while chunk:

@@ -1,7 +1,7 @@
-"""Ranged reads of S3 objects without the client's event loop: bytes go from the socket directly into place.
+"""Ranged S3 reads that bypass the client's event loop: bytes go from the socket directly to their destination.
 
-The client handles all answers in one thread, and copies each several times. Here it only signs a request. The thread
-that needs the bytes sends the request over its own connection, and receives them.
+The client handles all responses in one thread, and copies each one several times. Here, the client only signs a
+request. The thread that needs the bytes sends the request over its own connection and receives them.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from casckpt.base.lazy import cached_property
 from casckpt.storage.remote.patience import Patience, PatientRequest, begin_request
 
 _HOOK = "before-send.s3.GetObject"
-_REST = 10.0  # seconds: servers and proxies close connections that are idle for longer
+_REST = 10.0  # seconds: servers and proxies close connections that have been idle longer
 _BUSY = frozenset({429, 500, 502, 503, 504})
 _UNKNOWN_WAYS = frozenset({"client_cert", "connector_args", "http_session_cls", "proxies", "proxies_config"})
 _signing: ContextVar[bool] = ContextVar("signing", default=False)
 
 
 class _Ready(Exception):
-    """The request, the only argument, is signed. The client must not send it."""
+    """Stops the client from sending the request, its only argument, which has just been signed."""
 
 
 class _Unreached(Exception):
-    """No connection to the server was possible."""
+    """The server could not be reached."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Signed:
 
 
 async def sign(client: Any, arguments: Mapping[str, Any]) -> Signed:
-    """Return the request that ``client`` (of aiobotocore) would send as ``get_object(**arguments)``."""
+    """Return the request that ``client`` (from aiobotocore) would send for ``get_object(**arguments)``."""
     client.meta.events.register(_HOOK, _hand_over, unique_id="casckpt")
     _signing.set(True)  # in the task that runs this
     try:
@@ -69,15 +69,18 @@ def _hand_over(request: Any, **_: object) -> None:
 
 
 def can_reach(url: str, config: Mapping[str, Any]) -> bool:
-    """Return whether direct connections reach the server. ``config``: of the client; proxies, for instance, need it."""
+    """Return whether direct connections can reach the server.
+
+    They cannot if ``config``, the client's configuration, has settings that only the client supports, such as proxies.
+    """
     return not (_UNKNOWN_WAYS & config.keys() or get_environ_proxies(url))
 
 
 class DirectReads:
-    """Connections to a server. Each read uses a connection alone, and keeps it for the next read.
+    """Connections to a server. Each read has a connection to itself, and leaves it open for the next read.
 
-    ``connect``: timeout of a connection in seconds. ``verify``: whether to verify the server's certificate, or the file
-    of certificates to use. ``works``: whether a read has succeeded.
+    ``connect``: connection timeout in seconds. ``verify``: whether to verify the server's certificate, or the
+    certificate file to use. ``works``: whether a read has succeeded.
     """
 
     def __init__(self, connect: float, patience: Patience, verify: bool | str) -> None:
@@ -87,9 +90,10 @@ class DirectReads:
         weakref.finalize(self, _close_all, self._waiting)
 
     def read(self, request: Signed, buffers: Sequence[memoryview], check: Callable[[HTTPMessage], None]) -> bool:
-        """Fill the buffers, after ``check`` of the headers. False: use the client, which also explains the failure.
+        """Check the headers with ``check``, and fill the buffers. Returns False if the client must be used.
 
-        Raises an error of `casckpt.storage.remote.s3.errors.FAILURES` if trying again may help.
+        The client then also explains the failure. Raises one of `casckpt.storage.remote.s3.errors.FAILURES` if a retry
+        may help.
         """
         with begin_request(self._patience) as timer:
             try:
@@ -114,7 +118,7 @@ class DirectReads:
 
     @contextmanager
     def _ask(self, request: Signed, timer: PatientRequest) -> Iterator[HTTPResponse]:
-        """Send the request, and yield the answer. The connection is kept if the whole answer was read."""
+        """Send the request and yield the response. The connection is kept if the whole response was read."""
         where = urlsplit(request.url)
         connection, answer = self._send(request, timer, where)
         done = False
@@ -130,13 +134,13 @@ class DirectReads:
 
     def _send(self, request: Signed, timer: PatientRequest, where: SplitResult) -> tuple[HTTPConnection, HTTPResponse]:
         while (used := self._rested(where.netloc)) is not None:
-            with suppress(ConnectionError, HTTPException, ssl.SSLError):  # the server has closed it meanwhile
+            with suppress(ConnectionError, HTTPException, ssl.SSLError):  # the server has closed it in the meantime
                 return used, _exchange(used, request, timer, where)
         fresh = self._open(where)
         return fresh, _exchange(fresh, request, timer, where)
 
     def _rested(self, place: str) -> HTTPConnection | None:
-        """Return the most recently used connection that is still usable."""
+        """Return the most recently used connection that is still open."""
         with suppress(IndexError):
             while True:
                 since, host, connection = self._waiting.pop()
@@ -167,14 +171,14 @@ class DirectReads:
 
 
 def _is_silent(connection: socket.socket) -> bool:
-    """Return whether there is nothing to read: neither an end nor an unexpected answer."""
+    """Return whether there is nothing to read, neither an end of stream nor an unexpected response."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return not (poll.poll(0) or (isinstance(connection, ssl.SSLSocket) and connection.pending()))
 
 
 class _Answer(HTTPResponse):
-    """An answer within the time limit of its request. Only bytes of its body count as progress."""
+    """A response, limited to the time of its request. Only body bytes count as progress."""
 
     def __init__(
         self, timer: PatientRequest, connection: socket.socket, debuglevel: int = 0, method: str | None = None
@@ -189,7 +193,7 @@ class _Answer(HTTPResponse):
 
 
 class _Arriving(io.RawIOBase):
-    """The bytes that a connection receives for one request."""
+    """The stream of bytes that a connection receives for one request."""
 
     def __init__(self, raw: io.RawIOBase, connection: socket.socket, timer: PatientRequest) -> None:
         self._raw, self._connection, self._timer = raw, connection, timer
@@ -211,7 +215,7 @@ class _Arriving(io.RawIOBase):
 
 
 def _wait_for(connection: socket.socket, timer: PatientRequest) -> None:
-    """Set the timeout of the connection to the time left. Raises TimeoutError if none is left."""
+    """Set the connection's timeout to the remaining time. Raises TimeoutError if no time remains."""
     if (left := timer.left) <= 0:
         raise TimeoutError(timer.why)
     connection.settimeout(left)
@@ -219,7 +223,7 @@ def _wait_for(connection: socket.socket, timer: PatientRequest) -> None:
 
 def _exchange(connection: HTTPConnection, request: Signed, timer: PatientRequest, where: SplitResult) -> HTTPResponse:
     target = where.path + (f"?{where.query}" if where.query else "")
-    connection.response_class = partial(_Answer, timer)  # type: ignore[assignment]  # a callable suffices
+    connection.response_class = partial(_Answer, timer)  # type: ignore[assignment]  # any callable works
     try:
         _wait_for(connection.sock, timer)
         connection.putrequest("GET", target, skip_accept_encoding=True, skip_host="Host" in request.headers)
@@ -237,7 +241,7 @@ def _fill(answer: HTTPResponse, buffer: memoryview) -> None:
     while done < buffer.nbytes:
         received = answer.readinto(buffer[done:])
         if not received:
-            raise ResponseStreamingError(error=f"the answer ended {buffer.nbytes - done} bytes early")
+            raise ResponseStreamingError(error=f"the response ended {buffer.nbytes - done} bytes early")
         done += received
 
 

@@ -1,4 +1,4 @@
-"""Messages with advice for errors of S3 clients and servers."""
+"""Turns errors from S3 clients and servers into messages with advice."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ _LOST = (
 _NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError, CredentialRetrievalError)
 _RANGE = re.compile(r"bytes (?:\d+-\d+|\*)/(\d+)")
 _BUSY = frozenset({408, 409, 429, 500, 502, 503, 504})
-# NoSuchKey: some servers answer it to concurrent conditional puts; reads handle it before
+# NoSuchKey: some servers return it for concurrent conditional puts; reads handle it earlier
 _BUSY_CODES = frozenset({"NoSuchKey", "RequestTimeout", "BadDigest", "XAmzContentSHA256Mismatch", "IncompleteBody"})
-_GIVE = "give other ones with storage_options (--storage-option) or in the usual AWS environment"
+_GIVE = "provide different ones in storage_options (--storage-option) or in the usual AWS environment"
 _ADVICE = {
     "AccessDenied": "access denied: the credentials need s3:GetObject, s3:PutObject and s3:ListBucket here, and gc "
-    "s3:DeleteObject",
+    "also needs s3:DeleteObject",
     "ExpiredToken": f"the credentials have expired: {_GIVE}",
     "InvalidAccessKeyId": f"the server does not know this access key: {_GIVE}",
     "InvalidToken": f"the session token is not valid: {_GIVE}",
-    "SignatureDoesNotMatch": f"the secret key does not fit the access key: {_GIVE}",
-    "RequestTimeTooSkewed": "the clock of this host is too far off: set it, for instance by NTP",
-    "PermanentRedirect": "the bucket lies in another region: give it with storage_options "
+    "SignatureDoesNotMatch": f"the secret key does not match the access key: {_GIVE}",
+    "RequestTimeTooSkewed": "this host's clock is too far off: set it, for example with NTP",
+    "PermanentRedirect": "the bucket is in a different region: set that region with storage_options "
     "client_kwargs={'region_name': ...}",
-    "EntityTooLarge": "the object is too large for one request: make a store with smaller blobs",
+    "EntityTooLarge": "the object is too large for one request: create a store with smaller blobs",
 }
 _ENDED = frozenset(
     {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "InvalidAccessKeyId"}
@@ -59,16 +59,16 @@ _WITHOUT = (
     "AWS_RESPONSE_CHECKSUM_VALIDATION to when_required in the environment, or request_checksum_calculation and "
     "response_checksum_validation in the config_kwargs of storage_options"
 )
-_TLS = "does the endpoint speak https, and is its certificate known (client_kwargs={'verify': 'ca.pem'})?"
+_TLS = "check that the endpoint supports https and that its certificate is trusted (client_kwargs={'verify': 'ca.pem'})"
 _NO_BUCKET = "there is no such bucket: create it first, or correct the URL or the endpoint_url"
 _NO_CONDITION = (
-    "the server does not know conditional puts, so two jobs could both win the race for one name: use another server, "
+    "the server does not support conditional puts, so two jobs could both create the same key: use a different server, "
     "or promise with single_writer (--single-writer) that no other process writes"
 )
 
 
 def explain(error: Exception) -> ExplainedFailure:
-    """Explain one of `FAILURES`."""
+    """Return the cause of one of `FAILURES`."""
     if isinstance(error, ClientError):
         return _explain_answer(error)
     if isinstance(error, _NO_CREDENTIALS):
@@ -76,7 +76,7 @@ def explain(error: Exception) -> ExplainedFailure:
     if isinstance(error, SSLError):
         return ExplainedFailure(f"{in_one_line(error)}; {_TLS}", again=True)
     if isinstance(error, FlexibleChecksumError):
-        return ExplainedFailure(f"{in_one_line(error)}; the answer was damaged; {_WITHOUT}", again=True)
+        return ExplainedFailure(f"{in_one_line(error)}; the response was damaged; {_WITHOUT}", again=True)
     if isinstance(error, _LOST):
         return ExplainedFailure(f"{in_one_line(error)}; check the network and the endpoint, and try again", again=True)
     return ExplainedFailure(f"{in_one_line(error)}; check the storage_options")
@@ -106,12 +106,12 @@ def is_about_credentials(error: Exception) -> bool:
 
 
 def status_of(error: ClientError) -> int:
-    """Return the HTTP status of an answer."""
+    """Return the HTTP status of a response."""
     meta: Mapping[str, Any] = error.response.get("ResponseMetadata", {})
     return int(meta.get("HTTPStatusCode", 0))
 
 
 def size_from(content_range: str | None) -> int | None:
-    """Return the size of the whole object, from the answer to a ranged read."""
+    """Return the size of the whole object, given the Content-Range of a response."""
     match = _RANGE.fullmatch(content_range or "")
     return int(match[1]) if match else None

@@ -1,4 +1,4 @@
-"""Facts about a bucket that matter to a store: versions, locks, lifecycle rules, unfinished multipart uploads."""
+"""Checks bucket settings that matter to a store: versions, locks, lifecycle rules and unfinished multipart uploads."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from casckpt.storage.base import Finding
 from casckpt.storage.remote.s3.errors import status_of
 
 Call: TypeAlias = Callable[..., Any]
-"""Sends one request: the name of the operation and its arguments, without the bucket."""
+"""Sends one request, given the operation's name and its arguments without the bucket."""
 
-_PAGES = 10  # of 1,000 versions: enough to see that there are many
+_PAGES = 10  # of 1,000 versions each: enough to show that there are many
 _SKEW = 300.0  # seconds; S3 refuses requests at 900
 _FROZEN = frozenset({"GLACIER", "DEEP_ARCHIVE"})
 _EXPIRE_OLD = "set a lifecycle rule with NoncurrentVersionExpiration and ExpiredObjectDeleteMarker"
 
 
 def examine(call: Call, prefix: str) -> Iterator[Finding]:
-    """Yield the facts for `casckpt doctor`. Writes nothing."""
+    """Yield the facts for `casckpt doctor` without writing anything."""
     yield _ask("clock", lambda: _clock(call))
     yield _ask("versions", lambda: _versions(call, prefix))
     yield _ask("lock", lambda: _lock(call))
@@ -31,43 +31,43 @@ def examine(call: Call, prefix: str) -> Iterator[Finding]:
 
 
 def _ask(name: str, look: Callable[[], Finding]) -> Finding:
-    """Call ``look``, and report an error of the server as an unknown fact."""
+    """Call ``look``, and report a server error as an unknown fact."""
     try:
         return look()
     except ClientError as error:
         code = error.response["Error"].get("Code", status_of(error))
-        return Finding(name, None, f"not known: the server answers {code}")
+        return Finding(name, None, f"unknown: the server answers {code}")
 
 
 def _clock(call: Call) -> Finding:
     try:
         meta = call("list_objects_v2", MaxKeys=1)["ResponseMetadata"]
-    except ClientError as error:  # a refusal, perhaps because of the clock, has the time too
+    except ClientError as error:  # even a refusal, perhaps caused by the clock, contains the time
         meta = error.response["ResponseMetadata"]
     date = meta.get("HTTPHeaders", {}).get("date")
     if not date:
-        return Finding("clock", None, "not known: the server does not tell its time")
+        return Finding("clock", None, "unknown: the server does not report its time")
     skew = (datetime.now(UTC) - parsedate_to_datetime(date)).total_seconds()
     found = f"this host is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the server"
     if abs(skew) > _SKEW:
-        return Finding("clock", False, found, "set the clock of this host, for instance by NTP")
+        return Finding("clock", False, found, "set this host's clock, for example with NTP")
     return Finding("clock", True, found)
 
 
 def _versions(call: Call, prefix: str) -> Finding:
     if not call("get_bucket_versioning").get("Status"):
-        return Finding("versions", True, "the bucket keeps no old versions: what gc deletes is gone")
+        return Finding("versions", True, "the bucket does not keep old versions, so gc frees space immediately")
     count, nbytes, more = _hidden(call, prefix)
     if not count:
-        return Finding("versions", True, "the bucket keeps old versions; there are none under this store")
-    found = f"{'at least ' * more}{count} old versions under this store hold {nbytes} bytes"
+        return Finding("versions", True, "the bucket keeps old versions, but this store has none")
+    found = f"{'at least ' * more}{count} old versions in this store use {nbytes} bytes"
     if any("NoncurrentVersionExpiration" in rule for rule in _rules(call, prefix)):
         return Finding("versions", True, f"{found}; a lifecycle rule deletes them")
-    return Finding("versions", None, found, f"allow gc s3:DeleteObjectVersion, or {_EXPIRE_OLD}")
+    return Finding("versions", None, found, f"grant gc s3:DeleteObjectVersion, or {_EXPIRE_OLD}")
 
 
 def _hidden(call: Call, prefix: str) -> tuple[int, int, bool]:
-    """Return (number of old versions, their bytes, whether there are more)."""
+    """Return the number of old versions, their total bytes, and whether there are more."""
     count = nbytes = 0
     at: Mapping[str, str] = {}
     for _ in range(_PAGES):
@@ -91,10 +91,13 @@ def _lock(call: Call) -> Finding:
         return Finding("lock", True, "objects are not locked")
     retention = lock.get("Rule", {}).get("DefaultRetention")
     if not retention:
-        return Finding("lock", True, "objects can be locked, but are not by default")
+        return Finding("lock", True, "objects can be locked, but they are not locked by default")
     span = f"{retention['Days']} days" if "Days" in retention else f"{retention.get('Years')} years"
     return Finding(
-        "lock", None, f"new objects are locked for {span}: gc hides them, and frees nothing before", _EXPIRE_OLD
+        "lock",
+        None,
+        f"new objects are locked for {span}: gc only hides them, and frees no space before that",
+        _EXPIRE_OLD,
     )
 
 
@@ -103,19 +106,19 @@ def _lifecycle(call: Call, prefix: str) -> Finding:
         name = rule.get("ID", "without a name")
         if {"Days", "Date"} & set(rule.get("Expiration", {})):
             return Finding(
-                "lifecycle", False, f"rule {name!r} deletes objects of this store by their age, needed or not",
-                "remove the rule, or its Expiration, for this prefix: gc deletes what is not needed",
+                "lifecycle", False, f"rule {name!r} deletes this store's objects by age, even if checkpoints need them",
+                "remove the rule, or its Expiration, for this prefix: gc deletes unneeded objects",
             )  # fmt: skip
         if any(step.get("StorageClass") in _FROZEN for step in rule.get("Transitions", ())):
             return Finding(
-                "lifecycle", False, f"rule {name!r} archives objects of this store, and no load can read them then",
+                "lifecycle", False, f"rule {name!r} archives this store's objects, and loads cannot read them then",
                 "remove the rule's Transition for this prefix",
             )  # fmt: skip
-    return Finding("lifecycle", True, "no rule deletes or archives objects of this store")
+    return Finding("lifecycle", True, "no rule deletes or archives this store's objects")
 
 
 def _rules(call: Call, prefix: str) -> list[Mapping[str, Any]]:
-    """Return the enabled lifecycle rules for objects of this store."""
+    """Return the enabled lifecycle rules that apply to this store's objects."""
     try:
         rules = call("get_bucket_lifecycle_configuration").get("Rules", ())
     except ClientError as error:
@@ -128,14 +131,14 @@ def _rules(call: Call, prefix: str) -> list[Mapping[str, Any]]:
 def _concerns(rule: Mapping[str, Any], prefix: str) -> bool:
     chosen = rule.get("Filter", {})
     start = rule.get("Prefix") or chosen.get("Prefix") or chosen.get("And", {}).get("Prefix") or ""
-    tagged = "Tag" in chosen or "Tags" in chosen.get("And", {})  # casckpt sets no tags
+    tagged = "Tag" in chosen or "Tags" in chosen.get("And", {})  # casckpt does not set object tags
     return not tagged and (start.startswith(prefix) or prefix.startswith(start))
 
 
 def _multipart(call: Call, prefix: str) -> Finding:
     uploads = call("list_multipart_uploads", Prefix=prefix).get("Uploads", ())
     if not uploads:
-        return Finding("multipart", True, "no unfinished uploads in parts")
+        return Finding("multipart", True, "there are no unfinished multipart uploads")
     oldest = min(upload["Initiated"] for upload in uploads)
-    what = f"{len(uploads)} unfinished uploads in parts, the oldest of {oldest:%Y-%m-%d}: not by casckpt, but they cost"
+    what = f"{len(uploads)} unfinished multipart uploads by others use space; the oldest is from {oldest:%Y-%m-%d}"
     return Finding("multipart", None, what, "set a lifecycle rule with AbortIncompleteMultipartUpload")

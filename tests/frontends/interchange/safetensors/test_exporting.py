@@ -50,7 +50,7 @@ def test_a_large_export_has_several_files_and_an_index(store: casckpt.Store, tmp
 # exports of any state
 
 
-def test_small_windows_give_the_same_file(
+def test_small_windows_produce_the_same_file(
     store: casckpt.Store, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = tensors(seed)
@@ -65,7 +65,7 @@ def test_small_windows_give_the_same_file(
     assert done.done == sum(tensor.nbytes for tensor in state.values()), "no cell was read twice"
 
 
-def test_nested_states_get_flat_keys_and_omitted_objects_are_named(store: casckpt.Store, tmp_path: Path) -> None:
+def test_nested_states_have_flat_keys_and_omitted_objects_are_named(store: casckpt.Store, tmp_path: Path) -> None:
     tied = torch.randn(4, 4)
     state = {"model": {"a": tied, "b": tied, "t": torch.randn(3, 2).t()}, "steps": [torch.ones(1), 7], "lr": 0.1}
     store.save(state, step=0)
@@ -76,7 +76,7 @@ def test_nested_states_get_flat_keys_and_omitted_objects_are_named(store: casckp
     assert same(read, expected)
 
 
-def test_a_pattern_chooses_the_exported_keys(store: casckpt.Store, tmp_path: Path, seed: int) -> None:
+def test_a_pattern_selects_the_exported_keys(store: casckpt.Store, tmp_path: Path, seed: int) -> None:
     state = tensors(seed)
     store.save(state | {"model.lr": 0.1}, step=0)
     found = export_safetensors(store, "latest", tmp_path / "m.safetensors", keys=["model.*", "nan"])
@@ -110,7 +110,7 @@ def test_an_export_into_the_store_itself_is_refused(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to("store")
     for path in (Path("link") / below, tmp_path / "store" / below, f"file://{tmp_path}/store/{below}"):
-        with pytest.raises(InvalidInput, match="in the folder of the store itself"):
+        with pytest.raises(InvalidInput, match="inside the folder of the store itself"):
             store.export("run@1", path, force=True)
     assert sorted((tmp_path / "store").rglob("*")) == before
     store.export("run@1", "beside")
@@ -155,7 +155,7 @@ def test_a_folder_does_not_replace_a_file(store: casckpt.Store, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["out", "m.safetensors"])
-def test_an_export_of_damaged_data_leaves_nothing(
+def test_an_export_of_damaged_data_leaves_nothing_behind(
     store: casckpt.Store, store_path: Path, tmp_path: Path, name: str
 ) -> None:
     store.save({"a": torch.randn(100, 100)}, step=0, attachments={"config.json": b"{}"})
@@ -171,6 +171,6 @@ def test_an_export_of_damaged_data_leaves_nothing(
 
 def test_an_attachment_does_not_replace_weights(store: casckpt.Store, tmp_path: Path) -> None:
     store.save({"a": torch.ones(2)}, step=0, attachments={"Model.safetensors": b"not weights"})
-    with pytest.raises(InvalidInput, match="has the name of a file with tensors"):
+    with pytest.raises(InvalidInput, match="has the same name as a file with tensors"):
         export_safetensors(store, "latest", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -33,7 +33,7 @@ def entry(dtype: str = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
-def test_a_header_equals_that_of_the_library(tmp_path: Path) -> None:
+def test_a_header_equals_the_librarys_header(tmp_path: Path) -> None:
     state = {"b": torch.ones(3, dtype=torch.bool), "w": torch.zeros(2, 3), "é": torch.zeros(()), "n": torch.zeros(0, 4)}
     safetensors.torch.save_file(state, tmp_path / "a.safetensors", metadata={"format": "pt"})
     written = (tmp_path / "a.safetensors").read_bytes()
@@ -45,7 +45,7 @@ def test_a_header_equals_that_of_the_library(tmp_path: Path) -> None:
     assert encode_header(found.tensors, found.metadata) == written[: found.start]
 
 
-def test_each_dtype_of_a_file_has_its_place_in_the_order() -> None:
+def test_each_dtype_of_a_file_has_its_position_in_the_order() -> None:
     assert {rank_of(name) for name in NAMES} == set(range(len(NAMES)))
 
 
@@ -70,7 +70,7 @@ def test_the_error_for_an_unsupported_dtype_names_the_key(name: str) -> None:
     assert caught.value.key == "layer.x"
 
 
-def test_the_key_of_the_metadata_is_refused() -> None:
+def test_the_metadata_key_is_refused() -> None:
     with pytest.raises(InvalidInput, match="__metadata__"):
         encode_header([TensorHeader("__metadata__", "float32", (1,), 4)], {})
 
@@ -119,7 +119,7 @@ def test_any_keys_and_shapes_are_read_back(tmp_path_factory: pytest.TempPathFact
         (b"{" + b'"a":{' * 5000, b""),
     ],
 )
-def test_a_wrong_header_is_refused(tmp_path: Path, header: Any, data: bytes) -> None:
+def test_an_invalid_header_is_refused(tmp_path: Path, header: Any, data: bytes) -> None:
     with pytest.raises(InvalidInput):
         read_header(write(tmp_path / "a.safetensors", header, data))
 
@@ -141,7 +141,7 @@ def test_errors_for_other_files_name_their_format(tmp_path: Path) -> None:
         ("old.pt", Unsupported, "a pickle"),
         ("a.gguf", Unsupported, "GGUF"),
         ("text", InvalidInput, "not a safetensors file"),
-        ("short", InvalidInput, "cut off"),
+        ("short", InvalidInput, "truncated"),
         ("empty", InvalidInput, "not a safetensors file"),
         ("absent", NotFound, "there is no file"),
     ):
@@ -163,7 +163,7 @@ def test_an_index_decodes_as_encoded(tmp_path: Path) -> None:
         ".safetensors", "a\n.safetensors", "a\0.safetensors", f"{'a' * 300}.safetensors", 7, None, ["1.safetensors"],
     ],
 )  # fmt: skip
-def test_an_index_names_plain_files_only(tmp_path: Path, name: Any) -> None:
+def test_an_index_may_name_only_plain_files(tmp_path: Path, name: Any) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": name}}))
     with pytest.raises(InvalidInput, match=r"lists 'b' in .* do not trust"):
@@ -173,7 +173,7 @@ def test_an_index_names_plain_files_only(tmp_path: Path, name: Any) -> None:
 @pytest.mark.parametrize(
     "text", ["", "nonsense", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', "[" * 100_000]
 )
-def test_an_unusable_index_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_invalid_index_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(text)
     with pytest.raises(InvalidInput):

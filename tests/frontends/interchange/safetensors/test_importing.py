@@ -52,7 +52,7 @@ def test_data_need_not_be_aligned(store: casckpt.Store, tmp_path: Path) -> None:
 # folders
 
 
-def test_an_index_can_be_given_itself(store: casckpt.Store, tmp_path: Path) -> None:
+def test_an_index_can_be_imported_directly(store: casckpt.Store, tmp_path: Path) -> None:
     folder = hugging_face(tmp_path / "hf", {"a": torch.ones(2), "b": torch.zeros(2)})
     made = import_safetensors(store, folder / "model.safetensors.index.json", step=0)
     assert set(made.tensors) == {"a", "b"}
@@ -67,7 +67,7 @@ def test_a_key_in_two_files_is_refused(store: casckpt.Store, tmp_path: Path) -> 
     assert caught.value.key == "a"
 
 
-def test_an_index_does_not_lead_out_of_its_folder(store: casckpt.Store, tmp_path: Path) -> None:
+def test_an_index_cannot_name_files_outside_its_folder(store: casckpt.Store, tmp_path: Path) -> None:
     file_of(tmp_path, {"secret": torch.ones(2)}, "secret.safetensors")
     folder = hugging_face(tmp_path / "hf", {"a": torch.ones(2)})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../secret.safetensors"}}))
@@ -89,7 +89,7 @@ def test_a_tensor_that_is_only_in_the_index_is_reported(
     folder = hugging_face(tmp_path / "hf", {"a": torch.ones(2), "b": torch.ones(2)})
     file_of(folder, {"c": torch.ones(2)}, "model-00002-of-00002.safetensors")
     assert list(import_safetensors(store, folder, step=0).tensors) == ["a", "c"]
-    assert "names tensors that no file holds: b" in caplog.text
+    assert "names tensors that are not in any file: b" in caplog.text
 
 
 def test_links_out_of_the_folder_are_not_attached(tmp_path: Path) -> None:
@@ -131,12 +131,12 @@ def test_large_files_are_not_attached(tmp_path: Path, monkeypatch: pytest.Monkey
         ((), NotFound, "no safetensors file"),
         ((".metadata",), Unsupported, r"torch\.distributed\.checkpoint"),
         (("pytorch_model.bin",), Unsupported, "weights that torch.save wrote"),
-        (("casckpt.json",), Unsupported, "a store of casckpt"),
-        (("metadata.json",), Unsupported, "another trainer"),
+        (("casckpt.json",), Unsupported, "a casckpt store"),
+        (("metadata.json",), Unsupported, "a different trainer"),
         (("a.safetensors", "b.safetensors"), InvalidInput, "several models: a.safetensors, b.safetensors"),
     ],
 )
-def test_the_error_for_a_folder_without_one_model_lists_its_content(
+def test_the_error_for_a_folder_without_a_single_model_lists_its_contents(
     tmp_path: Path, names: tuple[str, ...], kind: type[Exception], match: str
 ) -> None:
     for name in names:
@@ -148,7 +148,7 @@ def test_the_error_for_a_folder_without_one_model_lists_its_content(
 # exports of any state
 
 
-def test_shards_of_ranks_are_joined_to_a_tensor(store: casckpt.Store, tmp_path: Path) -> None:
+def test_shards_of_several_ranks_are_joined_into_a_tensor(store: casckpt.Store, tmp_path: Path) -> None:
     whole = torch.arange(24.0).view(4, 6)
     left = casckpt.Shard(whole[:, :2].clone(), global_shape=(4, 6), offset=(0, 0), shape=(4, 2))
     right = casckpt.Shard(whole[:, 2:].clone(), global_shape=(4, 6), offset=(0, 2), shape=(4, 4))
@@ -160,9 +160,9 @@ def test_shards_of_ranks_are_joined_to_a_tensor(store: casckpt.Store, tmp_path: 
 # plans
 
 
-def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_immediately(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.pt")
-    writer = os.open(tmp_path / "pipe.pt", os.O_RDWR)  # open and close it, so that the reader finds an empty file
+    writer = os.open(tmp_path / "pipe.pt", os.O_RDWR)  # open and close the pipe, so that the reader finds an empty file
     os.write(writer, b"none")
     try:
         with pytest.raises(InvalidInput, match="neither a file nor a folder"):
@@ -195,7 +195,7 @@ def two_ranks(rank: int, size: int, folder: Path, more: dict[str, Any]) -> None:
 
 
 def whole(store: casckpt.Store, ref: str) -> bool:
-    """Report whether it holds the example in any order."""
+    """Return whether the checkpoint holds the example, in any order."""
     found = store.read(ref)
     return identical(dict(sorted(found.items())), dict(sorted(example().items())))
 
@@ -210,7 +210,7 @@ def written(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(written: Path, tmp_path: Path) -> Path:
-    """A copy of the folder, to change."""
+    """A copy of the folder that tests may change."""
     (tmp_path / "in").mkdir()
     for path in written.iterdir():
         (tmp_path / "in" / path.name).write_bytes(path.read_bytes())
@@ -225,7 +225,7 @@ def test_files_of_ranks_are_joined(
     (folder / "config.json").write_text("{}")
     with caplog.at_level(logging.WARNING):
         found = import_any(store, look_at(folder), run="hf", step=1)
-    assert "2 files of ranks, but their full number is unknown" in caplog.text
+    assert "2 ranks' files, but their full number is unknown" in caplog.text
     assert whole(store, "hf@1")
     assert store.attachments(found) == {"config.json": 2}
     assert found.metadata == {"safetensors": {"format": "pt"}}  # without the places of parts
@@ -266,10 +266,12 @@ def test_files_of_one_process_are_imported_by_their_index(store: casckpt.Store, 
 
 @pytest.mark.parametrize("name", [FIRST, SECOND])
 def test_the_file_of_a_single_rank_is_refused(store: casckpt.Store, folder: Path, name: str) -> None:
-    with pytest.raises(InvalidInput, match=f"{name} holds the parts .* give the folder"):
+    with pytest.raises(InvalidInput, match=f"{name} holds one rank's parts .* pass the folder"):
         import_safetensors(store, folder / name, step=1)
-    (folder / SECOND).rename(folder / "model.safetensors")  # its metadata says where its parts begin, whatever its name
-    with pytest.raises(InvalidInput, match=r"model\.safetensors holds the parts"):
+    (folder / SECOND).rename(
+        folder / "model.safetensors"
+    )  # regardless of the name, its metadata says where its parts begin
+    with pytest.raises(InvalidInput, match=r"model\.safetensors holds one rank's parts"):
         look_at(folder / "model.safetensors")
     assert not Path(store.url).exists()
 
@@ -313,8 +315,8 @@ def another_dtype(folder: Path) -> None:
     ("spoil", "match"),
     [
         (cut, "no file shard-00001"), (cut_last, "no file shard-00002"), (rest_of_another_save, "two files hold"),
-        (without_places, "has no usable offsets"), (odd_places, "has no usable offsets"), (far_places, "no file holds"),
-        (deep_places, "has no usable offsets"), (another_dtype, "different dtypes"),
+        (without_places, "has no valid offsets"), (odd_places, "has no valid offsets"), (far_places, "no file holds"),
+        (deep_places, "has no valid offsets"), (another_dtype, "different dtypes"),
     ],
 )  # fmt: skip
 def test_an_incomplete_folder_is_refused(
@@ -335,13 +337,13 @@ def test_an_incomplete_folder_is_refused(
         ("model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"),  # vLLM's
     ],
 )
-def test_a_part_recognised_by_its_name_is_refused_beside_others(
+def test_a_part_that_is_recognised_by_its_name_is_refused_next_to_others(
     store: casckpt.Store, tmp_path: Path, name: str, beside: str
 ) -> None:
     save_file({"w": torch.ones(3)}, tmp_path / name)
     import_safetensors(store, tmp_path / name, step=1)  # a single file may be complete
     save_file({"w": torch.ones(3)}, tmp_path / beside)
-    with pytest.raises(InvalidInput, match="holds the parts"):
+    with pytest.raises(InvalidInput, match="holds one rank's parts"):
         import_safetensors(store, tmp_path / name, step=2)
 
 

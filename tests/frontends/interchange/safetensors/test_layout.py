@@ -1,4 +1,4 @@
-"""Layouts: the place of every byte in files that do not exist yet."""
+"""Layouts: the position of every byte in files that do not exist yet."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_layout_knows_every_byte_before_writing(store: Store, tmp_path: Path) 
             assert data[start : start + one.entry.nbytes] == expected
 
 
-def test_a_file_equals_that_of_the_library_for_any_order_of_keys(store: Store, tmp_path: Path) -> None:
+def test_a_file_equals_the_librarys_file_for_any_key_order(store: Store, tmp_path: Path) -> None:
     safetensors.torch.save_file(STATE, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
     for step, state in enumerate((STATE, dict(reversed(STATE.items())))):
         store.save(state, step=step)

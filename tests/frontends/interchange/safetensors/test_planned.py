@@ -12,7 +12,7 @@ from casckpt.errors import Conflict
 from casckpt.store.store import Store
 
 
-def test_no_export_loads_as_random_weights(store: Store, tmp_path: Path) -> None:
+def test_exports_never_load_as_random_weights(store: Store, tmp_path: Path) -> None:
     state = {"model": {"w": torch.ones(2)}, "optim": {"m": torch.ones(2)}}
     store.save(state, step=1, attachments={"config.json": b"{}"})
     store.export("latest", tmp_path / "out")
@@ -27,15 +27,18 @@ def test_no_export_loads_as_random_weights(store: Store, tmp_path: Path) -> None
     assert list(load_file(tmp_path / "all" / "model.safetensors")) == ["w"]
 
 
-def test_values_of_registered_classes_are_left_out(store: Store, tmp_path: Path) -> None:
-    """A reader may not have imported the class: Megatron-core lets torch.load read paths and numpy arrays."""
+def test_values_of_registered_classes_are_omitted(store: Store, tmp_path: Path) -> None:
+    """A reader may not have imported the class.
+
+    For example, Megatron-core lets torch.load read paths and numpy arrays.
+    """
     store.save({"path": PurePosixPath("x"), "w": torch.ones(2)}, step=1)
     with torch.serialization.safe_globals([PurePosixPath]):
         assert store.export("latest", tmp_path / "x.pt").left_out == ("path",)
     assert list(torch.load(tmp_path / "x.pt")) == ["w"]
 
 
-def test_an_export_of_a_part_of_a_model_has_no_config(store: Store, tmp_path: Path) -> None:
+def test_an_export_of_a_part_of_a_model_omits_the_config(store: Store, tmp_path: Path) -> None:
     """Regression: ``--keys`` wrote the config.json of the whole model and did not report the missing keys."""
     state = {"model": {"w": torch.ones(2), "v": torch.ones(1)}, "optim": {"m": torch.ones(2)}}
     store.save(state, step=1, attachments={"config.json": b"{}", "tokenizer.json": b"{}"})

@@ -10,7 +10,7 @@ from casckpt.storage.remote.s3 import client as remotes3
 from tests.support.servers import Server
 
 
-def test_many_pages_are_listed(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listing_can_span_many_pages(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remotes3, "PAGE", 7)
     bucket = moto_server.new_bucket()
     for number in range(21):
@@ -34,18 +34,18 @@ def test_a_listing_that_ends_early_is_an_error(moto_server: Server, monkeypatch:
 
     monkeypatch.setattr(remotes3.S3Client, "call", without_token)
     storage = open_storage(f"s3://{bucket}/store", moto_server.options)
-    with pytest.raises(StorageError, match=r"ends the listing of 'commits/' early"):
+    with pytest.raises(StorageError, match=r"truncated the listing of 'commits/'"):
         list(storage.list("commits/"))
 
 
-def test_a_bucket_that_is_not_there_is_not_empty(moto_server: Server) -> None:
+def test_a_missing_bucket_does_not_count_as_empty(moto_server: Server) -> None:
     storage = open_storage("s3://nobody-made-this/store", moto_server.options)
     for look in (lambda: list(storage.list("commits/")), lambda: storage.list_folder("objects")):
         with pytest.raises(CasckptError, match="nobody-made-this"):
             look()
 
 
-def test_a_delete_in_a_bucket_with_versions_frees_the_bytes(moto_server: Server) -> None:
+def test_a_delete_in_a_versioned_bucket_frees_the_bytes(moto_server: Server) -> None:
     bucket, client = moto_server.new_bucket(), moto_server.client
     client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
     storage = open_storage(f"s3://{bucket}/store", moto_server.options)

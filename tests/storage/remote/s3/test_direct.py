@@ -1,4 +1,4 @@
-"""Direct ranged reads: they equal those of the S3 client, or are left to it."""
+"""Direct ranged reads return the same bytes as the S3 client, or leave the read to it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def only_direct(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("only_direct")
 @pytest.mark.parametrize("kind", ["moto", "seaweed"])
-def test_ranges_are_read_past_the_client(kind: str, request: pytest.FixtureRequest) -> None:
+def test_ranges_are_read_without_the_client(kind: str, request: pytest.FixtureRequest) -> None:
     storage = store_of(request.getfixturevalue(f"{kind}_server"))
     data = noise(3 * MIB + 5)
     storage.put("a", data)
@@ -75,7 +75,7 @@ def test_ranges_are_read_past_the_client(kind: str, request: pytest.FixtureReque
 
 @pytest.mark.usefixtures("only_direct")
 @pytest.mark.parametrize("known", [True, False])
-def test_ranges_are_read_by_https(known: bool, moto_server: Server, tmp_path: Path) -> None:
+def test_ranges_are_read_over_https(known: bool, moto_server: Server, tmp_path: Path) -> None:
     certificate = make_certificate(tmp_path)
     with Proxy(moto_server.endpoint, certificate) as proxy:
         client = {"verify": str(certificate) if known else False}
@@ -84,7 +84,7 @@ def test_ranges_are_read_by_https(known: bool, moto_server: Server, tmp_path: Pa
         assert read(storage, "a", 2, 4) == b"2345"
 
 
-def test_options_decide_how_the_server_is_verified(
+def test_options_determine_how_the_server_is_verified(
     moto_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     certificate = str(make_certificate(tmp_path))
@@ -109,7 +109,7 @@ def test_options_decide_how_the_server_is_verified(
 def test_an_unknown_certificate_is_refused(moto_server: Server, tmp_path: Path) -> None:
     with Proxy(moto_server.endpoint, make_certificate(tmp_path)) as proxy:
         storage = store_of(moto_server, endpoint_url=proxy.endpoint)
-        with pytest.raises(StorageError, match="is its certificate known"):
+        with pytest.raises(StorageError, match="its certificate is trusted"):
             read(storage, "a", 0, 3)
         assert proxy.seen == []
 
@@ -124,7 +124,9 @@ def test_proxies_are_left_to_the_client(moto_server: Server, monkeypatch: pytest
     assert client_of(store_of(moto_server)).direct is None
 
 
-def test_the_client_reads_if_botocore_hides_how_to_verify(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_client_reads_if_botocore_hides_its_verification_rule(
+    moto_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("casckpt.storage.remote.s3.client.EndpointCreator", lambda _: object())
     storage = store_of(moto_server)
     storage.put("a", b"0123456789")
@@ -132,7 +134,7 @@ def test_the_client_reads_if_botocore_hides_how_to_verify(moto_server: Server, m
     assert client_of(storage).direct is None
 
 
-def test_requests_that_work_only_through_the_client_stay_there(
+def test_requests_that_work_only_through_the_client_keep_using_it(
     moto_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage, calls = store_of(moto_server), []
@@ -201,10 +203,10 @@ def test_concurrent_first_reads_of_two_versions_are_separate(moto_server: Server
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_an_answer_for_another_range_is_refused(
+def test_a_response_for_the_wrong_range_is_refused(
     direct: bool, moto_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Caches on the way may answer so if they know only the name of an object."""
+    """Caches between client and server may respond like this if they identify objects only by name."""
     storage = store_of(moto_server)
     storage.put("a", b"0123456789")
     client = client_of(storage)
@@ -212,12 +214,12 @@ def test_an_answer_for_another_range_is_refused(
         client.direct = None
     plain = S3Object._request
     monkeypatch.setattr(S3Object, "_request", lambda self, offset, end: plain(self, offset - 1, end - 1))
-    with pytest.raises(Unsupported, match="'bytes 1-3/10' to a read from byte 2"):
+    with pytest.raises(Unsupported, match="a read from byte 2 with 'bytes 1-3/10'"):
         read(storage, "a", 2, 3)
 
 
-def test_bodies_of_aiobotocore_2_are_read(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There, entering a body returns the inner answer, which has another ``read``."""
+def test_aiobotocore_2_bodies_are_read(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, entering a body returns the inner response, which has a different ``read``."""
 
     async def inside(_: object) -> object:
         return object()
@@ -230,13 +232,15 @@ def test_bodies_of_aiobotocore_2_are_read(moto_server: Server, monkeypatch: pyte
     assert read(storage, "a", 2, 3) == b"234"
 
 
-# scripted answers of a server
+# scripted server responses
 
 
 @contextmanager
 def scripted(answers: Sequence[bytes | None]) -> Iterator[tuple[Signed, list[int]]]:
-    """Return the request to send, and the connection (0, 1, ...) of each answer. None closes the connection. Then the
-    server is silent."""
+    """Return the request to send, and the connection (0, 1, ...) of each answer. None closes the connection.
+
+    Then the server is silent.
+    """
     left, came, ends = iter(answers), [], threading.Event()
     connections: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -320,13 +324,13 @@ def test_a_chunked_body_is_read(direct: DirectReads) -> None:
         assert [ask(direct, request), ask(direct, request)] == [TEN] * 2
 
 
-def test_surplus_bytes_do_not_enter_the_next_answer(direct: DirectReads) -> None:
+def test_surplus_bytes_do_not_leak_into_the_next_response(direct: DirectReads) -> None:
     with scripted([answer(TEN + b"more"), answer(TEN)]) as (request, came):
         assert [ask(direct, request), ask(direct, request)] == [TEN] * 2
         assert came == [0, 1]
 
 
-def test_an_unrequested_answer_is_not_used_for_the_next_request(direct: DirectReads) -> None:
+def test_an_unrequested_response_is_not_used_for_the_next_request(direct: DirectReads) -> None:
     ours, theirs = socket.socketpair()
     with scripted([answer(TEN)]) as (request, came), theirs:
         place = urlsplit(request.url).netloc
@@ -340,7 +344,7 @@ def test_an_unrequested_answer_is_not_used_for_the_next_request(direct: DirectRe
 
 
 @pytest.mark.parametrize("status", ["200 OK", "301 Moved", "307 There", "400 Bad", "403 No", "404 Gone", "416 Short"])
-def test_other_answers_are_left_to_the_client(status: str, direct: DirectReads) -> None:
+def test_other_responses_are_left_to_the_client(status: str, direct: DirectReads) -> None:
     with scripted([answer(b"<Error/>", status=status), answer(TEN)]) as (request, _):
         assert ask(direct, request) == b""
         assert not direct.works
@@ -366,7 +370,7 @@ def test_a_busy_server_is_retried_after_a_pause(status: str, direct: DirectReads
         (b"", TimeoutError),
     ],
 )
-def test_malformed_answers_are_refused(said: bytes, error: type[Exception], direct: DirectReads) -> None:
+def test_malformed_responses_are_refused(said: bytes, error: type[Exception], direct: DirectReads) -> None:
     with scripted([said, b""]) as (request, _), pytest.raises(error):
         ask(direct, request)
 
@@ -388,7 +392,7 @@ def test_an_unreachable_server_is_an_error(direct: DirectReads) -> None:
     with pytest.raises(ConnectionRefusedError):
         ask(direct, request)
     never = DirectReads(5, Patience(), verify=True)
-    assert ask(never, request) == b""  # the client may know another way
+    assert ask(never, request) == b""  # the client may have a different way
 
 
 def test_the_check_sees_the_headers_before_any_byte_is_written(direct: DirectReads) -> None:

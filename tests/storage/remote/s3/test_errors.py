@@ -1,4 +1,4 @@
-"""Refusals by servers: credentials are looked up again, and errors name the setting that helps."""
+"""Server refusals: credentials are looked up again, and errors name the setting that helps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Refuses = Callable[[Any], "tuple[int, str, str] | None"]
 
 
 class _Body:
-    """The body of an answer, as aiohttp represents it."""
+    """A response body as aiohttp represents it."""
 
     def __init__(self, code: str, message: str) -> None:
         self._data = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
@@ -34,7 +34,7 @@ class _Body:
 
 @pytest.fixture
 def refusing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Refuses], None]:
-    """Let the server refuse some requests. The argument says which, and how."""
+    """Make the server refuse some requests. The argument specifies which requests and how."""
     real = AIOHTTPSession.send
 
     def set_up(refuses: Refuses) -> None:
@@ -57,7 +57,7 @@ def store_of(server: Server, **options: Any) -> RemoteStore:
 
 
 class Expiring:
-    """A server that knows one access key. When it refuses another one, ``renewed`` appears in the environment."""
+    """A server that knows one access key. When it refuses a different one, ``renewed`` appears in the environment."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, code: str, renewed: str = "NEW") -> None:
         self._monkeypatch, self._code, self._renewed = monkeypatch, code, renewed
@@ -101,7 +101,7 @@ def test_the_size_is_found_after_credentials_expire_in_a_head_request(
     assert storage.size("a") == 4
 
 
-def test_threads_whose_credentials_expire_at_once_share_a_session(
+def test_threads_whose_credentials_expire_together_share_a_session(
     moto_server: Server, refusing: Callable[[Refuses], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expiring, made = Expiring(monkeypatch, "ExpiredToken"), []
@@ -122,24 +122,24 @@ def test_threads_whose_credentials_expire_at_once_share_a_session(
     assert len(made) == 1
 
 
-def test_credentials_invalid_in_a_new_session_too_are_an_error(
+def test_credentials_that_are_also_invalid_in_a_new_session_are_an_error(
     moto_server: Server, refusing: Callable[[Refuses], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expiring = Expiring(monkeypatch, "ExpiredToken", renewed="OLDER")
     storage = store_of(moto_server)
     refusing(expiring)
-    with pytest.raises(StorageError, match="the credentials have expired: give other ones"):
+    with pytest.raises(StorageError, match="the credentials have expired: provide different ones"):
         storage.put("a", b"data")
     assert expiring.refused == 2
 
 
-def test_given_credentials_are_not_looked_up(
+def test_passed_credentials_are_not_looked_up_again(
     moto_server: Server, refusing: Callable[[Refuses], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expiring = Expiring(monkeypatch, "ExpiredToken")
     storage = store_of(moto_server, key="OLD", secret="secret")
     refusing(expiring)
-    with pytest.raises(StorageError, match="the credentials have expired: give other ones"):
+    with pytest.raises(StorageError, match="the credentials have expired: provide different ones"):
         storage.put("a", b"data")
     assert expiring.refused == 1
 

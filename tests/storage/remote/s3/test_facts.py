@@ -1,4 +1,4 @@
-"""Findings of doctor for a bucket whose server refuses to answer."""
+"""Findings of `casckpt doctor` for a bucket whose server refuses to answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_clock_refused_by_the_server_is_reported(hours: int, says: str) -> Non
 
 
 class Bucket:
-    """The answers of a server to each operation, 404 for others, and the arguments that it received."""
+    """A server's response to each operation, 404 for all others, and the arguments that it received."""
 
     def __init__(self, **answers: Any) -> None:
         self.answers, self.asked = answers, list[tuple[str, dict[str, Any]]]()
@@ -61,7 +61,7 @@ def locked(**retention: int) -> dict[str, Any]:
     return {"ObjectLockConfiguration": found | ({"Rule": {"DefaultRetention": retention}} if retention else {})}
 
 
-def test_old_versions_are_counted_over_all_pages() -> None:
+def test_old_versions_are_counted_across_all_pages() -> None:
     pages: list[Any] = [
         {"Versions": [{"IsLatest": True, "Size": 5}, {"IsLatest": False, "Size": 3}], "IsTruncated": True,
          "NextKeyMarker": "k", "NextVersionIdMarker": "v"},
@@ -69,19 +69,19 @@ def test_old_versions_are_counted_over_all_pages() -> None:
     ]  # fmt: skip
     bucket = Bucket(get_bucket_versioning={"Status": "Enabled"}, list_object_versions=pages)
     (found,) = (one for one in examine(bucket, "store/") if one.name == "versions")
-    assert (found.ok, found.found) == (None, "2 old versions under this store hold 7 bytes")
+    assert (found.ok, found.found) == (None, "2 old versions in this store use 7 bytes")
     listed = [given for operation, given in bucket.asked if operation == "list_object_versions"]
     assert listed == [{"Prefix": "store/"}, {"Prefix": "store/", "KeyMarker": "k", "VersionIdMarker": "v"}]
     pages.append({})
     assert told("versions", get_bucket_versioning={"Status": "Enabled"}, list_object_versions=pages)[0] is True
     assert told("versions", get_bucket_versioning={}) == (
         True,
-        "the bucket keeps no old versions: what gc deletes is gone",
+        "the bucket does not keep old versions, so gc frees space immediately",
     )
     endless = {"Versions": [{"IsLatest": False, "Size": 2}], "IsTruncated": True, "NextKeyMarker": "k",
                "NextVersionIdMarker": "v"}  # fmt: skip
     found_of = {"get_bucket_versioning": {"Status": "Suspended"}, "list_object_versions": endless}
-    assert told("versions", **found_of)[1] == f"at least {_PAGES} old versions under this store hold {2 * _PAGES} bytes"
+    assert told("versions", **found_of)[1] == f"at least {_PAGES} old versions in this store use {2 * _PAGES} bytes"
     for expires, ok in (
         (rule(NoncurrentVersionExpiration={}), True),
         (rule("x/", NoncurrentVersionExpiration={}), None),
@@ -93,11 +93,15 @@ def test_old_versions_are_counted_over_all_pages() -> None:
     ("answer", "ok", "says"),
     [
         (404, True, "objects are not locked"),
-        (403, None, "not known: the server answers E403"),
+        (403, None, "unknown: the server answers E403"),
         ({"ObjectLockConfiguration": {"ObjectLockEnabled": "Disabled"}}, True, "objects are not locked"),
-        (locked(), True, "objects can be locked, but are not by default"),
-        (locked(Days=3), None, "new objects are locked for 3 days: gc hides them, and frees nothing before"),
-        (locked(Years=2), None, "new objects are locked for 2 years: gc hides them, and frees nothing before"),
+        (locked(), True, "objects can be locked, but they are not locked by default"),
+        (locked(Days=3), None, "new objects are locked for 3 days: gc only hides them, and frees no space before that"),
+        (
+            locked(Years=2),
+            None,
+            "new objects are locked for 2 years: gc only hides them, and frees no space before that",
+        ),
     ],
 )
 def test_object_locks_are_reported(answer: Any, ok: bool | None, says: str) -> None:
@@ -120,7 +124,7 @@ def test_object_locks_are_reported(answer: Any, ok: bool | None, says: str) -> N
         (rule(Filter={}, Prefix="other/", Expiration={"Days": 3}), True),
     ],
 )  # fmt: skip
-def test_lifecycle_rules_over_the_store_are_reported(rules: Any, ok: bool | None) -> None:
+def test_lifecycle_rules_that_affect_the_store_are_reported(rules: Any, ok: bool | None) -> None:
     assert told("lifecycle", **{RULES: rules})[0] is ok
 
 
@@ -128,14 +132,14 @@ def test_unfinished_uploads_are_reported() -> None:
     began = [datetime(2026, 5, day, tzinfo=UTC) for day in (7, 3)]
     found = {"Uploads": [{"Initiated": at} for at in began]}
     assert told("multipart", list_multipart_uploads=found) == (
-        None, "2 unfinished uploads in parts, the oldest of 2026-05-03: not by casckpt, but they cost",
+        None, "2 unfinished multipart uploads by others use space; the oldest is from 2026-05-03",
     )  # fmt: skip
     assert told("multipart", list_multipart_uploads={})[0] is True
 
 
-def test_agreeing_and_unknown_clocks_are_not_reported() -> None:
+def test_matching_and_unknown_clocks_are_not_reported() -> None:
     for seconds, ok in ((0, True), (-2 * _SKEW, False)):
         date = format_datetime(datetime.now(UTC) + timedelta(seconds=seconds), usegmt=True)
         meta = {"ResponseMetadata": {"HTTPHeaders": {"date": date}}}
         assert told("clock", list_objects_v2=meta)[0] is ok
-    assert told("clock") == (None, "not known: the server does not tell its time")
+    assert told("clock") == (None, "unknown: the server does not report its time")

@@ -1,4 +1,4 @@
-"""With the setting `compress`, saves of each front end store deltas, and all of them load exactly."""
+"""With the setting `compress`, each front end saves deltas, and all of them load exactly."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_dcp_saves_deltas_in_the_background(store: Store) -> None:
 
 
 def test_a_dcp_rank_without_an_option_follows_the_setting(store: Store) -> None:
-    """As with cached plans."""
+    """This happens with cached plans."""
     store.save(state(0), step=0)
     session = WriterSession(store.repository, SaveOptions(step=1), rank=1, alone=False)
     assert session._offer(SavePlan([]))[1].compress == "auto"
@@ -118,7 +118,7 @@ def test_exports_of_delta_checkpoints_are_complete(store: Store, tmp_path: Path,
 
 
 def _flat(path: Path) -> dict[str, Any]:
-    """The content of an export, by a reader of its format."""
+    """Return the content of an export, read by a reader for its format."""
     if path.suffix == ".safetensors":
         return dict(sorted(load_file(path).items()))
     if path.suffix == ".pt":
@@ -139,8 +139,8 @@ def rounds(store: Store, made: Callable[[int], dict[str, Any]], **options: Any) 
     assert not store.verify(decode=True).is_damaged
 
 
-def test_equal_cells_under_another_dtype_and_key_are_encoded(store: Store) -> None:
-    """Zeros of any dtype are one cell. A later version is a delta to it, or equal to an earlier one."""
+def test_equal_cells_under_a_different_dtype_and_key_are_encoded(store: Store) -> None:
+    """Zeros of any dtype are one cell. A later version is a delta against it, or equals an earlier version."""
 
     def made(step: int) -> dict[str, Any]:
         w = trained(8, step)
@@ -171,7 +171,7 @@ def test_delta_checkpoints_are_shown_counted_compared_and_fetched(store: Store, 
     assert store.diff("default@0", "default@1") == off.diff("default@2", "default@3")
 
 
-def test_deltas_can_be_turned_off_and_runs_can_branch(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_compression_can_be_disabled_and_runs_can_branch(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     words: list[Compress] = ["auto", "auto", "off", "auto", "always", "auto"]
     for step, compress in enumerate(words):
         store.save(state(step), step=step, compress=compress)
