@@ -25,14 +25,11 @@ from tempfile import mkdtemp
 from typing import Any
 from weakref import finalize
 
-try:
-    from transformers import Trainer, TrainerCallback
-    from transformers.trainer_utils import get_last_checkpoint
-except ImportError as error:
-    raise ImportError("casckpt.frontends.transformers needs it: pip install 'casckpt[transformers]'") from error
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from casckpt.base.lazy import cached_property
-from casckpt.base.names import LATEST
+from casckpt.base.names import LATEST, MAX_METRICS
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, Mismatch, Unsupported
 from casckpt.frontends.stores import AnyStore, as_store
@@ -40,7 +37,7 @@ from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, SaveOnSi
 from casckpt.frontends.trainer.run_checkpoints import newest, warn_of_similar
 from casckpt.frontends.trainer.settings import TrainerArguments
 from casckpt.frontends.training_state.train_state import RNG, TrainState, restore_rng
-from casckpt.frontends.transformers import STATE, CasCheckpointCallback, _files, _metrics, _within
+from casckpt.frontends.transformers.callback import STATE, CasCheckpointCallback, _files, _metrics, _within
 from casckpt.ranks.agreement import check_same
 from casckpt.ranks.ranks import everyone, open_ranks
 from casckpt.store.types import Commit
@@ -92,7 +89,7 @@ class CasTrainerMixin(Trainer):
     ) -> None:
         absent = [name for name in _USED if not hasattr(Trainer, name)]
         if absent:
-            raise Unsupported(f"this version of Transformers has no Trainer.{absent[0]}; install one that has it")
+            raise Unsupported(f"this version of Transformers has no Trainer.{absent[0]}: upgrade Transformers")
         self._store, self._run, self._is_async = as_store(store), run, async_save
         self._signals, self._signal_every = tuple(signals), signal_every
         self._settings, self._signal = settings or {}, 0
@@ -173,7 +170,7 @@ class CasTrainerMixin(Trainer):
         metrics = _metrics(state, step, first=_metric_name(self.args.metric_for_best_model))
         if state.best_global_step == step:
             state.best_model_checkpoint = f"{self._run}@{step}"
-            metrics[_NEW_BEST] = step
+            metrics = dict([(_NEW_BEST, float(step)), *metrics.items()][:MAX_METRICS])
         if self.args.should_save:
             folder = Path(self._get_output_dir(None), f"checkpoint-{step}")
             state.save_to_json(str(folder / STATE))

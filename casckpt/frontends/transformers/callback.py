@@ -21,13 +21,7 @@ from typing import Any, Unpack
 
 import torch
 from safetensors.torch import save_file
-
-try:
-    from transformers import TrainerCallback
-except ImportError as error:
-    raise ImportError(
-        "casckpt.frontends.transformers needs Transformers: pip install 'casckpt[transformers]'"
-    ) from error
+from transformers import TrainerCallback
 
 from casckpt.base.lazy import cached_property
 from casckpt.base.names import LATEST, MAX_METRIC_NAME, MAX_METRICS, check_attachment_name
@@ -152,8 +146,7 @@ def _metrics(state: Any, step: int, first: str | None = None) -> dict[str, float
     logged = [one for one in getattr(state, "log_history", None) or () if one.get("step") == step]
     numbers = {str(name): value for one in logged for name, value in one.items() if type(value) in (int, float)}
     wanted = sorted(numbers.keys() - {"step", "epoch"}, key=lambda name: (name != first, not name.startswith("eval_")))
-    wanted = wanted[: MAX_METRICS - 1]  # the mixin adds one
-    return {name: numbers[name] for name in wanted if len(name) <= MAX_METRIC_NAME and name.isprintable()}
+    return {name: numbers[name] for name in wanted[:MAX_METRICS] if len(name) <= MAX_METRIC_NAME and name.isprintable()}
 
 
 class _Folder:

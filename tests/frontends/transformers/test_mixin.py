@@ -24,8 +24,7 @@ pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
 
 import casckpt
 from casckpt.errors import InvalidInput, Mismatch, NotFound, Unsupported
-from casckpt.frontends.transformers import CasCheckpointCallback
-from casckpt.frontends.transformers_mixin import CasTrainerMixin
+from casckpt.frontends.transformers import CasCheckpointCallback, CasTrainerMixin
 from casckpt.store.store import Store
 from tests.support.hub import check_loads, export
 from tests.support.saves import steps
@@ -113,6 +112,15 @@ def trainer(
     )  # fmt: skip
 
 
+def plain(folder: Path, *callbacks: Any) -> None:
+    """Train two steps with a plain `Trainer`, which saves a folder."""
+    arguments = hub.TrainingArguments(
+        output_dir=folder, max_steps=2, save_steps=2, logging_steps=1, per_device_train_batch_size=4,
+        report_to="none", use_cpu=True, seed=5, learning_rate=1e-3, disable_tqdm=True,
+    )  # fmt: skip
+    hub.Trainer(model=model(), args=arguments, train_dataset=examples(), callbacks=list(callbacks)).train()
+
+
 BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
 
 
@@ -150,11 +158,7 @@ def test_a_resume_from_a_reference_continues_there(tmp_path: Path, store: Store)
 def test_a_resume_of_an_empty_run_warns_of_the_folder_of_a_plain_trainer(
     tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = hub.TrainingArguments(
-        output_dir=tmp_path / "out", max_steps=2, save_steps=2, logging_steps=1, per_device_train_batch_size=4,
-        report_to="none", use_cpu=True, seed=5, learning_rate=1e-3, disable_tqdm=True,
-    )  # fmt: skip
-    hub.Trainer(model=model(), args=plain, train_dataset=examples()).train()
+    plain(tmp_path / "out")
     folder = str(tmp_path / "out" / "checkpoint-2")
     trainer(store, tmp_path / "out", max_steps=1).train(resume_from_checkpoint=True)
     assert f"pass resume_from_checkpoint={folder!r}" in caplog.text
@@ -239,7 +243,7 @@ def test_an_export_loads_and_a_save_writes_the_state_once(tmp_path: Path, store:
 
 
 def test_a_tokenizer_is_saved_beside_the_model(tmp_path: Path, store: Store) -> None:
-    from tests.frontends.test_transformers import MODEL
+    from tests.frontends.transformers.test_callback import MODEL
 
     training = trainer(store, tmp_path / "out", max_steps=2)
     training.processing_class = hub.AutoTokenizer.from_pretrained(MODEL)
@@ -251,17 +255,13 @@ def test_a_tokenizer_is_saved_beside_the_model(tmp_path: Path, store: Store) -> 
 def test_without_the_optimizer_only_the_model_is_saved(tmp_path: Path, store: Store) -> None:
     trainer(store, tmp_path / "out", save_only_model=True, max_steps=2).train()
     assert {key.split(".")[0] for key in store.get("sft@2").tensors} == {"model"}
-    with pytest.raises(NotFound, match="holds no optimizer"):
+    with pytest.raises(NotFound, match="has no optimizer"):
         trainer(store, tmp_path / "out").train(resume_from_checkpoint=True)
     trainer(store, tmp_path / "out", save_only_model=True).train(resume_from_checkpoint=True)
 
 
 def test_a_checkpoint_of_the_callback_is_refused_with_advice(tmp_path: Path, store: Store) -> None:
-    callback = CasCheckpointCallback(store, run="sft")
-    arguments = hub.TrainingArguments(
-        output_dir=tmp_path / "out", max_steps=2, save_steps=2, report_to="none", use_cpu=True, disable_tqdm=True
-    )
-    hub.Trainer(model=model(), args=arguments, train_dataset=examples(), callbacks=[callback]).train()
+    plain(tmp_path / "out", CasCheckpointCallback(store, run="sft"))
     with pytest.raises(Mismatch, match=r"sft@2 was not saved by a CasTrainerMixin.* restore_checkpoint"):
         trainer(store, tmp_path / "other").train(resume_from_checkpoint=True)
 
