@@ -330,7 +330,7 @@ CIRCLE = (
     "frontends/trainer/",
     "frontends/lightning/",
     "frontends/follow.py",
-    "frontends/transformers.py",
+    "frontends/transformers/",
     "frontends/torchtitan.py",
     "frontends/accelerate.py",
     "frontends/interchange/export.py",

@@ -238,7 +238,9 @@ def test_a_renamed_model_continues_as_a_different_run(store: Store, messages: Me
 # Transformers
 
 
-@follows("frontends/transformers.py:", "save with casckpt.frontends.trainer.Checkpointer in your own training loop")
+@follows(
+    "frontends/transformers/callback.py:", "save with casckpt.frontends.trainer.Checkpointer in your own training loop"
+)
 def test_a_custom_loop_saves_states_that_a_trainer_cannot(store: Store, messages: Messages) -> None:
     callback = CasCheckpointCallback(store, run="sft")
     with messages.error(Unsupported) as advice:
@@ -248,7 +250,31 @@ def test_a_custom_loop_saves_states_that_a_trainer_cannot(store: Store, messages
     assert store.get("sft@1").step == 1
 
 
-@follows("frontends/transformers.py:restore_checkpoint", "use casckpt export to write its weights")
+@follows("frontends/transformers/mixin.py:CasTrainerMixin._newest", "pass resume_from_checkpoint=")
+@follows(
+    "frontends/transformers/mixin.py:CasTrainerMixin._small_files", "pass the folder that restore_checkpoint returns"
+)
+def test_checkpoints_that_the_mixin_did_not_save_are_resumed_from_their_folder(
+    tmp_path: Path, store: Store, messages: Messages
+) -> None:
+    from tests.frontends.transformers import test_mixin as mixin
+
+    mixin.plain(tmp_path / "out", CasCheckpointCallback(store, run="old"))
+    with messages.log() as advice:
+        mixin.trainer(store, tmp_path / "out", max_steps=1).train(resume_from_checkpoint=True)
+    losses = mixin.Losses()
+    resumed = mixin.trainer(store, tmp_path / "out", losses)
+    resumed.train(**advice.argument("resume_from_checkpoint"))
+    assert sorted(losses.found) == [3, 4, 5, 6]
+    with messages.error(Mismatch) as advice:
+        mixin.trainer(store, tmp_path / "new", run="old").train(resume_from_checkpoint=True)
+    advice.says("restore_checkpoint")
+    resumed = mixin.trainer(store, tmp_path / "new", run="old")
+    resumed.train(resume_from_checkpoint=restore_folder(store, "old@2", tmp_path / "new"))
+    assert resumed.state.global_step == mixin.STEPS
+
+
+@follows("frontends/transformers/callback.py:restore_checkpoint", "use casckpt export to write its weights")
 def test_weights_not_saved_by_a_transformers_trainer_are_exported(
     saved: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:

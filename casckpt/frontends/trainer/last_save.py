@@ -80,10 +80,7 @@ class SaveOnSignal:
         Call this method between two steps, on every rank. ``options``: the options of `Checkpointer.save`. Further
         signals have no effect. Raises the errors of the save.
         """
-        if step % self._every:
-            return
-        ranks = open_ranks(self._checkpointer.process_group)
-        number = ranks.exchange(lambda: self._received, lambda found: everyone(max(found), ranks.size))
+        number = self.received(step)
         if not number:
             return
         name = signal.Signals(number).name
@@ -93,6 +90,13 @@ class SaveOnSignal:
             log.warning("%s: saving step %d, then exiting", name, step)
             self._checkpointer.save(step, model, optim, train_state, **options)
         raise SystemExit(128 + number if self._status is None else self._status)
+
+    def received(self, step: int) -> int:
+        """Return the number of a signal that any rank got, or 0. Every rank makes the call."""
+        if step % self._every:
+            return 0
+        ranks = open_ranks(self._checkpointer.process_group)
+        return ranks.exchange(lambda: self._received, lambda found: everyone(max(found), ranks.size))
 
     def _saved_already(self, step: int) -> bool:
         """Wait for the background save. Return whether ``step`` is the last saved step."""

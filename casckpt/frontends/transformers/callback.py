@@ -21,13 +21,7 @@ from typing import Any, Unpack
 
 import torch
 from safetensors.torch import save_file
-
-try:
-    from transformers import TrainerCallback
-except ImportError as error:
-    raise ImportError(
-        "casckpt.frontends.transformers needs Transformers: pip install 'casckpt[transformers]'"
-    ) from error
+from transformers import TrainerCallback
 
 from casckpt.base.lazy import cached_property
 from casckpt.base.names import LATEST, MAX_METRIC_NAME, MAX_METRICS, check_attachment_name
@@ -147,11 +141,11 @@ class CasCheckpointCallback(TrainerCallback):
         self.checkpointer.close()
 
 
-def _metrics(state: Any, step: int) -> dict[str, float]:
-    """Return the numbers that were logged at a step, such as the loss or evaluation results."""
+def _metrics(state: Any, step: int, first: str | None = None) -> dict[str, float]:
+    """Return the numbers that were logged at a step: ``first``, then evaluation results, then others."""
     logged = [one for one in getattr(state, "log_history", None) or () if one.get("step") == step]
     numbers = {str(name): value for one in logged for name, value in one.items() if type(value) in (int, float)}
-    wanted = sorted(numbers.keys() - {"step", "epoch"}, key=lambda name: not name.startswith("eval_"))
+    wanted = sorted(numbers.keys() - {"step", "epoch"}, key=lambda name: (name != first, not name.startswith("eval_")))
     return {name: numbers[name] for name in wanted[:MAX_METRICS] if len(name) <= MAX_METRIC_NAME and name.isprintable()}
 
 

@@ -1,0 +1,392 @@
+"""`CasTrainerMixin`: a `Trainer` of Transformers that saves its training into a store, and resumes from it.
+
+::
+
+    class MyTrainer(CasTrainerMixin, SFTTrainer): ...
+
+    trainer = MyTrainer(..., store="/data/checkpoints", run="sft")
+    trainer.train(resume_from_checkpoint=True)  # begins if the run has no checkpoint
+
+The trainer keeps its flow. Only its folder of checkpoints is replaced by a temporary folder of this process, in which
+trainers write small files such as trainer_state.json. These files become attachments. The mixin saves and loads the
+tensors itself, so that each rank writes its own part, and any number of ranks can resume.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+from weakref import finalize
+
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from casckpt.base.lazy import cached_property
+from casckpt.base.names import LATEST, MAX_METRICS
+from casckpt.contents.checkpoint import Checkpoint
+from casckpt.errors import InvalidInput, Mismatch, Unsupported
+from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, SaveOnSignal
+from casckpt.frontends.trainer.run_checkpoints import newest, warn_of_similar
+from casckpt.frontends.trainer.settings import TrainerArguments
+from casckpt.frontends.training_state.train_state import RNG, TrainState, restore_rng
+from casckpt.frontends.transformers.callback import STATE, CasCheckpointCallback, _files, _metrics, _within
+from casckpt.ranks.agreement import check_same
+from casckpt.ranks.ranks import everyone, open_ranks
+from casckpt.store.types import Commit
+
+log = logging.getLogger(__name__)
+
+_FILES, _BATCH = "trainer_files", "trainer_batch"  # keys of the metadata
+_NEW_BEST = "new_best"
+"""The metric of a checkpoint whose evaluation was the best so far: its step. Retention keeps the last of these."""
+_USED = (
+    "_get_output_dir", "_init_training_state", "_load_best_model", "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler", "_load_rng_state", "_save_checkpoint", "_save_optimizer_and_scheduler",
+    "_save_rng_state", "_save_scaler", "create_accelerator_and_postprocess",
+)  # fmt: skip
+"""The methods of `Trainer` that the mixin replaces, besides the public ones."""
+
+
+class CasTrainerMixin(Trainer):
+    """A base class for trainers: ``class MyTrainer(CasTrainerMixin, SFTTrainer)``. It must be the first base.
+
+    ``store``, ``run``: where to save. ``async_save``: save in the background, one save at a time. ``signals``: if any
+    rank gets one of them, all ranks save the current step and exit. ``signal_every``: ask the other ranks only at steps
+    that are a multiple of this number. ``settings``: those of `CheckpointerConfig`, except the settings that decide
+    when to save.
+
+    ``save_strategy`` and ``save_steps`` of the training arguments decide when to save. ``save_total_limit`` is the
+    number of checkpoints to keep; with ``load_best_model_at_end``, the best one is kept beside them. The metrics that
+    were logged at the step of a checkpoint are its metrics. A step that is saved again replaces its previous
+    checkpoint.
+
+    The model may be sharded by FSDP2 (``DistributedConfig`` or Accelerate), by FSDP1, by tensor parallelism, or be
+    replicated by DDP. Raises InvalidInput and Unsupported for arguments that cannot work.
+    """
+
+    model: Any
+    args: Any
+    state: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        store: AnyStore,
+        run: str,
+        async_save: bool = True,
+        signals: Sequence[signal.Signals] = (signal.SIGTERM,),
+        signal_every: int = 1,
+        settings: TrainerArguments | None = None,
+        **kwargs: Any,
+    ) -> None:
+        absent = [name for name in _USED if not hasattr(Trainer, name)]
+        if absent:
+            raise Unsupported(f"this version of Transformers has no Trainer.{absent[0]}: upgrade Transformers")
+        self._store, self._run, self._is_async = as_store(store), run, async_save
+        self._signals, self._signal_every = tuple(signals), signal_every
+        self._settings, self._signal = settings or {}, 0
+        self._resumed: _Resumed | None = None
+        self._save_only_model = False
+        super().__init__(*args, **kwargs)
+        self.args.save_only_model = self._save_only_model
+        self._check_arguments()
+        self.add_callback(_Watch(self))
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Let `Trainer` accept a model that is sharded when it is loaded. It refuses to save the optimizer of one."""
+        super().create_accelerator_and_postprocess()
+        self._save_only_model, self.args.save_only_model = self.args.save_only_model, True
+
+    def _check_arguments(self) -> None:
+        args = self.args
+        engines = {
+            "DeepSpeed": self.is_deepspeed_enabled,
+            "XLA": self.is_fsdp_xla_enabled,
+            "hub_strategy other than 'end'": args.push_to_hub and args.hub_strategy != "end",
+            "save_on_each_node": args.save_on_each_node,
+            "enable_jit_checkpoint on several ranks (the mixin itself saves at a SIGTERM)": args.enable_jit_checkpoint,
+            "CasCheckpointCallback": any(
+                isinstance(one, CasCheckpointCallback) for one in self.callback_handler.callbacks
+            ),
+        }
+        for what in (name for name, is_used in engines.items() if is_used):
+            raise Unsupported(f"a CasTrainerMixin does not work with {what}; leave it out")
+        self._config  # noqa: B018 - raises InvalidInput
+
+    @cached_property
+    def _config(self) -> CheckpointerConfig:
+        settings: dict[str, Any] = {"overwrite": True, **self._settings}
+        useless = sorted(
+            {"save_interval", "last_step", "ephemeral_save_interval", "max_steps_at_risk"} & settings.keys()
+        )
+        if useless:
+            raise InvalidInput(
+                f"{useless[0]} has no effect here: save_strategy and save_steps of Trainer say when to save"
+            )
+        limit = self.args.save_total_limit
+        if limit is not None:
+            if settings.keys() & {"keep", "max_checkpoints"}:
+                raise InvalidInput("save_total_limit and keep both say what to keep; give one of them")
+            settings["keep"] = {"keep_last": limit, "keep_best": f"{_NEW_BEST}:max:1"}
+        return CheckpointerConfig(run=self._run, **settings)
+
+    @cached_property
+    def checkpointer(self) -> Checkpointer:
+        """The checkpointer, created at the first use, when the ranks are connected."""
+        return self._config.build(self._store)
+
+    # saving
+
+    @cached_property
+    def _scratch(self) -> Path:
+        """The temporary folder of this process."""
+        folder = mkdtemp(prefix="casckpt-trainer-")
+        finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        return Path(folder)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._scratch / "saving")
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save a checkpoint. Every rank makes the call. After a signal, save in the foreground and exit."""
+        try:
+            super()._save_checkpoint(model, trial)
+            self._save_step(self.state.global_step)
+        finally:
+            shutil.rmtree(self._get_output_dir(trial), ignore_errors=True)
+        if self._signal:
+            raise SystemExit(128 + self._signal)
+
+    def _save_step(self, step: int) -> None:
+        state, files = self.state, dict[str, bytes]()
+        metrics = _metrics(state, step, first=_metric_name(self.args.metric_for_best_model))
+        if state.best_global_step == step:
+            state.best_model_checkpoint = f"{self._run}@{step}"
+            metrics = dict([(_NEW_BEST, float(step)), *metrics.items()][:MAX_METRICS])
+        if self.args.should_save:
+            folder = Path(self._get_output_dir(None), f"checkpoint-{step}")
+            state.save_to_json(str(folder / STATE))
+            files = {name: path.read_bytes() for name, path in _files(folder)}
+        metadata = {"epoch": state.epoch, _FILES: sorted(files), _BATCH: self._batch}
+        attachments = self._model_files() | files
+        save = self.checkpointer.save if self._signal or not self._is_async else self.checkpointer.save_async
+        save(
+            step, self.model, self._optim(), self._train_state(), attachments=attachments, metadata=metadata,
+            metrics=metrics,
+        )  # fmt: skip
+
+    @property
+    def _batch(self) -> int:
+        """The examples of one step, over all ranks."""
+        args = self.args
+        return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+    def _optim(self) -> Any:
+        if self.args.save_only_model:
+            return None
+        return getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps the optimizer
+
+    def _train_state(self) -> TrainState | None:
+        if self.args.save_only_model:
+            return None
+        parts = {"scheduler": self.lr_scheduler, "scaler": getattr(self.accelerator, "scaler", None)}
+        return TrainState(rng=True, **{name: part for name, part in parts.items() if part is not None})
+
+    def _model_files(self) -> dict[str, bytes]:
+        """Return the files of the tokenizer or processor, on rank 0."""
+        folder = self._scratch / "model"
+        if not self.args.should_save or self.processing_class is None:
+            return {}
+        if not folder.is_dir():
+            self.processing_class.save_pretrained(str(folder))
+        return {name: path.read_bytes() for name, path in _files(folder)}
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model into a folder, as `Trainer` does. A checkpoint contains no such files."""
+        if _internal_call:
+            Path(output_dir or self.args.output_dir).mkdir(parents=True, exist_ok=True)
+        else:
+            super().save_model(output_dir, _internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Do nothing: `Checkpointer` saves the optimizer and the scheduler."""
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Do nothing: the scaler is part of the train state."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Do nothing: the random generators are part of the train state."""
+
+    # resuming
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Train as `Trainer.train` does.
+
+        ``resume_from_checkpoint``: True for the newest checkpoint of the run, if it has any; a reference into the store
+        ("sft@100"); or a folder that a plain `Trainer` saved. Every rank loads the same checkpoint.
+        """
+        if trial is not None:
+            raise Unsupported("a CasTrainerMixin cannot search hyperparameters; train each trial as a run of its own")
+        with self.checkpointer, SaveOnSignal(self.checkpointer, self._signals, every=self._signal_every) as signals:
+            self._signals_seen, self._signal = signals, 0
+            folder = self._find(resume_from_checkpoint)
+            return super().train(folder, trial, ignore_keys_for_eval, **kwargs)
+
+    def _find(self, given: Any) -> str | None:
+        """Return the folder from which `Trainer` resumes, with the small files of the checkpoint."""
+        self._resumed = None
+        if given is None or given is False:
+            return None
+        if given is not True and Path(given).is_dir():
+            return str(given)
+        ranks, wanted = open_ranks(), f"{self._run}@{LATEST}" if given is True else str(given)
+
+        def find(named: Sequence[str]) -> Sequence[tuple[Commit, dict[str, bytes]] | None]:
+            check_same(named)
+            found = self._newest() if given is True else self._store.get(wanted)
+            return everyone(None if found is None else (found.commit, self._small_files(found)), ranks.size)
+
+        answer = ranks.exchange(lambda: wanted, find)
+        if answer is None:
+            return None
+        commit, files = answer
+        folder = self._scratch / "resuming" / f"checkpoint-{commit.step}"
+        shutil.rmtree(folder.parent, ignore_errors=True)
+        for name, data in files.items():
+            _within(folder, name).write_bytes(data)
+        state = json.loads(files[STATE])
+        best = state.pop("best_model_checkpoint", None)  # Trainer looks for a folder
+        (folder / STATE).write_text(json.dumps(state))
+        self._resumed = _Resumed(str(folder), Checkpoint(self._store.repository, commit), best)
+        return str(folder)
+
+    def _newest(self) -> Checkpoint | None:
+        commit = newest(self._store, self._run)
+        if commit is not None:
+            return Checkpoint(self._store.repository, commit)
+        warn_of_similar(self._store, self._run)
+        output = Path(self.args.output_dir)
+        last: Any = get_last_checkpoint
+        folder = last(output) if output.is_dir() else None
+        if folder is not None:
+            log.warning(
+                "run %s has no checkpoint, so the training starts from the beginning; a plain Trainer saved %s: to "
+                "continue from it, pass resume_from_checkpoint=%r", self._run, folder, folder,
+            )  # fmt: skip
+        return None
+
+    def _small_files(self, found: Checkpoint) -> dict[str, bytes]:
+        names = (found.metadata or {}).get(_FILES)
+        if not isinstance(names, list) or STATE not in names:
+            raise Mismatch(
+                f"{found.run}@{found.step} was not saved by a CasTrainerMixin. For a checkpoint of "
+                "CasCheckpointCallback, pass the folder that restore_checkpoint returns"
+            )
+        saved = (found.metadata or {}).get(_BATCH)
+        if saved != self._batch:
+            log.warning(
+                "%s@%d was saved with %s examples in each step, and here there are %d: the epoch of the checkpoint "
+                "continues at the same step, so other examples are repeated or skipped", found.run, found.step, saved,
+                self._batch,
+            )  # fmt: skip
+        return {name: self._store.read_attachment(found, name) for name in names}
+
+    def _is_ours(self, folder: str | None) -> bool:
+        return self._resumed is not None and folder == self._resumed.folder
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        counts: tuple[int, int] = super()._init_training_state(*args, **kwargs)
+        if self._resumed is not None:
+            self.state.best_model_checkpoint = self._resumed.best
+        return counts
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load nothing from a checkpoint of the store: `_load_optimizer_and_scheduler` also loads the model."""
+        if not self._is_ours(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load the whole training. `Trainer` calls it when the model and the optimizer are wrapped."""
+        found = self._resumed
+        if found is not None and checkpoint == found.folder:
+            train, optim = self._train_state(), self._optim()
+            has_optimizer = optim is not None
+            state = self.checkpointer.load(
+                found.checkpoint, self.model, optim, load_optim_state=has_optimizer, load_trainer_state=has_optimizer
+            )
+            if train is not None:
+                found.generators = state.pop(RNG)
+                TrainState(rng=False, **train).load_state_dict(state)
+        super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Set the random generators. `Trainer` calls it when it has skipped the batches of earlier steps."""
+        if self._resumed is None or checkpoint != self._resumed.folder:
+            super()._load_rng_state(checkpoint)
+        elif self._resumed.generators is not None:
+            restore_rng(self._resumed.generators)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if Path(best).is_dir():  # of a plain Trainer
+            super()._load_best_model()
+            return
+        self.checkpointer.wait()
+        log.info("loading the best model, %s (score: %s)", best, self.state.best_metric)
+        self.checkpointer.load(best, self.model, load_optim_state=False, load_trainer_state=False)
+
+    # inside a step
+
+    def _check_first_steps(self) -> None:
+        self.checkpointer.check_first_steps(self.model, self._optim(), self._train_state())
+
+    def _ask_for_signal(self, step: int) -> bool:
+        self._signal = self._signals_seen.received(step) if self._signals else 0
+        return self._signal != 0
+
+
+@dataclass
+class _Resumed:
+    """The checkpoint of this training, and the temporary folder with its small files.
+
+    ``best``: the reference of the best checkpoint before it. ``generators``: the state of this rank's generators.
+    """
+
+    folder: str
+    checkpoint: Checkpoint
+    best: str | None
+    generators: Mapping[str, Any] | None = None
+
+
+class _Watch(TrainerCallback):
+    """The last callback of a trainer. It checks the first steps, and asks whether any rank got a signal."""
+
+    def __init__(self, trainer: CasTrainerMixin) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
+        self._trainer._check_first_steps()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
+        if self._trainer._ask_for_signal(state.global_step):
+            control.should_save = control.should_training_stop = True
+        else:
+            self._trainer._check_first_steps()
+
+
+def _metric_name(name: str | None) -> str | None:
+    return name if name is None or name.startswith("eval_") else f"eval_{name}"

@@ -1,0 +1,439 @@
+"""`CasTrainerMixin`: trainings of tiny models that are killed, resumed, sharded and exported."""
+
+# ruff: noqa: E402 - skip before importing optional packages
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+hub: Any = pytest.importorskip("transformers", reason="needs casckpt[transformers]")
+pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
+
+import casckpt
+from casckpt.errors import InvalidInput, Mismatch, NotFound, Unsupported
+from casckpt.frontends.transformers import CasCheckpointCallback, CasTrainerMixin
+from casckpt.store.store import Store
+from tests.support.hub import check_loads, export
+from tests.support.saves import steps
+from tests.support.torchrun import as_accelerate_hears
+from tests.support.training import identical
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Transformers and Accelerate, about devices and tokenizers
+
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def _quiet_and_offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, value in {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "ACCELERATE_USE_CPU": "true"}.items():
+        monkeypatch.setenv(name, value)
+    hub.logging.set_verbosity_error()
+    yield
+    logging.getLogger("transformers").setLevel(logging.WARNING)
+
+
+class MyTrainer(CasTrainerMixin, hub.Trainer):  # type: ignore[misc] # transformers has no types
+    pass
+
+
+class Losses(hub.TrainerCallback):  # type: ignore[misc] # transformers has no types
+    def __init__(self) -> None:
+        self.found: dict[int, float] = {}
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self.found[state.global_step] = logs["loss"]
+
+
+class Stops(hub.TrainerCallback):  # type: ignore[misc] # transformers has no types
+    """A callback that calls a function at the end of a step."""
+
+    def __init__(self, step: int, call: Any) -> None:
+        self.step, self.call = step, call
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.call()
+
+
+class Crash(Exception):
+    pass
+
+
+def crash() -> None:
+    raise Crash
+
+
+def model(kind: str = "llama", dropout: float = 0.1) -> Any:
+    hub.set_seed(3)
+    sizes = {
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "vocab_size": 32, "attention_dropout": dropout,
+    }  # fmt: skip
+    if kind == "mixtral":
+        return hub.MixtralForCausalLM(hub.MixtralConfig(**sizes, num_local_experts=3))
+    return hub.LlamaForCausalLM(hub.LlamaConfig(**sizes))
+
+
+def examples(count: int = 24) -> list[dict[str, torch.Tensor]]:
+    rows = [(torch.arange(8) * (number + 3)) % 32 for number in range(count)]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def trainer(
+    store: Any, folder: Path, *callbacks: Any, learner: Any = None, kind: type = MyTrainer, **options: Any
+) -> Any:
+    mixin = {name: options.pop(name) for name in ("run", "async_save", "signals", "settings") if name in options}
+    settings = {
+        "output_dir": folder, "max_steps": STEPS, "per_device_train_batch_size": 4, "save_strategy": "steps",
+        "save_steps": 2, "logging_steps": 1, "report_to": "none", "disable_tqdm": True, "use_cpu": True, "seed": 5,
+        "learning_rate": 1e-3,
+    }  # fmt: skip
+    return kind(
+        model=model() if learner is None else learner, args=hub.TrainingArguments(**(settings | options)),
+        train_dataset=examples(), eval_dataset=examples(4), callbacks=list(callbacks), store=store,
+        **({"run": "sft"} | mixin),
+    )  # fmt: skip
+
+
+def plain(folder: Path, *callbacks: Any) -> None:
+    """Train two steps with a plain `Trainer`, which saves a folder."""
+    arguments = hub.TrainingArguments(
+        output_dir=folder, max_steps=2, save_steps=2, logging_steps=1, per_device_train_batch_size=4,
+        report_to="none", use_cpu=True, seed=5, learning_rate=1e-3, disable_tqdm=True,
+    )  # fmt: skip
+    hub.Trainer(model=model(), args=arguments, train_dataset=examples(), callbacks=list(callbacks)).train()
+
+
+BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
+
+
+def whole(folder: Path) -> tuple[dict[int, float], Any]:
+    """Return the losses and the model of a training without a break."""
+    losses = Losses()
+    training = trainer(folder / "whole", folder / "out", losses)
+    training.train()
+    return losses.found, training.model
+
+
+def test_a_crashed_training_resumes_with_identical_losses(tmp_path: Path, store: Store) -> None:
+    losses, trained = whole(tmp_path)
+    before, after = Losses(), Losses()
+    with pytest.raises(Crash):
+        trainer(store, tmp_path / "out", before, Stops(5, crash)).train(resume_from_checkpoint=True)
+    training = trainer(store, tmp_path / "out", after)
+    training.train(resume_from_checkpoint=True)
+    assert sorted(after.found) == [5, 6]
+    assert before.found | after.found == losses
+    assert identical(training.model.state_dict(), trained.state_dict())
+    assert not [*(tmp_path / "out").glob("checkpoint*")]
+
+
+def test_a_resume_from_a_reference_continues_there(tmp_path: Path, store: Store) -> None:
+    losses = Losses()
+    trainer(store, tmp_path / "out", losses).train()
+    again = Losses()
+    trainer(store, tmp_path / "out", again).train(resume_from_checkpoint="sft@2")
+    assert again.found == {step: loss for step, loss in losses.found.items() if step > 2}
+    with pytest.raises(NotFound, match="has no step 3"):
+        trainer(store, tmp_path / "out").train(resume_from_checkpoint="sft@3")
+
+
+def test_a_resume_of_an_empty_run_warns_of_the_folder_of_a_plain_trainer(
+    tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain(tmp_path / "out")
+    folder = str(tmp_path / "out" / "checkpoint-2")
+    trainer(store, tmp_path / "out", max_steps=1).train(resume_from_checkpoint=True)
+    assert f"pass resume_from_checkpoint={folder!r}" in caplog.text
+    again = Losses()
+    training = trainer(store, tmp_path / "out", again)
+    training.train(resume_from_checkpoint=folder)
+    assert sorted(again.found) == [3, 4, 5, 6]
+
+
+def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path: Path, store: Store) -> None:
+    values = iter([3.0, 1.0, 2.0, 1.5])
+
+    class Measured(MyTrainer):
+        def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+            found: dict[str, float] = super().evaluate(*args, **kwargs)
+            self.state.log_history[-1]["eval_loss"] = found["eval_loss"] = next(values)
+            return found
+
+    limits = BEST | {"max_steps": 8, "save_total_limit": 1}
+    with pytest.raises(Crash):
+        trainer(store, tmp_path / "out", Stops(7, crash), kind=Measured, **limits).train()
+    assert [step for _, step in steps(store)] == [4, 6]
+    training = trainer(store, tmp_path / "out", kind=Measured, **limits)
+    training.train(resume_from_checkpoint=True)
+    assert [step for _, step in steps(store)] == [4, 8]
+    assert training.state.best_model_checkpoint == "sft@4"
+    found = {"model": {name: torch.zeros_like(value) for name, value in training.model.state_dict().items()}}
+    store.load(found, "sft@4", unread="ignore")
+    assert identical(training.model.state_dict(), found["model"])
+    assert store.get("sft@4").metrics["eval_loss"] == 1.0
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_signal_saves_the_current_step_and_exits(tmp_path: Path, store: Store, is_async: bool) -> None:
+    losses, _ = whole(tmp_path)
+    before, after = Losses(), Losses()
+    stop = Stops(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as exited:
+        trainer(store, tmp_path / "out", before, stop, async_save=is_async).train()
+    assert exited.value.code == 143
+    assert [step for _, step in steps(store)] == [2, 3]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    trainer(store, tmp_path / "out", after).train(resume_from_checkpoint=True)
+    assert {**before.found, **after.found} == losses
+
+
+def test_files_that_a_trainer_writes_and_reads_are_kept(tmp_path: Path, store: Store) -> None:
+    class Writes(hub.Trainer):  # type: ignore[misc] # transformers has no types
+        read: list[str]
+
+        def _save_checkpoint(self, learner: Any, trial: Any) -> None:
+            folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
+            folder.mkdir(parents=True)
+            (folder / "before.json").write_text("1")
+            super()._save_checkpoint(learner, trial)
+            (folder / "after.json").write_text(str(self.state.global_step))
+
+        def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            if checkpoint is not None:
+                self.read = [Path(checkpoint, name).read_text() for name in ("before.json", "after.json")]
+
+    class Both(CasTrainerMixin, Writes):
+        pass
+
+    trainer(store, tmp_path / "out", kind=Both, max_steps=4).train()
+    training = trainer(store, tmp_path / "out", kind=Both)
+    training.train(resume_from_checkpoint=True)
+    assert training.read == ["1", "4"]
+
+
+def test_an_export_loads_and_a_save_writes_the_state_once(tmp_path: Path, store: Store) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 1024}
+    learner = hub.LlamaForCausalLM(hub.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+    training = trainer(store, tmp_path / "out", learner=learner)
+    training.train()
+    state = 3 * sum(value.nbytes for value in learner.parameters())  # the weights and two moments
+    for saved in store.checkpoints("sft"):
+        assert saved.stats.bytes_written <= 1.02 * state
+    export(store.url, "sft@latest", tmp_path / "model")
+    check_loads(tmp_path / "model", learner)
+
+
+def test_a_tokenizer_is_saved_beside_the_model(tmp_path: Path, store: Store) -> None:
+    from tests.frontends.transformers.test_callback import MODEL
+
+    training = trainer(store, tmp_path / "out", max_steps=2)
+    training.processing_class = hub.AutoTokenizer.from_pretrained(MODEL)
+    training.train()
+    export(store.url, "sft@2", tmp_path / "model")
+    assert hub.AutoTokenizer.from_pretrained(tmp_path / "model")("rain falls")["input_ids"]
+
+
+def test_without_the_optimizer_only_the_model_is_saved(tmp_path: Path, store: Store) -> None:
+    trainer(store, tmp_path / "out", save_only_model=True, max_steps=2).train()
+    assert {key.split(".")[0] for key in store.get("sft@2").tensors} == {"model"}
+    with pytest.raises(NotFound, match="has no optimizer"):
+        trainer(store, tmp_path / "out").train(resume_from_checkpoint=True)
+    trainer(store, tmp_path / "out", save_only_model=True).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_of_the_callback_is_refused_with_advice(tmp_path: Path, store: Store) -> None:
+    plain(tmp_path / "out", CasCheckpointCallback(store, run="sft"))
+    with pytest.raises(Mismatch, match=r"sft@2 was not saved by a CasTrainerMixin.* restore_checkpoint"):
+        trainer(store, tmp_path / "other").train(resume_from_checkpoint=True)
+
+
+def test_another_batch_size_is_logged(tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    trainer(store, tmp_path / "out", max_steps=2).train()
+    trainer(store, tmp_path / "out", max_steps=3, per_device_train_batch_size=2).train(resume_from_checkpoint=True)
+    assert "sft@2 was saved with 4 examples in each step, and here there are 2" in caplog.text
+
+
+def test_an_error_of_the_last_save_is_raised(tmp_path: Path, store: Store) -> None:
+    training = trainer(store, tmp_path / "out", max_steps=2, settings={"overwrite": False})
+    store.save({"a": torch.zeros(1)}, run="sft", step=2)
+    with pytest.raises(casckpt.errors.Conflict, match="sft@2"):
+        training.train()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"save_on_each_node": True}, "save_on_each_node"),
+        ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint"),
+        ({"settings": {"save_interval": 3}}, "save_interval has no effect"),
+        ({"settings": {"keep": 2}, "save_total_limit": 2}, "save_total_limit and keep"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(
+    tmp_path: Path, store: Store, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((InvalidInput, Unsupported), match=message):
+        trainer(store, tmp_path / "out", **options)
+
+
+def test_the_callback_beside_the_mixin_and_a_search_are_refused(tmp_path: Path, store: Store) -> None:
+    with pytest.raises(Unsupported, match="does not work with CasCheckpointCallback"):
+        trainer(store, tmp_path / "out", CasCheckpointCallback(store, run="sft"))
+    with pytest.raises(Unsupported, match="each trial as a run of its own"):
+        trainer(store, tmp_path / "out").train(trial={"learning_rate": 1})
+
+
+# sharded models
+
+
+@contextmanager
+def accepts_cpus() -> Iterator[None]:
+    """Stub: Accelerate allows tensor parallelism only on GPUs. All other code is real."""
+    from accelerate.parallelism_config import ParallelismConfig
+
+    with patch.object(ParallelismConfig, "_validate_accelerator", lambda self, accelerator: None):
+        yield
+
+
+def sharded(
+    rank: int,
+    size: int,
+    folder: Path,
+    kind: str,
+    *,
+    most: int,
+    dies: int | None = None,
+    resume: bool = True,
+    tensor_parallel: int = 1,
+) -> Any:
+    """Train a model that `from_pretrained` shards over the ranks. Return losses, weights, and the evaluation before."""
+    with as_accelerate_hears(rank, size), accepts_cpus():
+        hub.logging.set_verbosity_error()
+        from transformers.distributed import DistributedConfig
+
+        torch.set_default_dtype(torch.float64)  # a sum over another number of ranks rounds in another order
+        try:
+            options: dict[str, Any] = {"dtype": torch.float64}
+            if kind == "mixtral":
+                options["experts_implementation"] = "eager"  # the others have no float64
+            if size > 1:
+                options["distributed_config"] = DistributedConfig(
+                    fsdp_size=size // tensor_parallel, tp_size=tensor_parallel
+                )
+            learner = type(model(kind)).from_pretrained(folder / kind, **options)
+            assert any(isinstance(one, DTensor) for one in learner.parameters()) == (size > 1)
+            losses, before = Losses(), list[Any]()
+            training = trainer(
+                folder / "store", folder / f"out{size}", losses, learner=learner, run=kind, max_steps=most,
+                per_device_train_batch_size=12 * tensor_parallel // size,
+            )  # fmt: skip
+
+            def note() -> None:
+                training.checkpointer.wait()
+                os._exit(1)
+
+            if dies is not None:
+                training.add_callback(Stops(dies, note))
+
+            class Begins(hub.TrainerCallback):  # type: ignore[misc] # transformers has no types
+                def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+                    before.append((full(training.model), training.evaluate()["eval_loss"]))
+
+            training.add_callback(Begins())
+            training.train(resume_from_checkpoint=resume)
+            return losses.found, full(training.model), *before[0]
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def full(learner: Any) -> dict[str, torch.Tensor]:
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in learner.state_dict().items()
+    }
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_a_sharded_training_is_killed_and_resumes_on_any_number_of_ranks(
+    tmp_path: Path, ranks: Pool, kind: str
+) -> None:
+    model(kind, dropout=0.0).save_pretrained(tmp_path / kind)
+    whole = ranks.run(2, sharded, tmp_path, kind, most=26, resume=False)
+    expected, weights = whole[0][:2]
+    shutil.rmtree(tmp_path / "store")
+    died = ranks.outcomes(2, sharded, tmp_path, kind, most=26, dies=7)
+    assert all(outcome.died is not None for outcome in died)
+    shutil.copytree(tmp_path / "store", tmp_path / "saved")
+    outcomes = {}
+    for size in (2, 3, 1):
+        shutil.rmtree(tmp_path / "store")
+        shutil.copytree(tmp_path / "saved", tmp_path / "store")
+        outcomes[size] = ranks.run(size, sharded, tmp_path, kind, most=26)
+    same = outcomes[2][0]
+    assert same[0] == {step: loss for step, loss in expected.items() if step > 6}
+    assert identical(same[1], weights)
+    for size in (3, 1):
+        losses, _, begun, evaluated = outcomes[size][0]
+        assert identical(begun, same[2])
+        assert evaluated == pytest.approx(same[3], rel=1e-6 if kind == "mixtral" else 1e-12)  # its router is float32
+        assert losses == pytest.approx(same[0], rel=1e-5)
+    store = casckpt.open(tmp_path / "store")
+    export(store.url, f"{kind}@latest", tmp_path / "model")
+    check_loads(tmp_path / "model", type(model(kind)).from_pretrained(tmp_path / "model"))
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == kind
+
+
+def test_a_tensor_parallel_training_resumes_with_fsdp_and_on_one_rank(tmp_path: Path, ranks: Pool) -> None:
+    model("llama", dropout=0.0).save_pretrained(tmp_path / "llama")
+    losses, weights, *_ = ranks.run(2, sharded, tmp_path, "llama", most=4, resume=False, tensor_parallel=2)[0]
+    resumed = ranks.run(2, sharded, tmp_path, "llama", most=6, tensor_parallel=2)[0]
+    assert sorted(losses) == [1, 2, 3, 4]
+    assert identical(resumed[2], weights)
+    for size in (2, 1):
+        later = ranks.run(size, sharded, tmp_path, "llama", most=8)[0]
+        assert identical(later[2], resumed[1])
+        resumed = later
+
+
+def replicated(rank: int, size: int, folder: Path, stops: int | None) -> Any:
+    """Train under DDP. Rank 1 gets a signal after the step ``stops``. Return the losses, or the exit status."""
+    with as_accelerate_hears(rank, size):
+        hub.logging.set_verbosity_error()
+        losses = Losses()
+        training = trainer(folder / "store", folder / f"out{rank}", losses, ddp_backend="gloo")
+        if rank == 1 and stops is not None:
+            training.add_callback(Stops(stops, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+        try:
+            training.train(resume_from_checkpoint=True)
+        except SystemExit as error:
+            return error.code
+        return losses.found
+
+
+def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_step(tmp_path: Path, ranks: Pool) -> None:
+    whole = ranks.run(2, replicated, tmp_path / "whole", None)
+    assert ranks.run(2, replicated, tmp_path, 3) == [143, 143]
+    # the signal comes after the question of step 3, or before it
+    stopped = max(step for _, step in steps(casckpt.open(tmp_path / "store")))
+    assert stopped in (3, 4)
+    for losses, all_losses in zip(ranks.run(2, replicated, tmp_path, None), whole, strict=True):
+        assert losses == {step: loss for step, loss in all_losses.items() if step > stopped}
