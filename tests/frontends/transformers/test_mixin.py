@@ -11,6 +11,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -328,7 +329,7 @@ def sharded(
     """Train a model that `from_pretrained` shards over the ranks. Return losses, weights, and the evaluation before."""
     with as_accelerate_hears(rank, size), accepts_cpus():
         hub.logging.set_verbosity_error()
-        from transformers.distributed import DistributedConfig
+        configs: Any = import_module("transformers.distributed")
 
         torch.set_default_dtype(torch.float64)  # a sum over another number of ranks rounds in another order
         try:
@@ -336,7 +337,7 @@ def sharded(
             if kind == "mixtral":
                 options["experts_implementation"] = "eager"  # the others have no float64
             if size > 1:
-                options["distributed_config"] = DistributedConfig(
+                options["distributed_config"] = configs.DistributedConfig(
                     fsdp_size=size // tensor_parallel, tp_size=tensor_parallel
                 )
             learner = type(model(kind)).from_pretrained(folder / kind, **options)
