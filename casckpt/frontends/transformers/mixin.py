@@ -18,6 +18,7 @@ import json
 import logging
 import shutil
 import signal
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,16 +95,20 @@ class CasTrainerMixin(Trainer):
         self._signals, self._signal_every = tuple(signals), signal_every
         self._settings, self._signal = settings or {}, 0
         self._resumed: _Resumed | None = None
-        self._save_only_model = False
-        super().__init__(*args, **kwargs)
-        self.args.save_only_model = self._save_only_model
+        changed = self._changed = list[tuple[Any, bool]]()
+        try:
+            super().__init__(*args, **kwargs)
+        finally:
+            for arguments, save_only_model in changed:
+                arguments.save_only_model = save_only_model
         self._check_arguments()
         self.add_callback(_Watch(self))
 
     def create_accelerator_and_postprocess(self) -> None:
         """Let `Trainer` accept a model that is sharded when it is loaded. It refuses to save the optimizer of one."""
         super().create_accelerator_and_postprocess()
-        self._save_only_model, self.args.save_only_model = self.args.save_only_model, True
+        self._changed.append((self.args, self.args.save_only_model))
+        self.args.save_only_model = True
 
     def _check_arguments(self) -> None:
         args = self.args
@@ -112,7 +117,7 @@ class CasTrainerMixin(Trainer):
             "XLA": self.is_fsdp_xla_enabled,
             "hub_strategy other than 'end'": args.push_to_hub and args.hub_strategy != "end",
             "save_on_each_node": args.save_on_each_node,
-            "enable_jit_checkpoint on several ranks (the mixin itself saves at a SIGTERM)": args.enable_jit_checkpoint,
+            "enable_jit_checkpoint (the mixin itself saves at a SIGTERM)": args.enable_jit_checkpoint,
             "CasCheckpointCallback": any(
                 isinstance(one, CasCheckpointCallback) for one in self.callback_handler.callbacks
             ),
@@ -241,8 +246,12 @@ class CasTrainerMixin(Trainer):
         """
         if trial is not None:
             raise Unsupported("a CasTrainerMixin cannot search hyperparameters; train each trial as a run of its own")
-        with self.checkpointer, SaveOnSignal(self.checkpointer, self._signals, every=self._signal_every) as signals:
-            self._signals_seen, self._signal = signals, 0
+        signals = self._signals
+        if signals and threading.current_thread() is not threading.main_thread():
+            log.warning("signals do not save a checkpoint, because the training does not run in the main thread")
+            signals = ()
+        with self.checkpointer, SaveOnSignal(self.checkpointer, signals, every=self._signal_every) as self._received:
+            self._signal = 0
             folder = self._find(resume_from_checkpoint)
             return super().train(folder, trial, ignore_keys_for_eval, **kwargs)
 
@@ -355,7 +364,7 @@ class CasTrainerMixin(Trainer):
         self.checkpointer.check_first_steps(self.model, self._optim(), self._train_state())
 
     def _ask_for_signal(self, step: int) -> bool:
-        self._signal = self._signals_seen.received(step) if self._signals else 0
+        self._signal = self._received.received(step) if self._signals else 0
         return self._signal != 0
 
 

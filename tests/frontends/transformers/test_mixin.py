@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -204,6 +205,24 @@ def test_a_signal_saves_the_current_step_and_exits(tmp_path: Path, store: Store,
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     trainer(store, tmp_path / "out", after).train(resume_from_checkpoint=True)
     assert {**before.found, **after.found} == losses
+
+
+def test_a_training_in_another_thread_ignores_signals(
+    tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(lambda: trainer(store, tmp_path / "out", max_steps=2).train()).result()
+    assert [step for _, step in steps(store)] == [2]
+    assert "does not run in the main thread" in caplog.text
+
+
+def test_refused_arguments_are_left_unchanged(tmp_path: Path, store: Store) -> None:
+    arguments = hub.TrainingArguments(
+        output_dir=tmp_path / "out", report_to="none", use_cpu=True, eval_strategy="steps", eval_steps=1
+    )
+    with pytest.raises(ValueError, match="eval_dataset"):
+        MyTrainer(model(), args=arguments, train_dataset=examples(), store=store, run="a")
+    assert arguments.save_only_model is False
 
 
 def test_files_that_a_trainer_writes_and_reads_are_kept(tmp_path: Path, store: Store) -> None:
