@@ -392,7 +392,7 @@ def full(learner: Any) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("mixtral", marks=pytest.mark.soak)])
 def test_a_sharded_training_is_killed_and_resumes_on_any_number_of_ranks(
     tmp_path: Path, ranks: Pool, kind: str
 ) -> None:
