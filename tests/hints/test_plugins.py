@@ -274,6 +274,20 @@ def test_checkpoints_that_the_mixin_did_not_save_are_resumed_from_their_folder(
     assert resumed.state.global_step == mixin.STEPS
 
 
+@follows("frontends/transformers/mixin.py:CasTrainerMixin._config", "pass save_total_limit alone")
+def test_a_limit_replaces_retention_rules_that_may_forget_the_best_model(
+    tmp_path: Path, store: Store, messages: Messages
+) -> None:
+    from tests.frontends.transformers import test_mixin as mixin
+
+    with messages.error(InvalidInput) as advice:
+        mixin.trainer(store, tmp_path / "out", settings={"keep": 1}, **mixin.BEST)
+    advice.says("save_total_limit")
+    training = mixin.trainer(store, tmp_path / "out", save_total_limit=1, **mixin.BEST)
+    training.train()
+    assert training.state.best_model_checkpoint in store
+
+
 @follows("frontends/transformers/callback.py:restore_checkpoint", "use casckpt export to write its weights")
 def test_weights_not_saved_by_a_transformers_trainer_are_exported(
     saved: Store, tmp_path: Path, messages: Messages, run: Run

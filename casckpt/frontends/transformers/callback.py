@@ -47,7 +47,7 @@ STATE = "trainer_state.json"
 _SAFETENSORS = ".safetensors"
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 _MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-_WHEN = {"save_interval", "last_step", "ephemeral_save_interval", "ephemeral_cooldown", "max_steps_at_risk"}
+WHEN = {"save_interval", "last_step", "ephemeral_save_interval", "ephemeral_cooldown", "max_steps_at_risk"}
 _MAX_FILE = 256 << 20  # bytes; the limit for files that are not safetensors
 _FOREIGN = ("pytorch_model_fsdp", "optimizer_", "optimizer.bin", "global_step", "pytorch_model.bin")
 _USE_ANOTHER = "save with casckpt.frontends.trainer.Checkpointer in your own training loop"
@@ -77,7 +77,7 @@ class CasCheckpointCallback(TrainerCallback):
         tag_best: str | None = None,
         **settings: Unpack[TrainerArguments],
     ) -> None:
-        useless = sorted(_WHEN.intersection(settings))
+        useless = sorted(WHEN.intersection(settings))
         if useless:
             raise InvalidInput(
                 f"{useless[0]} has no effect here: set save_strategy and save_steps of the Trainer to choose when to "

@@ -38,7 +38,7 @@ from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, SaveOnSi
 from casckpt.frontends.trainer.run_checkpoints import newest, warn_of_similar
 from casckpt.frontends.trainer.settings import TrainerArguments
 from casckpt.frontends.training_state.train_state import RNG, TrainState, restore_rng
-from casckpt.frontends.transformers.callback import STATE, CasCheckpointCallback, _files, _metrics, _within
+from casckpt.frontends.transformers.callback import STATE, WHEN, CasCheckpointCallback, _files, _metrics, _within
 from casckpt.ranks.agreement import check_same
 from casckpt.ranks.ranks import everyone, open_ranks
 from casckpt.store.types import Commit
@@ -69,8 +69,8 @@ class CasTrainerMixin(Trainer):
     were logged at the step of a checkpoint are its metrics. A step that is saved again replaces its previous
     checkpoint.
 
-    The model may be sharded by FSDP2 (``DistributedConfig`` or Accelerate), by FSDP1, by tensor parallelism, or be
-    replicated by DDP. Raises InvalidInput and Unsupported for arguments that cannot work.
+    The model may be replicated by DDP, or sharded by FSDP2 or tensor parallelism (``DistributedConfig``). Raises
+    InvalidInput and Unsupported for arguments that cannot work.
     """
 
     model: Any
@@ -129,18 +129,19 @@ class CasTrainerMixin(Trainer):
     @cached_property
     def _config(self) -> CheckpointerConfig:
         settings: dict[str, Any] = {"overwrite": True, **self._settings}
-        useless = sorted(
-            {"save_interval", "last_step", "ephemeral_save_interval", "max_steps_at_risk"} & settings.keys()
-        )
+        useless = sorted(WHEN & settings.keys())
         if useless:
             raise InvalidInput(
                 f"{useless[0]} has no effect here: save_strategy and save_steps of Trainer say when to save"
             )
-        limit = self.args.save_total_limit
-        if limit is not None:
-            if settings.keys() & {"keep", "max_checkpoints"}:
-                raise InvalidInput("save_total_limit and keep both say what to keep; give one of them")
-            settings["keep"] = {"keep_last": limit, "keep_best": f"{_NEW_BEST}:max:1"}
+        limit, is_best_loaded = self.args.save_total_limit, self.args.load_best_model_at_end
+        if settings.keys() & {"keep", "max_checkpoints"} and (limit is not None or is_best_loaded):
+            raise InvalidInput(
+                "keep and max_checkpoints cannot be combined with save_total_limit or load_best_model_at_end: pass "
+                "save_total_limit alone"
+            )
+        if limit is not None:  # keep_best keeps all checkpoints until one has the metric
+            settings["keep"] = {"keep_last": limit} | ({"keep_best": f"{_NEW_BEST}:max:1"} if is_best_loaded else {})
         return CheckpointerConfig(run=self._run, **settings)
 
     @cached_property
@@ -190,9 +191,8 @@ class CasTrainerMixin(Trainer):
 
     @property
     def _batch(self) -> int:
-        """The examples of one step, over all ranks."""
-        args = self.args
-        return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size)
+        """The number of examples in one step, over all ranks."""
+        return int(self.get_total_train_batch_size(self.args))
 
     def _optim(self) -> Any:
         if self.args.save_only_model:
@@ -245,7 +245,7 @@ class CasTrainerMixin(Trainer):
         ("sft@100"); or a folder that a plain `Trainer` saved. Every rank loads the same checkpoint.
         """
         if trial is not None:
-            raise Unsupported("a CasTrainerMixin cannot search hyperparameters; train each trial as a run of its own")
+            raise Unsupported("a CasTrainerMixin cannot search hyperparameters; train each trial in a separate run")
         signals = self._signals
         if signals and threading.current_thread() is not threading.main_thread():
             log.warning("signals do not save a checkpoint, because the training does not run in the main thread")
@@ -309,13 +309,13 @@ class CasTrainerMixin(Trainer):
         if saved != self._batch:
             log.warning(
                 "%s@%d was saved with %s examples in each step, and here there are %d: the epoch of the checkpoint "
-                "continues at the same step, so other examples are repeated or skipped", found.run, found.step, saved,
+                "continues at the same step, so some examples are repeated or skipped", found.run, found.step, saved,
                 self._batch,
             )  # fmt: skip
         return {name: self._store.read_attachment(found, name) for name in names}
 
-    def _is_ours(self, folder: str | None) -> bool:
-        return self._resumed is not None and folder == self._resumed.folder
+    def _resumed_from(self, folder: str | None) -> _Resumed | None:
+        return self._resumed if self._resumed is not None and folder == self._resumed.folder else None
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         counts: tuple[int, int] = super()._init_training_state(*args, **kwargs)
@@ -325,13 +325,13 @@ class CasTrainerMixin(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load nothing from a checkpoint of the store: `_load_optimizer_and_scheduler` also loads the model."""
-        if not self._is_ours(resume_from_checkpoint):
+        if self._resumed_from(resume_from_checkpoint) is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the whole training. `Trainer` calls it when the model and the optimizer are wrapped."""
-        found = self._resumed
-        if found is not None and checkpoint == found.folder:
+        found = self._resumed_from(checkpoint)
+        if found is not None:
             train, optim = self._train_state(), self._optim()
             has_optimizer = optim is not None
             state = self.checkpointer.load(
@@ -344,10 +344,11 @@ class CasTrainerMixin(Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Set the random generators. `Trainer` calls it when it has skipped the batches of earlier steps."""
-        if self._resumed is None or checkpoint != self._resumed.folder:
+        found = self._resumed_from(checkpoint)
+        if found is None:
             super()._load_rng_state(checkpoint)
-        elif self._resumed.generators is not None:
-            restore_rng(self._resumed.generators)
+        elif found.generators is not None:
+            restore_rng(found.generators)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint

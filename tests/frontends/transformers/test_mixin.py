@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import signal
@@ -28,6 +27,7 @@ import casckpt
 from casckpt.errors import InvalidInput, Mismatch, NotFound, Unsupported
 from casckpt.frontends.transformers import CasCheckpointCallback, CasTrainerMixin
 from casckpt.store.store import Store
+from tests.frontends.transformers.test_callback import MODEL, Losses
 from tests.support.hub import check_loads, export
 from tests.support.saves import steps
 from tests.support.torchrun import as_accelerate_hears
@@ -41,26 +41,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Transformers and Accelerate
 STEPS = 6
 
 
-@pytest.fixture(autouse=True)
-def _quiet_and_offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "ACCELERATE_USE_CPU": "true"}.items():
-        monkeypatch.setenv(name, value)
-    hub.logging.set_verbosity_error()
-    yield
-    logging.getLogger("transformers").setLevel(logging.WARNING)
-
-
 class MyTrainer(CasTrainerMixin, hub.Trainer):  # type: ignore[misc] # transformers has no types
     pass
-
-
-class Losses(hub.TrainerCallback):  # type: ignore[misc] # transformers has no types
-    def __init__(self) -> None:
-        self.found: dict[int, float] = {}
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if "loss" in logs:
-            self.found[state.global_step] = logs["loss"]
 
 
 class Stops(hub.TrainerCallback):  # type: ignore[misc] # transformers has no types
@@ -123,7 +105,7 @@ def plain(folder: Path, *callbacks: Any) -> None:
     hub.Trainer(model=model(), args=arguments, train_dataset=examples(), callbacks=list(callbacks)).train()
 
 
-BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
+BEST: dict[str, Any] = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
 
 
 def whole(folder: Path) -> tuple[dict[int, float], Any]:
@@ -147,7 +129,7 @@ def test_a_crashed_training_resumes_with_identical_losses(tmp_path: Path, store:
     assert not [*(tmp_path / "out").glob("checkpoint*")]
 
 
-def test_a_resume_from_a_reference_continues_there(tmp_path: Path, store: Store) -> None:
+def test_training_resumes_from_a_reference(tmp_path: Path, store: Store) -> None:
     losses = Losses()
     trainer(store, tmp_path / "out", losses).train()
     again = Losses()
@@ -157,7 +139,7 @@ def test_a_resume_from_a_reference_continues_there(tmp_path: Path, store: Store)
         trainer(store, tmp_path / "out").train(resume_from_checkpoint="sft@3")
 
 
-def test_a_resume_of_an_empty_run_warns_of_the_folder_of_a_plain_trainer(
+def test_resuming_an_empty_run_warns_about_the_folder_of_a_plain_trainer(
     tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain(tmp_path / "out")
@@ -193,6 +175,11 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path: Path, store: Sto
     assert store.get("sft@4").metrics["eval_loss"] == 1.0
 
 
+def test_a_limit_without_evaluations_keeps_the_newest_checkpoints(tmp_path: Path, store: Store) -> None:
+    trainer(store, tmp_path / "out", save_total_limit=1).train()
+    assert [step for _, step in steps(store)] == [6]
+
+
 @pytest.mark.parametrize("is_async", [True, False])
 def test_a_signal_saves_the_current_step_and_exits(tmp_path: Path, store: Store, is_async: bool) -> None:
     losses, _ = whole(tmp_path)
@@ -207,7 +194,7 @@ def test_a_signal_saves_the_current_step_and_exits(tmp_path: Path, store: Store,
     assert {**before.found, **after.found} == losses
 
 
-def test_a_training_in_another_thread_ignores_signals(
+def test_training_in_a_different_thread_ignores_signals(
     tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     with ThreadPoolExecutor(1) as threads:
@@ -263,8 +250,6 @@ def test_an_export_loads_and_a_save_writes_the_state_once(tmp_path: Path, store:
 
 
 def test_a_tokenizer_is_saved_beside_the_model(tmp_path: Path, store: Store) -> None:
-    from tests.frontends.transformers.test_callback import MODEL
-
     training = trainer(store, tmp_path / "out", max_steps=2)
     training.processing_class = hub.AutoTokenizer.from_pretrained(MODEL)
     training.train()
@@ -286,7 +271,7 @@ def test_a_checkpoint_of_the_callback_is_refused_with_advice(tmp_path: Path, sto
         trainer(store, tmp_path / "other").train(resume_from_checkpoint=True)
 
 
-def test_another_batch_size_is_logged(tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_different_batch_size_is_logged(tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture) -> None:
     trainer(store, tmp_path / "out", max_steps=2).train()
     trainer(store, tmp_path / "out", max_steps=3, per_device_train_batch_size=2).train(resume_from_checkpoint=True)
     assert "sft@2 was saved with 4 examples in each step, and here there are 2" in caplog.text
@@ -305,7 +290,9 @@ def test_an_error_of_the_last_save_is_raised(tmp_path: Path, store: Store) -> No
         ({"save_on_each_node": True}, "save_on_each_node"),
         ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint"),
         ({"settings": {"save_interval": 3}}, "save_interval has no effect"),
-        ({"settings": {"keep": 2}, "save_total_limit": 2}, "save_total_limit and keep"),
+        ({"settings": {"keep": 2}, "save_total_limit": 2}, "keep and max_checkpoints cannot be combined"),
+        ({"settings": {"keep": 2}} | BEST, "pass save_total_limit alone"),
+        ({"settings": {"ephemeral_cooldown": 2}}, "ephemeral_cooldown has no effect"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(
@@ -318,7 +305,7 @@ def test_arguments_that_cannot_work_are_refused(
 def test_the_callback_beside_the_mixin_and_a_search_are_refused(tmp_path: Path, store: Store) -> None:
     with pytest.raises(Unsupported, match="does not work with CasCheckpointCallback"):
         trainer(store, tmp_path / "out", CasCheckpointCallback(store, run="sft"))
-    with pytest.raises(Unsupported, match="each trial as a run of its own"):
+    with pytest.raises(Unsupported, match="each trial in a separate run"):
         trainer(store, tmp_path / "out").train(trial={"learning_rate": 1})
 
 
