@@ -356,7 +356,7 @@ def check_requirements(settings: Settings, url: str) -> None:
     if unknown:
         raise Unsupported(
             f"only versions of casckpt that know {', '.join(unknown)[:200]} may write to {url}, and this version "
-            f"does not: upgrade casckpt. Reading still works"
+            "does not: upgrade casckpt. Reading still works"
         )
 
 

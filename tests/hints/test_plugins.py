@@ -258,11 +258,12 @@ def test_checkpoints_that_the_mixin_did_not_save_are_resumed_from_their_folder(
     tmp_path: Path, store: Store, messages: Messages
 ) -> None:
     from tests.frontends.transformers import test_mixin as mixin
+    from tests.frontends.transformers.test_callback import Losses
 
     mixin.plain(tmp_path / "out", CasCheckpointCallback(store, run="old"))
     with messages.log() as advice:
         mixin.trainer(store, tmp_path / "out", max_steps=1).train(resume_from_checkpoint=True)
-    losses = mixin.Losses()
+    losses = Losses()
     resumed = mixin.trainer(store, tmp_path / "out", losses)
     resumed.train(**advice.argument("resume_from_checkpoint"))
     assert sorted(losses.found) == [3, 4, 5, 6]
