@@ -18,7 +18,7 @@ from casckpt.format.plain import Extension
 from casckpt.format.regions import whole
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR, Entry, StoredObject
 from casckpt.format.tree import TENSOR as TENSOR_LEAF
-from casckpt.format.tree import Node, decode_tree, join, leaves
+from casckpt.format.tree import Node, Wrapper, decode_tree, join, leaves, may_wrap, units
 from casckpt.history.commits import Commit
 from casckpt.plan.reads import covers
 from casckpt.repository.repository import Repository
@@ -97,6 +97,18 @@ class Contents:
     def tree(self) -> Node:
         """The nested containers of the state, and its leaves."""
         return decode_tree(self.manifest.body.tree, self._extensions)
+
+    @cached_property
+    def wrappers(self) -> dict[str, Wrapper]:
+        """The nodes of wrappers, by key. Most checkpoints have none, and their tree is not decoded for this."""
+        if not may_wrap(self.manifest.body.tree):
+            return {}
+        return {join(path): node for path, node in units(self.tree) if isinstance(node, Wrapper)}
+
+    @cached_property
+    def outer(self) -> dict[str, str]:
+        """The key of its wrapper for each tensor in a wrapper, by key."""
+        return {f"{key}.{join(path)}": key for key, node in self.wrappers.items() for path, _ in leaves(node)}
 
     def whole_tree(self) -> Node:
         """Return the tree. Raises Refused if it names a leaf that the manifest does not have."""

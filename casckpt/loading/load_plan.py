@@ -124,7 +124,13 @@ class LoadPlan:
                 key=key,
             )
         if dtype_name(local.dtype) != entry.dtype:
-            check_cast(key, torch_dtype(entry.dtype), local.dtype, cast=self.options.cast, where="convert")
+            check_cast(
+                key,
+                torch_dtype(entry.dtype),
+                local.dtype,
+                cast=self.options.cast and leaf.outer is None,
+                where="convert",
+            )
         table = self.contents.manifest.extents(entry)
         is_new = key in self._not_held or entry.key in self._unread
         for region, data in local.pieces:

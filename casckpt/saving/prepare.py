@@ -24,7 +24,7 @@ from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.objects import encode_object
 from casckpt.tensors.shards import Piece, local_tensor, may_differ
 from casckpt.tensors.staging import Staging
-from casckpt.tensors.state import encode_tree, flatten
+from casckpt.tensors.state import LeafValue, encode_tree, flatten
 
 _INLINE_BYTES = 4096
 LARGE = 10_000  # entries; with fewer, a save or a read takes well under a second
@@ -72,13 +72,15 @@ def prepare(
     objects: list[ObjectEntry] = []
     left: dict[str, int] = {}
     for key, leaf in flat.leaves.items():
-        if owners is not None and not leaf.per_rank and (owner := _owner(owners, key, size)) not in (None, rank):
+        unit = leaf.unit
+        if owners is not None and not leaf.per_rank and (owner := _owner(owners, unit.key, size)) not in (None, rank):
             left[key] = owner
-            _drop(flat.tree, leaf.path)
+            _drop(flat.tree, unit.path)
             continue
         own = rank if leaf.per_rank else None
         if leaf.is_tensor:
-            sources.append(tensor_source(key, leaf.value, own, frozen=is_frozen(key), together=size > 1))
+            marked = is_frozen(key) or (unit is not leaf and is_frozen(unit.key))
+            sources.append(tensor_source(key, leaf.value, own, frozen=marked, together=size > 1, outer=leaf.outer))
         else:
             entry, parts = stored_object(key, own, partial(encode_object, key, leaf.value, allow_pickle))
             objects.append(entry)
@@ -127,15 +129,22 @@ def _drop(tree: Any, path: Sequence[Any]) -> None:
     for element in path[:-1]:
         tree = tree[element]
     if isinstance(tree, dict):
-        del tree[path[-1]]
+        tree.pop(path[-1], None)  # a wrapper is already gone after its first tensor
 
 
 def tensor_source(
-    key: str, value: Any, rank: int | None, *, frozen: bool = False, together: bool = False
+    key: str,
+    value: Any,
+    rank: int | None,
+    *,
+    frozen: bool = False,
+    together: bool = False,
+    outer: LeafValue | None = None,
 ) -> LocalEntry:
     """Return this rank's entry for a tensor. Raises InvalidInput, with the key, if the tensor cannot be stored.
 
-    ``together``: whether other ranks take part in the save, and may hold the same tensor.
+    ``together``: whether other ranks take part in the save, and may hold the same tensor. ``outer``: the wrapper that
+    consists of it.
     """
     local = local_tensor(key, value)
     return LocalEntry(
@@ -146,9 +155,9 @@ def tensor_source(
         dtype_name(local.dtype),
         local.shape,
         local.pieces,
-        replicated=local.replicated,
+        replicated=local.replicated or (outer is not None and isinstance(outer.value, torch.nn.Parameter)),
         frozen=frozen,
-        may_differ=together and may_differ(value, local),
+        may_differ=together and outer is None and may_differ(value, local),
     )
 
 

@@ -125,7 +125,7 @@ def local_boxes(key: str, tensor: DTensor) -> list[tuple[Box, Box]]:
         if dim is not None:
             factor = int(getattr(placement, "split_factor", 1))
             shards.setdefault(dim, []).append((mesh.size(mesh_dim), coordinate[mesh_dim], factor))
-    shape, local = tuple(tensor.shape), tuple(tensor.to_local().shape)
+    shape, local = tuple(tensor.shape), tuple(tensor._local_tensor.shape)
     indices = [_held(extent, shards.get(dim, [])) for dim, extent in enumerate(shape)]
     if not all(map(len, indices)) and 0 in local:
         return []  # in FSDP2, the shape of an empty local tensor may differ from the one that its placements imply

@@ -43,6 +43,12 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("loading/entries.py:no_entry", "Map the whole mapping, with rename="): (
         "tests/loading/test_entries.py::test_renaming_individual_entries_is_refused"
     ),
+    Case("tensors/shards.py:_problem", "its values() and offsets()"): (
+        "tests/loading/test_wrapped.py::test_other_layouts_are_refused_at_the_start_with_advice"
+    ),
+    Case("tensors/shards.py:_problem", "q_per_channel_scales() and q_per_channel_zero_points()"): (
+        "tests/loading/test_wrapped.py::test_other_layouts_are_refused_at_the_start_with_advice"
+    ),
     Case("loading/template.py:Template._check_packed", "Params4bit.from_prequantized"): (
         "tests/frontends/training_state/test_model.py::test_a_copy_in_a_state_dict_is_filled_only_with_equal_values"
     ),

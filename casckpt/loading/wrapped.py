@@ -1,0 +1,83 @@
+"""Compares a template's wrappers (see `casckpt.tensors.kinds`) with those of a checkpoint, before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from casckpt.contents.contents import Contents
+from casckpt.errors import Mismatch
+from casckpt.format.forms import decode_form, differences
+from casckpt.format.tree import Wrapper, kind_of
+from casckpt.tensors.dtypes import dtype_name
+from casckpt.tensors.shards import local_tensor
+from casckpt.tensors.state import LeafValue
+
+_SHOWN = 3
+
+
+def is_apart(node: Wrapper | None) -> bool:
+    """Return whether a stored wrapper consists of parts that only a load with the same sharding can fill."""
+    return node is not None and "kind" not in decode_form(node.form)
+
+
+def has_wrapper(contents: Contents, key: str, name: str, here: Wrapper, inner: Sequence[tuple[LeafValue, str]]) -> bool:
+    """Return whether the checkpoint has all of the wrapper ``name``. Raises Mismatch if it does not fit the template.
+
+    ``here``: the template's node at ``key``. ``inner``: the template's inner tensors, each with its saved key.
+    """
+    there = contents.wrappers.get(name)
+    if there is None:
+        if name in contents.tensors or name in contents.objects:
+            kind = "a plain tensor" if name in contents.tensors else "plain data"
+            raise Mismatch(
+                f"{key!r} is a wrapper of other tensors here ({_kind(here)}), but {kind} in {contents.where} "
+                f"(key {name!r}); ignore_mismatched= leaves it unchanged",
+                key=key,
+            )
+        return False
+    differ = list(islice(_differ(here, there, inner, contents), _SHOWN))
+    if differ:
+        raise Mismatch(
+            f"{key!r} does not fit {contents.where} (key {name!r}): {'; '.join(differ)}. Create it as it was created "
+            f"for the save; ignore_mismatched= leaves it unchanged",
+            key=key,
+        )
+    return not any(contents.manifest.lacks(contents.tensor(saved)) for _, saved in inner)
+
+
+def _kind(node: Wrapper) -> str:
+    return str(decode_form(node.form).get("kind", "in parts"))
+
+
+def _differ(here: Wrapper, there: Wrapper, inner: Sequence[tuple[LeafValue, str]], contents: Contents) -> Iterator[str]:
+    if is_apart(there) and not is_apart(here):
+        yield f"it was saved in {len(there.nodes)} parts that cannot be cut, and is whole here"
+        return
+    if is_apart(here) and not is_apart(there):
+        yield "it was saved whole and cannot be cut, and is sharded here"
+        return
+    yield from _forms_differ(here, there)
+    for leaf, saved in inner:
+        entry = contents.tensors.get(saved)
+        local = local_tensor(leaf.key, leaf.value)
+        own = (dtype_name(local.dtype), local.shape)
+        if entry is not None and own != (entry.dtype, entry.shape):
+            saved_as = f"{entry.dtype} of shape {list(entry.shape)}"
+            yield f"{leaf.path[-1]!r} is {own[0]} of shape {list(own[1])} here, but {saved_as}"
+
+
+def _forms_differ(here: Wrapper, there: Wrapper) -> Iterator[str]:
+    if here.form != there.form:
+        yield from differences(decode_form(here.form), decode_form(there.form))
+    missing = [str(name) for name in here.nodes if name not in there.nodes]
+    if is_apart(here) and missing:
+        yield "it was saved with a different sharding, and cannot be cut"
+    elif not is_apart(here) and here.nodes.keys() != there.nodes.keys():
+        yield f"it consists of {', '.join(map(str, here.nodes))} here, but {', '.join(map(str, there.nodes))}"
+    for name in here.nodes.keys() & there.nodes.keys():
+        own, saved = here.nodes[name], there.nodes[name]
+        if isinstance(own, Wrapper) and isinstance(saved, Wrapper):
+            yield from _forms_differ(own, saved)
+        elif kind_of(own) != kind_of(saved):
+            yield f"{name!r} is a {kind_of(own)} here, but a {kind_of(saved)}"
