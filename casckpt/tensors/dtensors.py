@@ -44,6 +44,14 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
+def from_local(local: torch.Tensor, like: DTensor) -> DTensor:
+    """Return a DTensor with this local tensor, and the shape, mesh and placements of ``like``."""
+    made: DTensor = _dtensors().DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return made
+
+
 CHUNK_LIST = "__create_chunk_list__"
 """The method with which a tensor describes its chunks. torch.distributed.checkpoint uses it too."""
 

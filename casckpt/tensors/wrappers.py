@@ -18,7 +18,8 @@ import torch
 
 from casckpt.errors import InvalidInput, Refused, Unsupported
 from casckpt.format.forms import Form, decode_form, encode_form
-from casckpt.format.regions import Region, Shape, check_shape, flat_boxes, normalise
+from casckpt.format.regions import Region, Shape, check_shape, flat_boxes, normalise, whole
+from casckpt.format.sections.index import Entry
 from casckpt.format.tree import Element, Wrapper
 from casckpt.tensors.dtensors import is_dtensor, local_boxes
 from casckpt.tensors.dtypes import dtype_name, torch_dtype
@@ -57,6 +58,8 @@ def opened(key: str, value: Any, *, apart: bool = False) -> Opened | None:
     if not apart and not is_wrapper(local):
         return None
     regions = [normalise(region, shape) for region in regions if region.numel]
+    if not apart and regions == [whole(shape)] and tuple(local.shape) == shape:
+        return _replicated(_whole(key, local, shape, getattr(value, "dtype", local.dtype)))
     cut = None if apart else _cut(key, local, shape, getattr(value, "dtype", local.dtype), regions)
     return _in_parts(key, local, shape, regions) if cut is None else cut
 
@@ -77,7 +80,7 @@ def _whole(key: str, value: Any, shape: Shape, dtype: torch.dtype) -> Opened:
     except InvalidInput as error:
         raise InvalidInput(
             f"{key!r}: the context of a {type(value).__name__} {error}; pass a flatten that returns plain values to "
-            f"casckpt.register_wrapper. For an optimizer's state, allow_pickle=True stores it as torch.save does",
+            f"casckpt.register_wrapper",
             key=key,
         ) from error
     return Opened(
@@ -151,13 +154,16 @@ def _in_parts(key: str, local: Any, shape: Shape, regions: Sequence[Region]) -> 
         return Opened(form, {name: Shard(local, tuple(local.shape), replicated=True)})
     own = _whole(key, local, tuple(local.shape), local.dtype)
     own.form["regions"] = [[list(one.box.offset), list(one.box.shape), one.lo, one.hi] for one in regions]
-    return Opened(form, {name: Opened(own.form, {key: _replicated(part) for key, part in own.parts.items()})})
+    return Opened(form, {name: _replicated(own)})
 
 
-def _replicated(part: Any) -> Any:
-    if isinstance(part, Opened):
-        return Opened(part.form, {name: _replicated(inner) for name, inner in part.parts.items()})
-    return Shard(part, tuple(part.shape), replicated=True)
+def _replicated(wrapper: Opened) -> Opened:
+    """Return the same wrapper with inner tensors that all ranks that hold them share."""
+
+    def shared(part: Any) -> Any:
+        return _replicated(part) if isinstance(part, Opened) else Shard(part, tuple(part.shape), replicated=True)
+
+    return Opened(wrapper.form, {name: shared(part) for name, part in wrapper.parts.items()})
 
 
 def _json(value: Any) -> Any:
@@ -230,6 +236,29 @@ def rebuilt(key: str, form: Form, tensors: Mapping[str, Any]) -> torch.Tensor:
     if encode_form(own.form) != encode_form({name: form[name] for name in form if name != "regions"}):
         raise _invalid(key, kind.name, f"it describes {encode_form(own.form):.200}")
     return made
+
+
+def blank(
+    key: str, node: Wrapper, entries: Mapping[str, Entry], shape: Shape | None, device: torch.device
+) -> torch.Tensor | None:
+    """Return a new wrapper of zeros with this ``shape``, like a part of a stored one. None stands for all of it.
+
+    Return None if it cannot be cut into such parts. ``entries``: the stored entries. Raises the errors of `rebuilt`.
+    """
+    form = decode_form(node.form)
+    full, cut = tuple(form["shape"]), form.get("cut", {})
+    shape = full if shape is None else shape
+    numel, tensors = math.prod(shape), dict[str, Any]()
+    if shape != full and not (cut and all(numel % max(q, 1) == 0 for q in cut.values())):
+        return None
+    for name, below in node.nodes.items():
+        inner, q = f"{key}.{name}", cut.get(name, 0) if shape != full else 0
+        if isinstance(below, Wrapper):
+            tensors[str(name)] = blank(inner, below, entries, None, device)
+        else:
+            size = entries[inner].shape if q == 0 else shape if q == 1 else (numel // q,)
+            tensors[str(name)] = torch.zeros(size, dtype=torch_dtype(entries[inner].dtype), device=device)
+    return rebuilt(key, {**form, "shape": list(shape)}, tensors)
 
 
 def _invalid(key: str, kind: str, why: str) -> Refused:

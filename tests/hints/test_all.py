@@ -46,6 +46,9 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("tensors/shards.py:_problem", "its values() and offsets()"): (
         "tests/loading/test_wrapped.py::test_other_layouts_are_refused_at_the_start_with_advice"
     ),
+    Case("tensors/shards.py:_problem", "q_scale() and q_zero_point()"): (
+        "tests/loading/test_wrapped.py::test_other_layouts_are_refused_at_the_start_with_advice"
+    ),
     Case("tensors/shards.py:_problem", "q_per_channel_scales() and q_per_channel_zero_points()"): (
         "tests/loading/test_wrapped.py::test_other_layouts_are_refused_at_the_start_with_advice"
     ),
