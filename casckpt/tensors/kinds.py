@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from casckpt.errors import InvalidInput, Refused, Unsupported
+from casckpt.errors import InvalidInput, Unsupported
 from casckpt.format.dtypes import DTYPES
 from casckpt.format.regions import Shape
 from casckpt.tensors.dtensors import is_dtensor
@@ -127,7 +127,7 @@ def _of_torchao(module: str, name: str) -> Any:
 
 
 def _check_context(value: Any) -> None:
-    """Raise Refused for a context that names anything but torchao's configurations, enum members and dtypes."""
+    """Raise ValueError for a context that names anything but torchao's configurations, enum members and dtypes."""
     if isinstance(value, list):
         for item in value:
             _check_context(item)
@@ -137,9 +137,9 @@ def _check_context(value: Any) -> None:
     if kind is not None:
         is_name = isinstance(data, str) and data.isidentifier() and not data.startswith("_")
         if kind not in _CONTEXTS or not (is_name or isinstance(data, dict)):
-            raise Refused(f"its context has a {kind!r:.80}")
+            raise ValueError(f"its context has a {kind!r:.80}")
         if (kind == "torch.dtype") != (is_name and data in DTYPES):
-            raise Refused("its context has an invalid dtype")
+            raise ValueError("its context has an invalid dtype")
     for item in value.values():
         _check_context(item)
 
@@ -169,7 +169,7 @@ def _nf4(inner: Inner, context: Any, shape: Shape, dtype: torch.dtype) -> torch.
     meta = context["tensor_meta"]["_data"]
     sizes = [context[name] for name in ("block_size", "n_blocks", "scaler_block_size")]
     if not all(type(size) is int and size > 0 for size in sizes) or inner["nf4"].shape != (16,):
-        raise Refused("its blocks are invalid")
+        raise ValueError("its blocks are invalid")
     args = _of_torchao(module, "SubclassTensorArgs")(
         torch.Size(meta["original_shape"]), tuple(meta["original_strides"]), int(meta["storage_offset"]), dtype,
         inner["nf4"].device, False,
@@ -208,7 +208,7 @@ def _cut_state(value: Any) -> dict[str, int]:
 def _state(cls: str, inner: Inner, context: Any, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
     module, names, table = _STATES[cls]
     if tuple(inner) != names or (table and inner["qmap"].shape != (table,)):
-        raise Refused("its tensors are invalid")
+        raise ValueError("its tensors are invalid")
     own = [*context, *([shape] if cls == "OptimState4bit" else []), dtype]
     made: torch.Tensor = _of_torchao(module, cls)(*(inner[name] for name in names), *own)
     return made
