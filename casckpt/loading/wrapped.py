@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 from casckpt.contents.contents import Contents
 from casckpt.errors import Mismatch
 from casckpt.format.forms import decode_form, differences
-from casckpt.format.tree import Wrapper, kind_of
+from casckpt.format.tree import Element, Wrapper, kind_of
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.shards import local_tensor
 from casckpt.tensors.state import LeafValue
@@ -51,29 +52,35 @@ def _kind(node: Wrapper) -> str:
 
 
 def _differ(here: Wrapper, there: Wrapper, inner: Sequence[tuple[LeafValue, str]], contents: Contents) -> Iterator[str]:
-    if is_apart(there) and not is_apart(here):
-        yield f"it was saved in {len(there.nodes)} parts that cannot be cut, and is whole here"
-        return
     if is_apart(here) and not is_apart(there):
         yield "it was saved whole and cannot be cut, and is sharded here"
-        return
-    yield from _forms_differ(here, there)
-    for leaf, saved in inner:
-        entry = contents.tensors.get(saved)
-        local = local_tensor(leaf.key, leaf.value)
-        own = (dtype_name(local.dtype), local.shape)
-        if entry is not None and own != (entry.dtype, entry.shape):
-            saved_as = f"{entry.dtype} of shape {list(entry.shape)}"
-            yield f"{leaf.path[-1]!r} is {own[0]} of shape {list(own[1])} here, but {saved_as}"
+    elif is_apart(there) and (not is_apart(here) or any(_moved(here, there, name) for name in here.nodes)):
+        yield f"it was saved in {len(there.nodes)} parts that cannot be cut, and has a different sharding here"
+    else:
+        yield from _forms_differ(here, there)
+        for leaf, saved in inner:
+            entry, local = contents.tensors.get(saved), local_tensor(leaf.key, leaf.value)
+            own = (dtype_name(local.dtype), local.shape)
+            if entry is not None and own != (entry.dtype, entry.shape):
+                saved_as = f"{entry.dtype} of shape {list(entry.shape)}"
+                yield f"{leaf.path[-1]!r} is {own[0]} of shape {list(own[1])} here, but {saved_as}"
+
+
+def _moved(here: Wrapper, there: Wrapper, name: Element) -> bool:
+    """Return whether the checkpoint lacks a part with the same first element and the same elements."""
+    own, saved = here.nodes[name], there.nodes.get(name)
+    is_other = isinstance(own, Wrapper) and isinstance(saved, Wrapper) and _regions(own) != _regions(saved)
+    return saved is None or is_other
+
+
+def _regions(node: Wrapper) -> Any:
+    return decode_form(node.form).get("regions")
 
 
 def _forms_differ(here: Wrapper, there: Wrapper) -> Iterator[str]:
     if here.form != there.form:
         yield from differences(decode_form(here.form), decode_form(there.form))
-    missing = [str(name) for name in here.nodes if name not in there.nodes]
-    if is_apart(here) and missing:
-        yield "it was saved with a different sharding, and cannot be cut"
-    elif not is_apart(here) and here.nodes.keys() != there.nodes.keys():
+    if not is_apart(here) and here.nodes.keys() != there.nodes.keys():
         yield f"it consists of {', '.join(map(str, here.nodes))} here, but {', '.join(map(str, there.nodes))}"
     for name in here.nodes.keys() & there.nodes.keys():
         own, saved = here.nodes[name], there.nodes[name]

@@ -8,23 +8,25 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from casckpt.base.names import check_attachment_name
 from casckpt.errors import InvalidInput
+from casckpt.format.forms import decode_form
 from casckpt.format.manifest import Attachment, ObjectEntry
 from casckpt.format.plain import Spill
+from casckpt.format.regions import Shape
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR
-from casckpt.format.tree import show
+from casckpt.format.tree import Wrapper, show
 from casckpt.saving.local_entries import LocalEntry
 from casckpt.saving.options import Frozen, Owners
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.objects import encode_object
 from casckpt.tensors.shards import Piece, local_tensor, may_differ
 from casckpt.tensors.staging import Staging
-from casckpt.tensors.state import LeafValue, encode_tree, flatten
+from casckpt.tensors.state import FlatState, LeafValue, encode_tree, flatten, is_part
 
 _INLINE_BYTES = 4096
 LARGE = 10_000  # entries; with fewer, a save or a read takes well under a second
@@ -35,15 +37,26 @@ _EMPTY = (
 log = logging.getLogger(__name__)
 
 
+class WrapperParts(NamedTuple):
+    """A sharded wrapper in parts. ``tensors``: for each inner tensor, by key, its key without parts and its shape."""
+
+    node: Wrapper
+    tensors: Mapping[str, tuple[str, Shape]]
+
+
 @dataclass(frozen=True)
 class Prepared:
-    """The flattened state of one rank. ``left``: the keys that it leaves to other ranks, with the rank of each."""
+    """The flattened state of one rank. ``left``: the keys that it leaves to other ranks, with the rank of each.
+
+    ``parts``: for `casckpt.saving.apart`, how this rank would store the sharded wrappers in parts, by key.
+    """
 
     sources: Sequence[LocalEntry]
     objects: Sequence[ObjectEntry]
     attachments: Sequence[Attachment]
     tree: bytes
     left: Mapping[str, int] = field(default_factory=dict)
+    parts: Mapping[str, WrapperParts] = field(default_factory=dict)
 
     @property
     def bytes_total(self) -> int:
@@ -90,7 +103,21 @@ def prepare(
         for unkept, path in flat.unkept.items():
             _log_class(unkept, show(path))
     inline, large = _attachments(attachments or {})
-    return Prepared([*sources, *large], objects, inline, encode_tree(flat.tree), left)
+    in_parts = _parts(flat) if size > 1 and flat.wrappers else {}
+    return Prepared([*sources, *large], objects, inline, encode_tree(flat.tree), left, in_parts)
+
+
+def _parts(flat: FlatState) -> dict[str, WrapperParts]:
+    """Return the parts of all sharded wrappers that are not stored in parts anyway."""
+    found: dict[str, WrapperParts] = {}
+    for key, value in {leaf.unit.key: leaf.unit.value for leaf in flat.leaves.values() if leaf.outer}.items():
+        if is_part(value) and "kind" in decode_form(flat.wrappers[key].form):
+            other = flatten({key: value}, apart=lambda _: True)
+            own = {name: local_tensor(name, leaf.value).shape for name, leaf in other.leaves.items()}
+            first = len(key) + 1
+            tensors = {name: (f"{key}.{name[first:].partition('.')[2]}", shape) for name, shape in own.items()}
+            found[key] = WrapperParts(other.wrappers[key], tensors)
+    return found
 
 
 def _warn_if_empty(sources: Sequence[LocalEntry]) -> None:

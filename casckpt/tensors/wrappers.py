@@ -24,6 +24,7 @@ from casckpt.format.tree import Element, Wrapper
 from casckpt.tensors.dtensors import is_dtensor, local_boxes
 from casckpt.tensors.dtypes import dtype_name, torch_dtype
 from casckpt.tensors.kinds import KINDS, Inner, is_wrapper, kind_of
+from casckpt.tensors.shards import local_tensor
 from casckpt.tensors.untrusted import misread
 from casckpt.tensors.values import Shard
 
@@ -61,7 +62,7 @@ def opened(key: str, value: Any, *, apart: bool = False) -> Opened | None:
     if not apart and regions == [whole(shape)] and tuple(local.shape) == shape:
         return _replicated(_whole(key, local, shape, getattr(value, "dtype", local.dtype)))
     cut = None if apart else _cut(key, local, shape, getattr(value, "dtype", local.dtype), regions)
-    return _in_parts(key, local, shape, regions) if cut is None else cut
+    return _in_parts(key, value, local, shape, regions) if cut is None else cut
 
 
 def _whole(key: str, value: Any, shape: Shape, dtype: torch.dtype) -> Opened:
@@ -143,18 +144,29 @@ def _cut(key: str, local: Any, shape: Shape, dtype: torch.dtype, regions: Sequen
     return Opened(own.form, parts)
 
 
-def _in_parts(key: str, local: Any, shape: Shape, regions: Sequence[Region]) -> Opened:
-    """Open a part as one part of a wrapper."""
-    form: Form = {"dtype": dtype_name(local.dtype), "shape": list(shape)}
+def _in_parts(key: str, value: Any, local: Any, shape: Shape, regions: Sequence[Region]) -> Opened:
+    """Open a part as one part of a wrapper, or as one part for each region if it is plain."""
+    form = parts_form(dtype_name(getattr(value, "dtype", local.dtype)), shape)
+    if not is_wrapper(local):
+        pieces = ((normalise(piece.region, shape), piece.data) for piece in local_tensor(key, value).pieces)
+        plain = {part_name(region, shape): data for region, data in pieces if region.numel}
+        return _replicated(Opened(form, plain))
     if not regions:
         return Opened(form, {})
-    first = next(flat_boxes(regions[0]))[0].offset
-    name = str(int(np.ravel_multi_index(first, shape)) if shape else 0)
-    if not is_wrapper(local):
-        return Opened(form, {name: Shard(local, tuple(local.shape), replicated=True)})
     own = _whole(key, local, tuple(local.shape), local.dtype)
     own.form["regions"] = [[list(one.box.offset), list(one.box.shape), one.lo, one.hi] for one in regions]
-    return Opened(form, {name: _replicated(own)})
+    return Opened(form, {part_name(regions[0], shape): _replicated(own)})
+
+
+def parts_form(dtype: str, shape: Shape) -> Form:
+    """Return the form of a tensor that is stored in parts."""
+    return {"dtype": dtype, "shape": list(shape)}
+
+
+def part_name(region: Region, shape: Shape) -> str:
+    """Return the name of a part: the number of its first element in row-major order."""
+    first = next(flat_boxes(region))[0].offset
+    return str(int(np.ravel_multi_index(first, shape)) if shape else 0)
 
 
 def _replicated(wrapper: Opened) -> Opened:

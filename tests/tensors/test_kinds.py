@@ -83,8 +83,9 @@ def make(name: str, seed: int) -> Any:
 def forward(name: str, weight: Any) -> torch.Tensor:
     x = torch.randn(32, 128, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(5))
     if name.startswith("MX"):
-        return weight.dequantize()
-    return weight.scale if "stand-in" in name else nn.functional.linear(x, weight).detach()
+        return torch.as_tensor(weight.dequantize())
+    values: torch.Tensor = weight.scale if "stand-in" in name else nn.functional.linear(x, weight).detach()
+    return values
 
 
 @pytest.mark.parametrize("name", MAKE)
