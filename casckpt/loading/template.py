@@ -133,6 +133,8 @@ class Template:
                     lacking.append(leaf)
             except Mismatch as error:
                 done.add(leaf.unit.key)
+                if self._plan.add_cast(leaf.unit, self._names[leaf.unit.key]):
+                    continue
                 if self._is_ignored(leaf.unit.key):
                     left.append(leaf.unit.key)
                 else:

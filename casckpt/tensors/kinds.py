@@ -19,6 +19,7 @@ from casckpt.format.dtypes import DTYPES
 from casckpt.format.regions import Shape
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.memory import has_memory
+from casckpt.tensors.values import Shard
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Tensor types that are never sharded, lazy or wrappers unless their layout is sparse. Their subclasses may be."""
@@ -107,6 +108,13 @@ def is_wrapper(value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or not hasattr(cls, "__tensor_flatten__"):
         return False
     return not (is_dtensor(value) or value.is_nested or cls.__name__ in _NO_WRAPPERS or has_memory(value))
+
+
+def holds_wrapper(value: Any) -> bool:
+    """Return whether a tensor, a DTensor's local tensor or a shard's data is a wrapper."""
+    if is_dtensor(value):
+        return is_wrapper(value._local_tensor)
+    return is_wrapper(value.data if isinstance(value, Shard) else value)
 
 
 # torchao

@@ -192,6 +192,29 @@ def test_a_thinned_inner_tensor_makes_the_whole_wrapper_missing(tmp_path: Path) 
     assert bits(template["model"]["w"]) == before
 
 
+def test_cast_loads_dequantized_values_into_plain_tensors(registered: None) -> None:
+    store = small()
+    store.save({**state(1), "t": scaled(3, 4, 4)}, run="r", step=1)
+    template: Any = {
+        "model": {"w": torch.zeros(8, 16, dtype=torch.bfloat16), "b": torch.zeros(3)},
+        "t": torch.zeros(4, 4).t(),
+    }
+    before = template["model"]["w"]
+    with pytest.raises(Mismatch, match="pass cast=True to load its values"):
+        store.load(template, "r@1")
+    assert not before.any()
+    loaded = store.load(template, "r@1", cast=True)
+    assert not loaded.mismatched_keys
+    assert template["model"]["w"] is before
+    assert torch.equal(before, scaled(1, 8, 16).dequantize().bfloat16())
+    assert torch.equal(template["t"], scaled(3, 4, 4).dequantize())
+    part = casckpt.Shard(torch.zeros(24), (8, 16), flat=(20, 44))
+    store.load({"model": {"w": part}}, "r@1", cast=True, unread="ignore")
+    assert torch.equal(part.data, scaled(1, 8, 16).dequantize().view(-1)[20:44])
+    with pytest.raises(Mismatch, match="is a tensor here, but a wrapper"):
+        store.load({"model": {"w": torch.zeros(16, 8)}}, "r@1", cast=True, unread="ignore")
+
+
 SPARSE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "coo": lambda dense: dense.to_sparse(),
     "csr": lambda dense: dense.to_sparse_csr(),

@@ -20,8 +20,7 @@ from casckpt.frontends.training_state.parts import Parts
 from casckpt.loading.fit import PACKED
 from casckpt.loading.unread import is_within, prefixes
 from casckpt.ranks.ranks import this_rank
-from casckpt.tensors.dtensors import is_dtensor
-from casckpt.tensors.kinds import is_wrapper
+from casckpt.tensors.kinds import holds_wrapper, is_wrapper
 from casckpt.tensors.values import Shard
 
 log = logging.getLogger("casckpt")
@@ -158,10 +157,6 @@ def _has_own(module: nn.Module, method: str) -> bool:
     return not home.startswith(("torch.nn.", "torch.distributed.", "torch._dynamo."))
 
 
-def _wraps(value: Any) -> bool:
-    return is_wrapper(value._local_tensor if is_dtensor(value) else value)
-
-
 class ModelTemplate:
     """The template of a load. A load fills the model's tensors without a copy, and replaces all other values."""
 
@@ -190,7 +185,7 @@ class ModelTemplate:
         The call sets extra state, runs hooks, and sets tensors that each call of state_dict creates anew. Wrappers are
         left out, because many cannot be copied.
         """
-        filled = {name for name, value in self.values.items() if _wraps(value)}
+        filled = {name for name, value in self.values.items() if holds_wrapper(value)}
         for key, name in self._names.items():
             if name in missing or name in filled:
                 del self._raw[key]
