@@ -35,7 +35,8 @@ class FolderPlan:
 
     def lay_out(self, most: int | None) -> Layout:
         """Return the files with tensors, and their index. Raises InvalidInput if safetensors cannot hold a tensor."""
-        return lay_out(self.view.tensors, file_metadata(self.checkpoint, self.rules), most)
+        metadata = {**file_metadata(self.checkpoint, self.rules), **self.view.metadata}
+        return lay_out(self.view.tensors, metadata, most)
 
     def reader(self, progress: Progress) -> RegionReader:
         """Return a reader for the view's tensors."""
