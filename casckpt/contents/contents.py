@@ -11,7 +11,7 @@ from typing import Self
 from casckpt.base.lazy import cached_property
 from casckpt.contents import manifests
 from casckpt.contents.signatures import get_trusted
-from casckpt.errors import Damaged, Refused
+from casckpt.errors import Damaged, InvalidInput, Refused
 from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import Manifest
 from casckpt.format.plain import Extension
@@ -109,6 +109,14 @@ class Contents:
     def outer(self) -> dict[str, str]:
         """The key of its wrapper for each tensor in a wrapper, by key."""
         return {f"{key}.{join(path)}": key for key, node in self.wrappers.items() for path, _ in leaves(node)}
+
+    def check_no_wrappers(self, program: str) -> None:
+        """Raise InvalidInput if the checkpoint has wrappers, for a ``program`` that cannot hold them."""
+        for key in self.wrappers:
+            raise InvalidInput(
+                f"{key!r} in {self.where} consists of other tensors, which {program} cannot hold; load it with store.load",
+                key=key,
+            )
 
     def whole_tree(self) -> Node:
         """Return the tree. Raises Refused if it names a leaf that the manifest does not have."""

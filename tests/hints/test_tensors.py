@@ -162,6 +162,16 @@ def test_a_wrapper_is_created_as_for_the_save(store: Store, messages: Messages) 
     store.load({"w": scaled(2, 2, 4), "b": torch.zeros(1)}, "a@1")
 
 
+@follows("loading/load_plan.py:LoadPlan._add_container", "pass cast=True to load its values")
+def test_the_values_of_a_wrapper_are_cast(store: Store, messages: Messages) -> None:
+    store.save({"w": torch.eye(3).to_sparse()}, run="a", step=1)
+    template = {"w": torch.zeros(3, 3)}
+    with messages.error(Mismatch) as advice:
+        store.load(template, "a@1")
+    store.load(template, "a@1", **advice.argument("cast"))
+    assert torch.equal(template["w"], torch.eye(3))
+
+
 @follows("loading/wrapped.py:has_wrapper", "ignore_mismatched= leaves it unchanged")
 def test_a_wrapper_that_was_saved_plain_is_left(store: Store, messages: Messages) -> None:
     store.save({"w": torch.ones(2, 4), "b": torch.ones(1)}, run="a", step=1)
@@ -170,6 +180,18 @@ def test_a_wrapper_that_was_saved_plain_is_left(store: Store, messages: Messages
         store.load(template, "a@1")
     advice.says("ignore_mismatched= leaves it unchanged")
     assert store.load(template, "a@1", ignore_mismatched="w", unread="ignore").mismatched_keys == ("w",)
+
+
+@follows("contents/contents.py:Contents.check_no_wrappers", "load it with store.load")
+def test_a_checkpoint_with_wrappers_is_loaded_by_the_store(store: Store, messages: Messages, tmp_path: Path) -> None:
+    store.save({"w": scaled(1, 2, 4)}, run="a", step=1)
+    with messages.error(InvalidInput) as advice:
+        store.export("a@1", tmp_path / "a.pt", format="torch")
+    advice.says("load it with store.load")
+    with messages.error(InvalidInput) as advice:
+        store.export("a@1", tmp_path / "dcp", format="dcp")
+    advice.says("load it with store.load")
+    store.load({"w": scaled(2, 2, 4)}, "a@1")
 
 
 @follows("tensors/wrappers.py:rebuilt", "pass a rebuild to casckpt.register_wrapper, or load it into an existing one")
