@@ -114,7 +114,8 @@ class Contents:
         """Raise InvalidInput if the checkpoint has wrappers, for a ``program`` that cannot hold them."""
         for key in self.wrappers:
             raise InvalidInput(
-                f"{key!r} in {self.where} consists of other tensors, which {program} cannot hold; load it with store.load",
+                f"{key!r} in {self.where} consists of other tensors, which {program} cannot hold; load it with "
+                "store.load",
                 key=key,
             )
 

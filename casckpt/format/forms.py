@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any, Final, TypeAlias
 
 from casckpt.errors import InvalidInput, Refused
@@ -34,16 +35,26 @@ def encode_form(form: Form) -> str:
 def decode_form(text: str) -> Form:
     """Decode a form. Raises Refused for anything that `encode_form` does not return."""
     if type(text) is not str or len(text) > MAX_CHARACTERS or _levels(text) > MAX_LEVELS:
-        raise Refused("the form of a wrapper is too long or too deep")
+        raise Refused("the tree of a checkpoint is invalid: the form of a wrapper is too long or too deep")
     try:
         form = json.loads(text)
         is_canonical = type(form) is dict and _dumped(form) == text
     except (ValueError, RecursionError) as error:
-        raise Refused("the form of a wrapper is not JSON") from error
+        raise Refused("the tree of a checkpoint is invalid: the form of a wrapper is not JSON") from error
     if not is_canonical:
-        raise Refused("the form of a wrapper is not canonical JSON")
+        raise Refused("the tree of a checkpoint is invalid: the form of a wrapper is not canonical JSON")
     result: Form = form
     return result
+
+
+def check_form(text: str) -> None:
+    """Raise Refused for a form that is invalid or lacks a field that every form has."""
+    form = decode_form(text)
+    shape, cut = form.get("shape"), form.get("cut", {})
+    is_typed = isinstance(shape, list) and isinstance(cut, dict) and isinstance(form.get("dtype"), str)
+    numbers = [*(shape or ()), *cut.values()] if is_typed else [-1]
+    if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
+        raise Refused("the tree of a checkpoint is invalid: the form of a wrapper has no valid shape, dtype or cut")
 
 
 def _dumped(form: Form) -> str:
@@ -51,15 +62,8 @@ def _dumped(form: Form) -> str:
 
 
 def _levels(text: str) -> int:
-    """Return an upper bound of the nesting depth. The parser of Python 3.11 recurses without a limit of its own."""
-    depth = deepest = 0
-    for character in text:
-        if character in "[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in "]}":
-            depth -= 1
-    return deepest
+    """Return an upper bound of the nesting depth."""
+    return max(accumulate((character in "[{") - (character in "]}") for character in text), default=0)
 
 
 def differences(here: Any, there: Any, path: str = "") -> Iterator[str]:

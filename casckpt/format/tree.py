@@ -20,7 +20,7 @@ from typing import Any, Final, TypeAlias
 
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format import plain
-from casckpt.format.forms import decode_form
+from casckpt.format.forms import Form, check_form, decode_form
 
 TENSOR: Final = 0
 OBJECT: Final = 1
@@ -44,6 +44,21 @@ class Wrapper:
 
     form: str
     nodes: Mapping[Element, Node]
+
+    @property
+    def fields(self) -> Form:
+        """The fields of the form."""
+        return decode_form(self.form)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the nodes are parts, which only a load with the same sharding can fill."""
+        return "kind" not in self.fields
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return tuple(self.fields["shape"])
 
 
 _WRAPPER = plain.Extension("wrapper", Wrapper, lambda node: (node.form, dict(node.nodes)), lambda pair: Wrapper(*pair))
@@ -112,6 +127,14 @@ def units(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
             yield from units(child, (*path, element))
 
 
+def closed(node: Node) -> Node:
+    """Return a tree with a tensor leaf in place of each wrapper."""
+    if isinstance(node, int | Wrapper):
+        return node if isinstance(node, int) else TENSOR
+    made: Node = container(type(node), {element: closed(child) for element, child in children(node)}, node)
+    return made
+
+
 def find(node: Node, key: str) -> Node | None:
     """Return the first node whose flat key is ``key``, or None if there is no such node."""
     for element, child in children(node):
@@ -136,9 +159,9 @@ def decode_tree(data: bytes | memoryview, extensions: Sequence[plain.Extension] 
     """Decode the output of `encode_tree`. Raises Refused for any other bytes."""
     try:
         node: Node = plain.decode(data, extensions=(*extensions, _WRAPPER))
-        _check(node)
     except Refused as error:
         raise _refused(str(error)) from error
+    _check(node)
     return node
 
 
@@ -149,22 +172,21 @@ def may_wrap(data: bytes) -> bool:
 
 def inner_keys(data: bytes) -> frozenset[str]:
     """Return the flat keys of the tensors in wrappers of an encoded tree."""
-    wrappers = (
-        [(path, node) for path, node in units(decode_tree(data)) if isinstance(node, Wrapper)] if may_wrap(data) else []
+    found = units(decode_tree(data)) if may_wrap(data) else ()
+    return frozenset(
+        join(path) for above, node in found if isinstance(node, Wrapper) for path, _ in leaves(node, above)
     )
-    return frozenset(join(path) for above, node in wrappers for path, _ in leaves(node, above))
 
 
 def _refused(why: str) -> Refused:
-    start = "the tree of a checkpoint is invalid"
-    return Refused(why if why.startswith(start) else f"{start}: {why}")
+    return Refused(f"the tree of a checkpoint is invalid: {why}")
 
 
 def _check(node: Node) -> None:
     if type(node) is int and node in _LEAVES:
         return
     if type(node) is Wrapper:
-        decode_form(node.form)
+        check_form(node.form)
         if type(node.nodes) is not dict or not all(type(name) is str for name in node.nodes):
             raise _refused("the tensors of a wrapper are invalid")
     elif type(node) not in (*_MAPPINGS, *_SEQUENCES):

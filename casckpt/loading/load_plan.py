@@ -18,16 +18,15 @@ from casckpt.base.progress import Progress
 from casckpt.contents.checkpoint import Frames
 from casckpt.contents.contents import Contents
 from casckpt.errors import Damaged, InvalidInput, Mismatch, Refused
-from casckpt.format.forms import decode_form
 from casckpt.format.regions import whole
 from casckpt.format.sections.index import Entry, StoredObject
 from casckpt.format.tree import Node, Wrapper, find, join, kind_of, leaves
-from casckpt.loading.dequantizing import dequantizes, fill_dequantized
 from casckpt.loading.entries import Entries, fill_entries
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.tied_tensors import Content, TiedTensors
 from casckpt.loading.update import update
+from casckpt.loading.wrapped import dequantizes, fill_dequantized
 from casckpt.plan.reads import covers
 from casckpt.repository.repository import Repository
 from casckpt.tensors.dtensors import is_dtensor
@@ -132,7 +131,7 @@ class LoadPlan:
         if not self.options.cast or node is None or not dequantizes(node) or holds_wrapper(leaf.value):
             return False
         local = local_tensor(leaf.key, leaf.value)
-        if list(local.shape) != decode_form(node.form)["shape"]:
+        if local.shape != node.shape:
             return False
         for _, data in local.pieces:
             check_apart(leaf.key, data)
@@ -248,7 +247,7 @@ class LoadPlan:
             values[key] = self._decoded(key, stored, parts)
         for key, (node, name, below) in self._below.items():
             values[key] = below._inflated(node, name)
-            if isinstance(node, Wrapper) and key in self._casts:
+            if key in self._casts and isinstance(node, Wrapper):
                 fill_dequantized(key, node, values.pop(key), self._casts[key])
         saved = [entries.decode() for entries in self._entries.values()]
         for (key, entries), mapping in zip(self._entries.items(), saved, strict=True):  # after all entries were decoded

@@ -24,7 +24,7 @@ from casckpt.loading.fit import PACKED, Fit, check_fit, merged, missed_pairs, re
 from casckpt.loading.load_plan import LoadPlan
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.unread import EVERYTHING, is_generator, left_unread, prefixes
-from casckpt.loading.wrapped import has_wrapper, is_apart
+from casckpt.loading.wrapped import has_wrapper
 from casckpt.repository.repository import Repository
 from casckpt.tensors.objects import TORCH_EXTENSIONS
 from casckpt.tensors.state import FlatState, LeafValue, check_replaceable, flatten, is_part, replace_leaves
@@ -66,7 +66,7 @@ class Template:
         self._flat = flat = flatten(
             state,
             is_whole=lambda key, value: len(value) > 0 and name_of(key) in objects,
-            apart=lambda key: bool(wrappers) and is_apart(wrappers.get(name_of(key))),
+            apart=lambda key: bool(wrappers) and (node := wrappers.get(name_of(key))) is not None and node.in_parts,
         )
         self._names = {key: name_of(key) for key in flat.wrappers}
         for key, leaf in flat.leaves.items():

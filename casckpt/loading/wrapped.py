@@ -1,25 +1,32 @@
-"""Compares a template's wrappers (see `casckpt.tensors.kinds`) with those of a checkpoint, before anything changes."""
+"""Loads wrappers (see `casckpt.tensors.kinds`): compares those of a template with those of a checkpoint.
+
+A template's wrapper must be equal to the stored one, except for the values of its tensors. With ``cast=True``, a plain
+tensor is filled with the values of a stored wrapper, which is rebuilt on the CPU for this purpose and dequantized.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+import numpy as np
+import torch
+
 from casckpt.contents.contents import Contents
-from casckpt.errors import Mismatch
-from casckpt.format.forms import decode_form, differences
-from casckpt.format.tree import Element, Wrapper, kind_of
+from casckpt.errors import Mismatch, Refused
+from casckpt.format.forms import differences
+from casckpt.format.regions import Box, Region, Shape, full_box
+from casckpt.format.tree import TENSOR, Element, Node, Wrapper, kind_of
 from casckpt.tensors.dtypes import dtype_name
-from casckpt.tensors.shards import local_tensor
+from casckpt.tensors.kinds import KINDS, dequantized
+from casckpt.tensors.memory import Destination, note_writes, tensor_bytes
+from casckpt.tensors.shards import LocalTensor, local_tensor
 from casckpt.tensors.state import LeafValue
+from casckpt.tensors.untrusted import misread
 
 _SHOWN = 3
-
-
-def is_apart(node: Wrapper | None) -> bool:
-    """Return whether a stored wrapper consists of parts that only a load with the same sharding can fill."""
-    return node is not None and "kind" not in decode_form(node.form)
 
 
 def has_wrapper(contents: Contents, key: str, name: str, here: Wrapper, inner: Sequence[tuple[LeafValue, str]]) -> bool:
@@ -32,8 +39,8 @@ def has_wrapper(contents: Contents, key: str, name: str, here: Wrapper, inner: S
         if name in contents.tensors or name in contents.objects:
             kind = "a plain tensor" if name in contents.tensors else "plain data"
             raise Mismatch(
-                f"{key!r} is a wrapper of other tensors here ({_kind(here)}), but {kind} in {contents.where} "
-                f"(key {name!r}); ignore_mismatched= leaves it unchanged",
+                f"{key!r} is a wrapper of other tensors here, but {kind} in {contents.where} (key {name!r}); "
+                f"ignore_mismatched= leaves it unchanged",
                 key=key,
             )
         return False
@@ -47,14 +54,10 @@ def has_wrapper(contents: Contents, key: str, name: str, here: Wrapper, inner: S
     return not any(contents.manifest.lacks(contents.tensor(saved)) for _, saved in inner)
 
 
-def _kind(node: Wrapper) -> str:
-    return str(decode_form(node.form).get("kind", "in parts"))
-
-
 def _differ(here: Wrapper, there: Wrapper, inner: Sequence[tuple[LeafValue, str]], contents: Contents) -> Iterator[str]:
-    if is_apart(here) and not is_apart(there):
+    if here.in_parts and not there.in_parts:
         yield "it was saved whole and cannot be cut, and is sharded here"
-    elif is_apart(there) and (not is_apart(here) or any(_moved(here, there, name) for name in here.nodes)):
+    elif there.in_parts and (not here.in_parts or any(_moved(here, there, name) for name in here.nodes)):
         yield f"it was saved in {len(there.nodes)} parts that cannot be cut, and has a different sharding here"
     else:
         yield from _forms_differ(here, there)
@@ -67,20 +70,17 @@ def _differ(here: Wrapper, there: Wrapper, inner: Sequence[tuple[LeafValue, str]
 
 
 def _moved(here: Wrapper, there: Wrapper, name: Element) -> bool:
-    """Return whether the checkpoint lacks a part with the same first element and the same elements."""
+    """Return whether the checkpoint lacks a part with the same elements as the one here."""
     own, saved = here.nodes[name], there.nodes.get(name)
-    is_other = isinstance(own, Wrapper) and isinstance(saved, Wrapper) and _regions(own) != _regions(saved)
-    return saved is None or is_other
-
-
-def _regions(node: Wrapper) -> Any:
-    return decode_form(node.form).get("regions")
+    if isinstance(own, Wrapper) and isinstance(saved, Wrapper):
+        return bool(own.fields.get("regions") != saved.fields.get("regions"))
+    return saved is None
 
 
 def _forms_differ(here: Wrapper, there: Wrapper) -> Iterator[str]:
     if here.form != there.form:
-        yield from differences(decode_form(here.form), decode_form(there.form))
-    if not is_apart(here) and here.nodes.keys() != there.nodes.keys():
+        yield from differences(here.fields, there.fields)
+    if not here.in_parts and here.nodes.keys() != there.nodes.keys():
         yield f"it consists of {', '.join(map(str, here.nodes))} here, but {', '.join(map(str, there.nodes))}"
     for name in here.nodes.keys() & there.nodes.keys():
         own, saved = here.nodes[name], there.nodes[name]
@@ -88,3 +88,51 @@ def _forms_differ(here: Wrapper, there: Wrapper) -> Iterator[str]:
             yield from _forms_differ(own, saved)
         elif kind_of(own) != kind_of(saved):
             yield f"{name!r} is a {kind_of(own)} here, but a {kind_of(saved)}"
+
+
+# values
+
+
+def dequantizes(node: Node) -> bool:
+    """Return whether casckpt can return the values of a stored wrapper as a plain tensor."""
+    if not isinstance(node, Wrapper) or node.in_parts:
+        return node == TENSOR if not isinstance(node, Wrapper) else all(map(dequantizes, node.nodes.values()))
+    kind = KINDS.get(str(node.fields["kind"]))
+    return kind is not None and kind.rebuild is not None and kind.dequantize is not None
+
+
+def fill_dequantized(key: str, node: Wrapper, value: Any, local: LocalTensor) -> None:
+    """Copy the values of a stored wrapper into the local pieces of a plain tensor, and convert them."""
+    parts: Mapping[Element, tuple[Node, Any]] = {0: (TENSOR, value)}
+    if node.in_parts:
+        parts = {name: (below, value.tensors[str(name)]) for name, below in node.nodes.items()}
+    filled = 0
+    for name, (below, part) in parts.items():
+        start, values = 0, dequantized(part).detach()
+        with misread(lambda why: Refused(f"the parts of {key!r} are invalid: {why}", key=key)):
+            regions = _regions(name, below, tuple(values.shape), node.shape)
+        for region in regions:
+            _copy(region, values.reshape(-1)[start : start + region.numel].contiguous(), local)
+            start += region.numel
+        filled += start
+    if filled != math.prod(node.shape):
+        raise Refused(f"the parts of {key!r} have {filled} elements, but its shape is {list(node.shape)}", key=key)
+    note_writes(data for _, data in local.pieces)
+
+
+def _regions(first: Element, node: Node, part: Shape, shape: Shape) -> list[Region]:
+    """Return the regions of a part, in the order of its elements. ``first``: the number of its first element."""
+    if isinstance(node, Wrapper):
+        rows = node.fields["regions"]
+        return [Region(Box(tuple(offset), tuple(extents)), lo, hi) for offset, extents, lo, hi in rows]
+    numel = math.prod(part)
+    if len(part) != len(shape):
+        return [Region(full_box(shape), int(first), int(first) + numel)]
+    return [Region(Box(tuple(map(int, np.unravel_index(int(first), shape))), part), 0, numel)]
+
+
+def _copy(region: Region, values: torch.Tensor, local: LocalTensor) -> None:
+    buffer = tensor_bytes(values)
+    for target, data in local.pieces:
+        if buffer is not None and region.numel and data.numel():
+            Destination(target, data, values.dtype).copy_in(region, buffer)

@@ -17,7 +17,7 @@ from casckpt.format.tree import TENSOR as TENSOR_LEAF
 from casckpt.format.tree import Element, Node, Wrapper, children, container, join, kind_of, may_wrap, units
 from casckpt.saving.local_entries import LocalEntry
 from casckpt.saving.prepare import Prepared
-from casckpt.tensors.shards import Piece
+from casckpt.tensors.shards import Piece, local_tensor
 from casckpt.tensors.state import decode_tree, encode_tree
 from casckpt.tensors.wrappers import part_name, parts_form
 
@@ -45,24 +45,26 @@ def held_apart(trees: Iterable[bytes]) -> frozenset[str]:
 
 
 def apart(prepared: Prepared, keys: Collection[str]) -> Prepared:
-    """Return the same state with these tensors in parts. This rank's parts need not have all of these keys."""
-    whole_wrappers = {key: prepared.parts[key] for key in keys if key in prepared.parts}
-    inner = {old for parts in whole_wrappers.values() for old, _ in parts.tensors.values()}
-    nodes: dict[str, Wrapper] = {key: parts.node for key, parts in whole_wrappers.items()}
-    sources, held = list[LocalEntry](), dict[str, LocalEntry]()
+    """Return the same state with these tensors in parts. This rank need not have all of these keys."""
+    flats = {key: prepared.in_parts[key] for key in keys if key in prepared.in_parts}
+    nodes = {key: flat.wrappers[key] for key, flat in flats.items()}
+    # an inner tensor of a part has the part's name between the wrapper's key and its own name
+    parts = [(key, leaf) for key, flat in flats.items() for leaf in flat.leaves.values()]
+    old = {leaf.key: join((key, *leaf.path[2:])) for key, leaf in parts}
+    inner, held, sources = set(old.values()), dict[str, LocalEntry](), list[LocalEntry]()
     for source in prepared.sources:
         if source.kind == TENSOR and source.key in inner:
             held[source.key] = source
         elif source.kind == TENSOR and source.key in keys and source.replicated:
             found = {part_name(normalise(piece.region, source.shape), source.shape): piece for piece in source.pieces}
-            nodes[source.key] = Wrapper(
-                encode_form(parts_form(source.dtype, source.shape)), dict.fromkeys(found, TENSOR_LEAF)
-            )
+            form = encode_form(parts_form(source.dtype, source.shape))
+            nodes[source.key] = Wrapper(form, dict.fromkeys(found, TENSOR_LEAF))
             sources += [_part(source, f"{source.key}.{name}", piece, piece.data.shape) for name, piece in found.items()]
         else:
             sources.append(source)
-    for parts in whole_wrappers.values():
-        sources += [_part(held[old], key, held[old].pieces[0], shape) for key, (old, shape) in parts.tensors.items()]
+    for _, leaf in parts:
+        source, shape = held[old[leaf.key]], local_tensor(leaf.key, leaf.value).shape
+        sources.append(_part(source, leaf.key, source.pieces[0], shape))
     tree = encode_tree(_replaced(decode_tree(prepared.tree), "", nodes)) if nodes else prepared.tree
     return replace(prepared, sources=sources, tree=tree)
 

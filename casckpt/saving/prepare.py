@@ -8,18 +8,16 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from casckpt.base.names import check_attachment_name
 from casckpt.errors import InvalidInput
-from casckpt.format.forms import decode_form
 from casckpt.format.manifest import Attachment, ObjectEntry
 from casckpt.format.plain import Spill
-from casckpt.format.regions import Shape
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR
-from casckpt.format.tree import Wrapper, show
+from casckpt.format.tree import show
 from casckpt.saving.local_entries import LocalEntry
 from casckpt.saving.options import Frozen, Owners
 from casckpt.tensors.dtypes import dtype_name
@@ -37,18 +35,11 @@ _EMPTY = (
 log = logging.getLogger(__name__)
 
 
-class WrapperParts(NamedTuple):
-    """A sharded wrapper in parts. ``tensors``: for each inner tensor, by key, its key without parts and its shape."""
-
-    node: Wrapper
-    tensors: Mapping[str, tuple[str, Shape]]
-
-
 @dataclass(frozen=True)
 class Prepared:
     """The flattened state of one rank. ``left``: the keys that it leaves to other ranks, with the rank of each.
 
-    ``parts``: for `casckpt.saving.apart`, how this rank would store the sharded wrappers in parts, by key.
+    ``in_parts``: the sharded wrappers, each flattened into parts, by key. See `casckpt.saving.apart`.
     """
 
     sources: Sequence[LocalEntry]
@@ -56,7 +47,7 @@ class Prepared:
     attachments: Sequence[Attachment]
     tree: bytes
     left: Mapping[str, int] = field(default_factory=dict)
-    parts: Mapping[str, WrapperParts] = field(default_factory=dict)
+    in_parts: Mapping[str, FlatState] = field(default_factory=dict)
 
     @property
     def bytes_total(self) -> int:
@@ -93,7 +84,8 @@ def prepare(
         own = rank if leaf.per_rank else None
         if leaf.is_tensor:
             marked = is_frozen(key) or (unit is not leaf and is_frozen(unit.key))
-            sources.append(tensor_source(key, leaf.value, own, frozen=marked, together=size > 1, outer=leaf.outer))
+            source = tensor_source(key, leaf.value, own, frozen=marked, together=size > 1)
+            sources.append(source if leaf.outer is None else _inner_source(source, leaf.outer))
         else:
             entry, parts = stored_object(key, own, partial(encode_object, key, leaf.value, allow_pickle))
             objects.append(entry)
@@ -103,21 +95,10 @@ def prepare(
         for unkept, path in flat.unkept.items():
             _log_class(unkept, show(path))
     inline, large = _attachments(attachments or {})
-    in_parts = _parts(flat) if size > 1 and flat.wrappers else {}
+    outer = {leaf.unit.key: leaf.unit.value for leaf in flat.leaves.values() if size > 1 and leaf.outer is not None}
+    sharded = {key: value for key, value in outer.items() if is_part(value) and not flat.wrappers[key].in_parts}
+    in_parts = {key: flatten({key: value}, apart=lambda _: True) for key, value in sharded.items()}
     return Prepared([*sources, *large], objects, inline, encode_tree(flat.tree), left, in_parts)
-
-
-def _parts(flat: FlatState) -> dict[str, WrapperParts]:
-    """Return the parts of all sharded wrappers that are not stored in parts anyway."""
-    found: dict[str, WrapperParts] = {}
-    for key, value in {leaf.unit.key: leaf.unit.value for leaf in flat.leaves.values() if leaf.outer}.items():
-        if is_part(value) and "kind" in decode_form(flat.wrappers[key].form):
-            other = flatten({key: value}, apart=lambda _: True)
-            own = {name: local_tensor(name, leaf.value).shape for name, leaf in other.leaves.items()}
-            first = len(key) + 1
-            tensors = {name: (f"{key}.{name[first:].partition('.')[2]}", shape) for name, shape in own.items()}
-            found[key] = WrapperParts(other.wrappers[key], tensors)
-    return found
 
 
 def _warn_if_empty(sources: Sequence[LocalEntry]) -> None:
@@ -159,19 +140,18 @@ def _drop(tree: Any, path: Sequence[Any]) -> None:
         tree.pop(path[-1], None)  # a wrapper is already gone after its first tensor
 
 
+def _inner_source(source: LocalEntry, outer: LeafValue) -> LocalEntry:
+    """Return the entry of a tensor in a wrapper, which ranks share and compare like the wrapper."""
+    is_parameter = isinstance(outer.value, torch.nn.Parameter)
+    return replace(source, replicated=source.replicated or is_parameter, may_differ=False)
+
+
 def tensor_source(
-    key: str,
-    value: Any,
-    rank: int | None,
-    *,
-    frozen: bool = False,
-    together: bool = False,
-    outer: LeafValue | None = None,
+    key: str, value: Any, rank: int | None, *, frozen: bool = False, together: bool = False
 ) -> LocalEntry:
     """Return this rank's entry for a tensor. Raises InvalidInput, with the key, if the tensor cannot be stored.
 
-    ``together``: whether other ranks take part in the save, and may hold the same tensor. ``outer``: the wrapper that
-    consists of it.
+    ``together``: whether other ranks take part in the save, and may hold the same tensor.
     """
     local = local_tensor(key, value)
     return LocalEntry(
@@ -182,9 +162,9 @@ def tensor_source(
         dtype_name(local.dtype),
         local.shape,
         local.pieces,
-        replicated=local.replicated or (outer is not None and isinstance(outer.value, torch.nn.Parameter)),
+        replicated=local.replicated,
         frozen=frozen,
-        may_differ=together and outer is None and may_differ(value, local),
+        may_differ=together and may_differ(value, local),
     )
 
 

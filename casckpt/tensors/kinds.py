@@ -7,9 +7,10 @@ only by the paths in this module, and a stored context is checked before it is p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from operator import methodcaller
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -27,6 +28,8 @@ _NO_WRAPPERS: Final = frozenset({"AsyncCollectiveTensor", "FakeTensor", "Functio
 """torch's own tensors that only stand for another tensor, or have a chunk list."""
 
 Inner: TypeAlias = Mapping[str, Any]
+Cut: TypeAlias = Callable[[Any], Mapping[str, int]]
+Dequantize: TypeAlias = Callable[[Any], torch.Tensor]
 Flatten: TypeAlias = Callable[[Any], tuple[Inner, Any]]
 Rebuild: TypeAlias = Callable[[Inner, Any, Shape, torch.dtype], torch.Tensor]
 
@@ -45,8 +48,8 @@ class Kind:
 
     name: str
     rebuild: Rebuild | None = None
-    dequantize: Callable[[Any], torch.Tensor] | None = None
-    cut: Callable[[Any], Mapping[str, int]] | None = None
+    dequantize: Dequantize | None = None
+    cut: Cut | None = None
     flatten: Flatten | None = None
     type: type | None = None
 
@@ -59,8 +62,8 @@ def register_wrapper(
     cls: type[torch.Tensor],
     *,
     rebuild: Rebuild | None = None,
-    dequantize: Callable[[Any], torch.Tensor] | None = None,
-    cut: Callable[[Any], Mapping[str, int]] | None = None,
+    dequantize: Dequantize | None = None,
+    cut: Cut | None = None,
     flatten: Flatten | None = None,
 ) -> None:
     """Tell casckpt how to handle a tensor class with ``__tensor_flatten__``. It can be stored even without this call.
@@ -97,6 +100,12 @@ def kind_of(value: torch.Tensor) -> Kind:
     return known if known is not None and known.type in (None, cls) else Kind(name)
 
 
+def flattened(value: Any) -> tuple[Inner, Any]:
+    """Return the inner tensors by name and the context that ``__tensor_flatten__`` returns."""
+    names, context = value.__tensor_flatten__()
+    return {str(name): getattr(value, name) for name in names}, context
+
+
 def is_wrapper(value: Any) -> bool:
     """Return whether a value is a tensor that consists of other tensors, without memory of its own.
 
@@ -115,6 +124,13 @@ def holds_wrapper(value: Any) -> bool:
     if is_dtensor(value):
         return is_wrapper(value._local_tensor)
     return is_wrapper(value.data if isinstance(value, Shard) else value)
+
+
+def dequantized(value: Any) -> torch.Tensor:
+    """Return the values of a wrapper, or a plain tensor itself."""
+    dequantize = kind_of(value).dequantize if is_wrapper(value) else None
+    values: torch.Tensor = value if dequantize is None else dequantize(value)
+    return values
 
 
 # torchao
@@ -167,30 +183,19 @@ WEIGHTS: Final = (
 """torchao's weights that it can write to safetensors files."""
 
 
-def _dequantized(weight: Any) -> torch.Tensor:
-    values: torch.Tensor = weight.dequantize()
-    return values
+_NF4: Final = "quantization.quantize_.workflows.nf4.nf4_tensor"
 
 
 def _nf4(inner: Inner, context: Any, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    module = "quantization.quantize_.workflows.nf4.nf4_tensor"
-    meta = context["tensor_meta"]["_data"]
     sizes = [context[name] for name in ("block_size", "n_blocks", "scaler_block_size")]
     if not all(type(size) is int and size > 0 for size in sizes) or inner["nf4"].shape != (16,):
         raise ValueError("its blocks are invalid")
-    args = _of_torchao(module, "SubclassTensorArgs")(
-        torch.Size(meta["original_shape"]), tuple(meta["original_strides"]), int(meta["storage_offset"]), dtype,
-        inner["nf4"].device, False,
-    )  # fmt: skip
+    meta: dict[str, Any] = context["tensor_meta"]["_data"]
+    known = {"dtype": dtype, "device": inner["nf4"].device, "original_shape": torch.Size(shape), "requires_grad": False}
+    args = _of_torchao(_NF4, "SubclassTensorArgs")(**{**meta, **known})
     names = ("quantized_scalers", "quantization_factor", "scaler_mean", "quantized_data", "nf4")
-    made: torch.Tensor = _of_torchao(module, "NF4Tensor")(args, *sizes, *(inner[name] for name in names))
+    made: torch.Tensor = _of_torchao(_NF4, "NF4Tensor")(args, *sizes, *(inner[name] for name in names))
     return made
-
-
-def _flat_nf4(value: Any) -> tuple[Inner, Any]:
-    names, context = value.__tensor_flatten__()
-    meta = replace(context["tensor_meta"], requires_grad=False)
-    return {name: getattr(value, name) for name in names}, {**context, "tensor_meta": meta}
 
 
 _STATES: Final[Mapping[str, tuple[str, tuple[str, ...], int]]] = {
@@ -203,8 +208,8 @@ _STATES: Final[Mapping[str, tuple[str, tuple[str, ...], int]]] = {
 
 def _flat_state(value: Any) -> tuple[Inner, Any]:
     """Return inner tensors, and a context that is the same for all parts of a state."""
-    names, context = value.__tensor_flatten__()
-    return {name: getattr(value, name) for name in names}, context[:-1][:1]
+    inner, context = flattened(value)
+    return inner, context[:-1][:1]
 
 
 def _cut_state(value: Any) -> dict[str, int]:
@@ -259,14 +264,13 @@ def layout_name(layout: torch.layout) -> str:
 
 
 def _known() -> list[Kind]:
-    weights = [Kind(f"torchao:{name}", partial(_weight, name), _dequantized) for name in WEIGHTS]
-    states = [Kind(f"torchao:{name}", partial(_state, name), _dequantized, _cut_state, _flat_state) for name in _STATES]
-    nf4 = Kind("torchao:NF4Tensor", _nf4, lambda value: value.get_original_weight(), None, _flat_nf4)
+    dequantize: Dequantize = methodcaller("dequantize")
+    weights = [Kind(f"torchao:{name}", partial(_weight, name), dequantize) for name in WEIGHTS]
+    states = [Kind(f"torchao:{name}", partial(_state, name), dequantize, _cut_state, _flat_state) for name in _STATES]
+    nf4 = Kind("torchao:NF4Tensor", _nf4, methodcaller("get_original_weight"))
     dense = torch.Tensor.to_dense
     coo = Kind(layout_name(torch.sparse_coo), _coo, dense, None, _flat_coo)
-    rows = [
-        Kind(layout_name(layout), partial(_compressed, layout), dense, None, _flat_compressed) for layout in _COMPRESSED
-    ]
+    rows = [Kind(layout_name(one), partial(_compressed, one), dense, None, _flat_compressed) for one in _COMPRESSED]
     return [*weights, *states, nf4, coo, *rows]
 
 

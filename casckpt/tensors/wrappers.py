@@ -6,7 +6,6 @@ calls functions that casckpt or the user has registered for the kind. A load int
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import math
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from casckpt.format.sections.index import Entry
 from casckpt.format.tree import Element, Wrapper
 from casckpt.tensors.dtensors import is_dtensor, local_boxes
 from casckpt.tensors.dtypes import dtype_name, torch_dtype
-from casckpt.tensors.kinds import KINDS, Inner, is_wrapper, kind_of
+from casckpt.tensors.kinds import KINDS, Inner, flattened, is_wrapper, kind_of
 from casckpt.tensors.shards import local_tensor
 from casckpt.tensors.untrusted import misread
 from casckpt.tensors.values import Shard
@@ -68,7 +67,7 @@ def opened(key: str, value: Any, *, apart: bool = False) -> Opened | None:
 def _whole(key: str, value: Any, shape: Shape, dtype: torch.dtype) -> Opened:
     """Open a wrapper with its own inner tensors. ``shape``, ``dtype``: those in its form."""
     kind = kind_of(value)
-    inner, context = (kind.flatten or _flattened)(value)
+    inner, context = (kind.flatten or flattened)(value)
     _check_inner(key, value, inner)
     form: Form = {"kind": kind.name, "dtype": dtype_name(dtype), "shape": list(shape)}
     try:
@@ -84,18 +83,7 @@ def _whole(key: str, value: Any, shape: Shape, dtype: torch.dtype) -> Opened:
             f"casckpt.register_wrapper",
             key=key,
         ) from error
-    return Opened(
-        form,
-        {
-            name: _whole(key, part, tuple(part.shape), part.dtype) if is_wrapper(part) else part
-            for name, part in inner.items()
-        },
-    )
-
-
-def _flattened(value: Any) -> tuple[Inner, Any]:
-    names, context = value.__tensor_flatten__()
-    return {str(name): getattr(value, name) for name in names}, context
+    return Opened(form, {name: opened(key, part) or part for name, part in inner.items()})
 
 
 def _check_inner(key: str, value: Any, inner: Inner) -> None:
@@ -189,17 +177,14 @@ def _json(value: Any) -> Any:
     name = type(value).__name__
     if isinstance(value, enum.Enum):
         return {"_type": name, "_data": value.name}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return {"_type": name, "_data": {field: _json(getattr(value, field)) for field in value._fields}}
+    fields = getattr(value, "_fields" if isinstance(value, tuple) else "__dataclass_fields__", None)
+    if fields is not None and not isinstance(value, type):
+        kept = [field for field in fields if field != "requires_grad"]  # NF4 has it, and freezing does not change it
+        return {"_type": name, "_data": {field: _json(getattr(value, field)) for field in kept}}
     if isinstance(value, list | tuple):
         return [_json(item) for item in value]
     if isinstance(value, Mapping) and all(type(field) is str and field not in ("_type", "_data") for field in value):
         return {field: _json(item) for field, item in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            "_type": name,
-            "_data": {field.name: _json(getattr(value, field.name)) for field in dataclasses.fields(value)},
-        }
     raise InvalidInput(f"contains a {name}, which cannot be stored as JSON")
 
 
@@ -226,7 +211,7 @@ def restored(key: str, node: Wrapper, values: Mapping[Element, Any]) -> Any:
     """Return a new wrapper with these inner tensors, or a `Wrapped` if its kind or its library is unknown here."""
     tensors = {str(name): value for name, value in values.items()}
     try:
-        return rebuilt(key, decode_form(node.form), tensors)
+        return rebuilt(key, node.fields, tensors)
     except Unsupported:
         return Wrapped(node.form, tensors)
 
@@ -257,9 +242,8 @@ def blank(
 
     Return None if it cannot be cut into such parts. ``entries``: the stored entries. Raises the errors of `rebuilt`.
     """
-    form = decode_form(node.form)
-    full, cut = tuple(form["shape"]), form.get("cut", {})
-    shape = full if shape is None else shape
+    form, full = node.fields, node.shape
+    cut, shape = form.get("cut", {}), full if shape is None else shape
     numel, tensors = math.prod(shape), dict[str, Any]()
     if shape != full and not (cut and all(numel % max(q, 1) == 0 for q in cut.values())):
         return None

@@ -290,8 +290,10 @@ def test_metadata_may_hold_types_of_extensions() -> None:
 
 # wrappers
 
-FORM = '{"kind":"a:B"}'
-INNER = Wrapper(FORM, {"codes": T, "scale": Wrapper('{"kind":"a:C"}', {"x": T})})
+FORM = '{"dtype":"int8","kind":"a:B","shape":[8]}'
+OTHER = '{"dtype":"int8","kind":"a:C","shape":[]}'
+PARTS = '{"dtype":"int8","shape":[8]}'
+INNER = Wrapper(FORM, {"codes": T, "scale": Wrapper(OTHER, {"x": T})})
 HOLDING: Node = {"m": {"w": INNER, "b": T}, "n": P}
 
 
@@ -305,7 +307,7 @@ def test_a_wrapper_is_one_unit_with_inner_leaves() -> None:
     ]  # fmt: skip
     assert find(tree, "m.w") == INNER
     made = rebuild(tree, lambda key, leaf: key, lambda key: True, lambda key, node, values: (key, node.form, values))
-    inner = ("m.w.scale", '{"kind":"a:C"}', {"x": "m.w.scale.x"})
+    inner = ("m.w.scale", OTHER, {"x": "m.w.scale.x"})
     assert made["m"]["w"] == ("m.w", FORM, {"codes": "m.w.codes", "scale": inner})
     assert inner_keys(encode_tree({"wrapper": T})) == frozenset()
 
@@ -318,9 +320,9 @@ def test_an_earlier_version_refuses_a_tree_with_a_wrapper() -> None:
 
 
 def test_parts_of_a_wrapper_are_merged_and_different_forms_are_refused() -> None:
-    parts = [Wrapper('{"shape":[8]}', {str(first): T}) for first in (0, 4)]
+    parts = [Wrapper(PARTS, {str(first): T}) for first in (0, 4)]
     tree: Any = merge([{"w": part} for part in parts])
-    assert tree == {"w": Wrapper('{"shape":[8]}', {"0": T, "4": T})}
+    assert tree == {"w": Wrapper(PARTS, {"0": T, "4": T})}
     with pytest.raises(InvalidInput, match="key 'w' is a wrapper with different contexts on different ranks"):
         merge([{"w": parts[0]}, {"w": Wrapper(FORM, {"0": T})}])
     with pytest.raises(InvalidInput, match="is of kind wrapper on one rank, but of kind tensor"):
@@ -336,7 +338,12 @@ def test_parts_of_a_wrapper_are_merged_and_different_forms_are_refused() -> None
         ["tuple", FORM, ["dict", 1, 0]],
         ["tuple", FORM, ["dict", "a", 2]],
         ["tuple", FORM, ["dict", "a", 0], 0],
-        ["tuple", '{"kind": "a:B"}', ["dict", "a", 0]],
+        ["tuple", FORM.replace(":", ": "), ["dict", "a", 0]],
+        ["tuple", '{"dtype":"int8","kind":"a:B"}', ["dict", "a", 0]],
+        ["tuple", '{"dtype":"int8","shape":[-1]}', ["dict", "a", 0]],
+        ["tuple", '{"dtype":5,"shape":[1]}', ["dict", "a", 0]],
+        ["tuple", '{"cut":{"a":1.5},"dtype":"int8","shape":[1]}', ["dict", "a", 0]],
+        ["tuple", '{"cut":[],"dtype":"int8","shape":[1]}', ["dict", "a", 0]],
         ["tuple", 5, ["dict", "a", 0]],
         ["tuple", "[" * 60_000, ["dict", "a", 0]],
         FORM,

@@ -43,6 +43,9 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("loading/entries.py:no_entry", "Map the whole mapping, with rename="): (
         "tests/loading/test_entries.py::test_renaming_individual_entries_is_refused"
     ),
+    Case("frontends/views/torchao_names.py:_described", "load it with cast=True into a plain model"): (
+        "tests/tensors/test_kinds.py::test_cast_loads_the_values_into_a_plain_model"
+    ),
     Case("tensors/shards.py:_problem", "its values() and offsets()"): (
         "tests/loading/test_wrapped.py::test_other_layouts_are_refused_at_the_start_with_advice"
     ),

@@ -13,7 +13,6 @@ from casckpt.errors import InvalidInput
 from casckpt.format.sections.index import Entry
 from casckpt.format.tree import Wrapper
 from casckpt.frontends.training_state.flat import FlatPart
-from casckpt.loading.wrapped import is_apart
 from casckpt.tensors.dtensors import described_like, from_local, is_dtensor, local_of
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.kinds import is_wrapper, kind_of
@@ -126,7 +125,7 @@ class Holding:
         is_sharded = is_dtensor(parameter) or part is not None
         local = local_of(parameter) if part is None else part.data
         new = None
-        if is_apart(node):
+        if node.in_parts:
             mine = opened(key, parameter if part is None else part.shard(part.data), apart=True)
             for name in mine.parts if mine is not None else ():
                 below = node.nodes.get(name)
@@ -137,9 +136,7 @@ class Holding:
         new = torch.empty_like(local, requires_grad=False) if new is None else new
         if part is not None:
             return part.shard(new)
-        if not is_dtensor(parameter):
-            return new
-        return from_local(new, parameter)
+        return from_local(new, parameter) if is_dtensor(parameter) else new
 
 
 def _alone(value: Any) -> Any:

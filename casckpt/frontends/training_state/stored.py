@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -13,16 +12,15 @@ from casckpt.base.lazy import cached_property
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.contents.contents import Contents
 from casckpt.errors import Mismatch, MissingKey
-from casckpt.format import tree
-from casckpt.format.forms import decode_form
 from casckpt.format.regions import Shape
 from casckpt.format.sections.index import Entry
-from casckpt.format.tree import Element, Leaf, Node, Wrapper, children, find, join, leaves, units
+from casckpt.format.tree import Element, Leaf, Node, Wrapper, children, closed, find, join, leaves, units
 from casckpt.loading.arguments import Rename, renamer
 from casckpt.store.store import Store
 from casckpt.store.types import Commit
 from casckpt.tensors.memory import new_empty
 from casckpt.tensors.objects import TORCH_EXTENSIONS
+from casckpt.tensors.state import inflate
 
 MODEL, OPTIM = "model", "optim"
 GROUPS, STATE = f"{OPTIM}.param_groups", f"{OPTIM}.state"
@@ -83,7 +81,7 @@ class StoredTraining:
         """The shapes of all tensors and wrappers, by key."""
         inner, wrappers = self.contents.outer, self.contents.wrappers
         plain = {key: entry.shape for key, entry in self.contents.tensors.items() if key not in inner}
-        return plain | {key: tuple(decode_form(node.form)["shape"]) for key, node in wrappers.items()}
+        return plain | {key: node.shape for key, node in wrappers.items()}
 
     def lacks(self, key: str) -> bool:
         """Return whether the checkpoint was thinned and lacks the tensor at a key."""
@@ -189,30 +187,25 @@ class StoredTraining:
         If ``wrap`` returns None, the load creates the wrapper.
         """
         filled: dict[Element, Any] = {}
-        start, outer = f"{at}.state.", self.contents.outer
+        start = f"{at}.state."
         keys = (f"{start}{join((name, *path))}" for name, node in nodes.items() for path, _ in leaves(node))
         self.contents.ready(key for key in keys if key in self.contents.tensors)
         for name, node in nodes.items():
             prefix = f"{name}."
 
             def leaf(key: str, kind: Leaf, name: Element = name, prefix: str = prefix) -> Any:
+                if (wrapper := self.contents.wrappers.get(start + key)) is not None:
+                    for path, _ in leaves(wrapper):
+                        self.contents.extents(self.contents.tensor(f"{start}{key}.{join(path)}"))
+                    return wrap(name, key.removeprefix(prefix), wrapper)
                 entry = self.contents.tensors.get(start + key)
                 if entry is None:
                     return None
                 self.contents.extents(entry)  # raises an error for a shape without stored data
-                return None if start + key in outer else place(name, key.removeprefix(prefix), entry)
+                return place(name, key.removeprefix(prefix), entry)
 
-            def rewrap(key: str, node: Wrapper, values: Any, name: Element = name, prefix: str = prefix) -> Any:
-                return wrap(name, key.removeprefix(prefix), node) if start + key in self.contents.wrappers else None
-
-            kept = partial(_outer_kept, keep, start, outer)
-            filled |= tree.rebuild({name: node}, leaf, kept, rewrap)
+            filled |= inflate({name: closed(node)}, leaf, keep)
         return filled
-
-
-def _outer_kept(keep: Callable[[str], bool], start: str, outer: Mapping[str, str], key: str) -> bool:
-    """Return whether ``keep`` selects a key, or the wrapper that consists of the tensor there."""
-    return keep(outer.get(start + key, start + key).removeprefix(start))
 
 
 def _owner(key: str, names: Mapping[str, Any]) -> str:

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Final
 
 from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput
-from casckpt.format.forms import decode_form
-
-WEIGHTS: Final = frozenset({
-    "Float8Tensor", "Int4PlainInt32Tensor", "Int4Tensor", "Int4TilePackedTo4dTensor", "Int8Tensor",
-    "IntxUnpackedToInt8Tensor", "MXTensor", "NVFP4Tensor",
-})  # fmt: skip
-"""The weights that torchao can read from a safetensors file."""
+from casckpt.tensors.kinds import WEIGHTS
 
 
 def torchao_names(contents: Contents, keys: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -48,7 +41,7 @@ def torchao_names(contents: Contents, keys: Sequence[str], names: Sequence[str])
 
 
 def _described(contents: Contents, key: str, names: Sequence[str]) -> str:
-    form = decode_form(contents.wrappers[key].form)
+    form = contents.wrappers[key].fields
     package, _, kind = str(form.get("kind", ": a wrapper in parts")).partition(":")
     if package != "torchao" or kind not in WEIGHTS:
         raise InvalidInput(
