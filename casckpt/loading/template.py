@@ -125,7 +125,7 @@ class Template:
         """Add all leaves. Return the errors for leaves that do not fit, and the leaves that the checkpoint lacks."""
         errors, lacking, left, done = [], [], [], set(self._flat.whole)
         for key, leaf in self._flat.leaves.items():
-            if leaf.unit.key in done:
+            if (leaf.outer or leaf).key in done:
                 continue
             try:
                 lacks = leaf.outer is not None and not self._has_wrapper(leaf.outer)

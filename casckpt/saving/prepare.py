@@ -76,7 +76,7 @@ def prepare(
     objects: list[ObjectEntry] = []
     left: dict[str, int] = {}
     for key, leaf in flat.leaves.items():
-        unit = leaf.unit
+        unit = leaf.outer or leaf
         if owners is not None and not leaf.per_rank and (owner := _owner(owners, unit.key, size)) not in (None, rank):
             left[key] = owner
             _drop(flat.tree, unit.path)
@@ -95,7 +95,7 @@ def prepare(
         for unkept, path in flat.unkept.items():
             _log_class(unkept, show(path))
     inline, large = _attachments(attachments or {})
-    outer = {leaf.unit.key: leaf.unit.value for leaf in flat.leaves.values() if size > 1 and leaf.outer is not None}
+    outer = {leaf.unit.key: leaf.unit.value for leaf in flat.leaves.values() if leaf.outer} if size > 1 else {}
     sharded = {key: value for key, value in outer.items() if is_part(value) and not flat.wrappers[key].in_parts}
     in_parts = {key: flatten({key: value}, apart=lambda _: True) for key, value in sharded.items()}
     return Prepared([*sources, *large], objects, inline, encode_tree(flat.tree), left, in_parts)

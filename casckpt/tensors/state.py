@@ -160,6 +160,7 @@ def check_nesting(value: Any, name: str) -> None:
 
 
 _CONTAINERS = (Mapping, list, tuple)
+_STRIDED = torch.strided
 _TENSORS = (torch.Tensor, Shard, Wrapped)  # a tuple, because a union would be rebuilt for each leaf
 
 
@@ -281,7 +282,7 @@ class _Flattener:
             kind = None
         if kind is None:
             leaf = LeafValue(key, path, value, is_tensor, per_rank)
-            if is_tensor and (type(value) not in PLAIN or value.layout is not torch.strided):
+            if is_tensor and (type(value) not in PLAIN or value.layout is not _STRIDED):
                 return self._tensor(leaf)
             self._add(leaf)
             return TENSOR if is_tensor else OBJECT
