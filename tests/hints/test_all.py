@@ -35,7 +35,7 @@ NO_HINTS = {
 
 FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("ranks/ranks.py:_gloo", "set GLOO_SOCKET_IFNAME to a network interface"): (
-        "tests/ranks/test_waiting.py::test_a_gloo_that_cannot_start_is_reported_on_all_ranks"
+        "tests/ranks/test_waiting.py::test_a_gloo_startup_failure_is_reported_on_all_ranks"
     ),
     Case("ranks/messages.py:astray", "give the objects on every rank, or give the state_dict of each"): (
         "tests/frontends/training_state/test_objects.py::test_objects_on_a_single_rank_are_refused_on_all_ranks_without_waiting"
