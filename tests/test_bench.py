@@ -114,7 +114,7 @@ def test_earlier_results_are_plotted_and_published(smoke: Path, tmp_path: Path) 
     assert "\n| casckpt, frozen= declared |" in text
 
 
-def test_an_unknown_contender_is_refused() -> None:
+def test_an_unknown_contender_is_rejected() -> None:
     for arguments in (["nothing"], ["save", "--peers", "nobody"], ["save", "--size", "much"], ["save", "--from", "x"]):
         done = bench(*arguments)
         assert done.status == 2

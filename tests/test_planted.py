@@ -43,7 +43,7 @@ def test_a_place_is_found_in_any_module(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "text", "count"), [("put", "return 2", 0), ("get", "return 1", 0), ("put", "1", 2)]
 )
-def test_an_ambiguous_or_missing_place_is_refused(tmp_path: Path, function: str, text: str, count: int) -> None:
+def test_an_ambiguous_or_missing_place_is_rejected(tmp_path: Path, function: str, text: str, count: int) -> None:
     (tmp_path / "casckpt").mkdir()
     for name in "ab":
         (tmp_path / "casckpt" / f"{name}.py").write_text("def put():\n    return 1\n")

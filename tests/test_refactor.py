@@ -185,7 +185,7 @@ def test_a_parameter_is_renamed_together_with_call_keywords(project: Project) ->
         ("casckpt.deep.wheels.Wheel", "class", "not a name"),
     ],
 )
-def test_a_name_that_is_in_use_or_missing_is_refused(project: Project, old: str, new: str, why: str) -> None:
+def test_a_name_that_is_in_use_or_missing_is_rejected(project: Project, old: str, new: str, why: str) -> None:
     with pytest.raises(Refused, match=why):
         rename(project, old, new)
     assert text(project, "casckpt/deep/wheels.py") == FILES["casckpt/deep/wheels.py"]

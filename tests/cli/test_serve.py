@@ -39,13 +39,13 @@ def test_an_address_open_to_others_needs_a_token(tmp_path: Path, host: str) -> N
 @pytest.mark.parametrize(
     ("text", "match"), [("", "does not contain a token"), ("a b", "with a space"), ("t\u00f6", "non-ASCII")]
 )
-def test_a_file_without_tokens_is_refused(tmp_path: Path, text: str, match: str) -> None:
+def test_a_file_without_tokens_is_rejected(tmp_path: Path, text: str, match: str) -> None:
     (tmp_path / "tokens").write_text(text)
     assert match in refused(tmp_path / "store", "--token-file", tmp_path / "tokens")
     assert "cannot read" in refused(tmp_path / "store", "--token-file", tmp_path / "none")
 
 
-def test_an_unknown_view_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_view_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "view").write_text("[]")
     assert "is not a JSON object" in refused(tmp_path / "store", "--view", tmp_path / "view")
 
@@ -55,7 +55,7 @@ def test_a_path_without_a_store_is_not_served(tmp_path: Path) -> None:
     assert not (tmp_path / "nope").exists()
 
 
-def test_invalid_files_and_addresses_are_refused(store: Path) -> None:
+def test_invalid_files_and_addresses_are_rejected(store: Path) -> None:
     assert "pass a larger --max-shard-size" in refused(store, "--max-shard-size", "0")
     assert "cannot listen on" in refused(store, "--host", "a..b", "--no-token")
 

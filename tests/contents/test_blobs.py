@@ -32,7 +32,7 @@ def test_an_existing_blob_of_the_same_size_counts_as_put(repo: Repository, txid:
     assert repo.storage.get(blob_key(txid, HASH), limit=10) == b"data"
 
 
-def test_an_existing_blob_of_a_different_size_is_refused(repo: Repository, txid: TxId) -> None:
+def test_an_existing_blob_of_a_different_size_is_rejected(repo: Repository, txid: TxId) -> None:
     blobs.put(repo, txid, HASH, b"dat")
     with pytest.raises(StorageError, match="3 bytes instead of 4") as caught:
         blobs.put(repo, txid, HASH, b"data")

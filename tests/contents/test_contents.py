@@ -63,7 +63,7 @@ def test_a_rank_sees_its_own_values_and_other_ranks_see_those_of_rank_0(ranks: P
     assert second == [((3,), 1, held), ((2,), 0, held)]
 
 
-def test_a_leaf_that_is_not_stored_is_refused(store: casckpt.Store) -> None:
+def test_a_leaf_that_is_not_stored_is_rejected(store: casckpt.Store) -> None:
     contents = saved(store, {"w": torch.ones(3), "lr": 0.1})
     assert contents.whole_tree() == {"w": 0, "lr": 1}
     del contents.objects["lr"]

@@ -64,7 +64,7 @@ def test_an_existing_manifest_of_the_same_size_counts_as_put(repo: Repository) -
     assert manifests.put(repo, txid, made) == manifests.put(repo, txid, made)
 
 
-def test_an_existing_manifest_of_a_different_size_is_refused(repo: Repository) -> None:
+def test_an_existing_manifest_of_a_different_size_is_rejected(repo: Repository) -> None:
     txid = repo.new_txid("a", 1)
     made = draft([])
     found = manifests.put(repo, txid, made)
@@ -112,7 +112,7 @@ def test_an_error_for_an_invalid_manifest_names_the_checkpoint(tmp_path: Path, r
 
 
 @pytest.mark.parametrize("fields", [{"run": "other"}, {"step": 8}, {"created_at": 1}, {"parent": "ab" * 32}])
-def test_a_record_that_contradicts_its_manifest_is_refused(
+def test_a_record_that_contradicts_its_manifest_is_rejected(
     tmp_path: Path, repo: Repository, fields: dict[str, Any]
 ) -> None:
     commit = save(repo, "sft", 7)

@@ -167,7 +167,7 @@ def test_a_tag_on_a_missing_checkpoint_is_not_found(repo: Repository, tmp_path: 
     ["", "a", "abc", "abcde", "0" * 65, "a@", "a@x", "a@-1", "a@1.5", "@1", "a b@1", "a@@1", "a@1..", "a@1..2",
      "a@10000000000000000000", "Tag:x", "a@LATEST", "a@ 1", "a@\u0661", "xyzxyz", "a@1\n"],
 )  # fmt: skip
-def test_an_invalid_reference_is_refused(repo: Repository, ref: str) -> None:
+def test_an_invalid_reference_is_rejected(repo: Repository, ref: str) -> None:
     commit_bare(repo, "a", 1)
     with pytest.raises(InvalidInput):
         resolve(repo, ref)

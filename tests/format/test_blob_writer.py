@@ -168,7 +168,7 @@ def test_cells_that_are_not_added_do_not_leave_a_trace() -> None:
     assert (name, bytes(buffer[:size])) == written([("int32", b"abcd")])[:2]
 
 
-def test_cells_out_of_order_are_refused() -> None:
+def test_cells_out_of_order_are_rejected() -> None:
     with pytest.raises(InvalidInput, match="sort"):
         written([("uint8", b"1"), ("float32", b"1234")])
     with pytest.raises(InvalidInput, match="leaves"):

@@ -25,7 +25,7 @@ def test_a_column_is_as_narrow_as_possible(top: int, width: int) -> None:
     "data",
     [b"", b"\0", b"\3abc", b"\2abc", b"\x08" + b"\xff" * 8, b"\x08" + (2**62 + 1).to_bytes(8, "little"), b"\xff"],
 )
-def test_malformed_columns_are_refused(data: bytes) -> None:
+def test_malformed_columns_are_rejected(data: bytes) -> None:
     with pytest.raises(Refused, match="a column of the manifest"):
         unpack(data)
 

@@ -31,7 +31,7 @@ def test_every_dtype_of_torch_is_known_except_quantized_and_new_ones() -> None:
     assert names - set(DTYPES) - NEW == NOT_STORED
 
 
-def test_an_unknown_name_is_refused() -> None:
+def test_an_unknown_name_is_rejected() -> None:
     for ask in (itemsize, stored_name, stored_itemsize):
         with pytest.raises(Refused, match="float3"):
             ask("float3")

@@ -290,7 +290,7 @@ def part(name: str) -> bytes:
 
 
 @given(st.data())
-def test_forged_bytes_are_refused_or_harmless(data_: st.DataObject) -> None:
+def test_forged_bytes_are_rejected_or_harmless(data_: st.DataObject) -> None:
     name = data_.draw(st.sampled_from(FRONT))
     raw = bytearray(part(name))
     for _ in range(data_.draw(st.integers(1, 4))):
@@ -312,7 +312,7 @@ values = st.recursive(
 
 
 @given(st.data())
-def test_forged_fields_are_refused_or_harmless(data_: st.DataObject) -> None:
+def test_forged_fields_are_rejected_or_harmless(data_: st.DataObject) -> None:
     name = data_.draw(st.sampled_from(FRONT))
     fields = msgspec.msgpack.decode(part(name))
     place, field = fields, data_.draw(st.sampled_from(list(fields)))
@@ -375,7 +375,7 @@ def _set(*path: str, to: Any) -> Callable[[dict[str, Any]], object]:
     ],
     ids=named,
 )
-def test_fields_outside_the_limits_are_refused(change: Callable[[dict[str, Any]], object]) -> None:
+def test_fields_outside_the_limits_are_rejected(change: Callable[[dict[str, Any]], object]) -> None:
     made = changed("index", change)
     with pytest.raises(Refused, match="is invalid"):
         _use(decode(made.data, made.id, made.head))
@@ -395,7 +395,7 @@ def test_fields_outside_the_limits_are_refused(change: Callable[[dict[str, Any]]
     ],
     ids=named,
 )
-def test_blobs_outside_the_store_are_refused(change: Callable[[dict[str, Any]], object]) -> None:
+def test_blobs_outside_the_store_are_rejected(change: Callable[[dict[str, Any]], object]) -> None:
     made = changed("blobs", change)
     with pytest.raises(Refused, match="is invalid"):
         decode(made.data, made.id, made.head)
@@ -447,13 +447,13 @@ def test_the_error_for_malformed_extents_names_the_key() -> None:
         found.extents(found.entries[1])
 
 
-def test_malformed_metadata_is_refused() -> None:
+def test_malformed_metadata_is_rejected() -> None:
     made = encode(drawn(metadata=msgspec.Raw(b"\x91\xa1\xff")))
     with pytest.raises(Refused, match="metadata"):
         _ = decode(made.data, made.id).metadata
 
 
-def test_deep_nesting_is_refused() -> None:
+def test_deep_nesting_is_rejected() -> None:
     deep = b"\x91" * 100_000 + b"\xc0"
     index = part("index")
     for bad in (index.replace(b"\xa4loss", b"\xa4loss" + deep), index[:-1] + deep):

@@ -183,13 +183,13 @@ def test_nothing_inside_a_set_is_spilled() -> None:
     assert same(plain.decode(data, load=parts.load), [value, b"z" * 200])
 
 
-def test_a_part_of_the_wrong_length_is_refused() -> None:
+def test_a_part_of_the_wrong_length_is_rejected() -> None:
     data = plain.encode(b"x" * 200, spill=lambda _: 0, spill_from=100)
     with pytest.raises(Refused, match="part 0 has 3 bytes instead of 200"):
         plain.decode(data, load=lambda _: b"abc")
 
 
-def test_a_part_named_twice_or_without_load_is_refused() -> None:
+def test_a_part_named_twice_or_without_load_is_rejected() -> None:
     twice = plain.encode([b"x" * 200, b"x" * 200], spill=lambda _: 7, spill_from=100)
     with pytest.raises(Refused, match="twice"):
         plain.decode(twice, load=lambda _: b"x" * 200)
@@ -229,7 +229,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("value", "what"), REFUSED, ids=lambda item: type(item).__name__)
-def test_a_value_that_is_not_plain_is_refused(value: Any, what: str) -> None:
+def test_a_value_that_is_not_plain_is_rejected(value: Any, what: str) -> None:
     with pytest.raises(InvalidInput, match=what) as caught:
         plain.encode(value, where="train.state")
     assert str(caught.value).startswith("train.state: ")
@@ -265,7 +265,7 @@ def test_a_refusal_names_the_position(value: Any, place: str) -> None:
     assert str(caught.value).startswith(place)
 
 
-def test_a_value_that_contains_itself_is_refused() -> None:
+def test_a_value_that_contains_itself_is_rejected() -> None:
     value: dict[str, Any] = {"a": []}
     value["a"].append(value)
     with pytest.raises(InvalidInput, match=r"value\['a'\]\[0\]: it contains itself"):

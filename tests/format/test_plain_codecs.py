@@ -41,7 +41,7 @@ def test_a_stream_in_memory_keeps_its_position(size: int) -> None:
 # refused values
 
 
-def test_an_ordered_dict_with_more_attributes_is_refused() -> None:
+def test_an_ordered_dict_with_more_attributes_is_rejected() -> None:
     value = with_metadata()
     vars(value)["other"] = 1
     with pytest.raises(InvalidInput, match=r"attributes \(\['other'\]\)"):

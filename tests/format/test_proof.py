@@ -99,13 +99,13 @@ HOSTILE: dict[str, list[int]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_proof_is_refused_even_with_the_right_hash(name: str) -> None:
+def test_a_hostile_proof_is_rejected_even_with_the_right_hash(name: str) -> None:
     with pytest.raises(Refused):
         decode_proof(proof_of(HOSTILE[name]))
 
 
 @pytest.mark.parametrize("cut", [1, RECORD_BYTES - 1])
-def test_a_proof_with_half_a_record_is_refused(cut: int) -> None:
+def test_a_proof_with_half_a_record_is_rejected(cut: int) -> None:
     with pytest.raises(Refused):
         decode_proof(proof_of([5, 5])[:-cut])
 

@@ -159,18 +159,18 @@ def test_a_box_is_selected_from_the_array_of_an_enclosing_box(data: st.DataObjec
     ("offset", "shape"),
     [((0,), (-1,)), ((-1,), (1,)), ((0, 0), (1,)), ((), (1,)), ((0,), (2**62 + 1,)), ((0,) * 65, (1,) * 65)],
 )
-def test_a_box_outside_the_limits_is_refused(offset: Shape, shape: Shape) -> None:
+def test_a_box_outside_the_limits_is_rejected(offset: Shape, shape: Shape) -> None:
     with pytest.raises(InvalidInput):
         Box(offset, shape)
 
 
 @pytest.mark.parametrize(("lo", "hi"), [(-1, 2), (3, 2), (0, 7)])
-def test_a_range_outside_its_box_is_refused(lo: int, hi: int) -> None:
+def test_a_range_outside_its_box_is_rejected(lo: int, hi: int) -> None:
     with pytest.raises(InvalidInput, match="is outside a box of 6 elements"):
         Region(Box((0, 0), (2, 3)), lo, hi)
 
 
-def test_a_shape_outside_the_limits_is_refused() -> None:
+def test_a_shape_outside_the_limits_is_rejected() -> None:
     assert check_shape((2**62,)) == (2**62,)
     assert check_shape((2**62, 0)) == (2**62, 0)
     assert check_shape((1,) * MAX_DIMENSIONS) == (1,) * MAX_DIMENSIONS

@@ -102,7 +102,7 @@ def test_mutated_bytes_are_decoded_or_refused(data: bytes, draw: st.DataObject) 
     ],
     ids=short,
 )
-def test_hostile_trees_are_refused(wire: Any) -> None:
+def test_hostile_trees_are_rejected(wire: Any) -> None:
     with pytest.raises(Refused):
         decode_tree(msgspec.msgpack.encode(wire))
 
@@ -184,7 +184,7 @@ def test_merge_refuses_two_paths_with_the_same_flat_key() -> None:
         merge([{"a": {"b": T}}, {"a.b": T}])
 
 
-def test_merging_no_trees_is_refused() -> None:
+def test_merging_no_trees_is_rejected() -> None:
     with pytest.raises(InvalidInput):
         merge([])
 

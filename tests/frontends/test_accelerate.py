@@ -215,7 +215,7 @@ def test_invalid_state_raises_on_all_ranks_at_the_same_step(store_path: Path, ra
 
 
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA"])
-def test_unsupported_distributed_types_are_refused(store: casckpt.Store, kind: str) -> None:
+def test_unsupported_distributed_types_are_rejected(store: casckpt.Store, kind: str) -> None:
     from casckpt.frontends.accelerate import AcceleratorCheckpointer
 
     accelerator: Any = SimpleNamespace(distributed_type=SimpleNamespace(name=kind))
@@ -223,7 +223,7 @@ def test_unsupported_distributed_types_are_refused(store: casckpt.Store, kind: s
         AcceleratorCheckpointer(accelerator, store, run="a")
 
 
-def test_an_offloaded_model_is_refused_and_can_be_restored(tmp_path: Path) -> None:
+def test_an_offloaded_model_is_rejected_and_can_be_restored(tmp_path: Path) -> None:
     from accelerate import cpu_offload
     from accelerate.hooks import remove_hook_from_submodules
 

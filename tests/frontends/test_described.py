@@ -127,7 +127,7 @@ def misplanned(rank: int, size: int, path: Path) -> list[dict[int, tuple[str, st
     return found
 
 
-def test_tensors_that_dcp_would_misplace_are_refused_by_dcp_and_saved_natively(ranks: Pool, store_path: Path) -> None:
+def test_tensors_that_dcp_would_misplace_are_rejected_by_dcp_and_saved_natively(ranks: Pool, store_path: Path) -> None:
     for found in ranks.run(4, misplanned, store_path):
         for failures in found:
             assert failures

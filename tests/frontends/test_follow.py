@@ -171,7 +171,7 @@ def test_the_command_receives_an_absolute_path(store: Store, tmp_path: Path, mon
     assert (tmp_path / "told").read_text().strip() == f"{tmp_path}/to/{os.readlink('to/current')}"
 
 
-def test_a_folder_with_other_contents_is_refused(store: Store, tmp_path: Path) -> None:
+def test_a_folder_with_other_contents_is_rejected(store: Store, tmp_path: Path) -> None:
     (tmp_path / "to").mkdir()
     (tmp_path / "to" / "mine").touch()
     with pytest.raises(InvalidInput, match="mine"):

@@ -207,7 +207,7 @@ def test_dcp_reports_invalid_names_and_ids(store: casckpt.Store, folder: Path) -
 # a tree that names missing entries
 
 
-def test_an_export_of_an_incomplete_tree_is_refused(
+def test_an_export_of_an_incomplete_tree_is_rejected(
     store: casckpt.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def more(node: Node) -> bytes:

@@ -238,7 +238,7 @@ def test_a_model_without_adapters_refuses_adapters(load: Load, strict: bool, nam
     load(store, "r@1", model, strict=False, unread="ignore")
 
 
-def test_adapter_keys_are_refused_by_a_model_without_adapters() -> None:
+def test_adapter_keys_are_rejected_by_a_model_without_adapters() -> None:
     store = small()
     save_model_and_optim_state(store, model_of(PEFT, 5), run="r", step=1)
     with pytest.raises(Mismatch, match=r"no adapters.*get_peft_model"):

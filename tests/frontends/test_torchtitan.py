@@ -230,7 +230,7 @@ def test_torchtitan_signs_and_mirrors(store_path: Path, ranks: Pool, tmp_path: P
     assert [one.step for one in casckpt.open(f"{store_path}.away", require_signature=keys.public).checkpoints()] == [2]
 
 
-def test_settings_that_do_not_apply_to_a_store_are_refused(store_path: Path, ranks: Pool) -> None:
+def test_settings_that_do_not_apply_to_a_store_are_rejected(store_path: Path, ranks: Pool) -> None:
     ranks.run(1, refuses, store_path)
     tensors = casckpt.open(store_path).get("titan@1").tensors.values()
     assert {one.dtype for one in tensors} == {"bfloat16", "int64"}  # an integer buffer is not converted

@@ -297,7 +297,7 @@ def test_an_unreadable_announcement_uses_up_its_number(tmp_path: Path) -> None:
     assert look_at(repo).announced == {one.txid: 0, two.txid: 0}
 
 
-def test_announcements_of_a_different_run_are_refused(tmp_path: Path) -> None:
+def test_announcements_of_a_different_run_are_rejected(tmp_path: Path) -> None:
     repo, storage = faulty(tmp_path)
     commit_bare(repo, "another")
     data = storage.inner.get(announcement_key(run_hash("another"), 0), limit=1 << 20)

@@ -157,7 +157,7 @@ def test_the_newest_live_commit_of_a_run_may_be_forgotten_but_not_purged(repo: R
     assert [c.txid for c in list_commits(repo).live()][:2] == [one.txid, two.txid]
 
 
-def test_a_commit_of_a_revoked_transaction_is_refused(repo: Repository) -> None:
+def test_a_commit_of_a_revoked_transaction_is_rejected(repo: Repository) -> None:
     record = committed(repo, "a", 4)
     assert revoke(repo, record.txid, "no sign of life")
     with pytest.raises(Revoked, match=r"save of a@4 was revoked.*no sign of life.*save again"):

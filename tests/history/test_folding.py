@@ -99,7 +99,7 @@ def test_the_twin_that_was_saved_last_answers(repo: Repository) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["run", "step", "later"])
-def test_a_rewrite_record_of_a_different_checkpoint_is_refused(repo: Repository, wrong: str) -> None:
+def test_a_rewrite_record_of_a_different_checkpoint_is_rejected(repo: Repository, wrong: str) -> None:
     record = committed(repo, "a", 1)
     base = repo.new_txid("b" if wrong == "run" else "a", 2 if wrong == "step" else 1)
     if wrong != "later":

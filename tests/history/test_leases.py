@@ -64,7 +64,7 @@ def test_an_expired_tag_can_be_set_moved_and_deleted(repo: Repository) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0])
-def test_a_tag_without_a_duration_is_refused(repo: Repository, seconds: float) -> None:
+def test_a_tag_without_a_duration_is_rejected(repo: Repository, seconds: float) -> None:
     with pytest.raises(InvalidInput, match="cannot expire immediately"):
         hold(repo, "eval", commit_bare(repo), seconds)
     with pytest.raises(InvalidInput, match="not a valid name"):
@@ -270,7 +270,7 @@ def test_an_ended_lease_does_not_renew_its_reused_name(repo: Repository) -> None
         assert [tag.txid for tag in tags(repo).values()] == [second.txid]
 
 
-def test_a_lease_on_a_purged_checkpoint_is_refused(repo: Repository) -> None:
+def test_a_lease_on_a_purged_checkpoint_is_rejected(repo: Repository) -> None:
     with pytest.raises(NotFound):
         Lease(repo, forget(repo, commit_bare(repo)), HOUR)
     assert names(repo) == set()

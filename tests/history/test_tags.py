@@ -69,7 +69,7 @@ def test_tags_with_a_common_prefix_are_separate(repo: Repository) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "Best", "a/b", "../x", "a b", ".x", "a" * 101, "ä"])
-def test_invalid_tag_names_are_refused(repo: Repository, name: str) -> None:
+def test_invalid_tag_names_are_rejected(repo: Repository, name: str) -> None:
     commit = commit_bare(repo)
     with pytest.raises(InvalidInput):
         set_tag(repo, name, commit)
@@ -216,7 +216,7 @@ def test_a_damaged_tag_can_be_deleted_and_its_error_says_so(repo: Repository) ->
         delete_tag(repo, "bad")
 
 
-def test_a_record_of_a_different_tag_is_refused(repo: Repository) -> None:
+def test_a_record_of_a_different_tag_is_rejected(repo: Repository) -> None:
     set_tag(repo, "one", commit_bare(repo))
     repo.storage.put(tag_key("two", 0), repo.storage.get(tag_key("one", 0), limit=1 << 20))
     with pytest.raises(Refused, match="'one'"):

@@ -127,7 +127,7 @@ def test_a_mapping_of_entries_can_be_renamed(store: Store) -> None:
         {r"ids\.deep\.n": "train.seen.a", "ids": "train.seen"},
     ],
 )
-def test_renaming_individual_entries_is_refused(rename: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renaming_individual_entries_is_rejected(rename: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "LARGE", 3)
     store = small()
     store.save({"w": torch.ones(2), "train": {"seen": SEEN}}, step=1)

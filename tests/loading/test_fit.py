@@ -165,7 +165,7 @@ def test_a_complete_load_logs_nothing_and_an_empty_load_raises() -> None:
     assert said == "filled 1 of 2 tensors from a@1; left unchanged: 'w'."
 
 
-def test_adapters_are_refused_only_by_models_without_adapters() -> None:
+def test_adapters_are_rejected_only_by_models_without_adapters() -> None:
     saved = {"q.lora_A.default.weight": (1, 2), "w": W}
     with pytest.raises(Mismatch, match=r"no adapters.*get_peft_model.*merge_and_unload"):
         check_fit(Fit({"w": "w"}, {"v": W}), saved, "a@1")

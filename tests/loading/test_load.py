@@ -258,7 +258,7 @@ def test_a_tuple_in_a_template_is_replaced(store: Store) -> None:
     "target",
     [torch.zeros(1).expand(5), torch.zeros(3).as_strided((5,), (0,)), torch.zeros(4, 1).as_strided((5,), (0,))],
 )
-def test_an_expanded_destination_is_refused(store: Store, target: torch.Tensor) -> None:
+def test_an_expanded_destination_is_rejected(store: Store, target: torch.Tensor) -> None:
     template = {"model": {"n": torch.zeros((), dtype=torch.int64), "b": target}}
     with pytest.raises(InvalidInput, match=r"'model\.b': the elements of an expanded tensor"):
         store.load(template, REF)
@@ -266,12 +266,12 @@ def test_an_expanded_destination_is_refused(store: Store, target: torch.Tensor) 
 
 
 @pytest.mark.parametrize("target", [torch.zeros(5, device="meta"), torch.zeros(5).to_sparse()])
-def test_a_destination_without_memory_is_refused(store: Store, target: torch.Tensor) -> None:
+def test_a_destination_without_memory_is_rejected(store: Store, target: torch.Tensor) -> None:
     with pytest.raises(InvalidInput, match=r"'model\.b'"):
         store.load({"model": {"b": target}}, REF)
 
 
-def test_an_immutable_template_is_refused_before_anything_changes(store: Store) -> None:
+def test_an_immutable_template_is_rejected_before_anything_changes(store: Store) -> None:
     template: dict[str, Any] = {"model": {"b": torch.zeros(5)}, "optim": MappingProxyType({"groups": None})}
     with pytest.raises(InvalidInput, match="optim"):
         store.load(template, REF)
@@ -343,7 +343,7 @@ def test_loading_a_missing_checkpoint_raises_not_found(store: Store, ref: str) -
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1.5, "2", True])
-def test_invalid_thread_counts_are_refused(store: Store, threads: Any) -> None:
+def test_invalid_thread_counts_are_rejected(store: Store, threads: Any) -> None:
     for call in (
         lambda: store.read(REF, threads=threads),
         lambda: store.load({"epoch": 0}, REF, threads=threads),

@@ -32,7 +32,7 @@ def test_tied_or_equal_tensors_load_into_tied_memory(same: bool) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 5])
-def test_tied_memory_with_different_values_is_refused_before_any_change(count: int) -> None:
+def test_tied_memory_with_different_values_is_rejected_before_any_change(count: int) -> None:
     """Otherwise, one load would overwrite the other while both are being verified."""
     store = small()
     store.save({EMBED: cells(count, seed=1), HEAD: cells(count, seed=2)}, step=1)
@@ -114,7 +114,7 @@ def test_views_of_shared_memory_load_their_saved_values(view: View, dtype: torch
 
 @pytest.mark.parametrize(("view", "dtype"), CASES, ids=NAMES)
 @pytest.mark.parametrize("extent", [120, 300], ids=["one cell", "several"])
-def test_views_of_shared_memory_with_different_stored_values_are_refused(
+def test_views_of_shared_memory_with_different_stored_values_are_rejected(
     view: View, dtype: torch.dtype, extent: int
 ) -> None:
     """load and update refuse this before any change, even for a single element."""

@@ -154,7 +154,7 @@ def test_an_update_with_rename_reads_only_frames(tmp_path: Path) -> None:
     assert sum(read) <= 1.1 * frames(store, 1, 2)
 
 
-def test_a_graph_with_values_from_before_is_refused() -> None:
+def test_a_graph_with_values_from_before_is_rejected() -> None:
     store = saved(small(), states())
     tensor = torch.zeros(90, 256)
     state = {"m": {"w": tensor}}
@@ -298,7 +298,7 @@ def test_an_update_from_a_purged_version_reads_everything() -> None:
     assert same_state(state, found[2])
 
 
-def test_contradictory_arguments_are_refused() -> None:
+def test_contradictory_arguments_are_rejected() -> None:
     store = saved(small(), states())
     state, held = held_at(store, 0)
     wrong: Any
@@ -351,6 +351,6 @@ def _update_differently(rank: int, size: int, path: str) -> str:
     return ""
 
 
-def test_ranks_that_request_different_versions_are_refused(ranks: Pool, tmp_path: Path) -> None:
+def test_ranks_that_request_different_versions_are_rejected(ranks: Pool, tmp_path: Path) -> None:
     saved(small_folder(tmp_path), states())
     assert ranks.run(2, _update_differently, str(tmp_path)) == ["conflict", "conflict"]

@@ -52,7 +52,7 @@ TEN = [kept(i, i * 50) for i in range(10)]
         {"keep_every": 2.0},
     ],
 )
-def test_an_invalid_policy_is_refused(rules: dict[str, Any]) -> None:
+def test_an_invalid_policy_is_rejected(rules: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match=r"keep-"):
         Policy(**rules)
 
@@ -233,7 +233,7 @@ def test_a_run_without_the_metric_is_kept_and_named() -> None:
     assert runs_without(store, Policy(keep_last=1)) == {}
 
 
-def test_a_metric_without_values_is_refused() -> None:
+def test_a_metric_without_values_is_rejected() -> None:
     store = [replace(one, metrics={**one.metrics, "acc": 1.0}) for one in scored(1.0, 2.0)]
     with pytest.raises(InvalidInput, match="no checkpoint here has a metric 'los'; the existing metrics are acc, loss"):
         runs_without(store, Policy(keep_best=["loss:1", "los:3"]))
@@ -251,7 +251,7 @@ def test_a_metric_may_have_colons() -> None:
 
 
 @pytest.mark.parametrize("best", ["loss", "loss:", ":3", "loss:0", "loss:-1", "loss:max:", "loss:1.5", 3, ["x"], [3]])
-def test_an_invalid_keep_best_is_refused(best: Any) -> None:
+def test_an_invalid_keep_best_is_rejected(best: Any) -> None:
     with pytest.raises(InvalidInput, match=r"keep-best"):
         Policy(keep_best=best)
 
@@ -272,7 +272,7 @@ def test_the_last_healthy_checkpoint_is_kept() -> None:
     "rule",
     [3, {}, {"drop": []}, {"drop": ["a"]}, {"keep_last": 1}, {"drop": [1], "keep_last": 1}, {"drop": "a", "x": 1}],
 )
-def test_an_invalid_thinning_rule_is_refused(rule: Any) -> None:
+def test_an_invalid_thinning_rule_is_rejected(rule: Any) -> None:
     with pytest.raises(InvalidInput, match=r"drop|is kept whole"):
         thinning_of(rule)
 

@@ -93,7 +93,7 @@ def test_store_ids_are_hex_and_differ(tmp_path: Path) -> None:
     assert len(ids) == 3
 
 
-def test_sizes_outside_the_limits_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_sizes_outside_the_limits_are_rejected_before_anything_is_written(tmp_path: Path) -> None:
     repo = Repository(memory(), tmp_path)
     with pytest.raises(InvalidInput, match="outside the format's limits"):
         repo.create(cell_bytes=100)
@@ -113,7 +113,7 @@ def test_a_marker_that_was_not_written_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("store_id", ["../../etc", "", "a" * 65, "a/b", ".."])
-def test_a_store_id_that_is_not_a_folder_name_is_refused(tmp_path: Path, store_id: str) -> None:
+def test_a_store_id_that_is_not_a_folder_name_is_rejected(tmp_path: Path, store_id: str) -> None:
     storage = memory()
     storage.put("casckpt.json", encode_marker(Marker(format=1, store_id=store_id, created_at=0)))
     with pytest.raises(Refused, match="invalid store id"):
@@ -191,13 +191,13 @@ def test_transaction_ids_differ_at_the_same_instant(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("run", "step"), [("", 1), ("a b", 1), ("a", -1), ("a", True), ("a", 2**63)])
-def test_invalid_names_are_refused_for_transaction_ids(tmp_path: Path, run: str, step: int) -> None:
+def test_invalid_names_are_rejected_for_transaction_ids(tmp_path: Path, run: str, step: int) -> None:
     with pytest.raises(InvalidInput):
         repository(tmp_path).new_txid(run, step)
 
 
 @pytest.mark.parametrize("time", ["99999999T000000000000Z", "99991231T235959999999Z"])
-def test_the_last_possible_time_is_refused(tmp_path: Path, time: str) -> None:
+def test_the_last_possible_time_is_rejected(tmp_path: Path, time: str) -> None:
     with pytest.raises(Refused):
         repository(tmp_path).new_txid("a", 1, after=[TxId(f"{time}-{'0' * 16}-{'0' * 16}-1")])
 

@@ -109,7 +109,7 @@ WAYS = ["tensors", "parameters", "model", "checkpointer", "background", "replica
 @pytest.mark.parametrize(
     ("way", "size"), [*((way, 2) for way in (*WAYS, "fully parallel")), ("parameters", 4), ("background", 4)]
 )
-def test_a_parameter_that_differs_on_each_rank_is_refused_on_all_ranks(
+def test_a_parameter_that_differs_on_each_rank_is_rejected_on_all_ranks(
     ranks: Pool, path: Path, way: str, size: int
 ) -> None:
     key = "'w'" if way in ("megatron", "fully parallel") else "expert"
@@ -128,7 +128,7 @@ def save_with_other_words(rank: int, size: int, path: Path) -> Any:
     return outcome_of(lambda: casckpt.open(path).save({"x": torch.ones(3)}, step=1, check_replicas=check))
 
 
-def test_ranks_with_different_check_replicas_are_refused(ranks: Pool, path: Path) -> None:
+def test_ranks_with_different_check_replicas_are_rejected(ranks: Pool, path: Path) -> None:
     for error in ranks.run(2, save_with_other_words, path):
         assert isinstance(error, InvalidInput)
         assert "check_replicas='off'" in str(error)

@@ -42,7 +42,7 @@ def test_the_record_contains_metrics_and_health() -> None:
 
 
 @pytest.mark.parametrize("metadata", [{"a": object()}, {1: 2}, "text", 5, {"t": torch.ones(1)}], ids=named)
-def test_metadata_that_json_cannot_represent_is_refused(metadata: Any, tmp_path: Path) -> None:
+def test_metadata_that_json_cannot_represent_is_rejected(metadata: Any, tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
     with pytest.raises(InvalidInput, match="metadata"):
         store.save(STATE, step=1, metadata=metadata)

@@ -137,7 +137,7 @@ def test_a_second_save_waits_for_the_first() -> None:
     assert steps(held.store) == [("default", 0), ("default", 1)]
 
 
-def test_a_second_save_is_refused_on_request() -> None:
+def test_a_second_save_is_rejected_on_request() -> None:
     held = Held()
     first = held.store.save_async({"w": cells(2)}, step=0)
     assert held.reached.wait(SECONDS)
@@ -264,7 +264,7 @@ def test_a_hundred_saves_use_one_copy_and_leave_no_thread_behind() -> None:
     ],
     ids=["meta", "object", "list", "step", "run", "metadata", "metrics", "attachment"],
 )
-def test_an_invalid_state_is_refused_before_anything_is_copied(state: Any, arguments: dict[str, Any]) -> None:
+def test_an_invalid_state_is_rejected_before_anything_is_copied(state: Any, arguments: dict[str, Any]) -> None:
     store = small()
     with pytest.raises(InvalidInput):
         store.save_async(state, **({"step": 1} | arguments))

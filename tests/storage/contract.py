@@ -305,7 +305,7 @@ class StorageContract:
         assert peek("objects/x/a") == b"2"
 
     @pytest.mark.parametrize("key", ["", "/a", "a/", "a//b", "../a", "a/../b", "./a", ".a", "a/.b", "a\0b"])
-    def test_invalid_keys_are_refused(self, storage: ObjectStore, key: str) -> None:
+    def test_invalid_keys_are_rejected(self, storage: ObjectStore, key: str) -> None:
         for act in (
             lambda: storage.put(key, b""),
             lambda: storage.get(key, limit=1),

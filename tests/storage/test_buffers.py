@@ -73,7 +73,7 @@ def test_a_buffer_whose_preparation_failed_is_not_used() -> None:
     pool.close()
 
 
-def test_invalid_sizes_are_refused() -> None:
+def test_invalid_sizes_are_rejected() -> None:
     for make in (lambda: AlignedBuffer(0), lambda: BufferPool(0, 1), lambda: BufferPool(1, 0)):
         with pytest.raises(InvalidInput, match="at least 1"):
             make()

@@ -24,7 +24,7 @@ def test_paths_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/x", "gs://bucket", "memory://x", "file:///x"])
-def test_a_path_made_from_a_url_is_refused(url: str) -> None:
+def test_a_path_made_from_a_url_is_rejected(url: str) -> None:
     """pathlib removes a slash. A job would silently save into the folder ``s3:`` instead of a bucket."""
     for path in (Path(url), str(Path(url))):
         with pytest.raises(InvalidInput, match="lost a slash"):
@@ -42,6 +42,6 @@ def test_memory_urls_are_opened() -> None:
 
 
 @pytest.mark.parametrize("url", ["", "file://", "file://relative/path", "a\0b", "file:///a%00b", 5, None, b"a"])
-def test_invalid_locations_are_refused(url: Any) -> None:
+def test_invalid_locations_are_rejected(url: Any) -> None:
     with pytest.raises(InvalidInput):
         open_storage(url)

@@ -367,7 +367,7 @@ HOSTILE: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_manifest_is_refused(name: str) -> None:
+def test_a_hostile_manifest_is_rejected(name: str) -> None:
     store = small()
     store.save({"m": {"shared": cells(3, seed=1)}}, run="a", step=1)
     store.save({"m": {"shared": cells(3, seed=1), "own": cells(3, seed=2)}}, run="a", step=2)

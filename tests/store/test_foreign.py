@@ -91,7 +91,7 @@ def test_nested_foreign_tensors_are_saved(ranks: Pool, tmp_path: Path) -> None:
     assert torch.equal(casckpt.open(tmp_path / "store").read("default@0")["w"], WHOLE)
 
 
-def test_a_foreign_tensor_without_sharding_is_refused(store: casckpt.Store) -> None:
+def test_a_foreign_tensor_without_sharding_is_rejected(store: casckpt.Store) -> None:
     with pytest.raises(InvalidInput, match=r"'w': its sharding is not known yet: call its mark_as_sharded\(\)"):
         store.save({"w": flat(torch.zeros(3), (), known=False)}, step=0)
 

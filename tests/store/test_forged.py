@@ -127,7 +127,7 @@ def test_all_readers_refuse_different_bytes_under_a_signed_id(
     assert found.is_damaged
 
 
-def test_a_forged_thinned_checkpoint_is_refused(
+def test_a_forged_thinned_checkpoint_is_rejected(
     tmp_path: Path, store: Store, open_trusting: Callable[[], Store]
 ) -> None:
     forge(store, tmp_path / "evil", {**GOOD, "note": "pwned"})

@@ -151,7 +151,7 @@ def test_all_ranks_load_a_signed_checkpoint_or_none_do(ranks: Pool, store: Store
     assert ranks.run(2, outcome, store.url, alice.public, "run@3") == ["unsigned", "unsigned"]
 
 
-def test_verify_false_is_refused_with_required_signatures(trusting: Callable[[], Store]) -> None:
+def test_verify_false_is_rejected_with_required_signatures(trusting: Callable[[], Store]) -> None:
     loaded = state(0)
     with pytest.raises(InvalidInput, match="verify=False"):
         trusting().load(loaded, "run@1", verify=False)
@@ -305,7 +305,7 @@ ATTACKS: dict[Callable[[Store, Pair, Pair], None], type[CasckptError]] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_tampered_stores_are_refused(
+def test_tampered_stores_are_rejected(
     store: Store, alice: Pair, bob: Pair, trusting: Callable[[], Store], attack: Callable[[Store, Pair, Pair], None]
 ) -> None:
     first = store.get("run@1").id

@@ -184,7 +184,7 @@ def test_a_rule_that_keeps_everything_whole_changes_nothing(store: Store) -> Non
     assert empty.thin(drop=DROP, keep_last=1).thinned == ()
 
 
-def test_contradictory_arguments_are_refused(store: Store) -> None:
+def test_contradictory_arguments_are_rejected(store: Store) -> None:
     for arguments in ({"drop": DROP}, {"drop": [], "keep_last": 1}, {"drop": [1], "keep_last": 1}):
         with pytest.raises(InvalidInput):
             store.thin(**arguments)

@@ -76,7 +76,7 @@ def test_a_store_created_later_is_watched(store: casckpt.Store, store_path: Path
         {"after": 1.5},
     ],
 )
-def test_contradictory_arguments_are_refused_immediately(wrong: dict[str, Any]) -> None:
+def test_contradictory_arguments_are_rejected_immediately(wrong: dict[str, Any]) -> None:
     store = small()
     with pytest.raises(InvalidInput):
         store.watch("run", **wrong)

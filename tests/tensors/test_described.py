@@ -136,7 +136,7 @@ def described(local: torch.Tensor, shape: Sequence[int], *chunks: tuple[Sequence
     ],
     ids=["more", "another form", "outside", "before", "flat", "nothing", "of nothing", "overlap", "less", "a gap"],
 )
-def test_a_wrong_description_is_refused(
+def test_a_wrong_description_is_rejected(
     shape: tuple[int, int], chunks: list[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> None:
     with pretending((2,)) as ranks:
@@ -154,7 +154,7 @@ def small_with_it() -> casckpt.Store:
     return store
 
 
-def test_partial_sums_are_refused_even_with_a_chunk_description() -> None:
+def test_partial_sums_are_rejected_even_with_a_chunk_description() -> None:
     with pretending((2,)) as ranks:
         mesh = next(ranks)
         tensor = DTensor.from_local(torch.ones(2, 2), mesh, [Partial()], run_check=False)

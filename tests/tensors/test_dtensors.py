@@ -175,7 +175,7 @@ def test_a_rank_outside_of_the_mesh_holds_nothing() -> None:
             assert bool(local_boxes("key", tensor)) == (rank in (1, 3))
 
 
-def test_unreduced_sums_are_refused() -> None:
+def test_unreduced_sums_are_rejected() -> None:
     with pretending((2, 2)) as ranks:
         for here in ranks:
             tensor = DTensor.from_local(torch.zeros(4, 4), here, [Partial(), Shard(0)], run_check=False)
@@ -184,7 +184,7 @@ def test_unreduced_sums_are_refused() -> None:
             assert caught.value.key == "layer.w"
 
 
-def test_a_local_tensor_of_the_wrong_size_is_refused() -> None:
+def test_a_local_tensor_of_the_wrong_size_is_rejected() -> None:
     """As after an uneven cut, which a DTensor cannot describe."""
     with pretending((2,)) as ranks:
         for rank, here in enumerate(ranks):
@@ -194,7 +194,7 @@ def test_a_local_tensor_of_the_wrong_size_is_refused() -> None:
                 local_boxes("key", tensor)
 
 
-def test_a_stride_that_does_not_match_the_mesh_is_refused() -> None:
+def test_a_stride_that_does_not_match_the_mesh_is_rejected() -> None:
     with pretending((2, 3)) as ranks:
         here = next(ranks)
         local = torch.zeros(2)

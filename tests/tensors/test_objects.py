@@ -70,14 +70,14 @@ def test_a_pickle_needs_permission_to_write_and_read() -> None:
     assert (first, thing.data) == (b"y" * 5000, b"x" * 6000)
 
 
-def test_a_value_that_cannot_be_pickled_is_refused() -> None:
+def test_a_value_that_cannot_be_pickled_is_rejected() -> None:
     with pytest.raises(InvalidInput, match="is not plain data, and it cannot be pickled") as caught:
         encode_object("hook", lambda: 0, True)
     assert caught.value.key == "hook"
 
 
 @pytest.mark.parametrize("payload", [1, b"", b"\x80\x05cno.such.module\nx\n.", b"\x80\x05", b"garbage"])
-def test_an_invalid_pickle_is_refused(payload: Any) -> None:
+def test_an_invalid_pickle_is_rejected(payload: Any) -> None:
     with pytest.raises(Refused, match="key 'a'"):
         decode_object("a", plain.encode(payload), True, True)
 
@@ -88,7 +88,7 @@ def test_the_error_for_invalid_bytes_names_the_key() -> None:
     assert caught.value.key == "a"
 
 
-def test_data_of_a_later_version_is_refused() -> None:
+def test_data_of_a_later_version_is_rejected() -> None:
     data = plain.encode(Thing(1), extensions=[plain.Extension("later", Thing, lambda thing: 1, Thing)])
     with pytest.raises(Refused, match="does not know plain data of kind 'later'"):
         decode_object("a", data, False, False)
@@ -102,7 +102,7 @@ def test_a_changed_archive_is_recognised_or_refused() -> None:
     assert found == {True, False}
 
 
-def test_a_pickle_with_bytes_elsewhere_is_refused_unread() -> None:
+def test_a_pickle_with_bytes_elsewhere_is_rejected_unread() -> None:
     """Only readers that may unpickle fetch it. torch's restricted unpickler does not use it."""
     harmless = plain.encode(write_archive({"x": torch.ones(2)}))
     refuse_pickle("a", harmless, 0)
@@ -176,6 +176,6 @@ def test_errors_for_refused_values_give_advice(value: Any, message: str) -> None
     ],
     ids=named,
 )
-def test_hostile_payloads_are_refused(wire: Any) -> None:
+def test_hostile_payloads_are_rejected(wire: Any) -> None:
     with pytest.raises(Refused):
         plain.decode(msgspec.msgpack.encode(wire), extensions=TORCH_EXTENSIONS)

@@ -80,14 +80,14 @@ def test_a_shard_may_hold_no_elements() -> None:
     [Shard(torch.zeros(2), (5,), offset=(2,)), Shard(torch.zeros(2, dtype=torch.int8), (4,), offset=(2,))],
     ids=["shape", "dtype"],
 )
-def test_shards_of_two_different_tensors_are_refused(other: Shard) -> None:
+def test_shards_of_two_different_tensors_are_rejected(other: Shard) -> None:
     with pytest.raises(InvalidInput, match="'w': the shards of this key differ"):
         local_tensor("w", [Shard(torch.zeros(2), (4,), offset=(0,)), other])
 
 
 @pytest.mark.parametrize("problem", WRONG)
 @pytest.mark.filterwarnings("ignore")  # torch: quantization and nested tensors are deprecated, or a prototype
-def test_a_tensor_without_bytes_is_refused(problem: str) -> None:
+def test_a_tensor_without_bytes_is_rejected(problem: str) -> None:
     with pytest.raises(InvalidInput, match=r"^'a\.b': ") as caught:
         local_tensor("a.b", wrong(problem))
     assert caught.value.key == "a.b"
@@ -101,12 +101,12 @@ class _Wrapper(torch.Tensor):
         raise NotImplementedError
 
 
-def test_a_wrapper_without_memory_is_refused() -> None:
+def test_a_wrapper_without_memory_is_rejected() -> None:
     with pytest.raises(InvalidInput, match="no memory of its own"):
         local_tensor("w", torch.Tensor._make_wrapper_subclass(_Wrapper, (3,)))
 
 
-def test_fake_and_meta_like_tensors_are_refused() -> None:
+def test_fake_and_meta_like_tensors_are_rejected() -> None:
     with pytest.raises(InvalidInput, match="'w': an uninitialized parameter"):
         local_tensor("w", torch.nn.LazyLinear(3).weight)
     with FakeTensorMode():

@@ -95,7 +95,7 @@ def test_the_state_itself_has_str_or_int_keys() -> None:
         flatten({1.5: 1})
 
 
-def test_a_named_tuple_with_tensors_is_refused() -> None:
+def test_a_named_tuple_with_tensors_is_rejected() -> None:
     with pytest.raises(InvalidInput, match=r"state\['a'\]\[0\]: a Pair cannot hold tensors"):
         flatten({"a": [Pair(1, tensor())]})
     assert kinds(flatten({"a": torch.Size([1])})) == {"a": "object"}
@@ -142,7 +142,7 @@ def test_a_module_is_not_a_valid_state() -> None:
     ],
     ids=["dot", "int", "nul", "surrogate", "long", "empty"],
 )
-def test_invalid_keys_are_refused(state: Any, message: str) -> None:
+def test_invalid_keys_are_rejected(state: Any, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         flatten(state)
 
@@ -153,7 +153,7 @@ def test_the_longest_and_unusual_keys_are_stored() -> None:
     assert same(through(state), state)
 
 
-def test_cycles_and_depth_are_refused() -> None:
+def test_cycles_and_depth_are_rejected() -> None:
     cycle: dict[str, Any] = {}
     cycle["a"] = {"b": cycle}
     with pytest.raises(InvalidInput, match="contains itself"):
@@ -171,7 +171,7 @@ def test_cycles_and_depth_are_refused() -> None:
         replace_leaves(deep, {"x": 1})
 
 
-def test_a_list_of_itself_without_tensors_is_refused_as_plain_data() -> None:
+def test_a_list_of_itself_without_tensors_is_rejected_as_plain_data() -> None:
     items: list[Any] = []
     items += [items, items]
     leaf = flatten({"a": items}).leaves["a"]
@@ -179,7 +179,7 @@ def test_a_list_of_itself_without_tensors_is_refused_as_plain_data() -> None:
         encode_object("a", leaf.value, False)
 
 
-def test_metadata_that_is_not_plain_is_refused() -> None:
+def test_metadata_that_is_not_plain_is_rejected() -> None:
     state = OrderedDict(a=tensor())
     vars(state)["_metadata"] = {"x": print}
     with pytest.raises(InvalidInput, match=r"state\['model'\]\._metadata\['x'\]: a function"):

@@ -128,7 +128,7 @@ def shadowed_tensor() -> Any:
         lambda: torch.zeros(1).expand(1 << 40), lambda: {(1, 2): {"x": shared(60)}},
     ],
 )  # fmt: skip
-def test_a_value_of_exponential_size_is_refused(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
+def test_a_value_of_exponential_size_is_rejected(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
     monkeypatch.setattr(untrusted, "_MORE_VALUES", 1000)
     with pytest.raises(Refused, match="the file"):
         check_expansion({"a": make()}, 1000, "the file")

@@ -73,12 +73,12 @@ def test_empty_shards_have_no_regions(options: dict[str, Any]) -> None:
         ((4,), {"global_shape": (8,), "flat": (0.0, 4.0)}, "flat of a Shard must be a sequence of ints"),
     ],
 )
-def test_inconsistent_numbers_are_refused(shape: tuple[int, ...], options: dict[str, Any], message: str) -> None:
+def test_inconsistent_numbers_are_rejected(shape: tuple[int, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         Shard(torch.zeros(shape), **options)
 
 
-def test_data_that_are_not_a_tensor_are_refused() -> None:
+def test_data_that_are_not_a_tensor_are_rejected() -> None:
     data: Any = [1, 2]
     with pytest.raises(InvalidInput, match="not a list"):
         Shard(data, global_shape=(2,))

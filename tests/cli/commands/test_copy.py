@@ -93,7 +93,7 @@ def test_a_different_checkpoint_at_the_step_is_a_conflict(run: Run, as_json: AsJ
         casckpt.open(saved).copy_to(there, "a@2")
 
 
-def test_a_damaged_blob_is_refused(as_json: AsJson, saved: Path, there: Path) -> None:
+def test_a_damaged_blob_is_rejected(as_json: AsJson, saved: Path, there: Path) -> None:
     store = casckpt.open(saved)
     blob = max(blob_keys(store), key=lambda key: (saved / key).stat().st_size)
     flip(store, blob, 5000)

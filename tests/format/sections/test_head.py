@@ -110,19 +110,19 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_sections_that_do_not_fit_are_refused(name: str) -> None:
+def test_sections_that_do_not_fit_are_rejected(name: str) -> None:
     with pytest.raises(Refused):
         decode_head(forged(HOSTILE[name]))
 
 
 @pytest.mark.parametrize("count", [0, 5, 7, 57, 2**64 - 1])
-def test_a_wrong_number_of_sections_is_refused(count: int) -> None:
+def test_a_wrong_number_of_sections_is_rejected(count: int) -> None:
     with pytest.raises(Refused):
         decode_head(forged(rows_of(made()[0]), count=count))
 
 
 @pytest.mark.parametrize("name", [b"\xff", b"a\nb", b"a\0b"])
-def test_an_invalid_section_name_is_refused(name: bytes) -> None:
+def test_an_invalid_section_name_is_rejected(name: bytes) -> None:
     head = made()[0]
     with pytest.raises(Refused):
         decode_head(forged([*rows_of(head), (name, 0, head.size, 0, cell_digest(b""))]))

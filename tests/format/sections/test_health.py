@@ -68,7 +68,7 @@ GOOD = {
         {"cells": pack([1, 2**40])},
     ],
 )
-def test_malformed_health_is_refused(wrong: dict[str, bytes]) -> None:
+def test_malformed_health_is_rejected(wrong: dict[str, bytes]) -> None:
     decode_health(msgspec.msgpack.encode(HealthColumns(**GOOD)), 3)
     with pytest.raises(Refused, match=r"health|column"):
         decode_health(msgspec.msgpack.encode(HealthColumns(**GOOD | wrong)), 3)

@@ -93,7 +93,7 @@ def test_only_wanted_pieces_are_read_and_each_once() -> None:
 
 
 @given(st.data())
-def test_a_false_table_is_refused_or_verifies_nothing(data_: st.DataObject) -> None:
+def test_a_false_table_is_rejected_or_verifies_nothing(data_: st.DataObject) -> None:
     given_ = [b"one", b"", b"three", b"four"]
     table, data = cut(given_)
     lengths, each = unpack(table.lengths), data_.draw(st.sampled_from([table.each, 0, 2, 3, 2**62]))
@@ -114,7 +114,7 @@ def test_a_false_table_is_refused_or_verifies_nothing(data_: st.DataObject) -> N
             assert len(reader.get(number)) <= len(data)
 
 
-def test_missing_hashes_are_refused() -> None:
+def test_missing_hashes_are_rejected() -> None:
     table, data = cut([b"one", b"two"])
     for hashes in (b"", table.hashes[:-1], table.hashes + bytes(32)):
         with pytest.raises(Refused):

@@ -66,7 +66,7 @@ def test_an_id_means_the_same_checkpoint_in_saves_and_loads(store: Store, id: An
 @pytest.mark.parametrize(
     "id", ["latest", "tag:best", "sft@latest", "deface", "a b/step-1", "../x/1", "", ".", "/", 6, "a-" + "9" * 5000]
 )
-def test_an_id_that_a_save_cannot_use_is_refused(store: Store, id: Any) -> None:
+def test_an_id_that_a_save_cannot_use_is_rejected(store: Store, id: Any) -> None:
     with pytest.raises(InvalidInput, match=r"(?i)pass 'RUN@STEP'"):
         StorageWriter(store).reset(id)
     assert not StorageWriter.validate_checkpoint_id(id)

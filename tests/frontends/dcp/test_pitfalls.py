@@ -84,7 +84,7 @@ def test_01_cached_plans_from_an_earlier_save_are_not_reused(ranks: Pool, store_
 # 3: a save fails if a writer thread fails, or if no rank wrote a planned item
 
 
-def test_03_a_planned_value_without_a_result_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_03_a_planned_value_without_a_result_is_rejected(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     finish = WriterSession.finish
 
     def losing(self: WriterSession, metadata: Any, results: Any) -> None:
@@ -129,7 +129,7 @@ def test_03_a_tensor_whose_dtype_differs_across_ranks_is_not_saved(store: Store)
 # 4: DCP does not notice holes in a save with a single plan, or in the load of such a save
 
 
-def test_04_a_hole_is_refused(store: Store) -> None:
+def test_04_a_hole_is_rejected(store: Store) -> None:
     error = failure(lambda: save({"a": half()}, StorageWriter(store, step=1)))
     assert isinstance(causes(error)[0], InvalidInput)
     assert "'a' of shape [4, 2] is incomplete" in str(causes(error)[0])
@@ -431,7 +431,7 @@ def test_17_the_error_for_a_tensor_without_memory_names_the_key(store: Store) ->
 # 18: "a.b" next to a -> b
 
 
-def test_18_two_paths_with_the_same_flat_key_are_refused(store: Store) -> None:
+def test_18_two_paths_with_the_same_flat_key_are_rejected(store: Store) -> None:
     error = failure(lambda: save({"a.b": 1, "a": {"b": 2}}, StorageWriter(store, step=1)))
     assert "a.b" in str(causes(error)[0])
     error = failure(lambda: save({"a.0": torch.ones(1), "a": (torch.ones(2),)}, StorageWriter(store, step=1)))

@@ -141,7 +141,7 @@ def in_memories_of_their_own(rank: int, size: int) -> Any:
     return failed(lambda: save(state, StorageWriter(store, step=1)))
 
 
-def test_ranks_with_different_stores_are_refused(ranks: Pool) -> None:
+def test_ranks_with_different_stores_are_rejected(ranks: Pool) -> None:
     for told in ranks.run(2, in_memories_of_their_own):
         assert list(told) == [1]
         assert "all ranks must share one store" in told[1][1]

@@ -91,7 +91,7 @@ def test_an_olmo_core_folder_is_imported(store: Store, tmp_path: Path) -> None:
     assert identical(store.read("part@1"), full)
 
 
-def test_an_incomplete_olmo_core_folder_is_refused(store: Store, tmp_path: Path) -> None:
+def test_an_incomplete_olmo_core_folder_is_rejected(store: Store, tmp_path: Path) -> None:
     olmo(tmp_path / "in")
     (tmp_path / "in/model/rank_1.safetensors").unlink()
     with pytest.raises(NotFound, match=r"rank_1.safetensors"):

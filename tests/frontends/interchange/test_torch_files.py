@@ -121,7 +121,7 @@ def test_a_disk_that_fills_up_during_a_write_is_reported(
         casckpt_to_torch_save(store, "default@1", tmp_path / "out")
 
 
-def test_invalid_files_are_refused(store: Store, tmp_path: Path) -> None:
+def test_invalid_files_are_rejected(store: Store, tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     with pytest.raises(NotFound):
         torch_save_to_casckpt(path, store, step=1)

@@ -202,7 +202,7 @@ def test_invalid_state_raises_at_the_start(tmp_path: Path, model: type[Model], p
     assert training.global_step == step
 
 
-def test_a_module_among_hyperparameters_is_refused(tmp_path: Path) -> None:
+def test_a_module_among_hyperparameters_is_rejected(tmp_path: Path) -> None:
     """A load would return the module as a state_dict."""
     checkpoint = {"state_dict": {"w": torch.ones(2)}, "global_step": 1, "hyper_parameters": {"net": nn.Linear(1, 1)}}
     with pytest.raises(InvalidInput, match=r"hyper_parameters\.net: a .*Linear cannot be stored"):

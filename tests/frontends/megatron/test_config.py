@@ -52,7 +52,7 @@ def test_a_config_has_the_fields_of_megatron() -> None:
     "data",
     [b"{", b"\xff", b"[]", b"5", b"{}", b'{"sharded_backend": 1}', b'{"sharded_backend": "x", "common_backend": 1}'],
 )
-def test_an_invalid_config_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_an_invalid_config_is_rejected(tmp_path: Path, data: bytes) -> None:
     casckpt.open(tmp_path / "s").save({}, run="a", step=3, attachments={"metadata.json": data})
     (tmp_path / "metadata.json").write_bytes(data)
     for where in (f"{tmp_path}/s#a@3", tmp_path):
@@ -90,7 +90,7 @@ def test_the_config_of_a_checkpoint_never_changes(tmp_path: Path) -> None:
         save_config(CheckpointingConfig("casckpt", 2), where)
 
 
-def test_foreign_strategies_are_refused(tmp_path: Path) -> None:
+def test_foreign_strategies_are_rejected(tmp_path: Path) -> None:
     where = f"{tmp_path}#a@3"
     calls: tuple[Any, ...] = (save, load)
     for call in calls:
@@ -101,7 +101,7 @@ def test_foreign_strategies_are_refused(tmp_path: Path) -> None:
     save(state(), where, ("casckpt", 1))
 
 
-def test_a_strategy_object_is_refused_outside_megatron(tmp_path: Path) -> None:
+def test_a_strategy_object_is_rejected_outside_megatron(tmp_path: Path) -> None:
     core()
     calls: list[tuple[Any, Any]] = [
         (save, megatron.CasSaveShardedStrategy(tmp_path, run="a")),

@@ -108,7 +108,7 @@ def refused(rank: int, size: int, path: Path, name: str) -> tuple[str, str, bool
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_state_is_refused_on_every_rank(name: str, tmp_path: Path, ranks: Pool) -> None:
+def test_a_bad_state_is_rejected_on_every_rank(name: str, tmp_path: Path, ranks: Pool) -> None:
     found = ranks.run(2, refused, tmp_path, name)
     for kind, text, unchanged_and_usable in found:
         assert (kind, unchanged_and_usable) == ("CheckpointingException", True), text

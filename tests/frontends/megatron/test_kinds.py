@@ -71,7 +71,7 @@ def test_the_first_matching_prefix_is_replaced() -> None:
     assert keys(x) == ["2", "3o", "3f"]
 
 
-def test_a_prefix_missing_from_a_key_is_refused() -> None:
+def test_a_prefix_missing_from_a_key_is_rejected() -> None:
     x = state()
     replace_prefix_for_sharding(x, "a.", "b.")
     assert keys(x) == ["b.t", "b.o", "b.f"]

@@ -55,7 +55,7 @@ def test_parts_of_scalars_and_empty_tensors_are_valid() -> None:
 
 
 @pytest.mark.parametrize("triple", [(-1, 0, 1), (0, 1, 1), (0, -1, 2), (0, 0, 0), (5, 0, 1)])
-def test_a_bad_rank_offset_is_refused(triple: tuple[int, int, int]) -> None:
+def test_a_bad_rank_offset_is_rejected(triple: tuple[int, int, int]) -> None:
     with pytest.raises(CheckpointingException, match="'k'") as caught:
         ShardedTensor.from_rank_offsets("k", torch.ones(2), triple)
     assert isinstance(caught.value, ValueError | InvalidInput)
@@ -78,7 +78,7 @@ def test_the_last_of_two_offsets_for_an_axis_is_used() -> None:
         ({"flattened_range": slice(0, 6, 2)}, "has a step"),
     ],
 )
-def test_contradictory_fields_are_refused(changed: dict[str, Any], message: str) -> None:
+def test_contradictory_fields_are_rejected(changed: dict[str, Any], message: str) -> None:
     fields: dict[str, Any] = {
         "key": "k", "data": torch.ones(2, 3), "dtype": torch.float32, "local_shape": (2, 3), "global_shape": (4, 3),
         "global_offset": (2, 0), "axis_fragmentations": (2, 1),
@@ -95,7 +95,7 @@ def test_uneven_parts_do_not_have_a_grid() -> None:
         part.max_allowed_chunks()
 
 
-def test_an_axis_that_is_not_divisible_is_refused() -> None:
+def test_an_axis_that_is_not_divisible_is_rejected() -> None:
     part = ShardedTensor("k", None, torch.float32, (2,), (5,), (2,), (2,))
     with pytest.raises(CheckpointingException, match="not a multiple of 2"):
         part.max_allowed_chunks()
@@ -145,12 +145,12 @@ def test_coordinates_need_a_flat_part() -> None:
         (torch.ones(4), None, "needs a flattened_range"),
     ],
 )
-def test_flat_data_of_the_wrong_size_is_refused(data: torch.Tensor, at: slice | None, message: str) -> None:
+def test_flat_data_of_the_wrong_size_is_rejected(data: torch.Tensor, at: slice | None, message: str) -> None:
     with pytest.raises(CheckpointingException, match=message):
         ShardedTensor.from_rank_offsets_flat("k", data, (2, 2), flattened_range=at)
 
 
-def test_a_flat_range_is_refused_by_from_rank_offsets() -> None:
+def test_a_flat_range_is_rejected_by_from_rank_offsets() -> None:
     with pytest.raises(ValueError, match="from_rank_offsets_flat"):
         ShardedTensor.from_rank_offsets("k", torch.ones(2), flattened_range=slice(0, 2))  # type: ignore[arg-type]  # a wrong type on purpose
 
@@ -196,12 +196,12 @@ def test_an_object_has_the_fields_of_megatron() -> None:
 
 
 @pytest.mark.parametrize("text", ["a", "a/shard_1", "a/shard_x_1", "a/shard_1_2_3"])
-def test_other_strings_are_refused_as_unique_keys(text: str) -> None:
+def test_other_strings_are_rejected_as_unique_keys(text: str) -> None:
     with pytest.raises(CheckpointingException, match="does not name a shard"):
         ShardedObject.empty_from_unique_key(text)
 
 
-def test_an_object_with_one_offset_too_few_is_refused() -> None:
+def test_an_object_with_one_offset_too_few_is_rejected() -> None:
     with pytest.raises(CheckpointingException, match="differ in length"):
         ShardedObject("a", 1, (1, 2), (0,))
 
@@ -273,7 +273,7 @@ def sum_of(state: dict[str, Any]) -> torch.Tensor:
         ({"a": 5}, r"at \('a',\), the factories are in a dict, which does not match int"),
     ],
 )
-def test_a_factory_outside_a_container_is_refused(state: dict[str, Any], where: str) -> None:
+def test_a_factory_outside_a_container_is_rejected(state: dict[str, Any], where: str) -> None:
     factory = ShardedTensorFactory("k", torch.ones(2), three, torch.cat)
     with pytest.raises(ValueError, match=where):
         apply_factory_merges(state, {"a": {1: factory}})

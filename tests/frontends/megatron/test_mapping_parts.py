@@ -81,7 +81,7 @@ def flat(at: slice) -> ShardedTensor:
         (flat(slice(0, 3)), (1, 0, 1), "along the first axis only, not along axis 1"),
     ],
 )
-def test_parts_that_cannot_be_narrowed_are_refused(
+def test_parts_that_cannot_be_narrowed_are_rejected(
     part: ShardedTensor, asked: tuple[int, int, int], message: str
 ) -> None:
     with pytest.raises(CheckpointingException, match=message) as caught:

@@ -94,7 +94,7 @@ def test_tuples_are_not_searched_for_sharded_tensors(tmp_path: Path, value: Any)
 @pytest.mark.parametrize(
     "state", [{"x/shard_0_1": 5}, {"x/shard_0_1": {"y": torch.ones(1)}}, {"w": tensor("x/shard_0_1", torch.ones(2))}]
 )
-def test_keys_in_the_form_of_object_keys_are_refused(tmp_path: Path, state: dict[str, Any]) -> None:
+def test_keys_in_the_form_of_object_keys_are_rejected(tmp_path: Path, state: dict[str, Any]) -> None:
     with pytest.raises(CheckpointingException, match="'x/shard_0_1' has the form of an object's key"):
         save(state, f"{tmp_path}/s#a@1")
     assert nothing_is_there(tmp_path)
@@ -154,7 +154,7 @@ def two_values_for_one_place(rank: int, size: int, where: str) -> list[str]:
     return [repr(error), str(data.tolist())]
 
 
-def test_two_values_for_a_path_are_refused_before_anything_is_read(tmp_path: Path, ranks: Pool) -> None:
+def test_two_values_for_a_path_are_rejected_before_anything_is_read(tmp_path: Path, ranks: Pool) -> None:
     where = f"{tmp_path}#a@1"
     save({"t": tensor("t", torch.ones(4)), "common": 5}, where)
     for text, data in ranks.run(2, two_values_for_one_place, where):

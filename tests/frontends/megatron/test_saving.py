@@ -106,7 +106,7 @@ def state(rank: int, data: torch.Tensor) -> dict[str, ShardedTensor]:
 
 
 @pytest.mark.parametrize("fully_parallel", [True, False])
-def test_differing_replicas_are_refused_if_compared(tmp_path: Path, ranks: Pool, fully_parallel: bool) -> None:
+def test_differing_replicas_are_rejected_if_compared(tmp_path: Path, ranks: Pool, fully_parallel: bool) -> None:
     found = ranks.run(3, differing, f"{tmp_path}#a@1", fully_parallel)
     assert all(re.search(r"CheckpointingException.*'w' differs between ranks 0 and [12]", text) for text in found), (
         found

@@ -22,7 +22,7 @@ from casckpt.frontends import megatron
 from tests.support.megatron_core import core
 
 TABLE = """
-ShardedTensor                               test_mapping.test_contradictory_fields_are_refused
+ShardedTensor                               test_mapping.test_contradictory_fields_are_rejected
 ShardedTensor.key                           test_mapping.test_a_part_has_the_fields_of_megatron
 ShardedTensor.data                          test_mapping.test_a_part_has_the_fields_of_megatron
 ShardedTensor.dtype                         test_mapping.test_a_part_has_the_fields_of_megatron
@@ -35,15 +35,15 @@ ShardedTensor.prepend_axis_num              test_resharding.test_any_sharding_lo
 ShardedTensor.allow_shape_mismatch          test_loading.test_a_different_shape_is_padded_and_truncated
 ShardedTensor.flattened_range               test_mapping.test_a_flat_range_refers_to_the_local_shape
 ShardedTensor.from_rank_offsets             test_mapping.test_a_part_has_the_fields_of_megatron
-ShardedTensor.from_rank_offsets_flat        test_mapping.test_flat_data_of_the_wrong_size_is_refused
+ShardedTensor.from_rank_offsets_flat        test_mapping.test_flat_data_of_the_wrong_size_is_rejected
 ShardedTensor.global_slice                  test_mapping.test_coordinates_are_those_of_the_elements
 ShardedTensor.global_coordinates            test_mapping.test_coordinates_are_those_of_the_elements
 ShardedTensor.local_coordinates             test_mapping.test_coordinates_are_those_of_the_elements
-ShardedTensor.max_allowed_chunks            test_mapping.test_an_axis_that_is_not_divisible_is_refused
+ShardedTensor.max_allowed_chunks            test_mapping.test_an_axis_that_is_not_divisible_is_rejected
 ShardedTensor.narrow                        test_mapping_parts.test_all_parts_together_form_the_narrowed_tensor
 ShardedTensor.without_data                  test_mapping.test_parts_objects_and_factories_are_sharded_bases
 ShardedTensor.init_data                     test_mapping.test_data_is_created_only_if_missing
-ShardedObject                               test_mapping.test_an_object_with_one_offset_too_few_is_refused
+ShardedObject                               test_mapping.test_an_object_with_one_offset_too_few_is_rejected
 ShardedObject.key                           test_mapping.test_an_object_has_the_fields_of_megatron
 ShardedObject.data                          test_mapping.test_an_object_has_the_fields_of_megatron
 ShardedObject.global_shape                  test_mapping.test_an_object_has_the_fields_of_megatron
@@ -73,7 +73,7 @@ ReplicaId                                   test_mapping.test_type_names_for_ann
 FactoryBuildFn                              test_mapping.test_type_names_for_annotations_exist
 FactoryMergeFn                              test_mapping.test_type_names_for_annotations_exist
 apply_factories                             test_mapping.test_factories_are_replaced_in_place_and_undone
-apply_factory_merges                        test_mapping.test_a_factory_outside_a_container_is_refused
+apply_factory_merges                        test_mapping.test_a_factory_outside_a_container_is_rejected
 is_main_replica                             test_mapping.test_the_main_replica_is_zero_or_all_zeros
 save                                        test_gpt.test_a_model_loads_in_a_different_configuration
 load                                        test_loading.test_tensors_are_filled_in_place_and_plain_values_are_ignored
@@ -92,7 +92,7 @@ parse_strict_flag                           test_loading.test_each_strictness_de
 AsyncRequest                                test_saving.test_a_background_save_stores_the_same_values
 get_optim_param_to_id_map                   test_optimizer.test_parameters_are_numbered_and_tied_ones_share_a_number
 get_param_id_to_sharded_param_map           test_optimizer.test_parameters_are_found_by_identity
-make_sharded_optimizer_tensor               test_optimizer.test_state_with_the_wrong_shape_is_refused
+make_sharded_optimizer_tensor               test_optimizer.test_state_with_the_wrong_shape_is_rejected
 optim_state_to_sharding_state               test_optimizer.test_a_whole_optimizer_is_saved_and_loaded
 CheckpointingConfig                         test_config.test_a_checkpoint_has_the_config_of_its_save
 CheckpointingConfig.sharded_backend         test_config.test_a_config_has_the_fields_of_megatron
@@ -100,8 +100,8 @@ CheckpointingConfig.sharded_backend_version test_config.test_a_config_has_the_fi
 CheckpointingConfig.common_backend          test_config.test_a_config_has_the_fields_of_megatron
 CheckpointingConfig.common_backend_version  test_config.test_a_config_has_the_fields_of_megatron
 CheckpointingException                      test_errors.test_errors_are_also_casckpt_errors
-check_is_distributed_checkpoint             test_config.test_an_invalid_config_is_refused
-maybe_load_config                           test_config.test_an_invalid_config_is_refused
+check_is_distributed_checkpoint             test_config.test_an_invalid_config_is_rejected
+maybe_load_config                           test_config.test_an_invalid_config_is_rejected
 save_config                                 test_config.test_a_missing_config_is_written
 dict_list_map_inplace                       test_nesting.test_maps_work_in_place_and_into_new_containers
 dict_list_map_outplace                      test_nesting.test_maps_work_in_place_and_into_new_containers
@@ -116,7 +116,7 @@ nested_items_iter                           test_nesting.test_leaves_are_in_orde
 nested_values                               test_nesting.test_leaves_are_in_order_and_tuples_are_leaves
 add_prefix_for_sharding                     test_kinds.test_a_prefix_goes_before_every_key
 apply_prefix_mapping                        test_kinds.test_the_first_matching_prefix_is_replaced
-replace_prefix_for_sharding                 test_kinds.test_a_prefix_missing_from_a_key_is_refused
+replace_prefix_for_sharding                 test_kinds.test_a_prefix_missing_from_a_key_is_rejected
 extract_nonpersistent                       test_kinds.test_extract_functions_select_parts_by_kind
 extract_sharded_base                        test_kinds.test_extract_functions_select_parts_by_kind
 extract_sharded_tensors                     test_kinds.test_extract_functions_select_parts_by_kind

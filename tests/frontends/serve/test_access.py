@@ -41,5 +41,5 @@ def test_tokens_are_checked(small_store: Store, header: str | None, status: int)
     ("host", "status"),
     [("localhost:80", 200), ("127.0.0.1", 200), ("[::1]:9", 200), ("evil.example", 403), ("", 403)],
 )
-def test_dns_rebinding_is_refused(served: Served, host: str, status: int) -> None:
+def test_dns_rebinding_is_rejected(served: Served, host: str, status: int) -> None:
     assert served.get("/", Host=host).status == status

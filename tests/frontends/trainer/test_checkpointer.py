@@ -92,7 +92,7 @@ def test_a_missing_part_loads_as_none_unless_it_is_required() -> None:
 
 
 @pytest.mark.parametrize("keyword", ["whole", "lenient", "is_train_state_set", "train", "misspelt"])
-def test_an_unknown_keyword_of_a_load_is_refused(keyword: str) -> None:
+def test_an_unknown_keyword_of_a_load_is_rejected(keyword: str) -> None:
     checkpointer = Checkpointer(small(memory()), run="a")
     given: dict[str, Any] = {keyword: True}
     with pytest.raises(TypeError, match=rf"^Checkpointer.load\(\) got an unexpected keyword argument '{keyword}'$"):

@@ -392,7 +392,7 @@ def test_a_scheduler_that_may_undo_a_new_rate_is_logged() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_invalid_group_options_are_refused() -> None:
+def test_invalid_group_options_are_rejected() -> None:
     store, (model, optimizer) = small(), trained()
     Checkpointer(store, run="sft").save(1, model, optimizer)
     with pytest.raises(InvalidInput, match="options='saved' is not valid"):
@@ -451,7 +451,7 @@ def test_optimizers_of_several_models_are_required_unless_missing_is_warn(caplog
         checkpointer.save(3, {"model": model, "optim": optimizer}, optimizer)
 
 
-def test_the_state_dict_of_an_optimizer_is_refused_before_it_is_saved() -> None:
+def test_the_state_dict_of_an_optimizer_is_rejected_before_it_is_saved() -> None:
     store, run, (model, optimizer) = small(), new_run(), trained()
     checkpointer, bare = Checkpointer(store, run=run), model.state_dict()
     saves: list[tuple[Any, Any]] = [

@@ -117,7 +117,7 @@ def odd_flat_parameters(rank: int, size: int, path: Path) -> list[str]:
     return [str(outcome_of(partial(save_model_and_optim_state, path, model, run="a", step=1))) for model in models]
 
 
-def test_flat_parameters_that_are_not_flat_ranges_are_refused(store_path: Path, ranks: Pool) -> None:
+def test_flat_parameters_that_are_not_flat_ranges_are_rejected(store_path: Path, ranks: Pool) -> None:
     for parallel, image in ranks.run(4, odd_flat_parameters, store_path):
         assert "tensor-parallel" in parallel
         assert "'weight'" in image

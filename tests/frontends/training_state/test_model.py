@@ -65,7 +65,7 @@ def names_passed_by(model: nn.Module, *, strict: bool = False) -> list[str]:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_keys_that_a_module_saves_but_does_not_read_are_refused_before_a_change(
+def test_keys_that_a_module_saves_but_does_not_read_are_rejected_before_a_change(
     store: casckpt.Store, strict: bool
 ) -> None:
     model = nn.Sequential(nn.Linear(3, 3), Scaled(2.0))
@@ -305,7 +305,7 @@ def test_the_error_for_extra_state_that_is_not_plain_names_it(store: casckpt.Sto
     assert fresh.extra.x == 7
 
 
-def test_extra_state_absent_from_the_checkpoint_is_refused(store: casckpt.Store) -> None:
+def test_extra_state_absent_from_the_checkpoint_is_rejected(store: casckpt.Store) -> None:
     model = nn.Linear(2, 2)
     save_model_and_optim_state(store, model, run="a", step=1)
     fresh = Extra("mine")

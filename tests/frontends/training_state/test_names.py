@@ -131,7 +131,7 @@ def test_the_wrapper_classes_exist_under_their_names_in_torch(name: str, child: 
     assert plain_name(made, child) == ""
 
 
-def test_two_parameters_with_the_same_plain_name_are_refused() -> None:
+def test_two_parameters_with_the_same_plain_name_are_rejected() -> None:
     class Twice(nn.DataParallel[Any]):
         pass
 

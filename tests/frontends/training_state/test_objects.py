@@ -149,7 +149,7 @@ def shared_out() -> dict[str, Any]:
         (lambda: {"loader": DataLoader([1])}, "StatefulDataLoader"),  # type: ignore[arg-type]  # a list is sufficient
     ],
 )
-def test_an_object_that_cannot_be_stored_is_refused(state: Callable[[], Any], says: str) -> None:
+def test_an_object_that_cannot_be_stored_is_rejected(state: Callable[[], Any], says: str) -> None:
     store = small()
     with pytest.raises(InvalidInput) as refused:
         store.save(state(), run="a", step=1)
@@ -185,7 +185,7 @@ def test_everything_is_checked_before_anything_changes() -> None:
     assert not log
 
 
-def test_a_module_that_reads_less_than_it_saves_is_refused_before_a_change() -> None:
+def test_a_module_that_reads_less_than_it_saves_is_rejected_before_a_change() -> None:
     store, layer = small(), Scaled(4, 4)
     store.save({"layer": layer}, run="a", step=1)
     fresh = Scaled(4, 4)
@@ -521,7 +521,7 @@ def objects_on_one(rank: int, size: int, path: Path) -> dict[str, list[str]]:
     return found
 
 
-def test_objects_on_a_single_rank_are_refused_on_all_ranks_without_waiting(tmp_path: Path, ranks: Pool) -> None:
+def test_objects_on_a_single_rank_are_rejected_on_all_ranks_without_waiting(tmp_path: Path, ranks: Pool) -> None:
     for found in ranks.run(2, objects_on_one, tmp_path):
         for text in (*found["dict"], *found["nothing"]):
             assert "Rank 1 has the whole objects 'model' in its state, but rank 0 has none" in text

@@ -263,7 +263,7 @@ def test_an_optimizer_resumes_bit_for_bit(monkeypatch: pytest.MonkeyPatch, row: 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of the package
 @pytest.mark.parametrize("name", ["AggMo", "Lookahead", "Magma"])
-def test_values_that_a_checkpoint_cannot_store_are_refused(name: str) -> None:
+def test_values_that_a_checkpoint_cannot_store_are_rejected(name: str) -> None:
     row = next(row for row in ROWS if row.outcome == REFUSED)
     model, store = network(1), small()
     optimizer = row.of(name, model)
@@ -523,7 +523,7 @@ def trained() -> dict[str, tuple[casckpt.Store, Optimizer]]:
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
 @pytest.mark.parametrize("stepped", [True, False], ids=["stepped", "fresh"])
-def test_state_of_each_kind_loads_into_every_other_kind_or_is_refused(
+def test_state_of_each_kind_loads_into_every_other_kind_or_is_rejected(
     trained: dict[str, tuple[casckpt.Store, Optimizer]], strict: bool, stepped: bool
 ) -> None:
     serves = set()

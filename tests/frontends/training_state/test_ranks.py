@@ -239,7 +239,7 @@ def with_state_of_blocks(rank: int, size: int, path: Path, wrap: bool, drift: fl
     return "saved"
 
 
-def test_state_that_may_belong_to_a_shard_is_refused_if_it_differs_across_ranks(tmp_path: Path, ranks: Pool) -> None:
+def test_state_that_may_belong_to_a_shard_is_rejected_if_it_differs_across_ranks(tmp_path: Path, ranks: Pool) -> None:
     for drift in (1.0, 1e-6):
         for text in ranks.run(2, with_state_of_blocks, tmp_path / "s", True, drift):
             assert "'optim.state.weight.scales' differs between ranks 0 and 1, and its parameter is sharded" in text

@@ -105,7 +105,7 @@ def test_missing_keys_are_reported_by_their_new_names(store: casckpt.Store) -> N
 
 
 @LOADS
-def test_a_rename_of_two_parameters_to_one_name_is_refused(store: casckpt.Store, load: Load) -> None:
+def test_a_rename_of_two_parameters_to_one_name_is_rejected(store: casckpt.Store, load: Load) -> None:
     saved = nn.Sequential(OrderedDict(one=nn.Linear(3, 3)))
     save_model_and_optim_state(store, saved, optim.SGD(saved.parameters()), run="a", step=1)
     two = nn.Sequential(OrderedDict(one=nn.Linear(3, 3), two=nn.Linear(3, 3)))
@@ -121,7 +121,7 @@ def test_a_rename_of_two_parameters_to_one_name_is_refused(store: casckpt.Store,
 
 @LOADS
 @pytest.mark.parametrize("rename", [5, {"(": "x"}, lambda key: None])
-def test_an_invalid_rename_is_refused(store: casckpt.Store, load: Load, rename: Any) -> None:
+def test_an_invalid_rename_is_rejected(store: casckpt.Store, load: Load, rename: Any) -> None:
     save_model_and_optim_state(store, *trained("body", 1), run="a", step=1)
     found = made("trunk", 2)
     before = everything(*found)

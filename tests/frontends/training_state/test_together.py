@@ -199,7 +199,7 @@ def missing_state(rank: int, size: int, path: Path) -> Any:
     return [kinds(error) for error in errors], done
 
 
-def test_an_optimizer_with_different_parameters_is_refused(store_path: Path, ranks: Pool) -> None:
+def test_an_optimizer_with_different_parameters_is_rejected(store_path: Path, ranks: Pool) -> None:
     for errors, done in ranks.run(2, missing_state, store_path):
         assert [kind for kind, _ in errors] == ["MissingKey", "Mismatch", "MissingKey"]
         assert all("tied.0.weight" in text for _, text in errors[:2])
@@ -259,7 +259,7 @@ def of_two_kinds(rank: int, size: int, path: Path) -> Any:
     return whole, objects
 
 
-def test_different_optimizers_under_one_key_are_refused(store_path: Path, ranks: Pool) -> None:
+def test_different_optimizers_under_one_key_are_rejected(store_path: Path, ranks: Pool) -> None:
     small_folder(store_path)
     for found in ranks.run(2, of_two_kinds, store_path):
         for key, (kind, text) in zip(("optim", "own"), found, strict=True):

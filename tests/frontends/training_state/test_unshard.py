@@ -118,7 +118,7 @@ def test_an_unsharded_state_is_on_the_chosen_device(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is available")
-def test_an_unavailable_device_is_refused(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
+def test_an_unavailable_device_is_rejected(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
     for unshard in (unshard_model_state, unshard_optim_state):
         with pytest.raises(InvalidInput, match=r"cannot allocate .* on cuda"):
             unshard(store, "a@2", device="cuda")
@@ -141,7 +141,7 @@ def test_a_single_process_acts_as_rank_0(store: casckpt.Store, saved: tuple[Netw
         assert identical(unshard_optim_state(store, "a@2", **flags), saved[1].state_dict())
 
 
-def test_an_incomplete_flat_state_is_refused() -> None:
+def test_an_incomplete_flat_state_is_rejected() -> None:
     model = Network(1)
     trained = optim.LBFGS(model.parameters(), max_iter=3)
     before = everything(model, trained)

@@ -250,7 +250,7 @@ def test_user_entries_of_an_optimizer_are_restored(tmp_path: Path, store: Store)
         assert identical(found["state"][key], entries)
 
 
-def test_save_intervals_of_the_callback_are_refused(store: Store) -> None:
+def test_save_intervals_of_the_callback_are_rejected(store: Store) -> None:
     with pytest.raises(InvalidInput, match=r"save_interval has no effect here: .* save_steps of the Trainer"):
         CasCheckpointCallback(store, run="sft", save_interval=100, max_checkpoints=3)
 

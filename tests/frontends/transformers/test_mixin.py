@@ -265,7 +265,7 @@ def test_without_the_optimizer_only_the_model_is_saved(tmp_path: Path, store: St
     trainer(store, tmp_path / "out", save_only_model=True).train(resume_from_checkpoint=True)
 
 
-def test_a_checkpoint_of_the_callback_is_refused_with_advice(tmp_path: Path, store: Store) -> None:
+def test_a_checkpoint_of_the_callback_is_rejected_with_advice(tmp_path: Path, store: Store) -> None:
     plain(tmp_path / "out", CasCheckpointCallback(store, run="sft"))
     with pytest.raises(Mismatch, match=r"sft@2 was not saved by a CasTrainerMixin.* restore_checkpoint"):
         trainer(store, tmp_path / "other").train(resume_from_checkpoint=True)
@@ -295,14 +295,14 @@ def test_an_error_of_the_last_save_is_raised(tmp_path: Path, store: Store) -> No
         ({"settings": {"ephemeral_cooldown": 2}}, "ephemeral_cooldown has no effect"),
     ],
 )
-def test_arguments_that_cannot_work_are_refused(
+def test_arguments_that_cannot_work_are_rejected(
     tmp_path: Path, store: Store, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((InvalidInput, Unsupported), match=message):
         trainer(store, tmp_path / "out", **options)
 
 
-def test_the_callback_beside_the_mixin_and_a_search_are_refused(tmp_path: Path, store: Store) -> None:
+def test_the_callback_beside_the_mixin_and_a_search_are_rejected(tmp_path: Path, store: Store) -> None:
     with pytest.raises(Unsupported, match="does not work with CasCheckpointCallback"):
         trainer(store, tmp_path / "out", CasCheckpointCallback(store, run="sft"))
     with pytest.raises(Unsupported, match="each trial in a separate run"):

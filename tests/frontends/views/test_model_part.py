@@ -84,7 +84,7 @@ UNCLEAR: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("layout", UNCLEAR)
-def test_several_possible_models_are_refused(store: Store, layout: str) -> None:
+def test_several_possible_models_are_rejected(store: Store, layout: str) -> None:
     state, choices = UNCLEAR[layout]
     with pytest.raises(InvalidInput, match="several parts of default@0 may be the model") as caught:
         view(store, state, model=True)
@@ -97,7 +97,7 @@ def test_a_part_of_a_model_may_be_named_like_a_training_part(store: Store) -> No
     assert names(store, flat("scaler.weight", "head.weight"), model=True).keys() == {"scaler.weight", "head.weight"}
 
 
-def test_a_checkpoint_without_a_model_is_refused(store: Store) -> None:
+def test_a_checkpoint_without_a_model_is_rejected(store: Store) -> None:
     with pytest.raises(MissingKey, match="does not hold a model's weights, but keys below optim"):
         view(store, {"optim": OPTIMIZER, "epoch": 1}, model=True)
     with pytest.raises(MissingKey, match="does not hold a model's weights; "):

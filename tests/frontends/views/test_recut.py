@@ -48,7 +48,7 @@ def test_tensors_are_concatenated() -> None:
         ({}, {"x": ["whole", "other"]}, "cannot be concatenated"),
     ],
 )
-def test_invalid_splits_and_concatenations_are_refused(
+def test_invalid_splits_and_concatenations_are_rejected(
     split: dict[str, Any], concat: dict[str, Any], match: str
 ) -> None:
     with pytest.raises(InvalidInput, match=match):

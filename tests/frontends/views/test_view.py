@@ -67,7 +67,7 @@ def test_wrapper_prefixes_are_also_removed_from_a_selected_model(store: Store) -
         ({"rename": {"(": "w"}}, InvalidInput, "not a regular expression"),
     ],
 )
-def test_invalid_rules_are_refused(store: Store, rules: Any, kind: type[CasckptError], match: str) -> None:
+def test_invalid_rules_are_rejected(store: Store, rules: Any, kind: type[CasckptError], match: str) -> None:
     with pytest.raises(kind, match=match):
         view(store, {"model": flat("a.w", "b.w")}, **rules)
 

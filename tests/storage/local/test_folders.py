@@ -65,7 +65,7 @@ def test_unused_folders_made_by_a_storage_are_removed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("act", ["get", "open", "size", "list"])
 @pytest.mark.parametrize("link", ["objects/x/a", "objects/x", "objects"])
-def test_symlinks_in_a_store_are_refused(store: LocalStore, tmp_path: Path, act: str, link: str) -> None:
+def test_symlinks_in_a_store_are_rejected(store: LocalStore, tmp_path: Path, act: str, link: str) -> None:
     outside = tmp_path / "outside" / KEY
     outside.parent.mkdir(parents=True)
     outside.write_bytes(b"secret")

@@ -144,7 +144,7 @@ def test_a_put_works_without_proc(store: LocalStore, monkeypatch: pytest.MonkeyP
     assert files(store) == [KEY]
 
 
-def test_a_file_system_without_exclusive_create_is_refused(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_exclusive_create_is_rejected(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     only(Naming.RENAME, monkeypatch)
     monkeypatch.setattr(syscalls, "rename_new", lacking)
     with pytest.raises(Unsupported, match="a different file system"):

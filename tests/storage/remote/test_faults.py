@@ -261,7 +261,7 @@ def test_reads_run_concurrently(storage: RemoteStore, proxy: Proxy) -> None:
     assert proxy.connections > parallel // 2
 
 
-def test_a_server_that_ignores_ranges_is_refused(storage: RemoteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_ignores_ranges_is_rejected(storage: RemoteStore, monkeypatch: pytest.MonkeyPatch) -> None:
     storage.put("a", b"0123456789")
     client = storage._clients.get()
     arguments = client._arguments  # type: ignore[attr-defined]  # of S3

@@ -239,12 +239,12 @@ def test_accepted_pieces_of_a_put_count_as_progress() -> None:
 # messages
 
 
-def test_timeout_options_are_refused_for_a_folder(tmp_path: Path) -> None:
+def test_timeout_options_are_rejected_for_a_folder(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="call_timeout"):
         casckpt.open(tmp_path / "store", storage_options={"call_timeout": 5})
 
 
-def test_an_invalid_timeout_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_timeout_is_rejected(tmp_path: Path) -> None:
     for url in ("s3://bucket/store", "https://localhost/store"):
         with pytest.raises(
             InvalidInput, match="request_timeout in storage_options must be a number of seconds above 0"

@@ -97,7 +97,7 @@ def test_the_call_after_a_silent_one_has_less_time() -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, True, "60", float("inf"), float("nan"), None])
-def test_options_that_are_not_seconds_are_refused(value: object) -> None:
+def test_options_that_are_not_seconds_are_rejected(value: object) -> None:
     for name in ("request_timeout", "call_timeout"):
         with pytest.raises(InvalidInput, match=f"{name} in storage_options"):
             Patience.of({name: value})

@@ -101,7 +101,7 @@ def test_a_dtype_that_safetensors_lacks_is_named_before_anything_is_written(
 
 
 @pytest.mark.parametrize("below", [".", "objects", "commits/x.pt", "new"])
-def test_an_export_into_the_store_itself_is_refused(
+def test_an_export_into_the_store_itself_is_rejected(
     tmp_path: Path, below: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = casckpt.open(tmp_path / "store")

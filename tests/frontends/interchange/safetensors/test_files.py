@@ -70,7 +70,7 @@ def test_the_error_for_an_unsupported_dtype_names_the_key(name: str) -> None:
     assert caught.value.key == "layer.x"
 
 
-def test_the_metadata_key_is_refused() -> None:
+def test_the_metadata_key_is_rejected() -> None:
     with pytest.raises(InvalidInput, match="__metadata__"):
         encode_header([TensorHeader("__metadata__", "float32", (1,), 4)], {})
 
@@ -119,7 +119,7 @@ def test_any_keys_and_shapes_are_read_back(tmp_path_factory: pytest.TempPathFact
         (b"{" + b'"a":{' * 5000, b""),
     ],
 )
-def test_an_invalid_header_is_refused(tmp_path: Path, header: Any, data: bytes) -> None:
+def test_an_invalid_header_is_rejected(tmp_path: Path, header: Any, data: bytes) -> None:
     with pytest.raises(InvalidInput):
         read_header(write(tmp_path / "a.safetensors", header, data))
 
@@ -173,7 +173,7 @@ def test_an_index_may_name_only_plain_files(tmp_path: Path, name: Any) -> None:
 @pytest.mark.parametrize(
     "text", ["", "nonsense", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', "[" * 100_000]
 )
-def test_an_invalid_index_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_invalid_index_is_rejected(tmp_path: Path, text: str) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(text)
     with pytest.raises(InvalidInput):

@@ -59,7 +59,7 @@ def test_an_index_can_be_imported_directly(store: casckpt.Store, tmp_path: Path)
     assert store.attachments(made) == {}
 
 
-def test_a_key_in_two_files_is_refused(store: casckpt.Store, tmp_path: Path) -> None:
+def test_a_key_in_two_files_is_rejected(store: casckpt.Store, tmp_path: Path) -> None:
     folder = hugging_face(tmp_path / "hf", {"a": torch.ones(2), "b": torch.zeros(2)})
     file_of(folder, {"a": torch.ones(2)}, "model-00002-of-00002.safetensors")
     with pytest.raises(InvalidInput, match="'a' is in") as caught:
@@ -160,7 +160,7 @@ def test_shards_of_several_ranks_are_joined_into_a_tensor(store: casckpt.Store, 
 # plans
 
 
-def test_a_pipe_is_refused_immediately(tmp_path: Path) -> None:
+def test_a_pipe_is_rejected_immediately(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.pt")
     writer = os.open(tmp_path / "pipe.pt", os.O_RDWR)  # open and close the pipe, so that the reader finds an empty file
     os.write(writer, b"none")
@@ -265,7 +265,7 @@ def test_files_of_one_process_are_imported_by_their_index(store: casckpt.Store, 
 
 
 @pytest.mark.parametrize("name", [FIRST, SECOND])
-def test_the_file_of_a_single_rank_is_refused(store: casckpt.Store, folder: Path, name: str) -> None:
+def test_the_file_of_a_single_rank_is_rejected(store: casckpt.Store, folder: Path, name: str) -> None:
     with pytest.raises(InvalidInput, match=f"{name} holds one rank's parts .* pass the folder"):
         import_safetensors(store, folder / name, step=1)
     (folder / SECOND).rename(
@@ -319,7 +319,7 @@ def another_dtype(folder: Path) -> None:
         (deep_places, "has no valid offsets"), (another_dtype, "different dtypes"),
     ],
 )  # fmt: skip
-def test_an_incomplete_folder_is_refused(
+def test_an_incomplete_folder_is_rejected(
     store: casckpt.Store, folder: Path, spoil: Callable[[Path], None], match: str
 ) -> None:
     spoil(folder)
@@ -337,7 +337,7 @@ def test_an_incomplete_folder_is_refused(
         ("model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"),  # vLLM's
     ],
 )
-def test_a_part_that_is_recognised_by_its_name_is_refused_next_to_others(
+def test_a_part_that_is_recognised_by_its_name_is_rejected_next_to_others(
     store: casckpt.Store, tmp_path: Path, name: str, beside: str
 ) -> None:
     save_file({"w": torch.ones(3)}, tmp_path / name)

@@ -68,6 +68,6 @@ def test_files_hold_every_tensor_once_in_order(given_streams: list[ViewTensor], 
     assert len(shards) == 1 or all(shards)
 
 
-def test_a_file_size_of_zero_is_refused() -> None:
+def test_a_file_size_of_zero_is_rejected() -> None:
     with pytest.raises(InvalidInput, match="max-shard-size"):
         plan_shards([], 0)

@@ -106,7 +106,7 @@ def test_options_determine_how_the_server_is_verified(
     assert verify() == "another.pem"
 
 
-def test_an_unknown_certificate_is_refused(moto_server: Server, tmp_path: Path) -> None:
+def test_an_unknown_certificate_is_rejected(moto_server: Server, tmp_path: Path) -> None:
     with Proxy(moto_server.endpoint, make_certificate(tmp_path)) as proxy:
         storage = store_of(moto_server, endpoint_url=proxy.endpoint)
         with pytest.raises(StorageError, match="its certificate is trusted"):
@@ -203,7 +203,7 @@ def test_concurrent_first_reads_of_two_versions_are_separate(moto_server: Server
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_a_response_for_the_wrong_range_is_refused(
+def test_a_response_for_the_wrong_range_is_rejected(
     direct: bool, moto_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Caches between client and server may respond like this if they identify objects only by name."""
@@ -370,7 +370,7 @@ def test_a_busy_server_is_retried_after_a_pause(status: str, direct: DirectReads
         (b"", TimeoutError),
     ],
 )
-def test_malformed_responses_are_refused(said: bytes, error: type[Exception], direct: DirectReads) -> None:
+def test_malformed_responses_are_rejected(said: bytes, error: type[Exception], direct: DirectReads) -> None:
     with scripted([said, b""]) as (request, _), pytest.raises(error):
         ask(direct, request)
 
