@@ -123,7 +123,7 @@ def test_the_example_reader_reads_sound_parts_of_a_damaged_checkpoint(reader: An
 
 
 @pytest.mark.parametrize("step", CODED_STEPS)
-def test_the_example_reader_refuses_frames_and_reads_raw_cells(reader: Any, step: int) -> None:
+def test_the_example_reader_rejects_frames_and_reads_raw_cells(reader: Any, step: int) -> None:
     checkpoint, saved = reader.Store(CODED).open(f"coded@{step}"), dict(tensors_in(value_of("coded", step)))
     assert set(checkpoint.tensors) == set(saved)
     for key in ("never.0", "never.1"):

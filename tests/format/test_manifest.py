@@ -512,7 +512,7 @@ def test_nothing_damaged_is_copied(name: str) -> None:
         placed(decode(raw, made.id), encode_blobs(BLOBS))
 
 
-def test_a_manifest_that_readers_would_refuse_is_not_encoded() -> None:
+def test_a_manifest_that_readers_would_reject_is_not_encoded() -> None:
     table = drawn().streams[("tensor", "b", 0, 3)][1]
     for fields in (
         {"run": "../x"},

@@ -315,14 +315,14 @@ def test_an_extension_adds_a_type() -> None:
     assert plain.decode(data, extensions=[MONEY])["price"].cents == 3
 
 
-def test_an_unknown_tag_is_shown_or_refused() -> None:
+def test_an_unknown_tag_is_shown_or_rejected() -> None:
     data = plain.encode({"price": Money(3)}, extensions=[MONEY])
     assert plain.decode(data) == {"price": Tagged("money", 3)}
     with pytest.raises(Refused, match="does not know plain data of kind 'money'"):
         plain.decode(data, strict=True)
 
 
-def test_an_extension_refuses_a_hostile_payload() -> None:
+def test_an_extension_rejects_a_hostile_payload() -> None:
     with pytest.raises(Refused, match="no money"):
         plain.decode(msgspec.msgpack.encode(["money", "x"]), extensions=[MONEY])
     with pytest.raises(Refused):

@@ -158,7 +158,7 @@ def decoded_or_refused(data: bytes) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=80))
-def test_random_bytes_are_decoded_or_refused(data: bytes) -> None:
+def test_random_bytes_are_decoded_or_rejected(data: bytes) -> None:
     decoded_or_refused(data)
 
 
@@ -200,5 +200,5 @@ WIRE = st.recursive(
 
 @settings(max_examples=600, deadline=None)
 @given(WIRE)
-def test_well_formed_nonsense_is_decoded_or_refused(wire: Any) -> None:
+def test_well_formed_nonsense_is_decoded_or_rejected(wire: Any) -> None:
     decoded_or_refused(msgspec.msgpack.encode(wire))

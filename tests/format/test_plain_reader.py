@@ -291,7 +291,7 @@ HEADS = {"version": (7, b"\2"), "few": (8, b"\5"), "many": (8, b"\7"), "unknown"
 
 
 @pytest.mark.parametrize(("at", "data"), [*HEADS.values(), (4000, b"x")], ids=[*HEADS, "more"])
-def test_the_plain_reader_refuses_a_malformed_head(saved: Path, at: int, data: bytes) -> None:
+def test_the_plain_reader_rejects_a_malformed_head(saved: Path, at: int, data: bytes) -> None:
     raw = bytearray(next((saved / "objects").rglob("*.manifest")).read_bytes())
     assert "index" in read_head(bytes(raw), raw[4064:4096].hex())
     raw[at : at + len(data)] = data
@@ -304,7 +304,7 @@ MARKERS = [{"format": 2}, {"features": ["x"]}, {"hash": "sha256"}, {"cell_bytes"
 
 
 @pytest.mark.parametrize("change", MARKERS, ids=str)
-def test_the_plain_reader_refuses_an_unknown_format(saved: Path, change: dict[str, Any]) -> None:
+def test_the_plain_reader_rejects_an_unknown_format(saved: Path, change: dict[str, Any]) -> None:
     marker = saved / "casckpt.json"
     read = json.loads(marker.read_text())
     marker.chmod(0o644)
@@ -329,7 +329,7 @@ def _places(table: tuple[Any, ...]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("number", "part"), WRONG.values(), ids=WRONG)
-def test_the_plain_reader_refuses_malformed_spans(number: int, part: Any) -> None:
+def test_the_plain_reader_rejects_malformed_spans(number: int, part: Any) -> None:
     assert _places(TWO_SPANS) == [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11]]
     with pytest.raises((ValueError, IndexError)):
         _places((*TWO_SPANS[:number], part, *TWO_SPANS[number + 1 :]))

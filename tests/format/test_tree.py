@@ -59,7 +59,7 @@ def test_any_tree_decodes_as_encoded(node: Node) -> None:
 
 @settings(max_examples=300)
 @given(NODES.map(encode_tree), st.data())
-def test_mutated_bytes_are_decoded_or_refused(data: bytes, draw: st.DataObject) -> None:
+def test_mutated_bytes_are_decoded_or_rejected(data: bytes, draw: st.DataObject) -> None:
     at = draw.draw(st.integers(0, len(data)))
     changed = data[:at] + draw.draw(st.binary(max_size=4)) + data[at + draw.draw(st.integers(0, 2)) :]
     try:
@@ -171,7 +171,7 @@ def test_merge_fills_an_empty_container() -> None:
     ("one", "two"),
     [(T, P), (T, {}), ({}, []), ({}, OrderedDict())],
 )
-def test_merge_refuses_two_kinds_and_names_the_key(one: Node, two: Node) -> None:
+def test_merge_rejects_two_kinds_and_names_the_key(one: Node, two: Node) -> None:
     with pytest.raises(
         InvalidInput, match=r"key 'm\.a' is of kind .* on one rank, but of kind .* on a different rank"
     ) as caught:
@@ -179,7 +179,7 @@ def test_merge_refuses_two_kinds_and_names_the_key(one: Node, two: Node) -> None
     assert caught.value.key == "m.a"
 
 
-def test_merge_refuses_two_paths_with_the_same_flat_key() -> None:
+def test_merge_rejects_two_paths_with_the_same_flat_key() -> None:
     with pytest.raises(InvalidInput, match=r"\['a'\]\['b'\] of one rank and \['a\.b'\] of a different rank"):
         merge([{"a": {"b": T}}, {"a.b": T}])
 

@@ -97,7 +97,7 @@ SAVES: dict[str, tuple[Callable[[casckpt.Store, Any], Any], str]] = {
 
 @pytest.mark.parametrize("name", SAVES)
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_save_refuses_a_cycle_and_names_its_key(store: casckpt.Store, name: str, make: Callable[[], Any]) -> None:
+def test_a_save_rejects_a_cycle_and_names_its_key(store: casckpt.Store, name: str, make: Callable[[], Any]) -> None:
     call, key = SAVES[name]
     with pytest.raises((InvalidInput, CheckpointingException)) as caught:
         call(store, make())
@@ -149,7 +149,7 @@ def test_dcp_stores_a_cycle_as_a_pickle(store: casckpt.Store) -> None:
     assert into["t"].tolist() == [1, 1]
 
 
-def test_the_planner_without_pickles_refuses_a_cycle(store: casckpt.Store) -> None:
+def test_the_planner_without_pickles_rejects_a_cycle(store: casckpt.Store) -> None:
     error = dcp.failure(
         lambda: dcp.save({"x": (a_list(),)}, StorageWriter(store, run="r", step=1), planner=PickleFreeSavePlanner())
     )

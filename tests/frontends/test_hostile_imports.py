@@ -182,7 +182,7 @@ def test_the_error_for_a_lone_surrogate_names_the_key(store: casckpt.Store, tmp_
 
 @pytest.mark.parametrize("state", [{SURROGATE: torch.ones(2)}, {SURROGATE: 1}, {"a\0": 1}])
 @pytest.mark.parametrize("planner", [None, PickleFreeSavePlanner()])
-def test_dcp_refuses_an_invalid_key(store: casckpt.Store, tmp_path: Path, state: dict[str, Any], planner: Any) -> None:
+def test_dcp_rejects_an_invalid_key(store: casckpt.Store, tmp_path: Path, state: dict[str, Any], planner: Any) -> None:
     error = failure(lambda: save(state, StorageWriter(store, step=1), planner=planner))
     assert isinstance(causes(error)[0], InvalidInput)
     save(state, FileSystemWriter(tmp_path / "in"))

@@ -229,7 +229,7 @@ def test_adapters_alone_load_into_a_model_with_adapters(load: Load, caplog: pyte
 @LOADS
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("names", [PEFT, [name for name in PEFT if "lora" in name], [*LLAMA, "q.lora_A.x.weight"]])
-def test_a_model_without_adapters_refuses_adapters(load: Load, strict: bool, names: list[str]) -> None:
+def test_a_model_without_adapters_rejects_adapters(load: Load, strict: bool, names: list[str]) -> None:
     store, model = small(), model_of(LLAMA)
     save_model_and_optim_state(store, model_of(names, 5), run="r", step=1)
     with pytest.raises(Mismatch, match=r"no adapters.*get_peft_model"):

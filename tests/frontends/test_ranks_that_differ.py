@@ -154,7 +154,7 @@ def is_refused(rank: int, size: int, path: Path) -> Any:
     return one_is_odd(rank, size, path, {name: call for name, (_, call) in REFUSED.items()})
 
 
-def test_all_ranks_refuse_a_state_that_one_rank_refuses(path: Path, ranks: Pool) -> None:
+def test_all_ranks_reject_a_state_that_one_rank_rejects(path: Path, ranks: Pool) -> None:
     for rank, found in enumerate(ranks.run(2, is_refused, path, timeout=20)):
         for name, outcomes in found.items():
             for odd, (kind, text) in enumerate(outcomes):

@@ -378,7 +378,7 @@ def test_a_file_with_a_pickle_is_imported_with_allow_pickle(
     "frontends/interchange/torch_files.py:casckpt_to_torch_save",
     "because plain torch.load cannot read it (pass allow_pickle=True to include it)",
 )
-def test_values_that_torch_load_refuses_are_exported_with_allow_pickle(
+def test_values_that_torch_load_rejects_are_exported_with_allow_pickle(
     store: Store, tmp_path: Path, messages: Messages
 ) -> None:
     state = {"when": datetime(2026, 1, 2, tzinfo=UTC), "n": 1}

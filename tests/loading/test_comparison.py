@@ -105,7 +105,7 @@ def test_diff_counts_all_differences_and_reports_the_first() -> None:
     assert found.where[1] == "[0:100000] elements 5000..5001"
 
 
-def test_diff_refuses_states_that_cannot_be_compared() -> None:
+def test_diff_rejects_states_that_cannot_be_compared() -> None:
     store = small()
     store.save({"model.w": numbers("w", 9000), "optim.m": numbers("m", 9000)}, step=1)
     store.thin("default@1", drop="optim.*")
@@ -179,7 +179,7 @@ def compare_others(rank: int, size: int, path: Path) -> None:
         casckpt.open(path).compare({}, f"default@{rank}")
 
 
-def test_diff_refuses_ranks_with_different_references(ranks: Pool, tmp_path: Path) -> None:
+def test_diff_rejects_ranks_with_different_references(ranks: Pool, tmp_path: Path) -> None:
     small_folder(tmp_path / "store")
     ranks.run(2, save_rows, tmp_path / "store")
     ranks.run(2, compare_others, tmp_path / "store")

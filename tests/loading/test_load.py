@@ -173,7 +173,7 @@ def test_a_cast_writes_into_any_layout(store: Store, layout: str, verify: bool) 
 
 @pytest.mark.in_memory
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
-def test_every_pair_of_dtypes_is_cast_as_torch_does_or_refused() -> None:
+def test_every_pair_of_dtypes_is_cast_as_torch_does_or_rejected() -> None:
     store = small()
     stored = {name: (raw(name, (6,)) if name == "bool" else _numbers(name)) for name in NAMES}
     store.save(stored, step=1)

@@ -88,7 +88,7 @@ def test_an_inference_mode_tensor_has_no_graphs_and_can_be_loaded_into(store: St
         assert torch.equal(tensor, cells(2, seed=1).view(SHAPE))
 
 
-def test_refused_and_prepared_loads_leave_graphs_valid(store: Store) -> None:
+def test_rejected_and_prepared_loads_leave_graphs_valid(store: Store) -> None:
     tensor, other = torch.zeros(SHAPE), torch.zeros(SHAPE, dtype=torch.float64)
 
     def both() -> None:

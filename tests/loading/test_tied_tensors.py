@@ -131,7 +131,7 @@ def test_views_of_shared_memory_with_different_stored_values_are_rejected(
         assert torch.equal(found["a"], whole)
 
 
-def test_a_head_that_shares_embedding_rows_refuses_different_values() -> None:
+def test_a_head_that_shares_embedding_rows_rejects_different_values() -> None:
     store, embed = small(), torch.randn(400, 16)
     store.save({EMBED: embed, HEAD: torch.randn(300, 16)}, step=1)
     model = torch.zeros(400, 16)

@@ -84,7 +84,7 @@ def refusing(rank: int, size: int, path: Path) -> Any:
     return type(error), again.step
 
 
-def test_all_ranks_refuse_a_save_while_any_rank_is_still_saving(ranks: Pool, path: Path) -> None:
+def test_all_ranks_reject_a_save_while_any_rank_is_still_saving(ranks: Pool, path: Path) -> None:
     assert ranks.run(2, refusing, path) == [(Conflict, 1)] * 2
 
 

@@ -147,7 +147,7 @@ def save_one_other_element(rank: int, size: int, path: Path) -> Any:
     return errors, written, text_of(lambda: dcp_save({"w": data}, storage_writer=writer))
 
 
-def test_check_replicas_raise_refuses_any_difference_before_writing(ranks: Pool, path: Path) -> None:
+def test_check_replicas_raise_rejects_any_difference_before_writing(ranks: Pool, path: Path) -> None:
     for errors, written, other_words in ranks.run(2, save_one_other_element, path):
         assert all("'w' differs between ranks 0 and 1" in error for error in errors)
         assert all("check_replicas='sample'" in error for error in errors)
@@ -199,7 +199,7 @@ def diverging(rank: int, size: int, path: Path) -> Any:
     return noted(casckpt.open(path), "b@2")
 
 
-def test_replicas_that_this_process_saved_before_are_never_refused(ranks: Pool, path: Path) -> None:
+def test_replicas_that_this_process_saved_before_are_never_rejected(ranks: Pool, path: Path) -> None:
     assert ranks.run(2, diverging, path) == [["w"], ["w"]]
     assert torch.equal(casckpt.open(path).read("b@2")["w"], numbers("w", 3000))
 

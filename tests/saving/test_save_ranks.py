@@ -267,7 +267,7 @@ def load_bad(rank: int, size: int, path: Path, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["key", "shape", "dtype", "ref"])
-def test_a_load_that_one_rank_refuses_changes_nothing_on_any_rank(ranks: Pool, path: Path, kind: str) -> None:
+def test_a_load_that_one_rank_rejects_changes_nothing_on_any_rank(ranks: Pool, path: Path, kind: str) -> None:
     for rank, (error, untouched, good) in enumerate(ranks.run(3, load_bad, path, kind)):
         assert isinstance(error, CasckptError)
         assert not isinstance(error, RankFailed)

@@ -90,7 +90,7 @@ class StorageContract:
         assert peek("a") == array.tobytes()
         assert peek("b") == b""
 
-    def test_put_refuses_noncontiguous_buffers(self, storage: ObjectStore, peek: Peek) -> None:
+    def test_put_rejects_noncontiguous_buffers(self, storage: ObjectStore, peek: Peek) -> None:
         with pytest.raises(InvalidInput, match="contiguous"):
             storage.put("a", memoryview(b"abcdef")[::2])
         assert peek("a") is None

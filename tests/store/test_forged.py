@@ -102,7 +102,7 @@ def forge(store: Store, elsewhere: Path, evil: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("evil", [EVIL, {**EVIL, "note": Called()}])
-def test_all_readers_refuse_different_bytes_under_a_signed_id(
+def test_all_readers_reject_different_bytes_under_a_signed_id(
     tmp_path: Path, store: Store, open_trusting: Callable[[], Store], evil: dict[str, Any]
 ) -> None:
     id = store.get("run@1").id

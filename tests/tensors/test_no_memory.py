@@ -120,7 +120,7 @@ def test_the_error_for_a_tensor_without_memory_names_it(
 
 
 @pytest.mark.parametrize("make", [MAKE["wrapped cpu"], MAKE["of two"]], ids=["wrapped", "of two"])
-def test_dcp_refuses_a_tensor_without_memory(store: casckpt.Store, make: Callable[[], torch.Tensor]) -> None:
+def test_dcp_rejects_a_tensor_without_memory(store: casckpt.Store, make: Callable[[], torch.Tensor]) -> None:
     calls = (
         lambda: save({"a": make()}, StorageWriter(store, run="d", step=1)),
         lambda: load({"a": make()}, StorageReader(store, "a@1")),

@@ -94,7 +94,7 @@ def test_data_of_a_later_version_is_rejected() -> None:
         decode_object("a", data, False, False)
 
 
-def test_a_changed_archive_is_recognised_or_refused() -> None:
+def test_a_changed_archive_is_recognised_or_rejected() -> None:
     """For example, Python's zipfile raises no BadZipFile if the directory requires a later version of zip."""
     archive = write_archive([1])
     assert is_only_torchs(archive)
@@ -149,7 +149,7 @@ def test_torch_types_are_shown_without_torch() -> None:
         (torch.nn.Linear(1, 1), r"store its state_dict\(\)"),
     ],
 )
-def test_errors_for_refused_values_give_advice(value: Any, message: str) -> None:
+def test_errors_for_rejected_values_give_advice(value: Any, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         plain.encode(value, extensions=TORCH_EXTENSIONS)
 

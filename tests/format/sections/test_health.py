@@ -75,6 +75,6 @@ def test_malformed_health_is_rejected(wrong: dict[str, bytes]) -> None:
 
 
 @given(st.binary(max_size=60))
-def test_arbitrary_bytes_are_decoded_or_refused(data: bytes) -> None:
+def test_arbitrary_bytes_are_decoded_or_rejected(data: bytes) -> None:
     with suppress(Refused):
         decode_health(data, 3)

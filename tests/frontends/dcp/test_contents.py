@@ -40,7 +40,7 @@ def test_dcp_produces_the_same_streams_as_the_native_api(store: Store) -> None:
     assert one.tree == other.tree
 
 
-def test_tied_memory_accepts_equal_tensors_and_refuses_different_ones(store: Store) -> None:
+def test_tied_memory_accepts_equal_tensors_and_rejects_different_ones(store: Store) -> None:
     """If casckpt kept both values, one would overwrite the other, and a load would report damage."""
     store.save({"a": torch.ones(3000), "b": torch.zeros(3000), "c": torch.ones(3000)}, step=1)
     shared = torch.full((3000,), 5.0)

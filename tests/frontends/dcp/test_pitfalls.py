@@ -316,7 +316,7 @@ def test_13_every_dtype_is_restored(store: Store, store_path: Path, name: str) -
 # 14: DCP silently converts to a different dtype
 
 
-def test_14_a_different_dtype_is_converted_and_logged_or_refused(
+def test_14_a_different_dtype_is_converted_and_logged_or_rejected(
     store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     save({"a": torch.arange(4.0), "c": torch.ones(2, dtype=torch.complex64)}, StorageWriter(store, step=1))

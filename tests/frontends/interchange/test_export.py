@@ -119,13 +119,13 @@ def test_tensors_inside_objects_keep_only_their_own_data(store: Store, tmp_path:
     assert identical({key: loaded[key] for key in "wv"}, {"w": torch.arange(6.0), "v": torch.ones(6)})
 
 
-def test_an_int_that_torch_load_refuses_is_omitted(store: Store, tmp_path: Path) -> None:
+def test_an_int_that_torch_load_rejects_is_omitted(store: Store, tmp_path: Path) -> None:
     store.save({"huge": 1 << 5000, "seed": 1 << 100, "w": torch.ones(2)}, step=1)
     assert store.export("latest", tmp_path / "x.pt").left_out == ("huge",)
     assert identical(torch.load(tmp_path / "x.pt"), {"seed": 1 << 100, "w": torch.ones(2)})
 
 
-def test_metadata_that_torch_load_refuses_is_omitted(store: Store, tmp_path: Path) -> None:
+def test_metadata_that_torch_load_rejects_is_omitted(store: Store, tmp_path: Path) -> None:
     kept, lost = OrderedDict(w=torch.ones(2)), OrderedDict(w=torch.zeros(2))
     vars(kept)["_metadata"], vars(lost)["_metadata"] = {"": {"version": 2}}, {"": {"seen": np.arange(3)}}
     store.save({"kept": kept, "lost": lost}, step=1)

@@ -121,11 +121,11 @@ def nothing_written(rank: int, size: int, path: Path) -> bool:
     return path.exists()
 
 
-def test_a_refused_save_writes_nothing(tmp_path: Path, ranks: Pool) -> None:
+def test_a_rejected_save_writes_nothing(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, nothing_written, tmp_path / "store") == [False, False]
 
 
-def test_the_store_refuses_a_bad_state_without_validation(tmp_path: Path, ranks: Pool) -> None:
+def test_the_store_rejects_a_bad_state_without_validation(tmp_path: Path, ranks: Pool) -> None:
     found = ranks.run(2, without_validation, tmp_path)
     assert all("CheckpointingException" in text and "'w'" in text for text in found), found
     assert casckpt.open(tmp_path).checkpoints() == []

@@ -73,7 +73,7 @@ def test_the_error_for_an_unsupported_destination_names_the_key(
         load({"other": tensor("t", data, replica_id=1), "t": tensor("t", torch.ones(4, dtype=data.dtype))}, where)
 
 
-def test_a_refused_load_does_not_change_padded_tensors(tmp_path: Path) -> None:
+def test_a_rejected_load_does_not_change_padded_tensors(tmp_path: Path) -> None:
     where = f"{tmp_path}#a@1"
     save({"t": tensor("t", torch.ones(4, dtype=torch.complex128))}, where)
     data = torch.full((6,), -1.0)
@@ -281,7 +281,7 @@ def test_a_common_value_at_the_path_of_a_key_is_kept(tmp_path: Path, common: dic
     assert set(load_plain_tensors(where)) == {key}
 
 
-def test_an_object_in_the_common_part_is_stored_exactly_or_refused(tmp_path: Path) -> None:
+def test_an_object_in_the_common_part_is_stored_exactly_or_rejected(tmp_path: Path) -> None:
     state = {"common": {"net": torch.nn.Linear(1, 1)}} | {key: tensor(key, torch.ones(2)) for key in "xy"}
     with pytest.raises(CasckptError, match=r"common\.net: a .*Linear cannot be stored"):
         save(dict(state), f"{tmp_path}#a@1")

@@ -308,7 +308,7 @@ def refused(rank: int, size: int, path: Path) -> list[str]:
     return [str(outcome_of(call)) for call in calls]
 
 
-def test_strategies_refuse_unsupported_arguments(tmp_path: Path, ranks: Pool) -> None:
+def test_strategies_reject_unsupported_arguments(tmp_path: Path, ranks: Pool) -> None:
     (found,) = ranks.run(1, refused, tmp_path)
     parts = [
         "not end in a number",

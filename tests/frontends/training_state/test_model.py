@@ -110,7 +110,7 @@ def test_modules_with_unread_keys_can_be_left_unchanged_as_the_error_advises(sto
         assert identical(other.state[parameter], trained.state[source.get_parameter(name)]), name
 
 
-def test_a_save_warns_once_about_keys_that_a_load_will_refuse(
+def test_a_save_warns_once_about_keys_that_a_load_will_reject(
     store: casckpt.Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = nn.ModuleDict({"once": Scaled(1.0), "plain": nn.Linear(2, 2)})

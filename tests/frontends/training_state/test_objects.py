@@ -328,7 +328,7 @@ class Extra(nn.Linear):
     [nn.Linear(1, 1), torch.Generator(), optim.lr_scheduler.StepLR(optim.SGD([nn.Parameter(torch.ones(1))]), 1)],
     ids=lambda value: type(value).__name__,
 )
-def test_an_object_inside_a_state_dict_is_stored_exactly_or_refused(value: Any) -> None:
+def test_an_object_inside_a_state_dict_is_stored_exactly_or_rejected(value: Any) -> None:
     """Otherwise, a load would return its state_dict, which the owner does not expect."""
     model, holder, extra = nn.Linear(1, 1), Holder(value), Extra(value)
     sgd = optim.SGD(model.parameters())

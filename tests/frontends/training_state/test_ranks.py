@@ -278,7 +278,7 @@ def with_odd_state_beside_shards(rank: int, size: int, path: Path) -> list[str]:
     return found
 
 
-def test_whole_state_of_a_sharded_parameter_is_compared_exactly_or_refused(tmp_path: Path, ranks: Pool) -> None:
+def test_whole_state_of_a_sharded_parameter_is_compared_exactly_or_rejected(tmp_path: Path, ranks: Pool) -> None:
     for conjugate, wrapper in ranks.run(2, with_odd_state_beside_shards, tmp_path / "s"):
         assert conjugate == "saved"
         assert "'optim.state.weight.scales': a TwoTensor consists of other tensors" in wrapper

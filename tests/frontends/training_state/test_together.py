@@ -174,7 +174,7 @@ def refused_loads(rank: int, size: int, path: Path) -> Any:
     return [load("b@1"), load(change=more_on_rank_1), load(change=wider_on_rank_1), load(change=less)]
 
 
-def test_all_ranks_refuse_a_load_that_one_rank_refuses(store_path: Path, ranks: Pool) -> None:
+def test_all_ranks_reject_a_load_that_one_rank_rejects(store_path: Path, ranks: Pool) -> None:
     for rank, found in enumerate(ranks.run(2, refused_loads, store_path)):
         assert [kind for kind, _ in found] == ["NotFound", "MissingKey", "Mismatch", "Mismatch"]
         assert ["rank 1: " in text for _, text in found] == [False, rank == 0, rank == 0, False]
@@ -235,7 +235,7 @@ def refused_saves(rank: int, size: int, path: Path) -> Any:
     ]
 
 
-def test_all_ranks_refuse_a_save_that_one_rank_refuses(store_path: Path, ranks: Pool) -> None:
+def test_all_ranks_reject_a_save_that_one_rank_rejects(store_path: Path, ranks: Pool) -> None:
     for rank, found in enumerate(ranks.run(3, refused_saves, store_path)):
         assert [kind for kind, _ in found] == ["InvalidInput"] * 5
         words = [r"[7]", "use_orig_params=True", "casckpt.Shard", "casckpt.Shard", "summon_full_params"]

@@ -203,7 +203,7 @@ def test_training_in_a_different_thread_ignores_signals(
     assert "does not run in the main thread" in caplog.text
 
 
-def test_refused_arguments_are_left_unchanged(tmp_path: Path, store: Store) -> None:
+def test_rejected_arguments_are_left_unchanged(tmp_path: Path, store: Store) -> None:
     arguments = hub.TrainingArguments(
         output_dir=tmp_path / "out", report_to="none", use_cpu=True, eval_strategy="steps", eval_steps=1
     )

@@ -59,7 +59,7 @@ class TestOneWriter(StorageContract):
         return look
 
 
-def test_a_storage_without_exclusive_creates_refuses_two_writers(tmp_path: Path) -> None:
+def test_a_storage_without_exclusive_creates_rejects_two_writers(tmp_path: Path) -> None:
     storage = RemoteStore(Folder(tmp_path / "store"))
     with pytest.raises(Unsupported, match="in one step"):
         Repository(storage, tmp_path / "cache").create()

@@ -13,7 +13,7 @@ from casckpt.storage.remote.s3.facts import _PAGES, _SKEW, examine
 
 
 @pytest.mark.parametrize(("hours", "says"), [(5, "s behind the server"), (-5, "s ahead of the server")])
-def test_a_clock_refused_by_the_server_is_reported(hours: int, says: str) -> None:
+def test_a_clock_rejected_by_the_server_is_reported(hours: int, says: str) -> None:
     there = format_datetime(datetime.now(UTC) + timedelta(hours=hours), usegmt=True)
 
     def refuse(operation: str, **_: Any) -> Any:
