@@ -115,7 +115,7 @@ def test_the_example_reader_reads_the_frozen_store(reader: Any, run: str, step: 
     assert_read(reader.Store(DATA).open(f"{run}@{step}"), value_of(run, step))
 
 
-def test_the_example_reader_reads_sound_parts_of_a_damaged_checkpoint(reader: Any) -> None:
+def test_the_example_reader_reads_undamaged_parts_of_a_damaged_checkpoint(reader: Any) -> None:
     checkpoint = reader.Store(DATA).open("hurt@1")
     assert checkpoint.read("whole").tobytes() == bytes_of(hurt()["whole"])
     with pytest.raises(ValueError, match=r"tensor hit of hurt@1 has a damaged cell, in .*safetensors"):
@@ -189,7 +189,7 @@ def test_the_example_reader_handles_forgotten_purged_and_overwritten_checkpoints
             reader.Store(tmp_path).open(ref)
 
 
-def test_the_example_reader_handles_rewrites_and_their_undoing(reader: Any, tmp_path: Path) -> None:
+def test_the_example_reader_handles_rewrites_even_if_they_are_undone(reader: Any, tmp_path: Path) -> None:
     store = small_folder(tmp_path)
     repo = store.repository
     saved = [store.save({"a": cells(2, seed=step)}, run="a", step=step).commit for step in range(4)]
@@ -288,7 +288,7 @@ def test_truncated_or_missing_objects_are_rejected(reader: Any, saved: Path) -> 
         path.write_bytes(kept)
 
 
-def test_a_manifest_with_more_bytes_is_rejected(reader: Any, saved: Path) -> None:
+def test_a_manifest_with_trailing_bytes_is_rejected(reader: Any, saved: Path) -> None:
     for path in saved.rglob("*.manifest"):
         write(path, path.read_bytes() + b"\0")
     with pytest.raises(ValueError, match="the wrong length"):

@@ -89,6 +89,6 @@ def test_a_size_is_parsed(text: str, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1", "1e3", "5 parsecs", "1..5MB", "٣MB", "1" * 16])
-def test_anything_else_is_rejected(text: str) -> None:
+def test_an_invalid_size_is_rejected(text: str) -> None:
     with pytest.raises(InvalidInput, match="not a size"):
         parse_size(text)

@@ -32,7 +32,7 @@ def refused(*arguments: object, status: int = 1) -> str:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.1", "example.com", ""])
-def test_an_address_open_to_others_needs_a_token(tmp_path: Path, host: str) -> None:
+def test_an_address_that_others_can_reach_requires_a_token(tmp_path: Path, host: str) -> None:
     assert "pass --token-file or --no-token" in refused(tmp_path, "--host", host)
 
 
@@ -60,7 +60,7 @@ def test_invalid_files_and_addresses_are_rejected(store: Path) -> None:
     assert "cannot listen on" in refused(store, "--host", "a..b", "--no-token")
 
 
-def test_a_used_port_is_reported(store: Path) -> None:
+def test_a_port_that_is_in_use_is_reported(store: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "pass a different --port" in refused(store, "--port", taken.getsockname()[1])
 

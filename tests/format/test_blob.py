@@ -108,7 +108,7 @@ def test_a_header_that_does_not_match_its_data_is_rejected() -> None:
 
 
 @pytest.mark.parametrize("leaves", [0, 1, MAX_LEAVES + 1])
-def test_a_proof_has_an_allowed_number_of_leaves(leaves: int) -> None:
+def test_a_proof_with_an_invalid_number_of_leaves_is_rejected(leaves: int) -> None:
     with pytest.raises(InvalidInput, match="leaves"):
         encode_header([("int8", 5)], leaves)
 

@@ -31,7 +31,7 @@ def test_malformed_columns_are_rejected(data: bytes) -> None:
 
 
 @given(st.binary(max_size=40))
-def test_arbitrary_bytes_are_a_column_or_rejected(data: bytes) -> None:
+def test_arbitrary_bytes_decode_to_a_column_or_are_rejected(data: bytes) -> None:
     try:
         values = unpack(data)
     except Refused:

@@ -203,7 +203,7 @@ def test_a_manifest_with_an_unknown_section_can_be_sent_to_a_different_rank() ->
     assert told.encoded() == source.data
 
 
-def test_a_different_manifest_under_the_name_is_damage() -> None:
+def test_a_different_manifest_under_the_same_name_is_reported_as_damage() -> None:
     raw = data()[1]
     with pytest.raises(Damaged, match="a different checkpoint") as caught:
         decode(raw, ManifestId("0" * 64))
@@ -213,7 +213,7 @@ def test_a_different_manifest_under_the_name_is_damage() -> None:
 
 
 @given(st.data())
-def test_any_change_is_noticed(data_: st.DataObject) -> None:
+def test_any_change_is_detected(data_: st.DataObject) -> None:
     made = encode(drawn())
     raw = bytearray(made.data)
     kind = data_.draw(st.sampled_from(["flip", "cut", "grow", "other"]))
@@ -262,7 +262,7 @@ def test_a_flipped_byte_damages_only_its_part(name: str, where: int, hit: str) -
 
 
 @pytest.mark.parametrize("name", FRONT)
-def test_a_flipped_byte_in_front_names_its_section(name: str) -> None:
+def test_the_error_for_a_flipped_byte_in_the_head_names_its_section(name: str) -> None:
     made = encode(drawn())
     raw = bytearray(made.data)
     raw[decode_head(made.data)[name].offset + 5] ^= 1
@@ -419,7 +419,7 @@ def test_unknown_fields_of_a_manifest_are_ignored() -> None:
         _use(decode(made.data, made.id, made.head))
 
 
-def test_an_unknown_required_section_stops_a_load() -> None:
+def test_an_unknown_required_section_prevents_a_load() -> None:
     made = encode(drawn())
     head = decode_head(made.data)
     parts = [(name, made.data[head[name].offset : head[name].end]) for name in KNOWN]
@@ -504,7 +504,7 @@ def test_the_flag_of_an_unknown_section_decides_whether_it_is_copied() -> None:
 
 
 @pytest.mark.parametrize("name", ["objects", "cells", "rows"])
-def test_nothing_damaged_is_copied(name: str) -> None:
+def test_damaged_sections_are_not_copied(name: str) -> None:
     made = encode(drawn())
     raw = bytearray(made.data)
     raw[decode_head(made.data)[name].offset] ^= 1

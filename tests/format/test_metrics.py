@@ -52,7 +52,7 @@ def test_metrics_decode_from_a_record(metrics: dict[str, float]) -> None:
         (10**30, 1e30), (Fraction(1, 4), 0.25), (0, 0),
     ],
 )  # fmt: skip
-def test_numbers_of_numpy_and_torch_are_metrics(value: Any, stored: Any) -> None:
+def test_numpy_and_torch_numbers_are_valid_metrics(value: Any, stored: Any) -> None:
     found = stored_metrics({"x": value})["x"]
     assert found == stored
     assert type(found) is type(stored)
@@ -60,7 +60,7 @@ def test_numbers_of_numpy_and_torch_are_metrics(value: Any, stored: Any) -> None
 
 
 @pytest.mark.parametrize("value", [True, np.True_, "0.3", "NaN", None, 1j, [1.0], Decimal(1), 10**400, object()])
-def test_the_error_for_a_bad_metric_names_it(value: Any) -> None:
+def test_the_error_for_an_invalid_metric_names_it(value: Any) -> None:
     with pytest.raises(InvalidInput, match="'val/loss'"):
         stored_metrics({"ok": 1.0, "val/loss": value})
 
@@ -138,7 +138,7 @@ def test_metadata_decodes_as_encoded(metadata: dict[str, Any]) -> None:
     assert short is None or short == metadata
 
 
-def test_metadata_beyond_json_is_only_in_the_manifest() -> None:
+def test_metadata_that_json_cannot_represent_is_stored_only_in_the_manifest() -> None:
     for value in (math.nan, math.inf, "x" * (64 << 10)):
         raw, short = encode_metadata({"v": value})
         assert short is None
@@ -160,7 +160,7 @@ def test_metadata_beyond_json_is_only_in_the_manifest() -> None:
     ],
     ids=named,
 )
-def test_metadata_that_json_cannot_hold_is_rejected(metadata: Any, names: str) -> None:
+def test_metadata_that_json_cannot_represent_is_rejected(metadata: Any, names: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         encode_metadata(metadata)
     assert names in str(caught.value)

@@ -44,7 +44,7 @@ def _two(draw: st.DrawFn) -> tuple[Shape, Region, Region]:
 
 
 @given(_one())
-def test_flat_boxes_are_the_elements_in_order(case: tuple[Shape, Region]) -> None:
+def test_flat_boxes_cover_the_elements_in_order(case: tuple[Shape, Region]) -> None:
     shape, region = case
     pieces = list(flat_boxes(region))
     assert box_elements([box for box, _ in pieces], shape) == elements(region, shape)
@@ -57,7 +57,7 @@ def test_flat_boxes_are_the_elements_in_order(case: tuple[Shape, Region]) -> Non
 
 
 @given(_one())
-def test_normalise_keeps_the_elements_and_their_order(case: tuple[Shape, Region]) -> None:
+def test_normalise_preserves_the_elements_and_their_order(case: tuple[Shape, Region]) -> None:
     shape, region = case
     normal = normalise(region, shape)
     assert elements(normal, shape) == elements(region, shape)
@@ -101,7 +101,7 @@ def test_a_box_is_shifted_relative_to_a_second_box() -> None:
 
 
 @given(shapes)
-def test_strides_are_those_of_numpy(shape: Shape) -> None:
+def test_strides_match_numpy(shape: Shape) -> None:
     if 0 not in shape:
         assert strides(shape) == tuple(n // 8 for n in np.zeros(shape).strides)
 

@@ -68,7 +68,7 @@ def trained(rank: int, size: int, path: Path, epochs: range, run: str) -> list[s
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_training_resumes_bit_for_bit(store_path: Path, ranks: Pool, size: int) -> None:
+def test_training_resumes_bit_for_bit(store_path: Path, ranks: Pool, size: int) -> None:
     whole = ranks.run(size, trained, store_path, range(4), "whole")
     first = ranks.run(size, trained, store_path, range(2), "parts")
     second = ranks.run(size, trained, store_path, range(2, 4), "parts")
@@ -84,7 +84,7 @@ def test_a_training_resumes_bit_for_bit(store_path: Path, ranks: Pool, size: int
     }  # the names in the plain model
 
 
-def test_a_training_with_compression_resumes_bit_for_bit(store_path: Path, ranks: Pool) -> None:
+def test_training_with_compression_resumes_bit_for_bit(store_path: Path, ranks: Pool) -> None:
     whole = ranks.run(2, trained, store_path, range(4), "wide")
     smaller = store_path.with_name("smaller")
     store = small_folder(smaller)

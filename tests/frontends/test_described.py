@@ -87,7 +87,7 @@ def test_checkpoints_of_torch_and_casckpt_follow_the_same_description(ranks: Poo
     ranks.run(size, through_torch, store_path)
 
 
-def test_only_folders_with_tuple_chunks_are_imported(tmp_path: Path, store: casckpt.Store) -> None:
+def test_only_folders_whose_chunks_are_described_by_tuples_are_imported(tmp_path: Path, store: casckpt.Store) -> None:
     """Megatron-FSDP writes such chunks. A tuple of any other values is still refused."""
     folder = tmp_path / "folder"
     save({"w": FULL}, FileSystemWriter(folder))

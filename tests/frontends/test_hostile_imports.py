@@ -52,7 +52,7 @@ def test_altered_inputs_load_or_raise_a_casckpt_error(tmp_path: Path, kind: str)
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", KINDS)
-def test_thousands_of_altered_imports_use_at_most_four_gib(kind: str, seed: int) -> None:
+def test_importing_thousands_of_altered_files_uses_at_most_four_gib(kind: str, seed: int) -> None:
     command = [sys.executable, "-m", "tests.support.fuzz", kind, "2000", str(seed)]
     found = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert sum(json.loads(found).values()) == 2000
@@ -132,7 +132,7 @@ def test_a_damaged_value_is_not_committed(store: casckpt.Store, folder: Path) ->
     assert not Path(store.url).exists()
 
 
-def test_a_pipe_in_a_folder_raises_immediately(store: casckpt.Store, folder: Path) -> None:
+def test_a_pipe_in_a_folder_raises_an_error_immediately(store: casckpt.Store, folder: Path) -> None:
     os.mkfifo(folder / "pipe")
     with pytest.raises(NotFound, match="pipe"):
         dcp_to_casckpt(folder, store, step=1)

@@ -56,7 +56,7 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
         "tests/frontends/interchange/test_torch_files.py::test_the_error_for_a_class_from_the_saving_script_names_the_class"
     ),
     Case("storage/remote/s3/errors.py:", "set AWS_REQUEST_CHECKSUM_CALCULATION"): (
-        "tests/storage/remote/s3/test_errors.py::test_settings_in_the_error_help_with_servers_without_checksums"
+        "tests/storage/remote/s3/test_errors.py::test_the_settings_named_by_the_error_help_with_servers_without_checksums"
     ),
     Case("cli/commands/export.py:_listening", "for clients: export HF_ENDPOINT=…"): (
         "tests/frontends/serve/test_clients.py::test_from_pretrained_needs_only_an_endpoint"
@@ -77,7 +77,7 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     ),
     Case(
         "history/commits.py:gone", "lease=True, or Store.lease"
-    ): "tests/store/test_gone.py::test_the_advice_in_a_gone_error_helps",
+    ): "tests/store/test_gone.py::test_following_the_advice_in_a_gone_error_helps",
 }
 """Hints that a test elsewhere triggers and follows, and that test."""
 

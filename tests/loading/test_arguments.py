@@ -92,7 +92,7 @@ def test_invalid_samples_are_rejected(saved: casckpt.Store, sample: Any) -> None
         saved.verify(sample=sample)
 
 
-def test_steps_may_be_numpy_integers(saved: casckpt.Store) -> None:
+def test_steps_can_be_numpy_integers(saved: casckpt.Store) -> None:
     import numpy as np
 
     ckpt = saved.save({}, step=np.int64(7))  # type: ignore[arg-type]  # a training loop may well count so

@@ -49,7 +49,7 @@ def test_per_rank_values_are_compared_with_the_value_of_the_same_rank() -> None:
 
 
 @given(key=st.sampled_from(["w", "t", "half", "one"]), at=st.integers(0, 1 << 20), bit=st.integers(0, 7))
-def test_one_flipped_bit_is_reported(key: str, at: int, bit: int) -> None:
+def test_a_single_flipped_bit_is_reported(key: str, at: int, bit: int) -> None:
     store, mine = small(), state()
     store.save(mine, step=1)
     shape = mine[key].shape
@@ -72,7 +72,7 @@ def test_diff_reports_differing_dtypes_shapes_and_missing_tensors() -> None:
     assert store.compare({"one": torch.tensor(1.5)}, "default@1").is_same
 
 
-def test_diff_compares_bits_instead_of_numbers() -> None:
+def test_diff_compares_bits_rather_than_numbers() -> None:
     store, nan = small(), torch.full((2000,), float("nan"))
     mine = {"nan": nan, "zero": torch.zeros(2000), "c": torch.randn(1500, dtype=torch.complex64).conj()}
     store.save(mine, step=1)

@@ -49,7 +49,7 @@ def test_a_load_follows_a_repair_of_a_damaged_blob(store: Store, faults: FaultyS
     assert same_state(store.read("default@1"), state())
 
 
-def test_a_load_of_a_purged_checkpoint_raises_gone(store: Store, faults: FaultyStore) -> None:
+def test_loading_a_purged_checkpoint_raises_gone(store: Store, faults: FaultyStore) -> None:
     def change() -> None:
         repo = elsewhere(store)
         forget(repo, list_commits(repo).visible()[0])
@@ -60,7 +60,7 @@ def test_a_load_of_a_purged_checkpoint_raises_gone(store: Store, faults: FaultyS
         store.load(zeros(), "default@1")
 
 
-def test_damage_in_all_copies_is_raised(store: Store) -> None:
+def test_damage_in_all_copies_raises_an_error(store: Store) -> None:
     repo = elsewhere(store)
     commit = store.get("default@1").commit
     made = move(repo, commit)

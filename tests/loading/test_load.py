@@ -239,7 +239,7 @@ def test_none_in_a_template_becomes_a_cpu_tensor(store: Store) -> None:
     assert set(ckpt.unread_keys) == {"model.n", "history"}
 
 
-def test_none_becomes_a_renamed_container(store: Store) -> None:
+def test_none_is_replaced_by_a_renamed_container(store: Store) -> None:
     template: dict[str, Any] = {"resumed": None}
     store.load(template, REF, rename={"resumed": "optim.state"})
     assert same_state(template, {"resumed": state()["optim"]["state"]})
@@ -316,7 +316,7 @@ def test_a_pattern_that_matches_nothing_is_an_error(store: Store, pattern: str) 
         store.read(REF, keys=["epoch", pattern])
 
 
-def test_an_empty_container_has_a_key(store: Store) -> None:
+def test_an_empty_container_is_selected_by_its_key(store: Store) -> None:
     store.save({"a": {"x": {}, "y": 1}}, step=2)
     assert store.read("default@2", keys=["a.x"]) == {"a": {"x": {}}}
 
@@ -360,7 +360,7 @@ def test_any_number_of_threads_loads_the_same_values(store: Store, threads: int)
     assert same_state(store.read("default@2", threads=threads, keys=["model.*"]), {"model": state()["model"]})
 
 
-def test_progress_counts_every_byte_once(store: Store) -> None:
+def test_the_progress_counts_every_byte_once(store: Store) -> None:
     data = {"w": cells(9.5), "x": torch.arange(10)}
     first, again, read = ProgressCalls(), ProgressCalls(), ProgressCalls()
     store.save(data, step=5, progress=first)

@@ -91,7 +91,7 @@ def change(request: pytest.FixtureRequest, store: Store) -> Callable[[], None]:
 
 @pytest.mark.parametrize("at", [1, 2, 5])
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_load_continues_at_the_new_location_of_a_rewritten_checkpoint(
+def test_a_load_continues_from_the_new_location_of_a_rewritten_checkpoint(
     store: Store, faults: FaultyStore, change: Callable[[], None], at: int, verify: bool
 ) -> None:
     faults.inject(call_first("read_into", meanwhile(change), key="objects/*.safetensors", at=at))

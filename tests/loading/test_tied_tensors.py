@@ -45,7 +45,7 @@ def test_tied_memory_with_different_values_is_rejected_before_any_change(count: 
     assert torch.equal(template[HEAD], cells(count, seed=2))
 
 
-def test_a_single_differing_cell_is_enough_to_refuse_tied_memory() -> None:
+def test_a_single_differing_cell_is_enough_to_reject_tied_memory() -> None:
     store, weight = small(), cells(6, seed=1)
     store.save({EMBED: weight}, step=1)
     other = weight.clone()
@@ -55,7 +55,7 @@ def test_a_single_differing_cell_is_enough_to_refuse_tied_memory() -> None:
         store.load(tied(tuple(weight.shape)), "default@2")
 
 
-def test_one_stored_key_may_fill_both_tied_tensors() -> None:
+def test_one_stored_key_can_fill_both_tied_tensors() -> None:
     store, weight = small(), cells(2, seed=1)
     store.save({EMBED: weight, HEAD: weight + 1}, step=1)
     template = tied(tuple(weight.shape))
@@ -200,7 +200,7 @@ def test_empty_tensors_do_not_share_memory() -> None:
     store.load({"a": empty, "b": empty}, "default@1")
 
 
-def test_each_of_many_tied_tensors_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tied_tensors_are_compared_only_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Comparing all pairs would take minutes for an optimizer whose ten thousand parameters share one step count."""
     compared: list[str] = []
     differ = tied_module._differ

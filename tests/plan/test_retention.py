@@ -57,7 +57,7 @@ def test_an_invalid_policy_is_rejected(rules: dict[str, Any]) -> None:
         Policy(**rules)
 
 
-def test_a_duration_may_be_a_string() -> None:
+def test_a_duration_can_be_a_string() -> None:
     store = [*TEN, kept(11, 50)]
     by_text, by_timedelta = Policy(keep_within="2d"), Policy(keep_within=timedelta(days=2))
     assert plan_forget(store, by_text, 9 * DAY) == plan_forget(store, by_timedelta, 9 * DAY) != []
@@ -126,7 +126,7 @@ def test_the_newest_of_a_day_is_the_last_created_not_the_last_copied() -> None:
     assert steps(plan_forget(copied, Policy(keep_daily=2), 0)) == [1]
 
 
-def test_rules_are_a_union() -> None:
+def test_a_checkpoint_is_kept_if_any_rule_keeps_it() -> None:
     policy = Policy(keep_last=2, keep_every=200, keep_within="3d")
     assert steps(plan_forget(TEN, policy, 9 * DAY)) == [50, 100, 150, 250]
 
@@ -135,19 +135,19 @@ def test_keep_last_0_adds_nothing_to_other_rules() -> None:
     assert plan_forget(TEN, Policy(keep_last=0, keep_every=100), 0) == plan_forget(TEN, Policy(keep_every=100), 0)
 
 
-def test_each_run_has_its_own_counts() -> None:
+def test_rules_count_checkpoints_of_each_run_separately() -> None:
     store = [kept(0, 0, "a"), kept(1, 1, "b"), kept(2, 2, "a"), kept(3, 3, "b")]
     assert steps(plan_forget(store, Policy(keep_last=1), 0)) == [0, 1]
     assert steps(plan_forget(store, Policy(keep_last=1), 0, run="b")) == [1]
     assert plan_forget(store, Policy(keep_last=1), 0, run="nobody") == []
 
 
-def test_the_newest_is_the_latest_transaction_not_the_greatest_step() -> None:
+def test_the_newest_checkpoint_has_the_latest_transaction_not_the_highest_step() -> None:
     rolled_back = [kept(0, 500), kept(1, 600), kept(2, 100)]
     assert steps(plan_forget(rolled_back, Policy(keep_last=1), 0)) == [500, 600]
 
 
-def test_the_age_of_a_copy_is_that_of_its_checkpoint() -> None:
+def test_the_age_of_a_copy_is_the_age_of_the_original() -> None:
     store = [kept(0, 0, day=9), kept(8, 8, day=1), kept(9, 9, day=2)]
     assert steps(plan_forget(store, Policy(keep_within="1d"), 9 * DAY)) == [8]
 
@@ -244,7 +244,7 @@ def test_a_metric_without_values_is_rejected() -> None:
     assert runs_without([], Policy(keep_best="loss:1")) == {"loss": []}, "an empty store has no typing errors"
 
 
-def test_a_metric_may_have_colons() -> None:
+def test_a_metric_name_can_contain_colons() -> None:
     for text, name in (("val:loss:1", "val:loss"), ("max:1", "max"), ("val:max:max:1", "val:max")):
         store = [*scored(1.0, name=name), kept(5, 5), kept(9, 9)]
         assert steps(plan_forget(store, Policy(keep_best=text), 0)) == [5]
@@ -277,7 +277,7 @@ def test_an_invalid_thinning_rule_is_rejected(rule: Any) -> None:
         thinning_of(rule)
 
 
-def test_a_thinning_rule_chooses_checkpoints() -> None:
+def test_a_thinning_rule_selects_checkpoints() -> None:
     assert thinning_of(None) is None
     found = thinning_of({"drop": "optim.*", "keep_last": 2})
     assert found is not None

@@ -35,7 +35,7 @@ STATE = {"w": torch.arange(6.0), "x": [1]}
         ({"healthy": "no"}, "healthy='no' is not valid"),
     ],
 )
-def test_unusable_metrics_are_rejected(arguments: dict[str, Any], error: str) -> None:
+def test_invalid_metrics_are_rejected(arguments: dict[str, Any], error: str) -> None:
     store = small()
     with pytest.raises(InvalidInput, match=error):
         store.save(STATE, step=1, **arguments)

@@ -263,7 +263,7 @@ def counted(rank: int, size: int, path: Path) -> tuple[int, int]:
     return sampled[0], sampled[1] - sampled[0]
 
 
-def test_only_replicas_are_resampled(ranks: Pool, path: Path) -> None:
+def test_only_replicas_are_sampled_again(ranks: Pool, path: Path) -> None:
     assert ranks.run(2, counted, path) == [(21, 20)] * 2
 
 
@@ -285,7 +285,7 @@ def one_element(rank: int, size: int, path: Path, who: int, where: int) -> Any:
 
 
 @pytest.mark.parametrize(("size", "who", "where"), [(2, 0, 0), (2, 1, 150 * CELL // 4 - 1), (3, 1, 10_000)])
-def test_one_changed_element_is_found_within_64_saves_per_holder(
+def test_a_changed_element_is_found_within_64_saves_per_holder(
     ranks: Pool, path: Path, size: int, who: int, where: int
 ) -> None:
     found = ranks.run(size, one_element, path, who, where)

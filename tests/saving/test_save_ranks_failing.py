@@ -224,7 +224,7 @@ def save_after_a_failed_plan(rank: int, size: int, path: Path) -> Any:
     return error, ckpt.stats.bytes_written, storage.blob_bytes
 
 
-def test_a_plan_that_was_not_sent_is_recreated(ranks: Pool, path: Path) -> None:
+def test_a_plan_that_was_not_sent_is_computed_again(ranks: Pool, path: Path) -> None:
     found = ranks.run(3, save_after_a_failed_plan, path)
     assert all(isinstance(error, StorageError) for error, _, _ in found)
     assert torch.equal(casckpt.open(path).read("a@2")["w"], numbers("w", 60, 400))
@@ -357,7 +357,7 @@ def save_stalled(rank: int, size: int, path: Path) -> Any:
     return error, seen, again.id
 
 
-def test_an_error_names_a_stalled_rank_and_the_next_save_works(ranks: Pool, path: Path) -> None:
+def test_an_error_names_a_stalled_rank_and_the_next_save_succeeds(ranks: Pool, path: Path) -> None:
     found = ranks.run(3, save_stalled, path, timeout=5)
     for error, seen, _ in found:
         assert isinstance(error, RankFailed)

@@ -131,7 +131,7 @@ def test_the_pool_waits_until_a_buffer_is_released() -> None:
     assert order == ["given back", "borrowed"]
 
 
-def test_the_pool_takes_back_a_buffer_after_an_error() -> None:
+def test_a_buffer_is_returned_to_the_pool_after_an_error() -> None:
     pool = BufferPool(1, 10)
     with pytest.raises(ZeroDivisionError), pool.borrow() as buffer:
         _ = 1 / 0

@@ -32,7 +32,7 @@ def test_stores_with_the_same_name_share_memory() -> None:
     assert MemoryStore(name + "-other").size("a") is None
 
 
-def test_a_memory_store_is_rejected_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_store_is_rejected_in_a_different_process(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore(uuid4().hex)
     store.put("a", b"1")
     pickled = pickle.dumps(store)

@@ -24,7 +24,7 @@ def test_paths_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/x", "gs://bucket", "memory://x", "file:///x"])
-def test_a_path_made_from_a_url_is_rejected(url: str) -> None:
+def test_a_path_object_created_from_a_url_is_rejected(url: str) -> None:
     """pathlib removes a slash. A job would silently save into the folder ``s3:`` instead of a bucket."""
     for path in (Path(url), str(Path(url))):
         with pytest.raises(InvalidInput, match="lost a slash"):
@@ -32,7 +32,7 @@ def test_a_path_made_from_a_url_is_rejected(url: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["./s3:/x", "runs:/x", "a/s3:/x", "s3:x", "c:/x"])
-def test_folder_names_may_contain_colons(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_names_can_contain_colons(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert open_storage(name).url == str(tmp_path / name)
 

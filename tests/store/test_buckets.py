@@ -203,7 +203,7 @@ def with_garbage(place: RemoteLocation, cache: Path) -> Store:
     return store
 
 
-def test_a_gc_waits_for_a_save_that_has_uploaded(place: RemoteLocation, tmp_path: Path) -> None:
+def test_gc_waits_for_a_save_that_has_uploaded_blobs(place: RemoteLocation, tmp_path: Path) -> None:
     collector = with_garbage(place, tmp_path / "gc")
     held = Held(place, tmp_path / "save")
     result = collector.gc(min_age=0, wait=0)
@@ -214,7 +214,7 @@ def test_a_gc_waits_for_a_save_that_has_uploaded(place: RemoteLocation, tmp_path
     assert collector.gc(min_age=0).deleted_blobs == 1
 
 
-def test_a_gc_keeps_checkpoints_committed_while_it_runs(place: RemoteLocation, tmp_path: Path) -> None:
+def test_gc_keeps_checkpoints_committed_while_it_runs(place: RemoteLocation, tmp_path: Path) -> None:
     """The save commits between the gc's listing of commits and its listing of transactions."""
     with_garbage(place, tmp_path / "gc")
     held = Held(place, tmp_path / "save")

@@ -53,7 +53,7 @@ def objects() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_gc_of_delta_checkpoints_can_be_killed_at_any_point(
+def test_gc_of_delta_checkpoints_can_be_killed_at_any_point(
     objects: dict[str, bytes], way: str, seed: int, full: bool
 ) -> None:
     stride = 1 if full else 3  # each way begins at a different call
@@ -113,7 +113,7 @@ def test_a_prefetch_fetches_everything_that_a_load_needs(objects: dict[str, byte
         assert same_state(found["w"], state(4)["w"])
 
 
-def test_thinned_checkpoints_keep_bases_of_their_weights() -> None:
+def test_thinned_checkpoints_keep_the_bases_of_their_weights() -> None:
     """No other bases are copied."""
     store = small(memory())
     for step in range(STEPS):

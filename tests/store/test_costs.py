@@ -121,7 +121,7 @@ def test_a_load_reads_and_hashes_each_byte_once_without_copying(meter: Meter) ->
     assert part(cost, "hashed", "copied", "bytes_read") == (0, 0, W + B + looking)
 
 
-def test_a_strided_destination_costs_one_copy(meter: Meter) -> None:
+def test_loading_into_a_strided_destination_costs_one_copy(meter: Meter) -> None:
     saved = meter.store.save(state(), step=0)
     looking = meter.of(lambda: meter.store.get(saved))["bytes_read"]
     target = torch.zeros(W // 4 // CELLS, CELLS, dtype=torch.int32).t()

@@ -118,7 +118,7 @@ def test_a_revoked_transaction_does_not_hide_the_damage(store: Store) -> None:
         store.read("a@1")
 
 
-def test_unverified_reads_detect_missing_bytes_but_not_flipped_ones(store: Store) -> None:
+def test_unverified_reads_detect_missing_but_not_flipped_bytes(store: Store) -> None:
     key = key_of(store, "b@1", "own")
     _flip(store, key)
     back = store.read("b@1", verify=False)["own"]
@@ -178,7 +178,7 @@ def test_damaged_attachments_and_object_parts_are_errors(store: Store) -> None:
     assert template == {"blob": None}
 
 
-def test_a_checkpoint_purged_during_a_load_is_gone() -> None:
+def test_a_checkpoint_purged_during_a_load_is_reported_as_gone() -> None:
     faulty = FaultyStore(memory())
     store = small(faulty)
     ckpt = store.save({"w": cells(3)}, step=1)
@@ -263,7 +263,7 @@ def test_a_flipped_byte_in_an_object_affects_only_that_object(store: Store) -> N
 
 
 @pytest.mark.parametrize("change", ["swapped sections", "of another commit", "a head alone"])
-def test_a_manifest_that_contradicts_its_record_stops_a_gc(store: Store, change: str) -> None:
+def test_a_manifest_that_contradicts_its_record_prevents_gc(store: Store, change: str) -> None:
     ckpt = store.get("a@2")
     key = manifest_key(ckpt.commit.txid, ckpt.commit.id)
     data = content(store, key)
@@ -430,7 +430,7 @@ def test_random_damage_to_any_object_is_detected_or_harmless(seed: int) -> None:
 
 
 @pytest.mark.parametrize("long", [False, True])
-def test_the_unchanged_base_of_a_forgery_is_read(long: bool) -> None:
+def test_a_forgery_that_changes_nothing_can_be_read(long: bool) -> None:
     """This proves that the tests above pass for the right reason."""
     store = small()
     store.save({"m": {"shared": cells(3, seed=1), "own": cells(3, seed=2)}}, run="a", step=2)

@@ -30,7 +30,7 @@ def failing_in(name: str, times: int) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("folder", ["commits", "transactions", "objects"])
-def test_a_save_whose_names_do_not_become_durable_raises(
+def test_a_save_whose_names_do_not_become_durable_raises_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
     store = casckpt.open(tmp_path / "store")
@@ -55,7 +55,7 @@ def test_a_commit_that_is_durable_on_the_second_attempt_succeeds(
     assert store.save({"x": torch.arange(6)}, run="run", step=1).step == 1
 
 
-def test_a_tag_that_does_not_become_durable_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tag_that_does_not_become_durable_raises_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = casckpt.open(tmp_path / "store")
     saved = store.save({"x": torch.arange(5)}, run="run", step=0)
     store.tag("best", saved)

@@ -76,7 +76,7 @@ def check_after(store: Store, failed: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_save_survives_or_reports_each_failing_call(kind: str) -> None:
+def test_a_save_survives_or_reports_any_failing_call(kind: str) -> None:
     calls = calls_of_a_save()
     assert {method for method, _ in calls} >= {"put", "settle", "get", "size", "list", "delete"}
     outcomes = set()
@@ -109,7 +109,7 @@ def test_a_repeatedly_failing_put_fails_the_save(where: str, key: str, kind: str
     check_after(store, failed)
 
 
-def test_a_commit_with_a_lost_response_and_a_failed_check_is_found() -> None:
+def test_a_commit_whose_response_was_lost_is_found_even_if_the_check_fails() -> None:
     faulty, store = prepared(memory())
     faulty.inject(fail_after("put", key="commits/*-2"), fail_before("get", key="commits/*-2"))
     store.save(states()[1], step=2)
@@ -118,7 +118,7 @@ def test_a_commit_with_a_lost_response_and_a_failed_check_is_found() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_storage_that_fails_permanently_at_the_commit_is_an_error(kind: str) -> None:
+def test_storage_that_fails_permanently_at_the_commit_raises_an_error(kind: str) -> None:
     """The result is unknown, so the save fails. Later readers see all of it or nothing."""
     faulty, store = prepared(memory())
     gone = [fail_before(method, times=1000) for method in ("put", "get", "list", "size", "delete")]

@@ -96,7 +96,7 @@ def test_a_foreign_tensor_without_sharding_is_rejected(store: casckpt.Store) -> 
         store.save({"w": flat(torch.zeros(3), (), known=False)}, step=0)
 
 
-def test_the_error_for_an_unreduced_sum_names_it(store: casckpt.Store) -> None:
+def test_the_error_for_an_unreduced_sum_names_the_key(store: casckpt.Store) -> None:
     with pytest.raises(InvalidInput, match="w"):
         store.save({"w": flat(torch.zeros(3), (4,), (0, 4))}, step=0)
     with pytest.raises(InvalidInput, match="'w' of shape"):

@@ -103,7 +103,7 @@ def purge(faults: FaultyStore) -> None:
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_checkpoint_purged_during_a_read_of_its_bytes_is_gone(
+def test_a_checkpoint_purged_while_its_bytes_are_read_is_reported_as_gone(
     store: Store, faults: FaultyStore, tmp_path: Path, reader: str
 ) -> None:
     held, mine = store.get("run@0"), store.get(REF)
@@ -115,7 +115,7 @@ def test_a_checkpoint_purged_during_a_read_of_its_bytes_is_gone(
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_checkpoint_purged_during_a_read_of_its_manifest_is_gone(
+def test_a_checkpoint_purged_while_its_manifest_is_read_is_reported_as_gone(
     store: Store, faults: FaultyStore, tmp_path: Path, reader: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifests, "WHOLE_BYTES", 0)
@@ -126,7 +126,7 @@ def test_a_checkpoint_purged_during_a_read_of_its_manifest_is_gone(
         READERS[reader](store, held, tmp_path)
 
 
-def test_the_advice_in_a_gone_error_helps(store: Store, faults: FaultyStore) -> None:
+def test_following_the_advice_in_a_gone_error_helps(store: Store, faults: FaultyStore) -> None:
     faults.inject(call_first("open", meanwhile(lambda: purge(faults)), key="*.safetensors"))
     with pytest.raises(NotFound, match="lease=True") as caught:
         store.load(zeros(), REF)

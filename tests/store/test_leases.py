@@ -58,7 +58,7 @@ def test_a_leased_checkpoint_loads_despite_gcs(store: Store) -> None:
         pass
 
 
-def test_an_expiring_tag_names_its_checkpoint_until_it_expires(store: Store) -> None:
+def test_an_expiring_tag_refers_to_its_checkpoint_until_it_expires(store: Store) -> None:
     store.tag("eval", "run@0", expires="12h")
     store.tag("eval", "run@0", expires=timedelta(hours=12))
     assert store.get("tag:eval") == store.tags()["eval"] == store.get("run@0")
@@ -79,7 +79,7 @@ def test_a_duration_has_a_unit_and_is_respected(store: Store, expires: Any) -> N
     assert store.tags() == {}
 
 
-def test_an_expired_tag_does_not_name_a_checkpoint(store: Store) -> None:
+def test_an_expired_tag_does_not_refer_to_a_checkpoint(store: Store) -> None:
     repo = store.repository
     store.tag("eval", "run@0", expires="1h")
     now = repo.clock
@@ -129,7 +129,7 @@ def empty() -> dict[str, Any]:
     return {"w": torch.zeros_like(state(0)["w"])}
 
 
-def test_a_load_holds_a_lease_on_what_it_reads_until_it_ends(store: Store) -> None:
+def test_a_load_holds_a_lease_on_its_checkpoint_until_it_ends(store: Store) -> None:
     held: list[int] = []
 
     def look(done: int, total: int | None) -> None:

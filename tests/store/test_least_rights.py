@@ -65,7 +65,7 @@ def optimizer(step: int) -> dict[str, Any]:
     return {"optim": {"m": torch.full((300 * CELL // 4,), float(step))}}
 
 
-def test_writers_without_delete_permission_work_and_another_process_cleans_up(role: Role, tmp_path: Path) -> None:
+def test_writers_need_no_delete_permission_if_a_different_process_cleans_up(role: Role, tmp_path: Path) -> None:
     writer, keeper, alice = role("writer"), role("keeper"), pair(tmp_path / "keys")
     writer.create(cell_bytes=CELL, blob_bytes=64 << 10)
     for step in range(5):

@@ -16,7 +16,7 @@ MOST = 24  # MiB: two blobs of 1 MiB in the making, reads of 8 MiB for each of t
 @pytest.mark.parametrize(
     "mib", [pytest.param(64, marks=pytest.mark.soak), 128, pytest.param(256, marks=pytest.mark.soak)]
 )
-def test_memory_beyond_the_state_is_bounded(tmp_path: Path, mib: int) -> None:
+def test_memory_use_beyond_the_state_is_bounded(tmp_path: Path, mib: int) -> None:
     command = [sys.executable, "-m", "tests.support.peak", str(tmp_path), str(mib)]
     found = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     saved, loaded, saved_again = map(float, found.split())

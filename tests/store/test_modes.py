@@ -71,7 +71,7 @@ def wide(factor: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("name", MODES)
-def test_saves_and_loads_are_the_same_in_every_mode(name: str, threads: int) -> None:
+def test_saves_and_loads_have_the_same_result_in_every_mode(name: str, threads: int) -> None:
     store, mode = small(), MODES[name]
     one, two, here, cast = state(1), state(2), state(0), wide(0)
     with mode():

@@ -121,7 +121,7 @@ def test_tied_tensors_are_read_as_separate_tensors() -> None:
 
 @pytest.mark.parametrize("problem", WRONG)
 @pytest.mark.filterwarnings("ignore")  # torch: quantization and nested tensors are deprecated, or a prototype
-def test_the_error_for_a_tensor_without_bytes_names_it(problem: str, tmp_path: Path) -> None:
+def test_the_error_for_a_tensor_without_data_names_its_key(problem: str, tmp_path: Path) -> None:
     from casckpt.store.opening import open as open_store
 
     store = open_store(tmp_path / "store")
@@ -131,14 +131,14 @@ def test_the_error_for_a_tensor_without_bytes_names_it(problem: str, tmp_path: P
     assert not (tmp_path / "store").exists()
 
 
-def test_a_read_onto_a_different_device_returns_tensors_there() -> None:
+def test_reading_onto_a_device_returns_tensors_on_that_device() -> None:
     store = small()
     store.save({"w": torch.ones(3)}, step=1)
     assert store.read("default@1", device=torch.device("cpu"))["w"].device.type == "cpu"
 
 
 @given(st.sampled_from(NAMES), st.lists(st.integers(0, 9), max_size=4), st.data())
-def test_any_shape_and_order_of_dimensions_is_loaded(name: str, shape: list[int], data: st.DataObject) -> None:
+def test_tensors_of_any_shape_and_dimension_order_are_loaded(name: str, shape: list[int], data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(shape))))
     state = {"w": raw(name, (*shape,)).permute(order)}
     store = small()

@@ -230,7 +230,7 @@ def test_gc_deletes_a_signature_with_its_checkpoint(store: Store, alice: Pair) -
     assert (Path(store.url) / keys[2]).exists()
 
 
-def test_one_of_several_keys_suffices_and_a_bad_signature_is_replaced(
+def test_one_of_several_keys_is_sufficient_and_a_bad_signature_is_replaced(
     store: Store, alice: Pair, bob: Pair, trusting: Callable[[], Store]
 ) -> None:
     assert [one.step for one in store.sign("run@3", key=bob.private)] == [3]

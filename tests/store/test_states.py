@@ -173,7 +173,7 @@ def test_an_attachment_must_be_bytes() -> None:
         small().save({}, step=1, attachments={"a": "text"})  # type: ignore[dict-item]  # a wrong type on purpose
 
 
-def test_values_per_rank_are_saved_and_read() -> None:
+def test_per_rank_values_are_saved_and_read() -> None:
     store = small()
     state = {"rng": PerRank(torch.arange(5)), "n": PerRank({"seed": 5, "x": torch.ones(2)}), "b": PerRank(b"x" * 5000)}
     store.save(state, step=1)
@@ -297,7 +297,7 @@ def test_the_error_for_a_value_that_is_not_plain_names_its_path(tmp_path: Path) 
     assert not (tmp_path / "store").exists()
 
 
-def test_pickles_need_permission_at_save_and_load() -> None:
+def test_pickles_must_be_allowed_in_saves_and_loads() -> None:
     store, big = small(), _Odd()
     big.x = [1] * 5000  # type: ignore[assignment]  # too large a value for it
     state = {"w": torch.ones(1), "odd": _Odd(), "big": big, "plain": [1]}
@@ -389,7 +389,7 @@ nested = st.recursive(
 
 
 @given(st.dictionaries(keys, nested, max_size=5).filter(_distinct))
-def test_any_state_is_restored_and_written_once(state: dict[Any, Any]) -> None:
+def test_any_state_is_restored_and_each_cell_is_written_once(state: dict[Any, Any]) -> None:
     store = small()
     first = store.save(state, step=1)
     assert same_state(store.read("default@1"), state)
@@ -402,7 +402,7 @@ def test_any_state_is_restored_and_written_once(state: dict[Any, Any]) -> None:
     assert store.diff("default@1", "default@2").unchanged == tuple(first.tensors)
 
 
-def test_a_second_store_object_shows_the_same_checkpoints(tmp_path: Path) -> None:
+def test_a_second_store_object_lists_the_same_checkpoints(tmp_path: Path) -> None:
     state = {"w": cells(3), "x": [1]}
     open_store(tmp_path / "s").save(state, step=1)
     assert same_state(open_store(tmp_path / "s").read("latest"), state)

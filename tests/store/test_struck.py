@@ -91,7 +91,7 @@ def check_what_it_did(scene: Scene, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "sends"), [*((one, "SIGSTOP") for one in (*RUNS, *MEET)), *((one, "SIGKILL") for one in KILLED)]
 )
-def test_a_failure_at_any_call_does_not_lose_data_and_the_next_attempt_works(
+def test_a_failure_at_any_call_does_not_lose_data_and_the_next_attempt_succeeds(
     struck: Point, name: str, sends: str
 ) -> None:
     points = [struck.beside(one.name) for one in sorted(struck.folder.parent.glob(f"{name}-{sends}-*"))]

@@ -167,7 +167,7 @@ def test_strided_shards_map_each_element_to_its_position(mesh: Shape) -> None:
             assert sorted(found) == whole(mesh, where)
 
 
-def test_a_rank_outside_of_the_mesh_holds_nothing() -> None:
+def test_a_rank_outside_the_mesh_holds_nothing() -> None:
     with pretending((4,)) as ranks:
         for rank, _ in enumerate(ranks):
             inner = DeviceMesh("cpu", [1, 3])
@@ -274,7 +274,7 @@ def check_whole(ranks: Sequence[Held]) -> None:
     ],
     ids=lambda value: " x ".join(map(str, value)),
 )
-def test_torch_wrappers_are_split_as_described(ranks: Pool, mesh: Shape, names: tuple[str, ...]) -> None:
+def test_torch_wrappers_are_sharded_as_described(ranks: Pool, mesh: Shape, names: tuple[str, ...]) -> None:
     check_whole(ranks.run(prod(mesh), wrapped, mesh, names))
 
 

@@ -27,7 +27,7 @@ def test_unknown_dtype_names_are_rejected(name: str) -> None:
         torch_dtype(name)
 
 
-def test_dtypes_missing_from_this_torch_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dtypes_missing_from_the_installed_torch_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(DTYPES, "float3", (1, "U8"))
     with pytest.raises(Unsupported, match="newer version of torch"):
         torch_dtype("float3")

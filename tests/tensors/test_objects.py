@@ -52,13 +52,13 @@ def test_plain_data_is_not_pickled_even_if_allowed() -> None:
     assert len(parts.parts) == 2
 
 
-def test_the_error_for_a_value_that_is_not_plain_names_its_position() -> None:
+def test_the_error_for_a_value_that_is_not_plain_data_names_its_position() -> None:
     with pytest.raises(InvalidInput, match=r"train\.state\['thing'\]\[0\]: a value of type .*Thing") as caught:
         encode_object("train.state", {"thing": [Thing(1)]}, False)
     assert caught.value.key == "train.state"
 
 
-def test_a_pickle_needs_permission_to_write_and_read() -> None:
+def test_pickles_must_be_allowed_for_writing_and_reading() -> None:
     parts = Parts()
     data, pickled = encode_object("a", [b"y" * 5000, Thing(6000)], True, parts.spill)
     assert pickled
@@ -94,7 +94,7 @@ def test_data_of_a_later_version_is_rejected() -> None:
         decode_object("a", data, False, False)
 
 
-def test_a_changed_archive_is_recognised_or_rejected() -> None:
+def test_a_changed_archive_is_detected_or_rejected() -> None:
     """For example, Python's zipfile raises no BadZipFile if the directory requires a later version of zip."""
     archive = write_archive([1])
     assert is_only_torchs(archive)
@@ -102,7 +102,7 @@ def test_a_changed_archive_is_recognised_or_rejected() -> None:
     assert found == {True, False}
 
 
-def test_a_pickle_with_bytes_elsewhere_is_rejected_unread() -> None:
+def test_a_pickle_with_external_bytes_is_rejected_without_reading_it() -> None:
     """Only readers that may unpickle fetch it. torch's restricted unpickler does not use it."""
     harmless = plain.encode(write_archive({"x": torch.ones(2)}))
     refuse_pickle("a", harmless, 0)
@@ -135,7 +135,7 @@ def test_every_dtype_is_restored() -> None:
     assert plain.decode(data, extensions=TORCH_EXTENSIONS) == dtypes
 
 
-def test_torch_types_are_shown_without_torch() -> None:
+def test_torch_types_are_displayed_without_importing_torch() -> None:
     data = plain.encode(VALUES[:1] + VALUES[3:4], extensions=TORCH_EXTENSIONS)
     assert plain.decode(data) == [Tagged("torch.dtype", "bfloat16"), Tagged("torch.Size", (2, 0, 3))]
 

@@ -75,7 +75,7 @@ def test_a_large_memo_index_does_not_allocate_memory() -> None:
     assert load(b"\x80\x02Nr\xff\xff\xff\x7f.") is None  # 16 GiB, for the unpickler in C
 
 
-def test_errors_of_a_reader_become_an_error_that_names_the_source() -> None:
+def test_reader_errors_are_converted_to_an_error_that_names_the_source() -> None:
     for error in (IndexError(), AssertionError("x"), MemoryError(), RecursionError("deep"), OverflowError("far")):
         with pytest.raises(Refused, match=rf"the file: {type(error).__name__}") as caught, misread(_refused):
             raise error

@@ -56,7 +56,7 @@ def test_a_head_decodes_as_encoded() -> None:
 
 
 @given(st.integers(0, HEAD_BYTES - 1), st.integers(1, 255))
-def test_any_flipped_byte_is_damage(position: int, change: int) -> None:
+def test_any_flipped_byte_is_reported_as_damage(position: int, change: int) -> None:
     head, data = made()
     raw = bytearray(data)
     raw[position] ^= change
@@ -65,7 +65,7 @@ def test_any_flipped_byte_is_damage(position: int, change: int) -> None:
             decode_head(raw, wanted)
 
 
-def test_a_head_that_differs_from_the_record_is_damage() -> None:
+def test_a_head_that_differs_from_the_record_is_reported_as_damage() -> None:
     head, data = made()
     with pytest.raises(Damaged, match="a different manifest"):
         decode_head(data, "0" * 64)
@@ -82,7 +82,7 @@ def test_bytes_that_differ_from_the_head_are_not_a_valid_section(part: bytes) ->
         check_section(made()[0]["index"], part)
 
 
-def test_the_error_for_a_later_version_names_it() -> None:
+def test_the_error_for_a_later_version_names_the_version() -> None:
     with pytest.raises(Refused, match="later version"):
         decode_head(forged(rows_of(made()[0]), b"CASCKPT\x02"))
     with pytest.raises(Refused, match="like a manifest"):

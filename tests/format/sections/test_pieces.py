@@ -52,7 +52,7 @@ def test_pieces_decode_as_encoded(given_: list[bytes]) -> None:
     assert [reader.length(number) for number in range(len(given_))] == list(map(len, given_))
 
 
-def test_groups_hold_one_piece_in_small_sections_and_16_kib_in_large_ones() -> None:
+def test_groups_have_one_piece_in_small_sections_and_16_kib_in_large_ones() -> None:
     few, _ = cut([bytes(33)] * 200)
     assert (few.each, len(few.hashes)) == (1, 32 * 200)
     table, data = cut(large)
@@ -76,7 +76,7 @@ def test_a_flipped_byte_damages_only_its_piece(given_: list[bytes], data_: st.Da
         reader.get(hit)
 
 
-def test_only_wanted_pieces_are_read_and_each_once() -> None:
+def test_only_the_requested_pieces_are_read_each_of_them_once() -> None:
     table, data = cut(large)
     reader, store = opened(table, data, len(large))
     assert bytes(reader.get(20_000)) == large[20_000]

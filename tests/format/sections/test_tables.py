@@ -63,14 +63,14 @@ def whole(count: int = 20) -> Case:
     return Case((count,), 1, 10, cells, [4096 + count])
 
 
-def test_most_tensors_take_14_bytes_besides_their_digests() -> None:
+def test_most_tensors_need_14_bytes_in_addition_to_their_digests() -> None:
     case = whole()
     cells, rows = encode_cells(case.table), encode_rows(case.table)
     assert (len(cells), len(rows)) == (1 + 2 * DIGEST_BYTES, 13)
     assert list(decoded(case, cells, rows).stored_cells()) == case.cells
 
 
-def test_an_extent_takes_at_most_60_bytes_besides_its_digests() -> None:
+def test_an_extent_needs_at_most_60_bytes_in_addition_to_its_digests() -> None:
     shape, rows = (1 << 40, 64), 1000
     cells = []
     for row in range(rows):
@@ -206,12 +206,12 @@ def test_huge_numbers_are_rejected() -> None:
 
 
 @pytest.mark.parametrize("box", [((2,), (0,)), ((1,), (8,)), ((), ()), ((0, 0), (8, 1)), ((0,), ()), ((-1,), (4,))])
-def test_a_box_that_is_empty_or_not_in_its_tensor_is_rejected(box: Any) -> None:
+def test_a_box_that_is_empty_or_outside_its_tensor_is_rejected(box: Any) -> None:
     _refuse(_table([(0, 0, 8)], [(1, 0, 4096)], 1, box), (8,))
 
 
 @pytest.mark.parametrize("span", [(0, 3, 3), (0, 4, 3), (1, 0, 8), (-1, 0, 8), (0, -1, 7), (0, 0, 9), (0, 0, 7)])
-def test_a_span_that_is_empty_or_not_in_its_box_is_rejected(span: tuple[int, int, int]) -> None:
+def test_a_span_that_is_empty_or_outside_its_box_is_rejected(span: tuple[int, int, int]) -> None:
     _refuse(_table([span], [(1, 0, 4096)], 1), (8,))
 
 

@@ -184,7 +184,7 @@ def load_what_changes(rank: int, size: int, path: Path) -> Any:
     return failed(lambda: load(state, StorageReader(path, f"default@{rank + 1}")))
 
 
-def test_07_a_load_fails_if_ranks_find_different_checkpoints(ranks: Pool, store_path: Path, store: Store) -> None:
+def test_07_a_load_fails_if_ranks_resolve_different_checkpoints(ranks: Pool, store_path: Path, store: Store) -> None:
     for step in (1, 2):
         store.save({"a": torch.ones(3) * step}, step=step)
     for told in ranks.run(2, load_what_changes, store_path):
@@ -363,7 +363,7 @@ def several_chunks(rank: int, size: int, path: Path) -> Any:
     return [failed(lambda: save(partial, StorageWriter(path, step=2), planner=planner)) for planner in planners]  # noqa: B023 - called at once
 
 
-def test_15_a_rank_may_hold_several_chunks_of_a_key(ranks: Pool, store_path: Path) -> None:
+def test_15_a_rank_can_hold_several_chunks_of_a_key(ranks: Pool, store_path: Path) -> None:
     for by_torch, by_us in ranks.run(2, several_chunks, store_path):
         assert sorted(by_torch) == [0, 1]
         assert all("holds partial sums" in text for _, text in by_us.values())
@@ -442,7 +442,7 @@ def test_18_two_paths_with_the_same_flat_key_are_rejected(store: Store) -> None:
 # assumptions of these tests
 
 
-def test_a_conflict_is_raised_as_a_conflict(store: Store) -> None:
+def test_conflict_errors_are_not_wrapped(store: Store) -> None:
     save({"a": torch.ones(1)}, StorageWriter(store, step=1))
     error = failure(lambda: save({"a": torch.ones(1)}, StorageWriter(store, step=1)))
     assert isinstance(causes(error)[0], Conflict)

@@ -168,7 +168,9 @@ def test_a_reused_reader_names_missing_keys(store: Store) -> None:
 
 
 @pytest.mark.parametrize("error", [StorageError("503"), MemoryError("all is full")])
-def test_a_reader_raises_errors_of_every_kind(store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_every_kind_of_error_is_raised_by_a_reader(
+    store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     get = store.get
 
     def failing(ref: str) -> Any:
@@ -250,7 +252,7 @@ def test_pattern_materialise_a_meta_model(store: Store, monkeypatch: pytest.Monk
     assert identical({key: value.as_subclass(torch.Tensor) for key, value in planner.made.items()}, state)
 
 
-def test_a_planner_that_recreates_tensors_holds_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planner_that_recreates_tensors_holds_only_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "WINDOW_BYTES", 100)
     start = torch.Size([0])
     at = MetadataIndex("a", start)

@@ -43,7 +43,7 @@ def _loaded(path: Path) -> Any:
     return load_file(path) if path.suffix == ".safetensors" else torch.load(path)
 
 
-def test_a_folder_may_have_a_suffix(store: Store, tmp_path: Path) -> None:
+def test_a_folder_name_can_have_a_suffix(store: Store, tmp_path: Path) -> None:
     store.save({"w": torch.ones(2)}, step=1)
     out = tmp_path / "m.safetensors"
     out.mkdir()
@@ -136,7 +136,7 @@ def test_metadata_that_torch_load_rejects_is_omitted(store: Store, tmp_path: Pat
 
 
 @pytest.mark.parametrize("format", ["torch", "dcp"])
-def test_a_dtype_that_torch_save_cannot_write_is_rejected(store: Store, tmp_path: Path, format: Any) -> None:
+def test_a_dtype_that_torch_save_does_not_support_is_rejected(store: Store, tmp_path: Path, format: Any) -> None:
     store.save({"w": torch.zeros(3, dtype=torch.uint8).view(torch_dtype("uint4"))}, step=1)
     with pytest.raises(InvalidInput, match=r"torch\.save cannot write this checkpoint \(dtype torch\.uint4"):
         store.export("latest", tmp_path / "x", format=format)
@@ -144,7 +144,7 @@ def test_a_dtype_that_torch_save_cannot_write_is_rejected(store: Store, tmp_path
 
 
 @pytest.mark.parametrize("format", ["hf", "safetensors", "torch", "dcp"])
-def test_an_incomplete_tensor_stops_an_export_before_it_writes(
+def test_an_incomplete_tensor_stops_an_export_before_anything_is_written(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: Any
 ) -> None:
     """A hostile shape would use up all memory, or yield endless boxes."""

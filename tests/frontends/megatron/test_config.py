@@ -30,7 +30,7 @@ def state() -> dict[str, Any]:
     return {"w": ShardedTensor.from_rank_offsets("w", torch.arange(4.0))}
 
 
-def test_a_checkpoint_has_the_config_of_its_save(tmp_path: Path) -> None:
+def test_a_checkpoint_contains_the_config_of_its_save(tmp_path: Path) -> None:
     where = f"{tmp_path}#a@3"
     assert maybe_load_config(where) is None
     save(state(), where)
@@ -39,7 +39,7 @@ def test_a_checkpoint_has_the_config_of_its_save(tmp_path: Path) -> None:
     assert check_is_distributed_checkpoint(f"{tmp_path}#a@4") is False
 
 
-def test_a_config_has_the_fields_of_megatron() -> None:
+def test_a_config_has_the_fields_that_megatron_defines() -> None:
     config = CheckpointingConfig("torch_dist")
     assert (config.sharded_backend, config.sharded_backend_version) == ("torch_dist", 1)
     assert (config.common_backend, config.common_backend_version) == ("torch", 1)

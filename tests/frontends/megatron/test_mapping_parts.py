@@ -54,7 +54,7 @@ def put(whole: torch.Tensor, part: ShardedTensor) -> None:
         whole[part.global_coordinates()] = data
 
 
-def test_narrowing_returns_views_and_works_without_data() -> None:
+def test_narrowing_returns_views_and_also_works_without_data() -> None:
     data = torch.arange(6.0).view(3, 2)
     part = ShardedTensor.from_rank_offsets("k", data, (0, 1, 4))
     (one,) = part.narrow(0, 1, 2)

@@ -125,7 +125,7 @@ BUILDS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("kind", BUILDS)
-def test_a_factory_may_build_any_value_at_any_path(tmp_path: Path, kind: str) -> None:
+def test_a_factory_can_build_any_value_at_any_path(tmp_path: Path, kind: str) -> None:
     def state(fill: float) -> dict[str, Any]:
         made = [ShardedTensorFactory(f"f{i}", torch.arange(4.0) + fill, *BUILDS[kind]) for i in range(2)]
         return {"a": made[0], "l": [tensor("t", torch.ones(2)), made[1]]}
@@ -136,7 +136,7 @@ def test_a_factory_may_build_any_value_at_any_path(tmp_path: Path, kind: str) ->
     assert found["a"].tolist() == found["l"][1].tolist() == [0, 1, 2, 3]
 
 
-def test_a_factory_may_merge_to_any_value_but_not_build_factories(tmp_path: Path) -> None:
+def test_a_factory_can_merge_to_any_value_but_cannot_build_factories(tmp_path: Path) -> None:
     where = f"{tmp_path}#a@1"
     named = ShardedTensorFactory("f", torch.ones(4), halves, lambda parts: {"sum": float(sum(map(torch.sum, parts)))})
     save({"a": named}, where)
@@ -298,5 +298,5 @@ def key_on_the_other_rank(rank: int, size: int, where: str) -> Any:
     return load({"x": tensor("a.b", torch.zeros(2), replica_id=rank)}, where)["a"]
 
 
-def test_a_key_on_a_different_rank_may_equal_a_common_path(tmp_path: Path, ranks: Pool) -> None:
+def test_a_key_on_a_different_rank_can_equal_a_common_path(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, key_on_the_other_rank, f"{tmp_path}#a@1") == [{"b": 3}] * 2

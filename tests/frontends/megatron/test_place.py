@@ -47,7 +47,9 @@ def test_a_load_accepts_any_reference(tmp_path: Path) -> None:
         assert load(state(), f"{tmp_path}#{ref}")["w"].tolist() == [0, 1, 2, 3]
 
 
-def test_a_relative_location_starts_at_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_location_is_relative_to_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)

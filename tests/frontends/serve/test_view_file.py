@@ -25,7 +25,7 @@ from casckpt.frontends.serve.view_file import BoundedMatch, ways
         (r"a|b(c|d|e)", 0, 6),
     ],
 )
-def test_the_attempts_of_a_pattern_are_counted(pattern: str, repeats: int, choices: int) -> None:
+def test_the_attempts_that_a_pattern_can_need_are_counted(pattern: str, repeats: int, choices: int) -> None:
     assert ways(pattern) == (repeats, choices)
 
 

@@ -49,7 +49,7 @@ def state_by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 # layout
 
 
-def test_one_commit_has_the_model_and_the_optimizer_by_name(store: casckpt.Store) -> None:
+def test_one_commit_contains_the_model_and_the_optimizer_by_name(store: casckpt.Store) -> None:
     model, trained = trained_pair(NAMES[2:], NAMES[:2])
     saved = save_model_and_optim_state(store, model, trained, run="a", step=2, metadata={"loss": 0.5})
     assert [one.id for one in store.checkpoints()] == [saved.id]
@@ -181,7 +181,7 @@ def test_a_parameter_absent_from_the_saved_optimizer_is_rejected(
     assert identical(other.state[fresh.norm.bias], saved[1].state[saved[0].norm.bias])
 
 
-def test_a_parameter_only_in_the_saved_optimizer_is_rejected(
+def test_a_parameter_that_only_the_saved_optimizer_has_is_rejected(
     store: casckpt.Store, saved: tuple[Network, Optimizer]
 ) -> None:
     fresh = Network(2)
@@ -221,7 +221,9 @@ def test_a_weight_absent_from_the_checkpoint_is_rejected(
     assert torch.equal(fresh.head.weight, saved[0].head.weight)
 
 
-def test_a_weight_only_in_the_checkpoint_is_rejected(store: casckpt.Store, saved: tuple[Network, Optimizer]) -> None:
+def test_a_weight_that_only_the_checkpoint_has_is_rejected(
+    store: casckpt.Store, saved: tuple[Network, Optimizer]
+) -> None:
     fresh = Network(2)
     del fresh.head
     message = refused(store, fresh, adamw(fresh, NAMES[:4]), Mismatch)
@@ -341,7 +343,7 @@ def tied_step(model: Tied, trained: Optimizer) -> None:
     trained.step()
 
 
-def test_tied_parameters_have_one_state_and_stay_tied(store: casckpt.Store) -> None:
+def test_tied_parameters_have_one_state_and_remain_tied(store: casckpt.Store) -> None:
     model, fresh = Tied(1), Tied(2)
     trained, other = (optim.AdamW(one.parameters()) for one in (model, fresh))
     tied_step(model, trained)
@@ -370,13 +372,13 @@ def test_a_tied_parameter_is_found_under_either_name(store: casckpt.Store) -> No
     assert identical(other.state_dict(), trained.state_dict())
 
 
-def test_two_saved_parameters_do_not_load_into_one(store: casckpt.Store) -> None:
+def test_two_saved_parameters_cannot_be_loaded_into_one(store: casckpt.Store) -> None:
     model, fresh = Tied(1, tied=False), Tied(2)
     save_model_and_optim_state(store, model, optim.AdamW(model.parameters()), run="a", step=2)
     assert "['embed.weight', 'out.weight']" in refused(store, fresh, optim.AdamW(fresh.parameters()), Mismatch)
 
 
-def test_frozen_parameters_may_be_in_or_out_of_the_optimizer(store: casckpt.Store) -> None:
+def test_frozen_parameters_can_be_inside_or_outside_the_optimizer(store: casckpt.Store) -> None:
     model, trained = trained_pair(NAMES)
     assert model.frozen.weight not in trained.state
     save_model_and_optim_state(store, model, trained, run="a", step=2)
@@ -432,5 +434,5 @@ def test_non_persistent_buffers_are_neither_saved_nor_loaded(store: casckpt.Stor
         (1, 1.0, False), (1, True, False), (None, None, True), (None, 0, False), ({"a": 1}, [1], False),
     ],
 )  # fmt: skip
-def test_equal_options_of_groups_have_equal_types(one: Any, other: Any, alike: bool) -> None:
+def test_equal_group_options_have_equal_types(one: Any, other: Any, alike: bool) -> None:
     assert _same(one, other) is alike

@@ -351,7 +351,7 @@ def stages(rank: int, size: int, path: Path) -> None:
     assert isinstance(refused, Mismatch)  # these two ranks have only one of the stages
 
 
-def test_stages_of_a_pipeline_are_unsharded(store_path: Path, ranks: Pool) -> None:
+def test_pipeline_stages_are_unsharded(store_path: Path, ranks: Pool) -> None:
     ranks.run(4, stages, store_path)
     groups = unshard_optim_state(store_path, "a@1", by_name=True)["param_groups"]
     assert [(group["lr"], group["weight_decay"]) for group in groups] == [
@@ -393,5 +393,5 @@ def group_of_two(rank: int, size: int, path: Path) -> None:
         assert identical([*fresh.parameters()], [*model.parameters()])
 
 
-def test_a_group_of_some_ranks_unshards(store_path: Path, ranks: Pool) -> None:
+def test_unsharding_works_in_a_subgroup_of_ranks(store_path: Path, ranks: Pool) -> None:
     ranks.run(4, group_of_two, store_path)

@@ -62,7 +62,7 @@ def test_a_dict_with_unsaved_entries_is_rejected_before_it_changes() -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(("kind", "named"), [(dict, False), (TrainState, True)])
-def test_a_train_state_that_does_not_fit_is_rejected_before_the_model_changes(
+def test_a_train_state_that_does_not_match_is_rejected_before_the_model_changes(
     kind: Any, named: bool, name: str, part: Any
 ) -> None:
     store, model, fresh = small(), nn.Linear(2, 2), nn.Linear(2, 2)
@@ -166,7 +166,7 @@ def test_a_list_of_a_different_length_is_rejected(saved: Any) -> None:
     assert [one.step_size for one in schedules] == [1, 2]
 
 
-def test_an_error_of_an_object_has_a_note_with_its_key() -> None:
+def test_an_error_raised_by_an_object_has_a_note_with_its_key() -> None:
     class Odd:
         def state_dict(self) -> dict[str, int]:
             raise KeyError(1)

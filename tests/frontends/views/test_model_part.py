@@ -93,7 +93,7 @@ def test_several_possible_models_are_rejected(store: Store, layout: str) -> None
         assert names(store, state, strip_prefix=choice, model=True)
 
 
-def test_a_part_of_a_model_may_be_named_like_a_training_part(store: Store) -> None:
+def test_part_of_a_model_can_be_named_like_a_training_part(store: Store) -> None:
     assert names(store, flat("scaler.weight", "head.weight"), model=True).keys() == {"scaler.weight", "head.weight"}
 
 

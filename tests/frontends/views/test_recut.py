@@ -56,7 +56,7 @@ def test_invalid_splits_and_concatenations_are_rejected(
 
 
 @given(rows=st.lists(st.integers(1, 4), min_size=1, max_size=4), width=st.integers(1, 3))
-def test_split_and_concatenated_tensors_are_unchanged(rows: list[int], width: int) -> None:
+def test_splitting_and_concatenating_restores_the_tensors(rows: list[int], width: int) -> None:
     one = tensor("x", sum(rows), width)
     names = {f"p{n}": count for n, count in enumerate(rows)}
     apart = recut([one], {"x": names}, {})

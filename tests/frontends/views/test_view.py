@@ -35,7 +35,7 @@ def flat(*keys: str) -> dict[str, torch.Tensor]:
 LLAMA = flat("model.embed.weight", "model.layers.0.weight")
 
 
-def test_rules_select_strip_and_rename_in_this_order(store: Store) -> None:
+def test_rules_select_keys_then_strip_and_then_rename_them(store: Store) -> None:
     state = {"model": flat("h.0.w", "h.1.w", "head.w"), "optim": OPTIMIZER}
     assert names(store, state, keys=["model.h.*"], strip_prefix="model") == {
         "h.0.w": "model.h.0.w",
@@ -72,6 +72,6 @@ def test_invalid_rules_are_rejected(store: Store, rules: Any, kind: type[Casckpt
         view(store, {"model": flat("a.w", "b.w")}, **rules)
 
 
-def test_values_per_rank_are_named(store: Store) -> None:
+def test_per_rank_values_are_named_by_rank(store: Store) -> None:
     found = view(store, {"model": LLAMA, "train": {"rng": casckpt.PerRank(W), "lr": 0.1}}, model=True)
     assert found.left_out == ("train.lr", "train.rng (of rank 0)")

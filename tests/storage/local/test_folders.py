@@ -48,7 +48,7 @@ def test_file_systems_without_folder_fsync_are_supported(store: LocalStore, monk
     assert store.get(KEY, limit=1) == b"1"
 
 
-def test_unused_folders_made_by_a_storage_are_removed(tmp_path: Path) -> None:
+def test_unused_folders_that_casckpt_created_are_removed(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "a" / "b" / "c")
     store.put("probes/x", b"1")
     (tmp_path / "a" / "mine").touch()
@@ -99,7 +99,7 @@ def test_a_put_does_not_follow_symlinks(store: LocalStore, tmp_path: Path) -> No
     assert list(outside.iterdir()) == []
 
 
-def test_the_store_itself_may_be_a_symlink(store: LocalStore, tmp_path: Path) -> None:
+def test_the_store_itself_can_be_a_symlink(store: LocalStore, tmp_path: Path) -> None:
     store.put(KEY, b"1")
     (tmp_path / "link").symlink_to(store.path)
     assert [entry.key for entry in LocalStore(tmp_path / "link").list("")] == [KEY]

@@ -35,7 +35,7 @@ class TestEachWay:
         assert files(store) == [KEY]
         assert store._files.way is way
 
-    def test_objects_are_read_only_within_the_umask(self, store: LocalStore) -> None:
+    def test_objects_are_read_only_and_respect_the_umask(self, store: LocalStore) -> None:
         store.put("a", b"1")
         store.replace("b", b"1")
         before = os.umask(0o077)
@@ -46,7 +46,9 @@ class TestEachWay:
         modes = [stat.S_IMODE((store.path / name).stat().st_mode) for name in "abc"]
         assert modes == [0o444 & ~before, 0o444 & ~before, 0o400]
 
-    def test_a_failed_fsync_leads_to_a_new_file(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_after_a_failed_fsync_the_object_is_written_to_a_new_file(
+        self, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         store.put("a", b"")
         before = store.counts.bytes_written
         monkeypatch.setattr(syscalls, "sync", failing(syscalls.sync, errno.EIO))
@@ -97,7 +99,7 @@ class TestEachWay:
         assert store.get(KEY, limit=1) == b"1"
         assert files(store) == [KEY]
 
-    def test_repeated_removal_of_the_folder_is_an_error(
+    def test_repeatedly_removing_the_folder_is_an_error(
         self, store: LocalStore, way: Naming, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         name = {Naming.UNNAMED: "link_unnamed", Naming.LINK: "open_named", Naming.RENAME: "open_named"}[way]

@@ -85,7 +85,9 @@ def test_ranges_shared_across_processes_are_read_through_the_page_cache(
     assert asked == [2 << 20]
 
 
-def test_reads_through_the_page_cache_start_small(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_through_the_page_cache_start_with_small_ranges(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise, the kernel reads the first MiBs of each file in single pages."""
     data = noise(2 << 20)
     store.put("a", data)
@@ -132,7 +134,7 @@ def test_cachestat_and_mincore_agree(tmp_path: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def test_mincore_is_used_without_cachestat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mincore_is_used_if_cachestat_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lacking(fd: int, start: int, nbytes: int) -> int:
         raise Lacking
 

@@ -73,7 +73,7 @@ def test_calls_and_bytes_are_counted(store: LocalStore) -> None:
     assert (counts.reads, counts.bytes_read, counts.requests) == (2, 13, 10)
 
 
-def test_leftovers_are_invisible_and_swept(store: LocalStore) -> None:
+def test_leftovers_are_invisible_and_are_deleted_by_sweep(store: LocalStore) -> None:
     store.put(KEY, b"12")
     folder = store.path / "objects/x"
     (folder / newfile.temporary_name("b")).write_bytes(bytes(100))
@@ -87,7 +87,7 @@ def test_leftovers_are_invisible_and_swept(store: LocalStore) -> None:
     assert sorted(path.name for path in store.path.rglob("*")) == ["objects"]
 
 
-def test_sweep_leaves_unknown_files(store: LocalStore) -> None:
+def test_sweep_does_not_delete_unknown_files(store: LocalStore) -> None:
     store.put(KEY, b"12")
     (store.path / "objects/x/.hidden").write_bytes(b"1")
     store.delete(KEY)
@@ -115,7 +115,7 @@ ODD: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_anything_else_in_place_of_a_file_is_rejected(store: LocalStore, odd: str) -> None:
+def test_anything_other_than_a_file_in_its_place_is_rejected(store: LocalStore, odd: str) -> None:
     """If the storage ignored it, the object would appear never to have existed, and gc would act on that."""
     store.put("commits/a", b"1")
     ODD[odd](store.path / "commits/b")
@@ -131,7 +131,7 @@ def test_anything_else_in_place_of_a_file_is_rejected(store: LocalStore, odd: st
 
 
 @pytest.mark.parametrize("odd", ["file", "pipe"])
-def test_anything_else_in_place_of_a_folder_is_rejected(store: LocalStore, odd: str) -> None:
+def test_anything_other_than_a_folder_in_its_place_is_rejected(store: LocalStore, odd: str) -> None:
     store.put("casckpt.json", b"1")
     (Path.touch if odd == "file" else os.mkfifo)(store.path / "commits")
     acts: list[Callable[[], object]] = [
@@ -148,7 +148,7 @@ def test_anything_else_in_place_of_a_folder_is_rejected(store: LocalStore, odd: 
             act()
 
 
-def test_no_descriptor_remains_open(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_descriptors_do_not_remain_open(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def use() -> None:
         put_aligned(store, KEY, noise(MIB + 1))
         store.replace(KEY, b"1")

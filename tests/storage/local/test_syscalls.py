@@ -57,7 +57,7 @@ def test_other_errors_do_not_mean_a_missing_feature(folder: int, monkeypatch: py
         syscalls.rename_new(folder, "missing", "b")
 
 
-def test_a_rename_never_replaces(folder: int, file: int, tmp_path: Path) -> None:
+def test_a_rename_never_replaces_a_file(folder: int, file: int, tmp_path: Path) -> None:
     (tmp_path / "b").write_bytes(b"b")
     for call in (syscalls.link_named, syscalls.rename_new):
         with pytest.raises(FileExistsError):

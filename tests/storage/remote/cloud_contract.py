@@ -25,7 +25,7 @@ from tests.support.clouds import Cloud
 class CloudContract(SharedContract):
     """It does not distinguish versions of an object."""
 
-    test_an_open_reader_does_not_mix_objects: Callable[..., None] | None = None  # type: ignore[assignment]  # not promised
+    test_an_open_reader_does_not_mix_two_objects: Callable[..., None] | None = None  # type: ignore[assignment]  # not promised
 
     @pytest.fixture
     def bucket(self, cloud: Cloud) -> str:

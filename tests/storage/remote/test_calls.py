@@ -42,7 +42,7 @@ class Plain:
         return self.found
 
 
-def test_an_object_in_place_of_a_folder_is_rejected_and_a_missing_one_is_empty() -> None:
+def test_an_object_in_place_of_a_folder_is_rejected_and_a_missing_folder_is_empty() -> None:
     assert Calls(Plain({"a": {"size": 3}}), Patience()).find("x") == {"a": {"size": 3}}
     nothing: list[Any] = [{}, [], None]
     for found in nothing:

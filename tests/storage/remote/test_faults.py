@@ -119,7 +119,9 @@ def test_endless_faults_are_an_error_that_names_them(
     assert sum(naps.seconds[:7]) < 13
 
 
-def test_a_conflict_after_faults_remains_one_if_the_object_is_unreadable(storage: RemoteStore, proxy: Proxy) -> None:
+def test_a_conflict_after_faults_remains_a_conflict_if_the_object_is_unreadable(
+    storage: RemoteStore, proxy: Proxy
+) -> None:
     proxy.plan(Trouble.LOST, method="PUT")
     proxy.plan(Trouble.BUSY, method="HEAD", times=1000)
     with pytest.raises(AlreadyExists):
@@ -278,7 +280,7 @@ def test_a_server_that_ignores_ranges_is_rejected(storage: RemoteStore, monkeypa
             reader.read_into(2, [memoryview(buffer)])
 
 
-def test_a_reader_does_not_mix_two_objects(storage: RemoteStore) -> None:
+def test_a_reader_never_mixes_two_objects(storage: RemoteStore) -> None:
     storage.put("a", b"0123456789")
     buffer = memoryview(bytearray(5))
     with storage.open("a") as reader:

@@ -43,8 +43,8 @@ class Folder:
 class TestOneWriter(StorageContract):
     """All guarantees but two: fsspec checks before it writes, and it does not distinguish versions of an object."""
 
-    test_one_of_several_threads_creates_a_key: Callable[..., None] | None = None  # type: ignore[assignment]  # not promised
-    test_an_open_reader_does_not_mix_objects: Callable[..., None] | None = None  # type: ignore[assignment]  # nor this
+    test_exactly_one_of_several_threads_creates_a_key: Callable[..., None] | None = None  # type: ignore[assignment]  # not promised
+    test_an_open_reader_does_not_mix_two_objects: Callable[..., None] | None = None  # type: ignore[assignment]  # nor this
 
     @pytest.fixture
     def storage(self, tmp_path: Path) -> ObjectStore:
@@ -59,7 +59,7 @@ class TestOneWriter(StorageContract):
         return look
 
 
-def test_a_storage_without_exclusive_creates_rejects_two_writers(tmp_path: Path) -> None:
+def test_storage_without_exclusive_creates_rejects_a_second_writer(tmp_path: Path) -> None:
     storage = RemoteStore(Folder(tmp_path / "store"))
     with pytest.raises(Unsupported, match="in one step"):
         Repository(storage, tmp_path / "cache").create()

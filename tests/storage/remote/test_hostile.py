@@ -121,7 +121,7 @@ def test_every_call_to_a_hostile_server_ends(kind: Callable[[Hostile], ObjectSto
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("hostility", [Hostility.SILENT, Hostility.DRIP])
 @pytest.mark.parametrize("kind", [google, azure])
-def test_every_call_to_a_hostile_server_of_another_cloud_ends(
+def test_every_call_to_a_hostile_server_of_a_different_cloud_ends(
     kind: Callable[[Hostile], ObjectStore], hostility: Hostility
 ) -> None:
     with hostile(hostility) as server:
@@ -132,7 +132,7 @@ def test_every_call_to_a_hostile_server_of_another_cloud_ends(
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", [s3, web])
 @pytest.mark.parametrize("hostility", [Hostility.HEADERS, Hostility.BODY])
-def test_no_surplus_bytes_are_accepted(kind: Callable[..., ObjectStore], hostility: Hostility) -> None:
+def test_surplus_bytes_are_not_accepted(kind: Callable[..., ObjectStore], hostility: Hostility) -> None:
     """Even with unlimited timeouts."""
     with hostile(hostility, "206 Partial Content") as server:
         storage = kind(server, {})
@@ -148,7 +148,7 @@ def test_no_surplus_bytes_are_accepted(kind: Callable[..., ObjectStore], hostili
 
 
 @pytest.mark.timeout(60)
-def test_settings_of_a_silent_bucket_time_out(tmp_path: Path) -> None:
+def test_reading_the_settings_of_a_silent_bucket_times_out(tmp_path: Path) -> None:
     with hostile(Hostility.SILENT) as server:
         storage = s3(server)
         with pytest.raises(StorageError, match=r"cannot read the settings of s3://bucket/store: .*request_timeout"):

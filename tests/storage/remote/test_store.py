@@ -50,7 +50,7 @@ class TestSeaweed(S3Contract):
 class TestSingleWriter(StorageContract):
     """A server that ignores the condition keeps all guarantees to a single writer, except those about races."""
 
-    test_one_of_several_threads_creates_a_key: Callable[..., None] | None = None  # type: ignore[assignment]  # not promised
+    test_exactly_one_of_several_threads_creates_a_key: Callable[..., None] | None = None  # type: ignore[assignment]  # not promised
 
     @pytest.fixture
     def bucket(self, rclone_server: Server) -> str:
@@ -70,7 +70,7 @@ def _put_in_child(storage: ObjectStore, key: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_another_process_uses_a_pickled_storage(method: str, moto_server: Server) -> None:
+def test_a_different_process_can_use_pickled_storage(method: str, moto_server: Server) -> None:
     """A fork copies neither the thread nor the connections of the client, so the child creates new ones."""
     storage = open_storage(f"s3://{moto_server.new_bucket()}/store", moto_server.options)
     storage.put("a", b"1")

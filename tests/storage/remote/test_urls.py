@@ -13,7 +13,7 @@ from casckpt.errors import InvalidInput, Unsupported
 from casckpt.storage import open_storage
 
 
-def test_a_url_opens_the_same_storage(tmp_path: Path) -> None:
+def test_a_url_always_opens_the_same_storage(tmp_path: Path) -> None:
     for url in (str(tmp_path / "s"), "memory://test-open"):
         store = open_storage(url)
         assert open_storage(store.url).url == store.url

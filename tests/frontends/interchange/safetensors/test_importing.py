@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("temporaries")
 # one file
 
 
-def test_data_need_not_be_aligned(store: casckpt.Store, tmp_path: Path) -> None:
+def test_unaligned_data_is_imported(store: casckpt.Store, tmp_path: Path) -> None:
     source = file_of(tmp_path, {"a": torch.arange(6, dtype=torch.float64)})
     data = source.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -92,7 +92,7 @@ def test_a_tensor_that_is_only_in_the_index_is_reported(
     assert "names tensors that are not in any file: b" in caplog.text
 
 
-def test_links_out_of_the_folder_are_not_attached(tmp_path: Path) -> None:
+def test_links_that_point_out_of_the_folder_are_not_attached(tmp_path: Path) -> None:
     folder = hugging_face(tmp_path / "hf", {"a": torch.ones(2)})
     (tmp_path / "secret.json").write_text("secret")
     (folder / "innocent.json").symlink_to(tmp_path / "secret.json")
@@ -231,7 +231,7 @@ def test_files_of_ranks_are_joined(
     assert found.metadata == {"safetensors": {"format": "pt"}}  # without the places of parts
 
 
-def test_an_imported_and_exported_model_is_complete(store: casckpt.Store, folder: Path, tmp_path: Path) -> None:
+def test_an_imported_model_is_exported_completely(store: casckpt.Store, folder: Path, tmp_path: Path) -> None:
     import_safetensors(store, folder, step=1)
     export_safetensors(store, "default@1", tmp_path / "out")
     assert identical(load(zeros(example()), HuggingFaceStorageReader(str(tmp_path / "out"))), example())
@@ -347,7 +347,7 @@ def test_a_part_that_is_recognised_by_its_name_is_rejected_next_to_others(
         import_safetensors(store, tmp_path / name, step=2)
 
 
-def test_the_rank_in_the_name_of_an_adapter_does_not_mean_a_part(store: casckpt.Store, tmp_path: Path) -> None:
+def test_the_rank_in_an_adapters_file_name_does_not_mark_it_as_a_part(store: casckpt.Store, tmp_path: Path) -> None:
     for rank in (8, 16):
         save_file({"lora": torch.ones(rank)}, tmp_path / f"style_rank_{rank}.safetensors")
     found = import_safetensors(store, tmp_path / "style_rank_16.safetensors", step=1)

@@ -33,7 +33,7 @@ def layout(store: Store, most: int | None = None) -> Layout:
     return lay_out(view_of(contents, Rules()).tensors, {"format": "pt"}, most)
 
 
-def test_a_layout_knows_every_byte_before_writing(store: Store, tmp_path: Path) -> None:
+def test_a_layout_determines_every_byte_before_anything_is_written(store: Store, tmp_path: Path) -> None:
     store.save(STATE, step=0)
     planned = layout(store, 1000)
     assert len(planned.files) > 2

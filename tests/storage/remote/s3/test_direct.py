@@ -114,7 +114,7 @@ def test_an_unknown_certificate_is_rejected(moto_server: Server, tmp_path: Path)
         assert proxy.seen == []
 
 
-def test_proxies_are_left_to_the_client(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_through_proxies_are_left_to_the_client(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     assert client_of(store_of(moto_server)).direct is not None
     through = {"http": "http://127.0.0.1:1"}
     assert client_of(store_of(moto_server, config_kwargs={"proxies": through})).direct is None
@@ -149,7 +149,7 @@ def test_requests_that_work_only_through_the_client_keep_using_it(
     assert len(calls) == 1
 
 
-def test_direct_reads_stay_enabled_after_help_by_the_client(
+def test_direct_reads_remain_enabled_after_the_client_had_to_help(
     moto_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = store_of(moto_server)

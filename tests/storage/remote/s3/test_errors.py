@@ -122,7 +122,7 @@ def test_threads_whose_credentials_expire_together_share_a_session(
     assert len(made) == 1
 
 
-def test_credentials_that_are_also_invalid_in_a_new_session_are_an_error(
+def test_credentials_that_remain_invalid_in_a_new_session_are_an_error(
     moto_server: Server, refusing: Callable[[Refuses], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expiring = Expiring(monkeypatch, "ExpiredToken", renewed="OLDER")
@@ -156,7 +156,7 @@ def knows_no_checksums(request: Any) -> tuple[int, str, str] | None:
     return None
 
 
-def test_settings_in_the_error_help_with_servers_without_checksums(
+def test_the_settings_named_by_the_error_help_with_servers_without_checksums(
     moto_server: Server, refusing: Callable[[Refuses], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusing(knows_no_checksums)
@@ -190,14 +190,14 @@ def answer(status: int, code: str, message: str = "") -> ClientError:
         (FlexibleChecksumError(error_msg="Expected checksum x did not match calculated checksum y"), True),
     ],
 )
-def test_errors_about_checksums_name_the_settings(error: Exception, *, again: bool) -> None:
+def test_errors_about_checksums_name_the_settings_to_change(error: Exception, *, again: bool) -> None:
     found = explain(error)
     assert "AWS_REQUEST_CHECKSUM_CALCULATION" in found.why
     assert "conditional puts" not in found.why
     assert found.again == again
 
 
-def test_an_unspecific_error_names_both_possible_missing_features() -> None:
+def test_an_unspecific_error_names_both_features_that_may_be_missing() -> None:
     why = explain(answer(501, "NotImplemented", "A header you provided implies functionality that is not there")).why
     assert "single_writer" in why
     assert "AWS_REQUEST_CHECKSUM_CALCULATION" in why
