@@ -45,8 +45,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault in calls ``at`` to ``at + times - 1`` (from 1) of ``method``, counting only calls whose key matches
-    ``key``."""
+    """A fault in calls ``at`` to ``at + times - 1`` (from 1) of ``method`` whose key matches ``key``."""
 
     method: str
     kind: Kind
