@@ -178,7 +178,7 @@ def draft(refs: Iterable[BlobRef], run: str = "run", step: int = 0, **fields: An
 def save(
     repo: Repository, run: str = "run", step: int = 0, *, texts: Iterable[str] = (), reused: Iterable[BlobRef] = ()
 ) -> Commit:
-    """Store the objects of a save: a blob for each of ``texts``, a manifest that names these and ``reused``, and a
+    """Store a save's objects: a blob for each of ``texts``, a manifest that names these and ``reused``, and a
     commit."""
     txid = repo.new_txid(run, step)
     refs = [put_blob(repo, txid, text) for text in texts]

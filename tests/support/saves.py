@@ -43,7 +43,7 @@ def small_folder(path: Path) -> Store:
 
 
 def cells(count: float, seed: int | None = None) -> torch.Tensor:
-    """Return float32 values that fill ``count`` cells. Each seed yields different numbers, always the same ones."""
+    """Return float32 values that fill ``count`` cells. Without a seed, each call yields different numbers."""
     generator = torch.Generator().manual_seed(next(_NUMBERS) + 10_000 if seed is None else seed)
     return torch.randn(int(count * CELL // 4), generator=generator)
 
