@@ -1,4 +1,4 @@
-"""The values of the model: its size, and the content of a state."""
+"""The values of the model: its size, and the contents of a state."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Log(NamedTuple):
     """The records of one transaction in commits/, folded. ``state``: live, forgotten, purged or revoked."""
 
     state: str
-    names: Names  # manifest and blobs
+    names: Names  # the manifest and the blobs
 
     @property
     def committed(self) -> bool:
@@ -61,7 +61,7 @@ Logs = tuple[tuple[str, Log], ...]
 
 
 class Writer(NamedTuple):
-    """``refs``: the objects that this save will name. ``unread``: manifests that it still has to read."""
+    """A writer. ``refs``: the objects that this save will name. ``unread``: manifests that it still has to read."""
 
     pc: int = 0
     attempt: int = 0
@@ -72,7 +72,7 @@ class Writer(NamedTuple):
 
 
 class Gc(NamedTuple):
-    """``seen``: the commits that its listing has shown so far."""
+    """A gc. ``seen``: the commits that its listing has returned so far."""
 
     pc: str = "idle"
     runs: int = 0
@@ -85,7 +85,7 @@ class Gc(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The state that a gc leaves in its cache when it runs out of time."""
+    """The state that a gc leaves in its cache when it times out."""
 
     candidates: Names
     purged: Names
@@ -100,7 +100,7 @@ class State(NamedTuple):
     gcs: tuple[Gc, ...]
     toggles: int = 0
     kept: Kept | None = None
-    manifests: tuple[tuple[str, Names], ...] = ()  # the manifests of shared transactions
+    manifests: tuple[tuple[str, Names], ...] = ()  # manifests of shared transactions
 
 
 class Step(NamedTuple):
@@ -110,7 +110,7 @@ class Step(NamedTuple):
 
 @dataclass
 class Verdict:
-    """``outcome``: SAFE, UNSAFE, VACUOUS or LIMIT. ``trace``: the steps that lead to the loss."""
+    """The result. ``outcome``: SAFE, UNSAFE, VACUOUS or LIMIT. ``trace``: the steps that lead to the loss."""
 
     outcome: str
     states: int

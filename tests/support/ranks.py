@@ -244,9 +244,7 @@ def _store() -> Store:
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    os.environ["CUDA_VISIBLE_DEVICES"] = (
-        ""  # the meshes are on the CPU, but torch would shard on a GPU if it detected one
-    )
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # meshes are on the CPU; torch would shard on any visible GPU
     while True:
         try:
             request: _Request = pipe.recv()

@@ -27,14 +27,10 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 KEY, SECRET = "casckpt-test", "casckpt-test-secret"
 _START_SECONDS = 60.0
-_VOLUMES = (
-    100_000  # SeaweedFS uses one volume for each bucket. Its default limit is the number of free GiB on the disk.
-)
+_VOLUMES = 100_000  # SeaweedFS uses one volume for each bucket. By default, it allows one per free GiB of the disk.
 _ATTEMPTS = 3  # a different process may take a free port first
 _PORTS = range(10_000, 32_768)  # below the ports of outgoing connections, thousands of which tests open
-_DRAW = (
-    random.SystemRandom()
-)  # tests seed the default generator, so all workers of a run would draw the same ports from it
+_DRAW = random.SystemRandom()  # tests seed the default generator, so all workers would draw the same ports from it
 # Every client reads the description of all AWS services, which takes longer than most tests, so clients share it here.
 botocore.session.create_loader = cache(botocore.session.create_loader)
 # The process turns into the command. The kernel kills it when the thread that started it ends.

@@ -1,4 +1,4 @@
-"""Announcements: following a run's log shows the same as a listing of all commits."""
+"""Announcements: following a run's log returns the same result as listing all commits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tags and leases: a granted one protects its checkpoint from forget, thinning, repair and purge."""
+"""Tags and leases: once granted, they protect their checkpoint from being forgotten, thinned, repaired or purged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mirrors: a checkpoint is noted as safe only if it was whole there, and each checkpoint is eventually noted."""
+"""Mirrors: a checkpoint is noted as safe only if it was complete there, and every checkpoint is eventually noted."""
 
 from __future__ import annotations
 
