@@ -14,15 +14,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Setup:
-    """The size of a model. ``toggles``: the number of times that the user forgets or restores something.
+    """The size of a model.
 
-    ``contents``: 1 or 2. ``retry``: a refused writer tries once more. ``runs``: of each gc. ``resume``: a gc that ran
-    out of time leaves its state for the next run. ``pages``: listings take two steps. ``reads``: manifests are read one
-    by one, otherwise with the listing. ``duplicates``: PUTs may arrive a second time, late. ``purger``: another process
-    purges forgotten commits at any time, as the first step of another gc does. ``late_start``: the store is empty
-    except for the uploads of the first writer, which is about to commit. ``shared``: the writers copy one checkpoint in
-    one transaction, and the first of their manifests stands. ``logs``: a writer reads the list of commits at any time,
-    even before it begins, and later the log of the commit that it reuses.
+    - ``runs``: the number of runs of each gc.
+    - ``toggles``: how many times the user forgets or restores a checkpoint.
+    - ``contents``: the number of blobs of a checkpoint, 1 or 2.
+    - ``retry``: a rejected writer tries once more.
+    - ``resume``: a gc that timed out leaves its state for the next run.
+    - ``pages``: a listing takes two steps.
+    - ``reads``: manifests are read one at a time, instead of together with the listing.
+    - ``duplicates``: PUTs may arrive a second time, late.
+    - ``purger``: a separate process purges forgotten commits at any time, as the first step of a second gc would.
+    - ``late_start``: the store is empty except for the uploads of the first writer, which is about to commit.
+    - ``shared``: the writers copy one checkpoint in one transaction, and the first of their manifests is used.
+    - ``logs``: a writer reads the list of commits at any time, even before it begins, and later the log of the commit
+      that it reuses.
     """
 
     writers: int = 1

@@ -1,7 +1,7 @@
-"""The contract of every storage: one suite for all storages, with direct access to the objects.
+"""The contract that every storage backend fulfills: one suite for all of them, with direct access to the objects.
 
-A subclass gives two fixtures: ``storage``, an empty one, and ``peek``, which reads an object (None: missing) without
-the storage. `SharedContract` is for storages that other processes can reach.
+A subclass provides two fixtures: ``storage``, which is empty, and ``peek``, which reads an object (None if it is
+missing) without the storage under test. `SharedContract` is for storage that other processes can reach.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OBJECT = "objects/x/a.safetensors"
 
 
 def of_each_size(choices: list[Any]) -> list[Any]:
-    """Each size, with the two options in turn. With --full, with both."""
+    """Yield each size with the two options alternately, or with both options under --full."""
     return [
         pytest.param(size, choices[which], marks=[pytest.mark.soak] * ((number + which) % 2))
         for number, size in enumerate(SIZES)
@@ -40,7 +40,7 @@ def of_each_size(choices: list[Any]) -> list[Any]:
 
 
 def noise(size: int, seed: int = 0) -> bytes:
-    """Return bytes that depend on the seed."""
+    """Return pseudorandom bytes that depend on the seed."""
     return np.random.default_rng(seed).bytes(size)
 
 
@@ -273,7 +273,7 @@ class StorageContract:
         storage.delete("never/was")
 
     def test_an_open_reader_does_not_mix_two_objects(self, storage: ObjectStore) -> None:
-        """After a delete it reads the old bytes or fails. It never reads a later object."""
+        """After a delete, the reader returns the old bytes or fails. It never reads a later object."""
         storage.put("a", b"old")
         buffer = bytearray(3)
         with storage.open("a") as reader:

@@ -180,7 +180,7 @@ def test_simultaneous_transfers_do_not_share_buffers() -> None:
     with kept.pool(1, 10) as first, kept.pool(1, 10) as second:
         assert first is not second
     with kept.pool(1, 10) as later:
-        assert later is first  # it ended last
+        assert later is first  # it was released last
 
 
 def test_a_failed_transfer_leaves_its_buffers_usable() -> None:

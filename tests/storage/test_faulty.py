@@ -1,4 +1,4 @@
-"""The storage that fails on demand fulfills the contract while no fault is planned, and otherwise fails as planned."""
+"""Storage that fails on demand fulfills the contract if no faults are planned, and otherwise fails as planned."""
 
 from __future__ import annotations
 

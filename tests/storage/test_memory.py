@@ -1,4 +1,4 @@
-"""The storage in memory."""
+"""Tests of storage in memory."""
 
 from __future__ import annotations
 
@@ -45,4 +45,4 @@ def test_a_memory_store_is_rejected_in_a_different_process(monkeypatch: pytest.M
     for call in calls:
         with pytest.raises(Unsupported, match="memory of another process"):
             call()
-    assert pickle.dumps(copy) == pickled  # any number of copies keep their origin
+    assert pickle.dumps(copy) == pickled  # copies of copies keep their origin

@@ -1,4 +1,4 @@
-"""Paths and URLs that name a storage."""
+"""Paths and URLs that specify storage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_paths_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("url", ["s3://bucket/x", "gs://bucket", "memory://x", "file:///x"])
 def test_a_path_object_created_from_a_url_is_rejected(url: str) -> None:
-    """pathlib removes a slash. A job would silently save into the folder ``s3:`` instead of a bucket."""
+    """pathlib removes a slash, so a job would silently save into the folder ``s3:`` instead of a bucket."""
     for path in (Path(url), str(Path(url))):
         with pytest.raises(InvalidInput, match="lost a slash"):
             open_storage(path)

@@ -263,7 +263,7 @@ def _tags(rules: Rules, now: int | None) -> Generator[Op, Any, frozenset[str]]:
 
 
 def _counting(store: Store, newest: list[Any], now: int) -> frozenset[str]:
-    """Return the newest generations that count at ``now``. If a tag has vanished since the listing, it had expired."""
+    """Return the txids of tags that count at ``now``. If a tag has vanished since the listing, it had expired."""
     found = [tag for key in newest if (tag := store.get("tags", *key))]
     return frozenset(tag.txid for tag in found if tag.expires >= now)
 

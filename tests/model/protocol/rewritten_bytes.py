@@ -1,5 +1,4 @@
-"""The bytes of rewrites: live commits keep their manifests and blobs while gc runs concurrently with rewrites and
-saves.
+"""The bytes of rewrites: live commits keep their manifests and blobs while gc runs beside rewrites and saves.
 
 gc and saves follow docs/format.md, but listings are atomic and include manifests. `tests.model.commit_gc_model`
 explores pages, reads, retries, pauses and several gcs. In addition, this model has commits that are replaced (and then

@@ -1,4 +1,4 @@
-"""A put that is killed leaves the whole object or none."""
+"""A put that is killed leaves the complete object or none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ COMMAND = [sys.executable, "-m", "tests.support.crash"]
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """A folder of stores, one for each way, size and step at which the put was killed. By default each third step."""
+    """A folder of stores, one for each way, size and step at which the put was killed.
+
+    By default, only every third step is used.
+    """
     command = [*COMMAND, "steps", "1" if request.config.getoption("--full") else "3"]
     return made_once(tmp_path_factory, "puts", lambda folder: subprocess.run([*command, folder], cwd=ROOT, check=True))
 

@@ -1,4 +1,4 @@
-"""How much memory a process may fill with reads."""
+"""Tests of how much memory a process may fill with reads."""
 
 from __future__ import annotations
 

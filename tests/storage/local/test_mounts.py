@@ -1,4 +1,4 @@
-"""Which file systems have reliable listings and a cheap page cache."""
+"""Tests of which file systems have reliable listings and a cheap page cache."""
 
 from __future__ import annotations
 

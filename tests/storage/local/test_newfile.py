@@ -1,4 +1,4 @@
-"""New files in a local store, created in each way that file systems support."""
+"""New files in a local store, created in every way that file systems support."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class TestEachWay:
 
 
 def sweeping(call: Callable[..., Any], store: LocalStore, times: int) -> Callable[..., Any]:
-    """``call``, but another process sweeps the folder right before it."""
+    """Return ``call``, except that a different process sweeps the folder right before it."""
     left = iter(range(times))
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -190,7 +190,7 @@ def test_a_write_of_zero_bytes_is_an_error(store: LocalStore, monkeypatch: pytes
 
 
 def answering(answer: bool, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """A set_direct that only records its arguments."""
+    """Return a set_direct that only records its arguments."""
     asked: list[bool] = []
 
     def set_direct(fd: int, on: bool) -> bool:

@@ -1,4 +1,4 @@
-"""The storage in a local folder."""
+"""Tests of storage in a local folder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LocalFixtures:
 
 
 class TestContract(LocalFixtures, SharedContract):
-    """The current file system."""
+    """The contract on the current file system."""
 
 
 @pytest.mark.parametrize("way", [Naming.LINK, Naming.RENAME], ids=lambda way: way.name)
@@ -53,7 +53,7 @@ def test_calls_and_bytes_are_counted(store: LocalStore) -> None:
         return fsyncs[-1] - fsyncs[-2]
 
     store.put("objects/x/a", bytes(10))
-    assert since() == 5  # the file, then objects/x, objects, the store and its parent
+    assert since() == 5  # the file, objects/x, objects, the store and its parent
     store.put("objects/x/b", bytes(10))
     assert since() == 2
     store.put("objects/x/c", bytes(10), settle=False)
@@ -116,7 +116,7 @@ ODD: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("odd", ODD)
 def test_anything_other_than_a_file_in_its_place_is_rejected(store: LocalStore, odd: str) -> None:
-    """If the storage ignored it, the object would appear never to have existed, and gc would act on that."""
+    """If it were ignored, the object would appear never to have existed, and gc would act accordingly."""
     store.put("commits/a", b"1")
     ODD[odd](store.path / "commits/b")
     acts: list[Callable[[], object]] = [

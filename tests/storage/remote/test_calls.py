@@ -14,7 +14,7 @@ from casckpt.storage.remote.patience import Patience
 
 
 class Asynchronous:
-    """A file system whose methods without an underscore must not be called."""
+    """An asynchronous file system. Its methods without an underscore must not be called."""
 
     async_impl, loop = True, get_loop()
 

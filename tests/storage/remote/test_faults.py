@@ -1,4 +1,4 @@
-"""Network and server faults: the storage retries, and recognizes its own earlier put."""
+"""Network and server faults: requests are retried, and a retried put recognizes its own earlier attempt."""
 
 from __future__ import annotations
 
@@ -239,12 +239,13 @@ def test_connections_are_reused(storage: RemoteStore, proxy: Proxy) -> None:
         for _ in range(20):
             reader.read_into(7, [buffer])
             storage.size("a")
-    assert proxy.connections == 2  # one of the client, one of ranged reads
+    assert proxy.connections == 2  # one for the client, one for ranged reads
     assert proxy.count("GET") == 20
 
 
 def test_reads_run_concurrently(storage: RemoteStore, proxy: Proxy) -> None:
-    """There are as many connections as the traits promise, and none of them waits for another's response."""
+    """There are as many connections as the traits promise, and no connection waits for the response of a
+    different one."""
     data = noise(64 * 1000)
     storage.put("a", data)
     parallel = storage.traits.parallel
@@ -318,7 +319,7 @@ def test_a_call_from_the_event_loop_of_the_client_is_an_error(storage: RemoteSto
 
 @pytest.mark.parametrize("nbytes", [1, 64 * MIB])
 def test_a_server_that_does_not_accept_bytes_is_an_error(nbytes: int, naps: Naps) -> None:
-    """The server accepts connections but is silent. The client would wait forever for permission to continue."""
+    """The server accepts connections but is silent, so the client would wait forever for permission to continue."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}"}
         place = RemoteLocation("s3", "bucket/store", {**options, "config_kwargs": {"read_timeout": 0.2}})

@@ -1,4 +1,4 @@
-"""Storages that are supported only through fsspec: their guarantees and refusals."""
+"""Storage backends that are supported only through fsspec: their guarantees and errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.servers import Server
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder through fsspec, as a stand-in for any fsspec storage."""
+    """A folder accessed through fsspec, as a stand-in for any fsspec storage."""
 
     path: Path
 
@@ -41,7 +41,8 @@ class Folder:
 
 
 class TestOneWriter(StorageContract):
-    """All guarantees but two: fsspec checks before it writes, and it does not distinguish versions of an object."""
+    """The contract without two guarantees: fsspec checks before it writes, and does not distinguish versions of an
+    object."""
 
     test_exactly_one_of_several_threads_creates_a_key: Callable[..., None] | None = None  # type: ignore[assignment]  # not promised
     test_an_open_reader_does_not_mix_two_objects: Callable[..., None] | None = None  # type: ignore[assignment]  # nor this
@@ -147,7 +148,7 @@ def test_permanent_errors_are_not_retried(
 
 
 class Unwell(BaseHTTPRequestHandler):
-    """Answers 503 to everything, and 404 below /none/."""
+    """Answers every request with 503, and those below /none/ with 404."""
 
     def do_GET(self) -> None:
         self.send_error(404 if self.path.startswith("/none/") else 503)

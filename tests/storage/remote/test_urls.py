@@ -1,4 +1,4 @@
-"""URLs of buckets and their options; secrets are never shown."""
+"""Bucket URLs and their options. Secrets are never shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Direct ranged reads return the same bytes as the S3 client, or leave the read to it."""
+"""Direct ranged reads return the same bytes as the S3 client, or leave the read to the client."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RANGE = "Content-Range: bytes 0-9/10\r\n"
 
 
 def store_of(server: Server, **options: Any) -> RemoteStore:
-    """A new store without retries, so that each failed attempt is an error."""
+    """Return a new store without retries, so that each failed attempt is an error."""
     place = RemoteLocation("s3", f"{server.new_place()}/store", {**server.options, **options})
     return RemoteStore(place, backoff=Backoff(attempts=1))
 
@@ -206,7 +206,7 @@ def test_concurrent_first_reads_of_two_versions_are_separate(moto_server: Server
 def test_a_response_for_the_wrong_range_is_rejected(
     direct: bool, moto_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Caches between client and server may respond like this if they identify objects only by name."""
+    """A cache between client and server may respond this way if it identifies objects only by name."""
     storage = store_of(moto_server)
     storage.put("a", b"0123456789")
     client = client_of(storage)
@@ -219,7 +219,7 @@ def test_a_response_for_the_wrong_range_is_rejected(
 
 
 def test_aiobotocore_2_bodies_are_read(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There, entering a body returns the inner response, which has a different ``read``."""
+    """In that version, entering a body returns the inner response, which has a different ``read``."""
 
     async def inside(_: object) -> object:
         return object()
@@ -237,9 +237,9 @@ def test_aiobotocore_2_bodies_are_read(moto_server: Server, monkeypatch: pytest.
 
 @contextmanager
 def scripted(answers: Sequence[bytes | None]) -> Iterator[tuple[Signed, list[int]]]:
-    """Return the request to send, and the connection (0, 1, ...) of each answer. None closes the connection.
+    """Return a function that sends a request, and the list of the connections (0, 1, ...) that each response used.
 
-    Then the server is silent.
+    None closes the connection. After the last response, the server is silent.
     """
     left, came, ends = iter(answers), [], threading.Event()
     connections: list[socket.socket] = []
@@ -392,7 +392,7 @@ def test_an_unreachable_server_is_an_error(direct: DirectReads) -> None:
     with pytest.raises(ConnectionRefusedError):
         ask(direct, request)
     never = DirectReads(5, Patience(), verify=True)
-    assert ask(never, request) == b""  # the client may have a different way
+    assert ask(never, request) == b""  # the client may have a different method
 
 
 def test_the_check_sees_the_headers_before_any_byte_is_written(direct: DirectReads) -> None:
