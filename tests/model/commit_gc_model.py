@@ -343,9 +343,7 @@ class Model:
         yield f"has candidates {sorted(candidates)}", new if candidates else Gc("idle", gc.runs), state
 
     def gc_files(self, state: State, gc: Gc) -> Iterator[tuple[str, Gc, State]]:
-        closed = dict(
-            gc.seen
-        )  # transactions that were closed when commits were listed; gc sees the rest while it waits
+        closed = dict(gc.seen)  # were closed when commits were listed; gc sees the rest while it waits
         waits = frozenset(tx for tx in state.files if tx not in closed)
         follow = {"no_wait": "roots", "roots_early": "early", "open_before_commits": "commits"}.get(self.mutant, "wait")
         seen = gc.seen if follow == "early" else ()

@@ -1,5 +1,7 @@
-"""Sharded tensors of other libraries in a state with other values. A save stores their content, and a load fills them
-in place."""
+"""Sharded tensors of other libraries together with other values.
+
+A save stores the tensors' contents, and a load fills the tensors in place.
+"""
 
 from __future__ import annotations
 
@@ -74,8 +76,10 @@ def test_foreign_tensors_are_saved_and_loaded_in_place_on_ranks(ranks: Pool, tmp
 
 
 def nested(rank: int, size: int, path: Path) -> None:
-    """Rows over all ranks, each of them split into columns over a group of one: FSDP over tensor parallelism in older
-    versions."""
+    """Split rows over all ranks, and each of them into columns over a group of one rank.
+
+    This is what FSDP over tensor parallelism looks like in older versions.
+    """
     alone = [dist.new_group([one]) for one in range(size)][rank]
     mine = WHOLE[4 * rank : 4 * rank + 4].clone()
     halves = [TorchShard.from_tensor_and_offsets(mine[:, at : at + 3].contiguous(), [0, at], rank) for at in (0, 3)]

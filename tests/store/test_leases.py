@@ -1,4 +1,4 @@
-"""Expiring tags and leases: a leased checkpoint loads despite gcs and policies."""
+"""Expiring tags and leases: a leased checkpoint can be loaded despite gcs and policies."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_a_load_that_cannot_get_a_lease_fails_before_changing_anything(error: Ex
 
 
 def test_a_lease_on_latest_holds_the_latest_at_that_time(store: Store) -> None:
-    """Another process forgets the checkpoint between the listing and the lease."""
+    """A different process forgets the checkpoint between the listing and the lease."""
     storage = FaultyStore(store.repository.storage)
     reader = small(storage)
 
@@ -187,7 +187,7 @@ def test_a_lease_on_latest_holds_the_latest_at_that_time(store: Store) -> None:
 
 
 def leases_of(rank: int, size: int, path: Path) -> tuple[int, int]:
-    """Count the leases during the call and after it."""
+    """Return the number of leases during the call and after it."""
     store, found, most = casckpt.open(path), empty(), [0]
 
     def look(done: int, total: int | None) -> None:
@@ -241,7 +241,7 @@ def later(store: Store, hours: float) -> None:
 
 
 def test_gc_does_not_delete_leased_checkpoints(tmp_path: Path) -> None:
-    """Two readers and a gc run in a loop while a training run saves."""
+    """Two readers and a gc run repeatedly while a training run saves."""
     store, over = small_folder(tmp_path / "store"), threading.Event()
     store.save(state(0), run="run", step=0)
     read: list[int] = []

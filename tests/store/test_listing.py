@@ -1,4 +1,4 @@
-"""A listing has the checkpoints and tags of one instant."""
+"""A listing contains the checkpoints and tags at one instant."""
 
 from __future__ import annotations
 

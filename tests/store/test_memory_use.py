@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MOST = 24  # MiB: two blobs of 1 MiB in the making, reads of 8 MiB for each of two threads, and Python's own
+MOST = 24  # MiB: two blobs of 1 MiB being written, reads of 8 MiB for each of two threads, and Python itself
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc")
@@ -21,4 +21,6 @@ def test_memory_use_beyond_the_state_is_bounded(tmp_path: Path, mib: int) -> Non
     found = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     saved, loaded, saved_again = map(float, found.split())
     assert max(saved, loaded, saved_again) <= MOST
-    assert sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors")) >= mib << 20  # no file is shared
+    assert (
+        sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors")) >= mib << 20
+    )  # no two tensors share a file

@@ -1,4 +1,4 @@
-"""Saved values load exactly: every dtype, every layout, every bit."""
+"""Saved values are loaded exactly, with every dtype, every layout, and every bit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_dtype_and_layout_is_read_back(anywhere: Store) -> None:
 def test_every_dtype_and_layout_is_filled_in_place(anywhere: Store) -> None:
     state, template = every_tensor(1), every_tensor(2)
     for group in template.values():
-        for layout in ("expanded", "expanded scalar", "overlapping"):  # these have fewer elements than places
+        for layout in ("expanded", "expanded scalar", "overlapping"):  # several of their positions share an element
             group[layout] = torch.empty_like(group[layout], memory_format=torch.contiguous_format)
     tensors = [tensor for group in template.values() for tensor in group.values()]
     anywhere.save(state, step=1)
@@ -120,7 +120,7 @@ def test_tied_tensors_are_read_as_separate_tensors() -> None:
 
 
 @pytest.mark.parametrize("problem", WRONG)
-@pytest.mark.filterwarnings("ignore")  # torch: quantization and nested tensors are deprecated, or a prototype
+@pytest.mark.filterwarnings("ignore")  # torch warns that quantization is deprecated and nested tensors are a prototype
 def test_the_error_for_a_tensor_without_data_names_its_key(problem: str, tmp_path: Path) -> None:
     from casckpt.store.opening import open as open_store
 

@@ -1,4 +1,4 @@
-"""Signed checkpoints load from anywhere, and all others are refused."""
+"""Signed checkpoints can be loaded from anywhere, and all others are rejected."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def bob(tmp_path: Path) -> Pair:
 
 @pytest.fixture
 def store(tmp_path: Path, alice: Pair) -> Store:
-    """A store with run@1 and run@2, signed, and run@3, not signed."""
+    """A store with run@1 and run@2, which are signed, and run@3, which is not."""
     made = small_folder(tmp_path / "store")
     for step in (1, 2, 3):
         made.save(state(step), run="run", step=step, metadata={"n": step}, attachments={"a.txt": b"x"})
@@ -131,7 +131,7 @@ def test_every_loading_front_end_requires_signatures(trusting: Callable[[], Stor
 
 
 def test_front_ends_read_manifests_through_the_signature_check() -> None:
-    """Data before the check may be hostile: notes may hold pickles."""
+    """Data that was not checked may be hostile: for example, notes may contain pickles."""
     named = [path for path in (PACKAGE / "frontends").rglob("*.py") if "manifests.get(" in path.read_text()]
     assert named == []
 
@@ -241,7 +241,7 @@ def test_one_of_several_keys_is_sufficient_and_a_bad_signature_is_replaced(
     assert trusting().read("run@1")["step"] == 1
 
 
-# refusals
+# rejected checkpoints
 
 
 def bad_signature(store: Store, alice: Pair, bob: Pair) -> None:
@@ -336,7 +336,7 @@ def test_a_checkpoint_found_by_id_is_verified_even_if_its_record_is_replaced(
     first = store.get("run@2").id
     store.save(
         state(5), run="run", step=2, overwrite=True
-    )  # signed, too, so an attacker could pass it off as the first
+    )  # this one is also signed, so an attacker could pass it off as the first
     store.sign("run@2", key=alice.private)
     reader = trusting()
     found = reader.get(first)

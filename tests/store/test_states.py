@@ -1,4 +1,4 @@
-"""Arbitrarily nested states load exactly, with objects and attachments. Errors name values that cannot be stored."""
+"""Arbitrarily nested states with objects and attachments load exactly. Errors name values that cannot be stored."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_an_array_view_is_stored_with_its_values_at_the_time_of_the_save() -> No
 
 @pytest.mark.parametrize("names", [("a", "a/b"), ("x/y/z", "x"), ("x/y/z", "x/y")])
 def test_an_attachment_with_the_name_of_a_folder_is_rejected(names: tuple[str, str]) -> None:
-    """No export could create both files."""
+    """An export could not create both."""
     store = small()
     with pytest.raises(InvalidInput, match="would be the folder of attachment"):
         store.save({}, step=1, attachments=dict.fromkeys(names, b""))
@@ -189,7 +189,7 @@ def test_per_rank_values_are_saved_and_read() -> None:
 
 
 class TestShards:
-    """One tensor as parts that a single process holds."""
+    """A tensor in several parts, all in a single process."""
 
     whole = torch.arange(240.0).view(12, 20)
 

@@ -1,4 +1,4 @@
-"""Watches: yielded checkpoints can be loaded while other processes write."""
+"""Checkpoints that a watch yields can be loaded while other processes write."""
 
 from __future__ import annotations
 
@@ -108,5 +108,5 @@ def test_each_commit_from_four_processes_is_yielded_once(tmp_path: Path, commits
         assert one.late == (one.commit.txid < newest)
         newest = max(newest, one.commit.txid)
     assert watcher.next() is None
-    # for each checkpoint its announcement and log and both next numbers, and one poll each time
+    # for each checkpoint: its announcement, its log, the next number of each, and one poll
     assert storage.counts.requests - before <= 8 * commits + 3 * len(polls)

@@ -173,9 +173,7 @@ def finds_copy(rules: Rules, passes: int, todo: tuple[str, ...], one: Wanted, na
     state = other.state(name)
     if state == FORGOTTEN and not one.forgotten:
         yield create(("mirror", name, other.number(name)), RESTORED)
-    elif isinstance(
-        state, Committed
-    ):  # committed by a different process, which will note it; otherwise, a later pass will
+    elif isinstance(state, Committed):  # by a different process, which will note it, or else a later pass will
         return goto(mirror_each, rules, passes, todo[1:])
     elif len(name) < 3:
         return goto(copies, rules, passes, todo, one, f"{name}'")

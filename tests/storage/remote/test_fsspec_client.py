@@ -41,8 +41,7 @@ class Folder:
 
 
 class TestOneWriter(StorageContract):
-    """The contract without two guarantees: fsspec checks before it writes, and does not distinguish versions of an
-    object."""
+    """The contract without two guarantees: fsspec checks before it writes, and does not distinguish object versions."""
 
     test_exactly_one_of_several_threads_creates_a_key: Callable[..., None] | None = None  # type: ignore[assignment]  # not promised
     test_an_open_reader_does_not_mix_two_objects: Callable[..., None] | None = None  # type: ignore[assignment]  # nor this

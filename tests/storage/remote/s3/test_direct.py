@@ -237,7 +237,7 @@ def test_aiobotocore_2_bodies_are_read(moto_server: Server, monkeypatch: pytest.
 
 @contextmanager
 def scripted(answers: Sequence[bytes | None]) -> Iterator[tuple[Signed, list[int]]]:
-    """Return a function that sends a request, and the list of the connections (0, 1, ...) that each response used.
+    """Yield the request to send, and the list of the connections (0, 1, ...) on which requests arrived.
 
     None closes the connection. After the last response, the server is silent.
     """
