@@ -144,9 +144,8 @@ def save_or_collect(rank: int, size: int, place: RemoteLocation, folder: Path) -
         try:
             for step in range(SAVES):
                 store.save(training(rank, step), run=f"run-{rank}", step=step, no_dist=True)
-                assert same_state(
-                    store.read(f"run-{rank}@{step}"), training(rank, step)
-                )  # kept at least until the next save
+                # kept at least until the next save
+                assert same_state(store.read(f"run-{rank}@{step}"), training(rank, step))
         finally:
             done[rank].touch()
         return 0

@@ -81,10 +81,8 @@ def test_a_first_save_hashes_and_copies_each_byte_once(meter: Meter) -> None:
 def test_an_unchanged_save_does_not_copy_tensors_or_write_blobs(meter: Meter) -> None:
     meter.store.save(state(), step=0)
     cost = meter.of(lambda: meter.store.save(state(), step=1))
-    assert part(cost, "hashed", "copied") == (
-        W + B,
-        B,
-    )  # a small value is buffered, and hashed once even if it has changed
+    # a small value is buffered, and hashed once even if it has changed
+    assert part(cost, "hashed", "copied") == (W + B, B)
     assert part(cost, "puts", "reads", "fsyncs", "requests") == (4, 4, 9, 12)
 
 

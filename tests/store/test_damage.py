@@ -407,7 +407,7 @@ def test_extents_that_overlap_across_boxes_do_not_expose_other_memory() -> None:
 
 @pytest.mark.in_memory
 def test_random_damage_to_any_object_is_detected_or_harmless(seed: int) -> None:
-    """After any bit flip or truncation, a load returns correct bytes or raises a casckpt error, and listings still
+    """After any bit flip or truncation, loads return correct bytes or raise a casckpt error, and listings still
     work."""
     rng = random.Random(seed)
     state = {"w": cells(20, seed=1), "x": {"y": torch.arange(300)}, "o": b"z" * 6000}

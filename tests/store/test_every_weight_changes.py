@@ -170,9 +170,7 @@ def collecting(plan: Training) -> Iterator[None]:
     store, over, failed = plan.store(), threading.Event(), list[Exception]()
 
     def collect() -> None:
-        while not over.wait(
-            1.0 if plan.options else 0.2
-        ):  # a process that uses a bucket slows down the other processes
+        while not over.wait(1.0 if plan.options else 0.2):  # using a bucket slows down the other processes
             try:
                 store.gc(keep_last=KEPT, min_age=0, wait=0)
             except Exception as error:  # noqa: BLE001 - raised at the end

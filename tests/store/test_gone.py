@@ -57,9 +57,8 @@ def through_dcp(store: Store, *_: object) -> None:
             load(zeros(), storage_reader=StorageReader(store, REF))
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
-        raise (
-            Gone(str(cause)) if type(cause) is AssertionError else cause
-        ) from error  # DCP's error when several errors were raised
+        # If several errors were raised, DCP raises an AssertionError.
+        raise Gone(str(cause)) if type(cause) is AssertionError else cause from error
 
 
 def copy(store: Store, _: Checkpoint, folder: Path) -> None:

@@ -334,9 +334,8 @@ def test_a_checkpoint_found_by_id_is_verified_even_if_its_record_is_replaced(
     store: Store, alice: Pair, trusting: Callable[[], Store]
 ) -> None:
     first = store.get("run@2").id
-    store.save(
-        state(5), run="run", step=2, overwrite=True
-    )  # this one is also signed, so an attacker could pass it off as the first
+    # This one is also signed, so an attacker could pass it off as the first.
+    store.save(state(5), run="run", step=2, overwrite=True)
     store.sign("run@2", key=alice.private)
     reader = trusting()
     found = reader.get(first)

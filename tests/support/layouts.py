@@ -59,9 +59,8 @@ class Layout:
         parts = [torch.from_numpy(part.copy()) for part in self.parts(rank)]
         parts = [torch.zeros_like(part) for part in parts] if empty else parts
         several = max(map(len, self.held)) > 1
-        ways = (
-            WAYS[:-1] if several and len(self.shape) > 2 else WAYS
-        )  # then torch's wrapper supports at most two dimensions
+        # With several chunks, torch's wrapper supports at most two dimensions.
+        ways = WAYS[:-1] if several and len(self.shape) > 2 else WAYS
         way = Random(self.seed).choice(ways) if self.stacked else wrapped
         found: tuple[DTensor, list[torch.Tensor]] = way(self, rank, mesh, parts)
         return found

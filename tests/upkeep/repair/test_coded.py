@@ -150,9 +150,8 @@ def misframed(at: int = 3) -> Store:
     every = (data for step in STEPS for data in content(step).values())
     parts = (data[start : start + CELL] for data in every for start in range(0, len(data), CELL))
     true = {cell_digest(data): memoryview(data) for data in parts}
-    with patch.object(
-        Stored, "plain", lambda _, cell: true[cell.digest]
-    ):  # otherwise, a later frame would be encoded against the wrong cell
+    # Otherwise, a later frame would be encoded against the wrong cell.
+    with patch.object(Stored, "plain", lambda _, cell: true[cell.digest]):
         chain(store, ["r@1", "r@2", "r@3"], encode=lying)
     store.gc(min_age=0)
     return reopened(store)
