@@ -1,4 +1,4 @@
-"""Bugs to plant one at a time. Each breaks a promise of casckpt at one place, and names the tests that detect it."""
+"""Bugs to plant one at a time. Each breaks a guarantee in one location, and lists the tests that detect it."""
 
 from __future__ import annotations
 

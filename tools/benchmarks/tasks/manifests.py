@@ -155,7 +155,7 @@ def plan(here: Here, ranks: int) -> Measured:
 
 
 def _part(shape: tuple[int, ...], rows: int) -> Any:
-    """Return the second of this many parts."""
+    """Return the second of the parts that have ``rows`` rows."""
     from casckpt.format.regions import Box, Region, normalise
 
     box = Box((rows, 0), (rows, shape[1]))
