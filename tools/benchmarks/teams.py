@@ -38,9 +38,9 @@ class Team:
     ) -> None:
         """Start the workers. ``folder``: for logs and the rendezvous.
 
-        ``quick``: see `Here`. ``tree``: the source of casckpt and the tasks.
+        ``quick``: see `Here`. ``tree``: the source tree of casckpt and the tasks.
 
-        Raises `Absent` without the environment.
+        Raises `Absent` if the environment is absent.
         """
         python = python_of(environment)
         self._other_tree = tree is not None

@@ -35,10 +35,10 @@ Loss = Callable[[int], Torch]
 class Recipe:
     """A training run.
 
-    ``steps``: those with whole states. ``run``: the number of consecutive versions of the weights.
+    ``steps``: the steps with whole states. ``run``: the number of consecutive weight versions.
 
-    ``about``: its description in a table. ``half``: weights are bfloat16 with a float32 master; otherwise they are
-    float32.
+    ``about``: the description for tables. ``half``: the weights are bfloat16 with a float32 master; otherwise, they
+    are float32.
     """
 
     name: str

@@ -37,9 +37,7 @@ def start(here: Here, folder: str, state: str) -> None:
 
     path = Path(folder)
     path.mkdir(parents=True)
-    server = servers.seaweed(
-        path, memory="2GiB"
-    )  # with less memory, its garbage collector takes most of the time of puts
+    server = servers.seaweed(path, memory="2GiB")  # with less, garbage collection takes most of the time of puts
     server.start()
     here.kept["server"], here.kept["bucket"], here.kept["folder"] = server, server.new_bucket(), path
     _store(here, _LOADED).save({"model": here.states[state]}, step=0)
