@@ -220,9 +220,7 @@ def thin(worker: Worker) -> None:
 
 def tag(worker: Worker) -> None:
     """Tag a checkpoint, load it by its tag, and move the tag."""
-    there = [
-        one for one in worker.store.checkpoints() if one.run != RUNS[0]
-    ]  # in that run, forgetting also removes tags
+    there = [one for one in worker.store.checkpoints() if one.run != RUNS[0]]  # forgets there also remove tags
     if not there:
         return
     name, chosen = f"{TAG}-{os.getpid()}", worker.random.choice(there)
