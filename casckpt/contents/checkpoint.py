@@ -175,7 +175,7 @@ class Checkpoint:
     def healthy(self) -> bool | None:
         """The value that the save declared.
 
-        It is also False if the save found NaN, and otherwise None if the save did not declare a value.
+        If it did not declare a value, this is False if the save found NaN, and otherwise None.
         """
         return self._record.healthy
 

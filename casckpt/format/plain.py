@@ -219,7 +219,7 @@ def _text(value: str) -> Any:
 
 
 def _unfit(value: Any) -> Unfit:
-    """Explain why a value whose type is not in the table is refused."""
+    """Explain why a value whose type is not in the table is rejected."""
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(value, FunctionType | BuiltinFunctionType | MethodType):
@@ -278,7 +278,7 @@ class _Decoder:
             raise Refused(
                 f"plain data cannot be decoded on its own: its part {number} ({size} bytes) is stored elsewhere"
             )
-        self.loaded.add(number)  # otherwise a few bytes could load a large part many times
+        self.loaded.add(number)  # otherwise, a few bytes could load a large part many times
         data = bytes(self.load(number))
         if len(data) != size:
             raise Refused(f"plain data is invalid: part {number} has {len(data)} bytes instead of {size}")
