@@ -229,10 +229,8 @@ def build(shape: Shape, itemsize: int, cell: int, cells: Sequence[StoredCell]) -
     numbers = {box: number for number, box in enumerate(boxes)} if others else {}
 
     def place(stored: StoredCell) -> tuple[int, int]:
-        return (
-            numbers[stored.box] if others else 0,
-            stored.lo,
-        )  # if all boxes are the whole tensor, do not hash any of them, because hashing is slow
+        # If all boxes are the whole tensor, do not hash any of them, because hashing is slow.
+        return numbers[stored.box] if others else 0, stored.lo
 
     ordered = ((place(stored)[0], stored) for stored in sorted(cells, key=place))
     return ExtentTable(shape, itemsize, cell, boxes, _joined(ordered, cell))
