@@ -23,11 +23,11 @@ from casckpt.frontends.interchange.safetensors.importing import import_safetenso
 from casckpt.frontends.interchange.torch_files import casckpt_to_torch_save, torch_save_to_casckpt
 from casckpt.frontends.serve.view_file import read_rules
 from casckpt.frontends.training_state import load_model_and_optim_state
-from tests.frontends.interchange.test_torch_files import stock
 from tests.hints.conftest import Run
 from tests.support.fuzz import KINDS
 from tests.support.hints import Messages, follows
 from tests.support.serving import serving
+from tests.support.torch_folders import stock
 
 Store = casckpt.Store
 

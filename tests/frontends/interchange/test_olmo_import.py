@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import pickle
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import casckpt
 from casckpt.errors import NotFound, Refused
@@ -21,20 +19,11 @@ from casckpt.frontends.convert import (
     import_olmo_trainer,
     look_at,
 )
-from tests.support.dcp import save
 from tests.support.together import numbers
+from tests.support.torch_folders import Colour, stock
 from tests.support.training import identical
 
 Store = casckpt.Store
-
-
-class Colour(enum.Enum):
-    RED = 1
-
-
-def stock(path: Path, state: Any) -> Path:
-    save(state, FileSystemWriter(path))
-    return path
 
 
 def olmo(path: Path) -> dict[str, torch.Tensor]:

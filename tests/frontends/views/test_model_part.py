@@ -7,32 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, MissingKey
-from casckpt.frontends.views.view import Rules, View, view_of
 from casckpt.store.store import Store
-
-W = torch.ones(2)
-
-
-OPTIMIZER = {"state": {0: {"exp_avg": W, "step": torch.tensor(1.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
-
-
-def view(store: Store, state: Any, **rules: Any) -> View:
-    saved = store.save(state, step=0, overwrite=True)
-    return view_of(Contents.open(store.repository, saved.commit), Rules(**rules))
-
-
-def names(store: Store, state: Any, **rules: Any) -> dict[str, str]:
-    return {one.name: one.entry.key for one in view(store, state, **rules).tensors}
-
-
-def flat(*keys: str) -> dict[str, torch.Tensor]:
-    return {key: torch.full((2,), float(number)) for number, key in enumerate(keys)}
-
-
-LLAMA = flat("model.embed.weight", "model.layers.0.weight")
-
+from tests.support.views import LLAMA, OPTIMIZER, W, flat, names, view
 
 LAYOUTS: dict[str, Any] = {
     "the model alone": LLAMA,

@@ -29,12 +29,7 @@ from tests.support.checkpoints import (
     save_arrays,
 )
 from tests.support.gcs import collect
-from tests.upkeep.repair.test_repair import LARGE, damage
-
-STATE: Arrays = {"a": array(1, 3), "b": array(2, dtype="int64"), "c": array(3, 0.5, dtype="uint8")}
-
-
-KINDS = ["flipped", "header", "short", "gone"]
+from tests.support.repairs import A1, KINDS, LARGE, LEAF, PADDING, SMALL, STATE, TAIL, B, damage
 
 
 @pytest.mark.parametrize("how", KINDS)
@@ -61,15 +56,6 @@ def test_a_damaged_cell_is_recovered_from_a_different_checkpoint(repo: Repositor
     flip(repo, only_blob(repo, one), DATA_OFFSET + 2 * CELL + 17)
     assert len(repair(repo).blobs) == 1
     assert read_arrays(repo, one) == content(STATE)
-
-
-LEAF = 64 << 10
-
-
-A1, TAIL, PADDING, B = (DATA_OFFSET + at for at in (LEAF, 2 * LEAF, 2 * LEAF + 3000, 2 * LEAF + 4096))
-
-
-SMALL = B + LEAF + 5
 
 
 def flip_each(repo: Repository, commit: Commit, *positions: int) -> None:

@@ -18,7 +18,6 @@ from casckpt.storage.local.store import LocalStore
 from casckpt.upkeep.repair.repair import repair
 from casckpt.upkeep.repair.verify import verify
 from tests.support.checkpoints import (
-    Arrays,
     array,
     content,
     flip,
@@ -27,12 +26,7 @@ from tests.support.checkpoints import (
     save_arrays,
 )
 from tests.support.gcs import collect
-from tests.upkeep.repair.test_repair import LARGE, damage
-
-STATE: Arrays = {"a": array(1, 3), "b": array(2, dtype="int64"), "c": array(3, 0.5, dtype="uint8")}
-
-
-KINDS = ["flipped", "header", "short", "gone"]
+from tests.support.repairs import KINDS, LARGE, LEAF, STATE, damage
 
 
 @pytest.mark.parametrize("how", KINDS)
@@ -67,9 +61,6 @@ def test_a_damaged_copy_is_not_used(repo: Repository, other: Repository) -> None
     verify(repo)
     found = repair(repo, sources=[other])
     assert (found.blobs, len(found.lost)) == ((), 2)
-
-
-LEAF = 64 << 10
 
 
 def test_cells_are_recovered_from_the_host_cache(repo: Repository) -> None:

@@ -77,7 +77,7 @@ class Damaged:
         self.objects = objects_of(repo.storage)
 
     def _copy_manifest(self, repo: Repository, commit: commits.Commit) -> None:
-        from tests.upkeep.repair.test_repair import copy_into
+        from tests.support.repairs import copy_into
 
         copy_into(self.other, repo, commit)
 

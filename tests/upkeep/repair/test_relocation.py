@@ -17,7 +17,6 @@ from casckpt.repository.repository import Repository
 from casckpt.upkeep.repair.repair import Rewritten, repair
 from casckpt.upkeep.repair.verify import verify
 from tests.support.checkpoints import (
-    Arrays,
     array,
     content,
     flip,
@@ -27,10 +26,8 @@ from tests.support.checkpoints import (
 )
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
 from tests.support.gcs import collect
+from tests.support.repairs import LARGE, LEAF, STATE, B, copy_into, damage, with_dead_cells
 from tests.support.repositories import memory, repository
-from tests.upkeep.repair.test_repair import LARGE, copy_into, damage, with_dead_cells
-
-STATE: Arrays = {"a": array(1, 3), "b": array(2, dtype="int64"), "c": array(3, 0.5, dtype="uint8")}
 
 
 @pytest.mark.parametrize("how", ["short", "gone"])
@@ -57,12 +54,6 @@ def test_lost_dead_cells_do_not_prevent_a_rewrite(repo: Repository, other: Repos
     assert not verify(repo).is_damaged
     assert read_arrays(repo, made) == expected
     assert list(repo.storage.list("transactions/")) == []
-
-
-LEAF = 64 << 10
-
-
-A1, TAIL, PADDING, B = (DATA_OFFSET + at for at in (LEAF, 2 * LEAF, 2 * LEAF + 3000, 2 * LEAF + 4096))
 
 
 def test_live_cells_beside_lost_dead_cells_are_moved_to_a_new_blob(repo: Repository) -> None:

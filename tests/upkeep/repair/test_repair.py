@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from casckpt.cli.describe import plain
@@ -13,12 +12,10 @@ from casckpt.contents import blobs, manifests
 from casckpt.contents.refs import resolve
 from casckpt.errors import StorageError
 from casckpt.format.blob import DATA_OFFSET
-from casckpt.format.keys import blob_key, commit_key, manifest_key
-from casckpt.format.manifest import placed
-from casckpt.format.sections.blobs import BlobRef, encode_blobs
+from casckpt.format.keys import commit_key, manifest_key
 from casckpt.format.sections.head import decode_head
 from casckpt.history import commits, tags
-from casckpt.history.commits import Commit, list_commits
+from casckpt.history.commits import list_commits
 from casckpt.history.following import newest_reusable
 from casckpt.repository.repository import Repository
 from casckpt.saving.reuse_offer import make_offer
@@ -28,7 +25,6 @@ from casckpt.upkeep.repair.repair import repair
 from casckpt.upkeep.repair.verify import verify
 from tests.support.checkpoints import (
     CELL,
-    Arrays,
     array,
     content,
     flip,
@@ -39,38 +35,10 @@ from tests.support.checkpoints import (
 from tests.support.far import FarStore
 from tests.support.faulty import FaultyStore, call_first, fail_before
 from tests.support.gcs import collect, run_gc
-from tests.support.repositories import committed_encoded, meanwhile, memory, repository
+from tests.support.repairs import STATE, copy_into, damage, with_dead_cells
+from tests.support.repositories import meanwhile, memory, repository
 from tests.support.saves import blob_keys, cells, reopened, same_state, small
 from tests.support.saves import flip as flip_object
-
-STATE: Arrays = {"a": array(1, 3), "b": array(2, dtype="int64"), "c": array(3, 0.5, dtype="uint8")}
-
-
-def copy_into(other: Repository, repo: Repository, commit: Commit) -> None:
-    """Copy the checkpoint into a different store, with a new uploader."""
-    manifest = manifests.get(repo, commit)
-    txid = other.new_txid(commit.run, commit.step)
-    refs = []
-    for ref in manifest.blobs:
-        data = repo.storage.get(blob_key(ref.uploader, ref.hash), limit=ref.size)
-        blobs.put(other, txid, ref.hash, data)
-        refs.append(BlobRef(ref.hash, ref.size, txid))
-    made = manifests.put_encoded(other, txid, placed(manifest, encode_blobs(refs)))
-    assert made.id == commit.id
-    created = commit.committed.created_at
-    commits.commit(other, committed_encoded(other, txid, made, commit.run, commit.step, created_at=created))
-
-
-def damage(repo: Repository, key: str, how: str) -> None:
-    if how == "flipped":
-        flip(repo, key, DATA_OFFSET + 17)
-    elif how == "header":
-        flip(repo, key, 20)
-    elif how == "short":
-        repo.storage.replace(key, repo.storage.get(key, limit=1 << 30)[: DATA_OFFSET + 100])
-    else:
-        repo.storage.delete(key)
-    verify(repo)
 
 
 def test_repair_does_nothing_without_damage(repo: Repository, faults: FaultyStore) -> None:
@@ -90,15 +58,6 @@ def test_repair_works_in_a_folder(tmp_path: Path, other: Repository) -> None:
     assert read_arrays(repo, one) == content(STATE)
 
 
-def with_dead_cells(repo: Repository) -> tuple[Commit, Commit]:
-    """Return (older, newer). The newer one uses part of the older one's blob. The rest of that blob is dead."""
-    older = save_arrays(repo, STATE, step=0)
-    newer = save_arrays(repo, {"a": STATE["a"], "c": STATE["c"], "new": array(7)}, step=1, reuse=older, ephemeral=True)
-    commits.forget(repo, older)
-    collect(repo)
-    return older, newer
-
-
 def test_bytes_that_no_source_has_are_reported_as_lost(repo: Repository) -> None:
     one = save_arrays(repo, STATE)
     damage(repo, only_blob(repo, one), "gone")
@@ -112,14 +71,6 @@ def test_bytes_that_no_source_has_are_reported_as_lost(repo: Repository) -> None
     assert {entry.key for entry in repo.storage.list("objects/")} == before
     assert len(blobs.damaged_marks(repo)) == 1
     assert [commit.last for commit in list_commits(repo).commits.values() if commit.last != "revoked"] == ["committed"]
-
-
-LARGE: Arrays = {
-    "a": np.concatenate([array(1, 32), array(2, 0.5)]),
-    "b": array(3, 16),
-    "c": array(4, 0.125),
-    "d": array(5, 0.125, "uint8"),
-}
 
 
 def test_a_damaged_manifest_does_not_prevent_other_repairs() -> None:
