@@ -955,8 +955,8 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "a pickle with external bytes is read",
         "refuse_pickle",
-        'always does."""\n    if parts:',
-        'always does."""\n    if False:',
+        'always requires it."""\n    if parts:',
+        'always requires it."""\n    if False:',
         "tests/tensors/test_objects.py",
     ),
     (

@@ -1049,7 +1049,7 @@ PLANTED = (
     Planted(
         "a cell at another offset counts as held",
         "common",
-        "        if extent.lo != wanted.lo:  # a cell that begins elsewhere is a different one\n",
+        "        if extent.lo != wanted.lo:  # a cell that begins elsewhere is a different cell\n",
         "        if False:\n",
         "tests/plan/test_routes.py",
     ),

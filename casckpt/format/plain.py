@@ -129,7 +129,7 @@ def _by_tag(extensions: Sequence[Extension]) -> dict[str, Codec]:
 
 
 class _Encoder:
-    """One call of `encode`.
+    """A single call to `encode`.
 
     ``trail``: the containers around the current value, each with the index of the current child.
     """
@@ -240,7 +240,7 @@ def _unfit(value: Any) -> Unfit:
 
 
 class _Decoder:
-    """One call of `decode`."""
+    """A single call to `decode`."""
 
     def __init__(self, codecs: dict[str, Codec], load: Load | None, strict: bool) -> None:
         self.codecs = codecs

@@ -240,7 +240,7 @@ def _children(value: Any) -> list[tuple[Element, Any]]:
 
 
 class _Flattener:
-    """One call of `flatten`."""
+    """A single call to `flatten`."""
 
     def __init__(self, is_whole: IsWhole, *, objects: bool) -> None:
         self.is_whole, self.objects = is_whole, objects
@@ -297,7 +297,7 @@ def check_key(key: str) -> str:
 
 
 class _Writer:
-    """One call of `replace_leaves`. It collects the writes, so that either all or none of them are made."""
+    """A single call to `replace_leaves`. It collects the writes, so that either all or none of them are made."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values

@@ -122,7 +122,7 @@ def test_holes_between_regions_are_found(pairs: list[tuple[int, int]], end: int)
     assert found == [i for i in range(end) if i not in held]
 
 
-def test_whole_and_empty_regions_are_recognised() -> None:
+def test_whole_and_empty_regions_are_recognized() -> None:
     assert whole((2, 3)) == Region(Box((0, 0), (2, 3)), 0, 6)
     assert whole(()).numel == 1
     empty = normalise(Region(Box((1, 3), (1, 0)), 0, 0), (2, 3))

@@ -29,7 +29,7 @@ def test_a_layer_name_ends_at_the_first_number(key: str, width: int, expected: s
     assert layer_of(key, width) == expected
 
 
-def test_neighbouring_layers_share_a_group_if_there_are_many() -> None:
+def test_neighboring_layers_share_a_group_if_there_are_many() -> None:
     found = group([f"model.layers.{n}.weight" for n in range(100)], most=40)
     assert found["model.layers.5.weight"] == "model.layers.4-7"
     assert len(set(found.values())) == 25

@@ -36,7 +36,7 @@ class FlatPart(Part):
     flattened_range: slice | None = None
 
 
-def test_a_foreign_tensor_is_recognised_by_its_attributes() -> None:
+def test_a_foreign_tensor_is_recognized_by_its_attributes() -> None:
     assert is_megatron_tensor(Part("w", None, (2,), (4,), (2,)))
     for other in (torch.ones(2), {"key": 1}, None, Part, "text"):
         assert not is_megatron_tensor(other)

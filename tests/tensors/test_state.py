@@ -153,7 +153,7 @@ def test_the_longest_and_unusual_keys_are_stored() -> None:
     assert same(through(state), state)
 
 
-def test_cycles_and_depth_are_rejected() -> None:
+def test_cycles_and_excessive_depth_are_rejected() -> None:
     cycle: dict[str, Any] = {}
     cycle["a"] = {"b": cycle}
     with pytest.raises(InvalidInput, match="contains itself"):

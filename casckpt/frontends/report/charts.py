@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 WIDTH: Final = 4.0  # inches; 384 pixels, so that text is not scaled down on a phone
 POINTS: Final = 200  # per line; more would not be visible
 BLUE, GREEN, GREY = "#3b82f6", "#16a34a", "#8b949e"
-_INK = "#010203"  # replaced by the colour of the page's text
+_INK = "#010203"  # replaced by the color of the page's text
 _SETTINGS: Any = {  # the actual type would list all names that matplotlib knows
     "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9, "text.parse_math": False,
     "text.color": _INK, "axes.labelcolor": _INK, "axes.edgecolor": _INK, "xtick.color": _INK, "ytick.color": _INK,
@@ -53,7 +53,7 @@ def _figure(height: float, salt: str) -> Iterator[tuple[Figure, Axes, list[str]]
 
 
 def _bare(svg: str) -> str:
-    """Remove the parts that only a standalone file needs, and use the page's text colour."""
+    """Remove the parts that only a standalone file needs, and use the page's text color."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg [^>]*?)width="[\d.]+pt" height="[\d.]+pt"', r"\1", svg)

@@ -87,7 +87,7 @@ def test_a_crash_between_commit_and_file_does_not_block_the_next_save(tmp_path: 
     assert steps(slow.store) == [("sft", 2)]
 
 
-def test_a_file_of_an_unfinished_save_is_recognised(tmp_path: Path, store: Store) -> None:
+def test_a_file_of_an_unfinished_save_is_recognized(tmp_path: Path, store: Store) -> None:
     (tmp_path / "1.ckpt").write_text(json.dumps({"casckpt": {"run": "sft", "step": 1}}))
     io = CasCheckpointIO(store, run="sft")
     with pytest.raises(NotFound, match="a save that did not finish"):

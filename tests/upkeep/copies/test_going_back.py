@@ -138,7 +138,7 @@ def test_lost_tags_protect_their_checkpoints_until_they_are_set_or_deleted(store
     assert {commit.step for commit in run_gc(repo, LAST, min_age=0).purged} == {0}
 
 
-def test_a_lost_tag_may_be_deleted(store: Store) -> None:
+def test_a_lost_tag_can_be_deleted(store: Store) -> None:
     repo = store.seen_from("host")
     made = save(repo, "a", 0)
     set_tag(repo, "t", made)

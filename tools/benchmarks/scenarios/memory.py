@@ -16,7 +16,7 @@ _ROUNDS = 2  # the peak hardly varies
 
 
 def memory(options: Options) -> ScenarioResult:
-    """Use a quarter, a half and all of the size.
+    """Use states of a quarter, half and all of the size.
 
     Loads read from the page cache. The settings of saves also apply to loads.
     """

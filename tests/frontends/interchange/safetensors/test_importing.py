@@ -337,7 +337,7 @@ def test_an_incomplete_folder_is_rejected(
         ("model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"),  # vLLM's
     ],
 )
-def test_a_part_that_is_recognised_by_its_name_is_rejected_next_to_others(
+def test_a_part_that_is_recognized_by_its_name_is_rejected_next_to_others(
     store: casckpt.Store, tmp_path: Path, name: str, beside: str
 ) -> None:
     save_file({"w": torch.ones(3)}, tmp_path / name)
