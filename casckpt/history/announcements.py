@@ -32,8 +32,8 @@ from casckpt.repository.repository import Repository
 PREFIX = "runs/"
 _AT_ONCE = 1000  # the maximum number of records in one announcement
 _CHANGED = (
-    "the store at %s was restored from a copy, or lost records: %s differs from what this host has read. The host "
-    "discards everything that it knew about the store"
+    "the store at %s was restored from a copy, or lost records: %s differs from what this host has read. casckpt "
+    "discards everything that it cached about the store on this host"
 )
 
 log = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ def _read_on(repo: Repository, run: str, known: RunCache) -> bool:
 
 def _add(known: RunCache, run: str, number: int, fetched: Fetched) -> None:
     if isinstance(fetched, CasckptError):
-        log.warning("casckpt cannot read %s: %s; it lists commits/ instead", announcement_key(run, number), fetched)
+        log.warning("casckpt cannot read %s (%s), so it lists commits/ instead", announcement_key(run, number), fetched)
     known.add(number, fetched if isinstance(fetched, Announced) else None)
 
 

@@ -346,5 +346,5 @@ def doubt_of(log: Mapping[int, Read]) -> CasckptError | None:
     while isinstance(log.get(last), Kept):
         last -= 1
     key = commit_key(first.txid, last)
-    record = log.get(last, NotFound(f"{key} is missing, but there are records after it", key=key))
+    record = log.get(last, NotFound(f"{key} is missing, but later records exist", key=key))
     return record if isinstance(record, CasckptError) else None

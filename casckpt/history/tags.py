@@ -105,7 +105,7 @@ def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
     """
     check_tag(name)
     if not commit.live:
-        raise Conflict(f"{commit} was {commit.last}: it cannot be tagged", checkpoints=(commit.committed.manifest,))
+        raise Conflict(f"{commit} was {commit.last}, so it cannot be tagged", checkpoints=(commit.committed.manifest,))
     check_requirements(repo)
     if commit.last == "forgotten":
         commit = restore(repo, commit)
@@ -117,7 +117,7 @@ def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
         now = list_commits(repo).of_id(commit.id) or now  # it may have been rewritten
     if not now.live:
         take_back(repo, tag, before.tags.get(name))
-        raise Conflict(f"{commit} was purged just now: it cannot be tagged", checkpoints=(commit.id,))
+        raise Conflict(f"{commit} was just purged, so it cannot be tagged", checkpoints=(commit.id,))
     if not now.visible:
         try:
             restore(repo, now)
@@ -301,7 +301,7 @@ def _create(repo: Repository, number: int, record: TagRecord) -> None:
     try:
         repo.put_record(tag_key(record.name, number), record)
     except Conflict as error:
-        message = f"tag {record.name!r} was moved by another process at this moment: check it, and try again"
+        message = f"another process has just moved tag {record.name!r}: check the tag, and try again"
         raise Conflict(message, key=error.key) from error
 
 

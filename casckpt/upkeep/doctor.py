@@ -116,7 +116,7 @@ class _Probes:
                 reader.read_into(len(data) - 1, [memoryview(bytearray(2))])
             except ShortObject:
                 return Finding("ranges", True, "parts of objects can be read")
-        return Finding("ranges", False, "a read past the end of an object raises no error", _USE_ANOTHER)
+        return Finding("ranges", False, "a read past the end of an object does not raise an error", _USE_ANOTHER)
 
     def list(self) -> Finding:
         """Check that a listing contains all objects."""

@@ -17,8 +17,8 @@ from casckpt.history.transactions import PREFIX as TRANSACTIONS
 from casckpt.repository.repository import Repository
 
 ADVICE = (
-    "Put commits/ back, from a copy of the store or by mounting it; or, where the store was copied while they ran, "
-    "give these saves up, one by one: `casckpt transactions STORE --give-up TXID`"
+    "Restore commits/ from a copy of the store, or mount it. If the store was copied while these saves ran, give "
+    "up each of them: `casckpt transactions STORE --give-up TXID`"
 )
 _NAMED_AT_MOST = 3
 

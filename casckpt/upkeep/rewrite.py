@@ -77,5 +77,5 @@ def _replace(repo: Repository, base: Commit, made: Commit) -> Commit:
     try:
         forget(repo, now)
     except CasckptError as error:
-        log.warning("the unfinished rewrite of %s is left to gc: %s", now, error)
+        log.warning("casckpt could not forget the unfinished rewrite of %s, so a gc will: %s", now, error)
     raise failed

@@ -115,7 +115,7 @@ def plan_thin(
     """
     rule, wanted = patterns_of(drop), list(refs)
     if bool(wanted) is not (keep is None or keep.is_empty):
-        raise InvalidInput("give either the checkpoints to thin, or a rule for those that stay whole (keep-last)")
+        raise InvalidInput("specify either the checkpoints to thin, or a rule for the ones to keep whole (keep-last)")
     named = _barring(repo, tagged=tagged)
     listed = list_commits(repo)
     if wanted:
@@ -151,8 +151,8 @@ def _check_untagged(named: Mapping[str, Tag], chosen: Iterable[Commit]) -> None:
     for commit in chosen:
         if names := tags_of(named, commit.id):
             raise Conflict(
-                f"{commit} is tagged {', '.join(names)}: nothing was thinned; say --tagged (tagged=True), but "
-                "wait for the end of one that expires",
+                f"{commit} is tagged {', '.join(names)}, so nothing was thinned. Pass --tagged (tagged=True), but "
+                "first wait until every tag that has an expiry date expires",
                 checkpoints=(commit.id,),
             )
 

@@ -148,7 +148,7 @@ def test_a_message_that_names_something_to_use_is_advice(text: str) -> None:
     assert is_advice(text)
 
 
-@pytest.mark.parametrize("text", ["jobs=… is not usable; give a positive number", "no name is given", "casckpt would"])
+@pytest.mark.parametrize("text", ["jobs=… is not valid: pass a positive number", "no name is given", "casckpt would"])
 def test_a_message_that_only_states_an_error_is_not_advice(text: str) -> None:
     assert not is_advice(text)
 

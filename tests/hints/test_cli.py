@@ -164,7 +164,7 @@ def test_a_missing_tag_is_created_with_the_suggested_command(
 
 
 @follows("cli/commands/list.py:transactions", "--revoke is for a save in progress, and --give-up for a damaged one")
-@follows("cli/commands/list.py:_txid", "`casckpt transactions STORE` lists them")
+@follows("cli/commands/list.py:_txid", "`casckpt transactions STORE` lists")
 def test_a_save_in_progress_is_revoked_by_name(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
     from casckpt.history.transactions import begin
 

@@ -213,7 +213,7 @@ def test_an_unreported_failed_last_save_is_logged_at_exit(ended: dict[str, Ended
     said, status, _ = ended[COLLECTED]
     assert status == 120
     assert said.count("failed, and no caller asked its future") == 1
-    assert "default@2 exists already" in said
+    assert "default@2 already exists" in said
 
 
 def test_a_deleted_store_is_recreated_by_the_next_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -124,13 +124,13 @@ def plan_copy(
     """
     in_place = source.exists() and target.exists() and source.storage.url == target.storage.url
     if in_place and compress:
-        raise InvalidInput(f"{source.storage.url} cannot be encoded in place: copy it into another store")
+        raise InvalidInput(f"{source.storage.url} cannot be encoded in place: copy it into a different store")
     if in_place and blob_bytes is None:
         raise InvalidInput(
             f"{source.storage.url} cannot be copied into itself: specify a different store, or a blob size"
         )
     if blob_bytes is not None and not 4096 <= blob_bytes <= 1 << 30:
-        raise InvalidInput(f"blobs of {blob_bytes} bytes are not possible: give a size from 4KiB to 1GiB")
+        raise InvalidInput(f"blobs of {blob_bytes} bytes are not supported: pass a size from 4KiB to 1GiB")
     named = list(refs)
     listed = list_commits(source)
     source.check_exists()  # a missing store is an error, unlike an empty one
@@ -153,7 +153,7 @@ def _unread(
 ) -> tuple[DamagedRecord, ...]:
     """Return the unreadable records of the source that may be among the wanted checkpoints."""
     seen = {commit.txid for commit in chosen}
-    advice = f"Put it back from a copy of {source.storage.url}: `casckpt verify` says more"
+    advice = f"Restore the record from a copy of {source.storage.url}; `casckpt verify` shows the details"
     return tuple(
         DamagedRecord(commit_key(txid), f"{listed.damaged[txid]}. {advice}")
         for txid in unread_within(listed, named, run)
@@ -349,14 +349,14 @@ def _jobs(source: Repository, target: Repository, jobs: int | None) -> int:
         remote = source.storage.traits.remote or target.storage.traits.remote
         return REMOTE_JOBS if remote else max(2, min(LOCAL_JOBS, os.cpu_count() or 1))
     if type(jobs) is not int or jobs < 1:
-        raise InvalidInput(f"jobs={jobs!r} is not usable; give a positive number")
+        raise InvalidInput(f"jobs={jobs!r} is not valid: pass a positive number")
     return jobs
 
 
 def _checked_part(part: Part) -> Part:
     number, count = part
     if not 0 <= number < count:
-        raise InvalidInput(f"part={part!r} is not usable; give (number, count), the number from 0 to count - 1")
+        raise InvalidInput(f"part={part!r} is not valid: pass (number, count), where number is from 0 to count - 1")
     return part
 
 

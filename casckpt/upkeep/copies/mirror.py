@@ -84,8 +84,9 @@ class Mirror:
             wanted = state.asked
             if not state.changed.wait_for(lambda: state.done >= wanted or state.stopped, timeout):
                 raise StorageError(
-                    f"{self.target.storage.url} is not up to date after {timeout} seconds; the copies go on in the "
-                    "background, and with the next `casckpt.open` of the store if this program ends before"
+                    f"{self.target.storage.url} is not up to date after {timeout} seconds. Copying continues in the "
+                    "background. If this program ends first, the next `casckpt.open` of the store continues the "
+                    "copies"
                 )
             if state.error is not None:
                 raise type(state.error)(str(state.error), **state.error.__dict__) from state.error
@@ -98,7 +99,7 @@ class Mirror:
             state.changed.notify_all()
 
     def _run(self, state: _State) -> None:
-        ended: CasckptError = StorageError("the thread that mirrors has failed; its traceback is on stderr")
+        ended: CasckptError = StorageError("the mirror thread failed; its traceback is on stderr")
         try:
             while self._pass(state):
                 pass

@@ -55,8 +55,9 @@ def mirror_to_wait_for(repo: Repository) -> str | None:
     generation, settings = repo.newest_settings()
     if generation < 0 and (noted := next(iter(repo.storage.list(PREFIX, known=parse_mirrored)), None)):
         raise Damaged(
-            f"gc deletes nothing: settings/ of {repo.storage.url} is lost, and {noted.key} shows that it had a mirror. "
-            "Put settings/ back from a copy of the store, or save with the mirror again (casckpt.open with mirror=URL)",
+            f"gc deletes nothing, because settings/ of {repo.storage.url} is missing, and {noted.key} shows "
+            "that the store had a mirror. Restore settings/ from a copy of the store, or save with the mirror "
+            "again (casckpt.open with mirror=URL)",
             key="settings/",
         )
     return settings.mirror
@@ -86,8 +87,8 @@ def mirror_made_at(repo: Repository, mirror: str, *, near: bool = False) -> floa
         is_remote = storage.traits.remote
         return None if near and is_remote else made_at(storage)
     except CasckptError as error:
-        counts = ", so its notes count" if is_remote else ""
-        log.warning("the mirror %s cannot be reached%s: %s", mirror, counts, error)
+        counts = ", so gc relies on the notes about it" if is_remote else ""
+        log.warning("casckpt cannot reach the mirror %s%s: %s", mirror, counts, error)
         return None if is_remote else NO_STORE
 
 
@@ -166,7 +167,9 @@ def take_back(repo: Repository, commits: Iterable[Commit]) -> None:
         for key in [key_of_note(commit) for commit in commits if key_of_note(commit) in noted]:
             repo.storage.delete(key)
     except StorageError as error:
-        log.warning("notes about an earlier mirror cannot be deleted, so gc waits until a copy deletes them: %s", error)
+        log.warning(
+            "casckpt cannot delete the notes about an earlier mirror, so gc waits until a copy deletes them: %s", error
+        )
 
 
 def _is_noted(repo: Repository, commit: Commit, mirror: str, made: float = 0) -> bool:

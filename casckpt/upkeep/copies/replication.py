@@ -120,11 +120,11 @@ def _check(target: Repository, commit: Commit) -> None:
     """Compare the commit with its transaction id. A hostile store could imitate or block another run."""
     name = parse_txid(commit.txid)
     if (name.run_hash, name.step) != (run_hash(commit.run), commit.step):
-        raise Refused(f"{commit} is not copied: its transaction belongs to another run or step")
+        raise Refused(f"{commit} was not copied: its transaction belongs to a different run or step")
     if name.time > time_of(target.clock()) + _AHEAD:
         raise Refused(
-            f"{commit} has a save time in the future ({name.time:%Y-%m-%d}), and later saves would sort before it; "
-            "set the clock right, or save the checkpoint again"
+            f"{commit} has a save time in the future ({name.time:%Y-%m-%d}), so later saves would sort before it: "
+            "correct the clock, or save the checkpoint again"
         )
 
 
@@ -170,7 +170,7 @@ def _bare(ref: BlobRef) -> BlobRef:
 def _damaged_blob(source: Repository, commit: Commit, manifest: Manifest, error: BlobDamaged) -> CasckptError:
     """Return the error for a damaged blob of ``source``, or `Gone` if the checkpoint was purged meanwhile."""
     if not refresh(source, commit).live:
-        return Gone(f"{commit} was purged from {source.storage.url} during the copy; copy another one")
+        return Gone(f"{commit} was purged from {source.storage.url} during the copy; copy a different checkpoint")
     ref = error.ref
     keys = keys_of(manifest, [number for number, other in enumerate(manifest.blobs) if other.hash == ref.hash])
     return Damaged(
@@ -211,7 +211,7 @@ class _Copy:
                 made = self.transaction.commit(self._record(started, self._put_manifest()))
                 self.target.storage.sweep(uploader_folder(self.transaction.txid))  # the blobs of killed processes in it
             else:
-                self.transaction.abort("the target has the checkpoint already")
+                self.transaction.abort("the target already has the checkpoint")
         except (Conflict, Damaged, Gone, Refused) as error:
             if isinstance(error, Revoked):
                 raise
@@ -233,7 +233,7 @@ class _Copy:
             new = [ref for ref in wanted.values() if ref.hash not in self.places]
             self.places |= {ref.hash: BlobRef(ref.hash, ref.size, own) for ref in new}
             missing = [ref for ref in new if there.get(blob_key(own, ref.hash)) != ref.size]
-            log.info("%s: %d blobs to put, of %d", self.commit, len(missing), len(wanted))
+            log.info("%s: %d of %d blobs to upload", self.commit, len(missing), len(wanted))
             counted = wanted.values() if _repacks(self.work) else new  # see `CopyPlan.total`
             self.work.progress(sum(ref.size for ref in counted) - sum(ref.size for ref in missing))
             self._upload(self._ordered(missing))
@@ -321,7 +321,9 @@ class _Copy:
         self.places = {ref.hash: ref for ref in there.blobs}
         if blobs.check(self.target, there.blobs):
             self._check_open()
-            raise Damaged(f"{key} of {self.target.storage.url} names blobs that are gone; copy again", key=key)
+            raise Damaged(
+                f"{key} of {self.target.storage.url} names blobs that no longer exist; run the copy again", key=key
+            )
         return Encoded(there.head, data)
 
     def _bytes_reused(self, made: Encoded) -> int:
@@ -400,7 +402,7 @@ def occupant(listed: CommitList, commit: Commit) -> Commit | None:
 def taken(target: Repository, commit: Commit, other: Commit) -> Conflict:
     """Return the error for a run and step that the target uses for a different checkpoint."""
     return Conflict(
-        f"{commit} was not copied: {target.storage.url} has another checkpoint with that run and step, {other.id}. "
-        "If you do not need it, forget it there first (`casckpt forget`)",
+        f"{commit} was not copied: {target.storage.url} has a different checkpoint with that run and step, "
+        f"{other.id}. If you do not need it, forget it there first (`casckpt forget`)",
         checkpoints=(commit.id, other.id),
     )

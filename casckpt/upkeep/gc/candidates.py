@@ -47,8 +47,8 @@ def commits_without_doubt(repo: Repository, *, anew: bool = False) -> CommitList
         names = sorted(listed.damaged)
         more = f" and {len(names) - 1} more" if names[1:] else ""
         message = (
-            f"gc deletes nothing, because the records of transaction {names[0]}{more} cannot be read: "
-            f"{listed.damaged[names[0]]}. Put the file back from a copy of the store, or give the checkpoint up with "
+            f"gc deletes nothing, because it cannot read the records of transaction {names[0]}{more}: "
+            f"{listed.damaged[names[0]]}. Restore the file from a copy of the store, or give up the checkpoint with "
             f"`casckpt transactions STORE --give-up {names[0]}`"
         )
         raise Damaged(message, key=f"commits/{names[0]}")

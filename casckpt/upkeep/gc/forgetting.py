@@ -31,7 +31,7 @@ def plan_forget(repo: Repository, refs: Iterable[str | Commit], *, tagged: bool 
     if protected and not tagged:
         shown = "; ".join(f"{commit} by {', '.join(names)}" for commit, names in protected[:5])
         raise Conflict(
-            f"{len(protected)} of them tagged: {shown}. Nothing was forgotten; delete the tags, or say --tagged "
+            f"{len(protected)} of them tagged: {shown}. Nothing was forgotten; delete the tags, or pass --tagged "
             "(tagged=True)",
             checkpoints=tuple(commit.id for commit, _ in protected),
         )
@@ -105,7 +105,7 @@ def plan_restore(repo: Repository, refs: Iterable[str | Commit], *, whole: bool 
         check_restore(listed, commit)
         other = at.setdefault((commit.run, commit.step), commit)
         if other is not commit:
-            message = f"{commit} and {other} have the same run and step. Nothing was restored; give only one of them"
+            message = f"{commit} and {other} have the same run and step. Nothing was restored; pass only one of them"
             raise Conflict(message, checkpoints=(commit.id, other.id))
     return RestorePlan(tuple(chosen.values()), listed)
 

@@ -443,7 +443,7 @@ def _named(some: Sequence[Commit]) -> str:
 
 def _check_seconds(what: str, seconds: Any) -> None:
     if seconds is not None and not (isinstance(seconds, int | float) and seconds >= 0):
-        raise InvalidInput(f"{what} of {seconds!r} seconds is not usable: give a number, 0 or more")
+        raise InvalidInput(f"{what} of {seconds!r} seconds is not valid: pass a number, 0 or more")
 
 
 @dataclass
@@ -520,7 +520,7 @@ def _candidates(repo: Repository, stock: Inventory, as_purged: set[TxId]) -> tup
     for _ in range(ATTEMPTS):
         with suppress(Unreadable):
             return candidates(repo, stock, as_purged=as_purged)
-    raise Conflict("another gc is purging checkpoints; repeat gc when it has ended")
+    raise Conflict("another gc is purging checkpoints; run gc again when it finishes")
 
 
 def _settle_records(repo: Repository) -> None:
@@ -574,6 +574,6 @@ def _check_storage(repo: Repository) -> None:
     known = repo.settings.exclusive_create if refuses is None else refuses
     if known is False and not repo.single_writer:
         raise Unsupported(
-            f"{repo.storage.url} does not refuse a second create, so a save and a gc could both create one key: "
-            "stop all saves, then open the store with single_writer"
+            f"{repo.storage.url} does not refuse a second create, so a save and a gc could both create the same "
+            "key: stop all saves, then open the store with single_writer"
         )

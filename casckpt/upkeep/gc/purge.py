@@ -187,9 +187,10 @@ def unless_mirror_is_gone(repo: Repository, plan: GcPlan, *, near: bool = False)
     if not held:
         return plan
     log.warning(
-        "%s %s, so %d checkpoints are neither forgotten nor purged here: mount its disk, or put it back; "
-        "`casckpt copy` fills a new one, and `casckpt settings %s --unset mirror` gives it up",
-        "there is no store at the mirror" if made == NO_STORE else "they were safe in another store at the mirror",
+        "%s %s, so gc neither forgets nor purges the %d checkpoints that the mirror had. Mount its disk, or "
+        "restore the mirror; `casckpt copy` fills a new mirror, and `casckpt settings %s --unset mirror` removes "
+        "it from the settings",
+        "there is no store at the mirror" if made == NO_STORE else "the mirror's URL now has a different store",
         plan.mirror, len(held), repo.storage.url,
     )  # fmt: skip
     waiting = [_waits(relied[txid], "unmirrored") for txid in sorted(held, key=lambda txid: relied[txid].order)]
@@ -234,7 +235,9 @@ def check_metrics(repo: Repository, policy: Policy, run: str | None) -> None:
         if runs:
             more = f" and {len(runs) - _NAMED_AT_MOST} more" if runs[_NAMED_AT_MOST:] else ""
             named = ", ".join(runs[:_NAMED_AT_MOST]) + more
-            log.warning("keep-best: no checkpoint of run %s has a number for %r, so all of them stay", named, metric)
+            log.warning(
+                "keep-best: no checkpoint of run %s has a number for %r, so gc keeps all of them", named, metric
+            )
 
 
 def _forgotten_though_tagged(

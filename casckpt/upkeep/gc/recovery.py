@@ -23,8 +23,8 @@ from casckpt.repository.repository import Repository
 from casckpt.upkeep.gc.purge import thinned_though_claimed
 
 _UNREADABLE = (
-    "it is missing or damaged, so readers of its run list all of commits/ instead. Put it back from a copy of the "
-    "store; if it is missing, the next gc fills its place"
+    "it is missing or damaged, so readers of its run list all of commits/ instead. Restore it from a copy of the "
+    "store. If it is missing, the next gc fills the gap"
 )
 _UNANNOUNCED = "saves and `latest` do not see it, because runs/ does not announce it; the next gc announces it"
 
@@ -57,7 +57,7 @@ def settle(repo: Repository, seconds: float) -> CommitList:
             elif (
                 repo.storage.size(transaction_key(txid)) is None
             ):  # otherwise, gc revokes the transaction if it shows no sign of life
-                revoke(repo, txid, "announced, and never committed")
+                revoke(repo, txid, "announced but never committed")
         if missing := list(_unannounced(known, listed, run)):
             log.warning("%d records of run %s were not announced; runs/ was incomplete", len(missing), run)
             announce(repo, missing)

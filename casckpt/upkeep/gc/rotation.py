@@ -68,7 +68,7 @@ def _warn_of_metrics(run: str, visible: Sequence[Commit], rotation: Rotation) ->
         return
     for best in rotation.keep.best:
         if not any(map(best.is_known_of, permanent)):
-            message = "keep_best: none of the %d checkpoints of run %s has a number for %r, so all of them stay"
+            message = "keep_best: none of the %d checkpoints of run %s has a number for %r, so all of them are kept"
             log.warning(message, len(permanent), run, best.metric)
 
 

@@ -261,7 +261,7 @@ def _wrong(repo: Repository, refs: Sequence[BlobRef]) -> list[Checked]:
             wrong.append(blob)
             continue
         repo.storage.sweep(uploader_folder(blob.ref.uploader))
-        blobs.mark_repaired(repo, blob.ref.uploader, blob.ref.hash, "repair found it right")
+        blobs.mark_repaired(repo, blob.ref.uploader, blob.ref.hash, "repair found it intact")
     return wrong
 
 

@@ -235,9 +235,14 @@ def damaged_records(repo: Repository, listed: CommitList, *, is_all: bool = True
 
 def _check_arguments(mode: Any, sample: Any, decode: bool) -> None:
     if decode and mode != "full":
-        raise InvalidInput(f"mode={mode!r} reads no cells to decode; give mode='full', or leave out decode")
+        raise InvalidInput(
+            f"mode={mode!r} does not read cells, so it cannot decode them: pass mode='full', or omit decode"
+        )
     if mode not in ("full", "exists") or not isinstance(sample, int | float) or not 0 < sample <= 1:
-        raise InvalidInput(f"mode={mode!r}, sample={sample!r}: give 'full' or 'exists', and a fraction from 0 to 1")
+        raise InvalidInput(
+            f"mode={mode!r}, sample={sample!r} is not valid: pass the mode 'full' or 'exists', and a sample "
+            "above 0 and up to 1"
+        )
 
 
 def survey(repo: Repository, commits: Iterable[Commit], *, with_extents: bool = False) -> Survey:
@@ -321,8 +326,8 @@ def _update_marks(
         for blob in (*damaged, *misframed):
             blobs.mark_damaged(repo, blob.uploader, blob.blob, blob.why, by_frames=blob in misframed)
         for uploader, name in sorted(healed):
-            blobs.mark_repaired(repo, uploader, name, "verify found it right")
+            blobs.mark_repaired(repo, uploader, name, "verify found it intact")
     except CasckptError as error:
-        log.warning("the marks of damaged blobs are out of date, and saves may reuse damaged blobs: %s", error)
+        log.warning("casckpt could not update the marks of damaged blobs, so saves may reuse damaged blobs: %s", error)
         return ()
     return tuple(name for _, name in sorted(healed))

@@ -282,7 +282,7 @@ def test_an_existing_step_is_replaced(tmp_path: Path, ranks: Pool) -> None:
     (tmp_path / "iter_4/common.pt").write_bytes(b"")
     ((found, refusal),) = ranks.run(1, saved_twice, tmp_path / "iter_4")
     assert found == [0, 0]
-    assert "a@4 exists already" in refusal
+    assert "a@4 already exists" in refusal
 
 
 def refused(rank: int, size: int, path: Path) -> list[str]:
