@@ -90,7 +90,7 @@ class Follower:
                         pause = _PAUSE
                         yield made
                     if once and self._at(CURRENT) is None:
-                        skipped = f"no checkpoint of run {self.run!r} in {self.store.url} can be used; see the log"
+                        skipped = f"every checkpoint of run {self.run!r} in {self.store.url} was skipped; see the log"
                         raise NotFound(self._absence() or skipped)
                     return
                 except (NotFound, Conflict, Damaged):  # these are OSErrors too, but a retry does not help
@@ -98,9 +98,7 @@ class Follower:
                 except OSError as error:  # from the storage or the folder
                     if once:
                         raise
-                    log.warning(
-                        "%s cannot be followed at the moment; casckpt will retry in %.0f s: %s", self.run, pause, error
-                    )
+                    log.warning("casckpt cannot follow %s now, and will retry in %.0f s: %s", self.run, pause, error)
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
 

@@ -99,9 +99,9 @@ class Template:
             weight = differ[0].partition(PACKED)[0]
             raise Mismatch(
                 f"{differ[0]!r} is a copy of a value that a bitsandbytes module keeps, but {self._where} has a "
-                f"different value. Without that value, its weights mean something else. Omit {weight!r}, and all keys "
-                "that begin with it, from the state; or read them with store.read, and create the weight from them "
-                "with bitsandbytes.nn.Params4bit.from_prequantized",
+                "different value. With a different value, the saved weights have a different meaning. Omit "
+                f"{weight!r}, and all keys that begin with it, from the state; or read them with store.read, and "
+                "create the weight from them with bitsandbytes.nn.Params4bit.from_prequantized",
                 keys=tuple(differ),
             )
 

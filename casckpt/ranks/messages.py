@@ -124,11 +124,13 @@ def astray(messages: Sequence[Message], mine: Message) -> InvalidInput | None:
     keys = {one.rank: one.value.keys for one in messages if isinstance(one.value, WithObjects) and one.value.keys}
     without = [one.rank for one in messages if one.rank not in keys]
     if not keys or not without:
-        return InvalidInput(f"{text}, from one thread, or from several with process_group=... for each", rank=rank)
+        return InvalidInput(
+            f"{text}. Make the calls in one thread, or pass each thread its own process_group=...", rank=rank
+        )
     holder, held = next(iter(keys.items()))
     return InvalidInput(
         f"{text}. Rank {holder} has the whole objects {listed(held)} in its state, but rank {without[0]} has none: "
-        "give the objects on every rank, or give the state_dict of each",
+        "pass the objects on every rank, or pass the state_dict of each object",
         rank=rank,
         keys=tuple(held),
     )
@@ -181,7 +183,9 @@ def broken(rank: int, error: RuntimeError) -> RankFailed:
     late = timed_out(error)
     how = "did not answer in time" if late else "died or closed its connection"
     done = (
-        "nothing was saved or loaded" if rank else "check in the list of checkpoints whether it had already committed"
+        "nothing was saved or loaded"
+        if rank
+        else "the call may already have committed, so check the list of checkpoints"
     )
     done += ". Every rank must make the call" * late
     return RankFailed(

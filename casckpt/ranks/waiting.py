@@ -119,8 +119,8 @@ class Meeting:
         if absent:
             problem = verdict and f" ({verdict.partition(_END)[2]})"
             verdict = (
-                f"{absent[0]}{_END}not all ranks came to the save or load (absent: [{listed(absent, _NAMED)}]): every "
-                f"rank must make the call. Check the log of rank {absent[0]}, then restart the job{problem}"
+                f"{absent[0]}{_END}not all ranks joined the save or load (absent: [{listed(absent, _NAMED)}]): "
+                f"every rank must make the call. Check the log of rank {absent[0]}, then restart the job{problem}"
             )
         self.store.compare_set(f"{stage}/verdict", "", f"={verdict}")
 

@@ -105,7 +105,7 @@ def alone_on_this_host(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.open("w")
     except OSError as error:
-        log.debug("processes on this host do not wait for each other: %s", error)
+        log.debug("processes on this host cannot wait for each other, because locking failed: %s", error)
         yield
         return
     with lock:

@@ -119,8 +119,9 @@ class Repository:
         is_store = any(keys.parse_log(entry.key) for entry in self.storage.list("commits/"))
         if is_store and self.storage.size(keys.MARKER) is None:  # recheck: it may have been created in the meantime
             message = (
-                f"casckpt.json is missing from {self.storage.url}, although commits/ has records of a store. A new one "
-                "might have different sizes permanently: restore the file from a copy of the store or from its mirror"
+                f"casckpt.json is missing from {self.storage.url}, although commits/ has records of a store. A new "
+                "file might permanently set different sizes: restore the file from a copy of the store or from its "
+                "mirror"
             )
             raise Damaged(message, key=keys.MARKER)
 

@@ -20,7 +20,7 @@ STATUS: Final = 120
 """The exit status, unless an uncaught error ends the program."""
 
 log = logging.getLogger(__name__)
-_UNREPORTED: Final = "the last background save failed, and no caller asked its future: %s"
+_UNREPORTED: Final = "the last background save failed, and no caller checked its future: %s"
 _ending: Final = threading.Event()
 
 unreported: Final[dict[object, str]] = {}

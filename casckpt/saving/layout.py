@@ -168,8 +168,9 @@ def _check_owners(layouts: Sequence[RankLayout], first: Mapping[Name, int]) -> N
         for key, owner in layout.left.items():
             if (key, owner) not in held:
                 raise InvalidInput(
-                    f"owners assigns {key!r} to rank {owner}, which does not hold it, but rank {rank} does: return "
-                    "a rank that holds it, or leave it out of the state on the other ranks",
+                    f"owners assigns {key!r} to rank {owner}, which does not hold the value, although rank {rank} "
+                    "does: return a rank that holds the value, or leave the value out of the state on the other "
+                    "ranks",
                     key=key,
                     rank=owner,
                 )

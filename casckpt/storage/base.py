@@ -220,7 +220,7 @@ def split_folder(folder: str) -> list[str]:
     """Return the parts of a folder's path ("" is the store itself). Raises `Refused` for an invalid name."""
     parts = folder.split("/") if folder else []
     if any(not part or part.startswith(".") or "\0" in part for part in parts):
-        raise Refused(f"{folder[:300]!r} is not a key of a store: keys consist of names without a leading dot")
+        raise Refused(f"{folder[:300]!r} is not a store key: keys consist of names without a leading dot")
     return parts
 
 
@@ -228,5 +228,5 @@ def split_key(key: str) -> tuple[str, str]:
     """Split a key into (folder, name). Raises `Refused` for an invalid key."""
     parts = split_folder(key)
     if not parts:
-        raise Refused("the empty string is not a key of a store")
+        raise Refused("a store key cannot be an empty string")
     return "/".join(parts[:-1]), parts[-1]

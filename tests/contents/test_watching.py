@@ -315,7 +315,7 @@ def test_a_watch_retries_a_failing_storage_and_misses_nothing(tmp_path: Path, ca
     storage.heal()
     finish(writer, slow)
     assert told + seen(40) == [(2, False), (3, False), (1, True)]
-    assert caplog.text.count("a retry follows") > 4
+    assert caplog.text.count("cannot watch the run now, but will retry") > 4
 
 
 def test_a_storage_that_still_fails_at_the_end_raises_an_error(repo: Repository, faults: FaultyStore) -> None:

@@ -321,7 +321,7 @@ def test_a_follower_retries_a_failing_store(
     following: Any = Follower(failing, "run", folder).follow()
     assert next(following).checkpoint.step == 0
     assert pauses == [2**n for n in range(len(pauses))]
-    assert caplog.text.count("casckpt will retry in") == len(pauses) > 2
+    assert caplog.text.count("will retry in") == len(pauses) > 2
     assert is_at(folder, 0)
     save(store, 1)
     faulty.inject(fail_before("open", times=2))

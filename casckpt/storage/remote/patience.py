@@ -221,7 +221,7 @@ def _result(future: Future[T], request: PatientRequest) -> T:
         with suppress(TimeoutError):
             return future.result(max(request.left, 0.0) + _GRACE)
         if request.left < -_GRACE and not future.done():
-            raise TimeoutError(f"the client did not end a request in time; {request.why}")
+            raise TimeoutError(f"the client did not finish a request in time; {request.why}")
     return future.result()
 
 

@@ -91,8 +91,8 @@ def test_export_reports_why_a_config_is_omitted(tmp_path: Path, run: Run) -> Non
     def said(out: str, *options: str) -> str:
         return run("export", tmp_path / "s", "latest", tmp_path / out, *options).stdout
 
-    assert "part of a model: from_pretrained would fill the rest" in said("part", "--keys", "model.w")
-    assert "the names are not those of a model" in said("all", "--format", "safetensors")
+    assert "part of a model: from_pretrained would initialize the rest" in said("part", "--keys", "model.w")
+    assert "these are not the model's own names" in said("all", "--format", "safetensors")
     unwanted = said("unwanted", "--no-attachments")
     assert "copy the model's config.json into it" in unwanted
     assert "part of a model" not in unwanted

@@ -87,7 +87,7 @@ def test_a_missing_part_loads_as_none_unless_it_is_required() -> None:
     for wanted in options:
         with pytest.raises(NotFound, match=r"sft@1 has no (optimizer|train state)"):
             checkpointer.load("sft@1", model, optimizer, **wanted)
-    with pytest.raises(InvalidInput, match="needs an optimizer"):
+    with pytest.raises(InvalidInput, match="requires an optimizer"):
         checkpointer.load("sft@1", model, load_optim_state=True)
 
 

@@ -520,7 +520,7 @@ def test_an_inaccessible_mirror_counts_by_its_notes(
     for one in store.checkpoints():
         mirrored.note(store.repository, one.commit, "memory://bucket")
     assert [one.step for one in store.gc(keep_last=1, min_age=0, dry_run=True).purged] == [1]
-    assert "the mirror memory://bucket cannot be reached, so its notes count" in caplog.text
+    assert "casckpt cannot reach the mirror memory://bucket, so gc relies on the notes about it" in caplog.text
     assert (store.stats().mirror_found, store.stats().mirrored) == (None, 2)
     report.stats_text(plain(store.stats()))
     assert "up to date according to the notes in this store; mirror not checked" in capsys.readouterr().out
