@@ -168,7 +168,7 @@ def test_an_existing_step_is_a_conflict_on_all_ranks_without_overwrite(ranks: Po
         assert isinstance(error, Conflict)
         assert not isinstance(error, Revoked)
         assert error.checkpoints == (first,)
-        assert "a@1 exists" in str(error)
+        assert "a@1 already exists" in str(error)
     store = casckpt.open(path)
     (only,) = store.checkpoints()
     assert {again for _, _, again in found} == {only.id}

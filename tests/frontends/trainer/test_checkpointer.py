@@ -352,6 +352,6 @@ def test_a_conflict_in_a_background_save_is_raised_by_the_next_save(how: str) ->
     store.save({"x": 1}, run="sft", step=2)
     with Checkpointer(store, run="sft") as checkpointer:
         checkpointer.save_async(2, model, optimizer)
-        with pytest.raises(Conflict, match="sft@2 exists"):
+        with pytest.raises(Conflict, match="sft@2 already exists"):
             getattr(checkpointer, how)(3, model, optimizer)
     assert steps(store) == [("sft", 2)]
