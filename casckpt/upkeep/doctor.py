@@ -86,7 +86,7 @@ class _Probes:
         }
 
     def write(self) -> Finding:
-        """Put some small objects. List them first, because some servers create a missing bucket on a put."""
+        """Put some small objects. List first, because some servers create a missing bucket on a put."""
         with suppress(StorageError):  # the list check reports this error
             next(iter(self._storage.list(self.folder)), None)
         for number in range(_SMALL):
@@ -194,5 +194,5 @@ class _Probes:
         return answer
 
     def _seconds_since(self, begun: int) -> float:
-        """Return the seconds since ``begun``, but at least a microsecond, because callers divide by it."""
+        """Return the seconds since ``begun``. The result is at least a microsecond, because callers divide by it."""
         return max(self.repo.clock() - begun, 1) / 1e6

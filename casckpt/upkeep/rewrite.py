@@ -54,7 +54,7 @@ def rewrite(repo: Repository, base: Commit, save: Callable[[TxId, CommitList], C
 
 
 def record_of(repo: Repository, txid: TxId, commit: Commit, made: Encoded) -> Committed:
-    """Put a manifest. Return the record for a rewrite of ``commit`` with this manifest. Raises `StorageError`."""
+    """Upload a manifest. Return the record for a rewrite of ``commit`` with this manifest. Raises `StorageError`."""
     manifests.put_encoded(repo, txid, made)
     places = {"txid": txid, "head": made.head, "manifest_bytes": len(made.data)}
     return changed(commit.committed, time=repo.clock(), **places)

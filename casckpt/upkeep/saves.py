@@ -1,4 +1,4 @@
-"""Saves in progress: lists and revokes them, and gives up saves whose record is lost."""
+"""Lists and revokes saves in progress, and gives up saves whose record is lost."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from casckpt.upkeep.lost_records import lost_records
 class SaveInProgress:
     """A transaction that has not ended.
 
-    ``run``, ``host`` and ``pid`` are None if its record cannot be read. ``signs_of_life``: how many signs it has
-    given. ``alive``: None if this host cannot tell.
+    ``run``, ``host`` and ``pid`` are None if its record cannot be read. ``signs_of_life``: how many signs of life the
+    save has shown. ``alive``: None if this host cannot tell.
     """
 
     txid: TxId

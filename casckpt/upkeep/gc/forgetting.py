@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def plan_forget(repo: Repository, refs: Iterable[str | Commit], *, tagged: bool = False) -> list[Commit]:
-    """Return the current commits of the checkpoints and ranges in ``refs``, each commit once. Writes nothing.
+    """Return the current commits of the checkpoints and ranges in ``refs``, without duplicates. Writes nothing.
 
     ``tagged``: allow tagged checkpoints, which otherwise raise `Conflict`. Raises the errors of `resolve_many`, and
     `Damaged` or `Refused` if a tag cannot be read.
@@ -71,7 +71,7 @@ class RestorePlan:
 
 @dataclass(frozen=True)
 class RestoreResult:
-    """The result of a restore, or with ``dry_run`` its expected result.
+    """The result of a restore, or with ``dry_run`` the expected result.
 
     ``left``: commits that were not attempted because the storage failed.
     """
@@ -91,7 +91,7 @@ class RestoreResult:
 
 
 def plan_restore(repo: Repository, refs: Iterable[str | Commit], *, whole: bool = False) -> RestorePlan:
-    """Return the forgotten checkpoints and ranges in ``refs``, each checkpoint once, from one listing.
+    """Return the forgotten checkpoints and ranges in ``refs`` from one listing, without duplicates.
 
     Writes nothing. ``whole``: instead choose the commits from before the checkpoints were thinned. Raises `Conflict`
     if a checkpoint cannot be restored, or if two have the same run and step. Also raises the errors of
