@@ -6,8 +6,8 @@ that had a record when the read began. The state of each transaction is in its o
 this log by key. If an announced record is missing, the reader keeps the announcement, and rereads the log later. An
 announcement alone never causes a delete or a reuse.
 
-The host's catalogue keeps the announcements that were read. It does not keep any state that is derived from them, so
-the two cannot differ. tests/model/protocol/announcements.py explores the interleavings.
+The host's catalogue keeps the announcements that were read. It does not keep any state derived from them, so the two
+cannot diverge. tests/model/protocol/announcements.py explores the interleavings of readers and writers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CHANGED = (
 log = logging.getLogger(__name__)
 
 Fetched: TypeAlias = Announced | CasckptError | None
-"""An announcement, the error that occurs when it is read, or None if it does not exist."""
+"""An announcement, the error raised while reading it, or None if it does not exist."""
 Announcement: TypeAlias = tuple[TxId, int]
 """A transaction, and the number of a log record that a writer is about to create."""
 

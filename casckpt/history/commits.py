@@ -217,8 +217,8 @@ def gone(named: object, id: ManifestId, when: str, **attributes: object) -> Gone
 def append(repo: Repository, commit: Commit, kind: LaterKind) -> Commit:
     """Announce and append a record of ``kind``, unless the commit is already in that state. Return the new commit.
 
-    If several processes append at the same time, exactly one wins. Raises `Conflict` if the log does not allow the
-    record, or if another process appended a different record first. Raises `StorageError`.
+    If several processes append at the same time, exactly one of them wins. Raises `Conflict` if the log does not allow
+    the record, or if another process appended a different record first. Raises `StorageError`.
     """
     wanted = STATES[kind]
     _check_standing(commit, wanted)
@@ -294,7 +294,7 @@ def announce_all(repo: Repository, commits: Iterable[Commit]) -> None:
 
 
 def keep(repo: Repository, txid: TxId, number: int) -> bool:
-    """Create a `kept` record at an announced number that has no record. It blocks late writers.
+    """Create a `kept` record at an announced number without a record. The record blocks late writers.
 
     Returns False if a record exists. Safe at any time. Raises `StorageError`.
     """
@@ -429,7 +429,7 @@ def _holds(commit: Commit, wanted: str) -> bool:
 
 
 def _check_standing(commit: Commit, wanted: str) -> None:
-    """Raise `Conflict` for a rewrite that does not stand, unless the record purges it or forgets a void rewrite."""
+    """Raise `Conflict` for a rewrite that does not stand, unless the new record purges it or forgets a void rewrite."""
     if commit.standing != STANDS and wanted != "purged" and (commit.standing, wanted) != (VOID, "forgotten"):
         raise Conflict(f"{commit} was not {wanted}: it is a rewrite that did not take effect", checkpoints=(commit.id,))
 

@@ -65,7 +65,7 @@ def renew(repo: Repository, tag: Tag, commit: Commit, seconds: float) -> tuple[T
 
     A lease that has expired is granted again.
 
-    Raises `Conflict` if another process has ended or moved it, and the errors of `hold`.
+    Raises `Conflict` if another process has ended or moved the lease, and the errors of `hold`.
     """
     number, found = newest_generation(repo, tag.name)
     now = found.tags.get(tag.name)
@@ -106,7 +106,7 @@ def _not_visible(now: Commit) -> NotFound:
 def _held(repo: Repository, commit: Commit, seconds: float) -> tuple[Tag, Commit]:
     """Hold a checkpoint.
 
-    Reuse a name if there is one that this process has ended, and that no other process has used since then.
+    Reuse a name whose lease this process has ended, if no other process has used the name since then.
     """
     with suppress(KeyError, IndexError, Conflict):
         name, end = _ended.get()[repo.storage.url].pop()

@@ -1,4 +1,4 @@
-"""Tags: movable names for checkpoints. They are stored as numbered generations.
+"""Tags: movable names for checkpoints, stored as numbered generations.
 
 A generation without a target deletes the tag.
 
@@ -77,7 +77,7 @@ def list_tags(repo: Repository, *, anew: bool = False, slack: int = 0) -> TagLis
 
 
 def tags(repo: Repository, *, anew: bool = False, slack: int = 0) -> dict[str, Tag]:
-    """Return all tags by name, sorted by name. For ``anew`` and ``slack``, see `list_tags`.
+    """Return all tags, sorted by name. For ``anew`` and ``slack``, see `list_tags`.
 
     Raises `Damaged` or `Refused` if a tag cannot be read, because such a tag protects an unknown checkpoint from gc
     and policies. Raises `StorageError`.
@@ -158,7 +158,7 @@ def tagged_txids(found: Mapping[str, Tag], commits: Iterable[Commit]) -> set[TxI
 
 
 def named_by(tag: Tag, listed: CommitList) -> Commit | None:
-    """Return the commit that a tag names by id. A visible commit has precedence, then a forgotten, then a purged one.
+    """Return the commit that a tag names by id: preferably a visible one, otherwise a forgotten, then a purged one.
 
     If several commits rank equally, the commit on which the tag was set is returned.
     """

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 class _Pulse:
     """Sends signs of life from a thread.
 
-    A fork does not copy the thread, so a child does not send any for its parent.
+    A fork does not copy the thread, so a child does not send signs of life for its parent.
     """
 
     def __init__(self, repo: Repository, txid: TxId, seconds: float, joined: int | None) -> None:
@@ -113,7 +113,7 @@ class Transaction:
 
     @property
     def txid(self) -> TxId:
-        """Its id, which is also the uploader of its objects."""
+        """The transaction's id, which is also the uploader of its objects."""
         return self.began.txid
 
     def commit(self, record: Committed) -> Commit:

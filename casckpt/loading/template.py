@@ -1,4 +1,4 @@
-"""Compares a template with a checkpoint before any read. Finds keys that are filled, do not fit, or remain unread."""
+"""Compares a template with a checkpoint before any read. Finds keys to fill, keys that do not fit, and unread keys."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Template:
         self._check_packed(repo)
 
     def _check_packed(self, repo: Repository) -> None:
-        """Raise Mismatch if weights would be loaded into a bitsandbytes module whose other state differs."""
+        """Raise Mismatch if weights would be loaded into a bitsandbytes module whose other state is different."""
         left, kept = frozenset((*self.missing, *self.mismatched)), dict[str, torch.Tensor]()
         plan = LoadPlan(self._plan.contents, replace(self._plan.options, updates=False, progress=None))
         for key, leaf in self._flat.leaves.items():
@@ -165,7 +165,7 @@ class Template:
         return {key: ranks for key, ranks in self._plan.contents.per_rank.items() if not is_generator(key)}
 
     def _look_below(self, key: str, name: str, *, of_optimizer: bool) -> None:
-        """Handle an empty template mapping. It is filled if it is the state of a fresh optimizer."""
+        """Handle an empty template mapping, which is filled if it is the state of a fresh optimizer."""
         node = find(self._plan.contents.tree, name)
         if (first := self._plan.first_entry(name)) is not None:
             self.empties[key] = first

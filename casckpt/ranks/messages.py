@@ -73,7 +73,7 @@ def to_frames(data: bytes) -> list[torch.Tensor]:
 
 
 def empty_frame() -> torch.Tensor:
-    """Return a frame to receive into."""
+    """Return an empty frame, to receive a message into."""
     return torch.zeros(FRAME, dtype=torch.uint8, device="cpu")
 
 
@@ -148,9 +148,9 @@ def public_call(frame: FrameType | None) -> str:
 
 
 def portable(error: Exception) -> Exception:
-    """Return the error if it survives pickling, otherwise a `RankFailed` with its text.
+    """Return the error if it survives pickling, or else a `RankFailed` with its text.
 
-    Another library pickles the result. If an error could not be unpickled, ranks would wait for each other.
+    A different library pickles the result. If an error could not be unpickled, ranks would wait for each other.
     """
     try:
         back = pickle.loads(pickle.dumps(error))  # noqa: S301 - what was pickled just now

@@ -132,7 +132,7 @@ class Meeting:
         return [*self._absent(stage, ranks[:half]), *self._absent(stage, ranks[half:])] if half else list(ranks)
 
     def _let_all_hear(self, stage: str) -> None:
-        """Wait until the other arrived ranks have read the verdict: the store may disappear with this process."""
+        """Wait until the other arrived ranks have read the verdict, because the store may end with this process."""
         with suppress(RuntimeError):
             heard, end = self.store.add(f"{stage}/heard", 1), monotonic() + HEARD_SECONDS
             while heard < self.store.add(f"{stage}/came", 0) and monotonic() < end:

@@ -35,7 +35,7 @@ def this_process() -> Process:
 def is_dead(process: Process) -> bool:
     """Return whether ``process`` provably ran on this host, in this boot and PID namespace, and has ended.
 
-    If in doubt, returns False.
+    Returns False in case of doubt.
     """
     place = (process.boot_id, process.pid_namespace)
     if not all(place) or place != (_boot_id(), _pid_namespace()):
@@ -81,7 +81,7 @@ def _boot_id() -> str:
 
 
 def _pid_namespace() -> str:
-    """Return the PID and time namespaces. A reader's time namespace affects the start times that it sees."""
+    """Return the PID and time namespaces. A process's time namespace affects the start times that it reads."""
     try:
         pids = os.readlink(PROC / "self/ns/pid")
     except OSError:

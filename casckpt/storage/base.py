@@ -36,7 +36,7 @@ class ListedObject:
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Properties of a storage that planning and safety checks need.
+    """The properties of a storage that planning and safety checks need.
 
     ``remote``: whether a request costs a round trip. ``read_gap``: the largest gap of unneeded bytes that is worth
     reading in order to merge two ranges. ``parallel``: how many requests to keep in flight. ``exclusive``: whether the
@@ -58,7 +58,7 @@ class Traits:
 
     @property
     def requests(self) -> int:
-        """How many small requests to keep in flight: 1 if a request does not cost a round trip."""
+        """How many small requests to keep in flight. 1 if a request does not cost a round trip."""
         return min(self.parallel, _REQUESTS) if self.remote else 1
 
 
@@ -127,7 +127,7 @@ class ObjectStore(Protocol):
         """Create the object. Raises `AlreadyExists`, `casckpt.errors.StorageError`, `casckpt.errors.Unsupported`."""
 
     def settle(self, folder: str) -> None:
-        """Make names durable that were put into ``folder`` ("objects/x", no trailing slash) with ``settle=False``."""
+        """Make durable the names put into ``folder`` ("objects/x", no trailing slash) with ``settle=False``."""
 
     def get(self, key: str, *, limit: int) -> bytes:
         """Read an object. Raises `casckpt.errors.NotFound`, and `Refused` if it is larger than ``limit`` bytes."""
