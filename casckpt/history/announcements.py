@@ -213,4 +213,4 @@ def _decoded(run: str, key: str, data: bytes | CasckptError) -> Announced | Casc
         fits = all(parse_txid(txid).run_hash == run for txid, _ in record.announced)
     except (Damaged, Refused) as error:
         return error
-    return record if fits else Refused(f"{key} is not valid: it names transactions of a different run", key=key)
+    return record if fits else Refused(f"{key} is not valid: it lists transactions of a different run", key=key)

@@ -218,7 +218,7 @@ class Repository:
         """Write the next generation with ``fields`` changed. Raises `InvalidInput`, `Unsupported`, `StorageError`."""
         unknown = sorted(set(fields) - set(Settings.__struct_fields__) | {"created_at"} & set(fields))
         if unknown:
-            raise InvalidInput(f"there is no setting {', '.join(unknown)}: see `casckpt settings --help`")
+            raise InvalidInput(f"unknown settings: {', '.join(unknown)}; see `casckpt settings --help`")
         while True:
             number, old = self.newest_settings()
             records.check_requirements(old, self.storage.url)

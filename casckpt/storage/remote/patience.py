@@ -92,7 +92,7 @@ class Call:
 
     @property
     def why(self) -> str:
-        """The reason of its timeout."""
+        """The reason for the timeout."""
         if self._hopeless:
             before = "after an earlier timeout, this call had only"
             return f"{before} {self._seconds:g} s (by {self._option} in storage_options)"
@@ -141,7 +141,7 @@ class PatientRequest:
 
     @property
     def why(self) -> str:
-        """The reason of its timeout."""
+        """The reason for the timeout."""
         if self._call.left <= self._seconds:
             return self._call.why
         seconds = f"{self._seconds:g} s (request_timeout in storage_options)"

@@ -190,7 +190,7 @@ def unless_mirror_is_gone(repo: Repository, plan: GcPlan, *, near: bool = False)
         "%s %s, so gc neither forgets nor purges the %d checkpoints that the mirror had. Mount its disk, or "
         "restore the mirror; `casckpt copy` fills a new mirror, and `casckpt settings %s --unset mirror` removes "
         "it from the settings",
-        "there is no store at the mirror" if made == NO_STORE else "the mirror's URL now has a different store",
+        "there is no store at the mirror" if made == NO_STORE else "a different store is now at the mirror's URL",
         plan.mirror, len(held), repo.storage.url,
     )  # fmt: skip
     waiting = [_waits(relied[txid], "unmirrored") for txid in sorted(held, key=lambda txid: relied[txid].order)]

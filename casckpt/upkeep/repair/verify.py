@@ -67,7 +67,7 @@ def _compare(repo: Repository, manifest: Manifest, proofs: Mapping[tuple[TxId, B
                 continue
             if not _holds(repo, refs[cell.blob], cell, leaves.get(cell.offset)):
                 where = f"bytes {cell.offset} to {cell.offset + cell.nbytes} of blob {refs[cell.blob].hash}"
-                raise Refused(f"key {entry.key!r}: {where} are right, but they differ from the manifest")
+                raise Refused(f"key {entry.key!r}: {where} are intact, but they differ from the manifest")
 
 
 def _leaves(refs: Sequence[BlobRef], proofs: Mapping[tuple[TxId, BlobHash], bytes], number: int) -> dict[int, Leaf]:
@@ -281,7 +281,7 @@ def _check_manifest(manifest: Manifest, commit: Commit, with_extents: bool) -> D
 
 
 def _marked(repo: Repository) -> dict[Name, str]:
-    """Return the marked blobs, and the reason of each mark."""
+    """Return the marked blobs, and the reason for each mark."""
     return {(mark.uploader, mark.blob): mark.why for mark in blobs.marks(repo) if mark.state != blobs.REPAIRED}
 
 
@@ -294,7 +294,7 @@ def _sampled(repo: Repository, refs: list[BlobRef], fraction: float, marked: Con
 
 
 def _compare_sizes(repo: Repository, refs: Iterable[BlobRef], marked: Mapping[Name, str]) -> Iterable[Checked]:
-    """Compare presence and sizes with one listing. ``marked``: the marked blobs, and the reason of each mark."""
+    """Compare presence and sizes with one listing. ``marked``: the marked blobs, and the reason for each mark."""
     sizes = list_objects(repo)
     for ref in refs:
         size, mark = sizes.get(blob_key(ref.uploader, ref.hash)), marked.get((ref.uploader, ref.hash))

@@ -562,7 +562,7 @@ def test_notes_about_another_store_do_not_count(
     shutil.rmtree(away)
     casckpt.open(away).create()
     assert reasons(store, keep_last=1) == [(1, "unmirrored"), (2, "unmirrored")]
-    assert f"the mirror's URL now has a different store {away}, so gc neither forgets" in caplog.text
+    assert f"a different store is now at the mirror's URL {away}, so gc neither forgets" in caplog.text
     assert (store.stats().mirrored, store.stats().unmirrored) == (0, 3)
     store.forget("sft@1")
     if by == "a copy":
