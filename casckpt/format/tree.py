@@ -109,7 +109,7 @@ def decode_tree(data: bytes | memoryview, extensions: Sequence[plain.Extension] 
 
 
 def _refused(why: str) -> Refused:
-    return Refused(f"a checkpoint's tree is invalid: {why}")
+    return Refused(f"the tree of a checkpoint is invalid: {why}")
 
 
 def _check(node: Node) -> None:

@@ -90,7 +90,9 @@ class Follower:
                         pause = _PAUSE
                         yield made
                     if once and self._at(CURRENT) is None:
-                        skipped = f"every checkpoint of run {self.run!r} in {self.store.url} was skipped; see the log"
+                        skipped = (
+                            f"casckpt cannot follow any checkpoint of run {self.run!r} in {self.store.url}; see the log"
+                        )
                         raise NotFound(self._absence() or skipped)
                     return
                 except (NotFound, Conflict, Damaged):  # these are OSErrors too, but a retry does not help

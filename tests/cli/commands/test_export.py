@@ -59,7 +59,7 @@ def test_torch_files_and_folders_are_imported_and_exported(
     run("export", store_path, "default@1", tmp_path / "out.pt", "--format", "torch", status=5)
     for kind, option, given in (("dcp", "--keys", "a"), ("torch", "--max-shard-size", "1GB")):
         told = run("export", store_path, "default@1", tmp_path / "x", "--format", kind, option, given, status=1)
-        assert f"{option} is for hf and safetensors" in told.stderr
+        assert f"{option} applies to hf and safetensors" in told.stderr
     assert not (tmp_path / "x").exists()
     torch.save({"s": slice(0)}, tmp_path / "odd.pt")
     refused = run("import", store_path, tmp_path / "odd.pt", "--step", 2, status=1).stderr
