@@ -64,7 +64,7 @@ def test_torch_files_and_folders_are_imported_and_exported(
     torch.save({"s": slice(0)}, tmp_path / "odd.pt")
     refused = run("import", store_path, tmp_path / "odd.pt", "--step", 2, status=1).stderr
     assert "--allow-pickle" in refused
-    assert refused.endswith("slice)\n")
+    assert "slice), so reading" in refused
     run("import", store_path, tmp_path / "odd.pt", "--step", 2, "--allow-pickle")
 
 
