@@ -42,7 +42,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class View:
-    """A view: ``tensors`` by name, ``left_out`` (hidden keys that match) and the ``prefix`` of all shown keys.
+    """A view: ``tensors`` by name, ``left_out`` (hidden keys that match), and the ``prefix`` of all shown keys.
 
     ``metadata``: what files with these tensors must say about them; see `casckpt.frontends.views.torchao_names`.
     """
