@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from casckpt.errors import Mismatch
 from casckpt.frontends.training_state import load_model_and_optim_state
 from casckpt.tensors.kinds import KINDS
 from tests.support.ranks import outcome_of
-from tests.support.wrappers import Scaled, bits, part_of, rebuild, scaled
+from tests.support.wrappers import BLOCK, Scaled, bits, make, part_of, rebuild, scaled
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -118,6 +119,42 @@ def test_replicas_of_a_part_are_stored_once_and_compared(tmp_path: Path, ranks: 
         assert "w.0.scale" in error or "w.64.scale" in error
 
 
+def odd_part(rank: int, size: int, path: Path) -> Any:
+    """Rank 0 holds two and a half scales of a vector, and rank 1 the rest."""
+    register(True)
+    store, whole = casckpt.open(path), scaled(1, 24)
+    cuts = [(0, 10), (10, 24)]
+
+    def part(seed: int, lo: int, hi: int) -> casckpt.Shard:
+        codes = scaled(seed, 24).codes[lo:hi].clone()
+        own = make(codes, torch.full((-(-len(codes) // BLOCK),), float(seed)), whole.table, whole.options, whole.dtype)
+        return casckpt.Shard(own, (24,), flat=(lo, hi), replicated=True)
+
+    saved = store.save({"w": part(1, *cuts[rank])}, run="r", step=1)
+    template = {"w": part(2, *cuts[rank])}
+    store.load(template, "r@1")
+    found = bits(template["w"].data) == bits(part(1, *cuts[rank]).data)
+    other = {"w": part(2, *((0, 12), (12, 24))[rank])}
+    error = outcome_of(lambda: store.load(other, "r@1"))
+    return (
+        sorted(saved.tensors),
+        found,
+        str(error),
+        bits(other["w"].data) == bits(part(2, *((0, 12), (12, 24))[rank]).data),
+    )
+
+
+def test_a_cut_within_the_elements_of_a_scale_is_stored_in_parts(tmp_path: Path, ranks: Pool) -> None:
+    for keys, found, _, unchanged in ranks.run(2, odd_part, tmp_path):
+        assert keys == sorted(f"w.{first}.{name}" for first in (0, 10) for name in ("codes", "scale", "table"))
+        assert (found, unchanged) == (True, True)
+
+
+def test_a_part_with_the_same_first_element_but_other_elements_is_refused(tmp_path: Path, ranks: Pool) -> None:
+    errors = [error for _, _, error, _ in ranks.run(2, odd_part, tmp_path)]
+    assert all("it was saved in 2 parts that cannot be cut, and has a different sharding here" in one for one in errors)
+
+
 # ranks that differ in kind
 
 
@@ -203,7 +240,8 @@ def step(model: Any, optimizer: Any, number: int) -> None:
     torch.manual_seed(number)
     optimizer.zero_grad()
     model(torch.randn(4, model[0].weight.shape[1])).square().mean().backward()
-    optimizer.step()
+    with mock.patch.object(torch, "compile", lambda function, **_: function):  # torchao would compile for a minute
+        optimizer.step()
 
 
 def everything(model: Any, optimizer: Any) -> Any:
@@ -238,10 +276,9 @@ def resumed(  # noqa: PLR0917 - a job
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
 def test_an_optimizer_of_torchao_resumes_on_the_same_and_other_numbers_of_ranks(
-    tmp_path: Path, ranks: Pool, kind: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ranks: Pool, kind: str
 ) -> None:
     pytest.importorskip("torchao", reason="needs torchao")
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     assert ranks.run(2, resumed, tmp_path, kind, (128, 128), True) == [True, True]
     for size in (1, 4):
         names = ranks.run(size, resumed, tmp_path, kind, (128, 128), False)
