@@ -18,7 +18,7 @@ import casckpt
 from casckpt.errors import Mismatch
 from casckpt.frontends.training_state import load_model_and_optim_state
 from casckpt.tensors.kinds import KINDS
-from tests.support.ranks import outcome_of
+from tests.support.ranks import die, outcome_of
 from tests.support.wrappers import BLOCK, Scaled, bits, make, part_of, rebuild, scaled
 
 if TYPE_CHECKING:
@@ -98,6 +98,19 @@ def test_a_wrapper_in_a_dtensor_is_saved_in_the_background_and_resharded_if_it_c
             assert text.startswith("Mismatch: 'w' does not fit r@1 (key 'w'): it was saved in 2 parts that cannot be")
         with pytest.raises(Mismatch, match="it was saved in 2 parts that cannot be cut, and has a different"):
             casckpt.open(tmp_path).load({"w": scaled(2, *SHAPE), "b": torch.zeros(2)}, "r@1")
+
+
+def killed(rank: int, size: int, path: Path) -> None:
+    register(False)
+    store = casckpt.open(path)
+    store.save_async({"w": sharded(1, size), "b": torch.ones(2)}, run="r", step=1).result()
+    store.save_async({"w": sharded(3, size), "b": torch.ones(2)}, run="r", step=2)
+    die()
+
+
+def test_a_wrapper_in_a_dtensor_is_resumed_after_its_processes_were_killed(tmp_path: Path, ranks: Pool) -> None:
+    assert all(outcome.died for outcome in ranks.outcomes(2, killed, tmp_path))
+    assert ranks.run(2, loaded, tmp_path, False) == [True, True]
 
 
 def replicated(rank: int, size: int, path: Path) -> Any:

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import casckpt
@@ -20,6 +22,7 @@ from casckpt.errors import Mismatch, Refused
 from casckpt.format.forms import decode_form, encode_form
 from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
 from casckpt.tensors.wrappers import Wrapped, opened, rebuilt
+from tests.support.fuzz_wrappers import check_rebuilt
 from tests.support.saves import small
 from tests.support.wrappers import bits
 
@@ -178,6 +181,21 @@ def test_hostile_contexts_are_refused(change: str) -> None:
     HOSTILE[change](form)
     with pytest.raises((Refused, casckpt.errors.InvalidInput)):
         rebuilt("w", form, dict(found.parts))
+
+
+@pytest.mark.parametrize(
+    "name", ["Int8 dynamic", "Float8 weight only", "NF4", "MX fp8", "OptimState8bit", "OptimState4bit"]
+)
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_changed_forms_and_tensors_are_rebuilt_as_described_or_refused(name: str, draw: st.DataObject) -> None:
+    if name.startswith("Optim"):
+        weight = of_torchao(f"optim.subclass_{name[-4:]}", name).zeros((64, 128))
+    else:
+        weight = make(name, 1)
+    found = opened("w", weight)
+    assert found is not None
+    check_rebuilt(found, draw)
 
 
 def test_hostile_optimizer_states_and_nf4_are_refused() -> None:
