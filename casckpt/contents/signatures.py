@@ -73,7 +73,7 @@ def check_trusted(repo: Repository, id: ManifestId, named: str) -> None:
     if not is_trusted(repo, id):
         names = ", ".join(sorted(key_name(key)[:12] for key in repo.trusted))
         raise Unsigned(
-            f"{named} has no valid signature by {names}. If you know that it is genuine, sign it with `casckpt sign`",
+            f"{named} has no valid signature from {names}. If you know that it is genuine, sign it with `casckpt sign`",
             checkpoints=(id,),
         )
     repo.found_signed.add(id)

@@ -82,7 +82,7 @@ def _spans(box: Box, wanted: Region, worth: int) -> list[tuple[int, int]]:
 
 
 def _runs(local: Box, shape: Shape, worth: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of ``shape``, in row-major order, that contain ``local``.
+    """Yield the ranges of ``shape``, in row-major order, that make up ``local``.
 
     Gaps of less than ``worth`` are included.
     """

@@ -142,8 +142,8 @@ class Rotation:
     """The rules of a rotation. Any rule of ``keep`` keeps a permanent checkpoint.
 
     The newest checkpoint of the run is always kept. ``max_checkpoints``: keep this many of the newest. Tagged
-    checkpoints and checkpoints of ``fixed`` steps do not count, and are always kept. Without ``keep`` and
-    ``max_checkpoints``, all checkpoints are kept. ``thin``: how to thin the checkpoints that are kept.
+    checkpoints and checkpoints of ``fixed`` steps do not count, and are always kept. If neither ``keep`` nor
+    ``max_checkpoints`` is given, all checkpoints are kept. ``thin``: how to thin the checkpoints that are kept.
     """
 
     keep: Policy | None = None

@@ -1,4 +1,4 @@
-"""Store settings, for programs and ``casckpt settings``."""
+"""The settings of a store, for programs and ``casckpt settings``."""
 
 from __future__ import annotations
 

@@ -84,6 +84,5 @@ def give_up(repo: Repository, txid: TxId) -> None:
         purge_unreadable(repo, txid)
     elif txid not in lost_records(repo, list_objects(repo)) or not revoke(repo, txid, "lost, and given up manually"):
         raise NotFound(
-            f"there is no transaction {txid} whose record cannot be read; `casckpt verify STORE` lists such "
-            "transactions"
+            f"{txid} is not a transaction with an unreadable record; `casckpt verify STORE` lists such transactions"
         )

@@ -94,7 +94,7 @@ def test_an_unreadable_record_is_replaced_before_a_copy(
     assert [one.step for one in casckpt.open(tmp_path / "copy").checkpoints()] == [1, 2]
 
 
-@follows("upkeep/saves.py:give_up", "whose record cannot be read; `casckpt verify STORE` lists such transactions")
+@follows("upkeep/saves.py:give_up", "with an unreadable record; `casckpt verify STORE` lists such transactions")
 @follows("upkeep/saves.py:give_up", "`casckpt forget` hides its checkpoint")
 def test_verify_names_lost_checkpoints_and_readable_ones_are_forgotten(
     trained: Store, store_path: Path, messages: Messages, run: Run

@@ -129,7 +129,7 @@ class PartReader:
                 return data[0]
             case PartKind.ZSTD if nbytes:
                 return np.frombuffer(decompress(data, nbytes), np.uint8)
-        raise Refused(f"a part of a frame has kind {kind} and {stored} bytes, but must decode to {nbytes}")
+        raise Refused(f"a part of a frame has kind {kind} and {stored} bytes, but must decode to {nbytes} bytes")
 
     def end(self) -> None:
         """Raise Refused if there are bytes left."""

@@ -129,7 +129,7 @@ def _check(target: Repository, commit: Commit) -> None:
 
 
 def _join(target: Repository, commit: Commit, attempt: int) -> tuple[Transaction, int]:
-    """Begin or join this copy's transaction. Return it, and the number of its transactions that ended earlier."""
+    """Begin or join this copy's transaction. Return it and the number of its transactions that had already ended."""
     while True:
         txid = copied_txid(commit.txid, attempt)
         began = Began(
