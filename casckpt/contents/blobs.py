@@ -49,7 +49,9 @@ def put(repo: Repository, uploader: TxId, blob_hash: BlobHash, data: memoryview 
         repo.storage.put(key, data, settle=False)
     except AlreadyExists:
         found = repo.storage.size(key)
-        if found != size:
+        if found is None:  # a gc that revoked this save deleted what another process had put
+            repo.storage.put(key, data, settle=False)
+        elif found != size:
             message = f"{key} exists with {found} bytes instead of {size}; save again"
             raise StorageError(message, key=key, blob=blob_hash) from None
     repo.seen_blobs.add((uploader, blob_hash))
