@@ -2151,7 +2151,7 @@ PLANTED = (
         "_cuts",
         "any(not set(chunk.sizes[:-1]) <= {1}",
         "all(not set(chunk.sizes[:-1]) <= {1}",
-        "tests/frontends/dcp/test_unflattened.py",
+        "tests/frontends/dcp/test_folder.py",
     ),
     Planted(
         "a background save exchanges its objects in the wrong process group",
