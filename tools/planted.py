@@ -1227,14 +1227,14 @@ PLANTED = (
         "Coder._delta",
         "if held is None or held.digest != old.digest or len(",
         "if held is None or len(",
-        "tests/saving/test_previous_cells.py",
+        "tests/saving/test_encoder.py",
     ),
     Planted(
         "bytes that a save changes are kept for another",
         "PreviousCells.take",
         "        return self._cells.pop(name, None)\n",
         "        return self._cells.get(name)\n",
-        "tests/saving/test_previous_cells.py",
+        "tests/saving/test_encoder.py",
     ),
     Planted(
         "a frame is stored without a test decode",
@@ -1248,7 +1248,7 @@ PLANTED = (
         "_older",
         "    if [frame.base for frame in frames] != [base.digest for base in bases]:\n",
         "    if len(frames) != len(bases):\n",
-        "tests/saving/test_previous_cells.py",
+        "tests/saving/test_encoder.py",
     ),
     Planted(
         "cells that left the state stay in memory",
