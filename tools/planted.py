@@ -890,14 +890,14 @@ PLANTED = (
         "spare_roots",
         "    check_recorded(repo, pending.sizes, commits.commits)\n",
         "",
-        "tests/upkeep/test_lost_records.py",
+        "tests/upkeep/test_saves.py",
     ),
     Planted(
         "a rule selects although records are lost",
         "_check_first",
         "    check_recorded(repo, stock.sizes, plan.listed.commits)\n",
         "",
-        "tests/upkeep/test_lost_records.py",
+        "tests/upkeep/test_saves.py",
     ),
     Planted(
         "marked blobs are reused",

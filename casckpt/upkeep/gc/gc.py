@@ -60,7 +60,7 @@ from casckpt.upkeep.gc.purge import (
 )
 from casckpt.upkeep.gc.recovery import settle
 from casckpt.upkeep.inventory import BLOB, Inventory, list_unguarded, sums_of
-from casckpt.upkeep.lost_records import check_recorded
+from casckpt.upkeep.saves import check_recorded
 from casckpt.upkeep.thin import ThinResult, thin_by
 
 Sleep: TypeAlias = Callable[[float], None]

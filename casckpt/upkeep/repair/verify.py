@@ -29,10 +29,10 @@ from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
 from casckpt.upkeep.gc.recovery import faults
 from casckpt.upkeep.inventory import list_objects
-from casckpt.upkeep.lost_records import ADVICE, lost_records
 from casckpt.upkeep.repair.affected import DamagedBlob, describe
 from casckpt.upkeep.repair.blob_check import Checked, check_blobs
 from casckpt.upkeep.repair.frames import Frames
+from casckpt.upkeep.saves import ADVICE, lost_records
 
 _AT_ONCE = 64  # blobs whose leaves are in memory
 
