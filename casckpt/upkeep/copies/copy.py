@@ -26,9 +26,18 @@ from casckpt.history.folding import Holdings
 from casckpt.history.tags import get_tag, set_tag, tags
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
-from casckpt.upkeep.copies.blob_locations import BlobLocations
 from casckpt.upkeep.copies.mirror_notes import NO_STORE, made_at, note, take_back, unmirrored
-from casckpt.upkeep.copies.replication import Part, Replica, Work, occupant, repack, replicate, taken, twin
+from casckpt.upkeep.copies.replication import (
+    BlobLocations,
+    Part,
+    Replica,
+    Work,
+    occupant,
+    repack,
+    replicate,
+    taken,
+    twin,
+)
 from casckpt.upkeep.copies.signatures import copy_signatures
 from casckpt.upkeep.repack import poor_blobs
 from casckpt.upkeep.repair.verify import DamagedRecord

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,27 +11,28 @@ import msgspec
 import pytest
 
 from casckpt.base.progress import Progress
-from casckpt.contents import manifests
+from casckpt.contents import blobs, manifests
 from casckpt.contents.refs import resolve
 from casckpt.errors import CasckptError, Conflict, Damaged, Refused, StorageError
 from casckpt.format import records
 from casckpt.format.keys import MARKER, blob_key, copied_txid, manifest_key, transaction_key
 from casckpt.format.names import TxId
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.history import commits, transactions
-from casckpt.history.commits import Commit, list_commits
+from casckpt.history.commits import Commit, forget, list_commits, purge
 from casckpt.plan.retention import Policy
 from casckpt.repository.processes import this_process
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
 from casckpt.upkeep.copies.copy import execute, plan_copy
-from casckpt.upkeep.copies.replication import replicate
+from casckpt.upkeep.copies.replication import BlobLocations, replicate
 from casckpt.upkeep.gc import gc
 from tests.support.checkpoints import flip, only_blob, read_arrays
 from tests.support.copies import ONE_BY_ONE, blob_puts, chain, check_clean, contents, copy, elsewhere
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
 from tests.support.forging import taken_apart
 from tests.support.gcs import collect
-from tests.support.repositories import commit_bare, committed_encoded, meanwhile, memory, repository
+from tests.support.repositories import blob_hash, commit_bare, committed_encoded, meanwhile, memory, repository, save
 
 # sources that are damaged or hostile
 
@@ -444,3 +446,62 @@ def test_a_checkpoint_is_in_the_mirror_before_it_is_noted(tmp_path: Path, source
     with pytest.raises(StorageError):
         copy(source, target, "run@3")
     assert not list(source.storage.list("mirrored/"))
+
+
+A = blob_hash("a")
+WANTED = {A: BlobRef(A, 1, TxId("in another store, at which nobody looks"))}
+
+
+def found(places: BlobLocations, repo: Repository) -> str | None:
+    ref = places.locate(list_commits(repo), WANTED).get(A)
+    return None if ref is None else ref.uploader
+
+
+def test_only_live_commits_give_places(repo: Repository) -> None:
+    places = BlobLocations(repo, {A})
+    assert found(places, repo) is None
+    commit = save(repo, texts=["a", "b"])
+    assert found(places, repo) == commit.txid
+    purge(repo, forget(repo, commit))
+    assert found(places, repo) is None
+
+
+@pytest.mark.parametrize("purged", [0, 1])
+def test_the_live_one_of_two_places_counts(repo: Repository, purged: int) -> None:
+    both = [save(repo, step=step, texts=["a"]) for step in (0, 1)]
+    places = BlobLocations(repo, {A})
+    assert found(places, repo) in {one.txid for one in both}
+    purge(repo, forget(repo, both[purged]))
+    assert found(places, repo) == both[1 - purged].txid
+
+
+@pytest.mark.parametrize("marked", [0, 1])
+def test_the_undamaged_one_of_two_places_counts(repo: Repository, marked: int) -> None:
+    both = [save(repo, step=step, texts=["a"]) for step in (0, 1)]
+    places = BlobLocations(repo, {A})
+    assert found(places, repo)
+    blobs.mark_damaged(repo, both[marked].txid, A, "for a test")
+    assert found(places, repo) == both[1 - marked].txid
+
+
+def test_a_blob_of_another_size_is_a_different_blob(repo: Repository) -> None:
+    commit = save(repo, texts=["a"])
+    assert BlobLocations(repo, {A}).locate(list_commits(repo), {A: BlobRef(A, 2, commit.txid)}) == {}
+
+
+def test_a_copy_of_many_reads_each_manifest_of_the_target_once(
+    repo: Repository, target: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = chain(repo, 8)
+    looked = Counter[str]()
+    learn = manifests.learn
+
+    def counted(where: Repository, commits: list[Commit]) -> list[Commit]:
+        if where is target:
+            looked.update(commit.txid for commit in commits)
+        return learn(where, commits)
+
+    plan = plan_copy(source, target)
+    monkeypatch.setattr(manifests, "learn", counted)
+    assert len(execute(source, target, plan).copied) == 8
+    assert set(looked.values()) == {1}
