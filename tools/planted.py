@@ -668,7 +668,7 @@ PLANTED = (
         """    copy_signatures(source, target, {commit.id for commit in (*plan.missing, *plan.present)})
 """,
         "",
-        "tests/upkeep/copies/test_signatures.py",
+        "tests/upkeep/copies/test_replication.py",
     ),
     Planted(
         "the mirror is not checked again right before a purge",

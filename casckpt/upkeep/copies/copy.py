@@ -32,13 +32,13 @@ from casckpt.upkeep.copies.replication import (
     Part,
     Replica,
     Work,
+    copy_signatures,
     occupant,
     repack,
     replicate,
     taken,
     twin,
 )
-from casckpt.upkeep.copies.signatures import copy_signatures
 from casckpt.upkeep.repack import poor_blobs
 from casckpt.upkeep.repair.verify import DamagedRecord
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -24,12 +24,13 @@ from casckpt.base.progress import Progress, silent
 from casckpt.base.text import listed
 from casckpt.base.units import time_of
 from casckpt.contents import blobs, manifests
+from casckpt.contents.signatures import list_signatures
 from casckpt.errors import CasckptError, Conflict, Damaged, Gone, NotFound, Refused, Revoked
 from casckpt.format import manifest as format_manifest
 from casckpt.format.keys import blob_key, commit_key, copied_txid, manifest_key, parse_txid, uploader_folder
 from casckpt.format.manifest import Encoded, Manifest, placed
-from casckpt.format.names import BlobHash, TxId
-from casckpt.format.records import Began, Committed, changed
+from casckpt.format.names import BlobHash, ManifestId, TxId
+from casckpt.format.records import MAX_RECORD_BYTES, Began, Committed, changed
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.format.sections.head import MAX_MANIFEST_BYTES
 from casckpt.format.sections.index import TENSOR
@@ -429,3 +430,22 @@ def taken(target: Repository, commit: Commit, other: Commit) -> Conflict:
         "If you do not need it, forget it there first (`casckpt forget`)",
         checkpoints=(commit.id, other.id),
     )
+
+
+def copy_signatures(source: Repository, target: Repository, ids: Container[ManifestId]) -> None:
+    """Put the missing signatures of ``ids`` into ``target``. Makes one LIST if there are none.
+
+    Logs and skips a signature that cannot be read. Raises `StorageError`.
+    """
+    here = [key for key, id in list_signatures(source).items() if id in ids]
+    there = list_signatures(target) if here else {}
+    for key in here:
+        if key in there:
+            continue
+        try:
+            data = source.storage.get(key, limit=MAX_RECORD_BYTES)
+        except (NotFound, Damaged, Refused) as error:
+            log.warning("%s of %s was not copied: %s", key, source.storage.url, error)
+            continue
+        with suppress(AlreadyExists):
+            target.storage.put(key, data)
