@@ -47,7 +47,7 @@ from casckpt.plan.reads import Batch, plan_units
 from casckpt.plan.routes import Link
 from casckpt.repository.repository import Repository
 from casckpt.storage.buffers import BufferPool
-from casckpt.storage.local.headroom import headroom
+from casckpt.storage.local.reader import headroom
 from casckpt.tensors import gpu
 from casckpt.tensors.memory import Destination, note_writes
 
