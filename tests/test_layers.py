@@ -98,7 +98,7 @@ FENCES = (
 
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("ranks/ranks.py", "os.environ"): "WORLD_SIZE is what a launcher says of this process, and no knob",
-    ("repository/opening.py", "os.environ"): "CASCKPT_CACHE_DIR is for programs too, which all open stores there",
+    ("repository/repository.py", "os.environ"): "CASCKPT_CACHE_DIR is for programs too, which all open stores there",
 }
 """(module of the package, what it names although a fence is around it, or a layer is above it) -> why it must."""
 

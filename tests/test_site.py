@@ -24,7 +24,7 @@ from casckpt.cli.completion import ENV_STORE
 from casckpt.format.records import Marker
 from casckpt.frontends.follow import Follower
 from casckpt.frontends.trainer import CheckpointerConfig
-from casckpt.repository.opening import CACHE_VARIABLE
+from casckpt.repository.repository import CACHE_VARIABLE
 from casckpt.saving.options import SaveOptions
 from casckpt.store.opening import open as open_store
 from casckpt.store.settings import NAMES

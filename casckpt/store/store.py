@@ -28,8 +28,7 @@ from casckpt.history import tags
 from casckpt.history.leases import hold
 from casckpt.loading.options import LoadArguments, LoadOptions, MatchArguments, ReadArguments, UpdateArguments
 from casckpt.plan.retention import KeepRules, Policy, Rotation, Thinning, thinning_of
-from casckpt.repository.opening import open_repository
-from casckpt.repository.repository import Repository
+from casckpt.repository.repository import Repository, open_repository
 from casckpt.repository.signing_keys import KeyFile, private_key
 from casckpt.saving.options import SaveArguments, SaveOptions, WhenBusy
 from casckpt.storage.base import Finding
