@@ -519,7 +519,7 @@ PLANTED = (
     repo.put_record(transaction_key(txid), began)
     return Transaction(repo, began, seconds=seconds, seen=seen)
 """,
-        "tests/repository/test_requirements.py",
+        "tests/repository/test_reading.py",
     ),
     Planted(
         "an existing record counts as durable",

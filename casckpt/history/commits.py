@@ -40,9 +40,8 @@ from casckpt.history.folding import (
     with_logs,
 )
 from casckpt.repository.caches import Shown, shown
-from casckpt.repository.reading import Read, key_of, read_records
+from casckpt.repository.reading import Read, check_requirements, key_of, read_records
 from casckpt.repository.repository import Repository
-from casckpt.repository.requirements import check_requirements
 from casckpt.storage.base import ListedObject
 
 __all__ = ["Commit", "CommitList", "just_committed"]  # reexported, because readers of logs need them

@@ -21,9 +21,8 @@ from casckpt.format.keys import check_tag, parse_tag, tag_key
 from casckpt.format.names import ManifestId, TxId
 from casckpt.format.records import TagRecord
 from casckpt.history.commits import Commit, CommitList, list_commits, refresh, restore
-from casckpt.repository.reading import Read, check_no_file, key_of, read_records
+from casckpt.repository.reading import Read, check_no_file, check_requirements, key_of, read_records
 from casckpt.repository.repository import Repository
-from casckpt.repository.requirements import check_requirements
 from casckpt.storage.base import ListedObject
 
 PREFIX = "tags/"

@@ -34,8 +34,8 @@ from casckpt.history.commits import Commit, CommitList, list_commits, restore
 from casckpt.history.tags import Tag, tagged_txids, tags, tags_of, write_generation
 from casckpt.plan.retention import Policy, Thinning, patterns_of, plan_forget
 from casckpt.plan.reuse import coded_bytes
+from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
-from casckpt.repository.requirements import check_requirements
 from casckpt.upkeep.blob_use import BlobUse
 from casckpt.upkeep.gc.purge import check_metrics, kept_of, min_age_of
 from casckpt.upkeep.rewrite import record_of, rewrite

@@ -24,8 +24,8 @@ from casckpt.format.sections.blobs import BlobRef
 from casckpt.history.commits import Commit, CommitList, list_commits, restore
 from casckpt.history.folding import Holdings
 from casckpt.history.tags import get_tag, set_tag, tags
+from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
-from casckpt.repository.requirements import check_requirements
 from casckpt.upkeep.copies.mirror_notes import NO_STORE, made_at, note, take_back, unmirrored
 from casckpt.upkeep.copies.replication import (
     BlobLocations,

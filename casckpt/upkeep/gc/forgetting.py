@@ -12,8 +12,8 @@ from casckpt.errors import CasckptError, Conflict, StorageError
 from casckpt.history import commits
 from casckpt.history.commits import Commit, CommitList, announce_all, check_restore, list_commits
 from casckpt.history.tags import delete_tag, tags, tags_of
+from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
-from casckpt.repository.requirements import check_requirements
 from casckpt.upkeep.thin import whole_of
 
 log = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ from casckpt.format.sections.blobs import BlobRef
 from casckpt.history.commits import Commit, CommitList, list_commits
 from casckpt.history.tags import list_tags
 from casckpt.repository.fetching import compare_size, holds_cell
+from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
-from casckpt.repository.requirements import check_requirements
 from casckpt.upkeep.gc.recovery import faults
 from casckpt.upkeep.inventory import list_objects
 from casckpt.upkeep.repair.affected import DamagedBlob, describe
