@@ -34,8 +34,7 @@ from casckpt.format.sections.index import TENSOR, Name
 from casckpt.format.tree import OBJECT, Node, merge
 from casckpt.format.tree import TENSOR as TENSOR_LEAF
 from casckpt.frontends.dcp.items import Resolver, Tensors, Values, is_whole, sources_of, tensors_of, values_of
-from casckpt.frontends.dcp.note import Note
-from casckpt.frontends.dcp.schema import Opaque, check_keys, path_of, schema_of, tree_of
+from casckpt.frontends.dcp.schema import Note, Opaque, check_keys, path_of, schema_of, tree_of
 from casckpt.ranks.agreement import StoreIdentity
 from casckpt.repository.repository import Repository
 from casckpt.saving.leader import GroupMemory, Leader, late_offer
