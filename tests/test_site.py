@@ -27,7 +27,7 @@ from casckpt.frontends.trainer import CheckpointerConfig
 from casckpt.repository.repository import CACHE_VARIABLE
 from casckpt.saving.options import SaveOptions
 from casckpt.store.opening import open as open_store
-from casckpt.store.settings import NAMES
+from casckpt.store.types import NAMES
 from tests.support.pages import commands_of, pattern
 from tests.support.recipes import says_kill_it
 from tests.support.scripts import run_script

@@ -37,7 +37,7 @@ from casckpt.store import exports, objects, reading
 from casckpt.store.exports import Exported, ExportOptions
 from casckpt.store.listing import Listing, list_store
 from casckpt.store.reading import lease, plain, resolve
-from casckpt.store.settings import SettingChanges, StoreSettings, change_settings, settings_from
+from casckpt.store.types import SettingChanges, StoreSettings, change_settings, settings_from
 
 if TYPE_CHECKING:
     from pathlib import Path
