@@ -20,7 +20,7 @@ import reference
 from casckpt import errors
 from casckpt.base.units import parse_size
 from casckpt.cli.commands.settings import _DEFAULTS
-from casckpt.cli.completion import ENV_STORE
+from casckpt.cli.types import ENV_STORE
 from casckpt.format.records import Marker
 from casckpt.frontends.follow import Follower
 from casckpt.frontends.trainer import CheckpointerConfig

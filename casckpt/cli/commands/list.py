@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from casckpt.base.names import is_txid
-from casckpt.cli.completion import RUN
 from casckpt.cli.describe import plain
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import SHORT_ID, Column, count, freed, moment, printable, say, shortened, size, table, unusual
+from casckpt.cli.types import RUN
 from casckpt.errors import InvalidInput
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from casckpt.cli.completion import REF
 from casckpt.cli.describe import brief, plain, summary
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
@@ -28,6 +27,7 @@ from casckpt.cli.text import (
     table,
     unusual,
 )
+from casckpt.cli.types import REF
 from casckpt.errors import MissingKey
 
 if TYPE_CHECKING:

@@ -9,11 +9,10 @@ from typing import Any
 
 import click
 
-from casckpt.cli.completion import REF, RUN
 from casckpt.cli.describe import brief, summary
 from casckpt.cli.session import Session, finite, store_command
 from casckpt.cli.text import moment, name, printable, say
-from casckpt.cli.types import DURATION
+from casckpt.cli.types import DURATION, REF, RUN
 
 
 @store_command("watch")
