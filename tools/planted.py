@@ -2137,14 +2137,14 @@ PLANTED = (
         "Template.plan",
         "len(value) > 0 and name_of(key) in objects",
         "False and name_of(key) in objects",
-        "tests/loading/test_entries.py",
+        "tests/loading/test_load_plan.py",
     ),
     Planted(
         "large mappings of several ranks come from the lowest rank",
         "prepare",
         "size == 1 and len(mapping)",
         "size > 0 and len(mapping)",
-        "tests/loading/test_entries.py",
+        "tests/loading/test_load_plan.py",
     ),
     Planted(
         "a tensor with some flat chunks is cut as fully flat",
@@ -2194,7 +2194,7 @@ PLANTED = (
         "Entries.compare",
         "not in (here, there)",
         "not in (here, there, self.rename(here))",
-        "tests/loading/test_entries.py",
+        "tests/loading/test_load_plan.py",
     ),
     Planted(
         "torchtitan renames keys of its own run",
