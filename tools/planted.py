@@ -1290,7 +1290,7 @@ PLANTED = (
         "choose_base",
         "    if len(deltas) < MAX_DELTAS:\n",
         "    if len(deltas) <= MAX_DELTAS:\n",
-        "tests/plan/test_bases.py",
+        "tests/plan/test_routes.py",
     ),
     Planted(
         "ranges of a blob that only bases use are not counted",

@@ -26,8 +26,8 @@ from casckpt.format.keys import blob_key
 from casckpt.format.names import CellDigest
 from casckpt.format.regions import Box
 from casckpt.format.sections.index import Name
-from casckpt.plan.bases import choose_base
 from casckpt.plan.reuse import ReusableCells
+from casckpt.plan.routes import choose_base
 from casckpt.repository.repository import Repository
 from casckpt.saving.local_entries import Cell, LocalEntry
 from casckpt.saving.options import Compress, SaveOptions

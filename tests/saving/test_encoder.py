@@ -21,7 +21,7 @@ from casckpt.format.encodings.frames import decode, encode_delta
 from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key
 from casckpt.format.regions import full_box
-from casckpt.plan.bases import MAX_DELTAS
+from casckpt.plan.routes import MAX_DELTAS
 from casckpt.repository.repository import Repository
 from casckpt.saving import encoder as coding
 from casckpt.saving.encoder import HeldCell, HeldFrame, forget_run

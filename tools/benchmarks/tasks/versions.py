@@ -11,7 +11,7 @@ from benchmarks.tasks.deltas import coded, compare, trace_of
 from benchmarks.traces import Flat, Tensor, cut
 from casckpt.format.digest import cell_digest
 from casckpt.format.encodings.frames import form_of, needs_base, undo
-from casckpt.plan.bases import choose_base
+from casckpt.plan.routes import choose_base
 
 if TYPE_CHECKING:
     from benchmarks.worker import Here
