@@ -378,7 +378,7 @@ class Store:
         host's catalogue. ``progress`` counts these bytes. Thinned tensors are omitted. Raises MissingKey for a pattern
         that matches nothing, Damaged, StorageError.
         """
-        from casckpt.loading.digests import digests_of
+        from casckpt.loading.comparison import digests_of
 
         return digests_of(self.repository, resolve(self.repository, ref), keys, Progress(progress))
 
