@@ -25,8 +25,7 @@ from casckpt.contents.checkpoint import Checkpoint, warn_if_forgotten
 from casckpt.errors import Conflict, Damaged, InvalidInput, Mismatch, NotFound
 from casckpt.format.regions import Box, Region
 from casckpt.frontends.dcp.contents import DcpContents
-from casckpt.frontends.dcp.hooks import hook
-from casckpt.frontends.dcp.ids import is_usable, reference_of
+from casckpt.frontends.dcp.ids import hook, is_usable, reference_of
 from casckpt.frontends.dcp.items import WINDOW_BYTES, check_planned
 from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream, has_methods_of
 from casckpt.frontends.stores import AnyStore, as_store

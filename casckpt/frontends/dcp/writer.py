@@ -17,8 +17,7 @@ from typing_extensions import override
 
 from casckpt.base.names import check_keywords, check_run, check_step
 from casckpt.errors import InvalidInput
-from casckpt.frontends.dcp.hooks import hook
-from casckpt.frontends.dcp.ids import is_usable, place_of, stamp
+from casckpt.frontends.dcp.ids import hook, is_usable, place_of, stamp
 from casckpt.frontends.dcp.session import WriterSession
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.ranks.ranks import this_rank
