@@ -20,7 +20,7 @@ from casckpt.base.parallel import usable_cores
 from casckpt.errors import CasckptError, InvalidInput
 from casckpt.format import dtypes
 from casckpt.format.encodings.frames import MIN_CELL, decode, decode_chain, encode_delta, encode_planes, undo
-from casckpt.format.encodings.scratch import scratch
+from casckpt.format.encodings.parts import scratch
 from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key
 from casckpt.format.names import CellDigest

@@ -27,7 +27,7 @@ from casckpt.format.blob_writer import LEAF_BYTES, BlobWriter, buffer_bytes, pad
 from casckpt.format.digest import cell_digest
 from casckpt.format.dtypes import FLOATS, coded_width
 from casckpt.format.encodings.frames import decode, encode_planes
-from casckpt.format.encodings.scratch import scratch
+from casckpt.format.encodings.parts import scratch
 from casckpt.format.extents import ExtentTable, Frame, StoredCell, build, moved
 from casckpt.format.keys import blob_key, uploader_folder
 from casckpt.format.manifest import Encoded, Manifest, placed

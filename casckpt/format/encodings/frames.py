@@ -26,17 +26,19 @@ from casckpt.errors import InvalidInput, Refused
 from casckpt.format.digest import cell_digest
 from casckpt.format.encodings.parts import (
     BLOCK,
+    Bytes,
     Part,
     PartReader,
+    Unsigned,
     encode_part,
     encode_parts,
     foresee,
     join,
     read_parts,
     sample,
+    scratch,
     some_of,
 )
-from casckpt.format.encodings.scratch import Bytes, Unsigned, scratch
 from casckpt.format.extents import StoredCell
 
 Indices: TypeAlias = npt.NDArray[np.int64]
