@@ -356,8 +356,7 @@ def _add_linked(repo: Repository, listed: CommitList, logs: dict[TxId, dict[int,
         if not wanted:
             return
         for txid in sorted(wanted):
-            first = _record(repo, txid, commit_key(txid), FirstRecord)
-            logs[txid] = {0: first} | _records_behind(repo, txid, 0)
+            logs[txid] = {0: _record(repo, txid, commit_key(txid), FirstRecord)} | _records_behind(repo, txid, 0)
 
 
 def _records_behind(repo: Repository, txid: TxId, number: int) -> dict[int, Read]:

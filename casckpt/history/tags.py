@@ -244,8 +244,7 @@ def newest_generation(repo: Repository, name: str) -> tuple[int, TagList]:
     """Return the highest generation of a tag (-1 if there is none), and its contents, even if the tag has expired."""
     folder = f"{PREFIX}{name}/"
     newest = _newest_entries(repo, folder)
-    number = newest.get(name, (-1, None))[0]
-    return number, _read_newest(repo, folder, newest, 0)
+    return newest.get(name, (-1, None))[0], _read_newest(repo, folder, newest, 0)
 
 
 def write_generation(

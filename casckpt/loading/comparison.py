@@ -89,8 +89,7 @@ def compare_together(
 
     def compare() -> Comparison:
         home.check(repo)
-        manifest = manifests.get(repo, commit)
-        return _compare(repo, manifest, state, ranks.rank, telling(ranks, Progress()))
+        return _compare(repo, manifests.get(repo, commit), state, ranks.rank, telling(ranks, Progress()))
 
     return ranks.exchange(compare, lambda comparisons: everyone(_joined(comparisons), ranks.size))
 
@@ -144,8 +143,7 @@ def _doubtful(cells: Sequence[Cell], progress: Progress) -> list[Cell]:
                 doubtful.add(number)
             progress(cell.nbytes)
 
-    nbytes = sum(cell.nbytes for cell in cells)
-    threads = useful_threads(usable_threads(None), nbytes, len(cells))
+    threads = useful_threads(usable_threads(None), sum(cell.nbytes for cell in cells), len(cells))
     run_all(hash_all, in_batches(enumerate(cells), lambda numbered: numbered[1].nbytes, _LOT_BYTES), threads)
     return [cells[number] for number in sorted(doubtful)]
 

@@ -160,8 +160,7 @@ class Saver:
         ranks = open_ranks(options.process_group, no_dist=options.no_dist)
         checked, prepared = self._checked(state, ranks, options, "wait")
         if ranks.size > 1:
-            memory = GroupMemory(memory_of(self._repo.storage.url, ranks.group))
-            compare(self._repo, ranks, memory, prepared, checked)
+            compare(self._repo, ranks, GroupMemory(memory_of(self._repo.storage.url, ranks.group)), prepared, checked)
 
     def _refuse_busy(self, options: SaveOptions) -> None:
         def decide(busy: Sequence[bool]) -> Sequence[None]:
@@ -178,8 +177,7 @@ class Saver:
         with self.background.lock:
             self.background.wait()
             state, options = self._without_objects(ranks, state, options)
-            prepared = on_each(ranks, lambda: _prepare(state, options, ranks))
-            self.background.staging.reserve(tensors_of(prepared))
+            self.background.staging.reserve(tensors_of(on_each(ranks, lambda: _prepare(state, options, ranks))))
 
     def _checked(
         self, state: State, ranks: Ranks, options: SaveOptions, when_busy: WhenBusy

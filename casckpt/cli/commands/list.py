@@ -169,12 +169,11 @@ def _cells(row: dict[str, Any], shown: Sequence[str]) -> tuple[str, ...]:
     notes += ["thin"] * bool(row["dropped"])
     notes += ["unhealthy"] * (row["healthy"] is False) + unusual(row["health"])
     written = size(row["stats"]["bytes_written"])
-    created = moment(row["created_at"])
     return (
         row["id"][:SHORT_ID],
         row["run"],
         str(row["step"]),
-        created,
+        moment(row["created_at"]),
         size(row["bytes_held"]),
         written,
         *(_value(row, name) for name in shown),

@@ -208,8 +208,7 @@ def _parent(store: Store, ref: str) -> str:
     """Return the id of the parent of ``ref``. Raises NotFound."""
     from casckpt.errors import NotFound
 
-    checkpoint = store.get(ref)
-    parent = checkpoint.commit.committed.parent
+    parent = store.get(ref).commit.committed.parent
     if parent is None:
         raise NotFound(
             f"{ref} has no parent, because it was the first of its run; name a second checkpoint to compare it with"

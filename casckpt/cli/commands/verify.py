@@ -58,8 +58,7 @@ def sign(session: Session, refs: tuple[str, ...], key: str, password: bool) -> N
     require_signature=KEY).
     """
     word = click.prompt("password", hide_input=True, err=True).encode() if password else None
-    signed = session.store.sign(*refs, key=key, password=word)
-    session.give(plain(signed), _signed)
+    session.give(plain(session.store.sign(*refs, key=key, password=word)), _signed)
 
 
 def _signed(result: list[dict[str, Any]]) -> None:

@@ -76,16 +76,14 @@ def values_of(items: Iterable[WriteItem], planner: Resolver, *, allow_pickle: bo
 
 def _add_value(values: Values, item: WriteItem, planner: Resolver, allow_pickle: bool) -> None:
     key = item.index.fqn
-    if has_methods_of(planner, DefaultSavePlanner, *_HANDING_OVER):  # the default would only pickle the value
-        value = planner.lookup_object(item.index)
-        if _add_plain(values, key, value):
-            return
+    keeps_values = has_methods_of(planner, DefaultSavePlanner, *_HANDING_OVER)  # the default would only pickle them
+    if keeps_values and _add_plain(values, key, planner.lookup_object(item.index)):
+        return
     stream = planner.resolve_data(item)
     if isinstance(stream, BoxedStream) and _add_unboxed(values, key, stream.value, allow_pickle):
         return
     if isinstance(stream, ValueStream):
-        prepared = prepare({key: stream.value}, None, rank=0, allow_pickle=allow_pickle)
-        _add_prepared(values, key, prepared, stream.value)
+        _add_prepared(values, key, prepare({key: stream.value}, None, rank=0, allow_pickle=allow_pickle), stream.value)
         return
     if not isinstance(stream, io.BytesIO):
         raise InvalidInput(f"{key!r}: the planner returned {type(stream).__name__} for a bytes item", key=key)

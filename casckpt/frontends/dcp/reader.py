@@ -267,8 +267,7 @@ class StorageReader(Protocol):
         if is_dtensor(held):
             start = zip(item.dest_index.offset or (), item.dest_offsets, strict=True)
             check_planned(key, held, Box(tuple(a + b for a, b in start), tuple(item.lengths)))
-        offset = tuple(a + b for a, b in zip(base, item.storage_offsets, strict=True))
-        box = Box(offset, tuple(item.lengths))
+        box = Box(tuple(a + b for a, b in zip(base, item.storage_offsets, strict=True)), tuple(item.lengths))
         region = Region(box, 0, box.numel)
         table = self._now.contents.manifest.extents(entry)
         if not covers(table, region):

@@ -182,8 +182,7 @@ class WriterSession:
         if len(samples) == leader.size:
             memory = leader.memory.replicas
             memory.found |= compared(samples, memory, str(self.options.check_replicas))
-        note = _note(metadata, tree, written)
-        encoded = note.encoded(allow_pickle=self.options.allow_pickle)
+        encoded = _note(metadata, tree, written).encoded(allow_pickle=self.options.allow_pickle)
         record, _ = leader.conclude([stored.part for stored in written], streams, encode_tree(tree), encoded)
         return record.manifest
 
@@ -282,8 +281,7 @@ def _all_streams(metadata: Metadata, written: Sequence[Written]) -> Streams:
     for key, value in metadata.state_dict_metadata.items():
         if isinstance(value, TensorStorageMetadata) and key not in alone:
             name = (TENSOR, key, 0, None)
-            planned = (dtype_name(value.properties.dtype), tuple(value.size))
-            streams[name] = forms.pop(name, planned)
+            streams[name] = forms.pop(name, (dtype_name(value.properties.dtype), tuple(value.size)))
     return streams | forms
 
 

@@ -84,8 +84,7 @@ class StorageWriter(Protocol):
             )
         rank, alone = this_rank() if rank is None else rank, not use_collectives
         options = replace(self._options, run=f"{run}/rank-{rank}" if alone else run, step=step).checked()
-        repo = self._store.repository
-        self._here.session = WriterSession(repo, options, rank=rank, alone=alone)
+        self._here.session = WriterSession(self._store.repository, options, rank=rank, alone=alone)
 
     @hook
     @override

@@ -91,8 +91,7 @@ def copies(value: Any, data: torch.Tensor, stored: Shape, part: Shape) -> Reshap
     """Plan how to fill the ``data`` of a Megatron-style tensor from the stored parts that it overlaps."""
     result = ReshapedCopies([], [])
     pieces = list(boxes_of(value, data))
-    box = megatron_region(value).box
-    for at in _parts(box, part):
+    for at in _parts(megatron_region(value).box, part):
         buffer = torch.empty(stored[-1], dtype=data.dtype, device="cpu")
         here = Box(tuple(i * n for i, n in zip(at, part, strict=True)), part)
         overlaps = [(piece, target, common) for piece, target in pieces if (common := piece.intersect(here))]
