@@ -21,9 +21,6 @@ from tests.support.saves import small_folder, steps
 from tests.support.signing import pair
 from tests.support.training import identical
 
-# ruff: noqa: E402 - skip before importing optional packages
-
-
 lightning = pytest.importorskip("lightning.pytorch", reason="needs casckpt[lightning]")
 
 
@@ -129,9 +126,6 @@ def test_a_checkpoint_with_a_user_tag_survives_the_removal_of_its_file(tmp_path:
     assert steps(store) == [("sft", 1)]
     assert store.get("sft@1").tags == ["best"]
     assert store.read("tag:best")["model"]["w"][0] == 1
-
-
-# ruff: noqa: E402 - skip before importing optional packages
 
 
 def best_two(folder: Path, **options: Any) -> ModelCheckpoint:
