@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-import signal
-import threading
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
-from casckpt.errors import Conflict, InvalidInput, StorageError, Unsupported
-from casckpt.frontends.trainer import Checkpointer, SaveOnSignal
-from casckpt.repository.repository import Repository
-from casckpt.storage.local.store import LocalStore
+from casckpt.errors import Conflict, StorageError, Unsupported
+from casckpt.frontends.trainer import Checkpointer
 from casckpt.store.store import Store
 from tests.support.faulty import FaultyStore, fail_before, look_on
-from tests.support.ranks import outcome_of
 from tests.support.repositories import Ticks, memory
-from tests.support.saves import small, small_folder, steps
+from tests.support.saves import small, steps
 from tests.support.training import trained
 
 
@@ -290,84 +282,3 @@ def test_a_summary_has_the_time_that_the_loop_waited(how: str) -> None:
     assert told is not None
     assert 0 < told.blocked <= told.durable <= took
     assert (told.checkpoint.step, told.forgotten) == (1, ())
-
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
-
-
-def model() -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(3, 3)
-
-
-def stopped_by_a_signal(rank: int, size: int, path: Path, saved_before: bool) -> Any:
-    checkpointer = Checkpointer(small_folder(path), run="sft")
-    made = []
-    try:
-        with SaveOnSignal(checkpointer) as last:
-            for step in range(1, 100):
-                if step == 3 and rank == 1:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    os.kill(os.getpid(), signal.SIGTERM)  # a second signal
-                made.append(step)
-                if saved_before:
-                    checkpointer.save_async(step, model(), None, {"step": step})
-                last.check(step, model(), None, {"step": step}, metadata={"why": "signal"})
-    except SystemExit as left:
-        handler = signal.getsignal(signal.SIGTERM)
-        return made[-1], left.code, [step for _, step in steps(checkpointer.store)], handler == signal.SIG_DFL
-    return None
-
-
-@pytest.mark.parametrize("saved_before", [False, True])
-def test_a_signal_to_one_rank_makes_all_ranks_save_once_and_exit(
-    store_path: Path, ranks: Pool, saved_before: bool
-) -> None:
-    found = ranks.run(3, stopped_by_a_signal, store_path, saved_before)
-    there = [1, 2, 3] if saved_before else [3]
-    assert found == [(3, 128 + signal.SIGTERM, there, True)] * 3
-
-
-def test_ranks_exchange_signals_at_multiples_of_every(store: Store) -> None:
-    checkpointer = Checkpointer(store, run="sft")
-    with SaveOnSignal(checkpointer, [signal.SIGUSR1], every=5, exit_status=0) as last:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        for step in range(1, 5):
-            last.check(step, model())
-        with pytest.raises(SystemExit) as left:
-            last.check(5, model())
-    assert left.value.code == 0
-    assert checkpointer.latest_checkpoint().step == 5
-    with pytest.raises(InvalidInput, match="every=0"):
-        SaveOnSignal(checkpointer, every=0)
-
-
-def test_signals_are_handled_only_in_the_main_thread(store: Store) -> None:
-    found: list[Any] = []
-
-    def enter() -> None:
-        found.append(outcome_of(lambda: SaveOnSignal(Checkpointer(store, run="sft")).__enter__()))
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    assert isinstance(found[0], InvalidInput)
-
-
-def test_a_signal_that_cannot_be_handled_restores_the_other_handlers(store: Store) -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    with pytest.raises(InvalidInput, match="SIGKILL"):
-        SaveOnSignal(Checkpointer(store, run="sft"), [signal.SIGUSR1, signal.SIGKILL]).__enter__()
-    assert signal.getsignal(signal.SIGUSR1) == before
-
-
-def test_a_failed_save_is_repeated_before_the_exit(store_path: Path) -> None:
-    storage = FaultyStore(LocalStore(store_path), [fail_before("put", key="objects/*.manifest")])
-    checkpointer = Checkpointer(Store(Repository(storage)), run="sft")
-    with SaveOnSignal(checkpointer, [signal.SIGUSR1]) as last:
-        checkpointer.save_async(1, model())
-        os.kill(os.getpid(), signal.SIGUSR1)
-        with pytest.raises(SystemExit):
-            last.check(1, model())
-    assert checkpointer.latest_checkpoint().step == 1

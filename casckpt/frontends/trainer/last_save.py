@@ -1,0 +1,107 @@
+"""A last save when the scheduler stops the job. A handler records the signal, and all ranks save between two steps.
+
+A save in the handler itself would run in the middle of a step or of another save, and at a different time on each
+rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any, Self, Unpack
+
+from casckpt.errors import CasckptError, InvalidInput
+from casckpt.frontends.trainer.checkpointer import Checkpointer
+from casckpt.frontends.trainer.settings import StepArguments
+from casckpt.frontends.training_state.contents import AnyTrainState, TrainModel
+from casckpt.frontends.training_state.parts import AnyOptimizer
+from casckpt.ranks.ranks import everyone, open_ranks
+
+log = logging.getLogger(__name__)
+
+
+class SaveOnSignal:
+    """A context manager that catches ``signals``. If any rank receives a signal, the next `check` saves and exits.
+
+    ``every``: compare with the other ranks only at steps that are a multiple of this number. Each comparison costs one
+    exchange. ``exit_status``: by default, 128 plus the signal number, as in a shell. Raises InvalidInput outside the
+    main thread, because Python can handle signals only there.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        signals: Sequence[signal.Signals] = (signal.SIGTERM,),
+        *,
+        every: int = 1,
+        exit_status: int | None = None,
+    ) -> None:
+        if type(every) is not int or every < 1:
+            raise InvalidInput(f"every={every!r} is not valid; pass a number of steps, 1 or more")
+        self._checkpointer, self._signals, self._every, self._status = checkpointer, tuple(signals), every, exit_status
+        self._before: dict[signal.Signals, Any] = {}
+        self._received = 0
+
+    def __enter__(self) -> Self:
+        for one in self._signals:
+            try:
+                self._before[one] = signal.signal(one, self._note)
+            except (ValueError, OSError) as error:
+                self._restore()
+                raise InvalidInput(
+                    f"{one!r} cannot be handled: {error}; enter SaveOnSignal in the main thread"
+                ) from error
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._before:
+            one, handler = self._before.popitem()
+            signal.signal(one, handler if handler is not None else signal.SIG_DFL)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._received = self._received or number
+
+    def check(
+        self,
+        step: int,
+        model: TrainModel,
+        optim: AnyOptimizer | None = None,
+        train_state: AnyTrainState = None,
+        **options: Unpack[StepArguments],
+    ) -> None:
+        """If any rank received a signal, save ``step`` unless it is already saved.
+
+        Then raise SystemExit on every rank.
+        Call this method between two steps, on every rank. ``options``: the options of `Checkpointer.save`. Further
+        signals have no effect. Raises the errors of the save.
+        """
+        number = self.received(step)
+        if not number:
+            return
+        name = signal.Signals(number).name
+        if self._saved_already(step):
+            log.warning("%s: exiting after step %d, which is saved", name, step)
+        else:
+            log.warning("%s: saving step %d, then exiting", name, step)
+            self._checkpointer.save(step, model, optim, train_state, **options)
+        raise SystemExit(128 + number if self._status is None else self._status)
+
+    def received(self, step: int) -> int:
+        """Return the number of a signal that any rank got, or 0. Every rank makes the call."""
+        if step % self._every:
+            return 0
+        ranks = open_ranks(self._checkpointer.process_group)
+        return ranks.exchange(lambda: self._received, lambda found: everyone(max(found), ranks.size))
+
+    def _saved_already(self, step: int) -> bool:
+        """Wait for the background save. Return whether ``step`` is the last saved step."""
+        try:
+            self._checkpointer.wait()
+        except CasckptError as error:
+            log.error("the previous save failed: %s", error)
+        return self._checkpointer.saved_step == step
