@@ -52,9 +52,10 @@ import transformers
 from safetensors.torch import load_file
 
 import casckpt
-from casckpt.cli.commands.demo import RUN, Tour, Training
+from casckpt.cli.commands.demo import Tour
 from casckpt.cli.main import cli
 from casckpt.cli.session import Output
+from casckpt.frontends.demo import RUN, Training
 
 hub: Any = transformers  # some of its functions have no types
 hub.logging.disable_progress_bar()
