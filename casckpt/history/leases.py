@@ -71,7 +71,8 @@ def renew(repo: Repository, tag: Tag, commit: Commit, seconds: float) -> tuple[T
     now = found.tags.get(tag.name)
     if now is None or now.unique != tag.unique:
         raise Conflict(f"{tag.name!r} was ended or moved by another process: take a new lease")
-    made = write_generation(repo, tag.name, number + 1, commit, expires=_end(repo, seconds), unique=tag.unique)
+    end = _end(repo, seconds)
+    made = write_generation(repo, tag.name, number + 1, commit, expires=end, unique=tag.unique)
     if tag.expires is not None and repo.clock() <= tag.expires:  # the old tag was still valid when the new one was set
         return made, commit
     return made, _granted(repo, made, commit, None)

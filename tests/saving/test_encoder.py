@@ -373,15 +373,6 @@ def test_repacking_copies_keep_frames_unchanged(store: Store, tmp_path: Path) ->
     assert other.stats().bytes_blobs <= store.stats().bytes_blobs
 
 
-def weights(seed: int = 0, numel: int = NUMEL, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return (torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
-
-
-@pytest.fixture(params=["memory", "folder"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    return small() if request.param == "memory" else small_folder(tmp_path / "store")
-
-
 def test_an_older_version_is_used_only_if_it_matches_its_manifest() -> None:
     """After a rollback, a run may reach the same version in a different way, in a different process."""
     first, second = (bytearray(bytes_of(one)) for one in (weights(numel=CELL), stepped(weights(numel=CELL), 1)))

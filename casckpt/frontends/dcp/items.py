@@ -76,9 +76,10 @@ def values_of(items: Iterable[WriteItem], planner: Resolver, *, allow_pickle: bo
 
 def _add_value(values: Values, item: WriteItem, planner: Resolver, allow_pickle: bool) -> None:
     key = item.index.fqn
-    keeps_values = has_methods_of(planner, DefaultSavePlanner, *_HANDING_OVER)  # the default would only pickle them
-    if keeps_values and _add_plain(values, key, planner.lookup_object(item.index)):
-        return
+    if has_methods_of(planner, DefaultSavePlanner, *_HANDING_OVER):  # the default would only pickle the value
+        value = planner.lookup_object(item.index)
+        if _add_plain(values, key, value):
+            return
     stream = planner.resolve_data(item)
     if isinstance(stream, BoxedStream) and _add_unboxed(values, key, stream.value, allow_pickle):
         return
