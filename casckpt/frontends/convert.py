@@ -25,7 +25,7 @@ from casckpt.frontends.interchange.torch_files import casckpt_to_torch_save, tor
 from casckpt.frontends.stores import AnyStore
 from casckpt.saving.options import ImportArguments
 from casckpt.storage.failures import reporting
-from casckpt.storage.files import open_files
+from casckpt.storage.paths import open_files
 from casckpt.store.exports import Exported
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,6 @@ from typing import Any, BinaryIO, Protocol
 
 from typing_extensions import override
 
-from casckpt.base.text import is_url, local_path
 from casckpt.errors import NotFound, Refused
 
 MAX_WHOLE_BYTES = 1 << 30
@@ -133,12 +132,3 @@ class _Part(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
-
-
-def open_files(path: str | os.PathLike[str]) -> Files:
-    """Return the files in a folder or under a URL. Raises Unsupported for a URL that fsspec does not support."""
-    if not is_url(path):
-        return LocalFiles(local_path(path))
-    from casckpt.storage.remote.files import RemoteFiles  # fsspec takes a while to import
-
-    return RemoteFiles(os.fspath(path))

@@ -14,7 +14,8 @@ from casckpt.frontends.dcp.folder import METADATA, Folder
 from casckpt.frontends.dcp.session import WriterSession
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.saving.options import ImportArguments, SaveOptions
-from casckpt.storage.files import Files, open_files
+from casckpt.storage.files import Files
+from casckpt.storage.paths import open_files
 
 MAX_ATTACHMENT_BYTES: Final = 64 << 20
 log = logging.getLogger(__name__)
