@@ -160,7 +160,8 @@ class Saver:
         ranks = open_ranks(options.process_group, no_dist=options.no_dist)
         checked, prepared = self._checked(state, ranks, options, "wait")
         if ranks.size > 1:
-            compare(self._repo, ranks, GroupMemory(memory_of(self._repo.storage.url, ranks.group)), prepared, checked)
+            memory = GroupMemory(memory_of(self._repo.storage.url, ranks.group))
+            compare(self._repo, ranks, memory, prepared, checked)
 
     def _refuse_busy(self, options: SaveOptions) -> None:
         def decide(busy: Sequence[bool]) -> Sequence[None]:
