@@ -270,9 +270,6 @@ def _kept_by_rules(current: list[SavedCheckpoint], policy: Policy, now: int) -> 
         periods = getattr(policy, rule)
         if periods is not None:
             by_time = sorted(current, key=lambda saved: saved.created_at)
-            newest = {_moment(saved).strftime(form): saved for saved in by_time}
+            times = (datetime.fromtimestamp(saved.created_at / 1e6, UTC) for saved in by_time)
+            newest = {time.strftime(form): saved for time, saved in zip(times, by_time, strict=True)}
             yield from list(newest.values())[-periods:]
-
-
-def _moment(checkpoint: SavedCheckpoint) -> datetime:
-    return datetime.fromtimestamp(checkpoint.created_at / 1e6, UTC)

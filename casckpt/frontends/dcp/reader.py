@@ -232,8 +232,7 @@ class StorageReader(Protocol):
             planner.load_bytes(item, streams[item.storage_index.fqn])
 
     def _read_tensors(self, download: EntryReader, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        targets = [planner.resolve_tensor(item) for item in items]
-        pairs = list(zip(items, targets, strict=True))
+        pairs = [(item, planner.resolve_tensor(item)) for item in items]
         converted: dict[str, None] = {}
         tied = TiedTensors()
         held = planner.state_dict if isinstance(planner, DefaultLoadPlanner) else {}

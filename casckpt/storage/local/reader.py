@@ -35,7 +35,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _thread = threading.local()
 
 
-class LocalReader(Reader):
+class LocalReader(Reader, AbstractContextManager["LocalReader"]):
     """One open file. Any number of threads can read it at any offset.
 
     ``shared``: other processes also read the file, so reads always go through the page cache.
@@ -177,9 +177,6 @@ class LocalReader(Reader):
             if fd >= 0:
                 os.close(fd)
         self._fd = self._direct = -1
-
-    def __enter__(self) -> LocalReader:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

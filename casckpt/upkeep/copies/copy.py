@@ -17,7 +17,7 @@ from typing import TypeVar
 from casckpt.base.progress import Progress, silent
 from casckpt.contents import manifests
 from casckpt.contents.refs import resolve_many, unread_within
-from casckpt.errors import CasckptError, Conflict, Damaged, Gone, InvalidInput, Refused, StorageError
+from casckpt.errors import Conflict, Damaged, Gone, InvalidInput, Refused, StorageError
 from casckpt.format.keys import commit_key
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.sections.blobs import BlobRef
@@ -39,6 +39,7 @@ from casckpt.upkeep.copies.replication import (
     taken,
     twin,
 )
+from casckpt.upkeep.gc.forgetting import CommitFailure
 from casckpt.upkeep.repack import poor_blobs
 from casckpt.upkeep.repair.verify import DamagedRecord
 
@@ -48,14 +49,6 @@ _NOT_COPIED = (Conflict, Damaged, Gone, Refused)
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class CopyFailure:
-    """A checkpoint that was not copied, and the error."""
-
-    commit: Commit
-    error: CasckptError
 
 
 @dataclass(frozen=True)
@@ -75,7 +68,7 @@ class CopyPlan:
     forgotten: tuple[Commit, ...] = ()
     present: tuple[Commit, ...] = ()
     left: tuple[Commit, ...] = ()
-    failed: tuple[CopyFailure, ...] = ()
+    failed: tuple[CommitFailure, ...] = ()
     records: tuple[DamagedRecord, ...] = ()
     nbytes: int = 0
     total: int = 0
@@ -97,7 +90,7 @@ class CopyResult:
     restored: tuple[Commit, ...] = ()
     present: tuple[Commit, ...] = ()
     left: tuple[Commit, ...] = ()
-    failed: tuple[CopyFailure, ...] = ()
+    failed: tuple[CommitFailure, ...] = ()
     records: tuple[DamagedRecord, ...] = ()
     tags: tuple[str, ...] = ()
     blobs: int = 0
@@ -201,7 +194,7 @@ def _plan_for(
         if twin(there, commit) is not None:
             present.append(commit)
         elif other is not None:
-            failed.append(CopyFailure(commit, taken(target, commit, other)))
+            failed.append(CommitFailure(commit, taken(target, commit, other)))
         elif is_gone and not named:
             left.append(commit)
         elif is_gone and same is not None and commit in Holdings([same]):
@@ -323,7 +316,7 @@ def _create_target(source: Repository, target: Repository, blob_bytes: int | Non
     return made
 
 
-def _each(commits: Iterable[Commit], call: Callable[[Commit], T]) -> tuple[list[T], list[CopyFailure]]:
+def _each(commits: Iterable[Commit], call: Callable[[Commit], T]) -> tuple[list[T], list[CommitFailure]]:
     """Call ``call`` with each commit. Return the results, and the commits for which it failed.
 
     Raises `StorageError` with the number of finished commits in its message.
@@ -334,7 +327,7 @@ def _each(commits: Iterable[Commit], call: Callable[[Commit], T]) -> tuple[list[
         try:
             done.append(call(commit))
         except _NOT_COPIED as error:
-            failed.append(CopyFailure(commit, error))
+            failed.append(CommitFailure(commit, error))
         except StorageError as error:
             so_far = f"{len(done)} of {len(wanted)} checkpoints are done; repeat the same call to continue"
             raise StorageError(f"{error}. {so_far}", **error.__dict__) from error

@@ -54,8 +54,8 @@ def forget(repo: Repository, chosen: Iterable[Commit]) -> list[Commit]:
 
 
 @dataclass(frozen=True)
-class RestoreFailure:
-    """A checkpoint that was not restored, and the error."""
+class CommitFailure:
+    """A checkpoint for which a call failed, and the error."""
 
     commit: Commit
     error: CasckptError
@@ -77,7 +77,7 @@ class RestoreResult:
     """
 
     restored: tuple[Commit, ...] = ()
-    failed: tuple[RestoreFailure, ...] = ()
+    failed: tuple[CommitFailure, ...] = ()
     left: tuple[Commit, ...] = ()
     dry_run: bool = False
 
@@ -118,13 +118,13 @@ def restore(repo: Repository, plan: RestorePlan) -> RestoreResult:
     """
     check_requirements(repo)
     restored: dict[str, Commit] = {}
-    failed: list[RestoreFailure] = []
+    failed: list[CommitFailure] = []
 
     def attempt(commit: Commit) -> None:
         try:
             restored[commit.txid] = commits.restore(repo, commit, listed=plan.listed)
         except CasckptError as error:
-            failed.append(RestoreFailure(commit, error))
+            failed.append(CommitFailure(commit, error))
             if isinstance(error, StorageError):  # the other commits would fail in the same way
                 raise
 

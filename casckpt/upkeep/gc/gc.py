@@ -186,11 +186,6 @@ def save_resume_state(repo: Repository, paused: ResumeState) -> None:
     repo.catalogue.set_note(RESUME_NOTE, notes.encode(state))
 
 
-def drop_resume_state(repo: Repository) -> None:
-    """Delete the stored state."""
-    repo.catalogue.set_note(RESUME_NOTE, None)
-
-
 def load_resume_state(repo: Repository, commits: CommitList) -> ResumeState | None:
     """Return the state that a gc on this host stored for this store, or None. ``commits``: a new listing."""
     state = notes.decode(repo.catalogue.note(RESUME_NOTE), notes.PAUSED_GC)
@@ -481,7 +476,7 @@ class _Collection:
         except Unreadable:
             finished = True  # another gc has deleted a manifest
         if finished:
-            drop_resume_state(self.repo)
+            self.repo.catalogue.set_note(RESUME_NOTE, None)
         return finished
 
     def _pass(self, guards: CommitList) -> None:
