@@ -70,7 +70,8 @@ _HOME = {
     "unshard_optim_state": "casckpt.frontends.training_state",
 }
 
-__all__ = [*_HOME, "__version__", "errors"]
+__all__ = ["__version__", "errors"]
+__all__ += list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

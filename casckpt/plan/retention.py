@@ -16,7 +16,7 @@ from math import isnan, nan
 from typing import Any, Self, TypedDict
 
 from casckpt.base.groups import grouped
-from casckpt.base.units import Duration, seconds_of
+from casckpt.base.units import Duration, optional_seconds, seconds_of
 from casckpt.errors import InvalidInput
 from casckpt.format.names import TxId
 
@@ -111,7 +111,7 @@ class Policy:
     @property
     def within_seconds(self) -> float | None:
         """``keep_within`` in seconds."""
-        return None if self.keep_within is None else seconds_of(self.keep_within, "keep-within")
+        return optional_seconds(self.keep_within, "keep-within")
 
 
 class KeepRules(TypedDict, total=False):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
-from casckpt.base.units import Duration, seconds_of
+from casckpt.base.units import Duration, optional_seconds
 from casckpt.errors import InvalidInput
 from casckpt.format.records import Settings
 from casckpt.history.folding import Commit
@@ -98,7 +98,7 @@ def change_settings(repo: Repository, changes: SettingChanges) -> StoreSettings:
     fields: dict[str, Any] = {name: value for name, value in changes.items() if name not in DURATIONS}
     given: dict[str, Any] = {name: value for name, value in changes.items() if name in DURATIONS}
     for name, value in given.items():
-        fields[f"{name}_seconds"] = None if value is None else seconds_of(value, name)
+        fields[f"{name}_seconds"] = optional_seconds(value, name)
     if fields.get("mirror") == repo.storage.url:
         raise InvalidInput(f"mirror: {repo.storage.url} cannot be its own mirror: pass a different store")
     if fields.get("compress") is not None:

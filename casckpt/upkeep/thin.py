@@ -242,6 +242,24 @@ def thin(repo: Repository, plan: ThinPlan, *, dry_run: bool = False) -> ThinResu
     return result if dry_run else replace(result, thinned=execute(repo, plan), dry_run=False)
 
 
+def thin_chosen(
+    repo: Repository,
+    refs: Iterable[str | Commit],
+    keep: Policy,
+    *,
+    drop: str | Sequence[str],
+    run: str | None,
+    tagged: bool,
+    dry_run: bool,
+) -> ThinResult:
+    """Thin the checkpoints in ``refs``, or by ``keep``. Then raise the errors of those that cannot be thinned."""
+    check_metrics(repo, keep, run)
+    plan = plan_thin(repo, refs, drop=drop, keep=keep, run=run, tagged=tagged)
+    result = thin(repo, plan, dry_run=dry_run)
+    check(plan)
+    return result
+
+
 def thin_by(
     repo: Repository, rule: Thinning, run: str | None, *, spare: Iterable[Commit] = (), dry_run: bool = False
 ) -> ThinResult:

@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from casckpt.base.progress import Progress, silent
 from casckpt.contents import manifests
@@ -116,16 +116,19 @@ def plan_copy(
     *,
     run: str | None = None,
     blob_bytes: int | None = None,
-    compress: bool = False,
+    compress: Literal["off", "always"] | None = None,
 ) -> CopyPlan:
     """Plan a copy of the checkpoints or ranges in ``refs``, or of all visible checkpoints, or of those of ``run``.
 
-    ``blob_bytes``: repack the cells into blobs of this size. Then ``target`` may be ``source``. ``compress``: encode
-    the cells of floats, except in checkpoints that already have encoded cells. Writes nothing. Raises `NotFound`,
-    `InvalidInput`, `StorageError`.
+    ``blob_bytes``: repack the cells into blobs of this size. Then ``target`` may be ``source``. ``compress``: "always"
+    encodes the cells of floats, except in checkpoints that already have encoded cells. Writes nothing. Raises
+    `NotFound`, `InvalidInput`, `StorageError`.
     """
+    if compress not in {None, "off", "always"}:
+        raise InvalidInput(f"compress={compress!r} is not valid for a copy: pass 'always' or 'off'")
+    encodes = compress == "always"
     in_place = source.exists() and target.exists() and source.storage.url == target.storage.url
-    if in_place and compress:
+    if in_place and encodes:
         raise InvalidInput(f"{source.storage.url} cannot be encoded in place: copy it into another store")
     if in_place and blob_bytes is None:
         raise InvalidInput(
@@ -146,8 +149,8 @@ def plan_copy(
         blob_bytes = None
     there = list_commits(target) if target.exists() else CommitList({}, {})
     plan = _plan_for(source, target, chosen, there, named=bool(named))
-    total = plan.total if compress or blob_bytes is not None else plan.nbytes
-    return replace(plan, records=records, blob_bytes=blob_bytes, compress=compress, total=total)
+    total = plan.total if encodes or blob_bytes is not None else plan.nbytes
+    return replace(plan, records=records, blob_bytes=blob_bytes, compress=encodes, total=total)
 
 
 def _unread(

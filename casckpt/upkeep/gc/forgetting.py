@@ -53,6 +53,12 @@ def forget(repo: Repository, chosen: Iterable[Commit]) -> list[Commit]:
     return done
 
 
+def forget_chosen(repo: Repository, refs: Iterable[str | Commit], *, tagged: bool, dry_run: bool) -> list[Commit]:
+    """Forget the checkpoints in ``refs``, or only plan to with ``dry_run``."""
+    chosen = plan_forget(repo, refs, tagged=tagged)
+    return chosen if dry_run else forget(repo, chosen)
+
+
 @dataclass(frozen=True)
 class CommitFailure:
     """A checkpoint for which a call failed, and the error."""
@@ -142,6 +148,19 @@ def restore(repo: Repository, plan: RestorePlan) -> RestoreResult:
     left = tuple(commit for commit in plan.chosen if commit.txid not in tried)
     done = tuple(restored[commit.txid] for commit in plan.chosen if commit.txid in restored)
     return RestoreResult(done, tuple(failed), left)
+
+
+def restore_chosen(
+    repo: Repository, refs: Iterable[str | Commit], *, whole: bool, dry_run: bool, check: bool
+) -> RestoreResult:
+    """Restore the checkpoints in ``refs``, or only plan to with ``dry_run``. ``check``: raise the errors."""
+    plan = plan_restore(repo, refs, whole=whole)
+    if dry_run:
+        return RestoreResult(plan.chosen, dry_run=True)
+    result = restore(repo, plan)
+    if check:
+        result.raise_failure()
+    return result
 
 
 def _named(repo: Repository, ref: str | Commit, listed: CommitList) -> list[Commit]:

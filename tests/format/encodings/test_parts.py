@@ -14,13 +14,12 @@ from casckpt.format.encodings.frames import (
     WORTH,
     Form,
     decode,
-    encode,
     encode_planes,
-    form_of,
 )
 from casckpt.format.encodings.parts import KEPT, Bytes, scratch
 from tests.format.encodings.test_frames import WRONG, cells, decoded, frame_of
 from tests.support import plain_reader
+from tests.support.coded import encode
 
 RAW2 = bytes.fromhex("01 02 01 00 06000000  00 03000000 02 05 ff  01 01000000 7f")
 
@@ -78,7 +77,7 @@ def test_planes_decode_to_the_same_elements(cell: tuple[bytes, int]) -> None:
     frame = encode(memoryview(plain), width, None)
     assert frame == encode_planes(memoryview(plain), width)
     if frame is not None:
-        assert form_of(memoryview(frame)) == Form.PLANES
+        assert Form(frame[0]) == Form.PLANES
         assert len(frame) <= WORTH * len(plain)
         assert decoded(frame, len(plain)) == plain == by_hand(frame, plain)
 
