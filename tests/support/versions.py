@@ -12,6 +12,7 @@ from tests.support.coded import chain, code
 from tests.support.tensors import bytes_of, raw
 
 STEPS = 4
+_LOW_BITS = bytes(byte & 15 for byte in range(256))
 
 
 def made_of(data: bytearray, like: torch.Tensor) -> torch.Tensor:
@@ -36,7 +37,7 @@ def versions(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
 def smooth(shape: tuple[int, ...], name: str = "int32") -> torch.Tensor:
     """Data that can be compressed by planes."""
     data = raw(name, shape, 1)
-    return made_of(bytearray(byte & 15 for byte in bytes_of(data)), data)
+    return made_of(bytearray(bytes_of(data).translate(_LOW_BITS)), data)
 
 
 def states(count: int = STEPS) -> list[dict[str, Any]]:
