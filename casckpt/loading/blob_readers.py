@@ -62,7 +62,7 @@ class BlobReader:
         return repo.blob_cache.open(self.ref) if here else None
 
     def distrust(self, reader: Reader | None) -> bool:
-        """Return whether there is another reader to try, after ``reader`` gave wrong bytes."""
+        """Return whether there is another reader to try after ``reader`` returned wrong bytes."""
         with self._lock:
             if reader is not None and reader is not self._current:
                 return True  # another thread has already replaced it
@@ -150,7 +150,7 @@ class BlobReaders:
 
 
 class Lost(Exception):
-    """Raised if bytes of a blob are missing or wrong, and the tensor ``key`` needs them."""
+    """Raised if bytes of a blob that the tensor ``key`` needs are missing or wrong."""
 
     def __init__(self, ref: BlobRef, key: str, why: str) -> None:
         super().__init__(why)
@@ -178,7 +178,7 @@ def damaged_error(repo: Repository, manifest: Manifest, ref: BlobRef, key: str, 
 
 
 def checkpoints_using(repo: Repository, commits: CommitList, ref: BlobRef) -> Iterator[Commit]:
-    """Yield the live checkpoints that refer to a blob. Skip those whose manifest cannot be read."""
+    """Yield the live checkpoints that refer to a blob. Skip checkpoints whose manifest cannot be read."""
     for commit in commits.live():
         try:
             if any((uploader, name) == (ref.uploader, ref.hash) for uploader, name, _ in blobs_of(repo, commit)):

@@ -76,7 +76,7 @@ class Comparison:
 def compare_together(
     repo: Repository, ranks: Ranks, state: Mapping[Any, Any], ref: str | Checkpoint, resolve: Callable[[], Commit]
 ) -> Comparison:
-    """Compare the tensors that each rank holds. Every rank of ``ranks`` must call this. All receive the same answer.
+    """Compare each rank's tensors. Every rank of ``ranks`` must call this, and all receive the same answer.
 
     Raises the errors of a load, and InvalidInput if the state is not a mapping. All ranks raise the error.
     """
@@ -133,7 +133,7 @@ class _Unequal(NamedTuple):
 def _doubtful(cells: Sequence[Cell], progress: Progress) -> list[Cell]:
     """Return the cells that have a different digest, or no digest, in the checkpoint.
 
-    They have none if it is divided differently.
+    Cells do not have a digest if the checkpoint divides the tensor differently.
     """
     doubtful: set[int] = set()
 
@@ -198,9 +198,9 @@ def tensor_digests(
 ) -> dict[int, str]:
     """Return the digests of entries, by entry number. Each digest has 64 hex digits.
 
-    The catalogue keeps digests that were computed before. They also apply to other checkpoints with the same cells.
-    Entries without such a digest are read and verified. A thinned entry is omitted if its digest is not known. Raises
-    Damaged, StorageError.
+    The catalogue keeps computed digests, which also apply to other checkpoints with the same cells. Entries without
+    such a digest are read and verified. A thinned entry is omitted if its digest is not known. Raises Damaged,
+    StorageError.
     """
     manifest.ready([entry.number for entry in entries], ())
     known = {entry.number: _known(repo, manifest, entry) for entry in entries}

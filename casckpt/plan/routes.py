@@ -4,7 +4,7 @@ A coded cell has a chain of bases. If the chains of two versions meet, one versi
 the frames of the first down to the common base, and then decode the frames of the second from that base. This does not
 read any cell that has no base.
 
-Cells from the same save mostly have the same route, so casckpt looks for a single route for all cells of an extent.
+Cells from the same save mostly have the same route, so casckpt searches for a single route for all cells of an extent.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def find_route(held: StoredCell, wanted: StoredCell, kept: Container[Link] = ())
 
 
 class Span(NamedTuple):
-    """Cells of one box that are in several extents: the elements [lo, hi), split at the multiples of ``cell``.
+    """Cells of a box that are in several extents: the elements [lo, hi), split at multiples of ``cell``.
 
     ``itemsize``: the bytes per element.
     """
@@ -132,7 +132,7 @@ def common(held: Iterable[Extent], wanted: Extent, span: Span) -> Iterator[tuple
     """Iterate over the cells in a span of ``wanted`` that are also in one of the ``held`` extents of the same box."""
     for extent in held:
         lo, hi = max(extent.lo, span.lo), min(extent.hi, span.hi)
-        if extent.lo != wanted.lo:  # a cell that begins elsewhere is a different one
+        if extent.lo != wanted.lo:  # a cell that begins elsewhere is a different cell
             lo = -(-lo // span.cell) * span.cell
         if extent.hi != wanted.hi:
             hi = hi // span.cell * span.cell
@@ -162,12 +162,12 @@ def _cost(extent: Extent, span: Span, kept: Container[Link]) -> int:
 
 
 MAX_DELTAS = 4
-"""The most deltas between a key and a version.
+"""The maximum number of deltas between a key and a version.
 
-The format allows more, but each one costs loads a pass over the cell.
+The format allows more, but each delta costs loads a pass over the cell.
 """
 
-_SHARE = 1 / 6  # limit on the total size of all deltas, as a share of the plain bytes
+_SHARE = 1 / 6  # limit on the total size of all deltas, as a fraction of the plain bytes
 _SPREAD = 1 / 4  # variation of this limit, so that rows with similar changes do not all get new keys in the same save
 
 
@@ -200,6 +200,6 @@ def choose_base(deltas: Sequence[int], nbytes: int, place: str) -> int | None:
 
 
 def _limit(nbytes: int, place: str) -> float:
-    """Return the maximum bytes of deltas that a load may have to read."""
+    """Return the maximum number of delta bytes that a load may have to read."""
     where = crc32(place.encode()) / (1 << 32)
     return nbytes * _SHARE * (1 + _SPREAD * (2 * where - 1))

@@ -1,4 +1,4 @@
-"""Saves in progress: lists and revokes them, and gives up saves whose record is lost."""
+"""Lists and revokes saves in progress, and gives up saves whose record is lost."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from casckpt.repository.repository import Repository
 from casckpt.upkeep.inventory import list_objects
 
 ADVICE = (
-    "Put commits/ back, from a copy of the store or by mounting it; or, where the store was copied while they ran, "
-    "give these saves up, one by one: `casckpt transactions STORE --give-up TXID`"
+    "Restore commits/ from a copy of the store, or mount it. If the store was copied while these saves ran, give "
+    "up each of them: `casckpt transactions STORE --give-up TXID`"
 )
 _NAMED_AT_MOST = 3
 
@@ -28,7 +28,7 @@ _NAMED_AT_MOST = 3
 def lost_records(repo: Repository, keys: Iterable[str], ended: Container[TxId] = ()) -> list[TxId]:
     """Return the transactions that have a manifest among the listed ``keys`` but do not have a record.
 
-    ``ended``: transactions that have a record. Lists transactions/ and commits/ only if some other transaction has a
+    ``ended``: transactions that have a record. Lists transactions/ and commits/ only if a different transaction has a
     manifest. Raises `StorageError`.
     """
     names = (parse_object(key) for key in keys)
@@ -61,8 +61,8 @@ def check_recorded(repo: Repository, keys: Iterable[str], ended: Container[TxId]
 class SaveInProgress:
     """A transaction that has not ended.
 
-    ``run``, ``host`` and ``pid`` are None if its record cannot be read. ``signs_of_life``: how many signs it has
-    given. ``alive``: None if this host cannot tell.
+    ``run``, ``host`` and ``pid`` are None if its record cannot be read. ``signs_of_life``: how many signs of life the
+    save has shown. ``alive``: None if this host cannot tell.
     """
 
     txid: TxId
@@ -109,8 +109,8 @@ def revoke_save(repo: Repository, txid: TxId) -> None:
     """Revoke a save in progress, so that it never becomes visible. Raises `Conflict` if it has ended, `NotFound`."""
     closed = list_names(repo)
     if txid not in closed and txid not in {one.txid for one in open_transactions(repo, closed)}:
-        raise NotFound(f"there is no save {txid} in progress; `casckpt transactions STORE` lists them")
-    if txid in closed or not revoke(repo, txid, "revoked by hand"):
+        raise NotFound(f"there is no save {txid} in progress; `casckpt transactions STORE` lists the saves in progress")
+    if txid in closed or not revoke(repo, txid, "revoked manually"):
         raise Conflict(f"save {txid} has already ended; `casckpt list STORE` shows whether it was committed")
 
 
@@ -121,5 +121,8 @@ def give_up(repo: Repository, txid: TxId) -> None:
         raise Conflict(f"the records of {txid} can be read; `casckpt forget` hides its checkpoint")
     if txid in listed.damaged:
         purge_unreadable(repo, txid)
-    elif txid not in lost_records(repo, list_objects(repo)) or not revoke(repo, txid, "lost, and given up by hand"):
-        raise NotFound(f"there is no transaction {txid} whose record cannot be read; `casckpt verify STORE` names them")
+    elif txid not in lost_records(repo, list_objects(repo)) or not revoke(repo, txid, "lost, and given up manually"):
+        raise NotFound(
+            f"there is no transaction {txid} whose record cannot be read; `casckpt verify STORE` lists such "
+            "transactions"
+        )

@@ -70,7 +70,7 @@ def test_a_metric_that_no_checkpoint_has_does_not_forget_or_thin_anything(
     assert "no checkpoint of run c has a metric 'los'; the existing metrics are loss" in told
     for command in (("gc",), ("thin", "--drop", key), ("stats",)):
         told = run(*command, saved, "--keep-best", "loss:3").stderr
-        assert told.count("no checkpoint of run a, b has a number for 'loss', so all of them stay") == 1
+        assert told.count("no checkpoint of run a, b has a number for 'loss', so gc keeps all of them") == 1
     assert named(as_json("list", saved)) == ["a@1", "a@2", "a@3", "b@1", "c@1"]
     assert not any(row["dropped"] for row in as_json("list", saved))
 
@@ -84,7 +84,7 @@ def offered(*words: object, **environment: str) -> list[str]:
     return [line.partition(",")[2] for line in result.stdout.splitlines() if line]
 
 
-def test_references_runs_and_folders_are_offered(saved: Path, store: casckpt.Store) -> None:
+def test_references_runs_and_folders_are_completed(saved: Path, store: casckpt.Store) -> None:
     store.tag("best", "a@2")
     refs = ["tag:best", "latest", "a@latest", "b@latest", "b@1", "a@3", "a@2", "a@1"]
     assert offered("show", saved, "") == refs
@@ -116,6 +116,6 @@ def test_a_store_argument_completes_folders(saved: Path) -> None:
 
 @pytest.mark.process  # click runs the shell to read its version
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_every_shell_has_its_script(shell: str) -> None:
+def test_every_shell_has_a_completion_script(shell: str) -> None:
     result = CliRunner().invoke(cli, [], env={"_CASCKPT_COMPLETE": f"{shell}_source"})
     assert "_CASCKPT_COMPLETE" in result.stdout

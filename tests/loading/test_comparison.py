@@ -55,7 +55,7 @@ def test_per_rank_values_are_compared_with_the_value_of_the_same_rank() -> None:
 
 
 @given(key=st.sampled_from(["w", "t", "half", "one"]), at=st.integers(0, 1 << 20), bit=st.integers(0, 7))
-def test_one_flipped_bit_is_reported(key: str, at: int, bit: int) -> None:
+def test_a_single_flipped_bit_is_reported(key: str, at: int, bit: int) -> None:
     store, mine = small(), state()
     store.save(mine, step=1)
     shape = mine[key].shape
@@ -78,7 +78,7 @@ def test_diff_reports_differing_dtypes_shapes_and_missing_tensors() -> None:
     assert store.compare({"one": torch.tensor(1.5)}, "default@1").is_same
 
 
-def test_diff_compares_bits_instead_of_numbers() -> None:
+def test_diff_compares_bits_rather_than_numbers() -> None:
     store, nan = small(), torch.full((2000,), float("nan"))
     mine = {"nan": nan, "zero": torch.zeros(2000), "c": torch.randn(1500, dtype=torch.complex64).conj()}
     store.save(mine, step=1)
@@ -111,7 +111,7 @@ def test_diff_counts_all_differences_and_reports_the_first() -> None:
     assert found.where[1] == "[0:100000] elements 5000..5001"
 
 
-def test_diff_refuses_states_that_cannot_be_compared() -> None:
+def test_diff_rejects_states_that_cannot_be_compared() -> None:
     store = small()
     store.save({"model.w": numbers("w", 9000), "optim.m": numbers("m", 9000)}, step=1)
     store.thin("default@1", drop="optim.*")
@@ -185,7 +185,7 @@ def compare_others(rank: int, size: int, path: Path) -> None:
         casckpt.open(path).compare({}, f"default@{rank}")
 
 
-def test_diff_refuses_ranks_with_different_references(ranks: Pool, tmp_path: Path) -> None:
+def test_diff_rejects_ranks_with_different_references(ranks: Pool, tmp_path: Path) -> None:
     small_folder(tmp_path / "store")
     ranks.run(2, save_rows, tmp_path / "store")
     ranks.run(2, compare_others, tmp_path / "store")
@@ -229,7 +229,7 @@ def save_spread(rank: int, size: int, path: Path, run: str, placement: Placement
     casckpt.open(path).save(held, run=run, step=1)
 
 
-def test_a_digest_is_the_same_for_all_topologies(ranks: Pool, tmp_path: Path) -> None:
+def test_a_digest_is_identical_in_all_topologies(ranks: Pool, tmp_path: Path) -> None:
     store, state = small_folder(tmp_path / "store"), tensors()
     store.save(state, run="whole", step=1)
     for size, placement in ((2, Shard(0)), (4, Shard(0)), (4, Shard(1))):
@@ -257,7 +257,7 @@ def test_a_digest_matches_the_bytes_in_a_safetensors_file(tmp_path: Path) -> Non
     assert store.digests("default@1") == {key: hex_digest(body[lo:hi]) for key, (lo, hi) in ends.items()}
 
 
-def test_equal_cells_in_a_different_order_have_a_different_digest() -> None:
+def test_equal_cells_in_a_different_order_produce_a_different_digest() -> None:
     store, full = small(), numbers("full", 64, 64)
     left, right = full[:, :32].contiguous(), full[:, 32:].contiguous()
     other = torch.cat([left.view(32, 64), right.view(32, 64)])

@@ -58,7 +58,7 @@ def test_a_save_decodes_only_new_records(store: casckpt.Store, monkeypatch: pyte
     assert [key for key in seen if key.startswith("commits/")] == [commit_key(store.get("default@1").commit.txid)]
 
 
-def test_another_process_reads_the_catalogue_and_then_only_new_records(
+def test_a_different_process_reads_the_catalogue_and_then_only_new_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inner = memory()
@@ -147,7 +147,7 @@ def test_a_version_that_does_not_know_a_requirement_does_not_write(
     assert tags.tags(repo).keys() == {"best"}
 
 
-def test_a_transaction_begun_while_a_requirement_is_set_is_refused(repo: Repository, faults: FaultyStore) -> None:
+def test_a_transaction_begun_while_a_requirement_is_set_is_rejected(repo: Repository, faults: FaultyStore) -> None:
     """The transaction checks once it is open. A writer of the requirement waits for open transactions."""
     faults.inject(call_first("put", meanwhile(lambda: demand(repo)), key="transactions/*"))
     with pytest.raises(Unsupported):

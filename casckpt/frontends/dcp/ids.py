@@ -1,4 +1,4 @@
-"""Checkpoint ids in calls to DCP: RUN@STEP, a step, or a path (for training loops that save into folders).
+"""Checkpoint ids in DCP calls: RUN@STEP, a step, or a path (for training loops that save into folders).
 
 The number at the end of a path is the step, and the rest is the run: ``/ckpt/step-500`` is step 500 of ``ckpt/step``.
 A path without a number, such as ``/ckpt/last``, is step 0 of ``ckpt/last``. Each save overwrites it.
@@ -94,7 +94,7 @@ T = TypeVar("T")
 
 
 def hook(method: Callable[P, T]) -> Callable[P, T]:
-    """Make a method raise only errors that can be pickled. DCP pickles errors, and if that fails, ranks wait forever.
+    """Ensure that a method raises only errors that can be pickled. If DCP fails to pickle an error, ranks wait forever.
 
     An error that occurs while the program exits is logged, because DCP drops it along with the future.
     """

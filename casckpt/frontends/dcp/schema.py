@@ -50,7 +50,7 @@ def schema_of(tree: Node, value_at: Callable[[str], Any]) -> Schema:
 
 
 class _Walk:
-    """One call of `schema_of`."""
+    """A single call to `schema_of`."""
 
     def __init__(self, value_at: Callable[[str], Any]) -> None:
         self.value_at = value_at
@@ -196,7 +196,8 @@ class Note:
             data, pickled = encode_object("planner_data", self.planner_data, allow_pickle)
         except InvalidInput as error:
             raise InvalidInput(
-                f"the planner's {error}. A checkpoint includes planner data: pass allow_pickle=True to StorageWriter",
+                f"the planner's {error}. A checkpoint includes the planner's data: pass allow_pickle=True to "
+                "StorageWriter",
                 key="planner_data",
             ) from error
         chunks = {key: (shape, [(c.key, c.offset, c.shape) for c in parts]) for key, (shape, parts) in

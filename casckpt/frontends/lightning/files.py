@@ -54,7 +54,7 @@ class Pointer:
         return bool(self._files.isfile(os.fspath(self.path)))
 
     def read(self) -> str | None:
-        """Return the id of the checkpoint; None if there is no pointer file, or if the save has not finished."""
+        """Return the id of the checkpoint, or None if there is no pointer file or the save has not finished."""
         found = self._contents()
         return found.get("id") if found is not None else None
 
@@ -98,14 +98,14 @@ class Pointer:
 
 
 class RunFiles:
-    """The files of one run. A single process manages them. ``gc``: run a gc after a removal."""
+    """The files of a run. A single process manages them. ``gc``: run a gc after a removal."""
 
     def __init__(self, store: Store, run: str, *, gc: bool) -> None:
         self.store, self.run, self._gc = store, check_run(run), gc
         self._janitor = Janitor(store)
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Return the checkpoints of the run; an empty list if the store does not exist yet."""
+        """Return the checkpoints of the run, or an empty list if the store does not exist yet."""
         return self.store.checkpoints(self.run) if self.store.exists() else []
 
     def place(self, pointer: Pointer, step: int) -> tuple[str, bool]:

@@ -405,7 +405,7 @@ class ShardedObject(ShardedBase):
 class ShardedTensorFactory(ShardedBase):
     """A tensor that is saved in a different form.
 
-    ``build_fn`` turns it into a sharded state dict; ``merge_fn`` undoes that. ``build_fn(key, data, replica_id,
+    ``build_fn`` converts it to a sharded state dict, and ``merge_fn`` undoes this. ``build_fn(key, data, replica_id,
     flattened_range)``; the last parameter is optional. The function must depend only on its arguments, because it also
     builds optimizer state, with a different key and different data.
     """
@@ -559,7 +559,7 @@ def make_sharded_optimizer_tensor(model_param: Any, optim_param: torch.Tensor, p
 def optim_state_to_sharding_state(
     optim_state_dict: dict[str, Any], id_to_sharded_param_map: Mapping[int, Any], exclude_keys: Collection[str] = ()
 ) -> None:
-    """Turn an optimizer's state dict into a sharded one, in place.
+    """Convert an optimizer's state dict to a sharded one, in place.
 
     The state ``name`` of a parameter gets the key ``optimizer.state.<name>.<key of the parameter>``, unless it is in
     ``exclude_keys``. The groups become copies whose ``params`` are not saved. Raises CheckpointingException (a

@@ -1,4 +1,4 @@
-"""Reading files of a local store, with and without the page cache."""
+"""Reads of files in a local store, with and without the page cache."""
 
 from __future__ import annotations
 
@@ -86,8 +86,10 @@ def test_ranges_shared_across_processes_are_read_through_the_page_cache(
     assert asked == [2 << 20]
 
 
-def test_reads_through_the_page_cache_start_small(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise, the kernel reads the first MiBs of each file in single pages."""
+def test_reads_through_the_page_cache_start_with_small_ranges(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, the kernel would read the first few MiB of each file in single pages."""
     data = noise(2 << 20)
     store.put("a", data)
     asked: list[tuple[int, int]] = []
@@ -128,12 +130,12 @@ def test_cachestat_and_mincore_agree(tmp_path: Path) -> None:
         os.fsync(file.fileno())
         for _ in range(2):
             told = localreader._is_resident(file.fileno(), 0, 1 << 20)
-            with suppress(Lacking):  # older kernels need a different call
+            with suppress(Lacking):  # older kernels require a different call
                 assert (cached_pages(file.fileno(), 0, 1 << 20) >= 192) == told
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def test_mincore_is_used_without_cachestat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mincore_is_used_if_cachestat_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lacking(fd: int, start: int, nbytes: int) -> int:
         raise Lacking
 
@@ -188,7 +190,7 @@ def test_the_available_memory_of_the_host_is_found(host: Host) -> None:
     assert host.found() == 500 * KIB
 
 
-def test_the_nearest_cgroup_limit_counts_including_reclaimable_memory(host: Host) -> None:
+def test_the_nearest_cgroup_limit_applies_and_reclaimable_memory_counts_as_available(host: Host) -> None:
     host.tell("mine", "0::/slice/job\n")
     host.limit("slice", str(300 * KIB), 200 * KIB, 50 * KIB)
     host.limit("slice/job", "max", 100 * KIB, 0)
@@ -217,7 +219,7 @@ def test_cgroup_v1_limits_are_found(host: Host) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "MemTotal: 900 kB\n"])
-def test_a_system_without_memory_information_does_not_have_a_limit(host: Host, text: str) -> None:
+def test_there_is_no_limit_on_a_system_without_memory_information(host: Host, text: str) -> None:
     host.tell("meminfo", text)
     assert host.found() == 0
     (host.root / "meminfo").unlink()
