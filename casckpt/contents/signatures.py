@@ -18,8 +18,8 @@ from casckpt.format.names import ManifestId
 from casckpt.format.records import MAX_RECORD_BYTES
 from casckpt.history.commits import Commit, list_commits
 from casckpt.history.transactions import open_transactions
+from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
-from casckpt.repository.requirements import check_requirements
 from casckpt.repository.signing_keys import PublicKey, is_right, key_name, private_key_of, public_key_of
 from casckpt.storage.base import AlreadyExists
 

@@ -16,8 +16,7 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from casckpt.format.extents import ExtentTable, StoredCell
-from casckpt.format.regions import Box, Region, Shape, intersect, normalise, strides
-from casckpt.plan.coverage import holes_and_overlaps
+from casckpt.format.regions import Box, Region, Shape, holes_and_overlaps, intersect, normalise, strides
 
 T = TypeVar("T")
 _PIECE_BYTES = 2 << 20
