@@ -211,7 +211,7 @@ def import_safetensors(
                 f"{path} has both a tensor and a subfolder named {model.component!r}; rename the subfolder"
             )
         state |= {model.component: tensors} if model.component else tensors
-        if not maps.parts:
+        if maps.has_whole_files():
             heads |= _heads(model, maps.headers)
     attachments = {name: file.read_bytes() for name, file in sources.attachments.items()}
     if sum(map(len, heads.values())) > MAX_HEADS_BYTES:
@@ -421,6 +421,11 @@ class Maps:
     def _release(self) -> None:
         for let_go in self._let_go:
             let_go()
+
+    def has_whole_files(self) -> bool:
+        """Return whether each tensor is in one file, and no file is named after a rank."""
+        is_split = any(len(parts) > 1 for parts in self.parts.values())
+        return not is_split and not any(_OF_RANK.fullmatch(path.name) for path in self.headers)
 
     def _read_torch(self, path: Path) -> tuple[Header, Iterable[tuple[str, torch.Tensor]]]:
         """Return the header that a torch.save file has as a safetensors file, and its tensors by key."""

@@ -18,9 +18,8 @@ from casckpt.frontends.interchange.new_files import HEADS
 from casckpt.frontends.interchange.safetensors import heads
 from casckpt.frontends.interchange.safetensors.heads import stem_of
 from casckpt.frontends.interchange.safetensors.layout import index_name
-from casckpt.frontends.serve.folders import FileSpan, ServedFolders
-from casckpt.frontends.serve.sending import WINDOW_BYTES, RangeReader
 from tests.support.safetensors_files import contents, file_of, same
+from tests.support.served_files import served
 
 STATE = {"b": torch.arange(6.0).view(2, 3), "a": torch.ones(4).half(), "none": torch.zeros(0, 2)}
 SHARDS = ("model-00001-of-000002.safetensors", "model-00002-of-000002.safetensors")
@@ -49,17 +48,6 @@ def sharded(folder: Path, stem: str = "model") -> Path:
     (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text("{}")
     return folder
-
-
-def served(store: casckpt.Store, ref: str = "latest") -> dict[str, bytes]:
-    folder = ServedFolders(store, None, None).of(store.get(ref))
-    found: dict[str, bytes] = {}
-    for name, file in folder.files.items():
-        reader = RangeReader(store.repository, folder, file, FileSpan(0, file.nbytes))
-        found[name] = bytes(reader.head)
-        while window := reader.next():
-            found[name] += reader.read(window, memoryview(bytearray(WINDOW_BYTES)))
-    return found
 
 
 @pytest.mark.parametrize("kind", ["odd", "shards", "adapter", "variant", "another name"])
@@ -93,15 +81,13 @@ def test_a_single_file_is_restored_under_any_name(store: casckpt.Store, tmp_path
     assert same(load_file(tmp_path / "y.safetensors"), STATE)
 
 
-def test_a_plain_folder_needs_no_heads_and_keeps_its_id(store: casckpt.Store, tmp_path: Path) -> None:
+def test_a_plain_folder_needs_no_heads(store: casckpt.Store, tmp_path: Path) -> None:
     folder = tmp_path / "in"
     file_of(folder, STATE, "model.safetensors", format="pt")
     (folder / "config.json").write_text("{}")
     made = import_safetensors(store, folder, step=1)
-    metadata = {"safetensors": {"format": "pt"}}
-    other = casckpt.open(tmp_path / "other")
-    in_order = {key: STATE[key] for key in ("b", "none", "a")}
-    assert made.id == other.save(in_order, step=1, attachments={"config.json": b"{}"}, metadata=metadata).id
+    assert (list(made.tensors), list(store.attachments(made))) == (["b", "none", "a"], ["config.json"])
+    assert made.metadata == {"safetensors": {"format": "pt"}}
     store.export(made, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(folder)
 
