@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 Tensors = Mapping[str, torch.Tensor]
 SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -108,10 +108,10 @@ def _both(folder: Path) -> None:
 
 MINE = """
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 
-class MyConfig(PreTrainedConfig):
+class MyConfig(PretrainedConfig):
     model_type = "casckpt-mine"
 
 
@@ -207,10 +207,6 @@ def _of_dcp(folder: Path) -> None:
     shard = {key: 1 + number % 2 for number, key in enumerate(model.state_dict())}
     save(dict(_state(model)), storage_writer=HuggingFaceStorageWriter(str(folder), shard), no_dist=True)
     model.config.save_pretrained(folder)
-
-
-def _by_files(folder: Path) -> Tensors:
-    return {key: tensor for path in sorted(folder.glob("*.safetensors")) for key, tensor in load_file(path).items()}
 
 
 # PEFT
@@ -315,9 +311,8 @@ def _diffusers_lora(folder: Path) -> None:
 def _load_diffusers_lora(folder: Path) -> Tensors:
     from diffusers.loaders import StableDiffusionLoraLoaderMixin
 
-    state: Tensors = StableDiffusionLoraLoaderMixin.lora_state_dict(
-        folder, weight_name="pytorch_lora_weights.safetensors"
-    )[0]
+    name = "pytorch_lora_weights.safetensors"
+    state: Tensors = StableDiffusionLoraLoaderMixin.lora_state_dict(folder, weight_name=name)[0]
     return state
 
 
@@ -407,7 +402,7 @@ FOLDERS = [
     HubFolder("Llama with a chat template", "tokenizer and generation config", HUB, _chat, _load_chat),
     HubFolder("ViT with an image processor", "processor", HUB, _vit, _load_vit),
     HubFolder("Llama in the download cache", "links to blobs", HUB, _cached, _CAUSAL),
-    HubFolder("Llama from HuggingFaceStorageWriter", "files of torch.distributed.checkpoint", "torch", _of_dcp, _by_files),
+    HubFolder("Llama from HuggingFaceStorageWriter", "files of DCP with offsets", "torch", _of_dcp, _CAUSAL),
     HubFolder("LoRA", "adapter", "peft", _adapter(**LORA), _load_adapter),
     HubFolder(
         "LoRA with a trained head", "adapter", "peft", _adapter(**LORA, modules_to_save=["lm_head"]), _load_adapter,

@@ -114,9 +114,11 @@ def mapped_weights(path: Path) -> tuple[dict[str, torch.Tensor], Callable[[], No
     try:
         state = _read(path, allow_pickle=False)
     except InvalidInput as error:
-        raise InvalidInput(f"{path} holds more than a model's weights; import the file itself") from error
+        raise InvalidInput(
+            f"{path} is damaged, or holds more than a model's weights; import the file itself"
+        ) from error
     if not isinstance(state, dict) or not all(isinstance(key, str) and _is_dense(state[key]) for key in state):
-        raise InvalidInput(f"{path} holds more than a model's weights; import the file itself")
+        raise InvalidInput(f"{path} is damaged, or holds more than a model's weights; import the file itself")
     return state, _unmapper(path)
 
 
