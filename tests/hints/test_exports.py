@@ -343,9 +343,9 @@ def test_a_file_size_that_is_too_small_is_increased(saved: Store, tmp_path: Path
     run(*command[:-1], advice.says("--max-shard-size"), "1KB")
     assert names_in(tmp_path / "out" / "model.safetensors") == {"w", "b"}
     with messages.error(Refused) as advice:
-        layout._file_names(100_000)
+        layout._file_names(100_000, "model")
     advice.says("--max-shard-size")
-    assert len(layout._file_names(2)) == 2
+    assert len(layout._file_names(2, "model")) == 2
 
 
 # files of torch, folders of DCP and of OLMo-core

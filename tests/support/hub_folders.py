@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,20 +138,20 @@ def _remote_code(folder: Path) -> None:
 
 def _load_remote_code(folder: Path) -> Tensors:
     import transformers
-    from transformers import dynamic_module_utils
 
-    dynamic_module_utils.HF_MODULES_CACHE = str(folder.parent / "modules")
+    dynamic: Any = import_module("transformers.dynamic_module_utils")
+    dynamic.HF_MODULES_CACHE = str(folder.parent / "modules")
     return _state(transformers.AutoModel.from_pretrained(folder, trust_remote_code=True))
 
 
 def _tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
+    fast: Any = import_module("transformers").PreTrainedTokenizerFast
     words = {word: number for number, word in enumerate(["[UNK]", "[PAD]", "salt", "and", "pepper"])}
     tokenizer = Tokenizer(models.WordLevel(words, "[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]")
+    return fast(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]")
 
 
 def _chat(folder: Path) -> None:
@@ -167,7 +168,7 @@ def _load_chat(folder: Path) -> Tensors:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     words = tokenizer.apply_chat_template([{"role": "user", "content": "salt and pepper"}], tokenize=False)
     assert words == "salt and pepper "
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     return {"generated": model.generate(**tokenizer(words, return_tensors="pt"))} | dict(_state(model))
 
 
@@ -200,8 +201,8 @@ def _cached(folder: Path) -> None:
 
 
 def _of_dcp(folder: Path) -> None:
-    from torch.distributed.checkpoint import save
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     model = _hub("LlamaForCausalLM", **CAUSAL)
     shard = {key: 1 + number % 2 for number, key in enumerate(model.state_dict())}
@@ -320,8 +321,9 @@ def _load_diffusers_lora(folder: Path) -> Tensors:
 
 
 def _sentences(folder: Path) -> None:
-    from sentence_transformers import SentenceTransformer, models
+    from sentence_transformers import SentenceTransformer
 
+    models = import_module("sentence_transformers.models")
     words = folder.parent / "words"
     _hub("BertModel", **SMALL, intermediate_size=24).save_pretrained(words)
     _tokenizer().save_pretrained(words)
@@ -330,8 +332,9 @@ def _sentences(folder: Path) -> None:
 
 
 def _static(folder: Path) -> None:
-    from sentence_transformers import SentenceTransformer, models
+    from sentence_transformers import SentenceTransformer
 
+    models = import_module("sentence_transformers.models")
     embedding = models.StaticEmbedding(_tokenizer().backend_tokenizer, embedding_dim=4)
     SentenceTransformer(modules=[embedding, models.Normalize()], device="cpu").save_pretrained(str(folder))
 

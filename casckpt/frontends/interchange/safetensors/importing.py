@@ -187,8 +187,9 @@ def import_safetensors(
 ) -> Checkpoint:
     """Save the tensors of a safetensors file, or of a Hugging Face folder, under their own keys.
 
-    The config, the tokenizer and other small files in a folder become attachments. The ``__metadata__`` of the files
-    is stored in the checkpoint's metadata under "safetensors". `export_safetensors` restores all of it.
+    The keys of a component's tensors begin with the name of its subfolder. The config, the tokenizer and other small
+    files in a folder become attachments. The ``__metadata__`` of the files is stored in the checkpoint's metadata
+    under "safetensors". `export_safetensors` restores all of it, and the files themselves.
 
     Raises NotFound, InvalidInput or Unsupported for files that cannot be imported, and the errors of `Store.save`.
     """
@@ -206,9 +207,11 @@ def import_safetensors(
         done = maps.done
         file_metadata = maps.add_all(model.weights) | file_metadata
         tensors = _whole(model, maps)
-        if model.component in state:
+        if model.component and (key := next((key for key in state if key.partition(".")[0] == model.component), "")):
             raise InvalidInput(
-                f"{path} has both a tensor and a subfolder named {model.component!r}; rename the subfolder"
+                f"{key!r:.200} begins with the name of the subfolder {model.component!r} of {path}; import the "
+                "subfolder itself",
+                key=key,
             )
         state |= {model.component: tensors} if model.component else tensors
         if maps.has_whole_files():
