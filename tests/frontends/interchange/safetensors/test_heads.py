@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -190,6 +191,21 @@ def test_a_hostile_head_is_ignored_with_a_note(store: casckpt.Store, tmp_path: P
     assert served(store) == contents(tmp_path / "out")
 
 
+def test_altered_heads_never_change_what_is_exported(store: casckpt.Store, tmp_path: Path, seed: int) -> None:
+    made = import_safetensors(store, sharded(tmp_path / "in"), step=1)
+    files = {name: store.read_attachment(made, name) for name in store.attachments(made)}
+    rng = random.Random(seed)
+    for step in range(2, 32):
+        name = rng.choice([name for name in files if name.startswith(HEADS)])
+        data = bytearray(files[name])
+        for _ in range(rng.randint(1, 3)):
+            data[rng.randrange(len(data))] = rng.choice(b'\0"[]{},:0123456789abFU\xff')
+        store.save(STATE, step=step, attachments=files | {name: bytes(data)})
+        store.export("latest", tmp_path / f"{step}")
+        found = [load_file(path) for path in (tmp_path / f"{step}").glob("*.safetensors")]
+        assert same({key: tensor for state in found for key, tensor in state.items()}, STATE), (name, bytes(data))
+
+
 def test_heads_above_the_limit_are_not_parsed(
     store: casckpt.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +247,23 @@ def test_indexes_are_written_after_the_files_of_all_components(store: casckpt.St
     names = [Path(file).relative_to(tmp_path / "out") for file in store.export(made, tmp_path / "out").files]
     assert [name.suffix for name in names[:6]] == [".safetensors"] * 4 + [".json"] * 2
     assert contents(tmp_path / "out") == contents(folder) == served(store)
+
+
+def test_a_follower_updates_the_files_of_components(store: casckpt.Store, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    for component in ("unet", "vae"):
+        sharded(folder / component, "diffusion_pytorch_model")
+    (folder / "model_index.json").write_text('{"unet": [], "vae": []}')
+    made = import_safetensors(store, folder, run="a", step=1)
+    files = {name: store.read_attachment(made, name) for name in store.attachments(made)}
+    for step in (1, 2, 3, 4):
+        if step > 1:
+            state = {"unet": {key: tensor * step for key, tensor in STATE.items()}, "vae": STATE}
+            store.save(state, run="a", step=step, attachments=files)
+        (switch,) = Follower(store, "a", tmp_path / "follow", keep=0, reuse=True).follow(once=True)
+        store.export(f"a@{step}", tmp_path / f"{step}")
+        assert contents(switch.folder) == contents(tmp_path / f"{step}")
+    assert contents(tmp_path / "4").keys() == contents(folder).keys()
 
 
 @pytest.mark.parametrize(
