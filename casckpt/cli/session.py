@@ -1,4 +1,4 @@
-"""What all commands share: the STORE argument, common options and output."""
+"""The parts that all commands share: the STORE argument, common options and output."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class Session(Output):
     """A single run of a command on a store."""
 
     url: str = ""
-    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # secrets
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may contain secrets
     cache_dir: Path | None = None
     single_writer: bool = False
     require_signature: tuple[str, ...] = ()
 
     @cached_property
     def store(self) -> Store:
-        """The store object. Making it neither reads nor creates the store."""
+        """The store object. Creating this object neither reads nor creates the store itself."""
         from casckpt.store.opening import open as open_store
 
         return open_store(

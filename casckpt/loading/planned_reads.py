@@ -40,7 +40,7 @@ class Consumer(NamedTuple):
 
 
 class Runs:
-    """Collects copies out of one buffer, so that neighbouring units of a tensor are copied together at the end.
+    """Collects copies out of one buffer, so that neighboring units of a tensor are copied together at the end.
 
     This is for GPUs, where starting a copy takes as long as copying 1 MiB.
     """

@@ -99,7 +99,7 @@ def test_a_missing_store_is_not_created(tmp_path: Path) -> None:
     "importer", [import_safetensors, torch_save_to_casckpt, dcp_to_casckpt, import_olmo, import_olmo_trainer]
 )
 @pytest.mark.parametrize("keyword", ["ephemeral", "allow_pickel", "no_dist"])
-def test_an_unknown_keyword_of_an_import_is_refused_before_anything_is_read(
+def test_an_unknown_keyword_of_an_import_is_rejected_before_anything_is_read(
     store: casckpt.Store, tmp_path: Path, importer: Any, keyword: str
 ) -> None:
     first = (store, tmp_path / "none") if importer is import_safetensors else (tmp_path / "none", store)

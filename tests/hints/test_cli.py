@@ -93,7 +93,7 @@ def test_a_server_on_a_public_address_runs_with_or_without_a_token(
 
 @pytest.mark.usefixtures("not_served")
 @follows("cli/commands/export.py:serve", "cannot listen on …:…: …; pass a different --port")
-def test_a_port_in_use_is_replaced_by_a_different_one(
+def test_a_different_port_replaces_one_that_is_in_use(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -346,7 +346,7 @@ def test_the_help_explains_a_command(saved: Store, store_path: Path, messages: M
 
 
 @follows("cli/text.py:shortened", "(--json lists all)")
-def test_json_output_shows_a_long_list_in_full(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
+def test_json_output_contains_a_long_list_in_full(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
     steps = range(2, 24)
     for step in steps:
         saved.save({"x": step}, run="a", step=step)

@@ -23,11 +23,11 @@ from casckpt.frontends.interchange.safetensors.importing import import_safetenso
 from casckpt.frontends.interchange.torch_files import casckpt_to_torch_save, torch_save_to_casckpt
 from casckpt.frontends.serve.view_file import read_rules
 from casckpt.frontends.training_state import load_model_and_optim_state
-from tests.frontends.interchange.test_torch_files import stock
 from tests.hints.conftest import Run
 from tests.support.fuzz import KINDS
 from tests.support.hints import Messages, follows
 from tests.support.serving import serving
+from tests.support.torch_folders import stock
 
 Store = casckpt.Store
 
@@ -373,7 +373,7 @@ def test_a_file_with_a_pickle_is_imported_with_allow_pickle(
     "frontends/interchange/torch_files.py:casckpt_to_torch_save",
     "because plain torch.load cannot read it (pass allow_pickle=True to include it)",
 )
-def test_values_that_torch_load_refuses_are_exported_with_allow_pickle(
+def test_values_that_torch_load_rejects_are_exported_with_allow_pickle(
     store: Store, tmp_path: Path, messages: Messages
 ) -> None:
     state = {"when": datetime(2026, 1, 2, tzinfo=UTC), "n": 1}

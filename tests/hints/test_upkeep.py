@@ -46,7 +46,7 @@ def spoil(path: Path) -> Callable[[], int]:
 
 @follows("upkeep/gc/candidates.py:commits_without_doubt", "or give the checkpoint up with `casckpt transactions STORE")
 @pytest.mark.parametrize("way", ["put back", "give up"])
-def test_a_gc_can_run_after_a_record_is_replaced_or_purged(
+def test_gc_can_run_after_a_record_is_replaced_or_purged(
     trained: Store, store_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     put_back = spoil(min((store_path / "commits").iterdir()))
@@ -63,7 +63,7 @@ def test_a_gc_can_run_after_a_record_is_replaced_or_purged(
 
 @follows("upkeep/lost_records.py:", "Put commits/ back, from a copy of the store or by mounting it; or")
 @pytest.mark.parametrize("way", ["put back", "give up"])
-def test_a_gc_can_run_after_lost_records_are_replaced_or_revoked(
+def test_gc_can_run_after_lost_records_are_replaced_or_revoked(
     trained: Store, store_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     lost = min((store_path / "commits").iterdir())
@@ -205,7 +205,7 @@ def test_a_pattern_to_drop_is_chosen_from_listed_keys(
 
 @follows("upkeep/gc/gc.py:_check_storage", "stop all saves, then open the store with single_writer")
 @follows("upkeep/doctor.py:_creates", "allow only one writer at a time with single_writer (--single-writer)")
-def test_gc_on_a_replacing_storage_requires_a_single_writer(tmp_path: Path, messages: Messages) -> None:
+def test_gc_on_storage_that_replaces_objects_requires_a_single_writer(tmp_path: Path, messages: Messages) -> None:
     storage = Ignoring()
     Store(Repository(storage, tmp_path / "cache", single_writer=True)).save({"x": 1}, run="a", step=1)
     findings = list(examine(Repository(storage, tmp_path / "other")))

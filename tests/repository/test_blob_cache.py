@@ -102,7 +102,7 @@ def test_the_cache_never_exceeds_its_limit(repo: Repository, storage: FarStore, 
             BlobCache(root, limit=limit)  # type: ignore[arg-type]  # a wrong type on purpose
 
 
-def test_a_cache_without_a_limit_leaves_half_of_the_disk(
+def test_a_cache_without_a_limit_leaves_half_of_the_disk_free(
     repo: Repository, storage: FarStore, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, refs = BlobCache(root), [put(repo, seed) for seed in range(4)]

@@ -48,7 +48,7 @@ def in_stores_of_their_own(rank: int, size: int, url: str) -> Any:
 
 
 @pytest.mark.parametrize("url", ["memory://own", "{path}/{{rank}}"])
-def test_ranks_with_different_stores_are_refused(ranks: Pool, tmp_path: Path, url: str) -> None:
+def test_ranks_with_different_stores_are_rejected(ranks: Pool, tmp_path: Path, url: str) -> None:
     """Otherwise, the committing rank would refer to objects that no other rank can find."""
     for told, saved in ranks.run(2, in_stores_of_their_own, url.format(path=tmp_path)):
         assert "all ranks must share one store" in told
@@ -100,7 +100,7 @@ def save_bad(rank: int, size: int, path: Path, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_contradictory_states_are_refused_on_all_ranks(ranks: Pool, path: Path, kind: str) -> None:
+def test_contradictory_states_are_rejected_on_all_ranks(ranks: Pool, path: Path, kind: str) -> None:
     for rank, error in enumerate(ranks.run(4, save_bad, path, kind)):
         assert isinstance(error, InvalidInput)
         assert "layer.w" in str(error)
@@ -224,7 +224,7 @@ def save_after_a_failed_plan(rank: int, size: int, path: Path) -> Any:
     return error, ckpt.stats.bytes_written, storage.blob_bytes
 
 
-def test_a_plan_that_was_not_sent_is_recreated(ranks: Pool, path: Path) -> None:
+def test_a_plan_that_was_not_sent_is_computed_again(ranks: Pool, path: Path) -> None:
     found = ranks.run(3, save_after_a_failed_plan, path)
     assert all(isinstance(error, StorageError) for error, _, _ in found)
     assert torch.equal(casckpt.open(path).read("a@2")["w"], numbers("w", 60, 400))
@@ -357,7 +357,7 @@ def save_stalled(rank: int, size: int, path: Path) -> Any:
     return error, seen, again.id
 
 
-def test_an_error_names_a_stalled_rank_and_the_next_save_works(ranks: Pool, path: Path) -> None:
+def test_an_error_names_a_stalled_rank_and_the_next_save_succeeds(ranks: Pool, path: Path) -> None:
     found = ranks.run(3, save_stalled, path, timeout=5)
     for error, seen, _ in found:
         assert isinstance(error, RankFailed)

@@ -144,7 +144,7 @@ def command(
 
 
 def _say_by_then(session: Session, error: BaseException) -> None:
-    """Print what a failed or interrupted gc has done, because a purge cannot be undone."""
+    """Print what a failed or interrupted gc did before it stopped, because purges cannot be undone."""
     done: GcResult | None = getattr(error, "done", None)
     if done is None:
         return
@@ -162,12 +162,12 @@ def described(result: GcResult) -> dict[str, Any]:
 
 
 def _known(one: Deferred) -> dict[str, Any]:
-    """Convert a deferred checkpoint or save to plain data, without unknown fields."""
+    """Convert a deferred checkpoint or save to plain data. Omit fields that are unknown."""
     return {name: value for name, value in plain(one).items() if value not in (None, [])}
 
 
 class _WaitReport:
-    """Prints the transactions that gc waits for, each of them once."""
+    """Prints each transaction that gc waits for once."""
 
     def __init__(self) -> None:
         self.reported: set[str | None] = set()

@@ -144,7 +144,7 @@ def text(result: dict[str, Any]) -> None:
 
 
 def say_unreadable(ids: Sequence[str]) -> None:
-    """Print how many checkpoints the figures do not include."""
+    """Print the number of checkpoints that the figures do not include."""
     if ids:
         say(f"{count(len(ids), 'checkpoint')} could not be read; run `casckpt verify` for details")
 

@@ -84,7 +84,7 @@ def text(result: dict[str, Any]) -> None:
 def say_damage(
     what: str, blobs: list[dict[str, Any]], manifests: list[dict[str, Any]], records: list[dict[str, Any]]
 ) -> None:
-    """Print a line for each damaged file, with the reason. Each line begins with ``what``."""
+    """Print a line with the reason for each damaged file. Each line begins with ``what``."""
     for one in blobs:
         say(f"{what} blob {one['blob']}: {printable(one['why'])}")
         say(f"  {needed(one)}")
@@ -94,7 +94,7 @@ def say_damage(
 
 
 def needed(damaged: dict[str, Any]) -> str:
-    """Name the checkpoints that need the damaged bytes of a blob."""
+    """Format the names of the checkpoints that need the damaged bytes of a blob."""
     if not damaged["keys"]:
         return "not needed by any checkpoint"
     users = list(dict.fromkeys(f"{printable(one['run'])}@{one['step']}" for one in damaged["needed_by"]))

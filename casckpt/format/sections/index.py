@@ -49,7 +49,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     number: int
 
     def converted(self, dtype: str, itemsize: int) -> Entry:
-        """Return the entry with a different dtype, as after a load that converts it."""
+        """Return the entry with a different dtype, as it is after a load that converts it."""
         return Entry(self.kind, self.key, self.index, self.rank, dtype, itemsize, self.shape, self.number)
 
     @property
@@ -236,7 +236,7 @@ def pack_ranks(ranks: Iterable[int | None]) -> bytes:
 
 
 def entry_columns(streams: Mapping[Name, tuple[str, ExtentTable]], unhashed: Collection[Name]) -> EntryColumns:
-    """Return the entry columns for streams, including each stream's dtype and shape.
+    """Return the entry columns for streams, including the dtype and shape of each stream.
 
     Raises InvalidInput for a key that readers would not accept, and Refused for an unknown dtype.
     """

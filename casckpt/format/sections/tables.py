@@ -212,9 +212,9 @@ def decode_table(
 def _one_row(
     cells: Buffer, rows: Buffer, blob_sizes: Sequence[int], shape: Shape, *, itemsize: int, cell: int
 ) -> ExtentTable | None:
-    """Return the table of a tensor that is stored as one row, as most tensors are, or None. This is a fast path.
+    """Return the table of a tensor that is stored as a single row, as most are, or None. This is a fast path.
 
-    Also returns None for invalid bytes, so that the caller finds the reason.
+    Also return None for invalid bytes, so that the caller determines the reason.
     """
     if len(rows) != len(ROWS) + ROW.size or bytes(rows[:1]) != ROWS or bytes(cells[:1]) != WHOLE:
         return None

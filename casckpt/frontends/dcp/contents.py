@@ -1,4 +1,4 @@
-"""A checkpoint as DCP sees it: its metadata, its values as pickles or plain data, and the locations of its tensors."""
+"""A checkpoint from DCP's view: its metadata, its values as pickles or plain data, and the locations of its tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from casckpt.tensors.untrusted import MISREAD
 
 
 class DcpContents:
-    """One checkpoint, opened by one rank."""
+    """A checkpoint that one rank has opened."""
 
     def __init__(self, store: Store, checkpoint: Checkpoint, options: LoadOptions) -> None:
         self.checkpoint, self._options = checkpoint, options

@@ -140,7 +140,7 @@ class Folder:
 
 
 def _is_readable(data: bytes) -> bool:
-    """Return whether torch's restricted unpickler can read a value and the value's size is acceptable."""
+    """Return whether torch's restricted unpickler can read a value, and the value's size is acceptable."""
     try:
         check_expansion(read_archive(data), len(data), "a value")
     except MISREAD:  # Refused is a ValueError

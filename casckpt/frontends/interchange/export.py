@@ -64,8 +64,8 @@ def export(
     pickle.
 
     Raises NotFound, MissingKey for a pattern or prefix that matches nothing, Conflict if ``path`` exists, Damaged or
-    StorageError. Raises InvalidInput for values that the format cannot hold, for a ``path`` inside the store's folder,
-    and if several parts may be the model. After an error, no file exists under the final names.
+    StorageError. Raises InvalidInput for values that the format cannot represent, for a ``path`` inside the store's
+    folder, and if several parts may be the model. After an error, no file exists under the final names.
     """
     opened = as_store(store)
     _check_outside(opened.url, path)

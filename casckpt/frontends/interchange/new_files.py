@@ -76,7 +76,7 @@ def new_folder(path: Path, *, force: bool, stale: Callable[[str], bool], last: S
 def place_for(
     path: str | os.PathLike[str], *, force: bool, is_last: Callable[[str], bool] = lambda name: False
 ) -> Iterator[Path]:
-    """Yield a local path for ``path``. For a URL, it is in a temporary folder that is copied to the URL at the end.
+    """Yield a local path for ``path``. For a URL, it is in a temporary folder, which is copied to the URL at the end.
 
     ``is_last``: returns whether a file is copied last, because its presence marks a folder as complete. Raises
     Conflict if ``path`` exists, unless ``force`` is set.
@@ -95,7 +95,7 @@ def place_for(
 
 
 def check_file_names(names: Iterable[str], is_taken: Callable[[str], bool]) -> None:
-    """Raise InvalidInput, naming each attachment that cannot be a file in an export.
+    """Raise InvalidInput, naming each attachment that cannot become a file in an export.
 
     ``is_taken``: returns whether the export itself writes a file with the given path. The path is in lower case,
     because some file systems ignore case.
@@ -227,7 +227,7 @@ def write_attached(store: Store, checkpoint: Checkpoint, files: Mapping[str, str
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a file durably, and create its parent folders."""
+    """Write a file durably, and create its parent folders if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with synced_file(path) as file:
         file.write(data)

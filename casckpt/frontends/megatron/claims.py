@@ -1,7 +1,7 @@
 """Claims: the parts of sharded values that each rank holds. Claims determine which rank writes or reads each element.
 
-A save is refused unless exactly one main replica holds each element. In a fully parallel load, one rank reads the data
-that several ranks need and sends it to the others.
+A save is rejected unless exactly one main replica holds each element. In a fully parallel load, one rank reads the
+data that several ranks need and sends it to the others.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class Sharing:
 
 
 def plan_sharing(gathered: Sequence[Claims]) -> list[Sharing]:
-    """Decide which rank reads each value. The reads are balanced by elements, largest values first.
+    """Determine which rank reads each value. The reads are balanced by elements, with the largest values first.
 
     This function is pure.
     """

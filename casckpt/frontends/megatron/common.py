@@ -48,7 +48,8 @@ def read(data: bytes, where: str, allow_pickle: bool) -> Any:
         if allow_pickle:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
         # The process has one list of classes for torch's restricted unpickler. When the context ends, torch removes the
-        # classes that it added, even those that were listed before. So one thread at a time adds only what is missing.
+        # classes that it added, even those that were listed before. Therefore, add only missing classes, and only in
+        # one thread at a time.
         with _LOCK, safe_globals([kind for kind in (Namespace,) if kind not in get_safe_globals()]):
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

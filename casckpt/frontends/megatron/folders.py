@@ -55,7 +55,7 @@ def point(folder: Path, place: StoreRef, common: bytes | None) -> None:
     if common is not None:
         _write(folder / COMMON_NAME, common)
     _write(folder / POINTER_NAME, json.dumps({"store": place.store.url, "run": run, "step": step}).encode())
-    (folder / _TORCH_DIST).unlink(missing_ok=True)  # it belongs to an earlier checkpoint, which Megatron would load
+    (folder / _TORCH_DIST).unlink(missing_ok=True)  # of an earlier checkpoint, which Megatron would otherwise load
 
 
 def is_pointed(folder: Folder) -> bool:

@@ -45,9 +45,9 @@ from casckpt.tensors.values import OfObjects, Shard
 class AsyncRequest(NamedTuple):
     """A request with the fields and methods of Megatron-core's AsyncRequest.
 
-    The save is already running, so the caller only waits. ``async_fn``: a function to run in another process, or None.
-    ``finalize_fns``: functions to call on every rank once ``async_fn`` has returned on all ranks. They return when the
-    checkpoint is committed, and raise the error of the save.
+    The save is already running, so the caller only waits. ``async_fn``: a function to run in a different process, or
+    None. ``finalize_fns``: functions to call on every rank once ``async_fn`` has returned on all ranks. They return
+    when the checkpoint is committed, and raise the error of the save.
     """
 
     async_fn: Callable[..., Any] | None
@@ -193,7 +193,7 @@ def _wait(future: Future[Checkpoint]) -> None:
 
 @dataclass
 class Saving:
-    """One rank's part of a save."""
+    """The part of a save that one rank performs."""
 
     sharded_state_dict: dict[Any, Any]
     rank: int

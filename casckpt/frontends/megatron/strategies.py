@@ -84,7 +84,7 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
     back. ``fully_parallel``, ``options``: see `casckpt.frontends.megatron.save`. One strategy can serve many saves.
     """
 
-    can_handle_sharded_objects = True  # the store holds objects too
+    can_handle_sharded_objects = True  # the store also holds objects
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         forget_removed: bool = False,
         **options: Unpack[SaveArguments],
     ) -> None:
-        # The base class has different arguments in each version, and nothing that it sets is used.
+        # The base class has different arguments in each version, and nothing that it sets is needed.
         self.backend, self.version = BACKEND, VERSION
         self.store = as_store(store)
         self.run, self.step = run, step
@@ -240,7 +240,7 @@ class CasLoadShardedStrategy:
     ``fully_parallel`` and ``options``: see `casckpt.frontends.megatron.load`.
     """
 
-    can_handle_sharded_objects = True  # the store holds objects too
+    can_handle_sharded_objects = True  # the store also holds objects
 
     def __init__(
         self,

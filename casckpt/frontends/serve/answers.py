@@ -54,6 +54,6 @@ def refusal_of(error: CasckptError) -> Refusal:
 
 
 def one_line(text: str) -> str:
-    """Convert ``text`` to one line of ASCII for a header."""
+    """Convert ``text`` to a single line of ASCII for a header."""
     plain = "".join(letter if letter.isprintable() else " " for letter in text)
     return " ".join(plain.split()).encode("ascii", "replace").decode()[:1000]

@@ -1,4 +1,4 @@
-"""A load on one rank: creates the template of a model and its optimizers, and updates them after the load."""
+"""A load on one rank. Creates the template for a model and its optimizers, and updates them after the load."""
 
 from __future__ import annotations
 

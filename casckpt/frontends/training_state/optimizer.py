@@ -117,7 +117,7 @@ def states_to_save(model: nn.Module, optims: Sequence[Optimizer]) -> dict[str, A
 
 def _state_of(optim: Optimizer, groups: Sequence[Sequence[NamedParameter]]) -> dict[str, Any]:
     owned = {id(one.parameter) for group in groups for one in group}
-    keys: list[Any] = list(optim.state)  # torch types them as tensors, but allows any key
+    keys: list[Any] = list(optim.state)  # torch declares them as tensors, but allows any key
     for key in keys:
         if isinstance(key, torch.Tensor) and id(key) not in owned:
             raise InvalidInput(
@@ -317,7 +317,7 @@ class StateKind:
         lacking = sorted(self.needs(options) - names)
         others = () if names <= self.keeps() else map(StateKind, _ALWAYS)
         kinds = [kind.name for kind in others if kind.needs({}) <= names <= kind.keeps()]
-        is_other = bool(kinds) and names != {"step"}  # a user's code may also count steps
+        is_other = bool(kinds) and names != {"step"}  # user code may also count steps
         if lacking or is_other:
             found = f"it lacks {', '.join(map(repr, lacking))}" if lacking else f"it belongs to {' or '.join(kinds)}"
             raise Mismatch(

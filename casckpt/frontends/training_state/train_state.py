@@ -170,7 +170,7 @@ def _load_into(value: Any, state: Any, key: str) -> None:
 
 
 def _copied(value: Any, state: Any, key: str) -> Any:
-    """Copy ``state`` into a tensor or array and return that; if shape, dtype or type differ, return ``state``."""
+    """Copy ``state`` into a tensor or array, and return that. If shape, dtype or type differ, return ``state``."""
     alike = isinstance(state, torch.Tensor if isinstance(value, torch.Tensor) else np.ndarray)
     if not alike or value.shape != state.shape or value.dtype != state.dtype:
         log.warning(
@@ -188,7 +188,7 @@ RNG = "rng"
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the states of this process's random generators: Python's, numpy's, torch's and the CUDA device's."""
+    """Return the states of this process's random generators: those of Python, numpy, torch and the CUDA device."""
     state: dict[str, Any] = {
         "rank": this_rank(),
         "python": random.getstate(),

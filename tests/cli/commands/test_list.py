@@ -54,7 +54,7 @@ def test_list_shows_forgotten_checkpoints_only_with_all(
     assert "forgotten" in run("list", saved, "--all").stdout
 
 
-def test_replaced_commits_are_listed_with_all_until_a_gc(
+def test_replaced_commits_are_listed_with_all_until_gc_removes_them(
     saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
 ) -> None:
     old = store.get("a@2")
@@ -76,7 +76,7 @@ def test_replaced_commits_are_listed_with_all_until_a_gc(
     assert as_json("show", saved, old.id[:16])["run"] == "a"
 
 
-def test_a_replaced_commit_of_a_visible_checkpoint_is_called_old_places(
+def test_a_replaced_commit_of_a_visible_checkpoint_is_marked_as_an_old_location(
     saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
 ) -> None:
     key = next(iter(store.get("a@1").tensors))
@@ -119,7 +119,7 @@ def _with_twin(twin: Any) -> Any:
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 120])
-def test_tables_fit_into_a_terminal(
+def test_tables_fit_the_width_of_the_terminal(
     saved: Path, store: casckpt.Store, run: Run, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     monkeypatch.setattr("casckpt.cli.text.terminal_width", lambda: columns)
@@ -155,7 +155,7 @@ def test_list_shows_and_sorts_by_metrics(saved: Path, store: casckpt.Store, as_j
     assert "unhealthy" in text
 
 
-def test_list_shows_the_health_that_a_save_found(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+def test_list_shows_the_health_recorded_by_a_save(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
     tensors = {"a": torch.tensor([1.0, -2.5]), "b": torch.ones(3, dtype=torch.int8)}
     store.save(tensors, run="h", step=1, health=True)
     store.save(tensors | {"a": torch.tensor([math.nan, -math.inf])}, run="h", step=2, health=True)
@@ -180,7 +180,7 @@ def test_list_shows_the_health_that_a_save_found(saved: Path, store: casckpt.Sto
 # lists
 
 
-def test_a_list_may_be_limited_sorted_and_have_metadata_columns(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_lists_can_be_limited_sorted_and_extended_by_metadata_columns(saved: Path, as_json: AsJson, run: Run) -> None:
     assert named(as_json("list", saved, "--limit", 2)) == ["a@3", "b@1"]
     assert named(as_json("ls", saved, "--sort", "loss")) == ["a@3", "a@2", "a@1", "b@1"]  # b@1 has none
     assert named(as_json("list", saved, "--sort", "-loss", "--limit", 1)) == ["a@1"]

@@ -80,7 +80,7 @@ def test_a_failed_overwrite_keeps_the_old_checkpoint() -> None:
     assert steps(store) == [("sft", 5)]
 
 
-def test_a_load_right_after_a_background_save_finds_it() -> None:
+def test_a_load_right_after_a_background_save_finds_its_checkpoint() -> None:
     checkpointer = Checkpointer(small(), run="sft")
     checkpointer.save_async(5, nn.Linear(2, 2), None, {"which": 5})
     assert checkpointer.load("sft@5", nn.Linear(2, 2)) == {"which": 5}
@@ -120,7 +120,7 @@ def test_a_failed_rotation_does_not_fail_the_save(caplog: pytest.LogCaptureFixtu
     assert steps(store) == [("sft", 3)]
 
 
-def test_one_save_runs_at_a_time() -> None:
+def test_only_one_save_runs_at_a_time() -> None:
     storage, store = broken()
     open_now: list[int] = []
 
@@ -233,7 +233,7 @@ def test_a_foreground_save_runs_before_the_error_for_too_many_failures(caplog: p
     ]
 
 
-def test_a_failure_that_was_read_is_not_raised_by_the_next_save() -> None:
+def test_a_failure_that_was_retrieved_is_not_raised_by_the_next_save() -> None:
     checkpointer = Checkpointer(broken()[1], run="sft")
     checkpointer.save(5, nn.Linear(2, 2))
     with pytest.raises(Conflict, match="sft@5 exists already"):
@@ -273,7 +273,7 @@ def test_each_save_logs_a_summary(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("how", ["save", "save_async"])
-def test_a_summary_has_the_time_that_the_loop_waited(how: str) -> None:
+def test_a_summary_includes_the_time_that_the_loop_waited(how: str) -> None:
     model, optimizer = trained()
     begun = time.monotonic()
     with Checkpointer(small(), run="sft") as checkpointer:

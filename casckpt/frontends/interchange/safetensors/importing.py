@@ -106,7 +106,7 @@ def check_numbers(files: Iterable[Path]) -> None:
 
 
 def put_together(folder: Path, parts: Mapping[str, Sequence[Part]]) -> dict[str, list[Shard]]:
-    """Build each tensor from its parts, as shards. Raises InvalidInput, naming the key, if the parts do not fit."""
+    """Build each tensor from its parts, as shards. Raises InvalidInput, naming the key, if the parts do not match."""
     return {key: _tensor(folder, key, of_tensor) for key, of_tensor in parts.items()}
 
 
@@ -509,7 +509,7 @@ def _is_attachable(folder: Path, name: str, path: Path) -> bool:
 
 
 def _leads_inside(folder: Path, link: Path) -> bool:
-    """Return whether a link points into the folder or Hugging Face's cache, so that it cannot reach other files."""
+    """Return whether a link points into the folder or Hugging Face's cache, and therefore cannot reach other files."""
     homes = [folder.resolve()]
     if folder.parent.name == "snapshots":
         homes.append(folder.resolve().parent.parent / "blobs")

@@ -26,7 +26,7 @@ MAX_SHARD_BYTES: Final = 5_000_000_000
 
 @dataclass(frozen=True)
 class FileLayout:
-    """One file: the bytes ``head``, then the data of ``tensors`` in order, without holes.
+    """A file: the bytes ``head``, followed by the data of ``tensors`` in order, without holes.
 
     An index, or any other file without tensors, is all head.
     """
@@ -79,7 +79,7 @@ def _file(name: str, tensors: Sequence[ViewTensor], metadata: Mapping[str, str])
 
 
 def plan_shards(streams: Sequence[ViewTensor], most: int) -> list[list[ViewTensor]]:
-    """Split tensors into one or more files of at most ``most`` data bytes, in order. A larger tensor has its own."""
+    """Split tensors, in order, into files of at most ``most`` data bytes. A larger tensor has its own file."""
     if most < 1:
         raise InvalidInput(f"files of at most {most} bytes cannot hold anything; pass a larger --max-shard-size")
     return list(in_batches(streams, lambda tensor: tensor.entry.nbytes, most)) or [[]]
