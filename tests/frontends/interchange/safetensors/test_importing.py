@@ -253,7 +253,7 @@ def test_sharded_torch_files_become_safetensors_shards(store: casckpt.Store, tmp
     assert same({key: tensor for name in shards for key, tensor in held[name].items()}, TORCH)
 
 
-def test_one_of_several_torch_files_is_refused(store: casckpt.Store, tmp_path: Path) -> None:
+def test_one_of_several_torch_files_is_rejected(store: casckpt.Store, tmp_path: Path) -> None:
     folder = torch_shards(tmp_path / "in")
     for path in folder.glob("*.bin"):
         with pytest.raises(InvalidInput, match=f"one of several files of a model; pass the folder {folder}"):
@@ -267,7 +267,7 @@ def test_one_of_several_torch_files_is_refused(store: casckpt.Store, tmp_path: P
 @pytest.mark.parametrize(
     "content", [{"state_dict": {"a": torch.ones(2)}}, {"a": 3}, [torch.ones(2)], {1: torch.ones(1)}, Path("x")]
 )
-def test_a_torch_file_with_other_values_is_refused_in_a_folder(
+def test_a_torch_file_with_other_values_is_rejected_in_a_folder(
     store: casckpt.Store, tmp_path: Path, content: Any
 ) -> None:
     torch.save(content, tmp_path / "pytorch_model.bin")
@@ -319,7 +319,7 @@ def test_a_changed_component_gets_a_new_file(store: casckpt.Store, tmp_path: Pat
 
 
 @pytest.mark.parametrize("key", ["unet", "unet.w", "unet.other"])
-def test_a_component_whose_name_begins_a_key_is_refused(store: casckpt.Store, tmp_path: Path, key: str) -> None:
+def test_a_component_whose_name_begins_a_key_is_rejected(store: casckpt.Store, tmp_path: Path, key: str) -> None:
     folder = components(tmp_path / "in")
     file_of(folder, {key: torch.ones(1)}, "model.safetensors")
     with pytest.raises(InvalidInput, match="begins with the name of the subfolder 'unet'"):
