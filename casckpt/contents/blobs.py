@@ -81,13 +81,12 @@ def check_reused(repo: Repository, txid: TxId, refs: Iterable[BlobRef]) -> list[
     lost = check(repo, refs)
     if lost and repo.storage.size(commit_key(txid)) is not None:
         raise Revoked(
-            "gc assumed that this save was dead, and deleted blobs that it reused; save again", key=commit_key(txid)
+            "gc assumed that this save was dead, and deleted blobs that the save reused; save again",
+            key=commit_key(txid),
         )
     for ref in lost:
         log.warning("blob %s is missing or truncated; this save stores its cells again", ref.hash)
-        mark_damaged(
-            repo, ref.uploader, ref.hash, "it was missing or had a different size when a save tried to reuse it"
-        )
+        mark_damaged(repo, ref.uploader, ref.hash, "it was missing or had the wrong size when a save tried to reuse it")
     return lost
 
 
@@ -172,6 +171,6 @@ def _mark_as(repo: Repository, uploader: TxId, blob: BlobHash, state: str, why: 
 
 def _mark(name: tuple[TxId, BlobHash], number: int, record: Read) -> DamageMark:
     if isinstance(record, CasckptError):
-        return DamageMark(*name, number, DAMAGED, f"casckpt cannot read its mark: {record}")
+        return DamageMark(*name, number, DAMAGED, f"casckpt cannot read the blob's damage mark: {record}")
     fits = (record.uploader, record.blob) == name and record.state in {REPAIRED, FRAMES}
     return DamageMark(*name, number, record.state if fits else DAMAGED, record.why)

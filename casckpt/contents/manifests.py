@@ -195,10 +195,10 @@ def _naming(commit: Commit) -> Iterator[None]:
         reason = str(error).removeprefix(f"manifest {commit.id} is damaged: ")
         more = f" ({reason})" if isinstance(error, Damaged) else ""
         message = (
-            f"the manifest of checkpoint {commit.run}@{commit.step} ({commit.id}) {why}: {key}{more}. "
-            "Restore it with `casckpt repair`, or give it up with `casckpt forget`: gc continues without it a day "
-            f"later, or immediately with `--run {shlex.quote(commit.run)} --min-age 0`, which also purges all other "
-            "forgotten checkpoints of that run"
+            f"the manifest of checkpoint {commit.run}@{commit.step} ({commit.id}) {why}: {key}{more}. Restore it "
+            "with `casckpt repair`, or give up the checkpoint with `casckpt forget`: a day later, gc continues "
+            f"without it. `--run {shlex.quote(commit.run)} --min-age 0` makes gc continue immediately, but also "
+            "purges all other forgotten checkpoints of that run"
         )
         raise Damaged(message, key=key, checkpoints=(commit.id,)) from error
     except Refused as error:

@@ -171,7 +171,7 @@ def _as_it_is(repo: Repository, listed: CommitList, commit: Commit) -> Commit:
     other = listed.of_id(now.id)  # it was rewritten, or a rewrite was undone
     if other is not None and (other.run, other.step) != (now.run, now.step):
         raise Refused(
-            f"the commit records of {other} and {now} name the same id: one of them is false", checkpoints=(now.id,)
+            f"the commit records of {other} and {now} name the same id: one of them is wrong", checkpoints=(now.id,)
         )
     if other is None or not (other.visible or now.live or listed.is_rewrite_of(other, now.txid)):
         raise Gone(f"{now} was purged: it is gone for good; see `casckpt list`", checkpoints=(now.id,))
@@ -261,7 +261,7 @@ def about_run(repo: Repository, listed: CommitList, run: str) -> str:
 def _no_step(repo: Repository, listed: CommitList, commits: Sequence[Commit], what: str) -> NotFound:
     newest = commits[-1]
     steps = sorted(commit.step for commit in commits)
-    there = f"the newest is {newest.run}@{newest.step}, steps go from {steps[0]} to {steps[-1]}"
+    there = f"the newest is {newest.run}@{newest.step}, and the steps range from {steps[0]} to {steps[-1]}"
     return NotFound(f"run {newest.run!r} in {repo.storage.url} has no {what}; {there}{_doubt(listed)}")
 
 

@@ -297,7 +297,7 @@ def watch(
             notice = watcher.next()
         except StorageError as error:
             notice, failure = None, error
-            log.warning("casckpt cannot watch the run at present; a retry follows: %s", error)
+            log.warning("casckpt cannot watch the run now, but will retry: %s", error)
         if notice is not None:
             yield notice
             since, pause = now(), poll

@@ -90,7 +90,9 @@ class Follower:
                         pause = _PAUSE
                         yield made
                     if once and self._at(CURRENT) is None:
-                        skipped = f"no checkpoint of run {self.run!r} in {self.store.url} can be used; see the log"
+                        skipped = (
+                            f"casckpt cannot follow any checkpoint of run {self.run!r} in {self.store.url}; see the log"
+                        )
                         raise NotFound(self._absence() or skipped)
                     return
                 except (NotFound, Conflict, Damaged):  # these are also OSErrors, but retrying does not help
@@ -98,9 +100,7 @@ class Follower:
                 except OSError as error:  # from the storage or the folder
                     if once:
                         raise
-                    log.warning(
-                        "%s cannot be followed at the moment; casckpt will retry in %.0f s: %s", self.run, pause, error
-                    )
+                    log.warning("casckpt cannot follow %s now, and will retry in %.0f s: %s", self.run, pause, error)
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -147,10 +147,10 @@ class Follower:
             with self.store.lease(checkpoint) as held:
                 self._make(held, folder)
         except NotFound as error:
-            log.info("%s is left out: %s", checkpoint, error)
+            log.info("casckpt skips %s: %s", checkpoint, error)
             return None
         except (Damaged, Unsigned) as error:
-            log.error("%s is left out: %s", checkpoint, error)
+            log.error("casckpt skips %s: %s", checkpoint, error)
             return None
         self._link(CURRENT, folder)
         return Switch(checkpoint, folder, self._notify(folder))

@@ -35,7 +35,7 @@ from casckpt.store.opening import open as open_store
 OPTIMIZER = "optimizer"  # the names in torchtitan
 PARTS = ("lr_scheduler", "dataloader")
 _OWN_NAMES = (
-    "{}. In torchtitan, rename works with initial_load_ref only: continue as a different run, with run=..., "
+    "{}. In torchtitan, rename works only with initial_load_ref: continue as a different run, with run=..., "
     "initial_load_ref='{}@{}', initial_load_model_only=False and that rename in the configuration"
 )
 

@@ -45,7 +45,9 @@ class Best:
         if way not in ("min", "max") or not metric:
             metric, way = name, "min"
         if not metric or not _NUMBER.fullmatch(number):
-            raise InvalidInput(f'keep-best {text!r:.120}: pass a metric and a number, such as "loss:3" or "acc:max:1"')
+            raise InvalidInput(
+                f'keep-best {text!r:.120} is not valid: pass a metric and a number, such as "loss:3" or "acc:max:1"'
+            )
         return cls(metric, int(number), way == "max")
 
     def of(self, current: Iterable[SavedCheckpoint]) -> list[SavedCheckpoint]:
@@ -83,11 +85,11 @@ class Policy:
 
     def __post_init__(self) -> None:
         if self.keep_last is not None and (type(self.keep_last) is not int or self.keep_last < 0):
-            raise InvalidInput(f"keep-last {self.keep_last!r}: pass a number of checkpoints, 1 or more")
+            raise InvalidInput(f"keep-last {self.keep_last!r} is not valid: pass a number of checkpoints, 1 or more")
         for rule in ("keep_every", *_CALENDAR):
             number = getattr(self, rule)
             if number is not None and (type(number) is not int or number < 1):
-                raise InvalidInput(f"{rule.replace('_', '-')} {number!r}: pass a number, 1 or more")
+                raise InvalidInput(f"{rule.replace('_', '-')} {number!r} is not valid: pass a number, 1 or more")
         if self.keep_within is not None:
             seconds_of(self.keep_within, "keep-within")
         if not self.best:  # an empty list, for example from a repeatable option
@@ -166,7 +168,8 @@ def thinning_of(rule: Any) -> Thinning | None:
     keep = Policy(**{name: value for name, value in rule.items() if name != "drop"})
     if keep.is_empty:
         raise InvalidInput(
-            f"thin={rule!r:.200} does not say what is kept whole; also pass keep_last=1 or a different rule"
+            f"thin={rule!r:.200} does not specify which checkpoints to keep whole; also pass keep_last=1 or a "
+            "different rule"
         )
     return Thinning(tuple(sorted(patterns_of(rule["drop"]))), keep)
 

@@ -107,7 +107,7 @@ def megatron_shard(tensor: Any, data: Any = None, *, replicated: bool = False) -
     """
     data = tensor.data if data is None else data
     if data is None:
-        raise InvalidInput(f"{tensor.key!r} has no data (None); set its data", key=tensor.key)
+        raise InvalidInput(f"the data of {tensor.key!r} is None; set its data", key=tensor.key)
     region, flat = megatron_region(tensor), flat_range(tensor)
     try:
         return Shard(

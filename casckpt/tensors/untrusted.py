@@ -139,8 +139,8 @@ def check_expansion(value: Any, nbytes: int, where: str) -> None:
             waiting.extend(item)
         if seen > most or room < 0:
             raise Refused(
-                f"{where} contains itself, or contains the same value many times: written out, it would be far "
-                f"larger than the file"
+                f"{where} contains itself, or contains the same value many times, so its data would be far larger "
+                "than the file"
             )
 
 

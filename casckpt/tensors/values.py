@@ -140,7 +140,7 @@ def _check_ranges(ranges: tuple[Range, ...], box: Box, numel: int) -> None:
         Region(box, lo, hi)  # raises if it is outside the box
     for (_, end), (start, _) in pairwise(sorted(pair for pair in ranges if pair[0] < pair[1])):
         if start < end:
-            raise InvalidInput(f"flat ranges of a Shard overlap: one ends at {end}, the next starts at {start}")
+            raise InvalidInput(f"flat ranges of a Shard overlap: one ends at {end}, but the next starts at {start}")
     total = sum(hi - lo for lo, hi in ranges)
     if total != numel:
         raise InvalidInput(

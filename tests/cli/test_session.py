@@ -81,7 +81,7 @@ def test_verbose_logs_each_step(saved: Path, run: Run, tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "w.pt")
     said = {
         ("gc", saved, "--keep-last", 1, "--min-age", 0): "2 live checkpoints, 3 objects that none of them needs",
-        ("copy", saved, tmp_path / "copy"): "blobs to put, of",
+        ("copy", saved, tmp_path / "copy"): "blobs to upload",
         ("verify", saved): "blobs to check",
         ("repair", saved): "0 blobs are damaged or missing; 0 manifests were restored",
         ("import", saved, tmp_path / "w.pt", "--step", 1): "as torch",

@@ -180,7 +180,7 @@ def test_a_not_found_error_lists_alternatives(repo: Repository) -> None:
         resolve(repo, "sft@1")
     for step in (10, 30, 20):
         commit_bare(repo, "sft-v1", step)
-    with pytest.raises(NotFound, match="has no step 5; the newest is sft-v1@20, steps go from 10 to 30"):
+    with pytest.raises(NotFound, match="has no step 5; the newest is sft-v1@20, and the steps range from 10 to 30"):
         resolve(repo, "sft-v1@5")
     with pytest.raises(NotFound, match=r"did you mean sft-v1\?"):
         resolve(repo, "sft_v1@10")

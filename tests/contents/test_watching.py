@@ -317,7 +317,7 @@ def test_a_watch_retries_after_storage_failures_and_misses_nothing(
     storage.heal()
     finish(writer, slow)
     assert told + seen(40) == [(2, False), (3, False), (1, True)]
-    assert caplog.text.count("a retry follows") > 4
+    assert caplog.text.count("cannot watch the run now, but will retry") > 4
 
 
 def test_storage_that_still_fails_at_the_end_raises_an_error(repo: Repository, faults: FaultyStore) -> None:

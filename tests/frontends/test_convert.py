@@ -46,7 +46,7 @@ def test_reimporting_a_file_does_not_write_blobs(store: casckpt.Store, tmp_path:
     assert import_safetensors(store, source, run="base", step=0).stats.bytes_written > 0
     again = import_safetensors(store, source, run="base", step=1)
     assert (again.stats.bytes_written, again.stats.blobs_written) == (0, 0)
-    with pytest.raises(Conflict, match="base@1 exists"):
+    with pytest.raises(Conflict, match="base@1 already exists"):
         import_safetensors(store, source, run="base", step=1)
     import_safetensors(store, source, run="base", step=1, overwrite=True)
     assert [(one.run, one.step) for one in store.checkpoints()] == [("base", 0), ("base", 1)]

@@ -321,7 +321,7 @@ def test_a_follower_retries_after_store_failures(
     following: Any = Follower(failing, "run", folder).follow()
     assert next(following).checkpoint.step == 0
     assert pauses == [2**n for n in range(len(pauses))]
-    assert caplog.text.count("casckpt will retry in") == len(pauses) > 2
+    assert caplog.text.count("will retry in") == len(pauses) > 2
     assert is_at(folder, 0)
     save(store, 1)
     faulty.inject(fail_before("open", times=2))
@@ -376,7 +376,7 @@ def test_a_damaged_checkpoint_is_skipped(store: Store, tmp_path: Path, caplog: p
     for key in set(blob_keys(store)) - there:
         flip(store, key, 5000)
     assert once(store, folder) == []
-    assert "is left out" in caplog.text
+    assert "casckpt skips" in caplog.text
     assert is_at(folder, 0)
     save(store, 2)
     assert once(store, folder) == [2]

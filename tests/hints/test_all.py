@@ -37,7 +37,7 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("ranks/ranks.py:_gloo", "set GLOO_SOCKET_IFNAME to a network interface"): (
         "tests/ranks/test_waiting.py::test_a_gloo_startup_failure_is_reported_on_all_ranks"
     ),
-    Case("ranks/messages.py:astray", "give the objects on every rank, or give the state_dict of each"): (
+    Case("ranks/messages.py:astray", "pass the objects on every rank, or pass the state_dict of each"): (
         "tests/frontends/training_state/test_objects.py::test_objects_on_a_single_rank_are_rejected_on_all_ranks_without_waiting"
     ),
     Case("loading/entries.py:no_entry", "Map the whole mapping, with rename="): (
@@ -139,7 +139,7 @@ def test_every_extra_that_a_hint_names_exists() -> None:
         "set GLOO_SOCKET_IFNAME",
         "store.read takes it",
         "call mark_as_sharded() first",
-        "pass it to dcp.load",
+        "pass the reader to dcp.load",
         "it belongs into exclude_keys",
         "pass a different cache_dir",
     ],
@@ -148,7 +148,7 @@ def test_a_message_that_names_something_to_use_is_advice(text: str) -> None:
     assert is_advice(text)
 
 
-@pytest.mark.parametrize("text", ["jobs=… is not usable; give a positive number", "no name is given", "casckpt would"])
+@pytest.mark.parametrize("text", ["jobs=… is not valid: pass a positive number", "no name is given", "casckpt would"])
 def test_a_message_that_only_states_an_error_is_not_advice(text: str) -> None:
     assert not is_advice(text)
 

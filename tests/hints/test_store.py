@@ -278,7 +278,9 @@ def test_a_checkpoint_without_a_lease_is_loaded_without_hold(
 # manifests, blobs, signatures
 
 
-@follows("contents/manifests.py:_naming", "Restore it with `casckpt repair`, or give it up with `casckpt forget`")
+@follows(
+    "contents/manifests.py:_naming", "Restore it with `casckpt repair`, or give up the checkpoint with `casckpt forget`"
+)
 def test_a_lost_manifest_is_repaired_or_its_checkpoint_purged(
     saved: Store, tmp_path: Path, messages: Messages, run: Run, weights: dict[str, torch.Tensor]
 ) -> None:

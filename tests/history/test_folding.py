@@ -43,7 +43,7 @@ def test_a_restore_undoes_a_rewrite_permanently(repo: Repository) -> None:
     back = restore(repo, refresh(repo, base))
     assert visible(repo) == [back.txid]
     assert [now(repo, one).standing for one in (base, made, upon)] == [STANDS, VOID, VOID]
-    with pytest.raises(Conflict, match="is not in effect"):
+    with pytest.raises(Conflict, match="did not take effect"):
         restore(repo, now(repo, upon))
     other = rewrite_bare(repo, back)
     assert visible(repo) == [other.txid]
@@ -55,7 +55,7 @@ def test_a_rewrite_is_invisible_until_its_base_is_recorded_as_replaced(repo: Rep
     made = half_rewrite(repo, base)
     assert (now(repo, made).standing, visible(repo)) == (UNSETTLED, [base.txid])
     assert [one.txid for one in list_commits(repo).live()] == [made.txid, base.txid]
-    with pytest.raises(Conflict, match="is not in effect"):
+    with pytest.raises(Conflict, match="did not take effect"):
         forget(repo, now(repo, made))
     for host in (repo, repository(tmp_path / "new", repo.storage, seed=8)):
         assert newest(host, "run", is_visible) == now(repo, base)

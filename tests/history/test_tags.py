@@ -123,7 +123,7 @@ def test_a_checkpoint_forgotten_during_tagging_is_restored(repo: Repository, fau
 
 
 TAKEN: dict[str, Callable[[Repository, Commit], object]] = {
-    "purged just now": lambda repo, commit: purge(repo, forget(repo, commit)),
+    "just purged": lambda repo, commit: purge(repo, forget(repo, commit)),
     "visible under the same run and step": lambda repo, commit: (forget(repo, commit), commit_bare(repo, "a", 1)),
 }
 
@@ -173,7 +173,7 @@ def test_one_of_eight_simultaneous_moves_of_a_tag_wins(tmp_path: Path, where: st
     for thread in threads:
         thread.join()
     assert (len(won), len(lost)) == (1, 7)
-    assert all("moved by another process" in message for message in lost)
+    assert all("another process has just moved" in message for message in lost)
     assert named(repo) == {"best": won[0]}
     assert tags(repo)["best"].generation == 1
 

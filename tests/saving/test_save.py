@@ -74,7 +74,7 @@ def test_the_smallest_and_largest_steps_are_saved() -> None:
 def test_saving_an_existing_step_raises_conflict() -> None:
     store = small()
     first = store.save(STATE, run="a", step=1)
-    with pytest.raises(Conflict, match=r"a@1 exists already.*overwrite=True") as caught:
+    with pytest.raises(Conflict, match=r"a@1 already exists.*overwrite=True") as caught:
         store.save({"w": torch.zeros(6)}, run="a", step=1)
     assert caught.value.checkpoints == (first.id,)
     assert isinstance(caught.value, FileExistsError)
@@ -256,7 +256,7 @@ def _finds_what_is_not_announced(made: Store, known: bool, caplog: pytest.LogCap
     for entry in list(storage.list("runs/")):
         storage.delete(entry.key)
     store = made if known else Store(Repository(storage))
-    with pytest.raises(Conflict, match="a@1 exists already"):
+    with pytest.raises(Conflict, match="a@1 already exists"):
         store.save(STATE, run="a", step=1)
     assert "runs/ of" in caplog.text
     again = store.save({"w": cells(3, seed=1)}, run="a", step=3)

@@ -161,7 +161,7 @@ def test_a_future_raises_its_error_and_the_next_save_succeeds() -> None:
     second = held.store.save_async({"w": cells(1)}, step=1)
     assert second.result(SECONDS).step == 1
     third = held.store.save_async({"w": cells(1)}, step=1)
-    with pytest.raises(Conflict, match="default@1 exists already"):
+    with pytest.raises(Conflict, match="default@1 already exists"):
         third.result(SECONDS)
     assert steps(held.store) == [("default", 1)]
 

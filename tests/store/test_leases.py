@@ -92,7 +92,7 @@ def test_an_expired_tag_does_not_refer_to_a_checkpoint(store: Store) -> None:
 
 def test_a_forgotten_checkpoint_is_neither_leased_nor_restored(store: Store) -> None:
     (gone,) = store.forget("run@0")
-    with pytest.raises(NotFound, match="only a visible checkpoint can be held"):
+    with pytest.raises(NotFound, match="only a visible checkpoint can be leased"):
         store.tag("eval", gone.id, expires="1h")
     with pytest.raises(NotFound), store.lease(gone.id):
         pass
@@ -153,7 +153,7 @@ def test_a_failed_load_ends_its_lease(store: Store) -> None:
 
 def test_a_forgotten_checkpoint_is_not_loaded_with_a_lease(store: Store) -> None:
     (gone,) = store.forget("run@0")
-    with pytest.raises(NotFound, match="only a visible checkpoint can be held"):
+    with pytest.raises(NotFound, match="only a visible checkpoint can be leased"):
         store.load(empty(), gone.id, lease=True)
 
 

@@ -205,15 +205,15 @@ def test_an_unreported_failed_last_save_sets_the_exit_status(ended: dict[str, En
         said = ended[program].said
         assert "second\n" in said, said
         assert said.endswith("first "), said
-        told = "the last background save failed, and no caller asked its future"
+        told = "the last background save failed, and no caller checked its future"
         assert said.count(told) == (program in FAILED and "stderr = None" not in program), said
 
 
 def test_an_unreported_failed_last_save_is_logged_at_exit(ended: dict[str, Ended]) -> None:
     said, status, _ = ended[COLLECTED]
     assert status == 120
-    assert said.count("failed, and no caller asked its future") == 1
-    assert "default@2 exists already" in said
+    assert said.count("failed, and no caller checked its future") == 1
+    assert "default@2 already exists" in said
 
 
 def test_a_deleted_store_is_recreated_by_the_next_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

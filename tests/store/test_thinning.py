@@ -188,7 +188,7 @@ def test_contradictory_arguments_are_rejected(store: Store) -> None:
     for arguments in ({"drop": DROP}, {"drop": [], "keep_last": 1}, {"drop": [1], "keep_last": 1}):
         with pytest.raises(InvalidInput):
             store.thin(**arguments)
-    with pytest.raises(InvalidInput, match="give either the checkpoints to thin"):
+    with pytest.raises(InvalidInput, match="specify either the checkpoints to thin"):
         store.thin("run@1", drop=DROP, keep_last=1)
     with pytest.raises(InvalidInput, match="would drop every tensor"):
         store.thin("run@1", drop="*")

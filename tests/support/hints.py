@@ -87,8 +87,7 @@ def hints_in(module: str, source: str) -> Iterator[Hint]:
 
 
 def is_advice(text: str) -> bool:
-    """Report whether a message advises more than a different argument value (as ``jobs=0 is not usable; give
-    1`` does)."""
+    """Report whether a message advises more than a different argument value (``jobs=0 is not valid: pass 1``)."""
     return " " in text and any(pattern.search(re.sub(r"^[a-z_]+=…", "", text)) for pattern in _ADVICE)
 
 

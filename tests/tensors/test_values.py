@@ -64,7 +64,7 @@ def test_empty_shards_have_no_regions(options: dict[str, Any]) -> None:
         ((2,), {"global_shape": 2}, "global_shape of a Shard must be a sequence of ints"),
         ((3,), {"global_shape": (8,), "flat": (0, 4)}, "flat ranges with 4 elements in total do not match data with 3"),
         ((3,), {"global_shape": (8,), "flat": [(0, 2), (4, 6)]}, "flat ranges with 4 elements in total"),
-        ((4,), {"global_shape": (8,), "flat": [(0, 3), (2, 3)]}, "overlap: one ends at 3, the next starts at 2"),
+        ((4,), {"global_shape": (8,), "flat": [(0, 3), (2, 3)]}, "overlap: one ends at 3, but the next starts at 2"),
         ((4,), {"global_shape": (8,), "flat": (6, 10)}, r"flat range \[6, 10\) is outside a box of 8"),
         ((4,), {"global_shape": (8,), "flat": (4, 0)}, "is outside a box"),
         ((4,), {"global_shape": (8,), "flat": 4}, r"must be \(lo, hi\) or a list of such ranges"),

@@ -170,7 +170,7 @@ def test_lost_settings_prevent_gc_if_a_mirror_was_set(local: Repository, root: P
     commits.forget(local, newest)
     shutil.rmtree(root / "settings")
     before = keys(local)
-    with pytest.raises(Damaged, match=r"settings/ of .* is lost, and mirrored/"):
+    with pytest.raises(Damaged, match=r"settings/ of .* is missing, and mirrored/"):
         run_gc(local)
     assert keys(local) == before
     local.change_settings(mirror=mirror)

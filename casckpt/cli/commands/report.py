@@ -136,8 +136,8 @@ def text(result: dict[str, Any]) -> None:
         say()
     facts([
         ("blobs", size(result["bytes_blobs"])),
-        ("of several runs", size(result["bytes_shared"])),
-        ("of no checkpoint", size(result["bytes_unneeded"])),
+        ("shared by runs", size(result["bytes_shared"])),
+        ("not in checkpoints", size(result["bytes_unneeded"])),
         ("a gc frees", freed(result["freed"]["now"], result["freed"]["later"])),
     ])  # fmt: skip
     say_unreadable(result["unreadable"])

@@ -48,7 +48,7 @@ _HEALTH = (Column("LARGEST", "right", fixed=True), Column("UNUSUAL", fixed=True)
 @click.argument("ref", type=REF)
 @click.option("--tensors", "all_tensors", is_flag=True, help="List all tensors, no matter how many there are.")
 @click.option("--keys", multiple=True, metavar="PATTERN", help="Show only tensors whose key matches. May be repeated.")
-@click.option("--digests", is_flag=True, help="Show the BLAKE3 hash of each tensor's bytes. May have to read them.")
+@click.option("--digests", is_flag=True, help="Show the BLAKE3 hash of each tensor's bytes. This may read the bytes.")
 def command(session: Session, ref: str, *, all_tensors: bool, keys: tuple[str, ...], digests: bool) -> None:
     """Show the content of a checkpoint.
 
@@ -215,7 +215,9 @@ def _parent(store: Store, ref: str) -> str:
             f"{ref} has no parent, because it was the first of its run; name a second checkpoint to compare it with"
         )
     if parent not in store:
-        raise NotFound(f"the parent of {ref}, {parent[:12]}, is gone; name a second checkpoint to compare it with")
+        raise NotFound(
+            f"the parent of {ref}, {parent[:12]}, no longer exists; name a second checkpoint to compare it with"
+        )
     return parent
 
 

@@ -369,7 +369,7 @@ def undo(frame: memoryview, into: memoryview) -> None:
     """
     read = read_frame(frame, into.nbytes)
     if not needs_base(read.form):
-        raise Refused("a frame without a base cannot be undone; decode the frame of the wanted base instead")
+        raise Refused("a frame without a base cannot be undone; decode the frame of the base that you need")
     elements = _elements(into, read.width)
     _change(read, elements, elements, np.subtract)
 

@@ -151,7 +151,7 @@ class ManifestBody(Description, frozen=True, kw_only=True, dict=True, rename=_ST
         if self.parent is not None:
             check_hash(self.parent)
         if not 4096 <= self.cell_bytes <= 1 << 30 or self.cell_bytes % 4096:
-            raise Refused(f"its cell size is {self.cell_bytes} bytes")
+            raise Refused(f"its cell size of {self.cell_bytes} bytes is invalid")
         for name in self.attachment_names:
             check_attachment_name(name)
 

@@ -131,7 +131,7 @@ def _check(extent: Extent, nbytes: int, blob_sizes: Sequence[int]) -> None:
     if extent.blob >= len(blob_sizes):
         raise Refused("an extent names a blob that the manifest does not have")
     if extent.offset < DATA_OFFSET or extent.offset + nbytes > blob_sizes[extent.blob]:
-        raise Refused("an extent lies outside its blob, or in its header")
+        raise Refused("an extent lies outside its blob, or in the header of the blob")
 
 
 WHOLE, SPANS = b"\0", b"\1"
@@ -307,7 +307,7 @@ def _extents(
             if blob >= known:
                 raise Refused("an extent names a blob that the manifest does not have")
             if offset < DATA_OFFSET or offset + (hi - lo) * itemsize > blob_sizes[blob]:
-                raise Refused("an extent lies outside its blob, or in its header")
+                raise Refused("an extent lies outside its blob, or in the header of the blob")
             end = at + cells * DIGEST_BYTES
             yield Extent(box, lo, hi, blob, offset, digests[at:end])
             lo, at = hi, end

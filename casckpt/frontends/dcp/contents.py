@@ -117,8 +117,8 @@ class DcpContents:
             wanted = sum(prod(chunk.sizes) for chunk in _create_chunk_list(value))
             if planned.get(key, 0) != wanted:
                 raise InvalidInput(
-                    f"{key!r}: this rank saved alone and now loads more than it saved. Load on as many ranks, "
-                    "with the same sharding, or save with collectives enabled",
+                    f"{key!r}: this rank saved alone and now loads more than it saved. Load on the same number of "
+                    "ranks, with the same sharding, or save with collectives enabled",
                     key=key,
                 )
 

@@ -64,7 +64,9 @@ def casckpt_to_dcp(
     checkpoint = opened_store.get(ref)
     opened = DcpContents(opened_store, checkpoint, LoadOptions(allow_pickle=allow_pickle))
     if opened.note.chunks:
-        raise InvalidInput(f"{checkpoint.run} holds the state of a single rank, so there is no whole state to export")
+        raise InvalidInput(
+            f"{checkpoint.run} holds the state of a single rank, so casckpt cannot export the complete state"
+        )
     total = checkpoint.stats.bytes_total
     reader = RegionReader(opened_store.repository, opened.contents.manifest, total, Progress(progress))
     attached = file_attachments(opened_store, checkpoint) if attachments else []

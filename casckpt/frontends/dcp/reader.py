@@ -218,7 +218,7 @@ class StorageReader(Protocol):
     @property
     def _now(self) -> DcpContents:
         if self._opened is None:
-            raise InvalidInput("a StorageReader was used before read_metadata; pass it to dcp.load")
+            raise InvalidInput("a StorageReader was used before read_metadata was called; pass the reader to dcp.load")
         return self._opened
 
     def _read_values(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:

@@ -177,7 +177,8 @@ class WriterSession:
         check_keys(tree)
         if any(stored.check != self.options.check_replicas for stored in written):
             raise InvalidInput(
-                f"check_replicas is not {self.options.check_replicas!r} on all ranks; pass the same value everywhere"
+                f"check_replicas is {self.options.check_replicas!r} on some ranks only; pass the same value on all "
+                "ranks"
             )
         samples = [stored.samples for stored in written if stored.samples is not None]
         if len(samples) == leader.size:

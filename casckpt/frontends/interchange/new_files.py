@@ -210,7 +210,9 @@ def torch_saves() -> Iterator[None]:
     try:
         yield
     except KeyError as error:
-        raise InvalidInput(f"torch.save cannot write this checkpoint ({error.args[0]}); choose other keys") from error
+        raise InvalidInput(
+            f"torch.save cannot write this checkpoint ({error.args[0]}); choose different keys"
+        ) from error
     except RuntimeError as error:
         raise OSError(f"torch.save failed ({error})") from error
 

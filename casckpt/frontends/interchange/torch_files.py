@@ -139,8 +139,8 @@ def _read(path: Path, allow_pickle: bool) -> Any:
                 raise
             held = refused_name(error)
             raise InvalidInput(
-                f"{path} holds more than tensors and plain data, so reading it runs code from the file; pass "
-                f"allow_pickle=True (--allow-pickle) if you trust its source ({held})"
+                f"{path} holds more than tensors and plain data ({held}), so reading it runs code from the file; "
+                "pass allow_pickle=True (--allow-pickle) if you trust its source"
                 + f". {_DEFINE}"
                 * ("__main__." in held)
             ) from error
@@ -410,8 +410,8 @@ def _of_lightning(state: Mapping[str, Any], home: str) -> Mapping[str, Any]:
 
 def _note(what: str, why: str, advice: str = "Load") -> str:
     return (
-        f"{what} numbers its parameters and is stored unchanged, without their names ({why}): a resume cannot find "
-        f"it. {advice} it with store.read and optim.load_state_dict"
+        f"{what} identifies its parameters by number. It is stored unchanged, without their names ({why}), so a "
+        f"resume cannot find it. {advice} it with store.read and optim.load_state_dict"
     )
 
 

@@ -175,8 +175,8 @@ def _check_object_shape(holders: Sequence[tuple[int, ObjectClaim]]) -> None:
             0 <= at < extent for at, extent in zip(claim.offset, claim.shape, strict=True)
         )
         if claim.shape != first.shape or not inside:
-            odd = f"the object at {claim.offset} of {claim.shape} on rank {rank} is not one of the {first.shape}"
-            raise refused(first.key, f"{odd} that rank {first_rank} has; global_offset counts shards from 0", rank)
+            odd = f"the object at {claim.offset} of {claim.shape} on rank {rank} does not fit the shape {first.shape}"
+            raise refused(first.key, f"{odd} on rank {first_rank}; global_offset counts shards from 0", rank)
 
 
 def main_regions(gathered: Sequence[Claims]) -> set[tuple[str, Region]]:

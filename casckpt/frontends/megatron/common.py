@@ -54,9 +54,9 @@ def read(data: bytes, where: str, allow_pickle: bool) -> Any:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointingException(
-            f"{COMMON_NAME} of {where} needs to be unpickled ({refused_name(error)}), which runs code from the store; "
-            "pass allow_pickle=True if you trust its source. Megatron-core's own classes load without it "
-            "if megatron.core is imported, which registers them"
+            f"{COMMON_NAME} of {where} needs to be unpickled ({refused_name(error)}), which runs code from the "
+            "store; pass allow_pickle=True if you trust its source. Importing megatron.core registers "
+            "Megatron-core's own classes, which then load without allow_pickle"
         ) from error
 
 

@@ -97,13 +97,13 @@ def merge(x1: Nested, x2: Nested, key: Path = ()) -> Nested:
     elif isinstance(x1, list) and isinstance(x2, list):
         if len(x1) != len(x2):
             raise CheckpointingException(
-                f"lists of {len(x1)} and {len(x2)} items cannot be merged, at {key}: a list must be sharded or "
-                "plain as a whole, or each of its items must have both; use a dict"
+                f"lists of {len(x1)} and {len(x2)} items cannot be merged, at {key}: a list must be entirely "
+                "sharded or entirely plain, or each item must contain both kinds of values; use a dict"
             )
         x1[:] = [merge(value, other, (*key, i)) for i, (value, other) in enumerate(zip(x1, x2, strict=True))]
     else:
         raise CheckpointingException(
-            f"two values for the same position, at {key}: {_text(x1)} and {_text(x2)}; rename one"
+            f"there are two values for the same position, at {key}: {_text(x1)} and {_text(x2)}; rename one"
         )
     return x1
 

@@ -208,7 +208,7 @@ class ServedFolders:
         try:
             return FolderPlan(self.store, checkpoint, Rules(model=True))
         except (InvalidInput, MissingKey) as error:
-            log.info("casckpt serves %s with all tensors under their keys: %s", checkpoint, error)
+            log.info("casckpt serves all tensors of %s under their keys: %s", checkpoint, error)
             return FolderPlan(self.store, checkpoint, Rules())
 
     def _own_rules(self, checkpoint: Checkpoint) -> Rules | None:

@@ -30,7 +30,7 @@ _RESIZED = (
 )
 _KEPT = 'options="keep": the learning rate and all other options are left unchanged'
 _TO_KEEP = 'options="keep" keeps the given rate'
-_RATES = "set to the base rates of the checkpoint; its next step may compute the learning rate from them"
+_RATES = "set to the checkpoint's base rates; the scheduler's next step may compute the learning rate from them"
 
 
 @dataclass(frozen=True)

@@ -185,12 +185,12 @@ class Restoring:
 
         def wanted_optimizers() -> list[str]:
             if wanted.optim and optim is None and not says_itself:
-                raise InvalidInput("load_optim_state=True needs an optimizer to load into; pass optim")
+                raise InvalidInput("load_optim_state=True requires an optimizer to load into; pass optim")
             if wanted.options not in get_args(GroupOptions):
                 raise InvalidInput(f'options={wanted.options!r:.80} is not valid; pass "checkpoint" or "keep"')
             if wanted.options == "keep" and isinstance(model, TrainModule):
                 raise InvalidInput(
-                    'a model with load_state_dict sets the state of its optimizer itself; leave out options="keep"'
+                    'a model with load_state_dict sets the state of its optimizer itself; omit options="keep"'
                 )
             return [OPTIM] if optims() else []
 

@@ -81,9 +81,9 @@ class Holding:
             return Shard(value, shape, replicated=True) if alike else value
         if is_part:
             raise InvalidInput(
-                f"the optimizer has state of shape {list(shape)} for {self.name!r}. This rank holds only a part "
-                "of the parameter, and which elements the state belongs to is unknown. Save it with store.save, as "
-                "casckpt.Shard or casckpt.PerRank",
+                f"the optimizer has state of shape {list(shape)} for {self.name!r}. This rank holds only a part of "
+                "the parameter, and casckpt cannot tell which elements the state belongs to. Save it with "
+                "store.save, as casckpt.Shard or casckpt.PerRank",
                 key=self.name,
             )
         return described_like(value, self.parameter)

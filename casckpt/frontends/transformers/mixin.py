@@ -135,7 +135,7 @@ class CasTrainerMixin(Trainer):
         useless = sorted(WHEN & settings.keys())
         if useless:
             raise InvalidInput(
-                f"{useless[0]} has no effect here: save_strategy and save_steps of Trainer say when to save"
+                f"{useless[0]} has no effect here: save_strategy and save_steps of the Trainer determine when to save"
             )
         limit, is_best_loaded = self.args.save_total_limit, self.args.load_best_model_at_end
         if settings.keys() & {"keep", "max_checkpoints"} and (limit is not None or is_best_loaded):
@@ -312,7 +312,7 @@ class CasTrainerMixin(Trainer):
         saved = (found.metadata or {}).get(_BATCH)
         if saved != self._batch:
             log.warning(
-                "%s@%d was saved with %s examples in each step, and here there are %d: the epoch of the checkpoint "
+                "%s@%d was saved with %s examples in each step, but this run uses %d: the checkpoint's epoch "
                 "continues at the same step, so some examples are repeated or skipped", found.run, found.step, saved,
                 self._batch,
             )  # fmt: skip

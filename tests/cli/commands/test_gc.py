@@ -149,4 +149,6 @@ def test_restore_undoes_thin(saved: Path, store: casckpt.Store, as_json: AsJson,
     assert named(as_json("restore", saved, "--whole", "a@1")["restored"]) == ["a@1"]
     assert as_json("show", saved, "a@1")["dropped"] is None
     assert as_json("thin", saved, "a@1", "--drop", "nothing", status=3)["error"]["kind"] == "missing-key"
-    assert "give either the checkpoints to thin" in as_json("thin", saved, "--drop", key, status=1)["error"]["message"]
+    assert (
+        "specify either the checkpoints to thin" in as_json("thin", saved, "--drop", key, status=1)["error"]["message"]
+    )

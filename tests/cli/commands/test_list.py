@@ -69,8 +69,10 @@ def test_replaced_commits_are_listed_with_all_until_gc_removes_them(
     assert as_json("show", saved, "a@2")["replaced"] is False
     (waiting,) = as_json("gc", saved)["waiting"]
     assert (waiting["reason"], waiting["id"]) == ("replaced", old.id)
-    assert f"left for later: the old places of a@2 ({old.id[:12]}" in run("gc", saved).stdout
-    assert f"would purge the old places of a@2 ({old.id[:12]}" in run("gc", saved, "--min-age", "0", "--dry-run").stdout
+    assert f"left for later: the old locations of a@2 ({old.id[:12]}" in run("gc", saved).stdout
+    assert (
+        f"would purge the old locations of a@2 ({old.id[:12]}" in run("gc", saved, "--min-age", "0", "--dry-run").stdout
+    )
     (purged,) = as_json("gc", saved, "--min-age", "0")["purged"]
     assert purged == {"id": old.id, "run": "a", "step": 2, "replaced": True}
     assert as_json("show", saved, old.id[:16])["run"] == "a"
@@ -86,12 +88,12 @@ def test_a_replaced_commit_of_a_visible_checkpoint_is_marked_as_an_old_location(
     run("gc", saved)  # gc ends undone rewrites
     assert [(one["reason"], one["replaced"]) for one in as_json("gc", saved)["waiting"]] == [("replaced", True)] * 2
     lines = run("gc", saved).stdout.splitlines()
-    assert [line.partition(" (")[0] for line in lines[1:]] == ["left for later: the old places of a@1"], "once"
+    assert [line.partition(" (")[0] for line in lines[1:]] == ["left for later: the old locations of a@1"], "once"
     just_now = round((datetime.now(UTC) - timedelta(minutes=1)).timestamp() * 1e6)
     write_generation(store.repository, "eval", 0, store.get("a@1").commit, expires=just_now)
     store.thin("a@1", drop=key)
     told = run("gc", saved).stdout
-    assert "left for later: the old places of a@1 (" in told
+    assert "left for later: the old locations of a@1 (" in told
     assert ", tagged eval, until " in told
     assert "forgotten" not in told
 
@@ -191,7 +193,7 @@ def test_lists_can_be_limited_sorted_and_extended_by_metadata_columns(saved: Pat
     assert "0.3333" in shown.splitlines()[1]
     assert "LOSS" in run("list", saved, "--show", "loss").stdout
     told = run("list", saved, "--sort", "accuracy", status=1).stderr
-    assert "no listed checkpoint has a number 'accuracy' to sort by; pass one of created, loss, new" in told
+    assert "no listed checkpoint has a numeric value of 'accuracy' to sort by; pass one of created, loss, new" in told
 
 
 def test_nan_metrics_are_sorted_last(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:

@@ -99,4 +99,4 @@ def test_diff_of_one_checkpoint_compares_it_with_its_parent(
     assert "a@1 has no parent" in run("diff", saved, "a@1", status=3).stderr
     store.forget("a@1", "a@2")
     store.gc(min_age=0)
-    assert "is gone; name a second checkpoint" in run("diff", saved, "a@3", status=3).stderr
+    assert "no longer exists; name a second checkpoint" in run("diff", saved, "a@3", status=3).stderr

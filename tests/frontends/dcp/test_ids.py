@@ -95,7 +95,7 @@ def existing_loop(rank: int, size: int, path: Path) -> Any:
 
 def test_a_loop_saves_into_folders_on_all_ranks(ranks: Pool, store_path: Path) -> None:
     for again, found in ranks.run(2, existing_loop, store_path):
-        assert "ckpt/step@5 exists already" in again
+        assert "ckpt/step@5 already exists" in again
         assert "overwrite=True" in again
         assert found == [5, 10]
     found = places(casckpt.open(store_path))

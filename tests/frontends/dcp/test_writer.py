@@ -160,7 +160,7 @@ def test_a_failure_is_raised_by_the_future(store: casckpt.Store) -> None:
     save = {"a": torch.ones(4)}
     async_save(save, storage_writer=StorageWriter(store, step=1)).result()  # type: ignore[union-attr] # a future
     future: Any = async_save(save, storage_writer=StorageWriter(store, step=1))
-    with pytest.raises(BaseException, match="default@1 exists already"):
+    with pytest.raises(BaseException, match="default@1 already exists"):
         future.result()
 
 

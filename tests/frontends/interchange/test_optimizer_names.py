@@ -220,7 +220,7 @@ def test_an_optimizer_without_matching_names_keeps_its_numbers_and_is_reported(
     assert len(made.notes) == 1
     assert why in made.notes[0]
     what = "the optimizer" if name == "an optimizer alone" else "'optimizer'"
-    assert made.notes[0].startswith(f"{what} numbers its parameters")
+    assert made.notes[0].startswith(f"{what} identifies its parameters by number")
     assert [made.notes[0] in record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
         True
     ]

@@ -109,5 +109,5 @@ def test_a_strategy_object_is_rejected_outside_megatron(tmp_path: Path) -> None:
     ]
     for call, strategy in calls:
         name = type(strategy).__name__
-        with pytest.raises(CheckpointingException, match=f"a {name} works with Megatron-core's own save and load"):
+        with pytest.raises(CheckpointingException, match=f"a {name} works only with Megatron-core's own save and load"):
             call(state(), f"{tmp_path}#a@3", strategy)

@@ -257,5 +257,5 @@ def test_a_background_save_stores_the_same_values(tmp_path: Path) -> None:
     assert load_plain_tensors(f"{tmp_path}#a@1")["w"].tolist() == [1] * 4
     failing = save({"w": ShardedTensor.from_rank_offsets("w", data)}, f"{tmp_path}#a@1", async_sharded_save=True)
     assert failing is not None
-    with pytest.raises(CheckpointingException, match="exists already"):
+    with pytest.raises(CheckpointingException, match="already exists"):
         failing.execute_sync()

@@ -87,7 +87,7 @@ def test_a_missing_part_loads_as_none_unless_it_is_required() -> None:
     for wanted in options:
         with pytest.raises(NotFound, match=r"sft@1 has no (optimizer|train state)"):
             checkpointer.load("sft@1", model, optimizer, **wanted)
-    with pytest.raises(InvalidInput, match="needs an optimizer"):
+    with pytest.raises(InvalidInput, match="requires an optimizer"):
         checkpointer.load("sft@1", model, load_optim_state=True)
 
 
@@ -352,6 +352,6 @@ def test_a_conflict_in_a_background_save_is_raised_by_the_next_save(how: str) ->
     store.save({"x": 1}, run="sft", step=2)
     with Checkpointer(store, run="sft") as checkpointer:
         checkpointer.save_async(2, model, optimizer)
-        with pytest.raises(Conflict, match="sft@2 exists"):
+        with pytest.raises(Conflict, match="sft@2 already exists"):
             getattr(checkpointer, how)(3, model, optimizer)
     assert steps(store) == [("sft", 2)]

@@ -387,7 +387,7 @@ def test_a_scheduler_that_may_override_a_new_learning_rate_is_logged() -> None:
     checkpointer = Checkpointer(store, run=run)
     checkpointer.resume(model, optimizer, state, options="keep")
     assert checkpointer.resumed is not None
-    assert "base rates of the checkpoint" in checkpointer.resumed.left["train.schedule"]
+    assert "the checkpoint's base rates" in checkpointer.resumed.left["train.schedule"]
     state["schedule"].base_lrs = [group["initial_lr"] for group in optimizer.param_groups]  # as in docs/training.md
     optimizer.step()
     state["schedule"].step()

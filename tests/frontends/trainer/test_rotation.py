@@ -326,7 +326,7 @@ def test_a_metric_missing_from_every_save_is_logged_at_intervals(caplog: pytest.
         checkpointer.save(step, model, optimizer, metrics={"loss": 1.0})
     assert len(store.checkpoints()) == 20
     told = [one.getMessage() for one in caplog.records if "keep_best" in one.getMessage()]
-    wanted = "keep_best: none of the %d checkpoints of run sft has a number for 'los', so all of them stay"
+    wanted = "keep_best: none of the %d checkpoints of run sft has a number for 'los', so all of them are kept"
     assert told == [wanted % 10, wanted % 20]
 
 

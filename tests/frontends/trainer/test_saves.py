@@ -62,7 +62,7 @@ def test_a_failed_foreground_save_can_be_retried() -> None:
     assert checkpointer.saved_step is None
     checkpointer.save(5, nn.Linear(2, 2))
     assert store.attachments("sft@5") == {"a": 1}
-    with pytest.raises(Conflict, match="sft@5 exists already"):
+    with pytest.raises(Conflict, match="sft@5 already exists"):
         checkpointer.save(5, nn.Linear(2, 2))
     checkpointer.save(5, nn.Linear(2, 2), overwrite=True)
 
@@ -148,7 +148,7 @@ def test_a_run_that_was_not_resumed_stops_at_its_first_conflict(caplog: pytest.L
                 done.append(step)
                 checkpointer.save_if_due(step, model)
 
-    with pytest.raises(Conflict, match="sft@2 exists already"):
+    with pytest.raises(Conflict, match="sft@2 already exists"):
         again()
     assert done == [1, 2, 3, 4]
     assert not caplog.records
@@ -236,11 +236,11 @@ def test_a_foreground_save_runs_before_the_error_for_too_many_failures(caplog: p
 def test_a_failure_that_was_retrieved_is_not_raised_by_the_next_save() -> None:
     checkpointer = Checkpointer(broken()[1], run="sft")
     checkpointer.save(5, nn.Linear(2, 2))
-    with pytest.raises(Conflict, match="sft@5 exists already"):
+    with pytest.raises(Conflict, match="sft@5 already exists"):
         checkpointer.save_async(5, nn.Linear(2, 2)).result()
     checkpointer.save(6, nn.Linear(2, 2))
     failed = checkpointer.save_async(6, nn.Linear(2, 2))
-    with pytest.raises(Conflict, match="sft@6 exists already"):
+    with pytest.raises(Conflict, match="sft@6 already exists"):
         checkpointer.save(7, nn.Linear(2, 2))
     assert isinstance(failed.exception(), Conflict)
 

@@ -125,7 +125,7 @@ class Held(Future[None]):
 def test_a_client_gets_a_second_more_than_its_call() -> None:
     held, patience = Held(), Patience(request=60, call=180)
     one = PatientRequest(Call(patience), patience.request, clock=lambda: held.now)
-    with pytest.raises(TimeoutError, match=r"did not end a request in time; the server was silent.* for 60 s"):
+    with pytest.raises(TimeoutError, match=r"did not finish a request in time; the server was silent.* for 60 s"):
         _result(held, one)
     assert held.waited == [61, 1]
 

@@ -189,7 +189,7 @@ def test_a_step_occupied_at_the_last_moment_is_a_conflict(source: Repository, tm
     other.create()
     hook = meanwhile(lambda: save_arrays(other, {"mine": array(5)}, step=1))
     target = elsewhere(tmp_path, FaultyStore(inner, [call_first("put", hook, key="transactions/*")]))
-    with pytest.raises(Conflict, match="another checkpoint"):
+    with pytest.raises(Conflict, match="a different checkpoint"):
         copy(source, target, "run@1").raise_failure()
     check_clean(target)
 
@@ -216,7 +216,7 @@ def test_a_copy_does_not_undo_a_concurrent_move_of_a_tag(tmp_path: Path, source:
         tags.set_tag(target, "best", resolve(target, "run@2"))
 
     storage = FaultyStore(inner, [call_first("put", meanwhile(other), key="tags/*")])
-    with pytest.raises(Conflict, match="moved by another process"):
+    with pytest.raises(Conflict, match="another process has just moved"):
         copy(source, elsewhere(tmp_path, storage), with_tags=True)
 
 
@@ -248,7 +248,7 @@ def test_invalid_copies_are_rejected(tmp_path: Path, source: Repository, target:
     with pytest.raises(NotFound, match="no store"):
         copy(elsewhere(tmp_path), target)
     for options in ({"jobs": 0}, {"part": (2, 2)}):
-        with pytest.raises(InvalidInput, match="usable"):
+        with pytest.raises(InvalidInput, match="not valid"):
             copy(source, target, **options)
     assert not target.exists()
 
@@ -315,7 +315,7 @@ def test_an_unreadable_record_is_reported_and_all_other_checkpoints_are_copied(
     assert [one.step for one in result.copied] == [0, 2, 3]
     ((damaged, why),) = result.records
     assert damaged == key
-    assert "Put it back from a copy of" in why
+    assert "Restore the record from a copy of" in why
     with pytest.raises(Damaged, match="a checkpoint was not copied: commits/") as raised:
         result.raise_failure()
     assert raised.value.key == key

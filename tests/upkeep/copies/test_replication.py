@@ -95,7 +95,7 @@ def test_a_transaction_id_of_a_different_run_or_from_the_future_is_rejected(
     commit = resolve(source, "run@2")
     ahead = TxId(f"2999{commit.txid[4:]}")
     other = source.new_txid("other", 2)
-    for txid, why in ((ahead, "in the future"), (other, "belongs to another run or step")):
+    for txid, why in ((ahead, "in the future"), (other, "belongs to a different run or step")):
         made = commit_same(source, commit, "run", 2, txid)
         with pytest.raises(Refused, match=why):
             copy(source, target, made).raise_failure()

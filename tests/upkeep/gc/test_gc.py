@@ -126,7 +126,7 @@ def test_gc_of_a_missing_store_raises_not_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"wait": -1.0}, {"wait": float("nan")}, {"min_age": -1.0}])
 def test_invalid_arguments_are_rejected(repo: Repository, options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInput, match="is not usable"):
+    with pytest.raises(InvalidInput, match="is not valid"):
         run_gc(repo, **options)
 
 

@@ -101,7 +101,7 @@ def check_numbers(files: Iterable[Path]) -> None:
     if missing is not None:
         raise InvalidInput(
             f"there is no file shard-{missing:05}-model-*.safetensors, but files of later ranks exist; get all "
-            "files of the folder (if that rank had nothing to save, renumber the other files without a gap)"
+            "files of the folder. If that rank had nothing to save, renumber the later files to close the gap"
         )
 
 
@@ -121,9 +121,8 @@ def _tensor(folder: Path, key: str, parts: Sequence[Part]) -> list[Shard]:
     if holes or overlaps:
         why = f"no file holds {holes[0]}" if holes else f"two files hold {regions[overlaps[0][0]]}"
         raise InvalidInput(
-            f"{key!r:.200} of shape {list(shape)} is incomplete in {folder}: {why}; get all files of one save, and "
-            "remove all "
-            "other files",
+            f"{key!r:.200} of shape {list(shape)} is incomplete in {folder}: {why}; get all files from a single "
+            "save, and remove all others",
             key=key,
         )
     return shards

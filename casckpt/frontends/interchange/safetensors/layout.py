@@ -81,7 +81,9 @@ def _file(name: str, tensors: Sequence[ViewTensor], metadata: Mapping[str, str])
 def plan_shards(streams: Sequence[ViewTensor], most: int) -> list[list[ViewTensor]]:
     """Split tensors, in order, into files of at most ``most`` data bytes. A larger tensor has its own file."""
     if most < 1:
-        raise InvalidInput(f"files of at most {most} bytes cannot hold anything; pass a larger --max-shard-size")
+        raise InvalidInput(
+            f"files of at most {most} bytes are too small to hold any tensor; pass a larger --max-shard-size"
+        )
     return list(in_batches(streams, lambda tensor: tensor.entry.nbytes, most)) or [[]]
 
 

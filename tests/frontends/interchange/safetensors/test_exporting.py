@@ -110,7 +110,7 @@ def test_an_export_into_the_store_itself_is_rejected(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to("store")
     for path in (Path("link") / below, tmp_path / "store" / below, f"file://{tmp_path}/store/{below}"):
-        with pytest.raises(InvalidInput, match="inside the folder of the store itself"):
+        with pytest.raises(InvalidInput, match="inside the store's own folder"):
             store.export("run@1", path, force=True)
     assert sorted((tmp_path / "store").rglob("*")) == before
     store.export("run@1", "beside")
