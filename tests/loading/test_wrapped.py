@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.testing._internal.two_tensor import TwoTensor
 
 import casckpt
 from casckpt.contents import manifests
 from casckpt.errors import InvalidInput, Mismatch, MissingKey, Refused
 from casckpt.format.dtypes import DTYPES
+from casckpt.frontends.dcp import StorageReader, StorageWriter
 from casckpt.tensors.kinds import KINDS
 from casckpt.tensors.wrappers import Wrapped
+from tests.support.dcp import load, save
 from tests.support.saves import small
 from tests.support.wrappers import Mode, Options, Scaled, bits, calls, rebuild, scaled
 
@@ -227,6 +230,33 @@ def test_cast_loads_dequantized_values_into_plain_tensors(registered: None) -> N
     assert torch.equal(part.data, scaled(1, 8, 16).dequantize().view(-1)[20:44])
     with pytest.raises(Mismatch, match="is a tensor here, but a wrapper"):
         store.load({"model": {"w": torch.zeros(16, 8)}}, "r@1", cast=True, unread="ignore")
+
+
+def test_a_wrapper_beside_an_object_is_saved_and_filled_in_place() -> None:
+    store, model = small(), torch.nn.Linear(2, 2)
+    store.save({"model": model, "w": scaled(1, 4, 4)}, run="r", step=1)
+    template: dict[str, Any] = {"model": torch.nn.Linear(2, 2), "w": scaled(2, 4, 4)}
+    inner = template["w"].codes
+    store.load(template, "r@1")
+    assert template["w"].codes is inner
+    assert bits(template["w"]) == bits(scaled(1, 4, 4))
+    assert torch.equal(template["model"].weight, model.weight)
+
+
+def test_a_flat_optimizer_state_has_whole_wrappers() -> None:
+    model = torch.nn.Linear(4, 4, bias=False)
+    optimizer, wrapper = torch.optim.SGD(model.parameters()), scaled(1, 4, 4)
+    optimizer.state[model.weight] = {"codes": wrapper}
+    flat = casckpt.flatten_optimizer_state(model, optimizer)
+    assert flat["state.weight.codes"] is wrapper
+    assert casckpt.unflatten_optimizer_state(flat)["state"][0]["codes"] is wrapper
+
+
+def test_dcp_stores_a_sparse_tensor_in_a_value_as_before() -> None:
+    store = small()
+    planner, writer = DefaultSavePlanner(flatten_state_dict=False), StorageWriter(store, run="d", step=1)
+    save({"v": {"w": torch.eye(3).to_sparse(), "n": 1}, "t": torch.ones(2)}, writer, planner=planner)
+    assert torch.equal(load({"t": torch.zeros(2)}, StorageReader(store, "d@1"))["t"], torch.ones(2))
 
 
 SPARSE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
