@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.testing._internal.two_tensor import TwoTensor
 
 import casckpt
