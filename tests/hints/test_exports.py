@@ -21,8 +21,8 @@ from casckpt.frontends.interchange.olmo_import import import_olmo_trainer
 from casckpt.frontends.interchange.safetensors import files, layout
 from casckpt.frontends.interchange.safetensors.importing import import_safetensors
 from casckpt.frontends.interchange.torch_files import casckpt_to_torch_save, torch_save_to_casckpt
-from casckpt.frontends.serve.view_file import read_rules
 from casckpt.frontends.training_state import load_model_and_optim_state
+from casckpt.frontends.views.view_file import read_rules
 from tests.frontends.interchange.test_torch_files import stock
 from tests.hints.conftest import Run
 from tests.support.fuzz import KINDS
@@ -491,7 +491,7 @@ def test_a_token_comes_from_the_environment(
     assert names_in(path) == {"w", "b"}
 
 
-@follows("frontends/serve/view_file.py:_refused", "Simplify it, or start casckpt serve with --view FILE")
+@follows("frontends/views/view_file.py:_refused", "Simplify it, or start casckpt serve with --view FILE")
 def test_a_slow_view_is_simplified_or_fetched_from_the_server(store: Store, messages: Messages) -> None:
     name = "a" * 60
     slow, simple = "a?" * 25 + "a*", "a*"

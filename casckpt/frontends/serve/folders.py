@@ -22,11 +22,11 @@ from casckpt.errors import InvalidInput, MissingKey
 from casckpt.format.digest import Hasher
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.index import StoredObject
-from casckpt.frontends.interchange.safetensors.layout import INDEX, FileLayout
+from casckpt.frontends.interchange.safetensors.layout import FileLayout
 from casckpt.frontends.interchange.safetensors.planned import FolderPlan
-from casckpt.frontends.serve.view_file import VIEW_FILE, read_rules
 from casckpt.frontends.views.recut import ViewTensor
 from casckpt.frontends.views.view import Rules
+from casckpt.frontends.views.view_file import VIEW_FILE, read_rules
 from casckpt.loading.regions import EntrySlice
 from casckpt.store.store import Store
 
@@ -191,8 +191,7 @@ class ServedFolders:
         plan = self._plan(checkpoint)
         layout = plan.lay_out(self.max_shard_size)
         files = {file.name: file for file in layout.files}
-        if layout.index is not None:
-            files[INDEX] = FileLayout(INDEX, layout.index, ())
+        files |= {name: FileLayout(name, index, ()) for name, index in layout.indexes.items()}
         names, _ = plan.attachments()
         manifest, attached = plan.contents.manifest, (_attached(plan.contents, name) for name in names)
         files |= {file.name: file for file in attached if file.name not in files and file.name != VIEW_FILE}

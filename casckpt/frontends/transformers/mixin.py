@@ -37,6 +37,7 @@ from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, SaveOnSignal
 from casckpt.frontends.trainer.run_checkpoints import newest, warn_of_similar
 from casckpt.frontends.trainer.settings import TrainerArguments
+from casckpt.frontends.training_state.hub_config import hub_files
 from casckpt.frontends.training_state.train_state import RNG, TrainState, restore_rng
 from casckpt.frontends.transformers.callback import STATE, WHEN, CasCheckpointCallback, _files, _metrics, _within
 from casckpt.ranks.agreement import check_same
@@ -182,7 +183,7 @@ class CasTrainerMixin(Trainer):
             state.save_to_json(str(folder / STATE))
             files = {name: path.read_bytes() for name, path in _files(folder)}
         metadata = {"epoch": state.epoch, _FILES: sorted(files), _BATCH: self._batch}
-        attachments = self._model_files() | files
+        attachments = self._processor_files | files
         save = self.checkpointer.save if self._signal or not self._is_async else self.checkpointer.save_async
         save(
             step, self.model, self._optim(), self._train_state(), attachments=attachments, metadata=metadata,
@@ -205,14 +206,10 @@ class CasTrainerMixin(Trainer):
         parts = {"scheduler": self.lr_scheduler, "scaler": getattr(self.accelerator, "scaler", None)}
         return TrainState(rng=True, **{name: part for name, part in parts.items() if part is not None})
 
-    def _model_files(self) -> dict[str, bytes]:
-        """Return the files of the tokenizer or processor, on rank 0."""
-        folder = self._scratch / "model"
-        if not self.args.should_save or self.processing_class is None:
-            return {}
-        if not folder.is_dir():
-            self.processing_class.save_pretrained(str(folder))
-        return {name: path.read_bytes() for name, path in _files(folder)}
+    @cached_property
+    def _processor_files(self) -> dict[str, bytes]:
+        """The files of the tokenizer or processor, on rank 0."""
+        return hub_files(None, self.processing_class) if self.args.should_save else {}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model into a folder, as `Trainer` does. A checkpoint contains no such files."""

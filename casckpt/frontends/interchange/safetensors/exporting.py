@@ -18,7 +18,7 @@ from casckpt.base.progress import Progress, Shown
 from casckpt.base.text import is_url
 from casckpt.base.units import parse_size
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.errors import Conflict
+from casckpt.errors import Conflict, InvalidInput
 from casckpt.frontends.interchange.new_files import (
     check_file_names,
     copied,
@@ -28,16 +28,18 @@ from casckpt.frontends.interchange.new_files import (
     synced_file,
     write_attached,
 )
+from casckpt.frontends.interchange.safetensors.files import INDEX_SUFFIX
 from casckpt.frontends.interchange.safetensors.layout import INDEX, STEM, SUFFIX, FileLayout
 from casckpt.frontends.interchange.safetensors.planned import CONFIG, FolderPlan
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.frontends.training_state.hub_config import ADAPTER_STEM, DIFFUSERS_STEM
 from casckpt.frontends.views.recut import ViewTensor, sources_of
 from casckpt.frontends.views.view import Rules
 from casckpt.store.exports import Exported
 from casckpt.store.store import Store
 from casckpt.store.types import Rename
 
-_OURS = re.compile(rf"{STEM}(-[0-9]{{5}}-of-[0-9]{{5}})?\{SUFFIX}")
+_OURS = re.compile(rf"({STEM}|{ADAPTER_STEM}|{DIFFUSERS_STEM})((-[0-9]{{5}}-of-[0-9]{{5}})?\{SUFFIX}|\{INDEX_SUFFIX})")
 
 
 class Base(NamedTuple):
@@ -93,7 +95,9 @@ def _exported_to(
     target: Path, job: _Job, max_shard_size: int | str | None, *, attached: bool, force: bool, base: Base | None
 ) -> Exported:
     if target.suffix == SUFFIX and not os.path.isdir(target):  # Path.is_dir raises some OSErrors
-        (file,) = job.lay_out(None).files
+        file, *others = job.lay_out(None).files
+        if others:
+            raise InvalidInput(f"{job.checkpoint} has several adapters, which need a folder: leave out {SUFFIX}")
         with new_file(target, force=force) as path:
             job.write(path, file.head, file.tensors)
         return job.exported((target,), (), ())
@@ -111,8 +115,8 @@ def _exported_to(
         for file in layout.files:
             if base is None or not job.revise(folder / file.name, file, base):
                 job.write(folder / file.name, file.head, file.tensors)
-        if layout.index is not None:
-            job.write(folder / INDEX, layout.index, ())
+        for name, index in layout.indexes.items():
+            job.write(folder / name, index, ())
     return job.exported([target / name for name in (*layout.names, *attachments)], tuple(attachments), tuple(skipped))
 
 
@@ -151,7 +155,7 @@ class _Job(FolderPlan):
         view = self.view
         return Exported(
             self.checkpoint, tuple(files), len(view.tensors), view.nbytes, attachments, view.left_out, skipped,
-            "hf" if self.rules.model else "safetensors", view.prefix,
+            "hf" if self.rules.model else "safetensors", view.prefix, self.notes,
         )  # fmt: skip
 
 
@@ -166,4 +170,4 @@ def _is_like(path: Path, file: FileLayout) -> bool:
 
 def _is_ours(name: str) -> bool:
     """Return whether a file comes from an earlier export, and so must not remain next to the new files."""
-    return name == INDEX or _OURS.fullmatch(name) is not None
+    return _OURS.fullmatch(name) is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Final
 
@@ -46,35 +46,38 @@ class FileLayout:
 class Layout:
     """A layout. ``files``: the files with tensors.
 
-    ``index``: the bytes of the file `INDEX`, if there are several files.
+    ``indexes``: the bytes of the index by its name, if there are several files.
     """
 
     files: tuple[FileLayout, ...]
-    index: bytes | None = None
+    indexes: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
-        """The names of all files. The index is last, because its presence marks a folder as complete."""
-        return [file.name for file in self.files] + ([INDEX] if self.index is not None else [])
+        """The names of all files. Indexes are last, because their presence marks a folder as complete."""
+        return [*(file.name for file in self.files), *self.indexes]
 
 
-def lay_out(tensors: Iterable[ViewTensor], metadata: Mapping[str, str], most: int | None = None) -> Layout:
+def lay_out(
+    tensors: Iterable[ViewTensor], metadata: Mapping[str, str], most: int | None = None, stem: str = STEM
+) -> Layout:
     """Lay out files for the given tensors. Equal names, dtypes, shapes and ``metadata`` yield equal bytes.
 
     ``most``: the maximum number of data bytes in a file, or None for one file of any size. A larger tensor has its own
-    file. The tensors are in the safetensors library's order. Raises InvalidInput, naming the tensor, if such a file
-    cannot hold it.
+    file. ``stem``: the path with which the names of the files begin. The tensors are in the safetensors library's
+    order. Raises InvalidInput, naming the tensor, if such a file cannot hold it.
     """
     given = sorted(tensors, key=lambda tensor: tensor.name)
     for tensor in given:
         file_type(tensor.name, tensor.entry.dtype, tensor.entry.shape)
     shards = [given] if most is None else plan_shards(given, most)
-    names = _file_names(len(shards))
+    names = _file_names(len(shards), stem)
     files = tuple(_file(name, shard, metadata) for name, shard in zip(names, shards, strict=True))
     if len(files) == 1:
         return Layout(files)
-    weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
-    return Layout(files, encode_index(weight_map, sum(tensor.entry.nbytes for tensor in given)))
+    weight_map = {tensor.name: file.name.rpartition("/")[2] for file in files for tensor in file.tensors}
+    index = encode_index(weight_map, sum(tensor.entry.nbytes for tensor in given))
+    return Layout(files, {f"{stem}{INDEX_SUFFIX}": index})
 
 
 def _file(name: str, tensors: Sequence[ViewTensor], metadata: Mapping[str, str]) -> FileLayout:
@@ -90,9 +93,9 @@ def plan_shards(streams: Sequence[ViewTensor], most: int) -> list[list[ViewTenso
     return list(in_batches(streams, lambda tensor: tensor.entry.nbytes, most)) or [[]]
 
 
-def _file_names(count: int) -> list[str]:
+def _file_names(count: int, stem: str) -> list[str]:
     if count == 1:
-        return [f"{STEM}{SUFFIX}"]
+        return [f"{stem}{SUFFIX}"]
     if count > 99_999:
         raise Refused(f"{count} files are too many; pass a larger --max-shard-size")
-    return [f"{STEM}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)]
+    return [f"{stem}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)]

@@ -6,6 +6,7 @@ The plan knows every byte position before any data is read.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -15,8 +16,10 @@ from casckpt.contents.checkpoint import Checkpoint
 from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, MissingKey
 from casckpt.frontends.interchange.safetensors.importing import METADATA_KEY
-from casckpt.frontends.interchange.safetensors.layout import INDEX, Layout, lay_out
-from casckpt.frontends.views.view import Rules, view_of
+from casckpt.frontends.interchange.safetensors.layout import INDEX, STEM, Layout, lay_out
+from casckpt.frontends.training_state.hub_config import HUB_FILE
+from casckpt.frontends.views.view import Rules, View, view_of
+from casckpt.frontends.views.view_file import HubNames, HubView, read_hub_names
 from casckpt.loading.regions import RegionReader
 from casckpt.store.store import Store
 
@@ -31,11 +34,37 @@ class FolderPlan:
     def __init__(self, store: Store, checkpoint: Checkpoint, rules: Rules) -> None:
         self.store, self.checkpoint, self.rules = store, checkpoint, rules
         self.contents = Contents.open(store.repository, checkpoint.commit)
-        self.view = view_of(self.contents, rules)
+        views = self._hub.views
+        if rules.keys:
+            views = () if any(view.rules.keys for view in views) else views
+            views = tuple(view._replace(rules=replace(view.rules, keys=rules.keys)) for view in views)
+        self._roots = views or (HubView(STEM, rules),)
+        self._views = [view_of(self.contents, root.rules) for root in self._roots]
+        self.view = self._views[0] if len(self._views) == 1 else _joined(self._views)
+
+    @cached_property
+    def _hub(self) -> HubNames:
+        """The names that the libraries of the model gave its tensors at the save, unless the caller wants others."""
+        is_plain = replace(self.rules, keys=None) == Rules(model=True)
+        if not is_plain or HUB_FILE not in self.store.attachments(self.checkpoint):
+            return HubNames()
+        text = self.store.read_attachment(self.checkpoint, HUB_FILE)
+        return read_hub_names(text, f"{HUB_FILE} of {self.checkpoint.run}@{self.checkpoint.step}")
+
+    @cached_property
+    def notes(self) -> tuple[str, ...]:
+        """What is unusual about the files, for the user."""
+        return self._hub.notes
 
     def lay_out(self, most: int | None) -> Layout:
         """Return the files with tensors, and their index. Raises InvalidInput if safetensors cannot hold a tensor."""
-        return lay_out(self.view.tensors, file_metadata(self.checkpoint, self.rules), most)
+        metadata = file_metadata(self.checkpoint, self.rules)
+        layouts = [
+            lay_out(view.tensors, metadata, most, root.stem)
+            for root, view in zip(self._roots, self._views, strict=True)
+        ]
+        files = tuple(file for layout in layouts for file in layout.files)
+        return Layout(files, {name: index for layout in layouts for name, index in layout.indexes.items()})
 
     def reader(self, progress: Progress) -> RegionReader:
         """Return a reader for the view's tensors."""
@@ -50,7 +79,7 @@ class FolderPlan:
     def _is_skipped(self, name: str) -> bool:
         """Return whether to skip an old index, a training file next to a model, or a config.json without a model."""
         is_of_training = self.rules.model and _OF_TRAINING.fullmatch(name) is not None
-        return name == INDEX or is_of_training or (name == CONFIG and self.is_no_model)
+        return name in (INDEX, HUB_FILE) or is_of_training or (name == CONFIG and self.is_no_model)
 
     @cached_property
     def is_no_model(self) -> bool:
@@ -59,13 +88,25 @@ class FolderPlan:
         if rules.model:
             if rules.strip_prefix is None and not rules.keys:
                 return False
-            whole = replace(rules, keys=None, strip_prefix=self.view.prefix or None)
+            whole = replace(self._roots[0].rules, keys=None, strip_prefix=self.view.prefix or None)
         try:
             view = view_of(self.contents, whole)
         except (InvalidInput, MissingKey):
             return not rules.model  # this cannot be determined, so the user's choice counts
         names = {tensor.name for tensor in view.tensors}
         return not names <= {tensor.name for tensor in self.view.tensors}
+
+
+def is_model(attachments: Collection[str]) -> bool:
+    """Return whether a checkpoint with these attachments is a model, or an adapter of one, by default."""
+    return CONFIG in attachments or HUB_FILE in attachments
+
+
+def _joined(views: Sequence[View]) -> View:
+    """Return one view for several roots of a folder. Tensors of different roots may have the same name."""
+    left = set.intersection(*(set(view.left_out) for view in views))
+    tensors = tuple(tensor for view in views for tensor in view.tensors)
+    return View(tensors, tuple(key for key in views[0].left_out if key in left), views[0].prefix)
 
 
 def file_metadata(checkpoint: Checkpoint, rules: Rules) -> dict[str, str]:

@@ -39,7 +39,7 @@ def test_a_layout_knows_every_byte_before_writing(store: Store, tmp_path: Path) 
     assert len(planned.files) > 2
     export_safetensors(store, "latest", tmp_path / "out", max_shard_size=1000)
     assert {path.name for path in (tmp_path / "out").iterdir()} == set(planned.names)
-    assert (tmp_path / "out" / INDEX).read_bytes() == planned.index
+    assert (tmp_path / "out" / INDEX).read_bytes() == planned.indexes[INDEX]
     for file in planned.files:
         data = (tmp_path / "out" / file.name).read_bytes()
         assert (len(data), data[: len(file.head)]) == (file.nbytes, file.head)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.errors import InvalidInput
-from casckpt.frontends.serve.view_file import BoundedMatch, ways
+from casckpt.frontends.views.view_file import BoundedMatch, ways
 
 
 @pytest.mark.parametrize(
