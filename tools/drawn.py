@@ -541,14 +541,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "the index does not count as a file of its folder",
         "Layout.names",
-        "+ ([INDEX] if self.index is not None else [])",
-        "",
-        "tests/frontends/interchange/safetensors/test_layout.py",
-    ),
-    (
-        "the index is missing from the names of a folder",
-        "Layout.names",
-        "INDEX] if self.index is not None else [",
+        ", *self.indexes",
         "",
         "tests/frontends/interchange/safetensors/test_layout.py",
     ),

@@ -19,9 +19,16 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from casckpt.errors import Unsupported
-from casckpt.frontends.training_state.hub_names import adapter_parts, globs, rules_of, saved_parts
+from casckpt.frontends.training_state.hub_names import (
+    adapter_parts,
+    globs,
+    has_base,
+    is_transformers,
+    rules_of,
+    saved_parts,
+)
 from casckpt.frontends.training_state.model import model_state
-from casckpt.frontends.training_state.names import wrapped_child
+from casckpt.frontends.training_state.names import unwrapped_model
 from casckpt.frontends.training_state.stored import MODEL
 from casckpt.loading.fit import shape_of
 
@@ -32,7 +39,6 @@ HUB_FILE: Final = "casckpt.hub.json"
 ADAPTER_STEM, DIFFUSERS_STEM = "adapter_model", "diffusion_pytorch_model"
 _MAX_BYTES = 1 << 20  # of the names
 
-_TRANSFORMERS = "transformers.modeling_utils.PreTrainedModel"
 _PEFT = "peft.peft_model.PeftModel"
 _DIFFUSERS = "diffusers.models.modeling_utils.ModelMixin"
 
@@ -51,15 +57,13 @@ def hub_files(model: Any, processor: Any = None) -> dict[str, bytes]:
     files = {} if processor is None else _written(processor.save_pretrained)
     if isinstance(model, Mapping):
         model = model.get(MODEL)
-    inner = _unwrapped(model[0] if isinstance(model, list | tuple) and len(model) == 1 else model)
-    # by name, because importing these libraries takes seconds; a program that has such a model has imported them
-    names = {f"{base.__module__}.{base.__qualname__}" for base in type(inner).__mro__}
+    inner = unwrapped_model(model[0] if isinstance(model, list | tuple) and len(model) == 1 else model)
     try:
-        if _PEFT in names or getattr(inner, "_hf_peft_config_loaded", False):
+        if has_base(inner, _PEFT) or getattr(inner, "_hf_peft_config_loaded", False):
             files |= _adapter_files(inner)
-        elif _TRANSFORMERS in names:
+        elif is_transformers(inner):
             files |= _config_files(inner) | hub_names(**_names_of(inner, _transformers_names))
-        elif _DIFFUSERS in names:
+        elif has_base(inner, _DIFFUSERS):
             config = json.loads(inner.to_json_string())
             files |= {"config.json": _dumped(config)} | hub_names({DIFFUSERS_STEM: {}})
     except Exception as error:  # noqa: BLE001 - the libraries cannot write them either; the save must not fail
@@ -205,9 +209,3 @@ def hub_names(views: Mapping[str, Any], **more: Any) -> dict[str, bytes]:
 
 def _dumped(content: Any) -> bytes:
     return json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
-
-
-def _unwrapped(model: Any) -> Any:
-    while isinstance(model, nn.Module) and (child := wrapped_child(model)) is not None:
-        model = model._modules.get(child)
-    return model

@@ -17,8 +17,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from casckpt.errors import Unsupported
-from casckpt.format.regions import Shape
+from casckpt.format.regions import Box, Shape
 from casckpt.loading.arguments import compiled, expanded, first_match, matches, renamer
+from casckpt.loading.fit import shape_of
+from casckpt.tensors.memory import boxes_with_data
+from casckpt.tensors.shards import local_tensor
+from casckpt.tensors.values import Shard
 
 Index: TypeAlias = tuple[int | tuple[int, int], ...]
 """An index of a tensor: a number or a range for each of its first dimensions."""
@@ -27,6 +31,20 @@ Parts: TypeAlias = Mapping[str, Mapping[str, Index]]
 
 _NUMBER = re.compile(r"\d+")
 _MOST_GROUPS = 3  # a pattern with more groups could match a name in too many ways
+
+
+def has_base(model: Any, name: str) -> bool:
+    """Return whether a class with this name is a base of the class of ``model``. The name includes the module.
+
+    An import of these classes takes seconds. A program that has such a model has imported them.
+    """
+    return any(f"{base.__module__}.{base.__qualname__}" == name for base in type(model).__mro__)
+
+
+def is_transformers(model: Any) -> bool:
+    """Return whether ``model`` is a Transformers model without adapters."""
+    is_pretrained = has_base(model, "transformers.modeling_utils.PreTrainedModel")
+    return is_pretrained and not getattr(model, "_hf_peft_config_loaded", False)
 
 
 def saved_parts(model: Any, shapes: Mapping[str, Shape]) -> Parts:
@@ -111,7 +129,7 @@ def _index(saved: str, whole: Tensor, part: Tensor) -> Index:
             dim += 1
         else:
             index.append(start)
-    found = whole[slices(index)] if part.numel() else whole
+    found = whole[tuple(one if isinstance(one, int) else slice(*one) for one in index)] if part.numel() else whole
     if (found.shape, found.storage_offset()) != (part.shape, part.storage_offset()):
         raise Unsupported(f"{saved} is not a slice of a tensor of the model")
     while index and index[-1] == (0, whole.shape[len(index) - 1]):
@@ -119,9 +137,46 @@ def _index(saved: str, whole: Tensor, part: Tensor) -> Index:
     return tuple(index)
 
 
-def slices(index: Sequence[int | Sequence[int]]) -> tuple[int | slice, ...]:
-    """Return the index in the form that a tensor accepts."""
-    return tuple(one if isinstance(one, int) else slice(*one) for one in index)
+def split_template(model: Any, values: Mapping[str, Any], is_saved: Callable[[str], bool]) -> dict[str, Any]:
+    """Return the template ``values`` with the parts of a tensor in its place, where the checkpoint has only the parts.
+
+    ``model``: a Transformers model. ``is_saved``: returns whether the checkpoint has a name. The parts share the
+    memory of the tensor.
+    """
+    shapes = {name: shape for name, value in values.items() if (shape := shape_of(value)) is not None}
+    if all(map(is_saved, shapes)):
+        return dict(values)
+    try:
+        parts = saved_parts(model, shapes)
+    except Unsupported:
+        return dict(values)
+    found = dict[str, Any]()
+    for name, value in values.items():
+        of = parts.get(name, {name: ()})
+        if is_saved(name) or not all(map(is_saved, of)):
+            found[name] = value
+        else:
+            found |= {saved: _part(name, value, index) for saved, index in of.items()}
+    return found
+
+
+def _part(key: str, value: Any, index: Index) -> list[Shard]:
+    """Return what this rank holds of one part of a tensor."""
+    local = local_tensor(key, value)
+    ranges = [(one, one + 1) if isinstance(one, int) else one for one in index]
+    ranges += [(0, extent) for extent in local.shape[len(index) :]]
+    part = Box(tuple(lo for lo, _ in ranges), tuple(hi - lo for lo, hi in ranges))
+    kept = [dim for dim in range(len(ranges)) if dim >= len(index) or not isinstance(index[dim], int)]
+    select = tuple(slice(None) if dim in kept else 0 for dim in range(len(ranges)))
+    shards = []
+    for piece in local.pieces:
+        for box, data in boxes_with_data(piece.region, piece.data.detach()):
+            common = box.intersect(part)
+            if common is not None:
+                offset, shape = common.relative_to(part).offset, part.shape
+                view = data[common.within(box)][select]
+                shards.append(Shard(view, [shape[dim] for dim in kept], [offset[dim] for dim in kept]))
+    return shards or [Shard(torch.empty(0, dtype=local.dtype), [part.shape[dim] for dim in kept], flat=(0, 0))]
 
 
 def rules_of(parts: Parts) -> dict[str, dict[str, Any]]:

@@ -21,7 +21,7 @@ from casckpt.frontends.trainer import CheckpointerConfig
 from casckpt.frontends.training_state import hub_files, save_model_and_optim_state
 from casckpt.frontends.training_state.hub_config import HUB_FILE
 from casckpt.store.store import Store
-from tests.support.hub import check_loads, export, gpt2, llama
+from tests.support.hub import check_loads, export, gpt2, llama, mixtral
 from tests.support.training import identical
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Transformers and PEFT
@@ -108,12 +108,6 @@ def test_models_whose_names_stay_have_no_names_file() -> None:
     assert HUB_FILE not in hub_files(llama()).keys() | hub_files({"model": gpt2()}).keys()
     assert hub_files(torch.nn.Linear(2, 2)) == {}
     assert hub_files([llama(), llama()]) == {}
-
-
-def mixtral() -> Any:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = hub.MixtralConfig(**sizes, num_hidden_layers=2, vocab_size=32, num_local_experts=3)
-    return hub.MixtralForCausalLM(config)
 
 
 def test_fused_experts_have_the_names_that_save_pretrained_writes(tmp_path: Path, store: Store) -> None:
