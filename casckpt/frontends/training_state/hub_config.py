@@ -130,7 +130,7 @@ def _transformers_names(model: Any) -> dict[str, Any]:
     except Unsupported as error:
         note = (
             f"the tensors have the names of Transformers 5, which save_pretrained would convert, because {error}; to "
-            "convert them, load the folder with from_pretrained and call save_pretrained"
+            "convert them, load the checkpoint into a new model and call its save_pretrained"
         )
         content["notes"] = [note]
     parameters = dict(model.named_parameters(remove_duplicate=False))

@@ -236,3 +236,13 @@ def test_a_diffusers_model_is_exported_under_its_names(tmp_path: Path, store: St
     assert (tmp_path / "out" / "diffusion_pytorch_model.safetensors.index.json").is_file()
     found = diffusers.UNet2DModel.from_pretrained(tmp_path / "out")
     assert identical(dict(found.state_dict()), dict(model.state_dict()))
+
+
+def test_an_untied_head_is_noted_and_loads(tmp_path: Path, store: Store) -> None:
+    model = gpt2()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 1)
+    save_model_and_optim_state(store, model, run="a", step=1)
+    (note,) = export(store.url, "a@1", tmp_path / "out")["notes"]
+    assert "ties 'model.lm_head.weight' to the input embeddings, but the values differ" in note
+    save_model_and_optim_state(store, gpt2(), run="a", step=2)
+    assert export(store.url, "a@2", tmp_path / "tied")["notes"] == []

@@ -103,13 +103,15 @@ def test_globs_do_not_match_other_names() -> None:
 
 # all mixtures of experts
 
-EXPERTS = (
-    "afmoe axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 ernie4_5_moe "
-    "exaone_moe flex_olmo flint glm4_moe glm4_moe_lite glm4v_moe glm_moe_dsa granitemoe hy_v3 kimi_k25 kimi_linear "
-    "kolibri1 laguna longcat_flash mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl mistral_large4 "
-    "mistral_large4_text mixtral nemotron_h olmoe phimoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next "
-    "qwen3_omni_moe_thinker qwen3_vl_moe solar_open inkling2_text inkling_mm_model step3p7"
-).split()
+EXPERTS = [
+    "afmoe", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3",
+    "deepseek_v32", "deepseek_v4", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe",
+    "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "granitemoe", "hy_v3", "kimi_k25", "kimi_linear", "kolibri1",
+    "laguna", "longcat_flash", "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl",
+    "mistral_large4", "mistral_large4_text", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe",
+    "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_omni_moe_thinker", "qwen3_vl_moe", "solar_open",
+    "inkling2_text", "inkling_mm_model", "step3p7",
+]  # fmt: skip
 """The types of models with fused experts whose default config can be made small by `SIZES`."""
 NOTED = ("inkling2_text", "inkling_mm_model", "kimi_k25", "mistral_large4", "step3p7")
 """Those that save_pretrained permutes or joins."""
@@ -129,6 +131,13 @@ SIZES: dict[str, Any] = {
     "num_experts_per_tok": 2, "moe_topk": 2, "zero_expert_num": 2, "first_k_dense_replace": 1,
 }  # fmt: skip
 
+MORE: dict[str, dict[str, Any]] = {
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2}, "jamba": {"layer_types": None},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]}, "qwen3_omni_moe_text": {},
+}  # fmt: skip
+"""More arguments for some types."""
+
 
 def small(config: Any) -> dict[str, Any]:
     """Return arguments with which a config, and the configs in it, describe a small model."""
@@ -146,16 +155,18 @@ def of_type(kind: str) -> Any:
     from transformers.models.auto import modeling_auto as auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    names: Any = (
-        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, auto.MODEL_MAPPING_NAMES
-    )  # fmt: skip
-    name = next(mapping[kind] for mapping in names if kind in mapping)
-    config = CONFIG_MAPPING[kind]
+    tasks = ("FOR_CAUSAL_LM_", "FOR_IMAGE_TEXT_TO_TEXT_", "")
+    mappings: Any = [getattr(auto, f"MODEL_{task}MAPPING_NAMES") for task in tasks]
+    name = next((mapping[kind] for mapping in mappings if kind in mapping), "Qwen3OmniMoeThinkerTextModel")
+    arguments = small(CONFIG_MAPPING[kind]()) | MORE.get(kind, {})
     torch.manual_seed(1)
-    return getattr(hub, name)(config(**small(config())))
+    config = CONFIG_MAPPING[kind](**{name: value for name, value in arguments.items() if value is not None})
+    return getattr(hub, name)(config)
 
 
-@pytest.mark.parametrize("kind", [one if one in FEW else pytest.param(one, marks=pytest.mark.soak) for one in EXPERTS])
+@pytest.mark.parametrize(
+    "kind", [one if one in FEW else pytest.param(one, marks=pytest.mark.soak) for one in (*EXPERTS, *MORE)]
+)
 def test_all_fused_experts_have_the_names_and_bytes_of_save_pretrained(kind: str, tmp_path: Path) -> None:
     model = of_type(kind)
     state = model.state_dict()

@@ -113,6 +113,7 @@ def _exported_to(
     with new_folder(target, force=force, stale=_is_ours, last=layout.names) as folder:
         write_attached(job.store, job.checkpoint, attachments, folder)
         for file in layout.files:
+            (folder / file.name).parent.mkdir(parents=True, exist_ok=True)
             if base is None or not job.revise(folder / file.name, file, base):
                 job.write(folder / file.name, file.head, file.tensors)
         for name, index in layout.indexes.items():

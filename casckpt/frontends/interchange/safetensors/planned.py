@@ -5,13 +5,16 @@ The plan knows every byte position before any data is read.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
 from casckpt.base.lazy import cached_property
 from casckpt.base.progress import Progress
+from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, MissingKey
@@ -54,7 +57,23 @@ class FolderPlan:
     @cached_property
     def notes(self) -> tuple[str, ...]:
         """What is unusual about the files, for the user."""
-        return self._hub.notes
+        found, cells = self.contents.tensors, self.contents.manifest.raw_cells
+        pairs = [[found.get(f"{self.view.prefix}{name}") for name in pair] for pair in sorted(self._tied())]
+        differ = [one.key for one, other in pairs if one and other and cells(one) != cells(other)]
+        ties = (
+            f"config.json ties {listed(differ)} to the input embeddings, but the values differ: set "
+            "tie_word_embeddings to false in config.json"
+        )
+        return (*self._hub.notes, *([ties] if differ else []))
+
+    def _tied(self) -> set[tuple[str, str]]:
+        """Return the pairs of tensors that the model's config ties."""
+        pairs, attached = set(self._hub.tied), self.store.attachments(self.checkpoint)
+        if self.rules.model and CONFIG in attached:
+            with suppress(ValueError, RecursionError, AttributeError):
+                if json.loads(self.store.read_attachment(self.checkpoint, CONFIG)).get("tie_word_embeddings"):
+                    pairs.add(("lm_head.weight", "model.embed_tokens.weight"))
+        return pairs
 
     def lay_out(self, most: int | None) -> Layout:
         """Return the files with tensors, and their index. Raises InvalidInput if safetensors cannot hold a tensor."""
