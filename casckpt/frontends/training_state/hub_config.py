@@ -90,9 +90,12 @@ def with_hub_files(model: Any, attachments: Any, files: Mapping[str, bytes] = Ma
 
 def _config_files(model: Any) -> dict[str, bytes]:
     """Return the files that ``save_pretrained`` writes beside the weights."""
-    kind = next(base for base in type(model).__mro__ if base.__name__ != "FSDPModule" and not _is_sharded(base))
-    config = deepcopy(model.config)
-    files = _written(lambda folder: _write_code(kind, config, folder))
+    kinds = (base for base in type(model).__mro__ if all(one.__name__ != "FSDPModule" for one in base.__mro__))
+    kind = next(kinds)  # not the class that fully_shard creates
+    config, files = model.config, dict[str, bytes]()
+    if getattr(kind, "_auto_class", None) is not None or getattr(config, "_auto_class", None) is not None:
+        config = deepcopy(config)
+        files = _written(lambda folder: _write_code(kind, config, folder))
     content: dict[str, Any] = json.loads(config.to_json_string())
     content["architectures"] = [kind.__name__]
     dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), None)
@@ -105,15 +108,8 @@ def _config_files(model: Any) -> dict[str, bytes]:
     return files
 
 
-def _is_sharded(kind: type) -> bool:
-    """Return whether a class is one of those that fully_shard creates."""
-    return any(base.__name__ == "FSDPModule" for base in kind.__bases__)
-
-
 def _write_code(kind: Any, config: Any, folder: str) -> None:
     """Copy the modules of a custom class into a folder, and enter it into ``config``."""
-    if getattr(kind, "_auto_class", None) is None and getattr(config, "_auto_class", None) is None:
-        return
     from transformers.dynamic_module_utils import custom_object_save
 
     for one in (kind.__new__(kind), config):  # the function uses only the class of an object

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from casckpt.base.text import in_one_line
 from casckpt.errors import Unsupported
 from casckpt.format.regions import Box, Shape
 from casckpt.loading.arguments import compiled, expanded, first_match, matches, renamer
@@ -51,10 +52,12 @@ def saved_parts(model: Any, shapes: Mapping[str, Shape]) -> Parts:
     """Return the parts that ``save_pretrained`` of a Transformers model writes.
 
     ``shapes``: the shapes of all tensors of the model. Raises Unsupported if it writes a tensor that is not a part of
-    a single tensor, such as a transposed one.
+    a single tensor, such as a transposed one, or if it fails.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before version 5, it saves the tensors of the model
+        return {name: {name: ()} for name in shapes}
     return _parts(shapes, lambda probes: revert_weight_conversion(model, probes))
 
 
@@ -93,8 +96,11 @@ def _has_resized_embeddings(model: Any, base: str | None) -> bool:
 def _parts(shapes: Mapping[str, Shape], convert: Callable[[dict[str, Tensor]], Mapping[str, Any]]) -> Parts:
     probes = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     names = {_memory(probe): name for name, probe in probes.items()}
-    with _NoCopies(), torch.no_grad():
-        converted = convert(dict(probes))
+    try:
+        with _NoCopies(), torch.no_grad():
+            converted = convert(dict(probes))
+    except Exception as error:
+        raise Unsupported(f"its names cannot be computed: {in_one_line(error)}") from error
     parts: dict[str, dict[str, Index]] = {}
     for saved, value in converted.items():
         name = names.get(_memory(value)) if isinstance(value, Tensor) else None

@@ -18,6 +18,7 @@ from casckpt.loading.arguments import compiled
 _MOST_WAYS: Final = 4_000_000  # per match; takes a quarter of a second
 _MOST_SECONDS: Final = 10.0  # CPU time for all names of a checkpoint
 _MOST_CHARACTERS: Final = 1000
+_MOST_VIEWS: Final = 100
 _MOST_ESCAPES: Final = 20  # per replacement, because each escape may expand to a whole name
 _TOKEN: Final = re.compile(
     r"""
@@ -179,7 +180,8 @@ def read_hub_names(text: bytes, where: str) -> HubNames:
         content.get(name, kind()) for name, kind in (("views", dict), ("notes", list), ("tied", dict))
     )
     are_texts = isinstance(notes, list) and isinstance(tied, dict) and all(map(_is_text, (*notes, *tied.values())))
-    if not are_texts or not isinstance(views, dict) or not all(map(is_attachment_name, views)):
+    are_stems = isinstance(views, dict) and len(views) <= _MOST_VIEWS and all(map(is_attachment_name, views))
+    if not are_texts or not are_stems:
         raise InvalidInput(f"{where} is not valid; export with --strip-prefix or --rename, which do not use the file")
     found = [HubView(stem, _rules(rules, where, travels=True)) for stem, rules in views.items()]
     return HubNames(tuple(found), tuple(notes), tuple(tied.items()))

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,11 +69,17 @@ def test_parts_are_the_views_that_a_conversion_makes(monkeypatch: pytest.MonkeyP
         lambda a: a.add_(1),
         lambda a: a.unsqueeze(0),
         lambda a: a[:0],
+        lambda a: a["b"],
     ],
 )
 def test_other_tensors_are_refused(convert: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unsupported):
         parts_of(lambda state: {"x": convert(state["a"])}, monkeypatch)
+
+
+def test_an_older_version_saves_the_names_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)
+    assert saved_parts(None, {"a": (2,)}) == {"a": {"a": ()}}
 
 
 def test_rules_have_groups_for_the_numbers_that_vary() -> None:

@@ -91,14 +91,14 @@ class FolderPlan:
 
     def attachments(self, *, wanted: bool = True) -> tuple[list[str], list[str]]:
         """Return the names of the attachments for the folder, and of skipped attachments."""
-        names = self.store.attachments(self.checkpoint)
+        names = [name for name in self.store.attachments(self.checkpoint) if name != HUB_FILE]
         skipped = [name for name in names if not wanted or self._is_skipped(name)]
         return [name for name in names if name not in skipped], skipped
 
     def _is_skipped(self, name: str) -> bool:
         """Return whether to skip an old index, a training file next to a model, or a config.json without a model."""
         is_of_training = self.rules.model and _OF_TRAINING.fullmatch(name) is not None
-        return name in (INDEX, HUB_FILE) or is_of_training or (name == CONFIG and self.is_no_model)
+        return name == INDEX or is_of_training or (name == CONFIG and self.is_no_model)
 
     @cached_property
     def is_no_model(self) -> bool:
