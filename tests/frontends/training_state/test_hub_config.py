@@ -147,7 +147,7 @@ def test_names_that_are_not_slices_stay_and_are_noted(tmp_path: Path, store: Sto
 
 
 def lora(base: Any, adapter: str = "default", **options: Any) -> Any:
-    peft = pytest.importorskip("peft", reason="needs casckpt[hub]")
+    peft = pytest.importorskip("peft", reason="needs peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **options)
     return peft.get_peft_model(base, config, adapter_name=adapter)
 
@@ -192,7 +192,7 @@ def test_several_adapters_have_their_folders(tmp_path: Path, store: Store) -> No
 
 
 def test_a_model_with_its_own_adapter_is_exported_as_an_adapter(tmp_path: Path, store: Store) -> None:
-    peft = pytest.importorskip("peft", reason="needs casckpt[hub]")
+    peft = pytest.importorskip("peft", reason="needs peft")
     model = llama().float()
     model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     model.save_pretrained(tmp_path / "expected")
@@ -217,7 +217,7 @@ def test_resized_embeddings_are_part_of_an_adapter(tmp_path: Path, store: Store)
 
 
 def test_a_computed_adapter_is_saved_without_its_config(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    peft = pytest.importorskip("peft", reason="needs casckpt[hub]")
+    peft = pytest.importorskip("peft", reason="needs peft")
     config = peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8)
     save_model_and_optim_state(store, peft.get_peft_model(llama().float(), config), run="a", step=1)
     assert not store.attachments("a@1")
@@ -228,7 +228,7 @@ def test_a_computed_adapter_is_saved_without_its_config(store: Store, caplog: py
 
 
 def test_a_diffusers_model_is_exported_under_its_names(tmp_path: Path, store: Store) -> None:
-    diffusers: Any = pytest.importorskip("diffusers", reason="needs casckpt[hub]")
+    diffusers: Any = pytest.importorskip("diffusers", reason="needs diffusers")
     blocks = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",), "block_out_channels": (8,)}
     model = diffusers.UNet2DModel(sample_size=8, norm_num_groups=2, layers_per_block=1, **blocks)
     save_model_and_optim_state(store, model, run="a", step=1)
