@@ -8,12 +8,15 @@ import importlib
 import json
 import sys
 import textwrap
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 hub: Any = pytest.importorskip("transformers", reason="needs casckpt[transformers]")
 
@@ -23,6 +26,9 @@ from casckpt.frontends.training_state.hub_config import HUB_FILE
 from casckpt.store.store import Store
 from tests.support.hub import check_loads, export, gpt2, llama, mixtral
 from tests.support.training import identical
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Transformers and PEFT
 
@@ -77,6 +83,15 @@ def test_the_code_of_a_custom_class_is_exported_and_loads(custom: Any, tmp_path:
     x = torch.ones(2, 4)
     assert torch.equal(found(x), custom(x))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["MyModel"]
+
+
+def test_the_code_of_a_sharded_custom_class_is_saved(custom: Any) -> None:
+    kind = type(custom)
+    custom.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})  # as fully_shard does
+    files = hub_files(custom)
+    assert {"mine.py", "sizes.py"} <= files.keys()
+    config = json.loads(files["config.json"])
+    assert (config["architectures"], config["auto_map"]["AutoModel"]) == (["MyModel"], "mine.MyModel")
 
 
 def test_a_checkpointer_saves_the_code_once(custom: Any, store: Store) -> None:
@@ -246,3 +261,19 @@ def test_an_untied_head_is_noted_and_loads(tmp_path: Path, store: Store) -> None
     assert "ties 'model.lm_head.weight' to the input embeddings, but the values differ" in note
     save_model_and_optim_state(store, gpt2(), run="a", step=2)
     assert export(store.url, "a@2", tmp_path / "tied")["notes"] == []
+
+
+def sharded(rank: int, size: int, path: Path) -> None:
+    """Save a sharded adapter and a replicated one."""
+    warnings.simplefilter("ignore")  # of Transformers and PEFT
+    for step, shard in enumerate((fully_shard, DistributedDataParallel)):
+        save_model_and_optim_state(path, shard(lora(llama().float())), run="a", step=step)
+
+
+def test_a_sharded_and_a_replicated_adapter_are_exported(tmp_path: Path, ranks: Pool) -> None:
+    lora(llama().float()).save_pretrained(tmp_path / "expected")
+    ranks.run(2, sharded, tmp_path / "store")
+    names = load_file(tmp_path / "expected" / "adapter_model.safetensors").keys()
+    for step in (0, 1):
+        export(tmp_path / "store", f"a@{step}", tmp_path / str(step))
+        assert load_file(tmp_path / str(step) / "adapter_model.safetensors").keys() == names
