@@ -266,7 +266,8 @@ def test_an_untied_head_is_noted_and_loads(tmp_path: Path, store: Store) -> None
 def sharded(rank: int, size: int, path: Path) -> None:
     """Save a sharded adapter and a replicated one."""
     warnings.simplefilter("ignore")  # of Transformers and PEFT
-    for step, shard in enumerate((fully_shard, DistributedDataParallel)):
+    ways: list[Any] = [fully_shard, DistributedDataParallel]
+    for step, shard in enumerate(ways):
         save_model_and_optim_state(path, shard(lora(llama().float())), run="a", step=step)
 
 

@@ -158,17 +158,23 @@ def small(config: Any) -> dict[str, Any]:
     return found | {name: small(one) for name, one in inside.items() if one is not None}
 
 
-def of_type(kind: str) -> Any:
+def class_and_config(kind: str) -> tuple[Any, Any]:
+    """Return the class of a type of models, and the class of its config."""
     from transformers.models.auto import modeling_auto as auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     tasks = ("FOR_CAUSAL_LM_", "FOR_IMAGE_TEXT_TO_TEXT_", "")
     mappings: Any = [getattr(auto, f"MODEL_{task}MAPPING_NAMES") for task in tasks]
     name = next((mapping[kind] for mapping in mappings if kind in mapping), "Qwen3OmniMoeThinkerTextModel")
-    arguments = small(CONFIG_MAPPING[kind]()) | MORE.get(kind, {})
+    return getattr(hub, name), CONFIG_MAPPING[kind]
+
+
+def of_type(kind: str) -> Any:
+    """Return a small model."""
+    model, config = class_and_config(kind)
+    arguments = small(config()) | MORE.get(kind, {})
     torch.manual_seed(1)
-    config = CONFIG_MAPPING[kind](**{name: value for name, value in arguments.items() if value is not None})
-    return getattr(hub, name)(config)
+    return model(config(**{name: value for name, value in arguments.items() if value is not None}))
 
 
 @pytest.mark.parametrize(
@@ -194,6 +200,28 @@ def test_all_fused_experts_have_the_names_and_bytes_of_save_pretrained(kind: str
     assert tied <= set(getattr(model, "all_tied_weights_keys", ()))
     assert identical(expected, {name: found[name].contiguous() for name in expected})
     assert re.search(r"experts\.\d+\.|experts\.[a-z]|input_linear", " ".join(found))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["dots3_note_text", "ernie4_5_vl_moe", "glm5_next"])
+def test_models_without_a_small_config_have_the_names_of_save_pretrained(kind: str) -> None:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model, config = class_and_config(kind)
+    with torch.device("meta"):
+        state = (made := model(config())).state_dict()
+    shapes = {name: tuple(value.shape) for name, value in state.items()}
+    if kind == "ernie4_5_vl_moe":
+        with pytest.raises(Unsupported, match="is not a part of one tensor"):
+            saved_parts(made, shapes)
+        return
+    expected = {name: tuple(value.shape) for name, value in revert_weight_conversion(made, state).items()}
+    found = {}
+    for name, of in saved_parts(made, shapes).items():
+        for saved, index in of.items():
+            selected = state[name][tuple(one if isinstance(one, int) else slice(*one) for one in index)]
+            found[saved] = tuple(selected.shape)
+    assert found == expected
 
 
 # loads
