@@ -191,11 +191,11 @@ def rules_of(parts: Parts) -> dict[str, dict[str, Any]]:
     Numbers that vary, such as those of layers, become groups of regular expressions. Raises Unsupported if no rules
     have exactly this effect.
     """
-    rename, split = dict[str, str](), dict[str, dict[str, Any]]()
+    rename, split = dict[str, str](), dict[str, Mapping[str, Index]]()
     for pattern, named in _patterns(parts).items():
         (first, index), *others = named.items()
         if others or index:
-            split[pattern] = {name: list(map(_jsonable, index)) for name, index in named.items()}
+            split[pattern] = named
         else:
             rename[pattern] = first
     _check(parts, rename, split)
@@ -207,10 +207,6 @@ def globs(names: Collection[str], others: Collection[str]) -> list[str]:
     patterns = dict.fromkeys(_NUMBER.sub("*", name) for name in names)
     wide = [one for one in patterns if any(name not in names and matches(name, [one]) for name in others)]
     return [one for one in patterns if one not in wide] + [one for one in names if _NUMBER.sub("*", one) in wide]
-
-
-def _jsonable(one: int | tuple[int, int]) -> int | list[int]:
-    return one if isinstance(one, int) else list(one)
 
 
 def _patterns(parts: Parts) -> dict[str, Mapping[str, Index]]:

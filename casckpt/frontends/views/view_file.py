@@ -133,14 +133,11 @@ def read_rules(text: bytes, where: str, *, travels: bool = False) -> Rules:
     return _rules(_parsed(text, where), where, travels=travels)
 
 
-def _parsed(text: bytes, where: str) -> dict[str, Any]:
+def _parsed(text: bytes, where: str) -> Any:
     try:
-        content = json.loads(text) if len(text) <= MAX_BYTES else None
+        return json.loads(text) if len(text) <= MAX_BYTES else None
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{where} is not JSON ({error}); write an object with some of {_names()}") from error
-    if not isinstance(content, dict):
-        raise InvalidInput(f"{where} is not a JSON object; write one with some of {_names()}")
-    return content
 
 
 def _rules(content: Any, where: str, *, travels: bool) -> Rules:
@@ -175,13 +172,11 @@ def read_hub_names(text: bytes, where: str) -> HubNames:
 
     The file may come from an untrusted source, as with `read_rules`.
     """
-    content = _parsed(text, where)
-    views, notes, tied = (
-        content.get(name, kind()) for name, kind in (("views", dict), ("notes", list), ("tied", dict))
-    )
-    are_texts = isinstance(notes, list) and isinstance(tied, dict) and all(map(_is_text, (*notes, *tied.values())))
-    are_stems = isinstance(views, dict) and len(views) <= _MOST_VIEWS and all(map(is_attachment_name, views))
-    if not are_texts or not are_stems:
+    content, kinds = _parsed(text, where), {"views": dict, "notes": list, "tied": dict}
+    given = content if isinstance(content, dict) else {"views": content}
+    views, notes, tied = parts = [given.get(name, kind()) for name, kind in kinds.items()]
+    is_valid = all(map(isinstance, parts, kinds.values())) and all(map(_is_text, (*notes, *tied.values())))
+    if not is_valid or len(views) > _MOST_VIEWS or not all(map(is_attachment_name, views)):
         raise InvalidInput(f"{where} is not valid; export with --strip-prefix or --rename, which do not use the file")
     found = [HubView(stem, _rules(rules, where, travels=True)) for stem, rules in views.items()]
     return HubNames(tuple(found), tuple(notes), tuple(tied.items()))

@@ -87,7 +87,7 @@ def test_rules_have_groups_for_the_numbers_that_vary() -> None:
     parts: Any = dict(names) | {"layers.3.norm": {"h.3.norm": ()}, "head": {"head": ()}}
     assert rules_of(parts) == {
         "rename": {r"layers\.3\.norm": "h.3.norm"},
-        "split": {r"layers\.(\d+)\.mlp\.w": {r"h.\g<1>.e.0.w1": [0], r"h.\g<1>.e.1.w1": [1]}},
+        "split": {r"layers\.(\d+)\.mlp\.w": {r"h.\g<1>.e.0.w1": (0,), r"h.\g<1>.e.1.w1": (1,)}},
     }
 
 
