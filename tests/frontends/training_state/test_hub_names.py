@@ -72,7 +72,7 @@ def test_parts_are_the_views_that_a_conversion_makes(monkeypatch: pytest.MonkeyP
         lambda a: a["b"],
     ],
 )
-def test_other_tensors_are_refused(convert: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tensors_are_rejected(convert: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unsupported):
         parts_of(lambda state: {"x": convert(state["a"])}, monkeypatch)
 
@@ -97,7 +97,7 @@ def test_names_without_a_common_rule_are_listed() -> None:
     assert rules_of({"a.1": {"a.1": ()}, "a.2": {"b.2": ()}}) == {"rename": {r"a\.2": "b.2"}}
 
 
-def test_rules_that_would_change_each_other_are_refused() -> None:
+def test_rules_that_would_change_each_other_are_rejected() -> None:
     with pytest.raises(Unsupported, match="no rule expresses"):
         rules_of({"a": {"b": ()}, "b": {"c": (0,), "d": (1,)}})
 

@@ -49,7 +49,7 @@ def test_tensors_are_concatenated() -> None:
         ({}, {"x": ["whole", "other"]}, "cannot be concatenated"),
     ],
 )
-def test_invalid_splits_and_concatenations_are_refused(
+def test_invalid_splits_and_concatenations_are_rejected(
     split: dict[str, Any], concat: dict[str, Any], match: str
 ) -> None:
     with pytest.raises(InvalidInput, match=match):
@@ -57,7 +57,7 @@ def test_invalid_splits_and_concatenations_are_refused(
 
 
 @given(rows=st.lists(st.integers(1, 4), min_size=1, max_size=4), width=st.integers(1, 3))
-def test_split_and_concatenated_tensors_are_unchanged(rows: list[int], width: int) -> None:
+def test_splitting_and_concatenating_restores_the_tensors(rows: list[int], width: int) -> None:
     one = tensor("x", sum(rows), width)
     names = {f"p{n}": count for n, count in enumerate(rows)}
     apart = recut([one], {"x": names}, {})
@@ -91,7 +91,7 @@ def test_an_index_selects_the_same_elements_as_in_numpy(shape: tuple[int, ...], 
     [{"a": [4]}, {"a": [[0, 5]]}, {"a": [[1, 1]]}, {"a": [0, 0, 0]}, {"a": [0], "b": [0], "c": [], "d": []}],
     ids=["number", "range", "empty", "dimensions", "elements"],
 )
-def test_indices_outside_a_tensor_are_refused(parts: dict[str, Any]) -> None:
+def test_indices_outside_a_tensor_are_rejected(parts: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match="has no part"):
         recut([tensor("x", 4, 2)], {"x": parts}, {})
 
