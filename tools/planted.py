@@ -2317,7 +2317,7 @@ PLANTED = (
     ),
     Planted(
         "the names of the library replace those that the user asked for",
-        "FolderPlan._hub",
+        "FolderPlan._names",
         "replace(self.rules, keys=None) == Rules(model=True)",
         "self.rules.model",
         "tests/frontends/training_state/test_hub_config.py",

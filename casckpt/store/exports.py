@@ -43,7 +43,7 @@ class Exported:
 
     ``skipped``: the attachments that were not exported. ``nbytes``: the total size of all tensors. ``prefix``: the
     prefix common to all keys, which is omitted from the names in the files. ``notes``: what is unusual about the
-    files.
+    files, such as imported files that were not restored.
     """
 
     checkpoint: Checkpoint

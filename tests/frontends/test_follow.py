@@ -30,7 +30,7 @@ import casckpt
 from casckpt.errors import Conflict, InvalidInput, MissingKey, NotFound, StorageError
 from casckpt.frontends.follow import CURRENT, Follower
 from casckpt.frontends.interchange.safetensors.exporting import Base, export_safetensors
-from casckpt.frontends.interchange.safetensors.layout import SUFFIX
+from casckpt.frontends.interchange.safetensors.files import SUFFIX
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
 from tests.support.faulty import Call, FaultyStore, call_first, fail_before

@@ -125,11 +125,13 @@ def _text(result: dict[str, Any], *, is_file: bool, wanted: bool) -> None:
     "--view", type=click.Path(path_type=Path, dir_okay=False), help="A view that applies to all checkpoints, as JSON."
 )
 @click.option(
-    "--max-shard-size", type=SIZE, default="5GB", show_default=True, help="The largest size of a safetensors file."
+    "--max-shard-size",
+    type=SIZE,
+    help="The largest size of a safetensors file.  [default: 5GB]",
 )
 def serve(
     session: Session, *, host: str, port: int, token_file: Path | None, no_token: bool, view: Path | None,
-    max_shard_size: int,
+    max_shard_size: int | None,
 ) -> None:  # fmt: skip
     """Serve the store like a Hugging Face Hub.
 

@@ -156,7 +156,7 @@ class ServedFolders:
 
     store: Store
     rules: Rules | None
-    max_shard_size: int
+    max_shard_size: int | None
     _held: OrderedDict[str, ServedFolder] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _making: Sequence[threading.Lock] = field(default_factory=lambda: [threading.Lock() for _ in range(_KEPT)])
@@ -192,11 +192,11 @@ class ServedFolders:
 
     def _made(self, checkpoint: Checkpoint) -> ServedFolder:
         plan = self._plan(checkpoint)
-        layout = plan.lay_out(self.max_shard_size)
-        files = {file.name: file for file in layout.files}
-        files |= {name: FileLayout(name, index, ()) for name, index in layout.indexes.items()}
+        files = {file.name: file for file in plan.lay_out(self.max_shard_size)}
+        for note in plan.notes:
+            log.info("%s: %s", checkpoint, note)
         names, _ = plan.attachments()
-        manifest, attached = plan.contents.manifest, (_attached(plan.contents, name) for name in names)
+        manifest, attached = plan.contents.manifest, (_attached(plan.contents, *name) for name in names.items())
         files |= {file.name: file for file in attached if file.name not in files and file.name != VIEW_FILE}
         made = {name: File(name, etag_of(manifest, file), FileMap(file)) for name, file in sorted(files.items())}
         return ServedFolder(checkpoint, manifest, made, plan.view.tensors)
@@ -222,12 +222,12 @@ def _place(checkpoint: Checkpoint) -> tuple[str, int]:
     return checkpoint.run, checkpoint.step
 
 
-def _attached(contents: Contents, name: str) -> FileLayout:
+def _attached(contents: Contents, file: str, name: str) -> FileLayout:
     """Return the file of an attachment: the bytes of a small one, or the entry of a large one."""
     attached = contents.attachments[name]
     if isinstance(attached, StoredObject):
-        return FileLayout(name, contents.manifest.data(attached), ())
-    return FileLayout(name, b"", (ViewTensor(name, attached),))
+        return FileLayout(file, contents.manifest.data(attached))
+    return FileLayout(file, b"", (ViewTensor(name, attached),))
 
 
 def etag_of(manifest: Manifest, file: FileLayout) -> str:

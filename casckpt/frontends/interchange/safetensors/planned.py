@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
@@ -18,9 +18,19 @@ from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, MissingKey
+from casckpt.frontends.interchange.new_files import file_attachments
+from casckpt.frontends.interchange.safetensors.files import INDEX_SUFFIX, SUFFIX
+from casckpt.frontends.interchange.safetensors.heads import imported_models
 from casckpt.frontends.interchange.safetensors.importing import METADATA_KEY
-from casckpt.frontends.interchange.safetensors.layout import INDEX, STEM, Layout, lay_out
+from casckpt.frontends.interchange.safetensors.layout import (
+    MAX_SHARD_BYTES,
+    STEM,
+    FileLayout,
+    exported_metadata,
+    lay_out,
+)
 from casckpt.frontends.training_state.hub_config import HUB_FILE
+from casckpt.frontends.views.recut import ViewTensor
 from casckpt.frontends.views.view import Rules, View, view_of
 from casckpt.frontends.views.view_file import HubNames, HubView, read_hub_names
 from casckpt.loading.regions import RegionReader
@@ -32,82 +42,148 @@ _OF_TRAINING = re.compile(r"optimizer\.(pt|bin)|scheduler\.pt|scaler\.pt|trainin
 
 
 class FolderPlan:
-    """The plan for one checkpoint under the given rules. Raises the errors of `Contents.open` and `view_of`."""
+    """The plan for one checkpoint under the given rules. Raises the errors of `Contents.open` and `view_of`.
+
+    An imported folder comes back with its own files. ``notes``: the reasons why it does not.
+    """
 
     def __init__(self, store: Store, checkpoint: Checkpoint, rules: Rules) -> None:
         self.store, self.checkpoint, self.rules = store, checkpoint, rules
         self.contents = Contents.open(store.repository, checkpoint.commit)
-        views = self._hub.views
-        if rules.keys:
-            views = () if any(view.rules.keys for view in views) else views
-            views = tuple(view._replace(rules=replace(view.rules, keys=rules.keys)) for view in views)
-        self._roots = views or (HubView(STEM, rules),)
-        self._views = [view_of(self.contents, root.rules) for root in self._roots]
-        self.view = self._views[0] if len(self._views) == 1 else _joined(self._views)
+        self._imported, self.notes = imported_models(store, checkpoint)
+        component = (rules.strip_prefix or "").removesuffix(".")
+        self._home = f"{component}/" if component and component in self._imported else ""
+        if self._home:
+            self._imported = {"": self._imported[component]}
+        is_whole = bool(self._imported) and rules == Rules(model=True)
+        self._stems, self._rules = dict[str, str](), rules
+        self._folders: dict[str, dict[str, ViewTensor]] = {}
+        names = self._names()
+        if names.views:
+            self._see_all(names.views)
+        else:
+            self._see(Rules() if is_whole else rules)
+            if is_whole and not self.is_as_imported:
+                self._see(rules)
+        self.notes += [*names.notes, *self._untied(names.tied)]
 
-    @cached_property
-    def _hub(self) -> HubNames:
-        """The names that the libraries of the model gave its tensors at the save, unless the caller wants others."""
+    def _names(self) -> HubNames:
+        """Return the names that the libraries of the model gave its tensors, unless the caller wants others."""
         is_plain = replace(self.rules, keys=None) == Rules(model=True)
         if not is_plain or HUB_FILE not in self.store.attachments(self.checkpoint):
             return HubNames()
         text = self.store.read_attachment(self.checkpoint, HUB_FILE)
-        return read_hub_names(text, f"{HUB_FILE} of {self.checkpoint.run}@{self.checkpoint.step}")
-
-    @cached_property
-    def notes(self) -> tuple[str, ...]:
-        """What is unusual about the files, for the user."""
-        found, cells = self.contents.tensors, self.contents.manifest.raw_cells
-        pairs = [[found.get(f"{self.view.prefix}{name}") for name in pair] for pair in sorted(self._tied())]
-        differ = [one.key for one, other in pairs if one and other and cells(one) != cells(other)]
-        ties = (
-            f"config.json ties {listed(differ)} to the input embeddings, but the values differ: set "
-            "tie_word_embeddings to false in config.json"
+        names = read_hub_names(text, f"{HUB_FILE} of {self.checkpoint.run}@{self.checkpoint.step}")
+        if not self.rules.keys:
+            return names
+        views = () if any(view.rules.keys for view in names.views) else names.views
+        return names._replace(
+            views=tuple(view._replace(rules=replace(view.rules, keys=self.rules.keys)) for view in views)
         )
-        return (*self._hub.notes, *([ties] if differ else []))
 
-    def _tied(self) -> set[tuple[str, str]]:
-        """Return the pairs of tensors that the model's config ties."""
-        pairs, attached = set(self._hub.tied), self.store.attachments(self.checkpoint)
+    def _see_all(self, roots: Sequence[HubView]) -> None:
+        """Set the view to those of all ``roots``. Tensors of different roots may have the same name."""
+        views = [view_of(self.contents, root.rules) for root in roots]
+        left = set.intersection(*(set(view.left_out) for view in views))
+        tensors = tuple(tensor for view in views for tensor in view.tensors)
+        self.view = View(tensors, tuple(key for key in views[0].left_out if key in left), views[0].prefix)
+        self._rules, self.is_as_imported = roots[0].rules, False
+        for root, view in zip(roots, views, strict=True):
+            folder, _, self._stems[folder] = root.stem.rpartition("/")
+            self._folders[folder] = {tensor.name: tensor for tensor in view.tensors}
+
+    def _untied(self, ties: Collection[tuple[str, str]]) -> list[str]:
+        """Return a note about the tensors that the model's config ties, but that differ."""
+        pairs, attached = set(ties), self.store.attachments(self.checkpoint)
         if self.rules.model and CONFIG in attached:
             with suppress(ValueError, RecursionError, AttributeError):
                 if json.loads(self.store.read_attachment(self.checkpoint, CONFIG)).get("tie_word_embeddings"):
                     pairs.add(("lm_head.weight", "model.embed_tokens.weight"))
-        return pairs
+        found, cells = self.contents.tensors, self.contents.manifest.raw_cells
+        entries = [[found.get(f"{self.view.prefix}{name}") for name in pair] for pair in sorted(pairs)]
+        differ = [one.key for one, other in entries if one and other and cells(one) != cells(other)]
+        note = (
+            f"config.json ties {listed(differ)} to the input embeddings, but the values differ: set "
+            "tie_word_embeddings to false in config.json"
+        )
+        return [note] if differ else []
 
-    def lay_out(self, most: int | None) -> Layout:
-        """Return the files with tensors, and their index. Raises InvalidInput if safetensors cannot hold a tensor."""
-        metadata = file_metadata(self.checkpoint, self.rules)
-        layouts = [
-            lay_out(view.tensors, metadata, most, root.stem)
-            for root, view in zip(self._roots, self._views, strict=True)
+    def _see(self, rules: Rules) -> None:
+        """Set the view, its tensors by folder and name, and whether they are those of the imported files."""
+        self.view = view_of(self.contents, rules)
+        self._folders = {folder: {} for folder in self._imported} or {"": {}}
+        for tensor in self.view.tensors:
+            folder, _, name = tensor.name.partition(".")
+            if not folder or folder not in self._imported:
+                folder, name = "", tensor.name
+            self._folders.setdefault(folder, {})[name] = tensor._replace(name=name)
+        self.is_as_imported = self._folders.keys() == self._imported.keys() and all(
+            self._imported[folder].fits(tensors) for folder, tensors in self._folders.items()
+        )
+
+    def lay_out(self, most: int | None) -> list[FileLayout]:
+        """Return the files with tensors, and then their indexes. Imported files come back unless they have changed.
+
+        ``most``: the maximum number of data bytes in a file. By default, imported files have any size, and other files
+        `MAX_SHARD_BYTES`. Raises InvalidInput if safetensors cannot hold a tensor.
+        """
+        files = [
+            replace(file, name=f"{folder}/{file.name}" if folder else file.name)
+            for folder, tensors in self._folders.items()
+            for file in self._files(folder, tensors, most)
         ]
-        files = tuple(file for layout in layouts for file in layout.files)
-        return Layout(files, {name: index for layout in layouts for name, index in layout.indexes.items()})
+        return sorted(files, key=lambda file: file.name.endswith(".json"))
+
+    def _files(self, folder: str, tensors: Mapping[str, ViewTensor], most: int | None) -> Sequence[FileLayout]:
+        imported = self._imported.get(folder)
+        if imported is not None and imported.fits(tensors):
+            files = list(imported.files(tensors))
+            if most is None or all(file.nbytes - len(file.head) <= most for file in files):
+                return files
+        elif imported is not None:
+            where = f"{self._home}{folder and f'{folder}/'}{imported.stem}*{SUFFIX}"
+            self.notes.append(f"the tensors are not those of the imported files {where}, so these are not restored")
+            if not tensors:
+                return ()
+        stem = imported.stem if imported else self._stems.get(folder, STEM)
+        most = MAX_SHARD_BYTES if most is None else most
+        return lay_out(tensors.values(), file_metadata(self.checkpoint, self.rules), most, stem)
+
+    def lay_out_file(self) -> FileLayout:
+        """Return one file with all tensors: the imported file if there was only one."""
+        files = self.lay_out(None) if self.is_as_imported else []
+        if len(self._stems) > 1:
+            raise InvalidInput(f"{self.checkpoint} has several adapters, which need a folder: leave out {SUFFIX}")
+        if len(files) != 1:
+            files = lay_out(self.view.tensors, file_metadata(self.checkpoint, self.rules))
+        return files[0]
 
     def reader(self, progress: Progress) -> RegionReader:
         """Return a reader for the view's tensors."""
         return RegionReader(self.store.repository, self.contents.manifest, self.view.nbytes, progress)
 
-    def attachments(self, *, wanted: bool = True) -> tuple[list[str], list[str]]:
-        """Return the names of the attachments for the folder, and of skipped attachments."""
-        names = [name for name in self.store.attachments(self.checkpoint) if name != HUB_FILE]
-        skipped = [name for name in names if not wanted or self._is_skipped(name)]
-        return [name for name in names if name not in skipped], skipped
+    def attachments(self, *, wanted: bool = True) -> tuple[dict[str, str], list[str]]:
+        """Return the names of the attachments for the folder, by file name, and those of skipped attachments."""
+        names = file_attachments(self.store, self.checkpoint)
+        of_file = {name.removeprefix(self._home): name for name in names if wanted and name.startswith(self._home)}
+        files = {file: name for file, name in of_file.items() if not self._is_skipped(file)}
+        return files, [name for name in names if name not in files.values()]
 
     def _is_skipped(self, name: str) -> bool:
         """Return whether to skip an old index, a training file next to a model, or a config.json without a model."""
         is_of_training = self.rules.model and _OF_TRAINING.fullmatch(name) is not None
-        return name == INDEX or is_of_training or (name == CONFIG and self.is_no_model)
+        return name.endswith(INDEX_SUFFIX) or is_of_training or (name == CONFIG and self.is_no_model)
 
     @cached_property
     def is_no_model(self) -> bool:
         """Whether `from_pretrained` would load a folder with these names and a config.json with random weights."""
         rules, whole = self.rules, Rules(model=True)
+        if self.is_as_imported:
+            return False
         if rules.model:
             if rules.strip_prefix is None and not rules.keys:
                 return False
-            whole = replace(self._roots[0].rules, keys=None, strip_prefix=self.view.prefix or None)
+            whole = replace(self._rules, keys=None, strip_prefix=self.view.prefix or None)
         try:
             view = view_of(self.contents, whole)
         except (InvalidInput, MissingKey):
@@ -121,19 +197,12 @@ def is_model(attachments: Collection[str]) -> bool:
     return CONFIG in attachments or HUB_FILE in attachments
 
 
-def _joined(views: Sequence[View]) -> View:
-    """Return one view for several roots of a folder. Tensors of different roots may have the same name."""
-    left = set.intersection(*(set(view.left_out) for view in views))
-    tensors = tuple(tensor for view in views for tensor in view.tensors)
-    return View(tensors, tuple(key for key in views[0].left_out if key in left), views[0].prefix)
-
-
 def file_metadata(checkpoint: Checkpoint, rules: Rules) -> dict[str, str]:
     """Return the ``__metadata__`` for a file: if the checkpoint was imported from a file, that file's metadata.
 
     For a model, and for a checkpoint that was not imported, it includes the metadata that Transformers requires.
     """
-    required, imported = {"format": "pt"}, checkpoint.metadata.get(METADATA_KEY)
+    imported = checkpoint.metadata.get(METADATA_KEY)
     if isinstance(imported, dict) and all(isinstance(value, str) for value in imported.values()):
-        return (required | imported) if rules.model else imported
-    return required
+        return exported_metadata(imported, is_model=rules.model)
+    return exported_metadata({}, is_model=True)
