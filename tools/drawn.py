@@ -144,7 +144,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "read_note",
         "if keys is None else list(keys), None",
         ", None if keys is None else list(keys)",
-        "tests/frontends/dcp/test_note.py",
+        "tests/frontends/dcp/test_schema.py",
     ),
     (
         "the note of a save on one rank has sizes for offsets",

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import click
 
-from casckpt.cli.completion import REF
 from casckpt.cli.describe import brief
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, name, printable, say, say_all, shortened, size, summed
-from casckpt.cli.types import RENAMING, SIZE
+from casckpt.cli.types import REF, RENAMING, SIZE
 from casckpt.errors import InvalidInput, StorageError, Unsupported
 
 if TYPE_CHECKING:

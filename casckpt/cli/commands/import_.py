@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import click
 
-from casckpt.cli.completion import RUN
 from casckpt.cli.describe import brief, summary
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import name, printable, say, shortened, size
+from casckpt.cli.types import RUN
 
 if TYPE_CHECKING:
     from casckpt.store.types import ImportArguments

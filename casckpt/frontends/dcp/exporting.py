@@ -92,7 +92,6 @@ class _Writer:
     def __init__(self, folder: Path, opened: DcpContents, reader: RegionReader, *, boxed: bool) -> None:
         self._folder, self._opened, self._reader, self._boxed = folder, opened, reader, boxed
         self._places: dict[dcp.MetadataIndex, _StorageInfo] = {}
-        self._number = 0
 
     def write(self) -> dcp.Metadata:
         """Write all files, and return the metadata with the locations of all parts."""

@@ -56,8 +56,7 @@ def parse_range(header: str | None, size: int) -> FileSpan | None:
         return None
     first, last = match.groups()
     if not first:
-        wanted = _number(last)
-        start, stop = max(size - wanted, 0), size
+        start, stop = max(size - _number(last), 0), size
     else:
         start, stop = _number(first), min(_number(last) + 1, size) if last else size
     if start >= stop:

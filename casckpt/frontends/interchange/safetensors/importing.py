@@ -19,7 +19,7 @@ from casckpt.base.names import check_keywords, is_attachment_name
 from casckpt.base.progress import Shown
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, NotFound, Unsupported
-from casckpt.format.regions import Box, Region, Shape
+from casckpt.format.regions import Box, Region, Shape, holes_and_overlaps
 from casckpt.frontends.interchange.new_files import HEADS
 from casckpt.frontends.interchange.resident import letting_go
 from casckpt.frontends.interchange.safetensors.files import (
@@ -36,7 +36,6 @@ from casckpt.frontends.interchange.safetensors.files import (
 from casckpt.frontends.interchange.safetensors.heads import MAX_HEADS_BYTES, is_index
 from casckpt.frontends.interchange.safetensors.layout import MAX_SHARD_BYTES, STEM, exported_metadata, index_name
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.plan.coverage import holes_and_overlaps
 from casckpt.saving.options import ImportArguments
 from casckpt.tensors.dtypes import dtype_name, torch_dtype
 from casckpt.tensors.memory import tensor_over
