@@ -2294,4 +2294,25 @@ PLANTED = (
         "        self._is_checked = True\n",
         "tests/frontends/lightning/test_io.py",
     ),
+    Planted(
+        "Megatron-FSDP computes with parameters from before a load",
+        "drop_gathered",
+        "            module.synchronize_param_gather()\n",
+        "            pass\n",
+        "tests/frontends/training_state/test_megatron_fsdp.py",
+    ),
+    Planted(
+        "after a forward pass, Megatron-FSDP's parameters are not those of its optimizer",
+        "reshard",
+        "        module._replace_param_with_distributed_if_needed()\n",
+        "        pass\n",
+        "tests/frontends/training_state/test_megatron_fsdp.py",
+    ),
+    Planted(
+        "a rank without elements of a Megatron-FSDP parameter gets a step count",
+        "Holding.is_nothing",
+        'return hasattr(self.parameter, "_megatron_fsdp_model") and local_of(self.parameter).numel() == 0',
+        "return False",
+        "tests/frontends/training_state/test_megatron_fsdp.py",
+    ),
 )
