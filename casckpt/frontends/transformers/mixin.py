@@ -38,7 +38,14 @@ from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, SaveOnSi
 from casckpt.frontends.trainer.run_checkpoints import newest, warn_of_similar
 from casckpt.frontends.trainer.settings import TrainerArguments
 from casckpt.frontends.training_state.train_state import RNG, TrainState, restore_rng
-from casckpt.frontends.transformers.callback import STATE, WHEN, CasCheckpointCallback, _files, _metrics, _within
+from casckpt.frontends.transformers.callback import (
+    STATE,
+    WHEN,
+    CasCheckpointCallback,
+    files_below,
+    logged_metrics,
+    path_within,
+)
 from casckpt.ranks.agreement import check_same
 from casckpt.ranks.ranks import everyone, open_ranks
 from casckpt.store.types import Commit
@@ -173,14 +180,14 @@ class CasTrainerMixin(Trainer):
 
     def _save_step(self, step: int) -> None:
         state, files = self.state, dict[str, bytes]()
-        metrics = _metrics(state, step, first=_metric_name(self.args.metric_for_best_model))
+        metrics = logged_metrics(state, step, first=_metric_name(self.args.metric_for_best_model))
         if state.best_global_step == step:
             state.best_model_checkpoint = f"{self._run}@{step}"
             metrics = dict([(_NEW_BEST, float(step)), *metrics.items()][:MAX_METRICS])
         if self.args.should_save:
             folder = Path(self._get_output_dir(None), f"checkpoint-{step}")
             state.save_to_json(str(folder / STATE))
-            files = {name: path.read_bytes() for name, path in _files(folder)}
+            files = {name: path.read_bytes() for name, path in files_below(folder)}
         metadata = {"epoch": state.epoch, _FILES: sorted(files), _BATCH: self._batch}
         attachments = self._model_files() | files
         save = self.checkpointer.save if self._signal or not self._is_async else self.checkpointer.save_async
@@ -212,7 +219,7 @@ class CasTrainerMixin(Trainer):
             return {}
         if not folder.is_dir():
             self.processing_class.save_pretrained(str(folder))
-        return {name: path.read_bytes() for name, path in _files(folder)}
+        return {name: path.read_bytes() for name, path in files_below(folder)}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model into a folder, as `Trainer` does. A checkpoint contains no such files."""
@@ -276,7 +283,7 @@ class CasTrainerMixin(Trainer):
         folder = self._scratch / "resuming" / f"checkpoint-{commit.step}"
         shutil.rmtree(folder.parent, ignore_errors=True)
         for name, data in files.items():
-            _within(folder, name).write_bytes(data)
+            path_within(folder, name).write_bytes(data)
         state = json.loads(files[STATE])
         best = state.pop("best_model_checkpoint", None)  # Trainer looks for a folder
         (folder / STATE).write_text(json.dumps(state))
