@@ -425,7 +425,7 @@ def dying(store: Path, folder: Path, *, reuse: bool) -> Iterator[Callable[[int],
 def test_a_follower_killed_anywhere_leaves_a_complete_folder(
     store: Store, tmp_path: Path, reuse: bool, full: bool
 ) -> None:
-    """The test kills a switch between two versions at each system call, or by default at every fifth one."""
+    """The test kills a switch between two versions at each system call, or by default at every eighth one."""
     folder, told = tmp_path / "to", tmp_path / "told"
     command, seen, at = f'echo $CASCKPT_STEP >> "{told}"', [0, 1], 1
     for step in seen:
@@ -433,7 +433,7 @@ def test_a_follower_killed_anywhere_leaves_a_complete_folder(
             save(store, step)
         once(store, folder, command=command, keep=0, reuse=reuse)
     with dying(tmp_path / "store", folder, reuse=reuse) as killed_at:
-        for step, call in enumerate(itertools.count(1, 1 if full else 5), start=2):
+        for step, call in enumerate(itertools.count(1, 1 if full else 8), start=2):
             save(store, step)
             was_killed = killed_at(call)
             at = next(one for one in (step, at) if is_at(folder, one))
@@ -447,7 +447,7 @@ def test_a_follower_killed_anywhere_leaves_a_complete_folder(
     heard = list(map(int, told.read_text().split()))
     assert heard == sorted(heard)
     assert set(heard) == set(seen)
-    assert max(heard) > (60 if full else 20), "all calls were counted"
+    assert max(heard) > (60 if full else 12), "all calls were counted"
 
 
 @pytest.mark.filterwarnings("ignore")  # Transformers warns about devices

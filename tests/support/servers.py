@@ -116,6 +116,11 @@ class Server:
         if not self._answers():
             raise RuntimeError(f"{self.name} did not come back; its log is {self.folder / 'log'}")
 
+    def pause(self, *, paused: bool) -> None:
+        """Stop the process, or continue it."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGSTOP if paused else signal.SIGCONT)
+
     def kill(self) -> None:
         """End the server as a crash would."""
         if self._process is not None:

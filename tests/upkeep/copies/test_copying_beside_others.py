@@ -20,7 +20,7 @@ from tests.support.repositories import repository
 from tests.upkeep.gc.play import Play
 
 pytestmark = pytest.mark.sweep
-ROUNDS = 10
+ROUNDS = 6
 Cast = Callable[[Play, "Copier"], None]
 
 
