@@ -253,6 +253,7 @@ def _read(store: Store, stored: StoredTraining, name: str, names: list[str]) -> 
 
 
 def files_below(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the files of a folder and its subfolders, in order, with their relative paths."""
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             yield path.relative_to(folder).as_posix(), path
@@ -296,6 +297,7 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def path_within(folder: Path, name: str) -> Path:
+    """Return the path of an attachment in ``folder``, and create its parent folder."""
     path = folder / check_attachment_name(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
