@@ -2315,4 +2315,18 @@ PLANTED = (
         "return False",
         "tests/frontends/training_state/test_megatron_fsdp.py",
     ),
+    Planted(
+        "ranks wait for one that cannot write a trainer's files",
+        "CasTrainerMixin._save_checkpoint",
+        "on_each(open_ranks(), lambda: self._write_files(model, trial))",
+        "self._write_files(model, trial)",
+        "tests/frontends/transformers/test_mixin_misuse.py",
+    ),
+    Planted(
+        "models that drift apart are compared",
+        "AcceleratorCheckpointer.__init__",
+        '            settings.setdefault("check_replicas", "off")\n',
+        "",
+        "tests/frontends/test_accelerate.py",
+    ),
 )
