@@ -177,8 +177,8 @@ def test_sharded_models_with_equal_parameter_names_are_stored_separately(store_p
     assert identical(ranks.run(3, sharded_gan, store_path, 1)[0], saved)
 
 
-def drifting(rank: int, size: int, path: Path, *, drift: bool) -> Any:
-    """Train with LocalSGD. Save while the models of the ranks differ, and load."""
+def drifting(rank: int, size: int, path: Path, last: int, *, drift: bool) -> Any:
+    """Train with LocalSGD, which synchronizes every four steps. Save the last step, and load it."""
     from accelerate import Accelerator
     from accelerate.local_sgd import LocalSGD
 
@@ -191,25 +191,30 @@ def drifting(rank: int, size: int, path: Path, *, drift: bool) -> Any:
         net, optim = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.5))
         run = AcceleratorCheckpointer(accelerator, path, run="local", drift=drift)
         with LocalSGD(accelerator, net, 4) as local:
-            for _ in range(3):
+            for _ in range(last):
                 accelerator.backward(net(torch.full((1, 3), 1.0 - 2 * rank)).sum())
                 optim.step()
                 optim.zero_grad()
                 local.step()
             mine = net.module.weight.detach().clone()
-            error = outcome_of(lambda: run.save(3))
+            error = outcome_of(lambda: run.save(last))
             if isinstance(error, InvalidInput):
                 return mine, str(error)
-            run.load("local@3")
+            run.load(f"local@{last}")
             return mine, net.module.weight.detach().clone()
 
 
 def test_models_that_drift_apart_are_saved_from_rank_0_if_requested(store_path: Path, ranks: Pool) -> None:
-    for _, error in ranks.run(2, drifting, store_path, drift=False):
+    for _, error in ranks.run(2, drifting, store_path, 3, drift=False):
         assert "differ" in error
-    (first, loaded_first), (second, loaded_second) = ranks.run(2, drifting, store_path, drift=True)
+    (first, loaded_first), (second, loaded_second) = ranks.run(2, drifting, store_path, 3, drift=True)
     assert not torch.equal(first, second)
     assert identical([loaded_first, loaded_second], [first, first])
+
+
+def test_at_a_synchronization_each_rank_loads_its_own_model(store_path: Path, ranks: Pool) -> None:
+    for mine, loaded_mine in ranks.run(2, drifting, store_path, 4, drift=True):
+        assert identical(loaded_mine, mine)
 
 
 def test_drift_is_logged(store: casckpt.Store, caplog: pytest.LogCaptureFixture) -> None:
