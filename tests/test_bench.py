@@ -114,14 +114,14 @@ def test_earlier_results_are_plotted_and_published(smoke: Path, tmp_path: Path) 
     assert "\n| casckpt, frozen= declared |" in text
 
 
-def test_an_unknown_contender_is_refused() -> None:
+def test_an_unknown_contender_is_rejected() -> None:
     for arguments in (["nothing"], ["save", "--peers", "nobody"], ["save", "--size", "much"], ["save", "--from", "x"]):
         done = bench(*arguments)
         assert done.status == 2
         assert "error" in done.told
 
 
-def test_wrong_bytes_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incorrect_bytes_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     from benchmarks.harness import Case, Void, run_rounds
     from benchmarks.measure import Measured
@@ -140,7 +140,7 @@ def test_wrong_bytes_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         run_rounds([fail("WrongBytes")], 1, lambda text: None)
 
 
-def test_rounds_are_rotated_and_the_first_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contenders_rotate_between_rounds_and_the_first_round_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     from benchmarks.harness import Case, run_rounds
     from benchmarks.measure import Measured
@@ -160,7 +160,7 @@ def test_rounds_are_rotated_and_the_first_does_not_count(monkeypatch: pytest.Mon
     assert [row.values("durable") for row in rows] == [[2.0, 3.0]] * 3
 
 
-def test_a_slow_case_may_end_after_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_case_can_end_after_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     from benchmarks.harness import Case, Enough, run_rounds
     from benchmarks.measure import Measured
@@ -175,7 +175,7 @@ def test_a_slow_case_may_end_after_fewer_rounds(monkeypatch: pytest.MonkeyPatch)
     assert (len(row.rounds), row.note, row.summary["durable"].median) == (1, "", 1.0)
 
 
-def test_a_planned_manifest_has_the_wanted_bytes(tmp_path: Path) -> None:
+def test_a_planned_manifest_has_the_requested_size(tmp_path: Path) -> None:
     results = tmp_path / "manifest.json"
     done = bench("manifest", "--quick", "--dir", tmp_path, "--json", results)
     assert done.status == 0, done.told
@@ -185,7 +185,7 @@ def test_a_planned_manifest_has_the_wanted_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_bucket_is_measured_along_with_a_raw_client(tmp_path: Path) -> None:
+def test_a_bucket_is_measured_together_with_a_raw_client(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     done = bench("s3", "--quick", "--dir", tmp_path / "work", "--json", tmp_path / "s3.json")
     assert done.status == 0, done.told
@@ -275,7 +275,7 @@ def test_save_time_does_not_depend_on_the_history(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scenarios", [[], ["save", "frozen"]])
-def test_only_some_scenarios_put_states_on_a_gpu(scenarios: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_some_scenarios_place_states_on_a_gpu(scenarios: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*scenarios, "--device", "cuda"])
     assert "--device cuda is for save, async, load, small" in capsys.readouterr().err

@@ -175,7 +175,7 @@ def test_heading_levels_have_no_gaps() -> None:
         assert all(after <= before + 1 for before, after in pairwise([0, *levels])), page
 
 
-def test_pages_with_examples_are_run() -> None:
+def test_examples_on_all_pages_are_run() -> None:
     for page in EVERY_PAGE:
         assert page in (*PAGES, REMOTE, HUB, SERVING) or not blocks(page), f"{page.name} has examples: add it to PAGES"
 
@@ -273,7 +273,7 @@ def test_the_site_lists_the_modules_of_every_layer() -> None:
     assert rows >= {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"}
 
 
-def test_named_files_exist() -> None:
+def test_files_named_in_the_docs_exist() -> None:
     for page in (DESIGN, *sorted((DOCS / "decisions").glob("0*.md"))):
         for name in re.findall(r"`((?:[\w.]+/)*\w+\.(?:py|md))`", page.read_text()):
             assert any((folder / name).exists() for folder in (ROOT, PACKAGE, DOCS)), f"{page.name} names {name}"
@@ -314,7 +314,7 @@ def test_the_glossary_is_short_and_each_word_has_a_module() -> None:
 # docs/decisions
 
 
-def test_decisions_are_listed_short_and_have_a_status() -> None:
+def test_decisions_are_listed_and_short_and_have_a_status() -> None:
     in_force, replaced = (DOCS / "decisions" / "README.md").read_text().split("\n## Replaced\n")
     pages = sorted(path for path in (DOCS / "decisions").glob("*.md") if path.name != "README.md")
     numbers = [path.name[:4] for path in pages] + re.findall(r"(\d{4})\s(?:by|withdrawn)", replaced)

@@ -38,7 +38,7 @@ def test_observers_and_truncated_explorations_are_not_evidence(tmp_path: Path, m
     assert counted == told | {"states of models": "40", "planted": planted()}
 
 
-def test_a_figure_is_kept_until_a_new_one_exists(tmp_path: Path) -> None:
+def test_a_figure_is_kept_until_it_is_measured_again(tmp_path: Path) -> None:
     (tmp_path / "counts.json").write_text(
         json.dumps({"save": 1234, "seconds": 5400, "load": 2, "load under a lease": 3})
     )
@@ -66,7 +66,7 @@ def test_a_figure_is_kept_until_a_new_one_exists(tmp_path: Path) -> None:
     assert page.endswith("after\n")
 
 
-def test_a_soak_result_names_its_commits(tmp_path: Path) -> None:
+def test_a_soak_result_names_the_commits_that_were_tested(tmp_path: Path) -> None:
     runs = [{"commit": "123", "time": 0}, {"commit": "456", "time": 86400}]
     (tmp_path / "runs").write_text("".join(f"{json.dumps(one)}\n" for one in runs))
     assert soaked_on(tmp_path) == "1970-01-02, 123 to 456"
@@ -76,6 +76,6 @@ def test_a_soak_result_names_its_commits(tmp_path: Path) -> None:
     assert soaked_on(tmp_path) == "1970-01-02, earlier ones to 456"
 
 
-def test_the_page_has_its_table_and_the_planted_bugs() -> None:
+def test_the_page_contains_its_table_and_the_planted_bugs() -> None:
     assert PAGE.read_text().count(BEGIN) == 1
     assert int(planted()) > 100

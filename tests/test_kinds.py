@@ -19,7 +19,7 @@ def started() -> None:
     child()
 
 
-def test_a_test_without_resources_is_plain(request: pytest.FixtureRequest, tmp_path: object) -> None:
+def test_a_test_that_uses_no_resources_is_plain(request: pytest.FixtureRequest, tmp_path: object) -> None:
     assert kinds.kinds_of(request.node) == set()
 
 

@@ -208,7 +208,7 @@ MOST = 20
 """The maximum number of modules in one folder: more than this is hard to take in at a glance."""
 
 
-def test_imports_go_down_only() -> None:
+def test_modules_import_only_from_lower_layers() -> None:
     found = [one for path in modules() for one in violations(path, (PACKAGE / path).read_text())]
     assert not found, "\n".join(found)
 
@@ -248,7 +248,7 @@ def test_modules_do_not_import_each_other_in_a_cycle() -> None:
     assert circles(imports()) == set()
 
 
-def test_an_import_cycle_is_found() -> None:
+def test_an_import_cycle_is_detected() -> None:
     assert circles({"a": {"b", "c"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"a", "b", "c"}
 
 
@@ -298,7 +298,7 @@ def test_no_folder_has_too_many_modules() -> None:
         ("saving/save.py", "from rich import print"),
     ],
 )
-def test_a_wrong_import_is_found(path: str, source: str) -> None:
+def test_a_forbidden_import_is_detected(path: str, source: str) -> None:
     assert violations(path, source)
 
 
@@ -360,7 +360,7 @@ def test_users_of_the_store_do_not_import_packages_below_it() -> None:
     assert {pair for path in modules() for pair in beyond(path, (PACKAGE / path).read_text())} == set()
 
 
-def test_an_import_below_the_store_is_found() -> None:
+def test_an_import_from_below_the_store_is_detected() -> None:
     source = "def late():\n    from casckpt.history.commits import list_commits\nfrom casckpt.store.store import Store"
     assert beyond("cli/main.py", source) == {("cli/main.py", "casckpt.history.commits.list_commits")}
     assert beyond("frontends/dcp/exporting.py", source) == set()
@@ -396,7 +396,7 @@ def test_tensor_front_ends_use_only_contents_and_readers() -> None:
     assert {pair for path in modules() for pair in beyond_open(path, (PACKAGE / path).read_text())} == set()
 
 
-def test_a_forbidden_import_of_a_tensor_front_end_is_found() -> None:
+def test_a_forbidden_import_by_a_tensor_front_end_is_detected() -> None:
     source = (
         "def late():\n    from casckpt.history.commits import list_commits\nfrom casckpt.format.keys import check_tag"
     )

@@ -55,7 +55,7 @@ Place = tuple[str, str]
 """(function or class, what it names)."""
 
 
-def test_calls_that_may_run_code_check_allow_pickle_or_are_known() -> None:
+def test_calls_that_may_run_code_check_allow_pickle_or_are_listed() -> None:
     sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
     assert {(name, *place) for name, source in sources.items() for place in unguarded(source)} == set(KNOWN)
 
@@ -72,7 +72,7 @@ def test_calls_that_may_run_code_check_allow_pickle_or_are_known() -> None:
         "import numpy as np\nnp.load('a', allow_pickle=True)",
     ],
 )  # fmt: skip
-def test_an_unchecked_call_is_found(source: str) -> None:
+def test_an_unchecked_call_is_detected(source: str) -> None:
     assert list(unguarded(source))
 
 

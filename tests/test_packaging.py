@@ -69,12 +69,12 @@ def test_a_public_name_is_documented_and_typed(name: str) -> None:
         assert signature.return_annotation is not signature.empty, f"{label} has no return type"
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_an_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Stroe'"):
         casckpt.Stroe  # noqa: B018 (to name it is the test)
 
 
-def test_all_versions_are_equal() -> None:
+def test_all_version_numbers_agree() -> None:
     assert casckpt.__version__ == importlib.metadata.version("casckpt")
     assert re.fullmatch(r"\d+\.\d+\.\d+(?:(?:a|b|rc|\.dev)\d+)?", casckpt.__version__)
     readme = (ROOT / "README.md").read_text()
@@ -109,7 +109,7 @@ def test_every_requested_extra_exists() -> None:
     assert {"s3", "report", "transformers"} <= asked
 
 
-def test_tested_versions_are_in_the_declared_ranges() -> None:
+def test_tested_versions_are_within_the_declared_ranges() -> None:
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     pinned = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
     wanted = [*PROJECT["dependencies"], *(one for extra in PROJECT["optional-dependencies"].values() for one in extra)]
@@ -133,7 +133,7 @@ def test_no_file_contains_a_machine_name() -> None:
 @pytest.mark.parametrize(
     "name", ["tools/setup", "tools/check", "tools/test", "tools/demo", "tools/mutants", "tools/docs", ".ci/run"]
 )
-def test_a_tool_can_be_run(name: str) -> None:
+def test_every_tool_can_be_run(name: str) -> None:
     assert os.access(ROOT / name, os.X_OK)
     assert (ROOT / name).read_text().startswith("#!/usr/bin/env ")
 

@@ -28,7 +28,7 @@ def test_each_planted_bug_has_its_code_and_compiles() -> None:
     assert {name for one in PLANTED for name in one.tests.split() if not (ROOT / name).is_file()} == set()
 
 
-def test_a_place_is_found_in_any_module(tmp_path: Path) -> None:
+def test_a_location_is_found_in_any_module(tmp_path: Path) -> None:
     method = "class Log:\n    def put(self):\n        return 1\n\n\ndef put():\n    return 1\n"
     module = tmp_path / "casckpt" / "deep" / "log.py"
     module.parent.mkdir(parents=True)
@@ -43,7 +43,7 @@ def test_a_place_is_found_in_any_module(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "text", "count"), [("put", "return 2", 0), ("get", "return 1", 0), ("put", "1", 2)]
 )
-def test_an_ambiguous_or_missing_place_is_refused(tmp_path: Path, function: str, text: str, count: int) -> None:
+def test_an_ambiguous_or_missing_location_is_rejected(tmp_path: Path, function: str, text: str, count: int) -> None:
     (tmp_path / "casckpt").mkdir()
     for name in "ab":
         (tmp_path / "casckpt" / f"{name}.py").write_text("def put():\n    return 1\n")
@@ -55,7 +55,7 @@ def test_names_of_planted_bugs_are_unique() -> None:
     assert len({one.name for one in PLANTED}) == len(PLANTED)
 
 
-def test_a_drawn_bug_is_one_change_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_randomly_drawn_bug_is_one_change_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     paths = ["casckpt/plan", "casckpt/frontends/dcp/schema.py"]
     drawn = list(_draw.draw(paths, 12, seed=1))
@@ -75,7 +75,7 @@ def test_a_drawn_bug_is_one_change_that_compiles(monkeypatch: pytest.MonkeyPatch
 KILLERS = _mutants.known_killers()
 
 
-def test_the_killer_of_each_planted_bug_is_known() -> None:
+def test_the_test_that_kills_each_planted_bug_is_known() -> None:
     assert list(KILLERS) == [one.name for one in PLANTED], "run: tools/mutants --table, with a word of what is new"
 
 
@@ -90,13 +90,13 @@ def test_each_planted_bug_has_an_existing_test_in_the_default_run() -> None:
         assert test in tests, default
 
 
-def test_each_killer_has_its_own_line_in_bug_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_planted_bug_has_its_own_line_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_mutants, "KILLERS", tmp_path / "killers.json")
     _mutants.write_killers({"no longer planted": ["", "", ""], **dict(reversed(KILLERS.items()))})
     assert (tmp_path / "killers.json").read_text() == (ROOT / "tools/killers.json").read_text()
 
 
-def test_the_site_shows_planted_bugs() -> None:
+def test_the_site_lists_the_planted_bugs() -> None:
     table = page_tables.planted_bugs().splitlines()
     assert len(table) == 2 + len(PLANTED)
     name, (quick, default, _) = next((name, one) for name, one in KILLERS.items() if not one[0])

@@ -115,7 +115,7 @@ def test_the_example_reader_reads_the_frozen_store(reader: Any, run: str, step: 
     assert_read(reader.Store(DATA).open(f"{run}@{step}"), value_of(run, step))
 
 
-def test_the_example_reader_reads_sound_parts_of_a_damaged_checkpoint(reader: Any) -> None:
+def test_the_example_reader_reads_undamaged_parts_of_a_damaged_checkpoint(reader: Any) -> None:
     checkpoint = reader.Store(DATA).open("hurt@1")
     assert checkpoint.read("whole").tobytes() == bytes_of(hurt()["whole"])
     with pytest.raises(ValueError, match=r"tensor hit of hurt@1 has a damaged cell, in .*safetensors"):
@@ -123,7 +123,7 @@ def test_the_example_reader_reads_sound_parts_of_a_damaged_checkpoint(reader: An
 
 
 @pytest.mark.parametrize("step", CODED_STEPS)
-def test_the_example_reader_refuses_frames_and_reads_raw_cells(reader: Any, step: int) -> None:
+def test_the_example_reader_rejects_frames_and_reads_raw_cells(reader: Any, step: int) -> None:
     checkpoint, saved = reader.Store(CODED).open(f"coded@{step}"), dict(tensors_in(value_of("coded", step)))
     assert set(checkpoint.tensors) == set(saved)
     for key in ("never.0", "never.1"):
@@ -189,7 +189,7 @@ def test_the_example_reader_handles_forgotten_purged_and_overwritten_checkpoints
             reader.Store(tmp_path).open(ref)
 
 
-def test_the_example_reader_handles_rewrites_and_their_undoing(reader: Any, tmp_path: Path) -> None:
+def test_the_example_reader_handles_rewrites_even_if_they_are_undone(reader: Any, tmp_path: Path) -> None:
     store = small_folder(tmp_path)
     repo = store.repository
     saved = [store.save({"a": cells(2, seed=step)}, run="a", step=step).commit for step in range(4)]
@@ -256,7 +256,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 @pytest.mark.parametrize(("kind", "told"), [("blob", "cell"), ("manifest", "manifest"), ("record", "damaged")])
-def test_a_flipped_byte_is_refused(reader: Any, saved: Path, kind: str, told: str) -> None:
+def test_a_flipped_byte_is_rejected(reader: Any, saved: Path, kind: str, told: str) -> None:
     commit = reader.Store(saved).open("a@2")
     [record] = [one for one in reader.Store(saved).checkpoints() if one["step"] == 2]
     path = {
@@ -273,7 +273,7 @@ def test_a_flipped_byte_is_refused(reader: Any, saved: Path, kind: str, told: st
     assert read_all(reader, saved) == sound
 
 
-def test_truncated_or_missing_objects_are_refused(reader: Any, saved: Path) -> None:
+def test_truncated_or_missing_objects_are_rejected(reader: Any, saved: Path) -> None:
     paths = [path for path in saved.rglob("*") if path.suffix in {".safetensors", ".manifest"}]
     paths += [*(saved / "commits").iterdir(), saved / "casckpt.json"]
     for path in paths:
@@ -288,21 +288,21 @@ def test_truncated_or_missing_objects_are_refused(reader: Any, saved: Path) -> N
         path.write_bytes(kept)
 
 
-def test_a_manifest_with_more_bytes_is_refused(reader: Any, saved: Path) -> None:
+def test_a_manifest_with_trailing_bytes_is_rejected(reader: Any, saved: Path) -> None:
     for path in saved.rglob("*.manifest"):
         write(path, path.read_bytes() + b"\0")
     with pytest.raises(ValueError, match="the wrong length"):
         read_all(reader, saved)
 
 
-def test_a_link_in_place_of_an_object_is_refused(reader: Any, saved: Path) -> None:
+def test_a_link_in_place_of_an_object_is_rejected(reader: Any, saved: Path) -> None:
     for path in [*saved.rglob("*.safetensors")]:
         path.symlink_to(path.rename(path.with_name("elsewhere")))
     with pytest.raises(ValueError, match="not a regular file"):
         read_all(reader, saved)
 
 
-def test_a_log_with_a_missing_record_is_refused(reader: Any, saved: Path) -> None:
+def test_a_log_with_a_missing_record_is_rejected(reader: Any, saved: Path) -> None:
     store = casckpt.open(saved)
     store.restore(store.forget("a@1")[0])
     txid = store.get("a@1").commit.txid
@@ -357,7 +357,7 @@ ANEW = {
 
 
 @pytest.mark.parametrize("told", ANEW)
-def test_a_replaced_manifest_is_refused(reader: Any, saved: Path, told: str) -> None:
+def test_a_replaced_manifest_is_rejected(reader: Any, saved: Path, told: str) -> None:
     """An attacker with write access can correct all hashes except those that the id proves."""
     store = casckpt.open(saved)
     commit = store.get("a@2").commit
@@ -399,7 +399,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_unknown_forms_are_refused(reader: Any, saved: Path, name: str) -> None:
+def test_unknown_forms_are_rejected(reader: Any, saved: Path, name: str) -> None:
     change_it, told = UNKNOWN[name]
     ref = forge(casckpt.open(saved), change_it)
     with pytest.raises(ValueError, match=told):
@@ -418,7 +418,7 @@ def test_a_hostile_manifest_does_not_yield_wrong_bytes(reader: Any, saved: Path,
 
 
 @pytest.mark.parametrize("new", [{"format": 2}, {"features": ["x"]}, {"hash": "sha256"}], ids=str)
-def test_a_later_format_is_refused(reader: Any, saved: Path, new: dict[str, Any]) -> None:
+def test_a_later_format_is_rejected(reader: Any, saved: Path, new: dict[str, Any]) -> None:
     marker = saved / "casckpt.json"
     write(marker, json.dumps(json.loads(marker.read_text()) | new).encode())
     with pytest.raises(ValueError, match="has a different format"):
@@ -426,14 +426,14 @@ def test_a_later_format_is_refused(reader: Any, saved: Path, new: dict[str, Any]
 
 
 @pytest.mark.parametrize("new", [{"type": "married"}, {"txid": "20260101T000000000000Z-0-0-1"}, {"step": 3}], ids=str)
-def test_a_record_for_a_different_object_is_refused(reader: Any, saved: Path, new: dict[str, Any]) -> None:
+def test_a_record_for_a_different_object_is_rejected(reader: Any, saved: Path, new: dict[str, Any]) -> None:
     path = next((saved / "commits").iterdir())
     write_record(path, json.loads(path.read_bytes().splitlines()[0]) | new)
     with pytest.raises(ValueError, match="a record of a different object, or has an unknown type"):
         reader.Store(saved).checkpoints()
 
 
-def test_overlapping_boxes_are_refused(reader: Any, tmp_path: Path) -> None:
+def test_overlapping_boxes_are_rejected(reader: Any, tmp_path: Path) -> None:
     store, whole = small_folder(tmp_path), torch.ones(4, 4)
     shards = [casckpt.Shard(whole[:, :2], (4, 4), (0, 0)), casckpt.Shard(whole[:, 2:], (4, 4), (0, 2))]
     store.save({"m": shards}, run="a", step=2)

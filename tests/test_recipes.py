@@ -61,7 +61,7 @@ RECIPES = (
 )
 
 
-def test_each_restartable_example_survives_a_kill() -> None:
+def test_every_restartable_example_survives_a_kill() -> None:
     assert {one.name for one in RECIPES} == {path.stem for path in EXAMPLES.glob("*.py") if says_kill_it(path)}
 
 

@@ -130,7 +130,7 @@ def test_a_renamed_function_is_renamed_in_code_comments_and_pages(project: Proje
     assert text(project, "CHANGELOG.md") == FILES["CHANGELOG.md"]
 
 
-def test_classes_with_the_same_name_are_distinguished_and_doubts_reported(project: Project) -> None:
+def test_classes_with_the_same_name_are_distinguished_and_unclear_cases_reported(project: Project) -> None:
     _, left = rename(project, "casckpt.deep.wheels.Wheel", "Roller")
     used = text(project, "casckpt/using.py")
     assert "import Roller as P\n" in used
@@ -167,7 +167,7 @@ def test_a_method_is_renamed_together_with_its_overrides(project: Project) -> No
     assert '"Wheel.grown"' in text(project, "tools/planted.py")
 
 
-def test_a_parameter_is_renamed_together_with_call_keywords(project: Project) -> None:
+def test_a_parameter_is_renamed_together_with_keywords_in_calls(project: Project) -> None:
     rename(project, "casckpt.deep.wheels.make_wheel:spokes", "length")
     assert "def make_wheel(length: int = 1)" in text(project, "casckpt/deep/wheels.py")
     assert "return Wheel(spokes=length)" in text(project, "casckpt/deep/wheels.py")
@@ -185,7 +185,7 @@ def test_a_parameter_is_renamed_together_with_call_keywords(project: Project) ->
         ("casckpt.deep.wheels.Wheel", "class", "not a name"),
     ],
 )
-def test_a_name_that_is_in_use_or_missing_is_refused(project: Project, old: str, new: str, why: str) -> None:
+def test_a_name_that_is_in_use_or_missing_is_rejected(project: Project, old: str, new: str, why: str) -> None:
     with pytest.raises(Refused, match=why):
         rename(project, old, new)
     assert text(project, "casckpt/deep/wheels.py") == FILES["casckpt/deep/wheels.py"]
@@ -216,7 +216,7 @@ def test_a_package_moves_with_its_contents(project: Project) -> None:
     assert "from casckpt.far.deeper.wheels import Wheel" in text(project, "tests/far/deeper/test_wheels.py")
 
 
-def test_a_module_is_merged_into_another(project: Project) -> None:
+def test_a_module_is_merged_into_a_second_module(project: Project) -> None:
     (project.root / "casckpt/using.py").write_text(
         FILES["casckpt/using.py"].replace("import Wheel as P", "import Small")
     )

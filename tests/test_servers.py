@@ -13,7 +13,7 @@ from tests.support.servers import Server
 
 
 @pytest.mark.parametrize("kind", [servers.moto, servers.seaweed])
-def test_a_server_whose_port_is_taken_starts_on_a_different_one(
+def test_a_server_whose_port_is_in_use_starts_on_a_different_port(
     kind: Callable[[Path], Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw, drawn = servers.free_ports, 0

@@ -44,7 +44,7 @@ KILLED = {path.stem for path in EXAMPLES if says_kill_it(path)}  # tests/test_re
 @pytest.mark.process  # front ends import matplotlib, which lists the fonts of the system
 @pytest.mark.filterwarnings("ignore")  # from the imports of front ends
 @pytest.mark.parametrize("stem", reference.api_pages())
-def test_each_public_name_has_its_page(stem: str) -> None:
+def test_each_public_name_has_a_page(stem: str) -> None:
     page = reference.api_pages()[stem]
     pytest.importorskip(stem if stem in ("accelerate", "lightning", "torchtitan", "transformers") else "casckpt")
     assert sorted(page.examples) == reference.public_names(import_module(page.module))
@@ -57,13 +57,13 @@ def test_method_results_are_documented() -> None:
     assert not {"Store", "Checkpoint", "Repository"} & names
 
 
-def test_each_front_end_has_its_page() -> None:
+def test_each_front_end_has_a_page() -> None:
     assert {page.module for page in reference.api_pages().values()} == {
         "casckpt", "casckpt.errors", *(f"casckpt.frontends.{name}" for name in FRONTENDS)
     }  # fmt: skip
 
 
-def test_the_pages_are_written(tmp_path: Path) -> None:
+def test_all_pages_are_written(tmp_path: Path) -> None:
     reference.write(tmp_path / "api", only={"casckpt", "errors"})
     assert ".. autoclass:: casckpt.Store\n   :members:" in (tmp_path / "api/casckpt/Store.md").read_text()
     assert ".. autofunction:: casckpt.open" in (tmp_path / "api/casckpt/open.md").read_text()

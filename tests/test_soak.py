@@ -76,7 +76,7 @@ def test_growing_memory_is_reported(tmp_path: Path, what: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=lambda one: one.name)
-def test_a_signal_ends_a_soak_which_reports_its_counts(tmp_path: Path, signum: signal.Signals) -> None:
+def test_a_soak_ended_by_a_signal_reports_its_counts(tmp_path: Path, signum: signal.Signals) -> None:
     command = [*map(str, SOAK), "1", "--folder", str(tmp_path)]
     with subprocess.Popen(
         command, env=os.environ | ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -144,7 +144,7 @@ def test_a_lease_on_a_purged_checkpoint_does_not_count(worker: Worker) -> None:
     assert counted(worker)["lease of what was gone"] == 1
 
 
-def test_a_copy_that_copies_nothing_is_detected(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_does_nothing_is_detected(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(6):
         workers.save(worker, RUNS[0])
         worker.store.copy_to(worker.copy)
@@ -167,7 +167,7 @@ def test_a_gc_that_keeps_too_few_checkpoints_is_detected(worker: Worker) -> None
         looks.look(worker)
 
 
-def test_a_saved_checkpoint_may_be_missing_if_newer_saves_are_unknown(worker: Worker) -> None:
+def test_a_saved_checkpoint_can_be_missing_if_newer_saves_are_unknown(worker: Worker) -> None:
     workers.save(worker, RUNS[0])
     for step in (1, 2):  # both were killed before they could record it
         worker.store.save(state(RUNS[0], step), run=RUNS[0], step=step)

@@ -57,12 +57,12 @@ from casckpt.cli.main import cli
 from casckpt.cli.session import Output
 from casckpt.frontends.demo import RUN, Training
 
-hub: Any = transformers  # some of its functions have no types
+hub: Any = transformers  # some of its functions lack type annotations
 hub.logging.disable_progress_bar()
 
 
 class FineTune(Training):
-    """Classifies sentences by topic with MiniLM, of which only the pooler is trained, and a head."""
+    """Classifies sentences by topic with a head on MiniLM, of which only the pooler is trained."""
 
     def __init__(self, store: casckpt.Store) -> None:
         torch.manual_seed(0)
@@ -86,12 +86,12 @@ class FineTune(Training):
         return torch.nn.functional.cross_entropy(self.scores(), self.topics)
 
     def changing_bytes(self) -> int:
-        """Count the bytes that change at every step: the trained weights, and two moments of each."""
+        """Count the bytes that change at every step: the trained weights and the two moments of each."""
         return sum(3 * parameter.nbytes for parameter in self.model.parameters() if parameter.requires_grad)
 
 
 def claim(holds: bool, text: str) -> None:
-    """Print that a claim holds. If it does not, print that and exit."""
+    """Print that a claim holds. If it does not hold, report that and exit."""
     if not holds:
         sys.exit(f"demo: NOT TRUE: {text}. Please report this")
     print(f"checked: {text}", flush=True)
@@ -118,14 +118,14 @@ def show(folder: Path) -> None:
 
 
 def main() -> None:
-    """Show everything in a folder."""
+    """Run the demonstration in a folder."""
     parser = argparse.ArgumentParser(prog="tools/demo", description="Demonstrate casckpt on a real model.")
     parser.add_argument("folder", nargs="?", type=Path, help="becomes the store (default: a new temporary folder)")
     folder: Path = parser.parse_args().folder or Path(tempfile.mkdtemp(prefix="casckpt-demo-"))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         sys.exit(f"demo: {folder} is not empty: pass a different folder, or none")
     with tempfile.TemporaryDirectory(prefix="casckpt-demo-cache-") as cache:
-        os.environ["CASCKPT_CACHE_DIR"] = cache  # does not leave files elsewhere
+        os.environ["CASCKPT_CACHE_DIR"] = cache  # leaves no files elsewhere
         show(folder.resolve())
 
 

@@ -13,17 +13,17 @@ from typing import Any, TypeAlias
 from _places import NoPlace, Planted, around
 from planted import PLANTED
 
-Edit: TypeAlias = tuple[str, int, int, str]  # its kind, the first and last byte to replace, and the new text
+Edit: TypeAlias = tuple[str, int, int, str]  # the kind, the first and last byte to replace, and the new text
 
 _EDGES: dict[type, str] = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
 _PAIRS = ("min max", "any all", "lo hi", "start stop", "first last", "startswith endswith", "removeprefix removesuffix")
 _TWINS = {one: other for pair in _PAIRS for one, other in (pair.split(), pair.split()[::-1])}
-_NO_CODE = {"annotation", "returns", "decorator_list", "bases", "type"}  # fields of nodes
+_NO_CODE = {"annotation", "returns", "decorator_list", "bases", "type"}  # fields of syntax nodes
 _WORDS = ("log.", "warn", "super()", "isinstance", "getattr", "hasattr", "cast", "next", "min", "max", "zip")
 
 
 class Source:
-    """A module, and all possible edits of it that can be drawn."""
+    """A module, and all edits of it that can be drawn."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.text = path, path.read_bytes()
@@ -89,9 +89,9 @@ class Source:
                 yield "wrong operand", node, self._of(node).removesuffix(name) + _TWINS[name]
 
     def planted(self, edit: Edit, tests: str) -> Planted:
-        """Return the bug, with enough lines to make its text unique in the file.
+        """Return the bug, with enough lines of context to make its text unique in the file.
 
-        Raises SyntaxError for an invalid program.
+        Raises SyntaxError if the edited program is invalid.
         """
         kind, start, stop, new = edit
         first, last = self.text.rfind(b"\n", 0, start) + 1, self.text.find(b"\n", stop) + 1
@@ -107,7 +107,7 @@ class Source:
 
 
 def draw(paths: Sequence[str], count: int, seed: int) -> Iterator[Planted]:
-    """Draw ``count`` bugs, evenly over paths and kinds, each with the tests for the existing bugs of its file."""
+    """Draw ``count`` bugs, evenly over paths and kinds. Each gets the tests for the existing bugs in its file."""
     chance, tests = random.Random(seed), defaultdict[str, dict[str, None]](dict)  # noqa: S311 - nothing is secret
     for one in PLANTED:
         tests[one.place()[0]] |= dict.fromkeys(one.tests.split())

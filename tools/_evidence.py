@@ -1,4 +1,4 @@
-"""See tools/evidence. It adds up the counts that tests write (tests/support/tally.py)."""
+"""See tools/evidence. Adds up the counts that tests write (tests/support/tally.py)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ROWS = {
     "randomly changed bytes for decoders": "bent bytes",
     "planted bugs that the default run detects": "planted",
 }
-"""Name of each row of the table, and the beginning of its lines in the tally."""
+"""The name of each row of the table, and the beginning of its lines in the tally."""
 SOAKED = ("hours", "saves", "saves revoked by a gc", "loads, all compared", "loads under a lease",
           "updates, all compared", "gcs", "blobs deleted by gcs", "processes killed",
           "processes stopped, then continued")  # fmt: skip
@@ -74,7 +74,7 @@ def added(text: str) -> Counter[str]:
 
 
 def soaked(folder: Path) -> dict[str, str]:
-    """Return the counts of tools/soak over all runs. Exit if one of them has failed."""
+    """Return the counts of tools/soak over all runs. Exit if one of the runs has failed."""
     if (folder / "failures").exists():
         sys.exit(f"{folder / 'failures'} lists broken invariants: nothing was written")
     counts = Counter(json.loads((folder / "counts.json").read_text()))
@@ -88,7 +88,7 @@ def soaked(folder: Path) -> dict[str, str]:
 
 
 def soaked_on(folder: Path) -> str:
-    """Return the first and last commit of its runs. Runs from before the file existed do not have a commit."""
+    """Return the first and last commit of the soak's runs. Runs from before the file existed do not have a commit."""
     runs = [json.loads(line) for line in (folder / "runs").read_text().splitlines()]
     first, last = (one["commit"] or "earlier ones" for one in (runs[0], runs[-1]))
     return (
@@ -127,7 +127,7 @@ def with_table(
     for what, counts in ROWS.items():
         by = {"planted": "tools/mutants --table", "soak": "tools/soak"}.get(counts.split(" ")[0], command)
         had = held.get(what, "").split(" | ")[1:2]
-        stands = counts == "planted" and had == [new.get(counts)]  # it was not counted again
+        stands = counts == "planted" and had == [new.get(counts)]  # it was not recounted
         if counts in new and not stands:
             on = soaks.get(counts.partition(":")[0], when)
             held[what] = f"| {what} | {new[counts]} | `{by}` | {on} |"

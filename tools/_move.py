@@ -1,4 +1,4 @@
-"""See tools/move. Paths and dotted names are found as text. ty finds modules that are imported by their last name."""
+"""See tools/move. Paths and dotted names are found by text search. ty finds modules that are imported by last name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Move:
         self._edit_imports()
 
     def _patterns(self, name: str) -> list[tuple[str, str]]:
-        """The references to the module in a file, with their replacements."""
+        """Return the references to the module in a file, with their replacements."""
         end = r"(?=[/`\"'\s]|$)" if self.package else r"(?!\w)"
         pairs = [
             (rf"(?<![\w.]){re.escape(self.old)}(?!\w)", self.new),
@@ -60,7 +60,7 @@ class Move:
         return pairs
 
     def _edit_imports(self) -> None:
-        """Change ``from package import module``, and the uses of that name."""
+        """Change ``from package import module`` and the uses of that name."""
         above, _, last = self.old.rpartition(".")
         new_above, _, new_last = self.new.rpartition(".")
         uses = list[tuple[str, int]]()
@@ -112,7 +112,7 @@ class Move:
     # the move
 
     def tests(self) -> list[tuple[str, str]]:
-        """The (from, to) paths of the tests at the mirrored path."""
+        """Return the (from, to) paths of the tests at the mirrored path."""
         if not self.path.startswith(f"{PACKAGE}/"):
             return []
         old, new = (Path("tests", *Path(one).parts[1:]) for one in (self.path, self.target))
@@ -186,8 +186,8 @@ def defined(body: Sequence[ast.stmt]) -> dict[str, str]:
 def merged(source: str, target: str, move: Move) -> str:
     """Merge two modules.
 
-    The result has the imports of both, then the target's definitions, then the source's. The source's definitions come
-    first if the target imports from it. Raises Refused for names that both define.
+    The result has the imports of both, then the target's definitions, and then the source's. If the target imports
+    from the source, the source's definitions come first. Raises Refused if both define the same name.
     """
     (head, _, names, body), (other_head, other_docs, other_names, other) = (
         _parts(one, move) for one in (source, target)
@@ -236,7 +236,7 @@ def _parts(text: str, move: Move) -> tuple[str, str, dict[str, str], str]:
 
 
 def move(project: Project, old: str, new: str) -> tuple[list[str], list[str]]:
-    """Move a module with its tests. Return the changes, and the places that a person must check."""
+    """Move a module with its tests. Return the changes, and the locations that a person must check."""
     if not project.module(old) and project.module(old.rpartition(".")[0]) and project.module(new):
         return move_one(project, old, new)
     change = Move(project, old, new)
@@ -246,7 +246,7 @@ def move(project: Project, old: str, new: str) -> tuple[list[str], list[str]]:
     for test, to in change.tests():
         dotted = [one.removesuffix(".py").replace("/", ".") for one in (test, to)]
         tests = Move(project, *dotted)
-        if tests.merges and not _fits(tests):  # it remains a separate file next to the other one
+        if tests.merges and not _fits(tests):  # it remains a separate file next to the existing one
             tests = Move(project, dotted[0], f"{dotted[1]}_{old.rpartition('.')[2]}")
         moves.append(tests)
     for one in moves:
@@ -273,7 +273,7 @@ def _fits(change: Move) -> bool:
 
 
 def move_one(project: Project, old: str, new: str) -> tuple[list[str], list[str]]:
-    """Move one function, class or constant into another existing module."""
+    """Move one function, class or constant into a different, existing module."""
     (module, _, name), target = old.rpartition("."), project.module(new)
     home = project.module(module)
     source, other = project.source(home), project.source(target)
@@ -356,7 +356,7 @@ def _fixtures(change: Move) -> list[str]:
 
 
 def _not_imported(project: Project, module: str) -> list[str]:
-    """Return Python's error if the moved module cannot be imported because of a cycle or a missing name."""
+    """If a cycle or a missing name prevents importing the moved module, return Python's error."""
     command = [sys.executable, "-c", f"import {module}"]
     done = subprocess.run(command, cwd=project.root, capture_output=True, text=True, check=False)
     return [f"import {module}: {done.stderr.strip().splitlines()[-1]}"] if done.returncode else []
@@ -378,7 +378,7 @@ def _left(change: Move) -> list[str]:
 
 
 def command(project: Project, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Parse the command line, and move."""
+    """Parse the command line, and perform the move."""
     parser = argparse.ArgumentParser(prog="tools/move", description="Move a module or package, with its tests.")
     parser.add_argument("old", help="the dotted name of the module or package, or of one definition in a module")
     parser.add_argument("new", help="its new name; if that module exists, the two are merged")

@@ -38,7 +38,7 @@ def copy_of_the_project(folder: Path) -> Path:
 
 
 def outcome(folder: Path, planted: Planted, run: str) -> str:
-    """Return the first test that fails with the bug and passes without it, or ""."""
+    """Return the first test that fails with the bug but passes without it, or "" if there is none."""
     name, start, end = planted.place()
     file = folder / name
     before = file.read_text()
@@ -53,20 +53,20 @@ def outcome(folder: Path, planted: Planted, run: str) -> str:
 
 
 def first_failure(folder: Path, run: str, tests: Sequence[str]) -> str:
-    """Return the first failing test, or "". Exit if the tests cannot run."""
+    """Return the first failing test, or "" if none fails. Exit if the tests cannot run."""
     chosen = [run] if run else []
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *chosen, *tests]
-    copied = os.environ | {"PYTHONPATH": str(folder)}  # otherwise, tests' processes would find the installed project
+    copied = os.environ | {"PYTHONPATH": str(folder)}  # for processes that tests start
     done = subprocess.run(command, cwd=folder, env=copied, capture_output=True, text=True, check=False, timeout=SECONDS)
     nothing_plain = done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED and run == "--quick"
-    if done.returncode not in (0, 1) and not nothing_plain:  # a name is wrong, ...
+    if done.returncode not in (0, 1) and not nothing_plain:  # for example, a name is wrong
         sys.exit(f"pytest left with {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     found = re.search(r"^(?:FAILED|ERROR) ([^\s\[]+)", done.stdout, re.MULTILINE)
     return found[1] if found else ""
 
 
 def killers(folder: Path, planted: Planted, runs: Sequence[str]) -> dict[str, str]:
-    """Return a failing test for each of ``runs``, or "". A longer run does not repeat the tests of a shorter one."""
+    """Return a failing test for each of ``runs``, or "". A longer run does not repeat the tests of a shorter run."""
     found = ""
     by_run = {}
     for run in runs:
@@ -95,12 +95,12 @@ def all_killers(chosen: Sequence[Planted], runs: Sequence[str], jobs: int) -> It
 
 
 def known_killers() -> dict[str, list[str]]:
-    """Map the name of each bug to the first test that fails in each of the three runs, or ""."""
+    """Map the name of each bug to the first test that fails, or "", in each of the three runs."""
     return dict(json.loads(KILLERS.read_text()))
 
 
 def write_killers(known: Mapping[str, list[str]]) -> None:
-    """Write the killers, one line for each planted bug, in bug order."""
+    """Write the tests that kill bugs, one line per planted bug, in bug order."""
     lines = [f"  {json.dumps(one.name)}: {json.dumps(known[one.name])}" for one in PLANTED if one.name in known]
     KILLERS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

@@ -1,4 +1,4 @@
-"""Places of planted bugs. A place names a function without its module, so that a bug follows a moved function."""
+"""Locations of planted bugs. A location names a function without its module, so bugs follow functions that move."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Planted:
     tests: str
 
     def place(self, root: Path = ROOT) -> tuple[str, int, int]:
-        """Return the file, relative to ``root``, and the start and end of the text in it. Raises NoPlace."""
+        """Return the file (relative to ``root``) and the start and end of the text in it. Raises NoPlace."""
         found = []
         for name, text in _texts(root).items():
             ends = [(at, at + len(self.before)) for at in _all(self.before, text)]
@@ -79,13 +79,13 @@ def scopes(text: str) -> tuple[tuple[str, int, int], ...]:
 
 
 def around(text: str, start: int, end: int) -> str:
-    """Return the innermost function or class that contains a part of a module, or ""."""
+    """Return the innermost function or class that contains part of a module, or ""."""
     inside = [name for name, first, last in scopes(text) if first <= start and end <= last]
     return inside[-1] if inside else ""
 
 
 def lost() -> list[str]:
-    """Return the problems of planted bugs without a place."""
+    """Return the problems of planted bugs that have no valid location."""
     from planted import PLANTED
 
     found = []

@@ -1,4 +1,4 @@
-"""The common part of tools/rename and tools/move: the files of the project, and ty, which finds definitions."""
+"""The shared part of tools/rename and tools/move: the project's files, and ty, which finds definitions."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "casckpt"
 PLANTED = ("tools/planted.py", "tools/drawn.py")
 HISTORY = ("CHANGELOG.md",)
-"""Pages whose names remain as they were when they were written."""
+"""Pages in which names remain as they were when the page was written."""
 
 Place: TypeAlias = tuple[str, int]
-"""A file, relative to the root, and an offset in its text."""
+"""A file (relative to the root) and an offset in its text."""
 
 
 class Refused(Exception):
-    """The change would be incorrect. No file was written."""
+    """The change would be incorrect. No files were written."""
 
 
 class Source:
@@ -40,7 +40,7 @@ class Source:
 
     @cached_property
     def tree(self) -> ast.Module:
-        """The syntax tree of a Python file."""
+        """Return the syntax tree of a Python file."""
         return ast.parse(self.text)
 
     def offset(self, line: int, byte: int) -> int:
@@ -49,7 +49,7 @@ class Source:
         return start + len(self.text[start:].partition("\n")[0].encode()[:byte].decode())
 
     def position(self, offset: int) -> tuple[int, int]:
-        """Return the line of an offset (the first is 1), and the byte in the line."""
+        """Return the line of an offset (the first is 1), and the byte offset in the line."""
         line = bisect_right(self.starts, offset)
         return line, len(self.text[self.starts[line - 1] : offset].encode())
 
@@ -63,7 +63,7 @@ class Source:
         return self.offset(node.lineno, node.col_offset), self.offset(node.end_lineno, node.end_col_offset)
 
     def words(self, word: str) -> list[int]:
-        """Return each place of ``word`` as a whole word."""
+        """Return every offset at which ``word`` occurs as a whole word."""
         return [found.start() for found in re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", self.text)]
 
     @cached_property
@@ -91,7 +91,7 @@ class Project:
 
     @cached_property
     def files(self) -> list[str]:
-        """Text files of the project, relative to the root."""
+        """Return the project's text files, relative to the root."""
         listed = self.git("ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
         endings = {".py", ".md", ".toml", ".dot"}
         paths = [name for name in listed if Path(name).suffix in endings or name.startswith(("tools/", ".ci/"))]
@@ -99,7 +99,7 @@ class Project:
 
     @property
     def python(self) -> list[str]:
-        """The Python modules among the files."""
+        """Return the Python modules among the files."""
         return [name for name in self.files if name.endswith(".py")]
 
     def git(self, *arguments: str) -> str:
@@ -109,7 +109,7 @@ class Project:
 
     @cache  # noqa: B019 - one project lives as long as the program
     def source(self, name: str) -> Source:
-        """Return the file as it was when the command began."""
+        """Return the contents of a file at the start of the command."""
         return Source((self.root / name).read_text())
 
     def with_word(self, word: str, names: Sequence[str]) -> list[str]:
@@ -117,7 +117,7 @@ class Project:
         return [name for name in names if word in self.source(name).text]
 
     def module(self, dotted: str) -> str:
-        """Return the file of a module or package, or "". Modules of tools/ have no package."""
+        """Return the file of a module or package, or "" if there is none. Modules in tools/ are not in a package."""
         path = dotted.replace(".", "/")
         tries = (f"{path}.py", f"{path}/__init__.py", f"tools/{path}.py")
         return next((name for name in tries if (self.root / name).is_file()), "")
@@ -139,7 +139,7 @@ class Project:
             (self.root / name).write_text(self.edited(name))
 
     def show(self, name: str, offset: int) -> str:
-        """Format a place for the report."""
+        """Format a location for the report."""
         number, line = self.source(name).line(offset)
         return f"{name}:{number}: {line.strip()}"
 
@@ -174,7 +174,7 @@ class Ty:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=os.environ | {"VIRTUAL_ENV": sys.prefix},  # the location of the libraries
+            env=os.environ | {"VIRTUAL_ENV": sys.prefix},  # where the libraries are
         )
         self._write, self._read = cast(BinaryIO, self._process.stdin), cast(BinaryIO, self._process.stdout)
         root = project.root.as_uri()
@@ -185,7 +185,7 @@ class Ty:
         self._send({"method": "initialized", "params": {}})
 
     def close(self) -> None:
-        """End the server."""
+        """Stop the server."""
         self._process.kill()
         self._process.communicate()
 
@@ -204,7 +204,7 @@ class Ty:
         return dict(json.loads(self._read.read(length)))
 
     def _ask(self, methods: Sequence[str], params: Sequence[Any]) -> list[Any]:
-        """Ask questions one at a time, so no pipe fills up, and return the answers."""
+        """Send requests one at a time, so that no pipe fills up, and return the responses."""
         answers = []
         for method, given in zip(methods, params, strict=True):
             self._number += 1
@@ -216,7 +216,7 @@ class Ty:
         return answers
 
     def definitions(self, places: Sequence[Place]) -> dict[Place, set[Place]]:
-        """Return the definitions of the names at these positions. A definition outside the project has the file ""."""
+        """Return the definitions of the names at these positions. Outside the project, the file is ""."""
         params = []
         for name, offset in places:
             uri = (self.project.root / name).as_uri()
@@ -247,7 +247,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Return the statements of a scope, with those in ``if``, ``try`` and ``with``, without functions and classes."""
+    """Return the statements of a scope, including those in ``if``, ``try`` and ``with``, but not nested scopes."""
     for one in body:
         yield one
         if not isinstance(one, (*FUNCTIONS, ast.ClassDef)):
@@ -284,13 +284,13 @@ def _on_self(source: Source, function: Any, name: str) -> Iterator[int]:
 
 
 def inner(scope: Scope, name: str) -> Scope | None:
-    """Return the class or function of that name in a scope."""
+    """Return the class or function with that name in a scope."""
     kinds = (*FUNCTIONS, ast.ClassDef)
     return next((one for one in statements(scope.body) if isinstance(one, kinds) and one.name == name), None)
 
 
 def main(change: Callable[[Project, Sequence[str]], tuple[list[str], list[str]]]) -> None:
-    """Run a command. Print its changes, then the places that a person must check."""
+    """Run a command. Print its changes, and then the locations that a person must check."""
     project = Project(ROOT)
     try:
         done, doubtful = change(project, sys.argv[1:])

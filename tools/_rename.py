@@ -1,4 +1,4 @@
-"""See tools/rename. ty resolves each occurrence in code. Text is renamed too if its meaning is certain."""
+"""See tools/rename. ty resolves each occurrence in code. Unambiguous occurrences in text are also renamed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from _refactor import FUNCTIONS, PACKAGE, PLANTED, Place, Project, Refused, Scop
 class Renaming:
     """One change of a name.
 
-    ``owner``: "" for a name of a module, the class of a member, the function of a parameter.
+    ``owner``: "" for a module-level name, the class for a member, or the function for a parameter.
     """
 
     project: Project
@@ -36,9 +36,9 @@ class Renaming:
     # code
 
     def sort_code(self) -> None:
-        """Sort the occurrences in code.
+        """Classify the occurrences in code.
 
-        There are those that mean this name, those that mean a different one, and unknown ones.
+        Each refers to this name, refers to a different one, or is unknown.
         """
         places = []
         for name in self.project.with_word(self.old, self.project.python):
@@ -59,7 +59,7 @@ class Renaming:
                 self.unknown.add(place)
 
     def _could_mean_it(self, source: Source, offset: int) -> bool:
-        """Return whether a name that ty cannot resolve could mean this one."""
+        """Return whether a name that ty cannot resolve could refer to this one."""
         attribute = source.text[:offset].rstrip().endswith(".")
         if self.parameter:
             return not attribute and re.match(r"\s*=[^=]", source.text[offset + len(self.old) :]) is not None
@@ -70,7 +70,7 @@ class Renaming:
         return not any(name.startswith(f"{PACKAGE}/") for name, _ in self.foreign | self.unknown)
 
     def check(self) -> None:
-        """Refuse a new name that is already taken or would hide a different one."""
+        """Reject a new name that is already in use or would hide a different one."""
         clashes = list[str]()
         for name in sorted({name for name, _ in self.ours}):
             source = self.project.source(name)
@@ -95,7 +95,7 @@ class Renaming:
     # text
 
     def sort_text(self) -> list[str]:
-        """Edit the name in comments, docstrings, pages and planted bugs. Return the uncertain places."""
+        """Edit the name in comments, docstrings, pages and planted bugs. Return the uncertain locations."""
         doubtful = [self.project.show(*place) for place in sorted(self.unknown)]
         strings = Counter[str]()
         unique, known = self.unique(), self.ours | self.foreign | self.unknown
@@ -110,7 +110,7 @@ class Renaming:
                     continue
                 text = source.prose_around(offset) if name.endswith(".py") else "page"
                 if not text:
-                    continue  # code that cannot mean it
+                    continue  # code that cannot refer to it
                 certain, meant = self._said(
                     source, name, offset, text, unique=(unique or (here and not self.owner)) and not elsewhere
                 )
@@ -126,7 +126,7 @@ class Renaming:
         ]
 
     def _in_text(self, name: str, source: Source, offset: int) -> None:
-        """Rename in text. Columns of a page keep their positions if there is room."""
+        """Rename in text. Columns on a page keep their positions if there is room."""
         end, new = offset + len(self.old), self.new
         gap = re.match(r" {2,}(?=\S)", source.text[end:]) if name.endswith(".md") else None
         if gap:
@@ -135,7 +135,7 @@ class Renaming:
         self.project.replace(name, offset, end, new)
 
     def _said(self, source: Source, name: str, offset: int, text: str, *, unique: bool) -> tuple[bool, bool]:
-        """Return whether the text certainly names it, and whether it may name it."""
+        """Return whether the text definitely refers to the name, and whether it possibly does."""
         before, after = source.text[:offset], source.text[offset + len(self.old) :]
         module = self.home.removesuffix("/__init__.py").removesuffix(".py")
         last = re.escape(self.owner.rpartition(".")[2] if self.owner else module.rpartition("/")[2])
@@ -148,9 +148,9 @@ class Renaming:
         spans = re.finditer(r"`+([^`]+)`+", line)
         span = any(found.start() <= column < found.end() for found in spans)
         distinct = "_" in self.old.strip("_") or re.search(r"[a-z][A-Z]", self.old) is not None
-        if name.endswith(".md") and before.count("\n```") % 2 == 1:  # a member in an example looks like one
+        if name.endswith(".md") and before.count("\n```") % 2 == 1:  # in an example, a member looks like a member
             span = distinct or not self.owner or re.match(r"[=(]", after) is not None or before.endswith(".")
-        if exact:  # the name of an attribute to be patched, or a key of JSON
+        if exact:  # the name of an attribute to patch, or a JSON key
             return unique and not self.owner and distinct, False
         if self._inside_owner(source, name, offset):
             return span or distinct, span
@@ -160,7 +160,7 @@ class Renaming:
         return certain, span or distinct or after.startswith("(")
 
     def _inside_owner(self, source: Source, name: str, offset: int) -> bool:
-        """Return whether text in the class or function refers to its own member or parameter."""
+        """Return whether text in the class or function refers to that class's member or that function's parameter."""
         if name != self.home or not self.owner:
             return False
         scope = _scope(source.tree, self.owner.split("."))
@@ -168,7 +168,7 @@ class Renaming:
         return start <= offset < end
 
     def _planted(self, name: str) -> Iterator[str]:
-        """Edit the code in planted bugs in the same way as the code itself, and the names of their functions."""
+        """Edit code in planted bugs, and the names of their functions, in the same way as the code itself."""
         source = self.project.source(name)
         nodes = (node for node in ast.walk(source.tree) if isinstance(node, ast.Call | ast.Tuple))
         for node in nodes:
@@ -181,7 +181,7 @@ class Renaming:
                     yield from self._quoted(name, one, files)
 
     def _function(self, name: str, node: ast.Constant, files: set[str]) -> None:
-        """Return the qualified name of a bug's function."""
+        """Return the qualified name of the function that contains a bug."""
         parts = str(node.value).split(".")
         owner = self.owner.split(".") if self.owner else []
         at = len(owner)
@@ -190,7 +190,7 @@ class Renaming:
             self.project.replace(name, start, end, f'"{".".join([*owner, self.new, *parts[at + 1 :]])}"')
 
     def _holds(self, text: str) -> list[str]:
-        """Return the modules that contain a text, if it is long enough to identify code."""
+        """Return the modules that contain a text if the text is long enough to identify code."""
         if not re.search(r"\W", text) or re.fullmatch(r"[\w/. ]+\.py", text):
             return []
         return [
@@ -209,7 +209,7 @@ class Renaming:
                 yield self.project.show(name, start + found.start())
 
     def _receivers(self, places: set[Place], files: set[str]) -> set[str]:
-        """Return the prefixes of the name's uses in these files: "self.", "one.", or nothing."""
+        """Return the prefixes with which these files use the name, such as "self.", "one.", or none."""
         texts = [self.project.source(name).text[:offset] for name, offset in places if name in files]
         return {re.search(r"(?:\w+\.)*$", text[-99:])[0] for text in texts}  # type: ignore[index]
 
@@ -248,7 +248,7 @@ class Families:
         self.beside = list[str]()  # classes that may satisfy a protocol without inheriting from it
 
     def classes(self, name: str) -> dict[Place, tuple[Source, ast.ClassDef]]:
-        """Return the classes of a module, by the position of their names."""
+        """Return the classes of a module by the position of their names."""
         source = self.project.source(name)
         nodes = (node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef))
         found = {}
@@ -259,7 +259,7 @@ class Families:
         return found
 
     def above(self, place: Place, source: Source, node: ast.ClassDef) -> set[Place]:
-        """Return all classes of the project that a class inherits from."""
+        """Return all classes in the project from which a class inherits."""
         if place not in self._above:
             self._above[place] = set()
             bases = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
@@ -273,7 +273,7 @@ class Families:
         return self._above[place]
 
     def of(self, owner: Place) -> dict[Place, tuple[Source, ast.ClassDef]]:
-        """Return the classes that have the member and are related to the owner, including itself."""
+        """Return the classes that have the member and are related to the owner, including the owner."""
         names = self.project.with_word(self.member, self.project.python)
         classes = [(place, *one) for name in names for place, one in self.classes(name).items()]
         having = {
@@ -293,7 +293,7 @@ class Families:
 
 
 def _family(project: Project, ty: Ty, home: str, path: Sequence[str], parameter: str) -> tuple[set[Place], list[str]]:
-    """Return the positions of the name's definitions, and the classes that may have to be renamed too."""
+    """Return the positions of the name's definitions, and the classes that may also need the change."""
     beside = list[str]()
     source = project.source(home)
     member = path[-1]
@@ -328,7 +328,7 @@ def _refuse_stored(scope: Scope) -> None:
 def rename(project: Project, old: str, new: str, *, doubtful: bool = False) -> tuple[list[str], list[str]]:
     """Rename in all files.
 
-    Return the changes, and the places to check. With ``doubtful``, also edit unresolved code.
+    Return the changes, and the locations to check. With ``doubtful``, also edit unresolved code.
     """
     dotted, _, parameter = old.partition(":")
     parts = dotted.split(".")
@@ -360,7 +360,7 @@ def rename(project: Project, old: str, new: str, *, doubtful: bool = False) -> t
 
 
 def command(project: Project, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Parse the command line, and rename."""
+    """Parse the command line, and perform the rename."""
     parser = argparse.ArgumentParser(prog="tools/rename", description="Rename a name in code, tests, tools and docs.")
     parser.add_argument("old", help="package.module.name, package.module.Class.member, or function:parameter")
     parser.add_argument("new", help="only the new name")

@@ -20,7 +20,7 @@ RECORD = ROOT / "build" / "which-test.coverage"
 
 
 def functions(name: str) -> dict[tuple[str, str], tuple[int, int]]:
-    """Return the (file, qualified name) of each function that a name may mean, and its first and last line."""
+    """Return the (file, qualified name) of each function that a name may refer to, with its first and last line."""
     parts = name.split(".")
     found = {}
     for path in sorted((ROOT / "casckpt").rglob("*.py")):
@@ -33,7 +33,7 @@ def functions(name: str) -> dict[tuple[str, str], tuple[int, int]]:
 
 
 def planted_in(file: str, function: str) -> Iterator[str]:
-    """Return the tests that kill bugs planted in a function, from the table or from the list of files."""
+    """Return the tests that kill bugs planted in a function, from the table or the list of files."""
     table = _mutants.known_killers()
     for one in PLANTED:
         if (one.function == function or one.function.startswith(f"{function}.")) and one.place()[0] == file:
@@ -41,7 +41,7 @@ def planted_in(file: str, function: str) -> Iterator[str]:
 
 
 def naming(function: str) -> Iterator[str]:
-    """Return the tests whose bodies contain the last part of the name, after a dot for a method."""
+    """Return the tests whose bodies contain the last part of the name (for a method, after a dot)."""
     owner, _, last = function.rpartition(".")
     before = r"\." if owner else r"(?<!\w)"
     word = re.compile(rf"{before}{re.escape(last)}(?!\w)")
@@ -64,7 +64,7 @@ def recorded(file: str, lines: tuple[int, int]) -> Iterator[str]:
 
 
 def record(tests: list[str]) -> int:
-    """Run tests, and add the lines that each of them ran to the record."""
+    """Run tests, and record the lines that each test ran."""
     RECORD.parent.mkdir(exist_ok=True)
     options = ["--cov=casckpt", "--cov-context=test", "--cov-report=", "--cov-append", "-q"]
     environment = os.environ | {"COVERAGE_FILE": str(RECORD), "OMP_NUM_THREADS": "1"}

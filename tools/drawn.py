@@ -1,6 +1,6 @@
-"""Bugs at places that a seed drew (`tools/mutants --draw`): (name, function, before, after, tests), see `_places`.
+"""Bugs at random locations (`tools/mutants --draw`): (name, function, before, after, tests), see `_places`.
 
-The list omits drawn bugs without a visible effect, and those that a type checker finds.
+The list omits bugs that have no visible effect, and those that a type checker finds.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "a damaged copy is dropped without a lock",
         "BlobReader.distrust",
-        'gave wrong bytes."""\n        with self._lock:',
-        'gave wrong bytes."""\n        if True:',
+        'returned wrong bytes."""\n        with self._lock:',
+        'returned wrong bytes."""\n        if True:',
         "tests/loading/test_blob_readers.py",
     ),
     (
@@ -955,8 +955,8 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "a pickle with external bytes is read",
         "refuse_pickle",
-        'always does."""\n    if parts:',
-        'always does."""\n    if False:',
+        'always requires it."""\n    if parts:',
+        'always requires it."""\n    if False:',
         "tests/tensors/test_objects.py",
     ),
     (

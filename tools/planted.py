@@ -1,4 +1,4 @@
-"""Bugs to plant one at a time. Each breaks a promise of casckpt at one place, and names the tests that detect it."""
+"""Bugs to plant one at a time. Each breaks a guarantee in one location, and lists the tests that detect it."""
 
 from __future__ import annotations
 
@@ -1049,7 +1049,7 @@ PLANTED = (
     Planted(
         "a cell at another offset counts as held",
         "common",
-        "        if extent.lo != wanted.lo:  # a cell that begins elsewhere is a different one\n",
+        "        if extent.lo != wanted.lo:  # a cell that begins elsewhere is a different cell\n",
         "        if False:\n",
         "tests/plan/test_routes.py",
     ),

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def in_batches(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Split items, in order, into lists whose total ``size`` is at most ``most``. A larger item gets its own list."""
+    """Split items, in order, into lists whose total ``size`` is at most ``most``. Larger items get their own list."""
     batch: list[T] = []
     room = most
     for item in items:
@@ -24,7 +24,7 @@ def in_batches(items: Iterable[T], size: Callable[[T], int], most: int) -> Itera
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Group items by ``key``. The groups, and the items within each group, keep their original order."""
+    """Group items by ``key``. Groups, and the items within them, keep their original order."""
     groups: dict[K, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)

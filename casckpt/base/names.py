@@ -1,4 +1,4 @@
-"""Checks for the names of runs, steps and attachments, and the parts of references."""
+"""Checks for run names, steps and attachment names, and the parts of references."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_METRIC_NAME = 100
 LATEST = "latest"
 TAG = "tag:"
 ID = re.compile("[0-9a-f]{6,64}")
-"""Parts of references. See `casckpt.contents.refs`."""
+"""The parts of references. See `casckpt.contents.refs`."""
 _SIMILAR = 5
 _MAX_ATTACHMENT_NAME = 1024
 _DATE = r"[0-9]{4}(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01])T(?:[01][0-9]|2[0-3])[0-5][0-9][0-5][0-9][0-9]{6}Z"
@@ -43,7 +43,7 @@ def run_hash(run: str) -> str:
 
 
 def check_run(run: str) -> str:
-    """Return ``run`` if it is a valid run name. Raises `InvalidInput` otherwise."""
+    """Return ``run`` if it is a valid run name. Otherwise, raise `InvalidInput`."""
     if type(run) is not str or not _RUN_RE.fullmatch(run):
         raise InvalidInput(
             f"run {run!r} is not a valid name: use up to 200 of A-Z a-z 0-9 . _ - /, starting with a letter or digit"
@@ -59,21 +59,21 @@ def check_step(step: Any) -> int:
 
 
 def check_attachment_name(name: str) -> str:
-    """Return ``name`` if it is a relative path without "..". Raises `InvalidInput` otherwise."""
+    """Return ``name`` if it is a relative path without "..". Otherwise, raise `InvalidInput`."""
     if not is_attachment_name(name):
         raise InvalidInput(f"attachment name {name!r} is not valid: pass a relative path without '..', in UTF-8")
     return name
 
 
 def is_attachment_name(name: Any) -> bool:
-    """Return whether ``name`` is a relative path without ".." and all its characters are allowed in file names."""
+    """Return whether ``name`` is a relative path without ".." in which all characters are allowed in file names."""
     if type(name) is not str or len(name) > _MAX_ATTACHMENT_NAME or _UNFIT_RE.search(name):
         return False
     return not any(part in ("", ".", "..") for part in name.split("/"))
 
 
 def similar_runs(run: str, runs: Sequence[str]) -> list[str]:
-    """Return the ``runs`` that are similar to ``run``, or that start with it or it with them, ignoring case."""
+    """Return the ``runs`` that are similar to ``run`` or that share a prefix with it, ignoring case."""
     name, names = run.casefold(), [other.casefold() for other in runs]
     close = difflib.get_close_matches(name, names, _SIMILAR)
     near = [a in close or a.startswith(name) or name.startswith(a) for a in names]
@@ -81,7 +81,7 @@ def similar_runs(run: str, runs: Sequence[str]) -> list[str]:
 
 
 def check_keywords(call: str, given: Mapping[str, object], known: type) -> None:
-    """Raise the TypeError that Python would raise for ``call``, for a keyword that the TypedDict ``known`` lacks."""
+    """For a keyword that the TypedDict ``known`` lacks, raise the TypeError that Python would raise for ``call``."""
     for name in given:
         if name not in known.__annotations__:
             raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")

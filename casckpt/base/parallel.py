@@ -16,13 +16,13 @@ from casckpt.errors import CasckptError, InvalidInput
 A = TypeVar("A")
 B = TypeVar("B")
 T = TypeVar("T")
-_WAITING = 4  # queued items per thread: enough to keep it busy
+_WAITING = 4  # queued items per thread, enough to keep it busy
 _WORTH_A_THREAD = 64 << 10
 _Task: TypeAlias = "tuple[Future[B], Callable[[A], B], A]"
 
 
 def useful_threads(threads: int, nbytes: int, pieces: int) -> int:
-    """Return ``threads``, or 1 if the pieces are so small that the threads would mostly wait for the interpreter."""
+    """Return ``threads``, or 1 if pieces are so small that threads would mostly wait for the interpreter."""
     return threads if nbytes >= pieces * _WORTH_A_THREAD else 1
 
 
@@ -33,7 +33,7 @@ def usable_cores(ranks: int = 1) -> int:
 
 
 def usable_threads(threads: int | None) -> int:
-    """Return the number of threads to use: by default the number of cores, but 2 to 8. Raises InvalidInput."""
+    """Return the number of threads to use. The default is the number of cores, between 2 and 8. Raises InvalidInput."""
     if threads is None:
         return max(2, min(8, usable_cores()))
     if type(threads) is not int or threads < 1:
@@ -88,13 +88,14 @@ def _work(tasks: SimpleQueue[_Task[B, A] | None]) -> None:
             future.set_result(function(item))
         except BaseException as error:  # noqa: BLE001 - the future raises it
             future.set_exception(error)
-        del future, item, task  # otherwise they stay alive until the next task
+        del future, item, task  # otherwise, they stay alive until the next task
 
 
 def run_all(call: Callable[[T], None], tasks: Iterable[T], threads: int) -> None:
     """Call ``call`` with every task, in threads and in the caller. Once all have finished, raise the first error.
 
-    If no thread can be started, such as in a save that runs while the interpreter exits, the caller runs all tasks.
+    If no thread can be started, for example in a save that runs while the interpreter exits, the caller runs all
+    tasks.
     """
     todo = list(tasks)
     if threads == 1 or len(todo) <= 1:
@@ -117,7 +118,7 @@ def _rank(error: BaseException) -> int:
 
 
 class _Team(Generic[T]):
-    """The threads of one task queue. The caller of `work` runs tasks too. ``errors``: the errors of all tasks."""
+    """The threads of a task queue. The caller of `work` also runs tasks. ``errors``: the errors of all tasks."""
 
     def __init__(self, call: Callable[[T], None], tasks: Iterable[T]) -> None:
         self.errors: list[BaseException] = []
@@ -168,7 +169,7 @@ class _Team(Generic[T]):
                 self._tasks.clear()
 
     def join(self) -> None:
-        """Wait for the helpers, which start no more tasks.
+        """Wait for the helpers, which do not start any more tasks.
 
         Raises an interrupt only after the helpers have finished. Otherwise, a running helper could write into tensors
         that the caller refills. (In Python 3.11, an interrupted `Thread.join` reports a running thread as finished.)

@@ -7,7 +7,7 @@ from threading import Lock
 from typing import Final, TypeAlias
 
 Shown: TypeAlias = Callable[[int, int | None], object]
-"""Called with the number of finished bytes or objects, and with the total, or None if the total is not known yet.
+"""Called with the number of finished bytes or objects, and with the total, which is None if it is not known yet.
 
 Any thread may call it, but only one at a time.
 """

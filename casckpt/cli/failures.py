@@ -1,4 +1,4 @@
-"""Turns the errors of commands into exit statuses and messages on stderr. Each message names the next step."""
+"""Converts the errors of commands to exit statuses and messages on stderr. Each message names the next step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HELP = getattr(click.exceptions, "NoArgsIsHelpError", ())  # its message is the
 
 @dataclass
 class Reported:
-    """A context manager that reports errors and sets ``status``, the exit status. It does not catch SystemExit."""
+    """A context manager that reports errors and sets the exit status, ``status``. It does not catch SystemExit."""
 
     as_json: bool
     debug: bool
@@ -39,7 +39,7 @@ class Reported:
         if error is None or not isinstance(error, Exception | KeyboardInterrupt):
             return False
         if isinstance(error, click.Abort) and isinstance(error.__cause__, EOFError | KeyboardInterrupt):
-            error = error.__cause__  # click treats EOFError as the end of user input
+            error = error.__cause__  # click interprets EOFError as the end of user input
         if self.debug:
             traceback.print_exception(error)
         self.status = self._report(error)
@@ -98,7 +98,7 @@ def _reader_is_gone() -> int:
     try:
         os.dup2(nowhere, sys.stdout.fileno())  # Python flushes stdout once more when it exits
     except OSError:
-        pass  # not a file, such as in tests
+        pass  # stdout is not a file, for example in tests
     finally:
         os.close(nowhere)
     return FAILED

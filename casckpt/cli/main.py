@@ -37,7 +37,7 @@ _BESIDE: Final = {
 
 
 _FOREIGN = {"delete": ["forget"], "remove": ["forget"], "rm": ["forget"], "prune": ["gc"], "info": ["show"]}
-"""Names that other programs use for these commands. The hint for an unknown command uses them."""
+"""Names that other programs use for these commands. They are used in the hint for an unknown command."""
 
 
 @cache
@@ -86,7 +86,7 @@ class Commands(click.Group):
         prog_name: str | None = None,
         complete_var: str | None = None,
         standalone_mode: bool = True,
-        **extra: Any,  # click's
+        **extra: Any,  # click's own options
     ) -> Any:
         """Run a command and exit with its status.
 

@@ -43,7 +43,7 @@ class progress_bar:  # noqa: N801 - programs call it like a function
     """Displays progress on stderr: ``store.save(..., progress=casckpt.progress_bar("saving"))``.
 
     On a terminal, it is a bar that disappears when the work or the ``with`` block ends. Elsewhere, it prints a line
-    every half minute. ``what`` names the work. Pass ``of_bytes=False`` to count objects instead of bytes. Make a new
+    every half minute. ``what`` names the work. Pass ``of_bytes=False`` to count objects instead of bytes. Create a new
     progress bar for each call.
     """
 
@@ -53,7 +53,7 @@ class progress_bar:  # noqa: N801 - programs call it like a function
         self._lines = None if sys.stderr is not None and sys.stderr.isatty() else Lines(what, of_bytes=of_bytes)
 
     def __call__(self, done: int, total: int | None) -> None:
-        """Show the finished amount and the total."""
+        """Show the amount of work that is finished, and the total."""
         if self._lines is not None:
             self._lines(done, total)
             return

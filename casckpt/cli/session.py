@@ -1,4 +1,4 @@
-"""What all commands share: the STORE argument, common options and output."""
+"""The parts that all commands share: the STORE argument, common options and output."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class Session(Output):
     """A single run of a command on a store."""
 
     url: str = ""
-    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # secrets
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may contain secrets
     cache_dir: Path | None = None
     single_writer: bool = False
     require_signature: tuple[str, ...] = ()
 
     @cached_property
     def store(self) -> Store:
-        """The store object. Making it neither reads nor creates the store."""
+        """The store object. Creating this object neither reads nor creates the store itself."""
         from casckpt.store.opening import open as open_store
 
         return open_store(
@@ -75,7 +75,7 @@ def finite(value: Any) -> Any:
 STORE_ARGUMENT = click.Argument(["store"], metavar="STORE", type=STORE)
 COMMON: tuple[click.Parameter, ...] = (
     click.Option(["--json", "as_json"], is_flag=True, help="Print the result as JSON."),
-    click.Option(["-v", "--verbose"], count=True, help="Log more. Repeat it to log everything."),
+    click.Option(["-v", "--verbose"], count=True, help="Log more. Repeat the option to log everything."),
     click.Option(["--debug"], is_flag=True, help="Show an error's traceback."),
 )
 ON_STORES: tuple[click.Parameter, ...] = (
@@ -91,7 +91,7 @@ ON_STORES: tuple[click.Parameter, ...] = (
         ["--storage-option", "storage_options"],
         type=SETTING,
         multiple=True,
-        help="An option for the client of a remote storage. The value is JSON or a string. May be repeated.",
+        help="An option for the remote storage's client. The value is JSON or a string. May be repeated.",
     ),
     click.Option(
         ["--cache-dir"],

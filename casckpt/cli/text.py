@@ -43,7 +43,7 @@ def bold(text: str) -> str:
 
 
 def freed(now: int, later: int) -> str:
-    """Format the bytes that a gc frees now, and those that it frees once forgotten checkpoints are purged."""
+    """Format the bytes that gc frees now, and the bytes that it frees once forgotten checkpoints are purged."""
     return f"{size(now)} now, {size(later)} later" if later else size(now)
 
 
@@ -81,7 +81,7 @@ def say_some(items: Sequence[str], most: int = _MANY) -> None:
 
 
 def summed(keys: Sequence[str]) -> Iterator[str]:
-    """Yield the keys, but combine all keys that share their first part into one line."""
+    """Yield the keys, but combine all keys with the same first part into one line."""
     for head, number in Counter(key.partition(".")[0] for key in keys).items():
         same = (key for key in keys if key.partition(".")[0] == head)
         yield next(same) if number == 1 else f"{head}.* ({number} keys)"
@@ -91,8 +91,8 @@ def summed(keys: Sequence[str]) -> Iterator[str]:
 class Column:
     """A table column. ``side``: its alignment. ``fixed``: its cells are never truncated to fit the terminal.
 
-    ``spare``: if truncation is not enough, columns are dropped in the order of this number, lowest first. A column
-    with 0 is never dropped.
+    ``spare``: if truncation is not enough, columns are dropped in ascending order of this number. A column with 0 is
+    never dropped.
     """
 
     title: str
@@ -104,7 +104,7 @@ class Column:
 def table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
     """Print a table, one line per row. On a terminal, truncate long lines with an ellipsis.
 
-    This does not use rich, which would take half a second for a thousand rows.
+    This does not use rich, because rich would take half a second for a thousand rows.
     """
     cells = [tuple(map(printable, row)) for row in rows]
     room = terminal_width()
@@ -136,7 +136,7 @@ def _kept(columns: Sequence[Column], widths: Sequence[int], room: int) -> list[i
 
 
 def _cut_widths(columns: Sequence[Column], wanted: Sequence[int], room: int) -> list[int]:
-    """Return the column widths. If a line is too long, the widest column that is not fixed shrinks first."""
+    """Return the column widths. If a line is too long, the widest column that is not fixed is narrowed first."""
     widths = list(wanted)
     excess = sum(widths) + _GAP * (len(widths) - 1) - room
     while excess > 0:
@@ -189,6 +189,6 @@ def unusual(health: Mapping[str, Any] | None) -> list[str]:
 
 
 def coded(stats: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Return a fact with the plain and stored size of the encoded cells. It is empty if there are none."""
+    """Return a fact with the plain and stored size of the encoded cells, or nothing if there are none."""
     plain, frames, deltas = (stats[f"bytes_{name}"] for name in ("coded", "frames", "deltas"))
     return [("smaller", f"{size(plain)} in {size(frames)}, including {size(deltas)} of deltas")] if plain else []

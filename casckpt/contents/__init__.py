@@ -1,4 +1,4 @@
-"""The things that a commit refers to: manifests, blobs and signatures. Also the references that name a checkpoint.
+"""What a commit refers to (manifests, blobs and signatures), and the references that name a checkpoint.
 
 - `refs` resolves a **reference** such as `run@step` to a commit.
 - `contents` defines `Contents`: the values of a checkpoint, by key.

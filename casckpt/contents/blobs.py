@@ -1,4 +1,4 @@
-"""Blobs as objects of a store, and the marks for damaged blobs."""
+"""Blobs as objects in a store, and the marks on damaged blobs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from casckpt.storage.base import AlreadyExists, ListedObject
 PREFIX = "damaged/"
 DAMAGED, REPAIRED = "damaged", "repaired"
 FRAMES = "frames"
-"""The mark of a blob whose bytes match what was written, but which holds a frame that decodes to a wrong cell."""
+"""The mark on a blob whose bytes match what was written, but which contains a frame that decodes to an
+incorrect cell."""
 MAX_WHY_CHARACTERS = 500
 _SAMPLE = 16
 
@@ -41,8 +42,7 @@ class DamageMark:
 def put(repo: Repository, uploader: TxId, blob_hash: BlobHash, data: memoryview | bytes) -> None:
     """Write a blob under ``uploader``. A blob that already exists counts as success. It is durable after ``settle``.
 
-    Raises `StorageError`. This includes the case that a blob of a different size exists (after a failed put on the
-    server).
+    Raises `StorageError`, including if a blob of a different size exists (after a put that failed on the server).
     """
     key, size = blob_key(uploader, blob_hash), memoryview(data).nbytes
     try:
@@ -56,9 +56,9 @@ def put(repo: Repository, uploader: TxId, blob_hash: BlobHash, data: memoryview 
 
 
 def check(repo: Repository, refs: Iterable[BlobRef]) -> list[BlobRef]:
-    """Return those of ``refs`` that are missing or have a different size. Takes one small request for each blob.
+    """Return the ``refs`` that are missing or have a different size. This takes one small request per blob.
 
-    Over a network, a process checks each blob once, and later only a sample. Raises `StorageError`.
+    On remote storage, a process checks each blob once, and after that only a sample. Raises `StorageError`.
     """
     wanted = list(dict.fromkeys(refs))
     if repo.storage.traits.remote:
@@ -72,22 +72,21 @@ def check(repo: Repository, refs: Iterable[BlobRef]) -> list[BlobRef]:
 
 
 def check_reused(repo: Repository, txid: TxId, refs: Iterable[BlobRef]) -> list[BlobRef]:
-    """Return those of ``refs`` that are missing or truncated, and mark them.
+    """Return the ``refs`` that are missing or truncated, and mark them.
 
     Transaction ``txid`` reuses all of ``refs``.
 
-    Raises `Revoked` if a gc has revoked the transaction and may have deleted the blobs. Raises `StorageError`.
+    Raises `Revoked` if gc has revoked the transaction and may have deleted the blobs. Raises `StorageError`.
     """
     lost = check(repo, refs)
     if lost and repo.storage.size(commit_key(txid)) is not None:
         raise Revoked(
-            "gc assumed that this save was dead, and deleted blobs that it reused; save again", key=commit_key(txid)
+            "gc assumed that this save was dead, and deleted blobs that the save reused; save again",
+            key=commit_key(txid),
         )
     for ref in lost:
         log.warning("blob %s is missing or truncated; this save stores its cells again", ref.hash)
-        mark_damaged(
-            repo, ref.uploader, ref.hash, "it was missing or had a different size when a save tried to reuse it"
-        )
+        mark_damaged(repo, ref.uploader, ref.hash, "it was missing or had the wrong size when a save tried to reuse it")
     return lost
 
 
@@ -117,20 +116,20 @@ def _marks_under(repo: Repository, prefix: str) -> list[DamageMark]:
 
 
 def damaged_marks(repo: Repository) -> set[tuple[TxId, BlobHash]]:
-    """Return (uploader, blob) of each blob whose latest mark says that it is damaged. Raises `StorageError`."""
+    """Return (uploader, blob) for each blob whose latest mark says that it is damaged. Raises `StorageError`."""
     return {(mark.uploader, mark.blob) for mark in marks(repo) if mark.state != REPAIRED}
 
 
 def frame_marks(repo: Repository) -> set[tuple[TxId, BlobHash]]:
-    """Return (uploader, blob) of each blob that is marked only because of wrong frames. Raises `StorageError`."""
+    """Return (uploader, blob) for each blob that is marked only because of incorrect frames. Raises `StorageError`."""
     return {(mark.uploader, mark.blob) for mark in marks(repo) if mark.state == FRAMES}
 
 
 def mark_damaged(repo: Repository, uploader: TxId, blob: BlobHash, why: str, *, by_frames: bool = False) -> None:
     """Mark a blob as damaged unless it is already marked. Later saves do not reuse it. Raises `StorageError`.
 
-    ``why``: the reason, of which the first 500 characters are kept. ``by_frames``: whether only frames are wrong, but
-    not the stored bytes.
+    ``why``: the reason, of which the first 500 characters are kept. ``by_frames``: whether only frames are incorrect,
+    and not the stored bytes.
     """
     _mark_as(repo, uploader, blob, FRAMES if by_frames else DAMAGED, why)
 
@@ -172,6 +171,6 @@ def _mark_as(repo: Repository, uploader: TxId, blob: BlobHash, state: str, why: 
 
 def _mark(name: tuple[TxId, BlobHash], number: int, record: Read) -> DamageMark:
     if isinstance(record, CasckptError):
-        return DamageMark(*name, number, DAMAGED, f"casckpt cannot read its mark: {record}")
+        return DamageMark(*name, number, DAMAGED, f"casckpt cannot read the blob's damage mark: {record}")
     fits = (record.uploader, record.blob) == name and record.state in {REPAIRED, FRAMES}
     return DamageMark(*name, number, record.state if fits else DAMAGED, record.why)

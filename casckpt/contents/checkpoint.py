@@ -22,11 +22,11 @@ from casckpt.history.commits import Commit
 from casckpt.repository.repository import Repository
 
 if TYPE_CHECKING:
-    from casckpt.format.manifest import Manifest  # it needs numpy, but a listing does not need manifests
+    from casckpt.format.manifest import Manifest  # requires numpy, but a listing does not need manifests
     from casckpt.plan.routes import Link
 
 Frames: TypeAlias = "dict[str, dict[Link, bytes]]"
-"""The frames of cells, by tensor key."""
+"""The frames of cells by tensor key."""
 
 _SHOWN = 20  # the number of checkpoints that a notebook shows
 
@@ -56,7 +56,7 @@ class TensorHealth:
 class SaveStats:
     """The result of a save, over all ranks. ``bytes_written``: the size of the written blob files.
 
-    ``seconds``: the time until it was durable.
+    ``seconds``: the time until the checkpoint was durable.
 
     ``bytes_reused``: the size in memory of the tensor data that was already stored. ``bytes_coded``: the size in
     memory of the encoded cells. ``bytes_frames``: the size of their frames. ``bytes_deltas``: the size of the frames
@@ -78,9 +78,9 @@ class SaveStats:
 class SaveDetails:
     """The details of how a checkpoint was saved. ``parent``: the id of the previous checkpoint of its run.
 
-    ``world_size``: the number of ranks. ``casckpt``, ``torch``: their versions. ``objects``: the keys of values that
-    are not tensors. ``pickled``: the keys of those that are stored as pickles. ``differing``: the keys whose values
-    differed across ranks that should hold the same values.
+    ``world_size``: the number of ranks. ``casckpt``, ``torch``: the versions of these packages. ``objects``: the keys
+    of values that are not tensors. ``pickled``: the keys of values that are stored as pickles. ``differing``: the keys
+    whose values differed across ranks, although these ranks should hold the same values.
     """
 
     parent: str | None
@@ -94,13 +94,13 @@ class SaveDetails:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint of a store, from its commit. The manifest is read when a property first needs it.
+    """A checkpoint in a store, based on its commit. The manifest is read when a property first needs it.
 
     ``missing_keys``: the template keys that the checkpoint lacks (after a load with ``strict=False``).
-    ``unread_keys``: the checkpoint keys that the template did not name. ``unread_subtrees``: the whole containers
-    among them that no rank read. ``mismatched_keys``: the template keys that ``ignore_mismatched`` left unchanged.
-    ``notes``: descriptions of the parts that an import did not preserve exactly. ``frames``: the frames that updates
-    decoded. The next update applies them to the state in memory. They are never pickled.
+    ``unread_keys``: the checkpoint keys that the template did not name. ``unread_subtrees``: whole containers among
+    these that no rank read. ``mismatched_keys``: the template keys that ``ignore_mismatched`` left unchanged.
+    ``notes``: descriptions of parts that an import did not preserve exactly. ``frames``: the frames that updates
+    decoded. The next update applies them to the state in memory. Frames are never pickled.
     """
 
     repo: Repository = field(repr=False)
@@ -173,9 +173,9 @@ class Checkpoint:
 
     @property
     def healthy(self) -> bool | None:
-        """The value that the save declared. Also False if the save found NaN.
+        """The value that the save declared.
 
-        None if the save did not declare a value.
+        If it did not declare a value, this is False if the save found NaN, and otherwise None.
         """
         return self._record.healthy
 

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint, by key: tensors, objects and attachments, and the tree that nests them.
+"""The contents of a checkpoint by key: tensors, objects and attachments, and the tree that nests them.
 
 Works without torch.
 """
@@ -27,8 +27,8 @@ from casckpt.repository.repository import Repository
 class Contents:
     """The contents of a checkpoint for one rank.
 
-    If each rank saved its own value, the contents hold this rank's value, or else rank 0's value. ``extensions``:
-    types that the tree may hold in addition to plain data, such as torch's types.
+    If each rank saved its own value, the contents include this rank's value, or rank 0's value if this rank has none.
+    ``extensions``: types that the tree may contain in addition to plain data, such as torch types.
     """
 
     def __init__(self, manifest: Manifest, rank: int = 0, extensions: Sequence[Extension] = ()) -> None:

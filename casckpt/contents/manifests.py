@@ -1,4 +1,4 @@
-"""Manifests as objects of a store.
+"""Manifests as objects in a store.
 
 A small manifest is read in one go. For a large manifest, casckpt first reads the front sections. Later, it reads each
 part that a load needs, by range. A reader that only needs the blobs reads only the blob list.
@@ -40,7 +40,7 @@ T = TypeVar("T")
 def put(repo: Repository, txid: TxId, draft: Draft) -> Encoded:
     """Write a manifest durably, under ``txid``, the transaction that will commit it.
 
-    Raises `StorageError`, and `InvalidInput` if it is too large or exceeds the format's limits.
+    Raises `StorageError`. Raises `InvalidInput` if the manifest is too large or exceeds the format's limits.
     """
     return put_encoded(repo, txid, encode(draft))
 
@@ -72,16 +72,16 @@ def get(repo: Repository, commit: Commit) -> Manifest:
 
 
 def get_with_extents(repo: Repository, commit: Commit) -> Manifest:
-    """Return the manifest, with the extents of all its entries already read. Raises the errors of `get`."""
+    """Return the manifest with the extents of all entries already read. Raises the errors of `get`."""
     manifest = get(repo, commit)
     manifest.ready(objects=())
     return manifest
 
 
 def left_out(commit: Commit) -> str | None:
-    """Describe which entries thinning dropped, with the rule, the time and advice. Return None for a whole checkpoint.
+    """Describe which entries thinning dropped, with the rule, time and advice. Return None for a complete checkpoint.
 
-    For a copy or a repaired checkpoint, the time is that of the copy or repair.
+    For a copied or repaired checkpoint, the time is the time of the copy or repair.
     """
     if commit.dropped is None:
         return None
@@ -90,9 +90,9 @@ def left_out(commit: Commit) -> str | None:
 
 
 def others(repo: Repository, id: ManifestId, tried: Container[str]) -> list[Commit]:
-    """Return the live commits of an id, best first. Omit those whose head or transaction is in ``tried``.
+    """Return the live commits of an id, best first. Omit commits whose head or transaction is in ``tried``.
 
-    Takes a new listing, because a rewrite may have been undone. Raises `StorageError`.
+    This makes a new listing, because a rewrite may have been undone. Raises `StorageError`.
     """
     same = (commit for commit in list_commits(repo).standing() if commit.id == id)
     left = (commit for commit in same if commit.txid not in tried and commit.committed.head not in tried)
@@ -102,7 +102,7 @@ def others(repo: Repository, id: ManifestId, tried: Container[str]) -> list[Comm
 def use(repo: Repository, commit: Commit, act: Callable[[Commit, Manifest], T]) -> T:
     """Call ``act`` with a manifest. If it is missing or damaged, use the manifest of a different commit of the id.
 
-    The other commit's record must agree with that of ``commit``, because a hostile record may name a foreign id.
+    The other commit's record must agree with the record of ``commit``, because a hostile record may name a foreign id.
     ``act`` may be called several times. Raises the errors of `get` and ``act``.
     """
     tried, shared = set[str](), _shared_fields(commit.committed)
@@ -187,7 +187,7 @@ def _range(reader: Reader, offset: int, length: int) -> memoryview:
 
 @contextmanager
 def _naming(commit: Commit) -> Iterator[None]:
-    """Add the checkpoint to errors about its manifest."""
+    """Name the checkpoint in errors about its manifest."""
     try:
         yield
     except (NotFound, ShortObject, Damaged) as error:
@@ -195,10 +195,10 @@ def _naming(commit: Commit) -> Iterator[None]:
         reason = str(error).removeprefix(f"manifest {commit.id} is damaged: ")
         more = f" ({reason})" if isinstance(error, Damaged) else ""
         message = (
-            f"the manifest of checkpoint {commit.run}@{commit.step} ({commit.id}) {why}: {key}{more}. "
-            "Restore it with `casckpt repair`, or give it up with `casckpt forget`: gc continues without it a day "
-            f"later, or immediately with `--run {shlex.quote(commit.run)} --min-age 0`, which also purges all other "
-            "forgotten checkpoints of that run"
+            f"the manifest of checkpoint {commit.run}@{commit.step} ({commit.id}) {why}: {key}{more}. Restore it "
+            "with `casckpt repair`, or give up the checkpoint with `casckpt forget`: a day later, gc continues "
+            f"without it. `--run {shlex.quote(commit.run)} --min-age 0` makes gc continue immediately, but also "
+            "purges all other forgotten checkpoints of that run"
         )
         raise Damaged(message, key=key, checkpoints=(commit.id,)) from error
     except Refused as error:
@@ -230,7 +230,7 @@ def blob_list(repo: Repository, commit: Commit) -> BlobList:
 def stored_blobs(repo: Repository, commit: Commit) -> BlobList:
     """Return the blobs of a checkpoint from the store, without caches.
 
-    Raises as `blob_list`, or `Gone` if it was purged.
+    Raises the errors of `blob_list`, or `Gone` if the checkpoint was purged.
     """
     return _unless_purged(repo, commit, lambda: _read_blobs(repo, commit))
 
@@ -252,7 +252,7 @@ def _read_blobs(repo: Repository, commit: Commit) -> BlobList:
 
 
 def blobs_of(repo: Repository, commit: Commit) -> list[tuple[TxId, BlobHash, int]]:
-    """Return (uploader, hash, bytes) of every blob of a checkpoint. Raises the errors of `blob_list`."""
+    """Return (uploader, hash, bytes) for every blob of a checkpoint. Raises the errors of `blob_list`."""
     return blob_list(repo, commit).names()
 
 
@@ -275,10 +275,10 @@ def learn(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
 
 
 def locate(repo: Repository, commits: Iterable[Commit], wanted: Mapping[BlobHash, BlobRef]) -> dict[BlobHash, BlobRef]:
-    """Return the locations in ``repo`` of those ``wanted`` blobs that any of the live ``commits`` names, by hash.
+    """Return, by hash, the locations in ``repo`` of the ``wanted`` blobs that any of the live ``commits`` names.
 
-    A blob without a live commit does not count, because gc may delete it. Neither does a blob that is marked as
-    damaged. Raises `StorageError`.
+    A blob without a live commit does not count, because gc may delete it. A blob that is marked as damaged does not
+    count either. Raises `StorageError`.
     """
     marked = blobs.damaged_marks(repo)
     heads = np.array([int.from_bytes(bytes.fromhex(name[:16]), "little") for name in wanted], dtype="<u8")
@@ -301,8 +301,8 @@ def _named(repo: Repository, commit: Commit, heads: npt.NDArray[np.uint64]) -> I
 def reindex(repo: Repository) -> int:
     """Rebuild the catalogue from the store. Return the number of live checkpoints in it.
 
-    Checkpoints with an unreadable manifest are omitted. gc and verify report them. Raises `StorageError`, including
-    the case that the catalogue cannot be written.
+    Checkpoints with an unreadable manifest are omitted. gc and verify report them. Raises `StorageError`, including if
+    the catalogue cannot be written.
     """
     repo.catalogue.reindex()
     known = learn(repo, list_commits(repo).live())

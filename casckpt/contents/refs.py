@@ -81,7 +81,7 @@ def resolve_many(repo: Repository, refs: Iterable[str | Commit], commits: Commit
 
 
 def unread_within(listed: CommitList, refs: Iterable[str | Commit], run: str | None = None) -> list[TxId]:
-    """Return the transactions with an unreadable record to which the ranges in ``refs`` may refer.
+    """Return the transactions with an unreadable record that the ranges in ``refs`` may refer to.
 
     If ``refs`` is empty, return all transactions with an unreadable record. ``run``: return only those of this run.
     """
@@ -123,7 +123,7 @@ def _forgotten(commits: CommitList, run: str, steps: range) -> list[Commit]:
     at: dict[int, dict[ManifestId, Commit]] = defaultdict(dict)
     for commit in commits.live():
         if commit.is_forgotten and commit.run == run and commit.step in steps and commits.at(run, commit.step) is None:
-            at[commit.step][commit.id] = commit  # if an id has several commits, the last one answers
+            at[commit.step][commit.id] = commit  # if an id has several commits, the last one is used
     for step, ids in at.items():
         if len(ids) > 1:
             dated = ((commit.id[:16], time_of(commit.committed.created_at)) for commit in ids.values())
@@ -133,9 +133,10 @@ def _forgotten(commits: CommitList, run: str, steps: range) -> list[Commit]:
 
 
 def _followed(repo: Repository, run: str | None, where: str) -> Commit | None:
-    """Find the visible commit of ``where``, from announcements: the newest of all runs, or one of ``run``.
+    """Find a visible commit, from announcements: the newest of all runs, or one of ``run``.
 
-    Return None if the announcements do not show any. The caller then makes a listing, and reports what exists instead.
+    Return None if the announcements do not contain any. The caller then makes a listing, and reports what exists
+    instead.
     """
     try:
         if run is None:
@@ -161,7 +162,7 @@ def _by_its_log(repo: Repository, commit: Commit) -> Commit | None:
 def _as_it_is(repo: Repository, listed: CommitList, commit: Commit) -> Commit:
     known = listed.commits.get(commit.txid)
     is_same = known is not None and isinstance(known.first, Committed) and known.id == commit.id
-    same = known if is_same else None  # None if it belongs to a different store, or if its record is now a false one
+    same = known if is_same else None  # None if it belongs to a different store, or if its record has been forged
     if commit.txid in listed.damaged:
         return same or commit
     now = same or _by_id(repo, listed, commit.id)
@@ -170,7 +171,7 @@ def _as_it_is(repo: Repository, listed: CommitList, commit: Commit) -> Commit:
     other = listed.of_id(now.id)  # it was rewritten, or a rewrite was undone
     if other is not None and (other.run, other.step) != (now.run, now.step):
         raise Refused(
-            f"the commit records of {other} and {now} name the same id: one of them is false", checkpoints=(now.id,)
+            f"the commit records of {other} and {now} name the same id: one of them is wrong", checkpoints=(now.id,)
         )
     if other is None or not (other.visible or now.live or listed.is_rewrite_of(other, now.txid)):
         raise Gone(f"{now} was purged: it is gone for good; see `casckpt list`", checkpoints=(now.id,))
@@ -197,7 +198,7 @@ def _steps_of(ref: str) -> range | None:
 
 
 def _range(repo: Repository, listed: CommitList, ref: str) -> list[Commit]:
-    """Return the commits of a range of steps. Return [] if ``ref`` is not a range."""
+    """Return the commits in a range of steps, or [] if ``ref`` is not a range."""
     steps = _steps_of(_text(ref))
     if steps is None:
         return []
@@ -241,9 +242,9 @@ def _commits_of_run(repo: Repository, listed: CommitList, run: str) -> list[Comm
 
 
 def about_run(repo: Repository, listed: CommitList, run: str) -> str:
-    """Return a message for a run without a visible checkpoint.
+    """Return a message about a run that has no visible checkpoint.
 
-    It says whether the run had one, and which runs exist.
+    It says whether the run ever had one, and which runs exist.
     """
     forgotten = sum(commit.run == run for commit in listed.live())
     runs = listed.runs()
@@ -260,7 +261,7 @@ def about_run(repo: Repository, listed: CommitList, run: str) -> str:
 def _no_step(repo: Repository, listed: CommitList, commits: Sequence[Commit], what: str) -> NotFound:
     newest = commits[-1]
     steps = sorted(commit.step for commit in commits)
-    there = f"the newest is {newest.run}@{newest.step}, steps go from {steps[0]} to {steps[-1]}"
+    there = f"the newest is {newest.run}@{newest.step}, and the steps range from {steps[0]} to {steps[-1]}"
     return NotFound(f"run {newest.run!r} in {repo.storage.url} has no {what}; {there}{_doubt(listed)}")
 
 

@@ -3,7 +3,7 @@
 A detached signature signs a domain string and the id, which covers everything that was saved.
 
 docs/integrity.md lists what a signature does not cover: the location of the bytes, other records about a checkpoint,
-and the question to which checkpoint a name or "latest" refers.
+and which checkpoint a name or "latest" refers to.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def message(id: ManifestId) -> bytes:
 
 
 def sign(repo: Repository, commit: Commit, key: Ed25519PrivateKey) -> str:
-    """Verify a checkpoint's manifest, and put a signature of the checkpoint. Return the name of the key.
+    """Verify a checkpoint's manifest, and write a signature for the checkpoint. Return the name of the key.
 
     A valid existing signature is kept. An invalid one is replaced. Raises the errors of `manifests.get`, and
     `Unsupported`.
@@ -91,7 +91,7 @@ def get_trusted(repo: Repository, commit: Commit) -> Manifest:
 
 
 def check_verified(repo: Repository, *, verify: bool) -> None:
-    """Raise `InvalidInput` if a signature is required, but the bytes are not verified."""
+    """Raise `InvalidInput` if a signature is required but the bytes are not verified."""
     if repo.trusted is not None and not verify:
         raise InvalidInput("verify=False reads unsigned bytes, but this store was opened with require_signature")
 
@@ -118,7 +118,7 @@ def signers(repo: Repository, id: ManifestId) -> list[str]:
 
 
 def remove_signatures(repo: Repository) -> None:
-    """Remove signatures of purged checkpoints without a live commit, except those that are being copied to here."""
+    """Remove signatures of purged checkpoints that have no live commit and are not being copied to this store."""
     listed = list_signatures(repo)
     if not listed:
         return

@@ -25,9 +25,9 @@ from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
 
 START = "start"
-LONGEST_PAUSE = 60.0  # the longest time in seconds between two attempts while the storage fails
-_CHECK = 16  # polls between two checks that the store is still the same
-_MOST = 32  # the maximum number of polls until a missing record is reread
+LONGEST_PAUSE = 60.0  # the longest time in seconds between two attempts while storage fails
+_CHECK = 16  # the number of polls between two checks that the store is still the same
+_MOST = 32  # the maximum number of polls before a missing record is reread
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Expected:
         elif seen.live and seen.number < self._awaited[txid].number:
             self._wait(txid)
         else:
-            del self._awaited[txid]  # until a further record is announced, such as one that restores it
+            del self._awaited[txid]  # until another record is announced, such as one that restores it
         return None
 
     def is_late(self, commit: Commit) -> bool:
@@ -124,7 +124,7 @@ class Expected:
         return notice
 
     def drop(self, txid: TxId) -> None:
-        """Stop expecting a transaction."""
+        """Stop waiting for a transaction."""
         self._new.discard(txid)
         self._awaited.pop(txid, None)
 
@@ -138,7 +138,7 @@ class Expected:
 
 
 class Watcher:
-    """Reads the announcements of a run, and the logs of new transactions. You may retry a failed call at any time.
+    """Reads the announcements of a run and the logs of new transactions. A failed call can be retried at any time.
 
     ``after``: None for commits from now on, `START`, or a checkpoint or reference. The checkpoint may be purged.
     ``latest_only``: return only the latest save at each call. The store need not exist yet. Raises `NotFound` for a
@@ -222,7 +222,7 @@ class Watcher:
         return notice
 
     def _poll(self) -> None:
-        """Check for new announcements. Takes one small request if there are none."""
+        """Check for new announcements. This takes one small request if there are none."""
         self._expected.polls += 1
         is_time = self._known is None or self._next <= self._head or self._expected.polls % _CHECK == 0
         if is_time or self._repo.storage.size(announcement_key(self._hash, self._head + 1)) is not None:
@@ -261,7 +261,7 @@ class Watcher:
                 break
             commit = self._read_commit(txid)
             if commit is not None and self._expected.is_late(commit):
-                self._expected.drop(txid)  # this is a copy, which is older than its transaction
+                self._expected.drop(txid)  # this is a copy, whose checkpoint is older than its transaction
             elif commit is not None and (best is None or commit.order > best[1].order):
                 best = txid, commit
         return None if best is None else self._expected.take(*best)
@@ -297,7 +297,7 @@ def watch(
             notice = watcher.next()
         except StorageError as error:
             notice, failure = None, error
-            log.warning("casckpt cannot watch the run at present; a retry follows: %s", error)
+            log.warning("casckpt cannot watch the run now, but will retry: %s", error)
         if notice is not None:
             yield notice
             since, pause = now(), poll

@@ -53,14 +53,14 @@ _HEADER: Decoder[dict[str, _Tensor]] = Decoder(dict[str, _Tensor])  # see `casck
 def order(dtype: str) -> tuple[int, str]:
     """Return the sort key of a dtype's cells in a blob. The largest elements come first, which aligns every tensor.
 
-    Cells of the same stored dtype are adjacent, which keeps the number of runs small. Raises Refused for an unknown
+    Cells with the same stored dtype are adjacent, which keeps the number of runs small. Raises Refused for an unknown
     dtype.
     """
     return (-stored_itemsize(dtype), stored_name(dtype))
 
 
 def most_data(size: int) -> int:
-    """Return the maximum bytes of data in a blob file of ``size`` bytes. Its proof has at least two records."""
+    """Return the maximum number of data bytes in a blob file of ``size`` bytes. Its proof has at least two records."""
     return size - DATA_OFFSET - MIN_LEAVES * RECORD_BYTES
 
 

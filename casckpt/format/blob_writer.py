@@ -1,7 +1,7 @@
 """Writes blobs: collects cells in a buffer, and adds the header and the proof.
 
 A cell of `LEAF_BYTES` or more begins at a page boundary and is a leaf of its own. The proof reuses the cell's digest,
-so no byte of a large cell is hashed twice. Smaller neighbouring cells and the zeros before a page boundary are
+so no byte of a large cell is hashed twice. Smaller neighboring cells and the zeros before a page boundary are
 combined into leaves of at least `LEAF_BYTES`, or up to the next large cell. Digests are computed from the buffer that
 is stored.
 """
@@ -24,7 +24,7 @@ def place_behind(end: int, nbytes: int) -> int:
 
 
 def padded(nbytes: int) -> int:
-    """Return the maximum bytes of data for cells with a total of ``nbytes`` bytes, in any order."""
+    """Return the maximum number of data bytes for cells with a total of ``nbytes`` bytes, in any order."""
     return nbytes + _PAGE * (nbytes // LEAF_BYTES)
 
 
@@ -34,7 +34,7 @@ def buffer_bytes(data: int) -> int:
 
 
 class BlobWriter:
-    """Builds one blob in ``buffer``, which has `buffer_bytes`. ``end`` is the offset in the file after the last cell.
+    """Builds a blob in ``buffer``, which has `buffer_bytes`. ``end`` is the file offset after the last cell.
 
     Sort the cells by `casckpt.format.blob.order`. For each cell, write its bytes at `place` and call `add`, or skip
     it. Then write each frame of a coded cell at `end` and call `add_frame`.
@@ -45,7 +45,7 @@ class BlobWriter:
         self.end = DATA_OFFSET
         self._runs: list[tuple[str, int]] = []
         self._leaves: list[tuple[int, CellDigest]] = []
-        self._joined = DATA_OFFSET  # offset of the first byte that is not in a leaf yet
+        self._joined = DATA_OFFSET  # the offset of the first byte that is not in a leaf yet
         self._dtype = ""
 
     @property
@@ -97,7 +97,7 @@ class BlobWriter:
             self._join(self.end)
 
     def _join(self, stop: int) -> None:
-        """Make a leaf of the bytes before ``stop`` that are not in a leaf yet."""
+        """Combine the bytes before ``stop`` that are not in a leaf yet into a leaf."""
         if stop > self._joined:
             self._leaves.append((stop - self._joined, cell_digest(self._buffer[self._joined : stop])))
             self._joined = stop

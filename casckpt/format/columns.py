@@ -11,7 +11,7 @@ from casckpt.errors import Refused
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 _WIDTHS = (1, 2, 4, 8)
-_SHORT = 64  # with this many items or fewer, an array does not pay off
+_SHORT = 64  # with this many items or fewer, an array is not worthwhile
 
 
 def pack(values: npt.ArrayLike) -> bytes:

@@ -45,7 +45,7 @@ DTYPES: dict[str, tuple[int, str]] = {
 
 
 FLOATS = frozenset({"bfloat16", "float16", "float32", "float64", "complex32", "complex64"})
-"""Dtypes in whose elements the distribution of byte values differs by byte position."""
+"""The dtypes for which the distribution of byte values depends on the byte's position in the element."""
 
 
 def itemsize(dtype: str) -> int:

@@ -4,9 +4,9 @@ An extent is a run of consecutive cells of one tensor that are also consecutive 
 the extent's box, cells end at multiples of the cell size, so their ends are not stored. A cell boundary elsewhere
 starts a new extent. `casckpt.format.sections.tables` defines the stored form.
 
-A cell is stored in its blob unchanged, or **coded** as a frame (`casckpt.format.encodings`). A frame may contain only
-the differences from a second cell, its base. A base has the same size as the cell, and may itself be coded. It belongs
-to its cell, and is not one of the extents that cover the tensor.
+A cell is stored in its blob either unchanged or **coded** as a frame (`casckpt.format.encodings`). A frame may contain
+only the differences from a second cell, its base. A base has the same size as the cell, and may itself be coded. It
+belongs to its cell, and is not one of the extents that cover the tensor.
 """
 
 from __future__ import annotations
@@ -229,9 +229,8 @@ def build(shape: Shape, itemsize: int, cell: int, cells: Sequence[StoredCell]) -
     numbers = {box: number for number, box in enumerate(boxes)} if others else {}
 
     def place(stored: StoredCell) -> tuple[int, int]:
-        return numbers[
-            stored.box
-        ] if others else 0, stored.lo  # if all boxes are the whole tensor, none is hashed, because hashing is slow
+        # If all boxes are the whole tensor, do not hash any of them, because hashing is slow.
+        return numbers[stored.box] if others else 0, stored.lo
 
     ordered = ((place(stored)[0], stored) for stored in sorted(cells, key=place))
     return ExtentTable(shape, itemsize, cell, boxes, _joined(ordered, cell))
@@ -269,7 +268,7 @@ def _follows(stored: StoredCell, last: StoredCell, cell: int) -> bool:
 
 
 def _is_next(stored: StoredCell | None, last: StoredCell | None) -> bool:
-    """Return whether two cells, and also their bases, are adjacent in a blob and either both coded or both not."""
+    """Return whether two cells, and their bases, are adjacent in a blob and are either both coded or both raw."""
     if stored is None or last is None:
         return stored is last
     if last.blob != stored.blob or last.offset + last.stored != stored.offset:

@@ -87,21 +87,21 @@ def later_than(time: datetime, others: list[TxId]) -> datetime:
 
 
 def check_txid(text: str) -> TxId:
-    """Return ``text`` as a txid. Raises `Refused` if it is not one."""
+    """Return ``text`` as a txid. Raises `Refused` if it is not a txid."""
     if not is_txid(text):
         raise Refused(f"not a transaction id: {text[:120]!r}")
     return TxId(text)
 
 
 def check_hash(text: str) -> str:
-    """Return ``text`` if it is 64 lower-case hex digits. Raises `Refused` otherwise."""
+    """Return ``text`` if it is 64 lower-case hex digits. Otherwise, raise `Refused`."""
     if not _HEX64_RE.fullmatch(text):
         raise Refused(f"not a BLAKE3 hash: {text[:120]!r}")
     return text
 
 
 def check_tag(name: str) -> str:
-    """Return ``name`` if it is a valid tag name. Raises `InvalidInput` otherwise."""
+    """Return ``name`` if it is a valid tag name. Otherwise, raise `InvalidInput`."""
     if type(name) is not str or not _TAG_RE.fullmatch(name):
         raise InvalidInput(
             f"tag {name!r} is not a valid name: use up to 100 of a-z 0-9 . _ -, starting with a letter or digit"
@@ -145,7 +145,7 @@ def commit_key(txid: TxId, number: int = 0) -> str:
 
 
 def transaction_key(txid: TxId, number: int = 0) -> str:
-    """Return the key of an open transaction (number 0) or of one of its signs of life."""
+    """Return the key of an open transaction (number 0) or of one of its heartbeats."""
     return f"transactions/{txid}.{number}" if number else f"transactions/{txid}"
 
 
@@ -209,7 +209,7 @@ def parse_announcement(key: str) -> tuple[str, int] | None:
 
 
 def mirrored_key(txid: TxId, restored: int = 0) -> str:
-    """Return the key of the note that the mirror has a commit since record ``restored`` of the commit's log."""
+    """Return the key of the note that the mirror has had a commit since record ``restored`` of the commit's log."""
     return f"mirrored/{txid}.{restored}" if restored else f"mirrored/{txid}"
 
 

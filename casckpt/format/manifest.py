@@ -76,11 +76,11 @@ class Places(msgspec.Struct, frozen=True, kw_only=True):
 
 _BODY: Decoder[ManifestBody] = Decoder(ManifestBody)
 _READERS = {CELLS: "_cells", ROWS: "_rows", OBJECTS: "_objects"}
-"""The attributes that read the sections that consist of pieces."""
+"""The attributes that read sections that consist of pieces."""
 
 _PLACES: Decoder[Places] = Decoder(Places)
 _METADATA: Decoder[dict[str, Any]] = Decoder(dict[str, Any])
-"""Created at import: see `casckpt.format.records.DECODERS`."""
+"""Created at import. See `casckpt.format.records.DECODERS`."""
 
 
 class Manifest:
@@ -234,7 +234,7 @@ class Manifest:
         return self._read(ranges)
 
     def ready(self, entries: Iterable[int] | None = None, objects: Iterable[int] | None = None) -> None:
-        """Fetch what `extents` and `data` need for these numbers, in few reads. None stands for all numbers.
+        """Fetch, in few reads, what `extents` and `data` need for these numbers. None means all numbers.
 
         Raises read errors. `extents` and `data` report damage.
         """
@@ -272,7 +272,7 @@ class Manifest:
             raise _unfit(self.id, error, entry.key) from error
 
     def raw_cells(self, entry: Entry) -> memoryview:
-        """Return the stored table of an entry's cells. It has their digests, but not their locations.
+        """Return the stored table of an entry's cells. It contains their digests, but not their locations.
 
         Raises Damaged and read errors.
         """
@@ -360,14 +360,14 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Its approximate size in memory in bytes, without the attributes that are computed on first use."""
+        """Its approximate size in memory, in bytes, without attributes that are computed on first use."""
         return sum(map(len, self._front.values())) if self._data is None else len(self._data)
 
 
 def _from_rank(head: Head, packed: bytes) -> Manifest:
     """Return a manifest that a different rank has pickled."""
     front, parts = memoryview(zlib.decompress(packed)), {}
-    for name in FRONT:  # consecutive here, without the bytes that separate them in the manifest
+    for name in FRONT:  # consecutive here, without the bytes between them in the manifest
         parts[name], front = front[: head[name].length], front[head[name].length :]
     return Manifest(head, parts).check()
 
@@ -428,7 +428,7 @@ class Attachment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Draft(Description, frozen=True, kw_only=True):
-    """The content of a manifest. ``streams``: the dtype and extents of each stream.
+    """The contents of a manifest. ``streams``: the dtype and extents of each stream.
 
     Blob numbers are indices into ``blobs``.
 
@@ -466,7 +466,7 @@ class Encoded(NamedTuple):
 
 
 def encode(draft: Draft) -> Encoded:
-    """Encode a manifest. Raises InvalidInput or Refused for content that readers would not accept."""
+    """Encode a manifest. Raises InvalidInput or Refused for contents that readers would not accept."""
     tables = [table for _, table in draft.streams.values()]
     cells, cell_bytes = cut([encode_cells(table) for table in tables])
     rows, row_bytes = cut([encode_rows(table) for table in tables])
@@ -509,7 +509,7 @@ def placed(manifest: Manifest, blobs: Buffer, moved: Mapping[int, ExtentTable] |
 
 
 def thinned(manifest: Manifest, drop: Container[int]) -> Encoded:
-    """Encode the same checkpoint without the bytes of the entries numbered ``drop`` and the blobs that only they use.
+    """Encode the same checkpoint without the entries numbered ``drop`` and the blobs that only they use.
 
     Raises Damaged, Refused and read errors.
     """

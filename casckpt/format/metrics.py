@@ -18,7 +18,7 @@ from casckpt.base.names import MAX_METRIC_NAME, MAX_METRICS
 from casckpt.errors import InvalidInput, Refused
 
 MAX_METADATA_BYTES = 64 << 10
-"""The most bytes of JSON for which the commit record also contains the user's metadata, so that listings show it."""
+"""The maximum size, in JSON bytes, of metadata that the commit record also contains, so that listings show it."""
 MAX_METADATA_DEPTH = 32
 _TEXTS = ("nan", "inf", "-inf")  # JSON cannot represent these as numbers
 _UNFIT_RE = re.compile("[\0-\x1f\x7f\ud800-\udfff]")

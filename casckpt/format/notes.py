@@ -1,4 +1,4 @@
-"""Notes: JSON values of known types that a host keeps in its catalogue for later use."""
+"""Notes: JSON values of known types that a host keeps in its catalogue for later."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ FolderRow: TypeAlias = tuple[TxId, int, int, int, int]
 BlobShares: TypeAlias = dict[str, dict[str, int]]
 """For each blob (uploader/hash), the number of bytes of each branch of the state."""
 SignsRow: TypeAlias = tuple[int, int]
-"""A transaction's signs of life, and the time when the latest one was first seen."""
+"""A transaction's heartbeats, and the time when the latest one was first seen."""
 
 
 class PausedGc(msgspec.Struct, frozen=True):
-    """A gc that ran out of time. ``candidates``: the (kind, hash, bytes) of objects, by uploader."""
+    """A gc that timed out. ``candidates``: the (kind, hash, bytes) of objects, by uploader."""
 
     url: str
     candidates: dict[TxId, list[tuple[str, str, int]]]

@@ -129,7 +129,7 @@ def _by_tag(extensions: Sequence[Extension]) -> dict[str, Codec]:
 
 
 class _Encoder:
-    """One call of `encode`.
+    """A single call to `encode`.
 
     ``trail``: the containers around the current value, each with the index of the current child.
     """
@@ -219,7 +219,7 @@ def _text(value: str) -> Any:
 
 
 def _unfit(value: Any) -> Unfit:
-    """Explain why a value whose type is not in the table is refused."""
+    """Explain why a value whose type is not in the table is rejected."""
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(value, FunctionType | BuiltinFunctionType | MethodType):
@@ -240,7 +240,7 @@ def _unfit(value: Any) -> Unfit:
 
 
 class _Decoder:
-    """One call of `decode`."""
+    """A single call to `decode`."""
 
     def __init__(self, codecs: dict[str, Codec], load: Load | None, strict: bool) -> None:
         self.codecs = codecs
@@ -278,7 +278,7 @@ class _Decoder:
             raise Refused(
                 f"plain data cannot be decoded on its own: its part {number} ({size} bytes) is stored elsewhere"
             )
-        self.loaded.add(number)  # otherwise a few bytes could load a large part many times
+        self.loaded.add(number)  # otherwise, a few bytes could load a large part many times
         data = bytes(self.load(number))
         if len(data) != size:
             raise Refused(f"plain data is invalid: part {number} has {len(data)} bytes instead of {size}")

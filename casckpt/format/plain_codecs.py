@@ -2,7 +2,7 @@
 
 Each `Codec` handles the values of one tag. ``split`` returns children that are plain data. ``join`` receives children
 that were decoded from untrusted bytes. It checks their types first, and raises one of `JOIN_ERRORS` if they do not
-fit. Types are compared exactly, because a subclass may hold more data than its base class.
+match. Types are compared exactly, because a subclass may hold more data than its base class.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ JOIN_ERRORS = (TypeError, ValueError, KeyError, IndexError, OverflowError, Attri
 
 
 class Unfit(Exception):
-    """A value is not plain data. ``what`` describes it. ``hint`` says what to store in its place."""
+    """A value is not plain data. ``what`` describes it. ``hint`` says what to store instead."""
 
     def __init__(self, what: str, hint: str = "store the values that it consists of") -> None:
         super().__init__(what)
@@ -60,7 +60,7 @@ class Codec:
 
 
 def expect(children: Sequence[Any], *kinds: type | tuple[type, ...]) -> list[Any]:
-    """Return the children if there is exactly one of each of ``kinds``, in order. Raises TypeError otherwise."""
+    """Return the children if there is exactly one of each of ``kinds``, in order. Otherwise, raise TypeError."""
     if len(children) != len(kinds):
         raise TypeError(f"it has {len(children)} parts instead of {len(kinds)}")
     for child, kind in zip(children, kinds, strict=True):
@@ -229,7 +229,7 @@ def _join_stream(children: list[Any]) -> BytesIO:
 
 
 NUMBERS = (
-    # the encoder itself splits int and str, and only those that msgpack cannot represent
+    # the encoder itself splits int and str, and only values that msgpack cannot represent
     Codec(
         "int",
         (),

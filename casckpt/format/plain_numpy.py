@@ -2,7 +2,7 @@
 
 Values are preserved exactly, including byte order, NaN payloads, NaT and structured dtypes. Memory order and the
 aliasing of views are not preserved: an array is restored in C order. dtypes that contain object references are
-refused.
+rejected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from casckpt.format.plain_codecs import Buffer, Codec, Unfit, expect
 from casckpt.format.regions import check_shape
 
-_MANTISSA = int(np.finfo(np.longdouble).nmant)  # 80-bit, double-double and quad share one name
+_MANTISSA = int(np.finfo(np.longdouble).nmant)  # 80-bit, double-double and quad formats share a name
 _DTYPE = re.compile(
     r"[<>|](b1|[iu][1248]|f[248]|c8|c16|[SUV][1-9]\d{0,9}|[mM]8(\[([1-9]\d{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
     rf"|[<>][fc]\d\d/{_MANTISSA}"
@@ -48,7 +48,7 @@ def _form(dtype: np.dtype[Any]) -> Any:
     if dtype.subdtype is not None:
         return (_form(dtype.subdtype[0]), dtype.subdtype[1])
     if dtype.fields is not None:
-        # a title is a third item of the field: it is lost here, and the caller notices that by comparison
+        # a title is a third item of the field: it is lost here, and the caller detects this by comparison
         fields = [dtype.fields[name] for name in dtype.names or ()]
         columns = (list(dtype.names or ()), [_form(field[0]) for field in fields], [field[1] for field in fields])
         return dict(zip(_STRUCT, (*columns, dtype.itemsize, dtype.isalignedstruct), strict=True))
@@ -180,7 +180,7 @@ def _check_entropy(entropy: Any) -> None:
 
 
 def _seed_of(generator: Any) -> dict[str, Any] | None:
-    """Return the state from which a generator's `spawn` continues, or None if it is not numpy's own SeedSequence."""
+    """Return the state from which a generator's `spawn` continues, or None if it is not a numpy SeedSequence."""
     seed = generator.seed_seq
     if type(seed) is not np.random.SeedSequence:
         return None

@@ -25,7 +25,7 @@ from casckpt.format.names import BlobHash, CellDigest
 MAX_LEAF_BYTES = 1 << 30
 
 _RECORD = Struct("<I32s")
-_FIRST_TAIL = 4096  # bytes: enough for the proofs of nearly all blobs
+_FIRST_TAIL = 4096  # bytes, enough for the proofs of nearly all blobs
 _MORE = 16
 
 
@@ -87,7 +87,7 @@ def find_proof(tail: Buffer, size: int) -> bytes | None:
 def read_proof(read: Callable[[int, int], Buffer], size: int, name: BlobHash) -> bytes:
     """Read and verify the proof of the blob ``name``, a file of ``size`` bytes.
 
-    ``read`` is called with (offset, size) for longer and longer parts at the end of the file. Raises Refused if there
+    ``read`` is called with (offset, size) for increasingly long parts at the end of the file. Raises Refused if there
     is no proof with that hash, and any error that ``read`` raises.
     """
     most = min(size - DATA_OFFSET, MAX_LEAVES * RECORD_BYTES)

@@ -78,7 +78,7 @@ _CHECKS: dict[str, Callable[[Any], object]] = {
 
 
 class Marker(Record, omit_defaults=False, frozen=True, kw_only=True):
-    """casckpt.json. A reader that does not know all names in ``features`` must not touch the store.
+    """casckpt.json. A reader that does not know all names in ``features`` must not use the store.
 
     Sizes are in bytes. ``hash``: the hash function for objects, cells and records.
     """
@@ -105,7 +105,7 @@ class Settings(Record, frozen=True, kw_only=True):
     exclusive_create: bool | None = None
     mirror: str | None = None  # URL: gc neither forgets nor purges checkpoints that are not recorded as safe there
     mirror_thinned: bool | None = (
-        None  # whether the mirror thins what this store thins; otherwise it keeps such checkpoints whole
+        None  # whether the mirror thins what this store thins; otherwise, it keeps such checkpoints complete
     )
     requires: list[str] = []
     compress: str | None = None  # the default for saves
@@ -149,7 +149,7 @@ class Dropped(Record, frozen=True, kw_only=True):
 
 
 class Health(Record, frozen=True, kw_only=True):
-    """Counts over all tensors: the NaN and infinite elements, and the first keys with any of them."""
+    """Counts over all tensors: the NaN and infinite elements, and the first keys that have any."""
 
     nan: int
     inf: int
@@ -213,7 +213,7 @@ def _check_older(older: TxId, txid: TxId) -> None:
 
 
 class RevokedRecord(Record, tag="revoked", frozen=True, kw_only=True):
-    """commits/<txid>: the transaction aborted, or a gc revoked it."""
+    """commits/<txid>: the transaction was aborted, or gc revoked it."""
 
     txid: TxId
     time: int
@@ -254,7 +254,7 @@ class Replaced(Record, tag="replaced", frozen=True, kw_only=True):
 
 
 class Kept(Record, tag="kept", frozen=True, kw_only=True):
-    """commits/<txid>.<N>: changes nothing. It occupies a number that was announced but never written."""
+    """commits/<txid>.<N>: has no effect. It occupies a number that was announced but never written."""
 
     txid: TxId
     time: int
@@ -315,9 +315,9 @@ DECODERS: Mapping[Any, Decoder[Any]] = {
 }
 """The decoders by record kind. They are created at import, by a single thread.
 
-In msgspec 0.22, a thread may use a struct's type information while another thread is still building it, so two threads
-that decode the first struct of a kind can crash the process. `tests/format/test_decoders.py` checks that every type is
-decoded with such a decoder.
+In msgspec 0.22, a thread may use a struct's type information while a different thread is still building it, so two
+threads that decode the first struct of a kind can crash the process. `tests/format/test_decoders.py` checks that every
+type is decoded with such a decoder.
 """
 
 R = TypeVar("R")

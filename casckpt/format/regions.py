@@ -64,7 +64,7 @@ class Box:
         return all(lo >= outer_lo and hi <= outer_hi for lo, hi, outer_lo, outer_hi in pairs)
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the common box, or None if there are no common elements."""
+        """Return the box of common elements, or None if there are none."""
         low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         high = tuple(min(a, b) for a, b in zip(self.end, other.end, strict=True))
         shape = tuple(hi - lo for lo, hi in zip(low, high, strict=True))
@@ -155,9 +155,9 @@ def is_contiguous(box: Box, shape: Shape) -> bool:
 
 
 def normalise(region: Region, shape: Shape) -> Region:
-    """Return a flat range of the whole tensor with the same elements, if there is one, and else the region unchanged.
+    """Return a flat range of the whole tensor with the same elements if there is one. Otherwise, return the region.
 
-    As a result, equal elements have equal regions, no matter which front end describes them.
+    As a result, equal elements have equal regions, regardless of the front end that describes them.
     """
     if region.box.shape == shape or not is_contiguous(region.box, shape):
         return region
@@ -170,8 +170,8 @@ def normalise(region: Region, shape: Shape) -> Region:
 def flat_boxes(region: Region) -> Iterator[tuple[Box, int]]:
     """Split a region into the boxes that make it up, at most ``max(1, 2 * rank - 1)``, in the region's order.
 
-    Yields each box in global coordinates, with the flat position of its first element in the region's box. The
-    elements of each box are consecutive in the region's order.
+    Yield each box in global coordinates, with the flat position of its first element in the region's box. The elements
+    of each box are consecutive in the region's order.
     """
     box, lo, hi = region.box, region.lo, region.hi
     if lo < hi:

@@ -94,7 +94,7 @@ def find(node: Node, key: str) -> Node | None:
 
 
 def encode_tree(node: Node, extensions: Sequence[plain.Extension] = ()) -> bytes:
-    """Encode a tree. Raises InvalidInput if a ``_metadata`` is not plain data, or if the tree is nested too deeply."""
+    """Encode a tree. Raises InvalidInput if ``_metadata`` is not plain data, or if the tree is nested too deeply."""
     return plain.encode(node, extensions=extensions, where="state")
 
 
@@ -133,7 +133,7 @@ def _is_element(element: Any) -> bool:
 
 
 def merge(trees: Sequence[Node]) -> Node:
-    """Merge ``trees`` into one with all of their children: first those of the first tree, then each tree's new ones.
+    """Merge ``trees`` into one with all children: first the children of the first tree, then each tree's new ones.
 
     All entries of ``_metadata`` are kept. Other properties of a container come from the first tree. Raises an
     InvalidInput that names the key if nodes with the same path differ in kind, or if two paths have the same flat key.

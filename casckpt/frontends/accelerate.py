@@ -1,4 +1,4 @@
-"""Accelerate: saves and loads all objects that an `Accelerator` has prepared, as one checkpoint.
+"""Accelerate: saves and loads all objects that an `Accelerator` has prepared as one checkpoint.
 
 ::
 
@@ -45,7 +45,7 @@ class AcceleratorCheckpointer:
 
     Prepare all of them first. Several models are saved as one, unless two of their parameters have the same name. In
     that case, the models are saved as ``model``, ``model_1``, ..., and their optimizers as ``optim``, ``optim_1``, ...
-    Data loaders resume at the right epoch. They also resume at the right batch if Accelerate uses stateful data
+    Data loaders resume at the correct epoch. They also resume at the correct batch if Accelerate uses stateful data
     loaders. Otherwise, call `accelerator.skip_first_batches` yourself, as with `load_state`. ``drift``: save rank 0's
     model and optimizer even if those of other ranks differ, as they do between the synchronizations of `LocalSGD`.
     ``settings``: the settings of `Checkpointer`.
@@ -106,7 +106,7 @@ class AcceleratorCheckpointer:
         )
 
     def load(self, ref: str | Checkpoint, *, cast: bool = False) -> None:
-        """Load a checkpoint, even one that holds only weights. ``cast``: see `Checkpointer.load`."""
+        """Load a checkpoint, even one that contains only weights. ``cast``: see `Checkpointer.load`."""
         models, optimizers, train = self._all()
         state = self.checkpointer.load(ref, models, optimizers, cast=cast)
         if state is not None:
@@ -123,7 +123,7 @@ class AcceleratorCheckpointer:
         self.checkpointer.__exit__(kind, error, at)
 
     def _all(self) -> tuple[list[Any] | dict[str, Any], list[Any] | None, TrainState]:
-        """Return the models, the optimizers and everything else that has been prepared so far."""
+        """Return the models, the optimizers, and everything else that has been prepared so far."""
         it: Any = self.accelerator
         if not it._models:
             raise InvalidInput("the accelerator has not prepared a model yet; call accelerator.prepare first")

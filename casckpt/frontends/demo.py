@@ -1,4 +1,7 @@
-"""The training of `casckpt demo`: a small model, mostly frozen, saved three times. `tools/demo` has a larger one."""
+"""The training run of `casckpt demo`: a small, mostly frozen model that is saved three times.
+
+`tools/demo` has a larger one.
+"""
 
 from __future__ import annotations
 

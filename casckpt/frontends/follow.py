@@ -9,8 +9,8 @@
 A new generation is a copy of the current one, with shared blocks if the file system supports it, or reuses the files
 of an old generation. Only the differences are read from the store.
 
-If the process dies, the next one removes temporary folders and generations without a link. It reruns the command if
-the command may not have ended.
+If the process dies, the next process removes temporary folders and generations without a link. It reruns the command
+if the command may not have finished.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class Follower:
-    """Keeps ``folder`` at the newest checkpoint of a run.
+    """Keeps ``folder`` up to date with the newest checkpoint of a run.
 
     ``keys``: fnmatch patterns for the tensors to write. ``command``: a shell command that runs after each switch, with
     CASCKPT_FOLDER, CASCKPT_RUN, CASCKPT_STEP and CASCKPT_ID; if the process is killed, it may run twice for the same
@@ -73,7 +73,7 @@ class Follower:
     reuse: bool = False
 
     def follow(self, *, once: bool = False, poll: Duration = "1s") -> Iterator[Switch]:
-        """Make and yield switches indefinitely. ``once``: stop when the newest checkpoint is current.
+        """Perform and yield switches indefinitely. ``once``: stop when the newest checkpoint is current.
 
         After a storage or disk error, it logs the error and retries, with growing pauses. With ``once``, it raises the
         error instead. It skips a checkpoint that is damaged or lacks a required signature. Raises Conflict if another
@@ -90,22 +90,22 @@ class Follower:
                         pause = _PAUSE
                         yield made
                     if once and self._at(CURRENT) is None:
-                        skipped = f"no checkpoint of run {self.run!r} in {self.store.url} can be used; see the log"
+                        skipped = (
+                            f"casckpt cannot follow any checkpoint of run {self.run!r} in {self.store.url}; see the log"
+                        )
                         raise NotFound(self._absence() or skipped)
                     return
-                except (NotFound, Conflict, Damaged):  # these are OSErrors too, but a retry does not help
+                except (NotFound, Conflict, Damaged):  # these are also OSErrors, but retrying does not help
                     raise
                 except OSError as error:  # from the storage or the folder
                     if once:
                         raise
-                    log.warning(
-                        "%s cannot be followed at the moment; casckpt will retry in %.0f s: %s", self.run, pause, error
-                    )
+                    log.warning("casckpt cannot follow %s now, and will retry in %.0f s: %s", self.run, pause, error)
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _warn_if_absent(self) -> None:
-        with suppress(StorageError):  # the watch will report it
+        with suppress(StorageError):  # the watch will report the error
             if self._at(CURRENT) is None and (absence := self._absence()) is not None:
                 log.warning("%s. casckpt is waiting for the first checkpoint", absence)
 
@@ -140,17 +140,17 @@ class Follower:
             return self.store.watch(self.run, after="start", latest_only=True, timeout=timeout, poll=poll)
 
     def _switch(self, checkpoint: Checkpoint) -> Switch | None:
-        """Make a generation and make it current. Return None if the checkpoint is skipped."""
+        """Create a generation and make it current. Return None if the checkpoint is skipped."""
         numbers = [int(generation.name.split("-")[0]) for generation in self._generations()]
         folder = self.folder / f"{max(numbers, default=0) + 1:06}-{checkpoint.step}-{checkpoint.id}"
         try:
             with self.store.lease(checkpoint) as held:
                 self._make(held, folder)
         except NotFound as error:
-            log.info("%s is left out: %s", checkpoint, error)
+            log.info("casckpt skips %s: %s", checkpoint, error)
             return None
         except (Damaged, Unsigned) as error:
-            log.error("%s is left out: %s", checkpoint, error)
+            log.error("casckpt skips %s: %s", checkpoint, error)
             return None
         self._link(CURRENT, folder)
         return Switch(checkpoint, folder, self._notify(folder))
@@ -163,7 +163,7 @@ class Follower:
             shutil.rmtree(base.folder)
 
     def _base(self) -> Base | None:
-        """Return the base of the next generation: an old generation, which is renamed first, or the current one."""
+        """Return the base for the next generation: an old generation, which is renamed first, or the current one."""
         current, spare = self._at(CURRENT), self._spare()
         if current is None:
             return None

@@ -35,7 +35,7 @@ from casckpt.store.opening import open as open_store
 OPTIMIZER = "optimizer"  # the names in torchtitan
 PARTS = ("lr_scheduler", "dataloader")
 _OWN_NAMES = (
-    "{}. In torchtitan, rename works with initial_load_ref only: continue as a different run, with run=..., "
+    "{}. In torchtitan, rename works only with initial_load_ref: continue as a different run, with run=..., "
     "initial_load_ref='{}@{}', initial_load_model_only=False and that rename in the configuration"
 )
 
@@ -146,7 +146,7 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         ref = self._ref(step)
         if ref is None:
             return False
-        own = isinstance(ref, Checkpoint)  # from this run, so it must hold everything
+        own = isinstance(ref, Checkpoint)  # from this run, so it must contain everything
         model_only = ref.step == 0 if isinstance(ref, Checkpoint) else self.config.initial_load_model_only
         excluded = set(self.config.exclude_from_loading)
         optims = None if model_only or OPTIMIZER in excluded else self.optimizers
@@ -186,7 +186,7 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
 
 
 class _Weights:
-    """A model's weights alone, in a different dtype, in the form that a `Checkpointer` saves."""
+    """Only the weights of a model, in a different dtype, in the form that a `Checkpointer` saves."""
 
     def __init__(self, parts: list[nn.Module], dtype: str) -> None:
         self._parts, self._dtype = parts, getattr(torch, dtype)

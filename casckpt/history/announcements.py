@@ -6,8 +6,8 @@ that had a record when the read began. The state of each transaction is in its o
 this log by key. If an announced record is missing, the reader keeps the announcement, and rereads the log later. An
 announcement alone never causes a delete or a reuse.
 
-The host's catalogue keeps the announcements that were read. It does not keep any state that is derived from them, so
-the two cannot differ. tests/model/protocol/announcements.py explores the interleavings.
+The host's catalogue keeps the announcements that were read. It does not keep any state derived from them, so the two
+cannot diverge. tests/model/protocol/announcements.py explores the interleavings of readers and writers.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from casckpt.repository.repository import Repository
 PREFIX = "runs/"
 _AT_ONCE = 1000  # the maximum number of records in one announcement
 _CHANGED = (
-    "the store at %s was restored from a copy, or lost records: %s differs from what this host has read. The host "
-    "discards everything that it knew about the store"
+    "the store at %s was restored from a copy, or lost records: %s differs from what this host has read. casckpt "
+    "discards everything that it cached about the store on this host"
 )
 
 log = logging.getLogger(__name__)
 
 Fetched: TypeAlias = Announced | CasckptError | None
-"""An announcement, the error that occurs when it is read, or None if it does not exist."""
+"""An announcement, the error raised while reading it, or None if it does not exist."""
 Announcement: TypeAlias = tuple[TxId, int]
 """A transaction, and the number of a log record that a writer is about to create."""
 
@@ -177,7 +177,7 @@ def _read_on(repo: Repository, run: str, known: RunCache) -> bool:
 
 def _add(known: RunCache, run: str, number: int, fetched: Fetched) -> None:
     if isinstance(fetched, CasckptError):
-        log.warning("casckpt cannot read %s: %s; it lists commits/ instead", announcement_key(run, number), fetched)
+        log.warning("casckpt cannot read %s (%s), so it lists commits/ instead", announcement_key(run, number), fetched)
     known.add(number, fetched if isinstance(fetched, Announced) else None)
 
 
@@ -213,4 +213,4 @@ def _decoded(run: str, key: str, data: bytes | CasckptError) -> Announced | Casc
         fits = all(parse_txid(txid).run_hash == run for txid, _ in record.announced)
     except (Damaged, Refused) as error:
         return error
-    return record if fits else Refused(f"{key} is not valid: it names transactions of a different run", key=key)
+    return record if fits else Refused(f"{key} is not valid: it lists transactions of a different run", key=key)

@@ -54,8 +54,8 @@ Folded: TypeAlias = tuple[Mapping[str, Shown], "CommitList"]
 """The properties of each key in a listing, and the commits that follow from the records."""
 
 _CHANGED = (
-    "the store at %s was restored from a copy, or lost records: %s is gone. The host discards everything that it "
-    "knew about it"
+    "the store at %s was restored from a copy, or lost records: %s is gone. casckpt discards everything that it "
+    "cached about the store on this host"
 )
 _AFTER = {
     "forgotten": ("committed", "restored"),
@@ -194,8 +194,8 @@ def commit(repo: Repository, record: Committed, *, seen: int | None = None) -> N
         found = repo.get_record(key, FirstRecord)
         if isinstance(found, records.RevokedRecord):
             message = (
-                f"the save of {record.run}@{record.step} was revoked before it ended ({found.reason}): "
-                "gc assumed that it was dead, or it was aborted. No part of it is visible; save again"
+                f"the save of {record.run}@{record.step} was revoked before it finished ({found.reason}): gc "
+                "assumed that the save was dead, or the save was aborted. No part of it is visible; save again"
             )
             raise Revoked(message, key=key) from None
         raise
@@ -217,8 +217,8 @@ def gone(named: object, id: ManifestId, when: str, **attributes: object) -> Gone
 def append(repo: Repository, commit: Commit, kind: LaterKind) -> Commit:
     """Announce and append a record of ``kind``, unless the commit is already in that state. Return the new commit.
 
-    If several processes append at the same time, exactly one wins. Raises `Conflict` if the log does not allow the
-    record, or if another process appended a different record first. Raises `StorageError`.
+    If several processes append at the same time, exactly one of them wins. Raises `Conflict` if the log does not allow
+    the record, or if another process appended a different record first. Raises `StorageError`.
     """
     wanted = STATES[kind]
     _check_standing(commit, wanted)
@@ -237,7 +237,7 @@ def append(repo: Repository, commit: Commit, kind: LaterKind) -> Commit:
             return now
         if (now.last, now.restored) == (commit.last, commit.restored):  # only the number was used
             return append(repo, now, kind)
-        message = f"{commit} was not {wanted}: another process has just {now.last} it; check its state"
+        message = f"{commit} was not {wanted}: another process has just {now.last} it; check the checkpoint's state"
         raise Conflict(message, checkpoints=(commit.id,)) from None
     commit = replace(commit, last=wanted, number=number, changed_at=record.time)
     return replace(commit, restored=number, replaced=None) if kind is Restored else commit
@@ -294,7 +294,7 @@ def announce_all(repo: Repository, commits: Iterable[Commit]) -> None:
 
 
 def keep(repo: Repository, txid: TxId, number: int) -> bool:
-    """Create a `kept` record at an announced number that has no record. It blocks late writers.
+    """Create a `kept` record at an announced number without a record. The record blocks late writers.
 
     Returns False if a record exists. Safe at any time. Raises `StorageError`.
     """
@@ -408,7 +408,7 @@ def _again(repo: Repository, commit: Commit) -> Commit:
 def _kind(key: str) -> Any:
     name = parse_log(key)
     if name is None:
-        raise Refused(f"not a key of the store: {key[:200]!r}")
+        raise Refused(f"not a store key: {key[:200]!r}")
     return LaterRecord if name[1] else FirstRecord
 
 
@@ -429,9 +429,9 @@ def _holds(commit: Commit, wanted: str) -> bool:
 
 
 def _check_standing(commit: Commit, wanted: str) -> None:
-    """Raise `Conflict` for a rewrite that does not stand, unless the record purges it or forgets a void rewrite."""
+    """Raise `Conflict` for a rewrite that does not stand, unless the new record purges it or forgets a void rewrite."""
     if commit.standing != STANDS and wanted != "purged" and (commit.standing, wanted) != (VOID, "forgotten"):
-        raise Conflict(f"{commit} was not {wanted}: it is a rewrite that is not in effect", checkpoints=(commit.id,))
+        raise Conflict(f"{commit} was not {wanted}: it is a rewrite that did not take effect", checkpoints=(commit.id,))
 
 
 def _check_allowed(commit: Commit, wanted: str) -> None:

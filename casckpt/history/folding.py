@@ -57,22 +57,22 @@ class Commit:
 
     @property
     def live(self) -> bool:
-        """Whether it is committed and not purged."""
+        """Whether the checkpoint is committed and not purged."""
         return self.last not in ("revoked", "purged")
 
     @property
     def answers(self) -> bool:
-        """Whether its id refers to this commit: it stands, and was not replaced."""
+        """Whether the id refers to this commit: the commit stands, and was not replaced."""
         return self.standing == STANDS and self.last != "replaced"
 
     @property
     def visible(self) -> bool:
-        """Whether it is live, not forgotten, and the commit to which its id refers."""
+        """Whether the commit is live, not forgotten, and the one to which its id refers."""
         return self.last in ("committed", "restored") and self.standing == STANDS
 
     @property
     def is_forgotten(self) -> bool:
-        """Whether a `forgotten` record hides it."""
+        """Whether a `forgotten` record hides the commit."""
         return self.last == "forgotten" and self.standing == STANDS
 
     @property
@@ -82,9 +82,9 @@ class Commit:
 
     @property
     def is_old_places(self) -> bool:
-        """Whether it is a replaced commit, or a rewrite that does not stand.
+        """Whether this is a replaced commit, or a rewrite that does not stand.
 
-        Its id then refers to a different commit.
+        The id then refers to a different commit.
         """
         return self.replaced is not None or self.standing != STANDS
 
@@ -95,7 +95,7 @@ class Commit:
 
     @property
     def bytes_held(self) -> int:
-        """The size of its tensors in memory, in bytes, except for dropped tensors."""
+        """The size of the tensors in memory, in bytes, without dropped tensors."""
         return max(0, self.committed.bytes_total - (self.dropped.bytes if self.dropped is not None else 0))
 
     @property
@@ -334,7 +334,7 @@ def is_whole(log: Mapping[int, Read]) -> bool:
 
 
 def doubt_of(log: Mapping[int, Read]) -> CasckptError | None:
-    """Return the error that leaves a transaction's state in doubt, or None if the state is certain. A purge is final.
+    """Return the error that makes a transaction's state uncertain, or None if it is certain. A purge is final.
 
     A `kept` record does not change the state, so the record before it must be readable.
     """
@@ -346,5 +346,5 @@ def doubt_of(log: Mapping[int, Read]) -> CasckptError | None:
     while isinstance(log.get(last), Kept):
         last -= 1
     key = commit_key(first.txid, last)
-    record = log.get(last, NotFound(f"{key} is missing, but there are records after it", key=key))
+    record = log.get(last, NotFound(f"{key} is missing, but later records exist", key=key))
     return record if isinstance(record, CasckptError) else None

@@ -84,7 +84,7 @@ def newest_reusable(repo: Repository, run: str, *, anew: bool = False) -> Commit
 def newest_of_runs(
     repo: Repository, wanted: Wanted, *, but: str | None = None, skip_doubtful: bool = False
 ) -> list[Commit]:
-    """Return the newest commit of each run except ``but``, in the same way as `newest`. The newest of all is first.
+    """Return the newest commit of each run except ``but``, as `newest` does. The newest of them all comes first.
 
     ``skip_doubtful``: skip commits whose log cannot be read.
     """

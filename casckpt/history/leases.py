@@ -49,7 +49,7 @@ def hold(
     """
     check_tag(name)
     if not seconds > 0:
-        raise InvalidInput("a tag cannot expire immediately: pass a longer time")
+        raise InvalidInput("a tag cannot expire immediately: pass a time above 0")
     check_requirements(repo)
     if not commit.visible and not (now := _visible(repo, commit)).visible:  # each tag leaves a record
         raise _not_visible(now)
@@ -65,12 +65,12 @@ def renew(repo: Repository, tag: Tag, commit: Commit, seconds: float) -> tuple[T
 
     A lease that has expired is granted again.
 
-    Raises `Conflict` if another process has ended or moved it, and the errors of `hold`.
+    Raises `Conflict` if another process has ended or moved the lease, and the errors of `hold`.
     """
     number, found = newest_generation(repo, tag.name)
     now = found.tags.get(tag.name)
     if now is None or now.unique != tag.unique:
-        raise Conflict(f"{tag.name!r} was ended or moved by another process: take a new lease")
+        raise Conflict(f"another process ended or moved {tag.name!r}: create a new lease")
     end = _end(repo, seconds)
     made = write_generation(repo, tag.name, number + 1, commit, expires=end, unique=tag.unique)
     if tag.expires is not None and repo.clock() <= tag.expires:  # the old tag was still valid when the new one was set
@@ -100,13 +100,13 @@ def _visible(repo: Repository, commit: Commit) -> Commit:
 
 def _not_visible(now: Commit) -> NotFound:
     more = f"; `casckpt restore STORE {now.id[:16]}` makes it visible again" if now.live else ""
-    return NotFound(f"{now} was {now.last}, and only a visible checkpoint can be held{more}", checkpoints=(now.id,))
+    return NotFound(f"{now} was {now.last}, and only a visible checkpoint can be leased{more}", checkpoints=(now.id,))
 
 
 def _held(repo: Repository, commit: Commit, seconds: float) -> tuple[Tag, Commit]:
     """Hold a checkpoint.
 
-    Reuse a name if there is one that this process has ended, and that no other process has used since then.
+    Reuse a name whose lease this process has ended, if no other process has used the name since then.
     """
     with suppress(KeyError, IndexError, Conflict):
         name, end = _ended.get()[repo.storage.url].pop()
@@ -166,7 +166,7 @@ class Lease:
             return False
         except CasckptError as error:
             log.warning(
-                "%s was not renewed; it expires at %s, and a retry follows: %s",
+                "casckpt could not renew %s and will retry; it expires at %s: %s",
                 self._what,
                 self._until,
                 error,

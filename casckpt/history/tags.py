@@ -1,4 +1,4 @@
-"""Tags: movable names for checkpoints. They are stored as numbered generations.
+"""Tags: movable names for checkpoints, stored as numbered generations.
 
 A generation without a target deletes the tag.
 
@@ -77,7 +77,7 @@ def list_tags(repo: Repository, *, anew: bool = False, slack: int = 0) -> TagLis
 
 
 def tags(repo: Repository, *, anew: bool = False, slack: int = 0) -> dict[str, Tag]:
-    """Return all tags by name, sorted by name. For ``anew`` and ``slack``, see `list_tags`.
+    """Return all tags, sorted by name. For ``anew`` and ``slack``, see `list_tags`.
 
     Raises `Damaged` or `Refused` if a tag cannot be read, because such a tag protects an unknown checkpoint from gc
     and policies. Raises `StorageError`.
@@ -105,7 +105,7 @@ def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
     """
     check_tag(name)
     if not commit.live:
-        raise Conflict(f"{commit} was {commit.last}: it cannot be tagged", checkpoints=(commit.committed.manifest,))
+        raise Conflict(f"{commit} was {commit.last}, so it cannot be tagged", checkpoints=(commit.committed.manifest,))
     check_requirements(repo)
     if commit.last == "forgotten":
         commit = restore(repo, commit)
@@ -117,7 +117,7 @@ def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
         now = list_commits(repo).of_id(commit.id) or now  # it may have been rewritten
     if not now.live:
         take_back(repo, tag, before.tags.get(name))
-        raise Conflict(f"{commit} was purged just now: it cannot be tagged", checkpoints=(commit.id,))
+        raise Conflict(f"{commit} was just purged, so it cannot be tagged", checkpoints=(commit.id,))
     if not now.visible:
         try:
             restore(repo, now)
@@ -158,7 +158,7 @@ def tagged_txids(found: Mapping[str, Tag], commits: Iterable[Commit]) -> set[TxI
 
 
 def named_by(tag: Tag, listed: CommitList) -> Commit | None:
-    """Return the commit that a tag names by id. A visible commit has precedence, then a forgotten, then a purged one.
+    """Return the commit that a tag names by id: preferably a visible one, otherwise a forgotten, then a purged one.
 
     If several commits rank equally, the commit on which the tag was set is returned.
     """
@@ -301,7 +301,7 @@ def _create(repo: Repository, number: int, record: TagRecord) -> None:
     try:
         repo.put_record(tag_key(record.name, number), record)
     except Conflict as error:
-        message = f"tag {record.name!r} was moved by another process at this moment: check it, and try again"
+        message = f"another process has just moved tag {record.name!r}: check the tag, and try again"
         raise Conflict(message, key=error.key) from error
 
 

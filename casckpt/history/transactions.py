@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 class _Pulse:
     """Sends signs of life from a thread.
 
-    A fork does not copy the thread, so a child does not send any for its parent.
+    A fork does not copy the thread, so a child does not send signs of life for its parent.
     """
 
     def __init__(self, repo: Repository, txid: TxId, seconds: float, joined: int | None) -> None:
@@ -79,7 +79,7 @@ class _Pulse:
             record = SignOfLife(txid=self._txid, time=self._repo.clock(), process=self._process)
             self._repo.put_record(transaction_key(self._txid, self.signs), record)
         except Conflict:
-            log.debug("another process sent sign of life %d of transaction %s", self.signs, self._txid)
+            log.debug("another process wrote sign of life %d of transaction %s", self.signs, self._txid)
         except CasckptError as error:
             log.warning("casckpt could not write sign of life %d of transaction %s: %s", self.signs, self._txid, error)
 
@@ -113,7 +113,7 @@ class Transaction:
 
     @property
     def txid(self) -> TxId:
-        """Its id, which is also the uploader of its objects."""
+        """The transaction's id, which is also the uploader of its objects."""
         return self.began.txid
 
     def commit(self, record: Committed) -> Commit:
@@ -149,7 +149,7 @@ class Transaction:
             self._repo.settle(commit_key(self.txid))
             return record
         raise Revoked(
-            f"transaction {self.txid} has ended in a different way; begin a new one", key=commit_key(self.txid)
+            f"a different process already ended transaction {self.txid}; begin a new one", key=commit_key(self.txid)
         )
 
     def close(self) -> None:
@@ -268,7 +268,7 @@ def begin_save(
     replaced = at_step(repo, announced, run, step, is_visible, skip_doubtful=True)
     if replaced and not overwrite:
         raise Conflict(
-            f"{run}@{step} exists already ({replaced[-1].id}): save a different step, or overwrite it "
+            f"{run}@{step} already exists ({replaced[-1].id}): save a different step, or overwrite it "
             "(overwrite=True, --overwrite)",
             checkpoints=(replaced[-1].id,),
         )

@@ -69,7 +69,7 @@ def check_used(patterns: Sequence[str] | None, names: Collection[str], where: st
 
 
 def renamer(rename: Any, fullmatch: FullMatch = re.Pattern.fullmatch) -> Callable[[str], str]:
-    """Return a function that maps template keys to checkpoint keys. Raises InvalidInput, as does the function."""
+    """Return a function that maps template keys to checkpoint keys. This call and the function raise InvalidInput."""
     if rename is None:
         return lambda key: key
     if callable(rename):
@@ -94,7 +94,7 @@ def _called(rename: Callable[[str], Any], key: str) -> str:
 
 
 def compiled(rules: Mapping[str, T], where: str = "") -> list[tuple[re.Pattern[str], T]]:
-    """Compile the regular expressions of ``rules``. An InvalidInput has a message that begins with ``where``."""
+    """Compile the regular expressions of ``rules``. The message of an InvalidInput begins with ``where``."""
     return [(_compiled(pattern, where), value) for pattern, value in rules.items()]
 
 
@@ -117,7 +117,7 @@ def first_match(
 
 
 def expanded(match: re.Match[str], replacement: str, where: str = "") -> str:
-    """Return the replacement for a match. An InvalidInput has a message that begins with ``where``."""
+    """Return the replacement for a match. The message of an InvalidInput begins with ``where``."""
     try:
         return match.expand(replacement)
     except (re.error, IndexError, TypeError) as error:

@@ -59,7 +59,7 @@ class BlobReader:
         return repo.blob_cache.open(self.ref) if here else None
 
     def distrust(self, reader: Reader | None) -> bool:
-        """Return whether there is another reader to try, after ``reader`` gave wrong bytes."""
+        """Return whether there is another reader to try after ``reader`` returned wrong bytes."""
         with self._lock:
             if reader is not None and reader is not self._current:
                 return True  # another thread has already replaced it

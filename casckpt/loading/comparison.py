@@ -72,7 +72,7 @@ class Comparison:
 def compare_together(
     repo: Repository, ranks: Ranks, state: Mapping[Any, Any], ref: str | Checkpoint, resolve: Callable[[], Commit]
 ) -> Comparison:
-    """Compare the tensors that each rank holds. Every rank of ``ranks`` must call this. All receive the same answer.
+    """Compare each rank's tensors. Every rank of ``ranks`` must call this, and all receive the same answer.
 
     Raises the errors of a load, and InvalidInput if the state is not a mapping. All ranks raise the error.
     """
@@ -130,7 +130,7 @@ class _Unequal(NamedTuple):
 def _doubtful(cells: Sequence[Cell], progress: Progress) -> list[Cell]:
     """Return the cells that have a different digest, or no digest, in the checkpoint.
 
-    They have none if it is divided differently.
+    Cells do not have a digest if the checkpoint divides the tensor differently.
     """
     doubtful: set[int] = set()
 

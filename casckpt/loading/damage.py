@@ -13,7 +13,7 @@ from casckpt.repository.repository import Repository
 
 
 class Lost(Exception):
-    """Raised if bytes of a blob are missing or wrong, and the tensor ``key`` needs them."""
+    """Raised if bytes of a blob that the tensor ``key`` needs are missing or wrong."""
 
     def __init__(self, ref: BlobRef, key: str, why: str) -> None:
         super().__init__(why)
@@ -41,7 +41,7 @@ def damaged_error(repo: Repository, manifest: Manifest, ref: BlobRef, key: str, 
 
 
 def checkpoints_using(repo: Repository, commits: CommitList, ref: BlobRef) -> Iterator[Commit]:
-    """Yield the live checkpoints that refer to a blob. Skip those whose manifest cannot be read."""
+    """Yield the live checkpoints that refer to a blob. Skip checkpoints whose manifest cannot be read."""
     for commit in commits.live():
         try:
             if any((uploader, name) == (ref.uploader, ref.hash) for uploader, name, _ in blobs_of(repo, commit)):

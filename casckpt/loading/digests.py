@@ -35,9 +35,9 @@ def tensor_digests(
 ) -> dict[int, str]:
     """Return the digests of entries, by entry number. Each digest has 64 hex digits.
 
-    The catalogue keeps digests that were computed before. They also apply to other checkpoints with the same cells.
-    Entries without such a digest are read and verified. A thinned entry is omitted if its digest is not known. Raises
-    Damaged, StorageError.
+    The catalogue keeps computed digests, which also apply to other checkpoints with the same cells. Entries without
+    such a digest are read and verified. A thinned entry is omitted if its digest is not known. Raises Damaged,
+    StorageError.
     """
     manifest.ready([entry.number for entry in entries], ())
     known = {entry.number: _known(repo, manifest, entry) for entry in entries}

@@ -1,6 +1,6 @@
 """Reads regions of entries into destinations.
 
-If bytes are missing or wrong, it reads the rest from a different commit.
+If bytes are missing or wrong, the rest is read from a different commit.
 
 A unit with several destinations is read once. Reads of one blob are merged. A different commit of the same checkpoint
 may have its cells in different blobs.
@@ -106,7 +106,7 @@ class EntryReader:
         self._run(wants, done, frozenset())
 
     def _run(self, wants: Sequence[RegionRequest], done: Set[FilledRange], tried: Set[str]) -> None:
-        """Read everything except the ranges in ``done``. They were filled from manifests with the heads ``tried``."""
+        """Read everything except the ranges in ``done``, which were filled from manifests with the heads ``tried``."""
         finished: list[Batch[PlannedRead]] = []
         tried |= {self.manifest.head.digest}
         try:
@@ -182,9 +182,9 @@ class EntryReader:
         return [list(group) for _, group in by_blob], threads + _AHEAD // 2
 
     def _stays_in_memory(self, nbytes: int) -> bool:
-        """Return whether this host's reads remain in its page cache for the next load.
+        """Return whether the bytes that this host reads remain in its page cache for the next load.
 
-        ``nbytes``: the bytes of one rank.
+        ``nbytes``: the number of bytes that one rank reads.
         """
         wanted, most = self.repo.storage.traits.page_cache, _PLENTY * nbytes * self.ranks_here
         return (most <= _ALWAYS or most <= headroom()) if wanted is None else wanted

@@ -37,7 +37,7 @@ _WRAPPERS = frozenset((
 ))  # fmt: skip
 _REPLACED = frozenset(("base_layer", "original_module", "modules_to_save"))  # the names that PEFT adds
 _SHARE = 10
-"""A load raises if more than 1/10 of the tensors have different names in the checkpoint."""
+"""A load raises an error if more than 1/10 of the tensors have different names in the checkpoint."""
 _SHOWN = 3
 _LOGGED: set[tuple[str, str, int]] = set()
 
@@ -268,7 +268,7 @@ def shape_of(value: Any) -> Shape | None:
 def memory_of(value: Any) -> tuple[int, int]:
     """Return a key for the memory of a tensor or shard on this rank.
 
-    If it has no memory, return a key for the value.
+    If the value does not have memory, return a key for the value itself.
     """
     tensor = value.data if isinstance(value, Shard) else value
     try:

@@ -1,4 +1,4 @@
-"""The frames of a load. They are read together, and then decoded.
+"""The frames of a load, which are read together and then decoded.
 
 If a cell is wrong, its frames are reread and decoded again.
 """

@@ -43,7 +43,7 @@ _QUICK_BYTES = 256 << 20  # a smaller checkpoint loads in well under a second
 
 @dataclass(frozen=True)
 class _ResolveRequest:
-    """The first message of every rank. ``names``: the manifests that the rank holds."""
+    """Every rank's first message. ``names``: the manifests that the rank holds."""
 
     ref: str
     host: str
@@ -65,7 +65,7 @@ class _ResolveAnswer:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The result of a load. ``subtrees``: the containers that no rank read. They are the same on all ranks.
+    """The result of a load. ``subtrees``: the containers that no rank read, equal on all ranks.
 
     All other fields describe this rank. ``frames``: the frames that an update decoded.
     """

@@ -88,7 +88,7 @@ class LoadPlan:
         return True
 
     def fills(self, leaf: LeafValue) -> bool:
-        """Return whether a tensor's memory is filled under a different key, as with tied weights."""
+        """Return whether a different key fills a tensor's memory, as with tied weights."""
         if not leaf.is_tensor:
             return False
         try:
@@ -187,7 +187,7 @@ class LoadPlan:
         return join((name, next(iter(saved)))) if isinstance(saved, dict) and saved else None
 
     def check_shared(self, repo: Repository) -> None:
-        """Raise Mismatch if any memory would be filled twice, with different values. This changes nothing."""
+        """Raise Mismatch if any memory would be filled twice, with different values. Changes nothing."""
         self._tied.check(replace(self.reader(repo), progress=Progress(None, self.options.alive)))
 
     def run(self, repo: Repository) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The arguments of a load. They are checked, and passed from the call to the plan."""
+"""The arguments of a load, which are checked and passed from the call to the plan."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class FillArguments(MatchArguments, total=False):
 
 
 class LoadArguments(RankArguments, FillArguments, total=False):
-    """The keyword arguments of `Store.load`. It describes them."""
+    """The keyword arguments of `Store.load`, which describes them."""
 
 
 class UpdateArguments(FillArguments, total=False):
-    """The keyword arguments of `Store.update`. It describes them."""
+    """The keyword arguments of `Store.update`, which describes them."""
 
     check: bool
     allow_pickle: bool

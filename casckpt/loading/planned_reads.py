@@ -21,7 +21,7 @@ _SPARE_BYTES, _SPARE_SHARE = (
 )  # unneeded bytes that network reads may include: 4 MiB or 1/25, whichever is more
 
 FilledRange: TypeAlias = tuple[int, Box, int, int]
-"""The elements [lo, hi) of a box that are in a destination. The destination is identified by its `id`."""
+"""The elements [lo, hi) of a box that are in a destination, which is identified by its `id`."""
 
 
 class Consumer(NamedTuple):
@@ -40,7 +40,7 @@ class Consumer(NamedTuple):
 
 
 class Runs:
-    """Collects copies out of one buffer, so that neighbouring units of a tensor are copied together at the end.
+    """Collects copies from one buffer, so that neighboring units of a tensor are copied together at the end.
 
     This is for GPUs, where starting a copy takes as long as copying 1 MiB.
     """
@@ -67,7 +67,7 @@ class Runs:
 
 @dataclass(slots=True)
 class _Run:
-    """The elements [lo, hi) of a box. They are the bytes [start, stop) of the buffer."""
+    """The elements [lo, hi) of a box, which are the bytes [start, stop) of the buffer."""
 
     sink: Destination
     box: Box
@@ -143,7 +143,7 @@ def new_item(unit: Unit, key: str) -> PlannedRead:
 
 
 def place_of(unit: Unit) -> Hashable:
-    """Return a key that is equal for units that consist of the same stored bytes."""
+    """Return a key that is the same for all units that consist of the same stored bytes."""
     return unit[:3] if unit.frame is None else tuple(map(_range, unit.chain))
 
 

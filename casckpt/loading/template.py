@@ -1,4 +1,4 @@
-"""Compares a template with a checkpoint before any read. Finds keys that are filled, do not fit, or remain unread."""
+"""Compares a template with a checkpoint before any read. Finds keys to fill, keys that do not fit, and unread keys."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Template:
         self._check_packed(repo)
 
     def _check_packed(self, repo: Repository) -> None:
-        """Raise Mismatch if weights would be loaded into a bitsandbytes module whose other state differs."""
+        """Raise Mismatch if weights would be loaded into a bitsandbytes module whose other state is different."""
         left, kept = frozenset((*self.missing, *self.mismatched)), dict[str, torch.Tensor]()
         plan = LoadPlan(self._plan.contents, replace(self._plan.options, updates=False, progress=None))
         for key, leaf in self._flat.leaves.items():
@@ -99,9 +99,9 @@ class Template:
             weight = differ[0].partition(PACKED)[0]
             raise Mismatch(
                 f"{differ[0]!r} is a copy of a value that a bitsandbytes module keeps, but {self._where} has a "
-                f"different value. Without that value, its weights mean something else. Omit {weight!r}, and all keys "
-                "that begin with it, from the state; or read them with store.read, and create the weight from them "
-                "with bitsandbytes.nn.Params4bit.from_prequantized",
+                "different value. With a different value, the saved weights have a different meaning. Omit "
+                f"{weight!r}, and all keys that begin with it, from the state; or read them with store.read, and "
+                "create the weight from them with bitsandbytes.nn.Params4bit.from_prequantized",
                 keys=tuple(differ),
             )
 
@@ -165,7 +165,7 @@ class Template:
         return {key: ranks for key, ranks in self._plan.contents.per_rank.items() if not is_generator(key)}
 
     def _look_below(self, key: str, name: str, *, of_optimizer: bool) -> None:
-        """Handle an empty template mapping. It is filled if it is the state of a fresh optimizer."""
+        """Handle an empty template mapping, which is filled if it is the state of a fresh optimizer."""
         node = find(self._plan.contents.tree, name)
         if (first := self._plan.first_entry(name)) is not None:
             self.empties[key] = first

@@ -1,4 +1,4 @@
-"""Template keys that share memory. The checkpoint must hold the same values for these keys.
+"""Template keys that share memory, for which the checkpoint must hold the same values.
 
 Tensors with the same elements in the same order are compared by cell digests when they are added. All other overlaps
 are found at the end, by byte range. Tensors that overlap in this way, and tensors that are divided into cells
@@ -27,7 +27,7 @@ _MOST_WORK = 10_000  # numpy's limit when it checks whether two layouts share an
 _ALIGNMENT = 16  # the size of the largest element, in bytes
 
 Form: TypeAlias = tuple[object, ...]
-"""A key that is equal for tensors with the same elements of memory in the same order."""
+"""A key that is the same for all tensors with the same elements of memory in the same order."""
 
 
 class Content(NamedTuple):
@@ -59,7 +59,7 @@ class TiedTensors:
         """Add memory that the load will fill.
 
         Raises Mismatch if digests show that a different key fills the same memory with different values. If both were
-        read, the thread order would decide which value remains, and the other one would appear damaged.
+        read, the order of the threads would decide which value remains, and the other value would appear damaged.
         """
         other = self._held.setdefault(content.data.data_ptr(), content)
         if other is not content and _form(other.data) != _form(content.data):

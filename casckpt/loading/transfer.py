@@ -1,4 +1,4 @@
-"""Reads into the destinations in parallel. Each cell is decoded and verified.
+"""Reads into the destinations in parallel, and decodes and verifies each cell.
 
 A unit is usually one cell. It is read in place if its elements are contiguous in a destination in host memory.
 Otherwise, it is read into a buffer and copied. A frame with a base is decoded in the memory that holds the base.
@@ -198,7 +198,7 @@ def _is_right(reader: Reader, unit: Unit) -> bool:
 def _targets(batch: Batch[PlannedRead], scratch: memoryview) -> list[_Target]:
     """Return the consecutive buffers of a batch. Data that cannot be read in place goes into ``scratch``.
 
-    This data is packed at the start of ``scratch``, because memory that was never touched is slow.
+    This data is packed at the start of ``scratch``, because untouched memory is slow.
     """
     begin, end = batch.offset, batch.offset + batch.nbytes
     if any(offset < before + nbytes for (before, nbytes, _), (offset, _, _) in pairwise(batch.items)):

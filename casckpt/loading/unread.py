@@ -85,7 +85,7 @@ def on_all(asked: Sequence[str], answers: Sequence[Sequence[bool]]) -> tuple[str
 
 
 def is_generator(key: str) -> bool:
-    """Return whether a key is the name of a random generator."""
+    """Return whether a key is the name of a random number generator."""
     return _GENERATOR.search(key) is not None
 
 
@@ -107,7 +107,7 @@ def warn_moved(run: str, step: int, holders: Mapping[str, Collection[int]], size
 
 
 def warn_unread(run: str, step: int, subtrees: Sequence[str], what_to_say: str) -> None:
-    """Log the subtrees that were not read, once for each run. ``what_to_say``: how to turn the message off."""
+    """Log the subtrees that were not read, once for each run. ``what_to_say``: how to disable the message."""
     if subtrees and _is_news(run, tuple(subtrees)):
         named = listed([key for key in subtrees if key != EVERYTHING])
         what = (

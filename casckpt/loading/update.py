@@ -1,4 +1,4 @@
-"""Updates: loads into memory that holds a different version. They read only the differences.
+"""Updates: loads into memory that holds a different version, which read only the differences.
 
 A tensor that is equal in both manifests is not touched. If a cell changed, the update computes it from the held cell
 with frames, if this reads less. Each computed cell is hashed. A cell that is wrong is loaded as usual.
@@ -119,7 +119,7 @@ def update(
 def change(
     reader: EntryReader, wants: Sequence[RegionRequest], held: Checkpoint | None, rank: int, *, check: bool
 ) -> Frames:
-    """Do an update. The errors do not mention the destinations."""
+    """Perform an update. The errors do not mention the destinations."""
     keys = {reader.manifest.entries[want.entry].key for want in wants if not want.is_new}
     contents = None if held is None else _contents(held, rank, keys)
     known = {} if held is None else held.frames
@@ -242,7 +242,7 @@ class _Update:
             self._plan(at, old, cell, () if old == new else of_cell)
 
     def _compare_cells(self, at: _Place, before: ExtentTable | None, table: ExtentTable) -> None:
-        """Compare cell by cell. This is for tensors that are stored in several boxes or divided differently."""
+        """Compare cell by cell, for tensors that are stored in several boxes or divided differently."""
         wanted_links = self._links.setdefault(at.key, [])
         known = {} if before is None else {unit[3:6]: unit for unit in plan_units(before, at.region, verify=True)}
         for cell in plan_units(table, at.region, verify=True):
@@ -353,7 +353,7 @@ def _read(slots: BlobReaders, batch: Batch[None]) -> Iterator[tuple[Range, memor
 def _is_made(step: Step, frames: Mapping[Range, memoryview]) -> bool:
     """Compute a cell from the held cell, and return whether the result is correct.
 
-    If it is not, the held cell may be overwritten.
+    If the result is wrong, the held cell may be overwritten.
     """
     first, *others = step.takers
     plain = scratch("updated", step.cell.nbytes).data if first.place is None else first.place

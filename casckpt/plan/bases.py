@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from zlib import crc32
 
 MAX_DELTAS = 4
-"""The most deltas between a key and a version.
+"""The maximum number of deltas between a key and a version.
 
-The format allows more, but each one costs loads a pass over the cell.
+The format allows more, but each delta costs loads a pass over the cell.
 """
 
-_SHARE = 1 / 6  # limit on the total size of all deltas, as a share of the plain bytes
+_SHARE = 1 / 6  # limit on the total size of all deltas, as a fraction of the plain bytes
 _SPREAD = 1 / 4  # variation of this limit, so that rows with similar changes do not all get new keys in the same save
 
 
@@ -50,6 +50,6 @@ def choose_base(deltas: Sequence[int], nbytes: int, place: str) -> int | None:
 
 
 def _limit(nbytes: int, place: str) -> float:
-    """Return the maximum bytes of deltas that a load may have to read."""
+    """Return the maximum number of delta bytes that a load may have to read."""
     where = crc32(place.encode()) / (1 << 32)
     return nbytes * _SHARE * (1 + _SPREAD * (2 * where - 1))

@@ -21,7 +21,7 @@ from casckpt.format.extents import ExtentTable, StoredCell
 from casckpt.format.regions import Box, Region, Shape, cut, normalise, whole
 from casckpt.format.sections.index import ATTACHMENT
 
-_MAX_REST = 64  # the most remaining boxes of a shard; with more, the fragments cost more than reuse saves
+_MAX_REST = 64  # the maximum number of remaining boxes of a shard; with more, fragments cost more than reuse saves
 _LONG_RUN = 4  # cells: a run this long in a non-contiguous shard is split like a flat range of the whole tensor
 
 
@@ -33,7 +33,7 @@ class NewCell(NamedTuple):
 
 
 Cut: TypeAlias = StoredCell | NewCell
-"""One cell of a group. It is a cell of the parent if that cell has exactly these elements."""
+"""A cell of a group. It is a cell of the parent if the parent has a cell with exactly these elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Group:
 
 
 def plan_cells(region: Region, shape: Shape, cell: int, parent: ExtentTable | None) -> list[Group]:
-    """Split one shard of a tensor of ``shape``. ``cell``: the elements per cell.
+    """Split a shard of a tensor of ``shape``. ``cell``: the elements per cell.
 
     ``parent``: the extents with the same key, dtype and shape in the parent checkpoint.
     """
@@ -105,7 +105,7 @@ def _known_cells(region: Region, parent: ExtentTable) -> Iterator[StoredCell]:
 
 
 def _parts(box: Box, shape: Shape, cell: int, parent: ExtentTable | None) -> list[Box] | None:
-    """Return the boxes that result from the first split of a shard, or None to leave it whole."""
+    """Return the boxes that result from the first split of a shard, or None if it is not split."""
     inner = (
         [other for other in _filled_boxes(parent) if other != box and other.inside(box)] if parent is not None else []
     )
@@ -156,7 +156,7 @@ def _long_runs(box: Box, shape: Shape, cell: int) -> list[Box] | None:
 
 
 _MAX_BRANCHES = 16
-_MIXED = 1 << 20  # bytes: branches with up to this total size share a blob
+_MIXED = 1 << 20  # bytes; branches with up to this total size share a blob
 
 
 class _Sized(Protocol):

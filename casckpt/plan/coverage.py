@@ -1,4 +1,4 @@
-"""Checks that the regions to store make up a whole tensor, without holes or overlaps. Pure."""
+"""Checks that the regions to store make up a whole tensor without holes or overlaps. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from casckpt.format.regions import Box, Region, Shape, flat_boxes, full_box, hol
 
 
 def holes_and_overlaps(shape: Shape, regions: Sequence[Region]) -> tuple[list[Region], list[tuple[int, int]]]:
-    """Find (regions that no rank holds, index pairs of overlapping regions).
+    """Return (regions that no rank holds, index pairs of overlapping regions).
 
-    Returns the first few of each, for a message.
+    Each list has only the first few, for use in a message.
     """
     regions = [normalise(region, shape) for region in regions]
     flat = [i for i, region in enumerate(regions) if region.box == full_box(shape) and region.numel]

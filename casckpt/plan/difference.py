@@ -85,7 +85,7 @@ def _change(old: Manifest, before: Entry, new: Manifest, after: Entry) -> Change
         return Change(after.key, "dtype", after.nbytes)
     old_cells, new_cells = old.cells(before), new.cells(after)
     if old_cells.cell == new_cells.cell and encode_cells(old_cells) == encode_cells(new_cells):
-        return None  # the common case, with a fast comparison
+        return None  # the common case, which is fast to compare
     old_digests = {(cell.region, cell.digest) for cell in old_cells.stored_cells()}
     nbytes = sum(cell.nbytes for cell in new_cells.stored_cells() if (cell.region, cell.digest) not in old_digests)
     return Change(after.key, "bytes", nbytes) if nbytes else None

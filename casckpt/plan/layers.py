@@ -29,9 +29,9 @@ def _span(number: int, width: int) -> str:
 def group(keys: Iterable[str], most: int = MOST) -> dict[str, str]:
     """Return the group of each key, in key order, with at most ``most`` groups in total.
 
-    If there are more layers, neighbouring layers share a group. If there are still too many groups, keys with the same
-    first two elements share one, and then keys with the same first element. As a last resort, the last groups become
-    "...".
+    If there are more layers, neighboring layers share a group. If there are still too many groups, keys with the same
+    first two elements share a group, and if necessary, keys with the same first element. As a last resort, the last
+    groups become "...".
     """
     keys, groups = list(keys), dict[str, str]()
     for width in (1, 2, 4, 8, 16, 32, 64):
@@ -47,7 +47,7 @@ def group(keys: Iterable[str], most: int = MOST) -> dict[str, str]:
 
 
 def summed(nbytes: Mapping[str, int], groups: Mapping[str, str]) -> dict[str, int]:
-    """Sum the bytes of the keys by group. Keys without a group are skipped."""
+    """Sum the bytes of the keys by group. Skip keys that have no group."""
     total: dict[str, int] = {}
     for key, size in nbytes.items():
         if key in groups:

@@ -21,7 +21,7 @@ from casckpt.plan.coverage import holes_and_overlaps
 
 T = TypeVar("T")
 _PIECE_BYTES = 2 << 20
-_SMALL_GAP = 64 << 10  # bytes: an unverified read merges runs that have a smaller gap between them
+_SMALL_GAP = 64 << 10  # bytes; an unverified read merges runs with a smaller gap between them
 
 
 class ReadPiece(NamedTuple):
@@ -84,7 +84,7 @@ def _spans(box: Box, wanted: Region, worth: int) -> list[tuple[int, int]]:
 def _runs(local: Box, shape: Shape, worth: int) -> Iterator[tuple[int, int]]:
     """Yield the ranges of ``shape``, in row-major order, that contain ``local``.
 
-    Gaps of less than ``worth`` are bridged.
+    Gaps of less than ``worth`` are included.
     """
     steps = strides(shape)
     length, split = 1, len(shape)
@@ -198,4 +198,4 @@ def covers(table: ExtentTable, wanted: Region) -> bool:
     if count < region.numel or len(table.boxes) == 1:
         return count >= region.numel
     _, overlaps = holes_and_overlaps(table.shape, list(map(table.region, table.extents)))
-    return not overlaps  # overlaps could hide holes, which a load would leave unfilled
+    return not overlaps  # overlaps could hide holes, which a load would not fill

@@ -1,9 +1,9 @@
 """Retention: chooses the checkpoints that a policy forgets. Pure, without storage or a clock.
 
 A policy is a union of rules that is applied to each run separately: it keeps every checkpoint that any rule keeps. It
-always keeps the newest checkpoint of a run, the newest one that is not marked unhealthy, and every tagged one.
-"Newest" refers to the time of the save, not to the step, because a run that was rolled back continues from its latest
-save.
+always keeps the newest checkpoint of a run, the newest checkpoint that is not marked unhealthy, and every tagged
+checkpoint. "Newest" refers to the time of the save, not to the step, because a run that was rolled back continues from
+its latest save.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class Best:
         if way not in ("min", "max") or not metric:
             metric, way = name, "min"
         if not metric or not _NUMBER.fullmatch(number):
-            raise InvalidInput(f'keep-best {text!r:.120}: pass a metric and a number, such as "loss:3" or "acc:max:1"')
+            raise InvalidInput(
+                f'keep-best {text!r:.120} is not valid: pass a metric and a number, such as "loss:3" or "acc:max:1"'
+            )
         return cls(metric, int(number), way == "max")
 
     def of(self, current: Iterable[SavedCheckpoint]) -> list[SavedCheckpoint]:
@@ -62,14 +64,15 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The rules for which checkpoints of each run are kept. One matching rule is enough. Without rules, all are kept.
+    """The rules that determine which checkpoints of a run are kept. One matching rule is enough.
 
-    ``keep_last``: this number of the newest. ``keep_every``: those whose step is a multiple of it. ``keep_within``:
-    those younger than this ("7d", or a timedelta). ``keep_daily``, ``keep_weekly``, ``keep_monthly``: the newest of
-    each of the last N days, weeks (from Monday) and months, in UTC, in which any was created. ``keep_best``: one or
-    more values such as "loss:3" (the three with the lowest loss) or "acc:max:1" (the one with the highest acc). Among
-    equal checkpoints, it keeps those that were saved first. It keeps none that lack the metric or have NaN, but if no
-    checkpoint of the run has the metric, it keeps them all. Raises InvalidInput for invalid values.
+    Without rules, all are kept. ``keep_last``: keep this many of the newest checkpoints. ``keep_every``: keep
+    checkpoints whose step is a multiple of this. ``keep_within``: keep checkpoints younger than this ("7d", or a
+    timedelta). ``keep_daily``, ``keep_weekly``, ``keep_monthly``: keep the newest checkpoint of each of the last N
+    days, weeks (from Monday) and months, in UTC, in which any was created. ``keep_best``: one or more values such as
+    "loss:3" (keep the three with the lowest loss) or "acc:max:1" (keep the one with the highest acc). Of checkpoints
+    with equal values, it keeps those that were saved first. It does not keep checkpoints that lack the metric or have
+    NaN, but if no checkpoint of the run has the metric, it keeps all of them. Raises InvalidInput for invalid values.
     """
 
     keep_last: int | None = None
@@ -82,14 +85,14 @@ class Policy:
 
     def __post_init__(self) -> None:
         if self.keep_last is not None and (type(self.keep_last) is not int or self.keep_last < 0):
-            raise InvalidInput(f"keep-last {self.keep_last!r}: pass a number of checkpoints, 1 or more")
+            raise InvalidInput(f"keep-last {self.keep_last!r} is not valid: pass a number of checkpoints, 1 or more")
         for rule in ("keep_every", *_CALENDAR):
             number = getattr(self, rule)
             if number is not None and (type(number) is not int or number < 1):
-                raise InvalidInput(f"{rule.replace('_', '-')} {number!r}: pass a number, 1 or more")
+                raise InvalidInput(f"{rule.replace('_', '-')} {number!r} is not valid: pass a number, 1 or more")
         if self.keep_within is not None:
             seconds_of(self.keep_within, "keep-within")
-        if not self.best:  # an empty list, such as from a repeatable option
+        if not self.best:  # an empty list, for example from a repeatable option
             object.__setattr__(self, "keep_best", None)
         if self.keep_last == 0 and replace(self, keep_last=None).is_empty:
             raise InvalidInput(
@@ -138,9 +141,9 @@ class Thinning:
 class Rotation:
     """The rules of a rotation. Any rule of ``keep`` keeps a permanent checkpoint.
 
-    The newest of the run is always kept. ``max_checkpoints``: keep this number of the newest. Tagged checkpoints and
-    those of ``fixed`` steps do not count and are always kept. Without ``keep`` and ``max_checkpoints``, all are kept.
-    ``thin``: how to thin the kept checkpoints.
+    The newest checkpoint of the run is always kept. ``max_checkpoints``: keep this many of the newest. Tagged
+    checkpoints and checkpoints of ``fixed`` steps do not count, and are always kept. Without ``keep`` and
+    ``max_checkpoints``, all checkpoints are kept. ``thin``: how to thin the checkpoints that are kept.
     """
 
     keep: Policy | None = None
@@ -165,7 +168,8 @@ def thinning_of(rule: Any) -> Thinning | None:
     keep = Policy(**{name: value for name, value in rule.items() if name != "drop"})
     if keep.is_empty:
         raise InvalidInput(
-            f"thin={rule!r:.200} does not say what is kept whole; also pass keep_last=1 or a different rule"
+            f"thin={rule!r:.200} does not specify which checkpoints to keep whole; also pass keep_last=1 or a "
+            "different rule"
         )
     return Thinning(tuple(sorted(patterns_of(rule["drop"]))), keep)
 
@@ -243,14 +247,14 @@ def runs_without(visible: Iterable[SavedCheckpoint], policy: Policy, *, run: str
 
 def _forget_of_run(group: list[SavedCheckpoint], policy: Policy, now: int) -> list[SavedCheckpoint]:
     """Choose the checkpoints of one run to forget. ``group``: the run's checkpoints, oldest first."""
-    newest = {saved.step: saved.txid for saved in group}  # the last one of each step
+    newest = {saved.step: saved.txid for saved in group}  # the last checkpoint of each step
     current = [saved for saved in group if newest[saved.step] == saved.txid]
     keep = {saved.txid for saved in (*newest_of(current), *_kept_by_rules(current, policy, now))}
     return [saved for saved in group if saved.txid not in keep]
 
 
 def newest_of(current: Sequence[SavedCheckpoint]) -> list[SavedCheckpoint]:
-    """Return the last checkpoint, and the last one that is not marked unhealthy. Every policy keeps both."""
+    """Return the last checkpoint and the last one that is not marked unhealthy. Every policy keeps both."""
     healthy = next((saved for saved in reversed(current) if saved.healthy is not False), None)
     return [*current[-1:], *([] if healthy is None else [healthy])]
 

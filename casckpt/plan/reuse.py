@@ -75,7 +75,7 @@ class ManifestCells:
 
 
 class ReusableCells:
-    """The cells of the parent and of the bases, in blobs that may be reused.
+    """The cells of the parent and of the bases that are in reusable blobs.
 
     Blobs are numbered across all sources. The parent's blobs come first and keep their numbers. ``excluded``: a
     function that returns whether a blob must not be reused because it is damaged, worn or missing. ``newest``: the
@@ -95,7 +95,7 @@ class ReusableCells:
 
     @property
     def any(self) -> bool:
-        """Whether there is any blob that may be reused."""
+        """Whether there are any reusable blobs."""
         return bool(self._usable.any())
 
     def usable(self, blob: int) -> bool:
@@ -115,7 +115,7 @@ class ReusableCells:
         return bool(self._usable[cell.blob]) and (cell.frame is None or all(self._usable[c.blob] for c in cell.chain))
 
     def find(self, digest: CellDigest) -> StoredCell | None:
-        """Find a reusable cell with this digest. It may belong to a different tensor or region."""
+        """Find a reusable cell with this digest. The cell may belong to a different tensor or region."""
         with self._lock:
             if self._index is None:
                 self._index = _DigestIndex(self._sources)
@@ -209,10 +209,10 @@ def frames_in(tables: Iterable[ExtentTable]) -> set[int]:
 def mark_worn(
     tables: Iterable[ExtentTable], refs: Sequence[BlobRef], run: str, lives: Callable[[TxId], bool]
 ) -> list[BlobRef]:
-    """Return ``refs``, the blobs of ``tables``, with worn blobs marked. The run's next save stores their cells anew.
+    """Return ``refs``, the blobs of ``tables``, with worn ones marked. The run's next save stores their cells again.
 
-    A blob is worn if less than half of it is used, and it belongs to the run itself or to a checkpoint that no longer
-    ``lives``. A blob with frames is never worn, because its cells would have to be stored whole.
+    A blob is worn if less than half of it is used and it belongs to the run itself or to a checkpoint that no longer
+    ``lives``. A blob with frames is never worn, because its cells would have to be stored in full.
     """
     every = list(tables)
     used, framed = used_bytes(every, len(refs)), frames_in(every)

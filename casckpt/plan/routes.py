@@ -4,7 +4,7 @@ A coded cell has a chain of bases. If the chains of two versions meet, one versi
 the frames of the first down to the common base, and then decode the frames of the second from that base. This does not
 read any cell that has no base.
 
-Cells from the same save mostly have the same route, so casckpt looks for a single route for all cells of an extent.
+Cells from the same save mostly have the same route, so casckpt searches for a single route for all cells of an extent.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def find_route(held: StoredCell, wanted: StoredCell, kept: Container[Link] = ())
 
 
 class Span(NamedTuple):
-    """Cells of one box that are in several extents: the elements [lo, hi), split at the multiples of ``cell``.
+    """Cells of a box that are in several extents: the elements [lo, hi), split at multiples of ``cell``.
 
     ``itemsize``: the bytes per element.
     """
@@ -131,7 +131,7 @@ def common(held: Iterable[Extent], wanted: Extent, span: Span) -> Iterator[tuple
     """Iterate over the cells in a span of ``wanted`` that are also in one of the ``held`` extents of the same box."""
     for extent in held:
         lo, hi = max(extent.lo, span.lo), min(extent.hi, span.hi)
-        if extent.lo != wanted.lo:  # a cell that begins elsewhere is a different one
+        if extent.lo != wanted.lo:  # a cell that begins elsewhere is a different cell
             lo = -(-lo // span.cell) * span.cell
         if extent.hi != wanted.hi:
             hi = hi // span.cell * span.cell

@@ -25,11 +25,11 @@ Words: TypeAlias = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class HeldRegions:
-    """The regions that one rank holds, one per row. All columns have the same length.
+    """The regions that a rank holds, one per row. All columns have the same length.
 
-    ``name``, ``region``: hashes of the stream and the region, which are equal for equal ones. ``lo``, ``hi``: the
-    region's elements, in the row-major order of its box. ``cell``: the elements per cell. ``itemsize``: the bytes per
-    element. ``shared``: whether the region is identical on all holders.
+    ``name``, ``region``: hashes of the stream and the region. Equal streams and regions have equal hashes. ``lo``,
+    ``hi``: the region's elements, in the row-major order of its box. ``cell``: the elements per cell. ``itemsize``:
+    the bytes per element. ``shared``: whether the region is identical on all holders.
     """
 
     name: npt.NDArray[np.uint64]
@@ -46,7 +46,7 @@ class HeldRegions:
 
 @dataclass(frozen=True)
 class WriteRanges:
-    """The elements [lo, hi) of each row that one rank writes. lo == hi means that it writes none.
+    """The elements [lo, hi) of each row that a rank writes. lo == hi means that it writes none.
 
     ``sharing``: the number of ranks that share the writing of each row, or 0.
     """
@@ -78,7 +78,7 @@ class Holders:
         weights = np.random.default_rng(0).integers(1, 2**62, size=len(held) + 1, dtype=np.uint64)
         some = len(self.starts) > 0
         self.sums = np.add.reduceat(weights[self.rank[self.order]], self.starts) if some else weights[:0]
-        """For each region, the number of the set of ranks that hold it."""
+        """For each region, the number of the set of ranks that hold the region."""
         every = np.logical_and.reduceat(shared[self.order], self.starts) if some else shared
         self.pooled = (self.counts > 1) & every
         """For each region, whether its holders share the writing."""
@@ -148,9 +148,9 @@ def _by_holders(holders: Holders) -> list[tuple[Ints, Ints]]:
 
 
 def _share_out(rows: _Rows, pools: Ints, members: Ints, load: npt.NDArray[np.float64]) -> None:
-    """Split the pools ([pool, member]), as one sequence of bytes, into a range for each member.
+    """Treat the pools ([pool, member]) as a sequence of bytes, and split it into a range for each member.
 
-    Add these to the loads.
+    Add these ranges to the loads.
     """
     firsts = pools[:, 0]
     ends = np.cumsum(rows.nbytes[firsts])
@@ -196,7 +196,7 @@ MORE_RUNS: Final = 16
 The first `RUNS` are those that were compared.
 """
 SLICES: Final = 64
-"""In each save, a rank reads some cells that other ranks write: 1/64 as many bytes as its own share."""
+"""In each save, a rank reads some cells that other ranks write. Their size is 1/64 of the rank's own share."""
 
 
 def places(name: Words, seed: int, room: Ints, runs: int) -> Ints:
@@ -210,7 +210,7 @@ def places(name: Words, seed: int, room: Ints, runs: int) -> Ints:
 
 
 def row_digests(words: Words) -> Words:
-    """Compute a digest of each row of words. The digest is fast, but not cryptographic."""
+    """Compute a digest of each row of words. The digest is fast but not cryptographic."""
     odd = np.arange(1, words.shape[1] + 1, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)
     return _mixed(_mixed(words ^ odd).sum(axis=1, dtype=np.uint64))
 

@@ -41,7 +41,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class StoreIdentity:
-    """The identity of the store on rank 0. The store's ``url`` may differ on another host."""
+    """The identity of rank 0's store. Its ``url`` may be different on other hosts."""
 
     store_id: str
     url: str
@@ -61,8 +61,8 @@ class StoreIdentity:
     def check_shared(self, repo: Repository, txid: TxId, sleep: Callable[[float], None] = time.sleep) -> None:
         """Raise Conflict if this rank cannot see the save that rank 0 has begun, because its data would be lost.
 
-        All ranks share a bucket by its name. They may or may not share a folder, and they never share memory. If new
-        names from other hosts may appear late, wait for them.
+        Ranks share a bucket if it has the same name. They may or may not share a folder, and they never share memory.
+        If new names from other hosts may appear late, this waits for them.
         """
         for _ in range(_LAG if repo.storage.traits.stale else 0):
             if _shows(repo, txid):

@@ -73,7 +73,7 @@ def to_frames(data: bytes) -> list[torch.Tensor]:
 
 
 def empty_frame() -> torch.Tensor:
-    """Return a frame to receive into."""
+    """Return an empty frame, to receive a message into."""
     return torch.zeros(FRAME, dtype=torch.uint8, device="cpu")
 
 
@@ -124,11 +124,13 @@ def astray(messages: Sequence[Message], mine: Message) -> InvalidInput | None:
     keys = {one.rank: one.value.keys for one in messages if isinstance(one.value, WithObjects) and one.value.keys}
     without = [one.rank for one in messages if one.rank not in keys]
     if not keys or not without:
-        return InvalidInput(f"{text}, from one thread, or from several with process_group=... for each", rank=rank)
+        return InvalidInput(
+            f"{text}. Make the calls in one thread, or pass each thread its own process_group=...", rank=rank
+        )
     holder, held = next(iter(keys.items()))
     return InvalidInput(
         f"{text}. Rank {holder} has the whole objects {listed(held)} in its state, but rank {without[0]} has none: "
-        "give the objects on every rank, or give the state_dict of each",
+        "pass the objects on every rank, or pass the state_dict of each object",
         rank=rank,
         keys=tuple(held),
     )
@@ -146,9 +148,9 @@ def public_call(frame: FrameType | None) -> str:
 
 
 def portable(error: Exception) -> Exception:
-    """Return the error if it survives pickling, otherwise a `RankFailed` with its text.
+    """Return the error if it survives pickling, or else a `RankFailed` with its text.
 
-    Another library pickles the result. If an error could not be unpickled, ranks would wait for each other.
+    A different library pickles the result. If an error could not be unpickled, ranks would wait for each other.
     """
     try:
         back = pickle.loads(pickle.dumps(error))  # noqa: S301 - what was pickled just now
@@ -181,7 +183,9 @@ def broken(rank: int, error: RuntimeError) -> RankFailed:
     late = timed_out(error)
     how = "did not answer in time" if late else "died or closed its connection"
     done = (
-        "nothing was saved or loaded" if rank else "check in the list of checkpoints whether it had already committed"
+        "nothing was saved or loaded"
+        if rank
+        else "the call may already have committed, so check the list of checkpoints"
     )
     done += ". Every rank must make the call" * late
     return RankFailed(

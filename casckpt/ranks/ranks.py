@@ -4,7 +4,7 @@
 answer or all ranks raise an error. The messages are sent point to point over casckpt's own gloo group, in a star
 around rank 0. As a result, the failure of one rank never leaves another rank waiting:
 
-- A rank that raises sends its error. Every rank raises it and names that rank. The group can still be used.
+- A rank that raises an error sends it. Every rank raises the error and names that rank. The group remains usable.
 - A rank that dies closes its connection. Rank 0 detects this, at the latest when all other ranks have answered, and
   sends them the error.
 - A rank that stalls exceeds the group's timeout. Rank 0 then leaves a note in the store of the process group. A slow
@@ -174,7 +174,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _refuse_inherited() -> None:
-    """Raise InvalidInput in a forked process, because it would corrupt messages on its parent's connections."""
+    """Raise InvalidInput in a forked process, because it would corrupt messages on the parent's connections."""
     if any(world is torch.distributed.group.WORLD for world in _inherited):
         raise InvalidInput(
             "this process was forked by a torch.distributed rank, but is not a rank itself: call Store.read, or pass "
@@ -318,7 +318,7 @@ class GroupRanks:
 
 
 def _first_failure(messages: Sequence[Message], mine: Message) -> Message | None:
-    """Return the first error of any rank, otherwise an error for a rank at a different point in the code, or None."""
+    """Return the first error of any rank, or else an error for a rank at a different point in the code, or None."""
     failed = [Message(error=message.error, rank=message.rank) for message in messages if message.error is not None]
     strayed = astray(messages, mine)
     if strayed is not None:

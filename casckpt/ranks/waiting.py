@@ -119,8 +119,8 @@ class Meeting:
         if absent:
             problem = verdict and f" ({verdict.partition(_END)[2]})"
             verdict = (
-                f"{absent[0]}{_END}not all ranks came to the save or load (absent: [{listed(absent, _NAMED)}]): every "
-                f"rank must make the call. Check the log of rank {absent[0]}, then restart the job{problem}"
+                f"{absent[0]}{_END}not all ranks joined the save or load (absent: [{listed(absent, _NAMED)}]): "
+                f"every rank must make the call. Check the log of rank {absent[0]}, then restart the job{problem}"
             )
         self.store.compare_set(f"{stage}/verdict", "", f"={verdict}")
 
@@ -132,7 +132,7 @@ class Meeting:
         return [*self._absent(stage, ranks[:half]), *self._absent(stage, ranks[half:])] if half else list(ranks)
 
     def _let_all_hear(self, stage: str) -> None:
-        """Wait until the other arrived ranks have read the verdict: the store may disappear with this process."""
+        """Wait until the other arrived ranks have read the verdict, because the store may end with this process."""
         with suppress(RuntimeError):
             heard, end = self.store.add(f"{stage}/heard", 1), monotonic() + HEARD_SECONDS
             while heard < self.store.add(f"{stage}/came", 0) and monotonic() < end:

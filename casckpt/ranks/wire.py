@@ -36,7 +36,7 @@ from casckpt.ranks.messages import (
 log = logging.getLogger(__name__)
 
 Transfer: TypeAlias = "tuple[torch.Tensor, int]"
-"""Bytes, and the other rank."""
+"""Bytes to send or receive, and the other rank."""
 
 WORD_SECONDS = 5.0  # time to find a note from rank 0 after a connection breaks
 _REST_SECONDS = 60.0  # minimum time for the rest of a message

@@ -56,7 +56,7 @@ class BlobCache:
     def __init__(self, root: Path, limit: int | None = None) -> None:
         if limit is not None and (type(limit) is not int or limit < 0):
             raise InvalidInput(
-                f"a cache cannot have {limit!r} bytes: pass a number of bytes, or 0 to disable the cache"
+                f"a cache size of {limit!r} is not valid: pass a number of bytes, or 0 to disable the cache"
             )
         self.root = root
         self._limit = limit

@@ -175,8 +175,8 @@ class Catalogue:
         self.close()
         self.is_off = True
         log.warning(
-            "the catalogue %s cannot be used (%s); this process continues without it, but more slowly. "
-            "Run `casckpt reindex` to create a new one, or choose a different folder with --cache-dir",
+            "casckpt cannot use the catalogue %s (%s); this process continues without it, but more slowly. Run "
+            "`casckpt reindex` to create a new one, or choose a different folder with --cache-dir",
             self.path,
             error,
         )

@@ -35,7 +35,7 @@ def this_process() -> Process:
 def is_dead(process: Process) -> bool:
     """Return whether ``process`` provably ran on this host, in this boot and PID namespace, and has ended.
 
-    If in doubt, returns False.
+    Returns False in case of doubt.
     """
     place = (process.boot_id, process.pid_namespace)
     if not all(place) or place != (_boot_id(), _pid_namespace()):
@@ -81,7 +81,7 @@ def _boot_id() -> str:
 
 
 def _pid_namespace() -> str:
-    """Return the PID and time namespaces. A reader's time namespace affects the start times that it sees."""
+    """Return the PID and time namespaces. A process's time namespace affects the start times that it reads."""
     try:
         pids = os.readlink(PROC / "self/ns/pid")
     except OSError:
@@ -105,7 +105,7 @@ def alone_on_this_host(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.open("w")
     except OSError as error:
-        log.debug("processes on this host do not wait for each other: %s", error)
+        log.debug("processes on this host cannot wait for each other, because locking failed: %s", error)
         yield
         return
     with lock:

@@ -119,8 +119,9 @@ class Repository:
         is_store = any(keys.parse_log(entry.key) for entry in self.storage.list("commits/"))
         if is_store and self.storage.size(keys.MARKER) is None:  # recheck: it may have been created in the meantime
             message = (
-                f"casckpt.json is missing from {self.storage.url}, although commits/ has records of a store. A new one "
-                "might have different sizes permanently: restore the file from a copy of the store or from its mirror"
+                f"casckpt.json is missing from {self.storage.url}, although commits/ has records of a store. A new "
+                "file might permanently set different sizes: restore the file from a copy of the store or from its "
+                "mirror"
             )
             raise Damaged(message, key=keys.MARKER)
 
@@ -185,9 +186,9 @@ class Repository:
         self.runs = RunCaches()
 
     def _check_creates(self, *, new: bool) -> bool:
-        """Refuse a storage that cannot create keys exclusively, once per process. Return whether this call probed it.
+        """Refuse a storage that cannot create keys exclusively. Check once per process.
 
-        ``new``: the settings do not yet contain the result of an earlier probe.
+        Return whether this call probed it. ``new``: the settings do not yet contain the result of an earlier probe.
         """
         in_doubt = self.storage.traits.exclusive is None and not self.single_writer
         known = self.settings.exclusive_create if in_doubt and not new else None
@@ -217,7 +218,7 @@ class Repository:
         """Write the next generation with ``fields`` changed. Raises `InvalidInput`, `Unsupported`, `StorageError`."""
         unknown = sorted(set(fields) - set(Settings.__struct_fields__) | {"created_at"} & set(fields))
         if unknown:
-            raise InvalidInput(f"there is no setting {', '.join(unknown)}: see `casckpt settings --help`")
+            raise InvalidInput(f"unknown settings: {', '.join(unknown)}; see `casckpt settings --help`")
         while True:
             number, old = self.newest_settings()
             records.check_requirements(old, self.storage.url)

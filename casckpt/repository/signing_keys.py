@@ -66,7 +66,7 @@ def public_key_of(key: Ed25519PrivateKey) -> PublicKey:
 
 def is_right(key: PublicKey, signature: bytes, message: bytes) -> bool:
     """Return whether ``signature`` is a valid signature of ``message`` with ``key``. Raises `Unsupported`."""
-    with _key_errors("this key cannot be used"):
+    with _key_errors("casckpt cannot use this key"):
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 

@@ -1,7 +1,7 @@
-"""The encoding of changed cells as frames against their previous version, where this takes less space.
+"""Encodes changed cells as frames against their previous version, where this takes less space.
 
 A frame encodes a cell against its version in the parent checkpoint. A save decodes each frame and compares the result
-with the cell. Otherwise, only a load would find a bad frame, because the frame's own hash would be correct.
+with the cell. Otherwise, only a load would detect a bad frame, because the frame's own hash would be correct.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def run_memory(repo: Repository, run: str) -> RunMemory:
 
 
 def forget_run(repo: Repository, run: str) -> None:
-    """Drop the memory of a run."""
+    """Drop a run's memory."""
     _RUNS.get().forget(repo.marker.store_id, run)
 
 
@@ -143,7 +143,8 @@ def coding(
 ) -> Iterator[Coder | None]:
     """Yield the encoder of a save, or None if the save does not encode cells.
 
-    ``offered``: applies unless the options specify a value. Afterwards, the memory holds only cells of this save.
+    ``offered``: the encoding that applies unless the options specify one. Afterwards, the memory holds only cells of
+    this save.
     """
     compress = offered if options.compress is None else options.compress
     if compress == "off":
@@ -252,9 +253,9 @@ class Coder:
     def _delta(
         self, source: LocalEntry, cell: Cell, plain: memoryview, width: int, digest: CellDigest
     ) -> EncodedCell | None:
-        """Encode a cell against its base. Return None if it has no useful base.
+        """Encode a cell against its base. Return None if it does not have a useful base.
 
-        In this case, the held version may be lost.
+        If this returns None, the held version may be lost.
         """
         old = cell.known
         if old is None or not self.known.usable_cell(old):
@@ -284,7 +285,7 @@ class Coder:
         return EncodedCell(frame, chain[link])
 
     def _link(self, source: LocalEntry, cell: Cell) -> int | None:
-        """Choose the base of a cell, as the number of links from the parent's version.
+        """Choose a cell's base, and return it as the number of links from the parent's version.
 
         All cells of an extent have the same number.
         """
@@ -350,9 +351,9 @@ def _name(source: LocalEntry, cell: Cell) -> CellName:
 
 
 def _older(held: HeldCell, bases: Sequence[StoredCell]) -> HeldCell | None:
-    """Undo the frames of a held cell, in place, until it is back at the version of the last of ``bases``.
+    """Undo a held cell's frames, in place, until the cell has the version of the last of ``bases``.
 
-    If its frames have different bases, returns None and changes nothing.
+    If the cell's frames have different bases, return None and change nothing.
     """
     frames = held.frames[: len(bases)]
     if [frame.base for frame in frames] != [base.digest for base in bases]:

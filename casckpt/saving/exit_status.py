@@ -20,12 +20,14 @@ STATUS: Final = 120
 """The exit status, unless an uncaught error ends the program."""
 
 log = logging.getLogger(__name__)
-_UNREPORTED: Final = "the last background save failed, and no caller asked its future: %s"
+_UNREPORTED: Final = "the last background save failed, and no caller checked its future: %s"
 _ending: Final = threading.Event()
 
 unreported: Final[dict[object, str]] = {}
-"""Errors that no caller has received, by the name of their future. References to the futures themselves would keep the
-saved state in memory."""
+"""Errors that no caller has received, by the name of the future.
+
+References to the futures themselves would keep the saved state in memory.
+"""
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=unreported.clear)  # the parent process reports them
@@ -36,7 +38,7 @@ with suppress(AttributeError, RuntimeError):  # the function is private, and the
 def note_if_late(error: BaseException) -> None:
     """Record the error of a save in a thread if the interpreter is exiting.
 
-    No caller can ask the future at this point.
+    At this point, no caller can query the future.
     """
     if _ending.is_set() and threading.current_thread() is not threading.main_thread():
         unreported[object()] = str(error)

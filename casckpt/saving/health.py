@@ -1,4 +1,4 @@
-"""The health of a checkpoint. It joins the counts of the scanned cells with the parent's counts."""
+"""The health of a checkpoint: joins the counts of the scanned cells with the parent's counts."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def health_of_all(
 ) -> dict[int, Rows]:
     """Return the rows of each entry, by number, from the ``reports`` of ranks and from ``parent``.
 
-    Omits a stream if the health of any of its cells is unknown, as for a frozen stream.
+    Omits a stream if the health of any of its cells is unknown, as in a frozen stream.
     """
     scanned = {
         (dtype, digest): CellHealth(*row)

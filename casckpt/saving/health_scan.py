@@ -1,4 +1,4 @@
-"""The scan for NaN and infinities during a save. It also finds the largest value of each cell.
+"""Scans for NaN and infinities during a save. Also finds each cell's largest value.
 
 A cell is scanned right after it is hashed, while it is still in the CPU's cache. A cell whose digest matches a cell of
 the parent has the same health, so the save does not scan it.
@@ -56,7 +56,7 @@ ScanReport: TypeAlias = Mapping[str, tuple[bytes, Rows]]
 
 
 def has_health(dtype: str) -> bool:
-    """Return whether cells of a dtype are scanned. This is true of all floats, and of ints that fill whole bytes."""
+    """Return whether cells of a dtype are scanned. This is true for all floats, and for ints that fill whole bytes."""
     return dtype in _FLOATS or dtype in _INTS
 
 

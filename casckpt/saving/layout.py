@@ -1,6 +1,6 @@
 """The layout of a rank: the names, hashes and sizes of its values, without the data.
 
-The layout changes only if the model or the topology changes. Therefore, a rank sends it once, and afterwards sends
+The layout changes only if the model or the topology changes. Therefore, a rank sends the layout once, and after that
 only its fingerprint.
 """
 
@@ -33,7 +33,7 @@ class RankLayout:
 
     There is one row for each piece of a tensor, in source order, followed by one row for each object. ``row_stream``:
     the stream number of each row. ``may_differ``: for each row, see `casckpt.tensors.shards.may_differ`. ``left``:
-    keys that this rank leaves to the rank that owns them.
+    keys that this rank leaves to the ranks that own them.
     """
 
     streams: Sequence[tuple[Name, str, Shape]]
@@ -118,7 +118,7 @@ class WritePlan:
 
 
 def plan_writes(layouts: Sequence[RankLayout], check: str = "sample", whole: Collection[str] = ()) -> WritePlan:
-    """Plan the writes for these layouts. Raises InvalidInput, with the key and ranks, if they contradict each other.
+    """Plan the writes for these layouts. Raises InvalidInput, with the key and ranks, if layouts contradict each other.
 
     Divides a replica among its holders only if ``check`` compares replicas. Never divides a key in ``whole``.
     """
@@ -154,7 +154,7 @@ def plan_writes(layouts: Sequence[RankLayout], check: str = "sample", whole: Col
 
 
 def _compared(layout: RankLayout, check: str, whole: Collection[str]) -> npt.NDArray[np.bool_]:
-    """Return, for each row, whether a save compares it with the same row on other ranks."""
+    """Return whether a save compares each row with the same row on other ranks."""
     if check == "off" or not whole:
         return np.full(len(layout.held), check != "off")
     of_stream = np.array([name[1] not in whole for name, _, _ in layout.streams], dtype=bool)
@@ -168,8 +168,9 @@ def _check_owners(layouts: Sequence[RankLayout], first: Mapping[Name, int]) -> N
         for key, owner in layout.left.items():
             if (key, owner) not in held:
                 raise InvalidInput(
-                    f"owners assigns {key!r} to rank {owner}, which does not hold it, but rank {rank} does: return "
-                    "a rank that holds it, or leave it out of the state on the other ranks",
+                    f"owners assigns {key!r} to rank {owner}, which does not hold the value, although rank {rank} "
+                    "does: return a rank that holds the value, or leave the value out of the state on the other "
+                    "ranks",
                     key=key,
                     rank=owner,
                 )

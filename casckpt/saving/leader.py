@@ -126,8 +126,8 @@ WornBlobs: TypeAlias = frozenset[tuple[TxId, BlobHash]]
 class Leader:
     """The work of rank 0 in one attempt of a save.
 
-    Every save calls `start`, `reuse_offer` and `conclude`. After an error, it calls `abort`. A native save passes
-    `begin`, `plan`, `judge` and `finish` to its exchanges as decisions.
+    Every save calls `start`, `reuse_offer` and `conclude`, or `abort` after an error. A native save passes `begin`,
+    `plan`, `judge` and `finish` to its exchanges as decisions.
     """
 
     def __init__(self, repo: Repository, size: int, memory: GroupMemory, options: SaveOptions, *, reuse: bool) -> None:
@@ -211,7 +211,7 @@ class Leader:
         return [(Assignment(number, *own), offer) for own in zip(plan.ranges, plan.sets, strict=True)]
 
     def finish(self, parts: Sequence[RankPart]) -> list[tuple[Committed, WornBlobs]]:
-        """Commit. Return, for each rank, the record and the worn blobs of its share."""
+        """Commit. Return the record for each rank, with the worn blobs of the rank's share."""
         tree = parts[0].tree if self.memory.plan is None else self.memory.plan.tree
         record, worn = self.conclude(parts, self._streams, tree)
         return [(record, worn & {(ref.uploader, ref.hash) for ref in part.share.refs}) for part in parts]
@@ -325,7 +325,7 @@ class Leader:
         )
 
     def _healthy(self, health: Health | None) -> bool | None:
-        """Return the user's verdict. If there is none, return False if the state holds any NaN.
+        """Return the user's verdict. Without one, return False if the state holds any NaN.
 
         Infinities may be intended, for example in masks.
         """
@@ -389,7 +389,7 @@ def _check_agreed(requests: Sequence[BeginRequest]) -> None:
 
 
 def _agree(requests: Sequence[BeginRequest]) -> bool:
-    """Return whether, for each set, all of its ranks sent the same digest."""
+    """Return whether all ranks of each set sent the same digest."""
     first: dict[int, bytes] = {}
     return all(
         first.setdefault(number, digest) == digest for request in requests for number, digest in request.sets.items()

@@ -49,12 +49,12 @@ class LocalEntry:
 
     @property
     def name(self) -> Name:
-        """Its unique name."""
+        """The entry's unique name."""
         return self.kind, self.key, self.index, self.rank
 
     @property
     def branch(self) -> str:
-        """The branch of the state that contains it."""
+        """The branch of the state that contains the entry."""
         return branch_of(self.kind, self.key)
 
     @property
@@ -64,7 +64,7 @@ class LocalEntry:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether any of its pieces is in GPU memory."""
+        """Whether any of the pieces are in GPU memory."""
         return on_gpu(piece.data for piece in self.pieces)
 
     @property
@@ -106,7 +106,7 @@ class Cell:
 
     @property
     def known(self) -> StoredCell | None:
-        """The parent's cell with exactly these elements, if any."""
+        """The parent's cell with exactly these elements, or None."""
         return self.cut if isinstance(self.cut, StoredCell) else None
 
     @property

@@ -112,7 +112,7 @@ class SaveOptions:
 
         Raises InvalidInput if any option is not valid.
 
-        The caller must be inside an exchange. Then all ranks raise the error.
+        Call this inside an exchange, so that all ranks raise the error.
         """
         if self.dedup not in get_args(Dedup):
             raise InvalidInput(f"dedup={self.dedup!r} is not valid: pass 'store' or 'run'")

@@ -1,4 +1,4 @@
-"""The preparation of a save. It converts a state into entries, encoded objects and a tree, and writes nothing."""
+"""Prepares a save: converts a state into entries, encoded objects and a tree. Writes nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """The flattened state of one rank. ``left``: the keys that it leaves to other ranks, with the rank of each."""
+    """One rank's flattened state. ``left``: the keys that it leaves to other ranks, with the rank for each key."""
 
     sources: Sequence[LocalEntry]
     objects: Sequence[ObjectEntry]

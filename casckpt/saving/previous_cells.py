@@ -1,8 +1,8 @@
 """The cells of the previous save, in host memory. They serve as bases for the frames of the next save.
 
-It holds copies of the hashed buffers, never the caller's memory. A save uses a cell only if its digest is in the
-manifest. Therefore, these cells remain correct after a failed save, a rollback of the run, or a resume on a different
-host.
+This module holds copies of the hashed buffers, never the caller's memory. A save uses a cell only if its digest is in
+the manifest. Therefore, these cells remain correct after a failed save, a rollback of the run, or a resume on a
+different host.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PreviousCells:
     _cells: dict[CellName, HeldCell] = field(default_factory=dict)
 
     def only(self, names: Container[CellName]) -> None:
-        """Drop all cells except those in ``names``. The state no longer has them, or divides them differently."""
+        """Drop all cells except those in ``names``. The state no longer has the others, or divides them differently."""
         for name in [name for name in list(self._cells) if name not in names]:
             self.take(name)
 

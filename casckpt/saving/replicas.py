@@ -1,4 +1,4 @@
-"""The comparison of replicas. It compares samples before a rank writes, and some cells afterwards.
+"""Compares replicas: samples before a rank writes, and some cells afterwards.
 
 Every rank sends one digest for each set of ranks with which it shares rows. Ranks send more only if these digests
 differ, or if a layout is new. See docs/decisions/0064-replicas-are-split-and-compared-by-samples.md.
@@ -207,7 +207,7 @@ def find_odd(samples: Sequence[Samples], memory: ReplicaMemory, check: str) -> O
 def judged(
     layouts: Sequence[RankLayout], odd: Odd, words: Sequence[Mapping[int, Words] | Words], memory: ReplicaMemory
 ) -> dict[str, None]:
-    """Return the keys of the ``odd`` rows, for each of which a save may store one rank's value.
+    """Return the keys of the ``odd`` rows. For each of these keys, a save may store one rank's value.
 
     ``words``: for each rank, the samples of its odd rows, by row. Raises InvalidInput for a parameter that differs too
     much when it is saved for the first time.

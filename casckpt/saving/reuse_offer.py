@@ -95,7 +95,7 @@ def _avoid(damaged: DamagedBlobs) -> Callable[[BlobRef], bool]:
 
 
 def readable(repo: Repository, commit: Commit, *, warn: bool = False) -> Manifest | None:
-    """Read a whole manifest and return it. Return None if it is damaged, because a save can do without it."""
+    """Read a whole manifest and return it. Return None if it is damaged, because a save does not require it."""
     try:
         manifest = manifests.get(repo, commit)
         manifest.ready(objects=())
@@ -108,7 +108,7 @@ def readable(repo: Repository, commit: Commit, *, warn: bool = False) -> Manifes
 
 
 def _lacks(parent: Manifest | None, streams: Streams) -> bool:
-    """Return whether the parent lacks any of the streams, or has it with a different dtype or shape."""
+    """Return whether the parent lacks any of the streams, or has one of them with a different dtype or shape."""
     if parent is None:
         return True
     have = {entry.name: (entry.dtype, entry.shape) for entry in parent.held}

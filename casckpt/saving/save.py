@@ -1,4 +1,4 @@
-"""A native save on every rank. It consists of two to four exchanges, and this rank's work between them."""
+"""A native save on every rank: two to four exchanges, and this rank's work between them."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def save(
 ) -> Commit:
     """Store and commit a state. Every rank of ``ranks`` must make this call.
 
-    Calls ``prepare`` once, inside an exchange, so that an error reaches all ranks. If gc revokes the save, retries it
-    once, without reuse. Raises Conflict if the step exists.
+    Calls ``prepare`` once, inside an exchange, so that an error reaches all ranks. If gc revokes the save, this
+    retries it once, without reuse. Raises Conflict if the step exists.
     """
     progress, once = Progress(options.progress), cache(prepare)
     try:

@@ -75,7 +75,7 @@ class Background:
             wait([self._last])
 
     def unreported(self) -> BaseException | None:
-        """Return the error of the last save, but only once, and only if no caller has asked its future."""
+        """Return the last save's error, but only once, and only if no caller has queried its future."""
         last = self._last
         return None if last is None or last.awaited or last.name not in unreported else last.exception()
 
@@ -119,7 +119,7 @@ with suppress(AttributeError, RuntimeError):  # the function is private, and the
 State: TypeAlias = Mapping[Any, Any] | Callable[[], Mapping[Any, Any]]
 """The state to save, or a function that returns it. If the function raises, every rank raises."""
 WithoutObjects: TypeAlias = Callable[[Ranks, State, SaveOptions], tuple[State, SaveOptions]]
-"""See `casckpt.store.objects.without_objects`, a module of a higher layer."""
+"""See `casckpt.store.objects.without_objects`, which is in a higher layer."""
 
 
 class Saver:
@@ -186,7 +186,7 @@ class Saver:
     ) -> tuple[SaveOptions, Prepared]:
         """Check the arguments and every leaf. If the check fails on one rank, raise the error on all ranks.
 
-        If the previous save failed, and no caller has asked its future, raise its error.
+        If the previous save failed and no caller has queried its future, raise its error.
         """
         state, options = self._without_objects(ranks, state, options)
 

@@ -1,4 +1,4 @@
-"""The uploads of a save. They compare cells in parallel, pack new cells into blobs, and put the blobs.
+"""The uploads of a save: compares cells in parallel, packs new cells into blobs, and puts the blobs.
 
 There are two phases. Each uses all cores:
 

@@ -36,7 +36,7 @@ class ListedObject:
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Properties of a storage that planning and safety checks need.
+    """The properties of a storage that planning and safety checks need.
 
     ``remote``: whether a request costs a round trip. ``read_gap``: the largest gap of unneeded bytes that is worth
     reading in order to merge two ranges. ``parallel``: how many requests to keep in flight. ``exclusive``: whether the
@@ -58,7 +58,7 @@ class Traits:
 
     @property
     def requests(self) -> int:
-        """How many small requests to keep in flight: 1 if a request does not cost a round trip."""
+        """How many small requests to keep in flight. 1 if a request does not cost a round trip."""
         return min(self.parallel, _REQUESTS) if self.remote else 1
 
 
@@ -127,7 +127,7 @@ class ObjectStore(Protocol):
         """Create the object. Raises `AlreadyExists`, `casckpt.errors.StorageError`, `casckpt.errors.Unsupported`."""
 
     def settle(self, folder: str) -> None:
-        """Make names durable that were put into ``folder`` ("objects/x", no trailing slash) with ``settle=False``."""
+        """Make durable the names put into ``folder`` ("objects/x", no trailing slash) with ``settle=False``."""
 
     def get(self, key: str, *, limit: int) -> bytes:
         """Read an object. Raises `casckpt.errors.NotFound`, and `Refused` if it is larger than ``limit`` bytes."""
@@ -220,7 +220,7 @@ def split_folder(folder: str) -> list[str]:
     """Return the parts of a folder's path ("" is the store itself). Raises `Refused` for an invalid name."""
     parts = folder.split("/") if folder else []
     if any(not part or part.startswith(".") or "\0" in part for part in parts):
-        raise Refused(f"{folder[:300]!r} is not a key of a store: keys consist of names without a leading dot")
+        raise Refused(f"{folder[:300]!r} is not a store key: keys consist of names without a leading dot")
     return parts
 
 
@@ -228,5 +228,5 @@ def split_key(key: str) -> tuple[str, str]:
     """Split a key into (folder, name). Raises `Refused` for an invalid key."""
     parts = split_folder(key)
     if not parts:
-        raise Refused("the empty string is not a key of a store")
+        raise Refused("a store key cannot be an empty string")
     return "/".join(parts[:-1]), parts[-1]

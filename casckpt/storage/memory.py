@@ -83,8 +83,8 @@ class MemoryStore(ObjectStore):
         """The objects. Raises Unsupported in another process, where the store would appear empty."""
         if self._home != _HOME:
             raise Unsupported(
-                f"{self.url} is in the memory of another process: nothing of it can be read here, and what is saved "
-                "here would be gone with this process; use a folder or a bucket"
+                f"{self.url} is in the memory of another process: its contents cannot be read here, and a save here "
+                "would be lost when this process ends; use a folder or a bucket"
             )
         return self._here
 

@@ -1,4 +1,4 @@
-"""Defines `Listing`, the checkpoints and tags of a store at one instant. Does not require torch or numpy."""
+"""Defines `Listing`, a snapshot of a store's checkpoints and tags. Does not require torch or numpy."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Listing:
 
     @cached_property
     def tags(self) -> Mapping[str, NamedTag]:
-        """The tags by name, sorted, except those in `damaged_tags` and `lost_tags`."""
+        """The tags in name order, except those in `damaged_tags` and `lost_tags`."""
         tags = {}
         for name, commit in self._named.items():
             if commit is not None:
@@ -78,7 +78,7 @@ class Listing:
 
     @property
     def lost_tags(self) -> list[str]:
-        """The names of tags on checkpoints whose record cannot be read."""
+        """The names of tags whose checkpoint's record cannot be read."""
         return [name for name, commit in self._named.items() if commit is None]
 
     @property
@@ -91,7 +91,7 @@ class Listing:
         return tag_log.tags_of(self._tags.tags, checkpoint.commit.id)
 
     def freed(self) -> Freed:
-        """Return how many bytes gc without rules would free, not counting leftovers of failed saves.
+        """Return how many bytes a gc without rules would free, not counting leftovers of failed saves.
 
         Reads manifests.
         """
@@ -114,7 +114,7 @@ class Listing:
 
 
 def list_store(repo: Repository) -> Listing:
-    """List a store's tags and then its commits. Raises NotFound if there is no store, StorageError."""
+    """List a store's tags, and then its commits. Raises NotFound if there is no store, and StorageError."""
     repo.check_exists()
     tags = tag_log.list_tags(repo)
     return Listing(repo, commit_log.list_commits(repo), tags)

@@ -1,6 +1,6 @@
 """Handles modules, optimizers and other objects with a state_dict as values in the state of a save or load.
 
-A higher layer converts them, because the conversion needs parameter names. `casckpt` sets `home` to that module.
+A module in a higher layer converts them, because the conversion needs parameter names. `casckpt` sets `home` to it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _references(state: object, **_: object) -> int:
 
 _DICT: dict[str, dict[str, Any]] = {"inside": {}}
 UNHELD, _UNHELD_INSIDE = _references({}), sys.getrefcount(_DICT["inside"])
-"""Reference counts of a dict argument, and of a dict nested in it, if no other code refers to them."""
+"""The reference counts of a dict argument, and of a dict nested in it, if no other code refers to them."""
 
 
 def log_bare_optimizers(state: Any, missing: Sequence[str], *, is_held: bool) -> None:

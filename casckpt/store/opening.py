@@ -33,16 +33,17 @@ def open(
     The first save creates the store. ``http://`` and ``https://`` stores are read-only.
 
     ``storage_options``: options for the storage's client (fsspec). ``cache_dir``: the folder for this host's catalogue
-    of the store (default: the user's cache folder). If you pass it and the store is remote, it also caches each blob
-    of which a load reads more than half, up to ``cache_bytes`` in total ("200GiB"; default: half of the free space on
-    that disk; 0 disables it). See `Store.pre_download`. ``mirror``: a second store to which casckpt copies commits in
-    the background. See `Store.wait_for_mirror`. ``single_writer``: your promise that no other process writes to the
-    store at the same time. It allows storages that cannot create keys exclusively. ``page_cache``: for a store in a
-    folder, True leaves saved and loaded bytes in the page cache for the next load, and False does not. By default, a
-    load leaves them there if that is free, which means that there is enough memory and the file system fills its cache
-    in large pieces. ``sign_with``: a file with a private key (Ed25519, without a password) that signs each save before
-    its commit; `Store.sign` signs checkpoints later. ``require_signature``: one or more public keys. Loads, exports
-    and the server refuse a checkpoint that is not signed with any of these keys, and raise Unsigned.
+    of the store (default: the user's cache folder). If you pass it and the store is remote, the folder also caches
+    each blob of which a load reads more than half, up to ``cache_bytes`` in total ("200GiB"; default: half of the free
+    space on that disk; 0 disables the cache). See `Store.pre_download`. ``mirror``: a second store to which casckpt
+    copies commits in the background. See `Store.wait_for_mirror`. ``single_writer``: your promise that no other
+    process writes to the store at the same time. This allows storages that cannot create keys exclusively.
+    ``page_cache``: for a store in a folder, True leaves saved and loaded bytes in the page cache for the next load,
+    and False does not. By default, a load leaves them there if that costs nothing, which means that there is enough
+    memory and the file system fills its cache in large pieces. ``sign_with``: a file with a private key (Ed25519,
+    without a password) that signs each save before its commit; `Store.sign` signs checkpoints later.
+    ``require_signature``: one or more public keys. Loads, exports and the server refuse a checkpoint that is not
+    signed with any of these keys, and raise Unsigned.
 
     Raises InvalidInput or Unsupported for an invalid or unsupported URL, and NotFound for a missing key file.
     """
@@ -65,7 +66,7 @@ def open(
 def throttled(store: Store, count: int | None, folder: str | os.PathLike[str] | None) -> Store:
     """Limit how many ranks of a node upload to ``store`` at the same time to ``count``. None means no limit.
 
-    ``folder``: the folder for the lock files. By default, they are in the folder for temporary files.
+    ``folder``: the folder for the lock files (default: the folder for temporary files).
     """
     if count is None:
         return store

@@ -53,7 +53,7 @@ def resolve_to_load(repo: Repository, ref: str | Checkpoint) -> Commit:
 
 
 def resolve_held(repo: Repository, ref: str | Checkpoint, held: ExitStack) -> Commit:
-    """Return the commit that ``ref`` names, holding a lease on it until ``held`` is closed."""
+    """Return the commit that ``ref`` names, and hold a lease on it until ``held`` is closed."""
     try:
         commit = held.enter_context(lease(repo, ref, AN_HOUR)).commit
     except (StorageError, Unsupported) as error:

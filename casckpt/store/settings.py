@@ -57,7 +57,7 @@ def settings_from(record: Settings) -> StoreSettings:
 
 
 def change_settings(repo: Repository, changes: SettingChanges) -> StoreSettings:
-    """Write ``changes`` and return all settings. ``mirror`` is a URL. InvalidInput names the offending setting."""
+    """Write ``changes``, and return all settings. ``mirror`` is a URL. InvalidInput names the invalid setting."""
     for name in changes:
         if name not in NAMES:
             raise InvalidInput(f"there is no setting {name!r}: use one of {', '.join(NAMES)}")

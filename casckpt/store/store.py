@@ -1,7 +1,4 @@
-"""Defines `Store`, through which a program uses a folder or bucket of checkpoints.
-
-Importing this module does not require torch or numpy: each method imports the packages that it calls.
-"""
+"""Defines `Store`, the checkpoints in a folder or bucket. Each method imports what it calls, so this needs no torch."""
 
 from __future__ import annotations
 
@@ -126,7 +123,7 @@ class Store:
         this run and step. ``ephemeral``: retention may count the checkpoint separately, and gc purges it sooner.
         ``frozen``: tensors that have not changed since the run's last checkpoint, given as patterns on flat keys or as
         a function of a key. You promise that they are unchanged: casckpt compares only a sample of their cells, and
-        the manifest records that. ``dedup``: "store" reuses cells from the whole store, "run" only from this run.
+        records this in the manifest. ``dedup``: "store" reuses cells from the whole store, "run" only from this run.
         ``compress``: store a tensor's difference from its previous version if that is smaller. "auto" does so for
         bfloat16 and float16, and for other dtypes if the storage is slow. "always" does so for all floats, and also
         encodes new ones. "off" never does. The default is the store's setting, or else "off". Compression needs host
@@ -137,7 +134,7 @@ class Store:
         key to the only rank that maintains and saves that leaf, or to None if all ranks hold the same value. A load
         gives the value to each rank that asks for it. ``allow_pickle``: pickle leaves that are neither tensors nor
         plain data. ``threads``: the number of threads that hash and write (default: 2 to 8, depending on the number of
-        cores). ``progress``: called with the finished bytes and the total.
+        cores). ``progress``: called with the number of finished bytes and the total.
 
         Every rank raises the error: Conflict if the step exists, InvalidInput (with key and rank) for values that
         cannot be stored, StorageError, or RankFailed. After an error, the checkpoint is not visible.
@@ -158,27 +155,23 @@ class Store:
 
         A store's saves run one after the other and share the memory of a single copy. If a save is still running, the
         call waits until it ends (``when_busy="wait"``), or raises Conflict on every rank if any rank is busy
-        ("refuse").
-
-        Before copying, this method raises `save`'s errors for invalid arguments and for values that cannot be stored,
-        on every rank. The future raises later errors. If your code never queries the future, the next call raises its
-        error once.
+        ("refuse"). Before copying, this method raises `save`'s errors for invalid arguments and for values that cannot
+        be stored, on every rank. The future raises later errors. If your code never queries the future, the next call
+        raises its error once.
         """
         check_keywords("Store.save_async", options, SaveArguments)
         return self._saver.get().save_async(state, SaveOptions(run=run, step=step, **options), when_busy)
 
     def check(self, state: State, *, run: str = "default", **options: Unpack[SaveArguments]) -> None:
-        """Raise the errors that `save` would raise before writing, without writing anything.
-
-        Every rank must make the call, and all of them raise the same InvalidInput.
-        """
+        """Raise, on every rank, the InvalidInput that `save` would raise. Writes nothing. Every rank must call this."""
         check_keywords("Store.check", options, SaveArguments)
         self._saver.get().check(state, SaveOptions(run=run, step=0, **options))
 
     def warm_up(self, state: State, *, process_group: ProcessGroup | None = None, no_dist: bool = False) -> None:
         """Prepare for `save_async` of a similar state: allocate the memory for its copy, and connect the ranks.
 
-        Otherwise, the first `save_async` does this. Every rank must make the call. Raises InvalidInput as `save` does.
+        Without this call, the first `save_async` does so. Every rank must make the call. Raises InvalidInput as `save`
+        does.
         """
         options = SaveOptions(step=0, allow_pickle=True, process_group=process_group, no_dist=no_dist)
         self._saver.get().warm_up(state, options)
@@ -186,11 +179,11 @@ class Store:
     def load(self, state: Any, ref: str | Checkpoint, **options: Unpack[LoadArguments]) -> Checkpoint:
         """Fill the tensors in ``state`` in place, and replace its other leaves.
 
-        Skip keys that ``state`` does not have. Objects are loaded whole: modules and optimizers first, then other
-        objects, and random generators last. A new optimizer's empty state_dict receives new tensors, which you pass to
-        `load_state_dict`; casckpt warns if no variable holds that dict. ``strict`` (default): the checkpoint must have
-        every key of ``state``. If False, missing keys keep their values and are listed in the result's
-        ``missing_keys``. A tensor that shares memory with a loaded one does not count as missing.
+        Keys that ``state`` does not have are skipped. Objects are loaded whole: modules and optimizers first, then
+        other objects, and random number generators last. A new optimizer's empty state_dict receives new tensors,
+        which you pass to `load_state_dict`; casckpt warns if no variable holds that dict. ``strict`` (default): the
+        checkpoint must have every key of ``state``. If False, missing keys keep their values and are listed in the
+        result's ``missing_keys``. A tensor that shares memory with a loaded one does not count as missing.
         ``ignore_mismatched``: fnmatch patterns on keys of ``state``. Matching keys keep their values if the checkpoint
         lacks them or has a different shape, dtype or kind; the result lists them in ``mismatched_keys``.
 
@@ -200,11 +193,11 @@ class Store:
         casckpt logs them once per run, along with single unread keys and other ranks' values that no rank read.
         ``unread``: "ignore" disables this log message. ``rename``: maps a key of ``state`` to a key of the checkpoint.
         It is either a function, or a dict from regular expressions, which must match the whole key, to replacements.
-        An optimizer object's state follows the names of its module. ``cast``: convert dtypes. ``verify`` (default):
-        compare every cell with its digest. ``allow_pickle``: unpickle values that were stored as pickles. ``threads``,
+        An optimizer object's state follows its module's names. ``cast``: convert dtypes. ``verify`` (default): compare
+        every cell with its digest. ``allow_pickle``: unpickle values that were stored as pickles. ``threads``,
         ``progress``: as for `save`. ``lease``: rank 0 holds a lease during the load. Every rank of ``process_group``
-        must call this method with its own shards, regardless of the ranks and shards from which the checkpoint was
-        saved. ``no_dist``: this process loads alone.
+        must call this method with its own shards, regardless of the ranks and shards that saved the checkpoint.
+        ``no_dist``: this process loads alone.
 
         Before anything changes, raises Conflict if ranks pass different references or stores, NotFound, MissingKey,
         Mismatch, or InvalidInput. During the read, raises Damaged (with key, blob and checkpoints), Gone (gc purged
@@ -223,15 +216,14 @@ class Store:
     ) -> Checkpoint:
         """Load into ``state``, which holds the checkpoint ``held`` from a `load` or `update`.
 
-        Only cells that differ are read; cells that are equal in both checkpoints are left alone. If the frames between
-        the two versions are smaller than the cell with its bases, casckpt computes a changed cell from the cell in
-        memory. Otherwise, it reads the cell. It compares a computed cell with its digest, and reads the whole cell if
-        the two do not match. It also reads tensors that ``cast`` converts, and cells of which ``state`` holds only a
-        part. You must not have changed the values that the load of ``held`` filled. Other values (``missing_keys``,
-        ``mismatched_keys``, ``unread_keys``) are read. ``check``: also hash the cells in memory, and read those that
-        do not match. ``state`` may then have any contents. If ``held`` was purged or is None, all cells are read. Each
-        rank passes its own ``held``. The result keeps the decoded frames in host memory for the next update, and
-        ``held`` drops them.
+        Only cells that differ between the two checkpoints are read. If the frames between the two versions are smaller
+        than the cell with its bases, casckpt computes a changed cell from the cell in memory, and compares it with its
+        digest. Otherwise, or if the two do not match, it reads the whole cell. It also reads tensors that ``cast``
+        converts, and cells of which ``state`` holds only a part. You must not have changed the values that the load of
+        ``held`` filled. Other values (``missing_keys``, ``mismatched_keys``, ``unread_keys``) are read. ``check``:
+        also hash the cells in memory, and read those that do not match; ``state`` may then have any contents. If
+        ``held`` was purged or is None, all cells are read. Each rank passes its own ``held``. The result keeps the
+        decoded frames in host memory for the next update, and ``held`` drops them.
 
         Other arguments, other leaves, the result and the errors are the same as for `load`. All bytes that are read
         are verified. After an error during the read, refill ``state`` with a load or with an update with ``check``.
@@ -272,29 +264,22 @@ class Store:
 
         ``state``: fetch only the bytes that a load into it needs, which is this rank's share. ``state`` does not
         change. ``rename``, ``strict``, ``ignore_mismatched``: as for `load`. Each rank makes its own call. If several
-        ranks on a host need the same bytes, only one of them fetches those. Each blob is verified. ``progress`` counts
-        cached bytes.
-
-        Raises NotFound, Damaged (with the blob), StorageError, or InvalidInput if the cache is too small.
+        ranks on a host need the same bytes, only one of them fetches these bytes. Each blob is verified. ``progress``
+        counts cached bytes. Raises NotFound, Damaged (with the blob), StorageError, or InvalidInput if the cache is
+        too small.
         """
         check_keywords("Store.pre_download", match, MatchArguments)
         shown = Progress(progress)
         return reading.pre_download(self.repository, ref, state, threads=threads, progress=shown, match=match)
 
     def export(self, ref: str | Checkpoint, path: str | os.PathLike[str], **options: Unpack[ExportOptions]) -> Exported:
-        """Export a checkpoint for other programs: as a folder for ``from_pretrained``, safetensors, DCP or torch.save.
-
-        See `casckpt.export`.
-        """
+        """Export a checkpoint as a folder for from_pretrained, safetensors, DCP or torch.save. See `casckpt.export`."""
         return exports.exporter()(self, ref, path, **options)
 
     # looking
 
     def create(self, **sizes: int) -> bool:
-        """Create the store now, with the given ``cell_bytes`` and ``blob_bytes``.
-
-        Return False if it already exists.
-        """
+        """Create the store now, with these ``cell_bytes`` and ``blob_bytes``. Return False if it already exists."""
         return self.repository.create(**sizes)
 
     def exists(self) -> bool:
@@ -303,13 +288,13 @@ class Store:
 
     @property
     def marker(self) -> Marker:
-        """The constant properties of the store: its id, format and sizes. Raises NotFound if there is no store."""
+        """The store's constant properties: its id, format and sizes. Raises NotFound if there is no store."""
         return self.repository.marker
 
     def listing(self) -> Listing:
-        """Return all checkpoints and tags as of one instant, including forgotten and damaged ones.
+        """Return a snapshot of all checkpoints and tags, including forgotten and damaged ones.
 
-        Raises NotFound if there is no store, StorageError.
+        Raises NotFound if there is no store, and StorageError.
         """
         return list_store(self.repository)
 
@@ -328,10 +313,7 @@ class Store:
         return True
 
     def checkpoints(self, run: str | None = None, *, forgotten: bool = False) -> list[Checkpoint]:
-        """Return all checkpoints, or those of one run, oldest first.
-
-        ``forgotten``: also include forgotten checkpoints and the old commits of rewrites.
-        """
+        """Return all checkpoints (of ``run``), oldest first. ``forgotten``: include forgotten and replaced ones."""
         found = commit_log.list_commits(self.repository)
         chosen = found.standing() if forgotten else found.current()
         return [Checkpoint(self.repository, commit) for commit in chosen if run is None or commit.run == run]
@@ -359,9 +341,8 @@ class Store:
         The watch makes one small request per ``poll`` interval (at least 0.1s), and more when there are new
         checkpoints. It ends after ``timeout`` without a new checkpoint. The store and the run do not have to exist
         yet. If the storage fails, the watch logs a warning and retries. A checkpoint may be purged before you load it.
-
-        Raises InvalidInput, NotFound. The iterator raises StorageError if the storage still fails when the watch ends,
-        and also Damaged and Refused.
+        Raises InvalidInput, NotFound. The iterator raises Damaged, Refused, and StorageError if the storage still
+        fails when the watch ends.
         """
         return reading.watch(self.repository, run, after, latest_only=latest_only, poll=poll, timeout=timeout)
 
@@ -372,12 +353,12 @@ class Store:
     def digests(
         self, ref: str | Checkpoint, *, keys: Sequence[str] | None = None, progress: Shown | None = None
     ) -> dict[str, str]:
-        """Return, by key, the BLAKE3 hash of each tensor's bytes in row-major order, as 64 hex digits.
+        """Return the BLAKE3 hash of each tensor's bytes in row-major order, as 64 hex digits, by key.
 
-        The result does not depend on ranks and shards. If each rank has its own value, the lowest rank's value counts.
-        ``keys``: patterns on flat keys. casckpt reads and verifies the bytes of tensors whose hashes are not in this
-        host's catalogue. ``progress`` counts these bytes. Thinned tensors are omitted. Raises MissingKey for a pattern
-        that matches nothing, Damaged, StorageError.
+        The result does not depend on ranks and shards. If each rank has its own value, the lowest rank's value is
+        hashed. ``keys``: patterns that match flat keys. casckpt reads and verifies the bytes of tensors whose hashes
+        are not in this host's catalogue; ``progress`` counts these bytes. Thinned tensors are omitted. Raises
+        MissingKey for a pattern that matches nothing, Damaged, StorageError.
         """
         from casckpt.loading.digests import digests_of
 
@@ -395,20 +376,19 @@ class Store:
 
         Every rank of ``process_group`` must call this method with its own shards, in any topology. ``no_dist``: this
         process compares alone. Each rank hashes all its values, including replicas, and reads only cells that differ
-        or that cross a shard boundary. The state does not change. Leaves other than tensors, and keys that exist only
-        in the checkpoint, are ignored. Raises NotFound, Damaged, MissingKey for thinned tensors, InvalidInput,
-        StorageError.
+        or that cross a shard boundary. The state does not change. Non-tensor leaves, and keys that exist only in the
+        checkpoint, are ignored. Raises NotFound, Damaged, MissingKey for thinned tensors, InvalidInput, StorageError.
         """
         return reading.compare(self.repository, state, ref, process_group, no_dist=no_dist)
 
     def stats(self) -> StoreStats:
-        """Return how many checkpoints and blobs there are, and their size in bytes."""
+        """Return the number of checkpoints and blobs, and their sizes in bytes."""
         from casckpt.upkeep.usage import measure
 
         return measure(self.repository)
 
     def report(self) -> StoreUsage:
-        """Return each run's shared and unshared bytes, and the bytes in blobs that no checkpoint needs."""
+        """Return the bytes that each run shares and does not share, and the bytes in blobs that no checkpoint needs."""
         from casckpt.upkeep.usage import usage
 
         return usage(self.repository)
@@ -432,9 +412,9 @@ class Store:
         """Return how many bytes each checkpoint and tag uses, both in total and exclusively.
 
         For forgotten checkpoints, the result has the earliest time at which gc may purge them. ``run``: only this run.
-        ``branches``: also group the bytes by the first element of the key, and show how many only deltas need. This
-        reads manifests that are new to this host. ``keep_last=2`` and the other rules of `gc`: also return how many
-        bytes each rule would free if it were the only one. Raises InvalidInput, NotFound, Damaged, StorageError.
+        ``branches``: also group the bytes by the first element of the key, and show how many bytes only deltas need.
+        This reads manifests that are new to this host. ``keep_last=2`` and the other rules of `gc`: also return how
+        many bytes each rule would free if it were the only one. Raises InvalidInput, NotFound, Damaged, StorageError.
         """
         from casckpt.upkeep.footprint import footprint
 
@@ -452,11 +432,11 @@ class Store:
     # keeping and removing
 
     def tag(self, name: str, ref: str | Checkpoint, *, expires: Duration | None = None) -> None:
-        """Set the tag ``name`` on a checkpoint, which makes every policy keep it.
+        """Set the tag ``name`` on a checkpoint, so that policies keep it. Restore the checkpoint if it is forgotten.
 
-        Restore the checkpoint if it is forgotten. ``expires``: the tag's lifetime ("12h", a timedelta). Setting an
-        expiring tag does not restore a forgotten checkpoint but raises NotFound. Raises Gone if the checkpoint was
-        purged, Conflict if another process is purging it.
+        ``expires``: the tag's lifetime ("12h", a timedelta). An expiring tag on a forgotten checkpoint raises NotFound
+        instead of restoring it. Raises Gone if the checkpoint was purged, and Conflict if another process is purging
+        it.
         """
         if isinstance(ref, str) and is_reference(name) and not is_reference(ref):
             raise InvalidInput(f"the tag name comes first, and then the checkpoint: call tag({ref!r}, {name!r})")
@@ -492,11 +472,11 @@ class Store:
     ) -> list[Checkpoint]:
         """Sign checkpoints or ranges of steps by storing a signature of each id. Copies include the signatures.
 
-        ``key``: a file with an Ed25519 key as written by OpenSSL or ssh-keygen, or a key object of the cryptography
-        package. ``password``: the password of the file. Sign what this process has just saved, because its id was
-        computed from your memory. For any other checkpoint, `verify` proves that the store has the content that the id
-        names, but not where it came from. Raises NotFound, InvalidInput, Damaged, StorageError, and Unsupported if the
-        cryptography package is not installed.
+        ``key``: a file with an Ed25519 key from OpenSSL or ssh-keygen, or a key object of the cryptography package.
+        ``password``: the file's password. Sign what this process has just saved, because its id was computed from your
+        memory. For any other checkpoint, `verify` proves that the store has the content that the id names, but not
+        where the content came from. Raises NotFound, InvalidInput, Damaged, StorageError, and Unsupported without the
+        cryptography package.
         """
         from casckpt.contents.signatures import sign
 
@@ -523,8 +503,8 @@ class Store:
     def forget_now(self, *checkpoints: Checkpoint) -> list[Checkpoint]:
         """Forget and purge checkpoints without gc, and return the forgotten ones. The next gc frees the space.
 
-        Tagged checkpoints, and those that are not yet safe in the mirror, are not forgotten. If the store has a
-        minimum age, gc purges the forgotten checkpoints instead. Raises StorageError.
+        Checkpoints that are tagged or not yet safe in the mirror are not forgotten. If the store has a minimum age, gc
+        purges the forgotten checkpoints instead. Raises StorageError.
         """
         from casckpt.upkeep.gc.purge import forget_and_purge
 
@@ -534,7 +514,7 @@ class Store:
     def rotate(self, run: str, rotation: Rotation) -> list[Checkpoint]:
         """Forget and purge the checkpoints of ``run`` that ``rotation`` does not keep, as `forget_now` does.
 
-        Only one process makes the call. Raises StorageError, and Damaged or Refused if a tag cannot be read.
+        Only one process must call this. Raises StorageError, and Damaged or Refused if a tag cannot be read.
         """
         from casckpt.upkeep.gc.rotation import rotate
 
@@ -561,14 +541,12 @@ class Store:
         """Drop tensors, such as optimizer state, from checkpoints. Keep the other tensors and the id.
 
         ``drop``: fnmatch patterns on the flat keys of tensors. ``refs``: checkpoints or ranges of steps. Without
-        ``refs``, this method thins all checkpoints, or those of ``run``. It leaves out the newest checkpoint of each
-        run, tagged ones unless ``tagged`` is set, and those that ``keep_last=2`` or another `gc` rule keeps whole.
-        Thinning does not move tensor bytes. gc later purges the old commits and frees the space. Until then, you can
-        bring all tensors back by restoring an old commit (`checkpoints` with ``forgotten`` lists them) with `restore`.
-
-        Raises InvalidInput, NotFound, MissingKey if no pattern matches, Conflict if one of ``refs`` is tagged,
-        StorageError. If a checkpoint cannot be thinned because it is damaged, the others are thinned, and then its
-        error is raised.
+        ``refs``, this method thins all checkpoints, or those of ``run``, except the newest checkpoint of each run,
+        tagged ones unless ``tagged`` is set, and those that ``keep_last=2`` or another `gc` rule keeps whole. Thinning
+        does not move tensor bytes. gc later purges the old commits and frees the space. Until then, `restore` can
+        bring all tensors back from an old commit (`checkpoints` with ``forgotten`` lists them). Raises InvalidInput,
+        NotFound, MissingKey if no pattern matches, Conflict if one of ``refs`` is tagged, StorageError. If a
+        checkpoint cannot be thinned because it is damaged, the others are thinned before its error is raised.
         """
         from casckpt.upkeep.gc.purge import check_metrics
         from casckpt.upkeep.thin import check, plan_thin, thin
@@ -600,8 +578,8 @@ class Store:
 
         A range skips steps that have a visible checkpoint. If one of the named checkpoints cannot be restored, none
         are. ``whole``: for a range, restore its thinned checkpoints. ``dry_run``: only return the checkpoints.
-        ``check``: raise the errors of single checkpoints after the others are restored. Without ``check``, the result
-        has them as ``failed``. Raises NotFound, InvalidInput, Conflict, StorageError.
+        ``check``: raise errors of single checkpoints after the others are restored. Without ``check``, the result
+        lists them as ``failed``. Raises NotFound, InvalidInput, Conflict, StorageError.
         """
         from casckpt.upkeep.gc.forgetting import RestoreResult, plan_restore, restore
 
@@ -626,14 +604,13 @@ class Store:
         tell: Tell | None = None,
         **keep: Unpack[KeepRules],
     ) -> GcResult:
-        """Forget checkpoints by a policy, purge forgotten ones, and delete unneeded objects.
+        """Forget checkpoints by a policy, purge forgotten ones, and delete unneeded objects. Safe to run at any time.
 
-        It is safe to run at any time. ``keep_last``, ``keep_every`` (step % N == 0), ``keep_within``, ``keep_daily``,
-        ``keep_weekly``, ``keep_monthly``, ``keep_best`` ("loss:3", "acc:max:1"): the policy. In each run, it keeps
-        every checkpoint that any rule keeps (see `Policy`). Without a rule, gc does not forget any checkpoint. gc
-        always keeps the newest checkpoint of a run, the newest one that is not unhealthy, and tagged ones. ``thin``:
-        tensors to drop from the other checkpoints, such as ``{"drop": ["optim.*"], "keep_last": 2}``. ``run``: only
-        this run.
+        The policy: ``keep_last``, ``keep_every`` (step % N == 0), ``keep_within``, ``keep_daily``, ``keep_weekly``,
+        ``keep_monthly``, ``keep_best`` ("loss:3", "acc:max:1"). In each run, it keeps every checkpoint that any rule
+        keeps (see `Policy`). Without a rule, gc does not forget any checkpoint. gc always keeps the newest checkpoint
+        of a run, the newest one that is not unhealthy, and tagged ones. ``thin``: tensors to drop from the other
+        checkpoints, such as ``{"drop": ["optim.*"], "keep_last": 2}``. ``run``: only this run.
 
         Durations are a timedelta or a string with a unit ("7d", "90s"); 0 does not need a unit. ``min_age``: time
         between forgetting and purging, during which `restore` can bring a checkpoint back (default: the store's
@@ -672,7 +649,7 @@ class Store:
     def change_settings(self, **changes: Unpack[SettingChanges]) -> StoreSettings:
         """Change settings for all later users of the store. None unsets a setting.
 
-        Durations are a timedelta or a string with a unit ("7d", "90s"). `StoreSettings` lists the names. Raises
+        `StoreSettings` lists the names. Durations are a timedelta or a string with a unit ("7d", "90s"). Raises
         InvalidInput with the name of the setting, NotFound if there is no store, and StorageError.
         """
         if (mirror := changes.get("mirror")) is not None:
@@ -686,10 +663,7 @@ class Store:
         return saves_in_progress(self.repository)
 
     def revoke(self, txid: str) -> None:
-        """End a save in progress so that it never becomes visible.
-
-        Raises NotFound, and Conflict if it has already ended.
-        """
+        """End a save in progress, so that it never becomes visible. Raises NotFound, and Conflict if it has ended."""
         from casckpt.upkeep.saves import revoke_save
 
         revoke_save(self.repository, TxId(txid))
@@ -724,9 +698,9 @@ class Store:
     ) -> VerifyResult:
         """Check all objects of live checkpoints, or of ``refs``. Record damaged blobs in the store.
 
-        ``mode``: "full" reads every blob and checks its hash, "exists" checks presence and size. ``sample``: the
+        ``mode``: "full" reads every blob and checks its hash, and "exists" checks presence and size. ``sample``: the
         fraction of the blobs to check, chosen at random. ``decode``: also decode encoded cells and check their
-        digests. ``progress`` is called with the bytes read so far and the total. The result lists the damage. Raises
+        digests. ``progress``: called with the bytes read so far and the total. The result lists the damage. Raises
         NotFound, InvalidInput, StorageError.
         """
         from casckpt.upkeep.repair.verify import verify
@@ -737,9 +711,8 @@ class Store:
     def repair(self, *sources: Store | str | os.PathLike[str], progress: Shown | None = None) -> RepairResult:
         """Restore missing blobs, and blobs that `verify` or a save found to be damaged.
 
-        The bytes come from other copies in this store or in ``sources``. casckpt only reads ``sources``. ``progress``
-        is called with the number of restored bytes. The result lists what could not be repaired. Raises NotFound,
-        StorageError.
+        The bytes come from copies in this store or in ``sources``, which casckpt only reads. ``progress``: called with
+        the number of restored bytes. The result lists what could not be repaired. Raises NotFound, StorageError.
         """
         from casckpt.upkeep.repair.repair import repair
 
@@ -760,22 +733,20 @@ class Store:
         check: bool = True,
         progress: Shown | None = None,
     ) -> CopyResult:
-        """Copy the checkpoints or ranges of steps in ``refs``, or all visible checkpoints, to another store.
+        """Copy the checkpoints or ranges of steps in ``refs``, or all visible checkpoints, to a different store.
 
         Only bytes that ``target`` lacks are transferred. Copies keep their ids, times and order. Each copy is verified
         during the transfer, and becomes visible in ``target`` when it is complete and durable. If ``target`` does not
         exist, it is created with this store's cell and blob sizes. Forgotten checkpoints in ``target`` remain
-        forgotten unless you name them. ``run``: copy only this run. ``tags``: also set the tags there. ``jobs``: how
-        many files to copy at the same time. ``part``: (rank, number of ranks), if several processes share the work.
-        ``blob_bytes``: repack the cells into blobs of this size (deltas keep their blobs). ``target`` may then be this
-        store itself, whose small and worn blobs are packed together. ``compress``: "always" encodes floats, except in
-        checkpoints that already have encoded cells; "off" and None leave encodings unchanged. ``check``: raise the
-        errors after all other checkpoints are copied. Without ``check``, the result has them as ``failed``.
-        ``progress``: called with the bytes that ``target`` has so far.
-
-        Raises NotFound, StorageError, Damaged (with blob and keys), Gone, Refused, or Conflict if ``target`` has a
-        different checkpoint with the same run and step. A checkpoint with an error does not become visible in
-        ``target``; all others are copied.
+        forgotten unless you name them. ``run``: copy only this run. ``tags``: also set the tags in ``target``.
+        ``jobs``: how many files to copy in parallel. ``part``: (rank, number of ranks), if several processes share the
+        work. ``blob_bytes``: repack the cells into blobs of this size (deltas keep their blobs). ``target`` may then
+        be this store itself, whose small and worn blobs are packed together. ``compress``: "always" encodes floats,
+        except in checkpoints that already have encoded cells; "off" and None leave encodings unchanged. ``check``:
+        raise the errors after all other checkpoints are copied. Without ``check``, the result lists them as
+        ``failed``. ``progress``: called with the bytes that ``target`` has so far. Raises NotFound, StorageError,
+        Damaged (with blob and keys), Gone, Refused, or Conflict if ``target`` has a different checkpoint with the same
+        run and step. A checkpoint with an error does not become visible in ``target``.
         """
         from casckpt.upkeep.copies import copy as copying
 
@@ -803,8 +774,8 @@ class Store:
         """Wait until all current commits are safe in the mirror, for example before a program ends.
 
         If the program ends earlier, copying continues the next time that the store is opened with its mirror. If
-        copying has failed, this method makes one more attempt and then raises the error (StorageError, Damaged, ...).
-        Raises StorageError after ``timeout`` seconds.
+        copying has failed, this method tries once more and then raises the error (StorageError, Damaged, ...). Raises
+        StorageError after ``timeout`` seconds.
         """
         self._its_mirror().wait(timeout)
 

@@ -3,7 +3,7 @@
 For each tensor dimension, this module computes the indices that this rank holds: each mesh dimension that shards it
 takes its chunk of what remains. A strided shard (FSDP2 over tensor parallelism) comes after the mesh dimensions to its
 right that its split factor counts. FSDP2 splits in this order, even for uneven sizes. The indices may have gaps, so a
-local tensor is a list of boxes. (torch's own offset helper returns a single box, which is wrong in that case.)
+local tensor is a list of boxes. (torch's own offset helper returns a single box, which is incorrect in that case.)
 
 A tensor, or a DTensor's local tensor, may describe its chunks with a ``__create_chunk_list__`` method. In that case,
 mesh and placements are ignored. The method that torch defines for every DTensor does not count as such a description.
@@ -45,7 +45,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 CHUNK_LIST = "__create_chunk_list__"
-"""The method with which a tensor describes its chunks. torch.distributed.checkpoint uses it too."""
+"""The method with which a tensor describes its chunks. torch.distributed.checkpoint also uses it."""
 
 
 def _description(tensor: torch.Tensor) -> Any:
@@ -57,7 +57,7 @@ def _description(tensor: torch.Tensor) -> Any:
 
 
 def described_shards(key: str, tensor: torch.Tensor) -> list[Shard] | None:
-    """List the parts that a tensor describes, with views of their data. Return None if it has no description.
+    """List the parts that a tensor describes, with views of their data. Return None if there is no description.
 
     Raises InvalidInput if the parts lie outside the tensor, overlap, or do not match its local tensor.
     """
@@ -97,7 +97,7 @@ def _parts_of_local(local: Any, sizes: Sequence[Shape]) -> Sequence[torch.Tensor
 
 
 def described_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return a view of a DTensor with ``other``'s chunk description, if ``other`` has one and the same sharding."""
+    """Return a view of a DTensor with the chunk description of ``other``, if that has one and the same sharding."""
     if not is_dtensor(tensor) or not is_dtensor(other) or _description(tensor) is not None:
         return tensor
     describe = _description(other)
@@ -182,7 +182,7 @@ def _held(extent: int, shards: Sequence[tuple[int, int, int]]) -> Ints:
     """Compute the indices in one dimension that this rank holds."""
     held = np.arange(extent)
     for size, coordinate, _ in _in_order(shards):
-        chunk = -(-len(held) // size)  # like torch.chunk: equal chunks, of which the last ones are shorter or empty
+        chunk = -(-len(held) // size)  # as in torch.chunk: equal chunks, except that the last ones are shorter or empty
         held = held[coordinate * chunk : (coordinate + 1) * chunk]
     return held
 

@@ -1,4 +1,4 @@
-"""Sharded tensors of other libraries, recognized by their attributes, without imports.
+"""Sharded tensors of other libraries, which are recognized by their attributes, without imports.
 
 - Megatron's ShardedTensor: ``data`` of ``local_shape``, at ``global_offset`` in ``global_shape``. The data lacks the
   first ``prepend_axis_num`` axes, which have size 1. With a ``flattened_range``, ``data`` is that slice of the
@@ -94,7 +94,7 @@ def megatron_region(tensor: Any) -> Region:
 
 
 def megatron_data(tensor: Any, data: Any) -> torch.Tensor:
-    """Return a view of a Megatron-style tensor's ``data``, either flat or in the shape of its box."""
+    """Return a view of a Megatron-style tensor's ``data``, either flat or with the shape of its box."""
     local = local_of(data).detach()
     as_it_is = flat_range(tensor) is not None or not tensor.prepend_axis_num
     return local if as_it_is else local[(None,) * tensor.prepend_axis_num]
@@ -107,7 +107,7 @@ def megatron_shard(tensor: Any, data: Any = None, *, replicated: bool = False) -
     """
     data = tensor.data if data is None else data
     if data is None:
-        raise InvalidInput(f"{tensor.key!r} has no data (None); set its data", key=tensor.key)
+        raise InvalidInput(f"the data of {tensor.key!r} is None; set its data", key=tensor.key)
     region, flat = megatron_region(tensor), flat_range(tensor)
     try:
         return Shard(

@@ -38,7 +38,7 @@ def wait_for_copies(tensors: Iterable[torch.Tensor]) -> None:
 def pin(buffer: AlignedBuffer) -> None:
     """Pin a buffer until it is closed, so that GPUs copy to and from it directly.
 
-    If the driver refuses, for example because too little memory can be locked, copies are slower.
+    If the driver does not allow this, for example because too little memory can be locked, copies are slower.
     """
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's own
     at = address(buffer.view)

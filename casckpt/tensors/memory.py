@@ -154,8 +154,8 @@ def has_memory(data: torch.Tensor) -> bool:
 def _is_aligned(raw: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether ``raw`` begins at a multiple of the size of ``dtype``.
 
-    Elements that are stored as bytes may begin at any byte of a blob, and torch's vectorized copies crash at unaligned
-    addresses.
+    Elements that are stored as bytes may begin at any byte of a blob, and torch's vectorized copies crash if addresses
+    are unaligned.
     """
     return raw.data_ptr() % dtype.itemsize == 0
 
@@ -172,14 +172,14 @@ def as_bits(data: torch.Tensor) -> torch.Tensor:
 def host_array(data: torch.Tensor) -> npt.NDArray[Any] | None:
     """View the elements in place, like `as_bits`. Return None if they are not in host memory, conjugated or negated.
 
-    numpy copies the array in the calling thread. torch would use additional threads, on top of casckpt's own.
+    numpy copies the array in the calling thread. torch would use additional threads on top of casckpt's own threads.
     """
     as_is = data.device.type == "cpu" and not data.is_conj() and not data.is_neg()
     return as_bits(data.detach()).numpy() if as_is else None
 
 
 def note_writes(tensors: Iterable[torch.Tensor]) -> None:
-    """Report writes that bypass torch to autograd, so that it refuses to use values that it saved earlier.
+    """Report writes that bypass torch to autograd, so that it does not use values that it saved earlier.
 
     This covers all views and detached versions of a tensor, but not the DTensor of a local tensor. Work that is
     already queued on a GPU finishes first.
@@ -202,7 +202,7 @@ class Destination:
     """The target of a load: the local data of one region of a tensor.
 
     ``data``: a tensor with the shape of the region's box, or a flat one if the region is only a part of the box. A
-    load converts to its dtype. ``part_of``: the DTensor that it is the local data of.
+    load converts to its dtype. ``part_of``: the DTensor whose local data it is.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class Destination:
         return (self.data,) if self._part_of is None else (self.data, self._part_of)
 
     def copy_in(self, region: Region, buffer: memoryview) -> None:
-        """Copy from ``buffer``, which holds the elements of ``region``, those that this destination needs."""
+        """From ``buffer``, which holds the elements of ``region``, copy those that this destination needs."""
         self._target.copy_in(region, buffer)
 
     def copy_out(self, region: Region, buffer: memoryview) -> None:
@@ -305,7 +305,7 @@ def _pieces(region: Region, data: torch.Tensor) -> list[tuple[Box, torch.Tensor]
     """Return the boxes of a region, each with its elements in ``data``."""
     if region.is_whole and tuple(data.shape) == region.box.shape:
         return [(region.box, data)]
-    flat = data.view(-1)  # the data of a part of a box is flat; the front end checks this
+    flat = data.view(-1)  # the data of part of a box is flat; the front end checks this
     spans = [(box, start - region.lo) for box, start in flat_boxes(region)]
     return [(box, flat[start : start + box.numel].view(box.shape)) for box, start in spans]
 

@@ -48,7 +48,7 @@ def _device(payload: Any) -> torch.device:
 
 
 def _refusing(kind: type, what: str, hint: str) -> Extension:
-    """Return an extension that refuses a type and gives a hint."""
+    """Return an extension that rejects a type with a hint."""
 
     def to_plain(value: Any) -> NoReturn:
         raise Unfit(what, hint)
@@ -142,7 +142,7 @@ def is_archive(data: bytes | memoryview) -> bool:
 
 
 def read_archive(data: bytes | memoryview) -> Any:
-    """Read a torch.save archive with torch's restricted unpickler. Raises pickle.UnpicklingError if it is refused.
+    """Read a torch.save archive with torch's restricted unpickler. Raises pickle.UnpicklingError if it is rejected.
 
     Invalid bytes raise any of `casckpt.tensors.untrusted.MISREAD`.
     """
@@ -157,7 +157,7 @@ def write_archive(value: Any) -> bytes:
 
 
 def is_only_torchs(archive: bytes) -> bool:
-    """Return whether all records are those that some version of torch.save writes, and no bytes follow them."""
+    """Return whether all records are ones that some version of torch.save writes, and no bytes follow them."""
     try:
         with ZipFile(io.BytesIO(archive)) as opened:
             names = opened.namelist()
@@ -167,7 +167,7 @@ def is_only_torchs(archive: bytes) -> bool:
 
 
 def refused_name(error: pickle.UnpicklingError) -> str:
-    """Extract the refused name from the long message of torch's restricted unpickler."""
+    """Extract the rejected name from the long message of torch's restricted unpickler."""
     match = re.search(r"GLOBAL (\S+) was not", str(error))
     return f"it contains {match[1]}" if match else str(error).partition("\n")[0][:200]
 
@@ -187,7 +187,7 @@ def _unpickle(key: str, data: Any, allow_pickle: bool) -> Any:
 
 
 def refuse_pickle(key: str, data: bytes, parts: int) -> None:
-    """Raise InvalidInput for a pickle that requires ``allow_pickle``. A pickle with parts always does."""
+    """Raise InvalidInput for a pickle that requires ``allow_pickle``. A pickle with parts always requires it."""
     if parts:
         raise _not_allowed(key)
     decode_object(key, data, True, allow_pickle=False)

@@ -1,4 +1,4 @@
-"""A leaf's pieces: the regions of a global tensor that this process holds, and their data."""
+"""The pieces of a leaf: the regions of a global tensor that this process holds, and their data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Tensor types that are never sharded, lazy or wrappers. Their subclasses may be."""
+"""Tensor types that are never sharded, lazy or wrappers. Subclasses of these types may be."""
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 """The names of buffers in torch's norm modules."""
 _EXTRA_STATE = "_extra_state"
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 class LocalTensor(NamedTuple):
     """The part of a tensor that this process holds. ``shape``: the global tensor's shape. ``pieces`` may be empty.
 
-    ``replicated``: whether it is expected to be equal on all ranks that hold it. If it is, they share the writing.
+    ``replicated``: whether it is expected to be equal on all ranks that hold it. If so, these ranks share the writing.
     """
 
     key: str
@@ -72,10 +72,10 @@ def may_differ(leaf: Any, local: LocalTensor) -> bool:
 
     If so, a save stores one rank's values without an error.
 
-    This is the case for single numbers, extra state, buffers (`torch.nn.Buffer`, and the statistics of norms by their
-    names), and tensors that are not parameters and have neither a float nor a complex dtype. Any other leaf counts as
-    a parameter or its optimizer state, because a module's state_dict does not distinguish other buffers from
-    parameters.
+    This applies to single numbers, extra state, buffers (`torch.nn.Buffer`, and the statistics of norm layers, which
+    are recognized by name), and tensors that are not parameters and whose dtype is neither float nor complex. Any
+    other leaf counts as a parameter or its optimizer state, because a module's state_dict does not distinguish other
+    buffers from parameters.
     """
     *_, last = names = local.key.split(".")
     is_buffer = isinstance(leaf, torch.nn.Buffer) or last in _STATISTICS or _EXTRA_STATE in names

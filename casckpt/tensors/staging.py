@@ -15,7 +15,7 @@ from casckpt.storage.buffers import AlignedBuffer
 from casckpt.tensors.gpu import on_gpu, pin
 from casckpt.tensors.memory import as_bits
 
-_ALIGNMENT = 64  # bytes: a cache line, which is more than any dtype needs
+_ALIGNMENT = 64  # bytes; a cache line, which is more than any dtype needs
 _Same: TypeAlias = tuple[torch.device, int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
 
 
@@ -80,7 +80,7 @@ def _copy(target: torch.Tensor, data: torch.Tensor, streams: dict[torch.device, 
     if data.device.type != "cuda":
         as_bits(target).copy_(as_bits(data.detach().resolve_conj().resolve_neg()))
         return
-    if data.device not in streams:  # runs after the GPU's earlier work, and in parallel to its later work
+    if data.device not in streams:  # runs after the GPU's earlier work, and in parallel with its later work
         streams[data.device] = torch.cuda.Stream(data.device)  # type: ignore[no-untyped-call] # torch's
         streams[data.device].wait_stream(torch.cuda.current_stream(data.device))
     with torch.cuda.stream(streams[data.device]):  # conjugates are resolved in the same stream

@@ -51,7 +51,7 @@ class FlatState:
     leaves: dict[str, LeafValue]
     tree: Node
     unkept: dict[type, Path] = field(default_factory=dict)
-    """The classes of mappings that the tree does not preserve, each with one path."""
+    """The classes of mappings that the tree does not preserve, each with an example path."""
     whole: Sequence[str] = ()
     """The keys of the leaves that are mappings because ``is_whole`` chose them."""
 
@@ -73,8 +73,8 @@ def flatten(state: Any, *, objects: bool = False, is_whole: IsWhole = lambda key
 def is_object(value: Any) -> bool:
     """Return whether ``value`` is a whole object, whose state is saved in its place.
 
-    Whole objects are generators and objects with a state_dict. A DataLoader without a state_dict also counts, but it is
-    refused when its state is needed.
+    Whole objects are generators and objects with a state_dict. A DataLoader without a state_dict also counts, but it
+    is rejected when its state is needed.
     """
     return isinstance(value, (*GENERATORS, DataLoader)) or (
         hasattr(value, "state_dict") and not isinstance(value, torch.Tensor | type)
@@ -82,7 +82,7 @@ def is_object(value: Any) -> bool:
 
 
 def holds_object(state: Any) -> bool:
-    """Return whether there is a whole object anywhere in the containers of ``state``."""
+    """Return whether the containers of ``state`` include a whole object at any level."""
     is_container = isinstance(state, _CONTAINERS) and not isinstance(state, OfObjects)
     return is_container and any(is_object(item) for item in _within(state) if item is not state)
 
@@ -173,7 +173,7 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def _within(value: Any) -> Iterator[Any]:
-    """Yield ``value`` and all values inside it, each container once, but without values of `_ATOMS`."""
+    """Yield ``value`` and all values inside it, except values of `_ATOMS`. Yield each container only once."""
     seen: dict[int, Any] = {}  # keeps the values alive so that ids are not reused
     waiting = [value]
     while waiting:
@@ -240,7 +240,7 @@ def _children(value: Any) -> list[tuple[Element, Any]]:
 
 
 class _Flattener:
-    """One call of `flatten`."""
+    """A single call to `flatten`."""
 
     def __init__(self, is_whole: IsWhole, *, objects: bool) -> None:
         self.is_whole, self.objects = is_whole, objects
@@ -297,7 +297,7 @@ def check_key(key: str) -> str:
 
 
 class _Writer:
-    """One call of `replace_leaves`. It collects the writes so that either all of them are made or none."""
+    """A single call to `replace_leaves`. It collects the writes, so that either all or none of them are made."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values

@@ -20,7 +20,7 @@ MISREAD: Final[tuple[type[Exception], ...]] = (
     pickle.PickleError, struct.error, ArithmeticError, AssertionError, AttributeError, BufferError, EOFError,
     ImportError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError, Warning,
 )  # fmt: skip
-"""The errors that unpicklers, including torch's restricted one, raise for invalid bytes.
+"""The errors that unpicklers, including torch's restricted unpickler, raise for invalid bytes.
 
 Warning is included because torch warns about an unexpected protocol, and some users turn warnings into errors.
 """
@@ -61,12 +61,12 @@ def _checking_keys(code: int, keys: slice) -> Callable[[BoundedUnpickler], None]
 
 
 class BoundedUnpickler(pickle._Unpickler):
-    """An unpickler that resolves only the given names. With ``anything``, it resolves every name, which can run code.
+    """An unpickler that resolves only the given names.
 
-    It is based on the Python unpickler, whose memo is a dict. The C unpickler allocates 8 bytes for each number up to
-    the largest one, so nine bytes can cost 32 GiB. A pickle may set attributes only on instances of the dataclasses
-    among the names. (Attributes of a class would apply to all its instances.) Raises one of `MISREAD` for invalid
-    bytes.
+    If ``anything`` is set, it resolves all names, which can run code. It is based on the Python unpickler, whose memo
+    is a dict. The C unpickler allocates 8 bytes for each number up to the largest one, so nine bytes can cost 32 GiB.
+    A pickle may set attributes only on instances of those names that are dataclasses. (Attributes of a class would
+    apply to all its instances.) Raises one of `MISREAD` for invalid bytes.
     """
 
     stack: list[Any]
@@ -99,7 +99,7 @@ class BoundedUnpickler(pickle._Unpickler):
         _AS_PYTHON[pickle.BYTEARRAY8[0]](self)
 
     def check_keys(self, keys: Sequence[Any]) -> None:
-        """Refuse keys with many parts, because nested tuples may take forever to hash, or overflow the stack."""
+        """Reject keys with many parts, because nested tuples may take forever to hash or overflow the stack."""
         for key in keys:
             waiting, seen = ([] if type(key) is str else [key]), 0
             while waiting:
@@ -139,8 +139,8 @@ def check_expansion(value: Any, nbytes: int, where: str) -> None:
             waiting.extend(item)
         if seen > most or room < 0:
             raise Refused(
-                f"{where} contains itself, or contains the same value many times: written out, it would be far "
-                f"larger than the file"
+                f"{where} contains itself, or contains the same value many times, so its data would be far larger "
+                "than the file"
             )
 
 

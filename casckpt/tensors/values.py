@@ -23,7 +23,7 @@ class Shard:
     ``offset`` and ``shape``: a box of the global tensor. Without ``offset``, it is the whole tensor. Without
     ``shape``, it has the shape of ``data``. ``flat``: a range ``(lo, hi)`` in the row-major order of that box, or a
     list of ranges in the order of ``data``. In this case, ``data`` may have any shape with the same number of
-    elements. ``replicated``: all ranks that hold these elements hold the same values and share the writing. Otherwise,
+    elements. ``replicated``: all ranks that hold these elements have the same values and share the writing. Otherwise,
     the lowest of these ranks writes them. Raises InvalidInput if the numbers do not match.
     """
 
@@ -55,7 +55,7 @@ class Shard:
         box = _box(whole, offset, sides if shape is None else _numbers("shape", shape))
         ranges = None if flat is None else _ranges(flat)
         _check_data(data, box, ranges)
-        # the way in which a frozen dataclass can set its own fields
+        # this is how a frozen dataclass can set its own fields
         for name, value in (("global_shape", whole), ("offset", box.offset), ("shape", box.shape), ("flat", ranges)):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "data", data)
@@ -140,7 +140,7 @@ def _check_ranges(ranges: tuple[Range, ...], box: Box, numel: int) -> None:
         Region(box, lo, hi)  # raises if it is outside the box
     for (_, end), (start, _) in pairwise(sorted(pair for pair in ranges if pair[0] < pair[1])):
         if start < end:
-            raise InvalidInput(f"flat ranges of a Shard overlap: one ends at {end}, the next starts at {start}")
+            raise InvalidInput(f"flat ranges of a Shard overlap: one ends at {end}, but the next starts at {start}")
     total = sum(hi - lo for lo, hi in ranges)
     if total != numel:
         raise InvalidInput(

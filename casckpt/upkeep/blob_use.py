@@ -15,7 +15,7 @@ from casckpt.upkeep.inventory import Sums
 
 
 class BlobUse:
-    """The blobs that live checkpoints name. Each blob has a number, and a count of the checkpoints that name it.
+    """The blobs that live checkpoints name. Each blob has a number and a count of the checkpoints that name it.
 
     ``refs``: (uploader, hash, bytes) of each blob. ``names``: "uploader/hash" of each blob. ``readable``: the
     checkpoints whose manifest can be read; the index leaves out all others. ``blobs``: the blob numbers of each
@@ -37,7 +37,7 @@ class BlobUse:
         self._users = self.used(self.blobs)[1]
 
     def used(self, txids: Iterable[TxId]) -> tuple[Ints, Ints]:
-        """Return the numbers of the blobs that ``txids`` name, and how many of ``txids`` name each blob."""
+        """Return the numbers of the blobs that ``txids`` name, and how many of these transactions name each blob."""
         numbers = [self.blobs[txid] for txid in txids if txid in self.blobs]
         return np.unique(np.concatenate([np.empty(0, np.int64), *numbers]), return_counts=True)
 

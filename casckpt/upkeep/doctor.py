@@ -86,7 +86,7 @@ class _Probes:
         }
 
     def write(self) -> Finding:
-        """Put some small objects. List them first, because some servers create a missing bucket on a put."""
+        """Put some small objects. List first, because some servers create a missing bucket on a put."""
         with suppress(StorageError):  # the list check reports this error
             next(iter(self._storage.list(self.folder)), None)
         for number in range(_SMALL):
@@ -116,7 +116,7 @@ class _Probes:
                 reader.read_into(len(data) - 1, [memoryview(bytearray(2))])
             except ShortObject:
                 return Finding("ranges", True, "parts of objects can be read")
-        return Finding("ranges", False, "a read past the end of an object raises no error", _USE_ANOTHER)
+        return Finding("ranges", False, "a read past the end of an object does not raise an error", _USE_ANOTHER)
 
     def list(self) -> Finding:
         """Check that a listing contains all objects."""
@@ -194,5 +194,5 @@ class _Probes:
         return answer
 
     def _seconds_since(self, begun: int) -> float:
-        """Return the seconds since ``begun``, but at least a microsecond, because callers divide by it."""
+        """Return the seconds since ``begun``. The result is at least a microsecond, because callers divide by it."""
         return max(self.repo.clock() - begun, 1) / 1e6

@@ -1,7 +1,7 @@
-"""Sizes of checkpoints, tags and state branches in a store, and the bytes that retention rules would free.
+"""The sizes of a store's checkpoints, tags and state branches, and the bytes that retention rules would free.
 
-The catalogue lists the blobs of each checkpoint. The branches of a blob are read once, from the manifest of the first
-checkpoint that names it.
+The catalogue lists each checkpoint's blobs. A blob's branches are read once, from the manifest of the first checkpoint
+that names the blob.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _NO_TIME = ("tagged", "unmirrored")
 
 @dataclass(frozen=True, slots=True)
 class StepUsage:
-    """The use of one live checkpoint. Sizes count blob files, except ``bytes_logical``, which counts its tensors.
+    """The space that one live checkpoint uses. Sizes count blob files, except ``bytes_logical``, which counts tensors.
 
-    ``bytes_used``: all blobs that it names. ``bytes_new``: the blobs that no earlier checkpoint names.
-    ``bytes_alone``: the blobs that no other checkpoint names, which gc would free if this checkpoint were purged.
+    ``bytes_used``: all blobs that the checkpoint names. ``bytes_new``: those that no earlier checkpoint names.
+    ``bytes_alone``: those that no other checkpoint names, which gc would free if this checkpoint were purged.
     ``state``: "visible", "forgotten" or "replaced" (the old blobs of a rewritten checkpoint). ``until``: the time from
     which gc may purge a forgotten or replaced checkpoint. None means immediately, or once the reason in ``waits_for``
     ("tagged", "unmirrored") no longer applies. ``thin``: whether it was thinned.
@@ -88,10 +88,10 @@ class BranchUsage:
 
 @dataclass(frozen=True, slots=True)
 class RuleUsage:
-    """The effect that one retention rule would have if it were the only rule.
+    """The effect of one retention rule if it were the only rule.
 
-    ``checkpoints``: how many it forgets. ``bytes``: how much the purge of these then frees, not counting checkpoints
-    that are already forgotten.
+    ``checkpoints``: how many checkpoints the rule forgets. ``bytes``: how many bytes purging them then frees, not
+    counting checkpoints that are already forgotten.
     """
 
     rule: str
@@ -115,8 +115,9 @@ def footprint(
 ) -> Footprint:
     """Compute the footprint of a store, or of ``run``.
 
-    Other runs still count as users of its blobs. ``policy``: the rules to report one by one. Raises InvalidInput for a
-    metric that no checkpoint has, Damaged or Refused if a tag cannot be read, NotFound, and StorageError.
+    Other runs still count as users of the run's blobs. ``policy``: the rules to report, one by one. Raises
+    InvalidInput for a metric that no checkpoint has, Damaged or Refused if a tag cannot be read, NotFound, and
+    StorageError.
     """
     check_metrics(repo, policy or Policy(), run)
     commits = list_commits(repo)
@@ -161,7 +162,7 @@ def _tag_usage(tag: Tag, use: BlobUse, commits: CommitList) -> TagUsage:
 
 
 def _each_rule(policy: Policy) -> list[tuple[str, Policy]]:
-    """Return each rule of a policy as a string, with a policy that has only this rule."""
+    """Return each rule of a policy as a string, with a policy that consists only of this rule."""
     given = {field.name: getattr(policy, field.name) for field in fields(policy)}
     rules = []
     for name, value in given.items():
@@ -202,7 +203,7 @@ def _branches(repo: Repository, wanted: Sequence[Commit], use: BlobUse) -> list[
 
 
 def _shares_of(repo: Repository, commit: Commit, names: Sequence[str]) -> BlobShares:
-    """Return the bytes of each branch in the blobs ``names``, or {} if unreadable. Caches them in the catalogue."""
+    """Return each branch's bytes in the blobs ``names``, or {} if they are unreadable. Caches them in the catalogue."""
     note = f"branches/{commit.txid}/{commit.committed.head}"
     known = decode(repo.catalogue.note(note), BLOB_SHARES) if names else {}
     if known is not None and known.keys() >= {*names}:

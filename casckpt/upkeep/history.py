@@ -1,4 +1,4 @@
-"""Growth of a store: how many bytes each checkpoint added, why, and which layers changed."""
+"""The growth of a store: how many bytes each checkpoint added, why, and which layers changed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def history(repo: Repository, runs: Collection[str], looked_at: int = 48) -> His
 
 
 def _newest(current: Sequence[Commit], most: int) -> set[str]:
-    """Return the newest ``most`` transactions of each run, plus the transaction before them."""
+    """Return each run's newest ``most`` transactions, plus the transaction before them."""
     by_run = grouped(current, lambda commit: commit.run)
     return {commit.txid for of_run in by_run.values() for commit in of_run[-most - 1 :]}
 

@@ -1,8 +1,8 @@
-"""Inventory of objects/. A listing covers only the folders that may have changed since this host's last listing.
+"""An inventory of objects/. A listing covers only the folders that may have changed since this host's last listing.
 
 Only one save puts objects into a folder: the save whose transaction id names the folder. Only gc deletes objects from
 the folder, and it never deletes an object that a live commit names. Suppose that a commit was listed before a folder,
-and that it names exactly the objects in the folder. Then the folder cannot change while this commit is live. Such a
+and that it names exactly the objects in that folder. The folder then cannot change while this commit is live. Such a
 commit is the **guard** of the folder. The catalogue stores the guard of each folder and the sums of the guarded
 objects.
 """
@@ -60,7 +60,7 @@ class Inventory:
     loose: Sequence[TxId] = ()
 
     def total(self, but: Container[str] = ()) -> Sums:
-        """Return the sums of all objects, except those whose keys are in ``but``."""
+        """Return the sums of all objects except those whose keys are in ``but``."""
         loose = ((key, size) for key, size in self.sizes.items() if key not in but)
         return sum(self.guarded.values(), sums_of(loose))
 
@@ -141,13 +141,13 @@ class _Guards:
         self._own = {commit.txid: commit for commit in self._readable}
 
     def of(self, uploader: TxId, contents: Mapping[str, int]) -> TxId | None:
-        """Find the guard of the folder of ``uploader``, which holds ``contents`` (bytes by key), or None."""
+        """Return the guard of the ``uploader``'s folder, which holds ``contents`` (bytes by key), or None."""
         own = [self._own[uploader]] if uploader in self._own else []
         users = (commit for some in (own, self._users.get(uploader, ())) for commit in some) if contents else ()
         return next((commit.txid for commit in users if self._names_exactly(commit, uploader, contents)), None)
 
     def _names_exactly(self, commit: Commit, uploader: TxId, contents: Mapping[str, int]) -> bool:
-        """Return whether a commit names exactly ``contents`` in the folder of ``uploader``."""
+        """Return whether a commit names exactly ``contents`` in the ``uploader``'s folder."""
         blobs = manifests.blobs_of(self._repo, commit)
         named = {blob_key(owner, name): size for owner, name, size in blobs if owner == uploader}
         if commit.txid == uploader:

@@ -1,4 +1,4 @@
-"""Detection of lost records: manifests under objects/ without a record in commits/ or transactions/.
+"""Detects lost records: manifests under objects/ without a record in commits/ or transactions/.
 
 A save puts its manifest while its transaction is open. casckpt removes the transaction's file only after a record is
 in commits/, and never removes that record. Therefore, if a manifest has neither, records are missing: ``commits/`` was
@@ -17,8 +17,8 @@ from casckpt.history.transactions import PREFIX as TRANSACTIONS
 from casckpt.repository.repository import Repository
 
 ADVICE = (
-    "Put commits/ back, from a copy of the store or by mounting it; or, where the store was copied while they ran, "
-    "give these saves up, one by one: `casckpt transactions STORE --give-up TXID`"
+    "Restore commits/ from a copy of the store, or mount it. If the store was copied while these saves ran, give "
+    "up each of them: `casckpt transactions STORE --give-up TXID`"
 )
 _NAMED_AT_MOST = 3
 
@@ -26,7 +26,7 @@ _NAMED_AT_MOST = 3
 def lost_records(repo: Repository, keys: Iterable[str], ended: Container[TxId] = ()) -> list[TxId]:
     """Return the transactions that have a manifest among the listed ``keys`` but do not have a record.
 
-    ``ended``: transactions that have a record. Lists transactions/ and commits/ only if some other transaction has a
+    ``ended``: transactions that have a record. Lists transactions/ and commits/ only if a different transaction has a
     manifest. Raises `StorageError`.
     """
     names = (parse_object(key) for key in keys)

@@ -1,9 +1,9 @@
-"""Repacking: reads stored cells, verifies them, packs them as a save does, and puts them into different blobs.
+"""Repacking: reads and verifies stored cells, packs them as a save does, and writes them into different blobs.
 
 Repacking changes the location and the encoding of each cell, but not the saved bytes. Copies with a different blob
 size, copies that encode, and in-place rewrites use this module. The manifest contains the digest of each cell, so
-repacking does not read cells that the target already has. It needs a few hundred bytes of memory per cell, plus the
-memory of a few blobs.
+repacking does not read cells that the target already has. It needs a few hundred bytes of memory per cell, plus memory
+for a few blobs.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Cell:
 
 
 _Part = tuple[_Cell, memoryview]
-"""A cell, and the memory that receives its bytes."""
+"""A cell, and the memory for its bytes."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class Recoding:
     """Repacks cells of a checkpoint from ``source`` into ``target``, under the transaction ``uploader``.
 
     ``listed``: the commits of the target, listed after that transaction began. ``moving``: numbers of the blobs whose
-    cells move. Unless the source is the target, these are all blobs. ``blob_bytes``: data bytes per new blob (None:
-    the target's blob size). ``jobs``: number of concurrent blobs, each with a buffer. ``progress``: called with the
-    bytes of each moved blob. ``compress``: encode floats where that saves bytes.
+    cells move: all blobs, unless the source is the target. ``blob_bytes``: data bytes per new blob (None: the target's
+    blob size). ``jobs``: number of concurrent blobs, each with a buffer. ``progress``: called with the bytes of each
+    moved blob. ``compress``: encode floats where that saves bytes.
     """
 
     source: Repository
@@ -122,7 +122,7 @@ class Recoding:
         return self._placed(places)
 
     def _is_usable(self, cell: StoredCell) -> bool:
-        """Return whether the copy can reuse a cell that is stored in the target."""
+        """Return whether the copy can reuse a cell that is in the target."""
         return cell.frame is None or (self.compress and cell.frame.base is None)
 
     # cells of the target
@@ -161,7 +161,7 @@ class Recoding:
             buffers.close()
 
     def _make(self, buffers: BufferPool, lot: Sequence[_Cell]) -> dict[CellDigest, CellPlace]:
-        """Put the cells of ``lot`` into one blob, or into one for frames and one for plain cells.
+        """Put the cells of ``lot`` into one blob, or into one blob for frames and one for plain cells.
 
         Return their locations.
         """
@@ -177,7 +177,7 @@ class Recoding:
                 return self._put_smaller(parts, other.view)
 
     def _put(self, parts: Sequence[_Part], buffer: memoryview) -> dict[CellDigest, CellPlace]:
-        """Put a blob of cells whose bytes are already at their offsets in ``buffer``."""
+        """Upload a blob of cells whose bytes are already at their offsets in ``buffer``."""
         writer, offsets = BlobWriter(buffer), dict[CellDigest, int]()
         for cell, _ in parts:
             offsets[cell.digest] = writer.place(cell.nbytes)
@@ -208,13 +208,13 @@ class Recoding:
         return {digest: CellPlace(ref, at, Frame(nbytes, None)) for digest, (at, nbytes) in offsets.items()}
 
     def _finish(self, writer: BlobWriter, buffer: memoryview) -> BlobRef:
-        """Put the finished blob, and return its reference."""
+        """Upload the finished blob, and return its reference."""
         ref = BlobRef(*writer.finish(), self.uploader)
         blobs.put(self.target, self.uploader, ref.hash, buffer[: ref.size])
         return ref
 
     def _read(self, run: Sequence[_Part]) -> None:
-        """Read consecutive cells and the bytes between them in one request."""
+        """Read consecutive cells, and the bytes between them, in one request."""
         start = end = run[0][0].offset
         views: list[memoryview] = []
         for cell, data in run:
@@ -261,7 +261,7 @@ class Recoding:
 
 
 def poor_blobs(manifest: Manifest, blob_bytes: int, kept: Container[tuple[TxId, BlobHash]]) -> frozenset[int]:
-    """Return the numbers of the blobs to repack. Repack only if this leaves fewer blobs or replaces worn blobs.
+    """Return the numbers of the blobs to repack, if this leaves fewer blobs or replaces worn blobs.
 
     A poor blob is worn or smaller than half of ``blob_bytes``, and is not in ``kept``. Blobs with encoded cells or
     their bases are never poor. Raises the same errors as reading a manifest.
@@ -283,7 +283,7 @@ def blobs_of_chains(manifest: Manifest) -> frozenset[int]:
 
 
 def cells_of(manifest: Manifest, wanted: Container[int]) -> list[_Cell]:
-    """Return each cell in the blobs ``wanted`` once, in the order that a save packs cells."""
+    """Return each cell in the blobs ``wanted`` once, in the order in which a save packs cells."""
     ranked: dict[CellDigest, tuple[tuple[object, ...], _Cell]] = {}
     for entry in _stored_entries(manifest):
         table, branch = manifest.extents(entry), branch_of(entry.kind, entry.key)
@@ -311,7 +311,7 @@ def packed(manifest: Manifest, cells: Sequence[_Cell], blob_bytes: int) -> list[
 
 
 def _parts(lot: Iterable[_Cell], buffer: memoryview) -> Iterator[_Part]:
-    """Yield each cell with its part of ``buffer``, assigned as a `BlobWriter` does."""
+    """Yield each cell with its part of ``buffer``, laid out as a `BlobWriter` does."""
     end = DATA_OFFSET
     for cell in lot:
         start = place_behind(end, cell.nbytes)

@@ -54,7 +54,7 @@ def rewrite(repo: Repository, base: Commit, save: Callable[[TxId, CommitList], C
 
 
 def record_of(repo: Repository, txid: TxId, commit: Commit, made: Encoded) -> Committed:
-    """Put a manifest. Return the record for a rewrite of ``commit`` with this manifest. Raises `StorageError`."""
+    """Upload a manifest. Return the record for a rewrite of ``commit`` with this manifest. Raises `StorageError`."""
     manifests.put_encoded(repo, txid, made)
     places = {"txid": txid, "head": made.head, "manifest_bytes": len(made.data)}
     return changed(commit.committed, time=repo.clock(), **places)
@@ -77,5 +77,5 @@ def _replace(repo: Repository, base: Commit, made: Commit) -> Commit:
     try:
         forget(repo, now)
     except CasckptError as error:
-        log.warning("the unfinished rewrite of %s is left to gc: %s", now, error)
+        log.warning("casckpt could not forget the unfinished rewrite of %s, so a gc will: %s", now, error)
     raise failed

@@ -1,4 +1,4 @@
-"""Saves in progress: lists and revokes them, and gives up saves whose record is lost."""
+"""Lists and revokes saves in progress, and gives up saves whose record is lost."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from casckpt.upkeep.lost_records import lost_records
 class SaveInProgress:
     """A transaction that has not ended.
 
-    ``run``, ``host`` and ``pid`` are None if its record cannot be read. ``signs_of_life``: how many signs it has
-    given. ``alive``: None if this host cannot tell.
+    ``run``, ``host`` and ``pid`` are None if its record cannot be read. ``signs_of_life``: how many signs of life the
+    save has shown. ``alive``: None if this host cannot tell.
     """
 
     txid: TxId
@@ -70,8 +70,8 @@ def revoke_save(repo: Repository, txid: TxId) -> None:
     """Revoke a save in progress, so that it never becomes visible. Raises `Conflict` if it has ended, `NotFound`."""
     closed = list_names(repo)
     if txid not in closed and txid not in {one.txid for one in open_transactions(repo, closed)}:
-        raise NotFound(f"there is no save {txid} in progress; `casckpt transactions STORE` lists them")
-    if txid in closed or not revoke(repo, txid, "revoked by hand"):
+        raise NotFound(f"there is no save {txid} in progress; `casckpt transactions STORE` lists the saves in progress")
+    if txid in closed or not revoke(repo, txid, "revoked manually"):
         raise Conflict(f"save {txid} has already ended; `casckpt list STORE` shows whether it was committed")
 
 
@@ -82,5 +82,8 @@ def give_up(repo: Repository, txid: TxId) -> None:
         raise Conflict(f"the records of {txid} can be read; `casckpt forget` hides its checkpoint")
     if txid in listed.damaged:
         purge_unreadable(repo, txid)
-    elif txid not in lost_records(repo, list_objects(repo)) or not revoke(repo, txid, "lost, and given up by hand"):
-        raise NotFound(f"there is no transaction {txid} whose record cannot be read; `casckpt verify STORE` names them")
+    elif txid not in lost_records(repo, list_objects(repo)) or not revoke(repo, txid, "lost, and given up manually"):
+        raise NotFound(
+            f"there is no transaction {txid} whose record cannot be read; `casckpt verify STORE` lists such "
+            "transactions"
+        )

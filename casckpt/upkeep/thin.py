@@ -1,10 +1,10 @@
-"""Thinning: removes some tensors of a checkpoint, such as the optimizer state, and keeps its id.
+"""Thinning: removes some of a checkpoint's tensors, such as the optimizer state, and keeps its id.
 
 A thinned checkpoint is a rewrite without the dropped entries and without the blobs that only these entries use.
 Thinning does not read or write tensor bytes. gc purges the old commit like a forgotten one. Until then, `restore`
 recovers all entries.
 
-A tag that is set during thinning protects the whole checkpoint. Therefore, thinning relists the tags at its end, and
+A tag that is set during thinning protects the whole checkpoint. Therefore, at its end, thinning relists the tags and
 restores checkpoints that have new tags. A process that sets a tag reads the log afterwards, so at least one of the two
 processes notices the other. If thinning is killed before its end, the tag protects the old commit, and a later gc
 restores it.
@@ -115,7 +115,7 @@ def plan_thin(
     """
     rule, wanted = patterns_of(drop), list(refs)
     if bool(wanted) is not (keep is None or keep.is_empty):
-        raise InvalidInput("give either the checkpoints to thin, or a rule for those that stay whole (keep-last)")
+        raise InvalidInput("specify either the checkpoints to thin, or a rule for the ones to keep whole (keep-last)")
     named = _barring(repo, tagged=tagged)
     listed = list_commits(repo)
     if wanted:
@@ -139,7 +139,7 @@ def _barring(repo: Repository, *, tagged: bool) -> dict[str, Tag]:
 
 
 def _rule(commit: Commit) -> frozenset[str]:
-    """Return the patterns that a checkpoint was thinned by."""
+    """Return the patterns with which a checkpoint was thinned."""
     rule = "" if commit.dropped is None else commit.dropped.rule
     try:
         return frozenset(word for word in shlex.split(rule[:MAX_RULE]) if word != "--drop")
@@ -151,8 +151,8 @@ def _check_untagged(named: Mapping[str, Tag], chosen: Iterable[Commit]) -> None:
     for commit in chosen:
         if names := tags_of(named, commit.id):
             raise Conflict(
-                f"{commit} is tagged {', '.join(names)}: nothing was thinned; say --tagged (tagged=True), but "
-                "wait for the end of one that expires",
+                f"{commit} is tagged {', '.join(names)}, so nothing was thinned. Pass --tagged (tagged=True), but "
+                "first wait until every tag that has an expiry date expires",
                 checkpoints=(commit.id,),
             )
 
@@ -310,7 +310,7 @@ def _move_tags(repo: Repository, thin: Sequence[Commit]) -> None:
 
 
 def thin_alike(repo: Repository, others: Iterable[Commit]) -> list[Commit]:
-    """Thin the checkpoints of ``repo`` like ``others``, their copies in a different store. Return the thinned ones.
+    """Thin the checkpoints of ``repo`` in the same way as ``others``, their copies in a different store. Return them.
 
     Skips checkpoints of ``repo`` that have a tag or cannot be read. Raises `StorageError`.
     """

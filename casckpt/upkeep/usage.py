@@ -1,4 +1,4 @@
-"""The bytes of a store: the total, the bytes that each run uses, and the bytes that no checkpoint uses."""
+"""A store's bytes: the total, the bytes that each run uses, and the bytes that no checkpoint uses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Blob = tuple[TxId, BlobHash]
 
 @dataclass(frozen=True, slots=True)
 class RunUsage:
-    """The use of one run. Sizes count blob files, except ``bytes_logical``, which counts its visible tensors.
+    """The space that one run uses. Sizes count blob files, except ``bytes_logical``, which counts visible tensors.
 
     ``bytes_used``: all blobs that its live checkpoints name. ``bytes_alone``: the blobs that no other run names, which
     gc frees if the run is purged. ``bytes_newest``: the blobs that its newest checkpoint names.
@@ -43,7 +43,7 @@ class RunUsage:
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """The use of all runs, largest first. ``bytes_unneeded``: blobs that no live checkpoint names.
+    """The space that all runs use, largest first. ``bytes_unneeded``: blobs that no live checkpoint names.
 
     Unneeded blobs are leftovers of failed saves, blobs of saves in progress, and blobs of purged checkpoints.
     ``freed``: the unneeded blobs that gc deletes, and the blobs that only forgotten checkpoints use. ``unreadable``:
@@ -60,7 +60,7 @@ class StoreUsage:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Bytes that gc without rules frees ``now`` and ``later``, after all forgotten checkpoints have been purged."""
+    """The bytes that a gc without rules frees ``now``, and ``later``, after all forgotten checkpoints were purged."""
 
     now: int
     later: int
@@ -75,9 +75,9 @@ class StoreStats:
     stored as frames. ``bytes_frames``: the size of these frames. ``bytes_deltas``: the size of the frames that have a
     base. ``forgotten``: checkpoints that are waiting to be purged. ``bytes_freed_now``: blobs that gc without rules
     deletes. ``bytes_freed_later``: blobs that gc deletes after all currently forgotten checkpoints have been purged.
-    ``mirror``: URL of the store's mirror, or None if it has none. ``mirror_found``: whether a store exists there, or
-    None if unknown. ``mirrored``, ``unmirrored``: number of checkpoints, including forgotten ones, with and without a
-    note that they are safe in the mirror. ``damaged_blobs``: marked blobs that checkpoints need.
+    ``mirror``: URL of the store's mirror, or None if it has none. ``mirror_found``: whether a store exists at that
+    URL, or None if unknown. ``mirrored``, ``unmirrored``: number of checkpoints, including forgotten ones, with and
+    without a note that they are safe in the mirror. ``damaged_blobs``: marked blobs that checkpoints need.
     """
 
     checkpoints: int
@@ -101,7 +101,7 @@ class StoreStats:
 
 
 def usage(repo: Repository) -> StoreUsage:
-    """Return how much of a store each run uses. Reads the manifests that the catalogue lacks.
+    """Return how much space each run uses. Reads the manifests that the catalogue lacks.
 
     Raises NotFound, StorageError.
     """

@@ -41,7 +41,7 @@ class Planning(threading.Thread):
 
 
 @pytest.mark.parametrize("was_on", [True, False])
-def test_the_collector_pauses_and_then_returns_to_its_old_state(was_on: bool) -> None:
+def test_the_collector_is_paused_and_then_restored_to_its_previous_state(was_on: bool) -> None:
     (gc.enable if was_on else gc.disable)()
     with collector_paused():
         assert not gc.isenabled()
@@ -54,7 +54,7 @@ def test_the_collector_pauses_and_then_returns_to_its_old_state(was_on: bool) ->
     assert gc.isenabled() is was_on
 
 
-def test_the_collector_pauses_until_the_last_of_several_threads_ends() -> None:
+def test_the_collector_is_paused_until_the_last_of_several_threads_finishes() -> None:
     gc.enable()
     thread = Planning()
     with collector_paused():

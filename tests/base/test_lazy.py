@@ -38,7 +38,7 @@ def test_a_lazy_value_is_computed_once() -> None:
     assert Slow.value.__doc__ == "What is computed."
 
 
-def test_threads_that_compute_a_lazy_value_concurrently_get_the_same_one() -> None:
+def test_threads_that_compute_a_lazy_value_concurrently_get_the_same_value() -> None:
     class Met:
         together = Barrier(2, timeout=60)
 

@@ -21,7 +21,7 @@ def test_a_valid_run_name_is_returned(run: str) -> None:
 
 
 @pytest.mark.parametrize("run", ["", "/a", ".a", "a b", "a\n", "é", "x" * 201, "a@b", "٣", None, 3, b"a"])
-def test_an_invalid_run_name_is_refused(run: str) -> None:
+def test_an_invalid_run_name_is_rejected(run: str) -> None:
     with pytest.raises(InvalidInput, match="not a valid name"):
         check_run(run)
 
@@ -42,7 +42,7 @@ def saved() -> casckpt.Store:
 
 
 @pytest.mark.parametrize("name", ["save", "save_async", "load", "read", "pre_download"])
-def test_a_misspelt_keyword_is_named_by_the_call(saved: casckpt.Store, name: str) -> None:
+def test_the_error_for_a_misspelled_keyword_names_it(saved: casckpt.Store, name: str) -> None:
     given: dict[str, Any] = {"step": 2} if name.startswith("save") else {"ref": "default@1"}
     state: dict[str, Any] = {} if name == "read" else {"state": {}}
     with pytest.raises(TypeError, match=rf"^Store\.{name}\(\) got an unexpected keyword argument 'allow_pickel'$"):
@@ -63,7 +63,7 @@ def test_a_misspelt_keyword_is_named_by_the_call(saved: casckpt.Store, name: str
     ],
 )
 @pytest.mark.parametrize("state", [{}, {"state": {}}], ids=["no state", "state"])
-def test_a_keyword_of_a_different_call_is_refused(
+def test_a_keyword_that_belongs_to_a_different_call_is_rejected(
     saved: casckpt.Store, name: str, keyword: str, state: dict[str, Any]
 ) -> None:
     given = {"load": {"state": {}}, "read": {}, "pre_download": state}[name]

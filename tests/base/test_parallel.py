@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 @pytest.mark.parametrize("threads", [0, 1, 3, 50])
 @pytest.mark.parametrize("count", [0, 1, 2, 200])
-def test_results_are_in_order(threads: int, count: int) -> None:
+def test_results_are_returned_in_order(threads: int, count: int) -> None:
     assert list(in_parallel(threads, str, range(count))) == [str(n) for n in range(count)]
 
 
-def test_one_item_per_thread_is_in_flight_and_few_wait() -> None:
+def test_one_item_per_thread_is_in_flight_and_only_a_few_are_waiting() -> None:
     meeting = threading.Barrier(3, timeout=60)
     taken: list[int] = []
 

@@ -39,7 +39,7 @@ def test_durations_are_parsed(duration: Duration, seconds: float) -> None:
         *(timedelta(-1), -1, float("nan"), float("inf"), None, True, False, b"7d", ["7d"]),
     ],
 )
-def test_an_invalid_duration_is_refused(duration: Any) -> None:
+def test_an_invalid_duration_is_rejected(duration: Any) -> None:
     with pytest.raises(InvalidInput, match=r"min-age: .* is not a duration with a unit"):
         seconds_of(duration, "min-age")
 
@@ -53,7 +53,7 @@ def test_the_error_for_a_number_without_a_unit_suggests_a_duration(bare: Any) ->
 
 
 @pytest.mark.parametrize("long", ["36501d", "999999999w", timedelta.max])
-def test_a_duration_beyond_the_range_of_clocks_is_refused(long: Duration) -> None:
+def test_a_duration_beyond_the_range_of_clocks_is_rejected(long: Duration) -> None:
     """Regression: such an early time raised OverflowError."""
     assert seconds_of("36500d") == 36500 * 86400
     with pytest.raises(InvalidInput, match=r"keep-within: .* is too long: pass 36500d or less"):
@@ -89,6 +89,6 @@ def test_a_size_is_parsed(text: str, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1", "1e3", "5 parsecs", "1..5MB", "٣MB", "1" * 16])
-def test_anything_else_is_refused(text: str) -> None:
+def test_an_invalid_size_is_rejected(text: str) -> None:
     with pytest.raises(InvalidInput, match="not a size"):
         parse_size(text)

@@ -13,7 +13,7 @@ from tests.support.bucket_commands import arguments, checks
 from tests.support.servers import SECRET, Server
 
 
-def test_a_mistyped_bucket_is_not_created(safe: Server, as_json: AsJson, run: Run) -> None:
+def test_a_bucket_with_a_mistyped_name_is_not_created(safe: Server, as_json: AsJson, run: Run) -> None:
     """SeaweedFS creates a bucket for any put."""
     found = checks(safe, "no-such-bucket", as_json, status=1)
     assert "create it first" in found["write"]["found"]
@@ -41,7 +41,7 @@ def test_all_commands_work_on_a_bucket(safe: Server, run: Run, as_json: AsJson, 
     run("import", url, model, "--run", "sft", "--step", 1, *options, status=5)
 
 
-def test_secrets_are_not_in_any_output(moto_server: Server) -> None:
+def test_secrets_never_appear_in_the_output(moto_server: Server) -> None:
     bucket, options = moto_server.new_bucket(), arguments(moto_server)
     for url in (f"s3://{bucket}/store", "s3://no-such-bucket/store"):
         for command in (["init", url], ["list", url, "--debug"], ["doctor", url], ["gc", url, "-vv"]):

@@ -20,7 +20,7 @@ def offered(*words: object, **environment: str) -> list[str]:
     return [line.partition(",")[2] for line in result.stdout.splitlines() if line]
 
 
-def test_references_runs_and_folders_are_offered(saved: Path, store: casckpt.Store) -> None:
+def test_references_runs_and_folders_are_completed(saved: Path, store: casckpt.Store) -> None:
     store.tag("best", "a@2")
     refs = ["tag:best", "latest", "a@latest", "b@latest", "b@1", "a@3", "a@2", "a@1"]
     assert offered("show", saved, "") == refs
@@ -52,6 +52,6 @@ def test_a_store_argument_completes_folders(saved: Path) -> None:
 
 @pytest.mark.process  # click runs the shell to read its version
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_every_shell_has_its_script(shell: str) -> None:
+def test_every_shell_has_a_completion_script(shell: str) -> None:
     result = CliRunner().invoke(cli, [], env={"_CASCKPT_COMPLETE": f"{shell}_source"})
     assert "_CASCKPT_COMPLETE" in result.stdout

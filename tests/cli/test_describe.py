@@ -25,7 +25,7 @@ def test_the_error_for_a_missing_run_lists_the_runs(saved: Path, store: casckpt.
     assert not run("gc", saved, "--run", "b").stderr
 
 
-def test_json_has_null_for_nan_and_infinity(saved: Path, store: casckpt.Store, run: Run) -> None:
+def test_json_represents_nan_and_infinity_as_null(saved: Path, store: casckpt.Store, run: Run) -> None:
     store.save({"a": torch.zeros(1)}, run="n", step=0, metadata={"loss": float("nan"), "all": [float("inf"), 1.5]})
     for command in (("show", saved, "n@0"), ("list", saved)):
         assert "NaN" not in run(*command, "--json").stdout

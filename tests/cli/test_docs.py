@@ -13,7 +13,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
 
 
 @pytest.mark.parametrize("name", names())
-def test_the_page_has_the_purpose_and_the_json_of_each_command(name: str) -> None:
+def test_the_page_documents_the_purpose_and_json_of_each_command(name: str) -> None:
     purpose = command_of(name).get_short_help_str(90).rstrip(".")
     assert re.search(rf"^\| `{name}` \| (\[{purpose}\]\(.*\)|{purpose}) \|$", PAGE, re.MULTILINE)
     json = PAGE.partition("\n## JSON output\n")[2].partition("\n## ")[0]
@@ -28,7 +28,7 @@ def test_help_describes_every_option(name: str) -> None:
     assert not command.get_short_help_str(60).endswith("..."), "its first sentence is long"
 
 
-def test_the_site_has_every_option_of_every_command() -> None:
+def test_the_site_documents_every_option_of_every_command() -> None:
     text = sections()
     own = dict(re.findall(r"^## casckpt ([\w-]+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
     shared = text.partition("\n## ")[0]
@@ -40,7 +40,7 @@ def test_the_site_has_every_option_of_every_command() -> None:
                 assert option.opts[-1] in own[name] + shared
 
 
-def test_shared_options_are_those_of_the_commands_in_their_title() -> None:
+def test_shared_options_are_documented_for_exactly_the_commands_that_have_them() -> None:
     every = set(names())
     for title, options in GROUPS.items():
         named = set(re.findall(r"\w+", title)) & every

@@ -50,7 +50,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
         (StorageError("m; do this"), 1),
     ],
 )
-def test_an_error_is_one_message_and_a_status(
+def test_an_error_produces_one_message_and_an_exit_status(
     failing: Any, run: Run, as_json: AsJson, error: CasckptError, status: int
 ) -> None:
     failing(error)
@@ -78,7 +78,7 @@ def test_an_unexpected_error_is_reported_in_one_line_with_a_hint(
     assert as_json("fail", "s", status=1)["error"]["kind"] == "error"
 
 
-def test_an_interrupt_has_its_own_status(failing: Any, run: Run) -> None:
+def test_an_interrupt_has_its_own_exit_status(failing: Any, run: Run) -> None:
     failing(KeyboardInterrupt())
     assert run("fail", "s", status=130).stderr.strip() == "casckpt: interrupted"
 
@@ -108,21 +108,23 @@ def test_messages_contain_no_terminal_sequences(failing: Any, run: Run) -> None:
     ],
     ids=" ".join,
 )
-def test_wrong_usage_explains_the_usage(run: Run, as_json: AsJson, args: list[str]) -> None:
+def test_a_usage_error_explains_the_usage(run: Run, as_json: AsJson, args: list[str]) -> None:
     lines = run(*args, status=2).stderr.strip().splitlines()
     assert lines[0].startswith("casckpt: ")
     assert lines[-1].startswith("Try 'casckpt")
     assert as_json(*args, status=2)["error"]["kind"] == "usage"
 
 
-def test_without_arguments_the_help_is_shown() -> None:
+def test_the_help_is_shown_if_there_are_no_arguments() -> None:
     result = CliRunner().invoke(cli, [])
     assert result.exit_code == 2
     assert "Commands:" in result.output
 
 
 @pytest.mark.parametrize("name", sorted(set(command_modules()) - WITHOUT_STORE - {"doctor", "import", "init", "watch"}))
-def test_no_reading_command_creates_a_store(name: str, store_path: Path, tmp_path: Path, as_json: AsJson) -> None:
+def test_commands_that_only_read_do_not_create_a_store(
+    name: str, store_path: Path, tmp_path: Path, as_json: AsJson
+) -> None:
     with cli.make_context("casckpt", ["list", "s"]) as context:
         command = cli.get_command(context, name)
     assert command is not None
@@ -209,7 +211,7 @@ def test_a_stray_file_with_an_impossible_date_is_ignored(saved: Path, as_json: A
     assert as_json("gc", saved, "--dry-run")["waiting"] == []
 
 
-def test_a_store_may_have_any_name_that_a_folder_may(saved: Path, tmp_path: Path, as_json: AsJson) -> None:
+def test_a_store_can_have_any_name_that_a_folder_can_have(saved: Path, tmp_path: Path, as_json: AsJson) -> None:
     odd = tmp_path / os.fsdecode(b"not utf-8 \xff\x1b")
     saved.rename(odd)
     assert len(as_json("list", odd)) == 4

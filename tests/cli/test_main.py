@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.cli.conftest import Run
 
 
-def test_a_mistyped_command_gets_a_suggestion(run: Run) -> None:
+def test_the_error_for_a_mistyped_command_suggests_a_command(run: Run) -> None:
     assert "unknown command 'lst'; did you mean list?" in run("lst", status=2).stderr
     assert "did you mean forget?" in run("delete", status=2).stderr
     assert "did you mean" not in run("frobnicate", status=2).stderr

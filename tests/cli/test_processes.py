@@ -23,11 +23,11 @@ def run(*args: object, status: int = 0) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def test_the_version_is_that_of_the_package() -> None:
+def test_the_version_matches_the_package() -> None:
     assert run("--version").stdout == f"casckpt {casckpt.__version__}\n"
 
 
-def test_a_process_has_the_documented_statuses_and_streams(saved: Path) -> None:
+def test_exit_statuses_and_output_streams_are_as_documented(saved: Path) -> None:
     assert len(json.loads(run("list", saved, "--json").stdout)) == 4
     missing = run("show", saved, "a@9", status=3)
     assert (missing.stdout, missing.stderr.count("\n")) == ("", 1)
@@ -86,7 +86,7 @@ def test_a_closed_pipe_ends_the_command_quietly(saved: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("option", [[], ["--json"]])
-def test_a_full_disk_behind_stdout_is_reported(saved: Path, option: list[str]) -> None:
+def test_a_full_disk_that_receives_stdout_is_reported(saved: Path, option: list[str]) -> None:
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
             [*CASCKPT, "list", str(saved), *option], stdout=full, stderr=subprocess.PIPE, text=True, check=False

@@ -16,7 +16,9 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("total", [None, 4096])
 @pytest.mark.parametrize("of_bytes", [True, False])
-def test_a_terminal_sees_a_bar(monkeypatch: pytest.MonkeyPatch, total: int | None, of_bytes: bool) -> None:
+def test_a_progress_bar_is_drawn_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, total: int | None, of_bytes: bool
+) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
@@ -26,7 +28,7 @@ def test_a_terminal_sees_a_bar(monkeypatch: pytest.MonkeyPatch, total: int | Non
     assert "[reading]" in terminal.getvalue()
 
 
-def test_a_finished_bar_disappears_without_a_with_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_bar_disappears_even_without_a_with_block(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
@@ -44,7 +46,7 @@ def test_no_bar_is_drawn_without_a_terminal(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("columns", [40, 80])
-def test_a_bar_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+def test_a_bar_fits_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
@@ -57,7 +59,7 @@ def test_a_bar_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) 
     assert any("GiB/s" in line or "?" in line for line in lines) == (columns == 80)
 
 
-def test_a_log_gets_a_line_every_half_minute(
+def test_progress_is_logged_every_half_minute_without_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter([100.0, 110.0, 131.0, 132.0, 161.0, 200.0, 230.0])

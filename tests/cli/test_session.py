@@ -30,7 +30,7 @@ def test_a_store_cannot_send_control_characters_to_the_terminal(saved: Path, sto
 # care for stores
 
 
-def test_the_cache_folder_may_come_from_the_environment(
+def test_the_cache_folder_can_be_set_in_the_environment(
     saved: Path, tmp_path: Path, as_json: AsJson, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CASCKPT_CACHE_DIR", str(tmp_path / "there"))
@@ -41,7 +41,9 @@ def test_the_cache_folder_may_come_from_the_environment(
 
 
 @pytest.mark.parametrize("way", ["-s", "--store", "environment"])
-def test_the_store_may_be_named_once(saved: Path, as_json: AsJson, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+def test_the_store_can_be_named_in_any_one_way(
+    saved: Path, as_json: AsJson, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
     option = [] if way == "environment" else [way, saved]
     if way == "environment":
         monkeypatch.setenv("CASCKPT_STORE", str(saved))
@@ -53,7 +55,7 @@ def test_the_store_may_be_named_once(saved: Path, as_json: AsJson, monkeypatch: 
     as_json("list", f"--store={saved}")
 
 
-def test_a_store_named_twice_is_wrong_usage(saved: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_naming_the_store_twice_is_a_usage_error(saved: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run("list", saved, "-s", saved, status=2)
     monkeypatch.setenv("CASCKPT_STORE", str(saved))
     assert "CASCKPT_STORE already names the store" in run("list", saved, status=2).stderr
@@ -63,7 +65,7 @@ def test_a_store_named_twice_is_wrong_usage(saved: Path, run: Run, monkeypatch: 
     assert "no checkpoints" in run("list", "-s", _empty(saved.parent / "other")).stdout
 
 
-def test_the_error_without_a_store_lists_all_ways_to_name_one(run: Run, as_json: AsJson) -> None:
+def test_the_error_for_a_missing_store_argument_lists_all_ways_to_name_a_store(run: Run, as_json: AsJson) -> None:
     said = run("list", status=2).stderr
     assert "Missing argument 'STORE'" in said
     assert "-s or CASCKPT_STORE" in said
@@ -79,7 +81,7 @@ def test_verbose_logs_each_step(saved: Path, run: Run, tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "w.pt")
     said = {
         ("gc", saved, "--keep-last", 1, "--min-age", 0): "2 live checkpoints, 3 objects that none of them needs",
-        ("copy", saved, tmp_path / "copy"): "blobs to put, of",
+        ("copy", saved, tmp_path / "copy"): "blobs to upload",
         ("verify", saved): "blobs to check",
         ("repair", saved): "0 blobs are damaged or missing; 0 manifests were restored",
         ("import", saved, tmp_path / "w.pt", "--step", 1): "as torch",

@@ -23,12 +23,12 @@ from casckpt.cli.text import Column, bold, cell_width, count, moment, printable,
         (1 << 70, "1024.0 EiB"),
     ],
 )
-def test_sizes_are_printed_short(nbytes: int, text: str) -> None:
+def test_sizes_are_printed_concisely(nbytes: int, text: str) -> None:
     assert size(nbytes) == text
 
 
 @given(st.integers(0, 1 << 69))
-def test_no_size_takes_more_than_ten_characters(nbytes: int) -> None:
+def test_sizes_have_at_most_ten_characters(nbytes: int) -> None:
     assert len(size(nbytes)) <= 10
 
 
@@ -39,7 +39,7 @@ def test_printable_text_has_no_control_characters(text: str) -> None:
     assert printable(printable(text)) == printable(text)
 
 
-def test_numbers_and_times_are_printed_for_people() -> None:
+def test_numbers_and_times_are_printed_in_a_readable_form() -> None:
     assert (count(1, "blob"), count(0, "blob")) == ("1 blob", "0 blobs")
     assert moment("2026-11-21T04:12:59+02:00") == "2026-11-21 02:12"
     assert shortened(["a", "b", "c"], 3) == ["a", "b", "c"]
@@ -79,7 +79,7 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
 
 
-def test_each_row_is_one_complete_line_in_a_pipe(
+def test_in_a_pipe_each_row_is_one_complete_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "30")

@@ -68,6 +68,6 @@ def test_a_metric_that_no_checkpoint_has_does_not_forget_or_thin_anything(
     assert "no checkpoint of run c has a metric 'los'; the existing metrics are loss" in told
     for command in (("gc",), ("thin", "--drop", key), ("stats",)):
         told = run(*command, saved, "--keep-best", "loss:3").stderr
-        assert told.count("no checkpoint of run a, b has a number for 'loss', so all of them stay") == 1
+        assert told.count("no checkpoint of run a, b has a number for 'loss', so gc keeps all of them") == 1
     assert named(as_json("list", saved)) == ["a@1", "a@2", "a@3", "b@1", "c@1"]
     assert not any(row["dropped"] for row in as_json("list", saved))

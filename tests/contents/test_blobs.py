@@ -26,13 +26,13 @@ def txid(repo: Repository) -> TxId:
     return repo.new_txid("a", 1)
 
 
-def test_an_existing_blob_of_the_same_size_counts_as_put(repo: Repository, txid: TxId) -> None:
+def test_an_existing_blob_of_the_same_size_counts_as_written(repo: Repository, txid: TxId) -> None:
     blobs.put(repo, txid, HASH, memoryview(b"data"))
     blobs.put(repo, txid, HASH, b"data")
     assert repo.storage.get(blob_key(txid, HASH), limit=10) == b"data"
 
 
-def test_an_existing_blob_of_a_different_size_is_refused(repo: Repository, txid: TxId) -> None:
+def test_an_existing_blob_of_a_different_size_is_rejected(repo: Repository, txid: TxId) -> None:
     blobs.put(repo, txid, HASH, b"dat")
     with pytest.raises(StorageError, match="3 bytes instead of 4") as caught:
         blobs.put(repo, txid, HASH, b"data")
@@ -45,7 +45,7 @@ def test_sizes_are_counted_in_bytes(repo: Repository, txid: TxId) -> None:
     blobs.put(repo, txid, HASH, bytes(8))
 
 
-def test_a_put_with_a_lost_answer_can_be_repeated(repo: Repository, txid: TxId, faults: FaultyStore) -> None:
+def test_a_put_whose_response_was_lost_can_be_repeated(repo: Repository, txid: TxId, faults: FaultyStore) -> None:
     faults.inject(fail_after("put", key="objects/*"))
     with pytest.raises(StorageError):
         blobs.put(repo, txid, HASH, b"data")
@@ -62,14 +62,16 @@ def test_missing_and_truncated_blobs_are_found(repo: Repository, txid: TxId, fau
     assert blobs.check(repo, []) == []
 
 
-def test_a_failing_storage_does_not_mean_a_missing_blob(repo: Repository, txid: TxId, faults: FaultyStore) -> None:
+def test_failing_storage_does_not_mean_that_a_blob_is_missing(
+    repo: Repository, txid: TxId, faults: FaultyStore
+) -> None:
     one = put_blob(repo, txid, "one")
     faults.inject(fail_before("size"))
     with pytest.raises(StorageError):
         blobs.check(repo, [one])
 
 
-def test_marks_alternate_and_the_highest_counts(repo: Repository, txid: TxId) -> None:
+def test_marks_alternate_and_the_highest_number_wins(repo: Repository, txid: TxId) -> None:
     assert blobs.damaged_marks(repo) == set()
     for _ in range(6):
         blobs.mark_damaged(repo, txid, HASH, "flipped")
@@ -80,7 +82,7 @@ def test_marks_alternate_and_the_highest_counts(repo: Repository, txid: TxId) ->
     assert (mark.number, mark.state, mark.why) == (11, "repaired", "copied")
 
 
-def test_a_mark_without_a_change_is_not_written(repo: Repository, txid: TxId) -> None:
+def test_a_mark_that_changes_nothing_is_not_written(repo: Repository, txid: TxId) -> None:
     blobs.mark_repaired(repo, txid, HASH, "never was damaged")
     assert list(repo.storage.list("damaged/")) == []
     blobs.mark_damaged(repo, txid, HASH, "x")
@@ -88,7 +90,7 @@ def test_a_mark_without_a_change_is_not_written(repo: Repository, txid: TxId) ->
     assert [entry.key for entry in repo.storage.list("damaged/")] == [damaged_key(txid, HASH, 0)]
 
 
-def test_marks_of_equal_hashes_differ_by_uploader(repo: Repository, txid: TxId) -> None:
+def test_marks_of_equal_hashes_are_separate_for_each_uploader(repo: Repository, txid: TxId) -> None:
     other = repo.new_txid("a", 2)
     blobs.mark_damaged(repo, txid, HASH, "x")
     blobs.mark_damaged(repo, other, HASH, "x")
@@ -153,7 +155,7 @@ class Far(MemoryStore):
         return Traits(remote=True, read_gap=0, parallel=4, exclusive=True)
 
 
-def test_known_blobs_are_checked_by_sample_over_a_network(tmp_path: Path) -> None:
+def test_known_blobs_on_remote_storage_are_spot_checked(tmp_path: Path) -> None:
     far = FaultyStore(Far(uuid4().hex))
     repo, other = repository(tmp_path, far), repository(tmp_path, far, seed=2)
     txid = repo.new_txid("a", 1)

@@ -31,7 +31,7 @@ def test_a_checkpoint_has_the_fields_of_its_save() -> None:
     assert "sft/lora@100" in repr(ckpt)
 
 
-def test_equal_checkpoints_compare_equal_across_handles() -> None:
+def test_handles_of_the_same_checkpoint_compare_equal() -> None:
     store = small()
     ckpt = store.save(STATE, step=1, metadata={"a": [1, {"b": None}]})
     again = Store(store.repository).get("default@1")

@@ -63,7 +63,7 @@ def test_a_rank_sees_its_own_values_and_other_ranks_see_those_of_rank_0(ranks: P
     assert second == [((3,), 1, held), ((2,), 0, held)]
 
 
-def test_a_leaf_that_is_not_stored_is_refused(store: casckpt.Store) -> None:
+def test_a_leaf_that_is_not_stored_is_rejected(store: casckpt.Store) -> None:
     contents = saved(store, {"w": torch.ones(3), "lr": 0.1})
     assert contents.whole_tree() == {"w": 0, "lr": 1}
     del contents.objects["lr"]
@@ -72,14 +72,14 @@ def test_a_leaf_that_is_not_stored_is_refused(store: casckpt.Store) -> None:
             look()
 
 
-def test_a_lost_part_of_an_object_is_damage(store: casckpt.Store) -> None:
+def test_a_lost_part_of_an_object_is_reported_as_damage(store: casckpt.Store) -> None:
     contents = saved(store, {"array": np.arange(100_000)})
     more = changed(contents.objects["array"], parts=2)
     with pytest.raises(Damaged, match="lacks a part of object 'array'"):
         contents.parts(more)
 
 
-def test_an_entry_with_holes_is_damage_before_memory_is_allocated_for_it(store: casckpt.Store) -> None:
+def test_an_entry_with_holes_is_reported_before_memory_is_allocated_for_it(store: casckpt.Store) -> None:
     contents = saved(store, {"w": torch.ones(3)})
     entry = contents.tensor("w")
     assert contents.extents(entry).shape == (3,)

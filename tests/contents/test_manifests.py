@@ -47,7 +47,7 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path: Path, repo: Repository) 
     ]
 
 
-def test_a_manifest_is_read_once_or_not_at_all_if_it_was_just_written(
+def test_a_manifest_is_read_at_most_once_and_never_if_it_was_just_written(
     tmp_path: Path, repo: Repository, faults: FaultyStore
 ) -> None:
     commit = save(repo)
@@ -58,13 +58,13 @@ def test_a_manifest_is_read_once_or_not_at_all_if_it_was_just_written(
     assert faults.count("get", "objects/*") == 1
 
 
-def test_an_existing_manifest_of_the_same_size_counts_as_put(repo: Repository) -> None:
+def test_an_existing_manifest_of_the_same_size_counts_as_written(repo: Repository) -> None:
     txid = repo.new_txid("a", 1)
     made = draft([BlobRef(blob_hash("x"), 1, txid)])
     assert manifests.put(repo, txid, made) == manifests.put(repo, txid, made)
 
 
-def test_an_existing_manifest_of_a_different_size_is_refused(repo: Repository) -> None:
+def test_an_existing_manifest_of_a_different_size_is_rejected(repo: Repository) -> None:
     txid = repo.new_txid("a", 1)
     made = draft([])
     found = manifests.put(repo, txid, made)
@@ -81,7 +81,7 @@ def test_a_record_that_cannot_be_decoded_is_not_written(repo: Repository) -> Non
 
 
 @pytest.mark.parametrize("damage", ["flip", "tear", "gone"])
-def test_damage_names_the_checkpoint_and_the_object(
+def test_the_error_for_damage_names_the_checkpoint_and_the_object(
     tmp_path: Path, repo: Repository, faults: FaultyStore, damage: str
 ) -> None:
     commit = save(repo, "sft", 7)
@@ -112,7 +112,7 @@ def test_an_error_for_an_invalid_manifest_names_the_checkpoint(tmp_path: Path, r
 
 
 @pytest.mark.parametrize("fields", [{"run": "other"}, {"step": 8}, {"created_at": 1}, {"parent": "ab" * 32}])
-def test_a_record_that_contradicts_its_manifest_is_refused(
+def test_a_record_that_contradicts_its_manifest_is_rejected(
     tmp_path: Path, repo: Repository, fields: dict[str, Any]
 ) -> None:
     commit = save(repo, "sft", 7)
@@ -124,7 +124,7 @@ def test_a_record_that_contradicts_its_manifest_is_refused(
     )  # whatever it contains, a gc knows which objects it needs
 
 
-def test_a_checkpoint_purged_in_the_meantime_is_gone_and_not_damaged(
+def test_a_checkpoint_purged_in_the_meantime_is_reported_as_gone_and_not_as_damaged(
     tmp_path: Path, repo: Repository, faults: FaultyStore
 ) -> None:
     commit = save(repo, "sft", 7)
@@ -138,7 +138,7 @@ def test_a_checkpoint_purged_in_the_meantime_is_gone_and_not_damaged(
         manifests.get(fresh(tmp_path, repo), commit)
 
 
-def test_a_failing_storage_does_not_mean_damage(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_failing_storage_is_not_reported_as_damage(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
     commit = save(repo)
     faults.inject(fail_before("get", key="objects/*"))
     with pytest.raises(StorageError):

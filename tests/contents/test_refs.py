@@ -33,14 +33,14 @@ def an_id(start: str) -> ManifestId:
     return ManifestId(start.ljust(64, "0"))
 
 
-def test_a_reference_of_run_and_step_is_found(repo: Repository) -> None:
+def test_a_reference_with_run_and_step_is_resolved(repo: Repository) -> None:
     made = [commit_bare(repo, run, step) for run in ("a", "team/sft-v1.2_x") for step in (0, 7, 10)]
     for commit in made:
         assert resolve(repo, f"{commit.run}@{commit.step}") == commit
     assert resolve(repo, "a@007") == made[1]
 
 
-def test_latest_is_the_save_that_began_last_whatever_its_step(repo: Repository) -> None:
+def test_latest_is_the_save_that_began_last_regardless_of_its_step(repo: Repository) -> None:
     commit_bare(repo, "a", 100)
     rolled_back = commit_bare(repo, "a", 50)
     other = commit_bare(repo, "b", 1)
@@ -50,7 +50,7 @@ def test_latest_is_the_save_that_began_last_whatever_its_step(repo: Repository) 
     assert resolve(repo, "latest") == rolled_back
 
 
-def test_a_run_name_may_be_a_word_of_the_reference_grammar(repo: Repository) -> None:
+def test_a_run_name_can_be_a_keyword_of_the_reference_syntax(repo: Repository) -> None:
     one, two = commit_bare(repo, "latest", 3), commit_bare(repo, "abcdef", 4)
     assert resolve(repo, "latest@3") == one
     assert resolve(repo, "latest@latest") == one
@@ -59,7 +59,7 @@ def test_a_run_name_may_be_a_word_of_the_reference_grammar(repo: Repository) -> 
         resolve(repo, "abcdef")
 
 
-def test_the_twin_that_began_later_is_found(repo: Repository) -> None:
+def test_a_reference_resolves_to_the_twin_that_began_later(repo: Repository) -> None:
     one, two = (commit_bare(repo, "a", 1) for _ in range(2))
     assert resolve(repo, "a@1") == two
     assert resolve(repo, one.id) == one
@@ -67,7 +67,7 @@ def test_the_twin_that_began_later_is_found(repo: Repository) -> None:
     assert resolve(repo, "a@1") == one
 
 
-def test_ids_and_their_prefixes_are_found(repo: Repository) -> None:
+def test_ids_and_their_prefixes_are_resolved(repo: Repository) -> None:
     one = commit_bare(repo, "a", 1, manifest=an_id("abcdef12"))
     two = commit_bare(repo, "a", 2, manifest=an_id("abcdef34"))
     assert resolve(repo, one.id) == one
@@ -88,7 +88,7 @@ def test_a_forgotten_checkpoint_is_found_only_by_its_id(repo: Repository) -> Non
         resolve(repo, "latest")
 
 
-def test_an_id_finds_a_visible_commit_or_else_the_latest(repo: Repository) -> None:
+def test_an_id_resolves_to_a_visible_commit_or_otherwise_to_the_latest(repo: Repository) -> None:
     same = [commit_bare(repo, "a", step, manifest=an_id("abcdef")) for step in range(3)]
     assert resolve(repo, "abcdef") == same[2]
     forget(repo, same[2])
@@ -122,7 +122,7 @@ def test_a_purged_commit_resolves_to_a_different_commit_of_the_checkpoint(repo: 
     assert resolve(repo, commit) == again
 
 
-def test_a_tag_finds_its_checkpoint(repo: Repository) -> None:
+def test_a_tag_resolves_to_its_checkpoint(repo: Repository) -> None:
     commit = commit_bare(repo, "a", 1)
     set_tag(repo, "best", commit)
     assert resolve(repo, "tag:best") == commit
@@ -138,7 +138,7 @@ def test_a_tag_finds_its_checkpoint(repo: Repository) -> None:
         resolve(repo, "tag:best")
 
 
-def test_a_tag_finds_a_different_commit_while_its_own_is_forgotten(repo: Repository) -> None:
+def test_a_tag_resolves_to_a_different_commit_while_its_own_is_forgotten(repo: Repository) -> None:
     own = commit_bare(repo, "a", 1)
     set_tag(repo, "best", own)
     other = commit_bare(repo, "b", 1, manifest=own.id)
@@ -167,7 +167,7 @@ def test_a_tag_on_a_missing_checkpoint_is_not_found(repo: Repository, tmp_path: 
     ["", "a", "abc", "abcde", "0" * 65, "a@", "a@x", "a@-1", "a@1.5", "@1", "a b@1", "a@@1", "a@1..", "a@1..2",
      "a@10000000000000000000", "Tag:x", "a@LATEST", "a@ 1", "a@\u0661", "xyzxyz", "a@1\n"],
 )  # fmt: skip
-def test_an_invalid_reference_is_refused(repo: Repository, ref: str) -> None:
+def test_an_invalid_reference_is_rejected(repo: Repository, ref: str) -> None:
     commit_bare(repo, "a", 1)
     with pytest.raises(InvalidInput):
         resolve(repo, ref)
@@ -180,7 +180,7 @@ def test_a_not_found_error_lists_alternatives(repo: Repository) -> None:
         resolve(repo, "sft@1")
     for step in (10, 30, 20):
         commit_bare(repo, "sft-v1", step)
-    with pytest.raises(NotFound, match="has no step 5; the newest is sft-v1@20, steps go from 10 to 30"):
+    with pytest.raises(NotFound, match="has no step 5; the newest is sft-v1@20, and the steps range from 10 to 30"):
         resolve(repo, "sft-v1@5")
     with pytest.raises(NotFound, match=r"did you mean sft-v1\?"):
         resolve(repo, "sft_v1@10")
@@ -213,7 +213,7 @@ def test_an_error_for_records_of_a_different_version_suggests_an_upgrade(repo: R
             resolve(repo, ref)
 
 
-def test_lists_and_step_ranges_are_found(repo: Repository) -> None:
+def test_lists_and_step_ranges_are_resolved(repo: Repository) -> None:
     made = {(run, step): commit_bare(repo, run, step) for run in ("a", "b/c") for step in (30, 10, 20)}
     forget(repo, commit_bare(repo, "a", 15))
     assert steps(resolve_many(repo, ["a@10..20"])) == [("a", 10), ("a", 20)]
@@ -249,7 +249,7 @@ def test_a_range_without_checkpoints_is_not_found(repo: Repository) -> None:
     low=st.none() | st.integers(0, 30),
     high=st.none() | st.integers(0, 30),
 )
-def test_a_range_may_be_open_at_each_end(made: set[int], low: int | None, high: int | None) -> None:
+def test_a_range_can_be_open_at_either_end(made: set[int], low: int | None, high: int | None) -> None:
     repo = Repository(memory())
     repo.create()
     for step in made:
@@ -281,7 +281,7 @@ def test_a_step_or_range_refers_to_forgotten_checkpoints_in_a_restore(repo: Repo
         resolve_forgotten(repo, "a@2", found)
 
 
-def test_an_error_lists_the_ids_if_several_were_forgotten_at_a_step(repo: Repository) -> None:
+def test_an_error_lists_the_ids_if_several_checkpoints_were_forgotten_at_a_step(repo: Repository) -> None:
     ids = [forget(repo, commit_bare(repo, "a", 1)).id[:16] for _ in range(2)]
     for ref in ("a@1", "a@.."):
         with pytest.raises(InvalidInput, match=rf"2 checkpoints of a@1 were forgotten: {ids[0]} \(of .*{ids[1]}"):

@@ -116,7 +116,7 @@ def test_a_watch_continues_if_the_last_yielded_checkpoint_is_gone(repo: Reposito
         assert Seen(repo, after)() == on_time(2, 3)
 
 
-def test_the_checkpoint_to_start_after_must_belong_to_the_run(repo: Repository) -> None:
+def test_the_checkpoint_that_a_watch_starts_after_must_belong_to_the_run(repo: Repository) -> None:
     commit_bare(repo, step=1)
     other = commit_bare(repo, "other", step=2)
     for after in (other, "other@2", other.id):
@@ -129,7 +129,7 @@ def test_the_checkpoint_to_start_after_must_belong_to_the_run(repo: Repository) 
         Watcher(repo, "a run", latest_only=False)
 
 
-def test_nothing_is_yielded_before_its_record_exists(repo: Repository) -> None:
+def test_a_checkpoint_is_not_yielded_before_its_record_exists(repo: Repository) -> None:
     """It is announced, but arrives late. Later checkpoints do not wait for it."""
     seen = Seen(repo)
     slow = begun(repo, 1)
@@ -152,7 +152,7 @@ def test_a_checkpoint_is_late_if_it_began_earlier(repo: Repository) -> None:
 
 
 @pytest.mark.parametrize("announced", [False, True])
-def test_a_save_in_progress_is_yielded_whenever_it_was_announced(repo: Repository, announced: bool) -> None:
+def test_a_save_in_progress_is_yielded_regardless_of_when_it_was_announced(repo: Repository, announced: bool) -> None:
     slow = begun(repo, 1) if announced else saved(repo, "run", 1)
     one = commit_bare(repo, step=2)
     watches = [Seen(repo), Seen(repo, one), Seen(repo, WHOLE)]
@@ -302,7 +302,9 @@ def test_a_watch_waits_for_a_store_to_be_created(tmp_path: Path, after: str | No
         Seen(Repository(memory(), tmp_path), "run@1")
 
 
-def test_a_watch_retries_a_failing_storage_and_misses_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_watch_retries_after_storage_failures_and_misses_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     storage = FaultyStore(memory())
     writer = repository(tmp_path / "writer", storage)
     seen = Seen(repository(tmp_path / "reader", storage))
@@ -315,10 +317,10 @@ def test_a_watch_retries_a_failing_storage_and_misses_nothing(tmp_path: Path, ca
     storage.heal()
     finish(writer, slow)
     assert told + seen(40) == [(2, False), (3, False), (1, True)]
-    assert caplog.text.count("a retry follows") > 4
+    assert caplog.text.count("cannot watch the run now, but will retry") > 4
 
 
-def test_a_storage_that_still_fails_at_the_end_raises_an_error(repo: Repository, faults: FaultyStore) -> None:
+def test_storage_that_still_fails_at_the_end_raises_an_error(repo: Repository, faults: FaultyStore) -> None:
     seen = Seen(repo)
     faults.inject(*(fail_before(method, times=10**6) for method in ("get", "size", "list")))
     with pytest.raises(StorageError):
@@ -332,7 +334,7 @@ def test_a_storage_that_still_fails_at_the_end_raises_an_error(repo: Repository,
     assert seen() == on_time(1)
 
 
-def test_the_timeout_counts_from_the_last_yielded_checkpoint(repo: Repository) -> None:
+def test_the_timeout_starts_at_the_last_yielded_checkpoint(repo: Repository) -> None:
     seen, steps = Seen(repo), iter(range(1, 6))
 
     def every_third() -> None:
@@ -427,7 +429,9 @@ def requests(faults: FaultyStore) -> list[str]:
 
 @pytest.mark.parametrize("length", [0, 3, 300])
 @pytest.mark.parametrize("latest_only", [False, True])
-def test_a_poll_costs_one_request_regardless_of_history(tmp_path: Path, length: int, latest_only: bool) -> None:
+def test_a_poll_costs_one_request_regardless_of_the_length_of_the_history(
+    tmp_path: Path, length: int, latest_only: bool
+) -> None:
     storage = FaultyStore(memory())
     writer = repository(tmp_path / "writer", storage)
     for step in range(length):

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("kind", DECODERS)
-def test_changed_bytes_decode_or_raise_an_error_of_casckpt(kind: str) -> None:
+def test_changed_bytes_decode_or_raise_a_casckpt_error(kind: str) -> None:
     assert all(decodes(kind, seed) for seed in stored(kind)[:20])
     for seed in seeds(kind):
         decodes(kind, seed)
@@ -26,12 +26,12 @@ def test_changed_bytes_decode_or_raise_an_error_of_casckpt(kind: str) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", DECODERS)
-def test_thousands_of_changed_inputs_use_at_most_four_gib(kind: str, seed: int) -> None:
+def test_decoding_thousands_of_changed_inputs_uses_at_most_four_gib(kind: str, seed: int) -> None:
     command = [sys.executable, "-m", "tests.support.fuzz_decoders", kind, "20000", str(seed)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
 
 
-def test_invalid_text_in_an_unknown_field_is_damage() -> None:
+def test_invalid_utf8_in_an_unknown_field_is_reported_as_damage() -> None:
     written = encode_marker(Marker(format=1, store_id="abc", created_at=5))
     with pytest.raises(Damaged):
         decode_marker(written.replace(b'"hash"', b'"\xe2sh"'))

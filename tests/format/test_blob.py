@@ -86,7 +86,7 @@ def test_a_header_decodes_to_its_runs(runs: list[tuple[str, int]], leaves: int) 
 
 
 @given(RUNS, st.integers(0, DATA_OFFSET - 1), st.integers(1, 255))
-def test_any_changed_byte_is_refused(runs: list[tuple[str, int]], position: int, flip: int) -> None:
+def test_any_changed_byte_is_rejected(runs: list[tuple[str, int]], position: int, flip: int) -> None:
     header = bytearray(encode_header(runs, 2))
     header[position] ^= flip
     try:
@@ -97,18 +97,18 @@ def test_any_changed_byte_is_refused(runs: list[tuple[str, int]], position: int,
 
 
 @pytest.mark.parametrize("header", [b"", b"\0" * DATA_OFFSET, b"\xff" * DATA_OFFSET])
-def test_bytes_without_a_header_are_refused(header: bytes) -> None:
+def test_bytes_without_a_header_are_rejected(header: bytes) -> None:
     with pytest.raises(Refused):
         decode_header(header, DATA_OFFSET)
 
 
-def test_a_header_that_does_not_match_its_data_is_refused() -> None:
+def test_a_header_that_does_not_match_its_data_is_rejected() -> None:
     with pytest.raises(Refused, match="header does not match its data"):
         decode_header(encode_header([("int8", 5)], 2), size_of([("int8", 4)]))
 
 
 @pytest.mark.parametrize("leaves", [0, 1, MAX_LEAVES + 1])
-def test_a_proof_has_an_allowed_number_of_leaves(leaves: int) -> None:
+def test_a_proof_with_an_invalid_number_of_leaves_is_rejected(leaves: int) -> None:
     with pytest.raises(InvalidInput, match="leaves"):
         encode_header([("int8", 5)], leaves)
 
@@ -122,7 +122,7 @@ def test_a_proof_has_an_allowed_number_of_leaves(leaves: int) -> None:
         (b"[4,76]", b"[4,75]"),
     ],
 )
-def test_a_proof_described_differently_in_the_header_is_refused(before: bytes, after: bytes) -> None:
+def test_a_proof_described_differently_in_the_header_is_rejected(before: bytes, after: bytes) -> None:
     header = encode_header([("int16", 4)], 2)
     assert before in header
     with pytest.raises(Refused):
@@ -133,7 +133,7 @@ def test_the_smallest_proof_limits_the_data() -> None:
     assert most_data(size_of([("int8", 5)])) == 5
 
 
-def test_holes_and_overlaps_are_refused() -> None:
+def test_holes_and_overlaps_are_rejected() -> None:
     header = encode_header([("int16", 4), ("int8", 4)], 2)
     for offsets in (b"[5,9]", b"[3,7]"):
         with pytest.raises(Refused):
@@ -141,12 +141,12 @@ def test_holes_and_overlaps_are_refused() -> None:
 
 
 @pytest.mark.parametrize("runs", [[("float32", 6)], [("int8", 1), ("int16", 2)], [("int8", -1)]])
-def test_an_impossible_layout_is_refused(runs: list[tuple[str, int]]) -> None:
+def test_an_impossible_layout_is_rejected(runs: list[tuple[str, int]]) -> None:
     with pytest.raises(InvalidInput):
         encode_header(runs, 2)
 
 
-def test_an_unknown_dtype_is_refused() -> None:
+def test_an_unknown_dtype_is_rejected() -> None:
     with pytest.raises(Refused, match="float7"):
         encode_header([("float7", 8)], 2)
 

@@ -74,7 +74,7 @@ def test_the_name_of_a_blob_verifies_it(given: list[tuple[str, bytes]]) -> None:
 
 @settings(deadline=None)
 @given(cells())
-def test_large_cells_are_leaves_at_pages_and_small_cells_share_leaves(given: list[tuple[str, bytes]]) -> None:
+def test_large_cells_are_page_aligned_leaves_and_small_cells_share_leaves(given: list[tuple[str, bytes]]) -> None:
     name, file, places = written(given)
     by_offset = {leaf.offset: leaf for leaf in leaves_of(name, file)}
     large = {at: data for (_, data), at in zip(given, places, strict=True) if len(data) >= LEAF_BYTES}
@@ -144,7 +144,7 @@ def test_small_blobs_remain_small() -> None:
     assert (len(file), places) == (DATA_OFFSET + 4 + 2 * 36, [DATA_OFFSET])
 
 
-def test_every_reader_of_safetensors_sees_padding_in_the_run_before(tmp_path: Path) -> None:
+def test_padding_belongs_to_the_preceding_run_for_every_safetensors_reader(tmp_path: Path) -> None:
     given = [("float32", bytes(LEAF_BYTES + 4)), ("float32", b"1234"), ("uint8", bytes(LEAF_BYTES))]
     _, file, places = written(given)
     (tmp_path / "blob.safetensors").write_bytes(file)
@@ -168,7 +168,7 @@ def test_cells_that_are_not_added_do_not_leave_a_trace() -> None:
     assert (name, bytes(buffer[:size])) == written([("int32", b"abcd")])[:2]
 
 
-def test_cells_out_of_order_are_refused() -> None:
+def test_cells_that_are_out_of_order_are_rejected() -> None:
     with pytest.raises(InvalidInput, match="sort"):
         written([("uint8", b"1"), ("float32", b"1234")])
     with pytest.raises(InvalidInput, match="leaves"):

@@ -25,13 +25,13 @@ def test_a_column_is_as_narrow_as_possible(top: int, width: int) -> None:
     "data",
     [b"", b"\0", b"\3abc", b"\2abc", b"\x08" + b"\xff" * 8, b"\x08" + (2**62 + 1).to_bytes(8, "little"), b"\xff"],
 )
-def test_malformed_columns_are_refused(data: bytes) -> None:
+def test_malformed_columns_are_rejected(data: bytes) -> None:
     with pytest.raises(Refused, match="a column of the manifest"):
         unpack(data)
 
 
 @given(st.binary(max_size=40))
-def test_arbitrary_bytes_are_a_column_or_refused(data: bytes) -> None:
+def test_arbitrary_bytes_decode_to_a_column_or_are_rejected(data: bytes) -> None:
     try:
         values = unpack(data)
     except Refused:

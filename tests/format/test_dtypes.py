@@ -11,7 +11,7 @@ from tests.support.tensors import NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_sizes_are_those_of_torch(name: str) -> None:
+def test_dtype_sizes_match_torch(name: str) -> None:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     assert itemsize(name) == dtype.itemsize
@@ -26,12 +26,12 @@ NOT_STORED = {"qint8", "qint32", "quint8", "quint4x2", "quint2x4"}
 NEW = {"bcomplex32"}  # in torch 2.15
 
 
-def test_every_dtype_of_torch_is_known_except_quantized_and_new_ones() -> None:
+def test_every_torch_dtype_is_known_except_quantized_and_new_ones() -> None:
     names = {str(found).removeprefix("torch.") for found in vars(torch).values() if isinstance(found, torch.dtype)}
     assert names - set(DTYPES) - NEW == NOT_STORED
 
 
-def test_an_unknown_name_is_refused() -> None:
+def test_an_unknown_dtype_name_is_rejected() -> None:
     for ask in (itemsize, stored_name, stored_itemsize):
         with pytest.raises(Refused, match="float3"):
             ask("float3")

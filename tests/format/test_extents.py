@@ -19,7 +19,7 @@ def _check_order(table: ExtentTable) -> None:
 
 
 @given(cases())
-def test_a_table_holds_its_cells(case: Case) -> None:
+def test_a_table_contains_its_cells(case: Case) -> None:
     table = case.table
     assert sorted(table.stored_cells(), key=repr) == sorted(case.cells, key=repr)
     assert sum(len(one.digests) for one in table.extents) == DIGEST_BYTES * len(case.cells)
@@ -33,7 +33,7 @@ def test_a_table_holds_its_cells(case: Case) -> None:
 
 
 @given(cases())
-def test_only_a_cell_that_holds_the_whole_tensor_is_the_only_cell(case: Case) -> None:
+def test_a_cell_is_the_only_cell_if_it_holds_the_whole_tensor(case: Case) -> None:
     found = list(case.table.stored_cells())
     is_one = len(found) == 1 and found[0].frame is None and found[0].region == whole(case.shape)
     assert case.table.only_cell == (found[0] if is_one else None)

@@ -29,7 +29,7 @@ HOSTILE = [
 
 
 @given(times, st.binary(min_size=8, max_size=8), st.integers(0, MAX_STEP))
-def test_a_txid_has_time_run_and_step(time: datetime, entropy: bytes, step: int) -> None:
+def test_a_txid_contains_time_run_and_step(time: datetime, entropy: bytes, step: int) -> None:
     txid = keys.make_txid(time, entropy, "sft/lora", step)
     assert keys.parse_txid(txid) == keys.TxName(time, run_hash("sft/lora"), step)
     assert entropy.hex() in txid
@@ -64,7 +64,7 @@ def test_keys_parse_as_built(txid: TxId, number: int) -> None:
 
 
 @given(st.integers(0, 999_999_998))
-def test_the_highest_announcement_sorts_first_and_a_folder_holds_a_thousand(number: int) -> None:
+def test_the_highest_announcement_sorts_first_and_each_folder_holds_a_thousand(number: int) -> None:
     one, other = (keys.announcement_key("0123456789abcdef", of) for of in (number, number + 1))
     assert other < one
     assert len(one) == len(other)
@@ -79,14 +79,14 @@ def test_announcement_keys_have_the_documented_form() -> None:
 
 
 @given(st.sampled_from(HOSTILE) | st.text(max_size=30))
-def test_other_names_are_refused_as_keys(name: str) -> None:
+def test_names_of_a_different_form_are_rejected_as_keys(name: str) -> None:
     for parse in (keys.parse_log, keys.parse_object, keys.parse_tag, keys.parse_damaged, keys.parse_settings):
         assert parse(name) is None or name.startswith("settings/")
     assert (keys.parse_mirrored(name), keys.parse_signature(name)) == (None, None)
 
 
 @given(txids, st.sampled_from(["\n", " ", "/", "/..", ".x", ".01", "\u0660"]))
-def test_a_key_with_a_tail_is_refused(txid: TxId, tail: str) -> None:
+def test_a_key_with_a_suffix_is_rejected(txid: TxId, tail: str) -> None:
     assert keys.parse_log(keys.commit_key(txid) + tail) is None
     assert keys.parse_object(keys.blob_key(txid, BlobHash(HASH)) + tail) is None
     assert keys.parse_mirrored(keys.mirrored_key(txid) + tail) is None
@@ -96,7 +96,7 @@ def test_a_key_with_a_tail_is_refused(txid: TxId, tail: str) -> None:
 
 
 @pytest.mark.parametrize("time", ["20261301T000000", "20260132T000000", "20260101T240000", "20260101T006000"])
-def test_a_txid_without_a_date_is_refused(time: str) -> None:
+def test_a_txid_without_a_date_is_rejected(time: str) -> None:
     txid = TxId(f"{time}000000Z-00000000000000ab-00000000000000cd-7")
     assert keys.parse_log(f"transactions/{txid}") is None
     with pytest.raises(Refused):
@@ -104,19 +104,19 @@ def test_a_txid_without_a_date_is_refused(time: str) -> None:
 
 
 @pytest.mark.parametrize("day", ["20260230", "00000101"])
-def test_a_txid_of_an_impossible_day_is_refused(day: str) -> None:
+def test_a_txid_with_an_impossible_date_is_rejected(day: str) -> None:
     with pytest.raises(Refused, match="does not contain a date"):
         keys.parse_txid(TxId(f"{day}T030405000000Z-00000000000000ab-00000000000000cd-7"))
 
 
 @pytest.mark.parametrize("digits", ["٣" * 64, "A" * 64, "0" * 63, "0" * 65, "0" * 64 + "\n"])
-def test_other_strings_are_refused_as_a_hash(digits: str) -> None:
+def test_other_strings_are_rejected_as_a_hash(digits: str) -> None:
     with pytest.raises(Refused):
         keys.check_hash(digits)
 
 
 @pytest.mark.parametrize("name", ["", "Best", "-x", ".x", "a/b", "x" * 101, "a\n", None])
-def test_invalid_tag_names_are_refused(name: str) -> None:
+def test_invalid_tag_names_are_rejected(name: str) -> None:
     with pytest.raises(InvalidInput, match="not a valid name"):
         keys.check_tag(name)
     assert keys.check_tag("best-2.0_x") == "best-2.0_x"

@@ -203,7 +203,7 @@ def test_a_manifest_with_an_unknown_section_can_be_sent_to_a_different_rank() ->
     assert told.encoded() == source.data
 
 
-def test_a_different_manifest_under_the_name_is_damage() -> None:
+def test_a_different_manifest_under_the_same_name_is_reported_as_damage() -> None:
     raw = data()[1]
     with pytest.raises(Damaged, match="a different checkpoint") as caught:
         decode(raw, ManifestId("0" * 64))
@@ -213,7 +213,7 @@ def test_a_different_manifest_under_the_name_is_damage() -> None:
 
 
 @given(st.data())
-def test_any_change_is_noticed(data_: st.DataObject) -> None:
+def test_any_change_is_detected(data_: st.DataObject) -> None:
     made = encode(drawn())
     raw = bytearray(made.data)
     kind = data_.draw(st.sampled_from(["flip", "cut", "grow", "other"]))
@@ -262,7 +262,7 @@ def test_a_flipped_byte_damages_only_its_part(name: str, where: int, hit: str) -
 
 
 @pytest.mark.parametrize("name", FRONT)
-def test_a_flipped_byte_in_front_names_its_section(name: str) -> None:
+def test_the_error_for_a_flipped_byte_in_the_head_names_its_section(name: str) -> None:
     made = encode(drawn())
     raw = bytearray(made.data)
     raw[decode_head(made.data)[name].offset + 5] ^= 1
@@ -290,7 +290,7 @@ def part(name: str) -> bytes:
 
 
 @given(st.data())
-def test_forged_bytes_are_refused_or_harmless(data_: st.DataObject) -> None:
+def test_forged_bytes_are_rejected_or_harmless(data_: st.DataObject) -> None:
     name = data_.draw(st.sampled_from(FRONT))
     raw = bytearray(part(name))
     for _ in range(data_.draw(st.integers(1, 4))):
@@ -312,7 +312,7 @@ values = st.recursive(
 
 
 @given(st.data())
-def test_forged_fields_are_refused_or_harmless(data_: st.DataObject) -> None:
+def test_forged_fields_are_rejected_or_harmless(data_: st.DataObject) -> None:
     name = data_.draw(st.sampled_from(FRONT))
     fields = msgspec.msgpack.decode(part(name))
     place, field = fields, data_.draw(st.sampled_from(list(fields)))
@@ -375,7 +375,7 @@ def _set(*path: str, to: Any) -> Callable[[dict[str, Any]], object]:
     ],
     ids=named,
 )
-def test_fields_outside_the_limits_are_refused(change: Callable[[dict[str, Any]], object]) -> None:
+def test_fields_outside_the_limits_are_rejected(change: Callable[[dict[str, Any]], object]) -> None:
     made = changed("index", change)
     with pytest.raises(Refused, match="is invalid"):
         _use(decode(made.data, made.id, made.head))
@@ -395,7 +395,7 @@ def test_fields_outside_the_limits_are_refused(change: Callable[[dict[str, Any]]
     ],
     ids=named,
 )
-def test_blobs_outside_the_store_are_refused(change: Callable[[dict[str, Any]], object]) -> None:
+def test_blobs_outside_the_store_are_rejected(change: Callable[[dict[str, Any]], object]) -> None:
     made = changed("blobs", change)
     with pytest.raises(Refused, match="is invalid"):
         decode(made.data, made.id, made.head)
@@ -419,7 +419,7 @@ def test_unknown_fields_of_a_manifest_are_ignored() -> None:
         _use(decode(made.data, made.id, made.head))
 
 
-def test_an_unknown_required_section_stops_a_load() -> None:
+def test_an_unknown_required_section_prevents_a_load() -> None:
     made = encode(drawn())
     head = decode_head(made.data)
     parts = [(name, made.data[head[name].offset : head[name].end]) for name in KNOWN]
@@ -447,13 +447,13 @@ def test_the_error_for_malformed_extents_names_the_key() -> None:
         found.extents(found.entries[1])
 
 
-def test_malformed_metadata_is_refused() -> None:
+def test_malformed_metadata_is_rejected() -> None:
     made = encode(drawn(metadata=msgspec.Raw(b"\x91\xa1\xff")))
     with pytest.raises(Refused, match="metadata"):
         _ = decode(made.data, made.id).metadata
 
 
-def test_deep_nesting_is_refused() -> None:
+def test_deep_nesting_is_rejected() -> None:
     deep = b"\x91" * 100_000 + b"\xc0"
     index = part("index")
     for bad in (index.replace(b"\xa4loss", b"\xa4loss" + deep), index[:-1] + deep):
@@ -504,7 +504,7 @@ def test_the_flag_of_an_unknown_section_decides_whether_it_is_copied() -> None:
 
 
 @pytest.mark.parametrize("name", ["objects", "cells", "rows"])
-def test_nothing_damaged_is_copied(name: str) -> None:
+def test_damaged_sections_are_not_copied(name: str) -> None:
     made = encode(drawn())
     raw = bytearray(made.data)
     raw[decode_head(made.data)[name].offset] ^= 1
@@ -512,7 +512,7 @@ def test_nothing_damaged_is_copied(name: str) -> None:
         placed(decode(raw, made.id), encode_blobs(BLOBS))
 
 
-def test_a_manifest_that_readers_would_refuse_is_not_encoded() -> None:
+def test_a_manifest_that_readers_would_reject_is_not_encoded() -> None:
     table = drawn().streams[("tensor", "b", 0, 3)][1]
     for fields in (
         {"run": "../x"},

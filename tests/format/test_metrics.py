@@ -52,7 +52,7 @@ def test_metrics_decode_from_a_record(metrics: dict[str, float]) -> None:
         (10**30, 1e30), (Fraction(1, 4), 0.25), (0, 0),
     ],
 )  # fmt: skip
-def test_numbers_of_numpy_and_torch_are_metrics(value: Any, stored: Any) -> None:
+def test_numpy_and_torch_numbers_are_valid_metrics(value: Any, stored: Any) -> None:
     found = stored_metrics({"x": value})["x"]
     assert found == stored
     assert type(found) is type(stored)
@@ -60,18 +60,18 @@ def test_numbers_of_numpy_and_torch_are_metrics(value: Any, stored: Any) -> None
 
 
 @pytest.mark.parametrize("value", [True, np.True_, "0.3", "NaN", None, 1j, [1.0], Decimal(1), 10**400, object()])
-def test_the_error_for_a_bad_metric_names_it(value: Any) -> None:
+def test_the_error_for_an_invalid_metric_names_it(value: Any) -> None:
     with pytest.raises(InvalidInput, match="'val/loss'"):
         stored_metrics({"ok": 1.0, "val/loss": value})
 
 
 @pytest.mark.parametrize("name", ["", "x" * (MAX_METRIC_NAME + 1), "a\nb", "\ud800", 3, None])
-def test_an_invalid_metric_name_is_refused(name: Any) -> None:
+def test_an_invalid_metric_name_is_rejected(name: Any) -> None:
     with pytest.raises(InvalidInput, match="the metric name"):
         stored_metrics({name: 1.0})
 
 
-def test_too_many_metrics_and_other_types_are_refused() -> None:
+def test_too_many_metrics_and_other_types_are_rejected() -> None:
     assert len(stored_metrics({str(n): n for n in range(MAX_METRICS)})) == MAX_METRICS
     with pytest.raises(InvalidInput, match="65 metrics are too many"):
         stored_metrics({str(n): n for n in range(MAX_METRICS + 1)})
@@ -80,7 +80,7 @@ def test_too_many_metrics_and_other_types_are_refused() -> None:
 
 
 @pytest.mark.parametrize("stored", [{"x": "much"}, {"": 1}, {str(n): n for n in range(MAX_METRICS + 1)}])
-def test_a_record_with_invalid_metrics_is_refused(stored: dict[str, Any]) -> None:
+def test_a_record_with_invalid_metrics_is_rejected(stored: dict[str, Any]) -> None:
     with pytest.raises(Refused):
         check_metrics(stored)
 
@@ -138,7 +138,7 @@ def test_metadata_decodes_as_encoded(metadata: dict[str, Any]) -> None:
     assert short is None or short == metadata
 
 
-def test_metadata_beyond_json_is_only_in_the_manifest() -> None:
+def test_metadata_that_json_cannot_represent_is_stored_only_in_the_manifest() -> None:
     for value in (math.nan, math.inf, "x" * (64 << 10)):
         raw, short = encode_metadata({"v": value})
         assert short is None
@@ -160,13 +160,13 @@ def test_metadata_beyond_json_is_only_in_the_manifest() -> None:
     ],
     ids=named,
 )
-def test_metadata_that_json_cannot_hold_is_refused(metadata: Any, names: str) -> None:
+def test_metadata_that_json_cannot_represent_is_rejected(metadata: Any, names: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         encode_metadata(metadata)
     assert names in str(caught.value)
 
 
-def test_metadata_that_contains_itself_is_refused() -> None:
+def test_metadata_that_contains_itself_is_rejected() -> None:
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(InvalidInput, match="levels deep"):

@@ -175,7 +175,7 @@ def test_only_buffers_at_or_above_the_limit_are_spilled() -> None:
     assert [len(part) for part in parts.parts] == [4096]
 
 
-def test_nothing_inside_a_set_is_spilled() -> None:
+def test_buffers_inside_a_set_are_not_spilled() -> None:
     parts = Parts()
     value = {b"x" * 200, (b"y" * 200,)}
     data = plain.encode([value, b"z" * 200], spill=parts.spill, spill_from=100)
@@ -183,13 +183,13 @@ def test_nothing_inside_a_set_is_spilled() -> None:
     assert same(plain.decode(data, load=parts.load), [value, b"z" * 200])
 
 
-def test_a_part_of_the_wrong_length_is_refused() -> None:
+def test_a_part_of_the_wrong_length_is_rejected() -> None:
     data = plain.encode(b"x" * 200, spill=lambda _: 0, spill_from=100)
     with pytest.raises(Refused, match="part 0 has 3 bytes instead of 200"):
         plain.decode(data, load=lambda _: b"abc")
 
 
-def test_a_part_named_twice_or_without_load_is_refused() -> None:
+def test_a_part_that_is_named_twice_or_cannot_be_loaded_is_rejected() -> None:
     twice = plain.encode([b"x" * 200, b"x" * 200], spill=lambda _: 7, spill_from=100)
     with pytest.raises(Refused, match="twice"):
         plain.decode(twice, load=lambda _: b"x" * 200)
@@ -229,7 +229,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("value", "what"), REFUSED, ids=lambda item: type(item).__name__)
-def test_a_value_that_is_not_plain_is_refused(value: Any, what: str) -> None:
+def test_a_value_that_is_not_plain_is_rejected(value: Any, what: str) -> None:
     with pytest.raises(InvalidInput, match=what) as caught:
         plain.encode(value, where="train.state")
     assert str(caught.value).startswith("train.state: ")
@@ -259,13 +259,13 @@ def with_function_in_metadata() -> collections.OrderedDict[str, Any]:
         ({"k" * 200: function}, "optim['" + "k" * 76 + "...]: "),
     ],
 )
-def test_a_refusal_names_the_position(value: Any, place: str) -> None:
+def test_the_error_for_an_unsupported_value_names_its_position(value: Any, place: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         plain.encode(value, where="optim")
     assert str(caught.value).startswith(place)
 
 
-def test_a_value_that_contains_itself_is_refused() -> None:
+def test_a_value_that_contains_itself_is_rejected() -> None:
     value: dict[str, Any] = {"a": []}
     value["a"].append(value)
     with pytest.raises(InvalidInput, match=r"value\['a'\]\[0\]: it contains itself"):
@@ -284,7 +284,7 @@ def test_depth_is_limited() -> None:
             plain.encode(nested(levels))
 
 
-def test_too_little_stack_has_a_clear_error() -> None:
+def test_too_little_stack_space_raises_a_clear_error() -> None:
     def deep(levels: int) -> Any:
         return deep(levels - 1) if levels else plain.encode(nested(plain.MAX_DEPTH))
 
@@ -315,14 +315,14 @@ def test_an_extension_adds_a_type() -> None:
     assert plain.decode(data, extensions=[MONEY])["price"].cents == 3
 
 
-def test_an_unknown_tag_is_shown_or_refused() -> None:
+def test_an_unknown_tag_is_shown_or_rejected() -> None:
     data = plain.encode({"price": Money(3)}, extensions=[MONEY])
     assert plain.decode(data) == {"price": Tagged("money", 3)}
     with pytest.raises(Refused, match="does not know plain data of kind 'money'"):
         plain.decode(data, strict=True)
 
 
-def test_an_extension_refuses_a_hostile_payload() -> None:
+def test_an_extension_rejects_a_hostile_payload() -> None:
     with pytest.raises(Refused, match="no money"):
         plain.decode(msgspec.msgpack.encode(["money", "x"]), extensions=[MONEY])
     with pytest.raises(Refused):
@@ -335,6 +335,6 @@ def test_an_extension_cannot_use_a_tag_of_plain_data(tag: str) -> None:
         plain.encode(1, extensions=[Extension(tag, Money, lambda value: 1, money)])
 
 
-def test_a_tagged_value_is_not_stored_again() -> None:
+def test_a_tagged_value_cannot_be_stored_again() -> None:
     with pytest.raises(InvalidInput, match="Tagged"):
         plain.encode(Tagged("list", 1))

@@ -26,7 +26,7 @@ def test_time_zones_and_utc_decode_exactly() -> None:
 
 
 @pytest.mark.parametrize("size", [3, 200])
-def test_a_stream_in_memory_keeps_its_position(size: int) -> None:
+def test_an_in_memory_stream_keeps_its_position(size: int) -> None:
     parts, stream = Parts(), BytesIO(b"x" * size)
     stream.seek(2)
     data = plain.encode([stream], spill=parts.spill, spill_from=100)
@@ -41,7 +41,7 @@ def test_a_stream_in_memory_keeps_its_position(size: int) -> None:
 # refused values
 
 
-def test_an_ordered_dict_with_more_attributes_is_refused() -> None:
+def test_an_ordered_dict_with_additional_attributes_is_rejected() -> None:
     value = with_metadata()
     vars(value)["other"] = 1
     with pytest.raises(InvalidInput, match=r"attributes \(\['other'\]\)"):

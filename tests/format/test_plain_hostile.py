@@ -108,7 +108,7 @@ HOSTILE: list[Any] = [
 
 
 @pytest.mark.parametrize("wire", HOSTILE, ids=lambda wire: str(wire)[:50])
-def test_hostile_trees_are_refused(wire: Any) -> None:
+def test_hostile_trees_are_rejected(wire: Any) -> None:
     with pytest.raises(Refused):
         plain.decode(msgspec.msgpack.encode(wire), load=lambda _: b"")
 
@@ -131,7 +131,7 @@ def test_hostile_trees_are_refused(wire: Any) -> None:
     ],
     ids=lambda data: repr(data[:12]),
 )
-def test_hostile_bytes_are_refused(data: bytes) -> None:
+def test_hostile_bytes_are_rejected(data: bytes) -> None:
     with pytest.raises(Refused):
         plain.decode(data)
 
@@ -158,7 +158,7 @@ def decoded_or_refused(data: bytes) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=80))
-def test_random_bytes_are_decoded_or_refused(data: bytes) -> None:
+def test_random_bytes_are_decoded_or_rejected(data: bytes) -> None:
     decoded_or_refused(data)
 
 
@@ -169,7 +169,7 @@ ENCODED = [plain.encode(value) for value in EXAMPLES] + [
 
 @settings(max_examples=600, deadline=None)
 @given(st.sampled_from(ENCODED), st.data())
-def test_mutated_bytes_decode_to_a_value_or_are_refused(data: bytes, draw: st.DataObject) -> None:
+def test_mutated_bytes_decode_to_a_value_or_are_rejected(data: bytes, draw: st.DataObject) -> None:
     changed = bytearray(data)
     for _ in range(draw.draw(st.integers(1, 3))):
         at = draw.draw(st.integers(0, len(changed)))
@@ -200,5 +200,5 @@ WIRE = st.recursive(
 
 @settings(max_examples=600, deadline=None)
 @given(WIRE)
-def test_well_formed_nonsense_is_decoded_or_refused(wire: Any) -> None:
+def test_well_formed_nonsense_is_decoded_or_rejected(wire: Any) -> None:
     decoded_or_refused(msgspec.msgpack.encode(wire))

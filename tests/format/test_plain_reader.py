@@ -95,7 +95,7 @@ def test_the_plain_reader_reads_every_dtype_and_shape(tmp_path: Path) -> None:
     assert all(sound for leaves in read.leaves().values() for _, _, sound in leaves)
 
 
-def test_the_plain_reader_reads_nesting_plain_data_and_attachments(tmp_path: Path) -> None:
+def test_the_plain_reader_reads_nested_states_plain_data_and_attachments(tmp_path: Path) -> None:
     bag: dict[Any, Any] = {
         "none": None, "ints": [1, -(2**40), 2**70, -(2**70), True], "text": "ä\ud800", "bytes": b"\0\1", "c": 1 + 2j,
         "kinds": ({1, 2}, frozenset("ab"), Counter("aab"), deque([1, 2], 5), range(3), slice(1, None), bytearray(b"x")),
@@ -158,7 +158,7 @@ def test_the_plain_reader_reads_shared_cells_and_skips_forgotten_checkpoints(tmp
     assert plain.tags() == {"best": store.get("a@6").id}
 
 
-def test_the_plain_reader_follows_rewrites_and_their_undoing(tmp_path: Path) -> None:
+def test_the_plain_reader_follows_rewrites_even_if_they_are_undone(tmp_path: Path) -> None:
     store = small_folder(tmp_path)
     repo = store.repository
     saved = [store.save({"a": cells(2, seed=step)}, run="a", step=step).commit for step in range(4)]
@@ -243,7 +243,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_flipped_byte_in_a_leaf_is_noticed(saved: Path) -> None:
+def test_a_flipped_byte_in_a_leaf_is_detected(saved: Path) -> None:
     read = _newest(saved, "r")
     [(key, _)] = read.blobs
     [leaves] = read.leaves().values()
@@ -255,7 +255,7 @@ def test_a_flipped_byte_in_a_leaf_is_noticed(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("back", [1, 36, 40])
-def test_a_flipped_byte_in_a_proof_is_noticed(saved: Path, back: int) -> None:
+def test_a_flipped_byte_in_a_proof_is_detected(saved: Path, back: int) -> None:
     read = _newest(saved, "r")
     _flip(saved / "objects" / read.blobs[0][0], -back)
     with pytest.raises(DamagedError, match="proof"):
@@ -263,7 +263,7 @@ def test_a_flipped_byte_in_a_proof_is_noticed(saved: Path, back: int) -> None:
     read.read()  # reading a checkpoint does not need the proof
 
 
-def test_a_flipped_byte_in_a_head_or_a_section_is_noticed(saved: Path) -> None:
+def test_a_flipped_byte_in_a_head_or_section_is_detected(saved: Path) -> None:
     read = _newest(saved, "r")
     path = saved / "objects" / read.record["txid"] / f"{read.record['manifest']}.manifest"
     places = [0, 7, 8, 20, 4000, 4095] + [
@@ -278,7 +278,7 @@ def test_a_flipped_byte_in_a_head_or_a_section_is_noticed(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["commits", "runs", "tags"])
-def test_a_flipped_byte_in_a_record_is_noticed(saved: Path, folder: str) -> None:
+def test_a_flipped_byte_in_a_record_is_detected(saved: Path, folder: str) -> None:
     [path] = [path for path in (saved / folder).rglob("*") if path.is_file()]
     _flip(path, 12)
     plain = Store(saved)
@@ -291,7 +291,7 @@ HEADS = {"version": (7, b"\2"), "few": (8, b"\5"), "many": (8, b"\7"), "unknown"
 
 
 @pytest.mark.parametrize(("at", "data"), [*HEADS.values(), (4000, b"x")], ids=[*HEADS, "more"])
-def test_the_plain_reader_refuses_a_malformed_head(saved: Path, at: int, data: bytes) -> None:
+def test_the_plain_reader_rejects_a_malformed_head(saved: Path, at: int, data: bytes) -> None:
     raw = bytearray(next((saved / "objects").rglob("*.manifest")).read_bytes())
     assert "index" in read_head(bytes(raw), raw[4064:4096].hex())
     raw[at : at + len(data)] = data
@@ -304,7 +304,7 @@ MARKERS = [{"format": 2}, {"features": ["x"]}, {"hash": "sha256"}, {"cell_bytes"
 
 
 @pytest.mark.parametrize("change", MARKERS, ids=str)
-def test_the_plain_reader_refuses_an_unknown_format(saved: Path, change: dict[str, Any]) -> None:
+def test_the_plain_reader_rejects_an_unknown_format(saved: Path, change: dict[str, Any]) -> None:
     marker = saved / "casckpt.json"
     read = json.loads(marker.read_text())
     marker.chmod(0o644)
@@ -329,7 +329,7 @@ def _places(table: tuple[Any, ...]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("number", "part"), WRONG.values(), ids=WRONG)
-def test_the_plain_reader_refuses_malformed_spans(number: int, part: Any) -> None:
+def test_the_plain_reader_rejects_malformed_spans(number: int, part: Any) -> None:
     assert _places(TWO_SPANS) == [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11]]
     with pytest.raises((ValueError, IndexError)):
         _places((*TWO_SPANS[:number], part, *TWO_SPANS[number + 1 :]))

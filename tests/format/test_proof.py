@@ -57,7 +57,7 @@ def test_a_proof_decodes_for_any_split_into_leaves(lengths: list[int]) -> None:
 
 
 @given(CUTS, st.integers(0, 3000))
-def test_a_proof_is_found_by_its_lengths_alone(lengths: list[int], less: int) -> None:
+def test_a_proof_is_found_from_its_lengths_alone(lengths: list[int], less: int) -> None:
     proof = proof_of(lengths)
     file = bytes(DATA_OFFSET + sum(lengths)) + proof
     assert find_proof(file, len(file)) == proof
@@ -75,7 +75,7 @@ def test_a_proof_is_read_from_the_end_of_the_file(count: int) -> None:
 
 
 @given(CUTS, st.data())
-def test_any_changed_byte_of_a_proof_is_noticed(lengths: list[int], data: st.DataObject) -> None:
+def test_any_changed_byte_of_a_proof_is_detected(lengths: list[int], data: st.DataObject) -> None:
     proof = proof_of(lengths)
     file = bytearray(DATA_OFFSET + sum(lengths)) + proof
     at = data.draw(st.integers(len(file) - len(proof), len(file) - 1))
@@ -99,13 +99,13 @@ HOSTILE: dict[str, list[int]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_proof_is_refused_even_with_the_right_hash(name: str) -> None:
+def test_a_hostile_proof_is_rejected_even_if_its_hash_is_correct(name: str) -> None:
     with pytest.raises(Refused):
         decode_proof(proof_of(HOSTILE[name]))
 
 
 @pytest.mark.parametrize("cut", [1, RECORD_BYTES - 1])
-def test_a_proof_with_half_a_record_is_refused(cut: int) -> None:
+def test_a_proof_with_an_incomplete_record_is_rejected(cut: int) -> None:
     with pytest.raises(Refused):
         decode_proof(proof_of([5, 5])[:-cut])
 
@@ -115,7 +115,7 @@ def test_the_first_leaf_is_the_header() -> None:
         decode_proof(encode_proof([(4095, CellDigest(bytes(32))), (1, CellDigest(bytes(32)))]))
 
 
-def test_lengths_add_up_in_64_bits() -> None:
+def test_lengths_are_added_in_64_bits() -> None:
     proof = proof_of([MAX_LEAF_BYTES] * 5)
     size = DATA_OFFSET + 5 * MAX_LEAF_BYTES + len(proof)
     assert find_proof(proof, size) == proof

@@ -93,13 +93,13 @@ def test_a_record_decodes_as_encoded(record: Record) -> None:
 
 
 @pytest.mark.parametrize("record", EXAMPLES[3:8], ids=lambda record: type(record).__name__)
-def test_records_of_a_log_have_types(record: Record) -> None:
+def test_log_records_are_decoded_by_type(record: Record) -> None:
     kind = FirstRecord if isinstance(record, Committed | RevokedRecord) else LaterRecord
     assert type(decode(encode(record), kind, "key")) is type(record)
 
 
 @given(st.data())
-def test_any_change_is_damage(data: st.DataObject) -> None:
+def test_any_change_to_a_record_is_reported_as_damage(data: st.DataObject) -> None:
     good = encode(COMMITTED)
     raw = bytearray(good)
     if data.draw(st.booleans()):
@@ -112,7 +112,7 @@ def test_any_change_is_damage(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_forged_lines_are_refused_or_valid_records(data: st.DataObject) -> None:
+def test_forged_lines_are_rejected_or_decode_to_valid_records(data: st.DataObject) -> None:
     line = bytearray(msgspec.json.encode(COMMITTED))
     for _ in range(data.draw(st.integers(1, 4))):
         line[data.draw(st.integers(0, len(line) - 1))] = data.draw(
@@ -152,7 +152,7 @@ def test_forged_lines_are_refused_or_valid_records(data: st.DataObject) -> None:
     ],
     ids=named,
 )
-def test_fields_that_become_keys_are_checked(change: dict[str, Any]) -> None:
+def test_fields_that_become_parts_of_keys_are_validated(change: dict[str, Any]) -> None:
     fields = msgspec.json.decode(msgspec.json.encode(COMMITTED)) | change
     with pytest.raises(Refused, match="A different version of casckpt"):
         decode(forged(msgspec.json.encode(fields)), FirstRecord, "key")
@@ -163,7 +163,7 @@ def test_unknown_fields_are_ignored() -> None:
     assert decode(forged(msgspec.json.encode(fields)), FirstRecord, "key") == COMMITTED
 
 
-def test_a_deeply_nested_record_is_refused() -> None:
+def test_a_deeply_nested_record_is_rejected() -> None:
     line = b'{"type":"committed","metadata":' + b'{"a":' * 100_000
     with pytest.raises(Refused):
         decode(forged(line), FirstRecord, "key")
@@ -171,7 +171,7 @@ def test_a_deeply_nested_record_is_refused() -> None:
         decode_marker(b'{"x":' * 100_000)
 
 
-def test_an_invalid_name_is_refused_at_construction() -> None:
+def test_an_invalid_name_is_rejected_at_construction() -> None:
     with pytest.raises(CasckptError):
         Forgotten(txid=TxId("../x"), time=1)
 
@@ -196,7 +196,7 @@ def test_the_marker_decodes_as_encoded() -> None:
     ],
     ids=named,
 )
-def test_a_marker_outside_the_limits_is_refused(change: dict[str, Any], error: str) -> None:
+def test_a_marker_outside_the_limits_is_rejected(change: dict[str, Any], error: str) -> None:
     marker = msgspec.structs.replace(Marker(format=1, store_id="abc", created_at=5), **change)
     with pytest.raises(Refused, match=error):
         decode_marker(encode_marker(marker))
@@ -210,10 +210,10 @@ def test_the_error_for_an_older_format_explains_how_to_read_it() -> None:
 
 
 @given(st.binary(max_size=60))
-def test_other_bytes_are_refused_as_a_marker(data: bytes) -> None:
+def test_other_bytes_are_rejected_as_a_marker(data: bytes) -> None:
     with pytest.raises((Damaged, Refused)):
         decode_marker(data)
 
 
-def test_metadata_in_a_record_is_bounded() -> None:
+def test_the_size_of_metadata_in_a_record_is_limited() -> None:
     assert MAX_METADATA_BYTES < records.MAX_RECORD_BYTES

@@ -44,7 +44,7 @@ def _two(draw: st.DrawFn) -> tuple[Shape, Region, Region]:
 
 
 @given(_one())
-def test_flat_boxes_are_the_elements_in_order(case: tuple[Shape, Region]) -> None:
+def test_flat_boxes_cover_the_elements_in_order(case: tuple[Shape, Region]) -> None:
     shape, region = case
     pieces = list(flat_boxes(region))
     assert box_elements([box for box, _ in pieces], shape) == elements(region, shape)
@@ -57,7 +57,7 @@ def test_flat_boxes_are_the_elements_in_order(case: tuple[Shape, Region]) -> Non
 
 
 @given(_one())
-def test_normalise_keeps_the_elements_and_their_order(case: tuple[Shape, Region]) -> None:
+def test_normalise_preserves_the_elements_and_their_order(case: tuple[Shape, Region]) -> None:
     shape, region = case
     normal = normalise(region, shape)
     assert elements(normal, shape) == elements(region, shape)
@@ -101,7 +101,7 @@ def test_a_box_is_shifted_relative_to_a_second_box() -> None:
 
 
 @given(shapes)
-def test_strides_are_those_of_numpy(shape: Shape) -> None:
+def test_strides_match_numpy(shape: Shape) -> None:
     if 0 not in shape:
         assert strides(shape) == tuple(n // 8 for n in np.zeros(shape).strides)
 
@@ -122,7 +122,7 @@ def test_holes_between_regions_are_found(pairs: list[tuple[int, int]], end: int)
     assert found == [i for i in range(end) if i not in held]
 
 
-def test_whole_and_empty_regions_are_recognised() -> None:
+def test_whole_and_empty_regions_are_recognized() -> None:
     assert whole((2, 3)) == Region(Box((0, 0), (2, 3)), 0, 6)
     assert whole(()).numel == 1
     empty = normalise(Region(Box((1, 3), (1, 0)), 0, 0), (2, 3))
@@ -159,18 +159,18 @@ def test_a_box_is_selected_from_the_array_of_an_enclosing_box(data: st.DataObjec
     ("offset", "shape"),
     [((0,), (-1,)), ((-1,), (1,)), ((0, 0), (1,)), ((), (1,)), ((0,), (2**62 + 1,)), ((0,) * 65, (1,) * 65)],
 )
-def test_a_box_outside_the_limits_is_refused(offset: Shape, shape: Shape) -> None:
+def test_a_box_outside_the_limits_is_rejected(offset: Shape, shape: Shape) -> None:
     with pytest.raises(InvalidInput):
         Box(offset, shape)
 
 
 @pytest.mark.parametrize(("lo", "hi"), [(-1, 2), (3, 2), (0, 7)])
-def test_a_range_outside_its_box_is_refused(lo: int, hi: int) -> None:
+def test_a_range_outside_its_box_is_rejected(lo: int, hi: int) -> None:
     with pytest.raises(InvalidInput, match="is outside a box of 6 elements"):
         Region(Box((0, 0), (2, 3)), lo, hi)
 
 
-def test_a_shape_outside_the_limits_is_refused() -> None:
+def test_a_shape_outside_the_limits_is_rejected() -> None:
     assert check_shape((2**62,)) == (2**62,)
     assert check_shape((2**62, 0)) == (2**62, 0)
     assert check_shape((1,) * MAX_DIMENSIONS) == (1,) * MAX_DIMENSIONS

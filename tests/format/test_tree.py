@@ -59,7 +59,7 @@ def test_any_tree_decodes_as_encoded(node: Node) -> None:
 
 @settings(max_examples=300)
 @given(NODES.map(encode_tree), st.data())
-def test_mutated_bytes_are_decoded_or_refused(data: bytes, draw: st.DataObject) -> None:
+def test_mutated_bytes_are_decoded_or_rejected(data: bytes, draw: st.DataObject) -> None:
     at = draw.draw(st.integers(0, len(data)))
     changed = data[:at] + draw.draw(st.binary(max_size=4)) + data[at + draw.draw(st.integers(0, 2)) :]
     try:
@@ -102,7 +102,7 @@ def test_mutated_bytes_are_decoded_or_refused(data: bytes, draw: st.DataObject) 
     ],
     ids=short,
 )
-def test_hostile_trees_are_refused(wire: Any) -> None:
+def test_hostile_trees_are_rejected(wire: Any) -> None:
     with pytest.raises(Refused):
         decode_tree(msgspec.msgpack.encode(wire))
 
@@ -151,7 +151,7 @@ def test_a_leaf_is_found_by_its_flat_key() -> None:
 # merge
 
 
-def test_merge_keeps_the_first_order_and_adds_what_is_new() -> None:
+def test_merge_keeps_the_order_of_the_first_tree_and_appends_new_keys() -> None:
     one: Node = {"z": T, "a": {"x": T}}
     two: Node = {"b": P, "a": {"y": T, "x": T}, "z": T}
     assert same(merge([one, two, two]), {"z": T, "a": {"x": T, "y": T}, "b": P})
@@ -171,7 +171,7 @@ def test_merge_fills_an_empty_container() -> None:
     ("one", "two"),
     [(T, P), (T, {}), ({}, []), ({}, OrderedDict())],
 )
-def test_merge_refuses_two_kinds_and_names_the_key(one: Node, two: Node) -> None:
+def test_merge_rejects_containers_of_different_kinds_and_names_the_key(one: Node, two: Node) -> None:
     with pytest.raises(
         InvalidInput, match=r"key 'm\.a' is of kind .* on one rank, but of kind .* on a different rank"
     ) as caught:
@@ -179,17 +179,17 @@ def test_merge_refuses_two_kinds_and_names_the_key(one: Node, two: Node) -> None
     assert caught.value.key == "m.a"
 
 
-def test_merge_refuses_two_paths_with_the_same_flat_key() -> None:
+def test_merge_rejects_two_paths_with_the_same_flat_key() -> None:
     with pytest.raises(InvalidInput, match=r"\['a'\]\['b'\] of one rank and \['a\.b'\] of a different rank"):
         merge([{"a": {"b": T}}, {"a.b": T}])
 
 
-def test_merging_no_trees_is_refused() -> None:
+def test_an_empty_list_of_trees_cannot_be_merged() -> None:
     with pytest.raises(InvalidInput):
         merge([])
 
 
-def test_merge_unites_metadata() -> None:
+def test_merge_combines_metadata() -> None:
     one = ordered(OrderedDict({"": {"version": 1}, "a": {"version": 2}}), x=T)
     two = ordered({"a": {"version": 3}, "b": {"version": 4}}, x=T)
     merged = merge([one, ordered(x=T), two])
@@ -198,7 +198,7 @@ def test_merge_unites_metadata() -> None:
     assert len(vars(one)["_metadata"]) == 2
 
 
-def test_merge_keeps_other_attributes_of_the_first() -> None:
+def test_merge_keeps_other_attributes_of_the_first_tree() -> None:
     one, two, both = default(list, x=T), default(int, y=T), default(list, x=T, y=T)
     assert same(merge([one, two]), both)
     strange = [ordered(number, x=T) for number in (1, 2)]
@@ -235,7 +235,7 @@ def test_rebuild_returns_the_nested_value() -> None:
     assert same(rebuild(node, named, everything), wanted)
 
 
-def test_metadata_of_a_rebuilt_value_may_be_changed() -> None:
+def test_metadata_of_a_rebuilt_value_can_be_changed() -> None:
     """torch does that when it loads with assign=True."""
     node = ordered({"": {"version": 1}}, x=T)
     vars(rebuild(node, named, everything))["_metadata"][""]["assign"] = True
@@ -251,7 +251,7 @@ def test_rebuild_drops_leaves_that_are_not_kept() -> None:
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_a_sequence_that_loses_items_is_rebuilt_by_index(kind: Any) -> None:
+def test_a_sequence_with_missing_items_is_rebuilt_by_index(kind: Any) -> None:
     node: Node = {"a": kind((T, T, T))}
     assert rebuild(node, named, lambda key: key != "a.1") == {"a": {0: "tensor:a.0", 2: "tensor:a.2"}}
     assert rebuild(node, named, lambda key: key != "a.2") == {"a": {0: "tensor:a.0", 1: "tensor:a.1"}}
@@ -261,7 +261,7 @@ def test_rebuild_returns_a_single_leaf() -> None:
     assert rebuild(T, named, everything) == "tensor:"
 
 
-def test_metadata_may_hold_types_of_extensions() -> None:
+def test_metadata_can_contain_extension_types() -> None:
     class Strange:
         pass
 

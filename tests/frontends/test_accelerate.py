@@ -87,7 +87,7 @@ def trained(rank: int, size: int, path: Path, epochs: range, run: str) -> list[s
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_training_resumes_bit_for_bit(store_path: Path, ranks: Pool, size: int) -> None:
+def test_training_resumes_bit_for_bit(store_path: Path, ranks: Pool, size: int) -> None:
     whole = ranks.run(size, trained, store_path, range(4), "whole")
     first = ranks.run(size, trained, store_path, range(2), "parts")
     second = ranks.run(size, trained, store_path, range(2, 4), "parts")
@@ -103,7 +103,7 @@ def test_a_training_resumes_bit_for_bit(store_path: Path, ranks: Pool, size: int
     }  # the names in the plain model
 
 
-def test_a_training_with_compression_resumes_bit_for_bit(store_path: Path, ranks: Pool) -> None:
+def test_training_with_compression_resumes_bit_for_bit(store_path: Path, ranks: Pool) -> None:
     whole = ranks.run(2, trained, store_path, range(4), "wide")
     smaller = store_path.with_name("smaller")
     store = small_folder(smaller)
@@ -347,7 +347,7 @@ def test_invalid_state_raises_on_all_ranks_at_the_same_step(store_path: Path, ra
 
 
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA"])
-def test_unsupported_distributed_types_are_refused(store: casckpt.Store, kind: str) -> None:
+def test_unsupported_distributed_types_are_rejected(store: casckpt.Store, kind: str) -> None:
     from casckpt.frontends.accelerate import AcceleratorCheckpointer
 
     accelerator: Any = SimpleNamespace(distributed_type=SimpleNamespace(name=kind))
@@ -355,7 +355,7 @@ def test_unsupported_distributed_types_are_refused(store: casckpt.Store, kind: s
         AcceleratorCheckpointer(accelerator, store, run="a")
 
 
-def test_an_offloaded_model_is_refused_and_can_be_restored(tmp_path: Path) -> None:
+def test_an_offloaded_model_is_rejected_and_can_be_restored(tmp_path: Path) -> None:
     from accelerate import cpu_offload
     from accelerate.hooks import remove_hook_from_submodules
 

@@ -53,7 +53,7 @@ def model_loads(store: casckpt.Store, model: nn.Module, optimizer: optim.Optimiz
 
 
 @pytest.mark.parametrize("name", ["load_model_and_optim_state", "Checkpointer.load"])
-def test_a_model_and_its_optimizer(store: casckpt.Store, name: str) -> None:
+def test_loading_a_model_and_its_optimizer_invalidates_autograd_graphs(store: casckpt.Store, name: str) -> None:
     casckpt.save_model_and_optim_state(store, *trained(), run="default", step=1)
     model, optimizer = trained(seed=1)
     load = model_loads(store, model, optimizer)[name]

@@ -171,7 +171,7 @@ def test_delta_checkpoints_are_shown_counted_compared_and_fetched(store: Store, 
     assert store.diff("default@0", "default@1") == off.diff("default@2", "default@3")
 
 
-def test_compression_can_be_disabled_and_runs_can_branch(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_compression_can_be_disabled_and_works_in_branched_runs(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     words: list[Compress] = ["auto", "auto", "off", "auto", "always", "auto"]
     for step, compress in enumerate(words):
         store.save(state(step), step=step, compress=compress)

@@ -46,7 +46,7 @@ def test_reimporting_a_file_does_not_write_blobs(store: casckpt.Store, tmp_path:
     assert import_safetensors(store, source, run="base", step=0).stats.bytes_written > 0
     again = import_safetensors(store, source, run="base", step=1)
     assert (again.stats.bytes_written, again.stats.blobs_written) == (0, 0)
-    with pytest.raises(Conflict, match="base@1 exists"):
+    with pytest.raises(Conflict, match="base@1 already exists"):
         import_safetensors(store, source, run="base", step=1)
     import_safetensors(store, source, run="base", step=1, overwrite=True)
     assert [(one.run, one.step) for one in store.checkpoints()] == [("base", 0), ("base", 1)]
@@ -98,7 +98,7 @@ def test_a_missing_store_is_not_created(tmp_path: Path) -> None:
     "importer", [import_safetensors, torch_save_to_casckpt, dcp_to_casckpt, import_olmo, import_olmo_trainer]
 )
 @pytest.mark.parametrize("keyword", ["ephemeral", "allow_pickel", "no_dist"])
-def test_an_unknown_keyword_of_an_import_is_refused_before_anything_is_read(
+def test_an_unknown_keyword_of_an_import_is_rejected_before_anything_is_read(
     store: casckpt.Store, tmp_path: Path, importer: Any, keyword: str
 ) -> None:
     first = (store, tmp_path / "none") if importer is import_safetensors else (tmp_path / "none", store)

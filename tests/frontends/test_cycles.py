@@ -97,7 +97,7 @@ SAVES: dict[str, tuple[Callable[[casckpt.Store, Any], Any], str]] = {
 
 @pytest.mark.parametrize("name", SAVES)
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_save_refuses_a_cycle_and_names_its_key(store: casckpt.Store, name: str, make: Callable[[], Any]) -> None:
+def test_a_save_rejects_a_cycle_and_names_its_key(store: casckpt.Store, name: str, make: Callable[[], Any]) -> None:
     call, key = SAVES[name]
     with pytest.raises((InvalidInput, CheckpointingException)) as caught:
         call(store, make())
@@ -106,12 +106,12 @@ def test_a_save_refuses_a_cycle_and_names_its_key(store: casckpt.Store, name: st
     assert not store.repository.exists() or store.checkpoints() == []
 
 
-def test_a_flat_optimizer_state_with_a_cycle_is_refused() -> None:
+def test_a_flat_optimizer_state_with_a_cycle_is_rejected() -> None:
     with pytest.raises(InvalidInput, match=r"'weight'.*contains itself"):
         flatten_optimizer_state(*with_state(a_list()))
 
 
-def test_a_load_into_a_cycle_is_refused_before_anything_changes(store: casckpt.Store) -> None:
+def test_a_load_into_a_cycle_is_rejected_before_anything_changes(store: casckpt.Store) -> None:
     casckpt.save_model_and_optim_state(store, *model_and_optimizer(), run="r", step=1)
     store.save({"w": torch.zeros(2)}, run="r", step=2)
     model, optimizer = with_state(a_list())
@@ -125,7 +125,7 @@ def test_a_load_into_a_cycle_is_refused_before_anything_changes(store: casckpt.S
     assert asked["w"].data.tolist() == [1, 1]
 
 
-def test_a_state_nested_too_deeply_is_refused(store: casckpt.Store) -> None:
+def test_a_state_nested_too_deeply_is_rejected(store: casckpt.Store) -> None:
     deep: list[Any] = []
     for _ in range(2000):
         deep = [deep]
@@ -149,7 +149,7 @@ def test_dcp_stores_a_cycle_as_a_pickle(store: casckpt.Store) -> None:
     assert into["t"].tolist() == [1, 1]
 
 
-def test_the_planner_without_pickles_refuses_a_cycle(store: casckpt.Store) -> None:
+def test_the_planner_without_pickles_rejects_a_cycle(store: casckpt.Store) -> None:
     error = dcp.failure(
         lambda: dcp.save({"x": (a_list(),)}, StorageWriter(store, run="r", step=1), planner=PickleFreeSavePlanner())
     )

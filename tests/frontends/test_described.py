@@ -87,7 +87,7 @@ def test_checkpoints_of_torch_and_casckpt_follow_the_same_description(ranks: Poo
     ranks.run(size, through_torch, store_path)
 
 
-def test_only_folders_with_tuple_chunks_are_imported(tmp_path: Path, store: casckpt.Store) -> None:
+def test_only_folders_whose_chunks_are_described_by_tuples_are_imported(tmp_path: Path, store: casckpt.Store) -> None:
     """Megatron-FSDP writes such chunks. A tuple of any other values is still refused."""
     folder = tmp_path / "folder"
     save({"w": FULL}, FileSystemWriter(folder))
@@ -127,7 +127,7 @@ def misplanned(rank: int, size: int, path: Path) -> list[dict[int, tuple[str, st
     return found
 
 
-def test_tensors_that_dcp_would_misplace_are_refused_by_dcp_and_saved_natively(ranks: Pool, store_path: Path) -> None:
+def test_tensors_that_dcp_would_misplace_are_rejected_by_dcp_and_saved_natively(ranks: Pool, store_path: Path) -> None:
     for found in ranks.run(4, misplanned, store_path):
         for failures in found:
             assert failures

@@ -56,7 +56,7 @@ def test_files_with_the_longest_names_are_exported(store: casckpt.Store, tmp_pat
 
 @pytest.mark.parametrize("export", [export_safetensors, casckpt_to_dcp, casckpt_to_torch_save])
 @pytest.mark.parametrize("name", ["y" * 300, "y" * 300 + ".safetensors", "y" * 300 + "/out"])
-def test_a_target_with_an_invalid_name_is_refused(
+def test_a_target_with_an_invalid_name_is_rejected(
     export: Callable[..., object], name: str, store: casckpt.Store, tmp_path: Path
 ) -> None:
     store.save({"a": torch.ones(2)}, step=0)

@@ -128,7 +128,7 @@ def test_the_newest_checkpoint_becomes_current_and_old_folders_are_kept(store: S
     assert len(leases) == 1, "each version was held by one lease, and the leases leave one record behind"
 
 
-def test_follow_once_raises_without_a_checkpoint(store: Store, tmp_path: Path) -> None:
+def test_follow_once_raises_an_error_if_there_is_no_checkpoint(store: Store, tmp_path: Path) -> None:
     folder = tmp_path / "to"
     for of, run, match in (
         (casckpt.open(tmp_path / "none"), "run", "there is no store at"),
@@ -141,7 +141,7 @@ def test_follow_once_raises_without_a_checkpoint(store: Store, tmp_path: Path) -
     assert once(store, folder) == [], "the current version remains current"
 
 
-def test_follow_writes_chosen_keys(store: Store, tmp_path: Path) -> None:
+def test_follow_writes_only_the_selected_keys(store: Store, tmp_path: Path) -> None:
     assert once(store, tmp_path / "to", keys=["a.*"]) == [0]
     assert set(load_file(tmp_path / "to" / CURRENT / "model.safetensors")) == {"a.weight"}
 
@@ -171,7 +171,7 @@ def test_the_command_receives_an_absolute_path(store: Store, tmp_path: Path, mon
     assert (tmp_path / "told").read_text().strip() == f"{tmp_path}/to/{os.readlink('to/current')}"
 
 
-def test_a_folder_with_other_contents_is_refused(store: Store, tmp_path: Path) -> None:
+def test_a_folder_with_other_contents_is_rejected(store: Store, tmp_path: Path) -> None:
     (tmp_path / "to").mkdir()
     (tmp_path / "to" / "mine").touch()
     with pytest.raises(InvalidInput, match="mine"):
@@ -215,7 +215,7 @@ def test_a_follower_reads_only_differences(tmp_path: Path, way: str, monkeypatch
 
 @pytest.mark.parametrize("is_taken", [False, True])
 @pytest.mark.parametrize("window", [3000, 3 * CELL, 64 << 20])
-def test_revised_files_equal_written_files(
+def test_updated_files_are_identical_to_newly_written_files(
     tmp_path: Path, is_taken: bool, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files have several shards and windows and every kind of content, and any part may change."""
@@ -267,7 +267,7 @@ def test_a_changed_layout_or_damaged_file_is_rewritten(tmp_path: Path) -> None:
         assert all(torch.equal(found[key], value) for key, value in state.items())
 
 
-def test_the_previous_checkpoint_may_be_purged_or_missing(store: Store, tmp_path: Path) -> None:
+def test_the_previous_checkpoint_can_be_purged_or_missing(store: Store, tmp_path: Path) -> None:
     folder = tmp_path / "to"
     once(store, folder)
     save(store, 1)
@@ -312,7 +312,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-def test_a_follower_retries_a_failing_store(
+def test_a_follower_retries_after_store_failures(
     store: Store, tmp_path: Path, pauses: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     faulty = FaultyStore(store.repository.storage)
@@ -321,7 +321,7 @@ def test_a_follower_retries_a_failing_store(
     following: Any = Follower(failing, "run", folder).follow()
     assert next(following).checkpoint.step == 0
     assert pauses == [2**n for n in range(len(pauses))]
-    assert caplog.text.count("casckpt will retry in") == len(pauses) > 2
+    assert caplog.text.count("will retry in") == len(pauses) > 2
     assert is_at(folder, 0)
     save(store, 1)
     faulty.inject(fail_before("open", times=2))
@@ -357,7 +357,7 @@ def test_a_follower_logs_once_that_it_is_waiting(
     )
 
 
-def test_a_follower_retries_a_full_disk(
+def test_a_follower_retries_when_the_disk_is_full(
     store: Store, tmp_path: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = [errno.ENOSPC, errno.ENOSPC, errno.EDQUOT]
@@ -376,14 +376,14 @@ def test_a_damaged_checkpoint_is_skipped(store: Store, tmp_path: Path, caplog: p
     for key in set(blob_keys(store)) - there:
         flip(store, key, 5000)
     assert once(store, folder) == []
-    assert "is left out" in caplog.text
+    assert "casckpt skips" in caplog.text
     assert is_at(folder, 0)
     save(store, 2)
     assert once(store, folder) == [2]
     assert len(list(folder.iterdir())) == 4
 
 
-def test_a_follower_notices_a_replaced_store(store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_follower_detects_a_replaced_store(store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "to"
     once(store, folder)
     other = small_folder(tmp_path / "other")
@@ -422,7 +422,7 @@ def dying(store: Path, folder: Path, *, reuse: bool) -> Iterator[Callable[[int],
 
 
 @pytest.mark.parametrize("reuse", [pytest.param(False, marks=pytest.mark.soak), True])
-def test_a_follower_killed_anywhere_leaves_a_complete_folder(
+def test_a_follower_killed_at_any_point_leaves_a_complete_folder(
     store: Store, tmp_path: Path, reuse: bool, full: bool
 ) -> None:
     """The test kills a switch between two versions at each system call, or by default at every eighth one."""

@@ -52,7 +52,7 @@ def test_altered_inputs_load_or_raise_a_casckpt_error(tmp_path: Path, kind: str)
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", KINDS)
-def test_thousands_of_altered_imports_use_at_most_four_gib(kind: str, seed: int) -> None:
+def test_importing_thousands_of_altered_files_uses_at_most_four_gib(kind: str, seed: int) -> None:
     command = [sys.executable, "-m", "tests.support.fuzz", kind, "2000", str(seed)]
     found = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert sum(json.loads(found).values()) == 2000
@@ -132,7 +132,7 @@ def test_a_damaged_value_is_not_committed(store: casckpt.Store, folder: Path) ->
     assert not Path(store.url).exists()
 
 
-def test_a_pipe_in_a_folder_raises_immediately(store: casckpt.Store, folder: Path) -> None:
+def test_a_pipe_in_a_folder_raises_an_error_immediately(store: casckpt.Store, folder: Path) -> None:
     os.mkfifo(folder / "pipe")
     with pytest.raises(NotFound, match="pipe"):
         dcp_to_casckpt(folder, store, step=1)
@@ -182,7 +182,7 @@ def test_the_error_for_a_lone_surrogate_names_the_key(store: casckpt.Store, tmp_
 
 @pytest.mark.parametrize("state", [{SURROGATE: torch.ones(2)}, {SURROGATE: 1}, {"a\0": 1}])
 @pytest.mark.parametrize("planner", [None, PickleFreeSavePlanner()])
-def test_dcp_refuses_an_invalid_key(store: casckpt.Store, tmp_path: Path, state: dict[str, Any], planner: Any) -> None:
+def test_dcp_rejects_an_invalid_key(store: casckpt.Store, tmp_path: Path, state: dict[str, Any], planner: Any) -> None:
     error = failure(lambda: save(state, StorageWriter(store, step=1), planner=planner))
     assert isinstance(causes(error)[0], InvalidInput)
     save(state, FileSystemWriter(tmp_path / "in"))
@@ -207,7 +207,7 @@ def test_dcp_reports_invalid_names_and_ids(store: casckpt.Store, folder: Path) -
 # a tree that names missing entries
 
 
-def test_an_export_of_an_incomplete_tree_is_refused(
+def test_an_export_of_an_incomplete_tree_is_rejected(
     store: casckpt.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def more(node: Node) -> bytes:

@@ -38,7 +38,7 @@ def _quiet_and_offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logging.getLogger("transformers").setLevel(logging.WARNING)
 
 
-def test_a_model_and_its_optimizer(store: casckpt.Store, tmp_path: Path) -> None:
+def test_a_model_and_its_optimizer_are_saved_and_loaded(store: casckpt.Store, tmp_path: Path) -> None:
     model = gpt2()
     casckpt.save_model_and_optim_state(store, model, trained(model), run="a", step=1)
     found = export(store.url, "a@1", tmp_path / "out")
@@ -94,7 +94,7 @@ def test_a_sharded_trainer_folder_is_imported(store: casckpt.Store, tmp_path: Pa
     assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
 
 
-def test_a_config_is_attached_unless_one_is_given(
+def test_the_model_config_is_attached_unless_a_config_is_passed(
     store: casckpt.Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = llama()

@@ -216,7 +216,7 @@ def test_a_plain_load_of_base_weights_suggests_a_rename() -> None:
 
 
 @ALL
-def test_adapters_alone_load_into_a_model_with_adapters(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+def test_adapter_weights_alone_load_into_a_model_with_adapters(load: Load, caplog: pytest.LogCaptureFixture) -> None:
     store, run = small(), new_run()
     adapters = {name: torch.ones(2) for name in PEFT if "lora" in name}
     store.save({"model": adapters}, run=run, step=1)
@@ -229,7 +229,7 @@ def test_adapters_alone_load_into_a_model_with_adapters(load: Load, caplog: pyte
 @LOADS
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("names", [PEFT, [name for name in PEFT if "lora" in name], [*LLAMA, "q.lora_A.x.weight"]])
-def test_a_model_without_adapters_refuses_adapters(load: Load, strict: bool, names: list[str]) -> None:
+def test_a_model_without_adapters_rejects_adapters(load: Load, strict: bool, names: list[str]) -> None:
     store, model = small(), model_of(LLAMA)
     save_model_and_optim_state(store, model_of(names, 5), run="r", step=1)
     with pytest.raises(Mismatch, match=r"no adapters.*get_peft_model"):
@@ -238,7 +238,7 @@ def test_a_model_without_adapters_refuses_adapters(load: Load, strict: bool, nam
     load(store, "r@1", model, strict=False, unread="ignore")
 
 
-def test_adapter_keys_are_refused_by_a_model_without_adapters() -> None:
+def test_adapter_keys_are_rejected_by_a_model_without_adapters() -> None:
     store = small()
     save_model_and_optim_state(store, model_of(PEFT, 5), run="r", step=1)
     with pytest.raises(Mismatch, match=r"no adapters.*get_peft_model"):
@@ -295,7 +295,7 @@ def test_a_tied_weight_counts_as_filled(load: Load, caplog: pytest.LogCaptureFix
     assert (filled(model), warnings(caplog)) == (2, "")
 
 
-def test_a_load_that_would_leave_a_train_module_empty_raises() -> None:
+def test_a_load_that_would_leave_a_train_module_empty_raises_an_error() -> None:
     class Module:
         def state_dict_to_save(self) -> Mapping[str, Any]:
             return {"model": {"net.w": torch.ones(2)}}
@@ -391,7 +391,7 @@ def load_stage_by_store(rank: int, size: int, path: Path) -> list[str]:
     return said
 
 
-def test_a_filled_stage_counts_if_another_stage_is_empty(tmp_path: Path, ranks: Pool) -> None:
+def test_a_load_that_fills_one_stage_succeeds_even_if_another_stage_is_empty(tmp_path: Path, ranks: Pool) -> None:
     small_folder(tmp_path).save(
         {"model": dict(model_of([*STAGES[1], "layers.2.w"], 5).state_dict())}, run="most", step=1
     )
@@ -399,7 +399,7 @@ def test_a_filled_stage_counts_if_another_stage_is_empty(tmp_path: Path, ranks: 
     assert (first, second) == (["filled 3 of 4 tensors from most@1; left unchanged: 'model.norm.w'."], [])
 
 
-def test_stages_of_a_pipeline_are_counted_together(tmp_path: Path, ranks: Pool) -> None:
+def test_pipeline_stages_are_counted_together(tmp_path: Path, ranks: Pool) -> None:
     store = small_folder(tmp_path)
     names = [name for stage in STAGES for name in stage]
     weights = dict(model_of(names, 5).state_dict())
@@ -464,14 +464,14 @@ def load_any_stages(rank: int, size: int, path: Path, seed: int, trials: int) ->
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_reports_about_random_stages_match_filled_tensors(tmp_path: Path, ranks: Pool, size: int) -> None:
+def test_reports_about_random_stages_match_the_filled_tensors(tmp_path: Path, ranks: Pool, size: int) -> None:
     small_folder(tmp_path)
     ranks.run(size, load_any_stages, tmp_path, 7, 20)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("size", [2, 3])
-def test_reports_about_many_random_stages_match_filled_tensors(
+def test_reports_about_many_random_stages_match_the_filled_tensors(
     tmp_path: Path, ranks: Pool, size: int, request: pytest.FixtureRequest
 ) -> None:
     small_folder(tmp_path)

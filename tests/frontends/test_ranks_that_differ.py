@@ -141,7 +141,7 @@ def names_another(rank: int, size: int, path: Path) -> Any:
     return one_is_odd(rank, size, path, NAMES)
 
 
-def test_different_references_on_two_ranks_raise_a_conflict(path: Path, ranks: Pool) -> None:
+def test_different_references_on_two_ranks_raise_conflict(path: Path, ranks: Pool) -> None:
     for found in ranks.run(2, names_another, path, timeout=20):
         for name, outcomes in found.items():
             for odd, (kind, text) in enumerate(outcomes):
@@ -154,7 +154,7 @@ def is_refused(rank: int, size: int, path: Path) -> Any:
     return one_is_odd(rank, size, path, {name: call for name, (_, call) in REFUSED.items()})
 
 
-def test_all_ranks_refuse_a_state_that_one_rank_refuses(path: Path, ranks: Pool) -> None:
+def test_all_ranks_reject_a_state_that_one_rank_rejects(path: Path, ranks: Pool) -> None:
     for rank, found in enumerate(ranks.run(2, is_refused, path, timeout=20)):
         for name, outcomes in found.items():
             for odd, (kind, text) in enumerate(outcomes):

@@ -136,7 +136,7 @@ def resumed(rank: int, size: int, path: Path, width: int = 12) -> Any:
     return found, losses, loop.weights()
 
 
-def test_an_interrupted_training_resumes_bit_for_bit(store_path: Path, ranks: Pool) -> None:
+def test_interrupted_training_resumes_bit_for_bit(store_path: Path, ranks: Pool) -> None:
     expected = ranks.run(2, whole, store_path)
     first = ranks.run(2, broken_off, store_path)
     store = casckpt.open(store_path)
@@ -155,7 +155,7 @@ def test_an_interrupted_training_resumes_bit_for_bit(store_path: Path, ranks: Po
     assert set(store.read("titan@6")) == {"model", "optim", "train"}
 
 
-def test_a_training_with_compression_resumes_bit_for_bit(store_path: Path, ranks: Pool) -> None:
+def test_training_with_compression_resumes_bit_for_bit(store_path: Path, ranks: Pool) -> None:
     store = small_folder(store_path)
     expected = ranks.run(2, whole, store_path.with_name("plain"), 96)
     store.change_settings(compress="always")
@@ -185,7 +185,7 @@ def loads(rank: int, size: int, path: Path) -> Any:
     return found, loop.step
 
 
-def test_a_run_starts_from_a_model_or_a_checkpoint(store_path: Path, ranks: Pool) -> None:
+def test_a_run_can_start_from_a_model_or_a_checkpoint(store_path: Path, ranks: Pool) -> None:
     ranks.run(2, whole, store_path)
     found = ranks.run(3, loads, store_path)  # on more ranks
     assert found == [([(0, False, 0), (8, True, 8), (0, False, 8)], 8)] * 3
@@ -224,13 +224,13 @@ def signs_and_demands(rank: int, size: int, path: Path, private: str, public: st
         signed.load()
 
 
-def test_torchtitan_signs_and_mirrors(store_path: Path, ranks: Pool, tmp_path: Path) -> None:
+def test_torchtitan_checkpoints_are_signed_and_mirrored(store_path: Path, ranks: Pool, tmp_path: Path) -> None:
     keys = pair(tmp_path / "keys")
     ranks.run(2, signs_and_demands, store_path, str(keys.private), str(keys.public))
     assert [one.step for one in casckpt.open(f"{store_path}.away", require_signature=keys.public).checkpoints()] == [2]
 
 
-def test_settings_that_do_not_apply_to_a_store_are_refused(store_path: Path, ranks: Pool) -> None:
+def test_settings_that_do_not_apply_to_a_store_are_rejected(store_path: Path, ranks: Pool) -> None:
     ranks.run(1, refuses, store_path)
     tensors = casckpt.open(store_path).get("titan@1").tensors.values()
     assert {one.dtype for one in tensors} == {"bfloat16", "int64"}  # an integer buffer is not converted
@@ -279,5 +279,5 @@ def keeps(rank: int, size: int, path: Path) -> Any:
     return loop.step, {group["lr"] for optimizer in loop.optimizers for group in optimizer.param_groups}
 
 
-def test_a_new_learning_rate_is_kept(store_path: Path, ranks: Pool) -> None:
+def test_a_new_learning_rate_is_preserved(store_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, keeps, store_path) == [(2, {0.125})] * 2

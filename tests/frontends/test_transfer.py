@@ -75,7 +75,7 @@ def test_a_model_with_different_top_level_names_is_reported(load: Load) -> None:
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_a_model_under_a_different_key_loads_with_the_suggested_rename(load: Load) -> None:
+def test_a_model_stored_under_a_different_key_loads_with_the_suggested_rename(load: Load) -> None:
     store = small()
     store.save({"net": {"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)}}, run="base", step=0)
     model: Any = nn.Sequential(nn.Linear(2, 2))

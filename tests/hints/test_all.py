@@ -35,28 +35,31 @@ NO_HINTS = {
 
 FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("ranks/ranks.py:_gloo", "set GLOO_SOCKET_IFNAME to a network interface"): (
-        "tests/ranks/test_waiting.py::test_a_gloo_that_cannot_start_is_reported_on_all_ranks"
+        "tests/ranks/test_waiting.py::test_a_gloo_startup_failure_is_reported_on_all_ranks"
     ),
-    Case("ranks/messages.py:astray", "give the objects on every rank, or give the state_dict of each"): (
-        "tests/frontends/training_state/test_objects.py::test_objects_on_a_single_rank_are_refused_on_all_ranks_without_waiting"
+    Case("ranks/messages.py:astray", "pass the objects on every rank, or pass the state_dict of each"): (
+        "tests/frontends/training_state/test_objects.py::test_objects_on_a_single_rank_are_rejected_on_all_ranks_without_waiting"
     ),
     Case("loading/entries.py:no_entry", "Map the whole mapping, with rename="): (
-        "tests/loading/test_entries.py::test_renaming_individual_entries_is_refused"
+        "tests/loading/test_entries.py::test_renaming_individual_entries_is_rejected"
     ),
     Case("loading/template.py:Template._check_packed", "Params4bit.from_prequantized"): (
         "tests/frontends/training_state/test_model.py::test_a_copy_in_a_state_dict_is_filled_only_with_equal_values"
     ),
     Case("frontends/training_state/contents.py:_with", "is the state_dict of an optimizer"): (
-        "tests/frontends/trainer/test_resumed.py::test_the_state_dict_of_an_optimizer_is_refused_before_it_is_saved"
+        "tests/frontends/trainer/test_resumed.py::test_the_state_dict_of_an_optimizer_is_rejected_before_it_is_saved"
     ),
     Case("frontends/training_state/model.py:_live_state", "remove_hook_from_submodules(model) restores"): (
-        "tests/frontends/test_accelerate.py::test_an_offloaded_model_is_refused_and_can_be_restored"
+        "tests/frontends/test_accelerate.py::test_an_offloaded_model_is_rejected_and_can_be_restored"
+    ),
+    Case("frontends/accelerate.py:AcceleratorCheckpointer.__init__", "Save at multiples of local_sgd_steps"): (
+        "tests/frontends/test_accelerate.py::test_at_a_synchronization_each_rank_loads_its_own_model"
     ),
     Case("frontends/interchange/torch_files.py:", "call torch_save_to_casckpt of casckpt.frontends.convert there"): (
         "tests/frontends/interchange/test_torch_files.py::test_the_error_for_a_class_from_the_saving_script_names_the_class"
     ),
     Case("storage/remote/s3/errors.py:", "set AWS_REQUEST_CHECKSUM_CALCULATION"): (
-        "tests/storage/remote/s3/test_errors.py::test_settings_in_the_error_help_with_servers_without_checksums"
+        "tests/storage/remote/s3/test_errors.py::test_the_settings_named_by_the_error_help_with_servers_without_checksums"
     ),
     Case("cli/commands/export.py:_listening", "for clients: export HF_ENDPOINT=…"): (
         "tests/frontends/serve/test_clients.py::test_from_pretrained_needs_only_an_endpoint"
@@ -77,7 +80,7 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     ),
     Case(
         "history/commits.py:gone", "lease=True, or Store.lease"
-    ): "tests/store/test_gone.py::test_the_advice_in_a_gone_error_helps",
+    ): "tests/store/test_gone.py::test_following_the_advice_in_a_gone_error_helps",
 }
 """Hints that a test elsewhere triggers and follows, and that test."""
 
@@ -139,7 +142,7 @@ def test_every_extra_that_a_hint_names_exists() -> None:
         "set GLOO_SOCKET_IFNAME",
         "store.read takes it",
         "call mark_as_sharded() first",
-        "pass it to dcp.load",
+        "pass the reader to dcp.load",
         "it belongs into exclude_keys",
         "pass a different cache_dir",
     ],
@@ -148,7 +151,7 @@ def test_a_message_that_names_something_to_use_is_advice(text: str) -> None:
     assert is_advice(text)
 
 
-@pytest.mark.parametrize("text", ["jobs=… is not usable; give a positive number", "no name is given", "casckpt would"])
+@pytest.mark.parametrize("text", ["jobs=… is not valid: pass a positive number", "no name is given", "casckpt would"])
 def test_a_message_that_only_states_an_error_is_not_advice(text: str) -> None:
     assert not is_advice(text)
 

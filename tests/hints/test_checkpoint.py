@@ -494,9 +494,9 @@ def otherwise(rank: int, size: int, path: str) -> str:
     store.save(state, run="first", step=1)
     other = outcome_of(lambda: store.load(state, "first@1") if rank else store.save(state, run="a", step=1))
     advice = Advice(str(other))
-    advice.says("with process_group=... for each")
+    advice.says("pass each thread its own process_group=...")
     store.save(state, run="same", step=1)
-    advice.says("with process_group=... for each")
+    advice.says("pass each thread its own process_group=...")
     groups = [dist.new_group(backend="gloo") for _ in range(2)]
     with ThreadPoolExecutor(2) as threads:  # in each rank's order
         both = [
@@ -508,10 +508,10 @@ def otherwise(rank: int, size: int, path: str) -> str:
     return advice.message
 
 
-@follows("ranks/messages.py:astray", "with process_group=... for each")
+@follows("ranks/messages.py:astray", "pass each thread its own process_group=...")
 def test_ranks_make_the_same_calls_or_use_a_group_per_thread(ranks: Pool, store_path: Path, messages: Messages) -> None:
     for message in ranks.run(2, otherwise, str(store_path)):
-        messages.text(message).says("in the same order, from one thread")
+        messages.text(message).says("in the same order. Make the calls in one thread")
     found = {one.run for one in casckpt.open(store_path).checkpoints()}
     assert found == {"first", "same", "thread0", "thread1"}
 

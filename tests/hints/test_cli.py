@@ -26,7 +26,9 @@ from tests.support.signing import pair
 Store = casckpt.Store
 
 
-@follows("cli/commands/copy.py:command", "--storage-option is for STORE, which is a local folder; use --dst-option for")
+@follows(
+    "cli/commands/copy.py:command", "--storage-option applies to STORE, which is a local folder; use --dst-option for"
+)
 def test_storage_options_of_a_copy_target_have_their_own_flag(
     saved: Store, store_path: Path, moto_server: Server, messages: Messages, run: Run
 ) -> None:
@@ -43,7 +45,7 @@ def beside(option: str, values: Iterable[str]) -> list[str]:
 
 
 @follows("cli/commands/copy.py:_part", "RANK and WORLD_SIZE in the environment must be numbers")
-@follows("cli/commands/copy.py:_part", "in the environment do not fit together: unset them")
+@follows("cli/commands/copy.py:_part", "in the environment contradict each other: unset both")
 def test_launched_processes_share_a_copy(
     saved: Store, tmp_path: Path, messages: Messages, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,7 +54,7 @@ def test_launched_processes_share_a_copy(
     messages.text(run("copy", store_path, tmp_path / "copy", status=2).output).says("RANK and WORLD_SIZE")
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    messages.text(run("copy", store_path, tmp_path / "copy", status=2).output).says("unset them")
+    messages.text(run("copy", store_path, tmp_path / "copy", status=2).output).says("unset both")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     run("copy", store_path, tmp_path / "copy")
@@ -93,7 +95,7 @@ def test_a_server_on_a_public_address_runs_with_or_without_a_token(
 
 @pytest.mark.usefixtures("not_served")
 @follows("cli/commands/export.py:serve", "cannot listen on …:…: …; pass a different --port")
-def test_a_port_in_use_is_replaced_by_a_different_one(
+def test_a_different_port_replaces_one_that_is_in_use(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -142,8 +144,8 @@ def test_omitting_an_unmatched_pattern_lists_all_keys(
     assert {"w", "b"} <= set(run("show", store_path, "a@1", "--tensors").output.split())
 
 
-@follows("cli/commands/tag.py:command", "--expires needs a tag to set: pass NAME and REF")
-@follows("cli/commands/tag.py:command", "--delete takes a single name: omit all other arguments")
+@follows("cli/commands/tag.py:command", "--expires requires a tag to set: pass NAME and REF")
+@follows("cli/commands/tag.py:command", "--delete accepts a single name: omit all other arguments")
 def test_a_tag_is_set_temporarily_and_deleted(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
     advice = messages.text(run("tag", store_path, "--expires", "1d", status=2).output)
     names = advice.says("NAME and REF").replace("NAME", "best").replace("REF", "a@1").split(" and ")
@@ -164,7 +166,7 @@ def test_a_missing_tag_is_created_with_the_suggested_command(
 
 
 @follows("cli/commands/list.py:transactions", "--revoke is for a save in progress, and --give-up for a damaged one")
-@follows("cli/commands/list.py:_txid", "`casckpt transactions STORE` lists them")
+@follows("cli/commands/list.py:_txid", "`casckpt transactions STORE` lists")
 def test_a_save_in_progress_is_revoked_by_name(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
     from casckpt.history.transactions import begin
 
@@ -192,7 +194,9 @@ def test_an_export_without_a_config_succeeds_with_the_suggested_option(
     assert (tmp_path / "out" / "config.json").exists()
 
 
-@follows("cli/commands/gc.py:_say_space", "once the forgotten checkpoints are purged; --min-age 0 does it immediately")
+@follows(
+    "cli/commands/gc.py:_say_space", "once the forgotten checkpoints are purged; --min-age 0 deletes them immediately"
+)
 def test_the_option_deletes_forgotten_checkpoints_immediately(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
@@ -220,9 +224,7 @@ def test_forgotten_checkpoints_are_listed_and_counted(
     assert "a gc frees" in run(*advice.command("stats"), where, *options).output
 
 
-@follows(
-    "cli/commands/verify.py:repaired_text", "or hide these checkpoints with `casckpt forget`: a gc deletes them a day"
-)
+@follows("cli/commands/verify.py:repaired_text", "or hide these checkpoints with `casckpt forget`. A gc deletes")
 @pytest.mark.parametrize("way", ["--from", "forget"])
 def test_unrepairable_damage_is_repaired_from_a_copy_or_forgotten(
     saved: Store, tmp_path: Path, messages: Messages, run: Run, way: str
@@ -292,7 +294,7 @@ def test_signatures_are_verified_and_created(
     run(*command[:2], bob.public, store_path)
 
 
-@follows("cli/commands/gc.py:thinned_text", "--min-age 0 does it immediately, but purges all forgotten checkpoints")
+@follows("cli/commands/gc.py:thinned_text", "--min-age 0 frees them immediately, but purges all forgotten checkpoints")
 def test_the_option_frees_thinned_bytes_immediately(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
@@ -346,7 +348,7 @@ def test_the_help_explains_a_command(saved: Store, store_path: Path, messages: M
 
 
 @follows("cli/text.py:shortened", "(--json lists all)")
-def test_json_output_shows_a_long_list_in_full(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
+def test_json_output_contains_a_long_list_in_full(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
     steps = range(2, 24)
     for step in steps:
         saved.save({"x": step}, run="a", step=step)

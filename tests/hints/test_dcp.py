@@ -129,8 +129,8 @@ def test_a_store_and_checkpoint_are_passed_to_the_reader_or_the_call(store: Stor
     assert load({"a": torch.zeros(1)}, StorageReader(store), **given)["a"] == 2
 
 
-@follows("frontends/dcp/reader.py:StorageReader._now", "pass it to dcp.load")
-@follows("frontends/dcp/writer.py:StorageWriter._session", "pass it to dcp.save")
+@follows("frontends/dcp/reader.py:StorageReader._now", "pass the reader to dcp.load")
+@follows("frontends/dcp/writer.py:StorageWriter._session", "pass the writer to dcp.save")
 def test_readers_and_writers_are_passed_to_dcp(store: Store, messages: Messages) -> None:
     writer = StorageWriter(store, step=1)
     with messages.error(InvalidInput) as advice:

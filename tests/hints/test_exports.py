@@ -23,11 +23,11 @@ from casckpt.frontends.interchange.safetensors.importing import import_safetenso
 from casckpt.frontends.interchange.torch_files import casckpt_to_torch_save, torch_save_to_casckpt
 from casckpt.frontends.serve.view_file import read_rules
 from casckpt.frontends.training_state import load_model_and_optim_state
-from tests.frontends.interchange.test_torch_files import stock
 from tests.hints.conftest import Run
 from tests.support.fuzz import KINDS
 from tests.support.hints import Messages, follows
 from tests.support.serving import serving
+from tests.support.torch_folders import stock
 
 Store = casckpt.Store
 
@@ -77,7 +77,7 @@ def test_the_suffix_of_an_export_matches_its_format(
         assert torch.load(tmp_path / "x.pt").keys() == {"w", "b"}
 
 
-@follows("frontends/interchange/export.py:_check_known", "is for …: --format … does not support it")
+@follows("frontends/interchange/export.py:_check_known", "applies to …: --format … does not support it")
 def test_an_option_works_with_formats_that_support_it(
     saved: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
@@ -276,7 +276,9 @@ def test_an_export_too_large_for_a_header_is_split_into_files(
         assert len(list((tmp_path / "out").glob("*.safetensors"))) == 4
 
 
-@follows("frontends/interchange/safetensors/files.py:file_type", "choose other keys with --keys, or convert it")
+@follows(
+    "frontends/interchange/safetensors/files.py:file_type", "choose different keys with --keys, or convert this tensor"
+)
 @pytest.mark.parametrize("way", ["keys", "convert"])
 def test_a_dtype_unsupported_by_safetensors_is_omitted_or_converted(
     store: Store, tmp_path: Path, messages: Messages, run: Run, way: str
@@ -288,7 +290,7 @@ def test_a_dtype_unsupported_by_safetensors_is_omitted_or_converted(
     if way == "keys":
         run(*command, advice.says("--keys"), "w")
     else:
-        advice.says("convert it")
+        advice.says("convert this tensor")
         store.save({"w": state["w"], "c": torch.view_as_real(state["c"])}, run="a", step=1, overwrite=True)
         run(*command)
     assert names_in(tmp_path / "x.safetensors") == ({"w"} if way == "keys" else {"w", "c"})
@@ -378,7 +380,7 @@ def test_a_file_with_a_pickle_is_imported_with_allow_pickle(
     "frontends/interchange/torch_files.py:casckpt_to_torch_save",
     "because plain torch.load cannot read it (pass allow_pickle=True to include it)",
 )
-def test_values_that_torch_load_refuses_are_exported_with_allow_pickle(
+def test_values_that_torch_load_rejects_are_exported_with_allow_pickle(
     store: Store, tmp_path: Path, messages: Messages
 ) -> None:
     state = {"when": datetime(2026, 1, 2, tzinfo=UTC), "n": 1}
@@ -476,7 +478,7 @@ def test_an_olmo_optimizer_is_imported_with_allow_pickle(
 # serving
 
 
-@follows("frontends/serve/access.py:Guard._refusal", "a token is needed: set HF_TOKEN")
+@follows("frontends/serve/access.py:Guard._refusal", "a token is required: set HF_TOKEN")
 def test_a_token_comes_from_the_environment(
     saved: Store, tmp_path: Path, messages: Messages, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,7 +114,7 @@ def test_metadata_keys_are_converted_to_strings(store: Store, messages: Messages
 
 
 @follows("plan/retention.py:thinning_of", "also pass keep_last=1 or a different rule")
-def test_a_thinning_rule_names_checkpoints_to_keep_whole(saved: Store, messages: Messages) -> None:
+def test_a_thinning_rule_names_the_checkpoints_to_keep_complete(saved: Store, messages: Messages) -> None:
     rule: dict[str, Any] = {"drop": ["b"]}
     saved.save({"w": torch.ones(2), "b": torch.ones(1)}, run="a", step=2)
     with messages.error(InvalidInput) as advice:

@@ -143,7 +143,8 @@ def test_a_checkpoint_location_is_a_reference_or_built_with_at(store_path: Path,
 
 
 @follows(
-    "frontends/megatron/saving.py:located", "pass None as sharded_strategy, or call megatron.core.dist_checkpointing"
+    "frontends/megatron/saving.py:located",
+    "pass None as sharded_strategy, or pass the strategy to megatron.core.dist_checkpointing",
 )
 def test_a_strategy_is_passed_to_megatron_functions(
     where: str, store_path: Path, tmp_path: Path, messages: Messages
@@ -216,7 +217,7 @@ def test_state_with_a_different_shape_is_excluded_from_sharding(store_path: Path
 # features that need Megatron-core
 
 
-@follows("frontends/megatron/common.py:read", "pass allow_pickle=True if you trust its source. Megatron")
+@follows("frontends/megatron/common.py:read", "pass allow_pickle=True if you trust its source. Importing")
 @follows("frontends/megatron/strategies.py:CasSaveShardedStrategy._warn_of_classes", "and allow_pickle=True for others")
 def test_classes_in_the_common_part_are_loaded_with_allow_pickle_or_by_megatron(
     store_path: Path, tmp_path: Path, messages: Messages
@@ -239,13 +240,13 @@ def test_classes_in_the_common_part_are_loaded_with_allow_pickle_or_by_megatron(
     for leave in (said.argument("allow_pickle"), advice.argument("allow_pickle")):
         assert megatron.load_common_state_dict(where, **leave)["phase"] is Phase.WARM
         assert megatron.load_content_metadata(where, **leave) is None
-    assert advice.says("if megatron.core is imported")
+    assert advice.says("Importing megatron.core registers")
     assert megatron.load_common_state_dict(f"{store_path}#a@2")["phase"] is backend
 
 
 @follows(
     "frontends/megatron/strategies.py:CasSaveShardedStrategy._step",
-    "pass step= to the strategy, which may be a function",
+    "pass step= (a number or a function) to the strategy",
 )
 def test_the_step_of_a_folder_without_a_number_is_given(store_path: Path, tmp_path: Path, messages: Messages) -> None:
     core()

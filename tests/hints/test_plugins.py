@@ -204,7 +204,7 @@ def test_hub_folders_are_handled_by_commands(store: Store, tmp_path: Path, messa
     assert identical(dict(fresh.state_dict()), dict(model.state_dict()))
 
 
-@follows("frontends/torchtitan.py:", "In torchtitan, rename works with initial_load_ref only")
+@follows("frontends/torchtitan.py:", "In torchtitan, rename works only with initial_load_ref")
 def test_a_renamed_model_continues_as_a_different_run(store: Store, messages: Messages) -> None:
     pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
     from casckpt.frontends.torchtitan import CasCheckpointManager

@@ -29,7 +29,7 @@ ENVIRONMENT = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS
 
 
 @follows("storage/failures.py:", "`casckpt gc` can free more, but needs a few KiB for its records")
-def test_a_gc_frees_space_on_a_full_disk(
+def test_gc_frees_space_on_a_full_disk(
     saved: casckpt.Store, store_path: Path, messages: Messages, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved.save({"w": torch.ones(5)}, run="a", step=2)
@@ -101,7 +101,7 @@ def make_public(client: Any, bucket: str) -> None:
 @pytest.mark.usefixtures("no_credentials")
 @follows("storage/remote/s3/errors.py:explain", "no credentials were found: …, or anon=True for a public bucket")
 @follows("storage/remote/s3/errors.py:", "provide different ones in storage_options (--storage-option) or in the usual")
-def test_credentials_can_be_passed_in_three_ways_or_access_is_anonymous(
+def test_credentials_are_passed_in_one_of_three_ways_or_access_is_anonymous(
     moto_server: Server, messages: Messages, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = bucket_of(moto_server, key=None, secret=None)

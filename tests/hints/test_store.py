@@ -78,7 +78,7 @@ def test_the_help_lists_setting_names(saved: Store, messages: Messages, run: Run
 
 
 @follows("repository/exclusive.py:require_exclusive", "Use a different storage, or pass single_writer")
-def test_a_storage_that_replaces_objects_supports_a_single_writer(tmp_path: Path, messages: Messages) -> None:
+def test_storage_that_replaces_objects_supports_a_single_writer(tmp_path: Path, messages: Messages) -> None:
     storage = Ignoring()
     with messages.error(Unsupported) as advice:
         Store(Repository(storage, tmp_path / "cache")).save({"x": 1}, run="a", step=1)
@@ -278,7 +278,9 @@ def test_a_checkpoint_without_a_lease_is_loaded_without_hold(
 # manifests, blobs, signatures
 
 
-@follows("contents/manifests.py:_naming", "Restore it with `casckpt repair`, or give it up with `casckpt forget`")
+@follows(
+    "contents/manifests.py:_naming", "Restore it with `casckpt repair`, or give up the checkpoint with `casckpt forget`"
+)
 def test_a_lost_manifest_is_repaired_or_its_checkpoint_purged(
     saved: Store, tmp_path: Path, messages: Messages, run: Run, weights: dict[str, torch.Tensor]
 ) -> None:
@@ -361,7 +363,7 @@ def test_a_different_cache_folder_replaces_an_unwritable_one(tmp_path: Path, mes
     "repository/catalogue.py:Catalogue._turn_off", "create a new one, or choose a different folder with --cache-dir"
 )
 @pytest.mark.parametrize("way", ["reindex", "--cache-dir"])
-def test_an_unusable_catalogue_is_rebuilt(
+def test_an_unreadable_catalogue_is_rebuilt(
     tmp_path: Path, store_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     cache = tmp_path / "cache"

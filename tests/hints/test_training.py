@@ -233,7 +233,8 @@ def test_optimizer_state_is_loaded_through_the_optimizer(store: Store, model: Tw
 
 
 @follows(
-    "frontends/training_state/optimizer.py:named_groups", "pass the list of these, or none (optim=None; in a Trainer"
+    "frontends/training_state/optimizer.py:named_groups",
+    "pass the list of these optimizers, or pass none (optim=None; in a Trainer",
 )
 def test_the_optimizer_belongs_to_the_model_or_is_none(store: Store, model: Two, messages: Messages) -> None:
     with messages.error(InvalidInput) as advice:
@@ -484,7 +485,7 @@ def test_a_train_module_is_saved_without_an_optimizer(store: Store, messages: Me
 
 @follows(
     "frontends/training_state/contents.py:Restoring.load.wanted_optimizers",
-    "needs an optimizer to load into; pass optim",
+    "requires an optimizer to load into; pass optim",
 )
 def test_optimizer_state_is_loaded_into_an_optimizer(store: Store, model: Two, messages: Messages) -> None:
     made = checkpointer(store)
@@ -525,14 +526,14 @@ class Loading(Whole):
             self.weight.copy_(state["model"]["weight"])
 
 
-@follows("frontends/training_state/contents.py:Restoring.load.wanted_optimizers", 'leave out options="keep"')
+@follows("frontends/training_state/contents.py:Restoring.load.wanted_optimizers", 'omit options="keep"')
 def test_a_model_loaded_directly_does_not_have_options_to_keep(store: Store, messages: Messages) -> None:
     whole: Any = Loading()
     checkpointer(store).save(1, whole)
     whole.weight.data.zero_()
     with messages.error(InvalidInput) as advice:
         checkpointer(store).resume(whole, options="keep")
-    advice.says('leave out options="keep"')
+    advice.says('omit options="keep"')
     checkpointer(store).resume(whole)
     assert torch.equal(whole.weight, torch.ones(2))
 
@@ -605,7 +606,7 @@ def test_throttling_uses_a_folder_that_supports_locks(
     assert store.get("sft@1").step == 1
 
 
-@follows("frontends/training_state/train_state.py:restore_rng", "pass a result of rng_state")
+@follows("frontends/training_state/train_state.py:restore_rng", "pass the result of rng_state")
 def test_generators_are_restored_after_they_are_created(messages: Messages) -> None:
     with messages.error(MissingKey) as advice:
         restore_rng({"torch": torch.get_rng_state()})
@@ -616,7 +617,9 @@ def test_generators_are_restored_after_they_are_created(messages: Messages) -> N
     assert torch.equal(torch.rand(3), first)
 
 
-@follows("frontends/training_state/train_state.py:TrainState._missing", "rng=False leaves out the random generators")
+@follows(
+    "frontends/training_state/train_state.py:TrainState._missing", "rng=False leaves out the random number generators"
+)
 def test_unsaved_parts_are_omitted(messages: Messages) -> None:
     with messages.error(MissingKey) as advice:
         TrainState(epoch=0, place=1).load_state_dict({"epoch": 3})

@@ -44,9 +44,9 @@ def spoil(path: Path) -> Callable[[], int]:
     return lambda: path.write_bytes(before)
 
 
-@follows("upkeep/gc/candidates.py:commits_without_doubt", "or give the checkpoint up with `casckpt transactions STORE")
+@follows("upkeep/gc/candidates.py:commits_without_doubt", "or give up the checkpoint with `casckpt transactions STORE")
 @pytest.mark.parametrize("way", ["put back", "give up"])
-def test_a_gc_can_run_after_a_record_is_replaced_or_purged(
+def test_gc_can_run_after_a_record_is_replaced_or_purged(
     trained: Store, store_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     put_back = spoil(min((store_path / "commits").iterdir()))
@@ -55,15 +55,15 @@ def test_a_gc_can_run_after_a_record_is_replaced_or_purged(
     if way == "give up":
         run(*advice.command("transactions", STORE=store_path))
     else:
-        advice.says("Put the file back")
+        advice.says("Restore the file")
         put_back()
     casckpt.open(store_path).gc()
     assert [one.step for one in casckpt.open(store_path).checkpoints()] == ([2] if way == "give up" else [1, 2])
 
 
-@follows("upkeep/lost_records.py:", "Put commits/ back, from a copy of the store or by mounting it; or")
+@follows("upkeep/lost_records.py:", "Restore commits/ from a copy of the store, or mount it")
 @pytest.mark.parametrize("way", ["put back", "give up"])
-def test_a_gc_can_run_after_lost_records_are_replaced_or_revoked(
+def test_gc_can_run_after_lost_records_are_replaced_or_revoked(
     trained: Store, store_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     lost = min((store_path / "commits").iterdir())
@@ -74,13 +74,13 @@ def test_a_gc_can_run_after_lost_records_are_replaced_or_revoked(
     if way == "give up":
         run(*advice.command("transactions", STORE=store_path, TXID=name))
     else:
-        advice.says("Put commits/ back")
+        advice.says("Restore commits/")
         store_path.with_name(name).rename(lost)
     casckpt.open(store_path).gc()
     assert [one.step for one in casckpt.open(store_path).checkpoints()] == ([2] if way == "give up" else [1, 2])
 
 
-@follows("upkeep/copies/copy.py:_unread", "Put it back from a copy of …: `casckpt verify` says more")
+@follows("upkeep/copies/copy.py:_unread", "Restore the record from a copy of …; `casckpt verify` shows the details")
 def test_an_unreadable_record_is_replaced_before_a_copy(
     trained: Store, store_path: Path, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
@@ -88,13 +88,13 @@ def test_an_unreadable_record_is_replaced_before_a_copy(
     put_back = spoil(record)
     advice = messages.text(run("copy", store_path, tmp_path / "copy", status=4).output)
     assert record.name in run(*advice.command("verify"), store_path, status=4).output
-    advice.says("Put it back")
+    advice.says("Restore the record")
     put_back()
     run("copy", store_path, tmp_path / "copy")
     assert [one.step for one in casckpt.open(tmp_path / "copy").checkpoints()] == [1, 2]
 
 
-@follows("upkeep/saves.py:give_up", "whose record cannot be read; `casckpt verify STORE` names them")
+@follows("upkeep/saves.py:give_up", "whose record cannot be read; `casckpt verify STORE` lists such transactions")
 @follows("upkeep/saves.py:give_up", "`casckpt forget` hides its checkpoint")
 def test_verify_names_lost_checkpoints_and_readable_ones_are_forgotten(
     trained: Store, store_path: Path, messages: Messages, run: Run
@@ -118,7 +118,7 @@ def first_id(store: Store) -> str:
     return next(one.id for one in store.checkpoints(forgotten=True) if one.step == 1)
 
 
-@follows("upkeep/saves.py:revoke_save", "`casckpt transactions STORE` lists them")
+@follows("upkeep/saves.py:revoke_save", "`casckpt transactions STORE` lists")
 @follows("upkeep/saves.py:revoke_save", "`casckpt list STORE` shows whether it was committed")
 def test_a_save_in_progress_is_found_in_the_list(
     trained: Store, store_path: Path, messages: Messages, run: Run
@@ -138,7 +138,7 @@ def test_a_save_in_progress_is_found_in_the_list(
 # forgetting and thinning
 
 
-@follows("upkeep/gc/forgetting.py:plan_forget", "delete the tags, or say --tagged (tagged=True)")
+@follows("upkeep/gc/forgetting.py:plan_forget", "delete the tags, or pass --tagged (tagged=True)")
 @pytest.mark.parametrize("way", ["untag", "tagged", "--tagged"])
 def test_a_tagged_checkpoint_is_forgotten_after_or_together_with_its_tag(
     trained: Store, store_path: Path, messages: Messages, run: Run, way: str
@@ -164,7 +164,7 @@ def is_thinned(store: Store) -> bool:
     return torch.equal(store.read("a@1", keys=["model.*"])["model"]["w"], STATE["model"]["w"])
 
 
-@follows("upkeep/thin.py:_check_untagged", "say --tagged (tagged=True), but wait for the end of one that expires")
+@follows("upkeep/thin.py:_check_untagged", "Pass --tagged (tagged=True), but first wait until")
 @pytest.mark.parametrize("way", ["tagged", "--tagged"])
 def test_a_tagged_checkpoint_is_thinned_on_request(
     trained: Store, store_path: Path, messages: Messages, run: Run, way: str
@@ -205,7 +205,7 @@ def test_a_pattern_to_drop_is_chosen_from_listed_keys(
 
 @follows("upkeep/gc/gc.py:_check_storage", "stop all saves, then open the store with single_writer")
 @follows("upkeep/doctor.py:_creates", "allow only one writer at a time with single_writer (--single-writer)")
-def test_gc_on_a_replacing_storage_requires_a_single_writer(tmp_path: Path, messages: Messages) -> None:
+def test_gc_on_storage_that_replaces_objects_requires_a_single_writer(tmp_path: Path, messages: Messages) -> None:
     storage = Ignoring()
     Store(Repository(storage, tmp_path / "cache", single_writer=True)).save({"x": 1}, run="a", step=1)
     findings = list(examine(Repository(storage, tmp_path / "other")))
@@ -248,7 +248,7 @@ def test_a_checkpoint_that_blocks_a_copy_is_forgotten(
     assert other.get("a@1").id == trained.get("a@1").id
 
 
-@follows("upkeep/copies/mirror.py:Mirror.wait", "with the next `casckpt.open` of the store if this program ends before")
+@follows("upkeep/copies/mirror.py:Mirror.wait", "the next `casckpt.open` of the store continues the copies")
 def test_the_next_program_continues_a_late_mirror(
     store_path: Path, tmp_path: Path, messages: Messages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,7 +297,7 @@ def test_lost_settings_are_replaced_or_set_again(
     with messages.error(Damaged) as advice:
         casckpt.open(store_path).gc(min_age=0)
     if way == "put back":
-        advice.says("Put settings/ back")
+        advice.says("Restore settings/")
         store_path.with_name("settings").rename(settings)
     else:
         advice.says("save with the mirror again (casckpt.open with mirror=URL)")
@@ -305,7 +305,10 @@ def test_lost_settings_are_replaced_or_set_again(
     assert [one.step for one in casckpt.open(store_path).gc(min_age=0).purged] == [1]
 
 
-@follows("upkeep/gc/purge.py:unless_mirror_is_gone", "mount its disk, or put it back; `casckpt copy` fills a new one")
+@follows(
+    "upkeep/gc/purge.py:unless_mirror_is_gone",
+    "Mount its disk, or restore the mirror; `casckpt copy` fills a new mirror",
+)
 @pytest.mark.parametrize("way", ["put back", "copy", "unset"])
 def test_a_lost_mirror_is_restored_refilled_or_unset(
     mirrored: Path, store_path: Path, messages: Messages, run: Run, way: str
@@ -314,7 +317,7 @@ def test_a_lost_mirror_is_restored_refilled_or_unset(
     with messages.log() as advice:
         assert casckpt.open(store_path).gc(min_age=0).purged == ()
     if way == "put back":
-        advice.says("put it back")
+        advice.says("restore the mirror")
         mirrored.with_name("elsewhere").rename(mirrored)
     elif way == "copy":
         run(*advice.command("copy"), store_path, mirrored)
@@ -324,16 +327,16 @@ def test_a_lost_mirror_is_restored_refilled_or_unset(
     assert purged == ([] if way == "copy" else [1])  # a copy fills the mirror with visible checkpoints
 
 
-@follows("upkeep/repair/verify.py:_check_arguments", "give mode='full', or leave out decode")
-@follows("upkeep/repair/verify.py:_check_arguments", "give 'full' or 'exists', and a fraction from 0 to 1")
+@follows("upkeep/repair/verify.py:_check_arguments", "pass mode='full', or omit decode")
+@follows("upkeep/repair/verify.py:_check_arguments", "pass the mode 'full' or 'exists', and a sample")
 def test_contradictory_verify_options_are_corrected(trained: Store, messages: Messages) -> None:
     with messages.error(InvalidInput) as advice:
         trained.verify(mode="exists", decode=True)
     assert not trained.verify(decode=True, **advice.argument("mode")).is_damaged
-    advice.says("leave out decode")
+    advice.says("omit decode")
     assert not trained.verify(mode="exists").is_damaged
     with messages.error(InvalidInput) as advice:
         trained.verify(mode="all", sample=0)  # type: ignore[arg-type]
-    advice.says("give 'full' or 'exists', and a fraction from 0 to 1")
+    advice.says("pass the mode 'full' or 'exists', and a sample")
     for mode in ("full", "exists"):
         assert not trained.verify(mode=mode, sample=0.5).is_damaged

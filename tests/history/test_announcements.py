@@ -63,7 +63,7 @@ def test_a_revocation_is_not_announced(tmp_path: Path) -> None:
     assert runs(repo) == []
 
 
-def test_announcements_of_runs_are_separate(tmp_path: Path) -> None:
+def test_announcements_of_different_runs_are_separate(tmp_path: Path) -> None:
     repo, _ = faulty(tmp_path)
     for run in ("a", "b", "a"):
         commit_bare(repo, run)
@@ -72,7 +72,7 @@ def test_announcements_of_runs_are_separate(tmp_path: Path) -> None:
     assert [number for number, _ in told(repo, run_hash("b"))] == [0]
 
 
-def test_a_number_without_an_answer_is_not_skipped(tmp_path: Path) -> None:
+def test_a_number_whose_response_was_lost_is_not_skipped(tmp_path: Path) -> None:
     repo, storage = faulty(tmp_path)
     commit_bare(repo)
     storage.inject(fail_before("put", key="runs/*"))
@@ -83,7 +83,7 @@ def test_a_number_without_an_answer_is_not_skipped(tmp_path: Path) -> None:
     assert [number for number, _ in told(repo)] == [0, 1]
 
 
-def test_a_put_with_a_lost_answer_is_recognized(tmp_path: Path) -> None:
+def test_a_put_whose_response_was_lost_is_recognized(tmp_path: Path) -> None:
     repo, storage = faulty(tmp_path)
     storage.inject(fail_after("put", key="runs/*"))
     commit_bare(repo)
@@ -147,7 +147,7 @@ def test_a_process_that_finds_a_log_number_in_use_announces_the_next(tmp_path: P
     assert commits.list_commits(repo).commits[one.txid] == now
 
 
-def test_a_kept_number_announces_nothing(tmp_path: Path) -> None:
+def test_a_number_that_is_only_kept_announces_nothing(tmp_path: Path) -> None:
     repo, _ = faulty(tmp_path)
     one = commit_bare(repo)
     assert commits.keep(repo, one.txid, 1)
@@ -230,7 +230,7 @@ def test_the_head_is_in_the_first_nonempty_folder(tmp_path: Path) -> None:
     assert look(repository(tmp_path / "new", storage, seed=2), RUN).head == 1001
 
 
-def test_processes_of_a_host_share_read_announcements(tmp_path: Path) -> None:
+def test_processes_on_a_host_share_announcements_that_they_have_read(tmp_path: Path) -> None:
     repo, storage = faulty(tmp_path)
     for step in range(20):
         commit_bare(repo, step=step)
@@ -297,7 +297,7 @@ def test_an_unreadable_announcement_uses_up_its_number(tmp_path: Path) -> None:
     assert look_at(repo).announced == {one.txid: 0, two.txid: 0}
 
 
-def test_announcements_of_a_different_run_are_refused(tmp_path: Path) -> None:
+def test_announcements_of_a_different_run_are_rejected(tmp_path: Path) -> None:
     repo, storage = faulty(tmp_path)
     commit_bare(repo, "another")
     data = storage.inner.get(announcement_key(run_hash("another"), 0), limit=1 << 20)

@@ -96,14 +96,14 @@ def test_an_old_handle_of_a_restored_commit_can_forget_it(repo: Repository) -> N
     assert states(repo) == {old.txid: "forgotten"}
 
 
-def test_an_old_listing_never_overrules_a_later_change(repo: Repository) -> None:
+def test_an_old_listing_never_overrides_a_later_change(repo: Repository) -> None:
     old = commit_bare(repo)
     restore(repo, forget(repo, old))
     with pytest.raises(Conflict, match="another process has just restored it"):
         forget(repo, old)
 
 
-def test_a_purge_based_on_an_old_listing_fails_whatever_the_clocks_say(tmp_path: Path) -> None:
+def test_a_purge_based_on_an_old_listing_fails_regardless_of_the_clocks(tmp_path: Path) -> None:
     """It was restored, tagged and forgotten again within one tick.
 
     Thus, this is not the `forgotten` record that the gc read.
@@ -118,7 +118,7 @@ def test_a_purge_based_on_an_old_listing_fails_whatever_the_clocks_say(tmp_path:
     assert purge(repo, now).number == 5
 
 
-def test_an_old_handle_in_the_requested_state_is_returned(repo: Repository) -> None:
+def test_an_old_handle_that_is_in_the_requested_state_is_returned(repo: Repository) -> None:
     old = commit_bare(repo)
     now = forget(repo, old)
     assert forget(repo, old) == now
@@ -134,7 +134,7 @@ def test_a_visible_twin_prevents_a_restore(repo: Repository) -> None:
     assert restore(repo, one).visible
 
 
-def test_the_later_of_two_twins_answers(repo: Repository) -> None:
+def test_a_step_resolves_to_the_later_of_two_twins(repo: Repository) -> None:
     twins = [commit_bare(repo, "a", 1) for _ in range(3)]
     other = commit_bare(repo, "a", 2)
     found = list_commits(repo)
@@ -157,7 +157,7 @@ def test_the_newest_live_commit_of_a_run_may_be_forgotten_but_not_purged(repo: R
     assert [c.txid for c in list_commits(repo).live()][:2] == [one.txid, two.txid]
 
 
-def test_a_commit_of_a_revoked_transaction_is_refused(repo: Repository) -> None:
+def test_a_commit_of_a_revoked_transaction_is_rejected(repo: Repository) -> None:
     record = committed(repo, "a", 4)
     assert revoke(repo, record.txid, "no sign of life")
     with pytest.raises(Revoked, match=r"save of a@4 was revoked.*no sign of life.*save again"):
@@ -185,14 +185,14 @@ def test_committing_twice_creates_one_commit(repo: Repository) -> None:
         commit(repo, committed(repo, txid=record.txid))
 
 
-def test_a_commit_with_a_lost_answer_succeeds(tmp_path: Path) -> None:
+def test_a_commit_whose_response_was_lost_succeeds(tmp_path: Path) -> None:
     repo = repository(tmp_path, FaultyStore(memory(), [fail_after("put", key="commits/*")]))
     assert states(repo) == {}
     first = commit_bare(repo)
     assert states(repo) == {first.txid: "committed"}
 
 
-def test_a_failed_commit_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_commit_leaves_nothing_behind(tmp_path: Path) -> None:
     repo = repository(tmp_path, FaultyStore(memory(), [fail_before("put", key="commits/*")]))
     with pytest.raises(StorageError):
         commit_bare(repo)
@@ -200,7 +200,7 @@ def test_a_failed_commit_leaves_nothing(tmp_path: Path) -> None:
     assert list_names(repo) == set()
 
 
-def test_commit_and_revoke_compete_for_a_key(tmp_path: Path) -> None:
+def test_either_a_commit_or_a_revocation_wins(tmp_path: Path) -> None:
     storage = memory()
     gc = repository(tmp_path, storage)
     repo = repository(tmp_path, FaultyStore(storage), seed=2)
@@ -277,7 +277,7 @@ def test_numbers_are_compared_as_numbers(repo: Repository) -> None:
     assert list_commits(repo).commits[now.txid] == now
 
 
-def test_a_failing_storage_raises_instead_of_listing_nothing(tmp_path: Path) -> None:
+def test_failing_storage_raises_an_error_instead_of_an_empty_listing(tmp_path: Path) -> None:
     repo = repository(tmp_path, FaultyStore(memory()))
     commit_bare(repo)
     repo.storage.inject(fail_before("get", key="commits/*"))  # type: ignore[attr-defined]  # a FaultyStore
@@ -318,7 +318,7 @@ def test_a_restored_backup_with_different_records_is_reread(repo: Repository) ->
     assert list_commits(repo).commits[purged.txid].visible
 
 
-def test_a_remote_storage_is_read_by_several_threads(tmp_path: Path) -> None:
+def test_remote_storage_is_read_by_several_threads(tmp_path: Path) -> None:
     class Remote(MemoryStore):
         traits = Traits(remote=True, read_gap=0, parallel=4, exclusive=True)
 

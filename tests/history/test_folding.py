@@ -43,19 +43,19 @@ def test_a_restore_undoes_a_rewrite_permanently(repo: Repository) -> None:
     back = restore(repo, refresh(repo, base))
     assert visible(repo) == [back.txid]
     assert [now(repo, one).standing for one in (base, made, upon)] == [STANDS, VOID, VOID]
-    with pytest.raises(Conflict, match="is not in effect"):
+    with pytest.raises(Conflict, match="did not take effect"):
         restore(repo, now(repo, upon))
     other = rewrite_bare(repo, back)
     assert visible(repo) == [other.txid]
     assert now(repo, made).standing == VOID
 
 
-def test_a_rewrite_is_invisible_before_its_replaced_record(repo: Repository, tmp_path: Path) -> None:
+def test_a_rewrite_is_invisible_until_its_base_is_recorded_as_replaced(repo: Repository, tmp_path: Path) -> None:
     base = commit_bare(repo)
     made = half_rewrite(repo, base)
     assert (now(repo, made).standing, visible(repo)) == (UNSETTLED, [base.txid])
     assert [one.txid for one in list_commits(repo).live()] == [made.txid, base.txid]
-    with pytest.raises(Conflict, match="is not in effect"):
+    with pytest.raises(Conflict, match="did not take effect"):
         forget(repo, now(repo, made))
     for host in (repo, repository(tmp_path / "new", repo.storage, seed=8)):
         assert newest(host, "run", is_visible) == now(repo, base)
@@ -67,7 +67,7 @@ def test_a_rewrite_is_invisible_before_its_replaced_record(repo: Repository, tmp
 # order
 
 
-def test_latest_is_the_last_save_whatever_the_clocks_say(tmp_path: Path) -> None:
+def test_latest_is_the_last_save_regardless_of_the_clocks(tmp_path: Path) -> None:
     storage = memory()
     ahead = repository(tmp_path / "ahead", storage, clock=Ticks(START + 600 * 10**6))
     repo = repository(tmp_path / "behind", storage, seed=2)
@@ -86,7 +86,7 @@ def test_latest_is_the_last_save_whatever_the_clocks_say(tmp_path: Path) -> None
         assert newest_reusable(host, "a", anew=True) == now(host, again)
 
 
-def test_the_twin_that_was_saved_last_answers(repo: Repository) -> None:
+def test_a_step_resolves_to_the_twin_that_was_saved_last(repo: Repository) -> None:
     one, two = (commit_bare(repo, "a", 1) for _ in range(2))
     rewrite_bare(repo, one)
     assert resolve(repo, "a@1").txid == two.txid
@@ -99,7 +99,7 @@ def test_the_twin_that_was_saved_last_answers(repo: Repository) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["run", "step", "later"])
-def test_a_rewrite_record_of_a_different_checkpoint_is_refused(repo: Repository, wrong: str) -> None:
+def test_a_rewrite_record_of_a_different_checkpoint_is_rejected(repo: Repository, wrong: str) -> None:
     record = committed(repo, "a", 1)
     base = repo.new_txid("b" if wrong == "run" else "a", 2 if wrong == "step" else 1)
     if wrong != "later":

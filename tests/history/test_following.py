@@ -70,7 +70,7 @@ def test_following_returns_the_same_commits_as_a_listing(changes: list[str], see
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_a_look_shows_everything_that_existed_before_it_began(tmp_path: Path, seed: int, is_new: bool) -> None:
+def test_a_read_returns_everything_that_existed_before_it_began(tmp_path: Path, seed: int, is_new: bool) -> None:
     missed = 0
     for round_ in range(60):
         draw = random.Random(seed + round_)
@@ -101,7 +101,7 @@ def requests(storage: FaultyStore) -> list[str]:
 
 
 @pytest.mark.parametrize("length", [3, 1100])
-def test_a_first_look_needs_few_requests(tmp_path: Path, length: int) -> None:
+def test_the_first_read_of_a_run_needs_few_requests(tmp_path: Path, length: int) -> None:
     """The number of requests depends neither on the length of the run nor on other changes."""
     storage = FaultyStore(memory())
     repo = repository(tmp_path / "writer", storage)
@@ -138,7 +138,7 @@ def test_latest_reads_each_run_but_makes_a_listing_if_there_are_many(tmp_path: P
 
 
 @pytest.mark.parametrize("count", [2, MANY_RUNS + 1])
-def test_runs_in_doubt_are_not_reused(tmp_path: Path, count: int) -> None:
+def test_uncertain_runs_are_not_reused(tmp_path: Path, count: int) -> None:
     """Its checkpoint may have been purged, because the record that would say so is not readable."""
     storage = memory()
     repo = repository(tmp_path, storage)

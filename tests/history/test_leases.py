@@ -64,7 +64,7 @@ def test_an_expired_tag_can_be_set_moved_and_deleted(repo: Repository) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0])
-def test_a_tag_without_a_duration_is_refused(repo: Repository, seconds: float) -> None:
+def test_a_tag_without_a_duration_is_rejected(repo: Repository, seconds: float) -> None:
     with pytest.raises(InvalidInput, match="cannot expire immediately"):
         hold(repo, "eval", commit_bare(repo), seconds)
     with pytest.raises(InvalidInput, match="not a valid name"):
@@ -92,7 +92,7 @@ def test_a_tag_is_not_granted_if_its_checkpoint_disappears_in_the_meantime(
     if had_one:
         set_tag(repo, "eval", other)
     faults.inject(call_first("put", meanwhile(ends(repo, commit)), key="tags/*"))
-    with pytest.raises(NotFound, match=r"a@1 .* was (forgotten|purged), and only a visible checkpoint can be held"):
+    with pytest.raises(NotFound, match=r"a@1 .* was (forgotten|purged), and only a visible checkpoint can be leased"):
         hold(repo, "eval", commit, HOUR)
     assert {name: tag.txid for name, tag in tags(repo).items()} == ({"eval": other.txid} if had_one else {})
 
@@ -159,18 +159,18 @@ def test_a_late_renewal_is_granted_again(repo: Repository, faults: FaultyStore, 
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_lease_that_another_process_ended_or_moved_is_not_renewed(repo: Repository, ended: bool) -> None:
+def test_a_lease_that_a_different_process_ended_or_moved_is_not_renewed(repo: Repository, ended: bool) -> None:
     tag, commit = hold(repo, "eval", commit_bare(repo, "a", 1), HOUR)
     if ended:
         delete_tag(repo, "eval")
     else:
         set_tag(repo, "eval", commit_bare(repo, "a", 2))
-    with pytest.raises(Conflict, match="ended or moved by another process"):
+    with pytest.raises(Conflict, match="another process ended or moved"):
         renew(repo, tag, commit, HOUR)
     assert generations(repo, "eval") == 2
 
 
-def test_the_next_renewal_follows_one_with_a_lost_answer(repo: Repository, faults: FaultyStore) -> None:
+def test_a_renewal_whose_response_was_lost_does_not_prevent_the_next_one(repo: Repository, faults: FaultyStore) -> None:
     tag, commit = hold(repo, "eval", commit_bare(repo), HOUR)
     faults.inject(fail_after("put", key="tags/eval/1"), fail_before("get", key="tags/eval/1", times=2))
     with pytest.raises(StorageError):
@@ -214,7 +214,9 @@ def test_successive_leases_leave_one_record(repo: Repository) -> None:
     assert len(list(repo.storage.list("tags/"))) == 2
 
 
-def test_a_lease_name_ended_by_another_process_is_not_reused(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_name_ended_by_a_different_process_is_not_reused(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commit = commit_bare(repo)
     with Lease(repo, commit, HOUR):
         pass
@@ -224,7 +226,7 @@ def test_a_lease_name_ended_by_another_process_is_not_reused(repo: Repository, m
     assert len(names(repo)) == 2
 
 
-def test_an_unended_lease_name_is_not_reused(repo: Repository, faults: FaultyStore) -> None:
+def test_the_name_of_a_lease_that_did_not_end_is_not_reused(repo: Repository, faults: FaultyStore) -> None:
     commit = commit_bare(repo)
     faults.inject(fail_before("put", key="tags/*/1"))
     with Lease(repo, commit, HOUR):
@@ -238,7 +240,7 @@ def test_an_unended_lease_name_is_not_reused(repo: Repository, faults: FaultySto
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_lease_name_that_another_process_used_later_is_not_reused(repo: Repository, ended: bool) -> None:
+def test_a_lease_name_that_a_different_process_used_later_is_not_reused(repo: Repository, ended: bool) -> None:
     first, second = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
     with Lease(repo, first, HOUR):
         (name,) = tags(repo)
@@ -260,7 +262,7 @@ def test_a_lease_name_with_many_generations_is_abandoned(repo: Repository, monke
         assert max(generations(repo, name) for name in names(repo)) <= 8
 
 
-def test_an_ended_lease_does_not_renew_its_reused_name(repo: Repository) -> None:
+def test_an_ended_lease_does_not_renew_a_reused_name(repo: Repository) -> None:
     first, second = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
     with Lease(repo, first, HOUR) as before:
         pass
@@ -270,7 +272,7 @@ def test_an_ended_lease_does_not_renew_its_reused_name(repo: Repository) -> None
         assert [tag.txid for tag in tags(repo).values()] == [second.txid]
 
 
-def test_a_lease_on_a_purged_checkpoint_is_refused(repo: Repository) -> None:
+def test_a_lease_on_a_purged_checkpoint_is_rejected(repo: Repository) -> None:
     with pytest.raises(NotFound):
         Lease(repo, forget(repo, commit_bare(repo)), HOUR)
     assert names(repo) == set()
@@ -291,7 +293,7 @@ def test_a_failed_renewal_is_logged_and_retried(
         with caplog.at_level(logging.WARNING):
             assert not lease.renew()
         assert "a@1" in caplog.text
-        assert "was not renewed; it expires at" in caplog.text
+        assert "casckpt could not renew" in caplog.text
         assert lease.renew()
     assert tags(repo) == {}
 
@@ -316,7 +318,7 @@ def test_failing_to_end_a_lease_does_not_hide_an_error(
     assert "it expires at" in caplog.text
 
 
-def test_a_forked_child_neither_renews_nor_ends_it(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_neither_renews_nor_ends_a_lease(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     lease = Lease(repo, commit_bare(repo), HOUR)
     with lease:
         monkeypatch.setattr("casckpt.history.leases.os.getpid", lambda: -1)

@@ -69,7 +69,7 @@ def test_tags_with_a_common_prefix_are_separate(repo: Repository) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "Best", "a/b", "../x", "a b", ".x", "a" * 101, "ä"])
-def test_invalid_tag_names_are_refused(repo: Repository, name: str) -> None:
+def test_invalid_tag_names_are_rejected(repo: Repository, name: str) -> None:
     commit = commit_bare(repo)
     with pytest.raises(InvalidInput):
         set_tag(repo, name, commit)
@@ -123,7 +123,7 @@ def test_a_checkpoint_forgotten_during_tagging_is_restored(repo: Repository, fau
 
 
 TAKEN: dict[str, Callable[[Repository, Commit], object]] = {
-    "purged just now": lambda repo, commit: purge(repo, forget(repo, commit)),
+    "just purged": lambda repo, commit: purge(repo, forget(repo, commit)),
     "visible under the same run and step": lambda repo, commit: (forget(repo, commit), commit_bare(repo, "a", 1)),
 }
 
@@ -142,7 +142,7 @@ def test_a_tag_is_undone_if_its_checkpoint_is_being_purged_or_overwritten(
     assert named(repo) == ({"best": other.txid} if had_one else {})
 
 
-def test_a_tag_with_a_lost_answer_is_set(repo: Repository, faults: FaultyStore) -> None:
+def test_a_tag_whose_response_was_lost_is_set(repo: Repository, faults: FaultyStore) -> None:
     commit = commit_bare(repo)
     faults.inject(fail_after("put", key="tags/*"))
     assert set_tag(repo, "best", commit).generation == 0
@@ -173,7 +173,7 @@ def test_one_of_eight_simultaneous_moves_of_a_tag_wins(tmp_path: Path, where: st
     for thread in threads:
         thread.join()
     assert (len(won), len(lost)) == (1, 7)
-    assert all("moved by another process" in message for message in lost)
+    assert all("another process has just moved" in message for message in lost)
     assert named(repo) == {"best": won[0]}
     assert tags(repo)["best"].generation == 1
 
@@ -188,7 +188,7 @@ def test_only_one_of_two_processes_that_set_a_tag_simultaneously_wins(tmp_path: 
         set_tag(repo, "best", commit)
 
 
-def test_a_damaged_tag_does_not_affect_listings_but_stops_gc(repo: Repository) -> None:
+def test_a_damaged_tag_does_not_affect_listings_but_prevents_gc(repo: Repository) -> None:
     commit = commit_bare(repo)
     set_tag(repo, "good", commit)
     set_tag(repo, "bad", commit)
@@ -205,7 +205,7 @@ def test_a_damaged_tag_does_not_affect_listings_but_stops_gc(repo: Repository) -
     assert tags(repo).keys() == {"good", "bad"}
 
 
-def test_a_damaged_tag_can_be_deleted_and_its_error_says_so(repo: Repository) -> None:
+def test_a_damaged_tag_can_be_deleted_as_its_error_advises(repo: Repository) -> None:
     set_tag(repo, "bad", commit_bare(repo))
     repo.storage.replace(tag_key("bad", 0), b"torn")
     with pytest.raises(Damaged, match=r"Set the tag again, or delete it .*--delete bad"):
@@ -216,7 +216,7 @@ def test_a_damaged_tag_can_be_deleted_and_its_error_says_so(repo: Repository) ->
         delete_tag(repo, "bad")
 
 
-def test_a_record_of_a_different_tag_is_refused(repo: Repository) -> None:
+def test_a_record_of_a_different_tag_is_rejected(repo: Repository) -> None:
     set_tag(repo, "one", commit_bare(repo))
     repo.storage.put(tag_key("two", 0), repo.storage.get(tag_key("one", 0), limit=1 << 20))
     with pytest.raises(Refused, match="'one'"):
@@ -234,7 +234,7 @@ def test_tag_records_are_read_once(tmp_path: Path, repo: Repository, faults: Fau
 # tags by id
 
 
-def test_a_tag_names_the_id_of_any_of_its_commits(repo: Repository) -> None:
+def test_a_tag_set_on_any_commit_refers_to_the_checkpoint_id(repo: Repository) -> None:
     old = commit_bare(repo, "a", 1)
     set_tag(repo, "best", old)
     (tag,) = tags(repo).values()
@@ -259,7 +259,7 @@ def cleaned(repo: Repository) -> set[str]:
     return keys(repo, "tags/")
 
 
-def test_only_the_newest_generation_is_kept_after_it_expired(repo: Repository) -> None:
+def test_only_the_newest_generation_is_kept_after_a_tag_expires(repo: Repository) -> None:
     commit = commit_bare(repo)
     for name in ("ends", "lasts", "deleted"):
         hold(repo, name, commit, 3600)
@@ -310,7 +310,7 @@ def test_a_listed_tag_that_disappeared_had_expired(tmp_path: Path, repo: Reposit
     assert named(fresh) == {"best": commit.txid}
 
 
-def test_a_listed_but_missing_newest_generation_is_damage(
+def test_a_newest_generation_that_is_listed_but_missing_is_reported_as_damage(
     tmp_path: Path, repo: Repository, faults: FaultyStore
 ) -> None:
     set_tag(repo, "best", commit_bare(repo))

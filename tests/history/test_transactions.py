@@ -46,7 +46,7 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("casckpt-alive")]
 
 
-def test_no_signs_of_life_are_sent_if_no_thread_can_start(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_are_not_sent_if_no_thread_can_start(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     """This is the case during interpreter shutdown, from Python 3.12 on."""
 
     def refuse(self: threading.Thread) -> None:
@@ -57,7 +57,7 @@ def test_no_signs_of_life_are_sent_if_no_thread_can_start(repo: Repository, monk
     assert files(repo) == []
 
 
-def test_a_save_does_not_build_on_a_checkpoint_that_is_purged_before_its_transaction_begins(
+def test_a_save_does_not_reuse_a_checkpoint_purged_before_its_transaction_begins(
     repo: Repository, faults: FaultyStore
 ) -> None:
     """A gc that has not seen the transaction may delete the blobs of this checkpoint."""
@@ -69,7 +69,7 @@ def test_a_save_does_not_build_on_a_checkpoint_that_is_purged_before_its_transac
     assert parent.txid == older.txid
 
 
-def test_begin_save_returns_the_newest_commit_and_those_of_the_same_step(repo: Repository) -> None:
+def test_begin_save_returns_the_newest_commit_and_all_commits_of_the_step(repo: Repository) -> None:
     one, two = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
     transaction, parent, replaced = begin_save(repo, "a", 1, overwrite=True)
     transaction.abort("the test ended")
@@ -79,7 +79,7 @@ def test_begin_save_returns_the_newest_commit_and_those_of_the_same_step(repo: R
 
 def test_begin_save_writes_nothing_if_the_step_exists(repo: Repository) -> None:
     commit_bare(repo, "a", 1)
-    with pytest.raises(Conflict, match="exists already"):
+    with pytest.raises(Conflict, match="already exists"):
         begin_save(repo, "a", 1)
     assert files(repo) == []
 
@@ -156,7 +156,7 @@ def test_a_failed_begin_does_not_leave_a_thread_behind(repo: Repository, faults:
     assert (files(repo), threads()) == ([], [])
 
 
-def test_a_begin_with_a_lost_answer_succeeds(repo: Repository, faults: FaultyStore) -> None:
+def test_beginning_a_transaction_succeeds_even_if_the_response_is_lost(repo: Repository, faults: FaultyStore) -> None:
     faults.inject(fail_after("put"))
     one = begin(repo, "a", 1, seconds=NEVER)
     assert files(repo) == [transaction_key(one.txid)]
@@ -172,17 +172,17 @@ def test_a_commit_ends_the_transaction(repo: Repository) -> None:
     assert list_commits(repo).visible() == [made]
 
 
-def test_a_commit_of_the_same_checkpoint_by_another_process_counts(repo: Repository) -> None:
+def test_a_commit_of_the_same_checkpoint_by_a_different_process_counts(repo: Repository) -> None:
     one = begin(repo, "a", 1, seconds=NEVER)
     first = committed(repo, "a", 1, txid=one.txid)
     commit(repo, first)
     assert one.commit(committed(repo, "a", 1, txid=one.txid, manifest=first.manifest)).committed == first
     assert files(repo) == []
-    with pytest.raises(Revoked, match="ended in a different way"):
+    with pytest.raises(Revoked, match="a different process already ended"):
         one.commit(committed(repo, "a", 1, txid=one.txid, manifest=ManifestId("0" * 64)))
 
 
-def test_a_commit_with_a_lost_answer_is_found_or_revoked(repo: Repository, faults: FaultyStore) -> None:
+def test_a_commit_whose_response_was_lost_is_found_or_revoked(repo: Repository, faults: FaultyStore) -> None:
     for fault, last in ((fail_after, "committed"), (fail_before, "revoked")):
         one = begin(repo, "a", 1, seconds=NEVER)
         faults.inject(fault("put", key="commits/*"), fail_before("get", key="commits/*"))
@@ -195,7 +195,7 @@ def test_a_commit_with_a_lost_answer_is_found_or_revoked(repo: Repository, fault
         assert files(repo) == []
 
 
-def test_files_remain_if_the_process_may_not_delete_them(repo: Repository, faults: FaultyStore) -> None:
+def test_files_remain_if_the_process_lacks_delete_permission(repo: Repository, faults: FaultyStore) -> None:
     one = begin(repo, "a", 1, seconds=NEVER)
     commit(repo, committed(repo, "a", 1, txid=one.txid))
     faults.inject(fail_before("delete", times=99))
@@ -206,7 +206,7 @@ def test_files_remain_if_the_process_may_not_delete_them(repo: Repository, fault
     assert files(repo) == []
 
 
-def test_close_leaves_the_files_if_the_storage_fails(repo: Repository, faults: FaultyStore) -> None:
+def test_close_leaves_the_files_in_place_if_the_storage_fails(repo: Repository, faults: FaultyStore) -> None:
     one = begin(repo, "a", 1, seconds=NEVER)
     commit(repo, committed(repo, "a", 1, txid=one.txid))
     faults.inject(fail_before("size"))
@@ -214,7 +214,7 @@ def test_close_leaves_the_files_if_the_storage_fails(repo: Repository, faults: F
     assert (files(repo), threads()) == ([transaction_key(one.txid)], [])
 
 
-def test_signs_of_life_are_numbered_and_removed(repo: Repository, faults: FaultyStore) -> None:
+def test_heartbeats_are_numbered_and_removed(repo: Repository, faults: FaultyStore) -> None:
     third = threading.Event()
     faults.inject(call_first("put", lambda _: third.set(), key="transactions/*.3"))
     one = begin(repo, "a", 1, seconds=0.001)
@@ -226,7 +226,7 @@ def test_signs_of_life_are_numbered_and_removed(repo: Repository, faults: Faulty
     assert (files(repo), threads()) == ([], [])
 
 
-def test_a_failed_sign_of_life_is_logged_and_the_next_one_is_sent(
+def test_a_failed_heartbeat_is_logged_and_the_next_one_is_sent(
     repo: Repository, faults: FaultyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     third = threading.Event()
@@ -246,7 +246,7 @@ def test_a_failed_sign_of_life_is_logged_and_the_next_one_is_sent(
     assert files(repo) == []
 
 
-def test_a_garbage_collected_transaction_sends_no_signs_of_life(repo: Repository) -> None:
+def test_a_garbage_collected_transaction_does_not_send_heartbeats(repo: Repository) -> None:
     begin(repo, "a", 1, seconds=NEVER)
     gc.collect()
     for thread in threading.enumerate():
@@ -256,7 +256,7 @@ def test_a_garbage_collected_transaction_sends_no_signs_of_life(repo: Repository
     assert len(open_transactions(repo, set())) == 1
 
 
-def test_a_forked_child_sends_no_signs_of_life(repo: Repository) -> None:
+def test_a_forked_child_does_not_send_heartbeats(repo: Repository) -> None:
     one = begin(repo, "a", 1, seconds=NEVER)
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
@@ -298,7 +298,7 @@ def test_an_unreadable_transaction_is_open(repo: Repository, data: bytes) -> Non
     assert (found.txid, found.began, found.signs) == (txid, None, 0)
 
 
-def test_a_transaction_with_only_signs_of_life_is_open(repo: Repository) -> None:
+def test_a_transaction_that_has_only_heartbeats_is_open(repo: Repository) -> None:
     txid = repo.new_txid("a", 1)
     for number in (9, 10):
         repo.storage.put(transaction_key(txid, number), b"x")

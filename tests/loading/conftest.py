@@ -10,8 +10,11 @@ import torch
 import casckpt
 from casckpt.storage.local.syscalls import Lacking
 from casckpt.store.store import Store
+from tests.support.faulty import FaultyStore
+from tests.support.loads import state
 from tests.support.reads import pages
-from tests.support.saves import small_folder
+from tests.support.repositories import memory
+from tests.support.saves import small, small_folder
 
 
 @pytest.fixture
@@ -33,3 +36,17 @@ def droppable(tmp_path: Path) -> Store:
     if held:
         pytest.skip("this file system keeps its files in memory")
     return store
+
+
+@pytest.fixture
+def faults() -> FaultyStore:
+    """The storage of `remote_store`."""
+    return FaultyStore(memory(near=False))
+
+
+@pytest.fixture
+def remote_store(faults: FaultyStore) -> Store:
+    """A store that reports itself as remote, with `tests.support.loads.state` at default@1."""
+    made = small(faults)
+    made.save(state(), step=1)
+    return made

@@ -32,7 +32,7 @@ def saved() -> casckpt.Store:
         (lambda key: None, "returns None for 'w'"),
     ],
 )
-def test_invalid_renames_are_refused(saved: casckpt.Store, rename: Any, names: str) -> None:
+def test_invalid_renames_are_rejected(saved: casckpt.Store, rename: Any, names: str) -> None:
     target = torch.zeros(3)
     with pytest.raises(InvalidInput, match=names):
         saved.load({"w": target}, "default@1", rename=rename)
@@ -40,45 +40,45 @@ def test_invalid_renames_are_refused(saved: casckpt.Store, rename: Any, names: s
 
 
 @pytest.mark.parametrize("keys", [5, [5], [b"w"]])
-def test_invalid_patterns_are_refused(saved: casckpt.Store, keys: Any) -> None:
+def test_invalid_patterns_are_rejected(saved: casckpt.Store, keys: Any) -> None:
     with pytest.raises(InvalidInput, match="pass a list of patterns"):
         saved.read("default@1", keys=keys)
 
 
 @pytest.mark.parametrize("frozen", ["w", 5, True, [5], b"w"])
-def test_invalid_values_of_frozen_are_refused(saved: casckpt.Store, frozen: Any) -> None:
+def test_invalid_values_of_frozen_are_rejected(saved: casckpt.Store, frozen: Any) -> None:
     with pytest.raises(InvalidInput, match="pass a list of patterns, or a function"):
         saved.save({"w": torch.zeros(3)}, step=2, frozen=frozen)
 
 
 @pytest.mark.parametrize("device", ["nonsense", None])
-def test_unknown_devices_are_refused(saved: casckpt.Store, device: Any) -> None:
+def test_unknown_devices_are_rejected(saved: casckpt.Store, device: Any) -> None:
     with pytest.raises(InvalidInput, match="is not valid: pass a device such as"):
         saved.read("default@1", device=device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
-def test_an_unavailable_device_is_refused(saved: casckpt.Store) -> None:
+def test_an_unavailable_device_is_rejected(saved: casckpt.Store) -> None:
     with pytest.raises(InvalidInput, match=r"cannot allocate 'w' .* on cuda"):
         saved.read("default@1", device="cuda")
 
 
 @pytest.mark.parametrize("ref", [5, None, b"latest", ("default", 1)])
-def test_values_that_are_not_references_are_refused(saved: casckpt.Store, ref: Any) -> None:
+def test_values_that_are_not_references_are_rejected(saved: casckpt.Store, ref: Any) -> None:
     for call in (saved.get, saved.read, saved.forget, saved.verify, saved.restore, saved.__contains__):
         with pytest.raises(InvalidInput, match="is not a str"):
             call(ref)
 
 
 @pytest.mark.parametrize("given", [["a"], "a", [("a", b"")]])
-def test_invalid_attachments_are_refused(saved: casckpt.Store, given: Any) -> None:
+def test_invalid_attachments_are_rejected(saved: casckpt.Store, given: Any) -> None:
     with pytest.raises(InvalidInput, match="attachments is a"):
         saved.save({}, step=2, attachments=given)
 
 
 @pytest.mark.parametrize("duration", [-1, 7, "1", float("nan")])
 @pytest.mark.parametrize("name", ["wait", "revoke_after", "min_age", "keep_within"])
-def test_invalid_gc_durations_are_refused(saved: casckpt.Store, name: str, duration: Any) -> None:
+def test_invalid_gc_durations_are_rejected(saved: casckpt.Store, name: str, duration: Any) -> None:
     """A negative revoke_after would revoke every save in progress, and a plain 7 may mean days."""
     with pytest.raises(InvalidInput, match=f"{name.replace('_', '-')}: .* is not a duration with a unit"):
         saved.gc(keep_last=1, **{name: duration})
@@ -87,12 +87,12 @@ def test_invalid_gc_durations_are_refused(saved: casckpt.Store, name: str, durat
 
 
 @pytest.mark.parametrize("sample", ["1", None, 0, 1.5])
-def test_invalid_samples_are_refused(saved: casckpt.Store, sample: Any) -> None:
+def test_invalid_samples_are_rejected(saved: casckpt.Store, sample: Any) -> None:
     with pytest.raises(InvalidInput, match="a fraction"):
         saved.verify(sample=sample)
 
 
-def test_steps_may_be_numpy_integers(saved: casckpt.Store) -> None:
+def test_steps_can_be_numpy_integers(saved: casckpt.Store) -> None:
     import numpy as np
 
     ckpt = saved.save({}, step=np.int64(7))  # type: ignore[arg-type]  # a training loop may well count so
@@ -158,7 +158,7 @@ def test_handles_of_a_purged_checkpoint_raise_gone(saved: casckpt.Store) -> None
     assert ckpt not in saved
 
 
-def test_a_checkpoint_object_of_a_different_store_is_refused(saved: casckpt.Store) -> None:
+def test_a_checkpoint_object_of_a_different_store_is_rejected(saved: casckpt.Store) -> None:
     other = small(memory())
     other.save({"w": torch.zeros(3)}, step=5)
     (ckpt,) = other.checkpoints()

@@ -49,7 +49,7 @@ def test_per_rank_values_are_compared_with_the_value_of_the_same_rank() -> None:
 
 
 @given(key=st.sampled_from(["w", "t", "half", "one"]), at=st.integers(0, 1 << 20), bit=st.integers(0, 7))
-def test_one_flipped_bit_is_reported(key: str, at: int, bit: int) -> None:
+def test_a_single_flipped_bit_is_reported(key: str, at: int, bit: int) -> None:
     store, mine = small(), state()
     store.save(mine, step=1)
     shape = mine[key].shape
@@ -72,7 +72,7 @@ def test_diff_reports_differing_dtypes_shapes_and_missing_tensors() -> None:
     assert store.compare({"one": torch.tensor(1.5)}, "default@1").is_same
 
 
-def test_diff_compares_bits_instead_of_numbers() -> None:
+def test_diff_compares_bits_rather_than_numbers() -> None:
     store, nan = small(), torch.full((2000,), float("nan"))
     mine = {"nan": nan, "zero": torch.zeros(2000), "c": torch.randn(1500, dtype=torch.complex64).conj()}
     store.save(mine, step=1)
@@ -105,7 +105,7 @@ def test_diff_counts_all_differences_and_reports_the_first() -> None:
     assert found.where[1] == "[0:100000] elements 5000..5001"
 
 
-def test_diff_refuses_states_that_cannot_be_compared() -> None:
+def test_diff_rejects_states_that_cannot_be_compared() -> None:
     store = small()
     store.save({"model.w": numbers("w", 9000), "optim.m": numbers("m", 9000)}, step=1)
     store.thin("default@1", drop="optim.*")
@@ -179,7 +179,7 @@ def compare_others(rank: int, size: int, path: Path) -> None:
         casckpt.open(path).compare({}, f"default@{rank}")
 
 
-def test_diff_refuses_ranks_with_different_references(ranks: Pool, tmp_path: Path) -> None:
+def test_diff_rejects_ranks_with_different_references(ranks: Pool, tmp_path: Path) -> None:
     small_folder(tmp_path / "store")
     ranks.run(2, save_rows, tmp_path / "store")
     ranks.run(2, compare_others, tmp_path / "store")

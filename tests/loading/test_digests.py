@@ -59,7 +59,7 @@ def save_spread(rank: int, size: int, path: Path, run: str, placement: Placement
     casckpt.open(path).save(held, run=run, step=1)
 
 
-def test_a_digest_is_the_same_for_all_topologies(ranks: Pool, tmp_path: Path) -> None:
+def test_a_digest_is_identical_in_all_topologies(ranks: Pool, tmp_path: Path) -> None:
     store, state = small_folder(tmp_path / "store"), tensors()
     store.save(state, run="whole", step=1)
     for size, placement in ((2, Shard(0)), (4, Shard(0)), (4, Shard(1))):
@@ -87,7 +87,7 @@ def test_a_digest_matches_the_bytes_in_a_safetensors_file(tmp_path: Path) -> Non
     assert store.digests("default@1") == {key: hex_digest(body[lo:hi]) for key, (lo, hi) in ends.items()}
 
 
-def test_equal_cells_in_a_different_order_have_a_different_digest() -> None:
+def test_equal_cells_in_a_different_order_produce_a_different_digest() -> None:
     store, full = small(), numbers("full", 64, 64)
     left, right = full[:, :32].contiguous(), full[:, 32:].contiguous()
     other = torch.cat([left.view(32, 64), right.view(32, 64)])

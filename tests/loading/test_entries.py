@@ -86,7 +86,7 @@ def test_a_template_with_some_of_the_entries_is_filled_and_the_rest_is_logged(
         assert repr(key) in caplog.text
 
 
-def test_an_entry_that_the_checkpoint_lacks_is_missing(store: Store) -> None:
+def test_an_entry_that_the_checkpoint_lacks_is_reported_as_missing(store: Store) -> None:
     into = template(a=0, deep={"n": 0, "m": 5}, z=7)
     with pytest.raises(MissingKey, match=r"lacks 'train\.seen\.(deep\.m|z)'"):
         store.load(into, "latest", unread="ignore")
@@ -127,7 +127,7 @@ def test_a_mapping_of_entries_can_be_renamed(store: Store) -> None:
         {r"ids\.deep\.n": "train.seen.a", "ids": "train.seen"},
     ],
 )
-def test_renaming_individual_entries_is_refused(rename: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renaming_individual_entries_is_rejected(rename: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "LARGE", 3)
     store = small()
     store.save({"w": torch.ones(2), "train": {"seen": SEEN}}, step=1)

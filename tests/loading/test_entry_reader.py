@@ -20,7 +20,7 @@ from tests.support.saves import CELL, cells, counted, small_folder
 
 
 @pytest.mark.parametrize(("cached", "page_cache", "threads"), [(True, False, 1), (False, False, 8), (False, True, 6)])
-def test_a_rank_reads_memory_with_its_own_cores_and_a_disk_with_more(
+def test_a_rank_uses_more_threads_to_read_a_disk_than_to_read_memory(
     cached: bool, page_cache: bool, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = casckpt.open(tmp_path / "store", page_cache=page_cache)

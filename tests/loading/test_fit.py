@@ -67,7 +67,7 @@ def test_two_names_with_a_common_suffix_at_a_dot_are_a_pair(mine: str, its: str)
 
 
 @pytest.mark.parametrize(("mine", "its"), [("b.w", "ab.w"), ("a.w", "b.w"), ("a.w", "w.a")])
-def test_names_that_only_look_alike_are_not_a_pair(mine: str, its: str) -> None:
+def test_names_that_merely_look_similar_are_not_a_pair(mine: str, its: str) -> None:
     assert missed_pairs({mine: W}, {its: W}) == {}
 
 
@@ -139,7 +139,7 @@ def part_of(count: int, total: int) -> tuple[Fit, dict[str, tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("count", [0, 5, 261])
-def test_a_load_that_misses_over_a_tenth_by_name_raises_and_shows_the_rename(count: int) -> None:
+def test_a_load_that_misses_over_a_tenth_by_name_raises_an_error_with_the_rename(count: int) -> None:
     fit, saved = part_of(count, 291)
     with pytest.raises(MissingKey, match=f"would fill {count} of 291 tensors") as caught:
         check_fit(fit, saved, "a@1")
@@ -149,14 +149,14 @@ def test_a_load_that_misses_over_a_tenth_by_name_raises_and_shows_the_rename(cou
 
 
 @pytest.mark.parametrize("count", [262, 280, 290])
-def test_a_load_that_misses_less_than_a_tenth_logs_counts(count: int) -> None:
+def test_a_load_that_misses_less_than_a_tenth_logs_the_counts(count: int) -> None:
     said = check_fit(*part_of(count, 291), "a@1")
     assert said is not None
     assert f"filled {count} of 291 tensors from a@1" in said
     assert f"{291 - count} of them have different names there" in said
 
 
-def test_a_complete_load_logs_nothing_and_an_empty_load_raises() -> None:
+def test_a_complete_load_logs_nothing_and_an_empty_load_raises_an_error() -> None:
     assert check_fit(*part_of(7, 7), "a@1") is None
     assert check_fit(Fit(), {"w": W}, "a@1") is None  # a pipeline stage without tensors
     with pytest.raises(MissingKey, match=r"fill 0 of 1 tensors .* has 'other'.* unread=\"ignore\""):
@@ -165,7 +165,7 @@ def test_a_complete_load_logs_nothing_and_an_empty_load_raises() -> None:
     assert said == "filled 1 of 2 tensors from a@1; left unchanged: 'w'."
 
 
-def test_adapters_are_refused_only_by_models_without_adapters() -> None:
+def test_adapters_are_rejected_only_by_models_without_adapters() -> None:
     saved = {"q.lora_A.default.weight": (1, 2), "w": W}
     with pytest.raises(Mismatch, match=r"no adapters.*get_peft_model.*merge_and_unload"):
         check_fit(Fit({"w": "w"}, {"v": W}), saved, "a@1")
@@ -177,7 +177,7 @@ def test_a_key_filled_by_any_rank_counts_as_filled() -> None:
     assert (found.filled, found.unfilled, found.count) == ({"a": "a", "b": "b"}, {"c": W}, 3)
 
 
-def test_the_interpretation_that_fills_more_is_chosen_and_a_tie_is_an_error() -> None:
+def test_the_interpretation_that_fills_more_keys_is_used_and_a_tie_is_an_error() -> None:
     two, one = {"model.a": "model.a", "model.b": "model.b"}, {"model.a": "a"}
     assert chosen("a@1", Fit(two), Fit(one)) is False
     assert chosen("a@1", Fit(one), Fit(two)) is True

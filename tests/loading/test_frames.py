@@ -215,7 +215,7 @@ def test_only_frames_of_the_current_batch_are_held(monkeypatch: pytest.MonkeyPat
     assert not any(lot._held for lot in made)
 
 
-def test_only_a_load_with_verification_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_load_with_verification_computes_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     store = saved(small(), states())
     hashed: list[int] = []
     real = cell_digest
@@ -304,7 +304,7 @@ def test_a_damage_error_names_the_blob_and_all_its_checkpoints(
     assert same_state(reopened(store).read("latest", keys=["same"]), {"same": states()[0]["same"]})
 
 
-def test_a_load_without_verification_raises_for_an_undecodable_frame(store: Store, threads: int) -> None:
+def test_a_load_without_verification_raises_an_error_for_an_undecodable_frame(store: Store, threads: int) -> None:
     cell = links(store, "latest", "m.odd")[1]
     flip(store, key_of(store, "latest", cell), cell.offset + 3)  # a byte that must be 0
     with pytest.raises(Damaged, match="a base of a cell"):
@@ -357,7 +357,7 @@ def test_a_cell_damaged_in_the_cache_is_read_from_the_store(tmp_path: Path, spoi
 
 @pytest.mark.parametrize("at", [1, 2, 5])
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_load_continues_at_the_new_location_of_a_rewritten_checkpoint(
+def test_a_load_continues_from_the_new_location_of_a_rewritten_checkpoint(
     store: Store, faults: FaultyStore, at: int, verify: bool, threads: int
 ) -> None:
     def moved() -> None:

@@ -88,7 +88,7 @@ CHANGES = [place_of_another, digest_of_another, another, without_its_base, as_it
 
 @pytest.mark.parametrize("link", range(STEPS))
 @pytest.mark.parametrize("change", CHANGES)
-def test_reads_of_hostile_chains_are_correct_or_refused(change: Change, link: int) -> None:
+def test_reads_of_hostile_chains_are_correct_or_rejected(change: Change, link: int) -> None:
     """The cell's own digest is in the cell table, which the id covers."""
     store, wanted = saved(), {"w": trained(8, STEPS - 1)}
     if change is digest_of_another and not link:

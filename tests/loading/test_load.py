@@ -173,7 +173,7 @@ def test_a_cast_writes_into_any_layout(store: Store, layout: str, verify: bool) 
 
 @pytest.mark.in_memory
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
-def test_every_pair_of_dtypes_is_cast_as_torch_does_or_refused() -> None:
+def test_every_pair_of_dtypes_is_cast_as_torch_does_or_rejected() -> None:
     store = small()
     stored = {name: (raw(name, (6,)) if name == "bool" else _numbers(name)) for name in NAMES}
     store.save(stored, step=1)
@@ -239,7 +239,7 @@ def test_none_in_a_template_becomes_a_cpu_tensor(store: Store) -> None:
     assert set(ckpt.unread_keys) == {"model.n", "history"}
 
 
-def test_none_becomes_a_renamed_container(store: Store) -> None:
+def test_none_is_replaced_by_a_renamed_container(store: Store) -> None:
     template: dict[str, Any] = {"resumed": None}
     store.load(template, REF, rename={"resumed": "optim.state"})
     assert same_state(template, {"resumed": state()["optim"]["state"]})
@@ -258,7 +258,7 @@ def test_a_tuple_in_a_template_is_replaced(store: Store) -> None:
     "target",
     [torch.zeros(1).expand(5), torch.zeros(3).as_strided((5,), (0,)), torch.zeros(4, 1).as_strided((5,), (0,))],
 )
-def test_an_expanded_destination_is_refused(store: Store, target: torch.Tensor) -> None:
+def test_an_expanded_destination_is_rejected(store: Store, target: torch.Tensor) -> None:
     template = {"model": {"n": torch.zeros((), dtype=torch.int64), "b": target}}
     with pytest.raises(InvalidInput, match=r"'model\.b': the elements of an expanded tensor"):
         store.load(template, REF)
@@ -266,12 +266,12 @@ def test_an_expanded_destination_is_refused(store: Store, target: torch.Tensor) 
 
 
 @pytest.mark.parametrize("target", [torch.zeros(5, device="meta"), torch.zeros(5).to_sparse()])
-def test_a_destination_without_memory_is_refused(store: Store, target: torch.Tensor) -> None:
+def test_a_destination_without_memory_is_rejected(store: Store, target: torch.Tensor) -> None:
     with pytest.raises(InvalidInput, match=r"'model\.b'"):
         store.load({"model": {"b": target}}, REF)
 
 
-def test_an_immutable_template_is_refused_before_anything_changes(store: Store) -> None:
+def test_an_immutable_template_is_rejected_before_anything_changes(store: Store) -> None:
     template: dict[str, Any] = {"model": {"b": torch.zeros(5)}, "optim": MappingProxyType({"groups": None})}
     with pytest.raises(InvalidInput, match="optim"):
         store.load(template, REF)
@@ -316,7 +316,7 @@ def test_a_pattern_that_matches_nothing_is_an_error(store: Store, pattern: str) 
         store.read(REF, keys=["epoch", pattern])
 
 
-def test_an_empty_container_has_a_key(store: Store) -> None:
+def test_an_empty_container_is_selected_by_its_key(store: Store) -> None:
     store.save({"a": {"x": {}, "y": 1}}, step=2)
     assert store.read("default@2", keys=["a.x"]) == {"a": {"x": {}}}
 
@@ -343,7 +343,7 @@ def test_loading_a_missing_checkpoint_raises_not_found(store: Store, ref: str) -
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1.5, "2", True])
-def test_invalid_thread_counts_are_refused(store: Store, threads: Any) -> None:
+def test_invalid_thread_counts_are_rejected(store: Store, threads: Any) -> None:
     for call in (
         lambda: store.read(REF, threads=threads),
         lambda: store.load({"epoch": 0}, REF, threads=threads),
@@ -360,7 +360,7 @@ def test_any_number_of_threads_loads_the_same_values(store: Store, threads: int)
     assert same_state(store.read("default@2", threads=threads, keys=["model.*"]), {"model": state()["model"]})
 
 
-def test_progress_counts_every_byte_once(store: Store) -> None:
+def test_the_progress_counts_every_byte_once(store: Store) -> None:
     data = {"w": cells(9.5), "x": torch.arange(10)}
     first, again, read = ProgressCalls(), ProgressCalls(), ProgressCalls()
     store.save(data, step=5, progress=first)

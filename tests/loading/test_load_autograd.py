@@ -42,12 +42,14 @@ TENSORS: dict[str, Callable[[], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS)
-def test_a_graph_with_values_from_before_a_load_is_refused(store: Store, make: Callable[[], torch.Tensor]) -> None:
+def test_an_autograd_graph_with_values_from_before_a_load_is_rejected(
+    store: Store, make: Callable[[], torch.Tensor]
+) -> None:
     tensor = make()
     assert is_noticed(tensor, lambda: store.load({"a": tensor}, REF, cast=True))
 
 
-def test_a_graph_over_the_base_of_a_loaded_view_is_refused(store: Store) -> None:
+def test_an_autograd_graph_over_the_base_of_a_loaded_view_is_rejected(store: Store) -> None:
     whole = torch.zeros(3, *SHAPE)
     assert is_noticed(whole, lambda: store.load({"a": whole[1]}, REF))
 
@@ -60,7 +62,9 @@ SHARDS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("template", SHARDS.values(), ids=SHARDS)
-def test_a_graph_over_data_of_shards_is_refused(store: Store, template: Callable[[torch.Tensor], Any]) -> None:
+def test_an_autograd_graph_over_the_data_of_shards_is_rejected(
+    store: Store, template: Callable[[torch.Tensor], Any]
+) -> None:
     data = torch.zeros(SHAPE)
     assert is_noticed(data, lambda: store.load({"a": template(data)}, REF))
 
@@ -76,11 +80,11 @@ def into_dtensors(rank: int, size: int) -> list[bool]:
     return found
 
 
-def test_a_graph_over_a_dtensor_or_its_local_tensor_is_refused(ranks: Pool) -> None:
+def test_an_autograd_graph_over_a_dtensor_or_its_local_tensor_is_rejected(ranks: Pool) -> None:
     assert ranks.run(2, into_dtensors, backend="fake") == [[True, True]] * 2
 
 
-def test_an_inference_mode_tensor_has_no_graphs_and_can_be_loaded_into(store: Store) -> None:
+def test_an_inference_mode_tensor_does_not_have_autograd_graphs_and_can_be_filled(store: Store) -> None:
     with torch.inference_mode():
         tensors = [torch.zeros(SHAPE), torch.zeros(SHAPE[::-1]).t()]
     for tensor in tensors:
@@ -88,7 +92,7 @@ def test_an_inference_mode_tensor_has_no_graphs_and_can_be_loaded_into(store: St
         assert torch.equal(tensor, cells(2, seed=1).view(SHAPE))
 
 
-def test_refused_and_prepared_loads_leave_graphs_valid(store: Store) -> None:
+def test_rejected_and_prepared_loads_leave_graphs_valid(store: Store) -> None:
     tensor, other = torch.zeros(SHAPE), torch.zeros(SHAPE, dtype=torch.float64)
 
     def both() -> None:

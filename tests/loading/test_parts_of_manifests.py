@@ -76,7 +76,7 @@ def test_each_rank_reads_the_pieces_of_its_own_keys(ranks: Pool, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("_large")
-def test_reading_a_part_takes_few_requests_and_few_bytes(tmp_path: Path) -> None:
+def test_reading_part_of_a_manifest_needs_few_requests_and_few_bytes(tmp_path: Path) -> None:
     store = Store(Repository(FaultyStore(LocalStore(tmp_path / "store")), tmp_path / "cache"))
     store.save(state(), step=1)
     whole = store.get("default@1").commit.committed.manifest_bytes
@@ -99,7 +99,7 @@ def _manifest(store: Store) -> bytes:
 
 
 @pytest.mark.usefixtures("_large")
-def test_damage_in_other_parts_does_not_stop_a_partial_read() -> None:
+def test_damage_in_other_parts_does_not_prevent_a_partial_read() -> None:
     store = small()
     ckpt = store.save({"a": torch.ones(9), "b": torch.ones(5), "text": "x" * 100}, step=1)
     key = manifest_key(ckpt.commit.txid, ckpt.commit.id)

@@ -36,14 +36,14 @@ def delivered(*parts: tuple[Sink, int, int, int, Box]) -> None:
     runs.deliver()
 
 
-def test_neighbours_in_buffer_and_tensor_are_copied_together() -> None:
+def test_units_adjacent_in_the_buffer_and_the_tensor_are_copied_together() -> None:
     one, other = Sink(), Sink()
     delivered((one, 0, 20, 0, BOX), (one, 20, 30, 20, BOX), (other, 5, 9, 30, BOX), (one, 30, 31, 30, BOX))
     assert one.taken == [(Region(BOX, 0, 31), DATA[:31])]
     assert other.taken == [(Region(BOX, 5, 9), DATA[30:34])]
 
 
-def test_other_units_are_copied_one_by_one() -> None:
+def test_all_other_units_are_copied_individually() -> None:
     one, part = Sink(), Box((2, 0), (8, 10))
     delivered((one, 0, 10, 0, BOX), (one, 10, 20, 50, BOX), (one, 30, 40, 60, BOX), (one, 40, 50, 70, part))
     assert one.taken == [

@@ -75,7 +75,7 @@ def test_tied_and_constant_tensors_are_read_once(verify: bool) -> None:
     ("lo", "hi"),
     [(0, 1), (0, PER), (5, 5 * PER), (PER - 1, PER + 1), (3 * PER + 7, 9 * PER - 7), (20 * PER, 20 * PER + 1)],
 )
-def test_a_partial_read_is_rounded_to_whole_cells_only_if_verified(lo: int, hi: int) -> None:
+def test_a_partial_read_is_extended_to_whole_cells_only_if_verified(lo: int, hi: int) -> None:
     weight = cells(20.5)
     store = warmed({"w": weight})
 
@@ -105,7 +105,7 @@ def test_all_ranks_together_read_each_cell_at_most_twice() -> None:
         assert total <= weight.nbytes + (ranks - 1) * CELL
 
 
-def test_a_column_of_wide_rows_is_read_in_cells() -> None:
+def test_a_column_of_wide_rows_is_read_cell_by_cell() -> None:
     weight = torch.randn(8, 50 * PER)
     store = warmed({"w": weight})
     shard = Shard(torch.zeros(8, 10), (8, 50 * PER), offset=(0, 7 * PER + 3))
@@ -130,7 +130,7 @@ def test_a_new_process_reads_the_marker_and_the_manifest_once() -> None:
     assert faulty.count("list", "commits/") == 0
 
 
-def test_a_blob_that_is_read_by_less_than_half_does_not_remain_in_the_page_cache(droppable: Store) -> None:
+def test_a_blob_of_which_less_than_half_is_read_does_not_remain_in_the_page_cache(droppable: Store) -> None:
     store = casckpt.open(droppable.url, page_cache=True)
     part = Shard(torch.zeros(1 << 18, dtype=torch.int64), (1 << 20,), (1 << 18,))
     store.load({"w": part}, "default@0")
@@ -140,7 +140,7 @@ def test_a_blob_that_is_read_by_less_than_half_does_not_remain_in_the_page_cache
 
 
 @pytest.mark.parametrize("page_cache", [True, None])
-def test_a_save_fills_the_page_cache_if_requested(page_cache: bool | None, droppable: Store) -> None:
+def test_a_save_populates_the_page_cache_if_requested(page_cache: bool | None, droppable: Store) -> None:
     store = casckpt.open(droppable.url, page_cache=page_cache)
     store.save({"w": torch.arange(1 << 20) + 1}, step=1)
     held, total = pages(store)

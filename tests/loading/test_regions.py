@@ -14,7 +14,7 @@ some_streams = st.lists(st.tuples(st.sampled_from(["uint8", "float32", "float64"
 
 
 @given(given_streams=some_streams, most=st.integers(8, 500), cell=st.sampled_from([8, 64, 1024]))
-def test_windows_hold_every_element_once_in_order(given_streams: list[ViewTensor], most: int, cell: int) -> None:
+def test_windows_contain_every_element_once_in_order(given_streams: list[ViewTensor], most: int, cell: int) -> None:
     sources = [source for one in given_streams for source in one.sources]
     planned = list(regions.plan_windows(sources, most, cell))
     pieces = [piece for window in planned for piece in window]

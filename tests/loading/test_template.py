@@ -65,7 +65,7 @@ def test_the_state_dict_of_a_fresh_optimizer_is_filled(caplog: pytest.LogCapture
     assert identical(state_of(again, fresh), state_of(model, optimizer))
 
 
-def test_optimizer_templates_work_at_the_top_in_lists_and_renamed() -> None:
+def test_optimizer_templates_work_at_the_top_level_in_lists_and_when_renamed() -> None:
     _, optimizer = trained()
     saved = optimizer.state_dict()
     store = small()
@@ -144,7 +144,7 @@ def load_on_ranks(rank: int, size: int, path: Path) -> list[str]:
     return wrong
 
 
-def test_all_ranks_load_in_the_same_way(tmp_path: Path, ranks: Pool) -> None:
+def test_all_ranks_interpret_a_template_in_the_same_way(tmp_path: Path, ranks: Pool) -> None:
     small_folder(tmp_path).save(state_of(*trained()), run="a", step=1)
     assert ranks.run(2, load_on_ranks, tmp_path) == [[], []]
 
@@ -152,7 +152,7 @@ def test_all_ranks_load_in_the_same_way(tmp_path: Path, ranks: Pool) -> None:
 # unread keys
 
 
-def test_a_load_that_would_fill_nothing_raises_unless_allowed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_load_that_would_fill_nothing_raises_an_error_unless_allowed(caplog: pytest.LogCaptureFixture) -> None:
     store, run = small(), new_run()
     store.save({"w": torch.ones(2)}, run=run, step=1)
     state = {"module.w": torch.zeros(2)}

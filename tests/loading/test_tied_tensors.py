@@ -32,7 +32,7 @@ def test_tied_or_equal_tensors_load_into_tied_memory(same: bool) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 5])
-def test_tied_memory_with_different_values_is_refused_before_any_change(count: int) -> None:
+def test_tied_memory_with_different_values_is_rejected_before_any_change(count: int) -> None:
     """Otherwise, one load would overwrite the other while both are being verified."""
     store = small()
     store.save({EMBED: cells(count, seed=1), HEAD: cells(count, seed=2)}, step=1)
@@ -45,7 +45,7 @@ def test_tied_memory_with_different_values_is_refused_before_any_change(count: i
     assert torch.equal(template[HEAD], cells(count, seed=2))
 
 
-def test_a_single_differing_cell_is_enough_to_refuse_tied_memory() -> None:
+def test_a_single_differing_cell_is_enough_to_reject_tied_memory() -> None:
     store, weight = small(), cells(6, seed=1)
     store.save({EMBED: weight}, step=1)
     other = weight.clone()
@@ -55,7 +55,7 @@ def test_a_single_differing_cell_is_enough_to_refuse_tied_memory() -> None:
         store.load(tied(tuple(weight.shape)), "default@2")
 
 
-def test_one_stored_key_may_fill_both_tied_tensors() -> None:
+def test_one_stored_key_can_fill_both_tied_tensors() -> None:
     store, weight = small(), cells(2, seed=1)
     store.save({EMBED: weight, HEAD: weight + 1}, step=1)
     template = tied(tuple(weight.shape))
@@ -114,7 +114,7 @@ def test_views_of_shared_memory_load_their_saved_values(view: View, dtype: torch
 
 @pytest.mark.parametrize(("view", "dtype"), CASES, ids=NAMES)
 @pytest.mark.parametrize("extent", [120, 300], ids=["one cell", "several"])
-def test_views_of_shared_memory_with_different_stored_values_are_refused(
+def test_views_of_shared_memory_with_different_stored_values_are_rejected(
     view: View, dtype: torch.dtype, extent: int
 ) -> None:
     """load and update refuse this before any change, even for a single element."""
@@ -131,7 +131,7 @@ def test_views_of_shared_memory_with_different_stored_values_are_refused(
         assert torch.equal(found["a"], whole)
 
 
-def test_a_head_that_shares_embedding_rows_refuses_different_values() -> None:
+def test_a_head_that_shares_embedding_rows_rejects_different_values() -> None:
     store, embed = small(), torch.randn(400, 16)
     store.save({EMBED: embed, HEAD: torch.randn(300, 16)}, step=1)
     model = torch.zeros(400, 16)
@@ -200,7 +200,7 @@ def test_empty_tensors_do_not_share_memory() -> None:
     store.load({"a": empty, "b": empty}, "default@1")
 
 
-def test_each_of_many_tied_tensors_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tied_tensors_are_compared_only_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Comparing all pairs would take minutes for an optimizer whose ten thousand parameters share one step count."""
     compared: list[str] = []
     differ = tied_module._differ

@@ -41,7 +41,7 @@ def test_each_blob_is_opened_once() -> None:
 
 
 @given(st.integers(1, 6 * PER), st.data())
-def test_any_ranges_are_read_together(numel: int, data: st.DataObject) -> None:
+def test_any_set_of_ranges_is_read_correctly(numel: int, data: st.DataObject) -> None:
     """Several shards of one tensor, which may overlap. Every byte of their union is read once."""
     weight = torch.arange(numel, dtype=torch.int32)
     store = warmed({"w": weight})

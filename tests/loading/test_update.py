@@ -54,9 +54,7 @@ def frames(store: Store, one: int, other: int, key: str | None = None) -> int:
 
 
 @pytest.mark.parametrize(("threads", "check", "planes"), half_of([1, 4], [False, True], [False, True]))
-def test_any_version_can_be_updated_to_any_other_version(
-    tmp_path: Path, threads: int, check: bool, planes: bool
-) -> None:
+def test_any_version_can_be_updated_to_any_other(tmp_path: Path, threads: int, check: bool, planes: bool) -> None:
     found = states()
     for made in (small(), small_folder(tmp_path), small(far())):
         store = reopened(saved(made, found, planes=planes))
@@ -154,7 +152,7 @@ def test_an_update_with_rename_reads_only_frames(tmp_path: Path) -> None:
     assert sum(read) <= 1.1 * frames(store, 1, 2)
 
 
-def test_a_graph_with_values_from_before_is_refused() -> None:
+def test_an_autograd_graph_with_values_from_before_an_update_is_rejected() -> None:
     store = saved(small(), states())
     tensor = torch.zeros(90, 256)
     state = {"m": {"w": tensor}}
@@ -228,7 +226,7 @@ def test_an_update_with_check_hashes_held_memory_instead_of_reading() -> None:
     assert sum(read) == CELL
 
 
-def test_an_update_avoids_missing_blobs(tmp_path: Path) -> None:
+def test_an_update_works_around_missing_blobs(tmp_path: Path) -> None:
     """Blobs are removed one by one. The update reads whole cells, or raises the error of a load."""
     found = states()
     store = saved(small_folder(tmp_path), found)
@@ -264,7 +262,7 @@ def _name(blob: Any) -> str:
     return name
 
 
-def test_an_update_avoids_damaged_frames() -> None:
+def test_an_update_works_around_damaged_frames() -> None:
     found = states()
     faulty = FaultyStore(far().inner)
     store = saved(small(faulty), found)
@@ -298,7 +296,7 @@ def test_an_update_from_a_purged_version_reads_everything() -> None:
     assert same_state(state, found[2])
 
 
-def test_contradictory_arguments_are_refused() -> None:
+def test_contradictory_arguments_are_rejected() -> None:
     store = saved(small(), states())
     state, held = held_at(store, 0)
     wrong: Any
@@ -351,6 +349,6 @@ def _update_differently(rank: int, size: int, path: str) -> str:
     return ""
 
 
-def test_ranks_that_request_different_versions_are_refused(ranks: Pool, tmp_path: Path) -> None:
+def test_ranks_that_request_different_versions_are_rejected(ranks: Pool, tmp_path: Path) -> None:
     saved(small_folder(tmp_path), states())
     assert ranks.run(2, _update_differently, str(tmp_path)) == ["conflict", "conflict"]

@@ -123,7 +123,7 @@ def test_kept_tables_follow_each_update() -> None:
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_wrong_kept_tables_are_harmless(check: bool) -> None:
+def test_incorrect_kept_tables_are_harmless(check: bool) -> None:
     store = run(small(), 12)
     found = emptied(state(0))
     held = store.load(found, ref(0))
@@ -161,7 +161,7 @@ def test_64_updates_equal_loads_on_any_number_of_ranks(ranks: Pool, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("first", "then"), [(5, 10), (10, 0), (15, 20), (24, 14), (14, 19)])
-def test_an_update_over_several_steps_reads_no_full_cell(folder: Path, first: int, then: int) -> None:
+def test_an_update_over_several_steps_does_not_read_full_cells(folder: Path, first: int, then: int) -> None:
     """The run goes five steps forward and ten back. No cell received a new key frame in between."""
     store = casckpt.open(folder)
     mine, theirs = (Stored(store, ref(step)).cells() for step in (first, then))

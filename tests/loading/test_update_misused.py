@@ -29,7 +29,7 @@ def run(store: Store, count: int = 6) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("wrong", ["another model", "another shape", "another dtype", "a key too many", "plain data"])
-def test_a_state_that_does_not_fit_is_left_unchanged(wrong: str) -> None:
+def test_a_state_that_does_not_match_is_left_unchanged(wrong: str) -> None:
     store = saved(small(), states())
     state, held = held_at(store, 0)
     before = state["m"]["w"].clone()
@@ -51,7 +51,7 @@ def test_a_state_that_does_not_fit_is_left_unchanged(wrong: str) -> None:
     assert held.frames is frames
 
 
-def test_the_held_version_may_belong_to_a_different_store() -> None:
+def test_the_held_version_can_belong_to_a_different_store() -> None:
     """The other store has the same versions, different versions of the same names, different cells, or is deleted."""
     store, twin, other, coarse = small(), small(), small(), small(cell_bytes=2 * CELL)
     found = run(store)

@@ -1,14 +1,15 @@
 """An explicit-state model of the commit and gc protocol: every interleaving of a few writers, gcs and a user.
 
-A checkpoint has two contents, "a" and "b". Each lies in a blob, and a manifest object names the blobs. Objects are
+A checkpoint consists of "a" and "b". Each is stored in a blob, and a manifest object names the blobs. Objects are
 called ``<uploader>/a``, ``<uploader>/b`` and ``<uploader>/manifest``. The store begins with one commit, M0. Each
-storage call is one transition. A process that pauses or dies is one that is not scheduled. A listing of two pages is
-two transitions, and so is every manifest that is read. `Model.check` explores all reachable states.
+storage call is one transition. A process that pauses or dies is simply not scheduled. Each of the two pages of a
+listing is a separate transition, and so is every manifest that is read. `Model.check` explores all reachable states.
 
-In every state the manifest and the blobs of every live commit must exist. A model in which no gc ever deletes anything
+In every state, the manifest and the blobs of every live commit must exist. A model in which gc never deletes anything
 proves nothing, so it does not pass either.
 
-The switches of `Setup` make the model larger. `MUTANTS` are small changes of the protocol that must lose data.
+The switches in `Setup` make the model larger. `MUTANTS` are small changes to the protocol, each of which must lose
+data.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class Model:
     # -- listings
 
     def page(self, logs: Logs, number: int) -> Logs:
-        """Page 1 or 2 of commits/; 0 is both."""
+        """Return page 1 or 2 of commits/, or both for 0."""
         return tuple(item for item in logs if number == 0 or (number == 1) == (item[0] <= "w0"))
 
     def object_page(self, objects: Names, number: int) -> Names:
@@ -163,7 +164,7 @@ class Model:
             yield from self.commit(state, tx, writer, after)
 
     def choices(self, state: State, after: Writer, seen: Logs) -> Iterator[tuple[str, Writer, State]]:
-        """Each content may come from any live commit. A manifest that is not used does not have to be read."""
+        """Each blob may come from any live commit. A manifest that is not used does not have to be read."""
         named = {name for _, log in seen if log.live for name in log.names}
         if self.mutant == "reuse_orphans":
             named = set(state.objects)
@@ -178,7 +179,7 @@ class Model:
         yield "learns what there is", after._replace(listed=state.logs), state
 
     def writer_pick(self, state: State, writer: Writer, after: Writer) -> Iterator[tuple[str, Writer, State]]:
-        """Each content may come from one checkpoint that was live when the writer read its log."""
+        """Each blob may come from a checkpoint that was live when the writer read its log."""
         yield "will reuse nothing", after._replace(listed=()), state
         for tx, log in writer.listed:
             for picks in product(*[("", of(tx, what)) for what in self.contents]) if log.live else ():
@@ -217,9 +218,10 @@ class Model:
         yield f"uploads {name}", new, state._replace(objects=state.objects | {name})
 
     def put_shared_manifest(self, state: State, tx: str, after: Writer) -> Iterator[tuple[str, Writer, State]]:
-        """The first manifest counts.
+        """Put the shared manifest. Only the first one counts.
 
-        A later writer uses its names if all objects exist, and otherwise gives up ``tx``.
+        A later writer uses the names in the first manifest if all of these objects exist, and otherwise gives up
+        ``tx``.
         """
         name, stored = of(tx, "manifest"), dict(state.manifests)
         if name not in state.objects:
@@ -301,7 +303,7 @@ class Model:
         yield from self.list_commits(state, gc, "", "mark")
 
     def list_commits(self, state: State, gc: Gc, second: str, follow: str) -> Iterator[tuple[str, Gc, State]]:
-        """``second``: the step of page 2, or "" on page 2. ``follow``: the step after the listing."""
+        """List commits. ``second``: the step for page 2, or "" on page 2. ``follow``: the step after the listing."""
         if self.setup.pages and second:
             yield "lists commits, page 1", gc._replace(pc=second, seen=self.page(state.logs, 1)), state
             return
@@ -320,7 +322,7 @@ class Model:
         return [tx for tx, log in seen if log.committed and tx not in gc.purged]
 
     def unread(self, state: State, gc: Gc) -> tuple[str, Gc | None]:
-        """Read one manifest. The gc ends if it is unreadable. Call this only while there are unread manifests."""
+        """Read one manifest. If it is unreadable, the gc ends. Call this only while there are unread manifests."""
         name = min(gc.unread)
         if name in state.objects or self.mutant == "unreadable_root_ignored":
             return f"reads {name}", gc._replace(unread=gc.unread - {name})
@@ -341,7 +343,7 @@ class Model:
         yield f"has candidates {sorted(candidates)}", new if candidates else Gc("idle", gc.runs), state
 
     def gc_files(self, state: State, gc: Gc) -> Iterator[tuple[str, Gc, State]]:
-        closed = dict(gc.seen)  # what was closed when commits were listed; the rest is seen while waiting
+        closed = dict(gc.seen)  # were closed when commits were listed; gc sees the rest while it waits
         waits = frozenset(tx for tx in state.files if tx not in closed)
         follow = {"no_wait": "roots", "roots_early": "early", "open_before_commits": "commits"}.get(self.mutant, "wait")
         seen = gc.seen if follow == "early" else ()
@@ -397,7 +399,7 @@ class Model:
     # -- exploration
 
     def check(self, limit: int = 3_000_000, *, deep: bool = False) -> Verdict:
-        """Explore all states until a live commit lacks something, breadth first unless ``deep``."""
+        """Explore all states, breadth first unless ``deep``, until a live commit lacks an object."""
         first = self.first()
         came_from: dict[State, tuple[str, State | None]] = {first: ("", None)}
         todo, deleted = deque([first]), set[str]()
@@ -419,7 +421,7 @@ class Model:
 
 
 def _in_order(state: State) -> State:
-    """Normalize states that differ only in the order of the gcs, which are interchangeable."""
+    """Normalize states that differ only in the order of the gcs, because gcs are interchangeable."""
     return state._replace(gcs=tuple(sorted(state.gcs, key=hash))) if len(state.gcs) > 1 else state
 
 

@@ -1,4 +1,5 @@
-"""Turns off garbage collection while models are explored: millions of states live to the end, without cycles."""
+"""Turns off Python's garbage collection while models are explored: millions of states exist to the end,
+without cycles."""
 
 from __future__ import annotations
 

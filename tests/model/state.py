@@ -1,4 +1,4 @@
-"""The values of the model: its size, and the content of a state."""
+"""The values of the model: its size, and the contents of a state."""
 
 from __future__ import annotations
 
@@ -14,15 +14,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Setup:
-    """The size of a model. ``toggles``: the number of times that the user forgets or restores something.
+    """The size of a model.
 
-    ``contents``: 1 or 2. ``retry``: a refused writer tries once more. ``runs``: of each gc. ``resume``: a gc that ran
-    out of time leaves its state for the next run. ``pages``: listings take two steps. ``reads``: manifests are read one
-    by one, otherwise with the listing. ``duplicates``: PUTs may arrive a second time, late. ``purger``: another process
-    purges forgotten commits at any time, as the first step of another gc does. ``late_start``: the store is empty
-    except for the uploads of the first writer, which is about to commit. ``shared``: the writers copy one checkpoint in
-    one transaction, and the first of their manifests stands. ``logs``: a writer reads the list of commits at any time,
-    even before it begins, and later the log of the commit that it reuses.
+    - ``runs``: the number of runs of each gc.
+    - ``toggles``: how many times the user forgets or restores a checkpoint.
+    - ``contents``: the number of blobs of a checkpoint, 1 or 2.
+    - ``retry``: a rejected writer tries once more.
+    - ``resume``: a gc that timed out leaves its state for the next run.
+    - ``pages``: a listing takes two steps.
+    - ``reads``: manifests are read one at a time, instead of together with the listing.
+    - ``duplicates``: PUTs may arrive a second time, late.
+    - ``purger``: a separate process purges forgotten commits at any time, as the first step of a second gc would.
+    - ``late_start``: the store is empty except for the uploads of the first writer, which is about to commit.
+    - ``shared``: the writers copy one checkpoint in one transaction, and the first of their manifests is used.
+    - ``logs``: a writer reads the list of commits at any time, even before it begins, and later the log of the commit
+      that it reuses.
     """
 
     writers: int = 1
@@ -46,7 +52,7 @@ class Log(NamedTuple):
     """The records of one transaction in commits/, folded. ``state``: live, forgotten, purged or revoked."""
 
     state: str
-    names: Names  # manifest and blobs
+    names: Names  # the manifest and the blobs
 
     @property
     def committed(self) -> bool:
@@ -61,7 +67,7 @@ Logs = tuple[tuple[str, Log], ...]
 
 
 class Writer(NamedTuple):
-    """``refs``: the objects that this save will name. ``unread``: manifests that it still has to read."""
+    """A writer. ``refs``: the objects that this save will name. ``unread``: manifests that it still has to read."""
 
     pc: int = 0
     attempt: int = 0
@@ -72,7 +78,7 @@ class Writer(NamedTuple):
 
 
 class Gc(NamedTuple):
-    """``seen``: the commits that its listing has shown so far."""
+    """A gc. ``seen``: the commits that its listing has returned so far."""
 
     pc: str = "idle"
     runs: int = 0
@@ -85,7 +91,7 @@ class Gc(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The state that a gc leaves in its cache when it runs out of time."""
+    """The state that a gc leaves in its cache when it times out."""
 
     candidates: Names
     purged: Names
@@ -100,7 +106,7 @@ class State(NamedTuple):
     gcs: tuple[Gc, ...]
     toggles: int = 0
     kept: Kept | None = None
-    manifests: tuple[tuple[str, Names], ...] = ()  # the manifests of shared transactions
+    manifests: tuple[tuple[str, Names], ...] = ()  # manifests of shared transactions
 
 
 class Step(NamedTuple):
@@ -110,7 +116,7 @@ class Step(NamedTuple):
 
 @dataclass
 class Verdict:
-    """``outcome``: SAFE, UNSAFE, VACUOUS or LIMIT. ``trace``: the steps that lead to the loss."""
+    """The result. ``outcome``: SAFE, UNSAFE, VACUOUS or LIMIT. ``trace``: the steps that lead to the loss."""
 
     outcome: str
     states: int

@@ -1,4 +1,4 @@
-"""The commit and gc protocol, explored exhaustively: it does not lose data, but every small change to it does."""
+"""The commit and gc protocol, explored exhaustively: it never loses data, but every small change to it does."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_every_change_to_the_protocol_loses_data(mutant: str) -> None:
     "setup", {NEEDS.get(mutant, PLAIN) for mutant in (*MUTANTS, *OWN_MUTANTS)} - set(SAFE.values())
 )
 def test_the_unchanged_model_does_not_lose_data(setup: Setup) -> None:
-    """The models that catch the mutants pass if they are unchanged."""
+    """The models that detect the mutants pass if the protocol is unchanged."""
     assert check(setup).outcome == "SAFE"
 
 
@@ -103,7 +103,7 @@ def test_the_unchanged_model_does_not_lose_data(setup: Setup) -> None:
     "mutant", ["resume_without_waiting", "resume_with_new_purged", "trusts_announcements", "reads_logs_early"]
 )
 def test_every_change_loses_data_if_saves_run_during_a_resumed_gc(mutant: str) -> None:
-    """A small model in place of the larger soak model."""
+    """This uses a small model in place of the larger soak model."""
     assert check(replace(SAFE["two that read logs, a gc that resumes"], mutant=mutant)).outcome == "UNSAFE"
 
 

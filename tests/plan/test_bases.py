@@ -64,7 +64,7 @@ class Run:
 
 @settings(max_examples=max(60, settings().max_examples))  # hypothesis seldom draws the longest chain
 @given(st.lists(st.integers(1, PLAIN), max_size=20), st.text(max_size=30))
-def test_a_base_is_in_the_chain_and_leaves_few_links(deltas: list[int], place: str) -> None:
+def test_a_base_is_chosen_from_the_chain_so_that_few_links_remain(deltas: list[int], place: str) -> None:
     left = choose_base(deltas, PLAIN, place)
     if left is None:
         assert sum(deltas) > PLAIN / 8
@@ -89,11 +89,11 @@ def test_an_overlong_chain_from_a_different_writer_is_shortened() -> None:
     assert choose_base([1000 * 2**i for i in range(7)], PLAIN, "any") == 4
 
 
-def test_a_delta_hardly_smaller_than_a_full_cell_is_not_a_base() -> None:
+def test_a_delta_hardly_smaller_than_a_full_cell_does_not_become_a_base() -> None:
     assert Run(lambda _: PLAIN // 2).after(9).own() == [0, 2, 4, 6, 8]
 
 
-def test_64_saves_of_a_slow_training_take_little_more_than_one_full_state() -> None:
+def test_64_saves_of_a_slow_training_need_little_more_space_than_one_full_state() -> None:
     run = Run().after(64)
     stored = [nbytes for _, nbytes in run.versions]
     assert run.own() == [0]
@@ -101,7 +101,7 @@ def test_64_saves_of_a_slow_training_take_little_more_than_one_full_state() -> N
     assert max(len(run.deltas(version)) for version in range(64)) == MAX_DELTAS
 
 
-def test_the_last_8_versions_need_little_more_than_one_full_state() -> None:
+def test_the_last_8_versions_need_little_more_space_than_one_full_state() -> None:
     run = Run().after(400)
     for newest in range(8, 400):
         needed = {one for version in range(newest - 7, newest + 1) for one in run.chain(version)}
@@ -118,7 +118,7 @@ def test_a_load_reads_at_most_one_delta_beyond_the_limit(saves: int, first: floa
         assert sum(older) <= PLAIN * 5 / 24
 
 
-def test_rows_with_similar_changes_are_stored_in_full_at_different_saves() -> None:
+def test_rows_with_similar_changes_are_stored_in_full_by_different_saves() -> None:
     rows = [Run(place=f"layers.{i}.weight {lo}").after(400) for i in range(20) for lo in (0, 1 << 24)]
     renewed = Counter(key for row in rows for key in row.own()[1:])
     assert len(renewed) > 20

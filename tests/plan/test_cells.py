@@ -79,7 +79,7 @@ def test_splits_along_any_parent_tile_the_region(shape: Shape, cell: int, data: 
 
 
 @given(st.integers(1, 12), st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(1, 20))
-def test_a_whole_tensor_finds_every_cell_of_uneven_columns(height: int, widths: list[int], cell: int) -> None:
+def test_a_whole_tensor_shares_every_cell_of_uneven_columns(height: int, widths: list[int], cell: int) -> None:
     """Some columns are so wide that each of their rows is cut like the whole tensor."""
     shape = (height, sum(widths))
     starts = [sum(widths[:i]) for i in range(len(widths))]
@@ -125,7 +125,7 @@ class Saves:
 
 @pytest.mark.parametrize("shape", [(64, 16), (60, 7), (1000,), (8, 4, 3)])
 @pytest.mark.parametrize("cell", [4, 16, 100, 10_000])
-def test_fewer_ranks_share_every_cell_of_more(shape: Shape, cell: int) -> None:
+def test_fewer_ranks_share_every_cell_of_more_ranks(shape: Shape, cell: int) -> None:
     saves = Saves(shape, cell)
     assert saves.save(rows(shape, 4)) == whole(shape).numel
     assert [saves.save(rows(shape, ranks)) for ranks in (4, 2, 1, 4, 1, 2, 4)] == [0] * 7
@@ -133,7 +133,7 @@ def test_fewer_ranks_share_every_cell_of_more(shape: Shape, cell: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 @pytest.mark.parametrize("cell", [4, 16, 100])
-def test_one_rank_shares_every_cell_of_uneven_ones(ranks: int, cell: int) -> None:
+def test_one_rank_shares_every_cell_of_uneven_shards(ranks: int, cell: int) -> None:
     shape = (61, 7)
     saves = Saves(shape, cell)
     saves.save(rows(shape, ranks))
@@ -141,7 +141,7 @@ def test_one_rank_shares_every_cell_of_uneven_ones(ranks: int, cell: int) -> Non
 
 
 @pytest.mark.parametrize("cell", [4, 16, 100])
-def test_more_ranks_share_cells_that_no_new_boundary_splits(cell: int) -> None:
+def test_more_ranks_share_the_cells_that_new_boundaries_do_not_split(cell: int) -> None:
     shape = (60, 7)
     saves = Saves(shape, cell)
     saves.save([whole(shape)])
@@ -152,7 +152,7 @@ def test_more_ranks_share_cells_that_no_new_boundary_splits(cell: int) -> None:
 
 
 @pytest.mark.parametrize("cell", [4, 16, 100])
-def test_fewer_columns_share_every_cell_of_more(cell: int) -> None:
+def test_fewer_column_shards_share_every_cell_of_more_column_shards(cell: int) -> None:
     shape = (12, 64)
     saves = Saves(shape, cell)
     saves.save(columns(shape, 4))
@@ -160,7 +160,7 @@ def test_fewer_columns_share_every_cell_of_more(cell: int) -> None:
 
 
 @pytest.mark.parametrize("cell", [4, 16, 100])
-def test_flat_shards_share_with_rows_and_with_the_whole(cell: int) -> None:
+def test_flat_shards_share_cells_with_rows_and_with_the_whole_tensor(cell: int) -> None:
     shape = (60, 7)
     saves = Saves(shape, cell)
     saves.save(flat(shape, [101, 217, 330, 420]))
@@ -170,7 +170,7 @@ def test_flat_shards_share_with_rows_and_with_the_whole(cell: int) -> None:
     assert saves.save(flat(shape, [101, 217, 330, 420])) == 0
 
 
-def test_long_runs_of_columns_share_with_the_whole() -> None:
+def test_long_runs_of_columns_share_cells_with_the_whole_tensor() -> None:
     shape, cell = (6, 256), 8
     saves = Saves(shape, cell)
     saves.save([whole(shape)])
@@ -189,7 +189,7 @@ def test_cells_remain_whole_across_many_topologies() -> None:
     assert len(list(saves.table.stored_cells())) <= -(-96 * 5 // cell) + len(boundaries)
 
 
-def test_boxes_of_the_parent_that_overlap_each_other() -> None:
+def test_overlapping_boxes_of_the_parent_are_supported() -> None:
     """Flat parts of overlapping boxes leave such boxes, although the parts are disjoint."""
     shape = (4, 4)
     parts = [
@@ -205,7 +205,7 @@ def test_boxes_of_the_parent_that_overlap_each_other() -> None:
     _check_tiling(whole(shape), shape, 100, plan_cells(whole(shape), shape, 100, saves.table))
 
 
-def test_a_parent_with_other_cell_sizes_is_not_followed() -> None:
+def test_a_parent_with_a_different_cell_size_is_ignored() -> None:
     shape = (100,)
     parent = table_of(shape, 20, cells_of(plan_cells(whole(shape), shape, 20, None)))
     groups = plan_cells(whole(shape), shape, 10, parent)
@@ -261,7 +261,7 @@ def test_a_queue_returns_items_that_fit_in_order(cells: list[Cell], room: int) -
     assert found == cells
 
 
-def test_branches_follow_from_keys() -> None:
+def test_branches_are_derived_from_keys() -> None:
     assert [branch_of("tensor", "model.w.0"), branch_of("part", "x"), branch_of("attachment", "a.b")] == [
         "model",
         "x",

@@ -11,7 +11,7 @@ from tests.support.geometry import columns, elements, flat, full_shapes, partiti
 
 
 @given(full_shapes, st.data())
-def test_a_partition_is_whole(shape: Shape, data: st.DataObject) -> None:
+def test_a_partition_covers_everything_exactly_once(shape: Shape, data: st.DataObject) -> None:
     assert holes_and_overlaps(shape, data.draw(partitions(shape))) == ([], [])
 
 
@@ -59,7 +59,7 @@ def test_all_holes_of_a_flat_partition_are_named() -> None:
     ]
 
 
-def test_the_holes_of_a_missing_rank_are_found() -> None:
+def test_the_holes_left_by_a_missing_rank_are_found() -> None:
     shape = (8, 12)
     for split in (rows, columns):
         parts = split(shape, 4)
@@ -68,7 +68,7 @@ def test_the_holes_of_a_missing_rank_are_found() -> None:
         assert [i for hole in holes for i in elements(hole, shape)] == elements(parts[2], shape)
 
 
-def test_the_overlaps_of_a_repeated_rank_are_found() -> None:
+def test_the_overlaps_caused_by_a_repeated_rank_are_found() -> None:
     shape = (8, 12)
     for split in (rows, columns):
         parts = split(shape, 4)

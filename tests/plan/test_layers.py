@@ -25,11 +25,11 @@ KEYS = st.lists(
         ("train.0.rng", 1, "train.0"),
     ],
 )
-def test_a_layer_ends_at_the_first_number(key: str, width: int, expected: str) -> None:
+def test_a_layer_name_ends_at_the_first_number(key: str, width: int, expected: str) -> None:
     assert layer_of(key, width) == expected
 
 
-def test_neighbouring_layers_share_a_group_if_there_are_many() -> None:
+def test_neighboring_layers_share_a_group_if_there_are_many() -> None:
     found = group([f"model.layers.{n}.weight" for n in range(100)], most=40)
     assert found["model.layers.5.weight"] == "model.layers.4-7"
     assert len(set(found.values())) == 25
@@ -42,12 +42,12 @@ def test_names_without_numbers_are_shortened() -> None:
 
 
 @given(KEYS, st.integers(1, 8))
-def test_each_key_has_a_group_and_groups_are_few(keys: list[str], most: int) -> None:
+def test_every_key_belongs_to_one_of_a_few_groups(keys: list[str], most: int) -> None:
     found = group(keys, most)
     assert list(found) == keys
     assert len(set(found.values())) <= most
 
 
 @given(st.dictionaries(st.text(max_size=5), st.integers(0, 2**40)))
-def test_groups_contain_every_byte(nbytes: dict[str, int]) -> None:
+def test_the_groups_contain_every_byte(nbytes: dict[str, int]) -> None:
     assert sum(summed(nbytes, group(nbytes)).values()) == sum(nbytes.values())

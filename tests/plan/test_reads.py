@@ -65,7 +65,7 @@ def test_unverified_reads_cover_only_wanted_elements(shape: Shape, data: st.Data
 
 
 @given(full_shapes, st.data())
-def test_unverified_reads_may_bridge_small_gaps(shape: Shape, data: st.DataObject) -> None:
+def test_unverified_reads_can_span_small_gaps(shape: Shape, data: st.DataObject) -> None:
     table, wanted = data.draw(tables(shape)), data.draw(regions(shape))
     units = list(plan_units(table, wanted, verify=False))
     held = _all_elements(units, shape)
@@ -75,7 +75,7 @@ def test_unverified_reads_may_bridge_small_gaps(shape: Shape, data: st.DataObjec
 
 
 @given(cases(), st.data())
-def test_coded_cells_are_read_whole_and_once(case: Case, data: st.DataObject) -> None:
+def test_encoded_cells_are_read_completely_and_once(case: Case, data: st.DataObject) -> None:
     assume(any(cell.frame is not None for cell in case.cells))
     wanted = data.draw(regions(case.shape))
     with mock.patch.object(reads, "_SMALL_GAP", 0):
@@ -97,7 +97,7 @@ def _check_places(table: ExtentTable, units: Sequence[Unit]) -> None:
         assert (unit.blob, unit.offset) == (one.blob, one.offset + (unit.lo - one.lo) * ITEM)
 
 
-def test_a_column_of_wide_rows_skips_bytes_between() -> None:
+def test_reading_a_column_of_wide_rows_skips_the_bytes_in_between() -> None:
     shape, cell = (10, 100_000), 1000
     table = table_of(shape, cell, cells_of(plan_cells(whole(shape), shape, cell, None)), per_blob=10_000)
     wanted = Region(Box((0, 500), (10, 10)), 0, 100)
@@ -106,7 +106,7 @@ def test_a_column_of_wide_rows_skips_bytes_between() -> None:
     assert [unit.nbytes for unit in units] == [10 * ITEM] * 10
 
 
-def test_many_short_runs_are_read_as_one() -> None:
+def test_many_short_runs_are_read_together() -> None:
     shape = (100_000, 8)
     table = table_of(shape, 1 << 20, cells_of(plan_cells(whole(shape), shape, 1 << 20, None)))
     wanted = Region(Box((0, 2), (100_000, 3)), 0, 300_000)
@@ -134,7 +134,7 @@ items = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 300), st.integers(1
 
 
 @given(items, st.integers(0, 40), st.integers(1, 200))
-def test_batches_hold_every_item_and_each_byte_once(found: list[tuple[int, int, int]], gap: int, most: int) -> None:
+def test_batches_contain_every_item_and_every_byte_once(found: list[tuple[int, int, int]], gap: int, most: int) -> None:
     batches = plan_batches([(*row, i) for i, row in enumerate(found)], gap=gap, most=most)
     assert sorted(item for batch in batches for *_, item in batch.items) == list(range(len(found)))
     taken: set[tuple[int, int]] = set()

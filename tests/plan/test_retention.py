@@ -52,12 +52,12 @@ TEN = [kept(i, i * 50) for i in range(10)]
         {"keep_every": 2.0},
     ],
 )
-def test_an_invalid_policy_is_refused(rules: dict[str, Any]) -> None:
+def test_an_invalid_policy_is_rejected(rules: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match=r"keep-"):
         Policy(**rules)
 
 
-def test_a_duration_may_be_a_string() -> None:
+def test_a_duration_can_be_a_string() -> None:
     store = [*TEN, kept(11, 50)]
     by_text, by_timedelta = Policy(keep_within="2d"), Policy(keep_within=timedelta(days=2))
     assert plan_forget(store, by_text, 9 * DAY) == plan_forget(store, by_timedelta, 9 * DAY) != []
@@ -126,7 +126,7 @@ def test_the_newest_of_a_day_is_the_last_created_not_the_last_copied() -> None:
     assert steps(plan_forget(copied, Policy(keep_daily=2), 0)) == [1]
 
 
-def test_rules_are_a_union() -> None:
+def test_a_checkpoint_is_kept_if_any_rule_keeps_it() -> None:
     policy = Policy(keep_last=2, keep_every=200, keep_within="3d")
     assert steps(plan_forget(TEN, policy, 9 * DAY)) == [50, 100, 150, 250]
 
@@ -135,19 +135,19 @@ def test_keep_last_0_adds_nothing_to_other_rules() -> None:
     assert plan_forget(TEN, Policy(keep_last=0, keep_every=100), 0) == plan_forget(TEN, Policy(keep_every=100), 0)
 
 
-def test_each_run_has_its_own_counts() -> None:
+def test_rules_count_checkpoints_of_each_run_separately() -> None:
     store = [kept(0, 0, "a"), kept(1, 1, "b"), kept(2, 2, "a"), kept(3, 3, "b")]
     assert steps(plan_forget(store, Policy(keep_last=1), 0)) == [0, 1]
     assert steps(plan_forget(store, Policy(keep_last=1), 0, run="b")) == [1]
     assert plan_forget(store, Policy(keep_last=1), 0, run="nobody") == []
 
 
-def test_the_newest_is_the_latest_transaction_not_the_greatest_step() -> None:
+def test_the_newest_checkpoint_has_the_latest_transaction_not_the_highest_step() -> None:
     rolled_back = [kept(0, 500), kept(1, 600), kept(2, 100)]
     assert steps(plan_forget(rolled_back, Policy(keep_last=1), 0)) == [500, 600]
 
 
-def test_the_age_of_a_copy_is_that_of_its_checkpoint() -> None:
+def test_the_age_of_a_copy_is_the_age_of_the_original() -> None:
     store = [kept(0, 0, day=9), kept(8, 8, day=1), kept(9, 9, day=2)]
     assert steps(plan_forget(store, Policy(keep_within="1d"), 9 * DAY)) == [8]
 
@@ -233,7 +233,7 @@ def test_a_run_without_the_metric_is_kept_and_named() -> None:
     assert runs_without(store, Policy(keep_last=1)) == {}
 
 
-def test_a_metric_without_values_is_refused() -> None:
+def test_a_metric_without_values_is_rejected() -> None:
     store = [replace(one, metrics={**one.metrics, "acc": 1.0}) for one in scored(1.0, 2.0)]
     with pytest.raises(InvalidInput, match="no checkpoint here has a metric 'los'; the existing metrics are acc, loss"):
         runs_without(store, Policy(keep_best=["loss:1", "los:3"]))
@@ -244,14 +244,14 @@ def test_a_metric_without_values_is_refused() -> None:
     assert runs_without([], Policy(keep_best="loss:1")) == {"loss": []}, "an empty store has no typing errors"
 
 
-def test_a_metric_may_have_colons() -> None:
+def test_a_metric_name_can_contain_colons() -> None:
     for text, name in (("val:loss:1", "val:loss"), ("max:1", "max"), ("val:max:max:1", "val:max")):
         store = [*scored(1.0, name=name), kept(5, 5), kept(9, 9)]
         assert steps(plan_forget(store, Policy(keep_best=text), 0)) == [5]
 
 
 @pytest.mark.parametrize("best", ["loss", "loss:", ":3", "loss:0", "loss:-1", "loss:max:", "loss:1.5", 3, ["x"], [3]])
-def test_an_invalid_keep_best_is_refused(best: Any) -> None:
+def test_an_invalid_keep_best_is_rejected(best: Any) -> None:
     with pytest.raises(InvalidInput, match=r"keep-best"):
         Policy(keep_best=best)
 
@@ -272,12 +272,12 @@ def test_the_last_healthy_checkpoint_is_kept() -> None:
     "rule",
     [3, {}, {"drop": []}, {"drop": ["a"]}, {"keep_last": 1}, {"drop": [1], "keep_last": 1}, {"drop": "a", "x": 1}],
 )
-def test_an_invalid_thinning_rule_is_refused(rule: Any) -> None:
+def test_an_invalid_thinning_rule_is_rejected(rule: Any) -> None:
     with pytest.raises(InvalidInput, match=r"drop|is kept whole"):
         thinning_of(rule)
 
 
-def test_a_thinning_rule_chooses_checkpoints() -> None:
+def test_a_thinning_rule_selects_checkpoints() -> None:
     assert thinning_of(None) is None
     found = thinning_of({"drop": "optim.*", "keep_last": 2})
     assert found is not None

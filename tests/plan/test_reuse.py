@@ -55,7 +55,7 @@ def test_cells_are_found_by_digest_in_all_manifests() -> None:
     assert known.blobs == [manifest.blob(0) for manifest in manifests]
 
 
-def test_an_empty_index_does_not_find_any_cells() -> None:
+def test_an_empty_index_finds_no_cells() -> None:
     known = _known(has_parent=False)
     assert not known.any
     assert known.find(d("a")) is None
@@ -119,7 +119,7 @@ def test_cells_are_located(shape: Shape, cell: int, data: st.DataObject) -> None
 
 
 @given(cases(), st.integers(0, 2), st.data())
-def test_coded_cells_are_found_with_their_bases(case: Case, before: int, data: st.DataObject) -> None:
+def test_encoded_cells_are_found_with_their_bases(case: Case, before: int, data: st.DataObject) -> None:
     """The cells come after another source with its own blobs. They are not found if a blob of a base must not be
     reused."""
     sizes = len(case.blob_sizes)
@@ -159,7 +159,7 @@ def test_used_bytes_include_bases(case: Case) -> None:
 
 
 @given(cases())
-def test_used_bytes_of_coded_cells_are_those_of_frames(case: Case) -> None:
+def test_for_encoded_cells_the_bytes_of_frames_are_counted_as_used(case: Case) -> None:
     coded = [cell for cell in case.cells if cell.frame is not None]
     assert coded_bytes([case.table, case.table]) == (
         2 * sum(cell.nbytes for cell in coded),

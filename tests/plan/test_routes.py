@@ -48,7 +48,7 @@ def end(start: StoredCell, route: Route) -> StoredCell:
 
 
 @given(trees(), st.data())
-def test_a_route_reaches_its_target_and_reads_the_least(found: list[StoredCell], data: st.DataObject) -> None:
+def test_a_route_reaches_its_target_with_the_fewest_bytes_read(found: list[StoredCell], data: st.DataObject) -> None:
     held, wanted = (data.draw(st.sampled_from(found)) for _ in "ab")
     route = find_route(held, wanted)
     alone = sum(one.stored for one in wanted.chain)
@@ -63,7 +63,7 @@ def test_a_route_reaches_its_target_and_reads_the_least(found: list[StoredCell],
         assert route.cost() == min(costs) < alone
 
 
-def test_no_full_cell_is_read_along_a_chain() -> None:
+def test_full_cells_are_not_read_along_a_chain() -> None:
     versions = [cell(0, NBYTES, None)]
     for version in range(1, 10):
         versions.append(cell(version, 5, versions[-1]))

@@ -116,7 +116,7 @@ def test_replicas_are_split_between_cells_in_rank_order(world: tuple[list[Row], 
 
 
 @given(worlds(), st.randoms())
-def test_the_order_of_rows_changes_nothing(world: tuple[list[Row], int], random: Random) -> None:
+def test_the_order_of_rows_does_not_matter(world: tuple[list[Row], int], random: Random) -> None:
     rows, ranks = world
     order = list(range(len(rows)))
     random.shuffle(order)
@@ -125,7 +125,7 @@ def test_the_order_of_rows_changes_nothing(world: tuple[list[Row], int], random:
 
 @given(worlds())
 @example(([Row(0, 0, 0, 67, 6, 1, {0: True, 1: True})], 3))  # 24, 18 and 25 bytes
-def test_replicas_balance_the_ranks_as_far_as_possible(world: tuple[list[Row], int]) -> None:
+def test_replicas_balance_the_load_of_ranks_as_far_as_possible(world: tuple[list[Row], int]) -> None:
     """If all replicas are on the same ranks, a rank with replicas to write has at most two cells more than any other.
 
     Each cut is at most half a cell from the even split, so a load differs from that by at most one cell. A rank that
@@ -145,7 +145,7 @@ def test_replicas_balance_the_ranks_as_far_as_possible(world: tuple[list[Row], i
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
-def test_one_huge_replica_is_split_evenly(ranks: int) -> None:
+def test_a_single_huge_replica_is_split_evenly(ranks: int) -> None:
     row = Row(0, 0, 0, 1_000_003, 256, 4, dict.fromkeys(range(ranks), True))
     sizes = [len(part) for part in duties([row], ranks)[0, 0].values()]
     assert max(sizes) - min(sizes) <= 256 + 3
@@ -159,7 +159,7 @@ def test_a_rank_with_many_own_bytes_writes_fewer_replicas() -> None:
 
 
 @pytest.mark.parametrize("much", [0, 1])
-def test_a_rank_with_enough_bytes_does_not_get_part_of_a_cell(much: int) -> None:
+def test_a_rank_with_enough_bytes_is_not_assigned_part_of_a_cell(much: int) -> None:
     own, shared = Row(0, 0, 0, 3000, 10, 1, {much: True}), Row(1, 0, 9, 26, 10, 1, {0: True, 1: True})
     parts = duties([own, shared], 2)[1, 0]
     assert [len(parts[rank]) for rank in (much, 1 - much)] == [0, 17]
@@ -182,14 +182,14 @@ def test_halves_of_a_hybrid_mesh_balance_independently() -> None:
         assert sum(len(parts.get(rank, ())) for parts in found.values()) == 5000
 
 
-def test_ranks_with_nothing_have_nothing_to_do() -> None:
+def test_ranks_without_data_are_assigned_nothing() -> None:
     assert [len(duty.lo) for duty in plan_writers(held([], 3))] == [0, 0, 0]
     row = Row(0, 0, 5, 9, 2, 1, {1: True})
     plan: list[WriteRanges] = plan_writers(held([row], 3))
     assert [duty.elements.tolist() for duty in plan] == [[], [4], []]
 
 
-def test_a_plan_for_many_ranks_is_the_same_each_time() -> None:
+def test_a_plan_for_many_ranks_is_deterministic() -> None:
     rng = np.random.default_rng(7)
     rows = [
         Row(

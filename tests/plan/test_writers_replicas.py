@@ -20,7 +20,7 @@ def held(names: list[int], *, length: int = 100, cell: int = 10, shared: bool = 
     )  # fmt: skip
 
 
-def test_rows_on_the_same_ranks_have_the_same_set() -> None:
+def test_rows_on_the_same_ranks_belong_to_the_same_set() -> None:
     sets = Holders([held([1, 2, 3]), held([2, 1]), held([2, 4])]).sets()
     assert [(one > 0).tolist() for one in sets] == [[True, True, False], [True, True], [True, False]]
     assert sets[0][0] == sets[1][1] != sets[0][1] == sets[1][0] == sets[2][0]
@@ -34,7 +34,7 @@ def test_a_region_differs_if_any_holder_has_a_different_digest() -> None:
     assert holders.differing(digests) == [[(0, 1), (1, 0), (2, 0)]]
 
 
-def test_ranks_without_rows_do_not_differ() -> None:
+def test_ranks_without_rows_cause_no_difference() -> None:
     assert Holders([held([]), held([])]).differing([np.zeros(0, np.uint64)] * 2) == []
     assert [len(one) for one in Holders([held([]), held([])]).sets()] == [0, 0]
 
@@ -44,7 +44,7 @@ def test_only_regions_divided_among_all_holders_are_reread() -> None:
     assert [one.sharing.tolist() for one in duties] == [[0], [0], [2], [2]]
 
 
-def test_sample_positions_depend_on_save_and_row_and_smaller_samples_are_prefixes() -> None:
+def test_sample_positions_depend_on_the_save_and_row_and_smaller_samples_are_prefixes() -> None:
     names, room = np.array([1, 2], np.uint64), np.array([1000, 1])
     few, more, later = (places(names, seed, room, runs) for seed, runs in ((5, RUNS), (5, 64), (6, RUNS)))
     assert np.array_equal(few, more[:, :RUNS])
@@ -65,7 +65,7 @@ def test_a_changed_bit_changes_only_its_rows_digest(word: int, bit: int) -> None
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("lengths", [[100], [1000, 5, 33, 1]])
-def test_each_cell_of_other_ranks_is_read_once_per_cycle_of_saves(ranks: int, lengths: list[int]) -> None:
+def test_each_cell_of_other_ranks_is_read_once_per_save_cycle(ranks: int, lengths: list[int]) -> None:
     rows = held(list(range(len(lengths))))
     rows = HeldRegions(rows.name, rows.region, rows.lo, np.array(lengths), rows.cell, rows.itemsize, rows.shared)
     duties = plan_writers([rows] * ranks)
@@ -80,7 +80,7 @@ def test_each_cell_of_other_ranks_is_read_once_per_cycle_of_saves(ranks: int, le
         assert sorted(read) == sorted(theirs)
 
 
-def test_a_save_rereads_a_64th_of_each_ranks_share() -> None:
+def test_a_save_rereads_one_64th_of_each_ranks_share() -> None:
     rows = held([1], length=64 * 200)
     duties = plan_writers([rows] * 2)
     for turn in range(3):

@@ -1,4 +1,4 @@
-"""Ranks that name different checkpoints, or different stores: a Conflict on all of them, and nothing is changed."""
+"""If ranks name different checkpoints or different stores, all of them raise Conflict, and nothing changes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def stored(path: Path) -> casckpt.Store:
     return store
 
 
-def test_the_error_lists_all_ranks_and_their_stores() -> None:
+def test_the_error_lists_the_checkpoint_named_by_each_rank() -> None:
     with pytest.raises(Conflict, match=r"r@1 on ranks 0, 2; r@2 on rank 1; latest on rank 3\."):
         check_same(["r@1", "r@2", "r@1", "latest"])
     check_same(["latest"] * 3)
 
 
 def loads(rank: int, size: int, path: Path) -> list[Any]:
-    """Different texts, a text and a checkpoint, two checkpoints, another store; then equal arguments."""
+    """Try different strings, a string and a checkpoint, two checkpoints, and different stores; then equal arguments."""
     store, other = casckpt.open(path / "one"), casckpt.open(path / "two")
     one, two = store.get("r@1"), store.get("r@2")
     first = rank == 0
@@ -58,7 +58,7 @@ def loads(rank: int, size: int, path: Path) -> list[Any]:
     return found
 
 
-def test_a_load_of_different_checkpoints_is_a_conflict(tmp_path: Path, ranks: Pool) -> None:
+def test_loading_different_checkpoints_is_a_conflict(tmp_path: Path, ranks: Pool) -> None:
     stored(tmp_path / "one")
     stored(tmp_path / "two")
     found = ranks.run(3, loads, tmp_path)
@@ -79,7 +79,7 @@ def saves(rank: int, size: int, path: Path) -> str:
 
 
 @pytest.mark.parametrize("there", ["one two", "one", ""])
-def test_a_save_into_different_stores_is_refused_and_invisible(tmp_path: Path, ranks: Pool, there: str) -> None:
+def test_a_save_into_different_stores_is_rejected_and_stays_invisible(tmp_path: Path, ranks: Pool, there: str) -> None:
     for name in there.split():
         stored(tmp_path / name)
     found = ranks.run(2, saves, tmp_path)
@@ -89,8 +89,8 @@ def test_a_save_into_different_stores_is_refused_and_invisible(tmp_path: Path, r
         assert [one.step for one in casckpt.open(tmp_path / name).checkpoints()] == [1, 2]
 
 
-def test_copies_of_one_store_are_different_stores(tmp_path: Path, ranks: Pool) -> None:
-    """They have one id but lie on the disks of two hosts, for example."""
+def test_two_copies_of_a_store_count_as_different_stores(tmp_path: Path, ranks: Pool) -> None:
+    """For example, they have the same ID but are on the disks of two hosts."""
     stored(tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     for text in ranks.run(2, saves, tmp_path):
@@ -116,7 +116,7 @@ def test_all_ranks_agree_on_a_recreated_store(tmp_path: Path, ranks: Pool) -> No
 
 
 class Late(LocalStore):
-    """A mount that caches missing names for a while."""
+    """A mount that caches for a while that a name does not exist."""
 
     traits = replace(LocalStore("/").traits, stale="it is said to lag behind")
     asked = 0
@@ -126,7 +126,7 @@ class Late(LocalStore):
         return super().size(key) if self.asked > 5 else None
 
 
-def test_a_store_created_by_another_host_may_appear_late(tmp_path: Path) -> None:
+def test_a_store_created_by_a_different_host_may_appear_late(tmp_path: Path) -> None:
     store, slept = casckpt.open(tmp_path), list[float]()
     store.create()
     transaction = begin(store.repository, "r", 1)

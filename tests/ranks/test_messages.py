@@ -1,4 +1,4 @@
-"""An error of one rank reaches all ranks, in words that name the rank."""
+"""An error on one rank reaches all ranks, with a message that names the rank."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def total(ranks: Ranks) -> int:
-    """An exchange without a failure."""
+    """Run an exchange that succeeds."""
     return ranks.exchange(lambda: ranks.rank, lambda values: everyone(sum(values), ranks.size))
 
 
 class OfTwoArguments(Exception):
-    """An object that pickles but does not unpickle."""
+    """An object that can be pickled but not unpickled."""
 
     def __init__(self, one: str, two: str) -> None:
         super().__init__(f"{one} {two}")
@@ -76,7 +76,7 @@ def raising(rank: int, size: int, kind: str, who: int, *, decides: bool) -> Any:
 
 @pytest.mark.parametrize("kind", ERRORS)
 @pytest.mark.parametrize("who", range(4))
-def test_an_error_of_one_rank_is_raised_by_all(ranks: Pool, who: int, kind: str) -> None:
+def test_an_error_on_one_rank_is_raised_on_all_ranks(ranks: Pool, who: int, kind: str) -> None:
     for rank, (name, text, named, key, mine) in enumerate(ranks.run(4, raising, kind, who, decides=False)):
         assert name == mine
         if rank == who:
@@ -90,7 +90,7 @@ def test_an_error_of_one_rank_is_raised_by_all(ranks: Pool, who: int, kind: str)
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-def test_an_error_of_a_decision_of_rank_0_is_raised_by_all(ranks: Pool, kind: str) -> None:
+def test_an_error_in_rank_0s_decision_is_raised_on_all_ranks(ranks: Pool, kind: str) -> None:
     for rank, (_, text, named, _, _) in enumerate(ranks.run(4, raising, kind, 0, decides=True)):
         assert text in TEXTS[kind] if rank == 0 else TEXTS[kind] in text
         assert rank == 0 or named == 0
@@ -103,7 +103,7 @@ def blaming(rank: int, size: int) -> Any:
     return outcome_of(lambda: open_ranks().exchange(lambda: rank, decide))
 
 
-def test_the_rank_that_caused_an_error_stays_named(ranks: Pool) -> None:
+def test_every_rank_names_the_rank_that_caused_an_error(ranks: Pool) -> None:
     assert [error.rank for error in ranks.run(4, blaming)] == [2, 2, 2, 2]
 
 
@@ -130,7 +130,7 @@ def two_at_once(rank: int, size: int) -> Any:
     return str(outcome_of(lambda: open_ranks().exchange(call, lambda values: values)))
 
 
-def test_failed_ranks_raise_their_own_error_and_others_the_first(ranks: Pool) -> None:
+def test_failed_ranks_raise_their_own_error_and_other_ranks_raise_the_first(ranks: Pool) -> None:
     assert ranks.run(4, two_at_once) == ["rank 1: mine, 1", "mine, 1", "mine, 2", "rank 1: mine, 1"]
 
 
@@ -140,7 +140,7 @@ def unsendable(rank: int, size: int) -> Any:
     return type(error), error.rank, total(ranks)
 
 
-def test_a_value_that_cannot_be_sent_fails_on_all(ranks: Pool) -> None:
+def test_a_value_that_cannot_be_sent_fails_on_all_ranks(ranks: Pool) -> None:
     assert ranks.run(3, unsendable) == [(RankFailed, 1, 3)] * 3
 
 
@@ -152,7 +152,7 @@ def elsewhere(rank: int, size: int) -> Any:
     return type(error), error.rank, total(ranks)
 
 
-def test_a_rank_that_makes_another_call_is_named_at_once(ranks: Pool) -> None:
+def test_a_rank_that_makes_a_different_call_is_named_immediately(ranks: Pool) -> None:
     assert ranks.run(3, elsewhere) == [(InvalidInput, 2, 3)] * 3
 
 
@@ -164,8 +164,8 @@ def saving_or_loading(rank: int, size: int, where: str) -> Any:
     return type(error), str(error), [one.step for one in store.checkpoints()]
 
 
-def test_a_save_on_one_rank_and_a_load_on_another_fail_on_both(ranks: Pool, tmp_path: Path) -> None:
-    """The error names the calls of the user, not the inner calls."""
+def test_a_save_on_one_rank_and_a_load_on_the_other_fail_on_both(ranks: Pool, tmp_path: Path) -> None:
+    """The error names the calls that the user made, not internal calls."""
     for kind, text, steps in ranks.run(2, saving_or_loading, str(tmp_path / "store")):
         assert (kind, steps) == (InvalidInput, [0, 2])
         assert (

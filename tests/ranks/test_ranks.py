@@ -1,4 +1,4 @@
-"""Ranks exchange values, alone, in groups, and in forked children."""
+"""How ranks exchange values: in a single process, in groups, and beside forked children."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def total(ranks: Ranks) -> int:
-    """An exchange without a failure."""
+    """Run an exchange that succeeds."""
     return ranks.exchange(lambda: ranks.rank, lambda values: everyone(sum(values), ranks.size))
 
 
@@ -34,7 +34,7 @@ def answers(rank: int, size: int) -> Any:
     return first, second, ranks.rank, ranks.size, ranks.exchanges
 
 
-def test_rank_0_sees_all_in_order_and_each_rank_gets_its_own_answer(ranks: Pool) -> None:
+def test_rank_0_sees_all_values_in_order_and_each_rank_gets_its_own_answer(ranks: Pool) -> None:
     for rank, found in enumerate(ranks.run(4, answers)):
         assert found == (([0, 10, 20, 30], rank), bytes([rank]), rank, 4, 2)
 
@@ -50,18 +50,18 @@ def test_a_single_process_is_rank_0() -> None:
 
 @pytest.fixture
 def unwarned() -> Iterator[None]:
-    """Reset a warning that a process issues once."""
+    """Reset the warning that a process logs only once."""
     module._warn_of_others.cache_clear()
     yield
     module._warn_of_others.cache_clear()
 
 
 @pytest.mark.usefixtures("unwarned")
-def test_a_process_of_a_launcher_without_a_group_is_warned_once(
+def test_a_launched_process_without_a_group_logs_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    open_ranks(no_dist=True)  # it is meant
+    open_ranks(no_dist=True)  # deliberately alone
     assert not caplog.records
     assert isinstance(open_ranks(), Solo)
     assert "WORLD_SIZE is 4" in caplog.text
@@ -71,7 +71,7 @@ def test_a_process_of_a_launcher_without_a_group_is_warned_once(
 
 
 @pytest.mark.usefixtures("unwarned")
-def test_a_single_process_of_a_launcher_is_not_warned(
+def test_a_launcher_with_a_single_process_causes_no_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -84,7 +84,7 @@ def alone(rank: int, size: int) -> list[type]:
     return [type(open_ranks()), type(open_ranks(no_dist=True)), type(open_ranks(single))]
 
 
-def test_a_rank_alone_in_a_group_or_with_no_dist_works_alone(ranks: Pool) -> None:
+def test_a_rank_works_alone_in_a_group_of_one_or_with_no_dist(ranks: Pool) -> None:
     assert ranks.run(2, alone) == [[GroupRanks, Solo, Solo]] * 2
     assert ranks.run(1, alone) == [[Solo, Solo, Solo]]
 
@@ -97,19 +97,19 @@ def keeping(rank: int, size: int) -> Any:
     return kept[0].locked(), kept[1], down, ranks.exchanges
 
 
-def test_a_value_stays_on_its_rank_and_rank_0_decides_with_its_own(ranks: Pool) -> None:
+def test_a_kept_value_never_leaves_its_rank(ranks: Pool) -> None:
     """The value need not be picklable."""
     assert ranks.run(3, keeping) == [(False, rank, (0, 30), 1) for rank in range(3)]
 
 
-def test_one_process_keeps_its_value() -> None:
+def test_a_single_process_keeps_its_value() -> None:
     assert exchange_keeping(Solo(), lambda: ("mine", 7), lambda mine, values: [(mine, values)]) == (
         "mine", ("mine", [7])
     )  # fmt: skip
 
 
 def keeping_apart(rank: int, size: int) -> Any:
-    """Rank 2 keeps a value at another point than the others. Then rank 1 raises."""
+    """Rank 2 keeps a value in a different call than the others. Then rank 1 raises an error."""
     ranks = open_ranks()
 
     def call() -> tuple[int, int]:
@@ -128,7 +128,7 @@ def keeping_apart(rank: int, size: int) -> Any:
     return type(stray), stray.rank, type(failed), str(failed), total(ranks)
 
 
-def test_a_rank_that_keeps_a_value_at_another_point_is_named(ranks: Pool) -> None:
+def test_a_rank_that_keeps_a_value_in_a_different_call_is_named(ranks: Pool) -> None:
     texts = ["rank 1: no", "no", "rank 1: no"]
     assert ranks.run(3, keeping_apart) == [(InvalidInput, 2, MissingKey, text, 3) for text in texts]
 
@@ -144,7 +144,7 @@ def subgroup(rank: int, size: int) -> Any:
     return ranks.rank, ranks.size, total(ranks)
 
 
-def test_a_group_of_some_ranks_has_its_own_numbers(ranks: Pool) -> None:
+def test_a_subgroup_numbers_its_own_ranks(ranks: Pool) -> None:
     found = ranks.run(4, subgroup)
     assert (found[1], found[3]) == ((0, 2, 1), (1, 2, 1))
     for outside in (found[0], found[2]):
@@ -160,7 +160,7 @@ def beside_a_child(rank: int, size: int) -> Any:
         for purpose in ("main", "new"):
             with pytest.raises(InvalidInput, match="no_dist=True"):
                 open_ranks(purpose=purpose)
-        dist.distributed_c10d._update_default_pg(None)  # what its parent had is not for it to end
+        dist.distributed_c10d._update_default_pg(None)  # the child must not shut down its parent's process group
         assert isinstance(open_ranks(), Solo)
 
     with forked(child):
@@ -178,7 +178,7 @@ def test_a_group_needs_torch_distributed() -> None:
 
 
 def several_groups(rank: int, size: int) -> Any:
-    """Two halves at the same time, then all ranks, and another purpose in a thread."""
+    """Exchange values in two half groups at once and then in all ranks, while a thread uses a different purpose."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine, every = open_ranks(halves[rank // 2]), open_ranks()
     behind = open_ranks(purpose="async")
@@ -191,12 +191,12 @@ def several_groups(rank: int, size: int) -> Any:
     return set(sums), set(found), open_ranks() is every
 
 
-def test_groups_do_not_disturb_each_other(ranks: Pool) -> None:
+def test_groups_do_not_interfere_with_each_other(ranks: Pool) -> None:
     assert ranks.run(4, several_groups) == [({(1, 6)}, {6}, True)] * 4
 
 
 def lopsided(rank: int, size: int) -> Any:
-    """Rank 0 is in more groups than the others, like the first stage of a pipeline."""
+    """Put rank 0 in more groups than the others, as in the first stage of a pipeline."""
     groups = [dist.new_group(members) for members in ([0, 3], [0, 1], [0, 1, 2])]
     inner = total(open_ranks(groups[2])) if rank < 3 else None
     return inner, total(open_ranks())
@@ -206,14 +206,14 @@ def test_ranks_may_be_in_different_numbers_of_groups(ranks: Pool) -> None:
     assert ranks.run(4, lopsided) == [(3, 6), (3, 6), (3, 6), (None, 6)]
 
 
-def test_the_default_group_needs_no_backend_for_messages(ranks: Pool) -> None:
-    """As with NCCL, which cannot send objects of the host."""
+def test_messages_work_without_a_cpu_backend_in_the_default_group(ranks: Pool) -> None:
+    """NCCL, for example, cannot send objects from host memory."""
     assert ranks.run(4, answers, backend="fake") == ranks.run(4, answers)
 
 
 # stalls
 
 
-def test_a_wrong_number_of_answers_is_an_error() -> None:
+def test_an_incorrect_number_of_answers_is_an_error() -> None:
     assert everyone("x", 3) == ["x", "x", "x"]
     assert issubclass(RankFailed, CasckptError)

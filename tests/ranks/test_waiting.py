@@ -1,4 +1,4 @@
-"""A waiting rank names the absent ones, and an absent rank is named on all others."""
+"""A waiting rank names the absent ranks, and an absent rank is named on all other ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Telling(logging.Handler):
 
 @contextmanager
 def impatient(rank: int, name: str = "") -> Iterator[list[str]]:
-    """Let ranks warn after a short time and every time. Return the warnings of this one."""
+    """Make ranks warn soon and repeatedly. Return the warnings of this rank."""
     handler, logger = _Telling(name, rank), logging.getLogger("casckpt.ranks")
     before = waiting.FIRST, waiting.NEXT, wire.AFTER_RANK_0
     logger.addHandler(handler)
@@ -66,7 +66,7 @@ def total(ranks: Ranks) -> int:
 
 
 def waited_for(rank: int, size: int, who: int, times: int, *, connected: bool) -> Any:
-    """``who`` arrives only when all others have issued this many warnings."""
+    """``who`` arrives only after each other rank has logged ``times`` warnings."""
     if connected:
         total(open_ranks())
     with impatient(rank) as warnings:
@@ -91,7 +91,7 @@ def test_every_waiting_rank_names_the_absent_rank(ranks: Pool, who: int, *, conn
 
 
 def working(rank: int, size: int) -> Any:
-    """Rank 1 is silent until it is named. Then it sends a heartbeat, and works until rank 0 has polled again."""
+    """Rank 1 is silent until a warning names it. Then it sends a heartbeat, and works until rank 0 has polled again."""
     ranks = open_ranks()
     total(ranks)
     with impatient(rank) as warnings:
@@ -111,7 +111,7 @@ def working(rank: int, size: int) -> Any:
             return rank
 
         if rank == 0:
-            wire.has_come = seen  # type: ignore[attr-defined]  # to see when it looks
+            wire.has_come = seen  # type: ignore[attr-defined]  # to see when it polls
         try:
             found = ranks.exchange(call, lambda values: everyone(sum(values), size))
         finally:
@@ -119,12 +119,12 @@ def working(rank: int, size: int) -> Any:
         return found, len(set(before)) < 2
 
 
-def test_a_rank_that_works_on_its_part_is_not_named(ranks: Pool) -> None:
+def test_a_rank_that_reports_progress_is_not_named(ranks: Pool) -> None:
     assert ranks.run(2, working) == [(1, True)] * 2
 
 
 def loading_alone(rank: int, size: int, where: str) -> Any:
-    """Rank 0 loads, then unshards. The other one arrives only because it is named."""
+    """Rank 0 loads, then unshards. The other rank makes each call only after a warning has named it."""
     torch.manual_seed(0)
     store, model = casckpt.open(where), nn.Linear(2, 2)
     casckpt.save_model_and_optim_state(store, model, run="r", step=1)
@@ -142,16 +142,16 @@ def loading_alone(rank: int, size: int, where: str) -> Any:
     return found
 
 
-def test_a_load_on_rank_0_alone_warns(ranks: Pool, tmp_path: Path) -> None:
+def test_a_load_on_rank_0_only_logs_a_warning(ranks: Pool, tmp_path: Path) -> None:
     assert ranks.run(2, loading_alone, str(tmp_path / "store")) == [[True, True], [False, False]]
 
 
-def test_a_warning_names_some_ranks_of_many() -> None:
+def test_a_warning_about_many_ranks_names_only_a_few() -> None:
     assert "waited 30 s for rank 7: " in late([7], 30.1)
     assert "for ranks 0, 1, 2, 3, 4, 5, 6, 7 and 992 more: " in late(range(1000), 330)
 
 
-def test_no_warning_appears_if_no_rank_is_missing(
+def test_no_warning_is_logged_if_no_rank_is_missing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(waiting, "FIRST", 0.001)
@@ -169,7 +169,7 @@ def test_no_warning_appears_if_no_rank_is_missing(
     assert not caplog.records
 
 
-def test_a_sign_of_life_carries_a_warning_and_is_not_a_message() -> None:
+def test_a_heartbeat_carries_a_warning_and_does_not_count_as_a_message() -> None:
     for text in ("", "for rank 3: é", "x" * 10_000):
         frame = alive_frame(text)
         assert is_alive(frame)
@@ -185,7 +185,7 @@ def test_a_sign_of_life_carries_a_warning_and_is_not_a_message() -> None:
 
 
 def met(store: Any, size: int, *, here: range | list[int], seconds: float = 60, **problems: str) -> list[Any]:
-    """Return the outcome for each rank of ``here``, which arrive at the same time."""
+    """Let the ranks in ``here`` arrive at the same time. Return the outcome of each."""
 
     def come(rank: int) -> Any:
         return outcome_of(lambda: Meeting(store, rank, size).come("start", seconds, problems.get(f"of_{rank}", "")))
@@ -194,13 +194,13 @@ def met(store: Any, size: int, *, here: range | list[int], seconds: float = 60, 
         return list(pool.map(come, here))
 
 
-def test_all_present_ranks_continue() -> None:
+def test_ranks_continue_once_all_are_present() -> None:
     store = HashStore()
     assert met(store, 4, here=range(4)) == [None] * 4
-    assert met(store, 4, here=range(4)) == [None] * 4  # of the next process group in the same store
+    assert met(store, 4, here=range(4)) == [None] * 4  # the next process group uses the same store
 
 
-def test_an_absent_rank_is_named_on_all_others_and_gets_the_error_late() -> None:
+def test_an_absent_rank_is_named_on_all_other_ranks_and_gets_the_error_when_it_arrives() -> None:
     store = HashStore()
     for error in (*met(store, 3, here=[0, 2], seconds=0.05), *met(store, 3, here=[1])):
         assert isinstance(error, RankFailed)
@@ -208,20 +208,20 @@ def test_an_absent_rank_is_named_on_all_others_and_gets_the_error_late() -> None
         assert "absent: [1]" in str(error)
 
 
-def test_a_problem_of_one_rank_is_raised_on_all() -> None:
+def test_a_problem_on_one_rank_is_raised_on_all_ranks() -> None:
     for error in met(HashStore(), 3, here=range(3), of_1="no interface"):
         assert isinstance(error, RankFailed)
         assert (error.rank, str(error)) == (1, "no interface")
 
 
-def test_an_absent_rank_is_reported_before_an_error_of_another() -> None:
+def test_an_absent_rank_takes_precedence_over_an_error_on_a_present_rank() -> None:
     (error,) = met(HashStore(), 2, here=[0], seconds=0, of_0="Connection reset")
     assert error.rank == 1
     assert "(Connection reset)" in str(error)
 
 
 class _Counting:
-    """A store that lacks some keys, and counts requests."""
+    """A store that lacks some keys and counts requests."""
 
     def __init__(self, lacks: set[str]) -> None:
         self.lacks, self.asked = lacks, 0
@@ -231,14 +231,14 @@ class _Counting:
         return not self.lacks & set(keys)
 
 
-def test_few_absent_ranks_of_many_are_found_with_few_requests() -> None:
+def test_a_few_absent_ranks_among_many_are_found_with_few_requests() -> None:
     store = _Counting({"start/17", "start/900"})
     assert Meeting(store, 0, 1024)._absent("start", range(1024)) == [17, 900]
     assert store.asked < 50
 
 
-def test_a_failed_rank_stays_until_the_others_know_the_error() -> None:
-    """The store may end with the rank."""
+def test_a_failed_rank_waits_until_the_others_have_received_the_error() -> None:
+    """The store may stop when the rank exits."""
     store = HashStore()
     failed = met(store, 3, here=[0, 1], seconds=0.05)
     assert [error.rank for error in failed] == [2, 2]
@@ -260,7 +260,7 @@ def test_rank_0_is_named_without_the_rendezvous_store() -> None:
 
 
 def dying_early(rank: int, size: int, *, connecting: bool) -> Any:
-    """The last rank dies before its first call, or in it when it connects."""
+    """The last rank dies before its first call, or during that call, when it connects."""
     waiting.HEARD_SECONDS = 1
     if rank == size - 1 and not connecting:
         die()
@@ -275,7 +275,7 @@ def dying_early(rank: int, size: int, *, connecting: bool) -> Any:
 
 
 @pytest.mark.parametrize("connecting", [False, True], ids=["before", "while"])
-def test_a_rank_that_dies_before_or_while_it_connects_is_named(ranks: Pool, *, connecting: bool) -> None:
+def test_a_rank_that_dies_before_or_while_connecting_is_named(ranks: Pool, *, connecting: bool) -> None:
     outcomes = ranks.outcomes(3, dying_early, connecting=connecting, timeout=2, tcp=True)
     assert outcomes[2].died == -9
     for outcome in outcomes[:2]:
@@ -285,7 +285,7 @@ def test_a_rank_that_dies_before_or_while_it_connects_is_named(ranks: Pool, *, c
 
 
 def without_interface(rank: int, size: int) -> Any:
-    """Rank 1 has no interface of that name. Then it follows the error's advice."""
+    """Rank 1 names an interface that does not exist. Then it follows the error's advice."""
     before = os.environ.pop("GLOO_SOCKET_IFNAME", None)
     if rank == 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "nonexistent0"
@@ -299,7 +299,7 @@ def without_interface(rank: int, size: int) -> Any:
             os.environ["GLOO_SOCKET_IFNAME"] = before
 
 
-def test_a_gloo_that_cannot_start_is_reported_on_all_ranks(ranks: Pool) -> None:
+def test_a_gloo_startup_failure_is_reported_on_all_ranks(ranks: Pool) -> None:
     for error, found in ranks.run(3, without_interface):
         assert isinstance(error, RankFailed)
         assert error.rank == 1
@@ -309,7 +309,7 @@ def test_a_gloo_that_cannot_start_is_reported_on_all_ranks(ranks: Pool) -> None:
 
 
 def coming_late(rank: int, size: int) -> Any:
-    """Rank 1 arrives when the others have given up."""
+    """Rank 1 arrives after the others have given up."""
     waiting.HEARD_SECONDS = 1
     if rank == 1:
         wait_for("given up")
@@ -318,7 +318,7 @@ def coming_late(rank: int, size: int) -> Any:
     return error.rank, total(open_ranks())
 
 
-def test_a_late_rank_takes_part_in_the_next_call(ranks: Pool) -> None:
+def test_a_late_rank_participates_in_the_next_call(ranks: Pool) -> None:
     assert ranks.run(3, coming_late, timeout=1) == [(1, 3)] * 3
 
 
@@ -326,7 +326,7 @@ def test_a_late_rank_takes_part_in_the_next_call(ranks: Pool) -> None:
 
 
 class _Forwarding:
-    """A group that reconnects, as in programs that move models between GPUs."""
+    """A wrapper of a process group that can reconnect, as used by programs that move models between GPUs."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -343,7 +343,7 @@ def other_groups(rank: int, size: int) -> Any:
     return [outcome_of(partial(open_ranks, one)) for one in others]
 
 
-def test_an_unknown_group_is_refused(ranks: Pool) -> None:
+def test_an_unknown_group_is_rejected(ranks: Pool) -> None:
     for found in ranks.run(2, other_groups):
         for error in found:
             assert isinstance(error, InvalidInput)

@@ -1,4 +1,4 @@
-"""Errors name the ranks that died or hang."""
+"""Errors name the ranks that have died or stalled."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from tests.support.ranks import Outcome, Pool
 
 
-SHORT = 5.0  # seconds until a stalled rank is given up on
+SHORT = 5.0  # seconds until the others give up on a stalled rank
 
 
 def total(ranks: Ranks) -> int:
-    """An exchange without a failure."""
+    """Run an exchange that succeeds."""
     return ranks.exchange(lambda: ranks.rank, lambda values: everyone(sum(values), ranks.size))
 
 
@@ -60,7 +60,7 @@ def test_a_new_process_group_gets_new_connections(ranks: Pool) -> None:
 
 
 def dying(rank: int, size: int, who: int, phase: str) -> Any:
-    """``who`` dies in its own part ("call"), while rank 0 decides ("decide"), or with its answer ("answered")."""
+    """``who`` dies in its own part ("call"), while rank 0 decides ("decide"), or after its answer ("answered")."""
     wire.WORD_SECONDS = 1
     ranks = open_ranks()
     assert total(ranks) == 6
@@ -95,7 +95,7 @@ def _die_when_told() -> None:
 
 
 def survivors(outcomes: Sequence[Outcome], who: int) -> list[Any]:
-    """Return the results of the other ranks, after a check that ``who`` died."""
+    """Check that ``who`` died. Return the results of the other ranks."""
     assert [outcome.died for outcome in outcomes] == [-9 if rank == who else None for rank in range(len(outcomes))]
     assert all(outcome.ok for rank, outcome in enumerate(outcomes) if rank != who), outcomes
     return [outcome.value for rank, outcome in enumerate(outcomes) if rank != who]
@@ -111,25 +111,25 @@ def _check_failed(error: Any, who: int) -> None:
     ("who", "phase", "tcp"),
     [(0, "call", True), (0, "call", False), (0, "answered", True), (1, "call", False), (3, "answered", False)],
 )
-def test_all_ranks_notice_and_name_a_dead_rank(ranks: Pool, who: int, phase: str, tcp: bool) -> None:
+def test_all_surviving_ranks_detect_and_name_a_dead_rank(ranks: Pool, who: int, phase: str, tcp: bool) -> None:
     for found, again, last in survivors(ranks.outcomes(4, dying, who, phase, tcp=tcp), who):
         if phase == "answered":
             assert found == 6
             _check_failed(again, who)
         else:
             _check_failed(found, who)
-        _check_failed(last, who)  # the process group has lost a rank: this one is of no use any more
+        _check_failed(last, who)  # the process group has lost a rank and can no longer be used
 
 
-def test_a_death_of_rank_0_during_a_decision_is_noticed(ranks: Pool) -> None:
+def test_the_death_of_rank_0_during_its_decision_is_detected(ranks: Pool) -> None:
     for found, _, last in survivors(ranks.outcomes(4, dying, 0, "decide"), 0):
         _check_failed(found, 0)
         _check_failed(last, 0)
 
 
-def test_a_rank_that_dies_while_rank_0_decides_is_missed_at_the_next_exchange(ranks: Pool) -> None:
+def test_a_rank_that_dies_while_rank_0_decides_is_named_in_the_next_exchange(ranks: Pool) -> None:
     for found, again, last in survivors(ranks.outcomes(4, dying, 2, "decide"), 2):
-        if isinstance(found, RankFailed):  # seen when its answer was sent, if its connection was closed by then
+        if isinstance(found, RankFailed):  # if its connection was already closed when its answer was sent
             _check_failed(found, 2)
         else:
             assert found == 6
@@ -140,7 +140,7 @@ def test_a_rank_that_dies_while_rank_0_decides_is_missed_at_the_next_exchange(ra
 def two_dead(rank: int, size: int) -> Any:
     wire.WORD_SECONDS = 1
     ranks = open_ranks()
-    assert total(ranks) == 10  # all are connected
+    assert total(ranks) == 10  # all ranks are connected
     return outcome_of(lambda: ranks.exchange(lambda: die() if rank in (1, 3) else rank, lambda values: values))
 
 
@@ -155,7 +155,7 @@ def test_the_first_of_two_dead_ranks_is_named(ranks: Pool) -> None:
 
 
 def stalling(rank: int, size: int, who: int, phase: str = "call") -> Any:
-    """``who`` does not answer until the others have given up. Then all of them try again."""
+    """``who`` does not answer until the others have given up. Then all ranks try again."""
     module.MARGIN = timedelta(0)
     wire.WORD_SECONDS = 1
     ranks = open_ranks()
@@ -184,7 +184,7 @@ def stalling(rank: int, size: int, who: int, phase: str = "call") -> Any:
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["file", "tcp"])
 @pytest.mark.parametrize("who", [0, 2])
-def test_a_stalled_rank_is_named_and_the_next_exchange_works(ranks: Pool, who: int, tcp: bool) -> None:
+def test_a_stalled_rank_is_named_and_the_next_exchange_succeeds(ranks: Pool, who: int, tcp: bool) -> None:
     for rank, (error, again, same) in enumerate(ranks.run(4, stalling, who, timeout=SHORT, tcp=tcp)):
         assert isinstance(error, RankFailed)
         assert error.rank == who, rank
@@ -193,11 +193,11 @@ def test_a_stalled_rank_is_named_and_the_next_exchange_works(ranks: Pool, who: i
         assert not same
 
 
-def test_a_stall_of_rank_0_during_a_decision_is_noticed(ranks: Pool) -> None:
+def test_a_stall_of_rank_0_during_its_decision_is_detected(ranks: Pool) -> None:
     for error, again, same in ranks.run(3, stalling, 0, "decide", timeout=SHORT / 2):
         assert isinstance(error, RankFailed)
         assert error.rank == 0
-        assert "rank 0 did not answer in time: check in the list" in str(error)
+        assert "rank 0 did not answer in time: the call may already have committed" in str(error)
         assert again == 3
         assert not same
 

@@ -83,7 +83,7 @@ def test_the_next_process_sees_added_records(path: Path, caplog: pytest.LogCaptu
     assert sql(path, "PRAGMA journal_mode") == [("wal",)]
 
 
-def test_records_added_twice_are_replaced(path: Path) -> None:
+def test_records_that_are_added_twice_are_replaced(path: Path) -> None:
     catalogue = Catalogue(path)
     fill(catalogue)
     fill(catalogue)
@@ -136,7 +136,7 @@ DAMAGES: list[Callable[[Path], None]] = [as_garbage, as_torn, as_folder, as_unre
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_an_unusable_file_is_logged_once_and_replaced_by_memory(
+def test_an_unreadable_file_is_logged_once_and_replaced_by_memory(
     path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
 ) -> None:
     before = Catalogue(path)
@@ -173,7 +173,7 @@ def test_reindex_repairs_the_catalogue(
     assert len(warnings(caplog)) == 1
 
 
-def test_reindexing_an_unusable_catalogue_does_not_raise(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_reindexing_an_unreadable_catalogue_raises_no_error(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path.mkdir(parents=True)
     catalogue = Catalogue(path)
     fill(catalogue)
@@ -238,7 +238,7 @@ def test_a_corrupted_record_in_the_catalogue_is_ignored(path: Path, change: str)
         "data = CAST(substr(data, 1, 10) AS TEXT)",
     ],
 )
-def test_a_corrupted_list_of_blobs_in_the_catalogue_is_ignored(path: Path, change: str) -> None:
+def test_a_corrupted_blob_list_in_the_catalogue_is_ignored(path: Path, change: str) -> None:
     fill(Catalogue(path))
     sql(path, f"UPDATE blobs SET {change}")
     found = Catalogue(path)
@@ -321,7 +321,7 @@ def test_a_fork_waits_until_no_thread_is_inside_sqlite(path: Path) -> None:
     assert not catalogue.is_off
 
 
-def test_a_store_without_a_usable_catalogue_works(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_works_without_a_readable_catalogue(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     storage = FaultyStore(memory())
     (tmp_path / "cache").write_bytes(b"not a folder")
     repo = repository(tmp_path, storage)
@@ -347,7 +347,7 @@ def test_the_default_catalogue_is_in_the_user_cache(tmp_path: Path, monkeypatch:
     assert repo.catalogue.path.parent.parent == tmp_path / "home cache" / "casckpt"
 
 
-def test_other_hosts_list_a_folder_identically(tmp_path: Path) -> None:
+def test_different_hosts_list_a_folder_identically(tmp_path: Path) -> None:
     storage = LocalStore(tmp_path / "store")
     writer = repository(tmp_path / "one", storage)
     made = [commit_bare(writer, "a", step) for step in range(5)]

@@ -76,7 +76,7 @@ def test_a_damaged_record_is_reread_after_its_repair(repo: Repository) -> None:
     assert list_commits(repo).commits == {first.txid: first}
 
 
-def test_a_damaged_last_record_leaves_the_previous_state_in_doubt(repo: Repository) -> None:
+def test_a_damaged_last_record_makes_the_previous_state_uncertain(repo: Repository) -> None:
     forgotten = forget(repo, commit_bare(repo, "a", 1))
     flip(repo, commit_key(forgotten.txid, 1))
     found = list_commits(repo)
@@ -90,7 +90,7 @@ def test_a_damaged_last_record_leaves_the_previous_state_in_doubt(repo: Reposito
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_a_kept_number_after_a_damaged_record_does_not_resolve_the_doubt(repo: Repository, gone: bool) -> None:
+def test_a_kept_number_after_a_damaged_record_does_not_resolve_the_uncertainty(repo: Repository, gone: bool) -> None:
     """The kept number does not show whether the checkpoint was purged or restored."""
     forgotten = forget(repo, commit_bare(repo, "a", 1))
     restored = restore(repo, forgotten)
@@ -116,7 +116,7 @@ def test_kept_numbers_do_not_affect_an_old_commit(repo: Repository) -> None:
     assert refresh(repo, now) == refresh(repo, forgotten) == list_commits(repo).commits[forgotten.txid]
 
 
-def test_a_restore_that_the_listing_missed_is_not_hidden_by_a_kept_number(tmp_path: Path) -> None:
+def test_a_kept_number_does_not_hide_a_restore_that_the_listing_missed(tmp_path: Path) -> None:
     """Both records appear during the listing, which shows the later one. Otherwise the next gc would purge a visible
     checkpoint."""
 
@@ -135,7 +135,7 @@ def test_a_restore_that_the_listing_missed_is_not_hidden_by_a_kept_number(tmp_pa
         purge(late, found)
 
 
-def test_a_record_after_a_damaged_one_counts(repo: Repository) -> None:
+def test_a_record_after_a_damaged_record_takes_effect(repo: Repository) -> None:
     old = commit_bare(repo)
     forget(repo, old)
     flip(repo, commit_key(old.txid, 1))
@@ -157,7 +157,7 @@ def test_a_purged_commit_that_is_briefly_unreadable_is_read_by_the_next_listing(
     assert len(list_commits(looker).commits) == 1
 
 
-def test_a_log_without_its_first_record_counts_as_damaged(repo: Repository) -> None:
+def test_a_log_that_lacks_its_first_record_counts_as_damaged(repo: Repository) -> None:
     first = commit_bare(repo)
     forget(repo, first)
     repo.storage.delete(commit_key(first.txid))

@@ -78,7 +78,7 @@ def counter() -> Callable[[int], bytes]:
     return lambda size: next(count).to_bytes(size, "big")
 
 
-def test_a_storage_with_exclusive_creates_passes_and_is_left_clean() -> None:
+def test_storage_with_exclusive_creates_passes_and_is_left_clean() -> None:
     store = Unknown()
     assert probe(store, counter()) == ""
     assert list(store.list("")) == []
@@ -99,14 +99,14 @@ def test_a_probe_does_not_need_permission_to_delete() -> None:
     assert {entry.key.split("/")[0] + "/" for entry in store.list("")} == {PREFIX}
 
 
-def test_a_store_is_not_created_on_a_storage_that_replaces_objects(tmp_path: Path) -> None:
+def test_a_store_is_not_created_on_storage_that_replaces_objects(tmp_path: Path) -> None:
     repo = Repository(Ignoring(), tmp_path / "cache")
     with pytest.raises(Unsupported, match=r"a second create replace.*single_writer"):
         repo.create()
     assert list(repo.storage.list("")) == []
 
 
-def test_a_store_on_a_storage_that_replaces_objects_is_not_written_to(tmp_path: Path) -> None:
+def test_a_store_on_storage_that_replaces_objects_is_not_written_to(tmp_path: Path) -> None:
     good = repository(tmp_path, Unknown())
     moved = Repository(Ignoring(), tmp_path / "cache2", clock=Ticks())
     for entry in good.storage.list(""):
@@ -119,7 +119,7 @@ def test_a_store_on_a_storage_that_replaces_objects_is_not_written_to(tmp_path: 
     commit_bare(replace(moved, single_writer=True))
 
 
-def test_the_probe_runs_once_and_is_recorded(tmp_path: Path) -> None:
+def test_the_probe_runs_once_and_its_result_is_recorded(tmp_path: Path) -> None:
     store = Unknown()
     repo = repository(tmp_path, store)
     assert repo.settings.exclusive_create
@@ -146,7 +146,7 @@ def test_the_settings_override_the_probe(tmp_path: Path) -> None:
         commit_bare(Repository(repo.storage, tmp_path / "other", clock=Ticks()))
 
 
-def test_a_storage_known_to_be_exclusive_is_not_probed(tmp_path: Path) -> None:
+def test_storage_known_to_be_exclusive_is_not_probed(tmp_path: Path) -> None:
     for says in (False, True):
         store: ObjectStore = Unknown()
         store.exclusive = says  # type: ignore[attr-defined]  # of Unknown
@@ -159,7 +159,7 @@ def test_a_storage_known_to_be_exclusive_is_not_probed(tmp_path: Path) -> None:
         assert not any(key.startswith(PREFIX) for key in store.puts)  # type: ignore[attr-defined]  # of Unknown
 
 
-def test_a_read_only_storage_is_reported_even_to_a_single_writer(tmp_path: Path) -> None:
+def test_read_only_storage_is_reported_even_to_a_single_writer(tmp_path: Path) -> None:
     store = Unknown()
     store.read_only = True
     for single in (False, True):

@@ -72,7 +72,7 @@ def said(found: CommitList) -> tuple[dict[TxId, Commit], dict[TxId, type]]:
 
 
 @given(st.lists(st.tuples(st.sampled_from(CHANGES), st.integers(0, 2 * TRANSACTIONS), st.integers(0, 2)), max_size=30))
-def test_a_warm_listing_equals_a_first_listing(changes: list[tuple[str, int, int]]) -> None:
+def test_a_listing_from_a_warm_cache_equals_a_first_listing(changes: list[tuple[str, int, int]]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, storage = Path(name), MemoryStore(uuid4().hex)
         others, faults = Others(repository(folder, storage)), FaultyStore(storage)

@@ -43,7 +43,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="ne
 
 
 @needs_proc
-def test_a_killed_process_is_dead(child: subprocess.Popen[bytes]) -> None:
+def test_a_killed_process_is_recognized_as_dead(child: subprocess.Popen[bytes]) -> None:
     process = identity(child)
     assert process.pid == child.pid
     assert not is_dead(process)
@@ -55,7 +55,7 @@ def test_a_killed_process_is_dead(child: subprocess.Popen[bytes]) -> None:
 
 
 @needs_proc
-def test_this_process_is_alive() -> None:
+def test_the_current_process_is_recognized_as_alive() -> None:
     me = this_process()
     assert me.pid == os.getpid()
     assert me.started > 0
@@ -85,7 +85,9 @@ def test_a_reused_pid_proves_death() -> None:
         {"pid": 1 << 40},
     ],
 )
-def test_a_process_in_doubt_is_not_dead(child: subprocess.Popen[bytes], fields: dict[str, object]) -> None:
+def test_a_process_of_uncertain_status_is_not_considered_dead(
+    child: subprocess.Popen[bytes], fields: dict[str, object]
+) -> None:
     process = identity(child)
     child.kill()
     child.wait()
@@ -93,7 +95,7 @@ def test_a_process_in_doubt_is_not_dead(child: subprocess.Popen[bytes], fields: 
     assert not is_dead(changed(process, **fields))
 
 
-def test_no_process_is_dead_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_are_not_considered_dead_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = this_process()
     monkeypatch.setattr(processes, "PROC", tmp_path)
     me = this_process()
@@ -104,7 +106,7 @@ def test_no_process_is_dead_without_proc(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @needs_proc
-def test_a_process_that_proc_hides_is_not_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_hidden_by_proc_is_not_considered_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     me = this_process()
     (tmp_path / "sys/kernel/random").mkdir(parents=True)
     (tmp_path / "sys/kernel/random/boot_id").write_text(me.boot_id)
@@ -116,7 +118,7 @@ def test_a_process_that_proc_hides_is_not_dead(tmp_path: Path, monkeypatch: pyte
 
 @needs_proc
 @pytest.mark.parametrize(("state", "alive", "dead"), [("S", 1, False), ("Z", 1, True), ("Z", 2, False), ("X", 0, True)])
-def test_process_names_can_contain_any_characters_and_leaders_can_end_before_threads(
+def test_process_names_can_contain_any_characters_and_main_threads_can_end_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, alive: int, dead: bool
 ) -> None:
     me = this_process()

@@ -50,7 +50,7 @@ def test_a_save_decodes_only_new_records(store: casckpt.Store, monkeypatch: pyte
     assert [key for key in seen if key.startswith("commits/")] == [commit_key(store.get("default@1").commit.txid)]
 
 
-def test_another_process_reads_the_catalogue_and_then_only_new_records(
+def test_a_different_process_reads_the_catalogue_and_then_only_new_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inner = memory()

@@ -20,7 +20,7 @@ from tests.support.faulty import Call, FaultyStore, call_first, fail_after, fail
 from tests.support.repositories import Ticks, commit_bare, memory, repository
 
 
-def test_opening_a_missing_store_does_not_create_it_and_gives_advice(tmp_path: Path) -> None:
+def test_opening_a_missing_store_does_not_create_it_and_raises_an_error_with_advice(tmp_path: Path) -> None:
     repo = Repository(memory(), tmp_path)
     assert not repo.exists()
     with pytest.raises(NotFound, match=r"there is no store at \w+://.*casckpt init"):
@@ -55,7 +55,7 @@ def test_a_store_without_its_marker_is_not_recreated(tmp_path: Path) -> None:
     assert len(list_commits(repo).visible()) == 1
 
 
-def test_a_process_overtaken_during_creation_uses_the_existing_store(tmp_path: Path) -> None:
+def test_a_process_that_loses_the_race_to_create_a_store_uses_the_existing_one(tmp_path: Path) -> None:
     """Between its search for a marker and for records, another process creates the store and saves."""
     storage = FaultyStore(memory())
     other = Repository(storage.inner, tmp_path / "other")
@@ -82,7 +82,7 @@ def test_a_store_left_incomplete_by_a_kill_is_completed(tmp_path: Path, at: int)
     assert len(list_commits(repo).visible()) == 1
 
 
-def test_store_ids_are_hex_and_differ(tmp_path: Path) -> None:
+def test_store_ids_are_distinct_hex_strings(tmp_path: Path) -> None:
     ids = set()
     for _ in range(3):
         repo = Repository(memory(), tmp_path)
@@ -93,14 +93,14 @@ def test_store_ids_are_hex_and_differ(tmp_path: Path) -> None:
     assert len(ids) == 3
 
 
-def test_sizes_outside_the_limits_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_sizes_outside_the_limits_are_rejected_before_anything_is_written(tmp_path: Path) -> None:
     repo = Repository(memory(), tmp_path)
     with pytest.raises(InvalidInput, match="outside the format's limits"):
         repo.create(cell_bytes=100)
     assert not repo.exists()
 
 
-def test_a_marker_with_a_lost_response_counts_as_put(tmp_path: Path) -> None:
+def test_a_marker_whose_response_was_lost_counts_as_written(tmp_path: Path) -> None:
     repo = Repository(FaultyStore(memory(), [fail_after("put")]), tmp_path)
     assert repo.create()
 
@@ -113,7 +113,7 @@ def test_a_marker_that_was_not_written_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("store_id", ["../../etc", "", "a" * 65, "a/b", ".."])
-def test_a_store_id_that_is_not_a_folder_name_is_refused(tmp_path: Path, store_id: str) -> None:
+def test_a_store_id_that_is_not_a_folder_name_is_rejected(tmp_path: Path, store_id: str) -> None:
     storage = memory()
     storage.put("casckpt.json", encode_marker(Marker(format=1, store_id=store_id, created_at=0)))
     with pytest.raises(Refused, match="invalid store id"):
@@ -175,7 +175,7 @@ def test_two_simultaneous_settings_changes_both_take_effect(tmp_path: Path) -> N
     assert (other.settings.min_age_seconds, other.settings.exclusive_create) == (5.0, False)
 
 
-def test_transaction_ids_sort_after_seen_ones(tmp_path: Path) -> None:
+def test_transaction_ids_sort_after_all_ids_that_were_seen(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     ahead = make_txid(parse_txid(repo.new_txid("a", 1)).time.replace(year=2090), bytes(8), "a", 1)
     behind = repo.new_txid("a", 2)
@@ -185,24 +185,24 @@ def test_transaction_ids_sort_after_seen_ones(tmp_path: Path) -> None:
     assert repo.new_txid("a", 2) < ahead
 
 
-def test_transaction_ids_differ_at_the_same_instant(tmp_path: Path) -> None:
+def test_transaction_ids_created_at_the_same_instant_differ(tmp_path: Path) -> None:
     repo = repository(tmp_path, clock=Ticks(step=0))
     assert len({repo.new_txid("a", 1) for _ in range(50)}) == 50
 
 
 @pytest.mark.parametrize(("run", "step"), [("", 1), ("a b", 1), ("a", -1), ("a", True), ("a", 2**63)])
-def test_invalid_names_are_refused_for_transaction_ids(tmp_path: Path, run: str, step: int) -> None:
+def test_invalid_names_are_rejected_for_transaction_ids(tmp_path: Path, run: str, step: int) -> None:
     with pytest.raises(InvalidInput):
         repository(tmp_path).new_txid(run, step)
 
 
 @pytest.mark.parametrize("time", ["99999999T000000000000Z", "99991231T235959999999Z"])
-def test_the_last_possible_time_is_refused(tmp_path: Path, time: str) -> None:
+def test_the_last_possible_time_is_rejected(tmp_path: Path, time: str) -> None:
     with pytest.raises(Refused):
         repository(tmp_path).new_txid("a", 1, after=[TxId(f"{time}-{'0' * 16}-{'0' * 16}-1")])
 
 
-def test_a_record_with_a_lost_response_counts_as_put(tmp_path: Path) -> None:
+def test_a_record_whose_response_was_lost_counts_as_written(tmp_path: Path) -> None:
     repo = repository(tmp_path, FaultyStore(memory()))
     commit = commit_bare(repo)
     repo.storage.inject(fail_after("put"))  # type: ignore[attr-defined]  # a FaultyStore
@@ -243,7 +243,7 @@ def test_a_failed_put_that_finds_a_different_record_is_a_conflict(tmp_path: Path
         repo.put_record(key, Forgotten(txid=commit.txid, time=2))
 
 
-def test_unreadable_records_are_not_written(tmp_path: Path) -> None:
+def test_records_that_would_be_unreadable_are_not_written(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     with pytest.raises(InvalidInput, match="larger than"):
         commit_bare(repo, metadata={"x": "y" * (1 << 20)})
@@ -261,6 +261,6 @@ def test_a_repository_can_be_pickled(tmp_path: Path) -> None:
     assert copy.manifests is not repo.manifests
 
 
-def test_ids_use_the_given_entropy(tmp_path: Path) -> None:
+def test_ids_are_derived_from_the_given_entropy(tmp_path: Path) -> None:
     one, two = (repository(tmp_path, entropy=random.Random(7).randbytes) for _ in range(2))
     assert one.marker.store_id == two.marker.store_id

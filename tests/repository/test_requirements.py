@@ -60,7 +60,7 @@ def test_a_version_that_does_not_know_a_requirement_does_not_write(
     assert tags.tags(repo).keys() == {"best"}
 
 
-def test_a_transaction_begun_while_a_requirement_is_set_is_refused(repo: Repository, faults: FaultyStore) -> None:
+def test_a_transaction_begun_while_a_requirement_is_set_is_rejected(repo: Repository, faults: FaultyStore) -> None:
     """The transaction checks once it is open. A writer of the requirement waits for open transactions."""
     faults.inject(call_first("put", meanwhile(lambda: demand(repo)), key="transactions/*"))
     with pytest.raises(Unsupported):

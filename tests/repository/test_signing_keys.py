@@ -22,7 +22,7 @@ from tests.support.signing import pair
 
 
 @pytest.mark.parametrize("ssh", [False, True])
-def test_a_pair_of_key_files_is_one_key(tmp_path: Path, ssh: bool) -> None:
+def test_a_pair_of_key_files_counts_as_one_key(tmp_path: Path, ssh: bool) -> None:
     made = pair(tmp_path, ssh=ssh)
     (public,) = public_keys(made.public)
     secret = private_key(made.private)
@@ -33,14 +33,14 @@ def test_a_pair_of_key_files_is_one_key(tmp_path: Path, ssh: bool) -> None:
     assert not is_right(public, b"", b"x")
 
 
-def test_a_key_can_be_hex_digits_and_one_of_several_keys_suffices(tmp_path: Path) -> None:
+def test_keys_can_be_hex_digits_and_one_of_several_keys_is_sufficient(tmp_path: Path) -> None:
     one, other = pair(tmp_path, "alice"), pair(tmp_path, "bob", ssh=True)
     (first,) = public_keys(str(one.public))
     assert public_keys(first.hex()) == {first}
     assert public_keys([first.hex(), other.public]) == public_keys([one.public, other.public])
 
 
-def test_a_password_opens_only_its_key(tmp_path: Path) -> None:
+def test_a_password_unlocks_only_its_own_key(tmp_path: Path) -> None:
     made = pair(tmp_path, password=b"open")
     assert public_keys(made.public) == {public_key_of(private_key(made.private, b"open"))}
     for wrong in (None, b"shut"):
@@ -56,7 +56,7 @@ def rsa(path: Path) -> tuple[Path, Path]:
     return private, public
 
 
-def test_the_error_for_an_unusable_key_names_it(tmp_path: Path) -> None:
+def test_the_error_for_an_invalid_key_names_it(tmp_path: Path) -> None:
     made, (private, public) = pair(tmp_path), rsa(tmp_path)
     (tmp_path / "text").write_text("ssh-ed25519 no")
     with pytest.raises(InvalidInput, match=r"alice\.key is a private key"):
@@ -74,7 +74,7 @@ def test_the_error_for_an_unusable_key_names_it(tmp_path: Path) -> None:
             public_keys(nothing)  # type: ignore[arg-type]  # what a user may give
 
 
-def test_the_error_without_the_library_names_the_package_to_install(
+def test_the_error_for_a_missing_library_names_the_package_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = pair(tmp_path)

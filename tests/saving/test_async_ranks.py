@@ -41,7 +41,7 @@ def unheard(rank: int, size: int, path: Path) -> Any:
     return [type(error) for error in heard], third.step, [one.step for one in store.checkpoints()]
 
 
-def test_a_failure_that_a_rank_missed_stops_the_next_save_on_all_ranks(ranks: Pool, path: Path) -> None:
+def test_a_failure_that_one_rank_did_not_see_stops_the_next_save_on_all_ranks(ranks: Pool, path: Path) -> None:
     first, second = ranks.run(2, unheard, path)
     assert all(issubclass(kind, CasckptError) for kind in first[0])
     assert second[0] == [StorageError]
@@ -84,7 +84,7 @@ def refusing(rank: int, size: int, path: Path) -> Any:
     return type(error), again.step
 
 
-def test_all_ranks_refuse_a_save_while_any_rank_is_still_saving(ranks: Pool, path: Path) -> None:
+def test_all_ranks_reject_a_save_while_any_rank_is_still_saving(ranks: Pool, path: Path) -> None:
     assert ranks.run(2, refusing, path) == [(Conflict, 1)] * 2
 
 

@@ -116,7 +116,7 @@ def test_a_small_state_is_stored_in_one_blob(tmp_path: Path) -> None:
     assert len(files(store)) == 1
 
 
-def test_padding_fits_in_a_blob(tmp_path: Path) -> None:
+def test_padding_never_makes_a_blob_too_large(tmp_path: Path) -> None:
     """Without padding, the size of fifteen such cells is just below the maximum size of a blob."""
     store = Store(Repository(LocalStore(tmp_path / "store")))
     store.create(cell_bytes=128 << 10, blob_bytes=1 << 20)
@@ -148,7 +148,7 @@ def test_large_cells_are_leaves_and_begin_at_page_boundaries(tmp_path: Path) -> 
     assert same_state(store.read("default@1"), state)
 
 
-def test_data_starts_at_a_block_without_holes_and_largest_elements_first(store: Store) -> None:
+def test_data_starts_at_a_block_boundary_without_holes_and_with_the_largest_elements_first(store: Store) -> None:
     store.save({f"{i}.{name}": raw(name, (7 + i,)) for i in range(30) for name in NAMES}, step=1)
     for path in files(store):
         data = path.read_bytes()
@@ -187,7 +187,7 @@ def test_equal_cells_produce_equal_blobs(store: Store, tmp_path: Path) -> None:
     assert {path.name for path in files(store)} == {path.name for path in files(other)}
 
 
-def test_blobs_are_filled(store: Store) -> None:
+def test_blobs_are_filled_up_to_their_maximum_size(store: Store) -> None:
     """All blobs are at least three quarters full, except for the last blob of each worker."""
     state = {f"w{i}": cells(3.3) for i in range(60)}
     store.save(state, step=1, threads=1)

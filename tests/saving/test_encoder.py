@@ -76,7 +76,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return small() if request.param == "memory" else small_folder(tmp_path / "store")
 
 
-def test_each_version_stores_only_changes_and_loads_exactly(store: Store) -> None:
+def test_each_version_stores_only_its_changes_and_loads_exactly(store: Store) -> None:
     states = versions(20)
     written = [store.save(state, step=step, compress="auto").stats.bytes_written for step, state in enumerate(states)]
     assert all(nbytes < written[0] / 8 for nbytes in written[1:])
@@ -120,7 +120,7 @@ def test_a_different_process_encodes_against_a_local_store(tmp_path: Path) -> No
     check(store, states)
 
 
-def test_only_cells_in_memory_are_bases_over_a_network() -> None:
+def test_on_remote_storage_only_cells_in_memory_are_bases() -> None:
     storage, states = far(), versions(4)
     store = small(storage)
     for step, state in enumerate(states):
@@ -157,7 +157,7 @@ def test_cells_in_memory_are_bases_only_if_the_parent_has_them(store: Store) -> 
 
 
 @pytest.mark.parametrize("is_frame", [True, False])
-def test_a_frame_that_decodes_to_something_else_is_not_stored(
+def test_a_frame_that_decodes_to_different_bytes_is_not_stored(
     store: Store, caplog: pytest.LogCaptureFixture, is_frame: bool
 ) -> None:
     states = versions(3)
@@ -180,7 +180,7 @@ def test_a_frame_that_decodes_to_something_else_is_not_stored(
 
 
 @pytest.mark.parametrize("lost", [0, -1])
-def test_a_missing_cell_is_not_a_base(store: Store, lost: int) -> None:
+def test_a_missing_cell_is_not_used_as_a_base(store: Store, lost: int) -> None:
     """``lost``: the blob of the newest version's frames, or of the first frame."""
     states = versions(4)
     for step in range(3):
@@ -255,7 +255,7 @@ def test_a_few_cells_of_noise_are_stored_raw_without_extra_memory(store: Store) 
         assert torch.equal(reopened(store).read("default@12")["w"].view(torch.int16), base)
 
 
-def test_frozen_tensors_are_bases_only_by_their_bytes(store: Store) -> None:
+def test_frozen_tensors_are_used_as_bases_only_if_their_bytes_match(store: Store) -> None:
     """If a tensor was declared frozen but changed between samples, it differs from the manifest."""
     states = versions(3)
     store.save(states[0], step=0, compress="auto")
@@ -266,7 +266,7 @@ def test_frozen_tensors_are_bases_only_by_their_bytes(store: Store) -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 1, -1])
-def test_a_missing_cell_is_not_a_base_even_if_its_bytes_are_in_memory(store: Store, lost: int) -> None:
+def test_a_missing_cell_is_not_used_as_a_base_even_if_its_bytes_are_in_memory(store: Store, lost: int) -> None:
     states = versions(4)
     for step in range(3):
         store.save(states[step], step=step, compress="auto")
@@ -337,7 +337,7 @@ def save_version(rank: int, size: int, url: str, step: int, spread_by: Callable[
     return store.save(spread(state, line(size), [spread_by(0)]), step=step, compress="auto").stats.bytes_written
 
 
-def test_deltas_continue_with_different_ranks_and_columns(ranks: Pool, tmp_path: Path) -> None:
+def test_deltas_continue_after_the_number_of_ranks_and_columns_changes(ranks: Pool, tmp_path: Path) -> None:
     """The state is saved by rows on 2 ranks and on 4, by columns on 2, and on 1. The result is always correct."""
     url = small_folder(tmp_path / "s").url
     written = [

@@ -53,7 +53,7 @@ def test_only_a_sample_is_hashed_and_the_manifest_records_it(
         assert torch.equal(small.read(second)[key], value)
 
 
-def test_a_change_found_by_the_sample_is_stored_with_a_warning(
+def test_a_change_detected_by_the_sample_is_stored_with_a_warning(
     small: casckpt.Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     small.save(state(1), step=1)

@@ -61,7 +61,7 @@ def test_a_save_counts_nan_and_inf_and_finds_the_largest_number() -> None:
     assert store.save(tensors, step=3).health is None
 
 
-def test_a_save_logs_bad_health_and_healthy_overrides_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_logs_bad_health_unless_healthy_overrides_it(caplog: pytest.LogCaptureFixture) -> None:
     store = small()
     with caplog.at_level(logging.WARNING):
         assert store.save({"w": torch.tensor([NAN])}, step=1, health=True).healthy is False
@@ -111,7 +111,7 @@ def test_cells_reused_from_a_different_run_are_also_scanned(dedup: Any, frozen: 
     assert (saved.healthy, saved.health) == (False, wanted(tensors))
 
 
-def test_moved_tied_and_thinned_tensors_have_health_under_each_name() -> None:
+def test_moved_tied_and_thinned_tensors_have_health_under_every_name() -> None:
     store, big = small(), cells(5, 1)
     big[3] = NAN
     store.save({"a": big}, step=1, health=True)

@@ -12,7 +12,7 @@ from tests.support.repositories import memory
 from tests.support.saves import cells, same_state, small
 
 
-def test_the_parents_log_is_read_after_begin_and_before_the_first_upload() -> None:
+def test_the_parents_log_is_read_after_the_transaction_begins_and_before_the_first_upload() -> None:
     """The parent is live at that time, and every gc that could purge it sees the transaction."""
     storage = FaultyStore(memory(near=False))
     store = small(storage)

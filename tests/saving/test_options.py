@@ -35,7 +35,7 @@ STATE = {"w": torch.arange(6.0), "x": [1]}
         ({"healthy": "no"}, "healthy='no' is not valid"),
     ],
 )
-def test_unusable_metrics_are_refused(arguments: dict[str, Any], error: str) -> None:
+def test_invalid_metrics_are_rejected(arguments: dict[str, Any], error: str) -> None:
     store = small()
     with pytest.raises(InvalidInput, match=error):
         store.save(STATE, step=1, **arguments)
@@ -52,7 +52,7 @@ def test_unusable_metrics_are_refused(arguments: dict[str, Any], error: str) -> 
     ],
     ids=named,
 )  # fmt: skip
-def test_invalid_arguments_are_refused_before_anything_is_created(arguments: Any, tmp_path: Path) -> None:
+def test_invalid_arguments_are_rejected_before_anything_is_created(arguments: Any, tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
     with pytest.raises(InvalidInput, match=r"not usable|not a usable|not valid|not a valid|not known"):
         store.save(STATE, **({"step": 1} | arguments))
@@ -81,7 +81,7 @@ def test_the_setting_applies_if_the_argument_is_omitted(store: Store) -> None:
 
 
 @pytest.mark.parametrize("given", ["zstd", "", True, 1])
-def test_an_unknown_compress_value_is_refused(store: Store, given: Any) -> None:
+def test_an_unknown_compress_value_is_rejected(store: Store, given: Any) -> None:
     with pytest.raises(InvalidInput, match="auto"):
         store.save({"w": weights()}, step=0, compress=given)
     assert not store.checkpoints()

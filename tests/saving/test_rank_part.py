@@ -13,7 +13,7 @@ from casckpt.saving.reuse_offer import ReuseOffer
 from tests.support.saves import CELL, cells, small
 
 
-def test_values_are_uploaded_one_by_one_and_described_together() -> None:
+def test_values_are_uploaded_individually_and_described_together() -> None:
     repo = small().repository
     transaction, _, _ = begin_save(repo, "a", 1)
     stored: list[int] = []

@@ -109,7 +109,7 @@ WAYS = ["tensors", "parameters", "model", "checkpointer", "background", "replica
 @pytest.mark.parametrize(
     ("way", "size"), [*((way, 2) for way in (*WAYS, "fully parallel")), ("parameters", 4), ("background", 4)]
 )
-def test_a_parameter_that_differs_on_each_rank_is_refused_on_all_ranks(
+def test_a_parameter_that_differs_on_each_rank_is_rejected_on_all_ranks(
     ranks: Pool, path: Path, way: str, size: int
 ) -> None:
     key = "'w'" if way in ("megatron", "fully parallel") else "expert"
@@ -128,7 +128,7 @@ def save_with_other_words(rank: int, size: int, path: Path) -> Any:
     return outcome_of(lambda: casckpt.open(path).save({"x": torch.ones(3)}, step=1, check_replicas=check))
 
 
-def test_ranks_with_different_check_replicas_are_refused(ranks: Pool, path: Path) -> None:
+def test_ranks_with_different_check_replicas_are_rejected(ranks: Pool, path: Path) -> None:
     for error in ranks.run(2, save_with_other_words, path):
         assert isinstance(error, InvalidInput)
         assert "check_replicas='off'" in str(error)
@@ -147,12 +147,12 @@ def save_one_other_element(rank: int, size: int, path: Path) -> Any:
     return errors, written, text_of(lambda: dcp_save({"w": data}, storage_writer=writer))
 
 
-def test_check_replicas_raise_refuses_any_difference_before_writing(ranks: Pool, path: Path) -> None:
+def test_check_replicas_raise_rejects_any_difference_before_writing(ranks: Pool, path: Path) -> None:
     for errors, written, other_words in ranks.run(2, save_one_other_element, path):
         assert all("'w' differs between ranks 0 and 1" in error for error in errors)
         assert all("check_replicas='sample'" in error for error in errors)
         assert written == 0
-        assert "check_replicas is not 'sample' on all ranks" in other_words
+        assert "check_replicas is 'sample' on some ranks only" in other_words
     assert visible(path) == []
 
 
@@ -199,7 +199,7 @@ def diverging(rank: int, size: int, path: Path) -> Any:
     return noted(casckpt.open(path), "b@2")
 
 
-def test_replicas_that_this_process_saved_before_are_never_refused(ranks: Pool, path: Path) -> None:
+def test_replicas_that_this_process_saved_before_are_never_rejected(ranks: Pool, path: Path) -> None:
     assert ranks.run(2, diverging, path) == [["w"], ["w"]]
     assert torch.equal(casckpt.open(path).read("b@2")["w"], numbers("w", 3000))
 
@@ -263,7 +263,7 @@ def counted(rank: int, size: int, path: Path) -> tuple[int, int]:
     return sampled[0], sampled[1] - sampled[0]
 
 
-def test_only_replicas_are_resampled(ranks: Pool, path: Path) -> None:
+def test_only_replicas_are_sampled_again(ranks: Pool, path: Path) -> None:
     assert ranks.run(2, counted, path) == [(21, 20)] * 2
 
 
@@ -285,7 +285,7 @@ def one_element(rank: int, size: int, path: Path, who: int, where: int) -> Any:
 
 
 @pytest.mark.parametrize(("size", "who", "where"), [(2, 0, 0), (2, 1, 150 * CELL // 4 - 1), (3, 1, 10_000)])
-def test_one_changed_element_is_found_within_64_saves_per_holder(
+def test_a_changed_element_is_found_within_64_saves_per_holder(
     ranks: Pool, path: Path, size: int, who: int, where: int
 ) -> None:
     found = ranks.run(size, one_element, path, who, where)

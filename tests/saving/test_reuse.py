@@ -74,7 +74,7 @@ def test_saving_an_unchanged_state_writes_no_blobs(store: Store) -> None:
         assert ckpt.stats.blobs_reused == len(blob_keys(store))
 
 
-def test_one_changed_tensor_of_a_hundred_costs_only_its_own_bytes(store: Store) -> None:
+def test_changing_one_of_a_hundred_tensors_costs_only_its_own_bytes(store: Store) -> None:
     state = {f"layer.{i}": cells(3) for i in range(100)}
     saved(store, state, 1)
     state["layer.37"] += 1
@@ -82,7 +82,7 @@ def test_one_changed_tensor_of_a_hundred_costs_only_its_own_bytes(store: Store) 
     assert store.diff("default@1", "default@2").changed == ("layer.37",)
 
 
-def test_ten_changed_embedding_rows_cost_only_their_cells(store: Store) -> None:
+def test_changing_ten_embedding_rows_costs_only_their_cells(store: Store) -> None:
     table = torch.randn(4000, 64)  # 16 rows per cell
     saved(store, {"embedding": table}, 1)
     rows = [0, 1, 15, 16, 500, 501, 1000, 2000, 3000, 3999]
@@ -113,7 +113,7 @@ def test_a_renamed_or_moved_key_is_shared(store: Store) -> None:
     assert saved(store, {"model": {f"block.{i}": state[f"l{i}"] for i in reversed(range(10))}}, 2) == 0
 
 
-def test_an_added_tensor_costs_only_its_own_bytes(store: Store) -> None:
+def test_adding_a_tensor_costs_only_its_own_bytes(store: Store) -> None:
     weight = cells(20)
     saved(store, {"w": weight[: 10 * CELL // 4]}, 1)
     assert data_bytes(store, {"w": weight}, 2) == 10 * CELL
@@ -191,7 +191,7 @@ def test_additional_shards_cost_only_cells_at_new_boundaries() -> None:
     assert torch.equal(store.read("default@2")["w"], weight)
 
 
-def test_overlapping_flat_parts_do_not_confuse_the_next_save() -> None:
+def test_overlapping_flat_parts_do_not_affect_the_next_save() -> None:
     store, w = small(), torch.randn(4, 4)
     parts = [
         Shard(w[:2, :2], (4, 4), (0, 0), (4, 2), (0, 4)),

@@ -48,7 +48,9 @@ def save_rows(rank: int, size: int, path: Path, step: int, count: int) -> Any:
     return ckpt.stats.bytes_written, ckpt.stats.bytes_total
 
 
-def test_a_resharded_state_writes_nothing_on_fewer_ranks_and_little_on_more(ranks: Pool, path: Path) -> None:
+def test_saving_a_resharded_state_writes_nothing_on_fewer_ranks_and_little_on_more_ranks(
+    ranks: Pool, path: Path
+) -> None:
     """The state is split by rows, and goes from 4 ranks to 2, to 1, and back to 4."""
     written = [ranks.run(size, save_rows, path, step, 16)[0][0] for step, size in enumerate((4, 2, 1, 4, 4))]
     total = ranks.run(1, save_rows, path, 9, 16)[0][1]
@@ -75,7 +77,7 @@ def save_uneven(rank: int, size: int, path: Path, step: int) -> Any:
     return stats.bytes_written, stats.bytes_total
 
 
-def test_only_cells_cut_by_new_boundaries_are_written(ranks: Pool, path: Path) -> None:
+def test_only_cells_split_by_new_boundaries_are_written(ranks: Pool, path: Path) -> None:
     """997 rows are split at 250, 500 and 750 on 4 ranks, and at 499 on 2. One cell of each tensor becomes two."""
     (first, total), *_ = ranks.run(4, save_uneven, path, 1)
     (second, _), *_ = ranks.run(2, save_uneven, path, 2)
@@ -103,7 +105,7 @@ def reading(rank: int, size: int, path: Path, step: int) -> list[str]:
     return storage.reads()
 
 
-def test_only_rank_0_reads_the_parent_and_only_once(ranks: Pool, path: Path) -> None:
+def test_only_rank_0_reads_the_parent_and_it_does_so_once(ranks: Pool, path: Path) -> None:
     ranks.run(4, reading, path, 1)
     found = ranks.run(4, reading, path, 2)
     read = [[key for key in keys if (name := parse_object(key)) and name.kind == "manifest"] for keys in found]
@@ -158,7 +160,7 @@ def extents(store: Store, ckpt: casckpt.Checkpoint) -> Any:
     return found
 
 
-def test_a_remembered_reuse_offer_equals_a_sent_one(ranks: Pool, tmp_path: Path) -> None:
+def test_a_remembered_reuse_offer_equals_one_that_was_sent(ranks: Pool, tmp_path: Path) -> None:
     for name in ("one", "other"):
         small_folder(tmp_path / name)
     remembered = ranks.run(3, with_memory, tmp_path / "one", forgets=False)
@@ -210,7 +212,7 @@ def beside_a_copy_that_came_back(rank: int, size: int, path: Path) -> Any:
     return newest.id, store.get("a@0").id, saved.stats.bytes_written
 
 
-def test_a_purged_and_recopied_parent_is_a_new_parent(ranks: Pool, path: Path) -> None:
+def test_a_parent_that_was_purged_and_recopied_is_a_new_parent(ranks: Pool, path: Path) -> None:
     (old, came_back, written), _ = ranks.run(2, beside_a_copy_that_came_back, path)
     assert old == came_back
     assert written == 0, "what came back is reused"
@@ -279,7 +281,7 @@ def counting(rank: int, size: int, path: Path) -> list[int]:
     return found
 
 
-def test_a_save_exchanges_few_bytes(ranks: Pool, path: Path) -> None:
+def test_ranks_exchange_few_bytes_in_a_save(ranks: Pool, path: Path) -> None:
     for found in ranks.run(4, counting, path):
         first, steady, again, changed, after = found
         assert steady == again == after <= 3

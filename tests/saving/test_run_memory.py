@@ -81,7 +81,7 @@ def test_the_next_save_continues_encoding_from_any_front_end(
     assert storage.reads_of_blobs(), "of the loads"
 
 
-def test_a_trainer_over_a_network_encodes_deltas(storage: FarStore) -> None:
+def test_a_trainer_on_remote_storage_encodes_deltas(storage: FarStore) -> None:
     model = nn.Module()
     for key, value in state(0).items():
         model.register_parameter(key, nn.Parameter(value))
@@ -110,7 +110,7 @@ def test_a_pickled_writer_continues_encoding(tmp_path: Any) -> None:
     dcp.save(state(0), again)
 
 
-def test_a_limited_number_of_runs_is_kept(storage: FarStore) -> None:
+def test_memory_is_kept_for_a_limited_number_of_runs(storage: FarStore) -> None:
     runs = [f"run{n}" for n in range(MAX_RUNS + 1)]
     for step in range(STEPS):
         for run in runs[:MAX_RUNS]:
@@ -138,7 +138,7 @@ def test_cells_of_removed_keys_are_released(storage: FarStore) -> None:
         assert held_bytes() == 0
 
 
-def test_the_windows_of_a_dcp_save_count_together(storage: FarStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_windows_of_a_dcp_save_count_together(storage: FarStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("casckpt.frontends.dcp.items.WINDOW_BYTES", 1)
     for step in range(STEPS):
         by_dcp(storage, step)
@@ -171,7 +171,7 @@ def test_a_save_without_encoding_releases_everything(storage: FarStore) -> None:
         assert not here(storage).get("default@3").commit.committed.bytes_deltas
 
 
-def test_all_runs_share_the_measured_speed_of_a_storage(storage: FarStore) -> None:
+def test_all_runs_share_the_measured_speed_of_their_storage(storage: FarStore) -> None:
     with another_process():
         by_save(storage, 0)
         repo, other = here(storage).repository, small().repository
@@ -180,7 +180,7 @@ def test_all_runs_share_the_measured_speed_of_a_storage(storage: FarStore) -> No
         assert run_memory(other, "default").rate.bytes_per_second == float("inf")
 
 
-def test_repeatedly_useless_encoding_doubles_the_pause() -> None:
+def test_the_pause_doubles_each_time_encoding_turns_out_to_be_useless() -> None:
     stream, tried = ("tensor", "w", 0, None), list[int]()
     kept = RunMemory(PutRate())
     for kept.saves in range(1, 200):
@@ -191,7 +191,7 @@ def test_repeatedly_useless_encoding_doubles_the_pause() -> None:
     assert tried == [1, 9, 25, 57, 121, 185]
 
 
-def test_another_thread_may_resume_encoding_at_any_time() -> None:
+def test_a_different_thread_can_resume_encoding_at_any_time() -> None:
     stream = ("tensor", "w", 0, None)
 
     class Shared(dict[Any, Pause]):

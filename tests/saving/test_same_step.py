@@ -92,7 +92,9 @@ def training(rank: int, size: int, path: Path, who: int) -> dict[str, dict[int, 
 
 
 @pytest.mark.parametrize(("size", "who"), [(2, 0), (2, 1), (4, 2)])
-def test_a_late_error_on_one_rank_ends_the_same_step_on_all(ranks: Pool, tmp_path: Path, size: int, who: int) -> None:
+def test_a_late_error_on_one_rank_ends_the_same_step_on_all_ranks(
+    ranks: Pool, tmp_path: Path, size: int, who: int
+) -> None:
     small_folder(tmp_path / "store")
     for rank, raised in enumerate(ranks.run(size, training, tmp_path / "store", who)):
         for way, errors in raised.items():

@@ -42,14 +42,14 @@ def test_the_record_contains_metrics_and_health() -> None:
 
 
 @pytest.mark.parametrize("metadata", [{"a": object()}, {1: 2}, "text", 5, {"t": torch.ones(1)}], ids=named)
-def test_metadata_that_json_cannot_represent_is_refused(metadata: Any, tmp_path: Path) -> None:
+def test_metadata_that_json_cannot_represent_is_rejected(metadata: Any, tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
     with pytest.raises(InvalidInput, match="metadata"):
         store.save(STATE, step=1, metadata=metadata)
     assert not (tmp_path / "store").exists()
 
 
-def test_few_stack_frames_separate_a_save_from_its_first_look_at_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_reaches_its_first_tensor_through_few_stack_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader can follow `Store.save` in eight steps to `Upload.place`, which compares and stores cells."""
     frames: list[str] = []
     place = Upload.place
@@ -71,10 +71,10 @@ def test_the_smallest_and_largest_steps_are_saved() -> None:
         assert same_state(store.read(f"default@{step}"), STATE)
 
 
-def test_a_step_that_exists_is_a_conflict() -> None:
+def test_saving_an_existing_step_raises_conflict() -> None:
     store = small()
     first = store.save(STATE, run="a", step=1)
-    with pytest.raises(Conflict, match=r"a@1 exists already.*overwrite=True") as caught:
+    with pytest.raises(Conflict, match=r"a@1 already exists.*overwrite=True") as caught:
         store.save({"w": torch.zeros(6)}, run="a", step=1)
     assert caught.value.checkpoints == (first.id,)
     assert isinstance(caught.value, FileExistsError)
@@ -118,7 +118,7 @@ def test_a_forgotten_step_can_be_saved_again() -> None:
         store.restore(first)
 
 
-def test_a_later_save_is_newer_whatever_the_clock_says() -> None:
+def test_a_later_save_is_newer_regardless_of_the_clock() -> None:
     store = small()
     now = store.repository.clock()
     store.repository.clock = lambda: now + 10**9
@@ -137,7 +137,7 @@ def test_runs_are_separate() -> None:
     assert store.read("a/b@latest")["w"].tolist() == [3.0, 3.0]
 
 
-def test_tags_name_checkpoints() -> None:
+def test_tags_refer_to_checkpoints() -> None:
     store = small()
     ckpt = store.save(STATE, step=1)
     store.tag("best", "default@1")
@@ -177,7 +177,7 @@ def test_a_store_keeps_its_own_sizes(tmp_path: Path) -> None:
         open_store(tmp_path / "t").create(cell_bytes=100)
 
 
-def test_a_save_updates_statistics_of_the_store() -> None:
+def test_a_save_updates_the_statistics_of_the_store() -> None:
     store = small()
     store.save({"w": cells(4)}, run="a", step=1)
     store.save({"w": cells(4)}, run="b", step=1)
@@ -205,7 +205,7 @@ def test_threads_can_save_at_the_same_time() -> None:
         assert same_state(store.read(f"default@{step}"), state)
 
 
-def test_two_threads_that_save_the_same_step_lose_no_checkpoint() -> None:
+def test_two_threads_that_save_the_same_step_do_not_lose_a_checkpoint() -> None:
     store, barrier = small(), threading.Barrier(2)
     errors: list[Exception] = []
 
@@ -256,7 +256,7 @@ def _finds_what_is_not_announced(made: Store, known: bool, caplog: pytest.LogCap
     for entry in list(storage.list("runs/")):
         storage.delete(entry.key)
     store = made if known else Store(Repository(storage))
-    with pytest.raises(Conflict, match="a@1 exists already"):
+    with pytest.raises(Conflict, match="a@1 already exists"):
         store.save(STATE, run="a", step=1)
     assert "runs/ of" in caplog.text
     again = store.save({"w": cells(3, seed=1)}, run="a", step=3)

@@ -132,7 +132,7 @@ def load_per_rank(rank: int, size: int, path: Path) -> Any:
     return template["mine"].value
 
 
-def test_each_rank_loads_its_own_value_and_new_ranks_load_that_of_rank_0(ranks: Pool, path: Path) -> None:
+def test_each_rank_loads_its_own_value_and_new_ranks_load_rank_0s_value(ranks: Pool, path: Path) -> None:
     ranks.run(3, save_per_rank, path)
     for rank, found in enumerate(ranks.run(4, load_per_rank, path)):
         whose = rank if rank < 3 else 0
@@ -267,7 +267,7 @@ def load_bad(rank: int, size: int, path: Path, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["key", "shape", "dtype", "ref"])
-def test_a_load_that_one_rank_refuses_changes_nothing_on_any_rank(ranks: Pool, path: Path, kind: str) -> None:
+def test_a_load_that_one_rank_rejects_changes_nothing_on_any_rank(ranks: Pool, path: Path, kind: str) -> None:
     for rank, (error, untouched, good) in enumerate(ranks.run(3, load_bad, path, kind)):
         assert isinstance(error, CasckptError)
         assert not isinstance(error, RankFailed)

@@ -36,7 +36,7 @@ class Held:
         assert self.go.wait(SECONDS)
 
 
-def test_metrics_may_change_after_the_call_returns() -> None:
+def test_metrics_can_change_after_the_call_returns() -> None:
     """A loop refills the same dict at each step."""
     held = Held()
     metrics: dict[str, Any] = {"loss": 1.0}
@@ -63,7 +63,7 @@ def test_a_loss_tensor_is_saved_without_its_graph() -> None:
     assert ckpt.metadata == {"loss": 3.0, "lr": 0.5, "data": "a/b"}
 
 
-def test_the_state_may_change_after_the_call_returns() -> None:
+def test_the_state_can_change_after_the_call_returns() -> None:
     held = Held()
     weight, array, items = cells(5), np.arange(5000.0), [1, 2]
     state: dict[str, Any] = {
@@ -137,7 +137,7 @@ def test_a_second_save_waits_for_the_first() -> None:
     assert steps(held.store) == [("default", 0), ("default", 1)]
 
 
-def test_a_second_save_is_refused_on_request() -> None:
+def test_a_second_save_is_rejected_on_request() -> None:
     held = Held()
     first = held.store.save_async({"w": cells(2)}, step=0)
     assert held.reached.wait(SECONDS)
@@ -150,7 +150,7 @@ def test_a_second_save_is_refused_on_request() -> None:
         held.store.save_async({}, step=2, when_busy="never")  # type: ignore[arg-type]  # a wrong value on purpose
 
 
-def test_a_future_raises_its_failure_and_the_next_save_works() -> None:
+def test_a_future_raises_its_error_and_the_next_save_succeeds() -> None:
     held = Held()
     held.go.set()
     held.faulty.inject(fail_before("put", key="objects/*.manifest"))
@@ -161,7 +161,7 @@ def test_a_future_raises_its_failure_and_the_next_save_works() -> None:
     second = held.store.save_async({"w": cells(1)}, step=1)
     assert second.result(SECONDS).step == 1
     third = held.store.save_async({"w": cells(1)}, step=1)
-    with pytest.raises(Conflict, match="default@1 exists already"):
+    with pytest.raises(Conflict, match="default@1 already exists"):
         third.result(SECONDS)
     assert steps(held.store) == [("default", 1)]
 
@@ -264,7 +264,7 @@ def test_a_hundred_saves_use_one_copy_and_leave_no_thread_behind() -> None:
     ],
     ids=["meta", "object", "list", "step", "run", "metadata", "metrics", "attachment"],
 )
-def test_an_invalid_state_is_refused_before_anything_is_copied(state: Any, arguments: dict[str, Any]) -> None:
+def test_an_invalid_state_is_rejected_before_anything_is_copied(state: Any, arguments: dict[str, Any]) -> None:
     store = small()
     with pytest.raises(InvalidInput):
         store.save_async(state, **({"step": 1} | arguments))

@@ -55,7 +55,7 @@ def test_consecutive_cells_are_copied_together() -> None:
     assert (one.copied, other.copied) == ([(0, 100)], [(0, 50)])
 
 
-def test_copies_do_not_exceed_the_available_room() -> None:
+def test_copies_do_not_exceed_the_available_space() -> None:
     one = Far(100, 1)
     cells = [Part(one, at, at + 10) for at in range(0, 100, 10)]
     copied(Copier(memoryview(bytearray(130))), cells)
@@ -69,7 +69,7 @@ def test_nonconsecutive_cells_are_copied_separately() -> None:
     assert one.copied == [(0, 10), (20, 40), (10, 20)]
 
 
-def test_the_next_cells_may_come_from_a_different_list() -> None:
+def test_the_next_cells_can_come_from_a_different_list() -> None:
     one = Far(100, 1)
     copier = Copier(memoryview(bytearray(400)))
     copied(copier, [Part(one, 0, 10), Part(one, 10, 20)])
@@ -79,7 +79,7 @@ def test_the_next_cells_may_come_from_a_different_list() -> None:
 
 
 @pytest.mark.parametrize("room", [None, memoryview(bytearray(39))])
-def test_cells_that_exceed_the_room_are_copied_directly(room: memoryview | None) -> None:
+def test_cells_that_exceed_the_available_space_are_copied_directly(room: memoryview | None) -> None:
     one = Far(100, 1)
     copied(Copier(room), [Part(one, 0, 10), Part(one, 10, 20)])
     assert one.copied == [(0, 10), (10, 20)]

@@ -1,4 +1,4 @@
-"""Tests of the storages."""
+"""Tests of the storage backends."""
 
 import pytest
 

@@ -9,12 +9,12 @@ import pytest
 
 from casckpt.storage.local.store import LocalStore
 
-# gcsfs reads this when it is imported, so it must be set before any test. Otherwise gcsfs would spend minutes asking
-# for the kind of bucket, which the imitation does not support.
+# gcsfs reads this when it is imported, so it must be set before any test. Otherwise, gcsfs would spend minutes asking
+# for the kind of bucket, which the emulator does not support.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
-    """A folder that does not exist yet."""
+    """A store in a folder that does not exist yet."""
     return LocalStore(tmp_path / "new" / "store")

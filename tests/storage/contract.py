@@ -1,7 +1,7 @@
-"""The contract of every storage: one suite for all storages, with direct access to the objects.
+"""The contract that every storage backend fulfills: one suite for all of them, with direct access to the objects.
 
-A subclass gives two fixtures: ``storage``, an empty one, and ``peek``, which reads an object (None: missing) without
-the storage. `SharedContract` is for storages that other processes can reach.
+A subclass provides two fixtures: ``storage``, which is empty, and ``peek``, which reads an object (None if it is
+missing) without the storage under test. `SharedContract` is for storage that other processes can reach.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OBJECT = "objects/x/a.safetensors"
 
 
 def of_each_size(choices: list[Any]) -> list[Any]:
-    """Each size, with the two options in turn. With --full, with both."""
+    """Yield each size with the two options alternately, or with both options under --full."""
     return [
         pytest.param(size, choices[which], marks=[pytest.mark.soak] * ((number + which) % 2))
         for number, size in enumerate(SIZES)
@@ -40,7 +40,7 @@ def of_each_size(choices: list[Any]) -> list[Any]:
 
 
 def noise(size: int, seed: int = 0) -> bytes:
-    """Return bytes that depend on the seed."""
+    """Return pseudorandom bytes that depend on the seed."""
     return np.random.default_rng(seed).bytes(size)
 
 
@@ -60,13 +60,15 @@ def _race_process(store: ObjectStore, number: int, start: Barrier, answers: Simp
 class StorageContract:
     """The guarantees of `casckpt.storage.base.ObjectStore` within one process."""
 
-    def test_a_storage_implements_the_protocol(self, storage: ObjectStore) -> None:
+    def test_storage_implements_the_protocol(self, storage: ObjectStore) -> None:
         assert isinstance(storage, ObjectStore)
         assert storage.traits.parallel >= 1
         assert storage.url
 
     @pytest.mark.parametrize(("size", "settle"), of_each_size([False, True]))
-    def test_a_put_object_can_be_read(self, storage: ObjectStore, peek: Peek, size: int, settle: bool) -> None:
+    def test_an_object_that_was_put_can_be_read(
+        self, storage: ObjectStore, peek: Peek, size: int, settle: bool
+    ) -> None:
         data = noise(size)
         storage.put(OBJECT, data, settle=settle)
         assert peek(OBJECT) == data
@@ -90,12 +92,12 @@ class StorageContract:
         assert peek("a") == array.tobytes()
         assert peek("b") == b""
 
-    def test_put_refuses_noncontiguous_buffers(self, storage: ObjectStore, peek: Peek) -> None:
+    def test_put_rejects_noncontiguous_buffers(self, storage: ObjectStore, peek: Peek) -> None:
         with pytest.raises(InvalidInput, match="contiguous"):
             storage.put("a", memoryview(b"abcdef")[::2])
         assert peek("a") is None
 
-    def test_put_never_replaces(self, storage: ObjectStore, peek: Peek) -> None:
+    def test_put_never_replaces_an_object(self, storage: ObjectStore, peek: Peek) -> None:
         storage.put("tags/t/0", b"first")
         for data in (b"second", b"first", b""):
             with pytest.raises(AlreadyExists) as caught:
@@ -114,13 +116,13 @@ class StorageContract:
         storage.put("a", b"2")
         assert peek("a") == b"2"
 
-    def test_the_caller_may_reuse_its_buffer(self, storage: ObjectStore, peek: Peek) -> None:
+    def test_the_caller_can_reuse_its_buffer(self, storage: ObjectStore, peek: Peek) -> None:
         with AlignedBuffer(2 * MIB) as buffer:
             storage.put("a", buffer.view)
             buffer.view[:] = bytes([7]) * (2 * MIB)
         assert peek("a") == bytes(2 * MIB)
 
-    def test_one_of_several_threads_creates_a_key(self, storage: ObjectStore, peek: Peek) -> None:
+    def test_exactly_one_of_several_threads_creates_a_key(self, storage: ObjectStore, peek: Peek) -> None:
         start = threading.Barrier(8)
 
         def racer(number: int) -> bool:
@@ -138,7 +140,7 @@ class StorageContract:
         storage.settle("objects/new")
         assert [peek(f"objects/new/{n}") for n in range(64)] == [b"%d" % n for n in range(64)]
 
-    def test_get_of_a_missing_object_is_not_found(self, storage: ObjectStore) -> None:
+    def test_getting_a_missing_object_raises_not_found(self, storage: ObjectStore) -> None:
         storage.put("objects/x/a", b"")
         for key in ("no", "objects/x/b", "objects/y/a"):
             assert storage.size(key) is None
@@ -199,7 +201,7 @@ class StorageContract:
         with storage.open("a") as reader, ThreadPoolExecutor(8) as pool:
             assert b"".join(pool.map(part, range(100))) == data[:1_000_000]
 
-    def test_a_prefix_is_listed(self, storage: ObjectStore) -> None:
+    def test_objects_with_a_prefix_are_listed(self, storage: ObjectStore) -> None:
         keys = ["casckpt.json", "commits/1", "commits/1.1", "damaged/u/h/0", "objects/x/a", "objects/xy/a", "tags/t/0"]
         for size, key in enumerate(keys):
             storage.put(key, bytes(size))
@@ -270,8 +272,8 @@ class StorageContract:
             assert storage.size("objects/x/a") is None
         storage.delete("never/was")
 
-    def test_an_open_reader_does_not_mix_objects(self, storage: ObjectStore) -> None:
-        """After a delete it reads the old bytes or fails. It never reads a later object."""
+    def test_an_open_reader_does_not_mix_two_objects(self, storage: ObjectStore) -> None:
+        """After a delete, the reader returns the old bytes or fails. It never reads a later object."""
         storage.put("a", b"old")
         buffer = bytearray(3)
         with storage.open("a") as reader:
@@ -305,7 +307,7 @@ class StorageContract:
         assert peek("objects/x/a") == b"2"
 
     @pytest.mark.parametrize("key", ["", "/a", "a/", "a//b", "../a", "a/../b", "./a", ".a", "a/.b", "a\0b"])
-    def test_invalid_keys_are_refused(self, storage: ObjectStore, key: str) -> None:
+    def test_invalid_keys_are_rejected(self, storage: ObjectStore, key: str) -> None:
         for act in (
             lambda: storage.put(key, b""),
             lambda: storage.get(key, limit=1),
@@ -318,7 +320,7 @@ class StorageContract:
                 act()
         assert list(storage.list("")) == []
 
-    def test_a_storage_can_be_pickled_in_a_process(self, storage: ObjectStore) -> None:
+    def test_storage_can_be_pickled_within_a_process(self, storage: ObjectStore) -> None:
         storage.put("a", b"1")
         copy = pickle.loads(pickle.dumps(storage))
         assert copy.url == storage.url
@@ -330,7 +332,7 @@ class StorageContract:
 class SharedContract(StorageContract):
     """The guarantees across processes."""
 
-    def test_one_of_several_processes_creates_a_key(self, storage: ObjectStore, peek: Peek) -> None:
+    def test_exactly_one_of_several_processes_creates_a_key(self, storage: ObjectStore, peek: Peek) -> None:
         context = afresh()
         start = context.Barrier(4)
         answers: SimpleQueue[tuple[int, bool]] = context.SimpleQueue()

@@ -73,7 +73,7 @@ def test_a_buffer_whose_preparation_failed_is_not_used() -> None:
     pool.close()
 
 
-def test_invalid_sizes_are_refused() -> None:
+def test_invalid_sizes_are_rejected() -> None:
     for make in (lambda: AlignedBuffer(0), lambda: BufferPool(0, 1), lambda: BufferPool(1, 0)):
         with pytest.raises(InvalidInput, match="at least 1"):
             make()
@@ -131,7 +131,7 @@ def test_the_pool_waits_until_a_buffer_is_released() -> None:
     assert order == ["given back", "borrowed"]
 
 
-def test_the_pool_takes_back_a_buffer_after_an_error() -> None:
+def test_a_buffer_is_returned_to_the_pool_after_an_error() -> None:
     pool = BufferPool(1, 10)
     with pytest.raises(ZeroDivisionError), pool.borrow() as buffer:
         _ = 1 / 0
@@ -180,7 +180,7 @@ def test_simultaneous_transfers_do_not_share_buffers() -> None:
     with kept.pool(1, 10) as first, kept.pool(1, 10) as second:
         assert first is not second
     with kept.pool(1, 10) as later:
-        assert later is first  # it ended last
+        assert later is first  # it was released last
 
 
 def test_a_failed_transfer_leaves_its_buffers_usable() -> None:

@@ -19,7 +19,7 @@ from tests.support.local import KEY, failing
         (errno.ETIMEDOUT, "timed out"),
     ],
 )
-def test_operating_system_errors_get_advice(
+def test_operating_system_errors_include_advice(
     store: LocalStore, code: int, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.put(KEY, b"1")

@@ -1,4 +1,4 @@
-"""The storage that fails on demand fulfills the contract while no fault is planned, and otherwise fails as planned."""
+"""Storage that fails on demand fulfills the contract if no faults are planned, and otherwise fails as planned."""
 
 from __future__ import annotations
 
@@ -82,6 +82,6 @@ def test_hooks_run_first() -> None:
     ("make", "method", "at"),
     [(corrupt, "put", 1), (truncate, "list", 1), (fail_before, "rename", 1), (fail_after, "get", 0)],
 )
-def test_invalid_faults_are_refused(make: Callable[..., Fault], method: str, at: int) -> None:
+def test_invalid_faults_are_rejected(make: Callable[..., Fault], method: str, at: int) -> None:
     with pytest.raises(ValueError, match=r"no such call|only reads"):
         make(method, at=at)

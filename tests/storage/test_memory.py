@@ -1,4 +1,4 @@
-"""The storage in memory."""
+"""Tests of storage in memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_stores_with_the_same_name_share_memory() -> None:
     assert MemoryStore(name + "-other").size("a") is None
 
 
-def test_a_memory_store_is_refused_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_store_is_rejected_in_a_different_process(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore(uuid4().hex)
     store.put("a", b"1")
     pickled = pickle.dumps(store)
@@ -45,4 +45,4 @@ def test_a_memory_store_is_refused_in_another_process(monkeypatch: pytest.Monkey
     for call in calls:
         with pytest.raises(Unsupported, match="memory of another process"):
             call()
-    assert pickle.dumps(copy) == pickled  # any number of copies keep their origin
+    assert pickle.dumps(copy) == pickled  # copies of copies keep their origin

@@ -1,4 +1,4 @@
-"""Paths and URLs that name a storage."""
+"""Paths and URLs that specify storage."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def test_paths_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/x", "gs://bucket", "memory://x", "file:///x"])
-def test_a_path_made_from_a_url_is_refused(url: str) -> None:
-    """pathlib removes a slash. A job would silently save into the folder ``s3:`` instead of a bucket."""
+def test_a_path_object_created_from_a_url_is_rejected(url: str) -> None:
+    """pathlib removes a slash, so a job would silently save into the folder ``s3:`` instead of a bucket."""
     for path in (Path(url), str(Path(url))):
         with pytest.raises(InvalidInput, match="lost a slash"):
             open_storage(path)
 
 
 @pytest.mark.parametrize("name", ["./s3:/x", "runs:/x", "a/s3:/x", "s3:x", "c:/x"])
-def test_folder_names_may_contain_colons(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_names_can_contain_colons(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert open_storage(name).url == str(tmp_path / name)
 
@@ -42,6 +42,6 @@ def test_memory_urls_are_opened() -> None:
 
 
 @pytest.mark.parametrize("url", ["", "file://", "file://relative/path", "a\0b", "file:///a%00b", 5, None, b"a"])
-def test_invalid_locations_are_refused(url: Any) -> None:
+def test_invalid_locations_are_rejected(url: Any) -> None:
     with pytest.raises(InvalidInput):
         open_storage(url)

@@ -1,4 +1,4 @@
-"""Only some ranks of a node upload at the same time."""
+"""Tests of the throttle: only a limited number of ranks on a node upload at the same time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model() -> nn.Linear:
 
 
 def uploads_in_turn(rank: int, size: int, path: Path, count: int) -> int:
-    """The maximum number of simultaneous uploads that this rank saw."""
+    """Return the maximum number of simultaneous uploads that this rank observed."""
     here, most = path / "here", [0]
     here.mkdir(exist_ok=True)
 

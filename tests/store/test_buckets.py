@@ -1,4 +1,4 @@
-"""Checkpoints in a bucket: concurrent writers, failing networks and servers, and the number of requests of a load."""
+"""Checkpoints in a bucket: concurrent writers, failing networks and servers, and the number of requests in a load."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
 RACERS, SAVERS, SAVES = 4, 3, 2
-NEW = 150  # cells of each save: its first blobs wait long for the commit, so the test notices a gc that deletes them
+NEW = 150  # cells per save: its first blobs wait long for the commit, so the test would notice if gc deleted them
 MIB = 1 << 20
 
 
 @pytest.fixture(params=[pytest.param("straight", marks=pytest.mark.soak), "in trouble"])
 def endpoint(request: pytest.FixtureRequest, seaweed_server: Server) -> Iterator[str]:
-    """The address of a real server, directly and through a network that loses one in ten requests."""
+    """The address of a real server, both directly and through a network that loses one in ten requests."""
     if request.param == "straight":
         yield seaweed_server.endpoint
         return
@@ -64,7 +64,7 @@ def place(seaweed_server: Server, endpoint: str) -> RemoteLocation:
 
 
 def opened(place: RemoteLocation, cache: Path) -> Store:
-    """The store as each host opens it, with small cells and blobs."""
+    """Open the store as each host does, with small cells and blobs."""
     store = Store(Repository(RemoteStore(place), cache))
     store.create(cell_bytes=CELL, blob_bytes=64 << 10)
     return store
@@ -74,7 +74,7 @@ def opened(place: RemoteLocation, cache: Path) -> Store:
 
 
 def records_of(rank: int, txid: TxId) -> dict[str, Record]:
-    """One record of each kind that only one writer may create, as this rank writes it."""
+    """Return one record of each kind that only one writer may create, as this rank would write it."""
     commit = Committed(
         txid=txid, run="r", step=1, time=rank, manifest=manifest_id(str(rank)), created_at=rank,
         bytes_total=rank, head=manifest_id("head"), manifest_bytes=1,
@@ -88,7 +88,7 @@ def records_of(rank: int, txid: TxId) -> dict[str, Record]:
 
 
 def race(rank: int, _: int, place: RemoteLocation, cache: Path, txid: TxId) -> list[bool]:
-    """Return the records that this rank created, while all ranks try to create each."""
+    """Try to create each record, as all other ranks do. Return the records that this rank created."""
     repo, won = opened(place, cache / str(rank)).repository, []
     for key, record in records_of(rank, txid).items():
         dist.barrier()
@@ -108,7 +108,7 @@ def test_exactly_one_of_several_creators_of_a_record_wins(ranks: Pool, place: Re
 
 
 def save_one_step(rank: int, size: int, place: RemoteLocation, cache: Path) -> Any:
-    """Save the same run and step as all others, and return the visible checkpoints."""
+    """Save the same run and step as all other ranks. Return the visible checkpoints."""
     store = opened(place, cache / str(rank))
     dist.barrier()
     mine = outcome_of(lambda: store.save({"w": cells(2, seed=rank)}, run="r", step=1, no_dist=True).id)
@@ -131,12 +131,12 @@ def test_hosts_that_save_a_step_agree_on_the_winner(ranks: Pool, place: RemoteLo
 
 
 def training(rank: int, step: int) -> dict[str, Any]:
-    """A state with one value that all runs share, one that a run keeps, and one that is new."""
+    """Return a state with one value that all runs share, one that stays the same within a run, and one that is new."""
     return {"base": cells(20, seed=1), "own": cells(10, seed=100 + rank), "new": cells(NEW, seed=1000 * rank + step)}
 
 
 def save_or_collect(rank: int, size: int, place: RemoteLocation, folder: Path) -> int:
-    """The last rank collects garbage until the others have saved all their steps."""
+    """Save, or on the last rank, collect garbage until the other ranks have saved all their steps."""
     store = opened(place, folder / str(rank))
     done = [folder / f"done-{number}" for number in range(size - 1)]
     if rank < size - 1:
@@ -144,7 +144,8 @@ def save_or_collect(rank: int, size: int, place: RemoteLocation, folder: Path) -
         try:
             for step in range(SAVES):
                 store.save(training(rank, step), run=f"run-{rank}", step=step, no_dist=True)
-                assert same_state(store.read(f"run-{rank}@{step}"), training(rank, step))  # kept until the next save
+                # kept at least until the next save
+                assert same_state(store.read(f"run-{rank}@{step}"), training(rank, step))
         finally:
             done[rank].touch()
         return 0
@@ -172,7 +173,7 @@ HELD = {"new": cells(40, seed=9)}
 
 
 class Held:
-    """A save on a separate host, which stops before its commit until `go` is called."""
+    """A save on a separate host that pauses before its commit until `go` is called."""
 
     def __init__(self, place: RemoteLocation, cache: Path) -> None:
         self._reached, self._free = threading.Event(), threading.Event()
@@ -195,7 +196,7 @@ class Held:
 
 
 def with_garbage(place: RemoteLocation, cache: Path) -> Store:
-    """A store with garbage, so that gc has to wait."""
+    """Return a store with garbage, so that gc has to wait."""
     store = opened(place, cache)
     for step in range(2):
         store.save({"new": cells(2, seed=step)}, run="r", step=step)
@@ -203,7 +204,7 @@ def with_garbage(place: RemoteLocation, cache: Path) -> Store:
     return store
 
 
-def test_a_gc_waits_for_a_save_that_has_uploaded(place: RemoteLocation, tmp_path: Path) -> None:
+def test_gc_waits_for_a_save_that_has_uploaded_blobs(place: RemoteLocation, tmp_path: Path) -> None:
     collector = with_garbage(place, tmp_path / "gc")
     held = Held(place, tmp_path / "save")
     result = collector.gc(min_age=0, wait=0)
@@ -214,7 +215,7 @@ def test_a_gc_waits_for_a_save_that_has_uploaded(place: RemoteLocation, tmp_path
     assert collector.gc(min_age=0).deleted_blobs == 1
 
 
-def test_a_gc_keeps_checkpoints_committed_while_it_runs(place: RemoteLocation, tmp_path: Path) -> None:
+def test_gc_keeps_checkpoints_committed_while_it_runs(place: RemoteLocation, tmp_path: Path) -> None:
     """The save commits between the gc's listing of commits and its listing of transactions."""
     with_garbage(place, tmp_path / "gc")
     held = Held(place, tmp_path / "save")
@@ -229,7 +230,7 @@ def test_a_gc_keeps_checkpoints_committed_while_it_runs(place: RemoteLocation, t
 
 @pytest.fixture
 def mortal(tmp_path: Path) -> Iterator[Server]:
-    """A real server that this test kills."""
+    """A real server that the test kills."""
     (tmp_path / "server").mkdir()
     with servers.running(servers.seaweed(tmp_path / "server")) as server:
         yield server
@@ -242,14 +243,14 @@ def test_a_server_killed_during_a_save_does_not_leave_a_partial_checkpoint(
     with Proxy(mortal.endpoint) as proxy:
         store = impatient(mortal, proxy, bucket, tmp_path / "cache", Backoff(attempts=3, first=0.01))
         store.save(state(0), step=0)
-        # the server lists before it reads again, so a check after a restart must retry for some seconds
+        # the server can list before it can read again, so a check after a restart must retry for a few seconds
         patient = impatient(mortal, proxy, bucket, tmp_path / "cache", Backoff())
         for step, number in enumerate((2, 9, 12, 15) if full else (9, 15), start=1):
             proxy.at(number, mortal.kill)
             saved = outcome_of(lambda step=step: store.save(state(step), step=step))  # type: ignore[misc]  # bound now
             seen.add(type(saved))
             assert isinstance(saved, StorageError | casckpt.Checkpoint)
-            mortal.kill()  # if the save needed fewer requests
+            mortal.kill()  # in case the save needed fewer requests
             proxy.calm()
             mortal.start_again()
             visible = ("default", step) in steps(patient)
@@ -273,7 +274,7 @@ def test_a_save_survives_a_restart_of_the_server(mortal: Server, tmp_path: Path,
         mortal.kill()
         keeper.submit(mortal.start_again)
 
-    # the server dies with the thread that started it, so that thread stays alive
+    # the server dies with the thread that started it, so that thread must stay alive
     with ThreadPoolExecutor(1) as keeper, Proxy(mortal.endpoint) as proxy:
         store = impatient(mortal, proxy, bucket, tmp_path / "cache", Backoff(attempts=12))
         store.save(state(0), step=0)
@@ -292,9 +293,9 @@ def test_a_save_survives_a_restart_of_the_server(mortal: Server, tmp_path: Path,
 def test_loading_an_eighth_of_a_checkpoint_reads_an_eighth(
     verify: bool, request: pytest.FixtureRequest, tmp_path: Path, full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This counts bytes and requests. With --full: 1 GiB on a real server."""
+    """This test counts bytes and requests. With --full, it loads 1 GiB from a real server."""
     server: Server = request.getfixturevalue("seaweed_server" if full else "moto_server")
-    count, rows = (16, 1032) if full else (4, 120)  # tensors; rows of 64 KiB, of which 16 are a cell
+    count, rows = (16, 1032) if full else (4, 120)  # tensors; rows of 64 KiB, 16 of which make up a cell
     url = f"s3://{server.new_place()}/store"
     weights = {f"layer.{n}": torch.arange(rows * 16384).reshape(rows, 16384).float() + n for n in range(count)}
     small = {f"layer.bias.{n}": torch.full((300,), float(n)) for n in range(count)}
@@ -315,7 +316,7 @@ def test_loading_an_eighth_of_a_checkpoint_reads_an_eighth(
     with Proxy(server.endpoint) as proxy:
         through = server.options | {"endpoint_url": proxy.endpoint}
         store = casckpt.open(url, storage_options=through, cache_dir=tmp_path / "b")
-        store.get("latest")  # the records that name it are small
+        store.get("latest")  # the records that name the checkpoint are small
         before = len(proxy.seen)
         store.load(wanted, "latest", verify=verify)
         gets = [one for one in proxy.seen[before:] if one.path.endswith(".safetensors")]
@@ -328,12 +329,12 @@ def test_loading_an_eighth_of_a_checkpoint_reads_an_eighth(
     assert len({one.path for one in gets}) == len({batch.blob for batch in planned})
     moved = sum(batch.nbytes for batch in planned)
     assert moved <= 1.05 * nbytes + (2 * MIB * count if verify else 0)
-    # the minimum: pieces of 8 MiB, and one more if a range continues in another blob
+    # the minimum: pieces of 8 MiB, plus one if a range continues in a different blob
     assert len(gets) <= count * (-(-part * 65536 // (8 * MIB)) + 1) + len({batch.blob for batch in planned})
 
 
 def test_saves_and_loads_need_few_requests(moto_server: Server, tmp_path: Path) -> None:
-    """The numbers are exact, so the test notices any additional request."""
+    """The numbers are exact, so the test detects any additional request."""
     url = f"s3://{moto_server.new_place()}/store"
     with Proxy(moto_server.endpoint) as proxy:
         options = moto_server.options | {"endpoint_url": proxy.endpoint}

@@ -1,4 +1,4 @@
-"""Loads with a host cache: cached blobs are not reread, and damaged ones are not used."""
+"""Loads with a host cache: cached blobs are not reread, and damaged blobs are not used."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_prefetch_reports_damage_before_the_load(store: Store) -> None:
     assert raised.value.blob == blob.split("/")[2].split(".")[0]
 
 
-def test_damage_outside_the_requested_part_does_not_stop_a_load(
+def test_damage_outside_the_requested_part_does_not_prevent_a_load(
     store: Store, storage: FarStore, state: dict[str, Any]
 ) -> None:
     """A load does not read the header of a blob."""

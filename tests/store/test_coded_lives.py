@@ -1,4 +1,4 @@
-"""Delta checkpoints through the life of a store: gc, copies, mirrors, and interruptions at any call."""
+"""Delta checkpoints throughout the life of a store: gc, copies, mirrors, and interruptions at any call."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def check(store: Store, wanted: list[int]) -> None:
 
 @pytest.fixture(scope="module")
 def objects() -> dict[str, bytes]:
-    """The objects of a store with a key and deltas."""
+    """The objects of a store with a full version and deltas."""
     store = saved(small(memory()))
     assert [ckpt.commit.committed.bytes_deltas > 0 for ckpt in store.checkpoints()] == [False] + [True] * (STEPS - 1)
     return objects_of(store.repository.storage)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_gc_of_delta_checkpoints_can_be_killed_at_any_point(
+def test_gc_of_delta_checkpoints_can_be_killed_at_any_point(
     objects: dict[str, bytes], way: str, seed: int, full: bool
 ) -> None:
-    stride = 1 if full else 3  # each way begins at a different call
+    stride = 1 if full else 3  # each kind of interruption begins at a different call
     at, ended = seed % stride, False
     while not ended:
         at += stride
@@ -80,7 +80,7 @@ def test_a_gc_of_delta_checkpoints_can_be_killed_at_any_point(
 def test_a_copy_of_a_delta_checkpoint_includes_its_bases(
     objects: dict[str, bytes], way: str, seed: int, full: bool
 ) -> None:
-    """A copy into an empty store, interrupted at any call, is complete or absent. The next copy completes it."""
+    """A copy into an empty store that is interrupted at any call is complete or absent. The next copy completes it."""
     stride = 1 if full else 3
     source, at, ended = Store(Repository(again(objects))), seed % stride, False
     while not ended:
@@ -113,8 +113,8 @@ def test_a_prefetch_fetches_everything_that_a_load_needs(objects: dict[str, byte
         assert same_state(found["w"], state(4)["w"])
 
 
-def test_thinned_checkpoints_keep_bases_of_their_weights() -> None:
-    """No other bases are copied."""
+def test_thinned_checkpoints_keep_the_bases_of_their_weights() -> None:
+    """Other bases are not copied."""
     store = small(memory())
     for step in range(STEPS):
         store.save({"model": state(step), "optim": {"w": trained(30, step, seed=9)}}, step=step, compress="auto")
@@ -167,7 +167,7 @@ def test_a_mirror_killed_at_any_point_shows_only_complete_checkpoints(
 ) -> None:
     """The process is killed at any change to the store or the mirror.
 
-    A gc then purges only checkpoints that the mirror has.
+    After that, gc purges only checkpoints that the mirror has.
     """
     monkeypatch.setattr(mirror, "JOBS", 1)
     stride = 1 if full else 7
@@ -199,7 +199,7 @@ def caught_up(storage: ObjectStore, away: ObjectStore) -> None:
 
 
 def steps_of(storage: ObjectStore) -> list[int]:
-    """Return the steps of the visible checkpoints, each complete and verified."""
+    """Check that all visible checkpoints are complete and verified. Return their steps."""
     store = Store(Repository(storage))
     found = [step for _, step in steps(store)] if store.repository.exists() else []
     if found:

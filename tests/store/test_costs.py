@@ -81,7 +81,8 @@ def test_a_first_save_hashes_and_copies_each_byte_once(meter: Meter) -> None:
 def test_an_unchanged_save_does_not_copy_tensors_or_write_blobs(meter: Meter) -> None:
     meter.store.save(state(), step=0)
     cost = meter.of(lambda: meter.store.save(state(), step=1))
-    assert part(cost, "hashed", "copied") == (W + B, B)  # a small value is buffered: one hash if it changed
+    # a small value is buffered, and hashed once even if it has changed
+    assert part(cost, "hashed", "copied") == (W + B, B)
     assert part(cost, "puts", "reads", "fsyncs", "requests") == (4, 4, 9, 12)
 
 
@@ -111,17 +112,17 @@ def test_frozen_tensors_are_sampled(meter: Meter) -> None:
 
 def test_a_load_reads_and_hashes_each_byte_once_without_copying(meter: Meter) -> None:
     saved = meter.store.save(state(), step=0)
-    looking = meter.of(lambda: meter.store.get(saved))["bytes_read"]  # the record of the commit
+    looking = meter.of(lambda: meter.store.get(saved))["bytes_read"]  # the commit record
     assert 0 < looking < 1024
     target = {name: torch.zeros_like(data) for name, data in state().items()}
     cost = meter.of(lambda: meter.store.load(target, saved))
     assert part(cost, "hashed", "copied", "bytes_read") == (W + B, 0, W + B + looking)
-    assert part(cost, "reads", "requests") == (3, 4)  # that record and the next number; the open and the read
+    assert part(cost, "reads", "requests") == (3, 4)  # that record and the next number; opening and reading the blob
     cost = meter.of(lambda: meter.store.load(target, saved, verify=False))
     assert part(cost, "hashed", "copied", "bytes_read") == (0, 0, W + B + looking)
 
 
-def test_a_strided_destination_costs_one_copy(meter: Meter) -> None:
+def test_loading_into_a_strided_destination_costs_one_copy(meter: Meter) -> None:
     saved = meter.store.save(state(), step=0)
     looking = meter.of(lambda: meter.store.get(saved))["bytes_read"]
     target = torch.zeros(W // 4 // CELLS, CELLS, dtype=torch.int32).t()
@@ -139,7 +140,7 @@ def test_a_second_read_costs_one_listing(meter: Meter) -> None:
 
 @pytest.mark.parametrize("ref", ["default@latest", "default@0"])
 def test_finding_a_checkpoint_costs_four_small_reads(meter: Meter, ref: str) -> None:
-    """The last announcement and the next free number; the commit record and the next free number."""
+    """These are the last announcement and the next free number, and the commit record and the next free number."""
     meter.store.save(state(), step=0)
     cost = meter.of(lambda: meter.store.get(ref))
     assert part(cost, "requests", "reads") == (4, 4)

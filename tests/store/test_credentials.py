@@ -1,4 +1,4 @@
-"""Credentials that expire or allow too little: errors name what is missing, and no checkpoint is half visible."""
+"""Credentials that expire or allow too little: errors name what is missing, and no checkpoint is partly visible."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ CODES = ["ExpiredToken", "InvalidAccessKeyId", "AccessDenied"]
 def test_a_save_survives_expiring_credentials(code: str, moto_server: Server, tmp_path: Path, full: bool) -> None:
     """They expire after any request.
 
-    No checkpoint is half visible, the error names the cause, and a save with new ones succeeds. By default each code
-    comes after every third request, and together after every one.
+    The credentials expire after any request.
+
+    No checkpoint is partly visible, the error names the cause, and a save with new credentials succeeds. By default,
+    each error code is used after every third request, so that together they cover every request.
     """
     bucket = moto_server.new_bucket()
     first, stride = (0, 1) if full else (CODES.index(code), len(CODES))
@@ -41,9 +43,7 @@ def test_a_save_survives_expiring_credentials(code: str, moto_server: Server, tm
             if not isinstance(saved, StorageError):
                 break
             failed += 1
-            for (
-                save
-            ) in store.transactions():  # of saves whose end could not be written; otherwise each later save checks them
+            for save in store.transactions():  # could not write their end; every later save would check them
                 store.revoke(save.txid)
             assert says.get(code, "does not know this access key") in str(saved)
             assert servers.SECRET not in f"{saved} {saved.__cause__!r} {store.repository.storage!r}"

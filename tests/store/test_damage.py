@@ -1,4 +1,4 @@
-"""Loads of damaged, missing or hostile data raise an error that names the affected keys, and have no other effect."""
+"""Loads of damaged, missing or hostile data raise an error that names the affected keys, with no other effect."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 
 def key_of(store: Store, ref: str, tensor: str) -> str:
-    """The key of the first blob of a tensor."""
+    """Return the object key of a tensor's first blob."""
     manifest = manifests.get(store.repository, store.get(ref).commit)
     blob = manifest.blob(manifest.extents(manifest.tensors[tensor]).extents[0].blob)
     return f"objects/{blob.uploader}/{blob.hash}.safetensors"
@@ -118,7 +118,7 @@ def test_a_revoked_transaction_does_not_hide_the_damage(store: Store) -> None:
         store.read("a@1")
 
 
-def test_unverified_reads_detect_missing_bytes_but_not_flipped_ones(store: Store) -> None:
+def test_unverified_reads_detect_missing_but_not_flipped_bytes(store: Store) -> None:
     key = key_of(store, "b@1", "own")
     _flip(store, key)
     back = store.read("b@1", verify=False)["own"]
@@ -178,7 +178,7 @@ def test_damaged_attachments_and_object_parts_are_errors(store: Store) -> None:
     assert template == {"blob": None}
 
 
-def test_a_checkpoint_purged_during_a_load_is_gone() -> None:
+def test_a_checkpoint_purged_during_a_load_is_reported_as_gone() -> None:
     faulty = FaultyStore(memory())
     store = small(faulty)
     ckpt = store.save({"w": cells(3)}, step=1)
@@ -223,7 +223,7 @@ SECTIONS = ("index", "places", "blobs", "cells", "rows")
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_flipped_byte_in_a_manifest_section_is_detected(store: Store, section: str) -> None:
-    """The error names the damage, unaffected entries load, and gc stops only if it cannot decide."""
+    """The error names the damage, unaffected entries load, and gc stops only if it cannot determine what to keep."""
     ckpt = store.get("a@2")
     key = manifest_key(ckpt.commit.txid, ckpt.commit.id)
     found = decode_head(content(store, key))[section]
@@ -263,7 +263,7 @@ def test_a_flipped_byte_in_an_object_affects_only_that_object(store: Store) -> N
 
 
 @pytest.mark.parametrize("change", ["swapped sections", "of another commit", "a head alone"])
-def test_a_manifest_that_contradicts_its_record_stops_a_gc(store: Store, change: str) -> None:
+def test_a_manifest_that_contradicts_its_record_prevents_gc(store: Store, change: str) -> None:
     ckpt = store.get("a@2")
     key = manifest_key(ckpt.commit.txid, ckpt.commit.id)
     data = content(store, key)
@@ -287,7 +287,7 @@ def test_a_manifest_that_contradicts_its_record_stops_a_gc(store: Store, change:
 
 
 def forge(store: Store, change: Change) -> str:
-    """Store a checkpoint evil@1 with a changed manifest of a@2 and correct hashes."""
+    """Store a checkpoint evil@1 with a changed copy of a@2's manifest and correct hashes."""
     manifest = manifests.get(store.repository, store.get("a@2").commit)
     parts = taken_apart(manifest)
     parts.index |= {"run": "evil", "step": 1}
@@ -308,7 +308,7 @@ def all_of(*changes: Change) -> Change:
 
 
 def shapes(*shapes: tuple[int, ...]) -> Change:
-    """The shapes of the two entries."""
+    """Return the shapes of the two entries."""
     return all_of(
         setting("index", "entries", "dimensions", to=pack([len(shape) for shape in shapes])),
         setting("index", "entries", "shape", to=pack([extent for shape in shapes for extent in shape])),
@@ -367,7 +367,7 @@ HOSTILE: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_manifest_is_refused(name: str) -> None:
+def test_a_hostile_manifest_is_rejected(name: str) -> None:
     store = small()
     store.save({"m": {"shared": cells(3, seed=1)}}, run="a", step=1)
     store.save({"m": {"shared": cells(3, seed=1), "own": cells(3, seed=2)}}, run="a", step=2)
@@ -380,10 +380,10 @@ def test_a_hostile_manifest_is_refused(name: str) -> None:
         again.load(template, ref)
     except CasckptError:
         pass
-    else:  # for example a damaged tree, which a load with a template does not need
+    else:  # for example, a damaged tree, which a load with a template does not need
         assert same_state(template, {"m": {"shared": cells(3, seed=1)}})
     assert same_state(again.read("a@1"), {"m": {"shared": cells(3, seed=1)}})
-    for run, step in (("a", 3), ("new", 1), ("evil", 2)):  # the saves reuse less, and nothing else changes
+    for run, step in (("a", 3), ("new", 1), ("evil", 2)):  # the saves reuse less, but nothing else changes
         state = {"m": {"shared": cells(3, seed=1), "other": cells(3, seed=step)}}
         again.save(state, run=run, step=step)
         assert same_state(again.read(f"{run}@{step}"), state)
@@ -394,7 +394,7 @@ def _overlapping(table: Table) -> None:
 
 
 def test_extents_that_overlap_across_boxes_do_not_expose_other_memory() -> None:
-    """Overlaps that match holes in number would leave foreign memory in a new tensor."""
+    """If overlaps made up for holes, a new tensor would contain foreign memory."""
     from casckpt.tensors.values import Shard
 
     store, w = small(), torch.ones(4, 4)
@@ -407,7 +407,8 @@ def test_extents_that_overlap_across_boxes_do_not_expose_other_memory() -> None:
 
 @pytest.mark.in_memory
 def test_random_damage_to_any_object_is_detected_or_harmless(seed: int) -> None:
-    """After any bit flip or truncation, a load returns correct bytes or raises a casckpt error, and listings work."""
+    """After any bit flip or truncation, loads return correct bytes or raise a casckpt error, and listings still
+    work."""
     rng = random.Random(seed)
     state = {"w": cells(20, seed=1), "x": {"y": torch.arange(300)}, "o": b"z" * 6000}
     made = small()
@@ -430,7 +431,7 @@ def test_random_damage_to_any_object_is_detected_or_harmless(seed: int) -> None:
 
 
 @pytest.mark.parametrize("long", [False, True])
-def test_the_unchanged_base_of_a_forgery_is_read(long: bool) -> None:
+def test_a_forgery_that_changes_nothing_can_be_read(long: bool) -> None:
     """This proves that the tests above pass for the right reason."""
     store = small()
     store.save({"m": {"shared": cells(3, seed=1), "own": cells(3, seed=2)}}, run="a", step=2)
@@ -439,10 +440,10 @@ def test_the_unchanged_base_of_a_forgery_is_read(long: bool) -> None:
 
 
 def test_a_whole_cell_is_verified_even_if_a_load_needs_only_part_of_it(store: Store) -> None:
-    """The damage may lie outside the requested part."""
+    """The damage may be outside the requested part."""
     key = key_of(store, "b@1", "own")
     data = bytearray(store.repository.storage.get(key, limit=1 << 20))
-    data[DATA_OFFSET + 4000] ^= 1  # in the first cell; the load reads its first 100 numbers
+    data[DATA_OFFSET + 4000] ^= 1  # in the first cell; the load reads the cell's first 100 numbers
     overwrite(store, key, bytes(data))
     part = casckpt.Shard(torch.zeros(100), (3072,), flat=(0, 100))
     with pytest.raises(Damaged, match="own"):

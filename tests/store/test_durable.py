@@ -1,4 +1,4 @@
-"""A folder whose file names do not become durable: no save succeeds that a power loss could remove."""
+"""If file names in a folder do not become durable, a save that a power loss could remove does not succeed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from casckpt.storage.local import syscalls
 
 
 def failing_in(name: str, times: int) -> Callable[[int], None]:
-    """An fsync that fails the first ``times`` times for a folder of this name."""
+    """Return an fsync that fails the first ``times`` times for a folder with this name."""
     sync, left = syscalls.sync, [times]
 
     def fail(fd: int) -> None:
@@ -30,7 +30,7 @@ def failing_in(name: str, times: int) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("folder", ["commits", "transactions", "objects"])
-def test_a_save_whose_names_do_not_become_durable_raises(
+def test_a_save_whose_names_do_not_become_durable_raises_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
     store = casckpt.open(tmp_path / "store")
@@ -40,7 +40,7 @@ def test_a_save_whose_names_do_not_become_durable_raises(
         store.save({"x": torch.arange(6)}, run="run", step=1)
     monkeypatch.undo()
     again = casckpt.open(tmp_path / "store")
-    again.save({"x": torch.arange(7)}, run="run", step=2)  # and continues
+    again.save({"x": torch.arange(7)}, run="run", step=2)  # the store still works
     again.gc(keep_last=1, min_age=0, wait=0, revoke_after=0)
     assert [one.step for one in again.checkpoints()] == [2]
     assert not again.verify().is_damaged
@@ -55,7 +55,7 @@ def test_a_commit_that_is_durable_on_the_second_attempt_succeeds(
     assert store.save({"x": torch.arange(6)}, run="run", step=1).step == 1
 
 
-def test_a_tag_that_does_not_become_durable_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tag_that_does_not_become_durable_raises_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = casckpt.open(tmp_path / "store")
     saved = store.save({"x": torch.arange(5)}, run="run", step=0)
     store.tag("best", saved)

@@ -1,4 +1,7 @@
-"""Real training runs that change every weight and save deltas: killed, resumed, collected, and loaded elsewhere."""
+"""Real training runs that change every weight and save deltas.
+
+They are killed, resumed, collected and loaded elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +41,12 @@ WHOLE = 2 * 2 * BLOCKS * ROWS * COLUMNS  # bytes of one version
 CELL, BLOB = (
     WHOLE >> 8,
     WHOLE >> 4,
-)  # so that heads (4 KiB per blob, 50 bytes per frame) are a small part, as for large tensors
+)  # so that headers (4 KiB per blob, 50 bytes per frame) are a small fraction, as with large tensors
 
 
 @dataclass(frozen=True)
 class Training:
-    """One attempt. ``dies_at``: SIGKILL comes ``after`` some seconds in the save of that version, or after it."""
+    """One attempt. ``dies_at``: SIGKILL is sent ``after`` some seconds in the save of that version, or later."""
 
     url: str
     folder: Path
@@ -53,13 +56,13 @@ class Training:
     after: float = 0.0
 
     def store(self) -> Store:
-        """The store as a process opens it. This host caches reads from a bucket."""
+        """Open the store as a process does. This host caches reads from a bucket."""
         found = casckpt.open(self.url, storage_options=dict(self.options) or None, cache_dir=self.folder / "host")
         found.create(cell_bytes=CELL, blob_bytes=BLOB)
         return found
 
     def diary(self) -> list[dict[str, Any]]:
-        """Every saved version, of any attempt."""
+        """Return every version that was saved, by any attempt."""
         return [json.loads(line) for line in (self.folder / "diary").read_text().splitlines()]
 
 
@@ -80,17 +83,17 @@ def network(size: int) -> nn.Module:
 
 
 def weights(net: nn.Module) -> dict[str, DTensor]:
-    """The weights of a float32 training in the dtype of inference."""
+    """Return the weights of a float32 training run in the dtype used for inference."""
     return {key: value.detach().to(torch.bfloat16) for key, value in net.state_dict().items()}
 
 
 def digest(state: Mapping[str, DTensor]) -> str:
-    """The digest of all bytes of all ranks."""
+    """Return the digest of all bytes on all ranks."""
     return cell_digest(b"".join(bytes_of(one.full_tensor()) for one in state.values())).hex()
 
 
 def train(rank: int, size: int, plan: Training) -> None:
-    """Save each missing version. A resumed training repeats all steps before it."""
+    """Save each missing version. A resumed training run repeats all steps before it."""
     store, net = plan.store(), network(size)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-6)
     done = max((ckpt.step for ckpt in store.checkpoints()), default=0)
@@ -102,7 +105,7 @@ def train(rank: int, size: int, plan: Training) -> None:
         optimizer.zero_grad()
         if step == done:
             found: dict[str, DTensor] = emptied(weights(net))
-            if plan.options:  # otherwise the cache of this host holds only blobs of which a load reads half
+            if plan.options:  # otherwise, the cache of this host holds only blobs of which a load reads at least half
                 store.pre_download(f"default@{step}", {"model": found})
             store.load({"model": found}, f"default@{step}")
             assert digest(found) == digest(weights(net))
@@ -128,7 +131,7 @@ def save(rank: int, store: Store, plan: Training, step: int, state: dict[str, DT
 
 
 def whole_and_unasked(store: Store, step: int) -> int:
-    """Return the bytes of raw cells for which the previous version required no new key."""
+    """Return the bytes of full cells that the chains of the previous version did not require."""
     repo, now = store.repository, store.get(f"default@{step}").commit
     before, after = (manifests.get(repo, one) for one in (store.get(f"default@{step - 1}").commit, now))
     old = {entry.name: before.extents(entry) for entry in before.entries if entry.dtype == "bfloat16"}
@@ -150,7 +153,7 @@ def whole_and_unasked(store: Store, step: int) -> int:
 
 
 def load(rank: int, size: int, plan: Training, steps: list[int]) -> list[dict[int, str]]:
-    """Load on any number of ranks, first rows and then columns. Return the reads."""
+    """Load on any number of ranks, first by rows and then by columns. Return the reads."""
     store, mesh, read = plan.store(), line(size), list[dict[int, str]]()
     for dim in (0, 1):
         read.append({})
@@ -167,7 +170,7 @@ def collecting(plan: Training) -> Iterator[None]:
     store, over, failed = plan.store(), threading.Event(), list[Exception]()
 
     def collect() -> None:
-        while not over.wait(1.0 if plan.options else 0.2):  # a process that uses a bucket slows down the others
+        while not over.wait(1.0 if plan.options else 0.2):  # using a bucket slows down the other processes
             try:
                 store.gc(keep_last=KEPT, min_age=0, wait=0)
             except Exception as error:  # noqa: BLE001 - raised at the end

@@ -30,14 +30,15 @@ KINDS = {"before": fail_before, "after": fail_after}
 
 
 def states() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Three states. The second reuses some blobs of the first and adds its own; the third reuses both."""
+    """Return three states. The second reuses some blobs of the first and adds its own; the third reuses blobs
+    of both."""
     first = {"kept": cells(20, seed=1), "changed": cells(20, seed=2), "o": b"x" * 5000}
     second = first | {"changed": cells(20, seed=3), "new": cells(20, seed=4)}
     return first, second, second | {"changed": cells(20, seed=5)}
 
 
 def prepared(inner: ObjectStore) -> tuple[FaultyStore, Store]:
-    """A store with default@1."""
+    """Return a store with default@1."""
     faulty = FaultyStore(inner)
     store = small(faulty)
     store.save(states()[0], step=1)
@@ -45,7 +46,7 @@ def prepared(inner: ObjectStore) -> tuple[FaultyStore, Store]:
 
 
 def calls_of_a_save() -> list[tuple[str, int]]:
-    """Every call of the second save: its method and its number among the calls of that method."""
+    """Return every call of the second save: its method, and its number among the calls of that method."""
     faulty, store = prepared(memory())
     first = len(faulty.calls)
     store.save(states()[1], step=2, threads=1)
@@ -62,7 +63,7 @@ def reopened(store: Store) -> Store:
 
 
 def check_after(store: Store, failed: bool) -> None:
-    """Check that a failed save is invisible, that a successful one is complete, and that the next save works."""
+    """Check that a failed save is invisible, that a successful one is complete, and that the next save succeeds."""
     first, second, third = states()
     for look in (store, reopened(store)):
         assert steps(look) == [("default", 1)] + [("default", 2)] * (not failed)
@@ -76,7 +77,7 @@ def check_after(store: Store, failed: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_save_survives_or_reports_each_failing_call(kind: str) -> None:
+def test_a_save_survives_or_reports_any_failing_call(kind: str) -> None:
     calls = calls_of_a_save()
     assert {method for method, _ in calls} >= {"put", "settle", "get", "size", "list", "delete"}
     outcomes = set()
@@ -109,7 +110,7 @@ def test_a_repeatedly_failing_put_fails_the_save(where: str, key: str, kind: str
     check_after(store, failed)
 
 
-def test_a_commit_with_a_lost_response_and_a_failed_check_is_found() -> None:
+def test_a_commit_whose_response_was_lost_is_found_even_if_the_check_fails() -> None:
     faulty, store = prepared(memory())
     faulty.inject(fail_after("put", key="commits/*-2"), fail_before("get", key="commits/*-2"))
     store.save(states()[1], step=2)
@@ -118,8 +119,8 @@ def test_a_commit_with_a_lost_response_and_a_failed_check_is_found() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_storage_that_fails_permanently_at_the_commit_is_an_error(kind: str) -> None:
-    """The result is unknown, so the save fails. Later readers see all of it or nothing."""
+def test_storage_that_fails_permanently_at_the_commit_raises_an_error(kind: str) -> None:
+    """The result is unknown, so the save fails. Later readers see all of the checkpoint or nothing."""
     faulty, store = prepared(memory())
     gone = [fail_before(method, times=1000) for method in ("put", "get", "list", "size", "delete")]
     faulty.inject(
@@ -186,11 +187,11 @@ def test_a_storage_error_during_a_lookup_is_raised(method: str) -> None:
     assert same_state(again.read(ref), states()[0])
 
 
-# revoked by a gc during the save
+# revoked by gc during the save
 
 
 def revoker(store: Store, faulty: FaultyStore, *, purge: bool = False) -> Callable[[Call], None]:
-    """Act as a gc that considers the save dead: revoke it, and delete its blobs."""
+    """Act as a gc that considers the save dead: revoke it and delete its blobs."""
 
     def revoke(_: Call) -> None:
         names = [parse_log(key) for key in faulty.keys("put") if key.startswith("transactions/")]
@@ -224,7 +225,7 @@ def test_a_revoked_save_is_retried_without_reuse(method: str, key: str, caplog: 
 
 
 def test_a_save_revoked_while_its_reused_blobs_are_deleted_is_retried() -> None:
-    """The missing blobs are not damage, so casckpt marks none."""
+    """The missing blobs do not count as damage, so casckpt does not mark them."""
     faulty, store = prepared(memory())
     faulty.inject(call_first("size", revoker(store, faulty, purge=True), key="objects/*"))
     ckpt = store.save(states()[1], step=2)
@@ -252,7 +253,7 @@ def _refs(store: Store, ref: str) -> list[Any]:
 
 
 def test_repeatedly_lost_responses_fail_the_save() -> None:
-    """If the blob exists with a different size, the server has stored it incorrectly."""
+    """If a blob exists with a different size, the server has stored it incorrectly."""
     faulty, store = prepared(memory())
 
     def spoil(call: Call) -> None:

@@ -1,5 +1,7 @@
-"""Sharded tensors of other libraries in a state with other values. A save stores their content, and a load fills them
-in place."""
+"""Sharded tensors of other libraries together with other values.
+
+A save stores the tensors' contents, and a load fills the tensors in place.
+"""
 
 from __future__ import annotations
 
@@ -74,8 +76,10 @@ def test_foreign_tensors_are_saved_and_loaded_in_place_on_ranks(ranks: Pool, tmp
 
 
 def nested(rank: int, size: int, path: Path) -> None:
-    """Rows over all ranks, each of them split into columns over a group of one: FSDP over tensor parallelism in older
-    versions."""
+    """Split rows over all ranks, and each of them into columns over a group of one rank.
+
+    This is what FSDP over tensor parallelism looks like in older versions.
+    """
     alone = [dist.new_group([one]) for one in range(size)][rank]
     mine = WHOLE[4 * rank : 4 * rank + 4].clone()
     halves = [TorchShard.from_tensor_and_offsets(mine[:, at : at + 3].contiguous(), [0, at], rank) for at in (0, 3)]
@@ -91,12 +95,12 @@ def test_nested_foreign_tensors_are_saved(ranks: Pool, tmp_path: Path) -> None:
     assert torch.equal(casckpt.open(tmp_path / "store").read("default@0")["w"], WHOLE)
 
 
-def test_a_foreign_tensor_without_sharding_is_refused(store: casckpt.Store) -> None:
+def test_a_foreign_tensor_without_sharding_is_rejected(store: casckpt.Store) -> None:
     with pytest.raises(InvalidInput, match=r"'w': its sharding is not known yet: call its mark_as_sharded\(\)"):
         store.save({"w": flat(torch.zeros(3), (), known=False)}, step=0)
 
 
-def test_the_error_for_an_unreduced_sum_names_it(store: casckpt.Store) -> None:
+def test_the_error_for_an_unreduced_sum_names_the_key(store: casckpt.Store) -> None:
     with pytest.raises(InvalidInput, match="w"):
         store.save({"w": flat(torch.zeros(3), (4,), (0, 4))}, step=0)
     with pytest.raises(InvalidInput, match="'w' of shape"):

@@ -1,6 +1,6 @@
-"""An attacker without a key stores different bytes under a pinned or signed id.
+"""An attacker without a key stores different bytes under a pinned or signed ID.
 
-The id is the hash of the index. The attacks rewrite everything else of a manifest, its head and the record that names
+The ID is the hash of the index. The attacks rewrite everything else in a manifest, its head, and the record that names
 the head. All hashes are correct except those in the index.
 """
 
@@ -31,7 +31,7 @@ EVIL = {"model": {"w": torch.full((64, 64), 666.0)}, "optim": {"m": torch.ones(6
 
 
 class Called:
-    """Stands for code that a pickle runs."""
+    """Stands in for code that a pickle runs."""
 
     ran = False
 
@@ -91,7 +91,7 @@ def put_instead(store: Store, ref: str, changed: Mapping[str, bytes]) -> None:
 
 
 def forge(store: Store, elsewhere: Path, evil: Mapping[str, Any]) -> None:
-    """Give run@1 the content of ``evil`` under its own index."""
+    """Give run@1 the contents of ``evil`` under its own index."""
     other = small_folder(elsewhere)
     made = other.save(evil, run="run", step=1, allow_pickle=True, health=True)
     for ref in manifests.get(other.repository, made.commit).blobs:
@@ -102,7 +102,7 @@ def forge(store: Store, elsewhere: Path, evil: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("evil", [EVIL, {**EVIL, "note": Called()}])
-def test_all_readers_refuse_different_bytes_under_a_signed_id(
+def test_all_readers_reject_different_bytes_under_a_signed_id(
     tmp_path: Path, store: Store, open_trusting: Callable[[], Store], evil: dict[str, Any]
 ) -> None:
     id = store.get("run@1").id
@@ -127,7 +127,7 @@ def test_all_readers_refuse_different_bytes_under_a_signed_id(
     assert found.is_damaged
 
 
-def test_a_forged_thinned_checkpoint_is_refused(
+def test_a_forged_thinned_checkpoint_is_rejected(
     tmp_path: Path, store: Store, open_trusting: Callable[[], Store]
 ) -> None:
     forge(store, tmp_path / "evil", {**GOOD, "note": "pwned"})
@@ -162,7 +162,7 @@ def test_bits_flipped_under_correct_hashes_do_not_change_loaded_values(
 def test_a_verified_manifest_is_not_used_for_a_different_id(store: Store, open_trusting: Callable[[], Store]) -> None:
     store.save(EVIL, run="run", step=2, attachments={"a.txt": b"evil"})
     trusting = open_trusting()
-    assert trusting.get("run@2").tensors  # the tensors, which are not secret, are in memory now
+    assert trusting.get("run@2").tensors  # the tensors' descriptions, which are not secret, are now in memory
     commit = store.get("run@2").commit
     record = msgspec.structs.replace(commit.committed, manifest=store.get("run@1").id)
     store.repository.storage.replace(commit_key(commit.txid), records.encode(record))

@@ -45,7 +45,7 @@ def zeros() -> dict[str, Any]:
 
 
 def update(store: Store, held: Checkpoint, _: Path) -> None:
-    """Load with frames."""
+    """Update a state, which reads frames."""
     state = zeros()
     store.update(state, REF, held=store.load(state, held))
 
@@ -53,11 +53,12 @@ def update(store: Store, held: Checkpoint, _: Path) -> None:
 def through_dcp(store: Store, *_: object) -> None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the warning about a single process
+            warnings.simplefilter("ignore", UserWarning)  # a warning about a single process
             load(zeros(), storage_reader=StorageReader(store, REF))
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
-        raise Gone(str(cause)) if type(cause) is AssertionError else cause from error  # DCP's error for two errors
+        # If several errors were raised, DCP raises an AssertionError.
+        raise Gone(str(cause)) if type(cause) is AssertionError else cause from error
 
 
 def copy(store: Store, _: Checkpoint, folder: Path) -> None:
@@ -89,7 +90,7 @@ def faults() -> FaultyStore:
 
 @pytest.fixture
 def store(faults: FaultyStore, tmp_path: Path) -> Store:
-    """The deltas run@1 to run@0, on a host without a cache."""
+    """A store with run@0 and run@1, which has deltas to it, on a host without a cache."""
     made = small(faults)
     made.save(first(), run="run", step=0)
     made.save(second(), run="run", step=1, compress="always")
@@ -98,12 +99,12 @@ def store(faults: FaultyStore, tmp_path: Path) -> Store:
 
 
 def purge(faults: FaultyStore) -> None:
-    """Act as a gc on another host that keeps only the newest checkpoint."""
+    """Act as a gc on a different host that keeps only the newest checkpoint."""
     Store(Repository(faults.inner)).gc(keep_last=1, min_age=0, wait=0)
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_checkpoint_purged_during_a_read_of_its_bytes_is_gone(
+def test_a_checkpoint_purged_while_its_bytes_are_read_is_reported_as_gone(
     store: Store, faults: FaultyStore, tmp_path: Path, reader: str
 ) -> None:
     held, mine = store.get("run@0"), store.get(REF)
@@ -115,7 +116,7 @@ def test_a_checkpoint_purged_during_a_read_of_its_bytes_is_gone(
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_checkpoint_purged_during_a_read_of_its_manifest_is_gone(
+def test_a_checkpoint_purged_while_its_manifest_is_read_is_reported_as_gone(
     store: Store, faults: FaultyStore, tmp_path: Path, reader: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifests, "WHOLE_BYTES", 0)
@@ -126,7 +127,7 @@ def test_a_checkpoint_purged_during_a_read_of_its_manifest_is_gone(
         READERS[reader](store, held, tmp_path)
 
 
-def test_the_advice_in_a_gone_error_helps(store: Store, faults: FaultyStore) -> None:
+def test_following_the_advice_in_a_gone_error_helps(store: Store, faults: FaultyStore) -> None:
     faults.inject(call_first("open", meanwhile(lambda: purge(faults)), key="*.safetensors"))
     with pytest.raises(NotFound, match="lease=True") as caught:
         store.load(zeros(), REF)
@@ -149,7 +150,7 @@ def test_http_reports_a_purged_checkpoint_as_gone(store: Store, faults: FaultySt
     from tests.support.serving import serving
 
     with serving(reopened(store)) as served:
-        faults.inject(fail_before("put", key="tags/*", times=99))  # a read-only store: there is no lease
+        faults.inject(fail_before("put", key="tags/*", times=99))  # as in a read-only store, there is no lease
         faults.inject(call_first("open", meanwhile(lambda: purge(faults)), key="*.safetensors"))
         said = served.get("/run/resolve/1/model.safetensors")
     assert (said.status, said.headers["X-Error-Code"]) == (404, "RevisionNotFound")

@@ -1,4 +1,4 @@
-"""A save killed at any instant leaves the whole checkpoint or nothing, and does not block later saves."""
+"""A save killed at any instant leaves the complete checkpoint or nothing, and does not block later saves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.shared import made_once
 ROOT = Path(__file__).parents[2]
 SAVES, THINS = "tests.support.killed_saves", "tests.support.killed_thins"
 PATIENCE = 4 * 3600.0  # seconds, for a sweep of all points
-POINTS = 4  # of each way
+POINTS = 4  # in each way
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_killing_a_save_at_many_instants_does_not_lose_data(killed: Path, way: s
         check_all(store, {("default", step): state(step) for step in (1, 2)})
         assert not store.verify().is_damaged
         result = store.gc(wait=0, min_age=0)
-        assert not result.waiting, point.name  # its process is dead, and this host can prove it
+        assert not result.waiting, point.name  # the process is dead, and this host can prove it
         check_clean(store)
         check_all(store, {("default", step): state(step) for step in (1, 2)})
         store.save(state(3), step=3, compress="auto")
@@ -62,7 +62,7 @@ def test_killing_a_save_at_many_instants_does_not_lose_data(killed: Path, way: s
 
 @pytest.fixture(scope="module")
 def thinned(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """A folder with a store for each point at which thin was killed."""
+    """A folder with a store for each point at which thinning was killed."""
     full = bool(request.config.getoption("--full"))
     numbers = [str(100 if full else 8), str(int(request.config.getoption("--hypothesis-seed") or 0))]
     return made_once(tmp_path_factory, "thinned", lambda folder: done(THINS, folder, *numbers))

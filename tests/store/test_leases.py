@@ -1,4 +1,4 @@
-"""Expiring tags and leases: a leased checkpoint loads despite gcs and policies."""
+"""Expiring tags and leases: a leased checkpoint can be loaded despite gcs and policies."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_leased_checkpoint_loads_despite_gcs(store: Store) -> None:
         pass
 
 
-def test_an_expiring_tag_names_its_checkpoint_until_it_expires(store: Store) -> None:
+def test_an_expiring_tag_refers_to_its_checkpoint_until_it_expires(store: Store) -> None:
     store.tag("eval", "run@0", expires="12h")
     store.tag("eval", "run@0", expires=timedelta(hours=12))
     assert store.get("tag:eval") == store.tags()["eval"] == store.get("run@0")
@@ -79,7 +79,7 @@ def test_a_duration_has_a_unit_and_is_respected(store: Store, expires: Any) -> N
     assert store.tags() == {}
 
 
-def test_an_expired_tag_does_not_name_a_checkpoint(store: Store) -> None:
+def test_an_expired_tag_does_not_refer_to_a_checkpoint(store: Store) -> None:
     repo = store.repository
     store.tag("eval", "run@0", expires="1h")
     now = repo.clock
@@ -92,7 +92,7 @@ def test_an_expired_tag_does_not_name_a_checkpoint(store: Store) -> None:
 
 def test_a_forgotten_checkpoint_is_neither_leased_nor_restored(store: Store) -> None:
     (gone,) = store.forget("run@0")
-    with pytest.raises(NotFound, match="only a visible checkpoint can be held"):
+    with pytest.raises(NotFound, match="only a visible checkpoint can be leased"):
         store.tag("eval", gone.id, expires="1h")
     with pytest.raises(NotFound), store.lease(gone.id):
         pass
@@ -129,7 +129,7 @@ def empty() -> dict[str, Any]:
     return {"w": torch.zeros_like(state(0)["w"])}
 
 
-def test_a_load_holds_a_lease_on_what_it_reads_until_it_ends(store: Store) -> None:
+def test_a_load_holds_a_lease_on_its_checkpoint_until_it_ends(store: Store) -> None:
     held: list[int] = []
 
     def look(done: int, total: int | None) -> None:
@@ -153,7 +153,7 @@ def test_a_failed_load_ends_its_lease(store: Store) -> None:
 
 def test_a_forgotten_checkpoint_is_not_loaded_with_a_lease(store: Store) -> None:
     (gone,) = store.forget("run@0")
-    with pytest.raises(NotFound, match="only a visible checkpoint can be held"):
+    with pytest.raises(NotFound, match="only a visible checkpoint can be leased"):
         store.load(empty(), gone.id, lease=True)
 
 
@@ -172,7 +172,7 @@ def test_a_load_that_cannot_get_a_lease_fails_before_changing_anything(error: Ex
 
 
 def test_a_lease_on_latest_holds_the_latest_at_that_time(store: Store) -> None:
-    """Another process forgets the checkpoint between the listing and the lease."""
+    """A different process forgets the checkpoint between the listing and the lease."""
     storage = FaultyStore(store.repository.storage)
     reader = small(storage)
 
@@ -187,7 +187,7 @@ def test_a_lease_on_latest_holds_the_latest_at_that_time(store: Store) -> None:
 
 
 def leases_of(rank: int, size: int, path: Path) -> tuple[int, int]:
-    """Count the leases during the call and after it."""
+    """Return the number of leases during the call and after it."""
     store, found, most = casckpt.open(path), empty(), [0]
 
     def look(done: int, total: int | None) -> None:
@@ -241,7 +241,7 @@ def later(store: Store, hours: float) -> None:
 
 
 def test_gc_does_not_delete_leased_checkpoints(tmp_path: Path) -> None:
-    """Two readers and a gc run in a loop while a training run saves."""
+    """Two readers and a gc run repeatedly while a training run saves."""
     store, over = small_folder(tmp_path / "store"), threading.Event()
     store.save(state(0), run="run", step=0)
     read: list[int] = []

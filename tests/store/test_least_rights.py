@@ -1,4 +1,4 @@
-"""Writers that can only add files, and readers: their work succeeds, and forbidden actions fail."""
+"""Readers, and writers that can only add files: their work succeeds, and forbidden actions fail."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.support.signing import pair
 
 FOREVER = 1 << 30
 Role = Callable[[str], Store]
-"""The store as opened by a certain user."""
+"""A function that opens the store as a certain user."""
 
 
 def folder(tmp_path: Path) -> Role:
-    """A folder in which writers cannot remove or replace files, and readers cannot create any."""
+    """Yield a folder in which writers cannot remove or replace files, and readers cannot create files."""
 
     def call(role: str) -> Store:
         refused = {"keeper": (), "writer": ("delete", "replace"), "reader": ("delete", "replace", "put")}[role]
@@ -65,7 +65,7 @@ def optimizer(step: int) -> dict[str, Any]:
     return {"optim": {"m": torch.full((300 * CELL // 4,), float(step))}}
 
 
-def test_writers_without_delete_permission_work_and_another_process_cleans_up(role: Role, tmp_path: Path) -> None:
+def test_writers_need_no_delete_permission_if_a_different_process_cleans_up(role: Role, tmp_path: Path) -> None:
     writer, keeper, alice = role("writer"), role("keeper"), pair(tmp_path / "keys")
     writer.create(cell_bytes=CELL, blob_bytes=64 << 10)
     for step in range(5):
@@ -123,7 +123,8 @@ def test_a_reader_loads_without_changing_anything(role: Role, tmp_path: Path) ->
 
 
 def test_deleted_objects_in_a_versioned_bucket_can_be_recovered(moto_server: Server, tmp_path: Path) -> None:
-    """A keeper deletes everything in the store. Removing the delete markers restores it unchanged."""
+    """A user with all permissions deletes everything in the store. Removing the delete markers restores it
+    unchanged."""
     client, bucket = moto_server.client, "locked"
     client.create_bucket(Bucket=bucket, ObjectLockEnabledForBucket=True)
     rule = {"DefaultRetention": {"Mode": "COMPLIANCE", "Days": 1}}

@@ -1,4 +1,4 @@
-"""A listing has the checkpoints and tags of one instant."""
+"""A listing contains the checkpoints and tags at one instant."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_listing_shows_forgotten_checkpoints_separately(store: casckpt.Store) 
     assert listing.superseded == frozenset()
 
 
-def test_a_listing_does_not_change(store: casckpt.Store) -> None:
+def test_a_listing_object_does_not_change(store: casckpt.Store) -> None:
     listing = store.listing()
     store.tag("best", "a@1")
     store.forget("a@3")
@@ -74,7 +74,7 @@ def test_a_damaged_tag_is_listed_separately(store: casckpt.Store, tmp_path: Path
     assert (list(listing.tags), listing.damaged_tags) == ([], ["best"])
 
 
-def test_a_listing_names_runs_with_similar_names(store: casckpt.Store) -> None:
+def test_a_listing_includes_runs_with_similar_names(store: casckpt.Store) -> None:
     assert "existing runs: a" in store.listing().about_run("zebra")
 
 
@@ -84,7 +84,7 @@ def test_a_checkpoint_forgotten_with_forget_now_is_purged_immediately(store: cas
     assert steps(store.listing().standing) == [1, 3]
 
 
-def test_details_match_the_save(store: casckpt.Store) -> None:
+def test_the_details_of_a_checkpoint_match_its_save(store: casckpt.Store) -> None:
     saved = store.save({"w": torch.zeros(4), "n": {1, 2}}, run="a", step=4)
     details = saved.details
     assert (details.world_size, details.objects, details.pickled, details.differing) == (1, ("n",), (), ())

@@ -1,4 +1,4 @@
-"""One store object after pickling, in forks, and at the end of a process."""
+"""A store object after pickling, in forked processes, and at the end of a process."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.support.shared import made_once
 if TYPE_CHECKING:
     from tests.support.servers import Server
 
-SECONDS = 120  # a hung child fails the test
+SECONDS = 120  # a child that hangs longer fails the test
 
 
 def told(code: str, *args: object, status: int = 0) -> str:
-    """Return the stderr of a program that ends with ``status``."""
+    """Run a program that must exit with ``status``. Return its stderr."""
     command = [sys.executable, "-c", code, *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
     assert done.returncode == status, done.stderr
@@ -41,7 +41,7 @@ def test_a_used_store_can_be_pickled(store: casckpt.Store) -> None:
 
 
 def test_a_forked_child_can_save_in_the_background(store: casckpt.Store) -> None:
-    """The child does not have the parent's thread, so it must not wait for it."""
+    """The parent's thread does not exist in the child, so the child must not wait for it."""
     store.save_async({"w": torch.ones(3)}, step=1).result()
     with forked(lambda: store.save_async({"w": torch.zeros(3)}, step=2).result(SECONDS)):
         pass
@@ -49,9 +49,9 @@ def test_a_forked_child_can_save_in_the_background(store: casckpt.Store) -> None
 
 
 def test_a_save_to_a_bucket_is_finished_when_the_interpreter_ends(moto_server: Server, tmp_path: Path) -> None:
-    """This includes a save that has just begun, of a store without references.
+    """This includes a save that has only just begun, even if nothing refers to the store.
 
-    S3's client uses thread pools, and Python shuts these down before it waits for casckpt's thread.
+    The S3 client uses thread pools, which Python shuts down before it waits for casckpt's thread.
     """
     url = f"s3://{moto_server.new_place()}/store"
     code = (
@@ -158,7 +158,7 @@ PROGRAMS = (IN_BACKGROUND, BESIDE_A_CHILD, COLLECTED, *FAILED, *FINE)
 
 
 class Ended(NamedTuple):
-    """The end of a program. ``said``: its stdout and stderr."""
+    """How a program ended. ``said``: its stdout and stderr."""
 
     said: str
     status: int
@@ -167,7 +167,7 @@ class Ended(NamedTuple):
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """The ends of all programs. They are forks of one process, since imports are slow, and each has its own store."""
+    """How all programs ended. They are forked from one process, because imports are slow. Each has its own store."""
 
     def run(folder: Path) -> None:
         programs = {str(folder / str(number)): program for number, program in enumerate(PROGRAMS)}
@@ -191,7 +191,7 @@ def test_saves_in_the_background_are_finished_when_the_interpreter_ends(ended: d
 
 
 def test_a_forked_child_can_exit_while_its_parent_saves(ended: dict[str, Ended]) -> None:
-    """The child does not wait for that save, which never ends in it."""
+    """The child does not wait for that save, which would never end in the child."""
     said, status, store = ended[BESIDE_A_CHILD]
     assert (said, status) == ("second\nfirst " * 2, 0)
     assert [one.step for one in store.checkpoints()] == [1]
@@ -205,21 +205,21 @@ def test_an_unreported_failed_last_save_sets_the_exit_status(ended: dict[str, En
         said = ended[program].said
         assert "second\n" in said, said
         assert said.endswith("first "), said
-        told = "the last background save failed, and no caller asked its future"
+        told = "the last background save failed, and no caller checked its future"
         assert said.count(told) == (program in FAILED and "stderr = None" not in program), said
 
 
 def test_an_unreported_failed_last_save_is_logged_at_exit(ended: dict[str, Ended]) -> None:
     said, status, _ = ended[COLLECTED]
     assert status == 120
-    assert said.count("failed, and no caller asked its future") == 1
-    assert "default@2 exists already" in said
+    assert said.count("failed, and no caller checked its future") == 1
+    assert "default@2 already exists" in said
 
 
 def test_a_deleted_store_is_recreated_by_the_next_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """In a notebook, a user may remove the folder while the store object still exists.
 
-    Other processes must still open the new save.
+    Other processes must still be able to open the new save.
     """
     store = casckpt.open(tmp_path / "store")
     store.create(cell_bytes=8192, blob_bytes=1 << 16)

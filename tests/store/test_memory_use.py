@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MOST = 24  # MiB: two blobs of 1 MiB in the making, reads of 8 MiB for each of two threads, and Python's own
+MOST = 24  # MiB: two blobs of 1 MiB being written, reads of 8 MiB for each of two threads, and Python itself
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc")
 @pytest.mark.parametrize(
     "mib", [pytest.param(64, marks=pytest.mark.soak), 128, pytest.param(256, marks=pytest.mark.soak)]
 )
-def test_memory_beyond_the_state_is_bounded(tmp_path: Path, mib: int) -> None:
+def test_memory_use_beyond_the_state_is_bounded(tmp_path: Path, mib: int) -> None:
     command = [sys.executable, "-m", "tests.support.peak", str(tmp_path), str(mib)]
     found = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     saved, loaded, saved_again = map(float, found.split())
     assert max(saved, loaded, saved_again) <= MOST
-    assert sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors")) >= mib << 20  # no file is shared
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors")) >= mib << 20  # nothing is shared

@@ -1,4 +1,4 @@
-"""torch's modes in the calling program do not change saved and loaded values."""
+"""Saved and loaded values do not depend on torch's modes in the calling program."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def state(factor: float) -> dict[str, Any]:
 
 
 def wide(factor: float) -> dict[str, Any]:
-    """The same values in other dtypes, so that torch has to convert them."""
+    """Return the same values in different dtypes, so that torch has to convert them."""
     found = state(factor)
     return {key: value.to(torch.float64) if key in "wt" else value for key, value in found.items()}
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("name", MODES)
-def test_saves_and_loads_are_the_same_in_every_mode(name: str, threads: int) -> None:
+def test_saves_and_loads_have_the_same_result_in_every_mode(name: str, threads: int) -> None:
     store, mode = small(), MODES[name]
     one, two, here, cast = state(1), state(2), state(0), wide(0)
     with mode():
@@ -83,7 +83,7 @@ def test_saves_and_loads_are_the_same_in_every_mode(name: str, threads: int) -> 
     assert same_state(read, two)
     assert same_state(here, one)
     assert same_state(cast, wide(1))
-    store.save_async(one, step=3).result()  # into the memory that was allocated in that mode
+    store.save_async(one, step=3).result()  # into memory that was allocated in that mode
     assert same_state(store.read("default@3"), one)
 
 
@@ -121,7 +121,7 @@ def test_the_error_explains_a_failed_torch_allocation() -> None:
     store.save({"w": torch.ones(5)}, step=1)
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        store.load(here, "default@1")  # which has memory
+        store.load(here, "default@1")  # `here` has memory
         with pytest.raises(InvalidInput, match="FakeTensorMode"):
             store.read("default@1")
     assert torch.equal(here["w"], torch.ones(5))
@@ -137,14 +137,14 @@ def test_exchanges_work_with_any_default_device(ranks: Pool) -> None:
 
 
 def test_every_new_tensor_names_its_device() -> None:
-    """Otherwise, the caller's default device applies: ``torch.set_default_device("cuda")`` means a GPU."""
+    """Otherwise, the caller's default device applies, such as a GPU after ``torch.set_default_device("cuda")``."""
     found = {path.relative_to(PACKAGE).as_posix(): without_a_device(path) for path in PACKAGE.rglob("*.py")}
-    del found["frontends/demo.py"]  # a training run that is a separate program
+    del found["frontends/demo.py"]  # a training run in a separate program
     assert {path: calls for path, calls in found.items() if calls} == {}
 
 
 def without_a_device(path: Path) -> list[str]:
-    """Find the calls in a module that create a tensor without a device."""
+    """Return the calls in a module that create a tensor without specifying a device."""
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     made = [node for node in calls if isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "torch"]
     return [

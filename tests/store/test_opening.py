@@ -20,7 +20,7 @@ def test_open_does_not_create_a_store() -> None:
 REF = "default@1"
 
 
-def test_a_mistyped_path_is_not_found_and_creates_nothing(tmp_path: Path) -> None:
+def test_a_mistyped_path_raises_not_found_and_creates_nothing(tmp_path: Path) -> None:
     path = tmp_path / "no" / "store"
     store = open_store(path)
     calls: list[Any] = [

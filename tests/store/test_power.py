@@ -1,8 +1,8 @@
-"""Power loss at any instant keeps returned saves, shows only complete checkpoints, and does not stop later work.
+"""After a power loss at any instant, returned saves exist, only complete checkpoints are visible, and work continues.
 
-Processes save, thin, forget and collect, one after the other. Some are killed and leave names that are not durable. The
-test checks the possible contents of the disk at many instants after a power loss, with and without the notes of the
-host.
+Processes save, thin, forget and collect, one after the other. Some are killed and leave names that are not durable.
+The test checks the possible contents of the disk after a power loss at many instants, with and without the host's
+cache.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ DROP = "optim.*"
 
 
 def state(step: int) -> dict[str, Any]:
-    """Some values are equal in all steps, and some are new, in their own files."""
+    """Return a state in which some values are equal in all steps, and others are new. New values have their
+    own files."""
     model = {"kept": cells(20, seed=1), "new": cells(2, seed=step)}
     return {"model": model, "optim": {"m": cells(20, seed=50 + step)}, "step": step}
 
@@ -42,9 +43,9 @@ def opened(folder: Path, cache: Path) -> Store:
 
 @dataclass
 class User:
-    """A user with random actions. ``there``: the steps that must survive.
+    """A user who acts randomly. ``there``: the steps that must survive.
 
-    The user removes a step here before it forgets it in the store.
+    The user removes a step from ``there`` before forgetting it in the store.
     """
 
     dice: random.Random
@@ -79,7 +80,7 @@ class User:
 
 
 def lives(folder: Path, dice: random.Random) -> tuple[Disk, Path]:
-    """Run up to three processes, one after the other, in one store."""
+    """Run up to three processes one after the other in the same store."""
     root, caches = folder / "store", folder / "caches"
     root.mkdir(parents=True)
     user = User(dice)
@@ -95,7 +96,7 @@ def lives(folder: Path, dice: random.Random) -> tuple[Disk, Path]:
                     user.act(store)
             except Killed:
                 pass
-            disk.dies_at = disk.calls  # its remaining threads
+            disk.dies_at = disk.calls  # ends its remaining threads
             for thread in threading.enumerate():
                 if thread is not threading.current_thread() and not thread.daemon:
                     thread.join(30)
@@ -130,7 +131,7 @@ def wrongs(folder: Path, cache: Path, there: frozenset[int]) -> list[str]:
 
 
 def after_power_was_lost(folder: Path, seed: int) -> list[str]:
-    """Return the broken guarantees at some instants of some lives."""
+    """Return the guarantees that were broken at some instants of some runs."""
     dice = random.Random(seed)
     disk, caches = lives(folder, dice)
     found = []

@@ -1,4 +1,4 @@
-"""Saved values load exactly: every dtype, every layout, every bit."""
+"""Saved values are loaded exactly, with every dtype, every layout, and every bit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_dtype_and_layout_is_read_back(anywhere: Store) -> None:
 def test_every_dtype_and_layout_is_filled_in_place(anywhere: Store) -> None:
     state, template = every_tensor(1), every_tensor(2)
     for group in template.values():
-        for layout in ("expanded", "expanded scalar", "overlapping"):  # these have fewer elements than places
+        for layout in ("expanded", "expanded scalar", "overlapping"):  # several of their positions share an element
             group[layout] = torch.empty_like(group[layout], memory_format=torch.contiguous_format)
     tensors = [tensor for group in template.values() for tensor in group.values()]
     anywhere.save(state, step=1)
@@ -120,8 +120,8 @@ def test_tied_tensors_are_read_as_separate_tensors() -> None:
 
 
 @pytest.mark.parametrize("problem", WRONG)
-@pytest.mark.filterwarnings("ignore")  # torch: quantization and nested tensors are deprecated, or a prototype
-def test_the_error_for_a_tensor_without_bytes_names_it(problem: str, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore")  # torch warns that quantization is deprecated and nested tensors are a prototype
+def test_the_error_for_a_tensor_without_data_names_its_key(problem: str, tmp_path: Path) -> None:
     from casckpt.store.opening import open as open_store
 
     store = open_store(tmp_path / "store")
@@ -131,14 +131,14 @@ def test_the_error_for_a_tensor_without_bytes_names_it(problem: str, tmp_path: P
     assert not (tmp_path / "store").exists()
 
 
-def test_a_read_onto_a_different_device_returns_tensors_there() -> None:
+def test_reading_onto_a_device_returns_tensors_on_that_device() -> None:
     store = small()
     store.save({"w": torch.ones(3)}, step=1)
     assert store.read("default@1", device=torch.device("cpu"))["w"].device.type == "cpu"
 
 
 @given(st.sampled_from(NAMES), st.lists(st.integers(0, 9), max_size=4), st.data())
-def test_any_shape_and_order_of_dimensions_is_loaded(name: str, shape: list[int], data: st.DataObject) -> None:
+def test_tensors_of_any_shape_and_dimension_order_are_loaded(name: str, shape: list[int], data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(shape))))
     state = {"w": raw(name, (*shape,)).permute(order)}
     store = small()

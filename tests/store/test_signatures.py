@@ -1,4 +1,4 @@
-"""Signed checkpoints load from anywhere, and all others are refused."""
+"""Signed checkpoints can be loaded from anywhere, and all others are rejected."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def bob(tmp_path: Path) -> Pair:
 
 @pytest.fixture
 def store(tmp_path: Path, alice: Pair) -> Store:
-    """A store with run@1 and run@2, signed, and run@3, not signed."""
+    """A store with run@1 and run@2, which are signed, and run@3, which is not."""
     made = small_folder(tmp_path / "store")
     for step in (1, 2, 3):
         made.save(state(step), run="run", step=step, metadata={"n": step}, attachments={"a.txt": b"x"})
@@ -131,7 +131,7 @@ def test_every_loading_front_end_requires_signatures(trusting: Callable[[], Stor
 
 
 def test_front_ends_read_manifests_through_the_signature_check() -> None:
-    """Data before the check may be hostile: notes may hold pickles."""
+    """Data that was not checked may be hostile: for example, notes may contain pickles."""
     named = [path for path in (PACKAGE / "frontends").rglob("*.py") if "manifests.get(" in path.read_text()]
     assert named == []
 
@@ -151,7 +151,7 @@ def test_all_ranks_load_a_signed_checkpoint_or_none_do(ranks: Pool, store: Store
     assert ranks.run(2, outcome, store.url, alice.public, "run@3") == ["unsigned", "unsigned"]
 
 
-def test_verify_false_is_refused_with_required_signatures(trusting: Callable[[], Store]) -> None:
+def test_verify_false_is_rejected_with_required_signatures(trusting: Callable[[], Store]) -> None:
     loaded = state(0)
     with pytest.raises(InvalidInput, match="verify=False"):
         trusting().load(loaded, "run@1", verify=False)
@@ -188,7 +188,7 @@ def test_a_save_that_cannot_be_signed_is_not_committed(alice: Pair) -> None:
 def test_a_follower_skips_unsigned_checkpoints(
     tmp_path: Path, store: Store, trusting: Callable[[], Store], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(NotFound, match=r"no checkpoint of run 'run' in .* can be used"):
+    with pytest.raises(NotFound, match=r"cannot follow any checkpoint of run 'run' in"):
         list(Follower(trusting(), "run", tmp_path / "to").follow(once=True))
     assert "run@3" in caplog.text
     assert not (tmp_path / "to" / "current").exists()
@@ -230,7 +230,7 @@ def test_gc_deletes_a_signature_with_its_checkpoint(store: Store, alice: Pair) -
     assert (Path(store.url) / keys[2]).exists()
 
 
-def test_one_of_several_keys_suffices_and_a_bad_signature_is_replaced(
+def test_one_of_several_keys_is_sufficient_and_a_bad_signature_is_replaced(
     store: Store, alice: Pair, bob: Pair, trusting: Callable[[], Store]
 ) -> None:
     assert [one.step for one in store.sign("run@3", key=bob.private)] == [3]
@@ -241,7 +241,7 @@ def test_one_of_several_keys_suffices_and_a_bad_signature_is_replaced(
     assert trusting().read("run@1")["step"] == 1
 
 
-# refusals
+# rejected checkpoints
 
 
 def bad_signature(store: Store, alice: Pair, bob: Pair) -> None:
@@ -305,7 +305,7 @@ ATTACKS: dict[Callable[[Store, Pair, Pair], None], type[CasckptError]] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_tampered_stores_are_refused(
+def test_tampered_stores_are_rejected(
     store: Store, alice: Pair, bob: Pair, trusting: Callable[[], Store], attack: Callable[[Store, Pair, Pair], None]
 ) -> None:
     first = store.get("run@1").id
@@ -326,7 +326,7 @@ def test_a_handle_from_a_forged_record_does_not_load_a_different_checkpoint(
     found = reader.get("run@2")
     forged = casckpt.open(store.url).get("run@2").commit
     purge(store.repository, forget(store.repository, forged))
-    with pytest.raises(Refused, match="name the same id: one of them is false"):
+    with pytest.raises(Refused, match="name the same id: one of them is wrong"):
         reader.load(state(0), found)
 
 
@@ -334,9 +334,8 @@ def test_a_checkpoint_found_by_id_is_verified_even_if_its_record_is_replaced(
     store: Store, alice: Pair, trusting: Callable[[], Store]
 ) -> None:
     first = store.get("run@2").id
-    store.save(
-        state(5), run="run", step=2, overwrite=True
-    )  # signed, too, so an attacker could pass it off as the first
+    # This one is also signed, so an attacker could pass it off as the first.
+    store.save(state(5), run="run", step=2, overwrite=True)
     store.sign("run@2", key=alice.private)
     reader = trusting()
     found = reader.get(first)

@@ -1,4 +1,4 @@
-"""Saves and loads end on all ranks if a server stops answering, and earlier checkpoints are preserved."""
+"""If a server stops responding, saves and loads end on all ranks, and earlier checkpoints are preserved."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 IMPATIENT = {"request_timeout": 1, "call_timeout": 1.2}
 BEGIN, UPLOAD, COMMIT = 2, 5, 9
-"""Numbers of requests of a save: the first of each step."""
+"""Request numbers in a save: the first request of each stage."""
 
 
 def opened(options: Mapping[str, Any], bucket: str, cache: Path) -> Store:
-    """Open the store there, with small cells and blobs."""
+    """Open the store in a bucket, with small cells and blobs."""
     store = Store(Repository(RemoteStore(RemoteLocation("s3", f"{bucket}/store", {**options, **IMPATIENT})), cache))
     store.create(cell_bytes=CELL, blob_bytes=64 << 10)
     return store
@@ -56,7 +56,7 @@ def test_a_save_ends_when_the_server_falls_silent(after: int, moto_server: Serve
 
 
 def save_on_ranks(rank: int, size: int, options: list[Mapping[str, Any]], bucket: str, cache: Path) -> Any:
-    """Save on all ranks and return the outcome. Each rank has its own connection to the server."""
+    """Save as one of the ranks, and return the outcome. Each rank has its own connection to the server."""
     store = opened(options[rank], bucket, cache / str(rank))
     found = outcome_of(lambda: store.save({"own": casckpt.PerRank(cells(40, seed=rank))}, step=1))
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Arbitrarily nested states load exactly, with objects and attachments. Errors name values that cannot be stored."""
+"""Arbitrarily nested states with objects and attachments load exactly. Errors name values that cannot be stored."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def test_an_array_view_is_stored_with_its_values_at_the_time_of_the_save() -> No
 
 
 @pytest.mark.parametrize("names", [("a", "a/b"), ("x/y/z", "x"), ("x/y/z", "x/y")])
-def test_an_attachment_with_the_name_of_a_folder_is_refused(names: tuple[str, str]) -> None:
-    """No export could create both files."""
+def test_an_attachment_with_the_name_of_a_folder_is_rejected(names: tuple[str, str]) -> None:
+    """An export could not create both."""
     store = small()
     with pytest.raises(InvalidInput, match="would be the folder of attachment"):
         store.save({}, step=1, attachments=dict.fromkeys(names, b""))
@@ -161,7 +161,7 @@ def test_an_attachment_can_be_any_view_of_bytes(array: np.ndarray[Any, Any]) -> 
 
 
 @pytest.mark.parametrize("name", ["", "/abs", "../up", "a/../b", "a//b", "a/", ".", "x\n", "a\\b", "x" * 1025, 5])
-def test_invalid_attachment_names_are_refused(name: Any) -> None:
+def test_invalid_attachment_names_are_rejected(name: Any) -> None:
     store = small()
     with pytest.raises(InvalidInput, match="attachment name"):
         store.save({}, step=1, attachments={name: b""})
@@ -173,7 +173,7 @@ def test_an_attachment_must_be_bytes() -> None:
         small().save({}, step=1, attachments={"a": "text"})  # type: ignore[dict-item]  # a wrong type on purpose
 
 
-def test_values_per_rank_are_saved_and_read() -> None:
+def test_per_rank_values_are_saved_and_read() -> None:
     store = small()
     state = {"rng": PerRank(torch.arange(5)), "n": PerRank({"seed": 5, "x": torch.ones(2)}), "b": PerRank(b"x" * 5000)}
     store.save(state, step=1)
@@ -189,7 +189,7 @@ def test_values_per_rank_are_saved_and_read() -> None:
 
 
 class TestShards:
-    """One tensor as parts that a single process holds."""
+    """A tensor in several parts, all in a single process."""
 
     whole = torch.arange(240.0).view(12, 20)
 
@@ -237,7 +237,7 @@ class TestShards:
         assert torch.equal(inner.data, self.whole[2:7, 3:7].reshape(-1)[6:15])
 
     @pytest.mark.parametrize("bounds", [(0, 5), (5, 12), (0, 0)])
-    def test_holes_are_refused_with_key_and_region(self, bounds: tuple[int, ...]) -> None:
+    def test_holes_are_rejected_with_key_and_region(self, bounds: tuple[int, ...]) -> None:
         store = small()
         with pytest.raises(InvalidInput, match=r"'m\.w' of shape \[12, 20\] is incomplete.*Nothing") as caught:
             store.save({"m": {"w": self.rows(*bounds)}}, step=1)
@@ -252,7 +252,7 @@ class TestShards:
             self.saved(shards)
 
     @pytest.mark.parametrize("columns", [False, True])
-    def test_overlaps_are_refused_with_key_and_region(self, columns: bool) -> None:
+    def test_overlaps_are_rejected_with_key_and_region(self, columns: bool) -> None:
         w = self.whole
         if columns:
             shards = [Shard(w[:, :11], (12, 20), (0, 0)), Shard(w[:, 10:], (12, 20), (0, 10))]
@@ -266,7 +266,7 @@ class TestShards:
         assert caught.value.key == "m.w"
         assert steps(store) == []
 
-    def test_a_template_with_a_different_shape_is_refused(self) -> None:
+    def test_a_template_with_a_different_shape_is_rejected(self) -> None:
         store = self.saved(self.rows(0, 12))
         with pytest.raises(Mismatch, match=r"'m\.w' has shape \[12, 21\] here, but \[12, 20\] in the checkpoint"):
             store.load({"m": {"w": Shard(torch.zeros(1, 21), (12, 21), offset=(0, 0))}}, "default@1")
@@ -297,7 +297,7 @@ def test_the_error_for_a_value_that_is_not_plain_names_its_path(tmp_path: Path) 
     assert not (tmp_path / "store").exists()
 
 
-def test_pickles_need_permission_at_save_and_load() -> None:
+def test_pickles_must_be_allowed_in_saves_and_loads() -> None:
     store, big = small(), _Odd()
     big.x = [1] * 5000  # type: ignore[assignment]  # too large a value for it
     state = {"w": torch.ones(1), "odd": _Odd(), "big": big, "plain": [1]}
@@ -345,14 +345,14 @@ def test_any_mapping_can_be_saved() -> None:
     ],
     ids=["paths", "int and str", "tuple key", "long", "empty", "nul"],
 )
-def test_ambiguous_and_invalid_keys_are_refused(state: Any, message: str) -> None:
+def test_ambiguous_and_invalid_keys_are_rejected(state: Any, message: str) -> None:
     store = small()
     with pytest.raises(InvalidInput, match=message):
         store.save(state, step=1)
     assert steps(store) == []
 
 
-def test_a_state_that_contains_itself_is_refused() -> None:
+def test_a_state_that_contains_itself_is_rejected() -> None:
     state: dict[str, Any] = {"w": torch.ones(1)}
     state["self"] = state
     with pytest.raises(InvalidInput, match="contains itself"):
@@ -389,7 +389,7 @@ nested = st.recursive(
 
 
 @given(st.dictionaries(keys, nested, max_size=5).filter(_distinct))
-def test_any_state_is_restored_and_written_once(state: dict[Any, Any]) -> None:
+def test_any_state_is_restored_and_each_cell_is_written_once(state: dict[Any, Any]) -> None:
     store = small()
     first = store.save(state, step=1)
     assert same_state(store.read("default@1"), state)
@@ -402,7 +402,7 @@ def test_any_state_is_restored_and_written_once(state: dict[Any, Any]) -> None:
     assert store.diff("default@1", "default@2").unchanged == tuple(first.tensors)
 
 
-def test_a_second_store_object_shows_the_same_checkpoints(tmp_path: Path) -> None:
+def test_a_second_store_object_lists_the_same_checkpoints(tmp_path: Path) -> None:
     state = {"w": cells(3), "x": [1]}
     open_store(tmp_path / "s").save(state, step=1)
     assert same_state(open_store(tmp_path / "s").read("latest"), state)
@@ -411,7 +411,7 @@ def test_a_second_store_object_shows_the_same_checkpoints(tmp_path: Path) -> Non
         open_store(tmp_path / "t").read("latest")
 
 
-def test_a_model_is_refused_as_a_state_without_running_it() -> None:
+def test_a_model_is_rejected_as_a_state_without_running_it() -> None:
     """A model is callable, like a function that returns a state."""
 
     class Model(torch.nn.Linear):

@@ -1,4 +1,4 @@
-"""Stopping or killing a process at any call does not harm others."""
+"""Stopping or killing a process at any call does not harm other processes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 PATIENCE = 4 * 3600.0  # seconds, for a sweep of all points
 pytestmark = pytest.mark.timeout(PATIENCE)
 ROOT = Path(__file__).parents[2]
-POINTS = 1  # of each kind, in each way; with --full all, in buckets --points
+POINTS = 1  # of each kind, in each way; all with --full; in buckets, the number passed as --points
 CAN_END = {
-    "gc": {"Conflict"},  # other processes were faster, several times
+    "gc": {"Conflict"},  # other processes were faster several times
     "copy": {"Conflict", "Gone", "Revoked"},  # its checkpoint was purged, or a gc revoked it
     "thin": {"Conflict", "Gone"},  # its checkpoint was purged
 }
-"""Errors with which a stopped process may end, where it does not have to succeed."""
+"""The errors with which a stopped process may end if it does not have to succeed."""
 
 
 @pytest.fixture(scope="module", params=["folders", pytest.param("buckets", marks=pytest.mark.soak)])
@@ -48,7 +48,7 @@ def struck(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         done = run_script("tests.support.struck", *arguments, cwd=ROOT, patience=PATIENCE)
         assert done.status == 0, done.told
 
-    if bucket is not None:  # which only this worker uses
+    if bucket is not None:  # only this worker uses the server
         sweep(folder := tmp_path_factory.mktemp("struck"))
     else:
         folder = made_once(tmp_path_factory, "struck", sweep)
@@ -56,7 +56,7 @@ def struck(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def check_whole(store: Store) -> None:
-    """Check that all visible checkpoints equal the saved ones, or lack only thinned entries."""
+    """Check that all visible checkpoints equal the saved ones or lack only thinned entries."""
     for one in store.checkpoints():
         want = state(one.step)
         keys = ["model.*"] if one.dropped else None
@@ -68,7 +68,7 @@ def flattened(nested: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def check_what_it_did(scene: Scene, name: str) -> None:
-    """Check that the next process of the same kind completed the rest."""
+    """Check that the next operation of the same kind completed the rest."""
     here = {(one.run, one.step) for one in scene.store.checkpoints()}
     wanted = {NEW} if name in MEET else {NEW, LATER} if name == "save" else {*KEPT, LATER}
     assert here == {("default", step) for step in wanted}
@@ -91,7 +91,7 @@ def check_what_it_did(scene: Scene, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "sends"), [*((one, "SIGSTOP") for one in (*RUNS, *MEET)), *((one, "SIGKILL") for one in KILLED)]
 )
-def test_a_failure_at_any_call_does_not_lose_data_and_the_next_attempt_works(
+def test_a_failure_at_any_call_does_not_lose_data_and_the_next_attempt_succeeds(
     struck: Point, name: str, sends: str
 ) -> None:
     points = [struck.beside(one.name) for one in sorted(struck.folder.parent.glob(f"{name}-{sends}-*"))]

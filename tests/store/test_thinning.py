@@ -64,7 +64,7 @@ def test_weights_of_thinned_checkpoints_are_unchanged(store: Store) -> None:
     assert (store.thin(drop=DROP, keep_last=2).thinned, store.gc(min_age=0).deleted_blobs) == ((), 0)
 
 
-def test_a_gc_frees_the_reported_bytes(store: Store) -> None:
+def test_gc_frees_the_reported_bytes(store: Store) -> None:
     said = store.thin(drop=DROP, keep_last=2, dry_run=True)
     assert (said.dry_run, said.entries, len(said.thinned)) == (True, 12, 3)
     assert store.get("run@1").commit.dropped is None
@@ -130,7 +130,7 @@ def test_tags_move_to_the_thinned_commit_and_keep_only_its_entries(store: Store)
     assert same_state(store.read("tag:best", keys=["model.*"])["model"], state(1)["model"])
 
 
-def test_a_lease_keeps_entries_thinned_later(store: Store) -> None:
+def test_a_lease_protects_entries_that_are_thinned_later(store: Store) -> None:
     with store.lease("run@1") as held:
         with pytest.raises(Conflict, match="expires"):
             store.thin("run@1", drop=DROP, tagged=True)
@@ -138,7 +138,7 @@ def test_a_lease_keeps_entries_thinned_later(store: Store) -> None:
         assert same_state(store.read(held), state(1))
 
 
-def test_a_lease_taken_after_the_plan_counts(store: Store) -> None:
+def test_a_lease_acquired_after_the_plan_protects_its_checkpoint(store: Store) -> None:
     plan = plan_thin(store.repository, ["run@1"], drop=DROP)
     with store.lease("run@1") as held:
         assert execute(store.repository, plan) == ()
@@ -146,7 +146,7 @@ def test_a_lease_taken_after_the_plan_counts(store: Store) -> None:
         assert same_state(store.read(held), state(1))
 
 
-def test_a_tag_set_on_a_whole_checkpoint_keeps_it_whole(store: Store) -> None:
+def test_a_tag_set_on_a_complete_checkpoint_keeps_it_complete(store: Store) -> None:
     store.thin("run@1", drop=DROP)
     store.restore("run@1", whole=True)
     store.tag("best", "run@1")
@@ -176,7 +176,7 @@ def test_a_later_save_reuses_remaining_entries(store: Store) -> None:
     assert same_state(store.read("run@5", keys=["model.*"])["model"], state(5)["model"])
 
 
-def test_a_rule_that_keeps_everything_whole_changes_nothing(store: Store) -> None:
+def test_a_rule_that_keeps_everything_complete_changes_nothing(store: Store) -> None:
     for drop in (DROP, "nothing.*"):
         assert store.thin(drop=drop, keep_last=100).thinned == ()
     empty = small()
@@ -184,11 +184,11 @@ def test_a_rule_that_keeps_everything_whole_changes_nothing(store: Store) -> Non
     assert empty.thin(drop=DROP, keep_last=1).thinned == ()
 
 
-def test_contradictory_arguments_are_refused(store: Store) -> None:
+def test_contradictory_arguments_are_rejected(store: Store) -> None:
     for arguments in ({"drop": DROP}, {"drop": [], "keep_last": 1}, {"drop": [1], "keep_last": 1}):
         with pytest.raises(InvalidInput):
             store.thin(**arguments)
-    with pytest.raises(InvalidInput, match="give either the checkpoints to thin"):
+    with pytest.raises(InvalidInput, match="specify either the checkpoints to thin"):
         store.thin("run@1", drop=DROP, keep_last=1)
     with pytest.raises(InvalidInput, match="would drop every tensor"):
         store.thin("run@1", drop="*")
@@ -202,7 +202,7 @@ def test_contradictory_arguments_are_refused(store: Store) -> None:
 
 
 @pytest.mark.parametrize("keys", [None, ["model.*"]])
-def test_a_load_overtaken_by_thinning_continues_or_raises(keys: list[str] | None) -> None:
+def test_a_load_during_thinning_continues_or_raises_an_error(keys: list[str] | None) -> None:
     storage = FaultyStore(memory(near=False))
     reading = small(storage)
     for step in (1, 2):

@@ -1,4 +1,4 @@
-"""Thinned checkpoints of many ranks: nearly all dropped bytes become free, and the rest does not change."""
+"""Thinned checkpoints of many ranks: nearly all dropped bytes are freed, and everything else is unchanged."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
 DROP, FEATURES, STEPS = "optim.*", 700, 20
-WEIGHTS = 1 << 20  # of each rank: 2 MB of bfloat16
+WEIGHTS = 1 << 20  # per rank: 2 MB of bfloat16
 
 
 def thin_all(store: Store, tags: dict[str, str]) -> None:
-    """Thin all checkpoints except the two newest, even tagged ones, and check the result."""
+    """Thin all checkpoints except the two newest, including tagged ones, and check the result."""
     before = {one.step: one.id for one in store.checkpoints()}
     signed = [f"signatures/{id}/{'a' * 64}" for id in before.values()]
     for key in signed:
@@ -47,7 +47,7 @@ def thin_all(store: Store, tags: dict[str, str]) -> None:
 
 
 def shard_of(rank: int, size: int, step: int) -> dict[str, Any]:
-    """The rows of one rank: weights of which a quarter changed, and two moments that changed completely."""
+    """Return the rows of one rank: weights of which a quarter changed, and two moments that changed completely."""
 
     def rows(seed: int) -> casckpt.Shard:
         drawn = torch.randn(1024, WEIGHTS // 1024, generator=torch.Generator().manual_seed(seed)).bfloat16()
@@ -91,7 +91,7 @@ def train(rank: int, size: int, path: Path) -> None:
 
 
 def train_on(rank: int, size: int, path: Path) -> tuple[bool, int]:
-    """Load the weights of an early checkpoint and all of the newest. Save the result."""
+    """Load the weights from an early checkpoint and everything from the newest. Save the result."""
     model, optim = sharded()
     checkpointer = casckpt.Checkpointer(casckpt.open(path), run="sft")
     checkpointer.load("sft@3", model)

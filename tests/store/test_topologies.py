@@ -21,10 +21,10 @@ from tests.support.worlds import World, reference
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
-CHAINS = 16  # of two worlds that save and one that loads
+CHAINS = 16  # each with two worlds that save and one that loads
 FULL_CHAINS = 320
 SAVERS = 2  # one after the other, in one run
-AGAIN = 100  # the same state is saved again this many steps later
+AGAIN = 100  # the same state is saved again after this many steps
 
 
 def save_in(rank: int, size: int, path: Path, world: World, at: tuple[int, int]) -> Any:
@@ -38,7 +38,7 @@ def save_in(rank: int, size: int, path: Path, world: World, at: tuple[int, int])
 
 
 def load_in(rank: int, size: int, path: Path, world: World, seed: int) -> list[str]:
-    """Load each step, and return the differences."""
+    """Load each step. Return the differences."""
     store, wrong = casckpt.open(path), []
     for step in range(SAVERS):
         expected = world.state(rank, reference(seed, step))
@@ -62,7 +62,7 @@ def check_whole(store: Store, seed: int, step: int) -> None:
 
 
 def chains(seed: int, count: int) -> list[tuple[int, list[World], World]]:
-    """(seed of the state, worlds that save one after the other, world that loads)."""
+    """Yield (seed of the state, worlds that save one after the other, world that loads)."""
     draw = random.Random(seed)
     return [
         (draw.randrange(1 << 20), [World.drawn(draw) for _ in range(SAVERS)], World.drawn(draw)) for _ in range(count)
@@ -70,7 +70,7 @@ def chains(seed: int, count: int) -> list[tuple[int, list[World], World]]:
 
 
 @pytest.mark.parametrize("number", range(CHAINS))
-def test_any_world_size_loads_checkpoints_saved_with_other_sizes(
+def test_any_world_size_can_load_checkpoints_saved_with_other_sizes(
     ranks: Pool, tmp_path: Path, seed: int, full: bool, number: int
 ) -> None:
     for lap, (state, savers, loader) in enumerate(chains(seed, FULL_CHAINS // CHAINS if full else 1)):
@@ -87,7 +87,7 @@ def test_any_world_size_loads_checkpoints_saved_with_other_sizes(
         assert wrong == [[]] * loader.size
 
 
-# wrapped models of torch, through the state_dict of the module
+# wrapped torch models, through the module's state_dict
 
 NAMES = [name for name in TOPOLOGIES if not name.startswith("fsdp1")]  # FSDP1's state_dict is not sharded by default
 
@@ -105,7 +105,10 @@ def save_models(rank: int, size: int, path: Path, seed: int) -> None:
 
 
 def load_models(rank: int, size: int, path: Path, seed: int, count: int) -> list[tuple[str, str]]:
-    """Pairs with a wrong result. ``count``: how many others each one loads, namely those after it in the list."""
+    """Return the pairs with an incorrect result.
+
+    ``count``: how many others each one loads (those that follow in the list).
+    """
     store, wrong = casckpt.open(path), []
     for name in NAMES:
         if TOPOLOGIES[name][0] != size:
@@ -124,10 +127,10 @@ def run_of(topology: str) -> str:
     return topology.replace(" ", "-").replace("+", "and")
 
 
-def test_every_kind_of_parallel_model_loads_checkpoints_of_other_kinds(
+def test_every_kind_of_parallel_model_can_load_checkpoints_of_other_kinds(
     ranks: Pool, tmp_path: Path, seed: int, full: bool
 ) -> None:
-    """By default, each loads three others."""
+    """By default, each kind loads checkpoints of three others."""
     small_folder(tmp_path / "store")
     sizes = sorted({TOPOLOGIES[name][0] for name in NAMES})
     for size in sizes:

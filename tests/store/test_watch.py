@@ -1,4 +1,4 @@
-"""Watches: yielded checkpoints can be loaded while other processes write."""
+"""Checkpoints that a watch yields can be loaded while other processes write."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_store_created_later_is_watched(store: casckpt.Store, store_path: Path
         {"after": 1.5},
     ],
 )
-def test_contradictory_arguments_are_refused_immediately(wrong: dict[str, Any]) -> None:
+def test_contradictory_arguments_are_rejected_immediately(wrong: dict[str, Any]) -> None:
     store = small()
     with pytest.raises(InvalidInput):
         store.watch("run", **wrong)
@@ -108,5 +108,5 @@ def test_each_commit_from_four_processes_is_yielded_once(tmp_path: Path, commits
         assert one.late == (one.commit.txid < newest)
         newest = max(newest, one.commit.txid)
     assert watcher.next() is None
-    # for each checkpoint its announcement and log and both next numbers, and one poll each time
+    # for each checkpoint: its announcement, its log, the next number of each, and one poll
     assert storage.counts.requests - before <= 8 * commits + 3 * len(polls)

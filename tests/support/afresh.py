@@ -1,4 +1,4 @@
-"""Processes that inherit only what the test passes to them, and that start with torch already imported."""
+"""Processes that inherit only what the test passes to them and start with torch already imported."""
 
 from __future__ import annotations
 

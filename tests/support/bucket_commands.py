@@ -1,4 +1,4 @@
-"""Commands on buckets, shared by several tests."""
+"""Helpers for several tests of commands on buckets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.servers import Server
 
 
 def arguments(server: Server) -> list[str]:
-    """The options of a command that set these storage_options."""
+    """Return the command-line options that set these storage_options."""
     return [word for name, value in server.options.items() for word in ("--storage-option", f"{name}={value}")]
 
 

@@ -1,4 +1,4 @@
-"""Stores in a bucket behind a proxy, and states to save there."""
+"""Stores in a bucket behind a proxy, and states to save in them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.support.servers import Server
 
 
 def state(step: int) -> dict[str, Any]:
-    """Several blobs, some of which are identical to those of the previous step."""
+    """Return a state of several blobs, some of which are identical to those of the previous step."""
     return {"kept": cells(40, seed=1), "new": cells(40, seed=step)}
 
 
 def impatient(server: Server, proxy: Proxy, bucket: str, cache: Path, backoff: Backoff) -> Store:
-    """A store behind the proxy, with short timeouts."""
+    """Open a store behind the proxy, with short timeouts."""
     options: Mapping[str, Any] = {**server.options, "endpoint_url": proxy.endpoint}
     store = Store(Repository(RemoteStore(RemoteLocation("s3", f"{bucket}/store", options), backoff=backoff), cache))
     store.create(cell_bytes=CELL, blob_bytes=64 << 10)

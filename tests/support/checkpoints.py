@@ -1,4 +1,4 @@
-"""Checkpoints with real blobs and extents, made of numpy arrays without torch, stored in the same way as by a save."""
+"""Checkpoints with real blobs and extents, made of numpy arrays without torch and stored as a save stores them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Known = dict[CellDigest, tuple[BlobRef, int]]
 
 
 def array(seed: int, cells: float = 2.0, dtype: str = "float32") -> npt.NDArray[np.generic]:
-    """Random numbers that fill this many cells. The same seed yields the same bytes."""
+    """Return random numbers that fill this many cells. The same seed yields the same bytes."""
     data = np.random.default_rng(seed).bytes(int(cells * CELL))
     return np.frombuffer(data, dtype=dtype)
 
@@ -51,7 +51,7 @@ def save_arrays(
 ) -> Commit:
     """Save ``arrays`` as a checkpoint. It reuses the cells in ``reuse`` and stores the others in one new blob.
 
-    ``known`` overrides the locations that ``reuse`` gives.
+    ``known`` overrides the locations found in ``reuse``.
     """
     txid = repo.new_txid(run, step)
     known = known or (known_cells(repo, reuse) if reuse else {})
@@ -65,7 +65,7 @@ def save_arrays(
 
 
 def save_parts(repo: Repository, *parts: Arrays, run: str = "run", step: int = 0, **fields: object) -> Commit:
-    """Save a checkpoint of all ``parts``, each in its own blob."""
+    """Save a checkpoint of all ``parts``. Each part gets its own blob."""
     uploader, known = repo.new_txid(run, step), Known()
     for arrays in parts:
         ref, places = put_cells(repo, uploader, _new_cells(arrays, {}))
@@ -121,18 +121,18 @@ def is_blob(name: BlobHash, data: Buffer) -> bool:
 
 
 def read_arrays(repo: Repository, commit: Commit, *, but: Collection[str] = ()) -> dict[str, bytes]:
-    """Return the bytes of every tensor except those in ``but``, after comparing each cell with its digest."""
+    """Compare each cell with its digest. Return the bytes of every tensor except those in ``but``."""
     manifest = manifests.get(repo, commit)
     return {entry.key: _read(repo, manifest, entry) for entry in manifest.entries if entry.key not in but}
 
 
 def content(arrays: Arrays) -> dict[str, bytes]:
-    """Return the value that `read_arrays` returns for ``arrays``."""
+    """Return what `read_arrays` returns for ``arrays``."""
     return {name: data.tobytes() for name, data in arrays.items()}
 
 
 def only_blob(repo: Repository, commit: Commit) -> str:
-    """Return the key of the blob that the save of this checkpoint wrote."""
+    """Return the key of the only blob that the save of this checkpoint wrote."""
     (ref,) = (ref for ref in manifests.get(repo, commit).blobs if ref.uploader == commit.txid)
     return blob_key(ref.uploader, ref.hash)
 

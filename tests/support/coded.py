@@ -1,4 +1,4 @@
-"""Checkpoints whose cells are stored as frames, made from checkpoints with raw cells."""
+"""Checkpoints whose cells are stored as frames, created from checkpoints with raw cells."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def code(
 ) -> Commit:
     """Rewrite a checkpoint: encode the cells of ``keys`` as frames against ``base``.
 
-    A cell that ``base`` does not have gets a frame without a base. An identical cell is reused. A cell that a frame
-    would not shrink stays raw. The rewrite replaces the earlier one: loads do not fall back on it, and the next gc
-    deletes it.
+    A cell that ``base`` does not have gets a frame without a base. An identical cell is reused. A cell that encoding
+    would not shrink remains raw. The rewrite replaces the earlier commit: loads do not fall back on it, and the next
+    gc deletes it.
     """
     work = _Coding(store.repository, Stored(store, ref), None if base is None else Stored(store, base), encode)
     made = rewrite(store.repository, work.mine.commit, lambda txid, _: work.save(txid, keys))
@@ -73,14 +73,14 @@ class Stored:
         return {(entry.name, cell.region): cell for entry in every for cell in self.table(entry).stored_cells()}
 
     def stored(self, cell: StoredCell) -> bytes:
-        """The stored bytes of a cell."""
+        """Return the stored bytes of a cell."""
         if cell.blob not in self._blobs:
             key = blob_key(self.refs[cell.blob].uploader, self.refs[cell.blob].hash)
             self._blobs[cell.blob] = self._repo.storage.get(key, limit=1 << 30)
         return self._blobs[cell.blob][cell.offset : cell.offset + cell.stored]
 
     def plain(self, cell: StoredCell) -> memoryview:
-        """The decoded bytes of a cell."""
+        """Return the decoded bytes of a cell."""
         if cell.frame is None:
             return memoryview(self.stored(cell))
         data = memoryview(bytearray(cell.nbytes))
@@ -98,7 +98,7 @@ class _Coding:
     _frames: dict[tuple[CellDigest, CellDigest | None], bytes] = field(default_factory=dict)
 
     def save(self, txid: TxId, keys: Callable[[str], bool]) -> Committed:
-        """Put blobs and manifest."""
+        """Write blobs and the manifest."""
         mine, numbers = self.mine, dict[BlobRef, int]()
         known = {} if self.theirs is None else self.theirs.cells()
         bases = dict[tuple[Name, Region], StoredCell | None]()
@@ -144,7 +144,7 @@ class _Coding:
         return cell._replace(blob=number, offset=offset, frame=Frame(len(self._frames[name]), below))
 
     def _put(self, txid: TxId) -> dict[tuple[CellDigest, CellDigest | None], Place]:
-        """Put all frames. Return the location of each."""
+        """Write all frames. Return the location of each."""
         places = dict[tuple[CellDigest, CellDigest | None], Place]()
         for lot in in_batches(self._frames.items(), lambda item: len(item[1]), self.repo.marker.blob_bytes):
             buffer = memoryview(bytearray(buffer_bytes(padded(sum(len(frame) for _, frame in lot)))))

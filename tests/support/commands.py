@@ -1,4 +1,4 @@
-"""Fixtures and helpers for tests of several commands."""
+"""Fixtures and helpers shared by tests of several commands."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def chain(repo: Repository, count: int = 4) -> Repository:
 
 
 def elsewhere(tmp_path: Path, storage: ObjectStore | None = None, seed: int = 2) -> Repository:
-    """A view of another store, which may be empty. The clocks of two views are at least an hour apart."""
+    """Return a view of a second store, which may be empty. The clocks of two views are at least an hour apart."""
     clock = Ticks(START + next(_HOURS) * 3_600_000_000)
     return Repository(storage or memory(), tmp_path / "cache", clock=clock, entropy=random.Random(seed).randbytes)
 
@@ -55,7 +55,7 @@ def blob_puts(storage: FaultyStore) -> list[str]:
 
 
 def check_clean(repo: Repository) -> None:
-    """Check that a gc leaves exactly the objects of live checkpoints, and that verify succeeds."""
+    """Check that gc leaves exactly the objects of live checkpoints, and that verify finds no damage."""
     assert collect(repo, wait=0.0, revoke_after=0.0).waiting == ()
     named = {key for one in list_commits(repo).live() for key in _named(repo, one)}
     assert {entry.key for entry in repo.storage.list("objects/")} == named

@@ -1,8 +1,8 @@
-"""Puts that are killed at every system call, or by a parent that reads their output.
+"""Puts that are killed at any system call, or by a parent that reads their output.
 
-``python -m tests.support.crash steps STRIDE FOLDER`` forks one child for each way to create a file, each size and each
-system call (or every STRIDE-th call). The child kills itself right before or right after that call. ``... endless
-FOLDER`` puts until it is killed.
+``python -m tests.support.crash steps STRIDE FOLDER`` forks one child for each combination of a way to create a file, a
+size, and a system call (or every STRIDE-th call). The child kills itself right before or right after that call. ``...
+endless FOLDER`` puts objects until it is killed.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from casckpt.storage.local.store import LocalStore
 from tests.support.tally import tally
 
 KEY = "objects/x/a"
-SIZES = (5, (2 << 20) + 17)  # a buffered write, and a direct one with a tail
+SIZES = (5, (2 << 20) + 17)  # a buffered write, and a direct write with a tail
 CALLS = ("open", "close", "mkdir", "pwrite", "ftruncate", "fsync", "link", "unlink", "stat")
 
 
 def content(size: int, seed: int) -> bytes:
-    """The bytes that the killed put writes."""
+    """Return the bytes that the killed put writes."""
     return np.random.default_rng(seed).bytes(size)
 
 
 def put(store: LocalStore, key: str, data: bytes) -> None:
-    """Put from an aligned buffer."""
+    """Put ``data`` from an aligned buffer."""
     with AlignedBuffer(len(data)) as buffer:
         buffer.view[:] = data
         store.put(key, buffer.view)
@@ -61,7 +61,7 @@ def _kill_at(step: int) -> None:
 
 
 def _survives(folder: Path, way: Naming, size: int, step: int) -> bool:
-    """Report whether a put that should be killed at ``step`` ended before that step."""
+    """Report whether a put that should be killed at ``step`` completed before that step."""
     data = content(size, step)
     child = os.fork()
     if child:
@@ -74,7 +74,7 @@ def _survives(folder: Path, way: Naming, size: int, step: int) -> bool:
 
 
 def steps(folder: Path, stride: int) -> None:
-    """Kill a put at each of its steps, or at every ``stride``-th one. The steps differ for each way and size."""
+    """Kill a put at each of its steps, or at every ``stride``-th step. The steps differ for each way and size."""
     for number, (way, size) in enumerate(itertools.product(Naming, SIZES)):
         for step in itertools.count(1 + number % stride, stride):
             if _survives(folder, way, size, step):

@@ -1,4 +1,4 @@
-"""Saves and loads through torch.distributed.checkpoint, in a separate process and on ranks."""
+"""Saves and loads through torch.distributed.checkpoint, in a single process and on ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-QUIET = "torch.distributed is"  # disabled, unavailable or uninitialized: these tests cause DCP's warning on purpose
+QUIET = "torch.distributed is"  # disabled, unavailable or uninitialized: these tests cause DCP's warning deliberately
 
 
 def save(state: Any, writer: StorageWriter, **more: Any) -> Metadata:
@@ -49,12 +49,12 @@ def failure(call: Callable[[], Any]) -> CheckpointException:
 
 
 def causes(error: CheckpointException) -> dict[int, BaseException]:
-    """Return the failure of each rank."""
+    """Return the failures of all ranks."""
     return {rank: cause for rank, (cause, _) in error.failures.items()}
 
 
 def failed(call: Callable[[], Any]) -> dict[int, tuple[str, str]]:
-    """Return (type, message) of each failure by rank, in a form that a different process can read."""
+    """Return (type, message) of each failure by rank, in a form that a different process can unpickle."""
     return {rank: (type(cause).__name__, str(cause)) for rank, cause in causes(failure(call)).items()}
 
 
@@ -66,7 +66,7 @@ def forget_plans() -> None:
 
 
 def zeros(state: Any) -> Any:
-    """A state with the same structure, filled with zeros."""
+    """Return a state with the same structure, filled with zeros."""
     if isinstance(state, torch.Tensor):
         return torch.zeros_like(state)
     if isinstance(state, dict):

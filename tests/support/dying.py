@@ -1,4 +1,4 @@
-"""A process that dies or loses a response before or after one of its changes to a storage."""
+"""A process that dies, or does not get a response, before or after one of its changes to storage."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Killed(BaseException):
 
 
 class Dying(FaultyStore):
-    """Fails at change number ``at``. A process that dies there does not make later calls.
+    """Storage that fails at change number ``at``. A process that dies there makes no more calls.
 
-    ``beside`` is a second storage of the same process. Its changes count together with those of this one.
+    ``beside`` is a second storage object of the same process. The changes to both are counted together.
     """
 
     def __init__(self, inner: ObjectStore, at: int, way: str, beside: Dying | None = None) -> None:
@@ -31,7 +31,7 @@ class Dying(FaultyStore):
 
     @property
     def changes(self) -> int:
-        """The number of changes so far."""
+        """Return the number of changes so far."""
         return self._count[0]
 
     @contextmanager

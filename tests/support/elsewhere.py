@@ -1,7 +1,7 @@
-"""Where the repository and checkpoint test suites keep their stores: in memory or in buckets (``--storage``).
+"""Where the tests of repositories and checkpoints keep their stores: in memory or in buckets (``--storage``).
 
-The suites compare exact numbers of requests. Therefore, a bucket has the same traits here as memory: exclusive create
-is known to work, and reads never bridge a gap.
+These tests compare exact numbers of requests. Therefore, a bucket has the same traits here as memory: exclusive
+creates are known to work, and reads never span a gap.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SUITES: Final = {
     "store": ("damage", "faults", "opening", "roundtrip"),
 }
 MODULES: Final = {f"tests/{folder}/test_{name}.py" for folder, names in _SUITES.items() for name in names}
-"""The suites that create their stores with `tests.support.repositories.memory`."""
+"""The tests that create their stores with `tests.support.repositories.memory`."""
 
 _STORES = itertools.count()
 _places: list[tuple[str, Server]] = []
@@ -47,7 +47,7 @@ class Far(RemoteStore):
 
 
 class Near(RemoteStore):
-    """The same for tests that depend on the location, such as those of gc grace periods and polling intervals."""
+    """The same for tests that expect a store nearby, such as those of gc grace periods and polling intervals."""
 
     @property
     def traits(self) -> Traits:
@@ -55,7 +55,7 @@ class Near(RemoteStore):
 
 
 def storage(*, near: bool) -> RemoteStore | None:
-    """Return a new storage of the kind that the session uses. None means memory."""
+    """Return new storage of the kind that the session uses. None means memory."""
     if not _places:
         return None
     bucket, server = _places[-1]
@@ -65,7 +65,7 @@ def storage(*, near: bool) -> RemoteStore | None:
 
 @contextmanager
 def stores_in(server: Server) -> Iterator[None]:
-    """Inside the block, `storage` returns storages in a bucket of ``server``."""
+    """Inside the block, `storage` returns storage in a bucket of ``server``."""
     _places.append((server.new_bucket(), server))
     try:
         yield

@@ -68,6 +68,6 @@ def _take(item: Any, rest: list[Any]) -> bool:
 
 
 def bits_of_nan() -> list[float]:
-    """Return the bits of floats for which == gives the wrong result."""
+    """Return the bits of floats for which == returns the wrong result."""
     quiet = struct.unpack("<d", struct.pack("<Q", 0x7FF8000000000123))[0]
     return [math.nan, -math.nan, quiet, math.inf, -math.inf, -0.0, 0.0]

@@ -1,4 +1,4 @@
-"""An in-memory storage that reports itself as remote and counts requests."""
+"""In-memory storage that reports itself as remote and counts requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.repositories import memory
 
 
 class FarStore(FaultyStore):
-    """Behaves like a bucket, with faults where a test injects them."""
+    """Behaves like a bucket, with the faults that a test injects."""
 
     @property
     def traits(self) -> Traits:

@@ -1,4 +1,4 @@
-"""A storage wrapper that fails on demand. A test chooses the faults by method and count.
+"""A storage wrapper that fails on demand. A test specifies faults by method and count.
 
 ::
 
@@ -26,7 +26,7 @@ METHODS = ("put", "settle", "get", "open", "read_into", "size", "list", "delete"
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a storage. ``key`` is its first argument, or the key of the object that is read."""
+    """A storage call. ``key`` is its first argument, or the key of the object that is read."""
 
     method: str
     key: str
@@ -45,7 +45,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Fault:
-    """Affects calls ``at`` to ``at + times - 1`` (from 1) of ``method``, among those whose key matches ``key``."""
+    """A fault in calls ``at`` to ``at + times - 1`` (from 1) of ``method`` whose key matches ``key``."""
 
     method: str
     kind: Kind
@@ -68,12 +68,12 @@ def fail_before(method: str, **where: Any) -> Fault:
 
 
 def fail_after(method: str, **where: Any) -> Fault:
-    """Raise StorageError, or ``error``, after the call succeeded."""
+    """Raise StorageError, or ``error``, after the call has succeeded."""
     return Fault(method, Kind.AFTER, **where)
 
 
 def call_first(method: str, hook: Callable[[Call], None], **where: Any) -> Fault:
-    """Call ``hook`` first. It may wait for another thread, change the store, or raise."""
+    """Call ``hook`` first. It may wait for a different thread, change the store, or raise an error."""
     return Fault(method, Kind.HOOK, hook=hook, **where)
 
 
@@ -93,7 +93,7 @@ def corrupt(method: str, **where: Any) -> Fault:
 
 
 class FaultyStore:
-    """``inner`` with the faults of ``plan``. `inject` and `heal` change the plan at any time."""
+    """``inner`` with the faults in ``plan``. `inject` and `heal` can change the plan at any time."""
 
     def __init__(self, inner: ObjectStore, plan: Iterable[Fault] = ()) -> None:
         self.inner = inner
@@ -105,7 +105,7 @@ class FaultyStore:
         return FaultyStore, (self.inner, [fault for fault, _ in self._plan])
 
     def inject(self, *faults: Fault) -> None:
-        """Add faults, whose calls are counted from now on."""
+        """Add faults. Their calls are counted from now on."""
         with self._lock:
             self._plan += [(fault, [0]) for fault in faults]
 

@@ -1,4 +1,4 @@
-"""Manifests that are changed and re-encoded with correct hashes, and records that name the wrong manifests."""
+"""Manifests that are changed and re-encoded with correct hashes, and records that name wrong manifests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COLUMNS = {
 
 @dataclass
 class Table:
-    """The stored extents of a tensor, one span for each extent. ``rows``: cells, blob, offset."""
+    """The stored extents of a tensor, with one span for each extent. ``rows``: cells, blob, offset."""
 
     boxes: list[tuple[Shape, Shape]]
     spans: list[tuple[int, int, int]]
@@ -59,7 +59,7 @@ class Table:
 
 @dataclass
 class Parts:
-    """The parts of a manifest. msgpack sections are dicts, the other sections are pieces."""
+    """The parts of a manifest. Sections in msgpack are dicts; all other sections are pieces."""
 
     index: dict[str, Any]
     places: dict[str, Any]
@@ -137,7 +137,7 @@ def with_column(name: str, change: Callable[[list[int]], Sequence[int]]) -> Chan
 
 
 def passed_off(store: Store, to: str, of: str) -> None:
-    """Give ``to`` the record and manifest of ``of``, with its own transaction id."""
+    """Give ``to`` the record and manifest of ``of``, under its own transaction ID."""
     mine, theirs = (store.get(ref).commit.committed for ref in (to, of))
     manifest = store.repository.storage.get(manifest_key(theirs.txid, theirs.manifest), limit=1 << 30)
     store.repository.storage.replace(manifest_key(mine.txid, theirs.manifest), manifest)

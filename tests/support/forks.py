@@ -1,6 +1,6 @@
 """A forked child of the test process, like a data loader worker.
 
-It has the parent's memory but none of its threads.
+It has its parent's memory but none of the parent's threads.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-_SECONDS = 60  # after which a hanging child is killed and the test fails
+_SECONDS = 60  # before a hanging child is killed and the test fails
 
 
 @contextmanager
 def forked(call: Callable[[], object]) -> Iterator[None]:
     """Run the with block alongside a forked child.
 
-    The child then makes ``call``, which must neither raise nor hang.
+    The child makes ``call``, which must neither raise an error nor hang.
     """
     hold, let_go = os.pipe()
     with warnings.catch_warnings():

@@ -1,7 +1,8 @@
-"""The store in tests/data/frozen_store. One version wrote it. Every later version reads it, saves to it and prunes it.
+"""The store in tests/data/frozen_store.
 
-``python -m tests.support.frozen_store FOLDER`` made it. Do not regenerate it, because it would then not test anything.
-Add a new store when a later version writes something new. ``python -m tests.support.frozen_store FOLDER coded`` made
+A single version wrote it; every later one reads it, saves to it, and prunes it. ``python -m tests.support.frozen_store
+FOLDER`` created it. Do not regenerate it, because it would no longer test anything. Add a new store when a later
+version writes something new. ``python -m tests.support.frozen_store FOLDER coded`` created
 tests/data/frozen_store_coded, whose cells are stored as frames.
 """
 
@@ -20,7 +21,7 @@ import torch
 
 import casckpt
 
-_BEGIN = 1_767_225_600_000_000  # 2026-01-01, in microseconds: the expiring tag has expired for all readers
+_BEGIN = 1_767_225_600_000_000  # 2026-01-01, in microseconds: for all readers, the expiring tag has expired
 MIRROR = "memory://frozen-mirror"
 CELL, BLOB = 4096, 65536
 NAMES = "abcdefgh"
@@ -71,7 +72,7 @@ def kinds() -> dict[str, Any]:
 
 
 def train(step: int) -> dict[str, Any]:
-    """Return eight tensors. Step 2 changes more than half of them, which makes step 1's blob worn.
+    """Return eight tensors. Step 2 changes more than half of them, so the blob of step 1 becomes worn.
 
     Later steps change one.
     """
@@ -94,12 +95,13 @@ def hurt() -> dict[str, Any]:
 
 
 def coded(step: int) -> dict[str, Any]:
-    """Return floats that change slightly, much or completely at each step, and values that are never encoded."""
+    """Return floats that change slightly, considerably or completely at each step, and values that are never
+    encoded."""
     few = pattern(20_000, 80).view(torch.int16) % 512 + 0x3F00
     for later in range(2, step + 1):
         few[later :: 60 * later] += later - 3
     little = pattern(12_288, 81).view(torch.int32) % 2**20 + 0x3F000000
-    wholly = pattern(8192, 82 + step).view(torch.int16) % 1024 * 64 + 0x1C00  # of both signs
+    wholly = pattern(8192, 82 + step).view(torch.int16) % 1024 * 64 + 0x1C00  # both signs
     drift = pattern(3072, 82).int() % 16 * (step - 1)
     return {
         "few": few.view(torch.bfloat16).reshape(100, 100),
@@ -152,7 +154,7 @@ def make(folder: Path) -> None:
 
 
 def make_coded(folder: Path) -> None:
-    """Write a store of coded cells. The first checkpoint is purged, but the bases of others remain."""
+    """Write a store of encoded cells. The first checkpoint is purged, but the bases of other cells remain."""
     with tempfile.TemporaryDirectory() as cache, mock.patch("socket.gethostname", return_value="host"):
         store = casckpt.open(folder, cache_dir=cache)
         store.repository.clock = itertools.count(_BEGIN, 1000).__next__
@@ -165,7 +167,7 @@ def make_coded(folder: Path) -> None:
 
 
 def _move(store: casckpt.Store, folder: Path) -> None:
-    """Damage a byte in the blob of moved@1 that only the purged step needs, which causes moved@2 to be rewritten."""
+    """Damage a byte of moved@1's blob that only the purged step needs, so that moved@2 is rewritten."""
     store.forget("moved@1")
     store.gc(min_age=0, run="moved")
     _flip(folder, moved(1)["goes"])

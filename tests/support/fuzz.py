@@ -1,8 +1,8 @@
-"""Randomly changed importer inputs. Importing any input either succeeds or raises a casckpt error.
+"""Randomly changed inputs for importers. Importing any of them either succeeds or raises a casckpt error.
 
 ``python -m tests.support.fuzz KIND COUNT SEED`` imports COUNT changed inputs of one kind, with 1 GiB of memory. It
-prints the outcomes as JSON: counts by the name of the error, or "ok". It stops with a traceback and keeps the input if
-an import raises anything else, runs code that a pickle names, or commits an unreadable checkpoint.
+prints the outcomes as JSON: counts by error name, or "ok". If an import raises anything else, runs code that a pickle
+names, or commits an unreadable checkpoint, it stops with a traceback and keeps the input.
 """
 
 from __future__ import annotations
@@ -144,7 +144,10 @@ _ODD = (
 
 
 def bent(data: bytes, random: Random) -> bytes:
-    """Change one to four positions: half the time near the beginning, and half the time without a new length."""
+    """Change one to four positions.
+
+    Half of the time, they are near the beginning; half of the time, the length is unchanged.
+    """
     same_length, near = random.random() < 0.5, random.random() < 0.5
     for _ in range(random.choice((1, 1, 1, 2, 4))):
         at = random.randrange(min(len(data), 2000) + 1 if near else len(data) + 1)
@@ -167,7 +170,10 @@ def _changed(data: bytes, at: int, how: int, random: Random) -> bytes:
 
 
 class Bender:
-    """Changed inputs of one kind, one after the other, in ``folder``. An input that fails the test is left there."""
+    """Creates changed inputs of one kind, one after the other, in ``folder``.
+
+    An input that fails the test is left there.
+    """
 
     def __init__(self, kind: str, folder: Path, seed: int) -> None:
         self._kind = kind
@@ -185,7 +191,7 @@ class Bender:
         return given, {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
     def outcomes(self, count: int) -> Counter[str]:
-        """Count the outcomes of this many imports: "ok" or the name of a casckpt error. Any other error is raised."""
+        """Count the outcomes of ``count`` imports: "ok" or the name of a casckpt error. Raise any other error."""
         return Counter(self._one() for _ in range(count))
 
     def _one(self) -> str:
@@ -195,7 +201,7 @@ class Bender:
             path = self._place / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(bent(data, self._random) if name in chosen else data)
-        sung.clear()  # creating an input may call it
+        sung.clear()  # creating an input may call `sing`
         self._step += 1
         tally(f"bent input: {self._kind}")
         outcome = self._imported(self._place / given)
@@ -209,21 +215,21 @@ class Bender:
             made = import_any(store, look_at(path), step=self._step)
         except CasckptError as error:
             return type(error).__name__
-        store.read(made)  # a committed checkpoint is readable
+        store.read(made)  # a committed checkpoint must be readable
         return "ok"
 
 
 def bound_memory(nbytes: int) -> None:
-    """Limit this process to this much address space beyond its current size."""
+    """Limit the address space of this process to its current size plus ``nbytes``."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + nbytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def main(kind: str, count: int, seed: int) -> None:
-    """Import this many changed inputs, and print the outcomes."""
+    """Import ``count`` changed inputs, and print the outcomes."""
     bound_memory(MEMORY)
-    warnings.simplefilter("ignore")  # about protocols and types that torch deprecates
+    warnings.simplefilter("ignore")  # about deprecated protocols and types of torch
     torch.set_num_threads(1)
     folder = tempfile.mkdtemp(prefix="casckpt-fuzz-")
     outcomes = Bender(kind, Path(folder), seed).outcomes(count)

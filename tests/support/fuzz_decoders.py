@@ -1,7 +1,7 @@
-"""Decoders of stored data with changed bytes. Each decoder returns a value or raises a casckpt error.
+"""Decoders of stored data, with changed bytes. Each decoder returns a value or raises a casckpt error.
 
-Where a hash protects the bytes, the test corrects the hash, as an attacker with write access would. As a result, the
-bytes reach the decoder.
+Where a hash protects the bytes, the test corrects the hash, as an attacker with write access would, so that the bytes
+reach the decoder.
 
 ``python -m tests.support.fuzz_decoders KIND COUNT SEED`` decodes COUNT changed inputs, with 256 MiB of memory.
 `tests.support.fuzz_guided` lets atheris choose inputs by coverage.
@@ -56,7 +56,7 @@ def _record(data: bytes) -> None:
 
 
 def _section(name: str, data: bytes) -> None:
-    """A manifest with these bytes as one of its sections."""
+    """Return a manifest with these bytes as one of its sections."""
     for seed in _manifests():
         sections = {one: bytes(seed.section(one)) for one in KNOWN}
         head, whole = assemble((sections | {name: data}).items())
@@ -111,18 +111,18 @@ DECODERS: Final[dict[str, Decode]] = {
 
 @cache
 def _manifests() -> list[manifest.Manifest]:
-    """A plain manifest and a coded one."""
+    """Return a plain manifest and an encoded one."""
     paths = [min(sorted(store.rglob("*.manifest")), key=lambda path: path.stat().st_size) for store in STORES]
     return [manifest.decode(path.read_bytes(), ManifestId(path.name.partition(".")[0])) for path in paths]
 
 
 def seeds(kind: str) -> list[bytes]:
-    """The inputs to change: data from the frozen stores, and inputs found by atheris."""
+    """Return the inputs to change: data from the frozen stores, and inputs found by atheris."""
     return stored(kind) + [path.read_bytes() for path in sorted((DATA / "fuzz" / kind).glob("*"))]
 
 
 def stored(kind: str) -> list[bytes]:
-    """Data that casckpt wrote, from the frozen stores."""
+    """Return data from the frozen stores, which casckpt wrote."""
     return [data for data in _seeds(kind) if len(data) <= MOST]
 
 
@@ -159,7 +159,7 @@ def _stored_frames() -> Iterator[bytes]:
 
 
 def bend(kind: str, count: int, seed: int) -> int:
-    """Decode this many changed inputs. Return how many were valid. Errors other than casckpt errors are raised."""
+    """Decode ``count`` changed inputs. Return how many were valid. Raise any error that is not a casckpt error."""
     random, given = Random(f"{kind} {seed}"), seeds(kind)
     decoded = 0
     for _ in range(count):
@@ -169,7 +169,7 @@ def bend(kind: str, count: int, seed: int) -> int:
 
 
 def decodes(kind: str, data: bytes) -> bool:
-    """Decode some bytes. Return False if they are refused. Raise any other error, with the bytes."""
+    """Decode some bytes. Return False if they are rejected. Raise any other error together with the bytes."""
     try:
         DECODERS[kind](data)
     except CasckptError:

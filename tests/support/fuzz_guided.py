@@ -1,7 +1,7 @@
-"""Decoder inputs, chosen by coverage: ``python -m tests.support.fuzz_guided KIND COUNT SEED CORPUS``.
+"""Inputs for decoders, chosen by coverage: ``python -m tests.support.fuzz_guided KIND COUNT SEED CORPUS``.
 
-It needs atheris (`pip install atheris`), which the tests do not install. The folder CORPUS keeps every input that
-reaches new code. The smallest of them are in tests/data/fuzz, where all fuzzing starts.
+It needs atheris (`pip install atheris`), which the tests do not install. Every input that reaches new code is kept in
+the folder CORPUS. The smallest of these inputs are in tests/data/fuzz, where all fuzzing starts.
 """
 
 from __future__ import annotations

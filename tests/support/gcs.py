@@ -30,7 +30,7 @@ def snapshot(repo: Repository) -> dict[str, int]:
 
 
 def ticking(repo: Repository) -> Callable[[float], None]:
-    """A sleep that advances the repository's clock."""
+    """Return a sleep function that advances the repository's clock."""
     clock = repo.clock
     assert isinstance(clock, Ticks)
     return clock.advance
@@ -45,7 +45,7 @@ def collect(
     dry_run: bool = False,
     **options: Any,
 ) -> GcResult:
-    """Run a whole gc. It purges immediately unless ``min_age`` is passed (None: the store's setting)."""
+    """Run a complete gc. It purges immediately unless ``min_age`` is passed (None: use the store's setting)."""
     plan = plan_gc(repo, policy, run=run, min_age=min_age)
     return preview(repo, plan) if dry_run else execute(repo, plan, **options)
 
@@ -56,12 +56,12 @@ def run_gc(repo: Repository, policy: Policy | None = None, **options: Any) -> Gc
 
 
 def steps(found: Sequence[Commit]) -> list[int]:
-    """Return the steps of commits in their order."""
+    """Return the steps of commits in order."""
     return [commit.step for commit in found]
 
 
 def begin_elsewhere(repo: Repository, run: str = "other", step: int = 7, **process: Any) -> TxId:
-    """Begin a transaction of an unknown process, or of ``process``."""
+    """Begin a transaction on behalf of an unknown process, or of ``process``."""
     txid = repo.new_txid(run, step)
     fields: dict[str, Any] = {"host": "gpu7", "boot_id": "b", "pid": 4711, "pid_namespace": "n", "started": 1} | process
     who = Process(**fields)
@@ -81,7 +81,7 @@ def commit_of(repo: Repository, txid: TxId, texts: Sequence[str]) -> None:
 
 
 class RemoteStore(MemoryStore):
-    """A storage that reports itself as remote."""
+    """Storage that reports itself as remote."""
 
     exclusive: bool | None = True
 

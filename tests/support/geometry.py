@@ -21,7 +21,7 @@ full_shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 
 
 def elements(region: Region, shape: Shape) -> list[int]:
-    """Return the row-major positions of a region's elements in the tensor, in the order of numpy's slices."""
+    """Return the row-major positions of a region's elements in the tensor, in numpy's slice order."""
     box = region.box
     every = np.arange(prod(shape)).reshape(shape)
     inside = every[tuple(slice(lo, hi) for lo, hi in zip(box.offset, box.end, strict=True))]
@@ -36,7 +36,7 @@ def box_elements(boxes: Sequence[Box], shape: Shape) -> list[int]:
 
 @st.composite
 def boxes(draw: st.DrawFn, shape: Shape) -> Box:
-    """A box inside a tensor, which may be empty."""
+    """Draw a box inside a tensor. It may be empty."""
     offset, extent = [], []
     for size in shape:
         start = draw(st.integers(0, size))
@@ -47,7 +47,7 @@ def boxes(draw: st.DrawFn, shape: Shape) -> Box:
 
 @st.composite
 def regions(draw: st.DrawFn, shape: Shape) -> Region:
-    """A region inside a tensor: a box or part of a box."""
+    """Draw a region inside a tensor: a box or part of a box."""
     box = draw(boxes(shape))
     if draw(st.booleans()):
         return Region(box, 0, box.numel)
@@ -57,7 +57,7 @@ def regions(draw: st.DrawFn, shape: Shape) -> Region:
 
 @st.composite
 def partitions(draw: st.DrawFn, shape: Shape) -> list[Region]:
-    """Disjoint regions that cover a tensor: boxes that are split repeatedly, some of them into flat ranges."""
+    """Draw disjoint regions that cover a tensor: boxes that are split repeatedly, some of them into flat ranges."""
     parts = [full_box(shape)]
     for _ in range(draw(st.integers(0, 4))):
         number = draw(st.integers(0, len(parts) - 1))
@@ -80,7 +80,7 @@ def _split(box: Box, dim: int, at: int) -> list[Box]:
 
 
 def digest(region: Region, version: int = 0) -> CellDigest:
-    """A fake digest of a region's bytes. It differs for each version."""
+    """Return a fake digest of a region's bytes. It differs for each version."""
     return CellDigest(hashlib.sha256(f"{region}{version}".encode()).digest())
 
 
@@ -93,7 +93,7 @@ def stored_cell(region: Region, blob: int, offset: int, nbytes: int, digest: Cel
 
 
 def table_of(shape: Shape, cell: int, cells: Sequence[Region], *, itemsize: int = 2, per_blob: int = 7) -> ExtentTable:
-    """A table of these cells as a save would place them: in order, with a new blob from time to time."""
+    """Return a table of these cells as a save would place them: in order, with a new blob every few cells."""
     places, offset = [], 4096
     for number, region in enumerate(cells):
         if number % per_blob == 0:
@@ -105,7 +105,7 @@ def table_of(shape: Shape, cell: int, cells: Sequence[Region], *, itemsize: int 
 
 
 def rows(shape: Shape, ranks: int) -> list[Region]:
-    """The region of each of ``ranks`` when a tensor is split along its first dimension by torch.chunk."""
+    """Return the region of each of ``ranks`` when torch.chunk splits a tensor along its first dimension."""
     step = -(-shape[0] // ranks)
     starts = [min(rank * step, shape[0]) for rank in range(ranks + 1)]
     split = (Box((lo, *(0 for _ in shape[1:])), (hi - lo, *shape[1:])) for lo, hi in pairwise(starts))
@@ -113,7 +113,7 @@ def rows(shape: Shape, ranks: int) -> list[Region]:
 
 
 def columns(shape: Shape, ranks: int) -> list[Region]:
-    """The region of each of ``ranks`` when a matrix is split along its second dimension."""
+    """Return the region of each of ``ranks`` when a matrix is split along its second dimension."""
     step = -(-shape[1] // ranks)
     starts = [min(rank * step, shape[1]) for rank in range(ranks + 1)]
     split = (Box((0, lo), (shape[0], hi - lo)) for lo, hi in pairwise(starts))
@@ -121,7 +121,7 @@ def columns(shape: Shape, ranks: int) -> list[Region]:
 
 
 def flat(shape: Shape, ends: Sequence[int]) -> list[Region]:
-    """Flat shards of a whole tensor that end at ``ends``."""
+    """Return flat shards of a whole tensor that end at ``ends``."""
     starts = [0, *sorted(ends)[:-1]]
     return [Region(full_box(shape), lo, hi) for lo, hi in zip(starts, sorted(ends), strict=True) if lo < hi]
 
@@ -148,7 +148,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn, *, coded: bool = True) -> Case:
-    """Any tensor with any cells in any blobs. ``coded``: some cells may be frames."""
+    """Draw a tensor with any cells in any blobs. ``coded``: some cells may be frames."""
     shape, cell, itemsize = draw(full_shapes), draw(st.integers(1, 12)), draw(st.sampled_from([1, 2, 4, 8, 16]))
     blobs = draw(st.integers(1, 3))
     ends = [draw(st.integers(4096, 5000)) for _ in range(blobs)]
@@ -159,7 +159,7 @@ def cases(draw: st.DrawFn, *, coded: bool = True) -> Case:
 
 @st.composite
 def _placed_cells(draw: st.DrawFn, region: Region, itemsize: int, ends: list[int], coded: bool) -> StoredCell:
-    """A cell after the current ``ends`` of the blobs. Some cells are frames, with or without bases."""
+    """Draw a cell that follows the current ``ends`` of the blobs. Some cells are frames, with or without bases."""
     nbytes = region.numel * itemsize
     made: StoredCell | None = None
     links = draw(st.sampled_from([0, 0, 0, 1, 2, 3, MAX_LINKS])) if coded else 0

@@ -22,7 +22,7 @@ Offsets = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True)
 class Topology:
-    """Sizes of tensor, pipeline and data parallelism.
+    """The sizes of tensor, pipeline and data parallelism.
 
     ``cut`` (0 to 1): an additional split of flat optimizer state.
     """
@@ -56,13 +56,13 @@ class Rank:
 
 
 def whole(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the global tensor of a name. It is always the same."""
+    """Return the global tensor with this name. It is always the same."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(shape, generator=generator).to(dtype)
 
 
 def embedding(name: str, rank: Rank, dtype: torch.dtype) -> torch.Tensor:
-    """The vocabulary. It is padded to a multiple of four rows for each tensor-parallel rank."""
+    """Return the vocabulary, padded to a multiple of four rows for each tensor-parallel rank."""
     rows = -(-VOCAB // (4 * rank.of.tp)) * 4 * rank.of.tp
     padded = torch.zeros(rows, HIDDEN, dtype=dtype)
     padded[:VOCAB] = whole(name, VOCAB, HIDDEN, dtype=dtype)
@@ -70,7 +70,7 @@ def embedding(name: str, rank: Rank, dtype: torch.dtype) -> torch.Tensor:
 
 
 def swiglu(layer: int, rank: Rank) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Gate and up are together in one local tensor, but apart in the global one."""
+    """Return gate and up, which are together in one local tensor, but separate in the global one."""
     make, make_flat = megatron.ShardedTensor.from_rank_offsets, megatron.ShardedTensor.from_rank_offsets_flat
     shape = (FFN * 4 // rank.of.tp, HIDDEN)
 
@@ -97,11 +97,11 @@ def _ends(flat: slice) -> tuple[int, int]:
 
 
 def model(rank: Rank, name: str, dtype: torch.dtype = torch.bfloat16, prefix: str = "") -> dict[str, Any]:
-    """The sharded state dict of the parameters, or of their optimizer state."""
+    """Return the sharded state dict of the parameters, or of their optimizer state."""
     make = megatron.ShardedTensor.from_rank_offsets
     tp, top = rank.of.tp, rank.of.pp - 1
     state: dict[str, Any] = {}
-    if rank.pp in (0, top):  # the last stage has it too, tied
+    if rank.pp in (0, top):  # the last stage also has it, tied
         copy = 0 if rank.pp == 0 else 1
         state["embedding.weight"] = make(
             f"{prefix}embedding.weight", embedding(f"{name}/embedding", rank, dtype), (0, rank.tp, tp),
@@ -126,7 +126,7 @@ def model(rank: Rank, name: str, dtype: torch.dtype = torch.bfloat16, prefix: st
 
 
 def flat(rank: Rank, name: str, prefix: str) -> dict[str, Any]:
-    """The same as a distributed optimizer holds it: each rank has part of each flattened local tensor."""
+    """Return the same state as a distributed optimizer holds it: each rank has part of each flattened local tensor."""
     state = {}
     for key, value in model(replace(rank, dp=0), name, torch.float32, prefix).items():
         if megatron.is_main_replica(value.replica_id):
@@ -148,7 +148,7 @@ def _slice(value: Any, lo: int, hi: int) -> Any:
 
 
 def state(rank: Rank) -> dict[str, Any]:
-    """Parameters, optimizer state (sharded alike and flat), objects, and the common part."""
+    """Return parameters, optimizer state (sharded in the same way, and flat), objects, and the common part."""
     objects = {
         f"layers.{local}._extra_state": megatron.ShardedObject(
             "layers._extra_state", {"layer": layer, "scale": (1.5, layer)}, (LAYERS,), (layer,), (0, rank.tp, rank.dp)
@@ -172,7 +172,7 @@ def state(rank: Rank) -> dict[str, Any]:
 
 
 def expected(state: dict[str, Any]) -> dict[str, Any]:
-    """The expected result of a load into a state dict with this sharding."""
+    """Return the expected result of a load into a state dict with this sharding."""
 
     def value_of(leaf: Any) -> Any:
         if isinstance(leaf, megatron.LocalNonpersistentObject):
@@ -184,7 +184,7 @@ def expected(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def emptied(state: dict[str, Any]) -> dict[str, Any]:
-    """A template: tensors with different values, objects without data, and different plain values."""
+    """Return a template: tensors with different values, objects without data, and different plain values."""
 
     def empty(leaf: Any) -> Any:
         if isinstance(leaf, megatron.ShardedObject):
@@ -198,13 +198,13 @@ def emptied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(one: Any, other: Any) -> list[Any]:
-    """Return the paths of values that differ in any bit. The order of keys does not matter."""
+    """Return the paths of values that differ in any bit. Key order does not matter."""
     left, right = dict(leaves(one)), dict(leaves(other))
     return [path for path in left | right if not same(left.get(path), right.get(path))]
 
 
 def leaves(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Return all leaves of dicts and lists with their paths."""
+    """Return all leaves of dicts and lists, with their paths."""
     if not isinstance(x, dict | list):
         yield path, x
         return
@@ -220,6 +220,6 @@ def same(one: Any, other: Any) -> bool:
 
 
 def saved(rank: int, size: int, where: str, topology: Topology, **options: Any) -> int:
-    """Save as one rank. Return the bytes that all ranks wrote."""
+    """Save as one rank. Return the number of bytes that all ranks wrote."""
     megatron.save(state(topology.at(rank)), where, **options)
     return casckpt.open(where.partition("#")[0]).get(where.partition("#")[2]).stats.bytes_written

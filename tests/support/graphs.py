@@ -9,7 +9,7 @@ import torch
 
 
 def is_noticed(tensor: torch.Tensor, load: Callable[[], Any]) -> bool:
-    """Report whether autograd refuses a backward pass through values that were computed before ``load``."""
+    """Report whether autograd rejects a backward pass through values that were computed before ``load``."""
     weight = torch.ones_like(tensor, requires_grad=True)
     result = (weight * tensor).sum()
     load()

@@ -1,4 +1,4 @@
-"""A tensor split into the parts of any grid, as Megatron-style shards."""
+"""Tensors split into the parts of any grid, as Megatron-style shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CUTS = st.none() | st.lists(st.floats(0, 1), max_size=3)
 
 
 def parts(whole: torch.Tensor, fragments: tuple[int, int], cuts: list[float] | None) -> list[ShardedTensor]:
-    """All parts of a grid. ``cuts``: the fractions at which each is split into flat parts."""
+    """Return all parts of a grid. ``cuts``: the fractions at which each part is split into flat parts."""
     layers, *rest = whole.shape
     local = tuple(extent // count for extent, count in zip(rest, fragments, strict=True))
     found = []

@@ -1,4 +1,4 @@
-"""Combinations of two-valued options. The default run takes half of them and still covers each pair of values."""
+"""Combinations of two-valued options. The default run uses half of them and still covers every pair of values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def half_of(*choices: list[Any]) -> list[Any]:
-    """Parametrize a test with all combinations, every other one of which runs only with --full."""
+    """Parametrize a test with all combinations. Every other combination runs only with --full."""
     numbers = product((0, 1), repeat=len(choices))
     rows = [(sum(row) % 2, [pair[at] for pair, at in zip(choices, row, strict=True)]) for row in numbers]
     return [pytest.param(*values, marks=[pytest.mark.soak] * odd) for odd, values in rows]

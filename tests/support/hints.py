@@ -1,4 +1,4 @@
-"""Advice in messages: where casckpt gives it, and which tests follow it.
+"""Advice in messages: where casckpt gives advice, and which tests follow it.
 
 A hint is a message, or a part of one, that names an argument, a command, an option, a setting or a call. `hints` finds
 hints in the source. A test in `tests.hints` triggers a hint, does what it says, and checks the result::
@@ -40,7 +40,7 @@ _ADVICE: Final = tuple(
         r"\b[A-Z]{2,}_[A-Z_]+\b",  # environment variables
         r"\b[Ss]tore\.[a-z_]+",
         r"\bcasckpt\.(?!json)[A-Za-z_]+",
-        r"\b[a-zA-Z_.]+[a-zA-Z]\([^)]*\)(?= |,|;|$)",  # a call
+        r"\b[a-zA-Z_.]+[a-zA-Z]\([^)]*\)(?= |,|;|$)",  # a function call
         r"\b(?:give|pass|use|leave|call|say|put|choose|map|make|load|save|wrap)\b[^;:.]*" + _IDENTIFIER,
         r"\b(?:by|into|to|with) (?:[a-z_]+\.)+[a-z_]+\b",
         rf"\b(?:by|into|with) {_IDENTIFIER}",
@@ -76,7 +76,7 @@ def hints() -> Iterator[Hint]:
 
 
 def hints_in(module: str, source: str) -> Iterator[Hint]:
-    """Return the hints of a module. `HOLE` replaces a value in a text. Nested texts follow in parentheses."""
+    """Return the hints of a module. `HOLE` replaces each value in a text. Nested texts follow in parentheses."""
     for statement, function in _statements(ast.parse(source), ()):
         kind = _kind(statement)
         if kind == "part" and module.startswith(_PAGES):
@@ -87,7 +87,7 @@ def hints_in(module: str, source: str) -> Iterator[Hint]:
 
 
 def is_advice(text: str) -> bool:
-    """Report whether a message advises more than a different argument value (``jobs=0 is not usable; give 1``)."""
+    """Report whether a message advises more than a different argument value (``jobs=0 is not valid: pass 1``)."""
     return " " in text and any(pattern.search(re.sub(r"^[a-z_]+=…", "", text)) for pattern in _ADVICE)
 
 
@@ -98,7 +98,7 @@ def _kind(statement: ast.stmt) -> str:
 
 
 def _statements(node: ast.AST, function: tuple[str, ...]) -> Iterator[tuple[ast.stmt, tuple[str, ...]]]:
-    """Return the innermost statements with their functions, without docstrings."""
+    """Return the innermost statements except docstrings, with their functions."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield from _statements(child, (*function, child.name))
@@ -138,7 +138,7 @@ def _text(node: ast.AST) -> str:
 
 
 class Case(NamedTuple):
-    """The hints that a test follows: those of ``where`` that contain ``text``."""
+    """The hints that a test follows: the hints of ``where`` that contain ``text``."""
 
     where: str
     text: str
@@ -153,7 +153,7 @@ class Case(NamedTuple):
         return {hint.kind for hint in hints_of(self.where) if self.covers(hint)} == {"raise"}
 
     def in_message(self, message: str) -> bool:
-        """Report whether a message contains the text, with values in its holes."""
+        """Report whether a message contains the text, with values in place of its holes."""
         return bool(re.search(".*?".join(map(re.escape, re.split(r"…|%[srd]", self.text))), message, re.DOTALL))
 
 
@@ -168,7 +168,7 @@ def follows(where: str, text: str) -> Callable[[Test], Test]:
 
 
 class Advice:
-    """A message for a test to follow. Each method fails if the message does not have the requested part."""
+    """A message that a test follows. Each method fails if the message lacks the requested part."""
 
     def __init__(self, message: str = "") -> None:
         self.message = message
@@ -181,9 +181,9 @@ class Advice:
         return text
 
     def argument(self, name: str, after: str = "") -> dict[str, Any]:
-        """Return ``{name: value}`` with the value after ``name=`` in the message: the first one behind ``after``.
+        """Return ``{name: value}`` with the first value after ``name=`` that follows ``after`` in the message.
 
-        Without ``after``, the last one counts, since the first may be the wrong value.
+        Without ``after``, return the last value, because the first may be the wrong value that the message reports.
         """
         shown = self.message.partition(self.says(after))[2] if after else self.message
         self.says(f"{name}=")
@@ -194,7 +194,7 @@ class Advice:
                     value = ast.literal_eval(shown[place:end])
                 except (SyntaxError, ValueError):
                     continue
-                if not shown[:end].rstrip().endswith(","):  # which would make it a tuple
+                if not shown[:end].rstrip().endswith(","):  # a comma would make it a tuple
                     return {name: value}
         raise AssertionError(f"no value is shown for {name}= in: {self.message}")
 
@@ -219,7 +219,7 @@ class Messages:
     def error(self, kind: type[BaseException] | tuple[type[BaseException], ...] | None = None) -> Iterator[Advice]:
         """Catch the block's error.
 
-        It must contain a case's text, and come from the case's function if that function raises it.
+        It must contain the text of a case, and come from the case's function if that function raises it.
         """
         from casckpt.errors import CasckptError
 
@@ -240,7 +240,7 @@ class Messages:
         self._take(advice)
 
     def text(self, message: object) -> Advice:
-        """Accept a message that appeared elsewhere: on a rank or in a command's output."""
+        """Accept a message that appeared elsewhere, for example on a rank or in a command's output."""
         advice = Advice(str(message))
         self._take(advice)
         return advice

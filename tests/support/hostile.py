@@ -1,4 +1,4 @@
-"""Servers that never finish a response: silent, slow and endless ones, and ones that answer only "100 Continue".
+"""Servers that never finish a response: silent, slow and endless servers, and servers that send only "100 Continue".
 
 ::
 
@@ -23,7 +23,7 @@ _CHUNK = b"10000\r\n" + b"<a href='x'>" * 5461 + b"abcd" + b"\r\n"
 
 
 class Hostility(enum.Enum):
-    """The behaviour of a server."""
+    """How a server behaves."""
 
     SILENT = "silent"
     CONTINUE = "100 Continue, then silent"
@@ -37,7 +37,7 @@ class Hostility(enum.Enum):
 
 @dataclass
 class Hostile:
-    """A server, as a context manager. ``status``: the start of its responses."""
+    """A server, as a context manager. ``status``: the beginning of its responses."""
 
     hostility: Hostility
     status: str = "200 OK"
@@ -56,7 +56,7 @@ class Hostile:
         return f"http://{self.place}"
 
     def accept(self) -> None:
-        """Accept connections until the end."""
+        """Accept connections until the server ends."""
         with suppress(OSError):
             while True:
                 self._connections.append(self._listening.accept()[0])

@@ -1,4 +1,4 @@
-"""Hosts that share a store without tensors and change runs at random."""
+"""Hosts that share a store without tensors and change its runs at random."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHANGES += ["rewrite", "rewrite", "half a rewrite"]
 
 
 def saved(repo: Repository, run: str, step: int) -> Transaction:
-    """Begin a save as its leader does."""
+    """Begin a save as the leader of a save does."""
     known = look_at_all(repo, run)
     latest = greatest(repo, known, run)
     return begin(repo, run, step, after=[latest] if latest else [], seen=known.head)
@@ -41,13 +41,13 @@ def finish(repo: Repository, save: Transaction) -> Commit:
 
 
 def old_txid(draw: random.Random, run: str, step: int) -> TxId:
-    """The transaction id that a copy keeps."""
+    """Return a transaction ID that a copy would keep."""
     when = time_of(START) - timedelta(minutes=draw.randrange(1000))
     return make_txid(when, draw.randbytes(8), run, step)
 
 
 class Hosts:
-    """Hosts with different clocks that save, copy, forget and list.
+    """Hosts with different clocks. They save, copy, forget and list.
 
     One of them clears its in-memory caches between listings.
     """
@@ -104,7 +104,7 @@ class Hosts:
 
 
 class Meddled(FaultyStore):
-    """Occasionally runs a different action before a call."""
+    """Storage that sometimes runs a different action before a call."""
 
     def __init__(self, inner: ObjectStore, hosts: Hosts) -> None:
         super().__init__(inner)

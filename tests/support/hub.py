@@ -1,4 +1,4 @@
-"""Small Transformers models with random weights, made without a network, and checks of their exported folders."""
+"""Small Transformers models with random weights, created without a network, and checks of their exported folders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.training import identical
 
 
 def gpt2(seed: int = 3) -> Any:
-    """A three-layer GPT-2 whose head is tied to its embeddings."""
+    """Return a three-layer GPT-2 whose head is tied to its embeddings."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=97, n_positions=16, bos_token_id=0, eos_token_id=0)
@@ -23,7 +23,7 @@ def gpt2(seed: int = 3) -> Any:
 
 
 def llama(seed: int = 3, *, tied: bool = True) -> Any:
-    """A two-layer Llama in bfloat16. All of its names except that of the head begin with "model."."""
+    """Return a two-layer Llama in bfloat16. All parameter names except that of the head begin with "model."."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -51,7 +51,7 @@ def trained(model: Any) -> torch.optim.Optimizer:
 
 
 def check_loads(folder: Path, model: Any) -> None:
-    """Check that ``from_pretrained`` loads this model bit for bit and without a warning."""
+    """Check that ``from_pretrained`` loads this model bit for bit without a warning."""
     found, info = type(model).from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     assert identical(dict(found.state_dict()), dict(model.state_dict()))

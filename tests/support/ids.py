@@ -1,4 +1,4 @@
-"""Names of test cases that are the same in every process."""
+"""Names for test cases that are the same in every process."""
 
 from __future__ import annotations
 
@@ -6,5 +6,6 @@ import re
 
 
 def named(value: object) -> str:
-    """Return a short string for a value, without object addresses, because all xdist workers must agree on names."""
+    """Return a short string for a value. It contains no object addresses, because all xdist workers must agree
+    on it."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))[:60]

@@ -1,8 +1,8 @@
-"""Saves that are killed, and saves during a gc, in processes forked from one that has imported torch.
+"""Saves that are killed, and saves during a gc, in processes forked from a process that has imported torch.
 
-``python -m tests.support.killed_saves sweep FOLDER POINTS SEED`` copies a store with one checkpoint for each point, and
-kills the save of a second one there: at storage calls, at system calls, at random times. ``... race FOLDER SAVES`` runs
-two processes that save and one that collects garbage, all in one store.
+For each point, ``python -m tests.support.killed_saves sweep FOLDER POINTS SEED`` copies a store with one checkpoint
+and kills the save of a second checkpoint: at storage calls, at system calls, or at random times. ``... race FOLDER
+SAVES`` runs two processes that save and one that collects garbage, all in one store.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ WAYS = ("calls", "syscalls", "timed")
 
 
 def state(step: int) -> dict[str, Any]:
-    """Several blobs. From one step to the next, tensors are identical, encoded against the old ones, or new."""
+    """Return a state of several blobs. From step to step, tensors are identical, encoded against the old ones,
+    or new."""
     return {
         "kept": cells(30, seed=1),
         "new": cells(30, seed=step),
@@ -52,14 +53,14 @@ def state(step: int) -> dict[str, Any]:
 
 
 def open_folder(folder: Path, storage: Any = None) -> Store:
-    """Open the store of a point. Its catalogue is next to it."""
+    """Open the store of a point. The catalogue is next to the store."""
     store = Store(Repository(storage or LocalStore(folder / "store"), folder / "cache"))
     store.create(cell_bytes=CELL, blob_bytes=64 << 10)
     return store
 
 
 class Strike:
-    """Sends a signal to its own process at step ``at`` of all counted steps. 0 means never.
+    """Sends a signal to its own process at step number ``at``. 0 means never.
 
     ``of``: the kind of steps, for the tally.
     """
@@ -78,7 +79,7 @@ class Strike:
 
 
 class KillingStore(FaultyStore):
-    """Kills or stops its process right before or right after a call. Both are steps of ``strike``."""
+    """Kills or stops its process right before or right after a call. Both of these points are steps of ``strike``."""
 
     def __init__(self, inner: ObjectStore, strike: Strike) -> None:
         super().__init__(inner)
@@ -92,12 +93,12 @@ class KillingStore(FaultyStore):
 
 
 def _save(folder: Path, way: str, at: float) -> int:
-    """Save the second step. Kill the save at step ``at`` unless that is 0. Return the number of steps."""
+    """Save the second step. Kill the save at step ``at`` unless ``at`` is 0. Return the number of steps."""
     strike = Strike(int(at) if way == "calls" else 0)
     store = open_folder(folder, KillingStore(LocalStore(folder / "store"), strike))
     counted = wrap_system_calls(int(at)) if way == "syscalls" else None
     if way == "timed" and at:
-        signal.setitimer(signal.ITIMER_REAL, at)  # no handler is set, so the signal ends the process
+        signal.setitimer(signal.ITIMER_REAL, at)  # there is no handler, so the signal ends the process
     store.save(state(2), step=2, threads=2, compress="auto")
     return counted() if counted else strike.count
 
@@ -127,7 +128,7 @@ def wrap_system_calls(step: int) -> Callable[[], int]:
 
 
 def forked(call: Callable[[], object]) -> int:
-    """Run in a child. Return its wait status."""
+    """Run ``call`` in a child. Return the child's wait status."""
     child = os.fork()
     if not child:
         run_and_exit(call)
@@ -135,7 +136,7 @@ def forked(call: Callable[[], object]) -> int:
 
 
 def side_by_side(calls: Sequence[Callable[[], object]], at_once: int) -> bool:
-    """Make each call in its own child, concurrently. Report whether all succeeded.
+    """Divide the calls among ``at_once`` concurrent children. Report whether all succeeded.
 
     One worker does not need a child.
     """
@@ -158,7 +159,7 @@ def side_by_side(calls: Sequence[Callable[[], object]], at_once: int) -> bool:
 
 
 def run_and_exit(call: Callable[[], object]) -> NoReturn:
-    """Run the rest of a forked child's life. It never returns into the parent's code."""
+    """Run ``call`` and end the forked child. This never returns to the parent's code."""
     try:
         call()
     except BaseException:  # noqa: BLE001 - whatever it was, the child must end here
@@ -168,7 +169,7 @@ def run_and_exit(call: Callable[[], object]) -> NoReturn:
 
 
 def _total(folder: Path, way: str) -> int:
-    """Return the number of steps of the save. 0 if its points are seconds."""
+    """Return the number of steps of the save, or 0 if its points are seconds."""
     shutil.copytree(folder / "base", folder / "count", dirs_exist_ok=True)
     found = folder / "steps"
     status = forked(lambda: found.write_text(str(_save(folder / "count", way, 0))))
@@ -179,7 +180,7 @@ def _total(folder: Path, way: str) -> int:
 
 
 def sweep(folder: Path, points: int, seed: int) -> None:
-    """Kill a save at about ``points`` steps of each way, including the last ones. 0 means all steps."""
+    """Kill a save at about ``points`` steps in each way, including the last steps. 0 means all steps."""
     rng = random.Random(seed)
     base = open_folder(folder / "base")
     if forked(lambda: base.save(state(1), step=1)):
@@ -200,7 +201,7 @@ def sweep(folder: Path, points: int, seed: int) -> None:
                 raise SystemExit(f"the save at {point.name} failed by itself")
 
 
-# during a gc
+# saves during a gc
 
 
 def _write(folder: Path, run: str, saves: int) -> None:
@@ -212,7 +213,7 @@ def _write(folder: Path, run: str, saves: int) -> None:
             if not same_state(store.read(ckpt), want):
                 raise SystemExit(f"{run}@{step} did not come back")
     finally:
-        (folder / f"done-{run}").touch()  # the gc may end
+        (folder / f"done-{run}").touch()  # now the gc may end
 
 
 def _collect(folder: Path, runs: list[str]) -> None:
@@ -226,7 +227,7 @@ def _collect(folder: Path, runs: list[str]) -> None:
 
 
 def race(folder: Path, saves: int) -> None:
-    """Run two savers and a gc at the same time."""
+    """Run two processes that save and one that collects garbage at the same time."""
     runs = ["a", "b"]
     open_folder(folder)
     calls = [partial(_write, folder, run, saves) for run in runs]
@@ -252,7 +253,7 @@ def needed(store: Store) -> set[str]:
 
 
 def check_clean(store: Store) -> None:
-    """Check that the store contains only needed objects."""
+    """Check that the store contains only objects that are needed."""
     keys = {entry.key for entry in store.repository.storage.list("")}
     assert undecided(store.repository) == []
     assert {key for key in keys if key.startswith("objects/")} == needed(store)
@@ -270,7 +271,7 @@ def check_all(store: Store, states: dict[tuple[str, int], Any]) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # no threads before the forks
+    torch.set_num_threads(1)  # no threads before forking
     command, folder, *numbers = sys.argv[1:]
     if command == "sweep":
         sweep(Path(folder), *map(int, numbers))

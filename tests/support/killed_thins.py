@@ -1,6 +1,6 @@
-"""Thinning and the following gc, killed at storage calls and at system calls, in separate processes.
+"""Thinning and the gc that follows it, killed at storage calls and at system calls, in separate processes.
 
-``python -m tests.support.killed_thins FOLDER POINTS SEED`` copies a store with some checkpoints for each point, and
+For each point, ``python -m tests.support.killed_thins FOLDER POINTS SEED`` copies a store with some checkpoints, and
 kills the process that thins them.
 """
 
@@ -26,7 +26,7 @@ DROP = "optim.*"
 
 
 def state(step: int) -> dict[str, Any]:
-    """The optimizer is large enough to have its own blobs."""
+    """Return a state whose optimizer is large enough to have its own blobs."""
     return {
         "model": {"emb": cells(20, seed=1), "head": cells(9, seed=step)},
         "optim": {"m": cells(260, seed=50 + step)},
@@ -34,7 +34,7 @@ def state(step: int) -> dict[str, Any]:
 
 
 def _thin(folder: Path, way: str, at: int, counted: Path | None = None) -> None:
-    """Thin all but the last, and collect. Kill the process at step ``at`` unless that is 0."""
+    """Thin all but the last checkpoint, and collect. Kill the process at step ``at`` unless ``at`` is 0."""
     strike = Strike(at if way == "calls" else 0)
     store = open_folder(folder, KillingStore(LocalStore(folder / "store"), strike))
     count = wrap_system_calls(at) if way == "syscalls" else lambda: strike.count
@@ -59,7 +59,7 @@ def _fill(folder: Path) -> None:
 
 
 def sweep(folder: Path, points: int, seed: int) -> None:
-    """Kill at ``points`` steps of each way, or at all of them if there are fewer."""
+    """Kill at ``points`` steps in each way, or at all of them if there are fewer."""
     draw = random.Random(seed)
     if forked(partial(_fill, folder / "base")):
         raise SystemExit("the saves failed")
@@ -74,5 +74,5 @@ def sweep(folder: Path, points: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # no threads before the forks
+    torch.set_num_threads(1)  # no threads before forking
     sweep(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

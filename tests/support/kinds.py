@@ -1,4 +1,4 @@
-"""Finds the resources that a test needs from the code that it reaches: ranks, servers, other processes.
+"""Determines which resources a test needs (ranks, servers, other processes) from the code that it reaches.
 
 `tests.conftest` marks each test with its `kinds_of`. A test without a kind is plain, and `on_its_own` enforces that.
 """
@@ -27,7 +27,7 @@ _CALLED: Final = {
     "process": r"subprocess|multiprocessing|Popen|fork|get_context",
 }
 _STARTS: Final = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
-_own: list[str] = []  # the plain test that runs
+_own: list[str] = []  # the plain test that is running
 
 
 class Words(NamedTuple):
@@ -38,7 +38,7 @@ class Words(NamedTuple):
 
 
 def kinds_of(item: pytest.Item) -> set[str]:
-    """Return the kinds of the test, its fixtures, and all functions of tests that these reach."""
+    """Return the kinds of the test, of its fixtures, and of all test functions that these reach."""
     if not isinstance(item, pytest.Function):
         return set()
     given = item.callspec.params.values() if hasattr(item, "callspec") else ()
@@ -61,7 +61,7 @@ def _told_by_call(word: str) -> frozenset[str]:
 
 @cache
 def _reached(start: Any, cls: type | None) -> frozenset[str]:
-    """Return the kinds of all functions that ``start`` reaches. ``cls``: the class of the test."""
+    """Return the kinds of all functions that ``start`` reaches. ``cls``: the test's class."""
     todo, reached, kinds = _functions(start), set[FunctionType](), set[str]()
     while todo:
         function = todo.pop()
@@ -81,7 +81,7 @@ def _members(cls: type | None) -> frozenset[str]:
 
 @cache
 def _next(function: FunctionType) -> list[FunctionType]:
-    """Return the functions of tests that it may call, by name or through a module."""
+    """Return the functions in tests/ that ``function`` may call, by name or through a module."""
     called, found = _words(function).called, list[FunctionType]()
     for value in [function.__globals__.get(name) for name in called]:
         inside = [vars(value).get(name) for name in called] if isinstance(value, ModuleType) else [value]
@@ -90,7 +90,7 @@ def _next(function: FunctionType) -> list[FunctionType]:
 
 
 def _functions(thing: Any) -> list[FunctionType]:
-    """Return the code of a function, if it belongs to the tests."""
+    """Return the code of a function if it belongs to the tests."""
     if isinstance(thing, partial):
         return _functions(thing.func)
     if isinstance(thing, property):
@@ -116,7 +116,7 @@ def _words(function: FunctionType) -> Words:
 
 @contextmanager
 def on_its_own(item: pytest.Item) -> Iterator[None]:
-    """Inside the block, starting a process is an error, because `kinds_of` has not found it."""
+    """Inside the block, starting a process is an error, because `kinds_of` did not detect it."""
     _own.append(item.nodeid)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Random layouts of tensors across ranks, as DTensors that describe themselves. numpy splits their local data."""
+"""Random layouts of tensors across ranks, as self-describing DTensors whose local data numpy splits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Described(DTensor):
 
 @dataclass(frozen=True)
 class Layout:
-    """The chunks of a tensor that each rank holds. ``stacked``: one after the other along the first dimension."""
+    """The chunks of a tensor that each rank holds. ``stacked``: they are stacked along the first dimension."""
 
     kind: str
     shape: Shape
@@ -46,22 +46,21 @@ class Layout:
 
     @property
     def whole(self) -> Numbers:
-        """The tensor. All elements are different."""
+        """Return the whole tensor. All elements are different."""
         count = int(np.prod(self.shape))
         return np.random.default_rng(self.seed).permutation(count).astype(np.float32).reshape(self.shape)
 
     def parts(self, rank: int) -> list[Numbers]:
-        """The data of a rank, chunk by chunk."""
+        """Return the data of a rank, chunk by chunk."""
         return [self.whole[slices(chunk)] for chunk in self.held[rank]]
 
     def tensor(self, rank: int, mesh: DeviceMesh, *, empty: bool) -> tuple[DTensor, list[torch.Tensor]]:
-        """The DTensor of a rank, and its data chunk by chunk. ``empty``: filled with zeros."""
+        """Return the DTensor of a rank, and its data chunk by chunk. ``empty``: fill it with zeros."""
         parts = [torch.from_numpy(part.copy()) for part in self.parts(rank)]
         parts = [torch.zeros_like(part) for part in parts] if empty else parts
         several = max(map(len, self.held)) > 1
-        ways = (
-            WAYS[:-1] if several and len(self.shape) > 2 else WAYS
-        )  # torch's wrapper supports at most two dimensions then
+        # With several chunks, torch's wrapper supports at most two dimensions.
+        ways = WAYS[:-1] if several and len(self.shape) > 2 else WAYS
         way = Random(self.seed).choice(ways) if self.stacked else wrapped
         found: tuple[DTensor, list[torch.Tensor]] = way(self, rank, mesh, parts)
         return found
@@ -72,7 +71,7 @@ def slices(chunk: Chunk) -> tuple[slice, ...]:
 
 
 def _dtensor(layout: Layout, mesh: DeviceMesh, local: torch.Tensor) -> DTensor:
-    """A DTensor whose mesh and placements contradict its data."""
+    """Return a DTensor whose mesh and placements contradict its data."""
     placements: list[Placement] = [Shard(0)] * mesh.ndim
     stride = torch.empty(layout.shape, device="meta").stride()
     shape = torch.Size(layout.shape)
@@ -85,13 +84,13 @@ def _stacked(layout: Layout, parts: Sequence[torch.Tensor]) -> tuple[torch.Tenso
 
 
 def chunks_of(layout: Layout, rank: int) -> list[ChunkStorageMetadata]:
-    """Chunks in Megatron-FSDP's form: tuples, with an empty chunk where a rank has none."""
+    """Return chunks in Megatron-FSDP's form: tuples, with an empty chunk for a rank that has none."""
     held = layout.held[rank] or (((0,) * len(layout.shape), (0, *layout.shape[1:])),)
     return [ChunkStorageMetadata(*chunk) for chunk in held]  # type: ignore[arg-type]
 
 
 def by_local(layout: Layout, rank: int, mesh: DeviceMesh, parts: Sequence[torch.Tensor]) -> Any:
-    """As Megatron-FSDP does it."""
+    """Return the tensor as Megatron-FSDP creates it."""
     local, data = _stacked(layout, parts)
     tensor = _dtensor(layout, mesh, local)
     found = chunks_of(layout, rank)
@@ -112,7 +111,7 @@ def by_class(layout: Layout, rank: int, mesh: DeviceMesh, parts: Sequence[torch.
 
 
 def wrapped(layout: Layout, rank: int, mesh: DeviceMesh, parts: Sequence[torch.Tensor]) -> Any:
-    """torch's own wrapper for several chunks."""
+    """Return torch's own wrapper for several chunks."""
     local = LocalShardsWrapper(list(parts), [offset for offset, _ in layout.held[rank]])
     return _dtensor(layout, mesh, local), list(parts)
 
@@ -135,7 +134,7 @@ def _cuts(rng: Random, extent: int, count: int) -> list[tuple[int, int]]:
 
 
 def _even(extent: int, count: int) -> list[tuple[int, int]]:
-    """As torch.chunk does."""
+    """Split [0, extent) as torch.chunk does."""
     each = -(-extent // count)
     return [(min(i * each, extent), max(0, min((i + 1) * each, extent) - i * each)) for i in range(count)]
 
@@ -153,14 +152,14 @@ def _uneven(rng: Random, shape: Shape, ranks: int) -> Held:
 
 
 def _another_order(rng: Random, shape: Shape, ranks: int) -> Held:
-    """torch's even sizes, assigned to ranks in a different order."""
+    """Draw even sizes as in torch, assigned to ranks in a different order."""
     found = _rows(shape, _even(shape[0], ranks))
     rng.shuffle(found)
     return found, True
 
 
 def _hybrid(rng: Random, shape: Shape, ranks: int) -> Held:
-    """Two mesh dimensions. The inner one shards first."""
+    """Draw a layout over two mesh dimensions. The inner dimension shards first."""
     outer = 2 if ranks % 2 == 0 else 1
     inner = ranks // outer
     found = _rows(shape, rng.choice([_even(shape[0], ranks), _cuts(rng, shape[0], ranks)]))
@@ -168,7 +167,7 @@ def _hybrid(rng: Random, shape: Shape, ranks: int) -> Held:
 
 
 def _columns(rng: Random, shape: Shape, ranks: int) -> Held:
-    """Columns by tensor parallelism, and their rows by FSDP."""
+    """Draw a layout whose columns are split by tensor parallelism, and their rows by FSDP."""
     across = 2 if ranks % 2 == 0 else 1
     columns, rows = _cuts(rng, shape[1], across), _cuts(rng, shape[0], ranks // across)
     pairs = [(row, column) for row in rows for column in columns]

@@ -24,7 +24,7 @@ from tests.support.faulty import FaultyStore
 
 
 class Model(LightningModule):
-    """A frozen part, a trained part, a scheduler and hyperparameters."""
+    """A model with a frozen part, a trained part, a scheduler and hyperparameters."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def trainer(folder: Path, io: CasCheckpointIO, *callbacks: Any, epochs: int = 4,
 
 
 class Slow:
-    """A store whose saves wait for a signal of the test."""
+    """A store whose saves wait for a signal from the test."""
 
     def __init__(self, folder: Path) -> None:
         self.faulty = FaultyStore(LocalStore(folder))

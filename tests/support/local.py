@@ -1,4 +1,4 @@
-"""A storage in a folder, and file systems with missing or failing features."""
+"""Storage in a folder, and file systems with missing or failing features."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ KEY = "objects/x/a"
 
 
 def lacking(*args: object) -> Any:
-    """Replaces a system call that the platform does not support."""
+    """Stand in for a system call that the platform does not support."""
     raise syscalls.Lacking
 
 
 def only(way: Naming, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that supports no better way of naming files than ``way``."""
+    """Simulate a file system whose best way of naming files is ``way``."""
     if way > Naming.UNNAMED:
         monkeypatch.setattr(syscalls, "open_unnamed", lacking)
     if way > Naming.LINK:
@@ -31,7 +31,7 @@ def only(way: Naming, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def failing(call: Callable[..., Any], code: int, *, times: int = 1, after: int = 0) -> Callable[..., Any]:
-    """``call``, except that it fails ``times`` times, starting with call number ``after``."""
+    """Return ``call``, except that it fails ``times`` times, starting with call number ``after``."""
     calls = iter(range(10**6))
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -50,5 +50,5 @@ def put_aligned(store: ObjectStore, key: str, data: bytes) -> None:
 
 
 def files(store: LocalStore) -> list[str]:
-    """Return all files in the folder, hidden ones included."""
+    """Return all files in the folder, including hidden ones."""
     return sorted(str(path.relative_to(store.path)) for path in store.path.rglob("*") if not path.is_dir())

@@ -1,6 +1,6 @@
-"""A real training loop on several ranks: FSDP2, dropout, a scheduler, a stateful data loader, and a diary.
+"""A real training loop on several ranks, with FSDP2, dropout, a scheduler, a stateful data loader, and a diary.
 
-The checkpoint alone determines the training: the same steps from the same checkpoint yield the same bits.
+Only the checkpoint determines the training: the same steps from the same checkpoint yield the same bits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Loader:
         self._order, self._at = torch.randperm(SAMPLES, generator=self._drawn), 0
 
     def batch(self) -> torch.Tensor:
-        """Return the next samples of all ranks."""
+        """Return the next samples for all ranks."""
         if self._at == SAMPLES:
             self._order, self._at = torch.randperm(SAMPLES, generator=self._drawn), 0
         self._at += GLOBAL_BATCH
@@ -52,7 +52,7 @@ class Loader:
 
 
 def sharded_model(size: int) -> nn.Sequential:
-    """Blocks with dropout, sharded over all ranks. The values do not depend on the number of ranks."""
+    """Return blocks with dropout, sharded over all ranks. Their values do not depend on the number of ranks."""
     torch.manual_seed(3)
     model = nn.Sequential(
         nn.Linear(FEATURES, 24), nn.Dropout(0.2), nn.Tanh(), nn.Linear(24, 17), nn.Dropout(0.2), nn.Linear(17, 1)
@@ -67,9 +67,9 @@ def sharded_model(size: int) -> nn.Sequential:
 class Plan:
     """One attempt to train ``run`` up to ``steps``.
 
-    ``base``: the checkpoint that it starts from if the run has none. ``seconds``: the time after which processes are
-    killed, or None. ``victim``: the only rank that is killed, or None for all. ``background``: saves run in the
-    background. ``at_risk``: the `max_steps_at_risk` of the checkpointer.
+    ``base``: the checkpoint to start from if the run has none. ``seconds``: the time after which processes are killed,
+    or None. ``victim``: the only rank that is killed, or None for all ranks. ``background``: whether saves run in the
+    background. ``at_risk``: the checkpointer's `max_steps_at_risk`.
     """
 
     path: Path
@@ -102,7 +102,7 @@ def train_on(rank: int, size: int, plan: Plan) -> int:
 
 @contextmanager
 def killed_after(seconds: float | None) -> Iterator[None]:
-    """Inside the block, this process gets SIGKILL after some time."""
+    """Kill this process with SIGKILL if the block runs longer than ``seconds``."""
     timer = threading.Timer(seconds or 0.0, os.kill, (os.getpid(), signal.SIGKILL))
     if seconds is not None:
         timer.start()
@@ -144,10 +144,10 @@ def _loop(rank: int, size: int, plan: Plan) -> int:
 
 
 def _step(rank: int, size: int, model: nn.Module, optimizer: optim.Optimizer, loader: Loader) -> tuple[list[int], str]:
-    """Train one step. Return the samples of this rank, and the loss of all ranks to the bit."""
+    """Train one step. Return the samples of this rank, and the exact bits of the loss over all ranks."""
     mine = loader.batch()[rank::size]
     inputs = torch.stack([torch.randn(FEATURES, generator=torch.Generator().manual_seed(int(one))) for one in mine])
-    noise = random.random()  # Python's own generator counts too
+    noise = random.random()  # Python's own generator must be restored, too
     loss = (model(inputs) - inputs.sum(1, keepdim=True) * noise).square().mean()
     optimizer.zero_grad()
     loss.backward()
@@ -159,10 +159,10 @@ def _step(rank: int, size: int, model: nn.Module, optimizer: optim.Optimizer, lo
 
 @dataclass(frozen=True)
 class Diary:
-    """The records that all ranks wrote of a run, over all attempts.
+    """The records that all ranks wrote about a run, over all attempts.
 
-    ``losses``, ``samples``: all values by step. There is one value if no attempt differs from another. ``lost``: for
-    each attempt, the number of steps of the previous one that it repeats, and the allowed number.
+    ``losses``, ``samples``: all distinct values by step. There is only one value per step if all attempts agree.
+    ``lost``: for each attempt, how many steps of the previous one it repeats, and how many it may repeat.
     """
 
     losses: dict[int, set[str]]
@@ -190,7 +190,7 @@ class Diary:
 
 
 def expected_samples(steps: int, size: int) -> dict[int, set[tuple[int, ...]]]:
-    """Return the samples that the ranks must draw."""
+    """Return the samples that the ranks are expected to draw."""
     loader = Loader()
     batches = [loader.batch() for _ in range(steps)]
     shares = {step: [batch[rank::size].tolist() for rank in range(size)] for step, batch in enumerate(batches, 1)}

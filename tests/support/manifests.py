@@ -1,4 +1,4 @@
-"""Manifests of tensors that are not stored, for plans that read only manifests."""
+"""Manifests of tensors that are not stored, for planners that read only manifests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BLOBS = count(1)
 
 
 def flat_cells(shape: Shape, ends: Sequence[int]) -> list[Region]:
-    """The cells of a whole tensor that end at ``ends``."""
+    """Return the cells of a whole tensor that end at ``ends``."""
     starts = [0, *ends[:-1]]
     return [Region(full_box(shape), lo, hi) for lo, hi in zip(starts, ends, strict=True)]
 
@@ -28,7 +28,7 @@ def flat_cells(shape: Shape, ends: Sequence[int]) -> list[Region]:
 def manifest(
     tensors: Mapping[str, tuple[str, int, Shape, Sequence[tuple[Region, bytes]]]], *, worn: bool = False
 ) -> Manifest:
-    """Make a manifest from each key's dtype, element size, shape and cells with digests.
+    """Create a manifest from the dtype, element size, shape and cells (with digests) of each key.
 
     All cells are in one new blob.
     """

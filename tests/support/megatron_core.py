@@ -1,4 +1,4 @@
-"""The real Megatron-core, imported only by tests that need it, because the import takes seconds and warns."""
+"""The real Megatron-core. Only tests that need it import it, because the import takes seconds and issues warnings."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def theirs(state: Any) -> Any:
 
 @contextmanager
 def without_cuda() -> Iterator[None]:
-    """Make Megatron-core code work that needs a GPU or creates a number on one."""
+    """Make Megatron-core code work that requires a GPU or creates tensors on one."""
     with (
         patch.object(torch.cuda, "synchronize", lambda *_: None),
         patch.object(torch.cuda, "current_device", lambda: "cpu"),
@@ -71,7 +71,7 @@ def without_cuda() -> Iterator[None]:
 
 
 def own_state(rank: int, topology: Topology) -> dict[str, Any]:
-    """The state without its flat part from 0.16 on, which Megatron-core refuses."""
+    """Return the state, from version 0.16 on without its flat part, which Megatron-core no longer accepts."""
     state = gpt.state(topology.at(rank))
     if Version("0.16") <= VERSION:
         del state["optimizer"]["flat"]
@@ -79,7 +79,7 @@ def own_state(rank: int, topology: Topology) -> dict[str, Any]:
 
 
 def strategies_of_the_loop(context: dict[str, Any], folder: Path, *, fully_parallel: bool) -> tuple[Any, Any]:
-    """Return the strategies that Megatron's training loop creates for a save and for a load."""
+    """Return the strategies that Megatron's training loop creates for saves and loads."""
     torch_dist, wrappers = core(".strategies.torch"), core(".strategies.fully_parallel")
     serialization = core(".serialization")
     if "save" not in context:

@@ -1,4 +1,4 @@
-"""A small model distributed across ranks in several ways, and the differences between two of its states."""
+"""A small model that can be distributed across ranks in several ways, and the differences between two of its states."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Net(nn.Module):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            self.up = nn.Linear(6, 10)  # rows that do not divide evenly
+            self.up = nn.Linear(6, 10)  # the rows do not divide evenly
             self.norm = nn.BatchNorm1d(10)
             self.down = nn.Linear(10, 8, bias=False)
 
@@ -62,7 +62,7 @@ def state_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def whole(state: Any) -> Any:
-    """Return the state with whole tensors, and with lists for tuples, since torch converts some tuples itself."""
+    """Return the state with whole tensors. Tuples become lists, because torch converts some tuples itself."""
     if isinstance(state, dict):
         return {key: whole(value) for key, value in state.items()}
     if isinstance(state, list | tuple):

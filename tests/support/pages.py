@@ -2,12 +2,13 @@
 
 The test runs exactly what a reader sees. A page's blocks share one folder, and its Python blocks share one namespace.
 
-- ``python``: runs in this process. After a line ``<!-- ranks: 2 -->`` it runs on that many ranks of a process group, by
-  itself.
-- After a line ``<!-- needs: lightning -->`` a block needs that package. `Reader.follow` with ``needs`` runs it.
-- ``console``: a line that begins with ``$ `` is a command that must succeed. The following lines are its output.
-  ``...`` stands for any text in a line, or for any lines if it is alone in a line. Without lines nothing is compared.
-- ``crontab``: five fields of time, then a command. "/data/" is the folder of the page.
+- ``python``: runs in this process. After a line ``<!-- ranks: 2 -->``, the block runs on that many ranks of a process
+  group instead, independently of other blocks.
+- After a line ``<!-- needs: lightning -->``, a block needs that package. `Reader.follow` runs it if asked to.
+- ``console``: each line that begins with ``$ `` is a command that must succeed. The following lines are its output.
+  ``...`` matches any text within a line, or any number of lines if it is alone in its line. If a command has no output
+  lines, its output is not compared.
+- ``crontab``: five time fields, then a command. "/data/" stands for the page's folder.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ _KINDS = "python|console|crontab"
 _MARK = r"<!-- (?:ranks: (?P<ranks>\d+)|needs: (?P<needs>\w+)) -->\n"
 _FENCE = re.compile(rf"^(?:{_MARK})?```(?P<kind>{_KINDS})\n(?P<text>.*?)^```$", re.M | re.S)
 _SHELL = frozenset("|&;<>$`*\\~")
-_QUOTED = re.compile(r"""'[^']*'|"[^"$`]*\"""")  # where nothing is special to a shell
+_QUOTED = re.compile(r"""'[^']*'|"[^"$`]*\"""")  # containing nothing special to a shell
 _OR_STATUS = ' || echo "exit status $?"'
 
 
 @dataclass(frozen=True)
 class Block:
-    """``line``: the line of the page where ``text`` begins. ``ranks``: 0 for one process. ``needs``: a package."""
+    """A block of a page. ``line``: where ``text`` begins. ``ranks``: 0 for a single process. ``needs``: a package."""
 
     page: str
     line: int
@@ -71,7 +72,7 @@ def blocks(path: Path) -> list[Block]:
 
 @dataclass
 class Reader:
-    """Types all commands of a page. ``given``: names that exist before the first block of Python."""
+    """Runs all commands of a page. ``given``: names that are defined before the first Python block."""
 
     folder: Path
     root: Path
@@ -79,7 +80,10 @@ class Reader:
     on_ranks: OnRanks
 
     def follow(self, page: Path, needs: str = "") -> int:
-        """Run all blocks and return their number. ``needs``: run the first one, and those that need this package."""
+        """Run all blocks, and return their number.
+
+        ``needs``: run only the first block and those that need this package.
+        """
         run = {"python": self._python, "console": self._console, "crontab": self._crontab}
         every = blocks(page)
         todo = [*every[: bool(needs)], *(block for block in every if block.needs == needs)]
@@ -111,7 +115,7 @@ class Reader:
     def _run(self, command: str) -> tuple[int, str]:
         """Return (exit status, output)."""
         words = shlex.split(command, comments=True)
-        if words[0].startswith("tools/"):  # too slow for a test of a page
+        if words[0].startswith("tools/"):  # too slow for a test
             tool = self.root / words[0]
             return (0, "") if os.access(tool, os.X_OK) else (1, f"{tool} cannot be run")
         alone = command.removesuffix(_OR_STATUS)
@@ -137,7 +141,7 @@ class Reader:
 
 
 def _commands(block: Block) -> Iterator[tuple[int, str, list[str]]]:
-    """Return (line of the page, command, expected output lines) of each command."""
+    """Return (line number in the page, command, expected output lines) for each command."""
     found: list[tuple[int, str, list[str]]] = []
     for number, line in enumerate(block.text.splitlines(), block.line):
         if line.startswith("$ "):
@@ -152,18 +156,18 @@ def _commands(block: Block) -> Iterator[tuple[int, str, list[str]]]:
 
 
 def commands_of(program: Path) -> list[tuple[str, list[str]]]:
-    """Return the commands in the docstring of a program, each with its output."""
+    """Return the commands in a program's docstring, each with its output."""
     paragraphs = program.read_text().split('"""')[1].split("\n\n")
     return [one for text in paragraphs if text.startswith("$ ") for one in commands_in(text)]
 
 
 def commands_in(text: str) -> list[tuple[str, list[str]]]:
-    """Return (command, output lines) of each command in console blocks."""
+    """Return (command, output lines) for each command in console blocks."""
     return [(command, expected) for _, command, expected in _commands(Block("", 1, "console", text, 0))]
 
 
 def pattern(expected: list[str]) -> str:
-    """Return a pattern for lines that contain ``...``."""
+    """Return a regular expression for lines that may contain ``...``."""
     lines = [r".*" if line == "..." else re.escape(line.rstrip()).replace(r"\.\.\.", "[^\n]*") for line in expected]
     return "(?s:" + r"[ ]*\n".join(lines).strip() + ")"
 

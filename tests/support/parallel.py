@@ -1,4 +1,4 @@
-"""Small models in training under every kind of parallelism, and their states as torch gathers them.
+"""Small models that train under every kind of parallelism, and their states as torch gathers them.
 
 `TOPOLOGIES` lists them by name: (ranks, wrap). A job of `tests.support.ranks` calls `trained` with one of them.
 """
@@ -37,8 +37,10 @@ CPU = torch.device("cpu")
 
 
 class Stack(nn.Module):
-    """Odd-sized layers, drawn from ``seed``: a frozen one, tied weights, buffers, and a weight smaller than the number
-    of ranks."""
+    """Odd-sized layers with values drawn from ``seed``.
+
+    They include a frozen layer, tied weights, buffers, and a weight that has fewer elements than there are ranks.
+    """
 
     def __init__(self, seed: int, shape_seed: int | None = None) -> None:
         super().__init__()
@@ -67,7 +69,7 @@ class Stack(nn.Module):
 
 
 def plain(model: Stack) -> nn.Module:
-    """One rank, or the same model on each of several ranks."""
+    """Return the model as it is, for one rank or for the same model on several ranks."""
     return model
 
 
@@ -76,7 +78,7 @@ def ddp(model: Stack) -> nn.Module:
 
 
 def fsdp2(model: nn.Module, mesh: Any = None) -> nn.Module:
-    """fully_shard of each layer, with the rest in the root."""
+    """Apply fully_shard to each layer, with the rest in the root."""
     mesh = mesh if mesh is not None else init_device_mesh("cpu", (dist.get_world_size(),))
     fully_shard(model.get_submodule("up"), mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -84,12 +86,12 @@ def fsdp2(model: nn.Module, mesh: Any = None) -> nn.Module:
 
 
 def hsdp(model: Stack) -> nn.Module:
-    """Sharded over two ranks, twice."""
+    """Shard the model over two ranks, twice."""
     return fsdp2(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
 def by_columns(model: Stack) -> nn.Module:
-    """fully_shard by the second dimension, where its size is even."""
+    """Apply fully_shard along the second dimension where its size is even."""
 
     def placement(parameter: nn.Parameter) -> Shard | None:
         return Shard(1) if parameter.dim() > 1 and parameter.shape[1] % 2 == 0 else None
@@ -98,20 +100,20 @@ def by_columns(model: Stack) -> nn.Module:
 
 
 def tp(model: Stack, mesh: Any = None) -> nn.Module:
-    """Tensor parallel in two layers. The other parameters are plain."""
+    """Make two layers tensor-parallel. The other parameters are plain."""
     mesh = mesh if mesh is not None else init_device_mesh("cpu", (dist.get_world_size(),))
     return parallelize_module(model, mesh, {"up.0": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 def tp_fsdp2(model: Stack) -> nn.Module:
-    """Tensor parallel in two layers, and FSDP2: strided shards."""
+    """Make two layers tensor-parallel, and apply FSDP2, which results in strided shards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     return fsdp2(tp(model, mesh["tensor"]), mesh["data"])
 
 
 @dataclass(frozen=True)
 class Fsdp1:
-    """FullyShardedDataParallel of a layer and of the rest. ``nested``: the root is plain. ``hybrid``: 2 x 2."""
+    """FullyShardedDataParallel around a layer and around the rest. ``nested``: the root is plain. ``hybrid``: 2 x 2."""
 
     strategy: str = "FULL_SHARD"
     nested: bool = False
@@ -163,7 +165,7 @@ TOPOLOGIES: dict[str, tuple[int, Wrap]] = {
 
 
 def adamw(parameters: Iterable[Any]) -> Optimizer:
-    """Large steps make small differences visible."""
+    """Return AdamW with large steps, which make small differences visible."""
     return optim.AdamW(parameters, lr=0.05)
 
 
@@ -176,7 +178,7 @@ def build(
 
 
 def step(model: nn.Module, optimizer: Optimizer, steps: Iterable[int]) -> None:
-    """Train some steps with distinct inputs, the same on all ranks."""
+    """Train some steps with distinct inputs, which are the same on all ranks."""
     for number in steps:
         x = torch.randn(5, 6, generator=torch.Generator().manual_seed(number))
         optimizer.zero_grad()
@@ -189,39 +191,39 @@ def by_gradients(model: nn.Module, optimizer: Optimizer, steps: Iterable[int]) -
     """Train some steps without a forward pass."""
     for number in steps:
         for parameter in model.parameters():
-            if parameter.numel():  # FSDP gives no gradient to parameters on other ranks
+            if parameter.numel():  # FSDP does not set gradients for parameters on other ranks
                 parameter.grad = (parameter * (number + 2)).detach() + 1
         optimizer.step()
 
 
-# wraps of any module
+# wrappers for any module
 
 
 def as_it_is(module: nn.Module) -> nn.Module:
-    """No wrap."""
+    """Return the module without a wrapper."""
     return module
 
 
 def sharded(module: nn.Module, **options: Any) -> nn.Module:
-    """fully_shard with a type."""
+    """Apply fully_shard, with a known return type."""
     found: Any = fully_shard(module, **options)
     assert isinstance(found, nn.Module)
     return found
 
 
 def offloaded(module: nn.Module) -> nn.Module:
-    """fully_shard with parameters on the CPU."""
+    """Apply fully_shard with parameters on the CPU."""
     return sharded(module, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
 def joined(module: nn.Module, **options: Any) -> nn.Module:
-    """FullyShardedDataParallel."""
+    """Wrap the module in FullyShardedDataParallel."""
     options = {"use_orig_params": True, "device_id": CPU, **options}
     return FullyShardedDataParallel(module, **options)
 
 
 def compiled(module: nn.Module) -> nn.Module:
-    """Compiled at its first call."""
+    """Compile the module at its first call."""
     found: Any = torch.compile(module, backend="eager")
     assert isinstance(found, nn.Module)
     return found
@@ -240,7 +242,7 @@ class Blocks(nn.Module):
         return found
 
 
-# descriptions of torch
+# states as torch describes them
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -250,7 +252,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Everything:
-    """Whole tensors by plain name: of the model, and of the optimizer by name and kind, with its groups."""
+    """Whole tensors of the model by plain name, and of the optimizer by name and kind, with its groups."""
 
     model: dict[str, torch.Tensor]
     state: dict[str, dict[str, Any]]
@@ -268,9 +270,9 @@ class Everything:
 
 
 def everything(model: nn.Module, optimizer: Optimizer) -> Everything:
-    """Return everything, gathered by torch. Every rank must call this.
+    """Return everything, as torch gathers it. Every rank must call this.
 
-    Buffers are this rank's, in their original precision.
+    Buffers are the ones of this rank, in their original precision.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -296,7 +298,10 @@ def _kept_buffers(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _by_name_everywhere(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the states of all parameters of all ranks. FSDP keeps a state only where it has elements."""
+    """Return the states of all parameters of all ranks.
+
+    FSDP keeps a state only on ranks that have elements of the parameter.
+    """
     if dist.get_world_size() == 1:
         return state
     keys: list[Any] = [None] * dist.get_world_size()
@@ -308,7 +313,7 @@ def _by_name_everywhere(state: dict[str, dict[str, Any]]) -> dict[str, dict[str,
 
 
 def _flat_shapes(model: nn.Module) -> dict[str, Sequence[int]]:
-    """Return the shapes of the parameters that FSDP splits. Their parts lie in the order of the ranks."""
+    """Return the shapes of the parameters that FSDP splits. Their parts are in rank order."""
     found: dict[str, Sequence[int]] = {}
     for path, module in model.named_modules():
         handle = getattr(module, "_handle", None)
@@ -323,7 +328,7 @@ def _flat_shapes(model: nn.Module) -> dict[str, Sequence[int]]:
 
 
 def _whole(values: dict[tuple[str, str], Any], flat_shapes: dict[str, Sequence[int]]) -> dict[tuple[str, str], Any]:
-    """Return whole tensors by name and kind. The parts of FSDP's parameters travel together."""
+    """Return whole tensors by name and kind. The parts of FSDP's parameters are sent together."""
     mine = {
         key: value.detach().clone() if isinstance(value, torch.Tensor) else value
         for key, value in values.items()

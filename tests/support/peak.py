@@ -35,7 +35,7 @@ def taken(call: Callable[[], Any]) -> float:
 
 
 def _state(mib: int) -> dict[str, torch.Tensor]:
-    """Half of it is contiguous and half is transposed. No two cells are equal."""
+    """Return a state, half of which is contiguous and half transposed. No two cells are equal."""
     state = {"plain": torch.zeros(mib // 2, MIB // 4), "transposed": torch.zeros(MIB // 4, mib // 2).t()}
     for sign, tensor in zip((1, -1), state.values(), strict=True):
         for row in range(tensor.shape[0]):

@@ -1,7 +1,8 @@
 """The additional memory of conversions, measured by the kernel in a separate process.
 
-``python -m tests.support.peak_convert FOLDER MIB`` converts a state of this size, and prints the peak MiB of each: a
-DCP folder into a store, and out of it; a file of torch.save out of the store, and into one; a folder of safetensors.
+``python -m tests.support.peak_convert FOLDER MIB`` converts a state of this size, and prints the peak MiB of each
+conversion: from a DCP folder into a store and back, from the store into a torch.save file and back, and into a
+safetensors folder.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _opened(folder: Path) -> Store:
 
 
 def convert(store: Store, folder: Path, mib: int, run: str) -> list[float]:
-    """Run all five conversions of a state of ``mib``, which another process makes."""
+    """Run all five conversions of a state of ``mib`` MiB, which a different process creates."""
     if forked(lambda: save(_state(mib), FileSystemWriter(str(folder / "in")))):
         raise SystemExit("the folder to be read could not be made")
     calls: list[Any] = [

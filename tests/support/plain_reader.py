@@ -28,7 +28,7 @@ PROOF_CONTEXT = "casckpt 2026-11-23 the proof of a blob"
 NUMPY_HAS = r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)"
 TXID = r"\d{8}T\d{12}Z-[0-9a-f]{16}-[0-9a-f]{16}-(?:0|[1-9]\d*)"
 STATES = {"committed": "visible", "restored": "visible", "forgotten": "forgotten"}
-Entry = namedtuple("Entry", "kind key index rank dtype width shape cells rows")  # ranks: 0 for none
+Entry = namedtuple("Entry", "kind key index rank dtype width shape cells rows")  # rank: 0 for none
 Object = namedtuple("Object", "key rank is_pickled data")
 
 
@@ -64,7 +64,7 @@ def pieces(table: list[Any], section: bytes, what: str) -> list[bytes]:
 
 
 def read_head(raw: bytes, expected: str) -> dict[str, tuple[int, int, bytes]]:
-    """Return offset, length and hash of each section. Raise if the head differs from the commit record."""
+    """Return the offset, length and hash of each section. Raise an error if the head differs from the commit record."""
     check(blake3(raw[:4064]).hexdigest() == raw[4064:4096].hex() == expected, "the head", DamagedError)
     sections, end, listed = dict[str, tuple[int, int, bytes]](), 4096, 16 + 72 * int.from_bytes(raw[8:16], "little")
     check(raw[:8] == b"CASCKPT\1" and listed <= 4064 and not any(raw[listed:4064]), "no manifest, or a later one")
@@ -78,7 +78,7 @@ def read_head(raw: bytes, expected: str) -> dict[str, tuple[int, int, bytes]]:
 
 
 def cells_of(entry: Entry, cell_bytes: int) -> list[tuple[np.ndarray[Any, Any], bytes]]:
-    """Return for each cell the positions of its elements in the tensor, and its digest."""
+    """For each cell, return the positions of its elements in the tensor, and its digest."""
     c, places = cell_bytes // entry.width, np.arange(prod(entry.shape)).reshape(entry.shape)
     boxes, spans, digests = [], [(0, 0, places.size)] if entry.cells else [], entry.cells[1:]
     if entry.cells[:1] == b"\1":
@@ -94,7 +94,7 @@ def cells_of(entry: Entry, cell_bytes: int) -> list[tuple[np.ndarray[Any, Any], 
 
 
 def chains(entry: Entry, cells: list[Any]) -> list[list[Any]]:
-    """Return for each cell its location and those of its bases: blob, offset, bytes, kind of the row, digest."""
+    """For each cell, return its location and those of its bases: blob, offset, bytes, row kind, digest."""
     is_coded = entry.rows[:1] == b"\1"
     rows, lengths, digests = decode(entry.rows[1:]) if is_coded else (entry.rows[1:], b"", b"")
     sizes, bases = iter(np.frombuffer(lengths, "<u4").tolist()), iter(split(digests))
@@ -111,7 +111,7 @@ def chains(entry: Entry, cells: list[Any]) -> list[list[Any]]:
 
 
 def decoded(frame: bytes, nbytes: int, base: bytes) -> bytes:
-    """Decode the frame of a cell. ``base``: the bytes of its base, if the frame needs one."""
+    """Decode a cell's frame. ``base``: the bytes of its base, if the frame needs one."""
     form, w, rotated, zero, told = struct.unpack_from("<BBBBI", frame)
     check(form in {1, 2, 3} and rotated <= (form == 1) and (zero, told) == (0, nbytes), "a frame of another form")
     (count, *gaps), at = (struct.unpack_from("<II", frame, 8), 16) if form == 2 else ([nbytes // w], 8)
@@ -162,7 +162,7 @@ class Checkpoint:
         self.index, self.short = index, dict(zip(index["attachments"], data, strict=True))
 
     def array(self, entry: Entry) -> np.ndarray[Any, Any]:
-        """Read an entry and compare each cell with its digest. Return bytes for a dtype that numpy lacks."""
+        """Read an entry and compare each cell with its digest. Return bytes if numpy lacks the dtype."""
         dtype = np.dtype(entry.dtype if re.fullmatch(NUMPY_HAS, entry.dtype) else f"V{entry.width}")
         out, hits = np.empty(prod(entry.shape), dtype), np.zeros(prod(entry.shape), int)
         cells, raw = cells_of(entry, self.index["cell_bytes"]), b""
@@ -176,7 +176,7 @@ class Checkpoint:
         return out.reshape(entry.shape)
 
     def read(self, rank: int = 0) -> Any:
-        """Return the nested state of this rank, with tensors as arrays. Pickles are not loaded."""
+        """Return the nested state of this rank, with tensors as arrays. Do not load pickles."""
         parts: dict[tuple[str, int], dict[int, bytes]] = defaultdict(dict)
         for entry in (each for each in self.entries if each.kind == "part"):
             parts[entry.key, entry.rank][entry.index] = self.array(entry).tobytes()
@@ -190,7 +190,10 @@ class Checkpoint:
         return self.short | {one.key: self.array(one).tobytes() for one in self.entries if one.kind == "attachment"}
 
     def leaves(self) -> dict[str, list[tuple[int, int, bool]]]:
-        """Verify all blobs by their names. Return begin, end and health of each leaf, the header first."""
+        """Verify all blobs against their names.
+
+        For each leaf, beginning with the header, return its bounds and its health.
+        """
         found = {}
         for key, size in self.blobs:
             raw = (self.root / key).read_bytes()
@@ -224,7 +227,7 @@ class Store:
         return dict(json.loads(line))
 
     def folded(self, txid: str) -> tuple[str, dict[str, Any], tuple[int, Any]]:
-        """Fold one log. Return its state ("": none), its first record, and the rewrite that replaced it."""
+        """Fold one log. Return its state ("" if there is none), its first record, and the rewrite that replaced it."""
         log, key = list[dict[str, Any]](), f"commits/{txid}"
         while (self.root / key).exists():
             log.append(self.record(key))
@@ -235,7 +238,10 @@ class Store:
         return STATES.get(told[-1], told[-1]), {"origin": txid} | log[0] if log else {}, links[-1] if links else (0, "")
 
     def log(self, txid: str) -> tuple[str, dict[str, Any]]:
-        """Return the state of a transaction and its first record. A rewrite depends on the log that it replaces."""
+        """Return the state of a transaction and its first record.
+
+        The state of a rewrite depends on the log that it replaces.
+        """
         state, first, _ = self.folded(txid)
         one, replaces = txid, first.get("replaces")
         while replaces and state == "visible":
@@ -250,7 +256,8 @@ class Store:
         return {(run, step): txid for _, txid, run, step in seen}
 
     def newest_announced(self, run: str) -> str:
-        """Find the newest visible checkpoint through the run's announcements, newest first. "": there is none."""
+        """Find the newest visible checkpoint through the run's announcements, newest first. Return "" if there
+        is none."""
         folder, best, floor = f"runs/{blake3(run.encode()).hexdigest()[:16]}", ("", ""), -1
         folders = self._names(folder, r"\d{6}")
         for key in (f"{six}/{name}" for six in folders for name in self._names(f"{folder}/{six}", r"\d{3}")):
@@ -262,7 +269,7 @@ class Store:
         return best[1]
 
     def tags(self) -> dict[str, str]:
-        """Return the id of each tag. Expiry is ignored."""
+        """Return the ID that each tag refers to. Ignore expiry."""
         names = self._names("tags", r"[a-z0-9][a-z0-9._-]{0,99}")
         numbers = {name: max(map(int, self._names(f"tags/{name}", r"0|[1-9]\d{0,8}"))) for name in names}
         records = {name: self.record(f"tags/{name}/{number}") for name, number in numbers.items()}
@@ -278,7 +285,7 @@ def plain(item: Any, parts: dict[int, bytes]) -> Any:
 
 
 def nest(node: Any, leaves: list[dict[str, Any]], path: tuple[str, ...] = ()) -> Any:
-    """Put the leaves of a tree in their places. Leaves are the tensors and the objects by flat key."""
+    """Insert the leaves into a tree. Leaves are tensors and objects by flat key."""
     if isinstance(node, int):
         return leaves[node][".".join(path)]
     items = node.items() if isinstance(node, dict) else enumerate(node)

@@ -1,4 +1,4 @@
-"""S3 policies, as far as docs/remote.md uses them, for a proxy that enforces them."""
+"""The subset of S3 policies that docs/remote.md uses, for a proxy that enforces them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.proxy import Seen
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "remote.md"
 PLACE = ("my-bucket", "team/ckpts")
-"""Bucket and prefix in the page."""
+"""The bucket and prefix on the page."""
 
 _ASKING = {
     "versions": "ListBucketVersions", "versioning": "GetBucketVersioning", "lifecycle": "GetLifecycleConfiguration",
@@ -25,7 +25,7 @@ _OF_OBJECTS = {"GET": "GetObject", "HEAD": "GetObject", "PUT": "PutObject", "DEL
 
 
 def policies(bucket: str, prefix: str) -> dict[str, Policy]:
-    """Return the policies of the page for another bucket and prefix, by the word before each."""
+    """Return the policies on the page for a different bucket and prefix, by the word that precedes each policy."""
     found = re.findall(r"^\*\*(\w+)\*\*: .*?^```json\n(.*?)^```", PAGE.read_text(), re.M | re.S)
     here = [(name, text.replace(PLACE[0], bucket).replace(PLACE[1], prefix)) for name, text in found]
     return {name.lower(): Policy(json.loads(text)) for name, text in here}
@@ -38,7 +38,7 @@ class Policy:
         self._statements = document["Statement"]
 
     def allows(self, request: Seen) -> bool:
-        """Report whether at least one statement allows the request and none deny it."""
+        """Report whether at least one statement allows the request and none denies it."""
         said = [one["Effect"] for one in self._statements if _is_about(one, request)]
         return "Allow" in said and "Deny" not in said
 

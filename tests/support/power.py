@@ -1,8 +1,8 @@
-"""A disk that loses power: names may be lost if their folder was not synced.
+"""A disk that loses power. Names may be lost if their folder was not synced.
 
-A name is added or removed immediately for all processes, but remains pending until its folder is synced. A loss of
-power keeps none, all, or any of the pending changes. Of a file that was never synced only the name remains. POSIX
-promises no more. ext4 and XFS also keep the order.
+All processes see immediately that a name was added or removed, but this change remains pending until the folder is
+synced. A power loss keeps none, all, or any of the pending changes. If a file was never synced, only its name remains.
+POSIX promises no more than this. ext4 and XFS also preserve the order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from casckpt.storage.local import syscalls
 
 FOLDER, TORN = "folder", "torn"
 HOW = ("nothing", "all", "some", "some", "what was taken", "what was given")
-"""Which of the pending changes were made durable."""
+"""Which of the pending changes became durable."""
 
 
 class Killed(BaseException):
@@ -31,7 +31,7 @@ class Killed(BaseException):
 
 @dataclass(frozen=True)
 class Change:
-    """A name in a folder: of a file (kept under ``inode``), `FOLDER`, `TORN`, or None if it was removed."""
+    """A name in a folder. It belongs to a file (kept under ``inode``), `FOLDER`, `TORN`, or None if it was removed."""
 
     folder: str
     name: str
@@ -40,7 +40,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Instant:
-    """The state that a loss of power leaves, and the events that were ``told`` before."""
+    """The state that a power loss leaves, and the events that had been reported (``told``) before it."""
 
     durable: dict[str, str]
     pending: tuple[Change, ...]
@@ -48,7 +48,8 @@ class Instant:
 
 
 class Disk:
-    """The changes below ``root`` while `watched`. ``told`` returns the events that have been reported so far."""
+    """The changes below ``root`` while `watched` is active. ``told`` returns the events that have been
+    reported so far."""
 
     def __init__(self, root: Path, inodes: Path, told: Callable[[], Any]) -> None:
         self.root, self._inodes, self._told = str(root.resolve()), inodes, told
@@ -68,7 +69,8 @@ class Disk:
             return Instant(dict(self._durable), tuple(self._pending), self._told())
 
     def lose_power(self, instant: Instant, target: Path, dice: random.Random) -> str:
-        """Create a folder as a power loss may leave it. Describe in words which pending changes it contains."""
+        """Create a folder as a power loss may leave it. Return a description of the pending changes that it
+        contains."""
         how, names = dice.choice(HOW), dict(instant.durable)
         happens = {
             "nothing": lambda one: False,
@@ -85,13 +87,13 @@ class Disk:
         target.mkdir()
         for name in sorted(names, key=lambda name: name.count("/")):
             path, inode = target / name, names[name]
-            if path.parent.is_dir():  # otherwise its folder was lost or removed
+            if path.parent.is_dir():  # otherwise, its folder was lost or removed
                 path.mkdir() if inode == FOLDER else path.touch() if inode == TORN else os.link(inode, path)
         return how
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Record added, removed and synced names. Nothing is really synced."""
+        """Record added, removed and synced names. Nothing is actually synced."""
         mkdir, rmdir, unlink, replace = os.mkdir, os.rmdir, os.unlink, os.replace
         link, sync = syscalls.link_unnamed, syscalls.sync
 
@@ -139,7 +141,7 @@ class Disk:
 
     @contextmanager
     def _call(self, folder: int | None, path: Any) -> Iterator[str | None]:
-        """Return the path below the root that a call names, or None outside. The process may die there."""
+        """Return the path below the root that a call refers to, or None if it is outside. The process may die here."""
         above = "" if folder is None else os.readlink(f"/proc/self/fd/{folder}")
         found = os.path.normpath(os.path.join(above, os.fspath(path)))
         if found != self.root and not found.startswith(f"{self.root}/"):

@@ -1,4 +1,4 @@
-"""The imports of the server from which ranks are forked, made once for all ranks. It does not start threads."""
+"""The imports of the server from which ranks are forked. They run once for all ranks, and do not start threads."""
 
 from __future__ import annotations
 
@@ -34,4 +34,4 @@ import tests.support.worlds
 
 __all__ = ["casckpt", "hypothesis", "pytest", "s3fs", "sqlite_utils", "tests", "torch"]
 
-gc.freeze()  # otherwise the first collection in each rank would copy all of it
+gc.freeze()  # otherwise, the first collection in each rank would copy all of these objects

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 
 class ProgressCalls:
-    """Receives calls as `casckpt.base.progress.Shown` specifies. ``done``, ``total``: of the last call.
+    """Receives calls as `casckpt.base.progress.Shown` specifies.
 
-    ``calls``: their number.
+    ``done``, ``total``: the arguments of the last call. ``calls``: the number of calls.
     """
 
     def __init__(self) -> None:

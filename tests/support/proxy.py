@@ -1,4 +1,4 @@
-"""A proxy in front of an S3 server that fails as networks do: it loses, truncates, refuses and delays responses.
+"""A proxy in front of an S3 server that fails as networks do: it loses, truncates, denies and delays responses.
 
 ::
 
@@ -6,7 +6,7 @@ with Proxy(server.endpoint) as proxy: proxy.plan(Trouble.LOST, method="PUT", pat
 such puts proxy.chaos(seed=1, share=0.2) # or one of five requests, at random open_storage("s3://...", server.options |
 {"endpoint_url": proxy.endpoint})
 
-``proxy.seen`` lists the requests in order. With a certificate (`tests.support.certificates`) it speaks https.
+``proxy.seen`` lists the requests in order. With a certificate (`tests.support.certificates`), the proxy uses https.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ class Trouble(enum.Enum):
 
 @dataclass(frozen=True)
 class Seen:
-    """A request. ``path``: as the client means it, without the query. ``size``: of its body as sent.
+    """A request.
 
-    ``condition``: its If-None-Match.
+    ``path``: the decoded path without the query. ``size``: the size of the body as sent. ``condition``: its
+    If-None-Match header.
     """
 
     method: str
@@ -104,17 +105,17 @@ class Proxy:
         self._thread.join()
 
     def plan(self, trouble: Trouble, *, method: str = "*", path: str = "*", times: int = 1) -> None:
-        """Apply a trouble to this many of the next requests of this kind. ``path``: the end of their path."""
+        """Apply a trouble to the next ``times`` requests of this kind. ``path``: the end of their path."""
         with self._lock:
             self._planned.append(_Planned(trouble, method, path, times))
 
     def chaos(self, seed: int, share: float) -> None:
-        """From now on apply random troubles to this share of all requests."""
+        """From now on, apply random troubles to this fraction of all requests."""
         with self._lock:
             self._random, self._share = random.Random(seed), share
 
     def refuse(self, code: str, *methods: str, after: int = 0) -> None:
-        """Skip some requests, then answer all requests of these methods (none: all) with 403 and this code."""
+        """Skip some requests, then answer all requests of these methods (none means all) with 403 and this code."""
         with self._lock:
             self._refused = (code, frozenset(methods), len(self.seen) + after)
 
@@ -123,17 +124,17 @@ class Proxy:
         self._allowed = allowed
 
     def at(self, number: int, action: Callable[[], None]) -> None:
-        """Call a function before the request of this number is forwarded (0: the first from now on)."""
+        """Call a function before the request with this number is forwarded (0: the first one from now on)."""
         with self._lock:
             self._actions[len(self.seen) + number] = action
 
     def mute(self, path: str = "*", after: int = 0) -> None:
-        """Skip some requests, then neither forward nor answer requests of this path until `calm`."""
+        """Skip some requests. Then neither forward nor answer requests for this path until `calm` is called."""
         with self._lock:
             self._muted = (path, len(self.seen) + after)
 
     def calm(self) -> None:
-        """Stop all troubles. Forward the requests that have been waiting since `mute`."""
+        """Stop all troubles. Forward the requests that have been waiting since `mute` was called."""
         self._heard.set()
         with self._lock:
             self._heard = threading.Event()
@@ -148,7 +149,7 @@ class Proxy:
         return sum(_fits(one, method, path) for one in self.seen)
 
     def refusal_of(self, request: Seen) -> str | None:
-        """Return the code that refuses the most recent request."""
+        """Return the error code to answer the most recent request with."""
         if not self._allowed(request):
             return "AccessDenied"
         with self._lock:
@@ -193,7 +194,7 @@ class _Server(ThreadingHTTPServer):
         if certificate is not None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(certificate)
-            # the handshake waits for the handler's thread, since a slow client would delay the others otherwise
+            # the handshake runs in the handler's thread, because a slow client would otherwise delay the others
             self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
 
     def get_request(self) -> tuple[Any, Any]:
@@ -201,7 +202,7 @@ class _Server(ThreadingHTTPServer):
         return super().get_request()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that disconnects is normal."""
+        """Ignore the error: clients may disconnect."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -243,7 +244,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.headers.get("Transfer-Encoding", "").lower() == "chunked"
 
     def _chunks(self) -> bytes:
-        """A body of unknown length. S3's own chunks inside are not decoded."""
+        """Yield a body of unknown length. S3's own chunks inside it are not decoded."""
         body = bytearray()
         while length := int(self.rfile.readline(), 16):
             body += self.rfile.read(length)

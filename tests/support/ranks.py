@@ -1,4 +1,4 @@
-"""Ranks for tests: worker processes that live as long as the session, with a separate process group for each job.
+"""Ranks for tests: worker processes that exist as long as the session, with a separate process group for each job.
 
 ::
 
@@ -7,8 +7,9 @@ def total(rank: int, size: int, more: int) -> int: ... # at the top of a test mo
 ranks.run(4, total, 1) # [value of rank 0, ...]; raises JobFailed if any rank failed ranks.outcomes(4, total, 1,
 timeout=2) # [Outcome, ...]: values, errors, how a process died
 
-A server that has imported torch forks the workers, so a new one is cheap. The pool discards the workers of a job in
-which a process died or hung. Inside a job, `tell` and `wait_for` let ranks wait for each other without sleeping.
+Workers are forked from a server that has imported torch, so new ones are cheap. If a process in a job died or hung,
+the pool discards all workers of that job. Inside a job, `tell` and `wait_for` let ranks wait for each other without
+sleeping.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Request:
-    """The message to a worker. ``folder``: where this job's ranks meet. ``tcp``: whether the store lives in rank 0."""
+    """The message to a worker. ``folder``: where this job's ranks meet. ``tcp``: whether rank 0 hosts the store."""
 
     rank: int
     size: int
@@ -82,7 +83,7 @@ class _Request:
 
     @property
     def stacks(self) -> Path:
-        """The file in which a hanging rank writes its stack."""
+        """Return the file to which a hanging rank writes its stack."""
         return Path(self.folder, f"hung-{self.rank}")
 
 
@@ -142,9 +143,9 @@ class Pool:
         patience: float | None = None,
         **kwargs: Any,
     ) -> list[Outcome]:
-        """Return the outcome on every rank. ``timeout``: of the process group. ``patience``: of the whole job.
+        """Return the outcome on every rank.
 
-        Both in seconds.
+        ``timeout``: the timeout of the process group. ``patience``: the timeout of the whole job. Both are in seconds.
         """
         patience = self._patience if patience is None else patience
         while len(self._workers) < size:
@@ -182,7 +183,7 @@ def _collect(workers: Sequence[_Worker], requests: Sequence[_Request], deadline:
 def _received(worker: _Worker, request: _Request) -> Outcome:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the module of an error, if it is imported for that
+            warnings.simplefilter("ignore")  # from the module of an error, if unpickling imports it
             value, error, text = pickle.loads(worker.pipe.recv_bytes())
     except EOFError:
         worker.process.join()
@@ -211,7 +212,7 @@ def outcome_of(call: Callable[[], Any]) -> Any:
 
 
 def tell(name: str) -> None:
-    """Release the ranks that `wait_for` this name in this job."""
+    """Release the ranks that are in a `wait_for` call with this name in this job."""
     _store().set(f"tests/{name}", "")
 
 
@@ -221,7 +222,7 @@ def wait_for(name: str) -> None:
 
 
 def comes_last(name: str, rank: int, size: int, who: int) -> bool:
-    """Report that this rank arrived. ``who`` waits for the others and returns True."""
+    """Report that this rank has arrived. The rank ``who`` waits for the others and returns True."""
     if rank != who:
         tell(f"{name} on {rank}")
         return False
@@ -243,7 +244,7 @@ def _store() -> Store:
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # their meshes are on the CPU; torch shards on a GPU if it sees one
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # meshes are on the CPU; torch would shard on any visible GPU
     while True:
         try:
             request: _Request = pipe.recv()
@@ -277,7 +278,7 @@ def _run(request: _Request) -> Any:
     timeout = timedelta(seconds=request.timeout)
     store = _tcp_store(own, rank, size) if request.tcp else PrefixStore("group", own)
     dist.init_process_group(request.backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    dist.barrier()  # otherwise a short job ends while another rank still connects
+    dist.barrier()  # otherwise, a short job could end while a different rank is still connecting
     try:
         job, args, kwargs = pickle.loads(request.job)
         return job(rank, size, *args, **kwargs)
@@ -288,7 +289,7 @@ def _run(request: _Request) -> Any:
 
 
 def _forget_meshes() -> None:
-    """Clear a cache of torch. It keeps meshes that equal those of later jobs but whose groups are gone."""
+    """Clear a torch cache. It keeps meshes that are equal to those of later jobs, but whose groups no longer exist."""
     clear = getattr(debug, "_clear_sharding_prop_cache", None)
     if clear is not None:
         clear()
@@ -297,7 +298,7 @@ def _forget_meshes() -> None:
 
 
 def _tcp_store(own: Store, rank: int, size: int) -> Store:
-    """A store in rank 0, as when rank 0 is started by hand. It ends with rank 0."""
+    """Return a store hosted by rank 0, as when rank 0 is started manually. It stops when rank 0 ends."""
     if rank == 0:
         served = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
         own.set("port", str(served.port))

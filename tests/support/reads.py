@@ -1,4 +1,4 @@
-"""Counts of bytes that are read from blobs."""
+"""Counts the bytes that are read from blobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from casckpt.store.store import Store
 
 @contextmanager
 def blob_bytes(store: Store) -> Iterator[list[int]]:
-    """Return the bytes that the block reads from blobs."""
+    """Count the bytes that the block reads from blobs."""
     storage: Any = store.repository.storage
     found: list[int] = []
     real = storage.open
@@ -45,9 +45,9 @@ class _Counting:
 
 
 def pages(store: Store, *, drop: bool = False) -> tuple[int, int]:
-    """Return how many pages of the blobs the page cache holds, and the total.
+    """Return how many of the blobs' pages are in the page cache, and their total number.
 
-    Both exclude pages that a drop cannot remove.
+    Both numbers exclude pages that cannot be dropped.
     """
     held = total = 0
     for path in Path(store.url, "objects").rglob("*"):

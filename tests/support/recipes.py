@@ -1,6 +1,7 @@
-"""Unchanged training programs from docs/examples: started, killed between two checkpoints, and restarted.
+"""Runs unchanged training programs from docs/examples: starts them, kills them between checkpoints, and restarts them.
 
-Tests watch them from outside, through `torch.Tensor.backward` and `Checkpointer`. The examples have no code for tests.
+Tests observe them from outside, through `torch.Tensor.backward` and `Checkpointer`. The examples contain no code for
+tests.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ Batch = Callable[[], tuple[torch.Tensor, ...]]
 
 @dataclass(frozen=True)
 class Start:
-    """A start of a training in ``folder``.
+    """One start of a training program in ``folder``.
 
-    ``ranks``: as torchrun starts them. ``dies_at``: the call of backward at which all ranks are killed.
+    ``ranks``: how many ranks torchrun starts (0: without torchrun). ``dies_at``: the backward call at which all ranks
+    are killed.
     """
 
     name: str
@@ -44,7 +46,9 @@ class Start:
 
 @dataclass
 class Seen:
-    """The observations of one rank. ``losses``: on which backward was called. ``saved``, ``resumed``: contents by step.
+    """What was observed on one rank.
+
+    ``losses``: the losses on which backward was called. ``saved``, ``resumed``: contents by step.
 
     ``status``: the exit status. ``printed``, ``told``: stdout and stderr.
     """
@@ -61,7 +65,7 @@ class Seen:
 class Training:
     """A program and its folder.
 
-    ``imports``: modules to import once for all starts. ``batch``: the input of models at each save and resume.
+    ``imports``: modules to import once for all starts. ``batch``: the input for models at each save and resume.
     """
 
     program: Path
@@ -76,7 +80,7 @@ def says_kill_it(program: Path) -> bool:
 
 
 def train(training: Training, starts: Sequence[Start]) -> dict[str, list[Seen]]:
-    """Run these starts in order. Return the observations of each rank by the names of the starts."""
+    """Run these starts in order. For each start, by name, return what was observed on each rank."""
     here, there = Pipe()
     process = afresh().Process(target=_host, args=(there, training, starts))
     process.start()
@@ -122,7 +126,7 @@ def _make(training: Training, start: Start) -> list[Seen]:
 def _is_reached(pipe: Connection) -> bool:
     try:
         pipe.recv()
-    except EOFError:  # it has ended
+    except EOFError:  # the process has ended
         return False
     return True
 
@@ -152,7 +156,7 @@ class _Watch:
         self._seen, self._made = Seen(), list[Checkpointer]()
 
     def begin(self) -> None:
-        """Start to observe."""
+        """Start observing."""
         backward, init, save, resume = (
             torch.Tensor.backward, Checkpointer.__init__, Checkpointer.save_async, Checkpointer.resume,
         )  # fmt: skip
@@ -192,7 +196,7 @@ class _Watch:
         self._seen.losses.append(loss.item())
         if len(self._seen.losses) == self._dies_at:
             for checkpointer in self._made:
-                checkpointer.wait()  # so that the lost steps do not depend on a clock
+                checkpointer.wait()  # so that the number of lost steps does not depend on timing
             self.write()
             self._pipe.send(None)
             signal.pause()
@@ -201,7 +205,7 @@ class _Watch:
 def _contents(
     batch: tuple[torch.Tensor, ...], model: Any, optim: Any = None, train_state: Any = None, **other: Any
 ) -> dict[str, str]:
-    """Return digests of all tensors, all other values, and each model's output for the batch."""
+    """Return the digests of all tensors, all other values, and each model's output for the batch."""
     parts = {"model": model} if not isinstance(model, Mapping) else dict(model)
     if optim is not None:
         parts["optim"] = optim
@@ -244,5 +248,5 @@ def _evaluated(network: nn.Module, batch: tuple[torch.Tensor, ...]) -> str:
     network.train()
     for module in network.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # an evaluation leaves parameters unsharded
+            module.reshard()  # evaluation leaves parameters unsharded
     return float(loss).hex()

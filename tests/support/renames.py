@@ -1,4 +1,4 @@
-"""The ``rename`` in an error or a warning, as a user would paste it."""
+"""Extracts the ``rename`` from an error or a warning, as a user would copy it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repositories, commits and manifests without tensors, for tests of layers that do not need them."""
+"""Repositories, commits and manifests without tensors, for tests of layers that do not need tensors."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from casckpt.upkeep.rewrite import rewrite
 from tests.support import elsewhere
 from tests.support.faulty import Call
 
-START = 1_700_000_000_000_000  # microseconds; a day in 2023
+START = 1_700_000_000_000_000  # microseconds: a day in 2023
 _STORES = itertools.count()
 
 
 class Ticks:
-    """A clock that advances by a millisecond at each read, or on command."""
+    """A clock that advances by a millisecond at each read, or on request."""
 
     def __init__(self, now: int = START, step: int = 1000) -> None:
         self.now = now
@@ -54,7 +54,7 @@ class Ticks:
 
 
 def meanwhile(action: Callable[[], object]) -> Callable[[Call], None]:
-    """A hook for `call_first` that runs ``action`` just before a call, as another process would."""
+    """Return a hook for `call_first` that runs ``action`` right before a call, as a different process would."""
 
     def hook(_: Call) -> None:
         action()
@@ -63,17 +63,17 @@ def meanwhile(action: Callable[[], object]) -> Callable[[Call], None]:
 
 
 def memory(*, near: bool = True) -> MemoryStore | RemoteStore:
-    """A new storage: in memory, or where ``pytest --storage`` says. See `tests.support.elsewhere`."""
+    """Return new storage, in memory or where ``pytest --storage`` specifies. See `tests.support.elsewhere`."""
     return elsewhere.storage(near=near) or MemoryStore(f"test-{next(_STORES)}")
 
 
 def objects_of(storage: ObjectStore) -> dict[str, bytes]:
-    """Return all objects of a storage, for `again`."""
+    """Return all objects in storage, for `again`."""
     return {entry.key: storage.get(entry.key, limit=1 << 30) for entry in storage.list("")}
 
 
 def again(objects: Mapping[str, bytes], *, near: bool = True) -> MemoryStore | RemoteStore:
-    """Return a new storage with these objects, so that a test need not create what it changes."""
+    """Return new storage with these objects, so that a test does not have to recreate what it changes."""
     storage = memory(near=near)
     for key, data in objects.items():
         storage.put(key, data)
@@ -89,7 +89,8 @@ def repository(
     entropy: Entropy | None = None,
     **fields: Any,
 ) -> Repository:
-    """A repository with a ticking clock and seeded ids. Its catalogue is below ``tmp_path``. The store exists."""
+    """Return a repository with a ticking clock and seeded IDs. Its catalogue is below ``tmp_path``. The store
+    exists."""
     repo = Repository(
         memory() if storage is None else storage,
         tmp_path / "cache",
@@ -108,14 +109,14 @@ def blob_hash(text: str) -> BlobHash:
 
 
 def manifest_id(text: str) -> ManifestId:
-    """Return a fake manifest id."""
+    """Return a fake manifest ID."""
     return ManifestId(hex_digest(text.encode()))
 
 
 def committed(
     repo: Repository, run: str = "run", step: int = 0, *, manifest: ManifestId | None = None, **fields: Any
 ) -> Committed:
-    """Return a record under a new transaction id that is not written yet."""
+    """Return a record with a new transaction ID. The record is not written."""
     txid = fields.pop("txid", None) or repo.new_txid(run, step)
     found = manifest_id(txid) if manifest is None else manifest
     now = repo.clock()
@@ -126,21 +127,21 @@ def committed(
 
 
 def commit_bare(repo: Repository, run: str = "run", step: int = 0, **fields: Any) -> Commit:
-    """Make a commit without a manifest, for tests that only look at records."""
+    """Create a commit without a manifest, for tests that use only records."""
     record = committed(repo, run, step, **fields)
     commits.commit(repo, record)
     return commits.just_committed(record)
 
 
 def put_manifest_of(repo: Repository, base: Commit, txid: TxId) -> None:
-    """Also put a commit's manifest, if it has one, under a different transaction."""
+    """If a commit has a manifest, also write that manifest under a different transaction."""
     with suppress(NotFound):
         data = repo.storage.get(manifest_key(base.txid, base.id), limit=MAX_MANIFEST_BYTES)
         repo.storage.put(manifest_key(txid, base.id), data)
 
 
 def rewrite_bare(repo: Repository, base: Commit, **fields: Any) -> Commit:
-    """Rewrite a commit, with its manifest if that exists."""
+    """Rewrite a commit, with its manifest if it has one."""
 
     def save(txid: TxId, _: CommitList) -> Committed:
         put_manifest_of(repo, base, txid)
@@ -152,7 +153,7 @@ def rewrite_bare(repo: Repository, base: Commit, **fields: Any) -> Commit:
 
 
 def half_rewrite(repo: Repository, base: Commit) -> Commit:
-    """Leave behind the objects of a rewriter that died before its decisive record. They have the base's locations."""
+    """Leave the objects of a rewriter that died before its decisive record. They have the locations of the base."""
     txid = repo.new_txid(base.run, base.step, [base.txid])
     put_manifest_of(repo, base, txid)
     links = {"replaces": (base.txid, base.number + 1), "origin": base.origin}
@@ -162,7 +163,7 @@ def half_rewrite(repo: Repository, base: Commit) -> Commit:
 
 
 def draft(refs: Iterable[BlobRef], run: str = "run", step: int = 0, **fields: Any) -> Draft:
-    """A manifest without tensors that names ``refs``."""
+    """Return a manifest without tensors that names ``refs``."""
     values: dict[str, Any] = {
         "created_at": START,
         "parent": None,
@@ -177,7 +178,7 @@ def draft(refs: Iterable[BlobRef], run: str = "run", step: int = 0, **fields: An
 def save(
     repo: Repository, run: str = "run", step: int = 0, *, texts: Iterable[str] = (), reused: Iterable[BlobRef] = ()
 ) -> Commit:
-    """Store the objects of a save: a blob for each of ``texts``, a manifest that names them and ``reused``, a
+    """Store a save's objects: a blob for each of ``texts``, a manifest that names these and ``reused``, and a
     commit."""
     txid = repo.new_txid(run, step)
     refs = [put_blob(repo, txid, text) for text in texts]
@@ -185,25 +186,25 @@ def save(
 
 
 def commit_draft(repo: Repository, txid: TxId, made: Draft, **fields: Any) -> Commit:
-    """Put and commit a manifest."""
+    """Write and commit a manifest."""
     record = committed_draft(repo, txid, made, **fields)
     commits.commit(repo, record)
     return commits.just_committed(record)
 
 
 def committed_draft(repo: Repository, txid: TxId, made: Draft, **fields: Any) -> Committed:
-    """Put a manifest. Return its record."""
+    """Write a manifest. Return its record."""
     fields = {"created_at": made.created_at, "parent": made.parent} | fields
     return committed_encoded(repo, txid, manifests.put(repo, txid, made), made.run, made.step, **fields)
 
 
 def committed_encoded(repo: Repository, txid: TxId, made: Encoded, run: str, step: int, **fields: Any) -> Committed:
-    """Return the record of a manifest that was put under ``txid``."""
+    """Return the record of a manifest that was written under ``txid``."""
     fields = {"head": made.head, "manifest_bytes": len(made.data)} | fields
     return committed(repo, run, step, manifest=made.id, txid=txid, **fields)
 
 
 def put_blob(repo: Repository, uploader: TxId, text: str) -> BlobRef:
-    """Put a blob with these bytes, which do not have to be a safetensors file."""
+    """Write a blob with these bytes, which do not have to be a safetensors file."""
     blobs.put(repo, uploader, blob_hash(text), text.encode())
     return BlobRef(blob_hash(text), len(text.encode()), uploader)

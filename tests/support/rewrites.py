@@ -23,7 +23,7 @@ def _renumbered(table: ExtentTable, count: int) -> ExtentTable:
 
 
 def move(repo: Repository, base: Commit, **fields: Any) -> Commit:
-    """Rewrite a checkpoint: the same blobs under a different uploader, in reverse order. ``fields``: of the record."""
+    """Rewrite a checkpoint into the same blobs of a different uploader, in reverse order. ``fields``: record fields."""
 
     def save(txid: TxId, _: CommitList) -> Committed:
         manifest = manifests.get(repo, base)

@@ -1,4 +1,4 @@
-"""Safetensors files and folders, as tests import and export them."""
+"""Safetensors files and folders that tests import and export."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def tensors(seed: int) -> Tensors:
-    """One tensor of each kind that a file may hold: empty, 0-d, odd sizes, NaNs with a payload, larger than a cell."""
+    """Return one tensor of each kind: empty, 0-d, of odd size, with NaN payloads, and larger than a cell."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(0, 256, (3, 7, 4), dtype=torch.uint8, generator=generator)
     return {
@@ -54,7 +54,7 @@ def file_of(folder: Path, state: Tensors, name: str = "in.safetensors", **metada
 
 
 def hugging_face(folder: Path, state: Tensors) -> Path:
-    """A folder with two shards, an index and the usual other files."""
+    """Create a folder with two shards, an index and the usual other files."""
     keys = list(state)
     names = {key: f"model-0000{1 + index % 2}-of-00002.safetensors" for index, key in enumerate(keys)}
     for name in sorted(set(names.values())):

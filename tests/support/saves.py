@@ -1,4 +1,4 @@
-"""Stores with small cells and blobs, exact comparison of states, and direct reads of stored objects."""
+"""Stores with small cells and blobs, exact comparisons of states, and direct reads of stored objects."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ _NUMBERS = itertools.count()
 
 
 def small(storage: ObjectStore | None = None, *, cell_bytes: int = CELL, blob_bytes: int = BLOB) -> Store:
-    """A store in memory (or in ``storage``) with small cells and blobs."""
+    """Return a store in memory (or in ``storage``) with small cells and blobs."""
     store = Store(Repository(memory(near=False) if storage is None else storage))
     store.create(cell_bytes=cell_bytes, blob_bytes=blob_bytes)
     return store
 
 
 def small_folder(path: Path) -> Store:
-    """A store in a folder, with small cells and blobs."""
+    """Return a store in a folder, with small cells and blobs."""
     store = open_store(path)
     store.create(cell_bytes=CELL, blob_bytes=BLOB)
     return store
 
 
 def cells(count: float, seed: int | None = None) -> torch.Tensor:
-    """float32 values for this many cells. Each call yields different numbers, which are the same for each seed."""
+    """Return float32 values that fill ``count`` cells. Without a seed, each call yields different numbers."""
     generator = torch.Generator().manual_seed(next(_NUMBERS) + 10_000 if seed is None else seed)
     return torch.randn(int(count * CELL // 4), generator=generator)
 
 
 def trained(count: float, step: int, seed: int = 0) -> torch.Tensor:
-    """bfloat16 values for this many cells. Each step of a training changes some elements."""
+    """Return bfloat16 values that fill ``count`` cells. As in training, each step changes some elements."""
     bits = cells(2 * count, seed).bfloat16().view(torch.int16)
     for number in range(step):
         bits[number % 97 :: 97] += 1
@@ -75,7 +75,7 @@ def same_state(one: Any, other: Any) -> bool:
 
 @contextmanager
 def counted(store: Store) -> Iterator[IoCounts]:
-    """Count the storage calls inside the block. The result is complete at its end."""
+    """Count the storage calls inside the block. The result is complete at the end of the block."""
     storage: Any = store.repository.storage
     counts = getattr(storage, "inner", storage).counts
     before = {field.name: getattr(counts, field.name) for field in fields(IoCounts)}
@@ -90,7 +90,7 @@ def blob_keys(store: Store) -> list[str]:
 
 
 def data_of(store: Store, key: str) -> int:
-    """Return the data of a blob without header and proof."""
+    """Return the number of data bytes in a blob, without header and proof."""
     blob = content(store, key)
     return sum(nbytes for _, nbytes in decode_header(blob, len(blob)))
 
@@ -121,18 +121,18 @@ def flip(store: Store, key: str, position: int) -> None:
 
 
 def steps(store: Store) -> list[tuple[str, int]]:
-    """Return run and step of all visible checkpoints."""
+    """Return the run and step of all visible checkpoints."""
     return [(ckpt.run, ckpt.step) for ckpt in store.checkpoints()]
 
 
 def files(path: Path) -> dict[Path, bytes]:
-    """Return the content of all files below a folder."""
+    """Return the contents of all files below a folder."""
     return {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
 @contextmanager
 def another_process() -> Iterator[None]:
-    """Inside the block, this process forgets the runs that it saved."""
+    """Inside the block, this process does not remember the runs that it saved."""
     mine, kept._RUNS = kept._RUNS, PerProcess(kept._Runs)
     try:
         yield
@@ -141,5 +141,5 @@ def another_process() -> Iterator[None]:
 
 
 def reopened(store: Store) -> Store:
-    """Return the same store as a new process sees it."""
+    """Return the same store as a new process would see it."""
     return Store(Repository(store.repository.storage))

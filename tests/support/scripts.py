@@ -1,6 +1,6 @@
-"""Scripts and modules, run as with ``python`` and ``torchrun``, in processes forked from one that imported torch.
+"""Runs scripts and modules as ``python`` and ``torchrun`` do, in processes forked from one that has imported torch.
 
-The import takes most of the time of a short script. Its warnings are dropped.
+The import takes most of the time of a short script. Warnings of the import are suppressed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ PATIENCE = 280.0  # seconds; no script takes as long
 
 
 class Done(NamedTuple):
-    """``status``: 0 if each process ended with 0. ``printed``: stdout of all. ``told``: stderr."""
+    """The result. ``status``: 0 if every process exited with 0. ``printed``: the stdout of all. ``told``:
+    their stderr."""
 
     status: int
     printed: str
@@ -37,7 +38,7 @@ def run_script(
     environment: Mapping[str, str] | None = None,
     patience: float = PATIENCE,
 ) -> Done:
-    """Run a file, or a module by its name. ``ranks``: start this many, as torchrun does.
+    """Run a file, or a module by name. ``ranks``: start this many processes, as torchrun does.
 
     ``patience``: seconds for each process.
     """
@@ -59,7 +60,7 @@ def run_script(
 
 
 def environments(ranks: int) -> list[dict[str, str]]:
-    """Return the environment that torchrun gives each process. 0 ranks: one process without torchrun."""
+    """Return the environment that torchrun sets for each process. 0 ranks: one process without torchrun."""
     given = {"OMP_NUM_THREADS": "1"}
     if not ranks:
         return [given]
@@ -69,7 +70,7 @@ def environments(ranks: int) -> list[dict[str, str]]:
 
 
 def play(what: Path | str, arguments: Sequence[str], cwd: Path, environment: Mapping[str, str], output: Path) -> None:
-    """Run as the process of the script. Its output goes to files whose names begin with ``output``."""
+    """Become the process of the script. Its output goes to files whose names begin with ``output``."""
     os.environ.update(environment)
     os.chdir(cwd)
     for number, suffix in ((1, OUT), (2, ERR)):

@@ -1,7 +1,7 @@
-"""Local S3 servers on the loopback interface, started for a session of tests and stopped at its end.
+"""Local S3 servers on the loopback interface. They are started for a test session and stopped at its end.
 
-Each is a process that dies with its parent in all cases. A missing binary is an error, not a reason to skip:
-tools/setup installs all of them.
+Each server is a process that dies with its parent in all cases. A missing binary is an error, and tests are not
+skipped because of it: tools/setup installs all binaries.
 """
 
 from __future__ import annotations
@@ -27,19 +27,22 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 KEY, SECRET = "casckpt-test", "casckpt-test-secret"
 _START_SECONDS = 60.0
-_VOLUMES = 100_000  # SeaweedFS uses one for each bucket. Its default is the number of GiB that the disk has free.
-_ATTEMPTS = 3  # another process may take a free port first
-_PORTS = range(10_000, 32_768)  # below the ports of outgoing connections, of which tests make thousands
-_DRAW = random.SystemRandom()  # tests seed the usual generator, so all workers of a run would draw the same ports
-# Every client reads the description of all AWS services, which takes longer than most tests. Here clients share it.
+_VOLUMES = 100_000  # SeaweedFS uses one volume for each bucket. By default, it allows one per free GiB of the disk.
+_ATTEMPTS = 3  # a different process may take a free port first
+_PORTS = range(10_000, 32_768)  # below the ports of outgoing connections, thousands of which tests open
+_DRAW = random.SystemRandom()  # tests seed the default generator, so all workers would draw the same ports from it
+# Every client reads the description of all AWS services, which takes longer than most tests, so clients share it here.
 botocore.session.create_loader = cache(botocore.session.create_loader)
-# The process becomes the command. The kernel kills it when the thread that started it ends.
+# The process turns into the command. The kernel kills it when the thread that started it ends.
 _BOUND = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
 
 
 @dataclass
 class Server:
-    """A server that lives in ``folder``. ``command``: its command line for some free ports. The first is S3's."""
+    """A server with its files in ``folder``.
+
+    ``command``: its command line for some free ports, the first of which is for S3.
+    """
 
     name: str
     command: Callable[[Path, Sequence[int]], Sequence[str]]
@@ -59,12 +62,12 @@ class Server:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The ``storage_options`` of a store in it."""
+        """Return the ``storage_options`` of a store on this server."""
         return {"key": KEY, "secret": SECRET, "endpoint_url": self.endpoint}
 
     @property
     def client(self) -> Any:
-        """A client of boto3 for direct access."""
+        """Return a boto3 client for direct access."""
         if self._client is None or self._client.meta.endpoint_url != self.endpoint:
             config = Config(retries={"total_max_attempts": 1}, s3={"addressing_style": "path"})
             self._client = boto3.client(
@@ -92,7 +95,7 @@ class Server:
         return f"places/{self.places}"
 
     def look(self, place: str, key: str) -> bytes | None:
-        """Return the bytes of an object in a bucket or below a prefix. None if there is none."""
+        """Return the bytes of an object in a bucket or below a prefix, or None if there is none."""
         bucket, *prefix = place.split("/")
         try:
             found: bytes = self.client.get_object(Bucket=bucket, Key="/".join((*prefix, key)))["Body"].read()
@@ -103,7 +106,7 @@ class Server:
         return found
 
     def start(self) -> None:
-        """Start the server on free ports, and wait until it answers."""
+        """Start the server on free ports, and wait until it responds."""
         for _ in range(_ATTEMPTS):
             self._taken = free_ports(self.ports)
             if self._answers():
@@ -112,7 +115,7 @@ class Server:
         raise RuntimeError(f"{self.name} did not start; its log ends with:\n{log}")
 
     def start_again(self) -> None:
-        """Start the server on its earlier ports."""
+        """Start the server on its previous ports."""
         if not self._answers():
             raise RuntimeError(f"{self.name} did not come back; its log is {self.folder / 'log'}")
 
@@ -122,7 +125,7 @@ class Server:
             self._process.send_signal(signal.SIGSTOP if paused else signal.SIGCONT)
 
     def kill(self) -> None:
-        """End the server as a crash would."""
+        """Stop the server as a crash would."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGKILL)
@@ -130,7 +133,7 @@ class Server:
             self._process = None
 
     def _answers(self) -> bool:
-        """Start the process, and wait until it lists buckets. Return False if it ends before."""
+        """Start the process, and wait until it lists buckets. Return False if it ends before that."""
         command = self.command(self.folder, self._taken)
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -142,12 +145,12 @@ class Server:
             with suppress(OSError, BotoCoreError, ClientError):
                 self._ask()
                 return True
-            time.sleep(0.05)  # between polls of another process; nothing depends on the duration
+            time.sleep(0.05)  # between polls of the server's process; nothing depends on the duration
         self.kill()
         return False
 
     def _ask(self) -> None:
-        """Raises the error of a client whose server does not answer yet."""
+        """Send a request. Raise the client's error if the server does not respond yet."""
         if self.speaks_s3:
             self.client.list_buckets()
         else:
@@ -156,7 +159,7 @@ class Server:
 
 @contextmanager
 def running(server: Server) -> Iterator[Server]:
-    """Start the server, and kill it at the end."""
+    """Start the server, and kill it at the end of the block."""
     server.start()
     try:
         yield server
@@ -177,11 +180,11 @@ def free_ports(count: int) -> list[int]:
 
 
 _MOTO = "import sys; sys.setswitchinterval(1); from moto.server import main; main()"
-"""It checks whether a key exists and creates it a little later, so no other thread may run in between."""
+"""moto checks whether a key exists and creates it slightly later, so no other thread may run in between."""
 
 
 def moto(folder: Path) -> Server:
-    """A fast emulator that keeps everything in memory."""
+    """Return a fast emulator that keeps everything in memory."""
 
     def command(_: Path, ports: Sequence[int]) -> Sequence[str]:
         return [sys.executable, "-c", _MOTO, "-H", "127.0.0.1", "-p", str(ports[0])]
@@ -190,7 +193,8 @@ def moto(folder: Path) -> Server:
 
 
 def seaweed(folder: Path, memory: str = "256MiB") -> Server:
-    """A real server that stores everything in ``folder``. With less ``memory``, it collects garbage more often."""
+    """Return a real server that stores everything in ``folder``. With less ``memory``, it collects garbage
+    more often."""
 
     def command(data: Path, ports: Sequence[int]) -> Sequence[str]:
         names = ("s3", "master", "volume", "filer")
@@ -199,7 +203,7 @@ def seaweed(folder: Path, memory: str = "256MiB") -> Server:
         return [
             binary("weed"), "server", "-s3", f"-dir={data / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", *given,
             "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false", f"-volume.max={_VOLUMES}",
-            "-master.electionTimeout=500ms", "-master.heartbeatInterval=100ms",  # otherwise a restart takes 20 s
+            "-master.electionTimeout=500ms", "-master.heartbeatInterval=100ms",  # otherwise, a restart takes 20 s
         ]  # fmt: skip
 
     (folder / "data").mkdir()
@@ -208,7 +212,7 @@ def seaweed(folder: Path, memory: str = "256MiB") -> Server:
 
 
 def rclone(folder: Path) -> Server:
-    """A server that silently ignores the condition of a put."""
+    """Return a server that silently ignores the condition of a put."""
 
     def command(data: Path, ports: Sequence[int]) -> Sequence[str]:
         return [binary("rclone"), "serve", "s3", "--addr", f"127.0.0.1:{ports[0]}", "--auth-key", f"{KEY},{SECRET}",
@@ -219,7 +223,7 @@ def rclone(folder: Path) -> Server:
 
 
 def web(folder: Path) -> Server:
-    """A web server for ``folder``/data."""
+    """Return a web server for ``folder``/data."""
 
     def command(data: Path, ports: Sequence[int]) -> Sequence[str]:
         return [binary("rclone"), "serve", "http", "--addr", f"127.0.0.1:{ports[0]}", str(data / "data")]

@@ -23,7 +23,7 @@ from casckpt.store.store import Store
 
 @dataclass
 class Served:
-    """``sent``: the bytes of files that were sent, by method, path and status, in order."""
+    """A served store. ``sent``: the numbers of file bytes sent, with method, path and status, in order."""
 
     endpoint: str
     sent: list[tuple[str, str, int, int]] = field(default_factory=list)
@@ -33,14 +33,14 @@ class Served:
         return int(self.endpoint.rpartition(":")[2])
 
     def get(self, path: str, method: str = "GET", body: bytes | None = None, **headers: str) -> HTTPResponse:
-        """Make a request on a new connection, and follow redirects. Read the body."""
+        """Make a request on a new connection, follow redirects, and read the body."""
         answer = self.ask(path, method, body, **headers)
         if answer.status == 307:
             return self.get(urljoin(path, answer.headers["Location"]), method, None, **headers)
         return answer
 
     def ask(self, path: str, method: str = "GET", body: bytes | None = None, **headers: str) -> HTTPResponse:
-        """Make one request without redirects."""
+        """Make a single request without following redirects."""
         with closing(HTTPConnection("127.0.0.1", self.port, timeout=30)) as connection:
             named = {name.replace("_", "-"): value for name, value in headers.items()}
             connection.request(method, path, body, named)
@@ -97,7 +97,7 @@ def _counted(app: ASGIApp, served: Served) -> ASGIApp:
             seen[0] = message.get("status", seen[0])
             seen[1] += len(message.get("body", b""))
             if message["type"] == "http.response.body" and not message.get("more_body", False):
-                note()  # before the client has the end and the test continues
+                note()  # before the client receives the end and the test continues
             await send(message)
 
         await app(scope, receive, sending)
@@ -108,7 +108,7 @@ def _counted(app: ASGIApp, served: Served) -> ASGIApp:
 
 @contextmanager
 def serving_process(store: str, *options: str) -> Iterator[tuple[Served, subprocess.Popen[str]]]:
-    """Run the command itself."""
+    """Serve by running the command in a separate process."""
     command = [sys.executable, "-m", "casckpt", "serve", store, "--port", "0", "--json", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:

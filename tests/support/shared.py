@@ -1,4 +1,4 @@
-"""Values that are created only once for all workers of a test run."""
+"""Folders that are created only once for all workers of a test run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _DONE = "done"
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """Return a folder that ``make`` has filled in the first worker. The others wait for it.
+    """Return a folder that ``make`` fills in the first worker. All other workers wait for it.
 
-    If it fails, the next worker tries again in a new folder.
+    If ``make`` fails, the next worker tries again in a new folder.
     """
     base = factory.getbasetemp()
-    root = (base.parent if base.name.startswith("popen-") else base) / f"shared-{name}"  # of xdist's workers
+    root = (base.parent if base.name.startswith("popen-") else base) / f"shared-{name}"  # the workers of xdist
     with alone_on_this_host(root / "lock"):
         if not (root / _DONE).exists():
             folder = root / str(sum(1 for _ in root.iterdir()))

@@ -1,4 +1,4 @@
-"""Signing key files."""
+"""Files with signing keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from casckpt.base.digest import hex_digest
 
 
 class Pair(NamedTuple):
-    """Two key files, and the key's name in the store."""
+    """Two files of a key pair, and the key's name in the store."""
 
     private: Path
     public: Path
@@ -27,7 +27,7 @@ class Pair(NamedTuple):
 
 
 def pair(folder: Path, name: str = "alice", *, ssh: bool = False, password: bytes | None = None) -> Pair:
-    """Return a key that depends only on its name, in the format of OpenSSL or ssh-keygen."""
+    """Return a key pair that depends only on its name, in the format of OpenSSL or ssh-keygen."""
     folder.mkdir(exist_ok=True)
     key = Ed25519PrivateKey.from_private_bytes(name.encode().ljust(32, b"."))
     how: KeySerializationEncryption = BestAvailableEncryption(password) if password else NoEncryption()

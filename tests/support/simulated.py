@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process. Any number of them can share one store."""
+"""Ranks that run as threads of this process. Any number of them can share a store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from casckpt.saving.save import save
 
 
 class _Star:
-    """The meeting point of the ranks."""
+    """The object through which the ranks exchange values."""
 
     def __init__(self, size: int) -> None:
         self.barrier = Barrier(size)
@@ -49,14 +49,14 @@ class _Rank(Solo):
 
 
 class Simulated:
-    """``size`` ranks. Each keeps the memory of a process between saves."""
+    """``size`` ranks. Between saves, each keeps what a process would remember."""
 
     def __init__(self, repo: Repository, size: int) -> None:
         self.repo, self.size = repo, size
         self._memories = [GroupMemory() for _ in range(size)]
 
     def save(self, state: Callable[[int], Any], options: SaveOptions) -> Commit:
-        """Save the state of each rank. ``state`` returns it for a rank."""
+        """Save on all ranks. ``state`` returns the state of a rank."""
         star, checked = _Star(self.size), options.checked()
 
         def run(rank: int) -> Commit:

@@ -1,8 +1,8 @@
-"""Threads that take turns: at every storage call an actor stops until the stage lets it continue.
+"""Threads that take turns: at every storage call, an actor stops until the stage lets it continue.
 
-Each actor has its own storage, and all of these wrap one inner storage. Only one actor runs at a time, so that the
-same choices give the same run. A listing has two pages, with a stop before each. An actor is one sequence of calls. If
-it gives work to a thread, it waits for it.
+Each actor has its own storage object, and all of these wrap the same inner storage. Only one actor runs at a time, so
+that the same choices result in the same run. A listing has two pages, with a stop before each. An actor is a single
+sequence of calls: if it hands work to a thread, it waits for that thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from casckpt.storage.base import Known, ListedObject, ObjectStore, Reader, Traits
 
 Choose = Callable[[list[str]], str]
-PATIENCE = 60.0  # seconds without progress after which a stage counts as broken
+PATIENCE = 60.0  # seconds without progress after which a stage is considered broken
 
 
 class Curtain(BaseException):
@@ -27,11 +27,11 @@ class Curtain(BaseException):
 
 @dataclass
 class _Actor:
-    """``turn``: gets an item when the actor may continue, or must end."""
+    """An actor. ``turn``: receives an item when the actor may continue or must end."""
 
     thread: threading.Thread | None = None
     turn: SimpleQueue[None] = field(default_factory=SimpleQueue)
-    at: str = ""  # the call that it waits before
+    at: str = ""  # the next call, before which it waits
     killed: bool = False
     done: bool = False
     error: BaseException | None = None
@@ -39,15 +39,15 @@ class _Actor:
 
 @dataclass
 class Stage:
-    """``log``: every call that was allowed to proceed, in order."""
+    """The actors and their storage. ``log``: every call that was allowed to proceed, in order."""
 
     inner: ObjectStore
     log: list[tuple[str, str]] = field(default_factory=list)
     _actors: dict[str, _Actor] = field(default_factory=dict)
-    _still: SimpleQueue[str] = field(default_factory=SimpleQueue)  # the actors that reached a call or their end
+    _still: SimpleQueue[str] = field(default_factory=SimpleQueue)  # the actors that have reached a call or their end
 
     def store(self, name: str) -> SteppedStore:
-        """The storage of an actor."""
+        """Return the storage of an actor."""
         return SteppedStore(self, name)
 
     def add(self, name: str, act: Callable[[], None]) -> None:
@@ -72,7 +72,7 @@ class Stage:
         """Wait for the stage. Actors call this."""
         actor = self._actors.get(name)
         if actor is None or actor.done:
-            return  # outside of `run` actors do not wait
+            return  # outside of `run`, actors do not wait
         if not actor.killed:
             actor.at = call
             self._still.put(name)
@@ -82,13 +82,13 @@ class Stage:
         self.log.append((name, call))
 
     def at(self, name: str) -> str:
-        """The call that an actor waits before."""
+        """Return the next call of an actor, before which it waits."""
         return self._actors[name].at
 
     def run(self, choose: Choose, after: Callable[[], None], killed: frozenset[str] = frozenset()) -> None:
-        """Let actors continue one by one until all are done. Call ``after`` whenever all actors are waiting.
+        """Let actors continue one at a time until all are done. Call ``after`` whenever all actors are waiting.
 
-        Actors in ``killed`` continue no more when no other is left. Their threads are then ended.
+        When only actors in ``killed`` are left, they do not continue, and their threads are ended.
         """
         try:
             for _ in self._actors:

@@ -1,10 +1,10 @@
-"""Processes that use a store, and are killed or stopped at a storage call while others continue.
+"""Processes that use a store and are killed or stopped at a storage call while other processes continue.
 
-``python -m tests.support.struck FOLDER POINTS SEED`` copies a store for each point. One process runs to its call and is
-killed or stopped there. Then another process forgets, saves, and collects garbage at once, and treats silent processes
-as dead. Then the stopped process continues. In addition a save meets a patient gc, each stopped at one of its calls.
-POINTS is the number of points of each kind, or 0 for all. With ``PLACE ENDPOINT`` behind them, the stores lie in a
-bucket of tests. All other files lie in the folder.
+``python -m tests.support.struck FOLDER POINTS SEED`` copies a store for each point. One process runs up to a call, and
+is killed or stopped there. Then a second process forgets, saves, and collects garbage without waiting, and treats
+silent processes as dead. Finally, the stopped process continues. In addition, a save runs together with a patient gc,
+each of them stopped at one of its calls. POINTS is the number of points of each kind, or 0 for all. If ``PLACE
+ENDPOINT`` follow, the stores are in a test bucket. All other files are in the folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-import casckpt.storage.remote.s3.client  # otherwise each fork would import it # noqa: F401
+import casckpt.storage.remote.s3.client  # otherwise, each fork would import it # noqa: F401
 from casckpt.contents import manifests
 from casckpt.errors import CasckptError
 from casckpt.format.keys import blob_key
@@ -40,22 +40,25 @@ from tests.support.servers import KEY, SECRET
 
 DROP = "optim.*"
 KEPT, NEW, LATER = (2, 3), 9, 20
-"""Steps: those that nobody forgets, that of the save which is struck, and that of somebody else behind it."""
+"""Steps: the ones that nobody forgets, the step of the save that is struck, and a later step of a different process."""
 AT_ONCE = 3
-PATIENCE = 120  # seconds until a hanging process is killed
+PATIENCE = 120  # seconds before a hanging process is killed
 
 
 def state(step: int) -> dict[str, Any]:
-    """From one step to the next, tensors are identical, encoded against the old ones, or new, in separate blobs."""
+    """Return a state whose tensors, from step to step, are identical, encoded against the old ones, or new.
+
+    Tensors of different kinds are in separate blobs.
+    """
     model = {"kept": cells(9, seed=1), "new": cells(40, seed=step), "told": trained(8, step)}
     return {"model": model, "optim": {"m": cells(9, seed=50 + step)}}
 
 
 @dataclass(frozen=True)
 class Point:
-    """A folder with the stores of a point.
+    """A folder for the stores of a point.
 
-    With ``bucket``, a place and an endpoint, they lie below the point's name there.
+    If ``bucket`` (a location and an endpoint) is set, the stores are in that bucket, below the point's name.
     """
 
     folder: Path
@@ -63,11 +66,14 @@ class Point:
 
     @property
     def at_once(self) -> int:
-        """Return how many points to work on at the same time. A bucket is slow to respond, so it gets more."""
+        """Return how many points to process at the same time.
+
+        In a bucket, it is more, because a bucket responds slowly.
+        """
         return 1 if self.bucket is None else AT_ONCE
 
     def storage(self, name: str = "store") -> ObjectStore:
-        """Return the storage of one of its stores."""
+        """Return the storage of one of the stores."""
         if self.bucket is None:
             return LocalStore(self.folder / name)
         place, endpoint = self.bucket
@@ -87,7 +93,7 @@ class Point:
         return Point(self.folder.parent / name, self.bucket)
 
     def copied(self, name: str) -> Point:
-        """Return a different point with the same content."""
+        """Return a different point with the same contents."""
         other = self.beside(name)
         shutil.copytree(self.folder, other.folder)
         if self.bucket is not None:
@@ -101,7 +107,7 @@ def _put_all(source: ObjectStore, target: ObjectStore) -> None:
 
 
 class Scene:
-    """A store, its future copy, and a folder that mirrors it. All calls are steps of one strike."""
+    """A store, its future copy, and a folder that mirrors it. All storage calls are steps of the same strike."""
 
     def __init__(self, point: Point, at: int = 0, sends: signal.Signals = signal.SIGKILL) -> None:
         self.point, self.folder = point, point.folder
@@ -162,9 +168,9 @@ RUNS: dict[str, Callable[[Scene], None]] = {
     "follow": _follow,
 }  # fmt: skip
 MEET = ("save before a gc", "gc before a save")
-"""Two at once: which of them is stopped at any of its calls, the other at the one that counts."""
+"""Two concurrent operations. The first is stopped at any of its calls, the second at its decisive call."""
 KILLED = ("gc", "verify", "copy", "mirror", "repair")
-"""The operations whose deaths are not covered by a separate sweep."""
+"""The operations for which no separate sweep covers kills."""
 
 
 def _fill(point: Point) -> None:
@@ -174,7 +180,7 @@ def _fill(point: Point) -> None:
 
 
 def _prepare(point: Point, name: str) -> None:
-    """Prepare work: something forgotten to collect, something damaged to repair."""
+    """Prepare work: forgotten checkpoints to collect, or damage to repair."""
     store = point.store()
     store.forget("default@0" if name not in MEET else f"default@0..{KEPT[-1]}")
     if name == "repair":
@@ -184,7 +190,7 @@ def _prepare(point: Point, name: str) -> None:
 
 
 def _act(point: Point, name: str, at: int, sends: signal.Signals, counted: Path | None = None) -> None:
-    """Run one of `RUNS`. Write its outcome to a file if it ends."""
+    """Run one of `RUNS`. If it finishes, write its outcome to a file."""
     scene, ended = Scene(point, at, sends), "well"
     try:
         RUNS[name](scene)
@@ -196,16 +202,16 @@ def _act(point: Point, name: str, at: int, sends: signal.Signals, counted: Path 
 
 
 def others(point: Point, name: str) -> None:
-    """Act as another process: purge all forgotten checkpoints at once, and give up uncommitted transactions.
+    """Act as a different process: purge all forgotten checkpoints immediately, and revoke uncommitted transactions.
 
-    Nothing that a save reuses is kept.
+    This keeps nothing that a save may want to reuse.
     """
     signal.alarm(PATIENCE)
     store = point.store()
     store.forget("default@1" if name != "save" else f"default@1..{KEPT[-1]}")
     store.save(state(LATER), step=LATER, compress="auto")
     deleted = store.gc(min_age=0, wait=0, revoke_after=0).deleted_blobs
-    if not deleted and name != "mirror":  # the gc keeps what is not safe to delete there
+    if not deleted and name != "mirror":  # with a mirror, gc keeps everything that is not yet safe there
         raise SystemExit(f"{point.folder.name}: nothing was deleted")
     if point.storage("away").size("casckpt.json") is not None:
         point.away().gc(min_age=0, wait=0, revoke_after=0)
@@ -218,7 +224,7 @@ def _strike(ready: Point, name: str, at: int, *, sends: signal.Signals) -> None:
         signal.alarm(PATIENCE)
         run_and_exit(partial(_act, point, name, at, sends))
     status = os.waitpid(child, os.WUNTRACED)[1]
-    if os.WIFEXITED(status):  # it took other steps than in the count
+    if os.WIFEXITED(status):  # it made different steps than when they were counted
         _check(folder, status)
     _check(folder, forked(partial(others, point, name)))
     if os.WIFSTOPPED(status):
@@ -227,10 +233,10 @@ def _strike(ready: Point, name: str, at: int, *, sends: signal.Signals) -> None:
 
 
 def _meet(ready: Point, name: str, at: int) -> None:
-    """Stop a save, run a gc until it stops too, then finish the save, and then the gc.
+    """Stop a save, run a gc until it also stops, then finish the save, and finally the gc.
 
-    One of the two stops at any call. The other stops at a fixed point: the gc after it has chosen what to delete, the
-    save when everything is stored and the commit follows.
+    One of the two stops at an arbitrary call. The other stops at a fixed point: the gc after it has chosen what to
+    delete, the save right before its commit, when everything else is stored.
     """
     point, stopped = ready.copied(f"{name}-SIGSTOP-{at}"), list[tuple[int, int]]()
     for one, method, key in (("save", "put", "commits/*"), ("gc", "delete", "objects/*.safetensors")):
@@ -256,7 +262,7 @@ def _check(folder: Path, status: int) -> None:
 
 
 def sweep(base: Point, points: int, seed: int) -> None:
-    """Strike each of them at ``points`` of its steps in each way, or at all."""
+    """Strike each operation in each way at ``points`` of its steps, or at all of them."""
     draw, counted = random.Random(seed), base.folder.parent / "steps"
     base.folder.mkdir()
     _check(base.folder, forked(partial(_fill, base)))
@@ -276,7 +282,7 @@ def sweep(base: Point, points: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # no threads before the forks
+    torch.set_num_threads(1)  # no threads before forking
     place, endpoint = (*sys.argv[4:], "", "")[:2]
     base = Point(Path(sys.argv[1], "base"), (place, endpoint) if place else None)
     sweep(base, int(sys.argv[2]), int(sys.argv[3]))

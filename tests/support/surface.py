@@ -1,6 +1,6 @@
-"""The public surface: stored fields and tags, JSON keys, keywords, and kinds of errors.
+"""The public surface: stored fields and tags, JSON keys, keywords, and error kinds.
 
-It is read from the source of a checkout, so that versions can be compared.
+It is extracted from the source of a checkout, so that versions can be compared.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Surface = dict[str, list[str]]
 
 
 def surface(root: Path) -> Surface:
-    """Return sorted strings by kind. ``root``: the root of a checkout."""
+    """Return sorted strings by kind. ``root``: the root folder of a checkout."""
     trees = {path: ast.parse(path.read_text()) for path in sorted((root / "casckpt").rglob("*.py"))}
     classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     stored = [node for path, tree in trees.items() if "format" in path.parts for node in tree.body]
@@ -59,5 +59,5 @@ def _error_kinds(tree: ast.Module) -> Iterator[str]:
 
 
 def _json_keys(page: str) -> Iterator[str]:
-    """Return the keys in docs/cli.md. A test compares its table with the output of the commands."""
+    """Return the keys in docs/cli.md. A test compares the table on that page with the output of the commands."""
     yield from set(re.findall(r"`(\w+)`", page[page.index("## JSON output") : page.index("## Shell completion")]))

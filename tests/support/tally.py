@@ -1,7 +1,7 @@
-"""Counts of evidence, recorded where tests produce it. ``tools/evidence`` adds them up.
+"""Counts of evidence, recorded by the tests that produce it. ``tools/evidence`` adds them up.
 
-Each count is one line of the file that CASCKPT_TALLY names, in one write. As a result, processes that die right
-afterwards are also counted.
+Each count is one line of the file named by CASCKPT_TALLY, and is written with a single write call. Therefore,
+processes that die right afterward are also counted.
 """
 
 from __future__ import annotations

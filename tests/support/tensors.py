@@ -1,4 +1,4 @@
-"""Tensors of every dtype and layout, and their bytes, computed in a slow, independent way."""
+"""Tensors of every dtype and layout, and their bytes, computed in a slow and independent way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from casckpt.format.dtypes import DTYPES
 
 NAMES = [name for name in DTYPES if hasattr(torch, name)]
-"""The storable dtypes that this version of torch has."""
+"""The storable dtypes that the installed torch has."""
 COMPLEX = [name for name in NAMES if name.startswith("complex")]
 
 
@@ -22,7 +22,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def raw(name: str, shape: tuple[int, ...], seed: int = 1) -> torch.Tensor:
-    """A contiguous tensor of random bytes, which include all kinds of NaN."""
+    """Return a contiguous tensor of random bytes, which include all kinds of NaN."""
     dtype = dtype_of(name)
     count = 1
     for extent in shape:
@@ -68,11 +68,11 @@ LAYOUTS: dict[str, Callable[[str, int], torch.Tensor]] = {
     "overlapping": lambda name, seed: raw(name, (12,), seed).as_strided((5, 4), (2, 1)),
     "tail": lambda name, seed: raw(name, (100,), seed)[37:],
 }
-"""Every memory layout that elements may have, for a dtype and a seed."""
+"""Functions from a dtype and a seed to a tensor, one for every memory layout that elements can have."""
 
 
 def conjugated(name: str) -> dict[str, torch.Tensor]:
-    """Views with a conjugate or negative bit. They contain no NaN, whose sign is undefined."""
+    """Return views with a conjugate or negative bit. They contain no NaN, because the sign of NaN is undefined."""
     numbers = torch.arange(48, dtype=torch.float32).view(4, 6, 2) - 20
     data = torch.view_as_complex(numbers).to(dtype_of(name))
     return {
@@ -87,7 +87,7 @@ def conjugated(name: str) -> dict[str, torch.Tensor]:
 
 
 def wrong(problem: str) -> Any:
-    """A tensor that does not have its own bytes."""
+    """Return a tensor that does not have its own bytes."""
     makers: dict[str, Callable[[], torch.Tensor]] = {
         "meta": lambda: torch.empty(3, device="meta"),
         "sparse": lambda: torch.eye(3).to_sparse(),

@@ -1,4 +1,4 @@
-"""Helpers for jobs on several ranks: tensors that each rank can create, stores that count, and ways to die."""
+"""Helpers for jobs on several ranks: tensors that every rank can create, storage that counts, and ways to die."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.saves import steps
 
 
 class Watched(FaultyStore):
-    """A storage that counts the bytes of blobs that this rank puts."""
+    """Storage that counts the blob bytes that this rank writes."""
 
     blob_bytes = 0
 
@@ -34,18 +34,18 @@ class Watched(FaultyStore):
             self.blob_bytes += memoryview(data).nbytes
 
     def reads(self) -> list[str]:
-        """Return the whole reads except those of the marker and the settings, which every process reads once."""
+        """Return the reads of whole objects, except the marker and the settings, which every process reads once."""
         return [key for key in self.keys("get") if not key.startswith(("casckpt.json", "settings/"))]
 
 
 def watched(path: Path, *faults: Fault) -> tuple[Store, Watched]:
-    """Open the store of a folder as one rank does. Return it and its storage."""
+    """Open the store in a folder as one rank does. Return it and its storage."""
     storage = Watched(LocalStore(path), faults)
     return Store(Repository(storage)), storage
 
 
 def numbers(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Random numbers, the same for each name on every rank."""
+    """Return random numbers. For each name, they are the same on every rank."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     if dtype.is_floating_point:
         return torch.randn(prod(shape), generator=generator).reshape(shape).to(dtype)
@@ -53,14 +53,14 @@ def numbers(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch
 
 
 def line(size: int) -> DeviceMesh:
-    """A mesh with all ranks in one dimension."""
+    """Return a mesh with all ranks in one dimension."""
     return init_device_mesh("cpu", (size,))
 
 
 def spread(
     tensors: dict[str, torch.Tensor], mesh: DeviceMesh, placements: Sequence[Placement] = (Replicate(),)
 ) -> dict[str, DTensor]:
-    """Shard each tensor, which all ranks have, over a mesh without communication."""
+    """Shard tensors that all ranks have over a mesh, without communication."""
     return {key: cut(full, mesh, placements) for key, full in tensors.items()}
 
 
@@ -96,7 +96,7 @@ def same_parts(one: Any, other: Any) -> bool:
 
 
 def killing(_: Call) -> None:
-    """A hook for `call_first` that kills this process."""
+    """Kill this process (a hook for `call_first`)."""
     die()
 
 
@@ -106,5 +106,5 @@ def impatient() -> None:
 
 
 def visible(path: Path) -> list[tuple[str, int]]:
-    """Return run and step of all visible checkpoints in the store of a folder."""
+    """Return the run and step of all visible checkpoints of the store in a folder."""
     return steps(casckpt.open(path))

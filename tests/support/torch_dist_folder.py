@@ -1,8 +1,8 @@
-"""Checkpoints that Megatron-core writes with its strategy ``torch_dist``.
+"""Checkpoints that Megatron-core writes with its ``torch_dist`` strategy.
 
-``python -m tests.support.torch_dist_folder`` writes ``tests/data/torch_dist``. With an unpacked wheel of version 0.15.3
-in PYTHONPATH it writes ``tests/data/torch_dist_flat``: flat state, which later versions refuse. They are stored as
-files because the strategy forks processes and requires a GPU.
+``python -m tests.support.torch_dist_folder`` writes ``tests/data/torch_dist``. With an unpacked wheel of version
+0.15.3 in PYTHONPATH, it writes ``tests/data/torch_dist_flat``, which has flat state that later versions reject. The
+checkpoints are stored as files because the strategy forks processes and requires a GPU.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ SAVED, SAVED_FLAT = Topology(tp=2), Topology(tp=2, dp=2)
 
 
 def state(rank: int, topology: Topology) -> dict[str, Any]:
-    """Returns the state without optimizer state, part of which is flat and refused by this version."""
+    """Return the state without optimizer state, because part of it is flat, and this version rejects that."""
     place = topology.at(rank)
     groups = [{"lr": 0.1, "params": LocalNonpersistentObject([place.tp, place.pp])}]
     return {"model": gpt.state(place)["model"], "args": Namespace(lr=0.1), "groups": groups, "iteration": 7}
 
 
 def flat_state(rank: int, topology: Topology) -> dict[str, Any]:
-    """Flat state of an optimizer, padded like its parameter."""
+    """Return flat optimizer state, padded like its parameter."""
     return {"flat": gpt.flat(topology.at(rank), "exp_avg_sq", "optimizer.state.exp_avg_sq."), "iteration": 7}
 
 
 def write(rank: int, meeting: str, flat: bool) -> None:
-    """Write one rank's part."""
+    """Write the part of one rank."""
     topology = SAVED_FLAT if flat else SAVED
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=topology.size)
     with (
         patch("torch.cuda.synchronize"),
         patch("torch.cuda.current_device", lambda: "cpu"),
-        patch.object(np, "product", np.prod, create=True),  # which numpy 2 lacks
+        patch.object(np, "product", np.prod, create=True),  # numpy 2 lacks this
     ):
         mine = flat_state(rank, topology) if flat else state(rank, topology)
-        core().save(theirs(mine), (FLAT_FOLDER if flat else FOLDER).name)  # the name is in the metadata
+        core().save(theirs(mine), (FLAT_FOLDER if flat else FOLDER).name)  # the metadata contains the name
     dist.destroy_process_group()
 
 

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import enum
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from tests.support.dcp import save
 from tests.support.together import numbers
+
+
+class Colour(enum.Enum):
+    """A class that torch's restricted unpickler does not know."""
+
+    RED = 1
 
 
 def example() -> dict[str, Any]:
@@ -16,6 +26,12 @@ def example() -> dict[str, Any]:
         "empty": torch.zeros(0, 4), "pair": (torch.ones(3), "x"), "none": None, "list": [1, 2],
         "complex": torch.ones(2) * 1j,
     }  # fmt: skip
+
+
+def stock(path: Path, state: Any) -> Path:
+    """Write a state as a DCP folder, with torch's own writer."""
+    save(state, FileSystemWriter(path))
+    return path
 
 
 def stringed(state: dict[str, Any]) -> dict[str, Any]:

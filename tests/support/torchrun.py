@@ -1,4 +1,4 @@
-"""The environment that torchrun gives its processes."""
+"""The environment that torchrun sets for its processes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 @contextmanager
 def as_torchrun_says(rank: int, size: int, **more: str) -> Iterator[None]:
-    """Set the environment that tells Lightning and others that their processes already exist.
+    """Set the environment that tells Lightning and other frameworks that their processes already exist.
 
-    ``more``: additional variables. Warnings about it are dropped.
+    ``more``: additional variables. Warnings about the environment are suppressed.
     """
     said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
     names = {name: str(value) for name, value in said.items()}
@@ -25,7 +25,7 @@ def as_torchrun_says(rank: int, size: int, **more: str) -> Iterator[None]:
 
 @contextmanager
 def as_accelerate_hears(rank: int, size: int) -> Iterator[None]:
-    """The same for Accelerate. It caches the environment, so the cache is reset."""
+    """Set the same environment for Accelerate, and reset Accelerate's cache of the environment."""
     from accelerate.state import AcceleratorState, GradientState
 
     with as_torchrun_says(rank, size, ACCELERATE_USE_CPU="true"):

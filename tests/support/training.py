@@ -1,4 +1,4 @@
-"""Small models in training, and exact comparison of their states."""
+"""Small models and their training, and exact comparisons of their states."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Factory = Callable[[Params], Optimizer]
 
 
 class Network(nn.Module):
-    """Weights, buffers (one of them not saved) and a frozen layer."""
+    """A model with weights, buffers (one of which is not saved) and a frozen layer."""
 
     def __init__(self, seed: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Network(nn.Module):
 
 
 class Words(nn.Module):
-    """Rows with sparse gradients."""
+    """A model whose rows have sparse gradients."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Words(nn.Module):
             self.rows = nn.Embedding(9, 4, sparse=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the rows that the input chooses."""
+        """Return the rows that the input selects."""
         found: torch.Tensor = self.rows((x.abs() * 8).long().clamp(max=8))
         return found
 
@@ -103,14 +103,14 @@ def made(seed: int = 0) -> tuple[Network, optim.AdamW]:
 
 
 def trained(seed: int = 0) -> tuple[Network, optim.AdamW]:
-    """The same after two steps."""
+    """Return the same model and optimizer after two steps."""
     model, optimizer = made(seed)
     train(model, optimizer, range(2))
     return model, optimizer
 
 
 def contents(model: nn.Module, optimizer: optim.Optimizer) -> Any:
-    """Return a copy of everything that a save of them stores."""
+    """Return a copy of everything that saving them stores."""
     state = optimizer.state_dict()
     groups = [dict(sorted(group.items())) for group in state["param_groups"]]
     return copy.deepcopy([dict(model.state_dict()), state["state"], groups])

@@ -1,4 +1,4 @@
-"""Versions of states, each with small changes to the previous one."""
+"""Versions of states. Each version differs slightly from the previous one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.support.coded import chain, code
 from tests.support.tensors import bytes_of, raw
 
 STEPS = 4
+_LOW_BITS = bytes(byte & 15 for byte in range(256))
 
 
 def made_of(data: bytearray, like: torch.Tensor) -> torch.Tensor:
@@ -19,7 +20,7 @@ def made_of(data: bytearray, like: torch.Tensor) -> torch.Tensor:
 
 
 def changed(tensor: torch.Tensor, seed: int) -> torch.Tensor:
-    """Return the bytes with one bit changed in a few of them."""
+    """Return the tensor with one bit changed in a few of its bytes."""
     data, draw = bytearray(bytes_of(tensor)), random.Random(seed)
     for _ in range(1 + len(data) // 500):
         data[draw.randrange(len(data))] ^= 1
@@ -34,13 +35,14 @@ def versions(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
 
 
 def smooth(shape: tuple[int, ...], name: str = "int32") -> torch.Tensor:
-    """Data that can be compressed by planes."""
+    """Return data that can be compressed by planes."""
     data = raw(name, shape, 1)
-    return made_of(bytearray(byte & 15 for byte in bytes_of(data)), data)
+    return made_of(bytearray(bytes_of(data).translate(_LOW_BITS)), data)
 
 
 def states(count: int = STEPS) -> list[dict[str, Any]]:
-    """Versions of several tensors: two equal ones, a constant one, one without whole cells, a buffer of an object."""
+    """Return versions of several tensors: two equal ones, a constant one, one without whole cells, and an object's
+    buffer."""
     w, odd = (versions(smooth((rows, 256)), count) for rows in (90, 41))
     same = versions(smooth((64, 64)), 1)[0]
     return [
@@ -50,12 +52,12 @@ def states(count: int = STEPS) -> list[dict[str, Any]]:
 
 
 def saved(store: Store, found: list[dict[str, Any]], *, planes: bool = False) -> Store:
-    """A store with these versions, each encoded against the previous one.
+    """Return a store with these versions, each encoded against the previous one.
 
-    ``planes``: the first is encoded without a base.
+    ``planes``: the first version is encoded without a base.
     """
     for step, state in enumerate(found):
-        store.save(state, step=step, threads=1)  # cells lie in order, so that reads bridge the same gaps each time
+        store.save(state, step=step, threads=1)  # cells are stored in order, so that reads span the same gaps each time
     if planes:
         code(store, "default@0")
     chain(store, [f"default@{step}" for step in range(len(found))])

@@ -1,6 +1,6 @@
-"""Random states, and random ways in which ranks may hold them: everything that `casckpt.Store.save` accepts.
+"""Random states, and random ways in which ranks can hold them: everything that `casckpt.Store.save` accepts.
 
-Everything is drawn from seeds. Each rank draws the same values, and only the seeds travel.
+Everything is drawn from seeds. All ranks draw the same values, so only the seeds are sent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DTYPES = ("float32", "float32", "float32", "bfloat16", "float16", "float64", "in
 
 
 def reference(seed: int, changes: int = 0) -> dict[str, torch.Tensor]:
-    """Whole tensors by key. Each change affects some rows or elements of some of them."""
+    """Return whole tensors by key. Each change affects some rows or elements of some tensors."""
     draw = random.Random(f"reference {seed}")
     found = {}
     for number in range(draw.randint(3, 9)):
@@ -60,7 +60,7 @@ def _change(tensor: torch.Tensor, draw: random.Random) -> None:
 
 @dataclass(frozen=True)
 class World:
-    """``size`` ranks in a mesh that hold tensors in ways drawn from ``seed``."""
+    """``size`` ranks in a mesh that hold tensors in random ways drawn from ``seed``."""
 
     size: int
     mesh: Shape
@@ -72,7 +72,7 @@ class World:
         return cls(size, draw.choice(MESHES[size]), draw.randrange(1 << 30))
 
     def state(self, rank: int, tensors: dict[str, torch.Tensor]) -> dict[str, Leaf]:
-        """The state of ``rank``. Every rank must call this, in a process group of `size`."""
+        """Return the state of ``rank``. Every rank must call this, in a process group of `size` ranks."""
         mesh = init_device_mesh("cpu", self.mesh)
         found: dict[str, Leaf] = {}
         for key, full in tensors.items():
@@ -84,7 +84,7 @@ class World:
 
 
 def _plain(full: torch.Tensor, world: World, mesh: DeviceMesh, rank: int, draw: random.Random) -> Leaf:
-    """Whole, on all ranks or on some."""
+    """Return the whole tensor, on all ranks or on some."""
     some = draw.sample(range(world.size), draw.randint(1, world.size))
     if rank not in draw.choice([some, range(world.size)]):
         return None
@@ -92,7 +92,7 @@ def _plain(full: torch.Tensor, world: World, mesh: DeviceMesh, rank: int, draw: 
 
 
 def _placed(full: torch.Tensor, world: World, mesh: DeviceMesh, rank: int, draw: random.Random) -> Leaf:
-    """A DTensor with any placements, including strided ones where they split evenly."""
+    """Return a DTensor with random placements, including strided ones where they split evenly."""
     dims = range(full.dim())
     placements: list[Placement] = [draw.choice([Replicate(), *map(Shard, dims), *map(Shard, dims)]) for _ in world.mesh]
     if len(world.mesh) == 2 and full.dim() and draw.random() < 0.5:
@@ -103,7 +103,7 @@ def _placed(full: torch.Tensor, world: World, mesh: DeviceMesh, rank: int, draw:
 
 
 def _flat(full: torch.Tensor, world: World, mesh: DeviceMesh, rank: int, draw: random.Random) -> Leaf:
-    """Ranges of all elements, assigned to ranks, in any sizes. A rank may have none or several."""
+    """Return ranges of elements, of any size, that belong to this rank. A rank may have none or several."""
     cuts = sorted({0, full.numel(), *(draw.randint(0, full.numel()) for _ in range(draw.randint(0, 2 * world.size)))})
     mine = [(lo, hi) for lo, hi in pairwise(cuts) if draw.randrange(world.size) == rank]
     flat = full.reshape(-1)
@@ -111,13 +111,13 @@ def _flat(full: torch.Tensor, world: World, mesh: DeviceMesh, rank: int, draw: r
 
 
 def _boxes(full: torch.Tensor, world: World, mesh: DeviceMesh, rank: int, draw: random.Random) -> Leaf:
-    """Boxes, assigned to ranks."""
+    """Return the boxes that belong to this rank."""
     mine = [box for box in _cut(full_box(tuple(full.shape)), draw, 3) if draw.randrange(world.size) == rank]
     return [casckpt.Shard(_inside(full, box).clone(), full.shape, offset=box.offset) for box in mine] or None
 
 
 def _ranges_of_boxes(full: torch.Tensor, world: World, mesh: DeviceMesh, rank: int, draw: random.Random) -> Leaf:
-    """Boxes, each split over all ranks as flat ranges."""
+    """Return flat ranges of boxes. Each box is split over all ranks."""
     found = []
     for box in _cut(full_box(tuple(full.shape)), draw, 2):
         cuts = sorted([0, box.numel, *(draw.randint(0, box.numel) for _ in range(world.size - 1))])

@@ -61,7 +61,7 @@ def check_here(drawn: dict[str, Layout], rank: int, mesh: DeviceMesh, store: cas
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_described_layout_is_saved(size: int, full: bool, seed: int) -> None:
+def test_every_layout_that_can_be_described_is_saved(size: int, full: bool, seed: int) -> None:
     drawn = layouts(seed, 500 if full else 20, size)
     store = small()
     store.save({key: torch.from_numpy(layout.whole) for key, layout in drawn.items()}, run="a", step=1)
@@ -94,7 +94,9 @@ def saved(rank: int, size: int, path: Path, seed: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_real_ranks_save_the_whole_tensor(ranks: Pool, store_path: Path, size: int, *, full: bool, seed: int) -> None:
+def test_real_ranks_together_save_the_whole_tensor(
+    ranks: Pool, store_path: Path, size: int, *, full: bool, seed: int
+) -> None:
     """The tests read it with the independent reader, and load it."""
     count = 50 if full else 8
     ranks.run(size, saved, store_path, seed, count)
@@ -105,7 +107,7 @@ def test_real_ranks_save_the_whole_tensor(ranks: Pool, store_path: Path, size: i
         assert np.array_equal(np.asarray(found[key]), layout.whole), layout
 
 
-def test_the_generator_draws_each_kind() -> None:
+def test_the_generator_produces_every_kind_of_description() -> None:
     assert {layout.kind for layout in layouts(0, 200, 4).values()} == set(KINDS)
 
 
@@ -136,7 +138,7 @@ def described(local: torch.Tensor, shape: Sequence[int], *chunks: tuple[Sequence
     ],
     ids=["more", "another form", "outside", "before", "flat", "nothing", "of nothing", "overlap", "less", "a gap"],
 )
-def test_a_wrong_description_is_refused(
+def test_an_incorrect_description_is_rejected(
     shape: tuple[int, int], chunks: list[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> None:
     with pretending((2,)) as ranks:
@@ -154,7 +156,7 @@ def small_with_it() -> casckpt.Store:
     return store
 
 
-def test_partial_sums_are_refused_even_with_a_chunk_description() -> None:
+def test_partial_sums_are_rejected_even_with_a_chunk_description() -> None:
     with pretending((2,)) as ranks:
         mesh = next(ranks)
         tensor = DTensor.from_local(torch.ones(2, 2), mesh, [Partial()], run_check=False)
@@ -165,7 +167,7 @@ def test_partial_sums_are_refused_even_with_a_chunk_description() -> None:
             local_tensor("w", tensor)
 
 
-def test_any_tensor_class_may_describe_itself() -> None:
+def test_any_tensor_class_can_describe_itself() -> None:
     """Its parts must fit the shape of the tensor."""
     shards, store = [torch.ones(2, 3), torch.full((2, 2), 2.0)], small()
     store.save({"w": LocalShardsWrapper(shards, [(0, 0), (0, 3)])}, step=1)
@@ -188,7 +190,7 @@ def test_any_tensor_class_may_describe_itself() -> None:
 
 
 @pytest.mark.parametrize("order", [(1, 0), (2, 0, 1), (2, 1, 0), (1, 2)], ids=str)
-def test_a_custom_mesh_order_is_followed(order: tuple[int, ...]) -> None:
+def test_a_custom_mesh_order_is_respected(order: tuple[int, ...]) -> None:
     """torch's strided shards describe the same cut. torch's own description of a DTensor ignores the order."""
     shape, full = (24, 2), arange((24, 2))
     placements = tuple(Shard(0) if dim in order else Shard(1) for dim in range(3))

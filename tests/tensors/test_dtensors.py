@@ -167,7 +167,7 @@ def test_strided_shards_map_each_element_to_its_position(mesh: Shape) -> None:
             assert sorted(found) == whole(mesh, where)
 
 
-def test_a_rank_outside_of_the_mesh_holds_nothing() -> None:
+def test_a_rank_outside_the_mesh_holds_nothing() -> None:
     with pretending((4,)) as ranks:
         for rank, _ in enumerate(ranks):
             inner = DeviceMesh("cpu", [1, 3])
@@ -175,7 +175,7 @@ def test_a_rank_outside_of_the_mesh_holds_nothing() -> None:
             assert bool(local_boxes("key", tensor)) == (rank in (1, 3))
 
 
-def test_unreduced_sums_are_refused() -> None:
+def test_unreduced_sums_are_rejected() -> None:
     with pretending((2, 2)) as ranks:
         for here in ranks:
             tensor = DTensor.from_local(torch.zeros(4, 4), here, [Partial(), Shard(0)], run_check=False)
@@ -184,7 +184,7 @@ def test_unreduced_sums_are_refused() -> None:
             assert caught.value.key == "layer.w"
 
 
-def test_a_local_tensor_of_the_wrong_size_is_refused() -> None:
+def test_a_local_tensor_of_the_wrong_size_is_rejected() -> None:
     """As after an uneven cut, which a DTensor cannot describe."""
     with pretending((2,)) as ranks:
         for rank, here in enumerate(ranks):
@@ -194,7 +194,7 @@ def test_a_local_tensor_of_the_wrong_size_is_refused() -> None:
                 local_boxes("key", tensor)
 
 
-def test_a_stride_that_does_not_match_the_mesh_is_refused() -> None:
+def test_a_stride_that_does_not_match_the_mesh_is_rejected() -> None:
     with pretending((2, 3)) as ranks:
         here = next(ranks)
         local = torch.zeros(2)
@@ -274,7 +274,7 @@ def check_whole(ranks: Sequence[Held]) -> None:
     ],
     ids=lambda value: " x ".join(map(str, value)),
 )
-def test_torch_wrappers_are_split_as_described(ranks: Pool, mesh: Shape, names: tuple[str, ...]) -> None:
+def test_torch_wrappers_are_sharded_as_described(ranks: Pool, mesh: Shape, names: tuple[str, ...]) -> None:
     check_whole(ranks.run(prod(mesh), wrapped, mesh, names))
 
 

@@ -36,7 +36,7 @@ class FlatPart(Part):
     flattened_range: slice | None = None
 
 
-def test_a_foreign_tensor_is_recognised_by_its_attributes() -> None:
+def test_a_foreign_tensor_is_recognized_by_its_attributes() -> None:
     assert is_megatron_tensor(Part("w", None, (2,), (4,), (2,)))
     for other in (torch.ones(2), {"key": 1}, None, Part, "text"):
         assert not is_megatron_tensor(other)
@@ -53,7 +53,7 @@ def test_the_region_of_a_foreign_tensor_is_found() -> None:
         megatron_shard(Part("w", None, (2,), (4,), (2,)))
 
 
-def test_data_of_a_foreign_tensor_are_not_copied() -> None:
+def test_the_data_of_a_foreign_tensor_is_not_copied() -> None:
     data = torch.arange(6.0).view(3, 2).t()
     shard = megatron_shard(Part("w", data, (2, 3), (4, 2, 3), (1, 0, 0), 1))
     assert shard.data.data_ptr() == data.data_ptr()

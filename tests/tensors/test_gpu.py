@@ -129,7 +129,7 @@ def test_a_load_converts_dtypes(store: casckpt.Store, device: str) -> None:
         assert torch.equal(make.cpu(), given.bfloat16().float())
 
 
-def test_a_background_save_stores_the_state_at_its_start(store: casckpt.Store, device: str) -> None:
+def test_a_background_save_stores_the_state_at_the_time_of_the_call(store: casckpt.Store, device: str) -> None:
     state = {"w": cells(5).to(device), "t": torch.randn(300, 70, device=device).t(), "o": torch.ones(3)}
     store.warm_up(state)
     for step in range(4):
@@ -154,7 +154,7 @@ def test_tiny_and_empty_tensors_are_saved_and_loaded(store: casckpt.Store, devic
         store.load(there, f"a@{step}")
 
 
-def test_saves_and_loads_wait_for_queued_work_of_streams(store: casckpt.Store, device: str) -> None:
+def test_saves_and_loads_wait_for_queued_work_on_streams(store: casckpt.Store, device: str) -> None:
     state, other = {"w": torch.zeros(500_000, device=device)}, torch.full((500_000,), 2.0, device=device)
     with busy(device):
         state["w"].add_(1)
@@ -186,7 +186,7 @@ def test_an_update_applies_changes(store: casckpt.Store, device: str) -> None:
     assert same_state(on_host(target), store.read("a@1"))
 
 
-def test_equal_bytes_are_stored_once_wherever_they_are(store: casckpt.Store, device: str) -> None:
+def test_equal_bytes_are_stored_once_regardless_of_their_device(store: casckpt.Store, device: str) -> None:
     given = torch.randn(200_000)
     store.save({"w": given}, run="a", step=1)
     assert store.save({"w": given.to(device)}, run="b", step=1).stats.bytes_written == 0
@@ -194,7 +194,7 @@ def test_equal_bytes_are_stored_once_wherever_they_are(store: casckpt.Store, dev
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_training_continues_as_if_uninterrupted(store: casckpt.Store, device: str, fused: bool) -> None:
+def test_training_continues_as_if_uninterrupted(store: casckpt.Store, device: str, fused: bool) -> None:
     def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Sequential(Network(seed), nn.Dropout(0.5)).to(device)
         return model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
@@ -238,7 +238,7 @@ def test_dcp_saves_and_loads_gpu_tensors(store: casckpt.Store, device: str, asyn
     assert same_state({"m": on_host(target["m"]), "n": target["n"]}, wanted)
 
 
-def test_memory_for_copies_has_their_size_and_is_freed(device: str) -> None:
+def test_memory_for_copies_has_the_required_size_and_is_freed(device: str) -> None:
     arena = Staging()
     for count in (1 << 20, (1 << 20) + 1, 5 << 20, 1000):
         given = torch.randn(count, device=device)

@@ -48,7 +48,7 @@ def test_bytes_are_read_from_conjugated_and_negated_views(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_buffer_may_begin_anywhere(name: str) -> None:
+def test_a_buffer_can_begin_at_any_address(name: str) -> None:
     """Values stored as bytes may begin at any byte of a blob, and torch's 16-byte copies would crash there."""
     source, target = raw(name, (9, 8)).t(), raw(name, (9, 8), 2).t()
     nbytes = len(bytes_of(source))
@@ -75,7 +75,7 @@ def test_bytes_of_parameters_and_tensors_with_a_graph_are_read() -> None:
         assert out(TensorMemory(tensor), 0, 12) == bytes_of(tensor)
 
 
-def test_a_contiguous_view_is_the_memory_itself() -> None:
+def test_a_contiguous_tensor_is_viewed_without_a_copy() -> None:
     tensor = torch.zeros(10, dtype=torch.int16)
     view = tensor_bytes(tensor)
     assert view is not None
@@ -87,7 +87,7 @@ def test_a_contiguous_view_is_the_memory_itself() -> None:
     assert empty.nbytes == 0
 
 
-def test_a_buffer_becomes_bytes() -> None:
+def test_a_buffer_is_converted_to_bytes() -> None:
     memory = BufferMemory(np.arange(10, dtype=np.uint16).data)
     assert bytes(memory.view(2, 6)) == b"\x01\x00\x02\x00"
     assert out(memory, 2, 6) == b"\x01\x00\x02\x00"
@@ -101,12 +101,12 @@ def test_bytes_are_copied(size: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_view_of_bits_keeps_every_bit(name: str) -> None:
+def test_a_view_of_the_bits_preserves_every_bit(name: str) -> None:
     tensor = raw(name, (3, 4)).t()
     assert bytes_of(as_bits(tensor)) == bytes_of(tensor)
 
 
-def test_narrow_selects_the_right_elements() -> None:
+def test_narrow_selects_the_correct_elements() -> None:
     tensor = torch.arange(60).view(3, 4, 5)
     assert torch.equal(narrow(tensor, Box((1, 0, 2), (2, 4, 3))), tensor[1:3, :, 2:5])
 

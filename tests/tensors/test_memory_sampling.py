@@ -54,7 +54,7 @@ def test_a_tensor_shorter_than_a_run_repeats_its_last_element() -> None:
             assert row.tobytes() == filled[:RUN] * 2
 
 
-def test_many_tensors_at_a_time_keep_their_order() -> None:
+def test_many_tensors_sampled_at_a_time_keep_their_order() -> None:
     tensors = [torch.full((100,), float(i)) if i % 3 else torch.full((10, 20), float(i))[:, ::2] for i in range(50)]
     found = sampled(tensors, np.zeros((50, 1), np.int64), np.full(50, 100), np.full(50, 4))
     assert found.view(np.float32)[:, 0].tolist() == list(range(50))

@@ -52,13 +52,13 @@ def test_plain_data_is_not_pickled_even_if_allowed() -> None:
     assert len(parts.parts) == 2
 
 
-def test_the_error_for_a_value_that_is_not_plain_names_its_position() -> None:
+def test_the_error_for_a_value_that_is_not_plain_data_names_its_position() -> None:
     with pytest.raises(InvalidInput, match=r"train\.state\['thing'\]\[0\]: a value of type .*Thing") as caught:
         encode_object("train.state", {"thing": [Thing(1)]}, False)
     assert caught.value.key == "train.state"
 
 
-def test_a_pickle_needs_permission_to_write_and_read() -> None:
+def test_pickles_must_be_allowed_for_writing_and_reading() -> None:
     parts = Parts()
     data, pickled = encode_object("a", [b"y" * 5000, Thing(6000)], True, parts.spill)
     assert pickled
@@ -70,14 +70,14 @@ def test_a_pickle_needs_permission_to_write_and_read() -> None:
     assert (first, thing.data) == (b"y" * 5000, b"x" * 6000)
 
 
-def test_a_value_that_cannot_be_pickled_is_refused() -> None:
+def test_a_value_that_cannot_be_pickled_is_rejected() -> None:
     with pytest.raises(InvalidInput, match="is not plain data, and it cannot be pickled") as caught:
         encode_object("hook", lambda: 0, True)
     assert caught.value.key == "hook"
 
 
 @pytest.mark.parametrize("payload", [1, b"", b"\x80\x05cno.such.module\nx\n.", b"\x80\x05", b"garbage"])
-def test_an_invalid_pickle_is_refused(payload: Any) -> None:
+def test_an_invalid_pickle_is_rejected(payload: Any) -> None:
     with pytest.raises(Refused, match="key 'a'"):
         decode_object("a", plain.encode(payload), True, True)
 
@@ -88,13 +88,13 @@ def test_the_error_for_invalid_bytes_names_the_key() -> None:
     assert caught.value.key == "a"
 
 
-def test_data_of_a_later_version_is_refused() -> None:
+def test_data_of_a_later_version_is_rejected() -> None:
     data = plain.encode(Thing(1), extensions=[plain.Extension("later", Thing, lambda thing: 1, Thing)])
     with pytest.raises(Refused, match="does not know plain data of kind 'later'"):
         decode_object("a", data, False, False)
 
 
-def test_a_changed_archive_is_recognised_or_refused() -> None:
+def test_a_changed_archive_is_detected_or_rejected() -> None:
     """For example, Python's zipfile raises no BadZipFile if the directory requires a later version of zip."""
     archive = write_archive([1])
     assert is_only_torchs(archive)
@@ -102,7 +102,7 @@ def test_a_changed_archive_is_recognised_or_refused() -> None:
     assert found == {True, False}
 
 
-def test_a_pickle_with_bytes_elsewhere_is_refused_unread() -> None:
+def test_a_pickle_with_external_bytes_is_rejected_without_reading_it() -> None:
     """Only readers that may unpickle fetch it. torch's restricted unpickler does not use it."""
     harmless = plain.encode(write_archive({"x": torch.ones(2)}))
     refuse_pickle("a", harmless, 0)
@@ -135,7 +135,7 @@ def test_every_dtype_is_restored() -> None:
     assert plain.decode(data, extensions=TORCH_EXTENSIONS) == dtypes
 
 
-def test_torch_types_are_shown_without_torch() -> None:
+def test_torch_types_are_displayed_without_importing_torch() -> None:
     data = plain.encode(VALUES[:1] + VALUES[3:4], extensions=TORCH_EXTENSIONS)
     assert plain.decode(data) == [Tagged("torch.dtype", "bfloat16"), Tagged("torch.Size", (2, 0, 3))]
 
@@ -149,7 +149,7 @@ def test_torch_types_are_shown_without_torch() -> None:
         (torch.nn.Linear(1, 1), r"store its state_dict\(\)"),
     ],
 )
-def test_errors_for_refused_values_give_advice(value: Any, message: str) -> None:
+def test_errors_for_rejected_values_give_advice(value: Any, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         plain.encode(value, extensions=TORCH_EXTENSIONS)
 
@@ -176,6 +176,6 @@ def test_errors_for_refused_values_give_advice(value: Any, message: str) -> None
     ],
     ids=named,
 )
-def test_hostile_payloads_are_refused(wire: Any) -> None:
+def test_hostile_payloads_are_rejected(wire: Any) -> None:
     with pytest.raises(Refused):
         plain.decode(msgspec.msgpack.encode(wire), extensions=TORCH_EXTENSIONS)

@@ -29,7 +29,7 @@ def test_a_parameter_is_replicated() -> None:
     assert local_tensor("w", torch.nn.Parameter(torch.zeros(2))).replicated
 
 
-def test_a_box_is_a_region() -> None:
+def test_a_box_describes_a_region() -> None:
     data = torch.arange(6).view(2, 3)
     local = local_tensor("w", Shard(data, (4, 3), offset=(2, 0)))
     (piece,) = local.pieces
@@ -38,7 +38,7 @@ def test_a_box_is_a_region() -> None:
     assert piece.data.data_ptr() == data.data_ptr()
 
 
-def test_flat_ranges_are_regions() -> None:
+def test_flat_ranges_describe_regions() -> None:
     data = torch.arange(5)
     (piece,) = local_tensor("w", Shard(data, (4, 3), flat=(2, 7))).pieces
     assert piece.region == Region(Box((0, 0), (4, 3)), 2, 7)
@@ -47,12 +47,12 @@ def test_flat_ranges_are_regions() -> None:
     assert (second.region.lo, second.data.tolist()) == (0, [3, 4])
 
 
-def test_a_flat_range_that_is_the_whole_box_has_its_shape() -> None:
+def test_a_flat_range_that_covers_the_whole_box_has_its_shape() -> None:
     (piece,) = local_tensor("w", Shard(torch.arange(12), (4, 3), flat=(0, 12))).pieces
     assert piece.data.shape == (4, 3)
 
 
-def test_several_chunks_are_regions() -> None:
+def test_several_chunks_describe_several_regions() -> None:
     chunks = [Shard(torch.zeros(1, 3), (4, 3), offset=(row, 0)) for row in (0, 3)]
     local = local_tensor("w", chunks)
     assert [piece.region.box.offset for piece in local.pieces] == [(0, 0), (3, 0)]
@@ -69,7 +69,7 @@ def test_replicated_shards_are_marked() -> None:
     assert not local_tensor("w", Shard(torch.zeros(2), (2,))).replicated
 
 
-def test_a_shard_may_hold_no_elements() -> None:
+def test_a_shard_can_be_empty() -> None:
     local = local_tensor("w", Shard(torch.zeros(0), (4, 3), flat=(5, 5)))
     assert local.shape == (4, 3)
     assert not local.pieces
@@ -80,14 +80,14 @@ def test_a_shard_may_hold_no_elements() -> None:
     [Shard(torch.zeros(2), (5,), offset=(2,)), Shard(torch.zeros(2, dtype=torch.int8), (4,), offset=(2,))],
     ids=["shape", "dtype"],
 )
-def test_shards_of_two_different_tensors_are_refused(other: Shard) -> None:
+def test_shards_of_two_different_tensors_are_rejected(other: Shard) -> None:
     with pytest.raises(InvalidInput, match="'w': the shards of this key differ"):
         local_tensor("w", [Shard(torch.zeros(2), (4,), offset=(0,)), other])
 
 
 @pytest.mark.parametrize("problem", WRONG)
 @pytest.mark.filterwarnings("ignore")  # torch: quantization and nested tensors are deprecated, or a prototype
-def test_a_tensor_without_bytes_is_refused(problem: str) -> None:
+def test_a_tensor_without_data_is_rejected(problem: str) -> None:
     with pytest.raises(InvalidInput, match=r"^'a\.b': ") as caught:
         local_tensor("a.b", wrong(problem))
     assert caught.value.key == "a.b"
@@ -101,12 +101,12 @@ class _Wrapper(torch.Tensor):
         raise NotImplementedError
 
 
-def test_a_wrapper_without_memory_is_refused() -> None:
+def test_a_wrapper_without_memory_is_rejected() -> None:
     with pytest.raises(InvalidInput, match="no memory of its own"):
         local_tensor("w", torch.Tensor._make_wrapper_subclass(_Wrapper, (3,)))
 
 
-def test_fake_and_meta_like_tensors_are_refused() -> None:
+def test_fake_nested_and_uninitialized_tensors_are_rejected() -> None:
     with pytest.raises(InvalidInput, match="'w': an uninitialized parameter"):
         local_tensor("w", torch.nn.LazyLinear(3).weight)
     with FakeTensorMode():

@@ -45,7 +45,7 @@ def through(state: Any) -> Any:
 # leaves
 
 
-def test_mappings_are_descended_and_other_values_are_leaves() -> None:
+def test_mappings_are_traversed_and_other_values_are_leaves() -> None:
     state = {"model": {"w": tensor(), "b": torch.nn.Parameter(tensor())}, "step": 3, "none": None, 7: "seven"}
     flat = flatten(state)
     assert kinds(flat) == {"model.w": "tensor", "model.b": "tensor", "step": "object", "none": "object", "7": "object"}
@@ -54,7 +54,7 @@ def test_mappings_are_descended_and_other_values_are_leaves() -> None:
     assert flat.leaves["model.w"].value is state["model"]["w"]  # type: ignore[index]  # a nested state
 
 
-def test_lists_and_tuples_are_descended_only_for_tensors() -> None:
+def test_lists_and_tuples_are_traversed_only_if_they_contain_tensors() -> None:
     state = {"a": [1, {"x": 2}], "b": [1, {"x": tensor()}], "c": (None, (tensor(),)), "d": [], "e": ()}
     assert kinds(flatten(state)) == {
         "a": "object",
@@ -82,7 +82,7 @@ def test_dtensors_are_tensors() -> None:
     assert kinds(flatten({"a": tensor().as_subclass(Sub)})) == {"a": "tensor"}
 
 
-def test_dicts_with_other_keys_are_leaves_without_tensors() -> None:
+def test_dicts_with_other_keys_are_leaves_if_they_contain_no_tensors() -> None:
     state = {"a": {(1, 2): 3}, "b": {True: 1}, "c": {2**70: 1}}
     assert kinds(flatten(state)) == {"a": "object", "b": "object", "c": "object"}
     with pytest.raises(InvalidInput, match=r"state\['m'\]\['a'\]: the key \(1, 2\)") as caught:
@@ -90,18 +90,18 @@ def test_dicts_with_other_keys_are_leaves_without_tensors() -> None:
     assert caught.value.key == "m.a"
 
 
-def test_the_state_itself_has_str_or_int_keys() -> None:
+def test_the_state_itself_must_have_str_or_int_keys() -> None:
     with pytest.raises(InvalidInput, match=r"the key 1\.5"):
         flatten({1.5: 1})
 
 
-def test_a_named_tuple_with_tensors_is_refused() -> None:
+def test_a_named_tuple_with_tensors_is_rejected() -> None:
     with pytest.raises(InvalidInput, match=r"state\['a'\]\[0\]: a Pair cannot hold tensors"):
         flatten({"a": [Pair(1, tensor())]})
     assert kinds(flatten({"a": torch.Size([1])})) == {"a": "object"}
 
 
-def test_per_rank_marks_everything_below() -> None:
+def test_per_rank_marks_everything_inside_it() -> None:
     flat = flatten({"rng": PerRank({"cpu": tensor(), "py": [1]}), "a": [PerRank(1), 2], "b": 3})
     assert {key: leaf.per_rank for key, leaf in flat.leaves.items()} == {
         "rng.cpu": True,
@@ -118,7 +118,7 @@ def test_per_rank_marks_everything_below() -> None:
 
 
 @pytest.mark.parametrize("state", [torch.zeros(1), [1], None, PerRank([1])])
-def test_a_state_is_a_mapping(state: Any) -> None:
+def test_a_state_must_be_a_mapping(state: Any) -> None:
     with pytest.raises(InvalidInput, match="pass a mapping"):
         flatten(state)
     with pytest.raises(InvalidInput, match="pass a mapping"):
@@ -142,7 +142,7 @@ def test_a_module_is_not_a_valid_state() -> None:
     ],
     ids=["dot", "int", "nul", "surrogate", "long", "empty"],
 )
-def test_invalid_keys_are_refused(state: Any, message: str) -> None:
+def test_invalid_keys_are_rejected(state: Any, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         flatten(state)
 
@@ -153,7 +153,7 @@ def test_the_longest_and_unusual_keys_are_stored() -> None:
     assert same(through(state), state)
 
 
-def test_cycles_and_depth_are_refused() -> None:
+def test_cycles_and_excessive_depth_are_rejected() -> None:
     cycle: dict[str, Any] = {}
     cycle["a"] = {"b": cycle}
     with pytest.raises(InvalidInput, match="contains itself"):
@@ -171,7 +171,7 @@ def test_cycles_and_depth_are_refused() -> None:
         replace_leaves(deep, {"x": 1})
 
 
-def test_a_list_of_itself_without_tensors_is_refused_as_plain_data() -> None:
+def test_a_list_that_contains_itself_and_no_tensors_is_rejected_as_plain_data() -> None:
     items: list[Any] = []
     items += [items, items]
     leaf = flatten({"a": items}).leaves["a"]
@@ -179,7 +179,7 @@ def test_a_list_of_itself_without_tensors_is_refused_as_plain_data() -> None:
         encode_object("a", leaf.value, False)
 
 
-def test_metadata_that_is_not_plain_is_refused() -> None:
+def test_metadata_that_is_not_plain_data_is_rejected() -> None:
     state = OrderedDict(a=tensor())
     vars(state)["_metadata"] = {"x": print}
     with pytest.raises(InvalidInput, match=r"state\['model'\]\._metadata\['x'\]: a function"):
@@ -266,13 +266,13 @@ def test_any_state_is_rebuilt(state: dict[Any, Any]) -> None:
     assert equal(through(state), state)
 
 
-def test_inflate_rebuilds_chosen_keys() -> None:
+def test_inflate_rebuilds_the_selected_keys() -> None:
     flat = flatten({"m": {"a": tensor(), "b": [tensor(), tensor()]}, "step": 1, "e": {}})
     found = inflate(flat.tree, lambda key, leaf: key, lambda key: key in {"m.a", "m.b.1"})
     assert found == {"m": {"a": "m.a", "b": {1: "m.b.1"}}}
 
 
-def test_a_state_has_a_tree() -> None:
+def test_a_state_is_described_by_a_tree() -> None:
     flat = flatten({"a": (tensor(), 1)})
     assert same(flat.tree, {"a": (TENSOR, OBJECT)})
 
@@ -298,7 +298,7 @@ def test_leaves_are_replaced_in_place() -> None:
     assert list(state) == ["m", "items", "pair", 3, "same"]
 
 
-def test_none_and_whole_containers_may_be_replaced() -> None:
+def test_none_and_whole_containers_can_be_replaced() -> None:
     filled = torch.ones(3)
     state: dict[str, Any] = {"a": None, "list": [tensor()], "o": OrderedDict(x=1)}
     replace_leaves(state, {"a": filled, "list": [filled, filled]})
@@ -306,7 +306,7 @@ def test_none_and_whole_containers_may_be_replaced() -> None:
     assert state["list"] == [filled, filled]
 
 
-def test_a_value_per_rank_remains_marked() -> None:
+def test_a_per_rank_value_remains_marked() -> None:
     inner = {"a": 1}
     state: dict[str, Any] = {"x": PerRank(1), "y": PerRank(inner)}
     replace_leaves(state, {"x": 2, "y.a": 3})
@@ -315,7 +315,7 @@ def test_a_value_per_rank_remains_marked() -> None:
     assert inner == {"a": 3}
 
 
-def test_nothing_changes_if_a_key_is_unknown_or_a_mapping_is_fixed() -> None:
+def test_nothing_changes_if_a_key_is_unknown_or_a_mapping_is_read_only() -> None:
     fixed: Mapping[str, int] = types.MappingProxyType({"y": 1})
     state: dict[str, Any] = {"a": 1, "b": fixed}
     with pytest.raises(InvalidInput, match="cannot set key 'z'"):

@@ -75,7 +75,7 @@ def test_a_large_memo_index_does_not_allocate_memory() -> None:
     assert load(b"\x80\x02Nr\xff\xff\xff\x7f.") is None  # 16 GiB, for the unpickler in C
 
 
-def test_errors_of_a_reader_become_an_error_that_names_the_source() -> None:
+def test_reader_errors_are_converted_to_an_error_that_names_the_source() -> None:
     for error in (IndexError(), AssertionError("x"), MemoryError(), RecursionError("deep"), OverflowError("far")):
         with pytest.raises(Refused, match=rf"the file: {type(error).__name__}") as caught, misread(_refused):
             raise error
@@ -128,7 +128,7 @@ def shadowed_tensor() -> Any:
         lambda: torch.zeros(1).expand(1 << 40), lambda: {(1, 2): {"x": shared(60)}},
     ],
 )  # fmt: skip
-def test_a_value_of_exponential_size_is_refused(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
+def test_a_value_of_exponential_size_is_rejected(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
     monkeypatch.setattr(untrusted, "_MORE_VALUES", 1000)
     with pytest.raises(Refused, match="the file"):
         check_expansion({"a": make()}, 1000, "the file")

@@ -15,13 +15,13 @@ from casckpt.tensors.values import PerRank, Shard
 from tests.support.ids import named
 
 
-def test_a_shard_may_be_the_whole_tensor() -> None:
+def test_a_shard_can_be_the_whole_tensor() -> None:
     assert Shard(torch.zeros(3, 4), global_shape=(3, 4)).regions() == [whole((3, 4))]
     assert Shard(torch.zeros(()), global_shape=()).regions() == [whole(())]
     assert Shard(torch.zeros(3), global_shape=torch.Size([3]), shape=[3]).regions() == [whole((3,))]
 
 
-def test_a_box_is_a_region() -> None:
+def test_a_box_describes_a_region() -> None:
     wanted = [Region(Box((2, 1), (3, 4)), 0, 12)]
     assert Shard(torch.zeros(3, 4), global_shape=(8, 8), offset=(2, 1)).regions() == wanted
     assert Shard(torch.zeros(3, 4), (8, 8), [2, 1], [3, 4]).regions() == wanted
@@ -64,7 +64,7 @@ def test_empty_shards_have_no_regions(options: dict[str, Any]) -> None:
         ((2,), {"global_shape": 2}, "global_shape of a Shard must be a sequence of ints"),
         ((3,), {"global_shape": (8,), "flat": (0, 4)}, "flat ranges with 4 elements in total do not match data with 3"),
         ((3,), {"global_shape": (8,), "flat": [(0, 2), (4, 6)]}, "flat ranges with 4 elements in total"),
-        ((4,), {"global_shape": (8,), "flat": [(0, 3), (2, 3)]}, "overlap: one ends at 3, the next starts at 2"),
+        ((4,), {"global_shape": (8,), "flat": [(0, 3), (2, 3)]}, "overlap: one ends at 3, but the next starts at 2"),
         ((4,), {"global_shape": (8,), "flat": (6, 10)}, r"flat range \[6, 10\) is outside a box of 8"),
         ((4,), {"global_shape": (8,), "flat": (4, 0)}, "is outside a box"),
         ((4,), {"global_shape": (8,), "flat": 4}, r"must be \(lo, hi\) or a list of such ranges"),
@@ -73,12 +73,12 @@ def test_empty_shards_have_no_regions(options: dict[str, Any]) -> None:
         ((4,), {"global_shape": (8,), "flat": (0.0, 4.0)}, "flat of a Shard must be a sequence of ints"),
     ],
 )
-def test_inconsistent_numbers_are_refused(shape: tuple[int, ...], options: dict[str, Any], message: str) -> None:
+def test_inconsistent_numbers_are_rejected(shape: tuple[int, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         Shard(torch.zeros(shape), **options)
 
 
-def test_data_that_are_not_a_tensor_are_refused() -> None:
+def test_data_that_is_not_a_tensor_is_rejected() -> None:
     data: Any = [1, 2]
     with pytest.raises(InvalidInput, match="not a list"):
         Shard(data, global_shape=(2,))

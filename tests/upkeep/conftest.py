@@ -1,4 +1,4 @@
-"""Fixtures of most tests of upkeep, in addition to ``repo`` and its ``faults``."""
+"""Fixtures for most upkeep tests, in addition to ``repo`` and its ``faults``."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["faults", "remote", "repo", "source", "target"]
 
 @pytest.fixture
 def remote(tmp_path: Path) -> Repository:
-    """A store in a storage that reports itself as remote."""
+    """A store on a storage backend that reports itself as remote."""
     return repository(tmp_path, RemoteStore(str(tmp_path)))
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Repository:
-    """run@0 to run@3. Each has a blob of its own and the blobs of its predecessors."""
+    """A store with run@0 to run@3. Each checkpoint has its own blob and the blobs of its predecessors."""
     return chain(repository(tmp_path))
 
 

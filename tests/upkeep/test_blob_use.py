@@ -12,7 +12,7 @@ def state(step: int) -> dict[str, Any]:
 
 
 def freed(store: Store, **rules: Any) -> int:
-    """Return the bytes that a gc with these rules frees."""
+    """Run gc with these rules. Return the number of bytes that it frees."""
     return store.gc(min_age="0s", **rules).deleted_bytes
 
 
@@ -31,7 +31,7 @@ def test_each_step_reports_its_exclusive_bytes() -> None:
     assert freed(store) == steps[1].bytes_alone
 
 
-def test_another_run_counts_as_a_user() -> None:
+def test_a_different_run_counts_as_a_user() -> None:
     store = filled(small())
     store.save(state(3), run="other", step=0)
     (one,) = store.footprint("other").steps

@@ -1,4 +1,4 @@
-"""Costs of listing, gc, saves and copies on a remote store: they depend on the news, not on the size of the store.
+"""The costs of listing, gc, saves and copies on a remote store depend on what is new, not on the size of the store.
 
 The tests count the requests of a new process on a host that has seen the store before.
 """
@@ -20,7 +20,7 @@ from tests.support.far import FarStore, far
 from tests.support.saves import cells, small
 
 FEW, MANY = 4, 24
-AHEAD = 4  # requests at a time
+AHEAD = 4  # concurrent requests
 Work = Callable[[Store], object]
 
 
@@ -34,7 +34,7 @@ def grown(storage: FarStore, host: Path, count: int, first: int = 0) -> None:
 
 
 def requests(storage: FarStore, host: Path, work: Work) -> Counter[str]:
-    """Return the requests of ``work`` in a new process by method. Opening and closing a reader count as reads."""
+    """Return the requests that ``work`` makes in a new process, by method. Opening and closing a reader are reads."""
     before = len(storage.calls)
     work(Store(Repository(storage, host, cache_bytes=0)))
     return Counter(call.method for call in storage.calls[before:] if call.method != "open")
@@ -70,7 +70,7 @@ NAMES = ["list", "stats", "diff", "gc", "save", "copy"]
 
 
 @pytest.mark.parametrize("work", WORKS, ids=NAMES)
-def test_the_size_of_a_store_adds_no_requests(tmp_path: Path, work: Work) -> None:
+def test_the_size_of_a_store_does_not_add_requests(tmp_path: Path, work: Work) -> None:
     found = []
     for count in (FEW, MANY):
         storage, host = far(), tmp_path / str(count)
@@ -82,9 +82,12 @@ def test_the_size_of_a_store_adds_no_requests(tmp_path: Path, work: Work) -> Non
 
 
 @pytest.mark.parametrize(("work", "reads"), [*zip(WORKS[:4], (1, 2, 2, 3), strict=True)], ids=NAMES[:4])
-def test_new_data_costs_in_proportion_to_its_size(tmp_path: Path, work: Work, reads: int) -> None:
-    """Each new checkpoint costs a commit record. Followers also read its announcement and a few missing numbers. stats
-    and gc also read its manifest."""
+def test_the_cost_of_new_data_is_proportional_to_its_amount(tmp_path: Path, work: Work, reads: int) -> None:
+    """For each new checkpoint, a commit record is read.
+
+    Followers also read its announcement and look for a few numbers that do not exist yet. stats and gc also read its
+    manifest.
+    """
     storage, host = far(), tmp_path / "host"
     grown(storage, host, FEW)
     gc(Store(Repository(storage, host)))

@@ -1,4 +1,4 @@
-"""doctor finds and names missing promises of a storage, and leaves nothing behind."""
+"""doctor detects and names guarantees that a storage backend breaks, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def bad(found: dict[str, Finding]) -> set[str]:
 
 
 class Own(MemoryStore):
-    """A storage in memory."""
+    """Storage in memory."""
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name or uuid4().hex)
@@ -61,7 +61,7 @@ class Lagging(Own):
 
 class Undead(Own):
     def delete(self, key: str) -> None:
-        """Report success without a delete."""
+        """Report success without deleting the object."""
 
 
 class Stale(Own):
@@ -81,7 +81,7 @@ class Set(Own):
         yield Finding("lifecycle", False, "a rule deletes all", "remove it")
 
 
-def test_doctor_accepts_a_good_storage(tmp_path: Path) -> None:
+def test_doctor_accepts_storage_that_keeps_all_guarantees(tmp_path: Path) -> None:
     storage = Own()
     found = findings(storage, tmp_path)
     assert bad(found) == set()
@@ -104,31 +104,31 @@ def test_doctor_accepts_a_good_storage(tmp_path: Path) -> None:
         (Set, {"lifecycle"}),
     ],
 )
-def test_doctor_names_broken_promises(make: Callable[[], Own], names: set[str], tmp_path: Path) -> None:
+def test_doctor_names_broken_guarantees(make: Callable[[], Own], names: set[str], tmp_path: Path) -> None:
     found = findings(make(), tmp_path)
     assert bad(found) == names
     assert all(found[name].advice for name in names)
 
 
-def test_doctor_stops_without_write_rights(tmp_path: Path) -> None:
+def test_doctor_stops_without_write_permission(tmp_path: Path) -> None:
     storage = FaultyStore(Own(), [fail_before("put", times=1000)])
     assert bad(findings(storage, tmp_path)) == {"write"}
     assert storage.count("get") == 0
     assert findings(ReadOnly(), tmp_path)["write"].ok is None
 
 
-def test_doctor_without_delete_rights_reports_needs_of_gc(tmp_path: Path) -> None:
+def test_doctor_without_delete_permission_reports_what_gc_needs(tmp_path: Path) -> None:
     found = findings(FaultyStore(Own(), [fail_before("delete", times=1000)]), tmp_path)
     assert bad(found) == set()
     assert "gc needs" in found["delete"].advice
 
 
-def test_a_failing_storage_is_a_finding(tmp_path: Path) -> None:
+def test_failing_storage_is_reported_as_a_finding(tmp_path: Path) -> None:
     found = findings(FaultyStore(Own(), [fail_before("list", times=1000)]), tmp_path)
     assert bad(found) == {"list-after-write", "delete"}
 
 
-def test_doctor_records_the_result_in_the_settings(tmp_path: Path) -> None:
+def test_doctor_records_its_result_in_the_settings(tmp_path: Path) -> None:
     class Unknown(Own):
         @property
         def traits(self) -> Traits:
@@ -142,5 +142,5 @@ def test_doctor_records_the_result_in_the_settings(tmp_path: Path) -> None:
     repo.change_settings(exclusive_create=False)
     findings(good, tmp_path)
     assert repo.settings.exclusive_create
-    findings(Worse(good.name), tmp_path)  # the same objects, on a server of another kind
+    findings(Worse(good.name), tmp_path)  # the same objects on a different kind of server
     assert repo.settings.exclusive_create is False

@@ -1,4 +1,4 @@
-"""The use of bytes in a store: of each checkpoint, tag and branch, and the bytes that each retention rule frees."""
+"""How a store's bytes are used by checkpoints, tags and branches, and the bytes that each retention rule would free."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def filled(store: Store, count: int = 4) -> Store:
 
 
 def freed(store: Store, **rules: Any) -> int:
-    """Return the bytes that a gc with these rules frees."""
+    """Run gc with these rules. Return the number of bytes that it frees."""
     return store.gc(min_age="0s", **rules).deleted_bytes
 
 
-def test_deferred_bytes_have_a_time_and_a_reason() -> None:
+def test_deferred_bytes_are_listed_with_a_time_and_a_reason() -> None:
     store = filled(small())
     store.tag("mine", "r@0")
     store.tag("lease-1", "r@1", expires="1h")
@@ -66,11 +66,11 @@ def test_a_thinned_checkpoint_counts_its_remaining_bytes() -> None:
 
 
 @pytest.mark.parametrize(("first", "every", "best"), [(1, 2, "loss:1"), (2, 3, "loss:max:2"), (9, 1, "loss:9")])
-def test_each_rule_frees_the_reported_bytes(first: int, every: int, best: str) -> None:
+def test_each_rule_frees_the_number_of_bytes_that_was_reported(first: int, every: int, best: str) -> None:
     rules: dict[str, Any] = {"keep_last": first, "keep_every": every, "keep_best": [best]}
     for number, (name, value) in enumerate(rules.items()):
         store = small()
-        for step in range(5):  # pairs share a blob that a gc frees only with the second of them
+        for step in range(5):  # pairs share a blob, which gc frees only with the second checkpoint of the pair
             store.save(state(step) | {"two": cells(300, step // 2 + 500)}, run="r", step=step, metrics={"loss": step})
         store.forget("r@3")
         before = store.stats().bytes_freed_later
@@ -80,7 +80,7 @@ def test_each_rule_frees_the_reported_bytes(first: int, every: int, best: str) -
         assert len(store.checkpoints()) == 4 - told.checkpoints
 
 
-def test_branches_have_all_bytes_and_are_read_once(tmp_path: Path) -> None:
+def test_branches_account_for_all_bytes_and_are_read_once(tmp_path: Path) -> None:
     store = filled(small_folder(tmp_path))
     found = store.footprint(branches=True).branches
     assert [one.branch for one in found] == ["optim", "model"]
@@ -93,7 +93,7 @@ def test_branches_have_all_bytes_and_are_read_once(tmp_path: Path) -> None:
     assert store.footprint().branches == ()
 
 
-def test_small_branches_that_share_a_blob_share_its_bytes() -> None:
+def test_the_bytes_of_a_shared_blob_are_divided_between_small_branches() -> None:
     store = small()
     store.save({"a": cells(3), "b": cells(1), "c": torch.ones(3)}, step=1)
     found = store.footprint(branches=True).branches
@@ -152,7 +152,7 @@ def test_bytes_needed_only_as_bases_are_reported(tmp_path: Path) -> None:
 
 
 class Lives(RuleBasedStateMachine):
-    """Saves, tags, forgets and thins. The reported bytes add up and match the lists of blobs."""
+    """Saves, tags, forgets and thins checkpoints. The reported bytes must add up and match the lists of blobs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The bytes that each checkpoint added and why; damage does not hide other checkpoints."""
+"""The bytes that each checkpoint added, and the reason for them; damage does not hide other checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def save(store: Store, step: int, run: str = "a", **layers: float) -> None:
     store.save({"model": model}, run=run, step=step)
 
 
-def test_each_checkpoint_adds_its_new_bytes(store: Store) -> None:
+def test_each_checkpoint_is_listed_with_the_bytes_that_it_added(store: Store) -> None:
     save(store, 1, _0=0.5, _1=1.5)
     save(store, 2, _0=0.5, _1=2.5)
     save(store, 3, _0=0.5, _1=2.5)
@@ -40,7 +40,7 @@ def test_each_checkpoint_adds_its_new_bytes(store: Store) -> None:
     assert sum(one.bytes_added for one in found) == store.stats().bytes_blobs
 
 
-def test_the_heat_of_a_layer_is_the_share_that_changed(store: Store) -> None:
+def test_the_heat_of_a_layer_is_the_fraction_that_changed(store: Store) -> None:
     save(store, 1, _0=0.5, _1=1.5)
     save(store, 2, _0=0.5, _1=2.5)
     save(store, 3, _0=3.5, _1=2.5)
@@ -50,7 +50,7 @@ def test_the_heat_of_a_layer_is_the_share_that_changed(store: Store) -> None:
     assert found.shares == [[0.0, 1.0], [1.0, 0.0]]
 
 
-def test_only_the_newest_of_named_runs_are_compared(store: Store) -> None:
+def test_only_the_newest_checkpoints_of_the_named_runs_are_compared(store: Store) -> None:
     for step in range(1, 6):
         save(store, step, _0=float(step))
     save(store, 1, run="b", _0=1.0)
@@ -60,7 +60,7 @@ def test_only_the_newest_of_named_runs_are_compared(store: Store) -> None:
     assert heat(store.repository, [one for one in found if one.commit.run == "b"]) is None
 
 
-def test_a_forgotten_checkpoint_is_hidden_but_keeps_its_bytes(store: Store) -> None:
+def test_a_forgotten_checkpoint_is_hidden_but_its_bytes_still_count(store: Store) -> None:
     save(store, 1, _0=0.5)
     save(store, 2, _0=0.5)
     store.forget("a@1")
@@ -68,7 +68,7 @@ def test_a_forgotten_checkpoint_is_hidden_but_keeps_its_bytes(store: Store) -> N
     assert [(one.commit.step, one.bytes_added) for one in found] == [(2, 0)]
 
 
-def test_blobs_marked_as_damaged_are_named(store: Store) -> None:
+def test_blobs_marked_as_damaged_are_listed(store: Store) -> None:
     save(store, 1, _0=0.5)
     commit = store.get("a@1").commit
     [(uploader, blob, _)] = casckpt.contents.manifests.blobs_of(store.repository, commit)
@@ -76,7 +76,7 @@ def test_blobs_marked_as_damaged_are_named(store: Store) -> None:
     assert history(store.repository, ["a"]).damaged == [blob]
 
 
-def test_an_unreadable_manifest_hides_nothing_else(store: Store, store_path: Path) -> None:
+def test_an_unreadable_manifest_does_not_hide_other_checkpoints(store: Store, store_path: Path) -> None:
     for step in (1, 2, 3):
         save(store, step, _0=float(step))
     manifest = next(store_path.rglob(f"objects/**/{store.get('a@2').id}*"))

@@ -1,4 +1,4 @@
-"""The content of a store is known without another listing, and always equals one."""
+"""The contents of a store are known without listing it again, and always match a listing."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def reused(repo: Repository, commit: Commit) -> list[BlobRef]:
 
 
 def listings(repo: Repository, tmp_path: Path) -> list[str]:
-    """Return the listings below objects/ that a new process of this host makes for its inventory."""
+    """Return the listings below objects/ that a new process on this host makes for its inventory."""
     watched = FaultyStore(repo.storage)
     taken(repository(tmp_path, watched))
     return sorted(call.key for call in watched.calls if call.method == "list" and call.key.startswith("objects/"))
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_inventory_always_equals_a_listing(seed: int, tmp_path: Path) -> None:
-    """Two hosts save, fail, forget and collect, and list now and then. The inventory never hides garbage from gc."""
+def test_the_inventory_always_matches_a_listing(seed: int, tmp_path: Path) -> None:
+    """Two hosts save, fail, forget and collect, and sometimes list. The inventory never hides garbage from gc."""
     draw, storage = random.Random(seed), memory()
     hosts = [repository(tmp_path / name, storage, seed=number) for number, name in enumerate("ab")]
 
@@ -93,7 +93,7 @@ def test_a_folder_is_listed_once(tmp_path: Path) -> None:
     assert listings(repo, tmp_path) == []
 
 
-def test_another_commit_guards_what_a_purge_leaves(tmp_path: Path) -> None:
+def test_after_a_purge_a_remaining_commit_becomes_the_guard(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     first = save(repo, texts=["a", "b"])
     save(repo, step=1, texts=["c"], reused=reused(repo, first)[:1])
@@ -107,7 +107,7 @@ def taken_manifest_bytes(repo: Repository) -> Sequence[int]:
     return [size for key, size in listed(repo).items() if key.endswith("manifest")]
 
 
-def test_folders_with_unnamed_objects_are_listed_each_time(tmp_path: Path) -> None:
+def test_folders_with_unnamed_objects_are_listed_every_time(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     first = save(repo, texts=["a"])
     owner = first.txid
@@ -125,7 +125,7 @@ def test_folders_with_unnamed_objects_are_listed_each_time(tmp_path: Path) -> No
     assert listings(repo, tmp_path) == []
 
 
-def test_foreign_files_beside_blobs_are_reported_each_time(tmp_path: Path) -> None:
+def test_foreign_files_beside_blobs_are_reported_every_time(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     strange = f"objects/{save(repo, texts=['a']).txid}/readme"
     repo.storage.put(strange, b"somebody's")
@@ -133,8 +133,8 @@ def test_foreign_files_beside_blobs_are_reported_each_time(tmp_path: Path) -> No
         assert list(taken(repo).foreign) == [strange]
 
 
-def test_folders_with_missing_objects_are_listed_each_time(tmp_path: Path) -> None:
-    """The object may be restored."""
+def test_folders_with_missing_objects_are_listed_every_time(tmp_path: Path) -> None:
+    """The missing object may be restored later."""
     repo = repository(tmp_path)
     first = save(repo, texts=["a", "b"])
     key = blob_key(first.txid, blob_hash("a"))
@@ -144,7 +144,7 @@ def test_folders_with_missing_objects_are_listed_each_time(tmp_path: Path) -> No
     assert taken(repo).total().blobs == 2
 
 
-def test_commits_about_to_be_purged_guard_nothing(tmp_path: Path) -> None:
+def test_commits_about_to_be_purged_are_not_guards(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     first, second = save(repo, texts=["a"]), save(repo, step=1, texts=["b"])
     assert taken(repo).sizes == {}
@@ -152,10 +152,10 @@ def test_commits_about_to_be_purged_guard_nothing(tmp_path: Path) -> None:
     assert {key.split("/")[1] for key in found.sizes} == {first.txid}
     assert set(found.guarded) == {second.txid}
     assert taken(repo).sizes == {}
-    assert listings(repo, tmp_path) == []  # it is live, and so is its inventory
+    assert listings(repo, tmp_path) == []  # the commit is live, so it still guards its folder
 
 
-def test_all_folders_are_listed_without_a_catalogue(tmp_path: Path) -> None:
+def test_without_a_catalogue_all_folders_are_listed(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     save(repo, texts=["a"])
     before = measure(repo)
@@ -165,7 +165,7 @@ def test_all_folders_are_listed_without_a_catalogue(tmp_path: Path) -> None:
     assert measure(repo) == before
 
 
-def test_a_manifest_of_a_guarded_folder_is_known(tmp_path: Path) -> None:
+def test_a_manifest_in_a_guarded_folder_is_known(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     first = save(repo, texts=["a"])
     key = manifest_key(first.txid, first.id)

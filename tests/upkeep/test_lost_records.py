@@ -1,4 +1,4 @@
-"""Missing or changed records of a store are reported, and gc never acts on them."""
+"""Missing or changed records of a store are reported, and gc does not run until they are restored."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def local(root: Path, tmp_path: Path) -> Repository:
-    """a@0 and a@1, of which the first is tagged."""
+    """A store with a@0, which is tagged, and a@1."""
     repo = repository(tmp_path, LocalStore(root))
     for step in range(2):
         save(repo, "a", step, texts=[f"own {step}"])
@@ -41,7 +41,7 @@ def local(root: Path, tmp_path: Path) -> Repository:
 
 
 def anew(repo: Repository, host: Path) -> Repository:
-    """The same store, opened by a host without a cache."""
+    """Open the same store on a host that has no cache."""
     return Repository(repo.storage, host, clock=repo.clock)
 
 
@@ -89,7 +89,7 @@ HARMS: dict[str, Harm] = {
 
 @pytest.mark.parametrize("harm", HARMS)
 @pytest.mark.parametrize("host", ["same host", "another host"])
-def test_changed_records_stop_a_gc(local: Repository, root: Path, tmp_path: Path, harm: str, host: str) -> None:
+def test_changed_records_prevent_gc(local: Repository, root: Path, tmp_path: Path, harm: str, host: str) -> None:
     if host == "same host":
         run_gc(local)
     HARMS[harm](root, local)
@@ -103,7 +103,7 @@ def test_changed_records_stop_a_gc(local: Repository, root: Path, tmp_path: Path
 
 @pytest.mark.parametrize("host", ["same host", "another host"])
 @pytest.mark.parametrize("lost", ["all", "the folder", "one"])
-def test_lost_records_stop_a_gc_and_are_damage(
+def test_lost_records_prevent_gc_and_count_as_damage(
     local: Repository, root: Path, tmp_path: Path, lost: str, host: str
 ) -> None:
     if host == "same host":
@@ -125,7 +125,7 @@ def test_lost_records_stop_a_gc_and_are_damage(
     assert [key for key, why in found.records if "is missing" in why] == gone
 
 
-def test_a_paused_gc_does_not_continue_after_a_loss_of_records(local: Repository, root: Path) -> None:
+def test_a_paused_gc_does_not_continue_after_records_were_lost(local: Repository, root: Path) -> None:
     waits = begin_elsewhere(local)
     commits.forget(local, list_commits(local).live()[1])
     assert run_gc(local, wait=0.0).waiting
@@ -139,15 +139,15 @@ def test_a_paused_gc_does_not_continue_after_a_loss_of_records(local: Repository
     assert keys(local) == before
 
 
-def test_a_save_killed_before_its_commit_is_not_a_loss(repo: Repository) -> None:
+def test_a_save_killed_before_its_commit_does_not_count_as_a_loss(repo: Repository) -> None:
     txid = begin_elsewhere(repo)
     commit_of(repo, txid, ["x"])
-    repo.storage.delete(commit_key(txid))  # as if killed before it
+    repo.storage.delete(commit_key(txid))  # as if the save had been killed before its commit
     assert verify(repo).records == ()
     assert run_gc(repo, revoke_after=0.0).deleted_manifests == 1
 
 
-def test_a_save_that_ends_between_two_listings_is_not_a_loss(repo: Repository, faults: FaultyStore) -> None:
+def test_a_save_that_ends_between_two_listings_does_not_count_as_a_loss(repo: Repository, faults: FaultyStore) -> None:
     txid = begin_elsewhere(repo)
     commit_of(repo, txid, ["x"])
     record = repo.storage.get(commit_key(txid), limit=1 << 20)
@@ -162,7 +162,7 @@ def test_a_save_that_ends_between_two_listings_is_not_a_loss(repo: Repository, f
     assert verify(repo).records == ()
 
 
-def test_lost_settings_stop_a_gc_if_a_mirror_was_set(local: Repository, root: Path) -> None:
+def test_lost_settings_prevent_gc_if_a_mirror_was_set(local: Repository, root: Path) -> None:
     mirror = repository(root.with_name("mirror")).storage.url
     local.change_settings(mirror=mirror)
     newest = list_commits(local).live()[-1]
@@ -170,15 +170,15 @@ def test_lost_settings_stop_a_gc_if_a_mirror_was_set(local: Repository, root: Pa
     commits.forget(local, newest)
     shutil.rmtree(root / "settings")
     before = keys(local)
-    with pytest.raises(Damaged, match=r"settings/ of .* is lost, and mirrored/"):
+    with pytest.raises(Damaged, match=r"settings/ of .* is missing, and mirrored/"):
         run_gc(local)
     assert keys(local) == before
     local.change_settings(mirror=mirror)
     assert run_gc(local).purged
 
 
-def test_no_rule_forgets_anything_after_a_loss_of_records(local: Repository, root: Path) -> None:
-    """The newest checkpoint may be lost, and the rule might remove the only one that is left."""
+def test_rules_forget_nothing_after_records_were_lost(local: Repository, root: Path) -> None:
+    """The newest checkpoint may be lost, so a rule might remove the only one that is left."""
     for step in range(10, 13):
         save(local, step=step, texts=[str(step)])
     (root / last_commit(local)).unlink()

@@ -1,4 +1,4 @@
-"""Stored cells in other blobs: the same checkpoint to the byte."""
+"""Repacked cells are stored in different blobs, and the checkpoint stays identical to the byte."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def recoding(source: Repository, target: Repository, commit: Commit, **options: 
 
 
 def content(repo: Repository, made: Encoded) -> dict[str, bytes]:
-    """The bytes of every tensor."""
+    """Return the bytes of every tensor."""
     manifest, found = made.manifest(), {}
     for entry in manifest.entries:
         data = b""
@@ -74,7 +74,7 @@ def numbered(manifest: Manifest) -> range:
 
 
 @given(ARRAYS, ARRAYS, st.sampled_from([CELL, 5 * CELL, 1 << 20]), st.integers(1, 3))
-def test_a_checkpoint_is_the_same_in_blobs_of_any_size(
+def test_a_checkpoint_is_identical_in_blobs_of_any_size(
     tmp_path_factory: pytest.TempPathFactory,
     first: dict[str, npt.NDArray[np.generic]],
     second: dict[str, npt.NDArray[np.generic]],
@@ -94,7 +94,7 @@ def test_a_checkpoint_is_the_same_in_blobs_of_any_size(
 
 
 @given(ARRAYS, st.sampled_from([1, 2 * CELL, 1 << 20]))
-def test_repacked_cells_are_placed_as_by_a_save(
+def test_repacking_lays_out_cells_as_a_save_does(
     tmp_path_factory: pytest.TempPathFactory, arrays: dict[str, npt.NDArray[np.generic]], blob_bytes: int
 ) -> None:
     repo = repository(tmp_path_factory.mktemp("any"))
@@ -112,12 +112,12 @@ def test_repacked_cells_are_placed_as_by_a_save(
 
 
 def large(source: Repository, target: Repository, *refs: str, **options: object) -> CopyResult:
-    """A copy into large blobs."""
+    """Return a copy of the source in large blobs."""
     return copy(source, target, *refs, **{"blob_bytes": 1 << 20, "jobs": 1} | options)
 
 
-def test_cells_that_the_target_has_are_named_and_not_read(tmp_path: Path, source: Repository) -> None:
-    """They may lie in the source's own blobs or in repacked ones, or belong to another run of the source."""
+def test_cells_that_the_target_already_has_are_reused_and_not_read(tmp_path: Path, source: Repository) -> None:
+    """They may be in the source's own blobs or in repacked ones, or belong to a different run of the source."""
     save_arrays(source, {"t0": array(0), "own": array(9)}, "other", reuse=resolve(source, "run@0"))
     reads = FaultyStore(source.storage)
     user = Repository(reads, tmp_path / "cache")
@@ -160,7 +160,7 @@ def test_cells_are_moved_out_of_worn_blobs(tmp_path: Path, target: Repository) -
     assert read_arrays(target, resolve(target, "run@2")) == read_arrays(source, last)
 
 
-def test_names_of_blobs_are_durable_before_the_record(tmp_path: Path, source: Repository) -> None:
+def test_blob_names_are_durable_before_the_record(tmp_path: Path, source: Repository) -> None:
     for base in (None, "run@3"):
         storage = FaultyStore(source.storage if base else memory())
         repo = Repository(storage, tmp_path / "cache", clock=source.clock) if base else elsewhere(tmp_path, storage)
@@ -172,7 +172,7 @@ def test_names_of_blobs_are_durable_before_the_record(tmp_path: Path, source: Re
         assert last_blob < settled < record
 
 
-def test_missing_blobs_of_the_target_are_marked_and_not_reused(source: Repository, target: Repository) -> None:
+def test_blobs_missing_from_the_target_are_marked_and_not_reused(source: Repository, target: Repository) -> None:
     large(source, target, "run@1")
     (ref,) = manifests.get(target, resolve(target, "run@1")).blobs
     target.storage.delete(blob_key(ref.uploader, ref.hash))
@@ -184,7 +184,7 @@ def test_missing_blobs_of_the_target_are_marked_and_not_reused(source: Repositor
         assert read_arrays(target, commit) == read_arrays(source, resolve(source, commit.id))
 
 
-def test_a_reused_blob_missing_after_a_revocation_is_an_error(source: Repository, target: Repository) -> None:
+def test_a_reused_blob_that_is_missing_after_a_revocation_is_an_error(source: Repository, target: Repository) -> None:
     large(source, target, "run@1")
     made = recoding(source, target, resolve(source, "run@2"))
     (ref,) = manifests.get(target, resolve(target, "run@1")).blobs
@@ -196,7 +196,7 @@ def test_a_reused_blob_missing_after_a_revocation_is_an_error(source: Repository
 
 
 @pytest.mark.parametrize("times", [1, 99])
-def test_bytes_damaged_in_transfer_are_read_again(tmp_path: Path, source: Repository, times: int) -> None:
+def test_bytes_damaged_in_transfer_are_reread(tmp_path: Path, source: Repository, times: int) -> None:
     storage = FaultyStore(source.storage, [corrupt("read_into", key="*.safetensors", times=times)])
     made = recoding(Repository(storage, tmp_path / "user"), elsewhere(tmp_path), resolve(source, "run@0"))
     if times == 1:
@@ -216,8 +216,10 @@ def test_unknown_forms_are_not_repacked(source: Repository, target: Repository) 
     assert not list(target.storage.list("objects/"))
 
 
-def test_spans_of_other_cell_sizes_are_refused_before_they_are_placed(source: Repository, target: Repository) -> None:
-    """A row lies in one span. A hostile writer may have split one, so that adjacent cells cannot form one row."""
+def test_spans_with_different_cell_sizes_are_rejected_before_they_are_laid_out(
+    source: Repository, target: Repository
+) -> None:
+    """A row must be in one span. A hostile writer may have split a span, so that adjacent cells cannot form one row."""
     manifest = manifests.get(source, resolve(source, "run@0"))
     parts, half = taken_apart(manifest), CELL // 4
     digests = parts.pieces["cells"][0][1:]
@@ -230,7 +232,7 @@ def test_spans_of_other_cell_sizes_are_refused_before_they_are_placed(source: Re
         replace(recoding(source, target, resolve(source, "run@0")), manifest=cut).run()
 
 
-def test_thinned_entries_stay_left_out(source: Repository, target: Repository) -> None:
+def test_repacking_does_not_restore_thinned_entries(source: Repository, target: Repository) -> None:
     parts = taken_apart(manifests.get(source, resolve(source, "run@1")))
     parts.pieces["rows"][0] = b""
     made = replace(recoding(source, target, resolve(source, "run@1")), manifest=parts.put_together().manifest()).run()
@@ -239,27 +241,27 @@ def test_thinned_entries_stay_left_out(source: Repository, target: Repository) -
     assert len(manifest.blob_list) == 1
 
 
-# blobs that are repacked
+# which blobs are repacked
 
 
-def test_small_blobs_are_repacked_if_that_makes_fewer(source: Repository) -> None:
+def test_small_blobs_are_repacked_if_that_reduces_their_number(source: Repository) -> None:
     manifest = manifests.get(source, resolve(source, "run@3"))
     assert poor_blobs(manifest, 1 << 20, ()) == {0, 1, 2, 3}
-    assert poor_blobs(manifest, 2 * CELL, ()) == frozenset()  # they are exactly that large
+    assert poor_blobs(manifest, 2 * CELL, ()) == frozenset()  # the blobs have exactly this size
     assert poor_blobs(manifests.get(source, resolve(source, "run@0")), 1 << 20, ()) == frozenset()
 
 
-def test_branches_stay_apart(tmp_path: Path) -> None:
+def test_branches_remain_in_separate_blobs(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     older = save_arrays(repo, {"a.x": array(1, 300), "b.x": array(2, 300)})
     commit = save_arrays(repo, {"a.x": array(1, 300), "b.x": array(3, 300)}, step=1, reuse=older)
     manifest = manifests.get(repo, commit)
     lots = packed(manifest, cells_of(manifest, numbered(manifest)), 1 << 30)
     assert [{cell.branch for cell in lot} for lot in lots] == [{"a"}, {"b"}]
-    assert poor_blobs(manifest, 1 << 30, ()) == frozenset()  # two before, two after
+    assert poor_blobs(manifest, 1 << 30, ()) == frozenset()  # two blobs before, and two after
 
 
-def test_worn_blobs_are_repacked_unless_another_checkpoint_uses_them(tmp_path: Path) -> None:
+def test_worn_blobs_are_repacked_unless_a_different_checkpoint_uses_them(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     first = save_arrays(repo, {"a": array(1), "b": array(2, 20)})
     commit = save_arrays(repo, {"a": array(1)}, step=1, reuse=first)
@@ -270,7 +272,7 @@ def test_worn_blobs_are_repacked_unless_another_checkpoint_uses_them(tmp_path: P
     assert poor_blobs(worn, CELL, {(ref.uploader, ref.hash)}) == frozenset()
 
 
-def test_a_storage_error_is_raised(tmp_path: Path, source: Repository) -> None:
+def test_a_storage_error_during_repacking_is_raised(tmp_path: Path, source: Repository) -> None:
     for method, key in (("read_into", "*.safetensors"), ("open", "*.safetensors")):
         user = Repository(FaultyStore(source.storage, [fail_before(method, key=key)]), tmp_path / "user")
         with pytest.raises(StorageError):

@@ -1,4 +1,4 @@
-"""Rewrites: one record hides the old commit and shows the new one; one of several competitors wins."""
+"""Rewrites: a single record hides the old commit and shows the new one. One of several competing processes wins."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from tests.support.repositories import (
 
 
 def now(repo: Repository, commit: Commit) -> Commit:
-    """Check the view of a new process and the log."""
+    """Read the log, and check that a new process sees the same state."""
     found = list_commits(repo).commits[commit.txid]
     assert read_log(repo, commit.txid) == found
     assert refresh(repo, commit) == found
@@ -60,7 +60,7 @@ def visible(repo: Repository) -> list[TxId]:
 
 
 def finish(repo: Repository, made: Commit) -> None:
-    """Put the delayed record of that rewriter."""
+    """Write the delayed record of that rewriter."""
     assert made.replaces is not None
     base, number = made.replaces
     repo.put_record(commit_key(base, number), Replaced(txid=base, time=repo.clock(), by=made.txid))
@@ -84,7 +84,7 @@ def test_a_rewrite_replaces_its_base(repo: Repository) -> None:
     assert follow(repo, refresh(repo, base)) == now(repo, again)
 
 
-def test_a_rewrite_stands_after_the_purge_of_its_base(repo: Repository) -> None:
+def test_a_rewrite_remains_valid_after_its_base_is_purged(repo: Repository) -> None:
     base = commit_bare(repo)
     made = rewrite_bare(repo, base)
     purged = purge(repo, refresh(repo, base))
@@ -97,7 +97,7 @@ def test_a_rewrite_stands_after_the_purge_of_its_base(repo: Repository) -> None:
     assert visible(repo) == [made.txid]
 
 
-def test_a_rewrite_of_a_checkpoint_forgotten_meanwhile_is_forgotten(repo: Repository) -> None:
+def test_forgetting_a_rewrite_forgets_the_checkpoint(repo: Repository) -> None:
     base = commit_bare(repo)
     made = rewrite_bare(repo, base)
     forgotten = forget(repo, made)
@@ -106,7 +106,7 @@ def test_a_rewrite_of_a_checkpoint_forgotten_meanwhile_is_forgotten(repo: Reposi
     assert restore(repo, resolve(repo, base.id)).txid == made.txid
 
 
-def test_another_checkpoint_at_the_step_stops_the_undoing_of_a_rewrite(repo: Repository) -> None:
+def test_a_rewrite_cannot_be_undone_if_a_different_checkpoint_has_the_step(repo: Repository) -> None:
     base = commit_bare(repo, "a", 1)
     forget(repo, rewrite_bare(repo, base))
     other = commit_bare(repo, "a", 1)
@@ -115,7 +115,7 @@ def test_another_checkpoint_at_the_step_stops_the_undoing_of_a_rewrite(repo: Rep
     assert visible(repo) == [other.txid]
 
 
-def test_gc_ends_the_rewrite_of_a_dead_process_and_not_of_a_slow_one(repo: Repository) -> None:
+def test_gc_ends_the_rewrite_of_a_dead_process_but_not_of_a_slow_one(repo: Repository) -> None:
     clock = repo.clock
     assert isinstance(clock, Ticks)
     base = commit_bare(repo)
@@ -142,12 +142,12 @@ def test_gc_ends_an_unannounced_rewrite(repo: Repository) -> None:
 
 
 def in_between(faults: FaultyStore, base: Commit, act: Callable[[], object]) -> None:
-    """Another process acts right before the record that makes a rewrite visible."""
+    """Let a different process act right before the record that makes a rewrite visible."""
     faults.inject(call_first("put", meanwhile(act), key=f"{commit_key(base.txid)}.1"))
 
 
 def other(tmp_path: Path, repo: Repository, seed: int = 7) -> Repository:
-    """Another process on another host."""
+    """Open the store in a process on a different host."""
     storage = repo.storage
     assert isinstance(storage, FaultyStore)
     return repository(tmp_path / f"other {seed}", storage.inner, seed=seed, clock=repo.clock)
@@ -175,7 +175,7 @@ def test_one_of_two_rewriters_wins(tmp_path: Path, repo: Repository, faults: Fau
     assert sorted(one.standing for one in list_commits(repo).live()) == [STANDS, STANDS, VOID]
 
 
-def test_an_invisible_checkpoint_is_not_rewritten(repo: Repository) -> None:
+def test_an_invisible_checkpoint_cannot_be_rewritten(repo: Repository) -> None:
     base = commit_bare(repo)
     made = half_rewrite(repo, base)
     for one in (forget(repo, base), now(repo, made)):
@@ -184,13 +184,13 @@ def test_an_invisible_checkpoint_is_not_rewritten(repo: Repository) -> None:
     assert list(repo.storage.list("transactions/")) == []
 
 
-def test_a_rewrite_without_bytes_leaves_nothing(repo: Repository) -> None:
+def test_a_rewrite_that_writes_nothing_leaves_nothing_behind(repo: Repository) -> None:
     base = commit_bare(repo)
     assert rewrite(repo, base, lambda txid, listed: None) is None
     assert (visible(repo), len(list_commits(repo).live())) == ([base.txid], 1)
 
 
-def test_a_rewriter_with_a_lost_answer_wins(repo: Repository, faults: FaultyStore) -> None:
+def test_a_rewriter_whose_response_was_lost_wins(repo: Repository, faults: FaultyStore) -> None:
     base = commit_bare(repo)
     faults.inject(
         fail_after("put", key=f"{commit_key(base.txid)}.1"), fail_before("get", key=f"{commit_key(base.txid)}.1")
@@ -199,18 +199,20 @@ def test_a_rewriter_with_a_lost_answer_wins(repo: Repository, faults: FaultyStor
     assert now(repo, base).number == 1
 
 
-def test_a_rewriter_without_an_answer_takes_the_number_before_it_fails(repo: Repository, faults: FaultyStore) -> None:
+def test_a_rewriter_without_a_response_occupies_the_log_number_before_it_fails(
+    repo: Repository, faults: FaultyStore
+) -> None:
     base = commit_bare(repo)
     faults.inject(fail_before("put", key=f"{commit_key(base.txid)}.1"))
     with pytest.raises(StorageError):
         rewrite_bare(repo, base)
     (made,) = (one for one in list_commits(repo).live() if one.txid != base.txid)
     assert (made.standing, made.last, visible(repo)) == (VOID, "forgotten", [base.txid])
-    with pytest.raises(Conflict):  # the first put, which arrives late
+    with pytest.raises(Conflict):  # the first write, which arrives late
         finish(repo, made)
 
 
-def test_a_rewriter_that_cannot_take_the_number_forgets_nothing(repo: Repository, faults: FaultyStore) -> None:
+def test_a_rewriter_that_cannot_occupy_the_log_number_forgets_nothing(repo: Repository, faults: FaultyStore) -> None:
     base = commit_bare(repo)
     faults.inject(fail_before("put", key=f"{commit_key(base.txid)}.1", times=2))
     with pytest.raises(StorageError):
@@ -234,11 +236,11 @@ def test_a_rewrite_and_its_record_are_announced_before_they_exist(repo: Reposito
     assert seen == [(made.txid, 0), (base.txid, 1)]
 
 
-# listings that are not atomic
+# non-atomic listings
 
 
 class Torn(FaultyStore):
-    """Its next listing of commits/ lacks the matching keys."""
+    """Storage whose next listing of commits/ lacks the matching keys."""
 
     hides: Callable[[str], bool] | None = None
 
@@ -247,7 +249,7 @@ class Torn(FaultyStore):
         return (entry for entry in super().list(prefix, known=known) if hides is None or not hides(entry.key))
 
 
-def test_a_rewrite_missing_from_a_listing_is_read_by_its_key(tmp_path: Path) -> None:
+def test_a_rewrite_that_is_missing_from_a_listing_is_read_by_its_key(tmp_path: Path) -> None:
     storage = Torn(memory())
     repo = repository(tmp_path, storage)
     base = commit_bare(repo)
@@ -262,7 +264,7 @@ def test_a_rewrite_missing_from_a_listing_is_read_by_its_key(tmp_path: Path) -> 
     assert list_commits(repo) == list_commits(repository(tmp_path / "fresh", storage, seed=7))
 
 
-def test_lower_numbers_of_a_log_are_read_by_their_keys(tmp_path: Path) -> None:
+def test_missing_lower_numbers_of_a_log_are_read_by_their_keys(tmp_path: Path) -> None:
     storage = Torn(memory())
     repo = repository(tmp_path, storage)
     base = commit_bare(repo)
@@ -277,7 +279,7 @@ def test_lower_numbers_of_a_log_are_read_by_their_keys(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_was_always_visible_is_never_reported_as_gone(tmp_path: Path) -> None:
-    """The listing shows that the rewrite was forgotten, but misses the earlier restore of the base."""
+    """The listing shows that the rewrite was forgotten, but lacks the earlier restore of the base."""
     storage = Torn(memory())
     repo = repository(tmp_path, storage)
     base = commit_bare(repo)
@@ -293,10 +295,13 @@ def test_a_checkpoint_that_was_always_visible_is_never_reported_as_gone(tmp_path
     assert visible(repository(tmp_path / "newer", storage, seed=6)) == [again.txid]
 
 
-def test_a_look_at_a_run_follows_checkpoints_replaced_meanwhile(
+def test_reading_a_run_follows_checkpoints_that_are_replaced_meanwhile(
     tmp_path: Path, repo: Repository, faults: FaultyStore
 ) -> None:
-    """The reader first reads the rewrite, which is not valid yet. Then it reads its base, which has been replaced."""
+    """The reader first reads the rewrite, which is not valid yet.
+
+    Then it reads the base, which has been replaced by then.
+    """
     commit_bare(repo, step=0)
     base = commit_bare(repo, step=1)
     made = half_rewrite(repo, base)
@@ -306,7 +311,7 @@ def test_a_look_at_a_run_follows_checkpoints_replaced_meanwhile(
     def stand(call: Call) -> None:
         nonlocal read
         read += 1
-        if read == 2:  # after the log of the rewrite, and that of its base
+        if read == 2:  # after it has read the logs of the rewrite and its base
             finish(other(tmp_path, repo), made)
 
     faults.inject(call_first("get", stand, key=commit_key(base.txid), times=9))
@@ -316,8 +321,10 @@ def test_a_look_at_a_run_follows_checkpoints_replaced_meanwhile(
 
 
 def test_a_lost_record_after_a_rewrite_does_not_block_listings(tmp_path: Path) -> None:
-    """A read by keys ends the base's log before the gap, so that the rewrite seems valid. The listing shows that it is
-    not."""
+    """If the base's log is read by keys, it ends before the gap, and the rewrite seems valid.
+
+    The listing shows that it is not.
+    """
     storage = memory()
     repo = repository(tmp_path, storage)
     base = commit_bare(repo, "a", 1)
@@ -329,7 +336,9 @@ def test_a_lost_record_after_a_rewrite_does_not_block_listings(tmp_path: Path) -
     assert (listed.visible(), list(listed.damaged)) == ([], [made.txid])
 
 
-def test_a_rewrite_undone_during_a_look_is_not_lost(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_a_rewrite_undone_while_a_run_is_read_is_not_lost(
+    tmp_path: Path, repo: Repository, faults: FaultyStore
+) -> None:
     base = commit_bare(repo)
     made = rewrite_bare(repo, base)
     seen = refresh(repo, base)
@@ -359,7 +368,9 @@ def test_tags_and_leases_follow_the_id(repo: Repository) -> None:
     assert tag.txid == base.txid
 
 
-def test_a_tag_can_be_set_on_a_just_rewritten_checkpoint(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_a_tag_can_be_set_on_a_checkpoint_that_was_just_rewritten(
+    tmp_path: Path, repo: Repository, faults: FaultyStore
+) -> None:
     base = commit_bare(repo)
 
     def rewritten() -> None:
@@ -394,7 +405,7 @@ def tear(repo: Repository, key: str) -> None:
     repo.storage.put(key, b"torn")
 
 
-def test_a_rewrite_whose_standing_cannot_be_read_is_in_doubt(tmp_path: Path, repo: Repository) -> None:
+def test_a_rewrite_whose_status_cannot_be_read_is_reported_as_damaged(tmp_path: Path, repo: Repository) -> None:
     base = commit_bare(repo)
     made = rewrite_bare(repo, base)
     purge(repo, refresh(repo, base))
@@ -402,7 +413,7 @@ def test_a_rewrite_whose_standing_cannot_be_read_is_in_doubt(tmp_path: Path, rep
     for host in (repo, repository(tmp_path / "new", repo.storage, seed=5)):
         found = list_commits(host)
         assert set(found.damaged) == {made.txid}
-        assert [one.txid for one in found.visible()] == [made.txid]  # nothing else of it is live
+        assert [one.txid for one in found.visible()] == [made.txid]  # no other commit of this ID is live
         with pytest.raises(Damaged, match="may say"):
             read_log(host, made.txid)
 

@@ -1,4 +1,4 @@
-"""Thinning combined with kills, interleaving, copies and mirrors."""
+"""Thinning combined with kills, interleaved calls, copies and mirrors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ COUNT, HOUR = 3, 3600.0
 
 
 def fill(repo: Repository) -> Repository:
-    """Save run@0 and so on, the optimizer of each in a blob of its own."""
+    """Save run@0 and later steps. The optimizer of each checkpoint is in its own blob."""
     for step in range(COUNT):
         save_parts(repo, weights(step), {name: array(100 + step + n) for n, name in enumerate(OPTIM)}, step=step)
     return repo
@@ -53,7 +53,7 @@ def thin(repo: Repository, *refs: str) -> tuple[Commit, ...]:
 
 
 def check(repo: Repository) -> None:
-    """Check that the weights of all checkpoints exist, and all other entries of complete ones."""
+    """Check that all checkpoints still have their weights, and that complete ones still have all other entries."""
     found = list_commits(repo)
     for one in found.current():
         lacking = OPTIM if one.dropped else ()
@@ -63,7 +63,7 @@ def check(repo: Repository) -> None:
 
 
 class Killed(BaseException):
-    """The death of this process."""
+    """Ends the simulated process."""
 
 
 class Dying(FaultyStore):
@@ -104,7 +104,7 @@ def test_thinning_and_gc_killed_at_any_call_lose_nothing(tmp_path: Path, seed: i
 
 
 class ThinPlay(Play):
-    """Checkpoints that can be thinned, and the actors that thin them."""
+    """A play with checkpoints that can be thinned, and actors that thin them."""
 
     def save(self, step: int) -> None:
         save_parts(self.watcher, weights(step), {name: array(100 + step) for name in OPTIM}, step=step)
@@ -112,7 +112,9 @@ class ThinPlay(Play):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("switches", [0.2, 0.05])
-def test_thinning_runs_beside_rewriters_leases_and_gcs(tmp_path: Path, seed: int, full: bool, switches: float) -> None:
+def test_thinning_runs_concurrently_with_rewriters_leases_and_gcs(
+    tmp_path: Path, seed: int, full: bool, switches: float
+) -> None:
     thinned = 0
     for round_ in range(200 if full else 8):
         play = ThinPlay(tmp_path / str(round_), seed + round_)
@@ -132,8 +134,8 @@ def test_thinning_runs_beside_rewriters_leases_and_gcs(tmp_path: Path, seed: int
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("dies", ["gc", "thinner"])
-def test_tagged_checkpoints_end_visible_and_whole(tmp_path: Path, seed: int, full: bool, dies: str) -> None:
-    """A rule forgets, another process thins, and one of the two dies right after its first change of a log."""
+def test_tagged_checkpoints_end_up_visible_and_complete(tmp_path: Path, seed: int, full: bool, dies: str) -> None:
+    """A rule forgets while a different process thins, and one of the two dies right after its first change to a log."""
     taken_back = 0
     for round_ in range(400):
         if taken_back and not full and round_ >= 24:
@@ -163,8 +165,10 @@ def test_tagged_checkpoints_end_visible_and_whole(tmp_path: Path, seed: int, ful
 
 
 def tags_that_lie(repo: Repository) -> list[str]:
-    """Tags whose checkpoint is not visible, or lacks entries that it had when the tag was set, although a complete one
-    lives."""
+    """Return the tags whose checkpoint is not visible or lacks entries, even though a complete commit is live.
+
+    Only entries that the checkpoint had when the tag was set count.
+    """
     listed = list_commits(repo)
     lying = []
     for name, tag in tags(repo).items():
@@ -175,7 +179,7 @@ def tags_that_lie(repo: Repository) -> list[str]:
 
 
 @pytest.mark.sweep
-def test_thinning_runs_beside_writers_and_users(tmp_path: Path, seed: int, full: bool) -> None:
+def test_thinning_runs_concurrently_with_writers_and_users(tmp_path: Path, seed: int, full: bool) -> None:
     for round_ in range(200 if full else 8):
         play = ThinPlay(tmp_path / str(round_), seed + round_)
         play.thinner("t0")
@@ -184,7 +188,7 @@ def test_thinning_runs_beside_writers_and_users(tmp_path: Path, seed: int, full:
         play.user("user")
         play.gc("g0")
         play.run(0.1, 0.1)
-        for name in tags(play.watcher):  # they may name old places
+        for name in tags(play.watcher):  # they may name old locations
             delete_tag(play.watcher, name)
         play.clean_up()
 
@@ -209,13 +213,15 @@ TAGS: dict[str, Callable[[Repository], object]] = {
 
 
 def tag_right_before(repo: Repository, faults: FaultyStore, what: str) -> None:
-    """The tag exists when the thinned checkpoint takes its place, but not when the thinning was planned."""
+    """Set the tag after the thinning was planned, but before the thinned checkpoint replaces the complete one."""
     set_it = meanwhile(lambda: TAGS[what](repo))
     faults.inject(call_first("put", set_it, key=f"commits/{resolve(repo, 'run@0').txid}.1"))
 
 
 @pytest.mark.parametrize("what", TAGS)
-def test_a_checkpoint_tagged_during_thinning_stays_whole(filled: Repository, faults: FaultyStore, what: str) -> None:
+def test_a_checkpoint_tagged_during_thinning_remains_complete(
+    filled: Repository, faults: FaultyStore, what: str
+) -> None:
     whole = resolve(filled, "run@0")
     tag_right_before(filled, faults, what)
     assert [one.step for one in thin(filled, "run@0", "run@1")] == [1]
@@ -226,8 +232,8 @@ def test_a_checkpoint_tagged_during_thinning_stays_whole(filled: Repository, fau
     assert [one.dropped is None for one in list_commits(filled).visible()] == [True, False, True]
 
 
-def test_thinning_undoes_its_own_change_but_no_later_one(filled: Repository, faults: FaultyStore) -> None:
-    """Before the thinning restores the tagged checkpoint, the writer of the tag does, and a user forgets it by name."""
+def test_thinning_undoes_its_own_change_but_not_a_later_one(filled: Repository, faults: FaultyStore) -> None:
+    """The process that set the tag restores the checkpoint before the thinning does. Then a user forgets it by name."""
     whole = resolve(filled, "run@0")
     tag_right_before(filled, faults, "a tag")
 
@@ -287,12 +293,12 @@ def test_only_thinnings_after_the_tag_are_undone(filled: Repository) -> None:
     execute(filled, plan_thin(filled, ["run@0"], drop=["model.b"], tagged=True))
     moved = tags(filled)["best"]
     assert moved.txid != less.txid
-    write_generation(filled, "best", moved.generation + 1, less)  # as if it had died before it moved the tag
+    write_generation(filled, "best", moved.generation + 1, less)  # as if the thinning had died before it moved the tag
     collect(filled, revoke_after=0.0)
     assert resolve(filled, "tag:best").txid == less.txid
 
 
-def test_a_tag_set_during_thinning_keeps_the_checkpoint_whole(filled: Repository, faults: FaultyStore) -> None:
+def test_a_tag_set_during_thinning_keeps_the_checkpoint_complete(filled: Repository, faults: FaultyStore) -> None:
     whole = resolve(filled, "run@0")
     faults.inject(call_first("put", meanwhile(lambda: thin(filled, "run@0")), key="tags/best/0"))
     set_tag(filled, "best", whole)
@@ -300,7 +306,7 @@ def test_a_tag_set_during_thinning_keeps_the_checkpoint_whole(filled: Repository
     check(filled)
 
 
-def test_a_tag_on_a_purged_whole_commit_keeps_the_thinned_one(filled: Repository, faults: FaultyStore) -> None:
+def test_a_tag_on_a_purged_complete_commit_protects_the_thinned_one(filled: Repository, faults: FaultyStore) -> None:
     whole = resolve(filled, "run@0")
 
     def thinned_and_purged() -> None:
@@ -315,7 +321,7 @@ def test_a_tag_on_a_purged_whole_commit_keeps_the_thinned_one(filled: Repository
 # copies
 
 
-def test_a_whole_twin_counts_as_the_thinned_checkpoint(tmp_path: Path) -> None:
+def test_a_complete_twin_counts_as_a_copy_of_the_thinned_checkpoint(tmp_path: Path) -> None:
     source, target = fill(repository(tmp_path)), elsewhere(tmp_path / "t")
     copy(source, target)
     thin(source, "run@0")
@@ -324,7 +330,7 @@ def test_a_whole_twin_counts_as_the_thinned_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("purged", [False, True])
-def test_a_whole_checkpoint_answers_beside_its_thinned_twin(tmp_path: Path, *, purged: bool) -> None:
+def test_a_complete_checkpoint_takes_precedence_over_its_thinned_twin(tmp_path: Path, *, purged: bool) -> None:
     source, target = fill(repository(tmp_path)), elsewhere(tmp_path / "t")
     thin(source, "run@0")
     if purged:
@@ -341,7 +347,7 @@ def test_a_whole_checkpoint_answers_beside_its_thinned_twin(tmp_path: Path, *, p
         check_clean(target)
 
 
-def test_a_copy_of_a_damaged_thinned_checkpoint_names_keys(tmp_path: Path) -> None:
+def test_copying_a_damaged_thinned_checkpoint_names_the_affected_keys(tmp_path: Path) -> None:
     source, target = fill(repository(tmp_path)), elsewhere(tmp_path / "t")
     (made,) = thin(source, "run@0")
     collect(source)
@@ -351,7 +357,7 @@ def test_a_copy_of_a_damaged_thinned_checkpoint_names_keys(tmp_path: Path) -> No
     assert set(failed.keys) == {"model.a", "model.b"}
 
 
-def test_a_repaired_thinned_checkpoint_stays_thinned(tmp_path: Path) -> None:
+def test_a_thinned_checkpoint_remains_thinned_after_a_repair(tmp_path: Path) -> None:
     repo, other = fill(repository(tmp_path)), elsewhere(tmp_path / "t")
     copy(repo, other)
     (made,) = thin(repo, "run@0")
@@ -380,7 +386,7 @@ def test_errors_for_thinned_entries_name_the_rule(tmp_path: Path) -> None:
 
 def mirrored(tmp_path: Path, *, thinned: bool) -> tuple[Repository, Repository]:
     here, there = fill(repository(tmp_path)), elsewhere(tmp_path / "there")
-    there.clock = here.clock  # of the process that has opened both
+    there.clock = here.clock  # one process has opened both
     here.change_settings(mirror=there.storage.url, mirror_thinned=thinned or None)
     return here, there
 
@@ -393,7 +399,7 @@ def reasons(repo: Repository) -> list[tuple[int | None, str]]:
     return [(one.step, one.reason) for one in collect(repo).waiting]
 
 
-def test_a_whole_mirror_receives_checkpoints_before_they_are_thinned(tmp_path: Path) -> None:
+def test_an_unthinned_mirror_receives_checkpoints_before_they_are_thinned(tmp_path: Path) -> None:
     here, there = mirrored(tmp_path, thinned=False)
     thin(here, "run@0")
     assert reasons(here) == [(0, "unmirrored")]
@@ -417,7 +423,7 @@ def test_a_mirror_is_thinned_afterwards(tmp_path: Path) -> None:
     assert reasons(here) == []
 
 
-def test_a_checkpoint_thinned_before_mirroring_is_mirrored_thinned(tmp_path: Path) -> None:
+def test_a_checkpoint_thinned_before_mirroring_is_thinned_in_the_mirror(tmp_path: Path) -> None:
     here, there = mirrored(tmp_path, thinned=True)
     thin(here, "run@0")
     assert reasons(here) == [(0, "unmirrored")]
@@ -427,7 +433,7 @@ def test_a_checkpoint_thinned_before_mirroring_is_mirrored_thinned(tmp_path: Pat
     check(there)
 
 
-def test_a_checkpoint_restored_whole_becomes_whole_in_the_mirror(tmp_path: Path) -> None:
+def test_restoring_a_thinned_checkpoint_also_restores_it_in_the_mirror(tmp_path: Path) -> None:
     here, there = mirrored(tmp_path, thinned=True)
     catch_up(here, there)
     thin(here, "run@0")
@@ -440,7 +446,7 @@ def test_a_checkpoint_restored_whole_becomes_whole_in_the_mirror(tmp_path: Path)
     assert base in Holdings(list_commits(there).visible())
 
 
-def test_tagged_checkpoints_stay_whole_in_the_mirror(tmp_path: Path) -> None:
+def test_tagged_checkpoints_remain_complete_in_the_mirror(tmp_path: Path) -> None:
     here, there = mirrored(tmp_path, thinned=True)
     catch_up(here, there)
     set_tag(there, "best", resolve(there, "run@0"))
@@ -449,7 +455,7 @@ def test_tagged_checkpoints_stay_whole_in_the_mirror(tmp_path: Path) -> None:
     assert [resolve(there, f"run@{step}").dropped is None for step in range(3)] == [True, False, True]
 
 
-def test_the_first_of_two_changes_wins(tmp_path: Path) -> None:
+def test_the_first_of_two_concurrent_changes_wins(tmp_path: Path) -> None:
     repo = fill(repository(tmp_path))
     plan = plan_thin(repo, ["run@0"], drop=DROP)
     move(repo, resolve(repo, "run@0"))

@@ -1,4 +1,4 @@
-"""Thinning in any order with saves, copies, a mirror and gcs: visible checkpoints are exact."""
+"""Thinning in any order with saves, copies, a mirror and gcs: visible checkpoints have exactly the expected entries."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DROPS = st.sampled_from([["optim.*"], ["optim.a"], ["optim.b", "optim.a"]])
 
 
 class ThinModel(RuleBasedStateMachine):
-    """``here`` has a mirror, ``there``, and exchanges copies with ``other``. ``ids``: the saved checkpoints."""
+    """``here`` has the mirror ``there``, and exchanges copies with ``other``. ``ids``: the saved checkpoints."""
 
     @initialize(thinned=st.booleans())
     def start(self, thinned: bool) -> None:

@@ -1,4 +1,4 @@
-"""The bytes of each run, of several, and of none."""
+"""The bytes that are used by one run, by several runs, or by none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from casckpt.upkeep.usage import Freed, usage
 from tests.support.saves import cells, small, small_folder
 
 
-def test_bytes_are_counted_by_run() -> None:
+def test_bytes_are_counted_per_run() -> None:
     store = small()
     base, own = cells(20), cells(9)
     first = store.save({"w": base}, run="base", step=0)
@@ -53,7 +53,7 @@ def test_unused_bytes_are_reported_until_a_gc(tmp_path: Path) -> None:
     assert after.bytes_blobs == after.runs[0].bytes_used < before.bytes_blobs
 
 
-def test_a_damaged_manifest_affects_only_its_own_line(tmp_path: Path) -> None:
+def test_a_damaged_manifest_affects_only_its_own_run(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     bad = store.save({"w": cells(9)}, run="bad", step=0)
     store.save({"w": torch.ones(5)}, run="good", step=0)
@@ -66,7 +66,7 @@ def test_a_damaged_manifest_affects_only_its_own_line(tmp_path: Path) -> None:
     assert found.bytes_unneeded > 0
 
 
-def test_stats_of_an_empty_store_are_zero_and_of_a_missing_one_an_error(tmp_path: Path) -> None:
+def test_stats_are_zero_for_an_empty_store_and_an_error_for_a_missing_one(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     assert list(usage(store.repository).runs) == []
     with pytest.raises(NotFound, match="there is no store"):

@@ -1,4 +1,4 @@
-"""The benchmark: casckpt compared with its peers and with the limits of the machine, in one interleaved run.
+"""The benchmark compares casckpt with its peers and with the limits of the machine in one interleaved run.
 
 ::
 
@@ -8,5 +8,5 @@
                 |
                 worker ---> tasks (save, load, limits of the machine, plan, catalogue) ---> peers
 
-The first process does not import torch. Workers run the measured code.
+The main process does not import torch. Workers run the measured code.
 """

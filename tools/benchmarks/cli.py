@@ -29,7 +29,7 @@ _ON_GPU = ("save", "async", "load", "small")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run scenarios, or only show earlier results. Return the exit status."""
+    """Run scenarios or show earlier results. Return the exit status."""
     parser = _parser()
     chosen = parser.parse_args(arguments)
     unknown = set(chosen.scenarios) - set(SCENARIOS)
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for scenario in report.scenarios:
             table.show(scenario)
     else:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as with Ctrl-C, saved files are removed
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as with Ctrl-C, the saved files are removed
         try:
             report = _run(chosen)
         except Void as error:

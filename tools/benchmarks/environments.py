@@ -1,4 +1,4 @@
-"""Virtual environments for peers whose requirements conflict with casckpt's, created on demand."""
+"""Virtual environments, created on demand, for peers whose requirements conflict with those of casckpt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REQUIREMENTS: dict[str, tuple[str, ...]] = {
 
 
 class Absent(Exception):
-    """A peer cannot be measured here. The message gives the reason."""
+    """A peer cannot be measured here. The message states the reason."""
 
 
 def python_of(environment: str) -> Path:

@@ -1,4 +1,4 @@
-"""Folders of files: make them durable, drop them from the page cache, read them into it, and measure them."""
+"""Makes folders of files durable, drops them from the page cache, reads them into it, and measures them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 _PIECE = 8 << 20
 _FIRST = 64 << 10
-_COLD = 0.01  # the share of pages that may remain in the cache for a cold load
+_COLD = 0.01  # the fraction of pages that may remain in the cache for a cold load
 
 
 class NotCold(Exception):
@@ -27,7 +27,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def make_durable(folder: Path) -> None:
-    """Sync every file and folder below ``folder``, and its parent: four at a time, folders last."""
+    """Sync every file and folder below ``folder``, and its parent, four at a time, with folders last."""
     folders = [Path(base) for base, _, _ in os.walk(folder, topdown=False)]
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(sync, files_of(folder)))
@@ -45,15 +45,15 @@ def sync(path: Path) -> None:
 
 
 def stored(folder: Path) -> int:
-    """Return the bytes on disk of the files below a folder."""
+    """Return the number of bytes that the files below a folder occupy on disk."""
     return sum(path.stat().st_blocks * 512 for path in files_of(folder))
 
 
 def drop_from_cache(folder: Path, *, everything: bool) -> None:
     """Empty the page cache of a folder's files.
 
-    Raises `NotCold` if more than 1 % of their pages remain. ``everything``: also drop folders and inodes of the whole
-    machine, where that is allowed.
+    Raises `NotCold` if more than 1 % of their pages remain. ``everything``: also drop the folders and inodes of the
+    whole machine if that is allowed.
     """
     paths = files_of(folder)
     for path in paths:
@@ -78,14 +78,14 @@ def _drop_all_caches() -> None:
 
 
 def resident(paths: Sequence[Path]) -> float:
-    """Return the share of the files' pages that is in the page cache."""
+    """Return the fraction of the files' pages that is in the page cache."""
     counts = [_pages(path) for path in paths]
     total = sum(count for _, count in counts)
     return sum(found for found, _ in counts) / total if total else 0.0
 
 
 def _pages(path: Path) -> tuple[int, int]:
-    """Return (pages in the page cache, all pages) of a file."""
+    """Return (pages in the page cache, all pages) for a file."""
     size = path.stat().st_size
     count = -(-size // mmap.PAGESIZE)
     if not size:
@@ -103,8 +103,8 @@ def _pages(path: Path) -> tuple[int, int]:
 def bring_into_cache(folder: Path) -> None:
     """Read every file twice through the page cache, each time beginning with a small read.
 
-    The first read of cached pages may be slower than later ones. After a large first read, Linux keeps the first MiBs
-    of a file in single pages, which slows down sets of many files.
+    The first read of cached pages may be slower than later ones. After a large first read, Linux keeps the first few
+    MiB of a file in single pages, which slows down sets of many files.
     """
     buffer = bytearray(_PIECE)
     for path in files_of(folder) * 2:
@@ -115,5 +115,5 @@ def bring_into_cache(folder: Path) -> None:
 
 
 def pieces(size: int, length: int = _PIECE) -> Iterator[tuple[int, int]]:
-    """Return (start, length) of the pieces of ``size`` bytes."""
+    """Return (start, length) for the pieces of ``size`` bytes."""
     return ((start, min(length, size - start)) for start in range(0, size, length))

@@ -1,4 +1,4 @@
-"""Interleaved rounds: A B C, B C A, C A B. A slow phase of the machine affects all cases equally."""
+"""Interleaved rounds: A B C, B C A, C A B. If the machine is slow for a while, this affects all cases equally."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Tell = Callable[[str], None]
 
 
 class Void(Exception):
-    """The benchmark is void: a load returned wrong bytes, or casckpt itself failed."""
+    """The benchmark is void because a load returned incorrect bytes or casckpt itself failed."""
 
 
 class Enough(Exception):
-    """A case does not need more rounds. The finished rounds count."""
+    """A case does not need more rounds. The rounds that were finished count."""
 
 
 @dataclass
 class Case:
-    """A row to measure. ``run`` does the round with the given number. ``ours``: a failure ends the run."""
+    """A row to measure. ``run`` performs the round with the given number. ``ours``: a failure ends the run."""
 
     row: Row
     run: Callable[[int], Measured]
@@ -33,7 +33,7 @@ class Case:
 def run_rounds(cases: Sequence[Case], rounds: int, tell: Tell, *, warm_up: int = 1) -> list[Row]:
     """Run all cases ``rounds`` times, in an order that rotates. The first ``warm_up`` rounds do not count.
 
-    A peer that fails is skipped from then on, and its row gives the reason. Raises `Void`.
+    If a peer fails, it is skipped from then on, and its row states the reason. Raises `Void`.
     """
     over: set[int] = set()
     for number in range(rounds + warm_up):

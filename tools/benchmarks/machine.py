@@ -1,4 +1,4 @@
-"""A description of the machine that does not identify it: no host names, no paths."""
+"""A description of the machine that does not identify it: it contains no host names and no paths."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def describe(folder: Path, *, gpu: bool) -> dict[str, str]:
 
 
 def commit(tree: Path) -> str:
-    """Return the commit of a checkout, with "-dirty" if files differ from it, or "" without git."""
+    """Return the commit of a checkout, with "-dirty" appended if files differ from it, or "" without git."""
     command = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--exclude=*"]
     with suppress(OSError):
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

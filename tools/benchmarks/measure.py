@@ -1,4 +1,4 @@
-"""The cost of an operation: the time, CPU seconds, extra memory and bytes of this process and its children."""
+"""The cost of an operation: the time, CPU seconds, additional memory, and bytes of this process and its children."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _RESET_PEAK = "5"
 class Measured:
     """The cost of one operation in one round, in seconds and bytes.
 
-    ``blocked``: until the caller may continue and change the state. ``durable``: until all bytes are on disk (for a
-    load: until all tensors are filled). ``peak``: the highest extra resident memory, None if the kernel does not
-    report it. ``written``, ``read``: to and from the storage device. ``asked``: requested by read calls. ``stored``:
-    the growth of the checkpoint's folder on disk.
+    ``blocked``: the time until the caller may continue and change the state. ``durable``: the time until all bytes are
+    on disk (for a load: until all tensors are filled). ``peak``: the peak of additional resident memory, or None if
+    the kernel does not report it. ``written``, ``read``: bytes to and from the storage device. ``asked``: bytes
+    requested by read calls. ``stored``: the growth of the checkpoint's folder on disk.
     """
 
     blocked: float = 0.0
@@ -39,7 +39,7 @@ class Measured:
 
 
 def together(parts: list[Measured]) -> Measured:
-    """Combine the costs of concurrent ranks: the time of the slowest, the sum of all other costs."""
+    """Combine the costs of concurrent ranks: the time of the slowest rank, and the sums of all other costs."""
     peaks = [part.peak for part in parts if part.peak is not None]
     return Measured(
         blocked=max(part.blocked for part in parts),
@@ -58,7 +58,7 @@ def together(parts: list[Measured]) -> Measured:
 class Meter:
     """Measures from its creation to `stop`.
 
-    `mark_blocked` marks the time at which the caller may continue, by default the end.
+    `mark_blocked` marks the time at which the caller may continue, which is the end by default.
 
     ``together`` is called before the clock starts. It waits for the other ranks, because creating a meter takes time.
     """
@@ -84,7 +84,7 @@ class Meter:
 
 
 class Clock:
-    """Measures the time inside its blocks, and this process's CPU time during that time."""
+    """Measures the time inside its blocks, and the CPU time that this process uses during that time."""
 
     def __init__(self) -> None:
         self.time = self.cpu = 0.0
@@ -98,13 +98,13 @@ class Clock:
         self.time += time.perf_counter()
 
     def write(self, measured: Measured) -> None:
-        """Write the result into the measurement."""
+        """Store the result in the measurement."""
         measured.blocked = measured.durable = self.time
         measured.cpu, measured.load_average = self.cpu, os.getloadavg()[0]
 
 
 class _Tree:
-    """Counters of this process and of its children, at one moment."""
+    """Counters of this process and its children at one instant."""
 
     def __init__(self) -> None:
         self._resident: dict[int, int] = {}
@@ -150,7 +150,7 @@ class _Tree:
 
 
 def _pids() -> list[int]:
-    """Return this process and its descendants. psutil would visit every process of the machine."""
+    """Return this process and its descendants. psutil would examine every process on the machine."""
     found = [os.getpid()]
     for pid in found:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The results of a run: rows of rounds, their medians, ratios and targets, and their conversion to and from JSON."""
+"""The results of a run: rows of rounds, with medians, ratios and targets, and their conversion to and from JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ METRICS = ("blocked", "durable", "cpu", "peak", "written", "read", "asked", "sto
 
 @dataclass
 class Spread:
-    """Median, lowest and highest of the rounds."""
+    """The median, minimum and maximum of the rounds."""
 
     median: float
     low: float
@@ -25,12 +25,12 @@ class Spread:
 
 @dataclass
 class Row:
-    """One configuration in one scenario. ``nbytes``: the bytes to save or load, or 0 if that is meaningless.
+    """A configuration in a scenario. ``nbytes``: the bytes to save or load, or 0 if that does not apply.
 
-    ``who``: "casckpt", a peer, or a limit of the machine (then ``limit``). ``what``: its settings. ``note``: the
-    reason for missing rounds. ``verified``: whether loads verify digests, or None if there are no loads. ``bounds``:
-    the limits (their ``who``) of such work. ``summary``: each metric over all rounds, from `summarise`; empty without
-    measurements. A published row has a summary and no rounds.
+    ``who``: "casckpt", a peer, or a limit of the machine (in which case ``limit`` is set). ``what``: its settings.
+    ``note``: the reason for missing rounds. ``verified``: whether loads verify digests, or None if there are no loads.
+    ``bounds``: the limits of such work, by ``who``. ``summary``: each metric over all rounds, from `summarise`. It is
+    empty without measurements. A published row has a summary but no rounds.
     """
 
     group: str
@@ -46,18 +46,18 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Who and what."""
+        """Return ``who`` and ``what``."""
         return f"{self.who}, {self.what}" if self.what else self.who
 
     def values(self, metric: str) -> list[float]:
-        """Return one metric of all rounds that have it."""
+        """Return a metric for all rounds that have it."""
         found = [
             getattr(one, metric) if metric in METRICS else one.extra.get(metric) for one in self.rounds
         ]  # fmt: skip
         return [float(value) for value in found if value is not None]
 
     def median(self, metric: str) -> float | None:
-        """Return the median of one metric, or None without measurements."""
+        """Return the median of a metric, or None without measurements."""
         if metric in self.summary:
             return self.summary[metric].median
         found = self.values(metric)
@@ -76,7 +76,7 @@ class Row:
 class Ratio:
     """The cost of ``peer`` divided by casckpt's.
 
-    Above 1, casckpt is cheaper. The ratio is that of the medians; the range is over the rounds.
+    If it is above 1, casckpt is cheaper. The ratio is computed from the medians; the range covers all rounds.
     """
 
     group: str
@@ -105,7 +105,7 @@ class Check:
 
 @dataclass
 class ScenarioResult:
-    """One scenario. ``metric``: the metric of its ratios and plot. ``note``: Markdown above its tables."""
+    """The results of a scenario. ``metric``: used for its ratios and plot. ``note``: Markdown above its tables."""
 
     name: str
     title: str
@@ -129,7 +129,7 @@ class Report:
 
 
 def best(rows: list[Row], who: str, metric: str, *, group: str | None = None, what: str = "") -> Row | None:
-    """Return the row of ``who`` with the lowest median. ``what``: only rows whose settings contain this."""
+    """Return the row of ``who`` with the lowest median. ``what``: consider only rows whose settings contain this."""
     found = [
         (median, number, row)
         for number, row in enumerate(rows)
@@ -140,19 +140,19 @@ def best(rows: list[Row], who: str, metric: str, *, group: str | None = None, wh
 
 
 def binding(rows: list[Row], row: Row, metric: str = "durable") -> Row | None:
-    """Return the binding limit of a row: the slowest of its bounds, each at its best."""
+    """Return the binding limit of a row, which is the slowest of its bounds, each with its best row."""
     found = [best(rows, who, metric, group=row.group) for who in row.bounds]
     measured = [(median, number) for number, one in enumerate(found) if (median := median_of(one, metric)) is not None]
     return found[max(measured)[1]] if measured else None
 
 
 def median_of(row: Row | None, metric: str) -> float | None:
-    """Return the median of a row, if there is one."""
+    """Return the median of a row, or None if there is none."""
     return row.median(metric) if row else None
 
 
 def ratios(rows: list[Row], metric: str) -> list[Ratio]:
-    """Return the ratios of each row of casckpt to the best row of each peer, by group."""
+    """Return the ratio of each casckpt row to the best row of each peer, by group."""
     found = []
     for group in dict.fromkeys(row.group for row in rows):
         here = [row for row in rows if row.group == group]
@@ -180,7 +180,7 @@ def over(value: float | None, other: float | None) -> float | None:
 
 
 def write_json(report: Report, path: Path, *, rounds: bool = True) -> None:
-    """Write a report. Without ``rounds``, only the summary of each row, one row per line, as in docs/benchmarks/."""
+    """Write a report. Without ``rounds``, write only row summaries, one row per line, as in docs/benchmarks/."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if rounds:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")

@@ -1,4 +1,4 @@
-"""The worker processes as seen by the first process: one for each rank, called over pipes, one call at a time."""
+"""The worker processes from the main process's view: one per rank, called over pipes, one call at a time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from benchmarks.measure import Measured, together
 from benchmarks.results import OURS
 
 _TOOLS = Path(__file__).resolve().parent.parent
-_TIMEOUT = 1800.0  # seconds, the time limit of one call
-_GRACE = 60.0  # seconds that the other ranks have after one has failed
+_TIMEOUT = 1800.0  # seconds: the time limit of a call
+_GRACE = 60.0  # seconds that the other ranks have after one of them has failed
 _FAREWELL = 10.0
 
 
@@ -31,16 +31,16 @@ class CallFailed(Exception):
 
 
 class Team:
-    """``ranks`` workers of one environment. Several form a gloo process group."""
+    """``ranks`` workers in one environment. If there are several, they form a gloo process group."""
 
     def __init__(
         self, folder: Path, environment: str = "", ranks: int = 1, *, quick: bool = False, tree: Path | None = None
     ) -> None:
-        """``folder``: for logs and the rendezvous.
+        """Start the workers. ``folder``: for logs and the rendezvous.
 
-        ``quick``: see `Here`. ``tree``: the source of casckpt and the tasks.
+        ``quick``: see `Here`. ``tree``: the source tree of casckpt and the tasks.
 
-        Raises `Absent` without the environment.
+        Raises `Absent` if the environment is absent.
         """
         python = python_of(environment)
         self._other_tree = tree is not None
@@ -58,14 +58,14 @@ class Team:
         self.close()
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         for worker in self._workers:
             worker.close(_FAREWELL if not self.broken else 0.0)
 
     def call(self, task: str, **arguments: Any) -> list[Any]:
-        """Call ``task`` ("saves:save") in every worker, and return the results by rank. Raises `CallFailed`.
+        """Call ``task`` (such as "saves:save") in every worker. Return the results by rank. Raises `CallFailed`.
 
-        If a call gets no answer, the team is ``broken``.
+        If a call gets no response, the team is ``broken``.
         """
         if self._other_tree and "peer" in arguments:
             arguments["peer"] = OURS
@@ -92,12 +92,12 @@ class Team:
         return [answers[rank] for rank in range(len(self._workers))]
 
     def measure(self, task: str, **arguments: Any) -> Measured:
-        """Call a task that measures, and combine the answers of the ranks."""
+        """Call a task that measures, and combine the results of the ranks."""
         return together([Measured(**answer) for answer in self.call(task, **arguments)])
 
 
 def _path(tree: Path) -> str:
-    """Return the module path of a worker, with ``tree`` first."""
+    """Return a worker's module path, with ``tree`` first."""
     return os.pathsep.join(filter(None, (str(tree / "tools"), os.environ.get("PYTHONPATH"))))
 
 
@@ -114,23 +114,23 @@ class _Worker:
                 stderr=log,
                 env=os.environ | {"PYTHONPATH": _path(tree), "PYTHONWARNINGS": "ignore"},
                 cwd=tree,  # the first location where Python looks for casckpt
-                start_new_session=True,  # Ctrl-C ends the first process, which then ends this one
+                start_new_session=True,  # Ctrl-C ends the main process, which then ends this one
             )
 
     def ask(self, task: str, arguments: dict[str, Any]) -> None:
         assert self._process.stdin is not None  # noqa: S101 - a pipe was asked for
-        with suppress(BrokenPipeError):  # the answer shows the error
+        with suppress(BrokenPipeError):  # the response contains the error
             self._process.stdin.write(json.dumps({"task": task, "arguments": arguments}).encode() + b"\n")
             self._process.stdin.flush()
 
     @property
     def output(self) -> IO[bytes]:
-        """Return the stream of answers."""
+        """Return the stream of responses."""
         assert self._process.stdout is not None  # noqa: S101 - a pipe was asked for
         return self._process.stdout
 
     def answer(self) -> Any:
-        """Return the answer to the last question. Raises `CallFailed`."""
+        """Return the response to the last request. Raises `CallFailed`."""
         line = self.output.readline()
         if not line:
             raise CallFailed("Died", f"a worker ended with {self._process.wait()}: {self._last_words()}")

@@ -1,9 +1,9 @@
 """Traces of the states of real training runs, step by step, which scenarios can replay.
 
-A trace is a folder. ``index.json`` is written last. Each checkpoint has ``<step>.<part>.npy`` files, flat arrays with
-the elements of all tensors. Each step of a run of consecutive versions has ``<step>.changes.npz``: the weights' changed
-elements since the previous step, and their new values. Parts: "weights" (bfloat16 as uint16, or float32), "master",
-"exp_avg", "exp_avg_sq" (float32).
+A trace is a folder. Its ``index.json`` is written last. Each checkpoint has ``<step>.<part>.npy`` files, which are
+flat arrays with the elements of all tensors. Each step in a run of consecutive versions has a file
+``<step>.changes.npz``: which elements of the weights have changed since the previous step, and their new values. The
+parts are "weights" (bfloat16 as uint16, or float32), "master", "exp_avg" and "exp_avg_sq" (float32).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import platformdirs
 
 Flat: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.float32]
 CELL = 1 << 20
-VERSION = 1  # of the training code; a trace of a different version is made again
+VERSION = 1  # of the training code; traces of a different version are regenerated
 
 
 class Tensor(msgspec.Struct, frozen=True):
     """A tensor of the model.
 
-    Its elements are [``start``, ``stop``) of each part. ``matrix``: whether it is a matrix of the encoder.
+    Its elements are at [``start``, ``stop``) in each part. ``matrix``: whether it is a matrix of the encoder.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 class Index(msgspec.Struct, frozen=True):
-    """The content of a trace. ``steps``: those with whole states. ``run``: the first and last consecutive version."""
+    """The contents of a trace. ``steps``: steps with whole states. ``run``: the first and last consecutive version."""
 
     version: int
     name: str
@@ -55,9 +55,9 @@ class Trace:
     index: Index
 
     def part(self, step: int, part: str) -> Flat:
-        """Map all elements of one part at one step into memory.
+        """Map all elements of a part at one step into memory.
 
-        Raises ValueError without a checkpoint of that step.
+        Raises ValueError if there is no checkpoint of that step.
         """
         if step not in self.index.steps or part not in self.index.parts:
             raise ValueError(f"{self.index.name} has no {part} at step {step}; it has steps {self.index.steps}")
@@ -65,7 +65,7 @@ class Trace:
         return found
 
     def versions(self) -> Iterator[tuple[int, Flat]]:
-        """Yield the consecutive weight versions, with their steps, in one array that changes for each version."""
+        """Yield the consecutive weight versions with their steps, in one array that is updated for each version."""
         if self.index.run is None:
             return
         first, last = self.index.run
@@ -78,18 +78,18 @@ class Trace:
 
 
 def cut(tensor: Tensor, itemsize: int) -> list[slice]:
-    """Return the cells of a tensor, of at most 1 MiB each."""
+    """Split a tensor into cells of at most 1 MiB."""
     each = CELL // itemsize
     return [slice(start, min(start + each, tensor.stop)) for start in range(tensor.start, tensor.stop, each)]
 
 
 def default_folder() -> Path:
-    """Return the default folder of traces, in the user's cache."""
+    """Return the default folder for traces, which is in the user's cache."""
     return platformdirs.user_cache_path("casckpt") / "bench" / "traces"
 
 
 def find(above: Path, name: str) -> Trace | None:
-    """Return the trace of a name, if it exists, is complete, and has this version."""
+    """Return the trace with this name if it exists, is complete, and has this version."""
     folder = above / name
     try:
         index = msgspec.json.decode((folder / "index.json").read_bytes(), type=Index)
@@ -118,7 +118,7 @@ class Recorder:
         self._parts = tuple(parts)
 
     def version(self, step: int, weights: Flat) -> None:
-        """Add the next consecutive version. The first one needs its checkpoint, too."""
+        """Add the next consecutive version. The first one also needs a checkpoint."""
         if self._last is not None:
             places = np.flatnonzero(weights != self._last).astype(np.uint32)
             np.savez(self.folder / f"{step}.changes.npz", places=places, values=weights[places])

@@ -1,7 +1,8 @@
-"""Real training runs that make traces.
+"""Real training runs that produce traces.
 
 Each takes a few minutes on two cores, with tiny batches and fixed seeds. Their weights change in the same way as those
-of large models. This depends on the learning rate relative to the size of the weights, and on settled moments of Adam.
+of large models, because this depends on the learning rate relative to the magnitude of the weights, and on settled
+Adam moments.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ Loss = Callable[[int], Torch]
 
 @dataclass(frozen=True)
 class Recipe:
-    """One training run.
+    """A training run.
 
-    ``steps``: those with whole states. ``run``: the number of consecutive versions of the weights.
+    ``steps``: the steps with whole states. ``run``: the number of consecutive weight versions.
 
-    ``about``: its description in a table. ``half``: weights are bfloat16 with a float32 master; otherwise they are
-    float32.
+    ``about``: the description for tables. ``half``: the weights are bfloat16 with a float32 master; otherwise, they
+    are float32.
     """
 
     name: str
@@ -51,9 +52,9 @@ class Recipe:
 
 
 def trace(above: Path, name: str, tell: Callable[[str], None] = lambda text: None) -> Trace:
-    """Return the trace of a name. It is made if it does not exist.
+    """Return the trace with this name. Create it if it does not exist.
 
-    Raises ModuleNotFoundError if a package for it is not installed.
+    Raises ModuleNotFoundError if a required package is not installed.
     """
     return find(above, name) or _make(above, RECIPES[name], tell)
 
@@ -74,7 +75,7 @@ def _make(above: Path, recipe: Recipe, tell: Callable[[str], None]) -> Trace:
 
 
 class _Training:
-    """AdamW on a float32 master. With ``half``, the model computes with the master rounded to bfloat16."""
+    """AdamW on a float32 master copy. With ``half``, the model computes with that copy rounded to bfloat16."""
 
     def __init__(self, model: torch.nn.Module, recipe: Recipe) -> None:
         self._half = recipe.half
@@ -84,7 +85,7 @@ class _Training:
         self._publish()
 
     def step(self, loss: Torch) -> None:
-        """One step down the gradient of a loss."""
+        """Take one gradient descent step on a loss."""
         loss.backward()  # type: ignore[no-untyped-call]
         for master, (_, one) in zip(self._master, self._named, strict=True):
             master.grad, one.grad = one.grad, None
@@ -93,14 +94,14 @@ class _Training:
         self._publish()
 
     def weights(self) -> Flat:
-        """Return the published weights, in one row."""
+        """Return the published weights as one row."""
         if self._half:
             flat = torch.cat([master.to(torch.bfloat16).reshape(-1) for master in self._master])
             return flat.view(torch.uint16).numpy()
         return torch.cat([master.reshape(-1) for master in self._master]).numpy()
 
     def parts(self) -> dict[str, Flat]:
-        """The whole state."""
+        """Return the whole state."""
         moments: dict[str, Flat] = {name: self._row(name) for name in ("exp_avg", "exp_avg_sq")}
         if not self._half:
             return {"weights": self.weights(), **moments}
@@ -108,7 +109,7 @@ class _Training:
         return {"weights": self.weights(), "master": master, **moments}
 
     def tensors(self) -> Iterator[Tensor]:
-        """Return the positions of the tensors in the rows. Embeddings do not count as matrices of the encoder."""
+        """Return the positions of the tensors in the rows. Embeddings do not count as encoder matrices."""
         start = 0
         for name, one in self._named:
             matrix = one.dim() == 2 and one.numel() >= _MATRIX and "embed" not in name
@@ -129,7 +130,7 @@ class _Training:
 
 
 def sentences() -> list[str]:
-    """First lines of docstrings of the standard library and of torch, in a fixed order."""
+    """Return the first lines of docstrings in the standard library and in torch, in a fixed order."""
     above = [Path(sysconfig.get_path("stdlib")), Path(str(torch.__file__)).parent]
     files = (path for folder in above for path in sorted(folder.glob("[!s]*/**/*.py")))
     found = (line for path in files for line in _DOCSTRING.findall(path.read_text("utf-8", "replace")))
@@ -137,9 +138,9 @@ def sentences() -> list[str]:
 
 
 class _Pairs:
-    """Batches for an encoder of sentences.
+    """Batches for a sentence encoder.
 
-    Each sentence occurs twice, with different words left out, as ids and mask.
+    Each sentence occurs twice as ids and mask, with different words left out.
     """
 
     def __init__(self, tokenizer: Any, size: int, length: int) -> None:
@@ -148,7 +149,7 @@ class _Pairs:
         self._size, self._length = size, length
 
     def batch(self, step: int) -> tuple[Torch, Torch]:
-        """Return the (2 x size, length) ids and mask of one step: sentence i is in rows i and size + i."""
+        """Return the (2 x size, length) ids and mask for one step: sentence i is in rows i and size + i."""
         draw = np.random.default_rng(step)
         chosen = [self._ids[i] for i in draw.integers(len(self._ids), size=self._size)]
         ids = torch.zeros((2 * self._size, self._length), dtype=torch.int64)
@@ -160,7 +161,7 @@ class _Pairs:
 
 
 def _minilm(size: int, length: int) -> tuple[torch.nn.Module, Callable[[int], Torch]]:
-    """Return the model, and the similarities between the two halves of the pairs of a step (size x size)."""
+    """Return the model, and the similarities (size x size) between the two halves of a step's pairs."""
     from tokenizers import Tokenizer
     from transformers import BertModel
 
@@ -193,8 +194,9 @@ def _contrastive() -> tuple[torch.nn.Module, Loss]:
 def _policy() -> tuple[torch.nn.Module, Loss]:
     """Train with a small GRPO.
 
-    It uses 8 samples of the same-sentence task, a reward for each hit, and advantages normalized in the group. There
-    are 256 prompts. With fewer prompts in a batch, or always new ones, gradients agree less, and fewer weights change.
+    It uses 8 samples of the same-sentence task, a reward for each hit, and advantages normalized within the group.
+    There are 256 prompts. If a batch had fewer prompts, or always new ones, gradients would agree less, and fewer
+    weights would change.
     """
     size, samples, batches = 16, 8, 16
     model, similarities = _minilm(size, 24)
@@ -210,7 +212,7 @@ def _policy() -> tuple[torch.nn.Module, Loss]:
 
 
 class _Gpt(torch.nn.Module):
-    """GPT-2's shape over bytes: 3.2 million parameters."""
+    """A byte-level model with GPT-2's architecture and 3.2 million parameters."""
 
     def __init__(self, width: int = 256, layers: int = 4, length: int = 128) -> None:
         super().__init__()

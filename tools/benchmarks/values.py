@@ -1,4 +1,4 @@
-"""The states to save and load: their tensors, filled with incompressible bytes that are equal in every process."""
+"""The states to save and load. Their tensors contain incompressible bytes, which are equal in every process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-_PIECE = 8 << 20  # bytes of random numbers drawn in one go
+_PIECE = 8 << 20  # bytes of random numbers drawn at a time
 _POISON = 0xA5
 _ITEMSIZE = {"bfloat16": 2, "float32": 4}
 _EXPONENT = {"bfloat16": ("int16", 0x7F80, 0x4000), "float32": ("int32", 0x7F800000, 0x40000000)}
@@ -18,7 +18,7 @@ ADAPTERS = "adapter."
 
 @dataclass(frozen=True)
 class Spec:
-    """One tensor of a state."""
+    """A tensor of a state."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,8 +36,8 @@ class Spec:
 def specs(kind: str, size: int) -> list[Spec]:
     """Return the tensors of a state of about ``size`` bytes.
 
-    ``kind``: "model", a transformer in bfloat16; "adapted", a transformer with 96 % of the bytes and adapters with 4
-    %; "small", tensors of 1 KiB; "square", a single matrix of float32 whose sides are multiples of 64; "narrow", one
+    ``kind``: "model": a transformer in bfloat16; "adapted": a transformer with 96 % of the bytes and adapters with 4
+    %; "small": tensors of 1 KiB; "square": a single float32 matrix whose sides are multiples of 64; "narrow": a matrix
     of 2048 x 64.
     """
     if kind == "model":
@@ -72,7 +72,7 @@ def _model(size: int) -> Iterator[Spec]:
 
 
 def _adapters(size: int) -> Iterator[Spec]:
-    """Return 64 adapters with the two moments of their optimizer."""
+    """Return 64 adapters with the two moments of their optimizer state."""
     rows = max(8, size // (64 * 3 * 64 * 4))
     for number in range(64):
         for part in ("weight", "exp_avg", "exp_avg_sq"):
@@ -80,12 +80,12 @@ def _adapters(size: int) -> Iterator[Spec]:
 
 
 def make(kind: str, size: int, seed: int) -> dict[str, torch.Tensor]:
-    """Make a state in touched memory. No element is NaN or infinite, because some peers check for these."""
+    """Create a state in touched memory. Elements are never NaN or infinite, because some peers check for these."""
     return {spec.name: random_tensor(spec, seed + number) for number, spec in enumerate(specs(kind, size))}
 
 
 def random_tensor(spec: Spec, seed: int) -> torch.Tensor:
-    """A tensor of random bits."""
+    """Return a tensor of random bits."""
     import numpy as np
     import torch
 
@@ -103,7 +103,7 @@ def random_tensor(spec: Spec, seed: int) -> torch.Tensor:
 
 
 def as_bytes(tensor: Any) -> torch.Tensor:
-    """Return a contiguous tensor's memory as one row of bytes."""
+    """Return the memory of a contiguous tensor as one row of bytes."""
     import torch
 
     flat: torch.Tensor = tensor.detach().reshape(-1)
@@ -111,7 +111,7 @@ def as_bytes(tensor: Any) -> torch.Tensor:
 
 
 def change(state: dict[str, torch.Tensor], *, prefix: str = "") -> None:
-    """Change every byte of the tensors whose name starts with ``prefix``. 255 calls give 255 different values."""
+    """Change every byte of the tensors whose names start with ``prefix``. 255 calls yield 255 different values."""
     for name, tensor in state.items():
         if name.startswith(prefix):
             as_bytes(tensor).add_(1)
@@ -124,7 +124,7 @@ def nudge(state: dict[str, torch.Tensor]) -> None:
 
 
 def poisoned(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Make tensors of the same form in touched memory, with values that no state has."""
+    """Create tensors of the same form in touched memory, with values that do not occur in states."""
     import torch
 
     made = {name: torch.empty_like(tensor) for name, tensor in state.items()}
@@ -133,7 +133,7 @@ def poisoned(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def poison(state: dict[str, torch.Tensor]) -> None:
-    """Overwrite all tensors, so that a load that does not fill them is noticed."""
+    """Overwrite all tensors, so that a load that does not fill them is detected."""
     for tensor in state.values():
         as_bytes(tensor).fill_(_POISON)
 
@@ -147,5 +147,5 @@ def differing(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 
 def size_of(state: dict[str, torch.Tensor]) -> int:
-    """Return the bytes of all tensors."""
+    """Return the total size of all tensors in bytes."""
     return sum(tensor.nbytes for tensor in state.values())

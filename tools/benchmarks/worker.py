@@ -1,7 +1,7 @@
 """A worker process.
 
-It reads requests as lines of JSON and answers each with a line of JSON. It runs in any environment that has torch,
-numpy and psutil.
+It reads requests as JSON lines and answers each with a JSON line. It runs in any environment that has torch, numpy and
+psutil.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 class WrongBytes(Exception):
-    """A checkpoint does not equal the saved state, so the benchmark is void."""
+    """A checkpoint does not equal the saved state, which makes the benchmark void."""
 
 
 @dataclass
 class Here:
-    """The objects of one worker. ``states``: by name. ``peers``: by name and settings, kept for their caches.
+    """The objects of a worker. ``states``: by name. ``peers``: by name and settings, kept for their caches.
 
     ``quick``: a smoke run, which must not slow down other processes. ``on_gpu``: whether any state is in a GPU's
     memory.
@@ -50,7 +50,7 @@ class Here:
     on_gpu: bool = False
 
     def peer(self, name: str, setting: dict[str, Any]) -> Peer:
-        """Return an adapter. It is the same one for equal settings."""
+        """Return an adapter. For equal settings, it is the same adapter."""
         from benchmarks.peers import peer_class
 
         key = name + json.dumps(setting, sort_keys=True)
@@ -66,14 +66,14 @@ class Here:
             dist.barrier()
 
     def settle(self) -> None:
-        """Wait for the queued work of a GPU."""
+        """Wait for work queued on a GPU."""
         if self.on_gpu:
             import torch
 
             torch.cuda.synchronize()
 
     def on_host(self, state: str) -> dict[str, torch.Tensor]:
-        """Return a state in host memory: itself, or a copy made on demand."""
+        """Return a state in host memory: the state itself, or a copy that is created on demand."""
         if not self.on_gpu:
             return self.states[state]
         key = f"{state} on the host"
@@ -94,7 +94,7 @@ class Here:
         dist.init_process_group("gloo", init_method=where, rank=self.rank, world_size=self.ranks)
 
     def close(self) -> None:
-        """End the background work of adapters."""
+        """Finish the background work of adapters."""
         for peer in self.peers.values():
             peer.close()
 
@@ -105,18 +105,18 @@ def main() -> None:
     about = json.loads(sys.argv[1])
     here = Here(threads=len(os.sched_getaffinity(0)), **about)
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # the output of libraries must not be mistaken for an answer
+    os.dup2(2, 1)  # the output of libraries must not be mistaken for a response
     here.open_group()
     for line in sys.stdin.buffer:
         answers.write(json.dumps(_answer(here, json.loads(line))).encode() + b"\n")
         answers.flush()
         if here.quick:
-            gc.freeze()  # each `Meter` collects garbage, which for all of torch takes longer than a smoke run's saves
+            gc.freeze()  # each `Meter` collects garbage, which takes longer for all of torch than a smoke run's saves
     here.close()
 
 
 def _die_with_parent() -> None:
-    """End this process when its parent dies. Otherwise, a worker in a long call would not notice that."""
+    """End this process when its parent dies, because a worker in a long call would otherwise not notice."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -132,12 +132,12 @@ def _answer(here: Here, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line of an error, or the informative line of torch's checkpoint errors."""
+    """Return the first line of an error, or the informative line of an error from torch's checkpoints."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if "Error" in line and "Exception ranks" not in line]
     return (told or lines or [""])[-1 if told else 0][:300]
 
 
 if __name__ == "__main__":
-    # under the name that tasks import, so that there is one WrongBytes
+    # under the name that tasks import, so that there is only one WrongBytes
     import_module("benchmarks.worker").main()

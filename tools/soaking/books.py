@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 RUNS = ("alpha", "beta/lora")
-LONG = "long"  # the run of one process
+LONG = "long"  # the run of a single process
 CELL = 4096
 KEPT = 2  # newest checkpoints of each run, which no gc here forgets
 
@@ -23,7 +23,7 @@ class Wrong(Exception):
 
 
 def state(run: str, step: int) -> dict[str, Any]:
-    """The content of run@step: constant parts, parts in which few numbers change, new parts, and plain data."""
+    """Return the contents of run@step: constant parts, parts in which few numbers change, new parts, and plain data."""
     made = torch.Generator().manual_seed(sum(run.encode()))
     told = torch.randn(16 * CELL, generator=made).bfloat16()
     told[:: max(1, 997 - step % 7)] += step % 251
@@ -64,14 +64,14 @@ class Books:
             os.close(fd)
 
     def lines(self, book: str) -> Iterator[Any]:
-        """All lines of a file."""
+        """Return all lines of a file."""
         path = self.folder / book
         for line in path.read_text().splitlines() if path.exists() else ():
             with suppress(ValueError):  # truncated by a kill
                 yield json.loads(line)
 
     def newest(self) -> dict[str, list[int]]:
-        """The highest saved steps of each run, highest first."""
+        """Return the highest saved steps of each run, highest first."""
         found: dict[str, list[int]] = {}
         for one in self.lines("ledger"):
             found[one["run"]] = sorted({one["step"], *found.get(one["run"], ())}, reverse=True)[:KEPT]

@@ -1,4 +1,4 @@
-"""The resources of processes that are never killed, and whether they grow."""
+"""The resources used by processes that are never killed, and whether they grow."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ ROOMS = (("rss", 32 << 20), ("files", 16), ("threads", 4))
 
 
 def held() -> dict[str, int]:
-    """Memory, open files and threads of this process."""
+    """Return the memory, open files and threads of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     files, threads = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
     return {"rss": pages * os.sysconf("SC_PAGE_SIZE"), "files": files, "threads": threads}
 
 
 def growth(books: Books, began: int) -> tuple[int, list[str]]:
-    """Return the number of samples of these processes in the run that began then, and the processes that grew.
+    """Return the number of samples in the run that began at ``began``, and the processes that have grown.
 
-    A process has grown if the median of its last third of samples exceeds that of the second third. Before its first
-    sample, each process has done all its work once.
+    A process has grown if the median of the last third of its samples exceeds that of the second third. Before its
+    first sample, each process has performed all kinds of its work once.
     """
     sampled, grown = 0, []
     for path in books.folder.glob(f"samples.*.{began}"):

@@ -1,4 +1,4 @@
-"""The checks during a pause: while no process is working, the store and its copy must be correct."""
+"""The checks during a pause. While no process is working, the store and its copy must be correct."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def look(worker: Worker) -> None:
     for save_in_progress in worker.store.transactions():
         worker.store.revoke(save_in_progress.txid)
     for name in worker.store.tags():
-        worker.store.untag(name)  # leases of killed readers would expire by themselves, and no process reads now
+        worker.store.untag(name)  # leases of killed readers would expire, and no process is reading now
     for store in (worker.store, worker.copy):
         store.gc(min_age=0, wait="5s", revoke_after=0)
     _check_copy(worker)
@@ -38,7 +38,7 @@ def look(worker: Worker) -> None:
 
 
 def _check_copy(worker: Worker) -> None:
-    """Copy again. Afterward, the newest checkpoints of each run exist, and so do all others that the copy names."""
+    """Copy again. Check that the newest checkpoints of each run exist, and all others that the copy names."""
     here = worker.store.checkpoints()
     worker.store.copy_to(worker.copy)
     there = {one.id for one in worker.copy.checkpoints()}

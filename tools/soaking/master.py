@@ -1,4 +1,4 @@
-"""The process that starts, kills and stops all others, waits for them, and adds up their counts."""
+"""The process that starts, kills and stops all other processes, waits for them, and adds up their counts."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ ENDS = (signal.SIGINT, signal.SIGTERM)
 WRONG = 3
 ONCE: dict[str, Callable[[Worker], object]] = {"make": make, "pause": look, "overtake": overtake}
 SAMPLE_EVERY = 2.0  # seconds
-REST = 300.0  # seconds, the limit for the current round of the processes that are not killed
-LOOK = 3600.0  # seconds, the limit for a pause
-OVERTAKEN = 10.0  # seconds, the limit for stopping a process until a gc revokes its save
+REST = 300.0  # seconds: the limit for the current round of the processes that are not killed
+LOOK = 3600.0  # seconds: the limit for a pause
+OVERTAKEN = 10.0  # seconds: the limit for stopping a process until a gc revokes its save
 
 
 class Ended(Exception):
@@ -46,7 +46,7 @@ def _end(signum: int, frame: object) -> NoReturn:
 
 @dataclass
 class Soak:
-    """One run of the soak."""
+    """A run of the soak."""
 
     asked: argparse.Namespace
     folder: Path
@@ -68,7 +68,7 @@ class Soak:
         for left in (self._rests(), *self.folder.glob("rests.*")):
             left.unlink(missing_ok=True)
         self._note_run()
-        for one in ENDS:  # even if it is ignored: a shell that starts this with & ignores SIGINT
+        for one in ENDS:  # even if the signal is ignored: if started with &, SIGINT is ignored
             signal.signal(one, _end)
         good = self._holds(self._rounds)
         for one in ENDS:
@@ -112,7 +112,7 @@ class Soak:
             self._pause()
 
     def _at_work(self, until: float) -> None:
-        """Run all workers, and occasionally kill or stop one."""
+        """Run all workers, and occasionally kill or stop one of them."""
         self._rests().unlink(missing_ok=True)
         calm = until - self.asked.pause / 3
         for role in [role for role in ROLES if role not in self.children.values()]:
@@ -126,7 +126,7 @@ class Soak:
                     self._start(role)
 
     def _pause(self) -> None:
-        """Stop the work: the processes that are never killed rest, and the others are killed."""
+        """Stop all work: the processes that are never killed rest, and all others are killed."""
         self._end_all(but=LASTING)
         self._rests().touch()
         late = time.monotonic() + REST
@@ -140,11 +140,11 @@ class Soak:
         self._gather()
 
     def _rests(self, pid: int | None = None) -> Path:
-        """The file that exists while all workers should rest or, with a worker, while that worker rests."""
+        """Return a file that exists while all workers should rest or, for a worker, while that worker rests."""
         return self.folder / ("rest" if pid is None else f"rests.{pid}")
 
     def _hit(self) -> None:
-        """Kill a process or stop it for a while.
+        """Kill a process, or stop it for a while.
 
         Some savers and copiers remain stopped until a gc revokes their save.
         """
@@ -172,9 +172,9 @@ class Soak:
         return (pid, status) if pid else None
 
     def _judged(self, pid: int, status: int) -> str:
-        """The role of an ended process.
+        """Return the role of a process that has ended.
 
-        Raises Wrong if the process ended although the soak did not end it and it had not finished.
+        Raises Wrong if the process had not finished and the soak did not end it.
         """
         role, how = self.children.pop(pid), os.waitstatus_to_exitcode(status)
         was_killed = pid in self.killed
@@ -185,7 +185,7 @@ class Soak:
         raise Wrong(f"{role}, pid {pid}, ended by itself: {told}")
 
     def _once(self, role: str) -> None:
-        """Run a worker in one process, and wait for it."""
+        """Run a worker once in a process, and wait for it."""
         if not self._wait(self._start(role), LOOK):
             raise Wrong(f"no end of {role!r} in {LOOK} s")
 
@@ -209,12 +209,12 @@ class Soak:
         return child
 
     def _work(self, role: str, seed: int) -> NoReturn:
-        """In a child: run rounds until it is killed, or a single one."""
+        """In a child: run rounds until the child is killed, or run a single round."""
         status = 0
         try:
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # dies with its parent
             for one in ENDS:
-                signal.signal(one, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
+                signal.signal(one, signal.SIG_IGN)  # Ctrl-C is handled by the parent, which ends this process
             os.nice(self.asked.nice)
             worker = self._worker(seed)
             logging.getLogger(TELLS_OF_REVOKED).addHandler(BegunAnew(worker))
@@ -222,7 +222,7 @@ class Soak:
                 ONCE[role](worker)
             else:
                 self._go_on(role, worker)
-        except Ended:  # sent to the whole group, before this process ignored it
+        except Ended:  # sent to the whole group before this process ignored it
             pass
         except BaseException:  # noqa: BLE001 - whatever it is, it is a finding
             self._fail(traceback.format_exc(), role)
@@ -245,7 +245,7 @@ class Soak:
             worker.wait(self.asked.idle)
 
     def _rest(self) -> None:
-        """In a child: rest as long as all workers should."""
+        """In a child: rest as long as all workers should rest."""
         mine = self._rests(os.getpid())
         while self._rests().exists():
             mine.touch()
@@ -262,7 +262,7 @@ class Soak:
         return Worker(here, there, self.books, random.Random(seed))  # noqa: S311
 
     def _end_all(self, but: frozenset[str] = frozenset()) -> None:
-        """Kill all processes. Raises Wrong if one of them had ended by itself."""
+        """Kill all processes. Raises Wrong if one of them had already ended on its own."""
         wrong = []
         for pid in [pid for pid, role in self.children.items() if role not in but]:
             ended, status = os.waitpid(pid, os.WNOHANG)
@@ -279,7 +279,7 @@ class Soak:
             raise wrong[0]
 
     def _gather(self) -> None:
-        """Add the counts of workers to the totals of all runs, while no process is at work."""
+        """Add the workers' counts to the totals of all runs while no process is working."""
         now = time.monotonic()
         seconds = int(now - self.gathered)
         self.gathered += seconds

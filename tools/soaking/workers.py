@@ -1,4 +1,4 @@
-"""The workers. Each call is one round."""
+"""The workers. Each call performs one round."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ TAG = "soak"
 TELLS_OF_REVOKED = "casckpt.saving.save"
 COMPRESS: tuple[Literal["off", "auto", "always"], ...] = ("off", "auto", "always")
 HELD = 1.0  # seconds at most, between a lease and its load
-UNDONE = 5  # how often gcs may forget a tagged checkpoint and be killed during one check
+UNDONE = 5  # how many times gcs may forget a tagged checkpoint and be killed during one check
 
 
 @dataclass
 class Worker:
     """The common part of all workers.
 
-    ``copy``: the other store. ``rounds``: of `live`. ``warm``: it has done all its work once. Resources that it used
-    before do not count as growth.
+    ``copy``: the other store. ``rounds``: the rounds of `live`. ``warm``: the worker has performed all kinds of its
+    work once. Resources that it used before that do not count as growth.
     """
 
     store: Store
@@ -89,13 +89,13 @@ class BegunAnew(logging.Handler):
         self.worker = worker
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Count one."""
+        """Count one revoked save."""
         if "retries it once" in record.getMessage():
             self.worker.did("save given up on, and begun anew")
 
 
 def save(worker: Worker, run: str) -> bool:
-    """Save the next step, in one of several ways. Return whether it exists, because a gc may revoke it twice."""
+    """Save the next step in one of several ways. Return whether it exists, because gcs may revoke it twice."""
     try:
         step = worker.store.get(f"{run}@latest").step + 1
     except NotFound:
@@ -132,7 +132,7 @@ def read(worker: Worker) -> None:
 
 
 def load_under_lease(worker: Worker, chosen: Any) -> None:
-    """Lease a checkpoint, wait a moment while others forget and collect, then load it."""
+    """Lease a checkpoint, wait a moment while other workers forget and collect, then load it."""
     with ExitStack() as held:
         try:
             ref = held.enter_context(worker.store.lease(chosen, expires="10m"))
@@ -149,7 +149,7 @@ def load_under_lease(worker: Worker, chosen: Any) -> None:
 
 
 def _forget_old(worker: Worker, ref: Any) -> None:
-    """Forget a leased checkpoint, so that only the lease keeps it, in a run without tags."""
+    """In a run without tags, forget a leased checkpoint, so that only the lease protects it."""
     newer = [one for one in worker.store.checkpoints(RUNS[0]) if one.step > ref.step]
     if ref.run == RUNS[0] and len(newer) >= KEPT:
         with suppress(NotFound, Conflict):
@@ -158,7 +158,7 @@ def _forget_old(worker: Worker, ref: Any) -> None:
 
 
 def follow(worker: Worker) -> None:
-    """Watch a run for a while, and update one state from version to version. This process is never killed."""
+    """Watch a run for a while, and update a state from version to version. This process is never killed."""
     run, held, loaded = worker.random.choice(RUNS), None, None
     for told in worker.store.watch(run, latest_only=True, timeout="5s", poll="0.1s"):
         ref = told.checkpoint
@@ -179,7 +179,7 @@ def follow(worker: Worker) -> None:
 def live(worker: Worker) -> None:
     """Save, load under a lease, list, verify and collect in one process, which is never killed.
 
-    It also collects until one gc completes, because that needs the most memory and is not growth.
+    It also collects until one gc completes, because that uses the most memory, which does not count as growth.
     """
     if save(worker, LONG):
         newest = worker.store.get(f"{LONG}@latest")
@@ -201,9 +201,9 @@ def collect(worker: Worker) -> None:
 
 
 def overtake(worker: Worker) -> None:
-    """Delete immediately, and revoke the saves and copies of a stopped process."""
+    """Delete immediately, and revoke saves and copies of a stopped process."""
     for store in (worker.store, worker.copy):
-        with suppress(StorageError):  # a worker that only collects counts these
+        with suppress(StorageError):  # a worker that only collects counts these errors
             worker.collect(store, min_age=0, wait="2s", revoke_after=0)
 
 
@@ -220,7 +220,7 @@ def thin(worker: Worker) -> None:
 
 def tag(worker: Worker) -> None:
     """Tag a checkpoint, load it by its tag, and move the tag."""
-    there = [one for one in worker.store.checkpoints() if one.run != RUNS[0]]  # a forget there also removes tags
+    there = [one for one in worker.store.checkpoints() if one.run != RUNS[0]]  # forgets there also remove tags
     if not there:
         return
     name, chosen = f"{TAG}-{os.getpid()}", worker.random.choice(there)
@@ -237,9 +237,9 @@ def tag(worker: Worker) -> None:
 
 
 def _tagged(worker: Worker, name: str, chosen: Any) -> Any:
-    """The checkpoint of a tag.
+    """Return the checkpoint of a tag.
 
-    A gc that has not seen the tag may forget the checkpoint, and be killed before it restores it.
+    A gc that did not see the tag may forget the checkpoint, and be killed before it restores it.
     """
     for _ in range(UNDONE):
         try:
@@ -247,13 +247,13 @@ def _tagged(worker: Worker, name: str, chosen: Any) -> Any:
         except NotFound:
             worker.did("tagged and forgotten")
             time.sleep(1)
-            with suppress(Conflict):  # it is visible again
+            with suppress(Conflict):  # it is visible again by now
                 worker.store.restore(chosen.id)
     return worker.store.get(f"tag:{name}")
 
 
 def verify(worker: Worker) -> None:
-    """Verify the store, which must never have damage."""
+    """Verify the store, which must never be damaged."""
     found = worker.store.verify(mode=worker.random.choice(["full", "exists"]))
     if found.is_damaged or found.failed:
         raise Wrong(f"verify: {found.damaged} {found.manifests} {found.records} {found.failed}")
@@ -278,6 +278,6 @@ ROLES: dict[str, Callable[[Worker], object]] = {
     "follow": follow, "live": live,
 }  # fmt: skip
 LASTING = frozenset({"follow", "live"})
-"""They are never killed: their memory, files and threads are checked."""
+"""These are never killed. Their memory, files and threads are checked."""
 REVOCABLE = frozenset({"save alpha", "save beta", "copy"})
-"""While one of them is stopped, a gc may give up on it."""
+"""While one of these is stopped, a gc may give up on it."""

@@ -59,7 +59,7 @@ def command(
     from casckpt.store.opening import open as open_store
 
     if session.storage_options and not is_url(session.url):
-        raise click.UsageError("--storage-option is for STORE, which is a local folder; use --dst-option for DST")
+        raise click.UsageError("--storage-option applies to STORE, which is a local folder; use --dst-option for DST")
     target = open_store(
         destination, storage_options=dict(dst_options), cache_dir=session.cache_dir, single_writer=session.single_writer
     )
@@ -96,7 +96,7 @@ def _part() -> tuple[int, int]:
         raise click.UsageError(f"RANK and WORLD_SIZE in the environment must be numbers: {error}") from error
     if not 0 <= number < total:
         raise click.UsageError(
-            f"RANK={number} and WORLD_SIZE={total} in the environment do not fit together: unset them"
+            f"RANK={number} and WORLD_SIZE={total} in the environment contradict each other: unset both"
         )
     return number, total
 

@@ -43,7 +43,7 @@ def command(output: Output, folder: Path | None) -> None:
 
 @dataclass
 class Tour:
-    """The demo, run in a folder. ``training`` is a function that creates the training in its initial state."""
+    """The demo, which runs in a folder. ``training``: a function that creates the training run in its initial state."""
 
     output: Output
     folder: Path

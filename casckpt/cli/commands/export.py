@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _MOST = 8
 _NO_MODEL = {
-    "safetensors": "the names are not those of a model; use --format hf for a folder that from_pretrained can load",
-    "hf": "this is only part of a model: from_pretrained would fill the rest with random weights",
+    "safetensors": "these are not the model's own names; use --format hf for a folder that from_pretrained can load",
+    "hf": "this is only part of a model: from_pretrained would initialize the rest randomly",
 }
 """Why the exported folder does not contain the attached config.json."""
 

@@ -1,4 +1,4 @@
-"""``casckpt forget``, and ``casckpt restore``, which undoes it."""
+"""``casckpt forget``, and ``casckpt restore``, which undoes a forget."""
 
 from __future__ import annotations
 

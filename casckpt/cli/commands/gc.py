@@ -63,8 +63,8 @@ def thinned_text(result: dict[str, Any], *, with_space: bool = True) -> None:
     say(f"{left}{count(len(result['thinned']), 'checkpoint')}")
     if result["thinned"] and with_space:
         when = (
-            f"after {moment(result['until'])} UTC; --min-age 0 does it immediately, but purges all forgotten "
-            f"checkpoints"
+            f"after {moment(result['until'])} UTC; --min-age 0 frees them immediately, but purges all forgotten "
+            "checkpoints"
             if result["until"]
             else "now"
         )
@@ -76,7 +76,7 @@ def thinned_text(result: dict[str, Any], *, with_space: bool = True) -> None:
 if TYPE_CHECKING:
     from casckpt.store.types import Deferred, GcResult
 
-_OLD: Final = "the old places of "  # of a rewritten checkpoint
+_OLD: Final = "the old locations of "  # of a rewritten checkpoint
 _KNOWN_BY_THEN: Final = (
     "forgotten",
     "restored",
@@ -130,7 +130,7 @@ def command(
     left for the next gc.
     """
     if thin_keep_last is not None and not thin:
-        raise click.UsageError("--thin-keep-last needs --thin: also pass --thin PATTERN")
+        raise click.UsageError("--thin-keep-last requires --thin: also pass --thin PATTERN")
     if options["run"] is not None:
         doubt(session.store, options["run"])
     rule = {"drop": thin, "keep_last": thin_keep_last or 1} if thin else None
@@ -144,7 +144,7 @@ def command(
 
 
 def _say_by_then(session: Session, error: BaseException) -> None:
-    """Print what a failed or interrupted gc has done, because a purge cannot be undone."""
+    """Print what a failed or interrupted gc did before it stopped, because purges cannot be undone."""
     done: GcResult | None = getattr(error, "done", None)
     if done is None:
         return
@@ -162,12 +162,12 @@ def described(result: GcResult) -> dict[str, Any]:
 
 
 def _known(one: Deferred) -> dict[str, Any]:
-    """Convert a deferred checkpoint or save to plain data, without unknown fields."""
+    """Convert a deferred checkpoint or save to plain data. Omit fields that are unknown."""
     return {name: value for name, value in plain(one).items() if value not in (None, [])}
 
 
 class _WaitReport:
-    """Prints the transactions that gc waits for, each of them once."""
+    """Prints each transaction that gc waits for once."""
 
     def __init__(self) -> None:
         self.reported: set[str | None] = set()
@@ -210,7 +210,7 @@ def _say_space(delete: str, result: dict[str, Any]) -> None:
     if result["later_blobs"]:
         say(
             f"{count(result['later_blobs'], 'blob')}, {size(result['later_bytes'])} of these will be deleted once "
-            f"the forgotten checkpoints are purged; --min-age 0 does it immediately"
+            "the forgotten checkpoints are purged; --min-age 0 deletes them immediately"
         )
 
 

@@ -46,7 +46,12 @@ log = logging.getLogger(__name__)
     metavar="N",
     help="List only the N newest checkpoints, or with --sort, the first N.",
 )
-@click.option("--sort", "by", metavar="NAME", help="Sort by step, size, new, a metric or metadata; -NAME: descending.")
+@click.option(
+    "--sort",
+    "by",
+    metavar="NAME",
+    help="Sort by step, size, new, a metric or metadata. -NAME sorts in descending order.",
+)
 @click.option(
     "--show", multiple=True, metavar="NAME", help="Add a column for this metric or metadata. May be repeated."
 )
@@ -101,7 +106,9 @@ def _sorted(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
     if rows and not numbers:
         numeric = {key for row in rows for key in _user_values(row) if _number(row, key) is not None}
         known = sorted({*_KEYS, *numeric})
-        raise InvalidInput(f"no listed checkpoint has a number {name!r} to sort by; pass one of {', '.join(known)}")
+        raise InvalidInput(
+            f"no listed checkpoint has a numeric value of {name!r} to sort by; pass one of {', '.join(known)}"
+        )
     first = sorted((row for row in rows if id(row) in numbers), key=lambda row: numbers[id(row)], reverse=backwards)
     return first + [row for row in rows if id(row) not in numbers]
 
@@ -226,7 +233,7 @@ def transactions(session: Session, revoke: str | None, give_up: str | None) -> N
 def _txid(name: str, option: str) -> str:
     if not is_txid(name):
         raise click.BadParameter(
-            f"not a transaction id: {name[:120]!r}; `casckpt transactions STORE` lists them", param_hint=option
+            f"not a transaction id: {name[:120]!r}; `casckpt transactions STORE` lists the ids", param_hint=option
         )
     return name
 

@@ -136,15 +136,15 @@ def text(result: dict[str, Any]) -> None:
         say()
     facts([
         ("blobs", size(result["bytes_blobs"])),
-        ("of several runs", size(result["bytes_shared"])),
-        ("of no checkpoint", size(result["bytes_unneeded"])),
+        ("shared by runs", size(result["bytes_shared"])),
+        ("not in checkpoints", size(result["bytes_unneeded"])),
         ("a gc frees", freed(result["freed"]["now"], result["freed"]["later"])),
     ])  # fmt: skip
     say_unreadable(result["unreadable"])
 
 
 def say_unreadable(ids: Sequence[str]) -> None:
-    """Print how many checkpoints the figures do not include."""
+    """Print the number of checkpoints that the figures do not include."""
     if ids:
         say(f"{count(len(ids), 'checkpoint')} could not be read; run `casckpt verify` for details")
 

@@ -66,7 +66,7 @@ def init(session: Session, cell_size: int, blob_size: int) -> None:
     This is optional: the first save also creates the store. The sizes can never be changed.
     """
     if not session.store.create(cell_bytes=cell_size, blob_bytes=blob_size):
-        raise Conflict(f"{session.store.url} is already a store; nothing was changed. Use it as it is")
+        raise Conflict(f"{session.store.url} is already a store, so nothing was changed. Use the store directly")
     names, marker = ("store_id", "format", "cell_bytes", "blob_bytes"), session.store.marker
     session.give({"url": session.store.url} | {name: getattr(marker, name) for name in names}, _made)
 

@@ -48,7 +48,7 @@ _HEALTH = (Column("LARGEST", "right", fixed=True), Column("UNUSUAL", fixed=True)
 @click.argument("ref", type=REF)
 @click.option("--tensors", "all_tensors", is_flag=True, help="List all tensors, no matter how many there are.")
 @click.option("--keys", multiple=True, metavar="PATTERN", help="Show only tensors whose key matches. May be repeated.")
-@click.option("--digests", is_flag=True, help="Show the BLAKE3 hash of each tensor's bytes. May have to read them.")
+@click.option("--digests", is_flag=True, help="Show the BLAKE3 hash of each tensor's bytes. This may read the bytes.")
 def command(session: Session, ref: str, *, all_tensors: bool, keys: tuple[str, ...], digests: bool) -> None:
     """Show the content of a checkpoint.
 
@@ -150,12 +150,12 @@ def _thinned(dropped: dict[str, Any] | None) -> str:
 
 
 def _few(keys: list[str]) -> str:
-    """Return all keys if there are few, or else the number of keys for each first part."""
+    """Return all keys if there are only a few. Otherwise, return the number of keys for each first part."""
     return ", ".join(shortened(keys if len(keys) <= _FEW_VALUES else list(summed(keys))))
 
 
 def _health(health: dict[str, Any] | None, tensors: list[dict[str, Any]]) -> str:
-    """Format the health of all tensors, and the number of unchecked ones. Empty if the save did not record health."""
+    """Format the health of all tensors, and the number of unchecked ones. Return "" if the save recorded none."""
     if health is None:
         return ""
     unknown = sum(one["health"] is None and one["dtype"] != "bool" for one in tensors)
@@ -171,7 +171,7 @@ def _cells(one: dict[str, Any], looked: bool) -> tuple[str, ...]:
 
 
 def health_cells(health: dict[str, Any] | None) -> tuple[str, str]:
-    """Return the table cells for a tensor's largest value and its NaN and infinite elements. Empty if unknown."""
+    """Return the table cells for a tensor's largest value and its NaN and infinite elements, or "" if unknown."""
     return ("", "") if health is None else (f"{health['largest']:.4g}", ", ".join(unusual(health)))
 
 
@@ -215,7 +215,9 @@ def _parent(store: Store, ref: str) -> str:
             f"{ref} has no parent, because it was the first of its run; name a second checkpoint to compare it with"
         )
     if parent not in store:
-        raise NotFound(f"the parent of {ref}, {parent[:12]}, is gone; name a second checkpoint to compare it with")
+        raise NotFound(
+            f"the parent of {ref}, {parent[:12]}, no longer exists; name a second checkpoint to compare it with"
+        )
     return parent
 
 

@@ -37,10 +37,10 @@ def command(session: Session, tag: str | None, ref: str | None, delete: str | No
     command moves it.
     """
     if expires is not None and ref is None:
-        raise click.UsageError("--expires needs a tag to set: pass NAME and REF")
+        raise click.UsageError("--expires requires a tag to set: pass NAME and REF")
     if delete is not None:
         if tag is not None:
-            raise click.UsageError("--delete takes a single name: omit all other arguments")
+            raise click.UsageError("--delete accepts a single name: omit all other arguments")
         session.store.untag(delete)
         session.give({"deleted": delete}, lambda result: say(f"deleted tag {printable(result['deleted'])}"))
     elif tag is not None and ref is not None:

@@ -84,7 +84,7 @@ def text(result: dict[str, Any]) -> None:
 def say_damage(
     what: str, blobs: list[dict[str, Any]], manifests: list[dict[str, Any]], records: list[dict[str, Any]]
 ) -> None:
-    """Print a line for each damaged file, with the reason. Each line begins with ``what``."""
+    """Print a line with the reason for each damaged file. Each line begins with ``what``."""
     for one in blobs:
         say(f"{what} blob {one['blob']}: {printable(one['why'])}")
         say(f"  {needed(one)}")
@@ -94,7 +94,7 @@ def say_damage(
 
 
 def needed(damaged: dict[str, Any]) -> str:
-    """Name the checkpoints that need the damaged bytes of a blob."""
+    """Format the names of the checkpoints that need the damaged bytes of a blob."""
     if not damaged["keys"]:
         return "not needed by any checkpoint"
     users = list(dict.fromkeys(f"{printable(one['run'])}@{one['step']}" for one in damaged["needed_by"]))
@@ -157,7 +157,11 @@ def _summary(result: dict[str, Any]) -> None:
 
 @store_command("repair")
 @click.option(
-    "--from", "sources", multiple=True, metavar="STORE", help="A second store to take bytes from. May be repeated."
+    "--from",
+    "sources",
+    multiple=True,
+    metavar="STORE",
+    help="A second store to copy intact bytes from. May be repeated.",
 )
 def repair(session: Session, sources: tuple[str, ...]) -> int:
     """Repair damaged blobs and manifests.
@@ -185,8 +189,8 @@ def repaired_text(result: dict[str, Any]) -> None:
     say(f"repaired {count(done, 'object')}")
     if result["lost"] or result["lost_manifests"]:
         say(
-            "name a second copy of the store with --from, or hide these checkpoints with `casckpt forget`: a gc "
-            "deletes them a day later, or immediately with `--run RUN --min-age 0`, which purges all forgotten "
-            "checkpoints of that run"
+            "pass a second copy of the store with --from, or hide these checkpoints with `casckpt forget`. A gc "
+            "deletes hidden checkpoints a day later. `--run RUN --min-age 0` makes a gc delete them immediately, "
+            "together with all other forgotten checkpoints of that run"
         )
     say_all(about_records(result["records"]))

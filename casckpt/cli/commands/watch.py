@@ -52,15 +52,15 @@ def _line(row: dict[str, Any]) -> str:
     "--keys", multiple=True, metavar="PATTERN", help="Export only tensors whose key matches. May be repeated."
 )
 @click.option("--exec", "command", metavar="CMD", help="Run this command in a shell after each switch.")
-@click.option("--once", is_flag=True, help="Exit once the folder is at the newest checkpoint.")
+@click.option("--once", is_flag=True, help="Exit once the folder holds the newest checkpoint.")
 @click.option(
     "--keep", type=click.IntRange(min=0), default=1, show_default=True, help="The number of older versions to keep."
 )
 @click.option(
     "--reuse",
     is_flag=True,
-    help="Keep one extra version, and write the next version into its files. Do not use this with engines that map "
-    "files.",
+    help="Keep one extra version, and write the next version into its files. Do not use this with engines that "
+    "memory-map files.",
 )
 @click.option("--poll", type=DURATION, default="1s", show_default=True, help="How often to look for a new checkpoint.")
 def follow(

@@ -53,7 +53,7 @@ class Changes(NamedTuple):
 
 
 def changed(elements: Unsigned, base: Unsigned, most: float) -> Changes | None:
-    """Find the elements that differ from those of ``base``. Return None if their share exceeds ``most``."""
+    """Find the elements that differ from those of ``base``. Return None if their fraction exceeds ``most``."""
     words = _changed_words(elements, base)
     if words is None:
         return _changed_singly(elements, base, most)
@@ -78,7 +78,7 @@ def _changed_singly(elements: Unsigned, base: Unsigned, most: float) -> Changes 
 
 
 def _changed_words(elements: Unsigned, base: Unsigned) -> Indices | None:
-    """Return the 8-byte words that differ, or None if there are too many for this to save work.
+    """Return the 8-byte words that differ, or None if there are too many for this to be worthwhile.
 
     If there are very few, only the differing lines of `_LINE` words are compared word by word.
     """
@@ -92,7 +92,7 @@ def _changed_words(elements: Unsigned, base: Unsigned) -> Indices | None:
     if count > differ.size // 16 or differ.size % _LINE:
         return np.flatnonzero(differ)
     of_lines = differ.view(np.uint64)
-    lines = np.flatnonzero(of_lines != 0)  # takes a fifth of the time for bools
+    lines = np.flatnonzero(of_lines != 0)  # for bools, this takes a fifth of the time
     return _among(lines, 3, np.flatnonzero(of_lines[lines].view(bool)))
 
 
@@ -170,10 +170,10 @@ def unzigzag(differences: Unsigned) -> None:
 MIN_CELL = 4096
 """The size in bytes of the smallest cell that is encoded as a frame."""
 WORTH = 0.97
-"""The maximum size of a frame, as a share of the cell's size."""
+"""The maximum size of a frame, as a fraction of the cell's size."""
 
 WIDTHS = (1, 2, 4, 8)
-_DENSE = 3 / 8  # share of changed elements above which the differences of all elements take fewer bytes than gaps
+_DENSE = 3 / 8  # fraction of changed elements above which the differences of all elements take fewer bytes than gaps
 _HEAD = Struct("<BBBBI")
 _SPARSE = Struct("<II")
 
@@ -195,9 +195,9 @@ def needs_base(form: Form) -> bool:
 def encode(plain: memoryview, width: int, base: memoryview | None) -> bytes | None:
     """Encode a cell of elements of ``width`` bytes. If there is a ``base``, encode the changes since it.
 
-    Return None if the frame would exceed the share `WORTH` of the cell's size, if the cell is smaller than `MIN_CELL`,
-    or if its size is not a multiple of ``width``. If nearly all elements changed a lot, the frame does not use the
-    base. Raises InvalidInput for a base of a different length.
+    Return None if the frame would exceed the fraction `WORTH` of the cell's size, if the cell is smaller than
+    `MIN_CELL`, or if its size is not a multiple of ``width``. If nearly all elements changed considerably, the frame
+    does not use the base. Raises InvalidInput for a base of a different length.
     """
     frame = None if base is None else _encode_delta(plain, width, base, or_planes=True)
     return frame or encode_planes(plain, width)
@@ -369,7 +369,7 @@ def undo(frame: memoryview, into: memoryview) -> None:
     """
     read = read_frame(frame, into.nbytes)
     if not needs_base(read.form):
-        raise Refused("a frame without a base cannot be undone; decode the frame of the wanted base instead")
+        raise Refused("a frame without a base cannot be undone; decode the frame of the base that you need")
     elements = _elements(into, read.width)
     _change(read, elements, elements, np.subtract)
 
@@ -380,7 +380,7 @@ def _write_planes(frame: ParsedFrame, into: Unsigned) -> None:
 
 
 def _change(frame: ParsedFrame, into: Unsigned, base: Unsigned, operation: np.ufunc) -> None:
-    """Write the elements that the frame covers, each as ``operation`` of an element of ``base`` and a difference."""
+    """Write the elements that the frame covers. Each is ``operation`` of an element of ``base`` and a difference."""
     begin = 0
     for where in _places(frame, into.size):
         old = base[where]

@@ -31,7 +31,7 @@ else:
 
 WINDOW_LOG = 17
 MAX_WINDOW_LOG = 23
-"""The largest accepted window. RFC 8878 requires every decoder to support this size."""
+"""The largest window that is accepted. RFC 8878 requires every decoder to support this size."""
 
 _LIMITS = {int(zstd.DecompressionParameter.window_log_max): MAX_WINDOW_LOG}
 
@@ -89,7 +89,7 @@ class PartKind(IntEnum):
 
 
 def encode_part(data: Bytes, *, noise: bool = False) -> list[Buffer]:
-    """Encode ``data`` in the smallest form. If ``noise``, do not try compression.
+    """Encode ``data`` in the smallest form. If ``noise`` is set, do not try to compress it.
 
     The buffers may be views of ``data``.
     """
@@ -119,7 +119,7 @@ class PartReader:
         return struct.unpack(self.take(struct.size))
 
     def part(self, nbytes: int) -> Part:
-        """Read a part that decodes to ``nbytes`` bytes. Raises Refused for any other."""
+        """Read a part that decodes to ``nbytes`` bytes. Raises Refused for any other part."""
         kind, stored = self.unpack(_HEAD)
         data = self.take(stored)
         match kind:
@@ -172,7 +172,7 @@ def _narrow(block: Unsigned, place: int, plane: Bytes, *, rotated: bool) -> None
 def join(planes: Sequence[Part], begin: int, out: Unsigned, *, rotated: bool) -> None:
     """Fill ``out`` (at most `BLOCK` elements) with the elements of ``planes``, starting at ``begin``."""
     other = scratch("other", out.nbytes).view(out.dtype)
-    is_zero = True  # above the plane at hand, as the upper ones of small differences are
+    is_zero = True  # above the current plane, as the upper planes of small differences are
     for plane in reversed(planes):
         part = plane if isinstance(plane, int) else plane[begin : begin + out.size]
         if is_zero:
@@ -189,7 +189,7 @@ def join(planes: Sequence[Part], begin: int, out: Unsigned, *, rotated: bool) ->
 
 
 class Outlook(NamedTuple):
-    """An estimate from a sample. ``share``: the encoded size divided by the plain size.
+    """An estimate based on a sample. ``share``: the encoded size divided by the plain size.
 
     ``noise``: the planes to store raw.
     """

@@ -12,7 +12,10 @@ Unsigned: TypeAlias = npt.NDArray[np.unsignedinteger]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 KEPT = 2 << 20
-"""The maximum bytes that are kept for each name and thread. A larger buffer lives only as long as its user."""
+"""The maximum number of bytes that are kept for each name and thread.
+
+A larger buffer exists only as long as it is used.
+"""
 
 
 class _Kept(local):

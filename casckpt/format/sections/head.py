@@ -26,7 +26,7 @@ HEAD_BYTES = 4096
 MAX_MANIFEST_BYTES = 4 << 30
 INDEX, PLACES, BLOBS, OBJECTS, CELLS, ROWS = "index", "places", "blobs", "objects", "cells", "rows"
 KNOWN = (INDEX, PLACES, BLOBS, OBJECTS, CELLS, ROWS)
-"""The sections in stored order. Those that every reader needs come first, so that a single read fetches them."""
+"""The sections in stored order. The sections that every reader needs come first, so that a single read fetches them."""
 NEEDED, COPIED = 1, 2
 """Flags of a section. NEEDED: a reader that does not know the section must refuse the manifest.
 
@@ -93,7 +93,7 @@ class Head:
 
 
 def assemble(parts: Iterable[tuple[str, Buffer]], foreign: Iterable[tuple[Section, Buffer]] = ()) -> tuple[Head, bytes]:
-    """Build a manifest from ``parts``, in order, followed by the ``foreign`` ones. Returns the head and all bytes."""
+    """Build a manifest from ``parts``, in order, followed by ``foreign`` sections. Return the head and all bytes."""
     pieces = [(name, NEEDED | (COPIED if name in _OF_COPIES else 0), data) for name, data in parts]
     pieces += [(section.name, section.flags, data) for section, data in foreign]
     offset, sections = HEAD_BYTES, []
@@ -114,7 +114,7 @@ def _encode(sections: Sequence[Section]) -> Head:
 def decode_head(data: Buffer, wanted: str | None = None) -> Head:
     """Decode the head at the start of a manifest. ``wanted``: the hash that it must have, or None to accept any.
 
-    Raises Damaged if its bytes changed, and Refused if it is invalid or has a different version.
+    Raises Damaged if its bytes have changed, and Refused if it is invalid or has a different version.
     """
     head = bytes(data[:HEAD_BYTES])
     digest = cell_digest(head[:_HASHED])

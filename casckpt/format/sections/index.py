@@ -49,7 +49,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     number: int
 
     def converted(self, dtype: str, itemsize: int) -> Entry:
-        """Return the entry with a different dtype, as after a load that converts it."""
+        """Return the entry with a different dtype, as it is after a load that converts it."""
         return Entry(self.kind, self.key, self.index, self.rank, dtype, itemsize, self.shape, self.number)
 
     @property
@@ -151,7 +151,7 @@ class ManifestBody(Description, frozen=True, kw_only=True, dict=True, rename=_ST
         if self.parent is not None:
             check_hash(self.parent)
         if not 4096 <= self.cell_bytes <= 1 << 30 or self.cell_bytes % 4096:
-            raise Refused(f"its cell size is {self.cell_bytes} bytes")
+            raise Refused(f"its cell size of {self.cell_bytes} bytes is invalid")
         for name in self.attachment_names:
             check_attachment_name(name)
 
@@ -236,7 +236,7 @@ def pack_ranks(ranks: Iterable[int | None]) -> bytes:
 
 
 def entry_columns(streams: Mapping[Name, tuple[str, ExtentTable]], unhashed: Collection[Name]) -> EntryColumns:
-    """Return the entry columns for streams, including each stream's dtype and shape.
+    """Return the entry columns for streams, including the dtype and shape of each stream.
 
     Raises InvalidInput for a key that readers would not accept, and Refused for an unknown dtype.
     """

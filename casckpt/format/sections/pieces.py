@@ -1,7 +1,7 @@
-"""The pieces of a section, which are read and verified separately. Each piece belongs to one entry or object.
+"""The pieces of a section, which are read and verified separately. Each piece belongs to an entry or an object.
 
 Consecutive pieces form groups, and each group has a hash. In a small manifest, a group is a single piece, so that
-damage affects only that piece. In a large manifest, a group has several KiB, so that the hashes, which every reader
+damage affects only that piece. In a large manifest, a group is several KiB, so that the hashes, which every reader
 needs, remain small.
 """
 
@@ -20,7 +20,7 @@ from casckpt.format.sections.head import Read, Section
 
 _HASH = 32
 _GROUP_BYTES, _FEW = 16 << 10, 256
-_SMALL = 64 << 10  # the largest section, in bytes, that is read in one go
+_SMALL = 64 << 10  # the size in bytes of the largest section that is read at once
 
 
 class Pieces(msgspec.Struct, frozen=True, array_like=True):
@@ -89,7 +89,7 @@ class PieceReader:
         return True
 
     def ready(self, numbers: Iterable[int]) -> None:
-        """Read those of these pieces that are missing, in few reads. Raises read errors. `get` reports damage."""
+        """Read the missing ones of these pieces in few reads. Raises read errors. `get` reports damage."""
         groups = {number // self._each for number in numbers}
         if missing := groups - self._held.keys():
             self._fetch(sorted(missing))

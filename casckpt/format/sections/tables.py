@@ -131,7 +131,7 @@ def _check(extent: Extent, nbytes: int, blob_sizes: Sequence[int]) -> None:
     if extent.blob >= len(blob_sizes):
         raise Refused("an extent names a blob that the manifest does not have")
     if extent.offset < DATA_OFFSET or extent.offset + nbytes > blob_sizes[extent.blob]:
-        raise Refused("an extent lies outside its blob, or in its header")
+        raise Refused("an extent lies outside its blob, or in the header of the blob")
 
 
 WHOLE, SPANS = b"\0", b"\1"
@@ -212,9 +212,9 @@ def decode_table(
 def _one_row(
     cells: Buffer, rows: Buffer, blob_sizes: Sequence[int], shape: Shape, *, itemsize: int, cell: int
 ) -> ExtentTable | None:
-    """Return the table of a tensor that is stored as one row, as most tensors are, or None. This is a fast path.
+    """Return the table of a tensor that is stored as a single row, as most are, or None. This is a fast path.
 
-    Also returns None for invalid bytes, so that the caller finds the reason.
+    Also return None for invalid bytes, so that the caller determines the reason.
     """
     if len(rows) != len(ROWS) + ROW.size or bytes(rows[:1]) != ROWS or bytes(cells[:1]) != WHOLE:
         return None
@@ -307,7 +307,7 @@ def _extents(
             if blob >= known:
                 raise Refused("an extent names a blob that the manifest does not have")
             if offset < DATA_OFFSET or offset + (hi - lo) * itemsize > blob_sizes[blob]:
-                raise Refused("an extent lies outside its blob, or in its header")
+                raise Refused("an extent lies outside its blob, or in the header of the blob")
             end = at + cells * DIGEST_BYTES
             yield Extent(box, lo, hi, blob, offset, digests[at:end])
             lo, at = hi, end

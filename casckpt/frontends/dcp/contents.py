@@ -1,4 +1,4 @@
-"""A checkpoint as DCP sees it: its metadata, its values as pickles or plain data, and the locations of its tensors."""
+"""A checkpoint from DCP's view: its metadata, its values as pickles or plain data, and the locations of its tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from casckpt.tensors.untrusted import MISREAD
 
 
 class DcpContents:
-    """One checkpoint, opened by one rank."""
+    """A checkpoint that one rank has opened."""
 
     def __init__(self, store: Store, checkpoint: Checkpoint, options: LoadOptions) -> None:
         self.checkpoint, self._options = checkpoint, options
@@ -117,8 +117,8 @@ class DcpContents:
             wanted = sum(prod(chunk.sizes) for chunk in _create_chunk_list(value))
             if planned.get(key, 0) != wanted:
                 raise InvalidInput(
-                    f"{key!r}: this rank saved alone and now loads more than it saved. Load on as many ranks, "
-                    "with the same sharding, or save with collectives enabled",
+                    f"{key!r}: this rank saved alone and now loads more than it saved. Load on the same number of "
+                    "ranks, with the same sharding, or save with collectives enabled",
                     key=key,
                 )
 

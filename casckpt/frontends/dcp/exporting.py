@@ -56,14 +56,16 @@ def casckpt_to_dcp(
     copied. ``force``: write into a folder that is not empty. ``allow_pickle``: also export values that must be
     pickled.
 
-    Raises NotFound, Conflict if ``path`` exists, InvalidInput (also for an attachment whose name cannot be a file
+    Raises NotFound, Conflict if ``path`` exists, InvalidInput (also for an attachment whose name is not a valid file
     name), Damaged or StorageError. After an error, no file exists under the final name.
     """
     opened_store = as_store(store)
     checkpoint = opened_store.get(ref)
     opened = DcpContents(opened_store, checkpoint, LoadOptions(allow_pickle=allow_pickle))
     if opened.note.chunks:
-        raise InvalidInput(f"{checkpoint.run} holds the state of a single rank, so there is no whole state to export")
+        raise InvalidInput(
+            f"{checkpoint.run} holds the state of a single rank, so casckpt cannot export the complete state"
+        )
     total = checkpoint.stats.bytes_total
     reader = RegionReader(opened_store.repository, opened.contents.manifest, total, Progress(progress))
     attached = opened_store.attachments(checkpoint)
@@ -81,7 +83,7 @@ def casckpt_to_dcp(
 
 
 class _Writer:
-    """Writes the data files of one folder. ``boxed``: wrap each non-tensor value in a list."""
+    """Writes the data files of a folder. ``boxed``: wrap each non-tensor value in a list."""
 
     def __init__(self, folder: Path, opened: DcpContents, reader: RegionReader, *, boxed: bool) -> None:
         self._folder, self._opened, self._reader, self._boxed = folder, opened, reader, boxed

@@ -82,10 +82,9 @@ class Folder:
         if unread:
             raise InvalidInput(
                 f"{self._files.url}: {', '.join(map(repr, unread[:6]))}{', ...' if len(unread) > 6 else ''} "
-                f"({len(unread)} of {len(values)} values) are damaged, or are pickles of more than tensors and plain "
-                "data, "
-                "which run code when they are read; pass allow_pickle=True (--allow-pickle) to keep them unchanged "
-                "if you trust their source",
+                f"({len(unread)} of {len(values)} values) are damaged, or are pickles that hold more than tensors "
+                "and plain data, so reading them runs code; pass allow_pickle=True (--allow-pickle) to keep them "
+                "unchanged if you trust their source",
                 keys=tuple(unread),
             )
         self._values = values
@@ -140,7 +139,7 @@ class Folder:
 
 
 def _is_readable(data: bytes) -> bool:
-    """Return whether torch's restricted unpickler can read a value and the value's size is acceptable."""
+    """Return whether torch's restricted unpickler can read a value, and the value's size is acceptable."""
     try:
         check_expansion(read_archive(data), len(data), "a value")
     except MISREAD:  # Refused is a ValueError

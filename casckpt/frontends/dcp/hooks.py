@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def hook(method: Callable[P, T]) -> Callable[P, T]:
-    """Make a method raise only errors that can be pickled. DCP pickles errors, and if that fails, ranks wait forever.
+    """Ensure that a method raises only errors that can be pickled. If DCP fails to pickle an error, ranks wait forever.
 
     An error that occurs while the program exits is logged, because DCP drops it along with the future.
     """

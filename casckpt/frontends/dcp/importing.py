@@ -1,4 +1,4 @@
-"""Imports a torch.distributed.checkpoint folder, window by window, by the same kind of save as `StorageWriter`."""
+"""Imports a torch.distributed.checkpoint folder, window by window, with the same kind of save as `StorageWriter`."""
 
 from __future__ import annotations
 

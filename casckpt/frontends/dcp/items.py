@@ -109,7 +109,7 @@ def _add_unboxed(values: Values, key: str, value: Any, allow_pickle: bool) -> bo
 def _add_archive(values: Values, key: str, data: bytes, planner: Resolver) -> bool:
     """Add a value that torch.save wrote.
 
-    Return False if it cannot be read, or if saving it again would yield other bytes.
+    Return False if it cannot be read, or if saving it again would produce different bytes.
     """
     try:
         value = read_archive(data)

@@ -47,7 +47,8 @@ class Note:
             data, pickled = encode_object("planner_data", self.planner_data, allow_pickle)
         except InvalidInput as error:
             raise InvalidInput(
-                f"the planner's {error}. A checkpoint includes planner data: pass allow_pickle=True to StorageWriter",
+                f"the planner's {error}. A checkpoint includes the planner's data: pass allow_pickle=True to "
+                "StorageWriter",
                 key="planner_data",
             ) from error
         chunks = {key: (shape, [(c.key, c.offset, c.shape) for c in parts]) for key, (shape, parts) in

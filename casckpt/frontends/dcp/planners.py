@@ -44,7 +44,7 @@ def value_of(stream: io.BytesIO) -> Any:
     data = stream.getvalue()
     if not data.startswith(MAGIC):
         raise InvalidInput(
-            "PickleFreeLoadPlanner received bytes in a different form; load with casckpt's StorageReader"
+            "PickleFreeLoadPlanner received bytes in an unexpected form; load with casckpt's StorageReader"
         )
     return plain.decode(data[len(MAGIC) :], extensions=TORCH_EXTENSIONS, strict=True)
 

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Seen:
-    """A message that load plans carry: the checkpoint that a rank found and, in the answer, the number of ranks.
+    """A message that load plans carry: the checkpoint that a rank found and, in the reply, the number of ranks.
 
     ``checkpoint``: empty for a checkpoint that a rank saved without the others.
     """
@@ -218,7 +218,7 @@ class StorageReader(Protocol):
     @property
     def _now(self) -> DcpContents:
         if self._opened is None:
-            raise InvalidInput("a StorageReader was used before read_metadata; pass it to dcp.load")
+            raise InvalidInput("a StorageReader was used before read_metadata was called; pass the reader to dcp.load")
         return self._opened
 
     def _read_values(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
@@ -291,4 +291,4 @@ def _windows(items: Sequence[ReadItem], planner: LoadPlanner) -> Iterator[list[R
     in_place = ("resolve_tensor", "transform_tensor", "lookup_tensor", "commit_tensor")
     if has_methods_of(planner, DefaultLoadPlanner, *in_place):
         return iter([tensors])
-    return in_batches(tensors, lambda item: item.lengths.numel() * 8, WINDOW_BYTES)  # the largest usual itemsize
+    return in_batches(tensors, lambda item: item.lengths.numel() * 8, WINDOW_BYTES)  # the largest common itemsize

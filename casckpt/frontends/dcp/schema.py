@@ -47,7 +47,7 @@ def schema_of(tree: Node, value_at: Callable[[str], Any]) -> Schema:
 
 
 class _Walk:
-    """One call of `schema_of`."""
+    """A single call to `schema_of`."""
 
     def __init__(self, value_at: Callable[[str], Any]) -> None:
         self.value_at = value_at

@@ -1,4 +1,4 @@
-"""One save through DCP on one rank. The storage writer's hooks call its methods in the order of their definition.
+"""A save through DCP on one rank. The storage writer's hooks call its methods in the order of their definition.
 
 The coordinator begins the transaction before it sends the plans. As a result, every rank chooses reusable cells and
 uploads only after the transaction has begun, as gc requires. The plans carry the reuse offer to the ranks. With DCP's
@@ -68,7 +68,7 @@ class GlobalStorageData:
 
 @dataclass(frozen=True)
 class Written:
-    """The share that one rank stored, and data for DCP. The rank's first result carries it."""
+    """The share that one rank stored, and data for DCP. It is sent in the rank's first result."""
 
     rank: int
     part: RankPart
@@ -90,7 +90,7 @@ _latest = _Latest()
 
 
 class WriterSession:
-    """One save on one rank. ``alone``: this rank saves without collective calls.
+    """A save on one rank. ``alone``: this rank saves without collective calls.
 
     ``more``: a state to save in addition to the plan.
     """
@@ -138,7 +138,7 @@ class WriterSession:
         self._extra = prepare(self.more, options.attachments, rank=0, allow_pickle=options.allow_pickle)
         memory = GroupMemory(memory_of(self.repo.storage.url, "dcp"))
         leader = self._leader = Leader(self.repo, len(plans), memory, options, reuse=True)
-        # DCP does not report that another rank has failed
+        # DCP does not report that a different rank has failed
         self._last_resort = weakref.finalize(self, _give_up, leader, os.getpid())
         with self._aborting():
             txid = leader.start()
@@ -177,7 +177,8 @@ class WriterSession:
         check_keys(tree)
         if any(stored.check != self.options.check_replicas for stored in written):
             raise InvalidInput(
-                f"check_replicas is not {self.options.check_replicas!r} on all ranks; pass the same value everywhere"
+                f"check_replicas is {self.options.check_replicas!r} on some ranks only; pass the same value on all "
+                "ranks"
             )
         samples = [stored.samples for stored in written if stored.samples is not None]
         if len(samples) == leader.size:

@@ -25,7 +25,7 @@ class FlatBox:
     shape: Shape
 
     def out_of(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Return the box's elements from a chunk, as a copy unless they are all of it.
+        """Return the box's elements from a chunk, as a copy unless they are the whole chunk.
 
         A short chunk yields fewer elements.
         """

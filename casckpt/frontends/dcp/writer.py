@@ -135,7 +135,9 @@ class StorageWriter(Protocol):
     @property
     def _session(self) -> WriterSession:
         if self._here.session is None:
-            raise InvalidInput("a StorageWriter was used before set_up_storage_writer; pass it to dcp.save")
+            raise InvalidInput(
+                "a StorageWriter was used before set_up_storage_writer was called; pass the writer to dcp.save"
+            )
         return self._here.session
 
 

@@ -63,8 +63,8 @@ def export(
     pickle.
 
     Raises NotFound, MissingKey for a pattern or prefix that matches nothing, Conflict if ``path`` exists, Damaged or
-    StorageError. Raises InvalidInput for values that the format cannot hold, for a ``path`` inside the store's folder,
-    and if several parts may be the model. After an error, no file exists under the final names.
+    StorageError. Raises InvalidInput for values that the format cannot represent, for a ``path`` inside the store's
+    folder, and if several parts may be the model. After an error, no file exists under the final names.
     """
     opened = as_store(store)
     _check_outside(opened.url, path)
@@ -99,9 +99,7 @@ def _check_outside(store: str, path: str | os.PathLike[str]) -> None:
     else:
         is_inside = local_path(path).resolve().is_relative_to(Path(store).resolve())
     if is_inside:
-        raise InvalidInput(
-            f"{os.fspath(path)} is inside the folder of the store itself, {store}; choose a different path"
-        )
+        raise InvalidInput(f"{os.fspath(path)} is inside the store's own folder, {store}; choose a different path")
 
 
 def _by_suffix(path: str | os.PathLike[str]) -> Format | None:
@@ -123,7 +121,7 @@ def _check_known(format: Format, given: Sequence[str]) -> None:
         if name in given:
             others = " and ".join(other for other in FORMATS if name not in _NOT_FOR.get(other, ()))
             option = f"--{name.replace('_', '-')}"
-            raise InvalidInput(f"{option} is for {others}: --format {format} does not support it")
+            raise InvalidInput(f"{option} applies to {others}: --format {format} does not support it")
 
 
 def _export_dcp(

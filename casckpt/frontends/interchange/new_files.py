@@ -71,7 +71,7 @@ def new_folder(path: Path, *, force: bool, stale: Callable[[str], bool], last: S
 
 @contextmanager
 def place_for(path: str | os.PathLike[str], *, force: bool, last: Sequence[str] = ()) -> Iterator[Path]:
-    """Yield a local path for ``path``. For a URL, it is in a temporary folder that is copied to the URL at the end.
+    """Yield a local path for ``path``. For a URL, it is in a temporary folder, which is copied to the URL at the end.
 
     ``last``: the names of files that are copied last, because their presence marks a folder as complete. Raises
     Conflict if ``path`` exists, unless ``force`` is set.
@@ -90,7 +90,7 @@ def place_for(path: str | os.PathLike[str], *, force: bool, last: Sequence[str] 
 
 
 def check_file_names(names: Iterable[str], is_taken: Callable[[str], bool]) -> None:
-    """Raise InvalidInput, naming each attachment that cannot be a file in an export.
+    """Raise InvalidInput, naming each attachment that cannot become a file in an export.
 
     ``is_taken``: returns whether the export itself writes a file with the given name. The name is in lower case,
     because some file systems ignore case.
@@ -204,7 +204,9 @@ def torch_saves() -> Iterator[None]:
     try:
         yield
     except KeyError as error:
-        raise InvalidInput(f"torch.save cannot write this checkpoint ({error.args[0]}); choose other keys") from error
+        raise InvalidInput(
+            f"torch.save cannot write this checkpoint ({error.args[0]}); choose different keys"
+        ) from error
     except RuntimeError as error:
         raise OSError(f"torch.save failed ({error})") from error
 
@@ -216,7 +218,7 @@ def write_attached(store: Store, checkpoint: Checkpoint, names: Iterable[str], f
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a file durably, and create its parent folders."""
+    """Write a file durably, and create its parent folders if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with synced_file(path) as file:
         file.write(data)

@@ -85,7 +85,7 @@ def _tensors(files: LocalFiles, maps: Maps) -> dict[str, list[Shard]]:
 
 
 def _mapped(files: LocalFiles, name: str, maps: Maps) -> dict[str, torch.Tensor]:
-    files.size(name)  # raises for names outside the folder, and for missing files
+    files.size(name)  # raises an error for names outside the folder, and for missing files
     path = files.path / name
     return dict(maps.mapped(path, read_header(path)))
 

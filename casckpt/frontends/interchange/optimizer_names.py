@@ -1,7 +1,8 @@
 """Finds names for the numbered parameters in an optimizer's state_dict.
 
 Such a state identifies parameters only by their order in ``model.parameters()``, within each group. This module
-compares the shapes of the state with those of the model. It names parameters only if exactly one assignment fits.
+compares the shapes in the state with the shapes in the model. It names parameters only if exactly one assignment is
+possible.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def _names(groups: Sequence[Sequence[Shape | None]], model: Mapping[str, Any]) -
     spare = len(candidates) - wanted
     ways: dict[Positions, tuple[int, Any]] = {
         (0,) * len(groups): (1, None)
-    }  # the number of assignments, and one of them
+    }  # the number of assignments, and one assignment
     for at, (_, shape) in enumerate(candidates):
         following: dict[Positions, tuple[int, Any]] = {}
         for positions, (count, chosen) in ways.items():

@@ -75,11 +75,11 @@ def torch_save_to_casckpt(
     parameter_names: Sequence[str] | None = None,
     **options: Unpack[ImportArguments],
 ) -> Checkpoint:
-    """Save the content of a torch.save file, a mapping of names to tensors and plain data. The file is memory-mapped.
+    """Save the contents of a torch.save file, a mapping of names to tensors and plain data. The file is memory-mapped.
 
     A model is saved under ``model``, and its optimizer under ``optim``, by parameter name.
     `load_model_and_optim_state` and `Checkpointer.resume` find them there. The rest becomes rank 0's train state.
-    Parts that do not fit this layout are saved unchanged, and both the result's ``notes`` and the log name them.
+    Parts that do not match this layout are saved unchanged, and both the result's ``notes`` and the log name them.
     ``as_is``: save the whole state unchanged. ``parameter_names``: the names of the optimizer's parameters in order,
     such as ``[name for name, parameter in model.named_parameters() if parameter.requires_grad]``, if the shapes do not
     determine the names. Raises Mismatch if the names do not fit.
@@ -115,8 +115,8 @@ def _read(path: Path, allow_pickle: bool) -> Any:
                 raise
             held = refused_name(error)
             raise InvalidInput(
-                f"{path} holds more than tensors and plain data, so reading it runs code from the file; pass "
-                f"allow_pickle=True (--allow-pickle) if you trust its source ({held})"
+                f"{path} holds more than tensors and plain data ({held}), so reading it runs code from the file; "
+                "pass allow_pickle=True (--allow-pickle) if you trust its source"
                 + f". {_DEFINE}"
                 * ("__main__." in held)
             ) from error
@@ -212,7 +212,7 @@ def export_torch(
 
 
 class _Export:
-    """One export. torch writes the file without tensor data, and the export then fills in the data."""
+    """An export. torch writes the file without tensor data, and the export then fills in the data."""
 
     def __init__(self, store: Store, checkpoint: Checkpoint, allow_pickle: bool) -> None:
         self.contents = Contents.open(store.repository, checkpoint.commit, extensions=TORCH_EXTENSIONS)
@@ -352,9 +352,9 @@ def laid_out(state: Mapping[str, Any], parameter_names: Sequence[str] | None = N
     """Arrange a state: weights under ``model``, one optimizer by name under ``optim``, and the rest as train state.
 
     If the optimizer's parameters cannot be named, the state remains unchanged, and a note says why. A state without an
-    optimizer also remains unchanged. The rest of a Lightning file goes where `casckpt.frontends.lightning` expects it.
-    ``parameter_names``: the names of the optimizer's parameters, in order, if the shapes do not determine the names.
-    Raises Mismatch if the names do not fit.
+    optimizer also remains unchanged. The rest of a Lightning file is placed where `casckpt.frontends.lightning`
+    expects it. ``parameter_names``: the names of the optimizer's parameters, in order, if the shapes do not determine
+    the names. Raises Mismatch if the names do not fit.
     """
     if is_optimizer_state(state) and not is_named([state]):
         return TorchState(state, (_note("the optimizer", "the file has no model that could provide names"),))
@@ -386,8 +386,8 @@ def _of_lightning(state: Mapping[str, Any], home: str) -> Mapping[str, Any]:
 
 def _note(what: str, why: str, advice: str = "Load") -> str:
     return (
-        f"{what} numbers its parameters and is stored unchanged, without their names ({why}): a resume cannot find "
-        f"it. {advice} it with store.read and optim.load_state_dict"
+        f"{what} identifies its parameters by number. It is stored unchanged, without their names ({why}), so a "
+        f"resume cannot find it. {advice} it with store.read and optim.load_state_dict"
     )
 
 

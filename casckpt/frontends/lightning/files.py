@@ -13,14 +13,14 @@ from casckpt.store.store import Store
 
 
 class RunFiles:
-    """The files of one run. A single process manages them. ``gc``: run a gc after a removal."""
+    """The files of a run. A single process manages them. ``gc``: run a gc after a removal."""
 
     def __init__(self, store: Store, run: str, *, gc: bool) -> None:
         self.store, self.run, self._gc = store, check_run(run), gc
         self._janitor = Janitor(store)
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Return the checkpoints of the run; an empty list if the store does not exist yet."""
+        """Return the checkpoints of the run, or an empty list if the store does not exist yet."""
         return self.store.checkpoints(self.run) if self.store.exists() else []
 
     def place(self, pointer: Pointer, step: int) -> tuple[str, bool]:

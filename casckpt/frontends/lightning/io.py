@@ -138,7 +138,7 @@ class CasCheckpointIO(CheckpointIO):
     # inside
 
     def _step_of(self, checkpoint: Mapping[str, Any]) -> int:
-        """Return the global step of a Trainer. A Fabric has none, so return the next unused number."""
+        """Return the global step of a Trainer. A Fabric does not have one, so return the next unused number."""
         if isinstance(checkpoint.get("global_step"), int):
             return int(checkpoint["global_step"])
         return max((one.step + 1 for one in self._run_files.checkpoints()), default=0)
@@ -171,7 +171,7 @@ class CasCheckpointIO(CheckpointIO):
 
 
 class CasCheckpointCheck(Callback):
-    """A callback for ``Trainer(callbacks=[...])``. Use it with `CasCheckpointIO`, which Lightning calls only to save.
+    """A callback for ``Trainer(callbacks=[...])``. Use it with `CasCheckpointIO`, which Lightning calls only for saves.
 
     If a value cannot be saved, it raises InvalidInput on every rank before the first batch. For the optimizer's state,
     it does so after the first step.
@@ -210,7 +210,7 @@ def monitored(checkpoint: Mapping[str, Any]) -> dict[str, float]:
 
 
 def from_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the Lightning checkpoint. If a different front end saved ``state``, the result has only the weights."""
+    """Return the Lightning checkpoint. If a different front end saved ``state``, it contains only the weights."""
     if REST not in state:
         return {"state_dict": dict(state.get(WEIGHTS, state))}
     found = dict(state[REST])

@@ -49,7 +49,7 @@ class Pointer:
         return bool(self._files.isfile(os.fspath(self.path)))
 
     def read(self) -> str | None:
-        """Return the id of the checkpoint; None if there is no pointer file, or if the save has not finished."""
+        """Return the id of the checkpoint, or None if there is no pointer file or the save has not finished."""
         found = self._contents()
         return found.get("id") if found is not None else None
 

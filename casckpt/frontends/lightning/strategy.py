@@ -168,7 +168,7 @@ class CasModelParallelStrategy(ModelParallelStrategy):
 
 
 def _average(module: Any) -> Any:
-    """Return the averaged model of the WeightAveraging callback; None if there is none, as in Lightning before 2.6."""
+    """Return the averaged model of the WeightAveraging callback, or None if there is none (before Lightning 2.6)."""
     kind = getattr(callbacks, "WeightAveraging", ())
     found = [one for one in module.trainer.callbacks if isinstance(one, kind)]
     return found[0]._average_model if found else None

@@ -8,9 +8,9 @@
     save(state, "ckpts#sft@100")                      # STORE#RUN@STEP, or casckpt.at(store, run="sft", step=100)
     state = load(state, "ckpts#sft@latest")           # in any other parallel configuration
 
-A checkpoint holds each sharded tensor whole under its key, each shard of an object under its unique key, and the
-common part under its keys in the state dict. Every other front end can load such a checkpoint, and this one can load
-theirs.
+A checkpoint contains each sharded tensor as a whole under its key, each shard of an object under its unique key, and
+the common part under its keys in the state dict. Every other front end can load such a checkpoint, and this one can
+load theirs.
 
 Megatron-core itself is not required. The functions also accept its objects, and its own ``save`` and ``load`` accept
 `CasSaveShardedStrategy` and `CasLoadShardedStrategy`; `install` makes its training loop use them.

@@ -1,7 +1,7 @@
 """Claims: the parts of sharded values that each rank holds. Claims determine which rank writes or reads each element.
 
-A save is refused unless exactly one main replica holds each element. In a fully parallel load, one rank reads the data
-that several ranks need and sends it to the others.
+A save is rejected unless exactly one main replica holds each element. In a fully parallel load, one rank reads the
+data that several ranks need and sends it to the others.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ def _check_object_shape(holders: Sequence[tuple[int, ObjectClaim]]) -> None:
             0 <= at < extent for at, extent in zip(claim.offset, claim.shape, strict=True)
         )
         if claim.shape != first.shape or not inside:
-            odd = f"the object at {claim.offset} of {claim.shape} on rank {rank} is not one of the {first.shape}"
-            raise refused(first.key, f"{odd} that rank {first_rank} has; global_offset counts shards from 0", rank)
+            odd = f"the object at {claim.offset} of {claim.shape} on rank {rank} does not fit the shape {first.shape}"
+            raise refused(first.key, f"{odd} on rank {first_rank}; global_offset counts shards from 0", rank)
 
 
 def main_regions(gathered: Sequence[Claims]) -> set[tuple[str, Region]]:
@@ -201,7 +201,7 @@ class Sharing:
 
 
 def plan_sharing(gathered: Sequence[Claims]) -> list[Sharing]:
-    """Decide which rank reads each value. The reads are balanced by elements, largest values first.
+    """Determine which rank reads each value. The reads are balanced by elements, with the largest values first.
 
     This function is pure.
     """

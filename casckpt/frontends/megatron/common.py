@@ -48,14 +48,15 @@ def read(data: bytes, where: str, allow_pickle: bool) -> Any:
         if allow_pickle:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
         # The process has one list of classes for torch's restricted unpickler. When the context ends, torch removes the
-        # classes that it added, even those that were listed before. So one thread at a time adds only what is missing.
+        # classes that it added, even those that were listed before. Therefore, add only missing classes, and only in
+        # one thread at a time.
         with _LOCK, safe_globals([kind for kind in (Namespace,) if kind not in get_safe_globals()]):
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointingException(
-            f"{COMMON_NAME} of {where} needs to be unpickled ({refused_name(error)}), which runs code from the store; "
-            "pass allow_pickle=True if you trust its source. Megatron-core's own classes load without it "
-            "if megatron.core is imported, which registers them"
+            f"{COMMON_NAME} of {where} needs to be unpickled ({refused_name(error)}), which runs code from the "
+            "store; pass allow_pickle=True if you trust its source. Importing megatron.core registers "
+            "Megatron-core's own classes, which then load without allow_pickle"
         ) from error
 
 

@@ -55,7 +55,7 @@ def point(folder: Path, place: StoreRef, common: bytes | None) -> None:
     if common is not None:
         _write(folder / COMMON_NAME, common)
     _write(folder / POINTER_NAME, json.dumps({"store": place.store.url, "run": run, "step": step}).encode())
-    (folder / _TORCH_DIST).unlink(missing_ok=True)  # it belongs to an earlier checkpoint, which Megatron would load
+    (folder / _TORCH_DIST).unlink(missing_ok=True)  # of an earlier checkpoint, which Megatron would otherwise load
 
 
 def is_pointed(folder: Folder) -> bool:
@@ -74,9 +74,9 @@ def pointed_at(folder: Folder) -> tuple[str, str]:
     except FileNotFoundError as error:
         raise NotFound(f"{path} does not exist: the checkpoint was not saved with CasSaveShardedStrategy") from error
     except (ValueError, TypeError, KeyError, IsADirectoryError) as error:
-        raise CheckpointingException(f"{path} does not say where the checkpoint is: {error!r}") from error
+        raise CheckpointingException(f"{path} does not specify where the checkpoint is: {error!r}") from error
     if not isinstance(url, str):
-        raise CheckpointingException(f"{path} does not say where the checkpoint is: the store is {url!r}")
+        raise CheckpointingException(f"{path} does not specify where the checkpoint is; its store is {url!r}")
     return url, ref
 
 
@@ -87,7 +87,7 @@ def check_common(stored: MegatronCheckpoint, folder: Folder) -> None:
         return
     if path.read_bytes() != stored.store.read_attachment(stored.checkpoint, COMMON_NAME):
         raise CheckpointingException(
-            f"{path} is not the file that was saved with {stored.where}: a later save into the folder did not "
+            f"{path} is not the file that was saved with {stored.where}. A later save into the folder did not "
             f"finish, or the file was changed; write_folder({f'{stored.store.url}#{stored.where}'!r}, "
             f"{os.fspath(folder)!r}) restores the saved file"
         )

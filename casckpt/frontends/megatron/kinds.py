@@ -66,7 +66,7 @@ def extract_sharded_tensors_or_nonpersistent(sharded_state_dict: Nested) -> tupl
 
 
 def extract_sharded_base(sharded_state_dict: Nested) -> tuple[Nested, Nested]:
-    """Return (values with a key, which are tensors, objects and factories, the rest)."""
+    """Return (values with a key: tensors, objects and factories; the rest)."""
     return extract_matching_values(sharded_state_dict, is_sharded_base)
 
 

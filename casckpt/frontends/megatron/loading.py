@@ -1,4 +1,4 @@
-"""Loads a checkpoint into a sharded state dict, whatever front end, number of ranks and sharding saved it.
+"""Loads a checkpoint into a sharded state dict, regardless of the front end, ranks and sharding that saved it.
 
 `StrictHandling` determines how a load behaves if the state dict and the checkpoint have different keys.
 """
@@ -210,7 +210,7 @@ class _Part:
 
 
 class RankLoad:
-    """One rank's part of a load."""
+    """The part of a load that one rank performs."""
 
     def __init__(self, stored: MegatronCheckpoint, sharded_state_dict: dict[Any, Any]) -> None:
         self.stored = stored

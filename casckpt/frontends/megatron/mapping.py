@@ -404,7 +404,7 @@ class ShardedObject(ShardedBase):
 class ShardedTensorFactory(ShardedBase):
     """A tensor that is saved in a different form.
 
-    ``build_fn`` turns it into a sharded state dict; ``merge_fn`` undoes that. ``build_fn(key, data, replica_id,
+    ``build_fn`` converts it to a sharded state dict, and ``merge_fn`` undoes this. ``build_fn(key, data, replica_id,
     flattened_range)``; the last parameter is optional. The function must depend only on its arguments, because it also
     builds optimizer state, with a different key and different data.
     """

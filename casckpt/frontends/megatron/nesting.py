@@ -55,7 +55,7 @@ def dict_map_with_key(f: Callable[[Key, Any], Any], d: Nested) -> None:
 
 
 def dict_list_map_inplace(f: Callable[[Any], Any], x: Nested) -> Any:
-    """Replace every leaf by ``f(leaf)``, in place, and return the container. For a leaf, return ``f(leaf)``."""
+    """Replace every leaf with ``f(leaf)``, in place, and return the container. For a leaf, return ``f(leaf)``."""
     if not isinstance(x, dict | list):
         return f(x)
     for key, value in _items(x):
@@ -97,13 +97,13 @@ def merge(x1: Nested, x2: Nested, key: Path = ()) -> Nested:
     elif isinstance(x1, list) and isinstance(x2, list):
         if len(x1) != len(x2):
             raise CheckpointingException(
-                f"lists of {len(x1)} and {len(x2)} items cannot be merged, at {key}: a list must be sharded or "
-                "plain as a whole, or each of its items must have both; use a dict"
+                f"lists of {len(x1)} and {len(x2)} items cannot be merged, at {key}: a list must be entirely "
+                "sharded or entirely plain, or each item must contain both kinds of values; use a dict"
             )
         x1[:] = [merge(value, other, (*key, i)) for i, (value, other) in enumerate(zip(x1, x2, strict=True))]
     else:
         raise CheckpointingException(
-            f"two values for the same position, at {key}: {_text(x1)} and {_text(x2)}; rename one"
+            f"there are two values for the same position, at {key}: {_text(x1)} and {_text(x2)}; rename one"
         )
     return x1
 
@@ -113,7 +113,7 @@ def extract_matching_values(
 ) -> tuple[Nested, Nested]:
     """Return (matching leaves, other leaves), each in the hierarchy of ``x``, without containers that lack such leaves.
 
-    A list that loses items closes the gaps. With ``return_lists_as_dicts``, it becomes a dict by index instead. An
+    If a list loses items, the gaps are closed. With ``return_lists_as_dicts``, it becomes a dict by index instead. An
     empty container in a dict does not match; for one in a list, the predicate decides. Raises CheckpointingException
     (a ValueError) if ``x`` is neither a dict nor a list.
     """

@@ -82,7 +82,7 @@ def make_sharded_optimizer_tensor(model_param: Any, optim_param: torch.Tensor, p
 def optim_state_to_sharding_state(
     optim_state_dict: dict[str, Any], id_to_sharded_param_map: Mapping[int, Any], exclude_keys: Collection[str] = ()
 ) -> None:
-    """Turn an optimizer's state dict into a sharded one, in place.
+    """Convert an optimizer's state dict to a sharded one, in place.
 
     The state ``name`` of a parameter gets the key ``optimizer.state.<name>.<key of the parameter>``, unless it is in
     ``exclude_keys``. The groups become copies whose ``params`` are not saved. Raises CheckpointingException (a

@@ -45,9 +45,9 @@ from casckpt.tensors.values import OfObjects, Shard
 class AsyncRequest(NamedTuple):
     """A request with the fields and methods of Megatron-core's AsyncRequest.
 
-    The save is already running, so the caller only waits. ``async_fn``: a function to run in another process, or None.
-    ``finalize_fns``: functions to call on every rank once ``async_fn`` has returned on all ranks. They return when the
-    checkpoint is committed, and raise the error of the save.
+    The save is already running, so the caller only waits. ``async_fn``: a function to run in a different process, or
+    None. ``finalize_fns``: functions to call on every rank once ``async_fn`` has returned on all ranks. They return
+    when the checkpoint is committed, and raise the error of the save.
     """
 
     async_fn: Callable[..., Any] | None
@@ -173,16 +173,16 @@ def located(checkpoint_dir: CheckpointDir, sharded: Any, common: Any) -> StoreRe
     """
     if common is not None:
         raise NotImplementedError(
-            "a common_strategy cannot be chosen, because the common part is in the store; pass None"
+            "common_strategy is not supported, because the common part is in the store; pass None"
         )
     if sharded in (None, (BACKEND, VERSION)):
         return place_of(checkpoint_dir)
     if isinstance(sharded, tuple | str):
         raise CheckpointingException(f"sharded_strategy={sharded!r} does not support stores; pass None")
     raise CheckpointingException(
-        f"a {type(sharded).__name__} works with Megatron-core's own save and load, which accept a folder; here "
-        "STORE#RUN@STEP names the checkpoint: pass None as sharded_strategy, or call "
-        "megatron.core.dist_checkpointing with it"
+        f"a {type(sharded).__name__} works only with Megatron-core's own save and load, which accept a folder. "
+        "Here, STORE#RUN@STEP names the checkpoint: pass None as sharded_strategy, or pass the strategy to "
+        "megatron.core.dist_checkpointing"
     )
 
 
@@ -193,7 +193,7 @@ def _wait(future: Future[Checkpoint]) -> None:
 
 @dataclass
 class Saving:
-    """One rank's part of a save."""
+    """The part of a save that one rank performs."""
 
     sharded_state_dict: dict[Any, Any]
     rank: int

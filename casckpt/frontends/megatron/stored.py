@@ -47,7 +47,7 @@ Facts: TypeAlias = tuple[Commit, Manifest, Notes, bytes | None]
 
 @dataclass(frozen=True)
 class MegatronCheckpoint:
-    """A checkpoint. ``notes``: the notes on its common part. ``file``: the contents of its common.pt, if it has one."""
+    """A checkpoint. ``notes``: notes on its common part. ``file``: the contents of its common.pt, or None."""
 
     store: Store
     commit: Commit
@@ -141,7 +141,7 @@ class MegatronCheckpoint:
         return keys
 
     def inflated(self, values: Mapping[str, Any]) -> dict[Any, Any]:
-        """Return the state, nested as it was saved, with the leaves in ``values`` (by flat key) and no others."""
+        """Return the state, nested as it was saved, with only the leaves in ``values`` (by flat key)."""
         return dict(inflate(self.contents.tree, lambda key, _: values[key], lambda key: key in values))
 
     def tensor_key(self, key: str) -> str | None:
@@ -215,7 +215,7 @@ class ReadRequest:
 
 
 def read_values(stored: MegatronCheckpoint, keys: Iterable[str], *, allow_pickle: bool = False) -> dict[str, Any]:
-    """Read flat keys into new memory, for this process alone. Raises the errors of `Store.load`."""
+    """Read flat keys into new memory, only in this process. Raises the errors of `Store.load`."""
     request = ReadRequest()
     for key in keys:
         request.add(key)

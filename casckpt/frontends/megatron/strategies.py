@@ -84,7 +84,7 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
     back. ``fully_parallel``, ``options``: see `casckpt.frontends.megatron.save`. One strategy can serve many saves.
     """
 
-    can_handle_sharded_objects = True  # the store holds objects too
+    can_handle_sharded_objects = True  # the store also holds objects
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         forget_removed: bool = False,
         **options: Unpack[SaveArguments],
     ) -> None:
-        # The base class has different arguments in each version, and nothing that it sets is used.
+        # The base class has different arguments in each version, and nothing that it sets is needed.
         self.backend, self.version = BACKEND, VERSION
         self.store = as_store(store)
         self.run, self.step = run, step
@@ -175,9 +175,9 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             classes = classes_to_register(part.file)
             if classes:
                 log.warning(
-                    "common.pt holds %s, at %s: Megatron-core's load accepts the classes it has registered; a load "
-                    "with "
-                    "casckpt.frontends.megatron needs megatron.core for these, and allow_pickle=True for others",
+                    "common.pt holds %s, at %s. Megatron-core's load accepts only the classes that it has "
+                    "registered. A load with casckpt.frontends.megatron needs megatron.core for these classes, and "
+                    "allow_pickle=True for others",
                     ", ".join(classes),
                     ", ".join(places_of(part.file, classes)) or "unknown places",
                 )
@@ -190,7 +190,7 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         number = _NUMBER.search(folder.name)
         if not number:
             raise CheckpointingException(
-                f"{folder} does not end in a number; pass step= to the strategy, which may be a function"
+                f"{folder} does not end in a number; pass step= (a number or a function) to the strategy"
             )
         return int(number[0])
 
@@ -240,7 +240,7 @@ class CasLoadShardedStrategy:
     ``fully_parallel`` and ``options``: see `casckpt.frontends.megatron.load`.
     """
 
-    can_handle_sharded_objects = True  # the store holds objects too
+    can_handle_sharded_objects = True  # the store also holds objects
 
     def __init__(
         self,

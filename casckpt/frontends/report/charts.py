@@ -1,4 +1,4 @@
-"""The charts of a report: SVG made by matplotlib, in the colours of the page."""
+"""The charts of a report, as SVG that matplotlib draws in the colors of the page."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 WIDTH: Final = 4.0  # inches; 384 pixels, so that text is not scaled down on a phone
 POINTS: Final = 200  # per line; more would not be visible
 BLUE, GREEN, GREY = "#3b82f6", "#16a34a", "#8b949e"
-_INK = "#010203"  # replaced by the colour of the page's text
-_SETTINGS: Any = {  # its real type would list all names that matplotlib knows
+_INK = "#010203"  # replaced by the color of the page's text
+_SETTINGS: Any = {  # the actual type would list all names that matplotlib knows
     "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9, "text.parse_math": False,
     "text.color": _INK, "axes.labelcolor": _INK, "axes.edgecolor": _INK, "xtick.color": _INK, "ytick.color": _INK,
     "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6, "figure.facecolor": "none",
@@ -53,7 +53,7 @@ def _figure(height: float, salt: str) -> Iterator[tuple[Figure, Axes, list[str]]
 
 
 def _bare(svg: str) -> str:
-    """Remove the parts that only a standalone file needs, and use the page's text colour."""
+    """Remove the parts that only a standalone file needs, and use the page's text color."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg [^>]*?)width="[\d.]+pt" height="[\d.]+pt"', r"\1", svg)
@@ -79,7 +79,7 @@ def thinned(count: int, most: int = POINTS) -> list[int]:
 
 
 def growth(logical: Sequence[int], stored: Sequence[int]) -> str:
-    """Draw the cumulative size of all checkpoints: if each were stored separately, and as stored."""
+    """Draw the cumulative size of all checkpoints, both as if each were stored separately and as stored."""
     chosen = thinned(len(logical))
     with _figure(2.6, "growth") as (_, axes, drawn):
         numbers = [place + 1 for place in chosen]
@@ -130,7 +130,7 @@ def side_by_side(runs: Sequence[RunUsage]) -> str:
 
 
 def heat_map(run: str, heat: Heat) -> str:
-    """Draw the share of each layer that changed at each step."""
+    """Draw the fraction of each layer that changed at each step."""
     with _figure(min(0.9 + 0.16 * len(heat.layers), 7.5), f"heat {run}") as (figure, axes, drawn):
         filled = [[float("nan") if share is None else share for share in row] for row in heat.shares]
         image = axes.imshow(filled, cmap=_HEAT, vmin=0, vmax=1, aspect="auto", interpolation="none")

@@ -64,7 +64,7 @@ def page(store: Store) -> str:
 
 
 def _rules(store: Store) -> Sequence[RuleUsage]:
-    """Return the bytes that each rule would free on its own; an empty list if damage prevents the calculation."""
+    """Return the bytes that each rule would free on its own, or an empty list if damage prevents the calculation."""
     try:
         return store.footprint(keep_last=3, keep_daily=7, keep_weekly=8, keep_monthly=12).rules
     except (Damaged, Refused):

@@ -68,7 +68,7 @@ class Guard:
             return None if is_ours or not self.checks_host else Refusal(403, "", f"host {host!r:.80} is not allowed")
         given = _given(headers.get("authorization", ""))
         if given is None:
-            return Refusal(401, "", "a token is needed: set HF_TOKEN", WWW_Authenticate='Basic realm="casckpt"')
+            return Refusal(401, "", "a token is required: set HF_TOKEN", WWW_Authenticate='Basic realm="casckpt"')
         if not any([hmac.compare_digest(given.encode(), one.encode()) for one in self.tokens]):  # noqa: C419 - all
             return Refusal(401, "", "Invalid credentials in Authorization header", WWW_Authenticate="Bearer")
         return None

@@ -24,7 +24,7 @@ class Refusal(Exception):
 
 def no_repository(repo: str) -> Refusal:
     """Return the response for a run that does not exist."""
-    return Refusal(404, "RepoNotFound", f"this store has no run {repo!r:.200}; open / for a list of its runs")
+    return Refusal(404, "RepoNotFound", f"this store does not contain run {repo!r:.200}; open / for a list of its runs")
 
 
 def no_revision(repo: str, revision: str) -> Refusal:
@@ -54,6 +54,6 @@ def refusal_of(error: CasckptError) -> Refusal:
 
 
 def one_line(text: str) -> str:
-    """Convert ``text`` to one line of ASCII for a header."""
+    """Convert ``text`` to a single line of ASCII for a header."""
     plain = "".join(letter if letter.isprintable() else " " for letter in text)
     return " ".join(plain.split()).encode("ascii", "replace").decode()[:1000]

@@ -162,7 +162,7 @@ def _api_call(hub: Hub, request: Request, parts: Sequence[str]) -> Callable[[], 
 
 
 async def _post(hub: Hub, request: Request) -> Response:
-    """Answer paths-info, the only request that has a body."""
+    """Answer a paths-info request, the only kind of request that has a body."""
     parts = _parts(request)
     repo, verb, rest = _cut(parts[2:], _VERBS) if "paths-info" in parts else ("", "", ())
     if parts[:2] != ["api", "models"] or verb != "paths-info" or len(rest) != 1:

@@ -71,7 +71,7 @@ def _number(digits: str) -> int:
 
 
 class RequestedRange(NamedTuple):
-    """The content of a range: ``head``, then the bytes of ``sources`` without the first ``skip`` bytes.
+    """The contents of a range: ``head``, followed by the bytes of ``sources`` without the first ``skip`` bytes.
 
     The range may end within the last element.
     """
@@ -162,7 +162,10 @@ class ServedFolders:
     _making: Sequence[threading.Lock] = field(default_factory=lambda: [threading.Lock() for _ in range(_KEPT)])
 
     def held(self, commit: str) -> ServedFolder | None:
-        """Return the folder of the checkpoint whose id begins with ``commit`` if it is in memory, else None."""
+        """If the folder of the checkpoint whose id begins with ``commit`` is in memory, return it.
+
+        Otherwise, return None.
+        """
         with self._lock:
             return next((folder for id, folder in self._held.items() if id.startswith(commit)), None)
 
@@ -171,7 +174,7 @@ class ServedFolders:
 
         Raises the errors of a load, and InvalidInput for a value that safetensors cannot hold.
         """
-        with self._making[hash(checkpoint.id) % _KEPT]:  # if several requests arrive, only one plans the folder
+        with self._making[hash(checkpoint.id) % _KEPT]:  # if several requests arrive, only one of them plans the folder
             folder = self.held(checkpoint.id)
             if folder is None or _place(folder.checkpoint) != _place(checkpoint):  # a forged record may name any id
                 folder = self._made(checkpoint)
@@ -206,7 +209,7 @@ class ServedFolders:
         try:
             return FolderPlan(self.store, checkpoint, Rules(model=True))
         except (InvalidInput, MissingKey) as error:
-            log.info("casckpt serves %s with all tensors under their keys: %s", checkpoint, error)
+            log.info("casckpt serves all tensors of %s under their keys: %s", checkpoint, error)
             return FolderPlan(self.store, checkpoint, Rules())
 
     def _own_rules(self, checkpoint: Checkpoint) -> Rules | None:

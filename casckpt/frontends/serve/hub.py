@@ -51,7 +51,7 @@ class Hub:
         return dict(sorted(of_repo.items(), key=lambda item: item[1][-1].created_at, reverse=True))
 
     def tags(self) -> dict[str, Checkpoint]:
-        """Return the store's tags, except leases, which come and go with downloads."""
+        """Return the store's tags except leases, which come and go with downloads."""
         return {name: tagged for name, tagged in self.store.tags().items() if not _LEASE.fullmatch(name)}
 
     def _checkpoints(self) -> list[Checkpoint]:

@@ -14,7 +14,7 @@ from casckpt.store.store import Store
 
 _EXPIRES = "10m"
 _MOST_IDLE = 32
-"""The maximum number of idle leases. It is limited because each lease has threads."""
+"""The maximum number of idle leases, which is limited because each lease has threads."""
 LINGER_SECONDS = 30.0
 """How long a lease remains after the last file, in case the client requests another file."""
 
@@ -49,7 +49,10 @@ class Leases:
 
     @contextmanager
     def hold(self, checkpoint: Checkpoint) -> Iterator[None]:
-        """Hold a lease during a block and a while longer. It never raises, but reading a purged checkpoint does."""
+        """Hold a lease during a block and for a while after it.
+
+        This never raises, but reading a purged checkpoint does.
+        """
         held = self._enter(checkpoint.id)
         try:
             with held.lock:

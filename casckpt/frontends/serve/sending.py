@@ -284,7 +284,7 @@ class RangeResponse:
         await self._send(send, gone, head)
 
     def _read_ahead(self, reader: RangeReader, ahead: deque[asyncio.Future[_Held | None]]) -> None:
-        """Start reading the next windows, as far as memory allows."""
+        """Start reading the next windows as far as memory allows."""
         while self._window is not None and len(ahead) < self._desk.ahead and self._has_room(self._window):
             ahead.append(asyncio.ensure_future(self._join_next(reader)))
 
@@ -296,7 +296,7 @@ class RangeResponse:
     def _key(self, window: Window) -> object:
         """Return the key by which responses share windows.
 
-        A slow response does not share any, because it would block others.
+        A slow response does not share any windows, because it would block other responses.
         """
         return object() if self._is_slow else (self._folder.checkpoint.id, self._file.etag, window.start, window.stop)
 

@@ -14,7 +14,7 @@ from casckpt.errors import InvalidInput
 from casckpt.frontends.views.view import Rules
 from casckpt.loading.arguments import compiled
 
-_MOST_WAYS: Final = 4_000_000  # per match; takes a quarter of a second
+_MOST_WAYS: Final = 4_000_000  # per match, which takes a quarter of a second
 _MOST_SECONDS: Final = 10.0  # CPU time for all names of a checkpoint
 _MOST_CHARACTERS: Final = 1000
 _MOST_ESCAPES: Final = 20  # per replacement, because each escape may expand to a whole name

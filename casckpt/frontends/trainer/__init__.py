@@ -1,4 +1,4 @@
-"""Checkpoints for a training loop: when to save, what to save, retention and resume.
+"""Checkpoints for a training loop: when and what to save, retention, and resume.
 
 ::
 

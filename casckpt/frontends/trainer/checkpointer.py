@@ -256,8 +256,8 @@ class Checkpointer(RunCheckpoints):
     ) -> Future[Checkpoint] | None:
         """Call `save_async` if ``step`` is due. Otherwise call `check_first_steps` and return None.
 
-        Call this method after each step. ``last``: whether this is the last step of the training, which is always due.
-        All ranks must pass the same value. ``metadata``, ``metrics``, ``healthy``: as for `Store.save`. If
+        Call this method after each step. ``last``: whether this is the last training step, which is always due. All
+        ranks must pass the same value. ``metadata``, ``metrics``, ``healthy``: as for `Store.save`. If
         ``max_steps_at_risk`` is set, the method raises the error of the background save before more steps are at risk.
         """
         check_keywords("Checkpointer.save_if_due", options, DueArguments)
@@ -321,11 +321,11 @@ class Checkpointer(RunCheckpoints):
     ) -> Any:
         """Load into ``model`` and ``optim``, and return the train state.
 
-        The train state is the one that this rank saved. If this rank saved none, it is that of the lowest rank.
-        ``load_optim_state``, ``load_trainer_state``: if True, load the state, or raise NotFound if the checkpoint
-        lacks it. If None, load the state if it exists; otherwise, return None for the train state, and log a warning
-        for an optimizer. If False, do not read the state. ``unread``: unless it is "ignore", the log lists unread
-        subtrees. ``cast``, ``strict``, ``ignore_mismatched``, ``rename``: see `load_model_and_optim_state`.
+        The train state is the one that this rank saved. If this rank did not save one, it is the lowest rank's train
+        state. ``load_optim_state``, ``load_trainer_state``: if True, load the state, or raise NotFound if the
+        checkpoint lacks it. If None, load the state if it exists; otherwise, return None for the train state, and log
+        a warning for an optimizer. If False, do not read the state. ``unread``: unless it is "ignore", the log lists
+        unread subtrees. ``cast``, ``strict``, ``ignore_mismatched``, ``rename``: see `load_model_and_optim_state`.
         ``options``: set the options of the optimizer's groups, such as learning rates, to those of the "checkpoint",
         or "keep" them. Raises the errors of `Store.load`.
         """
@@ -386,7 +386,7 @@ class Checkpointer(RunCheckpoints):
             self.resumed = Resumed(checkpoint, *ranks.exchange(lambda: outcome_of(*mine), of_all_ranks))
             if ranks.rank == 0:
                 self.resumed.log()
-        self._check(model, optim, train_state, "off")  # no samples: DDP may make the ranks equal later
+        self._check(model, optim, train_state, "off")  # without samples, because DDP may make the ranks equal later
         return checkpoint
 
     def newest_of_all_ranks(self, step: int | None = None) -> Checkpoint | None:
@@ -412,7 +412,7 @@ class Checkpointer(RunCheckpoints):
     def _restore(
         self, ref: str | Checkpoint, model: TrainModel, optim: AnyOptimizer | None, wanted: LoadRequest
     ) -> tuple[Checkpoint, Any]:
-        """Load a checkpoint. Return it with the skipped keys, and this rank's train state."""
+        """Load a checkpoint. Return it, with the skipped keys, and this rank's train state."""
         self._settle()
         loaded, train = Restoring(open_ranks(self.process_group), self.store, wanted).load(ref, model, optim)
         self.saved_step, self._begun = (loaded.step if loaded.run == self.run else None), None

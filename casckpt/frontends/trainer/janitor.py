@@ -1,4 +1,4 @@
-"""A thread that runs gc during the training, one gc at a time.
+"""A thread that runs gc during training, one gc at a time.
 
 The gc does not wait for saves in progress. Blobs that these saves may need remain until the next gc.
 """

@@ -30,15 +30,15 @@ _RESIZED = (
 )
 _KEPT = 'options="keep": the learning rate and all other options are left unchanged'
 _TO_KEEP = 'options="keep" keeps the given rate'
-_RATES = "set to the base rates of the checkpoint; its next step may compute the learning rate from them"
+_RATES = "set to the checkpoint's base rates; the scheduler's next step may compute the learning rate from them"
 
 
 @dataclass(frozen=True)
 class Resumed:
     """The result of `Checkpointer.resume`. The log shows its string form.
 
-    ``checkpoint``: the loaded checkpoint. ``restored``: which of "model", "optim" and "train" were restored, wholly or
-    in part. ``left``: why parts were not restored or not read, by flat key ("optim.state.head.bias",
+    ``checkpoint``: the loaded checkpoint. ``restored``: which of "model", "optim" and "train" were restored,
+    completely or in part. ``left``: why parts were not restored or not read, by flat key ("optim.state.head.bias",
     "train.scheduler"). ``replaced``: the learning rates that differ from the checkpoint's, as (given, saved) by key
     ("optim.param_groups.0.lr"; "initial_lr" if a scheduler changes the rate).
     """
@@ -82,7 +82,7 @@ def of_all_ranks(found: Sequence[Outcome]) -> Sequence[Outcome]:
 def rates_of(model: TrainModel, optim: AnyOptimizer | None) -> dict[str, float]:
     """Return the optimizers' learning rates by key, such as "optim.param_groups.0.lr". Raises InvalidInput.
 
-    If a scheduler changes the rate, the result has "initial_lr" instead, the scheduler's initial rate.
+    If a scheduler changes the rate, the result instead contains "initial_lr", which is the scheduler's initial rate.
     """
     optims = {key: (one,) for key, one in model.items() if is_optimizer(one)} if isinstance(model, Mapping) else {}
     rates = dict[str, float]()

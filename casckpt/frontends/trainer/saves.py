@@ -14,7 +14,7 @@ PATIENCE = 15 * 60 * 1_000_000
 
 
 def will_repeat(error: BaseException) -> bool:
-    """Return whether the next save would fail too: the error concerns the state, an argument or an existing step."""
+    """Return whether the next save would also fail, because the error concerns the state, an argument or a step."""
     return isinstance(error, InvalidInput) or (isinstance(error, Conflict) and not isinstance(error, Revoked))
 
 

@@ -153,7 +153,7 @@ def _with(model: Mapping[str, Any], optim: AnyOptimizer | None) -> dict[str, Any
 
 @dataclass(frozen=True, kw_only=True)
 class LoadRequest:
-    """The arguments of one load.
+    """The arguments of a load.
 
     ``optim``, ``train``: whether to load the optimizer and the train state; None: if the checkpoint has them.
     ``given``: the arguments for `Store.load`. ``pre_download``: first fetch the checkpoint into this host's cache.
@@ -173,7 +173,7 @@ class LoadRequest:
 
 
 class Restoring:
-    """One load on one rank."""
+    """A load on one rank."""
 
     def __init__(self, ranks: Ranks, store: Store, wanted: LoadRequest) -> None:
         self._ranks, self._store, self._wanted, self._given = ranks, store, wanted, LoadOptions(**wanted.given)
@@ -185,12 +185,12 @@ class Restoring:
 
         def wanted_optimizers() -> list[str]:
             if wanted.optim and optim is None and not says_itself:
-                raise InvalidInput("load_optim_state=True needs an optimizer to load into; pass optim")
+                raise InvalidInput("load_optim_state=True requires an optimizer to load into; pass optim")
             if wanted.options not in get_args(GroupOptions):
                 raise InvalidInput(f'options={wanted.options!r:.80} is not valid; pass "checkpoint" or "keep"')
             if wanted.options == "keep" and isinstance(model, TrainModule):
                 raise InvalidInput(
-                    'a model with load_state_dict sets the state of its optimizer itself; leave out options="keep"'
+                    'a model with load_state_dict sets the state of its optimizer itself; omit options="keep"'
                 )
             return [OPTIM] if optims() else []
 

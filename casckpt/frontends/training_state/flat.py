@@ -121,7 +121,7 @@ def _check_order(flat: Any) -> None:
 
 
 def _fsdp_modules(model: nn.Module) -> list[Any]:
-    """Return the FSDP modules; an empty list if FSDP is not imported."""
+    """Return the FSDP modules, or an empty list if FSDP is not imported."""
     home = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     return [one for one in model.modules() if home is not None and isinstance(one, home.FullyShardedDataParallel)]
 
@@ -180,7 +180,7 @@ def full_dtypes(model: nn.Module) -> dict[int, torch.dtype]:
 
 @contextmanager
 def without_fsdp_hooks(model: nn.Module) -> Iterator[None]:
-    """Disable gathering in state_dict and load_state_dict, whatever the state_dict_type of FSDP is."""
+    """Disable gathering in state_dict and load_state_dict, regardless of FSDP's state_dict_type."""
     kept: list[tuple[nn.Module, str, Any]] = []
     try:
         for module in _fsdp_modules(model):

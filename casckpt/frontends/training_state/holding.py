@@ -38,7 +38,7 @@ class Holding:
     def dtype(self) -> torch.dtype:
         """The dtype of the parameter.
 
-        Under FSDP, the dtype of its part, because mixed precision may have changed the former.
+        Under FSDP, it is the dtype of the part, because mixed precision may have changed the parameter's dtype.
         """
         return self.parameter.dtype if self.part is None else self.part.data.dtype
 
@@ -86,9 +86,9 @@ class Holding:
             return Shard(value, shape, replicated=True) if alike else value
         if is_part:
             raise InvalidInput(
-                f"the optimizer has state of shape {list(shape)} for {self.name!r}. This rank holds only a part "
-                "of the parameter, and which elements the state belongs to is unknown. Save it with store.save, as "
-                "casckpt.Shard or casckpt.PerRank",
+                f"the optimizer has state of shape {list(shape)} for {self.name!r}. This rank holds only a part of "
+                "the parameter, and casckpt cannot tell which elements the state belongs to. Save it with "
+                "store.save, as casckpt.Shard or casckpt.PerRank",
                 key=self.name,
             )
         return described_like(value, self.parameter)
@@ -98,7 +98,7 @@ class Holding:
     def destination(
         self, entry: Entry, there: torch.Tensor | None, device: torch.device, taken: set[int], *, added: bool
     ) -> Any:
-        """Return the tensor that a load fills with a state tensor: ``there`` if it fits, else a new tensor.
+        """Return the tensor that a load fills with a state tensor: ``there`` if it matches, else a new tensor.
 
         ``taken``: the memory addresses that other state uses. They matter because some optimizers share one ``step``.
         ``added``: whether a user, not the optimizer, created the state.
@@ -163,7 +163,7 @@ def _fits(there: torch.Tensor, entry: Entry, taken: set[int]) -> bool:
 
 
 def _is_plain(there: torch.Tensor | None, entry: Entry, parameter: torch.Tensor, *, added: bool) -> bool:
-    """Return whether the state of a DTensor parameter is a plain tensor: it already is one, or it has no shards."""
+    """Return whether a DTensor parameter's state is a plain tensor: it already is one, or it has no shards."""
     if there is not None:
         return not is_dtensor(there)
     return (added or entry.shape == ()) and entry.shape != tuple(parameter.shape)

@@ -20,10 +20,10 @@ _FSDP2 = "FSDP"  # the prefix of the classes that fully_shard creates
 
 
 def config_files(model: Any) -> dict[str, bytes]:
-    """Return config.json and generation_config.json of a Transformers model; an empty dict for any other model.
+    """Return config.json and generation_config.json of a Transformers model, or an empty dict for any other model.
 
-    In a dict of models, "model" is used. A list of parts has no config files, because no part is the whole model. A
-    model with adapters has none either, because its config describes the model without them.
+    In a dict of models, "model" is used. For a list of parts, there are none, because no part is the whole model. For
+    a model with adapters, there are none either, because its config describes the model without them.
     """
     if isinstance(model, Mapping):
         model = model.get(MODEL)
@@ -39,7 +39,7 @@ def config_files(model: Any) -> dict[str, bytes]:
     except (
         TypeError,
         ValueError,
-    ) as error:  # Transformers cannot write them either, and this must not make a save fail
+    ) as error:  # Transformers cannot write them either, and a save must not fail because of this
         log.warning("the config of the %s was not saved: %s", type(inner).__name__, error)
         return {}
     return {name: json.dumps(text, indent=2, sort_keys=True).encode() + b"\n" for name, text in files.items()}

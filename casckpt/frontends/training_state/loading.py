@@ -1,4 +1,4 @@
-"""A load on one rank: creates the template of a model and its optimizers, and updates them after the load."""
+"""A load on one rank. Creates the template for a model and its optimizers, and updates them after the load."""
 
 from __future__ import annotations
 
@@ -292,8 +292,8 @@ class TrainingStateLoad:
                 refused[name] = re.sub(r"(?<=\.)\d+(?=\.)", "*", commonprefix(together)) + "*"  # noqa: RUF071 - of names
         if refused:
             raise Mismatch(
-                f"the model's state_dict has {listed(list(refused))}, which its load_state_dict does not read; the "
-                f"rest of their modules would be loaded without these keys from {self._stored.where}. Load into "
+                f"the model's state_dict has {listed(list(refused))}, which its load_state_dict does not read. The "
+                f"rest of their modules would be loaded from {self._stored.where} without these keys. Load into "
                 "modules that read all keys that they save, or leave these modules unchanged with "
                 f"ignore_mismatched={list(dict.fromkeys(refused.values()))}",
                 keys=tuple(refused),

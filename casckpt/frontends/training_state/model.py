@@ -66,7 +66,7 @@ def model_to_save(model: nn.Module) -> OrderedDict[str, Any]:
 
 
 def _live_state(model: nn.Module) -> dict[str, Any]:
-    """Return the state_dict. Parameters remain `Parameter` objects, because they must be equal on all ranks."""
+    """Return the state_dict. Parameters remain `Parameter` objects, because those must be equal on all ranks."""
     with without_fsdp_hooks(model):
         state = model.state_dict(keep_vars=True)
     empty = [name for name, value in state.items() if getattr(value, "is_meta", False)]
@@ -194,5 +194,5 @@ class ModelTemplate:
 
     def _is_of_inference(self) -> bool:
         """Return whether any tensor was created in inference mode. Outside that mode, torch cannot copy onto it."""
-        with torch._C.DisableTorchFunctionSubclass():  # a ShardedTensor would raise
+        with torch._C.DisableTorchFunctionSubclass():  # a ShardedTensor would raise an error
             return any(isinstance(value, torch.Tensor) and value.is_inference() for value in self._raw.values())

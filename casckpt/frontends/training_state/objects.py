@@ -1,7 +1,7 @@
 """Saves and loads states that contain modules, optimizers and other objects with a state_dict.
 
 A module is stored below its key under plain names, as in `save_model_and_optim_state`. An optimizer is stored under
-the parameter names of its module, which must also be in the state. Of any other object, the state_dict is stored.
+the parameter names of its module, which must also be in the state. For any other object, its state_dict is stored.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _template(
     for key in objects.others:
         has_tensors = any(name.startswith(f"{rename(key)}.") for name in stored.contents.tensors)
         state = plain_state(objects.by_key[key], key) if has_tensors else None
-        # None stands for the whole state, created anew; if it has shards, each rank fills its own
+        # None means the whole state, newly created; if it has shards, each rank fills its own
         values[key] = state if any(is_sharded(tensor) for _, tensor in tensors_below(state, key)) else None
     models = {module_load.at: module_load.saved_key for module_load in loads}
 

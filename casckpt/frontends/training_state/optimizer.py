@@ -65,9 +65,9 @@ def named_groups(model: nn.Module, optim: Optimizer) -> list[list[NamedParameter
             if id(parameter) not in names:
                 raise InvalidInput(
                     f"parameter {position} of group {number} of the optimizer, of shape {list(parameter.shape)}, is "
-                    "not in the model; pass the model that the optimizer was created for. If it stands for one "
-                    "optimizer per layer, pass the list of these, or none (optim=None; in a Trainer: "
-                    "save_only_model=True)"
+                    "not in the model; pass the model that the optimizer was created for. If it represents one "
+                    "optimizer per layer, pass the list of these optimizers, or pass none (optim=None; in a "
+                    "Trainer: save_only_model=True)"
                 )
         groups.append([NamedParameter(parameter, names[id(parameter)]) for parameter in group["params"]])
     known = {one.parameter: one.names[0] for group in groups for one in group}
@@ -117,7 +117,7 @@ def states_to_save(model: nn.Module, optims: Sequence[Optimizer]) -> dict[str, A
 
 def _state_of(optim: Optimizer, groups: Sequence[Sequence[NamedParameter]]) -> dict[str, Any]:
     owned = {id(one.parameter) for group in groups for one in group}
-    keys: list[Any] = list(optim.state)  # torch types them as tensors, but allows any key
+    keys: list[Any] = list(optim.state)  # torch declares them as tensors, but allows any key
     for key in keys:
         if isinstance(key, torch.Tensor) and id(key) not in owned:
             raise InvalidInput(
@@ -128,9 +128,9 @@ def _state_of(optim: Optimizer, groups: Sequence[Sequence[NamedParameter]]) -> d
     others = [key for key in packed if key not in ("state", "param_groups")]
     if others:
         raise InvalidInput(
-            f"the state_dict of {type(optim).__name__} has {others} in addition to state and param_groups, which "
-            "cannot be stored by name. Leave optim out and save the optimizer as an object: in a TrainState, or save "
-            "its state_dict() with store.save"
+            f"the state_dict of {type(optim).__name__} contains {others}, in addition to state and param_groups. "
+            "Such entries cannot be stored by name. Leave optim out, and save the optimizer as an object: put it "
+            "in a TrainState, or save its state_dict() with store.save"
         )
     return _by_name(packed, groups)
 
@@ -317,7 +317,7 @@ class StateKind:
         lacking = sorted(self.needs(options) - names)
         others = () if names <= self.keeps() else map(StateKind, _ALWAYS)
         kinds = [kind.name for kind in others if kind.needs({}) <= names <= kind.keeps()]
-        is_other = bool(kinds) and names != {"step"}  # a user's code may also count steps
+        is_other = bool(kinds) and names != {"step"}  # user code may also count steps
         if lacking or is_other:
             found = f"it lacks {', '.join(map(repr, lacking))}" if lacking else f"it belongs to {' or '.join(kinds)}"
             raise Mismatch(

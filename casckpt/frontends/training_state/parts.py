@@ -53,7 +53,7 @@ class Parts(nn.ModuleList):
     """The parts of one model. `plain_name` removes the part numbers from their names."""
 
     def state_dict(self, *, keep_vars: bool = False) -> OrderedDict[str, Any]:  # type: ignore[override]  # no overloads
-        """Return the state_dict of each part, with the part's number before each key."""
+        """Return the state_dict of all parts, with the part's number before each key."""
         parts = ((number, part.state_dict(keep_vars=keep_vars)) for number, part in self.named_children())
         return OrderedDict((f"{number}.{key}", value) for number, own in parts for key, value in own.items())
 

@@ -32,14 +32,13 @@ def save_model_and_optim_state(
 ) -> Checkpoint:
     """Save ``model`` and ``optim`` as one checkpoint, without changing them.
 
-    If ``optim`` is None, save the model alone.
-    Either may be a list: the parts of the model on this rank, or several optimizers that share the parameters. Every
-    rank of ``process_group`` (None: all ranks) makes the call, with its own shards of one model, or with its own part
-    of the model's parameters. No tensor is gathered, and the state_dict_type of `torch.distributed.fsdp` does not
-    matter. If the values of a buffer differ across ranks, the value of the lowest rank is stored, and the log mentions
-    this once. If the values of a parameter differ, an error is raised; see ``check_replicas`` of `Store.save`. The
-    config of a Transformers model is attached unless ``attachments`` has one, so that Transformers can load the
-    export.
+    If ``optim`` is None, save the model alone. Either may be a list: the parts of the model on this rank, or several
+    optimizers that share the parameters. Every rank of ``process_group`` (None: all ranks) makes the call, with its
+    own shards of one model, or with its own part of the model's parameters. Tensors are not gathered, and the
+    state_dict_type of `torch.distributed.fsdp` does not matter. If the values of a buffer differ across ranks, the
+    value of the lowest rank is stored, and the log mentions this once. If the values of a parameter differ, an error
+    is raised; see ``check_replicas`` of `Store.save`. The config of a Transformers model is attached unless
+    ``attachments`` has one, so that Transformers can load the export.
 
     Before its first step, an optimizer has no state, and the save does not create any. ``options``: the options of
     `Store.save` (``metadata``, ``overwrite``, ``ephemeral``, ``attachments``, ``dedup``, ``allow_pickle``,

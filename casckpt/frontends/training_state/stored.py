@@ -39,7 +39,7 @@ StoredGroups: TypeAlias = list[dict[str, Any]]
 
 
 class StoredTraining:
-    """One checkpoint: its keys, and the groups and state of its optimizers by parameter name."""
+    """A checkpoint: its keys, and the groups and state of its optimizers by parameter name."""
 
     def __init__(self, store: Store, commit: Commit, contents: Contents) -> None:
         self.store, self.commit, self.contents = store, commit, contents
@@ -64,7 +64,7 @@ class StoredTraining:
         return [key.removeprefix(start) for key in keys if key.startswith(start)]
 
     def below(self, key: str) -> dict[Element, Node]:
-        """Return the nodes in the container ``key``; an empty dict if there is no such container."""
+        """Return the nodes in the container ``key``, or an empty dict if there is no such container."""
         node = find(self._tree, key)
         return {} if node is None else dict(children(node))
 
@@ -133,7 +133,7 @@ class StoredTraining:
         return groups
 
     def value(self, key: str, *, allow_pickle: bool) -> Any:
-        """Read the value at a key in this process alone."""
+        """Read the value at a key, only in this process."""
         made: dict[str, Any] = {key: None}
         self.store.load(made, self.checkpoint, no_dist=True, unread="ignore", allow_pickle=allow_pickle)
         return made[key]
@@ -184,7 +184,7 @@ class StoredTraining:
 
 
 def _owner(key: str, names: Mapping[str, Any]) -> str:
-    """Return the longest of ``names`` that is a parent of a flat key; if none is, the key without its last part."""
+    """Return the longest of ``names`` that is a parent of a flat key, or otherwise the key without its last part."""
     name = above = key.rpartition(".")[0]
     while name and name not in names:
         name = name.rpartition(".")[0]

@@ -170,7 +170,7 @@ def _load_into(value: Any, state: Any, key: str) -> None:
 
 
 def _copied(value: Any, state: Any, key: str) -> Any:
-    """Copy ``state`` into a tensor or array and return that; if shape, dtype or type differ, return ``state``."""
+    """Copy ``state`` into a tensor or array, and return that. If shape, dtype or type differ, return ``state``."""
     alike = isinstance(state, torch.Tensor if isinstance(value, torch.Tensor) else np.ndarray)
     if not alike or value.shape != state.shape or value.dtype != state.dtype:
         log.warning(
@@ -188,7 +188,7 @@ RNG = "rng"
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the states of this process's random generators: Python's, numpy's, torch's and the CUDA device's."""
+    """Return the states of this process's random generators: those of Python, numpy, torch and the CUDA device."""
     state: dict[str, Any] = {
         "rank": this_rank(),
         "python": random.getstate(),
@@ -210,7 +210,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
     missing = [name for name in ("rank", "python", "numpy", "torch") if name not in state]
     if missing:
         raise MissingKey(
-            f"the state of the random generators lacks {missing[0]!r}; pass a result of rng_state", keys=(RNG,)
+            f"the state of the random number generators lacks {missing[0]!r}; pass the result of rng_state", keys=(RNG,)
         )
     if state["rank"] != this_rank():
         _seed(int(hex_digest(state["torch"].numpy().tobytes() + b"%d" % this_rank())[:16], 16))
@@ -246,7 +246,7 @@ class TrainState(UserDict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         if name == RNG and self._rng:
             raise InvalidInput(
-                f"{RNG!r} is reserved for the random generators of a TrainState; choose a different name"
+                f"{RNG!r} is reserved for the random number generators of a TrainState; choose a different name"
             )
         check_part(value, name)
         super().__setitem__(name, value)
@@ -279,7 +279,7 @@ class TrainState(UserDict[str, Any]):
     def _missing(self, saved: Collection[str], *, strict: bool) -> list[str]:
         missing = [name for name in (*self, *((RNG,) if self._rng else ())) if name not in saved]
         if missing and strict:
-            without = " (rng=False leaves out the random generators)" if RNG in missing else ""
+            without = " (rng=False leaves out the random number generators)" if RNG in missing else ""
             raise MissingKey(
                 f"the saved train state has no {missing[0]!r}; it has {', '.join(map(repr, saved)) or 'no parts'}. "
                 f"Leave this part out of the TrainState{without}, or load a different checkpoint",

@@ -95,7 +95,7 @@ class CasCheckpointCallback(TrainerCallback):
         return self.config.build(self.store)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
-        """Raise Unsupported or InvalidInput if the folders or the optimizer of this training cannot be saved."""
+        """Raise Unsupported or InvalidInput if the folders or the optimizer of this training run cannot be saved."""
         for name in ("fsdp", "deepspeed"):
             if getattr(args, name, None):
                 raise Unsupported(f"the checkpoint folders of a Trainer with {name} are not supported; {_USE_ANOTHER}")
@@ -142,7 +142,7 @@ class CasCheckpointCallback(TrainerCallback):
 
 
 def logged_metrics(state: Any, step: int, first: str | None = None) -> dict[str, float]:
-    """Return the numbers that were logged at a step: ``first``, then evaluation results, then others."""
+    """Return the numbers that were logged at a step: ``first``, then evaluation results, then all others."""
     logged = [one for one in getattr(state, "log_history", None) or () if one.get("step") == step]
     numbers = {str(name): value for one in logged for name, value in one.items() if type(value) in (int, float)}
     wanted = sorted(numbers.keys() - {"step", "epoch"}, key=lambda name: (name != first, not name.startswith("eval_")))
@@ -195,8 +195,8 @@ def restore_checkpoint(
 ) -> str | None:
     """Write the folder ``output_dir/checkpoint-STEP`` with the contents that the trainer wrote, and return its path.
 
-    Return None if ``ref`` is ``RUN@latest`` and the run has no checkpoint; the trainer then starts from the beginning.
-    Pass the result to ``trainer.train(resume_from_checkpoint=...)``. If ``output_dir`` is itself named
+    If ``ref`` is ``RUN@latest`` and the run has no checkpoint, return None. The trainer then starts from the
+    beginning. Pass the result to ``trainer.train(resume_from_checkpoint=...)``. If ``output_dir`` is itself named
     ``checkpoint-<number>``, the files are written directly into it. One process per file system makes the call. An
     existing folder is replaced if it has the same ``trainer_state.json``, which shows that an earlier start of the job
     left it. ``force``: replace any folder. ``allow_pickle``: as for `Store.read`; a checkpoint that was saved with it
@@ -262,7 +262,7 @@ def files_below(folder: Path) -> Iterator[tuple[str, Path]]:
 def _is_of(name: str, rank: int) -> bool:
     """Return whether ``name`` is this rank's random state.
 
-    Other ranks may still be writing theirs, perhaps elsewhere.
+    Other ranks may still be writing their states, perhaps elsewhere.
     """
     found = RNG.fullmatch(name)
     return found is not None and int((found[1] or "_0")[1:]) == rank

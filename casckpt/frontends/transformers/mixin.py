@@ -1,4 +1,4 @@
-"""`CasTrainerMixin`: a `Trainer` of Transformers that saves its training into a store, and resumes from it.
+"""`CasTrainerMixin`: a Transformers `Trainer` that saves its training run to a store and resumes from it.
 
 ::
 
@@ -7,9 +7,9 @@
     trainer = MyTrainer(..., store="/data/checkpoints", run="sft")
     trainer.train(resume_from_checkpoint=True)  # begins if the run has no checkpoint
 
-The trainer keeps its flow. Only its folder of checkpoints is replaced by a temporary folder of this process, in which
-trainers write small files such as trainer_state.json. These files become attachments. The mixin saves and loads the
-tensors itself, so that each rank writes its own part, and any number of ranks can resume.
+The trainer works as usual, except that its checkpoint folder is replaced by a temporary folder of this process, into
+which trainers write small files such as trainer_state.json. These files become attachments. The mixin saves and loads
+the tensors itself, so that each rank writes its own part, and any number of ranks can resume.
 """
 
 from __future__ import annotations
@@ -52,29 +52,32 @@ from casckpt.store.types import Commit
 
 log = logging.getLogger(__name__)
 
-_FILES, _BATCH = "trainer_files", "trainer_batch"  # keys of the metadata
+_FILES, _BATCH = "trainer_files", "trainer_batch"  # metadata keys
 _NEW_BEST = "new_best"
-"""The metric of a checkpoint whose evaluation was the best so far: its step. Retention keeps the last of these."""
+"""A metric of checkpoints whose evaluation was the best so far. Its value is the step.
+
+Retention keeps the last of these.
+"""
 _USED = (
     "_get_output_dir", "_init_training_state", "_load_best_model", "_load_from_checkpoint",
     "_load_optimizer_and_scheduler", "_load_rng_state", "_save_checkpoint", "_save_optimizer_and_scheduler",
     "_save_rng_state", "_save_scaler", "create_accelerator_and_postprocess",
 )  # fmt: skip
-"""The methods of `Trainer` that the mixin replaces, besides the public ones."""
+"""The private methods of `Trainer` that the mixin replaces, in addition to public ones."""
 
 
 class CasTrainerMixin(Trainer):
     """A base class for trainers: ``class MyTrainer(CasTrainerMixin, SFTTrainer)``. It must be the first base.
 
     ``store``, ``run``: where to save. ``async_save``: save in the background, one save at a time. ``signals``: if any
-    rank gets one of them, all ranks save the current step and exit. ``signal_every``: ask the other ranks only at steps
-    that are a multiple of this number. ``settings``: those of `CheckpointerConfig`, except the settings that decide
-    when to save.
+    rank receives one of these, all ranks save the current step and exit. ``signal_every``: compare with the other
+    ranks only at steps that are a multiple of this number. ``settings``: the settings of `CheckpointerConfig`, except
+    those that determine when to save.
 
-    ``save_strategy`` and ``save_steps`` of the training arguments decide when to save. ``save_total_limit`` is the
-    number of checkpoints to keep; with ``load_best_model_at_end``, the best one is kept beside them. The metrics that
-    were logged at the step of a checkpoint are its metrics. A step that is saved again replaces its previous
-    checkpoint.
+    ``save_strategy`` and ``save_steps`` in the training arguments determine when to save. ``save_total_limit`` is the
+    number of checkpoints to keep. With ``load_best_model_at_end``, the best checkpoint is kept in addition to these.
+    The metrics of a checkpoint are the values that were logged at its step. If a step is saved again, the new
+    checkpoint replaces the previous one.
 
     The model may be replicated by DDP, or sharded by FSDP2 or tensor parallelism (``DistributedConfig``). Raises
     InvalidInput and Unsupported for arguments that cannot work.
@@ -123,7 +126,7 @@ class CasTrainerMixin(Trainer):
                 )
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Let `Trainer` accept a model that is sharded when it is loaded. It refuses to save the optimizer of one."""
+        """Make `Trainer` accept a model that is sharded when loaded, although it cannot save that model's optimizer."""
         super().create_accelerator_and_postprocess()
         self._changed.append((self.args, self.args.save_only_model))
         self.args.save_only_model = True
@@ -150,7 +153,7 @@ class CasTrainerMixin(Trainer):
         useless = sorted(WHEN & settings.keys())
         if useless:
             raise InvalidInput(
-                f"{useless[0]} has no effect here: save_strategy and save_steps of Trainer say when to save"
+                f"{useless[0]} has no effect here: save_strategy and save_steps of the Trainer determine when to save"
             )
         limit, is_best_loaded = self.args.save_total_limit, self.args.load_best_model_at_end
         if settings.keys() & {"keep", "max_checkpoints"} and (limit is not None or is_best_loaded):
@@ -164,7 +167,7 @@ class CasTrainerMixin(Trainer):
 
     @cached_property
     def checkpointer(self) -> Checkpointer:
-        """The checkpointer, created at the first use, when the ranks are connected."""
+        """The checkpointer. It is created on first use, when the ranks are connected."""
         return self._config.build(self._store)
 
     # saving
@@ -240,7 +243,7 @@ class CasTrainerMixin(Trainer):
         return {name: path.read_bytes() for name, path in files_below(folder)}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model into a folder, as `Trainer` does. A checkpoint contains no such files."""
+        """Save the model into a folder, as `Trainer` does. A checkpoint does not contain these files."""
         if _internal_call:
             Path(output_dir or self.args.output_dir).mkdir(parents=True, exist_ok=True)
         else:
@@ -266,8 +269,9 @@ class CasTrainerMixin(Trainer):
     ) -> Any:
         """Train as `Trainer.train` does.
 
-        ``resume_from_checkpoint``: True for the newest checkpoint of the run, if it has any; a reference into the store
-        ("sft@100"); or a folder that a plain `Trainer` saved. Every rank loads the same checkpoint.
+        ``resume_from_checkpoint``: True for the newest checkpoint of the run, if there is one; a reference to a
+        checkpoint in the store ("sft@100"); or a folder that a plain `Trainer` saved. Every rank loads the same
+        checkpoint.
         """
         if trial is not None:
             raise Unsupported("a CasTrainerMixin cannot search hyperparameters; train each trial in a separate run")
@@ -303,7 +307,7 @@ class CasTrainerMixin(Trainer):
         for name, data in files.items():
             path_within(folder, name).write_bytes(data)
         state = json.loads(files[STATE])
-        best = state.pop("best_model_checkpoint", None)  # Trainer looks for a folder
+        best = state.pop("best_model_checkpoint", None)  # Trainer would look for a folder
         (folder / STATE).write_text(json.dumps(state))
         self._resumed = _Resumed(str(folder), Checkpoint(self._store.repository, commit), best)
         return str(folder)
@@ -347,18 +351,18 @@ class CasTrainerMixin(Trainer):
         saved = (found.metadata or {}).get(_BATCH) if self.args.should_save else self._batch
         if saved != self._batch:
             log.warning(
-                "%s@%d was saved with %s examples in each step, and here there are %d: the epoch of the checkpoint "
+                "%s@%d was saved with %s examples in each step, but this run uses %d: the checkpoint's epoch "
                 "continues at the same step, so some examples are repeated or skipped", found.run, found.step, saved,
                 self._batch,
             )  # fmt: skip
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load nothing from a checkpoint of the store: `_load_optimizer_and_scheduler` also loads the model."""
+        """For a checkpoint in the store, load nothing: `_load_optimizer_and_scheduler` also loads the model."""
         if self._resumed_from(resume_from_checkpoint) is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load the whole training. `Trainer` calls it when the model and the optimizer are wrapped."""
+        """Load everything. `Trainer` calls this method when the model and the optimizer are wrapped."""
         found = self._resumed_from(checkpoint)
         if found is not None:
             train, optim = self._train_state(), self._optim()
@@ -372,7 +376,7 @@ class CasTrainerMixin(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Set the random generators. `Trainer` calls it when it has skipped the batches of earlier steps."""
+        """Set the random generators. `Trainer` calls this method after it has skipped the batches of earlier steps."""
         found = self._resumed_from(checkpoint)
         if found is None:
             super()._load_rng_state(checkpoint)
@@ -403,7 +407,7 @@ class CasTrainerMixin(Trainer):
 
 @dataclass
 class _Resumed:
-    """The checkpoint of this training, and the temporary folder with its small files.
+    """The checkpoint that training resumed from, and the temporary folder with its small files.
 
     ``best``: the reference of the best checkpoint before it. ``generators``: the state of this rank's generators.
     """
@@ -415,7 +419,7 @@ class _Resumed:
 
 
 class _Watch(TrainerCallback):
-    """The last callback of a trainer. It checks the first steps, and asks whether any rank got a signal."""
+    """The last callback of a trainer. It checks the first steps, and whether any rank received a signal."""
 
     def __init__(self, trainer: CasTrainerMixin) -> None:
         self._trainer = trainer

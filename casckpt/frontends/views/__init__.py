@@ -1,4 +1,4 @@
-"""Views of a checkpoint: a selection of its tensors, renamed, split or concatenated for a program.
+"""Views of a checkpoint: selections of its tensors that are renamed, split or concatenated for a program.
 
 A view (`view`) is a value that depends only on the manifest. `model_part` finds the model in a checkpoint from any
 front end. `recut` splits and concatenates tensors along their first dimension. `casckpt.loading.regions` reads a view

@@ -47,7 +47,7 @@ def recut(
 ) -> list[ViewTensor]:
     """Split the tensors that ``split`` matches, then concatenate those that ``concat`` matches.
 
-    ``fullmatch`` matches the regular expressions. Raises InvalidInput, naming the tensor, for parts that do not fit,
+    ``fullmatch`` matches the regular expressions. Raises InvalidInput, naming the tensor, for parts that do not match,
     and for a string that is not a valid regular expression.
     """
     rules = compiled(split)

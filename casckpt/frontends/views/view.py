@@ -41,7 +41,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class View:
-    """A view: ``tensors`` by name, ``left_out`` (hidden keys that match) and the ``prefix`` of all shown keys."""
+    """A view: ``tensors`` by name, ``left_out`` (hidden keys that match), and the ``prefix`` of all shown keys."""
 
     tensors: tuple[ViewTensor, ...]
     left_out: tuple[str, ...] = ()

@@ -176,5 +176,5 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
     while position < data.nbytes:
         written = os.pwrite(fd, data[position : position + PIECE], offset + position)
         if written == 0:
-            raise OSError(errno.EIO, "the file system accepts no more bytes")
+            raise OSError(errno.EIO, "the file system does not accept more bytes")
         position += written

@@ -153,9 +153,9 @@ class LocalReader(Reader):
     def _begin(self) -> None:
         """Read a few bytes of a shared file before any other read.
 
-        Linux reads ahead in steps and fills the cache in larger pieces with each step. If the first read were a whole
-        cell, the first step would have the maximum length of several MiB, all in single pages, which are slow to fill
-        and to read.
+        Linux reads ahead in steps and fills the cache in larger pieces with each step. If the first read covered a
+        whole cell, the first step would have the maximum length (several MiB) and consist entirely of single pages,
+        which are slow to fill and to read.
         """
         if not self._is_begun:
             self._is_begun = True
@@ -196,7 +196,7 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
 
 
 def _is_resident(fd: int, start: int, size: int) -> bool:
-    """Answer `is_cached` with mincore and a memory map of the file, which takes ten times as long."""
+    """Implement `is_cached` with mincore and a memory map of the file, which takes ten times as long."""
     import numpy as np
 
     if not hasattr(_LIBC, "mincore"):

@@ -35,7 +35,7 @@ async def read_whole(body: AnswerBody, limit: int, whose: str) -> bytes:
 
 
 class PutBody:
-    """The body of a put. botocore reads it like a file, for checksums, signatures and redirects; aiohttp iterates.
+    """The body of a put. botocore reads it like a file, for checksums, signatures and redirects; aiohttp iterates it.
 
     (aiohttp would read a real file in small pieces, and would copy ``bytes`` in one piece.) The memory must not change
     before the put receives its response. Each piece counts as progress of the request.

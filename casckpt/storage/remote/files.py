@@ -36,7 +36,7 @@ class RemoteFiles:
         except CasckptError:
             raise
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise NotFound(f"{name} is missing from {self.url}; make sure that it has the whole folder") from error
+            raise NotFound(f"{name} is missing from {self.url}; make sure that the URL has the whole folder") from error
         except Exception as error:  # each fsspec implementation has its own errors
             raise StorageError(f"{self.url}: {name}: {type(error).__name__}: {error}; try again") from error
 

@@ -92,7 +92,7 @@ class Call:
 
     @property
     def why(self) -> str:
-        """The reason of its timeout."""
+        """The reason for the timeout."""
         if self._hopeless:
             before = "after an earlier timeout, this call had only"
             return f"{before} {self._seconds:g} s (by {self._option} in storage_options)"
@@ -141,7 +141,7 @@ class PatientRequest:
 
     @property
     def why(self) -> str:
-        """The reason of its timeout."""
+        """The reason for the timeout."""
         if self._call.left <= self._seconds:
             return self._call.why
         seconds = f"{self._seconds:g} s (request_timeout in storage_options)"
@@ -221,7 +221,7 @@ def _result(future: Future[T], request: PatientRequest) -> T:
         with suppress(TimeoutError):
             return future.result(max(request.left, 0.0) + _GRACE)
         if request.left < -_GRACE and not future.done():
-            raise TimeoutError(f"the client did not end a request in time; {request.why}")
+            raise TimeoutError(f"the client did not finish a request in time; {request.why}")
     return future.result()
 
 

@@ -96,5 +96,5 @@ def is_known(scheme: str) -> bool:
 def _missing(scheme: str) -> str:
     package = _NEEDS.get(scheme)
     if package is None:
-        return f"{scheme}:// storages need an additional package: pip install what fsspec names for them"
+        return f"{scheme}:// storages need an additional package: pip install the package that fsspec names for them"
     return f"{scheme}:// storages need the package {package}: pip install 'casckpt[{_EXTRAS[package]}]'"

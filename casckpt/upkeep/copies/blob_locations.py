@@ -1,6 +1,6 @@
 """A cache of blob locations in a target store, for copies of many checkpoints.
 
-The blobs of a manifest never change, so each manifest is read once. Its checkpoint may be purged, so each call needs a
+A manifest's blobs never change, so each manifest is read only once. Its checkpoint may be purged, so each call needs a
 new listing.
 """
 
@@ -17,7 +17,7 @@ from casckpt.repository.repository import Repository
 
 
 class BlobLocations:
-    """A `casckpt.contents.manifests.locate` with a cache, for repeated lookups of the blobs ``names``."""
+    """A cached `casckpt.contents.manifests.locate`, for repeated lookups of the blobs ``names``."""
 
     def __init__(self, repo: Repository, names: AbstractSet[BlobHash]) -> None:
         self._repo = repo

@@ -77,11 +77,11 @@ class CopyPlan:
 
 @dataclass(frozen=True)
 class CopyResult:
-    """The result of a copy or, with ``dry_run``, its expected result. ``copied``: the new commits in the target.
+    """The result of a copy, or with ``dry_run`` the expected result. ``copied``: the new commits in the target.
 
-    ``blobs``, ``nbytes``: number and size of the blobs put for ``copied``, by all processes that share the work.
-    ``made_store``: whether the target was created. ``tags``: names of the tags that were set there. ``records``:
-    unreadable records of the source, whose checkpoints were not copied.
+    ``blobs``, ``nbytes``: number and size of the blobs that all processes that share the work uploaded for ``copied``.
+    ``made_store``: whether the target was created. ``tags``: names of the tags that were set in the target.
+    ``records``: unreadable records of the source, whose checkpoints were not copied.
     """
 
     copied: tuple[Commit, ...] = ()
@@ -97,7 +97,10 @@ class CopyResult:
     dry_run: bool = False
 
     def raise_failure(self) -> None:
-        """If ``failed`` or ``records`` is not empty, raise the worst error. The message includes their number."""
+        """If ``failed`` or ``records`` is not empty, raise the most severe error.
+
+        Its message includes the number of errors.
+        """
         unread = [Damaged(f"a checkpoint was not copied: {record.why}", key=record.key) for record in self.records]
         errors = [*(failure.error for failure in self.failed), *unread]
         if not errors:
@@ -118,19 +121,19 @@ def plan_copy(
 ) -> CopyPlan:
     """Plan a copy of the checkpoints or ranges in ``refs``, or of all visible checkpoints, or of those of ``run``.
 
-    ``blob_bytes``: repack the cells into blobs of this size. Then ``target`` may be ``source``. ``compress``: encode
+    ``blob_bytes``: repack the cells into blobs of this size. ``target`` may then be ``source``. ``compress``: encode
     the cells of floats, except in checkpoints that already have encoded cells. Writes nothing. Raises `NotFound`,
     `InvalidInput`, `StorageError`.
     """
     in_place = source.exists() and target.exists() and source.storage.url == target.storage.url
     if in_place and compress:
-        raise InvalidInput(f"{source.storage.url} cannot be encoded in place: copy it into another store")
+        raise InvalidInput(f"{source.storage.url} cannot be encoded in place: copy it into a different store")
     if in_place and blob_bytes is None:
         raise InvalidInput(
             f"{source.storage.url} cannot be copied into itself: specify a different store, or a blob size"
         )
     if blob_bytes is not None and not 4096 <= blob_bytes <= 1 << 30:
-        raise InvalidInput(f"blobs of {blob_bytes} bytes are not possible: give a size from 4KiB to 1GiB")
+        raise InvalidInput(f"blobs of {blob_bytes} bytes are not supported: pass a size from 4KiB to 1GiB")
     named = list(refs)
     listed = list_commits(source)
     source.check_exists()  # a missing store is an error, unlike an empty one
@@ -153,7 +156,7 @@ def _unread(
 ) -> tuple[DamagedRecord, ...]:
     """Return the unreadable records of the source that may be among the wanted checkpoints."""
     seen = {commit.txid for commit in chosen}
-    advice = f"Put it back from a copy of {source.storage.url}: `casckpt verify` says more"
+    advice = f"Restore the record from a copy of {source.storage.url}; `casckpt verify` shows the details"
     return tuple(
         DamagedRecord(commit_key(txid), f"{listed.damaged[txid]}. {advice}")
         for txid in unread_within(listed, named, run)
@@ -162,7 +165,7 @@ def _unread(
 
 
 def _in_place(repo: Repository, chosen: Sequence[Commit], listed: CommitList, blob_bytes: int) -> CopyPlan:
-    """Plan in-place repacking, newest checkpoint first. Older checkpoints then share its new blobs."""
+    """Plan in-place repacking, newest checkpoint first, so that older checkpoints share its new blobs."""
     named = (ref for commit in manifests.learn(repo, listed.live()) for ref in manifests.blob_list(repo, commit))
     kept = {(ref.uploader, ref.hash) for ref in named if not ref.worn and 2 * ref.size >= blob_bytes}
     moving: dict[TxId, frozenset[int]] = {}
@@ -206,7 +209,7 @@ def _plan_for(
 
 
 def _bytes_of(source: Repository, target: Repository, missing: Sequence[Commit], there: CommitList) -> tuple[int, int]:
-    """Return the size of all blobs of ``missing``, and of the blobs that the target lacks.
+    """Return the total size of the blobs of ``missing``, and of those that the target lacks.
 
     Skips unreadable manifests.
     """
@@ -220,7 +223,7 @@ def _bytes_of(source: Repository, target: Repository, missing: Sequence[Commit],
 
 
 def _named(source: Repository, commits: Iterable[Commit]) -> Iterator[tuple[BlobHash, BlobRef]]:
-    """Yield the blobs that each of ``commits`` names, with their hash. Skips manifests that cannot be read."""
+    """Yield the blobs that each of ``commits`` names, with their hashes. Skips manifests that cannot be read."""
     for commit in manifests.learn(source, commits):
         for uploader, name, size in manifests.blobs_of(source, commit):
             yield name, BlobRef(name, size, uploader)
@@ -251,7 +254,7 @@ def execute(
     part: Part = (0, 1),
     progress: Progress = silent,
 ) -> CopyResult:
-    """Carry out ``plan``. If the target does not exist, create it with the cell and blob size of the source.
+    """Carry out ``plan``. If the target does not exist, create it with the source's cell and blob sizes.
 
     ``with_tags``: set the source's tags on the copied and present checkpoints. ``jobs``: number of concurrent
     transfers. ``part``: (number, count) of this process among the processes that make the same copy. ``progress``:
@@ -315,7 +318,7 @@ def _create_target(source: Repository, target: Repository, blob_bytes: int | Non
 
 
 def _each(commits: Iterable[Commit], call: Callable[[Commit], T]) -> tuple[list[T], list[CopyFailure]]:
-    """Call ``call`` with each commit. Return the results, and the commits for which it failed.
+    """Call ``call`` for each commit. Return the results, and the commits for which the call failed.
 
     Raises `StorageError` with the number of finished commits in its message.
     """
@@ -333,9 +336,9 @@ def _each(commits: Iterable[Commit], call: Callable[[Commit], T]) -> tuple[list[
 
 
 def _brought(copied: Sequence[Replica], part: Part) -> tuple[int, int]:
-    """Return the number and size of the blobs put for ``copied``.
+    """Return the number and size of the blobs that were uploaded for ``copied``.
 
-    If processes share the work, reads the sums from the commit records. They include the blobs of killed attempts.
+    If processes share the work, the sums come from the commit records, which include the blobs of killed attempts.
     """
     _, processes = part
     if processes == 1:
@@ -349,14 +352,14 @@ def _jobs(source: Repository, target: Repository, jobs: int | None) -> int:
         remote = source.storage.traits.remote or target.storage.traits.remote
         return REMOTE_JOBS if remote else max(2, min(LOCAL_JOBS, os.cpu_count() or 1))
     if type(jobs) is not int or jobs < 1:
-        raise InvalidInput(f"jobs={jobs!r} is not usable; give a positive number")
+        raise InvalidInput(f"jobs={jobs!r} is not valid: pass a positive number")
     return jobs
 
 
 def _checked_part(part: Part) -> Part:
     number, count = part
     if not 0 <= number < count:
-        raise InvalidInput(f"part={part!r} is not usable; give (number, count), the number from 0 to count - 1")
+        raise InvalidInput(f"part={part!r} is not valid: pass (number, count), where number is from 0 to count - 1")
     return part
 
 

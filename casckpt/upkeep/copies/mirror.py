@@ -1,8 +1,8 @@
 """The mirror of a store: a thread that copies each commit into another store in the background.
 
-The store itself records the remaining work: it consists of the live commits without a record under mirrored/.
-Therefore, a program may end or die at any time. The next process that opens the store with its mirror continues. On
-each host, one process copies at a time. Several hosts share the work.
+The store itself records the remaining work: the live commits without a record under mirrored/. Therefore, a program
+may end or die at any time, and the next process that opens the store with its mirror continues. On each host, only one
+process copies at a time. Several hosts share the work.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _State:
 
 
 class Mirror:
-    """Copies all commits of ``repo`` into ``target``. It is thread-safe and works in forked children."""
+    """Copies all commits of ``repo`` into ``target``. Thread-safe; works in forked children."""
 
     def __init__(self, repo: Repository, target: Repository) -> None:
         self.target = target
@@ -66,7 +66,7 @@ class Mirror:
             state.changed.notify_all()
 
     def lag(self) -> MirrorLag:
-        """Return the lag of the mirror. Raises `StorageError` if the store itself fails."""
+        """Return the mirror's lag. Raises `StorageError` if the store itself fails."""
         error = self._state.get().error
         if not self._repo.exists():
             return MirrorLag(0, 0, 0.0)
@@ -84,8 +84,9 @@ class Mirror:
             wanted = state.asked
             if not state.changed.wait_for(lambda: state.done >= wanted or state.stopped, timeout):
                 raise StorageError(
-                    f"{self.target.storage.url} is not up to date after {timeout} seconds; the copies go on in the "
-                    "background, and with the next `casckpt.open` of the store if this program ends before"
+                    f"{self.target.storage.url} is not up to date after {timeout} seconds. Copying continues in the "
+                    "background. If this program ends first, the next `casckpt.open` of the store continues the "
+                    "copies"
                 )
             if state.error is not None:
                 raise type(state.error)(str(state.error), **state.error.__dict__) from state.error
@@ -98,7 +99,7 @@ class Mirror:
             state.changed.notify_all()
 
     def _run(self, state: _State) -> None:
-        ended: CasckptError = StorageError("the thread that mirrors has failed; its traceback is on stderr")
+        ended: CasckptError = StorageError("the mirror thread failed; its traceback is on stderr")
         try:
             while self._pass(state):
                 pass
@@ -123,7 +124,7 @@ class Mirror:
         return True
 
     def _attempt(self, state: _State) -> CasckptError | None:
-        """Make one pass, and return its error."""
+        """Make one pass, and return its error, or None if there is none."""
         try:
             if not self._repo.exists():
                 return None
@@ -134,7 +135,7 @@ class Mirror:
             return error
 
     def _catch_up(self, state: _State) -> CasckptError | None:
-        """Copy all commits that are not yet safe, oldest first. Return the last error of a commit that was not copied.
+        """Copy all commits that are not yet safe, oldest first. If some are not copied, return the last error.
 
         Raises `StorageError`.
         """
@@ -172,13 +173,13 @@ class Mirror:
         return failed
 
     def _thin(self, listed: CommitList, is_thinned: bool) -> None:
-        """Thin the mirror like the store if the settings require it. Raises `StorageError`."""
+        """If the settings require it, thin the mirror as the store was thinned. Raises `StorageError`."""
         thin = [commit for commit in listed.visible() if commit.dropped is not None] if is_thinned else []
         if thin:
             thin_alike(self.target, thin)
 
     def _copy(self, commit: Commit, *, is_there: bool) -> None:
-        """Copy a missing commit, then note it. From then on only the retention of the mirror applies to the copy."""
+        """Copy a commit if it is missing, then note it. After that, only the mirror's retention applies to the copy."""
         if not is_there:
             made = replicate(self._repo, self.target, commit, Work(jobs=JOBS, twins=True))
             if commit.is_forgotten:

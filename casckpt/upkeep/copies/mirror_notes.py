@@ -2,10 +2,10 @@
 
 A note is valid until the checkpoint is restored, because the mirror may have forgotten and purged its copy by then.
 
-The settings of a store name its mirror, so gc knows the mirror on every host. Before gc relies on the notes, it reads
-the creation time of the store at the mirror. A note does not count if no store is there (a deleted folder, an unmounted
-disk), or if the store is newer than the note. If gc cannot reach the mirror, the notes count, because gc needs no
-credentials of the mirror.
+A store's settings name its mirror, so gc knows the mirror on every host. Before gc relies on the notes, it reads the
+creation time of the store at the mirror's URL. A note does not count if no store is there (a deleted folder, an
+unmounted disk), or if the store is newer than the note. If gc cannot reach the mirror, the notes count, because gc
+does not need the mirror's credentials.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MirrorLag:
-    """The lag of a mirror. ``checkpoints``: number of checkpoints that are not yet safe there.
+    """The lag of a mirror. ``checkpoints``: the number of checkpoints that are not yet safe in the mirror.
 
-    ``bytes``: size of the blobs that their saves wrote. ``seconds``: time since the oldest of these commits. ``error``:
-    the error of the last attempt of this process, "" without one.
+    ``bytes``: the size of the blobs that their saves wrote. ``seconds``: the time since the oldest of these commits.
+    ``error``: the error of this process's last attempt, or "" if there was none.
     """
 
     checkpoints: int
@@ -55,8 +55,9 @@ def mirror_to_wait_for(repo: Repository) -> str | None:
     generation, settings = repo.newest_settings()
     if generation < 0 and (noted := next(iter(repo.storage.list(PREFIX, known=parse_mirrored)), None)):
         raise Damaged(
-            f"gc deletes nothing: settings/ of {repo.storage.url} is lost, and {noted.key} shows that it had a mirror. "
-            "Put settings/ back from a copy of the store, or save with the mirror again (casckpt.open with mirror=URL)",
+            f"gc deletes nothing, because settings/ of {repo.storage.url} is missing, and {noted.key} shows "
+            "that the store had a mirror. Restore settings/ from a copy of the store, or save with the mirror "
+            "again (casckpt.open with mirror=URL)",
             key="settings/",
         )
     return settings.mirror
@@ -76,9 +77,9 @@ def made_at(storage: ObjectStore) -> float:
 def mirror_made_at(repo: Repository, mirror: str, *, near: bool = False) -> float | None:
     """Return the creation time of the store at ``mirror``. Warn and return None if it is unknown.
 
-    Makes one small request. Uses the mirror with which ``repo`` was opened, otherwise the credentials of the
-    environment. An unreadable folder counts as no store, because a folder needs no credentials. ``near``: make no
-    request to a server, and return None for one.
+    Makes one small request. Uses the mirror with which ``repo`` was opened, or else the environment's credentials. An
+    unreadable folder counts as no store, because a folder does not need credentials. ``near``: do not send requests to
+    a server; return None if the mirror is on a server.
     """
     is_remote = True
     try:
@@ -86,8 +87,8 @@ def mirror_made_at(repo: Repository, mirror: str, *, near: bool = False) -> floa
         is_remote = storage.traits.remote
         return None if near and is_remote else made_at(storage)
     except CasckptError as error:
-        counts = ", so its notes count" if is_remote else ""
-        log.warning("the mirror %s cannot be reached%s: %s", mirror, counts, error)
+        counts = ", so gc relies on the notes about it" if is_remote else ""
+        log.warning("casckpt cannot reach the mirror %s%s: %s", mirror, counts, error)
         return None if is_remote else NO_STORE
 
 
@@ -99,12 +100,12 @@ def _storage_of(repo: Repository, mirror: str) -> ObjectStore:
 
 
 def needed_in_mirror(repo: Repository) -> list[Commit]:
-    """Return the commits that the settings require in the mirror, oldest first. Raises `StorageError`."""
+    """Return the commits that the mirror must have according to the settings, oldest first. Raises `StorageError`."""
     return list_commits(repo).needed(loses=bool(repo.settings.mirror_thinned))
 
 
 def unmirrored(repo: Repository, commits: Iterable[Commit], mirror: str | None, made: float = 0) -> list[Commit]:
-    """Return those ``commits`` without a note that they are safe in ``mirror``. Return none if ``mirror`` is None.
+    """Return the ``commits`` that no note marks as safe in ``mirror``. Return none of them if ``mirror`` is None.
 
     Notes from before ``made`` do not count. Makes one LIST, and a small read for each note that is new to this host.
     Raises `StorageError`.
@@ -124,12 +125,12 @@ def unmirrored(repo: Repository, commits: Iterable[Commit], mirror: str | None, 
 
 
 def key_of_note(commit: Commit) -> str:
-    """Return the key of the note that counts for a commit. It depends on the last restore."""
+    """Return the key of a commit's valid note, which depends on the last restore."""
     return mirrored_key(commit.txid, commit.restored)
 
 
 def lag_of(repo: Repository, commits: Iterable[Commit], error: str = "") -> MirrorLag:
-    """Return the lag of the mirror for these live commits. Raises `StorageError`."""
+    """Return the mirror's lag for these live commits. Raises `StorageError`."""
     behind = unmirrored(repo, commits, repo.settings.mirror)
     oldest = min((commit.committed.time for commit in behind), default=None)
     return MirrorLag(
@@ -166,7 +167,9 @@ def take_back(repo: Repository, commits: Iterable[Commit]) -> None:
         for key in [key_of_note(commit) for commit in commits if key_of_note(commit) in noted]:
             repo.storage.delete(key)
     except StorageError as error:
-        log.warning("notes about an earlier mirror cannot be deleted, so gc waits until a copy deletes them: %s", error)
+        log.warning(
+            "casckpt cannot delete the notes about an earlier mirror, so gc waits until a copy deletes them: %s", error
+        )
 
 
 def _is_noted(repo: Repository, commit: Commit, mirror: str, made: float = 0) -> bool:

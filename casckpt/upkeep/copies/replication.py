@@ -1,10 +1,10 @@
 """Replication of one checkpoint: copies the blobs that the target lacks, verifies them, and commits.
 
-A copy follows the protocol of a save in docs/format.md. Its transaction has the id of the save in the first store, or
-the next free id. Therefore, all processes that copy the same checkpoint use the same transaction. They share the work
-without exchanging messages. Each process begins with its own part, continues with blobs that no process has put yet,
-and commits when all blobs have been put. Another process can continue a killed copy, unless gc has revoked its
-transaction.
+A copy follows the save protocol in docs/format.md. Its transaction has the id of the save in the first store, or the
+next free id. Therefore, all processes that copy the same checkpoint use the same transaction, and share the work
+without exchanging messages. Each process begins with its own part, continues with blobs that no process has uploaded
+yet, and commits when all blobs have been uploaded. Another process can continue a killed copy, unless gc has revoked
+its transaction.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _MEMORY = 1 << 30  # bytes of buffers
 _AHEAD = timedelta(days=1)  # allowed lead of another host's clock
 
 Part = tuple[int, int]
-"""(number, count): the part of the work that a process does first, if ``count`` processes make the same copy."""
+"""(number, count): the part of the work that a process does first if ``count`` processes make the same copy."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Replica:
-    """A copied checkpoint in the target, and the blobs that this process put there."""
+    """A copied checkpoint in the target, and the blobs that this process uploaded."""
 
     commit: Commit
     blobs: int = 0
@@ -91,7 +91,7 @@ def replicate(source: Repository, target: Repository, commit: Commit, work: Work
 
     Raises `Damaged` or `Refused`, with blob and keys, if the source is damaged. Raises `Gone` if the checkpoint was
     purged there in the meantime, and `Conflict` if a different checkpoint in ``target`` has its run and step. Raises
-    `StorageError`; the next call continues where this one ended. After an error, the copy is not visible.
+    `StorageError`; the next call continues where this one stopped. After an error, the copy is not visible.
     """
     data = manifests.get(source, commit).encoded()  # verify the whole manifest before the first put
     manifest = format_manifest.decode(data, commit.id, commit.committed.head)
@@ -117,19 +117,19 @@ def _repacks(work: Work) -> bool:
 
 
 def _check(target: Repository, commit: Commit) -> None:
-    """Compare the commit with its transaction id. A hostile store could imitate or block another run."""
+    """Check that a commit matches its transaction id. Otherwise, a hostile store could imitate or block a run."""
     name = parse_txid(commit.txid)
     if (name.run_hash, name.step) != (run_hash(commit.run), commit.step):
-        raise Refused(f"{commit} is not copied: its transaction belongs to another run or step")
+        raise Refused(f"{commit} was not copied: its transaction belongs to a different run or step")
     if name.time > time_of(target.clock()) + _AHEAD:
         raise Refused(
-            f"{commit} has a save time in the future ({name.time:%Y-%m-%d}), and later saves would sort before it; "
-            "set the clock right, or save the checkpoint again"
+            f"{commit} has a save time in the future ({name.time:%Y-%m-%d}), so later saves would sort before it: "
+            "correct the clock, or save the checkpoint again"
         )
 
 
 def _join(target: Repository, commit: Commit, attempt: int) -> tuple[Transaction, int]:
-    """Begin or join the transaction of this copy. Return it, and the number of its transactions that ended before."""
+    """Begin or join this copy's transaction. Return it, and the number of its transactions that ended earlier."""
     while True:
         txid = copied_txid(commit.txid, attempt)
         began = Began(
@@ -145,8 +145,8 @@ def repack(repo: Repository, commit: Commit, moving: frozenset[int], work: Work)
     """Rewrite a checkpoint: move the cells of the blobs ``moving`` (numbers) into new blobs.
 
     Raises `Damaged` or `Refused` as `replicate` does, and `Conflict` if the checkpoint is not visible or another
-    process changed it. After these errors the checkpoint is unchanged. Raises `StorageError`; the rewrite may still be
-    committed.
+    process changed it. After these errors, the checkpoint is unchanged. Raises `StorageError`; the rewrite may still
+    be committed.
     """
     manifest = manifests.get(repo, commit)
 
@@ -163,14 +163,14 @@ def repack(repo: Repository, commit: Commit, moving: frozenset[int], work: Work)
 
 
 def _bare(ref: BlobRef) -> BlobRef:
-    """Return the location of a blob, without its wear in the manifest."""
+    """Return a blob's location, without the wear that the manifest records."""
     return replace(ref, worn=False)
 
 
 def _damaged_blob(source: Repository, commit: Commit, manifest: Manifest, error: BlobDamaged) -> CasckptError:
     """Return the error for a damaged blob of ``source``, or `Gone` if the checkpoint was purged meanwhile."""
     if not refresh(source, commit).live:
-        return Gone(f"{commit} was purged from {source.storage.url} during the copy; copy another one")
+        return Gone(f"{commit} was purged from {source.storage.url} during the copy; copy a different checkpoint")
     ref = error.ref
     keys = keys_of(manifest, [number for number, other in enumerate(manifest.blobs) if other.hash == ref.hash])
     return Damaged(
@@ -198,7 +198,7 @@ class _Copy:
     put: dict[BlobHash, int] = field(default_factory=dict)
 
     def run(self) -> Replica:
-        """Make the copy. Raises `Revoked` for another attempt, and the errors of `replicate`."""
+        """Make the copy. Raises `Revoked` if the caller should try again, and the errors of `replicate`."""
         started = self.target.clock()
         try:
             listed = list_commits(self.target)  # after the transaction began, so that gc keeps their blobs
@@ -211,7 +211,7 @@ class _Copy:
                 made = self.transaction.commit(self._record(started, self._put_manifest()))
                 self.target.storage.sweep(uploader_folder(self.transaction.txid))  # the blobs of killed processes in it
             else:
-                self.transaction.abort("the target has the checkpoint already")
+                self.transaction.abort("the target already has the checkpoint")
         except (Conflict, Damaged, Gone, Refused) as error:
             if isinstance(error, Revoked):
                 raise
@@ -223,7 +223,7 @@ class _Copy:
         return Replica(made, len(self.put), sum(self.put.values()))
 
     def _copy_blobs(self, listed: CommitList) -> None:
-        """Put every blob of the manifest that the target lacks. Return when all are durable."""
+        """Upload every blob of the manifest that the target lacks. Return when all of them are durable."""
         own = self.transaction.txid
         wanted = {ref.hash: ref for ref in self.manifest.blobs}
         known = self.work.places or BlobLocations(self.target, wanted.keys())
@@ -233,7 +233,7 @@ class _Copy:
             new = [ref for ref in wanted.values() if ref.hash not in self.places]
             self.places |= {ref.hash: BlobRef(ref.hash, ref.size, own) for ref in new}
             missing = [ref for ref in new if there.get(blob_key(own, ref.hash)) != ref.size]
-            log.info("%s: %d blobs to put, of %d", self.commit, len(missing), len(wanted))
+            log.info("%s: %d of %d blobs to upload", self.commit, len(missing), len(wanted))
             counted = wanted.values() if _repacks(self.work) else new  # see `CopyPlan.total`
             self.work.progress(sum(ref.size for ref in counted) - sum(ref.size for ref in missing))
             self._upload(self._ordered(missing))
@@ -247,7 +247,7 @@ class _Copy:
         self.target.storage.settle(uploader_folder(own))
 
     def _uploaded(self) -> dict[str, int]:
-        """Return the objects that all processes of this transaction have put already, as sizes by key."""
+        """Return the sizes by key of the objects that this transaction's processes have already uploaded."""
         if not self.transaction.joined:
             return {}
         folder = uploader_folder(self.transaction.txid)
@@ -294,7 +294,7 @@ class _Copy:
         return ref
 
     def _check_open(self) -> None:
-        """Raise `Revoked` if the transaction has ended. Only then may gc delete the blobs that it has put or reuses."""
+        """Raise `Revoked` if the transaction has ended. Only then may gc delete blobs that it uploaded or reuses."""
         if self.target.storage.size(commit_key(self.transaction.txid)) is not None:
             raise Revoked("a gc revoked this copy because it seemed dead, and may have deleted its blobs; copy again")
 
@@ -321,11 +321,13 @@ class _Copy:
         self.places = {ref.hash: ref for ref in there.blobs}
         if blobs.check(self.target, there.blobs):
             self._check_open()
-            raise Damaged(f"{key} of {self.target.storage.url} names blobs that are gone; copy again", key=key)
+            raise Damaged(
+                f"{key} of {self.target.storage.url} names blobs that no longer exist; run the copy again", key=key
+            )
         return Encoded(there.head, data)
 
     def _bytes_reused(self, made: Encoded) -> int:
-        """Return the bytes of tensors, as in memory, that the target had.
+        """Return how many tensor bytes, in their decoded form, the target already had.
 
         Return 0 if this version cannot read all rows.
         """
@@ -358,7 +360,7 @@ class _Copy:
 
 
 class _Recoded(_Copy):
-    """A copy that repacks cells. A process that joins it without repacking shares the commit, but no work."""
+    """A copy that repacks cells. A process that joins it without repacking shares the commit, but not the work."""
 
     made: Encoded
 
@@ -386,7 +388,7 @@ class _Recoded(_Copy):
 
 
 def twin(listed: CommitList, commit: Commit) -> Commit | None:
-    """Return the visible commit in ``listed``, a listing of another store, that has all entries of ``commit``."""
+    """Return the visible commit in ``listed``, a listing of a different store, that has all entries of ``commit``."""
     return next((other for other in listed.visible() if commit in Holdings([other])), None)
 
 
@@ -400,7 +402,7 @@ def occupant(listed: CommitList, commit: Commit) -> Commit | None:
 def taken(target: Repository, commit: Commit, other: Commit) -> Conflict:
     """Return the error for a run and step that the target uses for a different checkpoint."""
     return Conflict(
-        f"{commit} was not copied: {target.storage.url} has another checkpoint with that run and step, {other.id}. "
-        "If you do not need it, forget it there first (`casckpt forget`)",
+        f"{commit} was not copied: {target.storage.url} has a different checkpoint with that run and step, "
+        f"{other.id}. If you do not need it, forget it there first (`casckpt forget`)",
         checkpoints=(commit.id, other.id),
     )

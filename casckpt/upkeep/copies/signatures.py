@@ -1,4 +1,4 @@
-"""Copies of signatures. A copy puts all signatures before the commit, even invalid ones."""
+"""Copies signatures. A copy uploads all signatures before its commit, even invalid ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def copy_signatures(source: Repository, target: Repository, ids: Container[ManifestId]) -> None:
-    """Put the missing signatures of ``ids`` into ``target``. Makes one LIST if there are none.
+    """Upload the missing signatures of ``ids`` to ``target``. Makes one LIST if there are none.
 
     Logs and skips a signature that cannot be read. Raises `StorageError`.
     """

@@ -22,15 +22,15 @@ _NAMED_AT_MOST = 3
 
 
 class Unreadable(Exception):
-    """The error for a manifest that another gc deleted before this one could read it. The caller starts over."""
+    """Raised for a manifest that another gc deleted before this one could read it. The caller starts over."""
 
 
 @dataclass(frozen=True)
 class Candidates:
     """The objects that no live commit named when the commits were listed.
 
-    ``sizes``: bytes by key. gc later removes roots from it. ``ended``: the commits that were purged or revoked in that
-    listing. All other commits remain roots for this gc, even if they are purged later.
+    ``sizes``: bytes by key, from which gc later removes roots. ``ended``: the commits that were purged or revoked in
+    that listing. All other commits remain roots for this gc, even if they are purged later.
     """
 
     sizes: dict[str, int] = field(repr=False)
@@ -47,8 +47,8 @@ def commits_without_doubt(repo: Repository, *, anew: bool = False) -> CommitList
         names = sorted(listed.damaged)
         more = f" and {len(names) - 1} more" if names[1:] else ""
         message = (
-            f"gc deletes nothing, because the records of transaction {names[0]}{more} cannot be read: "
-            f"{listed.damaged[names[0]]}. Put the file back from a copy of the store, or give the checkpoint up with "
+            f"gc deletes nothing, because it cannot read the records of transaction {names[0]}{more}: "
+            f"{listed.damaged[names[0]]}. Restore the file from a copy of the store, or give up the checkpoint with "
             f"`casckpt transactions STORE --give-up {names[0]}`"
         )
         raise Damaged(message, key=f"commits/{names[0]}")
@@ -56,9 +56,9 @@ def commits_without_doubt(repo: Repository, *, anew: bool = False) -> CommitList
 
 
 def candidates(repo: Repository, stock: Inventory, *, as_purged: Container[TxId] = ()) -> tuple[Candidates, CommitList]:
-    """Do step 3: list the commits after the listing ``stock``. Return the candidates, and the listing for step 4.
+    """Perform step 3: list the commits after the listing ``stock``. Return the candidates, and the listing for step 4.
 
-    ``as_purged``: commits that count as purged. Raises `Damaged` with all checkpoints whose manifest cannot be read,
+    ``as_purged``: commits that count as purged. Raises `Damaged` with all checkpoints whose manifests cannot be read,
     `Unreadable` if one of them was purged in the meantime, and `StorageError`.
     """
     commits = commits_without_doubt(repo)

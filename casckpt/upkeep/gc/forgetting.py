@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def plan_forget(repo: Repository, refs: Iterable[str | Commit], *, tagged: bool = False) -> list[Commit]:
-    """Return the current commits of the checkpoints and ranges in ``refs``, each commit once. Writes nothing.
+    """Return the current commits of the checkpoints and ranges in ``refs``, without duplicates. Writes nothing.
 
     ``tagged``: allow tagged checkpoints, which otherwise raise `Conflict`. Raises the errors of `resolve_many`, and
     `Damaged` or `Refused` if a tag cannot be read.
@@ -31,7 +31,7 @@ def plan_forget(repo: Repository, refs: Iterable[str | Commit], *, tagged: bool 
     if protected and not tagged:
         shown = "; ".join(f"{commit} by {', '.join(names)}" for commit, names in protected[:5])
         raise Conflict(
-            f"{len(protected)} of them tagged: {shown}. Nothing was forgotten; delete the tags, or say --tagged "
+            f"{len(protected)} of them tagged: {shown}. Nothing was forgotten; delete the tags, or pass --tagged "
             "(tagged=True)",
             checkpoints=tuple(commit.id for commit, _ in protected),
         )
@@ -71,7 +71,7 @@ class RestorePlan:
 
 @dataclass(frozen=True)
 class RestoreResult:
-    """The result of a restore, or with ``dry_run`` its expected result.
+    """The result of a restore, or with ``dry_run`` the expected result.
 
     ``left``: commits that were not attempted because the storage failed.
     """
@@ -91,7 +91,7 @@ class RestoreResult:
 
 
 def plan_restore(repo: Repository, refs: Iterable[str | Commit], *, whole: bool = False) -> RestorePlan:
-    """Return the forgotten checkpoints and ranges in ``refs``, each checkpoint once, from one listing.
+    """Return the forgotten checkpoints and ranges in ``refs`` from one listing, without duplicates.
 
     Writes nothing. ``whole``: instead choose the commits from before the checkpoints were thinned. Raises `Conflict`
     if a checkpoint cannot be restored, or if two have the same run and step. Also raises the errors of
@@ -105,7 +105,7 @@ def plan_restore(repo: Repository, refs: Iterable[str | Commit], *, whole: bool 
         check_restore(listed, commit)
         other = at.setdefault((commit.run, commit.step), commit)
         if other is not commit:
-            message = f"{commit} and {other} have the same run and step. Nothing was restored; give only one of them"
+            message = f"{commit} and {other} have the same run and step. Nothing was restored; pass only one of them"
             raise Conflict(message, checkpoints=(commit.id, other.id))
     return RestorePlan(tuple(chosen.values()), listed)
 

@@ -71,7 +71,7 @@ SEEN_NOTE = "gc-signs-of-life"
 
 @dataclass
 class Limits:
-    """The total time that gc waits, and how long a transaction may be silent before gc revokes it, in seconds."""
+    """How long gc waits in total, and how long a transaction may be silent before gc revokes it, in seconds."""
 
     wait: float
     revoke_after: float
@@ -106,7 +106,7 @@ def wait_until_closed(
 
     A transaction ends when it commits, or when its save or this function revokes it. This function revokes it if its
     process is provably dead, or if it shows no new sign of life for ``patience.revoke_after`` seconds. gc counts the
-    signs of life. It measures the time between checks only with this host's clock, and never compares clocks. Revoking
+    signs of life. It measures the time between checks with this host's clock only, and never compares clocks. Revoking
     is always safe: at worst, a live save fails and is repeated. ``tell``: called at each check with the open
     transactions. The ``still`` field of the result contains the transactions that did not end in time.
 
@@ -143,9 +143,9 @@ def _why_dead(repo: Repository, transaction: OpenTransaction, silent: float, rev
 
 
 def _silence(repo: Repository, looked: dict[TxId, OpenTransaction]) -> dict[TxId, float]:
-    """Return, for each transaction, the seconds since this host saw a new sign of life.
+    """Return the seconds since this host last saw a new sign of life, by transaction.
 
-    A file stores them for the next gc.
+    A file stores the counts for the next gc.
     """
     before = notes.decode(repo.catalogue.note(SEEN_NOTE), notes.SIGNS_OF_LIFE) or {}
     now = repo.clock()
@@ -167,7 +167,7 @@ class ResumeState:
 
     An old state is safe to use: object keys are never reused, and a commit that was not purged when gc chose the
     candidates remains a root. Both hold only for the same store. Therefore, gc compares the URL and the ended
-    transactions, and ignores the state of a copy of the store. ``waits``: the open transactions that gc was waiting
+    transactions, and ignores the state of any copy of the store. ``waits``: the open transactions that gc was waiting
     for.
     """
 
@@ -229,13 +229,14 @@ class GcOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class GcResult:
-    """The result of a gc, or with ``dry_run`` its expected result. Counts and sizes of blobs do not include manifests.
+    """The result of a gc, or with ``dry_run`` the expected result. Counts and sizes of blobs do not include manifests.
 
     ``later_blobs``, ``later_bytes``: number and size of the kept blobs that gc can delete once recently forgotten
     checkpoints are purged. ``waiting``: the work that remains for a later gc, with reasons. ``revoked``: transactions
     that were revoked. ``foreign``: keys under objects/ that casckpt did not create, and that gc ignores. ``thin``: the
-    result of thinning, or None without a thinning rule. The other fields do not include it. ``restored``: checkpoints
-    that received a tag while an earlier gc was forgetting them, if that gc was killed before it could restore them.
+    result of thinning, or None without a thinning rule. The other fields do not include this result. ``restored``:
+    checkpoints that received a tag while an earlier gc was forgetting them, if that gc was killed before it could
+    restore them.
 
     If gc fails, its error has this result as ``done``. It lists the changes to checkpoints before the error, and all
     its counts are 0.
@@ -270,7 +271,7 @@ class _Tally:
     def result(
         self, repo: Repository, plan: GcPlan, done: GcResult, opened: Iterable[OpenTransaction], listed: CommitList
     ) -> GcResult:
-        """Return ``done`` with the final counts of a gc. ``opened``: transactions that gc would have to wait for.
+        """Return ``done`` with a gc's final counts. ``opened``: transactions that gc would have to wait for.
 
         ``listed``: the last listing that gc made.
         """
@@ -321,7 +322,7 @@ def plan_gc(
     """Plan which checkpoints gc forgets and purges. Writes nothing.
 
     ``policy``: the retention rules (None: forget nothing). ``run``: forget and purge only checkpoints of this run.
-    ``min_age``: seconds between forgetting and purging a checkpoint (None: the store's setting, otherwise 24 h, and 15
+    ``min_age``: seconds between forgetting and purging a checkpoint (None: the store's setting, or else 24 h, and 15
     minutes for ephemeral checkpoints). If the store's mirror is gone, the plan leaves out the checkpoints that were
     safe there.
 
@@ -338,8 +339,8 @@ def plan_gc(
 def preview(repo: Repository, plan: GcPlan, *, thin: ThinResult | None = None) -> GcResult:
     """Return the result that `execute` would have with ``plan``. Writes nothing.
 
-    Counts the deleted objects as if all purges had happened and no open transaction were to commit. Raises the errors
-    of `execute`, with the plan as ``done``.
+    Counts deleted objects as if all purges had happened and no open transaction would commit. Raises the errors of
+    `execute`, with the plan as ``done``.
     """
     as_purged = {commit.txid for commit in plan.purge}
     done = GcResult(plan.forget, plan.restore, plan.purge, waiting=plan.waiting, dry_run=True, thin=thin)
@@ -366,9 +367,8 @@ def execute(
 
     ``wait``: total seconds to wait for open transactions. After that, gc ends, and the next gc continues from there.
     ``revoke_after``: seconds without a new sign of life after which gc revokes a transaction (None: the store's
-    setting, otherwise an hour). ``progress``: called with the number of objects just deleted. ``tell``: called with
-    the transactions that gc is waiting for. ``thin``: the result of an earlier thinning, to include in this gc's
-    result.
+    setting, or else an hour). ``progress``: called with the number of objects just deleted. ``tell``: called with the
+    transactions that gc is waiting for. ``thin``: the result of an earlier thinning, to include in this gc's result.
 
     Raises `Damaged`, with the checkpoints, if a manifest or a record cannot be read. In that case, gc does not delete
     anything. If it finds the damage early enough, it does not forget or purge anything either. Raises `Conflict` if
@@ -419,7 +419,7 @@ def _so_far(plan: GcPlan, done: RetireProgress, tally: _Tally, thin: ThinResult 
 
 @contextmanager
 def _noting(done: Callable[[], GcResult]) -> Iterator[None]:
-    """Attach the partial results to an error or interrupt, as ``done`` and as a note in the traceback.
+    """Attach the partial results to an error or interrupt, both as ``done`` and as a note in the traceback.
 
     A purge is final, so callers must be able to find out which checkpoints were purged.
     """
@@ -443,7 +443,7 @@ def _named(some: Sequence[Commit]) -> str:
 
 def _check_seconds(what: str, seconds: Any) -> None:
     if seconds is not None and not (isinstance(seconds, int | float) and seconds >= 0):
-        raise InvalidInput(f"{what} of {seconds!r} seconds is not usable: give a number, 0 or more")
+        raise InvalidInput(f"{what} of {seconds!r} seconds is not valid: pass a number, 0 or more")
 
 
 @dataclass
@@ -520,11 +520,11 @@ def _candidates(repo: Repository, stock: Inventory, as_purged: set[TxId]) -> tup
     for _ in range(ATTEMPTS):
         with suppress(Unreadable):
             return candidates(repo, stock, as_purged=as_purged)
-    raise Conflict("another gc is purging checkpoints; repeat gc when it has ended")
+    raise Conflict("another gc is purging checkpoints; run gc again when it finishes")
 
 
 def _settle_records(repo: Repository) -> None:
-    """Make other processes' records in commits/ durable. These processes may have died before they did so themselves.
+    """Make other processes' records in commits/ durable, because these processes may have died before doing so.
 
     Otherwise, a power failure could undo a purge but not the deletes that followed it.
     """
@@ -534,8 +534,8 @@ def _settle_records(repo: Repository) -> None:
 def _delete(repo: Repository, sizes: Iterable[str], progress: Progress) -> None:
     """Delete the objects. No other function deletes blobs and manifests of a store.
 
-    Deletes blobs first, because another gc can continue as long as the manifest of a purged checkpoint exists. Any
-    order is safe for live checkpoints, and a later gc deletes the remaining objects.
+    Deletes blobs first, because another gc can continue as long as a purged checkpoint's manifest exists. Any order is
+    safe for live checkpoints, and a later gc deletes the remaining objects.
     """
     keys = sorted(sizes, key=lambda key: not key.endswith(BLOB))
     progress.expect(len(keys))
@@ -574,6 +574,6 @@ def _check_storage(repo: Repository) -> None:
     known = repo.settings.exclusive_create if refuses is None else refuses
     if known is False and not repo.single_writer:
         raise Unsupported(
-            f"{repo.storage.url} does not refuse a second create, so a save and a gc could both create one key: "
-            "stop all saves, then open the store with single_writer"
+            f"{repo.storage.url} does not refuse a second create, so a save and a gc could both create the same "
+            "key: stop all saves, then open the store with single_writer"
         )

@@ -1,10 +1,10 @@
-"""Step 1 of a gc: forgets checkpoints by the policy, and purges or restores forgotten and replaced commits.
+"""Step 1 of a gc: forgets checkpoints by a policy, and purges or restores forgotten and replaced commits.
 
 gc first makes a plan and then carries it out unchanged. If another process changes a checkpoint in between, that
-change prevails: forget, restore and purge compete for the next record of a log, and gc relists the tags. A purge reads
-the `forgotten` record, then reads the clock, then lists the tags, and then takes the next log number. Therefore,
-either a new tag is in the listing, or the restore of its checkpoint has taken the number. This also holds if another
-forget follows the restore.
+change wins: forget, restore and purge compete for the next record of a log, and gc relists the tags. A purge reads the
+`forgotten` record, then reads the clock, then lists the tags, and then takes the next log number. Therefore, either a
+new tag is in the listing, or the restore of its checkpoint has taken the number. This also holds if another forget
+follows the restore.
 
 gc restores a checkpoint that received a tag while gc was forgetting it. If gc is killed before that, the next gc
 restores the checkpoint: it reads the logs, then lists the tags, and then takes the number after `forgotten`. `forget`
@@ -111,7 +111,7 @@ class RetireProgress:
 
 @dataclass(frozen=True)
 class MinAge:
-    """The minimum number of seconds between the `forgotten` record and the purge."""
+    """The minimum time between the `forgotten` record and the purge, in seconds."""
 
     usual: float
     ephemeral: float
@@ -126,7 +126,7 @@ AT_ONCE = MinAge(0.0, 0.0)
 
 
 def min_age_of(repo: Repository, wanted: float | None, unset: MinAge = A_DAY) -> MinAge:
-    """Return ``wanted``, otherwise the store's setting, otherwise ``unset``, in seconds."""
+    """Return ``wanted``, or else the store's setting, or else ``unset``, in seconds."""
     if wanted is not None:
         return MinAge(wanted, wanted)
     settings = repo.settings
@@ -187,9 +187,10 @@ def unless_mirror_is_gone(repo: Repository, plan: GcPlan, *, near: bool = False)
     if not held:
         return plan
     log.warning(
-        "%s %s, so %d checkpoints are neither forgotten nor purged here: mount its disk, or put it back; "
-        "`casckpt copy` fills a new one, and `casckpt settings %s --unset mirror` gives it up",
-        "there is no store at the mirror" if made == NO_STORE else "they were safe in another store at the mirror",
+        "%s %s, so gc neither forgets nor purges the %d checkpoints that the mirror had. Mount its disk, or "
+        "restore the mirror; `casckpt copy` fills a new mirror, and `casckpt settings %s --unset mirror` removes "
+        "it from the settings",
+        "there is no store at the mirror" if made == NO_STORE else "a different store is now at the mirror's URL",
         plan.mirror, len(held), repo.storage.url,
     )  # fmt: skip
     waiting = [_waits(relied[txid], "unmirrored") for txid in sorted(held, key=lambda txid: relied[txid].order)]
@@ -205,8 +206,8 @@ def unless_mirror_is_gone(repo: Repository, plan: GcPlan, *, near: bool = False)
 def _gone_since(commit: Commit, now: int) -> int:
     """Return the time at which a commit was forgotten or replaced, or ``now`` if it is still visible.
 
-    The time is from the clock of the host that forgot or replaced it. If it is before the save, that clock was slow,
-    and the time of the save counts instead. A save time in the future does not count, because the saver's clock was
+    The time comes from the clock of the host that forgot or replaced it. If it is before the save, that clock was
+    slow, and the save time counts instead. A save time in the future does not count, because the saver's clock was
     fast.
     """
     saved = commit.committed.time
@@ -225,7 +226,7 @@ def kept_of(commit: Commit) -> SavedCheckpoint:
 def check_metrics(repo: Repository, policy: Policy, run: str | None) -> None:
     """Raise InvalidInput if no visible checkpoint has the ``keep_best`` metric. Warn about runs without it.
 
-    Call this only for a user's rules. A training may set its rule before the first checkpoint has the metric.
+    Call this only for a user's rules. A training run may set its rule before the first checkpoint has the metric.
     """
     if not policy.best:
         return
@@ -234,7 +235,9 @@ def check_metrics(repo: Repository, policy: Policy, run: str | None) -> None:
         if runs:
             more = f" and {len(runs) - _NAMED_AT_MOST} more" if runs[_NAMED_AT_MOST:] else ""
             named = ", ".join(runs[:_NAMED_AT_MOST]) + more
-            log.warning("keep-best: no checkpoint of run %s has a number for %r, so all of them stay", named, metric)
+            log.warning(
+                "keep-best: no checkpoint of run %s has a number for %r, so gc keeps all of them", named, metric
+            )
 
 
 def _forgotten_though_tagged(
@@ -269,9 +272,9 @@ def bring_back(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
 
 
 def thinned_though_claimed(repo: Repository, listed: CommitList, since: int) -> list[Commit]:
-    """Return commits that were thinned before ``since`` despite a tag, the most complete commit for each id.
+    """Return the commits that were thinned before ``since`` despite a tag: the most complete commit for each id.
 
-    Thinning relists the tags at its end, and restores checkpoints that have new tags. If it was killed before that,
+    At its end, thinning relists the tags and restores checkpoints that have new tags. If it was killed before that,
     such commits remain. Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`.
     """
     seen = {commit.id for commit in listed.visible()}
@@ -283,7 +286,7 @@ def thinned_though_claimed(repo: Repository, listed: CommitList, since: int) -> 
 
 
 def _is_ruin(repo: Repository, commits: CommitList, commit: Commit) -> bool:
-    """Return whether a commit has a lossless rewrite but a damaged manifest. While it is live, gc raises an error."""
+    """Return whether a commit has a lossless rewrite but a damaged manifest. gc raises an error while it is live."""
     if commits.standin(commit) is commit:
         return False
     try:
@@ -369,7 +372,7 @@ def _tags_now(repo: Repository) -> dict[str, Tag]:
 
 
 def _barred(repo: Repository, commits: Sequence[Commit]) -> set[TxId]:
-    """Return those ``commits`` that tags protect from a purge. All were read as forgotten before this call."""
+    """Return the ``commits`` that tags protect from a purge. All of them were forgotten when the caller read them."""
     named = _tags_now(repo) if commits else {}
     if not tagged_txids(named, commits):
         return set()
@@ -378,7 +381,7 @@ def _barred(repo: Repository, commits: Sequence[Commit]) -> set[TxId]:
 
 
 def _claimed(named: Mapping[str, Tag], listed: CommitList, commits: Iterable[Commit]) -> set[TxId]:
-    """Return those ``commits`` that are tagged. A tag on a thinned rewrite does not count for the old commit."""
+    """Return the ``commits`` that are tagged. A tag on a thinned rewrite does not count for the old commit."""
 
     def claims(tag: Tag, commit: Commit) -> bool:
         on = listed.commits.get(tag.txid)
@@ -390,7 +393,7 @@ def _claimed(named: Mapping[str, Tag], listed: CommitList, commits: Iterable[Com
 
 
 def _free(listed: CommitList, commits: Iterable[Commit]) -> set[TxId]:
-    """Return those hidden ``commits`` that tags do not need, because another commit has the whole checkpoint.
+    """Return the hidden ``commits`` that tags do not need, because another commit has the whole checkpoint.
 
     That is the case if another commit of the checkpoint is visible, or if this commit has a lossless rewrite or is
     itself a void rewrite.
@@ -404,7 +407,7 @@ def _free(listed: CommitList, commits: Iterable[Commit]) -> set[TxId]:
 
 
 def _unsafe(repo: Repository, commits: Iterable[Commit], mirror: str | None, made: float = 0) -> set[TxId]:
-    """Return those ``commits`` for which neither the commit nor a lossless rewrite is safe in ``mirror``.
+    """Return the ``commits`` for which neither the commit nor a lossless rewrite is safe in ``mirror``.
 
     If the settings thin the mirror, a thinned rewrite counts as safe. A void rewrite does not need to be safe.
     ``made``: see `unmirrored`.
@@ -420,7 +423,7 @@ def _unsafe(repo: Repository, commits: Iterable[Commit], mirror: str | None, mad
 
 
 def _end(named: Iterable[Tag]) -> datetime | None:
-    """Return the time at which gc considers all these tags expired, or None if one of them never expires."""
+    """Return when gc will consider all these tags expired, or None if one of them never expires."""
     ends = [tag.expires for tag in named]
     known = [end + FOREIGN_CLOCKS for end in ends if end is not None]
     return time_of(max(known)) if known and len(known) == len(ends) else None
@@ -429,7 +432,7 @@ def _end(named: Iterable[Tag]) -> datetime | None:
 def _each_unless_changed(
     repo: Repository, action: Callable[[Repository, Commit], Commit], commits: Iterable[Commit], done: list[Commit]
 ) -> None:
-    """Call ``action`` with each commit, and add the results to ``done``. Skip commits that another process changed."""
+    """Call ``action`` on each commit, and add the results to ``done``. Skip commits that another process changed."""
 
     def attempt(commit: Commit) -> None:
         with suppress(Conflict):

@@ -1,7 +1,8 @@
 """Recovery at the end of a gc: announcements without records, records without announcements, unfinished rewrites.
 
-If a process dies before it creates an announced record, every read makes an additional request. A record without an
-announcement is invisible to readers of runs. This happens if runs/ was lost or was restored from an older copy.
+If a process dies before it creates an announced record, every later read makes an additional request. A record without
+an announcement is invisible to readers of runs. Such records exist if runs/ was lost or was restored from an older
+copy.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from casckpt.repository.repository import Repository
 from casckpt.upkeep.gc.purge import thinned_though_claimed
 
 _UNREADABLE = (
-    "it is missing or damaged, so readers of its run list all of commits/ instead. Put it back from a copy of the "
-    "store; if it is missing, the next gc fills its place"
+    "it is missing or damaged, so readers of its run list all of commits/ instead. Restore it from a copy of the "
+    "store. If it is missing, the next gc fills the gap"
 )
 _UNANNOUNCED = "saves and `latest` do not see it, because runs/ does not announce it; the next gc announces it"
 
@@ -36,7 +37,7 @@ def settle(repo: Repository, seconds: float) -> CommitList:
 
     Also restores checkpoints that were thinned ``seconds`` ago although a tag protects them. This is safe at any time:
     a late process finds that its number is taken, and announces the next number. Each host reads each announcement
-    only once. Returns the first listing that it makes. The same commits are live afterwards. Raises `Damaged` or
+    only once. Returns the first listing that it makes; the same commits are live afterwards. Raises `Damaged` or
     `Refused` if a tag cannot be read, and `StorageError`.
     """
     listed = list_commits(repo)  # list commits first: each listed record was already announced
@@ -57,7 +58,7 @@ def settle(repo: Repository, seconds: float) -> CommitList:
             elif (
                 repo.storage.size(transaction_key(txid)) is None
             ):  # otherwise, gc revokes the transaction if it shows no sign of life
-                revoke(repo, txid, "announced, and never committed")
+                revoke(repo, txid, "announced but never committed")
         if missing := list(_unannounced(known, listed, run)):
             log.warning("%d records of run %s were not announced; runs/ was incomplete", len(missing), run)
             announce(repo, missing)
@@ -99,7 +100,7 @@ def _hashes(repo: Repository, listed: CommitList) -> list[str]:
 
 
 def _undecided(known: RunCache, listed: CommitList, since: int) -> Iterator[tuple[TxId, int]]:
-    """Yield the (txid, number) of each log's next record that was announced before ``since`` but is not listed."""
+    """Yield the (txid, number) of each log's next record if it was announced before ``since`` but is not listed."""
     for record in list(known.records.values()):  # a copy, because other threads may add announcements
         for txid, number in record.announced if record is not None and record.time <= since else ():
             commit = listed.commits.get(txid)

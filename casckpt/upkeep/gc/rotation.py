@@ -1,6 +1,6 @@
 """Rotation: forgets old checkpoints of a run after a save.
 
-It runs after the commit. Therefore, the newest checkpoint, tagged checkpoints and checkpoints at fixed steps can
+Rotation runs after the commit. Therefore, the newest checkpoint, tagged checkpoints and checkpoints at fixed steps can
 always be loaded.
 """
 
@@ -45,9 +45,9 @@ def plan_rotation(visible: Sequence[Commit], rotation: Rotation, tagged: Contain
 def rotate(repo: Repository, run: str, rotation: Rotation) -> list[Commit]:
     """Forget and purge the checkpoints of ``run`` that ``rotation`` does not keep, and return them.
 
-    Only one process calls this. The next gc frees the space. If the store's settings have a minimum age, gc purges the
-    checkpoints instead. Checkpoints that are not yet safe in the mirror are kept. A tag that is set in the meantime
-    counts. Raises Damaged or Refused if a tag cannot be read, and StorageError.
+    Only one process must call this. The next gc frees the space. If the store's settings have a minimum age, gc purges
+    the checkpoints instead. Checkpoints that are not yet safe in the mirror are kept. A tag that is set in the
+    meantime counts. Raises Damaged or Refused if a tag cannot be read, and StorageError.
     """
     if rotation.is_empty:
         return []
@@ -68,7 +68,7 @@ def _warn_of_metrics(run: str, visible: Sequence[Commit], rotation: Rotation) ->
         return
     for best in rotation.keep.best:
         if not any(map(best.is_known_of, permanent)):
-            message = "keep_best: none of the %d checkpoints of run %s has a number for %r, so all of them stay"
+            message = "keep_best: none of the %d checkpoints of run %s has a number for %r, so all of them are kept"
             log.warning(message, len(permanent), run, best.metric)
 
 

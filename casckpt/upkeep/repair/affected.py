@@ -1,4 +1,4 @@
-"""Keys and checkpoints that a damaged blob affects, by the live cells in its wrong bytes."""
+"""Finds the keys and checkpoints that a damaged blob affects, by the live cells in its wrong bytes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class DamagedBlob:
     """A damaged blob, with the affected keys and checkpoints.
 
     ``keys``: the affected tensors, objects and attachments. ``checkpoints``: ids of the affected live checkpoints.
-    ``needed_by``: a commit of each of these. All are empty if no checkpoint needs the wrong bytes, for example if they
-    are in a header, in a proof, or in cells of purged checkpoints.
+    ``needed_by``: one commit for each of these. All are empty if no checkpoint needs the wrong bytes, for example if
+    they are in a header, in a proof, or in cells of purged checkpoints.
     """
 
     blob: BlobHash
@@ -39,7 +39,7 @@ class DamagedBlob:
 
 
 _Cell = tuple[int, int, CellDigest]
-"""Offset and bytes in the file of a blob, and the digest of the cell, which may be encoded there."""
+"""A cell's offset and bytes in a blob's file, and its digest. The cell may be encoded there."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class _Uses:
     unknown: set[tuple[str, ManifestId]] = field(default_factory=set)
 
     def add(self, repo: Repository, manifest: Manifest, stored: StoredCell, key: str) -> None:
-        """Note that ``key`` needs a cell, if the cell is in wrong bytes."""
+        """If the cell is in wrong bytes, note that ``key`` needs it."""
         cell = (stored.offset, stored.stored, stored.digest)
         end = stored.offset + stored.stored
         if any(stored.offset < stop and start < end for start, stop in self.checked.ranges):

@@ -1,4 +1,4 @@
-"""Checks of whole blobs against their names: size, proof, leaves and header."""
+"""Checks whole blobs against their names: size, proof, leaves and header."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ _PAGE = DATA_OFFSET
 class RebuiltBlob:
     """A partly or fully rebuilt blob ``ref``. ``data``: its bytes.
 
-    ``leaves``: verified against its name, empty without a proof. ``wrong``: the leaves that ``data`` lacks. ``cells``:
-    the cells of live checkpoints, in order. ``missing``: the cells that ``data`` lacks.
+    ``leaves``: the leaves, verified against its name; empty without a proof. ``wrong``: the leaves that ``data``
+    lacks. ``cells``: the cells of live checkpoints, in order. ``missing``: the cells that ``data`` lacks.
     """
 
     ref: BlobRef
@@ -61,7 +61,7 @@ class RebuiltBlob:
         return cell_digest(self.part(leaf.offset, leaf.nbytes)) == leaf.digest
 
     def take_proof(self, proof: bytes) -> None:
-        """Store a proof that fits the name of the blob, and check the leaves. Raises Refused for an invalid proof."""
+        """Store a proof that matches the blob's name, and check the leaves. Raises Refused for an invalid proof."""
         self.leaves = decode_proof(proof)
         self.data[self.leaves[-1].end :] = proof
         check = LeafCheck(self.leaves)
@@ -85,7 +85,7 @@ def rebuild_from_copies(repo: Repository, ref: BlobRef, copies: BlobCopies) -> R
 
 @dataclass(frozen=True)
 class CellSupply:
-    """The sources for rebuilding blobs. ``misframed``: blobs with right leaves but possibly wrong frames."""
+    """The sources for rebuilding blobs. ``misframed``: blobs with correct leaves but possibly wrong frames."""
 
     cells: Cells
     copies: BlobCopies
@@ -116,7 +116,7 @@ class CellSupply:
         return plain if self.cells.fetch(digest, memoryview(plain)) else None
 
     def _is_right(self, rebuilt: RebuiltBlob, cell: LiveCell) -> bool:
-        """Return whether the blob holds the right bytes of a cell."""
+        """Return whether the blob holds a cell's correct bytes."""
         part = rebuilt.part(cell.offset, cell.nbytes)
         if cell.coded is None:
             return cell_digest(part) == cell.digest
@@ -126,7 +126,7 @@ class CellSupply:
         return self._makes(part, cell, cell.coded)
 
     def _makes(self, frame: memoryview, cell: LiveCell, coded: EncodedSource) -> bool:
-        """Return whether a frame decodes to a cell. False if its base cannot be fetched."""
+        """Return whether a frame decodes to a cell. Return False if the frame's base cannot be fetched."""
         base = None if coded.base is None else self.fetch(coded.base, coded.nbytes)
         plain = bytearray(coded.nbytes)
         try:
@@ -157,7 +157,7 @@ class CellSupply:
         return True
 
     def _take_leaf(self, rebuilt: RebuiltBlob, leaf: Leaf) -> bool:
-        """Restore a leaf that is not a live cell of the blob: header, padding, or a cell that lives in another blob."""
+        """Restore a leaf that is not one of the blob's live cells: header, padding, or a cell that lives elsewhere."""
         part = rebuilt.part(leaf.offset, leaf.nbytes)
         guess = _without_padding(rebuilt, leaf) if leaf.offset else _header(rebuilt)
         if cell_digest(guess) != leaf.digest:
@@ -205,7 +205,7 @@ def _reading(reader: Reader) -> Callable[[int, int], bytearray]:
 
 
 def _take_leaves(reader: Reader, rebuilt: RebuiltBlob) -> None:
-    """Read the wrong leaves from a copy, and keep those that are right there."""
+    """Read the wrong leaves from a copy, and keep those that are correct in it."""
     for run in list(_runs(rebuilt.wrong)):
         first = run[0].offset
         part = memoryview(bytearray(run[-1].end - first))
@@ -234,7 +234,7 @@ def _runs(leaves: Sequence[Leaf]) -> Iterator[list[Leaf]]:
 
 
 def _header(rebuilt: RebuiltBlob) -> bytes:
-    """Return the header that fits the live cells. Bytes between two cells belong to the run of the first one."""
+    """Return the header that fits the live cells. Bytes between two cells belong to the first cell's run."""
     starts: list[tuple[str, int]] = []
     for cell in rebuilt.cells:
         if not starts or stored_name(cell.dtype) != stored_name(starts[-1][0]):
@@ -277,7 +277,7 @@ def _write_anew(rebuilt: RebuiltBlob) -> None:
 
 
 def place_of(writer: BlobWriter, cell: LiveCell) -> int:
-    """Return the offset that a cell gets if it is written next."""
+    """Return the offset of a cell if it is written next."""
     return writer.end if cell.coded else writer.place(cell.nbytes)
 
 

@@ -1,6 +1,6 @@
-"""Sources of bytes for a repair: blobs with the same name and equal cells, in this store and in others.
+"""Sources of bytes for a repair: blobs with the same name, and equal cells, in this store and in others.
 
-Repair does not trust any source. It uses bytes only if their digest is right.
+Repair does not trust any source. It uses bytes only if their digest is correct.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LiveCell:
 
     @property
     def end(self) -> int:
-        """The offset after its last byte."""
+        """The offset after the last byte."""
         return self.offset + self.nbytes
 
 
@@ -94,7 +94,7 @@ def locate(repo: Repository, manifest: Manifest, cell: StoredCell) -> Located:
 
 
 def take_cell(reader: Reader, offset: int, target: memoryview, digest: CellDigest) -> bool:
-    """Fill ``target`` with a cell from the reader. Return whether its digest is right."""
+    """Fill ``target`` with a cell from the reader. Return whether the digest is correct."""
     data = memoryview(bytearray(len(target)))
     if not holds_cell(reader, offset, data, digest):
         return False
@@ -103,7 +103,7 @@ def take_cell(reader: Reader, offset: int, target: memoryview, digest: CellDiges
 
 
 class BlobCopies:
-    """Blobs by their hash, damaged or not: in this store, in ``others``, and in the cache of this host."""
+    """Blobs by hash, damaged or not: in this store, in ``others``, and in this host's cache."""
 
     def __init__(self, repo: Repository, others: Iterable[Repository]) -> None:
         self._cache = repo.blob_cache
@@ -129,7 +129,7 @@ class BlobCopies:
 
 
 class Cells:
-    """Cells by their digest, in the blobs that live checkpoints of these stores name.
+    """Cells by digest, in the blobs that live checkpoints of these stores name.
 
     If no blob holds a cell, a frame with this cell as base may recover it. This requires the decoded cell of that frame
     from another source.
@@ -183,7 +183,7 @@ class Cells:
         return True
 
     def _undo(self, delta: Located, digest: CellDigest, target: memoryview) -> bool:
-        """Fill ``target`` with the base of ``delta`` by undoing its frame. Return whether the digest is right."""
+        """Fill ``target`` with the base of ``delta`` by undoing its frame. Return whether the digest is correct."""
         plain = bytearray(len(target))
         if not self.fetch(delta.cell.digest, memoryview(plain)):
             return False
@@ -207,7 +207,7 @@ def readable(repo: Repository, commits: Iterable[Commit]) -> Iterator[tuple[Comm
 
 
 def by_number(manifest: Manifest, values: Mapping[tuple[TxId, BlobHash], T]) -> dict[int, T]:
-    """Return ``values``, which have the keys (uploader, hash), by blob number of a manifest instead."""
+    """Convert the keys of ``values`` from (uploader, hash) to a manifest's blob numbers."""
     names = enumerate((ref.uploader, ref.hash) for ref in manifest.blobs)
     return {number: values[name] for number, name in names if name in values}
 

@@ -1,7 +1,6 @@
 """Verification of encoded cells: decodes each frame and compares it with the digest in the manifest.
 
-The proof of a blob shows that the bytes of a frame are unchanged. It does not show that the frame decodes to the right
-cell.
+A blob's proof shows that a frame's bytes are unchanged. It does not show that the frame decodes to the correct cell.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Frames:
     decoded_bytes: int = 0
 
     def wrong(self, commits: Iterable[Commit]) -> list[Checked]:
-        """Return the blobs with frames that do not decode to the cells of ``commits``. Raises `StorageError`."""
+        """Return the blobs with frames that do not decode to cells of ``commits``. Raises `StorageError`."""
         right = {blob_key(blob.ref.uploader, blob.ref.hash): blob.ref for blob in self.right}
         wrong = dict[BlobRef, dict[Range, str]]()
         for cell, key, why in self._wrong_cells(commits, right):

@@ -1,8 +1,8 @@
-"""Relocation: a rewrite of a checkpoint that lost a blob, with the live cells of that blob in new blobs.
+"""Relocation: rewrites a checkpoint that lost a blob, with the blob's live cells in new blobs.
 
-A relocation follows the protocol of a save. After the transaction begins, casckpt lists the commits. It reuses only
-blobs that a live commit in that listing names. If several checkpoints shared a lost blob, the first relocation makes
-new blobs with the cells that all of them need. The other relocations use these blobs.
+A relocation follows the save protocol. After the transaction begins, casckpt lists the commits, and reuses only blobs
+that a live commit in that listing names. If several checkpoints shared a lost blob, the first relocation makes new
+blobs with the cells that all of them need. The other relocations use these blobs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Old = tuple[int, int]
 class Relocation:
     """Rewrites of checkpoints of ``repo``. ``live``: the needed cells of each lost blob, read from ``source``.
 
-    ``missing``: those of these cells that no source has.
+    ``missing``: the cells that no source has.
     """
 
     repo: Repository

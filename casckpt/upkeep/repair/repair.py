@@ -6,8 +6,8 @@
 3. Blobs are rebuilt cell by cell, from equal cells of other blobs. Repair reencodes encoded cells, and creates a new
    header, padding and proof.
 4. If a blob cannot be rebuilt, repair rewrites the checkpoint with the live cells in new blobs. This happens if the
-   blob also held cells of purged checkpoints, or if this version encodes its frames differently. Repair also rewrites
-   a checkpoint whose cells have a lost base, if these cells are available elsewhere.
+   blob also held cells of purged checkpoints, or if this version would encode its frames differently. Repair also
+   rewrites a checkpoint whose cells have a lost base, if these cells are available elsewhere.
 
 `repair` checks the blobs that `verify` or a save has marked, and blobs that are missing or have the wrong size. Repair
 cannot correct a blob that was marked only for a wrong frame, so step 4 replaces it.
@@ -49,7 +49,7 @@ def repair_manifests(
     """Restore damaged manifests from stores that hold the same checkpoint.
 
     Returns the restored ids, and the manifests that could not be restored. The index is the same in every store, but
-    the blobs may differ. The catalogue of this host may have their locations. Otherwise, repair guesses them and
+    the blobs may differ. This host's catalogue may have the blobs' locations. Otherwise, repair guesses them, and
     compares the result with the hash in the commit record. If no guess is right, it rewrites the checkpoint.
     """
     restored, lost = [], []
@@ -145,10 +145,10 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class RepairResult:
-    """The result of a repair. ``blobs``, ``manifests``: repaired ones, by hash and id. ``lost``: those not repaired.
+    """The result of a repair. ``blobs``, ``manifests``: what was repaired, by hash and id. ``lost``: what was not.
 
-    ``records``: records that are unreadable or missing. Only a copy of the store's files has them. Repair cannot know
-    whether that copy is current, so a user must restore them.
+    ``records``: records that are unreadable or missing. Only a copy of the store's files can have these records.
+    Repair cannot know whether that copy is current, so a user must restore them.
     """
 
     blobs: tuple[str, ...] = ()
@@ -247,7 +247,7 @@ def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Pr
 
 
 def _wrong(repo: Repository, refs: Sequence[BlobRef]) -> list[Checked]:
-    """Return the needed blobs that are misframed, or that are marked, missing or have a wrong size and fail a check."""
+    """Return needed blobs that are misframed, or that are marked, missing or of the wrong size and fail a check."""
     sizes = list_objects(repo)
     marked, misframed = blobs.damaged_marks(repo), blobs.frame_marks(repo)
     suspects = [
@@ -261,7 +261,7 @@ def _wrong(repo: Repository, refs: Sequence[BlobRef]) -> list[Checked]:
             wrong.append(blob)
             continue
         repo.storage.sweep(uploader_folder(blob.ref.uploader))
-        blobs.mark_repaired(repo, blob.ref.uploader, blob.ref.hash, "repair found it right")
+        blobs.mark_repaired(repo, blob.ref.uploader, blob.ref.hash, "repair found it intact")
     return wrong
 
 
@@ -271,7 +271,7 @@ def _described(blob: Checked) -> Checked:
 
 
 def _collect(work: _Repair, commits: Sequence[Commit], wrong: Sequence[BlobRef]) -> dict[BlobRef, list[Commit]]:
-    """Return the users of each blob in ``wrong``. Add their cells and digests to ``work``."""
+    """Return the users of each blob in ``wrong``. Add the cells and digests to ``work``."""
     names = {(ref.uploader, ref.hash): ref for ref in wrong}
     users: dict[BlobRef, list[Commit]] = defaultdict(list)
     for commit, manifest in readable(work.repo, commits):

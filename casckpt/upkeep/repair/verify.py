@@ -42,7 +42,7 @@ def wrong_rows(
 ) -> Iterator[tuple[Commit, CasckptError]]:
     """Yield the ``commits`` whose manifests disagree with the proofs of the verified blobs ``right``.
 
-    A manifest with wrong rows has a right hash, so only this comparison or a load finds it.
+    A manifest with wrong rows has a correct hash, so only this comparison or a load detects the error.
     `casckpt.upkeep.repair.frames` checks cells that are stored as frames.
     """
     proofs = {(blob.ref.uploader, blob.ref.hash): blob.proof for blob in right}
@@ -67,11 +67,11 @@ def _compare(repo: Repository, manifest: Manifest, proofs: Mapping[tuple[TxId, B
                 continue
             if not _holds(repo, refs[cell.blob], cell, leaves.get(cell.offset)):
                 where = f"bytes {cell.offset} to {cell.offset + cell.nbytes} of blob {refs[cell.blob].hash}"
-                raise Refused(f"key {entry.key!r}: {where} are right, but they differ from the manifest")
+                raise Refused(f"key {entry.key!r}: {where} are intact, but they differ from the manifest")
 
 
 def _leaves(refs: Sequence[BlobRef], proofs: Mapping[tuple[TxId, BlobHash], bytes], number: int) -> dict[int, Leaf]:
-    """Return the leaves of a blob by their offset. Return none if the blob was not checked or is damaged."""
+    """Return a blob's leaves by offset. Return none if the blob was not checked or is damaged."""
     return {leaf.offset: leaf for leaf in as_leaves(proofs.get((refs[number].uploader, refs[number].hash), b""))}
 
 
@@ -109,7 +109,7 @@ class DamagedRecord(NamedTuple):
 
 
 class UnreadBlob(NamedTuple):
-    """A blob that could not be read. It may be damaged."""
+    """A blob that could not be read, and may be damaged."""
 
     blob: BlobHash
     why: str
@@ -121,7 +121,7 @@ class VerifyResult:
 
     ``damaged``: damaged blobs and, with ``decode``, blobs with a frame that decodes to a wrong cell.
     ``decoded_bytes``: size of the decoded cells and their bases, with ``decode``. ``repaired``: marked blobs that are
-    right again. ``unsigned``: checkpoints that lack a signature required when the store was opened.
+    intact again. ``unsigned``: checkpoints that lack a signature that the store was opened to require.
     """
 
     checked_blobs: int = 0
@@ -171,8 +171,9 @@ def verify(
 
     Skips commits that were rewritten without a loss. ``refs``: check only these checkpoints (None: all). ``mode``:
     "full" reads and verifies every blob once, and compares the manifests with the proofs. "exists" compares presence
-    and size, and trusts the marks. ``sample``: the fraction of the blobs to check, drawn at random, in addition to
-    marked ones. ``decode``: also decode encoded cells and compare them. ``progress``: called with the bytes just read.
+    and size, and trusts the marks. ``sample``: the fraction of the blobs to check, chosen at random, in addition to
+    marked blobs. ``decode``: also decode encoded cells and compare them. ``progress``: called with the bytes just
+    read.
 
     No save reuses a marked blob. If the store is not writable, the old marks remain and verify logs a warning. Raises
     `NotFound`, `InvalidInput`, `StorageError`. Damage does not raise an error; it is reported in the result.
@@ -235,9 +236,14 @@ def damaged_records(repo: Repository, listed: CommitList, *, is_all: bool = True
 
 def _check_arguments(mode: Any, sample: Any, decode: bool) -> None:
     if decode and mode != "full":
-        raise InvalidInput(f"mode={mode!r} reads no cells to decode; give mode='full', or leave out decode")
+        raise InvalidInput(
+            f"mode={mode!r} does not read cells, so it cannot decode them: pass mode='full', or omit decode"
+        )
     if mode not in ("full", "exists") or not isinstance(sample, int | float) or not 0 < sample <= 1:
-        raise InvalidInput(f"mode={mode!r}, sample={sample!r}: give 'full' or 'exists', and a fraction from 0 to 1")
+        raise InvalidInput(
+            f"mode={mode!r}, sample={sample!r} is not valid: pass the mode 'full' or 'exists', and a sample "
+            "above 0 and up to 1"
+        )
 
 
 def survey(repo: Repository, commits: Iterable[Commit], *, with_extents: bool = False) -> Survey:
@@ -275,7 +281,7 @@ def _check_manifest(manifest: Manifest, commit: Commit, with_extents: bool) -> D
 
 
 def _marked(repo: Repository) -> dict[Name, str]:
-    """Return the marked blobs with the reasons."""
+    """Return the marked blobs, and the reason for each mark."""
     return {(mark.uploader, mark.blob): mark.why for mark in blobs.marks(repo) if mark.state != blobs.REPAIRED}
 
 
@@ -288,7 +294,7 @@ def _sampled(repo: Repository, refs: list[BlobRef], fraction: float, marked: Con
 
 
 def _compare_sizes(repo: Repository, refs: Iterable[BlobRef], marked: Mapping[Name, str]) -> Iterable[Checked]:
-    """Compare presence and sizes with one listing. ``marked``: blobs with a mark, and the reason of each."""
+    """Compare presence and sizes with one listing. ``marked``: the marked blobs, and the reason for each mark."""
     sizes = list_objects(repo)
     for ref in refs:
         size, mark = sizes.get(blob_key(ref.uploader, ref.hash)), marked.get((ref.uploader, ref.hash))
@@ -307,7 +313,7 @@ def _update_marks(
     *,
     by_frames: bool,
 ) -> tuple[BlobHash, ...]:
-    """Mark ``damaged`` and ``misframed`` blobs, and unmark ``right`` ones. Return the unmarked blobs.
+    """Mark ``damaged`` and ``misframed`` blobs, and unmark ``right`` ones. Return the blobs that were unmarked.
 
     ``by_frames``: also unmark blobs that were marked for a wrong frame, because all frames were decoded. If the store
     is not writable, logs a warning and returns no blobs, so that the caller still gets the result.
@@ -321,8 +327,8 @@ def _update_marks(
         for blob in (*damaged, *misframed):
             blobs.mark_damaged(repo, blob.uploader, blob.blob, blob.why, by_frames=blob in misframed)
         for uploader, name in sorted(healed):
-            blobs.mark_repaired(repo, uploader, name, "verify found it right")
+            blobs.mark_repaired(repo, uploader, name, "verify found it intact")
     except CasckptError as error:
-        log.warning("the marks of damaged blobs are out of date, and saves may reuse damaged blobs: %s", error)
+        log.warning("casckpt could not update the marks of damaged blobs, so saves may reuse damaged blobs: %s", error)
         return ()
     return tuple(name for _, name in sorted(healed))

@@ -78,7 +78,7 @@ def test_copy_reports_a_missing_run(run: Run, saved: Path, there: Path) -> None:
     assert "no checkpoint of run 'typo'" in run("copy", saved, there, "--run", "typo").stderr
 
 
-def test_the_error_for_storage_options_of_a_copy_names_those_of_the_target(run: Run, saved: Path) -> None:
+def test_errors_for_storage_options_name_the_options_of_the_target(run: Run, saved: Path) -> None:
     said = run("copy", saved, "s3://bucket/x", "--storage-option", "anon=true", status=2).stderr
     assert "use --dst-option for DST" in said
 
@@ -93,7 +93,7 @@ def test_a_different_checkpoint_at_the_step_is_a_conflict(run: Run, as_json: AsJ
         casckpt.open(saved).copy_to(there, "a@2")
 
 
-def test_a_damaged_blob_is_refused(as_json: AsJson, saved: Path, there: Path) -> None:
+def test_a_damaged_blob_is_rejected(as_json: AsJson, saved: Path, there: Path) -> None:
     store = casckpt.open(saved)
     blob = max(blob_keys(store), key=lambda key: (saved / key).stat().st_size)
     flip(store, blob, 5000)
@@ -106,7 +106,9 @@ def test_a_damaged_blob_is_refused(as_json: AsJson, saved: Path, there: Path) ->
     assert "shared" in raised.value.keys
 
 
-def test_damage_that_checkpoints_share_is_reported_once(run: Run, as_json: AsJson, saved: Path, there: Path) -> None:
+def test_damage_shared_by_several_checkpoints_is_reported_once(
+    run: Run, as_json: AsJson, saved: Path, there: Path
+) -> None:
     store = casckpt.open(saved)
     blob = max(blob_keys(store), key=lambda key: (saved / key).stat().st_size)
     flip(store, blob, 5000)
@@ -139,7 +141,7 @@ def test_copy_reports_forgotten_checkpoints(run: Run, saved: Path, there: Path) 
     assert "restored a@1" in run("copy", saved, there, "a@1").output
 
 
-def test_a_wrong_environment_is_wrong_usage(
+def test_an_invalid_environment_variable_is_a_usage_error(
     run: Run, saved: Path, there: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rank, world in (("2", "2"), ("x", "2")):
@@ -201,7 +203,7 @@ def test_a_copy_resumed_by_a_second_process_is_not_shown_as_dead(
     assert as_json("transactions", there) == []
 
 
-def test_a_gc_revokes_a_killed_copy_and_the_next_copy_starts_over(
+def test_gc_revokes_a_killed_copy_and_the_next_copy_starts_over(
     as_json: AsJson, many: casckpt.Store, there: Path
 ) -> None:
     kill_a_copy(many, there)

@@ -59,12 +59,12 @@ def test_torch_files_and_folders_are_imported_and_exported(
     run("export", store_path, "default@1", tmp_path / "out.pt", "--format", "torch", status=5)
     for kind, option, given in (("dcp", "--keys", "a"), ("torch", "--max-shard-size", "1GB")):
         told = run("export", store_path, "default@1", tmp_path / "x", "--format", kind, option, given, status=1)
-        assert f"{option} is for hf and safetensors" in told.stderr
+        assert f"{option} applies to hf and safetensors" in told.stderr
     assert not (tmp_path / "x").exists()
     torch.save({"s": slice(0)}, tmp_path / "odd.pt")
     refused = run("import", store_path, tmp_path / "odd.pt", "--step", 2, status=1).stderr
     assert "--allow-pickle" in refused
-    assert refused.endswith("slice)\n")
+    assert "slice), so reading" in refused
     run("import", store_path, tmp_path / "odd.pt", "--step", 2, "--allow-pickle")
 
 
@@ -91,8 +91,8 @@ def test_export_reports_why_a_config_is_omitted(tmp_path: Path, run: Run) -> Non
     def said(out: str, *options: str) -> str:
         return run("export", tmp_path / "s", "latest", tmp_path / out, *options).stdout
 
-    assert "part of a model: from_pretrained would fill the rest" in said("part", "--keys", "model.w")
-    assert "the names are not those of a model" in said("all", "--format", "safetensors")
+    assert "part of a model: from_pretrained would initialize the rest" in said("part", "--keys", "model.w")
+    assert "these are not the model's own names" in said("all", "--format", "safetensors")
     unwanted = said("unwanted", "--no-attachments")
     assert "copy the model's config.json into it" in unwanted
     assert "part of a model" not in unwanted

@@ -25,7 +25,7 @@ def test_gc_restores_tagged_checkpoints(saved: Path, store: casckpt.Store, as_js
     assert "a@2" in run("show", saved, "tag:best").stdout
 
 
-def test_gc_does_what_its_dry_run_prints(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_gc_does_what_its_dry_run_announces(saved: Path, as_json: AsJson, run: Run) -> None:
     planned = as_json("gc", saved, "--keep-last", 1, "--min-age", 0, "--dry-run")
     before = set(saved.rglob("*"))
     assert planned["dry_run"] is True
@@ -54,7 +54,7 @@ def test_gc_forgets_nothing_without_a_rule(saved: Path, as_json: AsJson, run: Ru
     as_json("gc", saved, "--keep-last", 0, status=1)
 
 
-def test_gc_reports_deferred_checkpoints_and_times(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_gc_reports_deferred_checkpoints_and_their_times(saved: Path, as_json: AsJson, run: Run) -> None:
     done = as_json("gc", saved, "--keep-last", 1, "--min-age", "1h")
     assert (len(done["forgotten"]), done["purged"]) == (2, [])
     assert [(one["reason"], *named([one])) for one in done["waiting"]] == [("young", "a@1"), ("young", "a@2")]
@@ -97,7 +97,7 @@ def test_gc_reports_the_process_that_it_waits_for(saved: Path, store: casckpt.St
     assert as_json("gc", saved)["deleted_blobs"] > 0
 
 
-def test_a_gc_with_an_unreadable_manifest_prints_its_plan_and_changes_nothing(
+def test_gc_with_an_unreadable_manifest_prints_its_plan_and_changes_nothing(
     saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
 ) -> None:
     next(saved.glob(f"objects/*/{store.get('a@3').id}.manifest")).unlink()
@@ -149,4 +149,6 @@ def test_restore_undoes_thin(saved: Path, store: casckpt.Store, as_json: AsJson,
     assert named(as_json("restore", saved, "--whole", "a@1")["restored"]) == ["a@1"]
     assert as_json("show", saved, "a@1")["dropped"] is None
     assert as_json("thin", saved, "a@1", "--drop", "nothing", status=3)["error"]["kind"] == "missing-key"
-    assert "give either the checkpoints to thin" in as_json("thin", saved, "--drop", key, status=1)["error"]["message"]
+    assert (
+        "specify either the checkpoints to thin" in as_json("thin", saved, "--drop", key, status=1)["error"]["message"]
+    )

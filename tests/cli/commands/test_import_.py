@@ -12,8 +12,8 @@ def test_import_reports_values_that_it_did_not_translate(store_path: Path, tmp_p
     weight = torch.nn.Parameter(torch.ones(2))
     torch.save({"optimizer": torch.optim.SGD([weight]).state_dict()}, tmp_path / "ckpt.pt")
     result = run("import", store_path, tmp_path / "ckpt.pt", "--step", 1, "--json")
-    assert "numbers its parameters" in json.loads(result.stdout)["notes"][0]
-    assert "numbers its parameters" in result.stderr
+    assert "identifies its parameters by number" in json.loads(result.stdout)["notes"][0]
+    assert "identifies its parameters by number" in result.stderr
     run("import", store_path, tmp_path / "ckpt.pt", "--step", 2, "--as-is")
 
 

@@ -54,7 +54,7 @@ def test_list_shows_forgotten_checkpoints_only_with_all(
     assert "forgotten" in run("list", saved, "--all").stdout
 
 
-def test_replaced_commits_are_listed_with_all_until_a_gc(
+def test_replaced_commits_are_listed_with_all_until_gc_removes_them(
     saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
 ) -> None:
     old = store.get("a@2")
@@ -69,14 +69,16 @@ def test_replaced_commits_are_listed_with_all_until_a_gc(
     assert as_json("show", saved, "a@2")["replaced"] is False
     (waiting,) = as_json("gc", saved)["waiting"]
     assert (waiting["reason"], waiting["id"]) == ("replaced", old.id)
-    assert f"left for later: the old places of a@2 ({old.id[:12]}" in run("gc", saved).stdout
-    assert f"would purge the old places of a@2 ({old.id[:12]}" in run("gc", saved, "--min-age", "0", "--dry-run").stdout
+    assert f"left for later: the old locations of a@2 ({old.id[:12]}" in run("gc", saved).stdout
+    assert (
+        f"would purge the old locations of a@2 ({old.id[:12]}" in run("gc", saved, "--min-age", "0", "--dry-run").stdout
+    )
     (purged,) = as_json("gc", saved, "--min-age", "0")["purged"]
     assert purged == {"id": old.id, "run": "a", "step": 2, "replaced": True}
     assert as_json("show", saved, old.id[:16])["run"] == "a"
 
 
-def test_a_replaced_commit_of_a_visible_checkpoint_is_called_old_places(
+def test_a_replaced_commit_of_a_visible_checkpoint_is_marked_as_an_old_location(
     saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
 ) -> None:
     key = next(iter(store.get("a@1").tensors))
@@ -86,12 +88,12 @@ def test_a_replaced_commit_of_a_visible_checkpoint_is_called_old_places(
     run("gc", saved)  # gc ends undone rewrites
     assert [(one["reason"], one["replaced"]) for one in as_json("gc", saved)["waiting"]] == [("replaced", True)] * 2
     lines = run("gc", saved).stdout.splitlines()
-    assert [line.partition(" (")[0] for line in lines[1:]] == ["left for later: the old places of a@1"], "once"
+    assert [line.partition(" (")[0] for line in lines[1:]] == ["left for later: the old locations of a@1"], "once"
     just_now = round((datetime.now(UTC) - timedelta(minutes=1)).timestamp() * 1e6)
     write_generation(store.repository, "eval", 0, store.get("a@1").commit, expires=just_now)
     store.thin("a@1", drop=key)
     told = run("gc", saved).stdout
-    assert "left for later: the old places of a@1 (" in told
+    assert "left for later: the old locations of a@1 (" in told
     assert ", tagged eval, until " in told
     assert "forgotten" not in told
 
@@ -119,7 +121,7 @@ def _with_twin(twin: Any) -> Any:
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 120])
-def test_tables_fit_into_a_terminal(
+def test_tables_fit_the_width_of_the_terminal(
     saved: Path, store: casckpt.Store, run: Run, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     monkeypatch.setattr("casckpt.cli.text.terminal_width", lambda: columns)
@@ -155,7 +157,7 @@ def test_list_shows_and_sorts_by_metrics(saved: Path, store: casckpt.Store, as_j
     assert "unhealthy" in text
 
 
-def test_list_shows_the_health_that_a_save_found(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+def test_list_shows_the_health_recorded_by_a_save(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
     tensors = {"a": torch.tensor([1.0, -2.5]), "b": torch.ones(3, dtype=torch.int8)}
     store.save(tensors, run="h", step=1, health=True)
     store.save(tensors | {"a": torch.tensor([math.nan, -math.inf])}, run="h", step=2, health=True)
@@ -180,7 +182,7 @@ def test_list_shows_the_health_that_a_save_found(saved: Path, store: casckpt.Sto
 # lists
 
 
-def test_a_list_may_be_limited_sorted_and_have_metadata_columns(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_lists_can_be_limited_sorted_and_extended_by_metadata_columns(saved: Path, as_json: AsJson, run: Run) -> None:
     assert named(as_json("list", saved, "--limit", 2)) == ["a@3", "b@1"]
     assert named(as_json("ls", saved, "--sort", "loss")) == ["a@3", "a@2", "a@1", "b@1"]  # b@1 has none
     assert named(as_json("list", saved, "--sort", "-loss", "--limit", 1)) == ["a@1"]
@@ -191,7 +193,7 @@ def test_a_list_may_be_limited_sorted_and_have_metadata_columns(saved: Path, as_
     assert "0.3333" in shown.splitlines()[1]
     assert "LOSS" in run("list", saved, "--show", "loss").stdout
     told = run("list", saved, "--sort", "accuracy", status=1).stderr
-    assert "no listed checkpoint has a number 'accuracy' to sort by; pass one of created, loss, new" in told
+    assert "no listed checkpoint has a numeric value of 'accuracy' to sort by; pass one of created, loss, new" in told
 
 
 def test_nan_metrics_are_sorted_last(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:

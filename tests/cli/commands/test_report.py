@@ -11,7 +11,7 @@ from casckpt.base.units import format_size
 from tests.cli.conftest import AsJson, Run
 
 
-def test_stats_show_what_uses_the_bytes(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+def test_stats_show_what_uses_the_space(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
     store.tag("best", "b@1")
     found = as_json("stats", saved, "--by", "run", "--by", "step", "--by", "key", "--by", "tag", "--keep-last", "1")
     assert {*as_json("stats", saved)} == {*found} - {
@@ -53,7 +53,7 @@ def test_stats_show_the_effect_of_compression(
     assert "decoded 32.0 KiB" in run("verify", store_path, "--decode").stdout
 
 
-def test_report_shows_where_the_bytes_are(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_report_shows_what_uses_the_space(saved: Path, as_json: AsJson, run: Run) -> None:
     found = as_json("report", saved)
     first, second = found["runs"]
     assert (first["run"], first["checkpoints"], first["newest_step"]) == ("a", 3, 3)

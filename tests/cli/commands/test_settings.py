@@ -17,7 +17,7 @@ UNSET = {
 }  # fmt: skip
 
 
-def test_a_changed_setting_applies_to_all_users_and_others_remain_unchanged(
+def test_changing_a_setting_applies_to_all_users_and_leaves_other_settings_unchanged(
     saved: Path, as_json: AsJson, run: Run
 ) -> None:
     assert as_json("settings", saved) == UNSET
@@ -64,11 +64,11 @@ def test_an_invalid_setting_is_named_and_changes_nothing(
     assert as_json("settings", saved) == UNSET
 
 
-def test_a_store_is_not_its_own_mirror(saved: Path, as_json: AsJson) -> None:
+def test_a_store_cannot_be_its_own_mirror(saved: Path, as_json: AsJson) -> None:
     assert "own mirror" in as_json("settings", saved, "--set", f"mirror={saved}", status=1)["error"]["message"]
 
 
-def test_store_settings_do_the_same_as_the_command(saved: Path) -> None:
+def test_store_methods_change_settings_as_the_command_does(saved: Path) -> None:
     store = casckpt.open(saved)
     assert store.change_settings(min_age=timedelta(days=2), min_age_ephemeral="1h") == store.settings
     assert casckpt.open(saved).settings.min_age == timedelta(days=2)
@@ -78,7 +78,7 @@ def test_store_settings_do_the_same_as_the_command(saved: Path) -> None:
         store.change_settings(created_at=1)  # type: ignore[call-arg]
 
 
-def test_without_a_store_there_are_no_settings(tmp_path: Path) -> None:
+def test_settings_of_a_missing_store_raise_not_found(tmp_path: Path) -> None:
     store = casckpt.open(tmp_path / "none")
     with pytest.raises(NotFound):
         _ = store.settings
@@ -86,7 +86,7 @@ def test_without_a_store_there_are_no_settings(tmp_path: Path) -> None:
         store.change_settings(min_age="1d")
 
 
-def test_init_creates_a_store_with_its_sizes_once(store_path: Path, as_json: AsJson, run: Run) -> None:
+def test_init_creates_a_store_with_the_given_sizes_only_once(store_path: Path, as_json: AsJson, run: Run) -> None:
     made = as_json("init", store_path, "--cell-size", "64KiB", "--blob-size", "4MiB")
     assert (made["cell_bytes"], made["blob_bytes"]) == (64 << 10, 4 << 20)
     assert casckpt.open(store_path).repository.marker.store_id == made["store_id"]

@@ -68,7 +68,7 @@ def test_show_groups_many_values_by_container(saved: Path, store: casckpt.Store,
     assert line.split(maxsplit=1)[1] == "lightning.* (30 keys), epoch, optim.* (2 keys)"
 
 
-def test_show_names_the_options_that_list_all_tensors(store: casckpt.Store, store_path: Path, run: Run) -> None:
+def test_show_suggests_the_options_that_list_all_tensors(store: casckpt.Store, store_path: Path, run: Run) -> None:
     store.save({f"w{number}": torch.zeros(1) for number in range(30)}, run="many", step=1)
     assert "list all of them with --tensors" in run("show", store_path, "many@1").stdout
     assert "list all of them with --tensors" not in run("show", store_path, "many@1", "--tensors").stdout
@@ -91,7 +91,7 @@ def test_diff_prints_keys_and_bytes(saved: Path, as_json: AsJson, run: Run) -> N
 # lists
 
 
-def test_diff_of_one_checkpoint_compares_with_its_parent(
+def test_diff_of_one_checkpoint_compares_it_with_its_parent(
     saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
 ) -> None:
     found = as_json("diff", saved, "a@3")
@@ -99,4 +99,4 @@ def test_diff_of_one_checkpoint_compares_with_its_parent(
     assert "a@1 has no parent" in run("diff", saved, "a@1", status=3).stderr
     store.forget("a@1", "a@2")
     store.gc(min_age=0)
-    assert "is gone; name a second checkpoint" in run("diff", saved, "a@3", status=3).stderr
+    assert "no longer exists; name a second checkpoint" in run("diff", saved, "a@3", status=3).stderr

@@ -32,7 +32,7 @@ def test_verify_counts_and_finds_damage(saved: Path, store: casckpt.Store, as_js
     assert text.splitlines()[-1] == "1 damaged: run `casckpt repair`"
 
 
-def test_verify_names_a_few_of_many_affected_checkpoints() -> None:
+def test_verify_names_only_a_few_of_many_affected_checkpoints() -> None:
     needed_by = [{"id": "f" * 64, "run": "a", "step": step} for step in range(2000)]
     assert needed({"keys": ["w"], "needed_by": needed_by}) == (
         "needed by a@0, a@1, a@2, a@3, a@4, ... and 1995 more (--json lists all): w"
@@ -52,7 +52,7 @@ def test_known_damage_is_reported_again(saved: Path, as_json: AsJson, run: Run) 
     assert as_json("stats", saved)["damaged_blobs"] == 0
 
 
-def test_verify_checks_chosen_checkpoints(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_verify_checks_only_the_selected_checkpoints(saved: Path, as_json: AsJson, run: Run) -> None:
     assert as_json("verify", saved, "b@1")["checked_checkpoints"] == 1
     said = run("verify", saved, "--sample", "0.01").output.splitlines()
     assert said[0].startswith(f"checked 1 of {as_json('stats', saved)['blobs']} blobs, ")
@@ -63,7 +63,7 @@ def test_verify_checks_chosen_checkpoints(saved: Path, as_json: AsJson, run: Run
     as_json("verify", saved, "c@1", status=3)
 
 
-def test_doctor_passes_a_safe_storage(safe: Server, run: Run) -> None:
+def test_doctor_accepts_safe_storage(safe: Server, run: Run) -> None:
     bucket = safe.new_bucket()
     result = run("doctor", f"s3://{bucket}/store", *arguments(safe))
     assert "NOT OK" not in result.stdout
@@ -72,7 +72,7 @@ def test_doctor_passes_a_safe_storage(safe: Server, run: Run) -> None:
     assert safe.client.list_objects_v2(Bucket=bucket).get("Contents", []) == []
 
 
-def test_doctor_and_init_refuse_a_server_that_ignores_the_condition(
+def test_doctor_and_init_reject_a_server_that_ignores_the_condition(
     rclone_server: Server, run: Run, as_json: AsJson
 ) -> None:
     bucket = rclone_server.new_bucket()
@@ -118,7 +118,7 @@ def test_doctor_checks_a_folder(run: Run, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == ["there"]
 
 
-def test_repair_takes_bytes_from_a_second_store(saved: Path, tmp_path: Path, as_json: AsJson, run: Run) -> None:
+def test_repair_recovers_bytes_from_a_second_store(saved: Path, tmp_path: Path, as_json: AsJson, run: Run) -> None:
     other = casckpt.open(tmp_path / "other")
     other.save({"shared": torch.arange(5000.0), "own": torch.full((1000,), 1.0), "lr": 0.1}, run="a", step=1)
     blob = damage(saved)
@@ -140,5 +140,5 @@ def test_repair_reports_that_it_does_not_repair_records(saved: Path, as_json: As
     assert "restore the files from a backup of the store's files" in said
 
 
-def test_repair_from_a_missing_store_is_not_found(saved: Path, tmp_path: Path, as_json: AsJson) -> None:
+def test_repairing_from_a_missing_store_raises_not_found(saved: Path, tmp_path: Path, as_json: AsJson) -> None:
     assert as_json("repair", saved, "--from", tmp_path / "nope", status=3)["error"]["kind"] == "not-found"

@@ -22,7 +22,7 @@ def test_watch_prints_a_line_for_each_checkpoint(saved: Path, store: casckpt.Sto
     assert (row["step"], row["late"]) == (2, False)
 
 
-def test_watch_refuses_contradictory_options(saved: Path, tmp_path: Path, run: Run) -> None:
+def test_watch_rejects_contradictory_options(saved: Path, tmp_path: Path, run: Run) -> None:
     assert run("watch", tmp_path / "none", "a", "--timeout", 0).stdout == ""
     assert "error" in run("watch", saved, "a", "--after", "a@9", "--json", status=3).stdout
     run("watch", saved, "a", "--after", "b@1", status=1)

@@ -155,7 +155,7 @@ def test_encoded_cells_decode_to_the_same_bytes(given: tuple[list[bytes], int]) 
 @pytest.mark.parametrize(
     ("share", "form"), [(0, Form.SPARSE), (0.01, Form.SPARSE), (0.3, Form.SPARSE), (0.5, Form.DIFF)]
 )
-def test_the_share_of_changed_elements_decides_the_form(share: float, form: Form) -> None:
+def test_the_fraction_of_changed_elements_determines_the_form(share: float, form: Form) -> None:
     base = elements(2, 1 << 16, "normal", 1)
     plain = base + (np.random.default_rng(2).random(base.size) < share).astype(base.dtype)
     frame = encode(memoryview(plain.tobytes()), 2, memoryview(base.tobytes()))
@@ -312,7 +312,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_malformed_frames_are_refused(what: str) -> None:
+def test_malformed_frames_are_rejected(what: str) -> None:
     into = bytearray(b"\xaa" * PLAIN)
     with pytest.raises(Refused):
         decode(memoryview(WRONG[what]), memoryview(into), memoryview(into))
@@ -321,20 +321,20 @@ def test_malformed_frames_are_refused(what: str) -> None:
     assert into == b"\xaa" * PLAIN
 
 
-def test_the_gaps_may_reach_the_last_element() -> None:
+def test_the_last_element_can_be_a_changed_one() -> None:
     last = frame_of(2, 1, PLAIN, (0, b"\xff\xff\1"), (1, b"\2"), sparse=(1, 3))
     assert decoded(last, PLAIN, bytes(PLAIN)) == bytes(PLAIN - 1) + b"\1"
     every = frame_of(2, 1, PLAIN, ZEROS, (1, b"\1"), sparse=(PLAIN, PLAIN))
     assert decoded(every, PLAIN, bytes(PLAIN)) == b"\xff" * PLAIN
 
 
-def test_a_cell_has_whole_elements() -> None:
+def test_a_cell_must_contain_whole_elements() -> None:
     frame = frame_of(1, 2, PLAIN + 1, ZEROS, ZEROS)
     with pytest.raises(Refused):
         decode(memoryview(frame), memoryview(bytearray(PLAIN + 1)), None)
 
 
-def test_a_missing_or_wrong_base_is_refused() -> None:
+def test_a_missing_or_wrong_base_is_rejected() -> None:
     frame = frame_of(3, 1, PLAIN, ZEROS)
     into = memoryview(bytearray(PLAIN))
     with pytest.raises(InvalidInput, match="needs a base"):
@@ -357,14 +357,14 @@ def decoded_or_refused(frame: bytes) -> None:
 
 
 @given(st.binary(max_size=100), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]))
-def test_arbitrary_bytes_decode_or_are_refused(data: bytes, form: int, width: int) -> None:
+def test_arbitrary_bytes_decode_or_are_rejected(data: bytes, form: int, width: int) -> None:
     decoded_or_refused(data)
     decoded_or_refused(pack("<BBBBI", form, width, 0, 0, PLAIN * width) + data)
     decoded_or_refused(frame_of(form, width, PLAIN * width, (2, data)))
 
 
 @given(st.data())
-def test_a_changed_frame_decodes_or_is_refused(data: st.DataObject) -> None:
+def test_a_changed_frame_decodes_or_is_rejected(data: st.DataObject) -> None:
     (base, plain), width = data.draw(versions())
     frame = bytearray(
         data.draw(st.sampled_from([encode_planes(memoryview(plain), width), delta(plain, width, base)])) or b""
@@ -410,7 +410,7 @@ def test_a_chain_of_frames_is_decoded_through_all_links(links: int, coded_key: b
 
 
 @given(st.data(), st.integers(0, 5), st.booleans())
-def test_a_wrong_byte_anywhere_is_refused_or_harmless(data: st.DataObject, links: int, coded_key: bool) -> None:
+def test_an_incorrect_byte_anywhere_is_rejected_or_harmless(data: st.DataObject, links: int, coded_key: bool) -> None:
     cell, stored = chain(links, coded_key=coded_key)
     number = data.draw(st.integers(0, links))
     wrong = bytearray(stored[number])
@@ -423,7 +423,7 @@ def test_a_wrong_byte_anywhere_is_refused_or_harmless(data: st.DataObject, links
     assert found == version(links)  # some bits of a frame have no effect
 
 
-def test_frames_of_differences_without_a_base_are_refused() -> None:
+def test_frames_of_differences_without_a_base_are_rejected() -> None:
     cell, stored = chain(1, coded_key=False)
     with pytest.raises(Refused, match="base"):
         decode_chain(cell._replace(frame=Frame(cell.stored)), lambda one: bytearray(stored[one.blob]))

@@ -37,7 +37,7 @@ SUMMED = bytes.fromhex("28b52ffd6400014d00001000000100fb2ac0027cb8c3e8")
 
 
 @pytest.mark.parametrize("coded", [WINDOW, SUMMED])
-def test_zstd_of_any_writer_is_read(coded: bytes) -> None:
+def test_zstd_data_from_any_writer_is_read(coded: bytes) -> None:
     assert decoded(frame_of(1, 1, PLAIN, (2, coded)), PLAIN) == bytes(PLAIN)
 
 

@@ -56,7 +56,7 @@ def test_a_head_decodes_as_encoded() -> None:
 
 
 @given(st.integers(0, HEAD_BYTES - 1), st.integers(1, 255))
-def test_any_flipped_byte_is_damage(position: int, change: int) -> None:
+def test_any_flipped_byte_is_reported_as_damage(position: int, change: int) -> None:
     head, data = made()
     raw = bytearray(data)
     raw[position] ^= change
@@ -65,7 +65,7 @@ def test_any_flipped_byte_is_damage(position: int, change: int) -> None:
             decode_head(raw, wanted)
 
 
-def test_a_head_that_differs_from_the_record_is_damage() -> None:
+def test_a_head_that_differs_from_the_record_is_reported_as_damage() -> None:
     head, data = made()
     with pytest.raises(Damaged, match="a different manifest"):
         decode_head(data, "0" * 64)
@@ -82,7 +82,7 @@ def test_bytes_that_differ_from_the_head_are_not_a_valid_section(part: bytes) ->
         check_section(made()[0]["index"], part)
 
 
-def test_the_error_for_a_later_version_names_it() -> None:
+def test_the_error_for_a_later_version_names_the_version() -> None:
     with pytest.raises(Refused, match="later version"):
         decode_head(forged(rows_of(made()[0]), b"CASCKPT\x02"))
     with pytest.raises(Refused, match="like a manifest"):
@@ -110,19 +110,19 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_sections_that_do_not_fit_are_refused(name: str) -> None:
+def test_sections_that_do_not_fit_are_rejected(name: str) -> None:
     with pytest.raises(Refused):
         decode_head(forged(HOSTILE[name]))
 
 
 @pytest.mark.parametrize("count", [0, 5, 7, 57, 2**64 - 1])
-def test_a_wrong_number_of_sections_is_refused(count: int) -> None:
+def test_a_wrong_number_of_sections_is_rejected(count: int) -> None:
     with pytest.raises(Refused):
         decode_head(forged(rows_of(made()[0]), count=count))
 
 
 @pytest.mark.parametrize("name", [b"\xff", b"a\nb", b"a\0b"])
-def test_an_invalid_section_name_is_refused(name: bytes) -> None:
+def test_an_invalid_section_name_is_rejected(name: bytes) -> None:
     head = made()[0]
     with pytest.raises(Refused):
         decode_head(forged([*rows_of(head), (name, 0, head.size, 0, cell_digest(b""))]))

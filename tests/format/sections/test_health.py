@@ -68,13 +68,13 @@ GOOD = {
         {"cells": pack([1, 2**40])},
     ],
 )
-def test_malformed_health_is_refused(wrong: dict[str, bytes]) -> None:
+def test_malformed_health_is_rejected(wrong: dict[str, bytes]) -> None:
     decode_health(msgspec.msgpack.encode(HealthColumns(**GOOD)), 3)
     with pytest.raises(Refused, match=r"health|column"):
         decode_health(msgspec.msgpack.encode(HealthColumns(**GOOD | wrong)), 3)
 
 
 @given(st.binary(max_size=60))
-def test_arbitrary_bytes_are_decoded_or_refused(data: bytes) -> None:
+def test_arbitrary_bytes_are_decoded_or_rejected(data: bytes) -> None:
     with suppress(Refused):
         decode_health(data, 3)

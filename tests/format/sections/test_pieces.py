@@ -52,7 +52,7 @@ def test_pieces_decode_as_encoded(given_: list[bytes]) -> None:
     assert [reader.length(number) for number in range(len(given_))] == list(map(len, given_))
 
 
-def test_groups_hold_one_piece_in_small_sections_and_16_kib_in_large_ones() -> None:
+def test_groups_have_one_piece_in_small_sections_and_16_kib_in_large_ones() -> None:
     few, _ = cut([bytes(33)] * 200)
     assert (few.each, len(few.hashes)) == (1, 32 * 200)
     table, data = cut(large)
@@ -76,7 +76,7 @@ def test_a_flipped_byte_damages_only_its_piece(given_: list[bytes], data_: st.Da
         reader.get(hit)
 
 
-def test_only_wanted_pieces_are_read_and_each_once() -> None:
+def test_only_the_requested_pieces_are_read_each_of_them_once() -> None:
     table, data = cut(large)
     reader, store = opened(table, data, len(large))
     assert bytes(reader.get(20_000)) == large[20_000]
@@ -93,7 +93,7 @@ def test_only_wanted_pieces_are_read_and_each_once() -> None:
 
 
 @given(st.data())
-def test_a_false_table_is_refused_or_verifies_nothing(data_: st.DataObject) -> None:
+def test_a_false_table_is_rejected_or_verifies_nothing(data_: st.DataObject) -> None:
     given_ = [b"one", b"", b"three", b"four"]
     table, data = cut(given_)
     lengths, each = unpack(table.lengths), data_.draw(st.sampled_from([table.each, 0, 2, 3, 2**62]))
@@ -114,7 +114,7 @@ def test_a_false_table_is_refused_or_verifies_nothing(data_: st.DataObject) -> N
             assert len(reader.get(number)) <= len(data)
 
 
-def test_missing_hashes_are_refused() -> None:
+def test_missing_hashes_are_rejected() -> None:
     table, data = cut([b"one", b"two"])
     for hashes in (b"", table.hashes[:-1], table.hashes + bytes(32)):
         with pytest.raises(Refused):

@@ -63,14 +63,14 @@ def whole(count: int = 20) -> Case:
     return Case((count,), 1, 10, cells, [4096 + count])
 
 
-def test_most_tensors_take_14_bytes_besides_their_digests() -> None:
+def test_most_tensors_need_14_bytes_in_addition_to_their_digests() -> None:
     case = whole()
     cells, rows = encode_cells(case.table), encode_rows(case.table)
     assert (len(cells), len(rows)) == (1 + 2 * DIGEST_BYTES, 13)
     assert list(decoded(case, cells, rows).stored_cells()) == case.cells
 
 
-def test_an_extent_takes_at_most_60_bytes_besides_its_digests() -> None:
+def test_an_extent_needs_at_most_60_bytes_in_addition_to_its_digests() -> None:
     shape, rows = (1 << 40, 64), 1000
     cells = []
     for row in range(rows):
@@ -125,7 +125,7 @@ def test_long_and_short_forms_decode_to_the_same_values(case: Case) -> None:
 
 
 @given(cases(coded=False), st.data())
-def test_a_changed_number_is_refused_or_harmless(case: Case, data: st.DataObject) -> None:
+def test_a_changed_number_is_rejected_or_harmless(case: Case, data: st.DataObject) -> None:
     table = Table.of(case.table)
     for _ in range(data.draw(st.integers(1, 3))):
         change: Callable[[list[int]], list[int]] = data.draw(st.sampled_from([_drop, _twice, _swap, _put_one(data)]))
@@ -163,7 +163,7 @@ def _swap(values: list[int]) -> list[int]:
 
 
 @given(full_shapes, st.sampled_from([1, 4, 16]), st.data())
-def test_a_short_form_is_refused_or_harmless(shape: Shape, itemsize: int, data: st.DataObject) -> None:
+def test_a_short_form_is_rejected_or_harmless(shape: Shape, itemsize: int, data: st.DataObject) -> None:
     numel = full_box(shape).numel
     count = -(-numel // 10)
     blob = data.draw(st.integers(0, 3) | numbers_near().map(lambda number: number % 2**32))
@@ -175,7 +175,7 @@ def test_a_short_form_is_refused_or_harmless(shape: Shape, itemsize: int, data: 
 
 
 @given(cases(), st.data())
-def test_changed_bytes_are_refused_or_harmless(case: Case, data: st.DataObject) -> None:
+def test_changed_bytes_are_rejected_or_harmless(case: Case, data: st.DataObject) -> None:
     short = data.draw(st.booleans())
     cells, rows = (encode_cells(case.table), encode_rows(case.table)) if short else Table.of(case.table).stored()
     parts = [bytearray(cells), bytearray(rows)]
@@ -196,7 +196,7 @@ def _refuse(table: Table, shape: Shape, itemsize: int = 1, cell: int = 256, matc
         decode_table(*table.stored(), [9000, 9000], shape=shape, itemsize=itemsize, cell=cell)
 
 
-def test_huge_numbers_are_refused() -> None:
+def test_huge_numbers_are_rejected() -> None:
     rows, top = 1024, 2**62
     _refuse(_table([(0, 0, top)] * rows, [(1, 0, 0)] * rows, 0), (top,), 16)
     _refuse(_table([(0, 0, top)], [(1, 0, 4096)], 1), (top,), 4, 2**20)
@@ -206,12 +206,12 @@ def test_huge_numbers_are_refused() -> None:
 
 
 @pytest.mark.parametrize("box", [((2,), (0,)), ((1,), (8,)), ((), ()), ((0, 0), (8, 1)), ((0,), ()), ((-1,), (4,))])
-def test_a_box_that_is_empty_or_not_in_its_tensor_is_refused(box: Any) -> None:
+def test_a_box_that_is_empty_or_outside_its_tensor_is_rejected(box: Any) -> None:
     _refuse(_table([(0, 0, 8)], [(1, 0, 4096)], 1, box), (8,))
 
 
 @pytest.mark.parametrize("span", [(0, 3, 3), (0, 4, 3), (1, 0, 8), (-1, 0, 8), (0, -1, 7), (0, 0, 9), (0, 0, 7)])
-def test_a_span_that_is_empty_or_not_in_its_box_is_refused(span: tuple[int, int, int]) -> None:
+def test_a_span_that_is_empty_or_outside_its_box_is_rejected(span: tuple[int, int, int]) -> None:
     _refuse(_table([span], [(1, 0, 4096)], 1), (8,))
 
 
@@ -221,24 +221,24 @@ def test_a_scalar_has_one_box() -> None:
     _refuse(_table(one.spans, one.rows, 1, ((0,), (1,))), ())
 
 
-def test_overlapping_spans_in_the_same_box_are_refused() -> None:
+def test_overlapping_spans_in_the_same_box_are_rejected() -> None:
     _refuse(_table([(0, 0, 8), (0, 5, 7)], [(1, 0, 4096), (1, 0, 4104)], 2), (10,), match="overlap")
     _refuse(_table([(0, 5, 10), (0, 0, 5)], [(1, 0, 4096), (1, 0, 4104)], 2), (10,), match="out of order")
 
 
 @pytest.mark.parametrize("rows", [[2], [2, 1], [0, 1, 1], [1], [1, 1, 1], [1, 0, 1], []])
-def test_rows_that_do_not_match_their_cells_are_refused(rows: list[int]) -> None:
+def test_rows_that_do_not_match_their_cells_are_rejected(rows: list[int]) -> None:
     """Rows with two spans, with no cells or too few or too many, and the matching number of digests."""
     _refuse(_table([(0, 0, 5), (0, 5, 10)], [(cells, 0, 4096) for cells in rows], sum(rows)), (10,))
 
 
 @pytest.mark.parametrize("digests", [0, 1, 3])
-def test_a_wrong_number_of_digests_is_refused(digests: int) -> None:
+def test_a_wrong_number_of_digests_is_rejected(digests: int) -> None:
     _refuse(_table([(0, 0, 5), (0, 5, 10)], [(1, 0, 4096)] * 2, digests), (10,), match="digests")
 
 
 @pytest.mark.parametrize("missing", [0, 1, 4])
-def test_an_extent_beyond_the_end_of_its_blob_is_refused(missing: int) -> None:
+def test_an_extent_beyond_the_end_of_its_blob_is_rejected(missing: int) -> None:
     table = _table([(0, 0, 4), (0, 4, 10)], [(1, 0, 4096), (1, 1, 4096)], 2)
     sizes = [4096 + 16, 4096 + 24 - missing]
     if not missing:
@@ -252,7 +252,7 @@ def test_an_extent_beyond_the_end_of_its_blob_is_refused(missing: int) -> None:
     ("blob", "offset", "digests"),
     [(1, 4096, 2), (0, 4095, 2), (0, 4097, 2), (2**32 - 1, 4096, 2), (0, 2**32 - 1, 2), (0, 4096, 1), (0, 4096, 0)],
 )
-def test_a_short_form_that_does_not_fit_is_refused(blob: int, offset: int, digests: int) -> None:
+def test_a_short_form_that_does_not_fit_is_rejected(blob: int, offset: int, digests: int) -> None:
     case = whole()
     rows = b"\0" + b"".join(number.to_bytes(4, "little") for number in (2, blob, offset))
     with pytest.raises(Refused):
@@ -263,7 +263,7 @@ def test_a_short_form_that_does_not_fit_is_refused(blob: int, offset: int, diges
     ("cells", "rows"),
     [(b"\x09", None), (None, b"\x09"), (None, b""), (None, b"\0" * 3), (None, b"\0" * 12), (b"", None)],
 )
-def test_unknown_or_incomplete_forms_are_refused(cells: bytes | None, rows: bytes | None) -> None:
+def test_unknown_or_incomplete_forms_are_rejected(cells: bytes | None, rows: bytes | None) -> None:
     case = whole()
     with pytest.raises(Refused):
         decoded(

@@ -88,7 +88,7 @@ def test_invalid_metadata_raises_an_error_even_if_pickles_are_allowed(store: cas
             dcp_to_casckpt(folder, store, step=1, allow_pickle=True)
 
 
-def test_a_set_in_metadata_holds_only_strings_and_numbers(store: casckpt.Store, folder: Path) -> None:
+def test_a_set_in_metadata_can_contain_only_strings_and_numbers(store: casckpt.Store, folder: Path) -> None:
     """Python calls the ``__hash__`` of every member of a set, so other members could run code."""
     found = pickle.loads((folder / ".metadata").read_bytes())
     for member, is_read in ((3, True), (torch.Size([3]), False)):

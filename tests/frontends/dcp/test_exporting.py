@@ -86,9 +86,9 @@ def test_an_export_is_complete_or_absent(store: Store, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} <= {"full", "store"}
 
 
-def test_values_per_rank_are_not_exported_as_whole_tensors(store: Store, tmp_path: Path) -> None:
+def test_per_rank_values_are_not_exported_as_whole_tensors(store: Store, tmp_path: Path) -> None:
     from tests.support.chunks import half
 
     save({"a": half()}, StorageWriter(store, run="x", step=1), use_collectives=False)
-    with pytest.raises(InvalidInput, match="no whole state"):
+    with pytest.raises(InvalidInput, match="cannot export the complete state"):
         casckpt_to_dcp(store, "x/rank-0@1", tmp_path / "out")

@@ -34,7 +34,7 @@ class Evil:
         return print, ("run",)
 
 
-def test_invalid_metadata_is_refused(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_metadata_is_rejected(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = stock(tmp_path / "in", {"a": torch.ones(2)})
     metadata = folder / ".metadata"
     good = metadata.read_bytes()

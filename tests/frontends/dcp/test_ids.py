@@ -53,7 +53,7 @@ def places(store: Store) -> list[tuple[str, int]]:
         ("20261123", "mine@20261123"),  # eight digits alone could be the beginning of an id
     ],
 )
-def test_an_id_means_the_same_checkpoint_in_saves_and_loads(store: Store, id: Any, place: str) -> None:
+def test_an_id_refers_to_the_same_checkpoint_in_saves_and_loads(store: Store, id: Any, place: str) -> None:
     save({"x": torch.ones(2)}, StorageWriter(store, run="mine"), checkpoint_id=id)
     save({"x": torch.zeros(2)}, StorageWriter(store, run="another", step=1))
     assert f"{store.checkpoints()[0].run}@{store.checkpoints()[0].step}" == place
@@ -66,7 +66,7 @@ def test_an_id_means_the_same_checkpoint_in_saves_and_loads(store: Store, id: An
 @pytest.mark.parametrize(
     "id", ["latest", "tag:best", "sft@latest", "deface", "a b/step-1", "../x/1", "", ".", "/", 6, "a-" + "9" * 5000]
 )
-def test_an_id_that_a_save_cannot_use_is_refused(store: Store, id: Any) -> None:
+def test_an_id_that_a_save_cannot_use_is_rejected(store: Store, id: Any) -> None:
     with pytest.raises(InvalidInput, match=r"(?i)pass 'RUN@STEP'"):
         StorageWriter(store).reset(id)
     assert not StorageWriter.validate_checkpoint_id(id)
@@ -95,7 +95,7 @@ def existing_loop(rank: int, size: int, path: Path) -> Any:
 
 def test_a_loop_saves_into_folders_on_all_ranks(ranks: Pool, store_path: Path) -> None:
     for again, found in ranks.run(2, existing_loop, store_path):
-        assert "ckpt/step@5 exists already" in again
+        assert "ckpt/step@5 already exists" in again
         assert "overwrite=True" in again
         assert found == [5, 10]
     found = places(casckpt.open(store_path))
@@ -134,7 +134,7 @@ def test_reset_applies_in_the_process_that_saves(store: Store) -> None:
     assert places(store) == [("r", 5)]
 
 
-def test_the_id_that_a_thread_sets_overrides_later_ids_of_other_threads(store: Store) -> None:
+def test_the_id_set_by_a_thread_overrides_later_ids_set_by_other_threads(store: Store) -> None:
     writer = StorageWriter(store, run="r")
     writer.reset("r@1")
     other = threading.Thread(target=writer.reset, args=("r@2",))

@@ -84,7 +84,7 @@ def test_01_cached_plans_from_an_earlier_save_are_not_reused(ranks: Pool, store_
 # 3: a save fails if a writer thread fails, or if no rank wrote a planned item
 
 
-def test_03_a_planned_value_without_a_result_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_03_a_planned_value_without_a_result_is_rejected(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     finish = WriterSession.finish
 
     def losing(self: WriterSession, metadata: Any, results: Any) -> None:
@@ -129,7 +129,7 @@ def test_03_a_tensor_whose_dtype_differs_across_ranks_is_not_saved(store: Store)
 # 4: DCP does not notice holes in a save with a single plan, or in the load of such a save
 
 
-def test_04_a_hole_is_refused(store: Store) -> None:
+def test_04_a_hole_is_rejected(store: Store) -> None:
     error = failure(lambda: save({"a": half()}, StorageWriter(store, step=1)))
     assert isinstance(causes(error)[0], InvalidInput)
     assert "'a' of shape [4, 2] is incomplete" in str(causes(error)[0])
@@ -184,7 +184,7 @@ def load_what_changes(rank: int, size: int, path: Path) -> Any:
     return failed(lambda: load(state, StorageReader(path, f"default@{rank + 1}")))
 
 
-def test_07_a_load_fails_if_ranks_find_different_checkpoints(ranks: Pool, store_path: Path, store: Store) -> None:
+def test_07_a_load_fails_if_ranks_resolve_different_checkpoints(ranks: Pool, store_path: Path, store: Store) -> None:
     for step in (1, 2):
         store.save({"a": torch.ones(3) * step}, step=step)
     for told in ranks.run(2, load_what_changes, store_path):
@@ -316,7 +316,7 @@ def test_13_every_dtype_is_restored(store: Store, store_path: Path, name: str) -
 # 14: DCP silently converts to a different dtype
 
 
-def test_14_a_different_dtype_is_converted_and_logged_or_refused(
+def test_14_a_different_dtype_is_converted_and_logged_or_rejected(
     store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     save({"a": torch.arange(4.0), "c": torch.ones(2, dtype=torch.complex64)}, StorageWriter(store, step=1))
@@ -363,7 +363,7 @@ def several_chunks(rank: int, size: int, path: Path) -> Any:
     return [failed(lambda: save(partial, StorageWriter(path, step=2), planner=planner)) for planner in planners]  # noqa: B023 - called at once
 
 
-def test_15_a_rank_may_hold_several_chunks_of_a_key(ranks: Pool, store_path: Path) -> None:
+def test_15_a_rank_can_hold_several_chunks_of_a_key(ranks: Pool, store_path: Path) -> None:
     for by_torch, by_us in ranks.run(2, several_chunks, store_path):
         assert sorted(by_torch) == [0, 1]
         assert all("holds partial sums" in text for _, text in by_us.values())
@@ -431,7 +431,7 @@ def test_17_the_error_for_a_tensor_without_memory_names_the_key(store: Store) ->
 # 18: "a.b" next to a -> b
 
 
-def test_18_two_paths_with_the_same_flat_key_are_refused(store: Store) -> None:
+def test_18_two_paths_with_the_same_flat_key_are_rejected(store: Store) -> None:
     error = failure(lambda: save({"a.b": 1, "a": {"b": 2}}, StorageWriter(store, step=1)))
     assert "a.b" in str(causes(error)[0])
     error = failure(lambda: save({"a.0": torch.ones(1), "a": (torch.ones(2),)}, StorageWriter(store, step=1)))
@@ -442,7 +442,7 @@ def test_18_two_paths_with_the_same_flat_key_are_refused(store: Store) -> None:
 # assumptions of these tests
 
 
-def test_a_conflict_is_raised_as_a_conflict(store: Store) -> None:
+def test_conflict_errors_are_not_wrapped(store: Store) -> None:
     save({"a": torch.ones(1)}, StorageWriter(store, step=1))
     error = failure(lambda: save({"a": torch.ones(1)}, StorageWriter(store, step=1)))
     assert isinstance(causes(error)[0], Conflict)

@@ -168,7 +168,9 @@ def test_a_reused_reader_names_missing_keys(store: Store) -> None:
 
 
 @pytest.mark.parametrize("error", [StorageError("503"), MemoryError("all is full")])
-def test_a_reader_raises_errors_of_every_kind(store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_every_kind_of_error_is_raised_by_a_reader(
+    store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     get = store.get
 
     def failing(ref: str) -> Any:
@@ -218,7 +220,7 @@ def test_pattern_balance_the_load(store: Store) -> None:
     assert identical(store.read("default@1"), state)
 
 
-class Materialising(DefaultLoadPlanner):
+class Materializing(DefaultLoadPlanner):
     """A planner that allocates the tensors of a meta model when it loads them."""
 
     def create_local_plan(self) -> LoadPlan:
@@ -240,23 +242,23 @@ class Meta(torch.Tensor):
         return torch.device("cpu")
 
 
-def test_pattern_materialise_a_meta_model(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pattern_materialize_a_meta_model(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "WINDOW_BYTES", 100)
     state = {f"l{i}": numbers(f"l{i}", 4, 4) for i in range(5)}
     save(state, StorageWriter(store, step=1))
-    planner = Materialising()
+    planner = Materializing()
     template: dict[str, Any] = {k: torch.empty_like(v, device="meta").as_subclass(Meta) for k, v in state.items()}
     load(template, StorageReader(store, "default@1"), planner=planner)
     assert identical({key: value.as_subclass(torch.Tensor) for key, value in planner.made.items()}, state)
 
 
-def test_a_planner_that_recreates_tensors_holds_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planner_that_recreates_tensors_holds_only_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "WINDOW_BYTES", 100)
     start = torch.Size([0])
     at = MetadataIndex("a", start)
     items = [ReadItem(LoadItemType.TENSOR, at, start, at, start, torch.Size([n])) for n in (6, 6, 7, 5)]
     items.append(ReadItem(LoadItemType.BYTE_IO, at, start, at, start, torch.Size([1])))
-    assert [len(window) for window in reading._windows(items, Materialising())] == [2, 2]  # 8 bytes per element
+    assert [len(window) for window in reading._windows(items, Materializing())] == [2, 2]  # 8 bytes per element
     assert [len(window) for window in reading._windows(items, DefaultLoadPlanner())] == [4]
 
 

@@ -81,7 +81,7 @@ def save_sick(rank: int, size: int, path: Path) -> Any:
     return [(one.healthy, {key: found.nan for key, found in (one.health or {}).items()}) for one in store.checkpoints()]
 
 
-def test_a_nan_on_one_rank_is_found_even_in_reused_cells(ranks: Pool, store_path: Path) -> None:
+def test_a_nan_on_one_rank_is_detected_even_in_reused_cells(ranks: Pool, store_path: Path) -> None:
     found = ranks.run(2, save_sick, store_path)[0]
     assert found == [(None, {}), *[(False, {"w": 1, "b": 0})] * 2]
 
@@ -113,7 +113,7 @@ def with_options(rank: int, size: int, path: Path) -> list[str]:
     return wrong
 
 
-def test_options_of_state_dicts_are_supported(ranks: Pool, store_path: Path) -> None:
+def test_state_dict_options_are_supported(ranks: Pool, store_path: Path) -> None:
     assert ranks.run(2, with_options, store_path) == [[], []]
 
 
@@ -130,7 +130,7 @@ def planned_from_the_template(rank: int, size: int, path: Path) -> Any:
     return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in told.chunks]
 
 
-def test_a_planner_may_build_metadata_from_the_template(ranks: Pool, store_path: Path) -> None:
+def test_a_planner_can_build_metadata_from_the_template(ranks: Pool, store_path: Path) -> None:
     assert ranks.run(2, planned_from_the_template, store_path) == [[((0, 0), (6, 3))]] * 2  # one chunk, as documented
 
 
@@ -141,7 +141,7 @@ def in_memories_of_their_own(rank: int, size: int) -> Any:
     return failed(lambda: save(state, StorageWriter(store, step=1)))
 
 
-def test_ranks_with_different_stores_are_refused(ranks: Pool) -> None:
+def test_ranks_with_different_stores_are_rejected(ranks: Pool) -> None:
     for told in ranks.run(2, in_memories_of_their_own):
         assert list(told) == [1]
         assert "all ranks must share one store" in told[1][1]
@@ -164,7 +164,7 @@ def replicas(rank: int, size: int, path: Path) -> None:
         assert load({"mine": torch.zeros(2)}, StorageReader(path, "alone@1"), no_dist=True)["mine"].sum() == 2
 
 
-def test_replicas_and_keys_of_one_rank_and_a_single_process_are_saved(ranks: Pool, store_path: Path) -> None:
+def test_replicated_rank_local_and_single_process_states_are_saved(ranks: Pool, store_path: Path) -> None:
     ranks.run(3, replicas, store_path)
     store = casckpt.open(store_path)
     for step in (0, 1):
@@ -207,7 +207,7 @@ def without_collectives(rank: int, size: int, path: Path) -> Any:
     return failed(lambda: load(other, StorageReader(path, f"alone/rank-{rank}@3")))
 
 
-def test_ranks_may_save_without_collectives(ranks: Pool, store_path: Path) -> None:
+def test_ranks_can_save_without_collectives(ranks: Pool, store_path: Path) -> None:
     for told in ranks.run(3, without_collectives, store_path):
         assert any("Conflict" in kind or "not all that it is to load" in text for kind, text in told.values())
     assert sorted(c.run for c in casckpt.open(store_path).checkpoints()) == [f"alone/rank-{n}" for n in range(3)]

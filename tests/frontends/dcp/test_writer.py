@@ -120,7 +120,7 @@ def _end_process() -> None:
 
 
 @pytest.mark.parametrize(("kind", "cached"), [("thread", False), ("thread", True), ("process", False)])
-def test_each_step_has_the_state_at_the_time_of_its_save(
+def test_each_step_contains_the_state_at_the_time_of_its_save(
     ranks: Pool, store_path: Path, kind: str, cached: bool
 ) -> None:
     for memory in ranks.run(2, in_background, store_path, kind, cached):
@@ -147,7 +147,7 @@ def test_a_user_defined_stager_is_used(store: casckpt.Store) -> None:
 
 @pytest.mark.skipif(DefaultStager is None, reason="came with torch 2.9")
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_a_stager_may_copy_in_the_background(store: casckpt.Store) -> None:
+def test_a_stager_can_copy_in_the_background(store: casckpt.Store) -> None:
     stager = DefaultStager(StagingOptions(False, False, True, False))
     answer: Any = async_save(
         {"a": torch.ones(4)}, storage_writer=StorageWriter(store), checkpoint_id="last", async_stager=stager
@@ -163,7 +163,7 @@ def test_a_failure_is_raised_by_the_future(store: casckpt.Store) -> None:
     save = {"a": torch.ones(4)}
     async_save(save, storage_writer=StorageWriter(store, step=1)).result()  # type: ignore[union-attr] # a future
     future: Any = async_save(save, storage_writer=StorageWriter(store, step=1))
-    with pytest.raises(BaseException, match="default@1 exists already"):
+    with pytest.raises(BaseException, match="default@1 already exists"):
         future.result()
 
 
@@ -197,7 +197,7 @@ def test_a_writer_accepts_the_options_of_a_save(store: Store) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_a_resave_writes_the_changed_cells(store: Store) -> None:
+def test_a_repeated_save_writes_only_changed_cells(store: Store) -> None:
     big = {f"backbone.{i}": numbers(f"b{i}", 1 << 18) for i in range(24)}
     head = numbers("head", 1 << 18)
     save(big | {"head": head}, StorageWriter(store, step=1))

@@ -43,7 +43,7 @@ def _loaded(path: Path) -> Any:
     return load_file(path) if path.suffix == ".safetensors" else torch.load(path)
 
 
-def test_a_folder_may_have_a_suffix(store: Store, tmp_path: Path) -> None:
+def test_a_folder_name_can_have_a_suffix(store: Store, tmp_path: Path) -> None:
     store.save({"w": torch.ones(2)}, step=1)
     out = tmp_path / "m.safetensors"
     out.mkdir()
@@ -119,13 +119,13 @@ def test_tensors_inside_objects_keep_only_their_own_data(store: Store, tmp_path:
     assert identical({key: loaded[key] for key in "wv"}, {"w": torch.arange(6.0), "v": torch.ones(6)})
 
 
-def test_an_int_that_torch_load_refuses_is_omitted(store: Store, tmp_path: Path) -> None:
+def test_an_int_that_torch_load_rejects_is_omitted(store: Store, tmp_path: Path) -> None:
     store.save({"huge": 1 << 5000, "seed": 1 << 100, "w": torch.ones(2)}, step=1)
     assert store.export("latest", tmp_path / "x.pt").left_out == ("huge",)
     assert identical(torch.load(tmp_path / "x.pt"), {"seed": 1 << 100, "w": torch.ones(2)})
 
 
-def test_metadata_that_torch_load_refuses_is_omitted(store: Store, tmp_path: Path) -> None:
+def test_metadata_that_torch_load_rejects_is_omitted(store: Store, tmp_path: Path) -> None:
     kept, lost = OrderedDict(w=torch.ones(2)), OrderedDict(w=torch.zeros(2))
     vars(kept)["_metadata"], vars(lost)["_metadata"] = {"": {"version": 2}}, {"": {"seen": np.arange(3)}}
     store.save({"kept": kept, "lost": lost}, step=1)
@@ -136,7 +136,7 @@ def test_metadata_that_torch_load_refuses_is_omitted(store: Store, tmp_path: Pat
 
 
 @pytest.mark.parametrize("format", ["torch", "dcp"])
-def test_a_dtype_that_torch_save_cannot_write_is_refused(store: Store, tmp_path: Path, format: Any) -> None:
+def test_a_dtype_that_torch_save_does_not_support_is_rejected(store: Store, tmp_path: Path, format: Any) -> None:
     store.save({"w": torch.zeros(3, dtype=torch.uint8).view(torch_dtype("uint4"))}, step=1)
     with pytest.raises(InvalidInput, match=r"torch\.save cannot write this checkpoint \(dtype torch\.uint4"):
         store.export("latest", tmp_path / "x", format=format)
@@ -144,7 +144,7 @@ def test_a_dtype_that_torch_save_cannot_write_is_refused(store: Store, tmp_path:
 
 
 @pytest.mark.parametrize("format", ["hf", "safetensors", "torch", "dcp"])
-def test_an_incomplete_tensor_stops_an_export_before_it_writes(
+def test_an_incomplete_tensor_stops_an_export_before_anything_is_written(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: Any
 ) -> None:
     """A hostile shape would use up all memory, or yield endless boxes."""
@@ -162,7 +162,7 @@ def test_an_incomplete_tensor_stops_an_export_before_it_writes(
         ({"format": "torch", "max_shard_size": "1GB"}, "--max-shard-size is for hf and safetensors: --format torch"),
     ],
 )
-def test_arguments_that_a_format_does_not_support_are_refused(
+def test_arguments_that_a_format_does_not_support_are_rejected(
     store: Store, tmp_path: Path, options: Any, match: str
 ) -> None:
     store.save({"w": torch.ones(2)}, step=1)
@@ -176,7 +176,7 @@ def test_arguments_that_a_format_does_not_support_are_refused(
     [("m.pt", "hf", "torch"), ("m.bin", "safetensors", "torch"), ("m.PTH", "dcp", "torch"),
      ("m.safetensors", "torch", "safetensors"), ("m.safetensors", "dcp", "safetensors")],
 )  # fmt: skip
-def test_the_suffix_of_a_different_format_is_refused(
+def test_the_suffix_of_a_different_format_is_rejected(
     store: Store, tmp_path: Path, name: str, format: Any, of: str
 ) -> None:
     store.save({"w": torch.ones(2)}, step=1)
@@ -186,7 +186,7 @@ def test_the_suffix_of_a_different_format_is_refused(
 
 
 @pytest.mark.parametrize("name", ["m.onnx", "m.gguf", "M.ONNX"])
-def test_suffixes_of_unsupported_formats_are_refused(name: str, store: Store, tmp_path: Path) -> None:
+def test_suffixes_of_unsupported_formats_are_rejected(name: str, store: Store, tmp_path: Path) -> None:
     store.save({"w": torch.ones(2)}, step=1)
     with pytest.raises(InvalidInput, match=r"cannot write \.\w+ files: use a name that ends in \.safetensors"):
         store.export("latest", tmp_path / name)

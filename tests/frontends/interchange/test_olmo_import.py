@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import pickle
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import casckpt
 from casckpt.errors import NotFound, Refused
@@ -21,20 +19,11 @@ from casckpt.frontends.convert import (
     import_olmo_trainer,
     look_at,
 )
-from tests.support.dcp import save
 from tests.support.together import numbers
+from tests.support.torch_folders import Colour, stock
 from tests.support.training import identical
 
 Store = casckpt.Store
-
-
-class Colour(enum.Enum):
-    RED = 1
-
-
-def stock(path: Path, state: Any) -> Path:
-    save(state, FileSystemWriter(path))
-    return path
 
 
 def olmo(path: Path) -> dict[str, torch.Tensor]:
@@ -91,7 +80,7 @@ def test_an_olmo_core_folder_is_imported(store: Store, tmp_path: Path) -> None:
     assert identical(store.read("part@1"), full)
 
 
-def test_an_incomplete_olmo_core_folder_is_refused(store: Store, tmp_path: Path) -> None:
+def test_an_incomplete_olmo_core_folder_is_rejected(store: Store, tmp_path: Path) -> None:
     olmo(tmp_path / "in")
     (tmp_path / "in/model/rank_1.safetensors").unlink()
     with pytest.raises(NotFound, match=r"rank_1.safetensors"):

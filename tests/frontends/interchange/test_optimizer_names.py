@@ -45,7 +45,7 @@ def by_torch(path: Path, model: str, optimizer: str) -> tuple[Network, optim.Opt
     ("model_key", "optimizer_key"),
     [("model", "optimizer"), ("model_state_dict", "optimizer_state_dict"), ("state_dict", "optim"), ("net", "opt")],
 )
-def test_a_training_resumes_bit_for_bit_from_an_import(tmp_path: Path, model_key: str, optimizer_key: str) -> None:
+def test_training_resumes_bit_for_bit_from_an_import(tmp_path: Path, model_key: str, optimizer_key: str) -> None:
     model, optimizer = trained()
     schedule = optim.lr_scheduler.StepLR(optimizer, 1)
     file = {model_key: model.state_dict(), optimizer_key: optimizer.state_dict(), "epoch": 3}
@@ -220,7 +220,7 @@ def test_an_optimizer_without_matching_names_keeps_its_numbers_and_is_reported(
     assert len(made.notes) == 1
     assert why in made.notes[0]
     what = "the optimizer" if name == "an optimizer alone" else "'optimizer'"
-    assert made.notes[0].startswith(f"{what} numbers its parameters")
+    assert made.notes[0].startswith(f"{what} identifies its parameters by number")
     assert [made.notes[0] in record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
         True
     ]
@@ -241,7 +241,7 @@ def test_states_without_an_optimizer_are_unchanged() -> None:
         assert laid.notes == ()
 
 
-def test_as_is_keeps_numbered_optimizer_state(tmp_path: Path) -> None:
+def test_as_is_preserves_numbered_optimizer_state(tmp_path: Path) -> None:
     model, optimizer = trained()
     file = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
     torch.save(file, tmp_path / "ckpt.pt")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import resource
 import shutil
 import subprocess
@@ -17,7 +16,6 @@ import fsspec
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import casckpt
 from casckpt.errors import Conflict, InvalidInput, NotFound, Refused, StorageError, Unsupported
@@ -35,25 +33,12 @@ from casckpt.frontends.dcp import (
 )
 from casckpt.frontends.interchange import resident, torch_files
 from casckpt.loading import regions
-from tests.support.dcp import save
 from tests.support.progress_calls import ProgressCalls
 from tests.support.together import numbers
-from tests.support.torch_folders import example, stringed
+from tests.support.torch_folders import Colour, example, stock, stringed
 from tests.support.training import identical
 
 Store = casckpt.Store
-
-
-class Colour(enum.Enum):
-    RED = 1
-
-
-# DCP folders
-
-
-def stock(path: Path, state: Any) -> Path:
-    save(state, FileSystemWriter(path))
-    return path
 
 
 # files of torch.save
@@ -121,7 +106,7 @@ def test_a_disk_that_fills_up_during_a_write_is_reported(
         casckpt_to_torch_save(store, "default@1", tmp_path / "out")
 
 
-def test_invalid_files_are_refused(store: Store, tmp_path: Path) -> None:
+def test_invalid_files_are_rejected(store: Store, tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     with pytest.raises(NotFound):
         torch_save_to_casckpt(path, store, step=1)
@@ -143,7 +128,7 @@ def test_invalid_files_are_refused(store: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc")
-def test_conversions_use_a_bounded_amount_of_memory(tmp_path: Path) -> None:
+def test_conversions_use_bounded_memory(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.peak_convert", str(tmp_path), "64"]
     root = Path(__file__).parents[3]
     found = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
@@ -235,7 +220,7 @@ def test_a_folder_of_checkpoints_is_not_imported_as_a_checkpoint(kind: str, stor
     for step in (10, 20):
         folder = tmp_path / f"step-{step}"
         if kind == "dcp":
-            save({"w": torch.ones(2)}, FileSystemWriter(folder))
+            stock(folder, {"w": torch.ones(2)})
         else:
             folder.mkdir()
             save_file({"w": torch.ones(2)}, folder / "model.safetensors")

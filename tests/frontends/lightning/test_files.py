@@ -25,7 +25,7 @@ from tests.support.training import identical
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning and its imports warn about devices, loggers and workers
 
 
-def test_the_last_file_moves_and_its_old_checkpoint_is_forgotten(tmp_path: Path) -> None:
+def test_when_the_last_file_moves_its_old_checkpoint_is_forgotten(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     keeping = ModelCheckpoint(tmp_path / "files", save_last=True, save_top_k=0, every_n_epochs=1)
     trainer(tmp_path, CasCheckpointIO(store, run="sft"), keeping).fit(Model(), data())
@@ -87,7 +87,7 @@ def test_a_crash_between_commit_and_file_does_not_block_the_next_save(tmp_path: 
     assert steps(slow.store) == [("sft", 2)]
 
 
-def test_a_file_of_an_unfinished_save_is_recognised(tmp_path: Path, store: Store) -> None:
+def test_a_file_of_an_unfinished_save_is_recognized(tmp_path: Path, store: Store) -> None:
     (tmp_path / "1.ckpt").write_text(json.dumps({"casckpt": {"run": "sft", "step": 1}}))
     io = CasCheckpointIO(store, run="sft")
     with pytest.raises(NotFound, match="a save that did not finish"):
@@ -98,7 +98,7 @@ def test_a_file_of_an_unfinished_save_is_recognised(tmp_path: Path, store: Store
         io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt", storage_options={})
 
 
-def test_lightning_paths_may_be_remote(tmp_path: Path, store: Store) -> None:
+def test_lightning_paths_can_be_remote(tmp_path: Path, store: Store) -> None:
     io = CasCheckpointIO(store, run="sft")
     path = f"memory://bucket/{tmp_path.name}/last.ckpt"
     for step in (1, 2):

@@ -48,7 +48,7 @@ def test_averaged_weights_resume_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_a_training_keeps_the_best_and_resumes_bit_for_bit(tmp_path: Path, async_save: bool) -> None:
+def test_training_keeps_the_best_checkpoints_and_resumes_bit_for_bit(tmp_path: Path, async_save: bool) -> None:
     store = small_folder(tmp_path / "store")
     io = CasCheckpointIO(store, run="sft", async_save=async_save, gc=True)
     whole = Losses()
@@ -75,7 +75,7 @@ def test_a_training_keeps_the_best_and_resumes_bit_for_bit(tmp_path: Path, async
     assert not store.verify().is_damaged
 
 
-def test_a_training_with_compression_resumes_bit_for_bit(tmp_path: Path) -> None:
+def test_training_with_compression_resumes_bit_for_bit(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     store.change_settings(compress="always")
 
@@ -94,7 +94,7 @@ def test_a_training_with_compression_resumes_bit_for_bit(tmp_path: Path) -> None
     assert not store.verify(decode=True).is_damaged
 
 
-def test_the_store_grows_by_changed_bytes(tmp_path: Path) -> None:
+def test_the_store_grows_only_by_changed_bytes(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     keeping = ModelCheckpoint(tmp_path / "files", save_top_k=-1, every_n_train_steps=2)
     trainer(tmp_path, CasCheckpointIO(store, run="sft"), keeping).fit(Model(width=4000), data())
@@ -112,7 +112,7 @@ def test_the_store_grows_by_changed_bytes(tmp_path: Path) -> None:
     )  # a different run with the same backbone
 
 
-def test_gc_policies_keep_checkpoints_with_a_file(tmp_path: Path) -> None:
+def test_gc_policies_keep_checkpoints_that_have_a_file(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     keeping = ModelCheckpoint(tmp_path / "files", save_top_k=-1, every_n_epochs=1)
     trainer(tmp_path, CasCheckpointIO(store, run="sft"), keeping).fit(Model(), data())
@@ -202,7 +202,7 @@ def test_invalid_state_raises_at_the_start(tmp_path: Path, model: type[Model], p
     assert training.global_step == step
 
 
-def test_a_module_among_hyperparameters_is_refused(tmp_path: Path) -> None:
+def test_a_module_among_hyperparameters_is_rejected(tmp_path: Path) -> None:
     """A load would return the module as a state_dict."""
     checkpoint = {"state_dict": {"w": torch.ones(2)}, "global_step": 1, "hyper_parameters": {"net": nn.Linear(1, 1)}}
     with pytest.raises(InvalidInput, match=r"hyper_parameters\.net: a .*Linear cannot be stored"):

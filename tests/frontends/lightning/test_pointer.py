@@ -30,7 +30,7 @@ def best_two(folder: Path, **options: Any) -> ModelCheckpoint:
     return ModelCheckpoint(folder / "files", monitor="loss", save_top_k=2, save_last=True, **options)
 
 
-def test_a_training_resumes_from_a_reference(tmp_path: Path) -> None:
+def test_training_resumes_from_a_reference(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     trainer(tmp_path, CasCheckpointIO(store, run="sft"), best_two(tmp_path), epochs=2).fit(Model(), data())
     losses = Losses()

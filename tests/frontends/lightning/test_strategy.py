@@ -104,7 +104,7 @@ def test_shards_are_saved_and_loaded_without_gathering(tmp_path: Path, ranks: Po
     assert not store.verify().is_damaged
 
 
-def test_a_plug_in_that_would_be_ignored_is_refused(tmp_path: Path) -> None:
+def test_a_plug_in_that_would_be_ignored_is_rejected(tmp_path: Path) -> None:
     strategy = CasModelParallelStrategy(tmp_path, run="sft")
     with pytest.raises(InvalidInput, match="does not use CasCheckpointIO; remove that plug-in"):
         Trainer(strategy=strategy, accelerator="cpu", plugins=[CasCheckpointIO(tmp_path, run="sft")])

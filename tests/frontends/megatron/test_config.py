@@ -30,7 +30,7 @@ def state() -> dict[str, Any]:
     return {"w": ShardedTensor.from_rank_offsets("w", torch.arange(4.0))}
 
 
-def test_a_checkpoint_has_the_config_of_its_save(tmp_path: Path) -> None:
+def test_a_checkpoint_contains_the_config_of_its_save(tmp_path: Path) -> None:
     where = f"{tmp_path}#a@3"
     assert maybe_load_config(where) is None
     save(state(), where)
@@ -39,7 +39,7 @@ def test_a_checkpoint_has_the_config_of_its_save(tmp_path: Path) -> None:
     assert check_is_distributed_checkpoint(f"{tmp_path}#a@4") is False
 
 
-def test_a_config_has_the_fields_of_megatron() -> None:
+def test_a_config_has_the_fields_that_megatron_defines() -> None:
     config = CheckpointingConfig("torch_dist")
     assert (config.sharded_backend, config.sharded_backend_version) == ("torch_dist", 1)
     assert (config.common_backend, config.common_backend_version) == ("torch", 1)
@@ -52,7 +52,7 @@ def test_a_config_has_the_fields_of_megatron() -> None:
     "data",
     [b"{", b"\xff", b"[]", b"5", b"{}", b'{"sharded_backend": 1}', b'{"sharded_backend": "x", "common_backend": 1}'],
 )
-def test_an_invalid_config_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_an_invalid_config_is_rejected(tmp_path: Path, data: bytes) -> None:
     casckpt.open(tmp_path / "s").save({}, run="a", step=3, attachments={"metadata.json": data})
     (tmp_path / "metadata.json").write_bytes(data)
     for where in (f"{tmp_path}/s#a@3", tmp_path):
@@ -90,7 +90,7 @@ def test_the_config_of_a_checkpoint_never_changes(tmp_path: Path) -> None:
         save_config(CheckpointingConfig("casckpt", 2), where)
 
 
-def test_foreign_strategies_are_refused(tmp_path: Path) -> None:
+def test_foreign_strategies_are_rejected(tmp_path: Path) -> None:
     where = f"{tmp_path}#a@3"
     calls: tuple[Any, ...] = (save, load)
     for call in calls:
@@ -101,7 +101,7 @@ def test_foreign_strategies_are_refused(tmp_path: Path) -> None:
     save(state(), where, ("casckpt", 1))
 
 
-def test_a_strategy_object_is_refused_outside_megatron(tmp_path: Path) -> None:
+def test_a_strategy_object_is_rejected_outside_megatron(tmp_path: Path) -> None:
     core()
     calls: list[tuple[Any, Any]] = [
         (save, megatron.CasSaveShardedStrategy(tmp_path, run="a")),
@@ -109,5 +109,5 @@ def test_a_strategy_object_is_refused_outside_megatron(tmp_path: Path) -> None:
     ]
     for call, strategy in calls:
         name = type(strategy).__name__
-        with pytest.raises(CheckpointingException, match=f"a {name} works with Megatron-core's own save and load"):
+        with pytest.raises(CheckpointingException, match=f"a {name} works only with Megatron-core's own save and load"):
             call(state(), f"{tmp_path}#a@3", strategy)

@@ -28,7 +28,7 @@ def test_errors_are_also_casckpt_errors(tmp_path: Path) -> None:
     assert isinstance(absent.value, NotFound)
     assert absent.value.exit_status == 3
     save(state(), where)
-    with pytest.raises(CheckpointingException, match="exists already") as twice:
+    with pytest.raises(CheckpointingException, match="already exists") as twice:
         save(state(), where)
     assert isinstance(twice.value, Conflict)
     save(state(), where, overwrite=True)

@@ -137,7 +137,7 @@ def test_a_failed_save_into_a_folder_keeps_the_old_checkpoint(path: Path, ranks:
     assert ranks.run(2, loaded, path)[0]["iteration"] == 1
 
 
-def test_two_main_replicas_are_refused(path: Path, ranks: Pool) -> None:
+def test_two_main_replicas_are_rejected(path: Path, ranks: Pool) -> None:
     first, other = ranks.outcomes(2, twice, path)
     assert first.died
     assert other.value[0].startswith("rank 0")

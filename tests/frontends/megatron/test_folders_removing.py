@@ -79,7 +79,7 @@ def test_nothing_is_forgotten_if_folders_cannot_be_listed(tmp_path: Path, ranks:
     assert steps(tmp_path) == [1, 2]
 
 
-def test_a_save_forgets_checkpoints_of_removed_folders(tmp_path: Path, ranks: Pool) -> None:
+def test_saving_forgets_checkpoints_of_removed_folders(tmp_path: Path, ranks: Pool) -> None:
     """With --save-retain-interval, Megatron removes the previous folder after each save."""
     ranks.run(2, saved, tmp_path, 1, 2, forget_removed=True)
     assert steps(tmp_path) == [1, 2]

@@ -42,7 +42,7 @@ def test_a_model_loads_in_one_process(where: str) -> None:
     assert loaded(0, 1, where, Topology()) == []
 
 
-def test_the_store_has_whole_tensors_under_megatron_keys(where: str) -> None:
+def test_the_store_contains_whole_tensors_under_megatron_keys(where: str) -> None:
     path, _, ref = where.partition("#")
     full = casckpt.open(path).read(ref)
     layers = [gpt.whole(f"weight/attention/{i}", gpt.HIDDEN, gpt.HIDDEN, dtype=torch.bfloat16) for i in range(4)]

@@ -108,7 +108,7 @@ def refused(rank: int, size: int, path: Path, name: str) -> tuple[str, str, bool
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_state_is_refused_on_every_rank(name: str, tmp_path: Path, ranks: Pool) -> None:
+def test_an_invalid_state_is_rejected_on_every_rank(name: str, tmp_path: Path, ranks: Pool) -> None:
     found = ranks.run(2, refused, tmp_path, name)
     for kind, text, unchanged_and_usable in found:
         assert (kind, unchanged_and_usable) == ("CheckpointingException", True), text
@@ -121,11 +121,11 @@ def nothing_written(rank: int, size: int, path: Path) -> bool:
     return path.exists()
 
 
-def test_a_refused_save_writes_nothing(tmp_path: Path, ranks: Pool) -> None:
+def test_a_rejected_save_writes_nothing(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, nothing_written, tmp_path / "store") == [False, False]
 
 
-def test_the_store_refuses_a_bad_state_without_validation(tmp_path: Path, ranks: Pool) -> None:
+def test_the_store_rejects_an_invalid_state_even_without_validation(tmp_path: Path, ranks: Pool) -> None:
     found = ranks.run(2, without_validation, tmp_path)
     assert all("CheckpointingException" in text and "'w'" in text for text in found), found
     assert casckpt.open(tmp_path).checkpoints() == []
@@ -144,7 +144,7 @@ def validated(rank: int, size: int) -> list[str]:
     return [repr(outcome_of(lambda: validate_sharding_integrity([part(rank, at=0)])))]
 
 
-def test_validation_gathers_without_help(ranks: Pool) -> None:
+def test_validation_gathers_metadata_if_none_is_passed(ranks: Pool) -> None:
     found = ranks.run(2, validated)
     assert all("CheckpointingException" in text and "of rank 0" in text for (text,) in found), found
 
@@ -174,7 +174,7 @@ def differing(rank: int, size: int, path: Path) -> list[str]:
     return caught
 
 
-def test_rank_0_saves_the_common_state_and_ranks_that_differ_warn(tmp_path: Path, ranks: Pool) -> None:
+def test_rank_0_saves_the_common_state_and_ranks_that_differ_log_a_warning(tmp_path: Path, ranks: Pool) -> None:
     first, second = ranks.run(2, differing, tmp_path)
     assert first == []
     (warning,) = second

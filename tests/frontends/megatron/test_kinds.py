@@ -57,7 +57,7 @@ def keys(x: Any) -> list[str]:
     return [value.key for value in nested_values(extract_sharded_base(x)[0])]
 
 
-def test_a_prefix_goes_before_every_key() -> None:
+def test_a_prefix_is_added_to_every_key() -> None:
     x = state()
     assert add_prefix_for_sharding(x, "p-") is None  # type: ignore[func-returns-value] # that is what is tested
     assert keys(x) == ["p-a.t", "p-a.o", "p-a.f"]
@@ -71,7 +71,7 @@ def test_the_first_matching_prefix_is_replaced() -> None:
     assert keys(x) == ["2", "3o", "3f"]
 
 
-def test_a_prefix_missing_from_a_key_is_refused() -> None:
+def test_a_prefix_missing_from_a_key_is_rejected() -> None:
     x = state()
     replace_prefix_for_sharding(x, "a.", "b.")
     assert keys(x) == ["b.t", "b.o", "b.f"]

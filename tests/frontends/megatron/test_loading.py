@@ -76,7 +76,7 @@ def test_a_parameter_is_filled_in_place(where: str) -> None:
     assert weight.flatten().tolist() == found.flatten().tolist() == list(range(12))
 
 
-def test_values_that_are_not_persistent_are_returned(where: str) -> None:
+def test_nonpersistent_values_are_returned(where: str) -> None:
     found = load({"groups": [{"params": LocalNonpersistentObject([7])}]}, where)
     assert found["groups"] == [{"lr": 1.0, "params": [7]}]
 
@@ -99,7 +99,7 @@ def test_a_different_shape_is_padded_and_truncated(where: str, shape: tuple[int,
 
 
 @pytest.mark.parametrize("more", [{}, {"allow_shape_mismatch": True}])
-def test_a_different_shape_is_refused(where: str, more: dict[str, Any]) -> None:
+def test_a_different_shape_is_rejected(where: str, more: dict[str, Any]) -> None:
     shape = (4, 3, 1) if more else (5, 3)
     asked = tensor("w", *shape, **more)
     with pytest.raises(CheckpointingException, match="'w' has global shape") as caught:
@@ -109,7 +109,7 @@ def test_a_different_shape_is_refused(where: str, more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("notes", [b"{", b"[]", b'{"common_tensors": 5}'])
-def test_invalid_notes_are_refused(tmp_path: Path, notes: bytes) -> None:
+def test_invalid_notes_are_rejected(tmp_path: Path, notes: bytes) -> None:
     casckpt.open(tmp_path).save({"w": torch.ones(1)}, run="a", step=1, attachments={"megatron.json": notes})
     with pytest.raises(CheckpointingException, match=r"megatron.json is invalid"):
         load({}, f"{tmp_path}#a@1")
@@ -133,7 +133,7 @@ def test_objects_are_replaced_in_place(where: str) -> None:
         load({"o": obj("o", 0, 1)}, where, strict="log_all")
 
 
-def test_values_that_are_not_plain_data_need_pickle_in_saves_and_loads(tmp_path: Path) -> None:
+def test_values_other_than_plain_data_need_pickle_in_saves_and_loads(tmp_path: Path) -> None:
     where = f"{tmp_path}#a@1"
     with pytest.raises(CheckpointingException, match="o/shard_0_1"):
         save({"o": obj("o", data=Odd())}, where)
@@ -146,7 +146,7 @@ def test_values_that_are_not_plain_data_need_pickle_in_saves_and_loads(tmp_path:
 
 
 @pytest.mark.parametrize("value", [{}, [], {"a": {}}, [torch.ones(1)], None, torch.ones(2), {"a": [1, torch.ones(1)]}])
-def test_an_object_may_hold_any_plain_data(tmp_path: Path, value: Any) -> None:
+def test_an_object_can_contain_any_plain_data(tmp_path: Path, value: Any) -> None:
     where = f"{tmp_path}#a@1"
     save({"o": obj("o", data=value), "i": 1}, where)
     assert load_common_state_dict(where) == {"i": 1}

@@ -30,7 +30,7 @@ def flat(data: int, shape: tuple[int, ...], at: slice, *offsets: tuple[int, int,
     return ShardedTensor.from_rank_offsets_flat("k", torch.ones(data), shape, *offsets, flattened_range=at, **more)
 
 
-def test_a_part_has_the_fields_of_megatron() -> None:
+def test_a_part_has_the_fields_that_megatron_defines() -> None:
     data = torch.ones(2, 3)
     part = ShardedTensor.from_rank_offsets("k", data, (0, 1, 4), (2, 2, 3), prepend_axis_num=1, replica_id=(0, 1))
     assert part.key == "k"
@@ -55,7 +55,7 @@ def test_parts_of_scalars_and_empty_tensors_are_valid() -> None:
 
 
 @pytest.mark.parametrize("triple", [(-1, 0, 1), (0, 1, 1), (0, -1, 2), (0, 0, 0), (5, 0, 1)])
-def test_a_bad_rank_offset_is_refused(triple: tuple[int, int, int]) -> None:
+def test_an_invalid_rank_offset_is_rejected(triple: tuple[int, int, int]) -> None:
     with pytest.raises(CheckpointingException, match="'k'") as caught:
         ShardedTensor.from_rank_offsets("k", torch.ones(2), triple)
     assert isinstance(caught.value, ValueError | InvalidInput)
@@ -78,7 +78,7 @@ def test_the_last_of_two_offsets_for_an_axis_is_used() -> None:
         ({"flattened_range": slice(0, 6, 2)}, "has a step"),
     ],
 )
-def test_contradictory_fields_are_refused(changed: dict[str, Any], message: str) -> None:
+def test_contradictory_fields_are_rejected(changed: dict[str, Any], message: str) -> None:
     fields: dict[str, Any] = {
         "key": "k", "data": torch.ones(2, 3), "dtype": torch.float32, "local_shape": (2, 3), "global_shape": (4, 3),
         "global_offset": (2, 0), "axis_fragmentations": (2, 1),
@@ -95,7 +95,7 @@ def test_uneven_parts_do_not_have_a_grid() -> None:
         part.max_allowed_chunks()
 
 
-def test_an_axis_that_is_not_divisible_is_refused() -> None:
+def test_an_axis_that_cannot_be_divided_evenly_is_rejected() -> None:
     part = ShardedTensor("k", None, torch.float32, (2,), (5,), (2,), (2,))
     with pytest.raises(CheckpointingException, match="not a multiple of 2"):
         part.max_allowed_chunks()
@@ -113,7 +113,7 @@ def test_a_flat_range_refers_to_the_local_shape() -> None:
 
 
 @given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=3), data=st.data())
-def test_coordinates_are_those_of_the_elements(shape: list[int], data: st.DataObject) -> None:
+def test_coordinates_match_the_elements(shape: list[int], data: st.DataObject) -> None:
     count = int(np.prod(shape))
     lo, hi = sorted((data.draw(st.integers(0, count)), data.draw(st.integers(0, count))))
     part = flat(hi - lo, tuple(shape), slice(lo, hi), (0, 1, 2))
@@ -130,7 +130,7 @@ def test_a_flat_part_without_dimensions_is_valid() -> None:
     assert (stacked.local_coordinates(), stacked.global_coordinates()) == ((), (2,))
 
 
-def test_coordinates_need_a_flat_part() -> None:
+def test_coordinates_require_a_flat_part() -> None:
     part = ShardedTensor.from_rank_offsets("k", torch.ones(2))
     for call in (part.local_coordinates, part.global_coordinates):
         with pytest.raises(CheckpointingException, match="flattened_range"):
@@ -145,12 +145,12 @@ def test_coordinates_need_a_flat_part() -> None:
         (torch.ones(4), None, "needs a flattened_range"),
     ],
 )
-def test_flat_data_of_the_wrong_size_is_refused(data: torch.Tensor, at: slice | None, message: str) -> None:
+def test_flat_data_of_the_wrong_size_is_rejected(data: torch.Tensor, at: slice | None, message: str) -> None:
     with pytest.raises(CheckpointingException, match=message):
         ShardedTensor.from_rank_offsets_flat("k", data, (2, 2), flattened_range=at)
 
 
-def test_a_flat_range_is_refused_by_from_rank_offsets() -> None:
+def test_a_flat_range_is_rejected_by_from_rank_offsets() -> None:
     with pytest.raises(ValueError, match="from_rank_offsets_flat"):
         ShardedTensor.from_rank_offsets("k", torch.ones(2), flattened_range=slice(0, 2))  # type: ignore[arg-type]  # a wrong type on purpose
 
@@ -171,7 +171,7 @@ def test_data_is_created_only_if_missing() -> None:
 @pytest.mark.parametrize(
     ("replica_id", "main"), [(0, True), (1, False), ((0, 0), True), ((0, 1), False), ((), True), (False, True)]
 )
-def test_the_main_replica_is_zero_or_all_zeros(replica_id: Any, main: bool) -> None:
+def test_the_main_replica_has_the_id_zero_or_all_zeros(replica_id: Any, main: bool) -> None:
     assert is_main_replica(replica_id) is main
 
 
@@ -189,19 +189,19 @@ def test_the_repr_of_a_part_is_short() -> None:
     assert ShardedObject.empty_from_unique_key("a/shard_0.3_1").global_shape == (1, -1)
 
 
-def test_an_object_has_the_fields_of_megatron() -> None:
+def test_an_object_has_the_fields_that_megatron_defines() -> None:
     one = ShardedObject("a", [1], (1, 8), (0, 3), 2)
     assert (one.key, one.data, one.global_shape, one.global_offset, one.replica_id) == ("a", [1], (1, 8), (0, 3), 2)
     assert ShardedObject("a", [1], (1,), (0,)).replica_id == 0
 
 
 @pytest.mark.parametrize("text", ["a", "a/shard_1", "a/shard_x_1", "a/shard_1_2_3"])
-def test_other_strings_are_refused_as_unique_keys(text: str) -> None:
+def test_strings_of_a_different_form_are_rejected_as_unique_keys(text: str) -> None:
     with pytest.raises(CheckpointingException, match="does not name a shard"):
         ShardedObject.empty_from_unique_key(text)
 
 
-def test_an_object_with_one_offset_too_few_is_refused() -> None:
+def test_an_object_with_one_offset_too_few_is_rejected() -> None:
     with pytest.raises(CheckpointingException, match="differ in length"):
         ShardedObject("a", 1, (1, 2), (0,))
 
@@ -217,7 +217,7 @@ def test_parts_objects_and_factories_are_sharded_bases() -> None:
         ShardedBase()  # type: ignore[abstract]  # to try is the test
 
 
-def test_a_local_nonpersistent_object_has_two_spellings() -> None:
+def test_a_local_nonpersistent_object_has_two_names() -> None:
     assert LocalNonpersitentObject is LocalNonpersistentObject
     assert LocalNonpersistentObject(5).unwrap() == 5
 
@@ -242,7 +242,7 @@ def test_a_factory_calls_its_function_with_three_or_four_arguments() -> None:
         ShardedTensorFactory("k", data, three, torch.cat, 5, slice(0, 1)).build()
 
 
-def test_a_factory_has_the_fields_of_megatron() -> None:
+def test_a_factory_has_the_fields_that_megatron_defines() -> None:
     data = torch.ones(2)
     factory = ShardedTensorFactory("k", data, three, torch.stack)
     assert (factory.key, factory.data, factory.replica_id, factory.flattened_range) == ("k", data, 0, None)
@@ -273,13 +273,13 @@ def sum_of(state: dict[str, Any]) -> torch.Tensor:
         ({"a": 5}, r"at \('a',\), the factories are in a dict, which does not match int"),
     ],
 )
-def test_a_factory_outside_a_container_is_refused(state: dict[str, Any], where: str) -> None:
+def test_a_factory_outside_a_container_is_rejected(state: dict[str, Any], where: str) -> None:
     factory = ShardedTensorFactory("k", torch.ones(2), three, torch.cat)
     with pytest.raises(ValueError, match=where):
         apply_factory_merges(state, {"a": {1: factory}})
 
 
-def test_lists_of_factories_and_values_need_equal_lengths() -> None:
+def test_lists_of_factories_and_values_must_have_equal_lengths() -> None:
     factory = ShardedTensorFactory("k", torch.ones(2), three, torch.cat)
     with pytest.raises(ValueError, match="the list has length 2, but the factories are in a list of length 1"):
         apply_factory_merges([1, 2], [factory])

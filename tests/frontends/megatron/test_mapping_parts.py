@@ -54,7 +54,7 @@ def put(whole: torch.Tensor, part: ShardedTensor) -> None:
         whole[part.global_coordinates()] = data
 
 
-def test_narrowing_returns_views_and_works_without_data() -> None:
+def test_narrowing_returns_views_and_also_works_without_data() -> None:
     data = torch.arange(6.0).view(3, 2)
     part = ShardedTensor.from_rank_offsets("k", data, (0, 1, 4))
     (one,) = part.narrow(0, 1, 2)
@@ -81,7 +81,7 @@ def flat(at: slice) -> ShardedTensor:
         (flat(slice(0, 3)), (1, 0, 1), "along the first axis only, not along axis 1"),
     ],
 )
-def test_parts_that_cannot_be_narrowed_are_refused(
+def test_parts_that_cannot_be_narrowed_are_rejected(
     part: ShardedTensor, asked: tuple[int, int, int], message: str
 ) -> None:
     with pytest.raises(CheckpointingException, match=message) as caught:

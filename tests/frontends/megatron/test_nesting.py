@@ -74,7 +74,7 @@ def test_merge_writes_the_second_into_the_first() -> None:
     ("one", "other", "where"),
     [({"a": {"b": 1}}, {"a": {"b": 1}}, r"\('a', 'b'\)"), ({"a": [1]}, {"a": [1, 2]}, r"\('a',\)"), ([1], {}, r"\(\)")],
 )
-def test_merge_refuses_two_values_for_the_same_position(one: Any, other: Any, where: str) -> None:
+def test_merge_rejects_two_values_for_the_same_position(one: Any, other: Any, where: str) -> None:
     with pytest.raises(CheckpointingException, match=where) as caught:
         merge(one, other)
     assert isinstance(caught.value, ValueError)
@@ -94,7 +94,7 @@ def test_extract_calls_the_predicate_for_an_empty_container_in_a_list() -> None:
     assert extract_matching_values([{}, []], lambda value: value == {}) == ([{}], [[]])
 
 
-def test_extract_refuses_tuples() -> None:
+def test_extract_rejects_tuples() -> None:
     with pytest.raises(ValueError, match="tuple"):
         extract_matching_values((1, 2), is_odd)
 

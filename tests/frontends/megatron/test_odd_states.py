@@ -73,7 +73,7 @@ def test_the_error_for_an_unsupported_destination_names_the_key(
         load({"other": tensor("t", data, replica_id=1), "t": tensor("t", torch.ones(4, dtype=data.dtype))}, where)
 
 
-def test_a_refused_load_does_not_change_padded_tensors(tmp_path: Path) -> None:
+def test_a_rejected_load_does_not_change_padded_tensors(tmp_path: Path) -> None:
     where = f"{tmp_path}#a@1"
     save({"t": tensor("t", torch.ones(4, dtype=torch.complex128))}, where)
     data = torch.full((6,), -1.0)
@@ -94,7 +94,7 @@ def test_tuples_are_not_searched_for_sharded_tensors(tmp_path: Path, value: Any)
 @pytest.mark.parametrize(
     "state", [{"x/shard_0_1": 5}, {"x/shard_0_1": {"y": torch.ones(1)}}, {"w": tensor("x/shard_0_1", torch.ones(2))}]
 )
-def test_keys_in_the_form_of_object_keys_are_refused(tmp_path: Path, state: dict[str, Any]) -> None:
+def test_keys_in_the_form_of_object_keys_are_rejected(tmp_path: Path, state: dict[str, Any]) -> None:
     with pytest.raises(CheckpointingException, match="'x/shard_0_1' has the form of an object's key"):
         save(state, f"{tmp_path}/s#a@1")
     assert nothing_is_there(tmp_path)
@@ -125,7 +125,7 @@ BUILDS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("kind", BUILDS)
-def test_a_factory_may_build_any_value_at_any_path(tmp_path: Path, kind: str) -> None:
+def test_a_factory_can_build_any_value_at_any_path(tmp_path: Path, kind: str) -> None:
     def state(fill: float) -> dict[str, Any]:
         made = [ShardedTensorFactory(f"f{i}", torch.arange(4.0) + fill, *BUILDS[kind]) for i in range(2)]
         return {"a": made[0], "l": [tensor("t", torch.ones(2)), made[1]]}
@@ -136,7 +136,7 @@ def test_a_factory_may_build_any_value_at_any_path(tmp_path: Path, kind: str) ->
     assert found["a"].tolist() == found["l"][1].tolist() == [0, 1, 2, 3]
 
 
-def test_a_factory_may_merge_to_any_value_but_not_build_factories(tmp_path: Path) -> None:
+def test_a_factory_can_merge_to_any_value_but_cannot_build_factories(tmp_path: Path) -> None:
     where = f"{tmp_path}#a@1"
     named = ShardedTensorFactory("f", torch.ones(4), halves, lambda parts: {"sum": float(sum(map(torch.sum, parts)))})
     save({"a": named}, where)
@@ -154,7 +154,7 @@ def two_values_for_one_place(rank: int, size: int, where: str) -> list[str]:
     return [repr(error), str(data.tolist())]
 
 
-def test_two_values_for_a_path_are_refused_before_anything_is_read(tmp_path: Path, ranks: Pool) -> None:
+def test_two_values_for_a_path_are_rejected_before_anything_is_read(tmp_path: Path, ranks: Pool) -> None:
     where = f"{tmp_path}#a@1"
     save({"t": tensor("t", torch.ones(4)), "common": 5}, where)
     for text, data in ranks.run(2, two_values_for_one_place, where):
@@ -281,7 +281,7 @@ def test_a_common_value_at_the_path_of_a_key_is_kept(tmp_path: Path, common: dic
     assert set(load_plain_tensors(where)) == {key}
 
 
-def test_an_object_in_the_common_part_is_stored_exactly_or_refused(tmp_path: Path) -> None:
+def test_an_object_in_the_common_part_is_stored_exactly_or_rejected(tmp_path: Path) -> None:
     state = {"common": {"net": torch.nn.Linear(1, 1)}} | {key: tensor(key, torch.ones(2)) for key in "xy"}
     with pytest.raises(CasckptError, match=r"common\.net: a .*Linear cannot be stored"):
         save(dict(state), f"{tmp_path}#a@1")
@@ -298,5 +298,5 @@ def key_on_the_other_rank(rank: int, size: int, where: str) -> Any:
     return load({"x": tensor("a.b", torch.zeros(2), replica_id=rank)}, where)["a"]
 
 
-def test_a_key_on_a_different_rank_may_equal_a_common_path(tmp_path: Path, ranks: Pool) -> None:
+def test_a_key_on_a_different_rank_can_equal_a_common_path(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, key_on_the_other_rank, f"{tmp_path}#a@1") == [{"b": 3}] * 2

@@ -77,7 +77,7 @@ def test_a_state_dict_without_parameters_logs_a_warning(caplog: pytest.LogCaptur
     assert "keep_vars=True" in caplog.text
 
 
-def test_state_with_the_wrong_shape_is_refused() -> None:
+def test_state_with_the_wrong_shape_is_rejected() -> None:
     param = ShardedTensor.from_rank_offsets("w", torch.ones(2, 2), (0, 1, 2), replica_id=3)
     made = make_sharded_optimizer_tensor(param, torch.ones(2, 2, dtype=torch.float64), "optim.exp_avg")
     assert (made.key, made.dtype, made.global_offset, made.replica_id) == ("optim.exp_avg.w", torch.float64, (2, 0), 3)
@@ -105,7 +105,7 @@ def test_a_whole_optimizer_is_saved_and_loaded(tmp_path: Path) -> None:
             assert torch.equal(found["state"][number][name], values[name])
 
 
-def test_state_of_an_unknown_parameter_is_refused() -> None:
+def test_state_of_an_unknown_parameter_is_rejected() -> None:
     state: dict[str, Any] = {"state": {5: {"m": torch.ones(1)}}, "param_groups": []}
     with pytest.raises(ValueError, match="parameter 5"):
         optim_state_to_sharding_state(state, {})

@@ -47,7 +47,9 @@ def test_a_load_accepts_any_reference(tmp_path: Path) -> None:
         assert load(state(), f"{tmp_path}#{ref}")["w"].tolist() == [0, 1, 2, 3]
 
 
-def test_a_relative_location_starts_at_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_location_is_relative_to_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
@@ -56,7 +58,7 @@ def test_a_relative_location_starts_at_the_working_directory(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("where", ["folder", "#a@3", "store#", "store#a", "store#a@x", "store#a@latest", "store#@3"])
-def test_invalid_locations_for_a_save_are_refused(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_locations_for_a_save_are_rejected(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointingException):
         save(state(), where)
@@ -64,7 +66,7 @@ def test_invalid_locations_for_a_save_are_refused(tmp_path: Path, where: str, mo
 
 
 @pytest.mark.parametrize("call", [save, load])
-def test_invalid_locations_are_refused(tmp_path: Path, call: Any) -> None:
+def test_invalid_locations_are_rejected(tmp_path: Path, call: Any) -> None:
     for where in (casckpt.open(tmp_path), None, 5, b"store#a@1"):
         with pytest.raises(CheckpointingException, match=f"cannot be a {type(where).__name__}: pass STORE#RUN@STEP"):
             call(state(), where)

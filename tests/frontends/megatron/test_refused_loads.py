@@ -89,7 +89,7 @@ def refused(rank: int, size: int, where: str, name: str) -> tuple[bool, str, boo
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_load_is_refused_on_every_rank(name: str, where: str, ranks: Pool) -> None:
+def test_an_invalid_load_is_rejected_on_every_rank(name: str, where: str, ranks: Pool) -> None:
     found = ranks.run(2, refused, where, name)
     for right_kind, text, unchanged in found:
         assert (right_kind, unchanged) == (True, True), text

@@ -78,7 +78,7 @@ def shared(rank: int, size: int, where: str) -> list[Any]:
     return [sum(written), read.done, all(same)]
 
 
-def test_writing_is_balanced_by_bytes_and_a_load_reads_each_byte_once(tmp_path: Path, ranks: Pool) -> None:
+def test_writes_are_balanced_by_bytes_and_a_load_reads_each_byte_once(tmp_path: Path, ranks: Pool) -> None:
     found = ranks.run(4, shared, f"{tmp_path}#a@1")
     total = sum(info.bytes for info in casckpt.open(tmp_path).get("a@1").tensors.values())
     written, read, same = zip(*found, strict=True)
@@ -106,7 +106,7 @@ def state(rank: int, data: torch.Tensor) -> dict[str, ShardedTensor]:
 
 
 @pytest.mark.parametrize("fully_parallel", [True, False])
-def test_differing_replicas_are_refused_if_compared(tmp_path: Path, ranks: Pool, fully_parallel: bool) -> None:
+def test_differing_replicas_are_rejected_if_compared(tmp_path: Path, ranks: Pool, fully_parallel: bool) -> None:
     found = ranks.run(3, differing, f"{tmp_path}#a@1", fully_parallel)
     assert all(re.search(r"CheckpointingException.*'w' differs between ranks 0 and [12]", text) for text in found), (
         found
@@ -193,7 +193,7 @@ def nvrx(_: str) -> Any:
     return queues
 
 
-def test_cores_queue_does_not_wait_for_a_running_save(tmp_path: Path, ranks: Pool) -> None:
+def test_the_queue_of_core_does_not_wait_for_a_running_save(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, queued, tmp_path, "mcore") == [[[[], [0]], OURS, []]] * 2
 
 
@@ -238,7 +238,7 @@ def verified(rank: int, size: int, path: Path) -> list[Any]:
 
 
 @since("0.17.1", "verify_integrity")
-def test_cores_file_check_passes(tmp_path: Path, ranks: Pool) -> None:
+def test_the_file_check_of_core_passes(tmp_path: Path, ranks: Pool) -> None:
     names = sorted([*OURS, "integrity.json"])
     assert ranks.run(2, verified, tmp_path) == [[names, [], True]] * 2
 
@@ -257,5 +257,5 @@ def test_a_background_save_stores_the_same_values(tmp_path: Path) -> None:
     assert load_plain_tensors(f"{tmp_path}#a@1")["w"].tolist() == [1] * 4
     failing = save({"w": ShardedTensor.from_rank_offsets("w", data)}, f"{tmp_path}#a@1", async_sharded_save=True)
     assert failing is not None
-    with pytest.raises(CheckpointingException, match="exists already"):
+    with pytest.raises(CheckpointingException, match="already exists"):
         failing.execute_sync()

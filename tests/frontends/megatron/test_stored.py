@@ -111,7 +111,7 @@ def test_megatron_loads_a_model_and_its_optimizer_by_name(tmp_path: Path) -> Non
     assert "model.bias" in missing
 
 
-def test_saving_the_same_state_through_another_api_writes_nothing(store: casckpt.Store) -> None:
+def test_saving_the_same_state_through_a_different_api_writes_nothing(store: casckpt.Store) -> None:
     again = store.save({"model": {"w": WEIGHT}, "optim": {"m": WEIGHT}}, run="a", step=6)
     assert again.stats.bytes_written == 0
 

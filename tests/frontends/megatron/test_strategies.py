@@ -66,7 +66,7 @@ def test_core_finds_the_registered_strategy(path: Path, ranks: Pool) -> None:
     assert ranks.run(2, loaded_by_core, path, Topology(pp=2), registered=True) == [[], []]
 
 
-def test_the_folder_names_its_checkpoint(path: Path) -> None:
+def test_the_folder_records_which_checkpoint_it_belongs_to(path: Path) -> None:
     folder = path / "iter_0000012"
     assert sorted(file.name for file in folder.iterdir()) == ["casckpt.json", "common.pt", "metadata.json"]
     assert json.loads((folder / "metadata.json").read_text())["sharded_backend"] == "casckpt"
@@ -144,7 +144,7 @@ def other_entry_points(rank: int, size: int, path: Path) -> dict[str, Any]:
     }
 
 
-def test_cores_other_entry_points_work(path: Path, ranks: Pool) -> None:
+def test_other_entry_points_of_core_work(path: Path, ranks: Pool) -> None:
     (found,) = ranks.run(1, strings, path)
     assert found["metadata"] == (4, 8)
     assert found["plain"] == (4, 8)
@@ -204,7 +204,7 @@ def in_the_background(rank: int, size: int, path: Path) -> list[Any]:
     return [before, *differences(found, gpt.expected(own_state(rank, topology)))]
 
 
-def test_cores_wrapper_saves_in_the_background(tmp_path: Path, ranks: Pool) -> None:
+def test_the_wrapper_of_core_saves_in_the_background(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, in_the_background, tmp_path) == [[False], [False]]
     assert "gpt@5" in casckpt.open(tmp_path / "store")
 
@@ -282,7 +282,7 @@ def test_an_existing_step_is_replaced(tmp_path: Path, ranks: Pool) -> None:
     (tmp_path / "iter_4/common.pt").write_bytes(b"")
     ((found, refusal),) = ranks.run(1, saved_twice, tmp_path / "iter_4")
     assert found == [0, 0]
-    assert "a@4 exists already" in refusal
+    assert "a@4 already exists" in refusal
 
 
 def refused(rank: int, size: int, path: Path) -> list[str]:
@@ -308,12 +308,12 @@ def refused(rank: int, size: int, path: Path) -> list[str]:
     return [str(outcome_of(call)) for call in calls]
 
 
-def test_strategies_refuse_unsupported_arguments(tmp_path: Path, ranks: Pool) -> None:
+def test_strategies_reject_unsupported_arguments(tmp_path: Path, ranks: Pool) -> None:
     (found,) = ranks.run(1, refused, tmp_path)
     parts = [
         "not end in a number",
         "was not saved with CasSave",
-        *["does not say where"] * 3,
+        *["does not specify where"] * 3,
         "'torch_dist'",
         "version 2",
     ]
@@ -347,7 +347,7 @@ def first_saves(rank: int, size: int, path: Path) -> list[str]:
 
 def test_the_first_save_logs_classes_that_other_loads_need(tmp_path: Path, ranks: Pool) -> None:
     (said,), other = ranks.run(2, first_saves, tmp_path)
-    assert "holds megatron.core.transformer.enums.AttnBackend, at args.backend, args.kinds.0: " in said
+    assert "holds megatron.core.transformer.enums.AttnBackend, at args.backend, args.kinds.0. " in said
     assert "allow_pickle=True" in said
     assert other == []
     code = (
@@ -361,4 +361,4 @@ def test_the_first_save_logs_classes_that_other_loads_need(tmp_path: Path, ranks
         "common.pt of a@2 needs to be unpickled (it contains megatron.core.transformer.enums.AttnBackend)"
         in done.stdout
     )
-    assert "if megatron.core is imported" in done.stdout
+    assert "Importing megatron.core registers" in done.stdout

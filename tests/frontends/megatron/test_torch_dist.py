@@ -77,7 +77,7 @@ def test_flat_state_loads_in_a_different_configuration(flat: str, topology: Topo
     assert ranks.run(topology.size, loaded_flat, flat, topology) == [[]] * topology.size
 
 
-def test_flat_state_has_the_shape_of_its_parameter(flat: str) -> None:
+def test_flat_state_is_loaded_with_the_shape_of_its_parameter(flat: str) -> None:
     """The folder pads the vocabulary to 16 rows, but a single process pads it to 12."""
     path, _, ref = flat.partition("#")
     shapes = {key: info.shape for key, info in casckpt.open(path).get(ref).tensors.items()}

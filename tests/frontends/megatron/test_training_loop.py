@@ -94,7 +94,7 @@ def methods() -> list[dict[str, Any]]:
     return [dict(vars(kind)) for kind in kinds]
 
 
-def test_undoing_the_patch_restores_everything(tmp_path: Path) -> None:
+def test_undoing_the_patch_restores_the_original_functions(tmp_path: Path) -> None:
     before = methods()
     installed = megatron.install(tmp_path, run="a")
     assert isinstance(installed, megatron.Installed)
@@ -109,7 +109,7 @@ def test_undoing_the_patch_restores_everything(tmp_path: Path) -> None:
     assert methods() == before
 
 
-def test_patches_by_others_remain_and_save_as_before(tmp_path: Path) -> None:
+def test_patches_by_other_code_remain_in_place_and_save_as_before(tmp_path: Path) -> None:
     calls: list[Any] = []
     loop = module("casckpt.frontends.megatron.training_loop")
     kind = core(".strategies.torch").TorchDistSaveShardedStrategy
@@ -193,7 +193,7 @@ def trusting_loads(rank: int, size: int, path: Path, key: Path) -> list[str]:
     return become
 
 
-def test_unsigned_checkpoints_are_refused_from_folders_if_signatures_are_required(tmp_path: Path, ranks: Pool) -> None:
+def test_unsigned_checkpoints_are_rejected_from_folders_if_signatures_are_required(tmp_path: Path, ranks: Pool) -> None:
     alice = pair(tmp_path / "keys")
     *pointed, foreign = ranks.run(1, trusting_loads, tmp_path, alice.public)[0]
     assert all("has no valid signature by" in one for one in pointed), pointed

@@ -24,7 +24,7 @@ def test_close_sizes_have_distinct_axis_labels() -> None:
     assert {"2 MiB", "4 MiB"} <= set(re.findall(r">([\d.]+ [KM]iB)<", drawn))
 
 
-def test_equal_stores_have_equal_charts(store: Store) -> None:
+def test_identical_stores_have_identical_charts(store: Store) -> None:
     charts = [re.findall(r"<svg.*?</svg>", page(store), re.DOTALL) for _ in range(2)]
     assert charts[0] == charts[1]
 

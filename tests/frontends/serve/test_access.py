@@ -29,7 +29,7 @@ WEIGHTS = "/sft/resolve/main/model.safetensors"
         ("Bearer \xff\xfe", 401),
     ],
 )
-def test_tokens_are_checked(small_store: Store, header: str | None, status: int) -> None:
+def test_only_requests_with_a_valid_token_are_answered(small_store: Store, header: str | None, status: int) -> None:
     with serving(small_store, guard={"tokens": frozenset({"right"}), "checks_host": False}) as served:
         for path in ("/", "/api/models/sft", WEIGHTS, "/nothing"):
             found = served.get(path, "GET", None, **({} if header is None else {"Authorization": header}))
@@ -41,5 +41,5 @@ def test_tokens_are_checked(small_store: Store, header: str | None, status: int)
     ("host", "status"),
     [("localhost:80", 200), ("127.0.0.1", 200), ("[::1]:9", 200), ("evil.example", 403), ("", 403)],
 )
-def test_dns_rebinding_is_refused(served: Served, host: str, status: int) -> None:
+def test_dns_rebinding_is_rejected(served: Served, host: str, status: int) -> None:
     assert served.get("/", Host=host).status == status

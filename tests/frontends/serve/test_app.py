@@ -70,7 +70,7 @@ WEIGHTS = "/sft/resolve/main/model.safetensors"
         ("//evil.example%0a/", 404),
     ],
 )
-def test_paths_are_resolved(served: Served, path: str, status: int) -> None:
+def test_request_paths_are_resolved(served: Served, path: str, status: int) -> None:
     assert served.get(path).status == status
 
 
@@ -90,7 +90,7 @@ def test_paths_are_resolved(served: Served, path: str, status: int) -> None:
         ("chickens=1-2", 200, 0, None),
     ],
 )  # fmt: skip
-def test_ranges_are_answered(served: Served, asked: str, status: int, start: int, stop: int | None) -> None:
+def test_range_requests_are_answered(served: Served, asked: str, status: int, start: int, stop: int | None) -> None:
     whole = served.body(WEIGHTS)
     found = served.get(WEIGHTS, Range=asked)
     assert found.status == status
@@ -180,7 +180,7 @@ def test_failed_charts_are_redrawn(small_store: Store, monkeypatch: pytest.Monke
         assert [served.get("/report").status for _ in range(2)] == [503, 200]
 
 
-def test_an_empty_store_has_a_start_page() -> None:
+def test_an_empty_store_also_has_a_start_page() -> None:
     from casckpt.repository.repository import Repository
     from tests.support.repositories import memory
 

@@ -198,7 +198,7 @@ VIEW = (
         (b'{"concat": {"a": []}}', "concat"),
     ],
 )
-def test_an_invalid_view_file_is_refused(text: bytes, match: str) -> None:
+def test_an_invalid_view_file_is_rejected(text: bytes, match: str) -> None:
     with pytest.raises(InvalidInput, match=match):
         read_rules(text, "the file")
 
@@ -208,7 +208,7 @@ def test_an_invalid_view_file_is_refused(text: bytes, match: str) -> None:
     [{"rename": {"(a|a)*b": "x"}}, {"split": {"(a+)+b": ["x"]}}, {"concat": {"a*a*a*a*a*a*a*b": ["x", "y"]}}],
     ids=lambda view: next(iter(view)),
 )
-def test_a_slow_expression_in_an_attachment_is_refused(view: dict[str, object]) -> None:
+def test_a_slow_expression_in_an_attachment_is_rejected(view: dict[str, object]) -> None:
     store = small()
     store.save({"model": {"a" * 90 + "!": cells(1)}}, step=1, attachments={VIEW_FILE: json.dumps(view).encode()})
     with pytest.raises(
@@ -273,7 +273,7 @@ def test_a_range_header_is_parsed(header: str | None, span: tuple[int, int] | No
 
 
 @pytest.mark.parametrize("header", ["bytes=100-", "bytes=5-2", "bytes=-0", f"bytes={'9' * 5000}-", "bytes=100-200"])
-def test_an_unsatisfiable_range_is_refused(header: str) -> None:
+def test_an_unsatisfiable_range_is_rejected(header: str) -> None:
     with pytest.raises(Unsatisfiable, match="does not overlap the file"):
         parse_range(header, 100)
 

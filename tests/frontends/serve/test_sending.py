@@ -64,7 +64,7 @@ def test_a_flipped_byte_truncates_the_response(tmp_path: Path, caplog: pytest.Lo
         assert served.body(WEIGHTS, Range="bytes=0-999999") == whole[:1_000_000]
 
 
-def test_a_client_receives_no_damaged_bytes_and_resumes_after_a_repair(
+def test_a_client_never_receives_damaged_bytes_and_resumes_after_a_repair(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     hub: Any = pytest.importorskip("huggingface_hub", reason="needs casckpt[transformers]")
@@ -133,7 +133,7 @@ def test_a_server_without_leases_warns_once(
     assert sum("cannot acquire a lease" in one.message for one in caplog.records if one.levelno >= logging.WARNING) == 1
 
 
-def test_a_window_that_several_clients_need_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_needed_by_several_clients_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = casckpt.open(tmp_path / "store")
     store.save({"model": {"w": torch.arange(3 << 20, dtype=torch.int64)}}, run="sft", step=1)
     folders = ServedFolders(store, None, 1 << 30)
@@ -188,7 +188,7 @@ def test_a_client_that_does_not_read_is_disconnected(tmp_path: Path, caplog: pyt
 
 
 @pytest.mark.parametrize("at", ["http.response.start", "the end"])
-def test_a_client_that_reads_neither_start_nor_end_is_disconnected(tmp_path: Path, at: str) -> None:
+def test_a_client_that_reads_neither_the_start_nor_the_end_is_disconnected(tmp_path: Path, at: str) -> None:
     store = casckpt.open(tmp_path / "store")
     store.save({"model": {"w": torch.arange(1000)}}, run="sft", step=1)
     folders = ServedFolders(store, None, 1 << 30)

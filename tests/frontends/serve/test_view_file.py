@@ -25,7 +25,7 @@ from casckpt.frontends.serve.view_file import BoundedMatch, ways
         (r"a|b(c|d|e)", 0, 6),
     ],
 )
-def test_the_attempts_of_a_pattern_are_counted(pattern: str, repeats: int, choices: int) -> None:
+def test_the_attempts_that_a_pattern_can_need_are_counted(pattern: str, repeats: int, choices: int) -> None:
     assert ways(pattern) == (repeats, choices)
 
 
@@ -34,13 +34,13 @@ def test_the_attempts_of_a_pattern_are_counted(pattern: str, repeats: int, choic
     ["(a|a)*b", "(a*)*b", "(?:a+)+", "(a){2}", "(a+)?*", r"(a)\1", "(?=a)a", "(?<=a)a", "(?i)a", r"a\b", "a*+",
      "(?>a*)", "(a?){9}", "[[a]", "a{1}{2}", "x" * 1001, "(?#a)b", r"\Aa", "(?P=a)", "(?a:b)"],
 )  # fmt: skip
-def test_a_pattern_with_unbounded_attempts_is_refused(pattern: str) -> None:
+def test_a_pattern_with_unbounded_attempts_is_rejected(pattern: str) -> None:
     with pytest.raises(InvalidInput):
         ways(pattern)
 
 
 @given(st.text("a", min_size=50, max_size=200), st.sampled_from(["a?", "a*", ".*?", "(a|a)", "(a*)?", "[a-c]{0,30}"]))
-def test_a_match_with_too_many_attempts_is_refused(name: str, piece: str) -> None:
+def test_a_match_with_too_many_attempts_is_rejected(name: str, piece: str) -> None:
     match = BoundedMatch("the view", {pattern := piece * 25 + "b"}, [])
     with pytest.raises(InvalidInput, match=r"(?s)the view was saved with the checkpoint.*too many ways.*--view FILE"):
         match(re.compile(pattern), name)
@@ -83,7 +83,7 @@ def test_matching_all_names_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) ->
         match(pattern, "ab")
 
 
-def test_replacements_that_could_grow_without_bound_are_refused() -> None:
+def test_replacements_that_could_grow_without_bound_are_rejected() -> None:
     for name in ("\\1" * 21, "x" * 1001):
         with pytest.raises(InvalidInput, match=r"the name .* is too long"):
             BoundedMatch("the view", {"(.*)"}, [name])

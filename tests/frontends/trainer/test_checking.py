@@ -61,7 +61,7 @@ def stepped(model: nn.Module, optimizer: optim.Optimizer) -> None:
     optimizer.step()
 
 
-def test_a_check_does_not_write_or_draw_random_numbers(tmp_path: Path) -> None:
+def test_a_check_neither_writes_nor_draws_random_numbers(tmp_path: Path) -> None:
     store, (model, optimizer) = open_store(tmp_path / "store"), trained()
     checkpointer, state, before = Checkpointer(store, run="sft"), TrainState(loader=Drawing()), torch.get_rng_state()
     checkpointer.check(model, optimizer, state)
@@ -74,7 +74,7 @@ def test_a_check_does_not_write_or_draw_random_numbers(tmp_path: Path) -> None:
     assert files(tmp_path / "store") == there
 
 
-def test_a_check_raises_the_errors_of_a_save() -> None:
+def test_a_check_raises_the_errors_that_a_save_would_raise() -> None:
     model, optimizer = trained()
     elsewhere = optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     cases: dict[str, Callable[[Checkpointer], None]] = {
@@ -92,7 +92,7 @@ def test_a_check_raises_the_errors_of_a_save() -> None:
     Checkpointer(small(), run="sft", allow_pickle=True).check(model, optimizer, {"phase": Phase.WARMUP})
 
 
-def test_store_check_raises_the_errors_of_a_save() -> None:
+def test_store_check_raises_the_errors_that_a_save_would_raise() -> None:
     store = small()
     store.check({"w": torch.ones(2)}, run="a")
     with pytest.raises(InvalidInput, match="phase"):
@@ -103,7 +103,7 @@ def test_store_check_raises_the_errors_of_a_save() -> None:
 
 
 @pytest.mark.parametrize("found", [False, True])
-def test_a_resume_raises_the_errors_of_later_saves(found: bool) -> None:
+def test_a_resume_raises_the_errors_that_later_saves_would_raise(found: bool) -> None:
     store, model = small(), net()
     if found:
         Checkpointer(store, run="sft").save(1, model, None, TrainState(phase=1))
@@ -226,7 +226,7 @@ def test_an_accelerator_is_checked_as_a_whole() -> None:
             call()
 
 
-def test_a_check_that_raised_runs_again() -> None:
+def test_a_check_that_failed_is_repeated() -> None:
     model, optimizer = trained()
     run = Checkpointer(small(), run="sft", save_interval=9)
     parameter = next(model.parameters())
@@ -238,7 +238,7 @@ def test_a_check_that_raised_runs_again() -> None:
     assert run.save_if_due(3, model, optimizer) is None
 
 
-def test_a_training_with_valid_state_continues() -> None:
+def test_training_with_valid_state_continues() -> None:
     store, (model, optimizer) = small(), made(1)
     checkpointer = Checkpointer(store, run="sft", save_interval=2)
     checkpointer.resume(model, optimizer)

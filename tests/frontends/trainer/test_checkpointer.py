@@ -87,12 +87,12 @@ def test_a_missing_part_loads_as_none_unless_it_is_required() -> None:
     for wanted in options:
         with pytest.raises(NotFound, match=r"sft@1 has no (optimizer|train state)"):
             checkpointer.load("sft@1", model, optimizer, **wanted)
-    with pytest.raises(InvalidInput, match="needs an optimizer"):
+    with pytest.raises(InvalidInput, match="requires an optimizer"):
         checkpointer.load("sft@1", model, load_optim_state=True)
 
 
 @pytest.mark.parametrize("keyword", ["whole", "lenient", "is_train_state_set", "train", "misspelt"])
-def test_an_unknown_keyword_of_a_load_is_refused(keyword: str) -> None:
+def test_an_unknown_keyword_of_a_load_is_rejected(keyword: str) -> None:
     checkpointer = Checkpointer(small(memory()), run="a")
     given: dict[str, Any] = {keyword: True}
     with pytest.raises(TypeError, match=rf"^Checkpointer.load\(\) got an unexpected keyword argument '{keyword}'$"):
@@ -112,7 +112,7 @@ def test_a_load_skips_parts_that_are_not_requested() -> None:
 
 
 @pytest.mark.parametrize("where", ["model", "top"])
-def test_a_checkpoint_of_only_weights_loads(where: str) -> None:
+def test_a_checkpoint_with_only_weights_loads(where: str) -> None:
     store, (model, _) = small(), trained()
     weights = model.state_dict()
     store.save({"model": weights} if where == "model" else dict(weights), run="base", step=0)
@@ -126,7 +126,7 @@ def test_a_checkpoint_of_only_weights_loads(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["model", "top"])
-def test_strict_false_loads_the_layers_that_both_sides_have(where: str) -> None:
+def test_strict_false_loads_the_layers_that_exist_on_both_sides(where: str) -> None:
     store, (model, _) = small(), trained()
     weights = {**model.state_dict(), "old.head": torch.ones(3)}
     store.save({"model": weights} if where == "model" else weights, run="base", step=0)
@@ -142,7 +142,7 @@ def test_strict_false_loads_the_layers_that_both_sides_have(where: str) -> None:
     assert identical(dict(new.state_dict()), dict(before))
 
 
-def test_front_ends_read_each_others_checkpoints() -> None:
+def test_front_ends_can_read_each_others_checkpoints() -> None:
     store, (model, optimizer) = small(), trained()
     save_model_and_optim_state(store, model, optimizer, run="other", step=1)
     Checkpointer(store, run="sft").save(1, model, optimizer)
@@ -171,7 +171,7 @@ class Module:
         self.optimizer.load_state_dict(state["optim"])
 
 
-def test_a_train_module_returns_its_own_state() -> None:
+def test_a_train_module_supplies_its_own_state() -> None:
     store, module = small(), Module()
     checkpointer = Checkpointer(store, run="sft")
     checkpointer.save(1, module, train_state={"epoch": 1})
@@ -202,7 +202,7 @@ class Bare:
         self.model.load_state_dict(state["model"])
 
 
-def test_a_train_module_may_have_methods_without_arguments() -> None:
+def test_a_train_module_can_have_methods_without_arguments() -> None:
     store, module = small(), Bare()
     checkpointer = Checkpointer(store, run="sft")
     checkpointer.save(1, module)
@@ -256,7 +256,7 @@ def trained_to(end: int, *, first: int = 1, last: bool = False, **settings: Any)
 
 
 @pytest.mark.parametrize("settings", [{"last_step": 5}, {"last": True}], ids=list)
-def test_the_last_step_of_a_training_is_saved(settings: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_the_last_training_step_is_saved(settings: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     assert trained_to(5, save_interval=2, **settings) == [2, 4, 5]
     assert trained_to(5, **settings) == [5]
     assert not caplog.records
@@ -321,7 +321,7 @@ def lost_at_worst(interval: int, most: int) -> tuple[int, list[int]]:
 
 
 @pytest.mark.parametrize(("most", "late"), [(4, 0), (5, 1), (7, 3)])
-def test_at_most_max_steps_at_risk_are_at_risk(most: int, late: int) -> None:
+def test_the_steps_at_risk_never_exceed_max_steps_at_risk(most: int, late: int) -> None:
     assert lost_at_worst(4, most) == (most, [4 + late, 8 + late, 12 + late])
 
 
@@ -352,6 +352,6 @@ def test_a_conflict_in_a_background_save_is_raised_by_the_next_save(how: str) ->
     store.save({"x": 1}, run="sft", step=2)
     with Checkpointer(store, run="sft") as checkpointer:
         checkpointer.save_async(2, model, optimizer)
-        with pytest.raises(Conflict, match="sft@2 exists"):
+        with pytest.raises(Conflict, match="sft@2 already exists"):
             getattr(checkpointer, how)(3, model, optimizer)
     assert steps(store) == [("sft", 2)]

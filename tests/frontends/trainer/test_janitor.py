@@ -9,7 +9,7 @@ from casckpt.frontends.trainer import Checkpointer
 from tests.support.saves import small, steps
 
 
-def test_gc_follows_a_save_if_requested() -> None:
+def test_gc_runs_after_a_save_if_requested() -> None:
     store, model = small(), nn.Linear(50, 50)
     with Checkpointer(store, run="sft", max_checkpoints=1, gc=True) as checkpointer:
         for step in range(4):

@@ -114,5 +114,5 @@ def test_random_generators_are_recognized_by_name(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["loader", "arng", "strong", "train.epoch"])
-def test_other_parts_are_not_taken_for_generators(key: str) -> None:
+def test_other_parts_are_not_mistaken_for_generators(key: str) -> None:
     assert not is_generator(key)

@@ -57,7 +57,7 @@ def fails_on_one(rank: int, size: int, path: Path) -> Any:
     return [type(one) for one in found], [str(one) for one in found], seen, same
 
 
-def test_a_failure_on_one_rank_fails_on_all_and_the_step_can_be_retried(store_path: Path, ranks: Pool) -> None:
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_can_be_retried(store_path: Path, ranks: Pool) -> None:
     kinds, texts, seen, same = zip(*ranks.run(3, fails_on_one, store_path), strict=True)
     assert kinds == (
         [RankFailed, StorageError],

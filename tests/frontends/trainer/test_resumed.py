@@ -84,7 +84,7 @@ def test_the_error_for_an_invalid_saved_optimizer_explains_the_problem(
         checkpointer.load(f"{run}@5", model, optimizer, load_optim_state=True)
 
 
-def test_an_error_lists_the_keys_of_the_checkpoint() -> None:
+def test_the_error_for_a_missing_part_lists_the_keys_of_the_checkpoint() -> None:
     store, run, (model, optimizer) = small(), new_run(), made(1)
     optimizer_elsewhere(store, run)
     with pytest.raises(NotFound, match=r"has no optimizer .* it has 'model', 'optimizer'.*missing=\"warn\""):
@@ -158,7 +158,7 @@ def test_parts_that_are_skipped_on_request_are_not_logged(caplog: pytest.LogCapt
     assert not told(caplog)
 
 
-def test_missing_is_raise_or_warn() -> None:
+def test_missing_must_be_raise_or_warn() -> None:
     with pytest.raises(InvalidInput, match="missing='error' is not valid"):
         Checkpointer(small(), run="sft").resume(nn.Linear(2, 2), missing="error")  # type: ignore[arg-type]
 
@@ -213,7 +213,7 @@ def saved_layers(store: Store, run: str, model: nn.ModuleDict, optimizer: optim.
     return model
 
 
-def test_a_resume_restores_what_fits(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resume_restores_the_parts_that_match(caplog: pytest.LogCaptureFixture) -> None:
     store, run, model = small(), new_run(), layers("words", "low", "body", "head", "gone")
     saved_layers(store, run, model, adam(model, "words", "low", "head", "gone"))
     # body was unfrozen, low frozen, gone removed, new added, and the vocabulary enlarged
@@ -267,7 +267,7 @@ def test_a_tensor_with_a_different_dtype_is_not_skipped() -> None:
 
 
 @pytest.mark.parametrize("how", ["resume", "load"])
-def test_options_keep_preserves_a_new_learning_rate(how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_options_set_to_keep_preserves_a_new_learning_rate(how: str, caplog: pytest.LogCaptureFixture) -> None:
     store, run, model = small(), new_run(), layers("head")
     saved_layers(store, run, model, adam(model, "head"))
     other = layers("head")
@@ -329,7 +329,7 @@ def cosine(optimizer: optim.Optimizer) -> Any:
         ({"lr": torch.tensor(0.1)}, {"lr": 0.3}, cosine, {"initial_lr": (0.1, 0.3)}),
     ],
 )  # fmt: skip
-def test_a_resume_logs_the_rates_that_it_replaces(
+def test_a_resume_logs_the_learning_rates_that_it_replaces(
     given: dict[str, Any], saved: dict[str, Any], schedule: Any, replaced: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpointer = resumed_with(small(), given, saved, schedule)
@@ -344,7 +344,9 @@ def test_a_resume_logs_the_rates_that_it_replaces(
 
 @pytest.mark.parametrize("schedule", [None, warmup, cycle, cosine])
 @pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
-def test_an_ordinary_restart_does_not_log_rates(schedule: Any, rate: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_ordinary_restart_does_not_log_learning_rates(
+    schedule: Any, rate: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     checkpointer = resumed_with(small(), {"lr": rate}, {"lr": rate}, schedule)
     assert checkpointer.resumed is not None
     assert not checkpointer.resumed.replaced
@@ -359,7 +361,7 @@ def test_a_replaced_rate_without_a_scheduler_does_not_warn(given: Any, caplog: p
     assert not told(caplog)
 
 
-def test_the_rates_of_all_optimizers_are_logged_by_key() -> None:
+def test_the_learning_rates_of_all_optimizers_are_logged_by_key() -> None:
     store, run, models = small(), new_run(), {"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}
 
     def resumed(rate: float) -> Checkpointer:
@@ -375,7 +377,7 @@ def test_the_rates_of_all_optimizers_are_logged_by_key() -> None:
     assert found.replaced == {"sgd.param_groups.0.lr": (0.1, 0.5), "optim.param_groups.0.lr": (0.1, 0.5)}
 
 
-def test_a_scheduler_that_may_undo_a_new_rate_is_logged() -> None:
+def test_a_scheduler_that_may_override_a_new_learning_rate_is_logged() -> None:
     store, run, model = small(), new_run(), layers("head")
     optimizer = adam(model, "head")
     state = TrainState(rng=False, schedule=optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0))
@@ -385,14 +387,14 @@ def test_a_scheduler_that_may_undo_a_new_rate_is_logged() -> None:
     checkpointer = Checkpointer(store, run=run)
     checkpointer.resume(model, optimizer, state, options="keep")
     assert checkpointer.resumed is not None
-    assert "base rates of the checkpoint" in checkpointer.resumed.left["train.schedule"]
+    assert "the checkpoint's base rates" in checkpointer.resumed.left["train.schedule"]
     state["schedule"].base_lrs = [group["initial_lr"] for group in optimizer.param_groups]  # as in docs/training.md
     optimizer.step()
     state["schedule"].step()
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_invalid_group_options_are_refused() -> None:
+def test_invalid_group_options_are_rejected() -> None:
     store, (model, optimizer) = small(), trained()
     Checkpointer(store, run="sft").save(1, model, optimizer)
     with pytest.raises(InvalidInput, match="options='saved' is not valid"):
@@ -401,7 +403,7 @@ def test_invalid_group_options_are_refused() -> None:
         Checkpointer(store, run="sft").resume(Module(), options="keep")
 
 
-def test_a_complete_resume_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_complete_resume_logs_a_single_line(caplog: pytest.LogCaptureFixture) -> None:
     store, (model, optimizer) = small(), trained()
     checkpointer = Checkpointer(store, run="sft")
     checkpointer.save(1, model, optimizer)
@@ -451,7 +453,7 @@ def test_optimizers_of_several_models_are_required_unless_missing_is_warn(caplog
         checkpointer.save(3, {"model": model, "optim": optimizer}, optimizer)
 
 
-def test_the_state_dict_of_an_optimizer_is_refused_before_it_is_saved() -> None:
+def test_the_state_dict_of_an_optimizer_is_rejected_before_it_is_saved() -> None:
     store, run, (model, optimizer) = small(), new_run(), trained()
     checkpointer, bare = Checkpointer(store, run=run), model.state_dict()
     saves: list[tuple[Any, Any]] = [

@@ -69,11 +69,13 @@ PERMANENT = [(step, False) for step in (10, 20, 30, 40, 50)]
         (Rotation(keep=Policy(keep_last=3)), (10,), [10, 30, 40, 50]),
     ],
 )
-def test_permanent_checkpoints_are_kept_by_any_rule(rotation: Rotation, tagged: list[int], expected: list[int]) -> None:
+def test_permanent_checkpoints_are_kept_under_any_rule(
+    rotation: Rotation, tagged: list[int], expected: list[int]
+) -> None:
     assert left(history(PERMANENT), rotation, tagged) == expected
 
 
-def test_an_ephemeral_checkpoint_is_forgotten_when_a_newer_one_exists() -> None:
+def test_an_ephemeral_checkpoint_is_forgotten_once_a_newer_one_exists() -> None:
     rotation = Rotation(keep=Policy(keep_every=1))
     mixed = history([(10, False), (11, True), (12, True)])
     assert left(mixed, rotation) == [10, 12]
@@ -82,11 +84,11 @@ def test_an_ephemeral_checkpoint_is_forgotten_when_a_newer_one_exists() -> None:
     assert left(history([(10, True), (11, True)]), Rotation(max_checkpoints=1, fixed=frozenset([10]))) == [10, 11]
 
 
-def test_the_later_of_two_commits_of_a_step_counts() -> None:
+def test_only_the_later_of_two_commits_of_a_step_counts() -> None:
     assert left(history([(10, False), (20, False), (10, False)]), Rotation(max_checkpoints=2)) == [20, 10]
 
 
-def test_the_newest_checkpoint_is_chosen_by_transaction() -> None:
+def test_the_newest_checkpoint_is_determined_by_its_transaction() -> None:
     rolled_back = history([(10, False), (20, False), (30, False), (15, False)])
     assert left(rolled_back, Rotation(max_checkpoints=2)) == [30, 15]
 
@@ -149,7 +151,7 @@ class Death(BaseException):
     """The death of the process."""
 
 
-def test_checkpoints_remain_loadable_whenever_the_process_dies() -> None:
+def test_checkpoints_remain_loadable_if_the_process_dies_at_any_time() -> None:
     storage = FaultyStore(memory())
     for _ in history_of_a_run(small(storage), nn.Linear(2, 2), gc=True):
         pass
@@ -300,7 +302,7 @@ def test_optimizers_of_older_checkpoints_are_dropped() -> None:
     assert not store.verify().is_damaged
 
 
-def test_the_best_checkpoints_are_kept_whatever_their_metadata_size() -> None:
+def test_the_best_checkpoints_are_kept_regardless_of_their_metadata_size() -> None:
     store, checkpointer, model, optimizer = trained(keep={"keep_last": 1, "keep_best": "loss:2"})
     train(checkpointer, model, optimizer, 3.0, 1.0, float("nan"), 2.0, 5.0, 4.0)
     assert steps(store) == [("sft", 1), ("sft", 3), ("sft", 5)]
@@ -318,13 +320,13 @@ def test_a_run_without_metrics_keeps_all_checkpoints() -> None:
     assert steps(store) == [("sft", 3), ("sft", 4)]
 
 
-def test_a_metric_that_every_save_lacks_is_logged_at_intervals(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_metric_missing_from_every_save_is_logged_at_intervals(caplog: pytest.LogCaptureFixture) -> None:
     store, checkpointer, model, optimizer = trained(keep={"keep_last": 1, "keep_best": "los:1"})
     for step in range(20):
         checkpointer.save(step, model, optimizer, metrics={"loss": 1.0})
     assert len(store.checkpoints()) == 20
     told = [one.getMessage() for one in caplog.records if "keep_best" in one.getMessage()]
-    wanted = "keep_best: none of the %d checkpoints of run sft has a number for 'los', so all of them stay"
+    wanted = "keep_best: none of the %d checkpoints of run sft has a number for 'los', so all of them are kept"
     assert told == [wanted % 10, wanted % 20]
 
 

@@ -62,7 +62,7 @@ def test_a_failed_foreground_save_can_be_retried() -> None:
     assert checkpointer.saved_step is None
     checkpointer.save(5, nn.Linear(2, 2))
     assert store.attachments("sft@5") == {"a": 1}
-    with pytest.raises(Conflict, match="sft@5 exists already"):
+    with pytest.raises(Conflict, match="sft@5 already exists"):
         checkpointer.save(5, nn.Linear(2, 2))
     checkpointer.save(5, nn.Linear(2, 2), overwrite=True)
 
@@ -80,7 +80,7 @@ def test_a_failed_overwrite_keeps_the_old_checkpoint() -> None:
     assert steps(store) == [("sft", 5)]
 
 
-def test_a_load_right_after_a_background_save_finds_it() -> None:
+def test_a_load_right_after_a_background_save_finds_its_checkpoint() -> None:
     checkpointer = Checkpointer(small(), run="sft")
     checkpointer.save_async(5, nn.Linear(2, 2), None, {"which": 5})
     assert checkpointer.load("sft@5", nn.Linear(2, 2)) == {"which": 5}
@@ -120,7 +120,7 @@ def test_a_failed_rotation_does_not_fail_the_save(caplog: pytest.LogCaptureFixtu
     assert steps(store) == [("sft", 3)]
 
 
-def test_one_save_runs_at_a_time() -> None:
+def test_only_one_save_runs_at_a_time() -> None:
     storage, store = broken()
     open_now: list[int] = []
 
@@ -148,7 +148,7 @@ def test_a_run_that_was_not_resumed_stops_at_its_first_conflict(caplog: pytest.L
                 done.append(step)
                 checkpointer.save_if_due(step, model)
 
-    with pytest.raises(Conflict, match="sft@2 exists already"):
+    with pytest.raises(Conflict, match="sft@2 already exists"):
         again()
     assert done == [1, 2, 3, 4]
     assert not caplog.records
@@ -233,14 +233,14 @@ def test_a_foreground_save_runs_before_the_error_for_too_many_failures(caplog: p
     ]
 
 
-def test_a_failure_that_was_read_is_not_raised_by_the_next_save() -> None:
+def test_a_failure_that_was_retrieved_is_not_raised_by_the_next_save() -> None:
     checkpointer = Checkpointer(broken()[1], run="sft")
     checkpointer.save(5, nn.Linear(2, 2))
-    with pytest.raises(Conflict, match="sft@5 exists already"):
+    with pytest.raises(Conflict, match="sft@5 already exists"):
         checkpointer.save_async(5, nn.Linear(2, 2)).result()
     checkpointer.save(6, nn.Linear(2, 2))
     failed = checkpointer.save_async(6, nn.Linear(2, 2))
-    with pytest.raises(Conflict, match="sft@6 exists already"):
+    with pytest.raises(Conflict, match="sft@6 already exists"):
         checkpointer.save(7, nn.Linear(2, 2))
     assert isinstance(failed.exception(), Conflict)
 
@@ -273,7 +273,7 @@ def test_each_save_logs_a_summary(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("how", ["save", "save_async"])
-def test_a_summary_has_the_time_that_the_loop_waited(how: str) -> None:
+def test_a_summary_includes_the_time_that_the_loop_waited(how: str) -> None:
     model, optimizer = trained()
     begun = time.monotonic()
     with Checkpointer(small(), run="sft") as checkpointer:

@@ -76,7 +76,7 @@ def test_gaps_between_saves_do_not_exceed_longest_gap(
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CheckpointerConfig(**settings)
     with pytest.raises(InvalidInput, match=message):
@@ -106,7 +106,7 @@ def test_a_configuration_builds_a_checkpointer(store: Store) -> None:
         ({"ephemeral_save_interval": 1}, 1),
     ],
 )
-def test_a_max_steps_at_risk_below_the_interval_is_refused(settings: dict[str, Any], gap: int) -> None:
+def test_a_max_steps_at_risk_below_the_interval_is_rejected(settings: dict[str, Any], gap: int) -> None:
     assert CheckpointerConfig(**settings, max_steps_at_risk=gap).longest_gap == gap
     if gap > 1:
         with pytest.raises(InvalidInput, match=f"there can be {gap} steps between two saves"):

@@ -76,7 +76,7 @@ def settings_of_fsdp(rank: int, size: int, path: Path) -> None:
     assert everything(fresh, other).differences(wanted) == []
 
 
-def test_settings_of_fsdp_do_not_matter(store_path: Path, ranks: Pool) -> None:
+def test_checkpoints_do_not_depend_on_fsdp_settings(store_path: Path, ranks: Pool) -> None:
     ranks.run(2, settings_of_fsdp, store_path)
 
 
@@ -103,7 +103,7 @@ def looked_at(rank: int, size: int, path: Path, topology: str, grad: bool) -> li
 @pytest.mark.parametrize(
     "topology", ["fsdp1 nested", "fsdp1 SHARD_GRAD_OP", "fsdp1 NO_SHARD", "fsdp1 mixed precision", "fsdp2 on 2"]
 )
-def test_values_gathered_by_a_forward_are_not_used_after_a_load(
+def test_values_gathered_by_a_forward_pass_are_not_used_after_a_load(
     store_path: Path, ranks: Pool, topology: str, grad: bool
 ) -> None:
     ranks.run(2, looked_at, store_path, topology, grad)
@@ -117,7 +117,7 @@ def odd_flat_parameters(rank: int, size: int, path: Path) -> list[str]:
     return [str(outcome_of(partial(save_model_and_optim_state, path, model, run="a", step=1))) for model in models]
 
 
-def test_flat_parameters_that_are_not_flat_ranges_are_refused(store_path: Path, ranks: Pool) -> None:
+def test_flat_parameters_that_are_not_flat_ranges_are_rejected(store_path: Path, ranks: Pool) -> None:
     for parallel, image in ranks.run(4, odd_flat_parameters, store_path):
         assert "tensor-parallel" in parallel
         assert "'weight'" in image

@@ -49,7 +49,7 @@ def state_by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 # layout
 
 
-def test_one_commit_has_the_model_and_the_optimizer_by_name(store: casckpt.Store) -> None:
+def test_one_commit_contains_the_model_and_the_optimizer_by_name(store: casckpt.Store) -> None:
     model, trained = trained_pair(NAMES[2:], NAMES[:2])
     saved = save_model_and_optim_state(store, model, trained, run="a", step=2, metadata={"loss": 0.5})
     assert [one.id for one in store.checkpoints()] == [saved.id]
@@ -167,7 +167,7 @@ def saved(store: casckpt.Store) -> tuple[Network, Optimizer]:
     return model, trained
 
 
-def test_a_parameter_absent_from_the_saved_optimizer_is_refused(
+def test_a_parameter_absent_from_the_saved_optimizer_is_rejected(
     store: casckpt.Store, saved: tuple[Network, Optimizer]
 ) -> None:
     fresh = Network(2)
@@ -181,7 +181,7 @@ def test_a_parameter_absent_from_the_saved_optimizer_is_refused(
     assert identical(other.state[fresh.norm.bias], saved[1].state[saved[0].norm.bias])
 
 
-def test_a_parameter_only_in_the_saved_optimizer_is_refused(
+def test_a_parameter_that_only_the_saved_optimizer_has_is_rejected(
     store: casckpt.Store, saved: tuple[Network, Optimizer]
 ) -> None:
     fresh = Network(2)
@@ -195,20 +195,22 @@ def test_a_parameter_only_in_the_saved_optimizer_is_refused(
     assert "optim.param_groups" not in found.unread_keys
 
 
-def test_weights_with_a_different_shape_are_refused(store: casckpt.Store, saved: tuple[Network, Optimizer]) -> None:
+def test_weights_with_a_different_shape_are_rejected(store: casckpt.Store, saved: tuple[Network, Optimizer]) -> None:
     fresh = Network(2)
     fresh.head = nn.Linear(5, 4, bias=False)
     assert "'model.head.weight'" in refused(store, fresh, adamw(fresh, NAMES[:4]), Mismatch)
 
 
-def test_weights_with_a_different_dtype_are_refused(store: casckpt.Store, saved: tuple[Network, Optimizer]) -> None:
+def test_weights_with_a_different_dtype_are_rejected(store: casckpt.Store, saved: tuple[Network, Optimizer]) -> None:
     fresh = Network(2).double()
     assert "cast=True" in refused(store, fresh, None, Mismatch)
     load_model_and_optim_state(store, "a@2", fresh, adamw(fresh, NAMES[:4]), cast=True)
     assert torch.equal(fresh.head.weight, saved[0].head.weight.double())
 
 
-def test_a_weight_absent_from_the_checkpoint_is_refused(store: casckpt.Store, saved: tuple[Network, Optimizer]) -> None:
+def test_a_weight_absent_from_the_checkpoint_is_rejected(
+    store: casckpt.Store, saved: tuple[Network, Optimizer]
+) -> None:
     fresh = Network(2)
     fresh.extra = extra = nn.Linear(1, 1)
     before = extra.weight.detach().clone()
@@ -219,7 +221,9 @@ def test_a_weight_absent_from_the_checkpoint_is_refused(store: casckpt.Store, sa
     assert torch.equal(fresh.head.weight, saved[0].head.weight)
 
 
-def test_a_weight_only_in_the_checkpoint_is_refused(store: casckpt.Store, saved: tuple[Network, Optimizer]) -> None:
+def test_a_weight_that_only_the_checkpoint_has_is_rejected(
+    store: casckpt.Store, saved: tuple[Network, Optimizer]
+) -> None:
     fresh = Network(2)
     del fresh.head
     message = refused(store, fresh, adamw(fresh, NAMES[:4]), Mismatch)
@@ -237,7 +241,7 @@ def test_a_weight_only_in_the_checkpoint_is_refused(store: casckpt.Store, saved:
         (optim.LBFGS, "history_size"),
     ],
 )
-def test_an_optimizer_of_a_different_kind_is_refused(
+def test_an_optimizer_of_a_different_kind_is_rejected(
     store: casckpt.Store, saved: tuple[Network, Optimizer], make: Callable[[Any], Optimizer], option: str
 ) -> None:
     fresh = Network(2)
@@ -247,7 +251,7 @@ def test_an_optimizer_of_a_different_kind_is_refused(
     assert "'betas'" in message
 
 
-def test_a_checkpoint_without_an_optimizer_is_refused(store: casckpt.Store) -> None:
+def test_a_checkpoint_without_an_optimizer_is_rejected(store: casckpt.Store) -> None:
     model = Network(1)
     save_model_and_optim_state(store, model, run="a", step=2)
     fresh = Network(2)
@@ -269,7 +273,7 @@ def test_a_model_alone_loads_from_a_checkpoint_with_an_optimizer(
     assert "optim.param_groups" in found.unread_keys
 
 
-def test_an_optimizer_saved_by_number_is_refused(store: casckpt.Store) -> None:
+def test_an_optimizer_saved_by_number_is_rejected(store: casckpt.Store) -> None:
     model, trained = trained_pair(NAMES)
     store.save({"model": model.state_dict(), "optim": trained.state_dict()}, run="a", step=2)
     assert "store.read" in refused(store, model, trained, Mismatch)
@@ -278,7 +282,7 @@ def test_an_optimizer_saved_by_number_is_refused(store: casckpt.Store) -> None:
     assert identical(fresh.state_dict(), model.state_dict())
 
 
-def test_an_optimizer_of_a_different_model_is_refused(store: casckpt.Store) -> None:
+def test_an_optimizer_of_a_different_model_is_rejected(store: casckpt.Store) -> None:
     model, trained = trained_pair(NAMES)
     with pytest.raises(InvalidInput, match=r"parameter 0 of group 0 .* \[5, 6\]"):
         save_model_and_optim_state(store, Network(1), trained, run="a", step=2)
@@ -287,14 +291,14 @@ def test_an_optimizer_of_a_different_model_is_refused(store: casckpt.Store) -> N
     assert "not in the model" in refused(store, Network(2), trained, InvalidInput)
 
 
-def test_state_of_a_parameter_outside_all_groups_is_refused(store: casckpt.Store) -> None:
+def test_state_of_a_parameter_outside_all_groups_is_rejected(store: casckpt.Store) -> None:
     model, trained = trained_pair(NAMES)
     trained.param_groups[0]["params"].pop()
     with pytest.raises(InvalidInput, match=r"\[3, 5\].*not in any of its groups"):
         save_model_and_optim_state(store, model, trained, run="a", step=2)
 
 
-def test_an_optimizer_with_additional_state_is_refused(store: casckpt.Store) -> None:
+def test_an_optimizer_with_additional_state_is_rejected(store: casckpt.Store) -> None:
     class Lookahead(optim.SGD):
         def state_dict(self) -> dict[str, Any]:
             return {**super().state_dict(), "slow_state": {}}
@@ -304,7 +308,7 @@ def test_an_optimizer_with_additional_state_is_refused(store: casckpt.Store) -> 
         save_model_and_optim_state(store, model, Lookahead(model.parameters(), lr=0.1), run="a", step=2)
 
 
-def test_an_option_that_is_not_plain_data_is_refused(store: casckpt.Store) -> None:
+def test_an_option_that_is_not_plain_data_is_rejected(store: casckpt.Store) -> None:
     model = Network(1)
     trained = adamw(model, NAMES)
     trained.param_groups[0]["backend"] = OrderedDict.fromkeys
@@ -339,7 +343,7 @@ def tied_step(model: Tied, trained: Optimizer) -> None:
     trained.step()
 
 
-def test_tied_parameters_have_one_state_and_stay_tied(store: casckpt.Store) -> None:
+def test_tied_parameters_have_one_state_and_remain_tied(store: casckpt.Store) -> None:
     model, fresh = Tied(1), Tied(2)
     trained, other = (optim.AdamW(one.parameters()) for one in (model, fresh))
     tied_step(model, trained)
@@ -368,13 +372,13 @@ def test_a_tied_parameter_is_found_under_either_name(store: casckpt.Store) -> No
     assert identical(other.state_dict(), trained.state_dict())
 
 
-def test_two_saved_parameters_do_not_load_into_one(store: casckpt.Store) -> None:
+def test_two_saved_parameters_cannot_be_loaded_into_one(store: casckpt.Store) -> None:
     model, fresh = Tied(1, tied=False), Tied(2)
     save_model_and_optim_state(store, model, optim.AdamW(model.parameters()), run="a", step=2)
     assert "['embed.weight', 'out.weight']" in refused(store, fresh, optim.AdamW(fresh.parameters()), Mismatch)
 
 
-def test_frozen_parameters_may_be_in_or_out_of_the_optimizer(store: casckpt.Store) -> None:
+def test_frozen_parameters_can_be_inside_or_outside_the_optimizer(store: casckpt.Store) -> None:
     model, trained = trained_pair(NAMES)
     assert model.frozen.weight not in trained.state
     save_model_and_optim_state(store, model, trained, run="a", step=2)
@@ -386,7 +390,7 @@ def test_frozen_parameters_may_be_in_or_out_of_the_optimizer(store: casckpt.Stor
     assert torch.equal(fresh.frozen.weight, model.frozen.weight)
 
 
-def test_a_resized_model_is_refused_only_because_of_its_shapes(store: casckpt.Store) -> None:
+def test_a_resized_model_is_rejected_only_because_of_its_shapes(store: casckpt.Store) -> None:
     def resized(rows: int) -> nn.ModuleList:
         return nn.ModuleList([nn.Embedding(rows, 2), nn.Linear(2, rows, bias=False)])
 
@@ -430,5 +434,5 @@ def test_non_persistent_buffers_are_neither_saved_nor_loaded(store: casckpt.Stor
         (1, 1.0, False), (1, True, False), (None, None, True), (None, 0, False), ({"a": 1}, [1], False),
     ],
 )  # fmt: skip
-def test_equal_options_of_groups_have_equal_types(one: Any, other: Any, alike: bool) -> None:
+def test_equal_group_options_have_equal_types(one: Any, other: Any, alike: bool) -> None:
     assert _same(one, other) is alike

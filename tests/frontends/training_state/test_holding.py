@@ -58,7 +58,7 @@ def over_shards(rank: int, size: int, path: Path) -> list[tuple[str, bool, bool]
     return found
 
 
-def test_state_is_stored_whole_unless_it_has_the_shape_of_a_shard(store_path: Path, ranks: Pool) -> None:
+def test_state_is_stored_as_a_whole_unless_it_has_the_shape_of_a_shard(store_path: Path, ranks: Pool) -> None:
     for found in ranks.run(2, over_shards, store_path):
         assert {name for name, _, _ in found} == {"step", "exp_avg", "exp_avg_sq", "history", "scale", "ema"}
         assert all(alike for _, _, alike in found)

@@ -67,7 +67,7 @@ def dtypes(optimizer: optim.Optimizer) -> dict[str, torch.dtype]:
 
 @pytest.mark.parametrize(("saved", "here"), [(HIGH, LOW), (LOW, HIGH)], ids=["lower", "higher"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_follows_its_parameter_and_the_next_step_works(
+def test_state_is_loaded_in_the_dtype_of_its_parameter_and_the_next_step_works(
     store: casckpt.Store, name: str, saved: torch.dtype, here: torch.dtype
 ) -> None:
     model, trained = made(saved, OPTIMIZERS[name])

@@ -290,7 +290,7 @@ def undescribed(rank: int, size: int, path: Path) -> list[Any]:
         return [saved, outcome_of(lambda: load_model_and_optim_state(path, "plain@1", model, optimizer))]
 
 
-def test_uneven_parts_without_a_description_are_refused(tmp_path: Path, ranks: Pool) -> None:
+def test_uneven_parts_without_a_description_are_rejected(tmp_path: Path, ranks: Pool) -> None:
     train_unsharded(tmp_path)
     for errors in ranks.run(2, undescribed, tmp_path):
         assert all(isinstance(error, InvalidInput) for error in errors)

@@ -65,7 +65,7 @@ def names_passed_by(model: nn.Module, *, strict: bool = False) -> list[str]:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_keys_that_a_module_saves_but_does_not_read_are_refused_before_a_change(
+def test_keys_that_a_module_saves_but_does_not_read_are_rejected_before_any_change(
     store: casckpt.Store, strict: bool
 ) -> None:
     model = nn.Sequential(nn.Linear(3, 3), Scaled(2.0))
@@ -110,7 +110,7 @@ def test_modules_with_unread_keys_can_be_left_unchanged_as_the_error_advises(sto
         assert identical(other.state[parameter], trained.state[source.get_parameter(name)]), name
 
 
-def test_a_save_warns_once_about_keys_that_a_load_will_refuse(
+def test_a_save_warns_once_about_keys_that_a_load_will_reject(
     store: casckpt.Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = nn.ModuleDict({"once": Scaled(1.0), "plain": nn.Linear(2, 2)})
@@ -120,7 +120,7 @@ def test_a_save_warns_once_about_keys_that_a_load_will_refuse(
     assert "'once.weight.absmax', which its load_state_dict does not read" in caplog.text
 
 
-def test_modules_with_unread_keys_do_not_prevent_a_load_without_them(store: casckpt.Store) -> None:
+def test_modules_with_unread_keys_do_not_prevent_loading_the_others(store: casckpt.Store) -> None:
     adapter = nn.Linear(3, 3)
     save_model_and_optim_state(store, nn.ModuleDict({"adapter": adapter}), run="a", step=1)
     model: Any = nn.ModuleDict({"adapter": nn.Linear(3, 3), "base": Scaled(2.0)})
@@ -142,7 +142,7 @@ def test_keys_that_a_module_reads_in_any_way_are_loaded(store: casckpt.Store) ->
         assert torch.equal(model.scale, torch.tensor([2.0]))
 
 
-def test_read_keys_are_found_without_calling_the_module() -> None:
+def test_keys_that_a_module_reads_are_found_without_calling_it() -> None:
     inside: Any = nn.Sequential(Scaled(1.0))
     inside.register_load_state_dict_pre_hook(lambda module, state, *args: None)  # does not know the keys below
     assert names_passed_by(inside) == ["0.weight.absmax"]
@@ -153,7 +153,7 @@ def test_read_keys_are_found_without_calling_the_module() -> None:
     assert names_passed_by(compiled) == ["0.weight.absmax"]
 
 
-def test_a_second_name_of_a_parameter_is_filled_unless_torch_is_strict(store: casckpt.Store) -> None:
+def test_a_second_name_of_a_parameter_is_filled_unless_torch_would_require_it(store: casckpt.Store) -> None:
     def named(seed: int) -> Any:
         torch.manual_seed(seed)
         model: Any = nn.Linear(3, 3)
@@ -212,7 +212,7 @@ def test_a_copy_in_a_state_dict_is_filled_only_with_equal_values(store: casckpt.
     assert torch.equal(other.bias, store.read("a@1")["model"]["bias"])
 
 
-def test_packing_modules_do_not_prevent_a_load_without_their_weights(store: casckpt.Store) -> None:
+def test_packing_modules_do_not_prevent_loading_the_other_modules(store: casckpt.Store) -> None:
     store.save({"model": {"bias": torch.ones(3)}, "plain": {"weight": torch.ones(3, 3)}}, run="a", step=1)
     model = Packing(2)
     store.load({"model": model.state_dict()}, "a@1", strict=False, unread="ignore")
@@ -221,7 +221,7 @@ def test_packing_modules_do_not_prevent_a_load_without_their_weights(store: casc
         store.load({"plain": model.state_dict()}, "a@1", strict=False)
 
 
-def test_a_module_that_packs_its_state_receives_it(store: casckpt.Store) -> None:
+def test_a_module_that_packs_its_state_receives_the_packed_state(store: casckpt.Store) -> None:
     save_model_and_optim_state(store, Packing(1), run="a", step=1)
     model = Unpacking(2)
     load_model_and_optim_state(store, "a@1", model)
@@ -293,7 +293,7 @@ class Odd:
     x = 0
 
 
-def test_the_error_for_extra_state_that_is_not_plain_names_it(store: casckpt.Store) -> None:
+def test_the_error_for_extra_state_that_is_not_plain_data_names_the_key(store: casckpt.Store) -> None:
     odd = Odd()
     odd.x = 7
     model = nn.Sequential(Extra(odd))
@@ -305,7 +305,7 @@ def test_the_error_for_extra_state_that_is_not_plain_names_it(store: casckpt.Sto
     assert fresh.extra.x == 7
 
 
-def test_extra_state_absent_from_the_checkpoint_is_refused(store: casckpt.Store) -> None:
+def test_extra_state_absent_from_the_checkpoint_is_rejected(store: casckpt.Store) -> None:
     model = nn.Linear(2, 2)
     save_model_and_optim_state(store, model, run="a", step=1)
     fresh = Extra("mine")

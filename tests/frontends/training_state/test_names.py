@@ -73,7 +73,7 @@ WRAPS: dict[str, Callable[[Any], nn.Module]] = {
 
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_the_keys_of_a_wrapped_model_are_those_of_the_plain_model(store: casckpt.Store, wrap: str) -> None:
+def test_a_wrapped_model_has_the_same_keys_as_the_plain_model(store: casckpt.Store, wrap: str) -> None:
     plain = Named(1)
     names = list(plain.state_dict())
     metadata = plain.state_dict()._metadata  # type: ignore[attr-defined]  # torch sets it on the dict
@@ -107,7 +107,7 @@ def test_a_user_module_named_module_keeps_its_name() -> None:
     assert [wrapped_child(module) for module in model.modules()] == [None] * 5
 
 
-def test_a_subclass_of_a_wrapper_counts_as_a_wrapper() -> None:
+def test_a_subclass_of_a_wrapper_class_counts_as_a_wrapper() -> None:
     class Mine(nn.DataParallel[Any]):
         pass
 
@@ -115,7 +115,7 @@ def test_a_subclass_of_a_wrapper_counts_as_a_wrapper() -> None:
 
 
 @pytest.mark.parametrize(("name", "child"), WRAPPERS.items())
-def test_the_wrapper_classes_exist_under_their_names_in_torch(name: str, child: str) -> None:
+def test_the_wrapper_classes_exist_in_torch_under_their_names(name: str, child: str) -> None:
     """Megatron-FSDP need not be installed. Its wrapper is assumed to be where version 0.6.1 has it."""
     place, _, name_of_kind = name.rpartition(".")
     if place.startswith("torch."):
@@ -131,7 +131,7 @@ def test_the_wrapper_classes_exist_under_their_names_in_torch(name: str, child: 
     assert plain_name(made, child) == ""
 
 
-def test_two_parameters_with_the_same_plain_name_are_refused() -> None:
+def test_two_parameters_with_the_same_plain_name_are_rejected() -> None:
     class Twice(nn.DataParallel[Any]):
         pass
 

@@ -72,7 +72,7 @@ class Scaled(nn.Linear):
         destination[f"{prefix}weight.scale"] = torch.ones(1)
 
 
-def test_objects_are_stored_like_save_model_and_optim_state() -> None:
+def test_objects_are_stored_as_by_save_model_and_optim_state() -> None:
     store, (model, optimizer) = small(), trained()
     store.save({"model": model, "optim": optimizer}, run="objects", step=1)
     save_model_and_optim_state(store, model, optimizer, run="named", step=1)
@@ -83,7 +83,7 @@ def test_objects_are_stored_like_save_model_and_optim_state() -> None:
     assert identical(store.read("objects@1"), store.read("named@1"))
 
 
-def test_a_fresh_optimizer_receives_moments_and_rate(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fresh_optimizer_receives_its_moments_and_learning_rate(caplog: pytest.LogCaptureFixture) -> None:
     store, (model, optimizer) = small(), trained()
     schedule = optim.lr_scheduler.StepLR(optimizer, 1)
     optimizer.param_groups[0]["lr"] = 0.125
@@ -103,7 +103,7 @@ def test_a_fresh_optimizer_receives_moments_and_rate(caplog: pytest.LogCaptureFi
     assert "did not read" not in warnings(caplog)
 
 
-def test_both_front_ends_load_each_others_checkpoints() -> None:
+def test_both_front_ends_can_load_each_others_checkpoints() -> None:
     store, (model, optimizer) = small(), trained()
     store.save({"model": model, "optim": optimizer}, run="a", step=1)
     save_model_and_optim_state(store, model, optimizer, run="b", step=1)
@@ -149,7 +149,7 @@ def shared_out() -> dict[str, Any]:
         (lambda: {"loader": DataLoader([1])}, "StatefulDataLoader"),  # type: ignore[arg-type]  # a list is sufficient
     ],
 )
-def test_an_object_that_cannot_be_stored_is_refused(state: Callable[[], Any], says: str) -> None:
+def test_an_object_that_cannot_be_stored_is_rejected(state: Callable[[], Any], says: str) -> None:
     store = small()
     with pytest.raises(InvalidInput) as refused:
         store.save(state(), run="a", step=1)
@@ -164,7 +164,7 @@ def test_modules_joined_as_the_error_advises_are_saved_and_loaded() -> None:
     assert "nets.a.head.weight" in store.get("a@1").tensors
 
 
-def test_everything_is_checked_before_anything_changes() -> None:
+def test_all_objects_are_checked_before_any_of_them_changes() -> None:
     store, (model, optimizer) = small(), trained()
     store.save({"model": model, "optim": optimizer, "ema": nn.Linear(2, 2)}, run="a", step=1)
     fresh, fresh_optimizer = made(seed=1)
@@ -185,7 +185,7 @@ def test_everything_is_checked_before_anything_changes() -> None:
     assert not log
 
 
-def test_a_module_that_reads_less_than_it_saves_is_refused_before_a_change() -> None:
+def test_a_module_that_reads_less_than_it_saves_is_rejected_before_any_change() -> None:
     store, layer = small(), Scaled(4, 4)
     store.save({"layer": layer}, run="a", step=1)
     fresh = Scaled(4, 4)
@@ -208,7 +208,7 @@ def test_missing_parts_are_left_unchanged_if_allowed() -> None:
     assert identical(contents(fresh), contents(model))
 
 
-def test_state_dicts_are_called_in_key_order_and_generators_loaded_last() -> None:
+def test_objects_are_saved_in_key_order_and_generators_are_loaded_last() -> None:
     store, log = small(), list[str]()
 
     class Drawing(Counter):
@@ -236,7 +236,7 @@ def draw(state: dict[str, Any]) -> list[float]:
     return [random.random(), float(torch.rand(1, generator=state["b"])), array.random(), plain.random()]
 
 
-def test_objects_can_be_saved_async_saved_by_a_function_and_updated() -> None:
+def test_objects_can_be_saved_asynchronously_or_by_a_function_and_updated() -> None:
     store, (model, optimizer) = small(), trained()
     state = {"model": model, "optim": optimizer, "t": torch.ones(3)}
     store.warm_up(state)
@@ -328,7 +328,7 @@ class Extra(nn.Linear):
     [nn.Linear(1, 1), torch.Generator(), optim.lr_scheduler.StepLR(optim.SGD([nn.Parameter(torch.ones(1))]), 1)],
     ids=lambda value: type(value).__name__,
 )
-def test_an_object_inside_a_state_dict_is_stored_exactly_or_refused(value: Any) -> None:
+def test_an_object_inside_a_state_dict_is_stored_exactly_or_rejected(value: Any) -> None:
     """Otherwise, a load would return its state_dict, which the owner does not expect."""
     model, holder, extra = nn.Linear(1, 1), Holder(value), Extra(value)
     sgd = optim.SGD(model.parameters())
@@ -489,7 +489,7 @@ def fail_on_one(rank: int, size: int, path: Path) -> list[str]:
     return [" ".join([str(error), *getattr(error, "__notes__", ())]) for error in errors]
 
 
-def test_an_object_that_fails_on_one_rank_fails_on_all(tmp_path: Path, ranks: Pool) -> None:
+def test_an_object_that_fails_on_one_rank_fails_on_all_ranks(tmp_path: Path, ranks: Pool) -> None:
     for saved, loaded in ranks.run(2, fail_on_one, tmp_path):
         assert "raised in state_dict of 'z'" in saved
         assert "raised in load_state_dict of 'z'; earlier parts are already loaded" in loaded
@@ -521,7 +521,7 @@ def objects_on_one(rank: int, size: int, path: Path) -> dict[str, list[str]]:
     return found
 
 
-def test_objects_on_a_single_rank_are_refused_on_all_ranks_without_waiting(tmp_path: Path, ranks: Pool) -> None:
+def test_objects_on_a_single_rank_are_rejected_on_all_ranks_without_waiting(tmp_path: Path, ranks: Pool) -> None:
     for found in ranks.run(2, objects_on_one, tmp_path):
         for text in (*found["dict"], *found["nothing"]):
             assert "Rank 1 has the whole objects 'model' in its state, but rank 0 has none" in text

@@ -263,7 +263,7 @@ def test_an_optimizer_resumes_bit_for_bit(monkeypatch: pytest.MonkeyPatch, row: 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of the package
 @pytest.mark.parametrize("name", ["AggMo", "Lookahead", "Magma"])
-def test_values_that_a_checkpoint_cannot_store_are_refused(name: str) -> None:
+def test_values_that_a_checkpoint_cannot_store_are_rejected(name: str) -> None:
     row = next(row for row in ROWS if row.outcome == REFUSED)
     model, store = network(1), small()
     optimizer = row.of(name, model)
@@ -349,7 +349,7 @@ def test_the_table_of_optimizers_has_the_expected_rows() -> None:
     assert len(versions) == len(ROWS)
 
 
-def test_the_table_has_every_optimizer_of_torch() -> None:
+def test_the_table_contains_every_torch_optimizer() -> None:
     kinds = [kind for kind in vars(optim).values() if inspect.isclass(kind) and issubclass(kind, Optimizer)]
     assert {kind.__name__ for kind in kinds} - {"Optimizer"} <= set(ROWS[0].names.split())
 
@@ -438,7 +438,7 @@ def maintained(model: nn.Module, optimizer: Optimizer, owners: Callable[[str], i
 
 
 @pytest.mark.parametrize("name", ["Muon", "MuonWithAuxAdam"])
-def test_muon_resumes_with_the_momentum_of_the_owning_ranks(store_path: Path, ranks: Pool, name: str) -> None:
+def test_muon_resumes_with_the_momentum_from_the_owning_ranks(store_path: Path, ranks: Pool, name: str) -> None:
     pytest.importorskip("muon")
     for refused in ranks.run(2, muon_resumed, store_path, name):
         assert "owners=" in refused
@@ -523,7 +523,7 @@ def trained() -> dict[str, tuple[casckpt.Store, Optimizer]]:
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
 @pytest.mark.parametrize("stepped", [True, False], ids=["stepped", "fresh"])
-def test_state_of_each_kind_loads_into_every_other_kind_or_is_refused(
+def test_state_of_any_kind_loads_into_every_other_kind_or_is_rejected(
     trained: dict[str, tuple[casckpt.Store, Optimizer]], strict: bool, stepped: bool
 ) -> None:
     serves = set()
@@ -554,7 +554,7 @@ def _family(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_table_of_kinds_matches_the_state_of_torch(kind: str) -> None:
+def test_the_table_of_kinds_matches_the_state_that_torch_creates(kind: str) -> None:
     """This test fails if a version of torch keeps more or less state."""
     model, optimizer = made(kind, 1)
     step(model, optimizer, 1)
@@ -595,7 +595,7 @@ def test_a_user_defined_optimizer_can_have_any_state(make: Callable[..., Any]) -
     assert identical(other.state_dict(), optimizer.state_dict())
 
 
-def test_a_subclass_of_a_torch_optimizer_needs_the_state_of_its_base() -> None:
+def test_a_subclass_of_a_torch_optimizer_must_have_the_state_of_its_base_class() -> None:
     store = small()
     model, optimizer = made("Adamax", 1)
     step(model, optimizer, 1)

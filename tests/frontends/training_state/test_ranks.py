@@ -81,7 +81,7 @@ def by_hand(model: nn.Module, optimizer: Optimizer, saved: Everything) -> None:
                 }
 
 
-def test_a_training_resumes_bit_for_bit_on_a_different_number_of_ranks(store_path: Path, ranks: Pool) -> None:
+def test_training_resumes_bit_for_bit_on_a_different_number_of_ranks(store_path: Path, ranks: Pool) -> None:
     saved = ranks.run(4, trained_on_4, store_path)[0]
     assert ranks.run(2, resumed_on_2, store_path, saved) == [[[]] * 4] * 2
 
@@ -220,7 +220,7 @@ def stale_steps(rank: int, size: int, path: Path, factory: Factory) -> list[floa
 
 
 @pytest.mark.parametrize("factory", [adamw, optim.Adagrad])  # Adagrad has state before the first step
-def test_step_counts_come_from_ranks_that_take_the_steps(store_path: Path, ranks: Pool, factory: Factory) -> None:
+def test_step_counts_are_saved_by_ranks_that_perform_the_steps(store_path: Path, ranks: Pool, factory: Factory) -> None:
     assert ranks.run(4, stale_steps, store_path, factory) == [[5.0]] * 4
 
 
@@ -239,7 +239,7 @@ def with_state_of_blocks(rank: int, size: int, path: Path, wrap: bool, drift: fl
     return "saved"
 
 
-def test_state_that_may_belong_to_a_shard_is_refused_if_it_differs_across_ranks(tmp_path: Path, ranks: Pool) -> None:
+def test_state_that_may_belong_to_shards_is_rejected_if_it_differs_across_ranks(tmp_path: Path, ranks: Pool) -> None:
     for drift in (1.0, 1e-6):
         for text in ranks.run(2, with_state_of_blocks, tmp_path / "s", True, drift):
             assert "'optim.state.weight.scales' differs between ranks 0 and 1, and its parameter is sharded" in text
@@ -260,7 +260,7 @@ def leaves_something_unread(rank: int, size: int, path: Path) -> list[str]:
     return [text for text in said if "'ema' of unread@1" in text]
 
 
-def test_one_rank_reports_unread_keys(store_path: Path, ranks: Pool) -> None:
+def test_only_one_rank_reports_unread_keys(store_path: Path, ranks: Pool) -> None:
     first, second = ranks.run(2, leaves_something_unread, store_path)
     assert (len(first), second) == (1, [])
 
@@ -278,7 +278,7 @@ def with_odd_state_beside_shards(rank: int, size: int, path: Path) -> list[str]:
     return found
 
 
-def test_whole_state_of_a_sharded_parameter_is_compared_exactly_or_refused(tmp_path: Path, ranks: Pool) -> None:
+def test_unsharded_state_of_a_sharded_parameter_is_compared_exactly_or_rejected(tmp_path: Path, ranks: Pool) -> None:
     for conjugate, wrapper in ranks.run(2, with_odd_state_beside_shards, tmp_path / "s"):
         assert conjugate == "saved"
         assert "'optim.state.weight.scales': a TwoTensor consists of other tensors" in wrapper

@@ -66,7 +66,7 @@ def alike(found: tuple[nn.Module, optim.Optimizer], saved: tuple[nn.Module, opti
 @LOADS
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("rename", [RENAME, lambda key: key.replace("model.trunk", "model.body")])
-def test_a_rename_maps_the_names_of_model_and_optimizer(
+def test_a_rename_maps_the_names_of_the_model_and_the_optimizer(
     store: casckpt.Store, load: Load, strict: bool, rename: Any
 ) -> None:
     saved = trained("body", 1)
@@ -95,7 +95,7 @@ def test_names_that_still_differ_are_reported(store: casckpt.Store, load: Load) 
     assert {id(p) for p in found[1].state} == {id(p) for p in found[0].get_submodule("trunk").parameters()}
 
 
-def test_missing_keys_are_reported_by_their_new_names(store: casckpt.Store) -> None:
+def test_missing_keys_are_reported_under_their_new_names(store: casckpt.Store) -> None:
     save_model_and_optim_state(store, *trained("body", 1), run="a", step=1)
     loaded = load_model_and_optim_state(store, "a@1", *made("trunk", 2, "tail"), rename=RENAME, strict=False)
     assert loaded.missing_keys == (
@@ -105,7 +105,7 @@ def test_missing_keys_are_reported_by_their_new_names(store: casckpt.Store) -> N
 
 
 @LOADS
-def test_a_rename_of_two_parameters_to_one_name_is_refused(store: casckpt.Store, load: Load) -> None:
+def test_a_rename_of_two_parameters_to_one_name_is_rejected(store: casckpt.Store, load: Load) -> None:
     saved = nn.Sequential(OrderedDict(one=nn.Linear(3, 3)))
     save_model_and_optim_state(store, saved, optim.SGD(saved.parameters()), run="a", step=1)
     two = nn.Sequential(OrderedDict(one=nn.Linear(3, 3), two=nn.Linear(3, 3)))
@@ -121,7 +121,7 @@ def test_a_rename_of_two_parameters_to_one_name_is_refused(store: casckpt.Store,
 
 @LOADS
 @pytest.mark.parametrize("rename", [5, {"(": "x"}, lambda key: None])
-def test_an_invalid_rename_is_refused(store: casckpt.Store, load: Load, rename: Any) -> None:
+def test_an_invalid_rename_is_rejected(store: casckpt.Store, load: Load, rename: Any) -> None:
     save_model_and_optim_state(store, *trained("body", 1), run="a", step=1)
     found = made("trunk", 2)
     before = everything(*found)

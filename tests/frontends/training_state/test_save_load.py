@@ -46,7 +46,7 @@ OF_MATRICES: Factory = partial(optim.Muon, lr=0.1)
 OF_SPARSE: Factory = partial(optim.SparseAdam, lr=0.1)
 
 
-def test_every_optimizer_of_torch_is_in_the_table() -> None:
+def test_the_table_contains_every_torch_optimizer() -> None:
     known = {factory.func for factory in [*OPTIMIZERS.values(), OF_MATRICES, OF_SPARSE] if isinstance(factory, partial)}
     kinds = {kind for kind in vars(optim).values() if inspect.isclass(kind) and issubclass(kind, Optimizer)}
     assert kinds - known == {Optimizer}
@@ -180,7 +180,7 @@ def test_a_save_before_the_first_step_neither_stores_nor_creates_state(store: ca
     assert unshard_optim_state(store, "a@0")["state"] == {}
 
 
-def test_a_load_into_a_fresh_optimizer_does_not_step(store: casckpt.Store) -> None:
+def test_loading_into_a_fresh_optimizer_does_not_perform_a_step(store: casckpt.Store) -> None:
     model = Network(1)
     save_model_and_optim_state(store, model, Refusing(model.parameters()), run="a", step=0)
     weights = everything(model)[2]
@@ -193,7 +193,7 @@ def test_a_load_into_a_fresh_optimizer_does_not_step(store: casckpt.Store) -> No
     assert identical({**everything(target)[2], "scratch": 0}, {**weights, "scratch": 0})
 
 
-def test_a_load_of_a_checkpoint_without_state_empties_the_optimizer(store: casckpt.Store) -> None:
+def test_loading_a_checkpoint_without_state_empties_the_optimizer(store: casckpt.Store) -> None:
     model = Network(1)
     trained = optim.AdamW(model.parameters())
     save_model_and_optim_state(store, model, trained, run="a", step=0)
@@ -202,7 +202,7 @@ def test_a_load_of_a_checkpoint_without_state_empties_the_optimizer(store: casck
     assert len(trained.state) == 0
 
 
-def test_a_load_fills_existing_tensors(store: casckpt.Store) -> None:
+def test_loading_fills_existing_tensors(store: casckpt.Store) -> None:
     model = Network(1)
     trained = optim.AdamW(model.parameters(), lr=torch.tensor(0.1), foreach=False)
     train(model, trained, range(2))
@@ -237,7 +237,7 @@ def train_linear(model: nn.Module, trained: Optimizer) -> None:
     trained.step()
 
 
-def test_state_is_loaded_in_the_layout_of_its_parameter(store: casckpt.Store) -> None:
+def test_state_is_loaded_in_the_memory_layout_of_its_parameter(store: casckpt.Store) -> None:
     model, fresh = (nn.Conv2d(3, 4, 2) for _ in range(2))
     for one in (model, fresh):
         one.weight.data = one.weight.data.to(memory_format=torch.channels_last)

@@ -24,7 +24,7 @@ def two_groups(model: Network) -> optim.Optimizer:
     return optim.AdamW(groups, lr=0.1)
 
 
-def test_optimizer_state_nested_by_a_different_front_end_is_found(
+def test_optimizer_state_that_a_different_front_end_nested_is_found(
     store: casckpt.Store, saved: tuple[Network, optim.Optimizer]
 ) -> None:
     state = store.read("a@2")

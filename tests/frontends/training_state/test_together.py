@@ -174,7 +174,7 @@ def refused_loads(rank: int, size: int, path: Path) -> Any:
     return [load("b@1"), load(change=more_on_rank_1), load(change=wider_on_rank_1), load(change=less)]
 
 
-def test_all_ranks_refuse_a_load_that_one_rank_refuses(store_path: Path, ranks: Pool) -> None:
+def test_all_ranks_reject_a_load_that_one_rank_rejects(store_path: Path, ranks: Pool) -> None:
     for rank, found in enumerate(ranks.run(2, refused_loads, store_path)):
         assert [kind for kind, _ in found] == ["NotFound", "MissingKey", "Mismatch", "Mismatch"]
         assert ["rank 1: " in text for _, text in found] == [False, rank == 0, rank == 0, False]
@@ -199,7 +199,7 @@ def missing_state(rank: int, size: int, path: Path) -> Any:
     return [kinds(error) for error in errors], done
 
 
-def test_an_optimizer_with_different_parameters_is_refused(store_path: Path, ranks: Pool) -> None:
+def test_an_optimizer_with_different_parameters_is_rejected(store_path: Path, ranks: Pool) -> None:
     for errors, done in ranks.run(2, missing_state, store_path):
         assert [kind for kind, _ in errors] == ["MissingKey", "Mismatch", "MissingKey"]
         assert all("tied.0.weight" in text for _, text in errors[:2])
@@ -235,7 +235,7 @@ def refused_saves(rank: int, size: int, path: Path) -> Any:
     ]
 
 
-def test_all_ranks_refuse_a_save_that_one_rank_refuses(store_path: Path, ranks: Pool) -> None:
+def test_all_ranks_reject_a_save_that_one_rank_rejects(store_path: Path, ranks: Pool) -> None:
     for rank, found in enumerate(ranks.run(3, refused_saves, store_path)):
         assert [kind for kind, _ in found] == ["InvalidInput"] * 5
         words = [r"[7]", "use_orig_params=True", "casckpt.Shard", "casckpt.Shard", "summon_full_params"]
@@ -259,7 +259,7 @@ def of_two_kinds(rank: int, size: int, path: Path) -> Any:
     return whole, objects
 
 
-def test_different_optimizers_under_one_key_are_refused(store_path: Path, ranks: Pool) -> None:
+def test_different_optimizers_under_one_key_are_rejected(store_path: Path, ranks: Pool) -> None:
     small_folder(store_path)
     for found in ranks.run(2, of_two_kinds, store_path):
         for key, (kind, text) in zip(("optim", "own"), found, strict=True):
@@ -351,7 +351,7 @@ def stages(rank: int, size: int, path: Path) -> None:
     assert isinstance(refused, Mismatch)  # these two ranks have only one of the stages
 
 
-def test_stages_of_a_pipeline_are_unsharded(store_path: Path, ranks: Pool) -> None:
+def test_pipeline_stages_are_unsharded(store_path: Path, ranks: Pool) -> None:
     ranks.run(4, stages, store_path)
     groups = unshard_optim_state(store_path, "a@1", by_name=True)["param_groups"]
     assert [(group["lr"], group["weight_decay"]) for group in groups] == [
@@ -393,5 +393,5 @@ def group_of_two(rank: int, size: int, path: Path) -> None:
         assert identical([*fresh.parameters()], [*model.parameters()])
 
 
-def test_a_group_of_some_ranks_unshards(store_path: Path, ranks: Pool) -> None:
+def test_unsharding_works_in_a_subgroup_of_ranks(store_path: Path, ranks: Pool) -> None:
     ranks.run(4, group_of_two, store_path)

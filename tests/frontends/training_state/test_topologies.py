@@ -68,7 +68,9 @@ def loaded(
     return found if rank == 0 else {}
 
 
-def test_any_topology_loads_checkpoints_of_every_other(store_path: Path, ranks: Pool, seed: int, full: bool) -> None:
+def test_any_topology_can_load_checkpoints_of_every_other_topology(
+    store_path: Path, ranks: Pool, seed: int, full: bool
+) -> None:
     seed %= 1000
     expected: dict[str, Everything] = {}
     origins = pairs_of(seed, full=full)

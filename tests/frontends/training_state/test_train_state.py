@@ -40,7 +40,7 @@ def test_a_dict_receives_extra_entries_and_a_train_state_logs_them(caplog: pytes
     assert "also has 'seen'" in caplog.text
 
 
-def test_a_dict_with_unsaved_entries_is_refused_before_it_changes() -> None:
+def test_a_dict_with_unsaved_entries_is_rejected_before_it_changes() -> None:
     store = small()
     Checkpointer(store, run="a").save(1, nn.Linear(1, 1), None, {"epoch": 3})
     plain = {"epoch": 0, "more": 1}
@@ -62,7 +62,7 @@ def test_a_dict_with_unsaved_entries_is_refused_before_it_changes() -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(("kind", "named"), [(dict, False), (TrainState, True)])
-def test_a_train_state_that_does_not_fit_is_refused_before_the_model_changes(
+def test_a_train_state_that_does_not_match_is_rejected_before_the_model_changes(
     kind: Any, named: bool, name: str, part: Any
 ) -> None:
     store, model, fresh = small(), nn.Linear(2, 2), nn.Linear(2, 2)
@@ -88,12 +88,12 @@ def stepped(model: nn.Module, rate: float = 0.1) -> optim.Optimizer:
     return made
 
 
-def test_a_model_with_the_name_of_the_train_state_is_refused() -> None:
+def test_a_model_with_the_name_of_the_train_state_is_rejected() -> None:
     with pytest.raises(InvalidInput, match="'train'"):
         Checkpointer(small(), run="a").save(1, {"train": nn.Linear(1, 1)})
 
 
-def test_a_data_loader_that_cannot_save_its_position_is_refused() -> None:
+def test_a_data_loader_that_cannot_save_its_position_is_rejected() -> None:
     loader: DataLoader[int] = DataLoader([1, 2])  # type: ignore[arg-type]  # a list is sufficient
     with pytest.raises(InvalidInput, match=r"'loader' is a torch DataLoader.*StatefulDataLoader"):
         TrainState(loader=loader)
@@ -153,20 +153,20 @@ def test_a_resume_fills_existing_tensors_in_place(kind: type) -> None:
     assert state["epoch"] == 3
 
 
-def test_an_unsaved_object_inside_a_dict_is_refused() -> None:
+def test_an_unsaved_object_inside_a_dict_is_rejected() -> None:
     with pytest.raises(MissingKey, match="'one'"):
         TrainState(rng=False, scheds={"one": schedule(1)}).load_state_dict({"scheds": {}})
 
 
 @pytest.mark.parametrize("saved", [[], [{}] * 3, 3, {"0": {}}])
-def test_a_list_of_a_different_length_is_refused(saved: Any) -> None:
+def test_a_list_of_a_different_length_is_rejected(saved: Any) -> None:
     schedules = [schedule(1), schedule(2)]
     with pytest.raises(Mismatch, match="'scheds' is a list with objects, of length 2"):
         TrainState(rng=False, scheds=schedules).load_state_dict({"scheds": saved})
     assert [one.step_size for one in schedules] == [1, 2]
 
 
-def test_an_error_of_an_object_has_a_note_with_its_key() -> None:
+def test_an_error_raised_by_an_object_has_a_note_with_its_key() -> None:
     class Odd:
         def state_dict(self) -> dict[str, int]:
             raise KeyError(1)

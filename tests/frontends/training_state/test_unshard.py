@@ -61,7 +61,7 @@ def test_names_that_begin_with_model_are_unsharded(store: casckpt.Store) -> None
     assert list(unshard_model_state(store, "a@1", keys=["model.*"])) == ["model.weight", "model.bias"]
 
 
-def test_model_state_nested_by_a_different_front_end_is_unsharded(store: casckpt.Store) -> None:
+def test_model_state_that_a_different_front_end_nested_is_unsharded(store: casckpt.Store) -> None:
     model = Network(1)
     nested: dict[str, Any] = {}
     for name, value in model.state_dict().items():
@@ -76,7 +76,9 @@ def test_model_state_nested_by_a_different_front_end_is_unsharded(store: casckpt
     assert identical(fresh.state_dict(), model.state_dict())
 
 
-def test_a_pattern_without_a_match_raises(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
+def test_a_pattern_without_a_match_raises_an_error(
+    store: casckpt.Store, saved: tuple[Network, optim.Optimizer]
+) -> None:
     for pattern in ("haed.*", "optim.*"):
         with pytest.raises(MissingKey, match="matches"):
             unshard_model_state(store, "a@2", keys=[pattern])
@@ -108,7 +110,7 @@ def test_part_of_an_optimizer_state_is_unsharded(
     )
 
 
-def test_an_unsharded_state_is_on_the_chosen_device(
+def test_an_unsharded_state_is_on_the_requested_device(
     store: casckpt.Store, saved: tuple[Network, optim.Optimizer]
 ) -> None:
     assert unshard_model_state(store, "a@2", device=torch.device("cpu"))["counts"].device.type == "cpu"
@@ -118,13 +120,13 @@ def test_an_unsharded_state_is_on_the_chosen_device(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is available")
-def test_an_unavailable_device_is_refused(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
+def test_an_unavailable_device_is_rejected(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
     for unshard in (unshard_model_state, unshard_optim_state):
         with pytest.raises(InvalidInput, match=r"cannot allocate .* on cuda"):
             unshard(store, "a@2", device="cuda")
 
 
-def test_patterns_select_keys(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
+def test_patterns_select_the_keys_to_unshard(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
     """A string is one pattern, as for `Store.read`."""
     assert list(unshard_model_state(store, "a@2", keys="counts")) == ["counts"]
     first = unshard_optim_state(store, "a@2", keys=["norm.*"], by_name=True)["state"]
@@ -141,7 +143,7 @@ def test_a_single_process_acts_as_rank_0(store: casckpt.Store, saved: tuple[Netw
         assert identical(unshard_optim_state(store, "a@2", **flags), saved[1].state_dict())
 
 
-def test_an_incomplete_flat_state_is_refused() -> None:
+def test_an_incomplete_flat_state_is_rejected() -> None:
     model = Network(1)
     trained = optim.LBFGS(model.parameters(), max_iter=3)
     before = everything(model, trained)

@@ -98,7 +98,7 @@ def restored_folder(*arguments: Any, **options: Any) -> Path:
     return Path(found)
 
 
-def test_a_frozen_encoder_in_ten_checkpoints_is_stored_once(tmp_path: Path, store: Store) -> None:
+def test_a_frozen_encoder_is_stored_once_for_ten_checkpoints(tmp_path: Path, store: Store) -> None:
     learner, losses = model(), Losses()
     training = trainer(tmp_path / "out", learner, CasCheckpointCallback(store, run="sft"), losses)
     training.train()
@@ -205,7 +205,7 @@ class ManyFigures(hub.TrainerCallback):  # type: ignore[misc]  # Any, if Transfo
         state.log_history.append({"step": state.global_step, "eval_loss": 2.0, **figures})
 
 
-def test_evaluation_metrics_are_kept_if_there_are_too_many(tmp_path: Path, store: Store) -> None:
+def test_if_there_are_too_many_metrics_those_of_the_evaluation_are_kept(tmp_path: Path, store: Store) -> None:
     trainer(tmp_path, tiny(), CasCheckpointCallback(store, run="sft"), ManyFigures(), most=1).train()
     metrics = store.get("sft@1").metrics
     assert len(metrics) == MAX_METRICS
@@ -213,7 +213,7 @@ def test_evaluation_metrics_are_kept_if_there_are_too_many(tmp_path: Path, store
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "deepspeed"])
-def test_a_training_with_unsupported_folders_does_not_start(store: Store, kind: str) -> None:
+def test_training_with_unsupported_folders_does_not_start(store: Store, kind: str) -> None:
     callback = CasCheckpointCallback(store, run="sft")
     with pytest.raises(Unsupported, match=f"a Trainer with {kind} are not supported"):
         callback.on_train_begin(SimpleNamespace(**{kind: True}), None, None)
@@ -250,12 +250,12 @@ def test_user_entries_of_an_optimizer_are_restored(tmp_path: Path, store: Store)
         assert identical(found["state"][key], entries)
 
 
-def test_save_intervals_of_the_callback_are_refused(store: Store) -> None:
+def test_save_intervals_of_the_callback_are_rejected(store: Store) -> None:
     with pytest.raises(InvalidInput, match=r"save_interval has no effect here: .* save_steps of the Trainer"):
         CasCheckpointCallback(store, run="sft", save_interval=100, max_checkpoints=3)
 
 
-def test_a_restarted_training_overwrites_steps_that_exist(tmp_path: Path, store: Store) -> None:
+def test_restarted_training_overwrites_existing_steps(tmp_path: Path, store: Store) -> None:
     for most in (4, 3):  # the second training saves steps that exist
         trainer(tmp_path / str(most), tiny(), CasCheckpointCallback(store, run="sft"), most=most).train()
     assert [step for _, step in steps(store)] == [4, 1, 2, 3]
@@ -275,7 +275,7 @@ def trained_on_ranks(rank: int, size: int, folder: Path, run: str, back: Path | 
         return losses.found, learner.classifier.state_dict()
 
 
-def test_a_training_on_several_ranks_resumes_bit_for_bit(tmp_path: Path, ranks: Pool) -> None:
+def test_training_on_several_ranks_resumes_bit_for_bit(tmp_path: Path, ranks: Pool) -> None:
     whole = ranks.run(2, trained_on_ranks, tmp_path, "whole", None)
     store = tmp_path / "store"
     back = restored_folder(store, "whole@2", tmp_path / "parts")
@@ -290,7 +290,7 @@ def test_a_training_on_several_ranks_resumes_bit_for_bit(tmp_path: Path, ranks: 
     assert opened.get("whole@4").stats.bytes_written < 1 << 20  # the encoder is stored once
 
 
-def test_from_pretrained_loads_an_exported_training(tmp_path: Path, store: Store) -> None:
+def test_from_pretrained_loads_the_export_of_a_training(tmp_path: Path, store: Store) -> None:
     learner = tiny()
     trainer(tmp_path / "out", learner, CasCheckpointCallback(store, run="sft"), most=1).train()
     found = export(store.url, "sft@1", tmp_path / "model")
@@ -313,7 +313,7 @@ def sharded_on_two_ranks(rank: int, size: int, folder: Path) -> None:
     save_model_and_optim_state(folder, model, trained(model), run="a", step=1)
 
 
-def test_from_pretrained_loads_an_export_of_a_sharded_training(store_path: Path, tmp_path: Path, ranks: Pool) -> None:
+def test_from_pretrained_loads_the_export_of_a_sharded_training(store_path: Path, tmp_path: Path, ranks: Pool) -> None:
     ranks.run(2, sharded_on_two_ranks, store_path)
     model = gpt2(seed=9)
     load_model_and_optim_state(store_path, "a@1", model)
@@ -431,7 +431,7 @@ class WithProjector(torch.optim.SGD):
             self.state[parameter]["projector"] = object()
 
 
-def test_an_invalid_optimizer_ends_a_training_at_its_start(tmp_path: Path, store: Store) -> None:
+def test_training_with_an_unsupported_optimizer_stops_at_the_start(tmp_path: Path, store: Store) -> None:
     def train(make: Any, **options: Any) -> int:
         learner = tiny()
         training = trainer(

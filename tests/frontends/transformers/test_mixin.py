@@ -117,7 +117,7 @@ def whole(folder: Path) -> tuple[dict[int, float], Any]:
     return losses.found, training.model
 
 
-def test_a_crashed_training_resumes_with_identical_losses(tmp_path: Path, store: Store) -> None:
+def test_training_resumes_after_a_crash_with_identical_losses(tmp_path: Path, store: Store) -> None:
     losses, trained = whole(tmp_path)
     before, after = Losses(), Losses()
     with pytest.raises(Crash):
@@ -204,7 +204,7 @@ def test_training_in_a_different_thread_ignores_signals(
     assert "does not run in the main thread" in caplog.text
 
 
-def test_refused_arguments_are_left_unchanged(tmp_path: Path, store: Store) -> None:
+def test_rejected_arguments_are_left_unchanged(tmp_path: Path, store: Store) -> None:
     arguments = hub.TrainingArguments(
         output_dir=tmp_path / "out", report_to="none", use_cpu=True, eval_strategy="steps", eval_steps=1
     )
@@ -213,7 +213,7 @@ def test_refused_arguments_are_left_unchanged(tmp_path: Path, store: Store) -> N
     assert arguments.save_only_model is False
 
 
-def test_files_that_a_trainer_writes_and_reads_are_kept(tmp_path: Path, store: Store) -> None:
+def test_files_that_a_trainer_writes_and_reads_are_preserved(tmp_path: Path, store: Store) -> None:
     class Writes(hub.Trainer):  # type: ignore[misc] # transformers has no types
         read: list[str]
 
@@ -238,7 +238,7 @@ def test_files_that_a_trainer_writes_and_reads_are_kept(tmp_path: Path, store: S
     assert training.read == ["1", "4"]
 
 
-def test_an_export_loads_and_a_save_writes_the_state_once(tmp_path: Path, store: Store) -> None:
+def test_a_save_writes_the_state_once_and_its_export_loads(tmp_path: Path, store: Store) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 1024}
     learner = hub.LlamaForCausalLM(hub.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
     training = trainer(store, tmp_path / "out", learner=learner)
@@ -250,7 +250,7 @@ def test_an_export_loads_and_a_save_writes_the_state_once(tmp_path: Path, store:
     check_loads(tmp_path / "model", learner)
 
 
-def test_a_tokenizer_is_saved_beside_the_model(tmp_path: Path, store: Store) -> None:
+def test_a_tokenizer_is_saved_with_the_model(tmp_path: Path, store: Store) -> None:
     training = trainer(store, tmp_path / "out", max_steps=2)
     training.processing_class = hub.AutoTokenizer.from_pretrained(MODEL)
     training.train()
@@ -258,7 +258,7 @@ def test_a_tokenizer_is_saved_beside_the_model(tmp_path: Path, store: Store) -> 
     assert hub.AutoTokenizer.from_pretrained(tmp_path / "model")("rain falls")["input_ids"]
 
 
-def test_without_the_optimizer_only_the_model_is_saved(tmp_path: Path, store: Store) -> None:
+def test_only_the_model_is_saved_if_the_optimizer_is_excluded(tmp_path: Path, store: Store) -> None:
     trainer(store, tmp_path / "out", save_only_model=True, max_steps=2).train()
     assert {key.split(".")[0] for key in store.get("sft@2").tensors} == {"model"}
     with pytest.raises(NotFound, match="has no optimizer"):
@@ -266,7 +266,7 @@ def test_without_the_optimizer_only_the_model_is_saved(tmp_path: Path, store: St
     trainer(store, tmp_path / "out", save_only_model=True).train(resume_from_checkpoint=True)
 
 
-def test_a_checkpoint_of_the_callback_is_refused_with_advice(tmp_path: Path, store: Store) -> None:
+def test_a_checkpoint_of_the_callback_is_rejected_with_advice(tmp_path: Path, store: Store) -> None:
     plain(tmp_path / "out", CasCheckpointCallback(store, run="sft"))
     with pytest.raises(Mismatch, match=r"sft@2 was not saved by a CasTrainerMixin.* restore_checkpoint"):
         trainer(store, tmp_path / "other").train(resume_from_checkpoint=True)
@@ -275,10 +275,10 @@ def test_a_checkpoint_of_the_callback_is_refused_with_advice(tmp_path: Path, sto
 def test_a_different_batch_size_is_logged(tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture) -> None:
     trainer(store, tmp_path / "out", max_steps=2).train()
     trainer(store, tmp_path / "out", max_steps=3, per_device_train_batch_size=2).train(resume_from_checkpoint=True)
-    assert "sft@2 was saved with 4 examples in each step, and here there are 2" in caplog.text
+    assert "sft@2 was saved with 4 examples in each step, but this run uses 2" in caplog.text
 
 
-def test_an_error_of_the_last_save_is_raised(tmp_path: Path, store: Store) -> None:
+def test_the_error_of_the_last_save_is_raised(tmp_path: Path, store: Store) -> None:
     training = trainer(store, tmp_path / "out", max_steps=2, settings={"overwrite": False})
     store.save({"a": torch.zeros(1)}, run="sft", step=2)
     with pytest.raises(casckpt.errors.Conflict, match="sft@2"):
@@ -296,14 +296,14 @@ def test_an_error_of_the_last_save_is_raised(tmp_path: Path, store: Store) -> No
         ({"settings": {"ephemeral_cooldown": 2}}, "ephemeral_cooldown has no effect"),
     ],
 )
-def test_arguments_that_cannot_work_are_refused(
+def test_arguments_that_cannot_work_are_rejected(
     tmp_path: Path, store: Store, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((InvalidInput, Unsupported), match=message):
         trainer(store, tmp_path / "out", **options)
 
 
-def test_the_callback_beside_the_mixin_and_a_search_are_refused(tmp_path: Path, store: Store) -> None:
+def test_the_callback_in_addition_to_the_mixin_and_a_search_are_rejected(tmp_path: Path, store: Store) -> None:
     with pytest.raises(Unsupported, match="does not work with CasCheckpointCallback"):
         trainer(store, tmp_path / "out", CasCheckpointCallback(store, run="sft"))
     with pytest.raises(Unsupported, match="each trial in a separate run"):
@@ -381,7 +381,7 @@ def full(learner: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("mixtral", marks=pytest.mark.soak)])
-def test_a_sharded_training_is_killed_and_resumes_on_any_number_of_ranks(
+def test_sharded_training_that_was_killed_resumes_on_any_number_of_ranks(
     tmp_path: Path, ranks: Pool, kind: str
 ) -> None:
     model(kind, dropout=0.0).save_pretrained(tmp_path / kind)
@@ -410,7 +410,7 @@ def test_a_sharded_training_is_killed_and_resumes_on_any_number_of_ranks(
     assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == kind
 
 
-def test_a_tensor_parallel_training_resumes_with_fsdp_and_on_one_rank(tmp_path: Path, ranks: Pool) -> None:
+def test_tensor_parallel_training_resumes_with_fsdp_and_on_one_rank(tmp_path: Path, ranks: Pool) -> None:
     model("llama", dropout=0.0).save_pretrained(tmp_path / "llama")
     losses, weights, *_ = ranks.run(2, sharded, tmp_path, "llama", most=4, resume=False, tensor_parallel=2)[0]
     resumed = ranks.run(2, sharded, tmp_path, "llama", most=6, tensor_parallel=2)[0]

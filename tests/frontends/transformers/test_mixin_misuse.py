@@ -89,7 +89,7 @@ def test_the_mixin_must_be_the_first_base() -> None:
 
 
 @pytest.mark.parametrize("ref", ["other@7", "out/checkpoint-7", "True", "", "no such id"])
-def test_a_reference_that_does_not_exist_is_refused(tmp_path: Path, store: Store, ref: str) -> None:
+def test_a_reference_that_does_not_exist_is_rejected(tmp_path: Path, store: Store, ref: str) -> None:
     trainer(store, tmp_path / "out", max_steps=2).train()
     with pytest.raises((NotFound, InvalidInput), match=f"there is no checkpoint of run 'other'|{ref!r} does not name"):
         trainer(store, tmp_path / "out").train(resume_from_checkpoint=ref)
@@ -107,7 +107,7 @@ def test_a_checkpoint_of_a_different_run_continues_in_this_run(tmp_path: Path, s
     assert sorted(steps(store)) == [("first", 2), ("first", 4), ("second", 6)]
 
 
-def test_a_checkpoint_of_a_different_model_is_refused(tmp_path: Path, store: Store) -> None:
+def test_a_checkpoint_of_a_different_model_is_rejected(tmp_path: Path, store: Store) -> None:
     trainer(store, tmp_path / "out", max_steps=2).train()
     learner = model("mixtral")
     before = {name: value.clone() for name, value in learner.state_dict().items()}
@@ -116,7 +116,7 @@ def test_a_checkpoint_of_a_different_model_is_refused(tmp_path: Path, store: Sto
     assert identical(dict(learner.state_dict()), before)
 
 
-def test_a_checkpoint_of_an_own_loop_is_refused(tmp_path: Path, store: Store) -> None:
+def test_a_checkpoint_of_a_custom_loop_is_rejected(tmp_path: Path, store: Store) -> None:
     learner = model()
     Checkpointer(store, run="sft").save(3, learner, torch.optim.AdamW(learner.parameters()))
     with pytest.raises(Mismatch, match="sft@3 was not saved by a CasTrainerMixin"):

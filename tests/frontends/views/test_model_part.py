@@ -7,32 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, MissingKey
-from casckpt.frontends.views.view import Rules, View, view_of
 from casckpt.store.store import Store
-
-W = torch.ones(2)
-
-
-OPTIMIZER = {"state": {0: {"exp_avg": W, "step": torch.tensor(1.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
-
-
-def view(store: Store, state: Any, **rules: Any) -> View:
-    saved = store.save(state, step=0, overwrite=True)
-    return view_of(Contents.open(store.repository, saved.commit), Rules(**rules))
-
-
-def names(store: Store, state: Any, **rules: Any) -> dict[str, str]:
-    return {one.name: one.entry.key for one in view(store, state, **rules).tensors}
-
-
-def flat(*keys: str) -> dict[str, torch.Tensor]:
-    return {key: torch.full((2,), float(number)) for number, key in enumerate(keys)}
-
-
-LLAMA = flat("model.embed.weight", "model.layers.0.weight")
-
+from tests.support.views import LLAMA, OPTIMIZER, W, flat, names, view
 
 LAYOUTS: dict[str, Any] = {
     "the model alone": LLAMA,
@@ -84,7 +61,7 @@ UNCLEAR: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("layout", UNCLEAR)
-def test_several_possible_models_are_refused(store: Store, layout: str) -> None:
+def test_several_possible_models_are_rejected(store: Store, layout: str) -> None:
     state, choices = UNCLEAR[layout]
     with pytest.raises(InvalidInput, match="several parts of default@0 may be the model") as caught:
         view(store, state, model=True)
@@ -93,11 +70,11 @@ def test_several_possible_models_are_refused(store: Store, layout: str) -> None:
         assert names(store, state, strip_prefix=choice, model=True)
 
 
-def test_a_part_of_a_model_may_be_named_like_a_training_part(store: Store) -> None:
+def test_part_of_a_model_can_be_named_like_a_training_part(store: Store) -> None:
     assert names(store, flat("scaler.weight", "head.weight"), model=True).keys() == {"scaler.weight", "head.weight"}
 
 
-def test_a_checkpoint_without_a_model_is_refused(store: Store) -> None:
+def test_a_checkpoint_without_a_model_is_rejected(store: Store) -> None:
     with pytest.raises(MissingKey, match="does not hold a model's weights, but keys below optim"):
         view(store, {"optim": OPTIMIZER, "epoch": 1}, model=True)
     with pytest.raises(MissingKey, match="does not hold a model's weights; "):

@@ -48,7 +48,7 @@ def test_tensors_are_concatenated() -> None:
         ({}, {"x": ["whole", "other"]}, "cannot be concatenated"),
     ],
 )
-def test_invalid_splits_and_concatenations_are_refused(
+def test_invalid_splits_and_concatenations_are_rejected(
     split: dict[str, Any], concat: dict[str, Any], match: str
 ) -> None:
     with pytest.raises(InvalidInput, match=match):
@@ -56,7 +56,7 @@ def test_invalid_splits_and_concatenations_are_refused(
 
 
 @given(rows=st.lists(st.integers(1, 4), min_size=1, max_size=4), width=st.integers(1, 3))
-def test_split_and_concatenated_tensors_are_unchanged(rows: list[int], width: int) -> None:
+def test_splitting_and_concatenating_restores_the_tensors(rows: list[int], width: int) -> None:
     one = tensor("x", sum(rows), width)
     names = {f"p{n}": count for n, count in enumerate(rows)}
     apart = recut([one], {"x": names}, {})

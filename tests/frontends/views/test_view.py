@@ -5,37 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 import casckpt
-from casckpt.contents.contents import Contents
 from casckpt.errors import CasckptError, InvalidInput, MissingKey
-from casckpt.frontends.views.view import Rules, View, view_of
 from casckpt.store.store import Store
-
-W = torch.ones(2)
-
-
-OPTIMIZER = {"state": {0: {"exp_avg": W, "step": torch.tensor(1.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+from tests.support.views import LLAMA, OPTIMIZER, W, flat, names, view
 
 
-def view(store: Store, state: Any, **rules: Any) -> View:
-    saved = store.save(state, step=0, overwrite=True)
-    return view_of(Contents.open(store.repository, saved.commit), Rules(**rules))
-
-
-def names(store: Store, state: Any, **rules: Any) -> dict[str, str]:
-    return {one.name: one.entry.key for one in view(store, state, **rules).tensors}
-
-
-def flat(*keys: str) -> dict[str, torch.Tensor]:
-    return {key: torch.full((2,), float(number)) for number, key in enumerate(keys)}
-
-
-LLAMA = flat("model.embed.weight", "model.layers.0.weight")
-
-
-def test_rules_select_strip_and_rename_in_this_order(store: Store) -> None:
+def test_rules_select_keys_then_strip_and_then_rename_them(store: Store) -> None:
     state = {"model": flat("h.0.w", "h.1.w", "head.w"), "optim": OPTIMIZER}
     assert names(store, state, keys=["model.h.*"], strip_prefix="model") == {
         "h.0.w": "model.h.0.w",
@@ -67,11 +44,11 @@ def test_wrapper_prefixes_are_also_removed_from_a_selected_model(store: Store) -
         ({"rename": {"(": "w"}}, InvalidInput, "not a regular expression"),
     ],
 )
-def test_invalid_rules_are_refused(store: Store, rules: Any, kind: type[CasckptError], match: str) -> None:
+def test_invalid_rules_are_rejected(store: Store, rules: Any, kind: type[CasckptError], match: str) -> None:
     with pytest.raises(kind, match=match):
         view(store, {"model": flat("a.w", "b.w")}, **rules)
 
 
-def test_values_per_rank_are_named(store: Store) -> None:
+def test_per_rank_values_are_named_by_rank(store: Store) -> None:
     found = view(store, {"model": LLAMA, "train": {"rng": casckpt.PerRank(W), "lr": 0.1}}, model=True)
     assert found.left_out == ("train.lr", "train.rng (of rank 0)")

@@ -1,5 +1,7 @@
-"""Models of the protocol of the next format, which is not built yet. The folder above models the built protocol.
+"""Models of the protocol of the next format, which is not implemented yet.
 
-`explorer` explores every interleaving. `logs` defines the records in commits/. Each other module models one concern,
-with its programs, its invariants and its mutants. docs/decisions/0034 has the results.
+The folder above contains the model of the implemented protocol.
+
+`explorer` explores every interleaving. `logs` defines the records in commits/. Each of the other modules models one
+concern, with its programs, invariants and mutants. docs/decisions/0034 contains the results.
 """

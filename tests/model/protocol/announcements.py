@@ -1,13 +1,13 @@
-"""Announcements: the log of a run, by which a save learns of changes without a listing of commits/.
+"""Announcements: the log of a run, from which a save learns about changes without listing commits/.
 
 Before a process creates record N of a transaction, it announces (txid, N) at the next free number of the run's log. A
-host remembers the last number that it has read, the known records of each transaction, and the undecided announcements:
-those whose record it has not found yet. To follow a run, it reads the run's log to its end, and then the logs of all
-undecided announcements.
+host remembers the last number that it has read, the known records of each transaction, and the undecided
+announcements, whose records it has not found yet. To follow a run, the host reads the run's log to its end, and then
+the logs of all undecided announcements.
 
-Following must show the same as a listing that begins at the same time. Then the results of
-`tests.model.commit_gc_model` for saves that list commits hold for saves that follow. `revoked` and `kept` need no
-announcement. They change nothing that was visible or known, and they decide what was announced.
+Following must return the same result as a listing that begins at the same time. If it does, the results of
+`tests.model.commit_gc_model` for saves that list commits also apply to saves that follow. `revoked` and `kept` are not
+announced: they do not change anything that was visible or known, and they decide what was announced.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ COMMITTED = "committed"
 
 
 class Rules(NamedTuple):
-    """``lost``: puts into the run's log may have no answer, and arrive later or never."""
+    """The rules of a model. ``lost``: a put into the run's log may get no response, and arrive later or never."""
 
     mutant: str = ""
     lost: bool = False
@@ -57,7 +57,7 @@ class Rules(NamedTuple):
 
 
 def changes(rules: Rules, plan: tuple[tuple[str, str], ...], *, joined: bool = False) -> Program:
-    """Create records of these (txid, kind) in order. ``joined``: others create the same."""
+    """Create the records of these (txid, kind) in order. ``joined``: other processes create the same records."""
     if not plan:
         return None
     (txid, kind), *_ = plan
@@ -71,7 +71,7 @@ def changes(rules: Rules, plan: tuple[tuple[str, str], ...], *, joined: bool = F
 
 
 def announces(rules: Rules, plan: tuple[tuple[str, str], ...], record: int, number: int, after: bool) -> Program:
-    """Take the next free number of the run's log. If a number's put has no response, find the number's owner first."""
+    """Use the next free number of the run's log. If the put of a number gets no response, first find its owner."""
     txid, kind = plan[0]
     mine = (txid, record, kind)
     follow = goto(changes, rules, plan[1:]) if after else goto(records, rules, plan, record)
@@ -81,13 +81,13 @@ def announces(rules: Rules, plan: tuple[tuple[str, str], ...], record: int, numb
     won = yield create(("runs", number), mine, lost=rules.lost)
     if won is None and rules.mutant == "skips_number":
         won = yield create(("runs", number + 1), mine)
-    return follow if won else goto(announces, rules, plan, record, number, after)  # until some process has it
+    return follow if won else goto(announces, rules, plan, record, number, after)  # until some process owns it
 
 
 def records(rules: Rules, plan: tuple[tuple[str, str], ...], number: int) -> Program:
     """Create an announced record.
 
-    A process that finds it taken has lost and announces the next number before retrying.
+    A process that finds the record's number taken has lost, and announces the next number before it retries.
     """
     txid, kind = plan[0]
     won = yield append(txid, number, kind)
@@ -104,14 +104,16 @@ def retries(rules: Rules, plan: tuple[tuple[str, str], ...], number: int) -> Pro
 
 
 def revokes(txid: str) -> Program:
-    """A gc revokes a transaction without an announcement."""
+    """Act as a gc that revokes a transaction, without an announcement."""
     yield append(txid, 0, REVOKED)
     return None
 
 
 def settles() -> Program:
-    """When all others have ended or died, a gc fills each announced record that never came with one that changes
-    nothing."""
+    """Act as a gc after all other processes have ended or died.
+
+    It fills in each announced record that was never created with a record that changes nothing.
+    """
     yield when_quiet()
     return goto(settles_one)
 
@@ -133,7 +135,8 @@ def settles_one() -> Program:
 
 
 class Memory(NamedTuple):
-    """The memory of a host. ``read``: numbers of the run's log. ``logs``: records of each txid. ``open``: undecided."""
+    """What a host remembers. ``read``: numbers of the run's log. ``logs``: records by txid. ``open``:
+    undecided ones."""
 
     read: int
     logs: tuple[tuple[str, tuple[str, ...]], ...]
@@ -147,7 +150,7 @@ class Memory(NamedTuple):
 
 
 def host(rules: Rules, memory: Memory, looks: int) -> Program:
-    """Follow the run this many times, one after the other."""
+    """Follow the run ``looks`` times in succession."""
     if not looks:
         return None
     yield look("BEGINS to look", lambda store: None, lambda store, _: store.with_(("ghost", "shown"), _shown(store)))
@@ -161,7 +164,7 @@ def host(rules: Rules, memory: Memory, looks: int) -> Program:
 
 
 def _shown(store: Store) -> frozenset[Any]:
-    """Return the listing at this instant, without what followers do not have to know."""
+    """Return the listing at this instant, without details that followers do not have to know."""
     return frozenset(key for key, kind in store.under("commits").items() if kind not in {REVOKED, KEPT})
 
 
@@ -237,9 +240,9 @@ def model(
     lost: bool = False,
     quiet: bool = False,
 ) -> Model:
-    """``plans``: of each process. ``joined``: txids that two processes work on.
+    """Return a model. ``plans``: the plan of each process. ``joined``: txids that two processes work on.
 
-    ``quiet``: processes may die, a gc settles their announcements, and no process follows.
+    ``quiet``: processes may die, a gc settles their announcements, and no process follows the run.
     """
     rules = Rules(mutant, lost)
     memory = Memory(1, (("T", (COMMITTED,)),))
@@ -264,6 +267,6 @@ def joins(rules: Rules, txid: str) -> Program:
 LATE = (
     (("W", COMMITTED),),
     (("A", COMMITTED),),
-)  # a save; and a copy of an old checkpoint, or a transaction begun long ago
+)  # a save, and a copy of an old checkpoint or a transaction that began long ago
 TOGGLES = ((("T", FORGOTTEN), ("T", RESTORED), ("T", FORGOTTEN)),)
 RACES = ((("T", FORGOTTEN),), (("T", FORGOTTEN), ("T", PURGED)))

@@ -1,4 +1,4 @@
-"""Checks for all concerns: a model holds, certain steps occur in it, and its mutants fail."""
+"""Checks for all concerns: a model's invariants hold, certain steps occur in it, and its mutants fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Setups = Mapping[str, Mapping[str, Any]]
 
 
 def check_holds(made: Model, happens: tuple[str, ...] = (), *, limit: int = 200_000) -> None:
-    """Check that no invariant breaks and that each of ``happens`` occurs. A model without steps would hold too."""
+    """Check that no invariant breaks, and that each of ``happens`` occurs (a model without steps would also hold)."""
     verdict = explore(made, limit=limit)
     assert not verdict.broken, f"{verdict.broken}\n" + "\n".join(verdict.trace)
     missing = [what for what in happens if not any(what in label for label in verdict.done)]

@@ -1,14 +1,14 @@
-"""An explicit-state explorer: programs over a store, and every interleaving of their storage operations.
+"""An explicit-state explorer of programs that share a store: it explores every interleaving of their operations.
 
-A program is a generator. It yields one storage operation at a time and receives its result. Between two operations any
-other process may run, or the program may never run again. It ends by returning None, or `Goto` another program with the
-values that this one needs. All other values are forgotten, so that states coincide.
+A program is a generator. It yields one storage operation at a time and receives its result. Between two operations,
+any other process may run, or the program may never run again. It ends by returning None, or by returning `Goto` a
+different program, with the values that this program needs. All other values are forgotten, so that states coincide.
 
 All values (keys, records, arguments, results) are immutable and compared by value. A process is identified by its
-program, its arguments and the results so far, and is replayed from them. So a program must not depend on anything else.
-Stores and processes are numbered, and the effect of one on the other is computed once.
+program, its arguments and the results so far, and is replayed from them. Therefore, a program must not depend on
+anything else. Stores and processes are numbered, and the effect of one on the other is computed only once.
 
-Partial-order reduction: where a process is about to make a choice that touches no storage, only that process moves.
+Partial-order reduction: if a process is about to make a choice that does not involve storage, only that process moves.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tests.support.tally import tally
 
 Key: TypeAlias = tuple[Any, ...]
 State: TypeAlias = tuple[int, ...]
-"""Number of the store, then the number of the node of each process."""
+"""The number of the store, followed by the number of each process's node."""
 
 
 class Store:
-    """The content of the storage, and ghosts: facts that only invariants can read."""
+    """The contents of the storage, and ghosts, which are facts that only invariants can read."""
 
     __slots__ = ("_hash", "objects")
 
@@ -44,7 +44,7 @@ class Store:
         return self.objects.get(key)
 
     def under(self, *prefix: Any) -> dict[Key, Any]:
-        """Return all keys below ``prefix``, without it."""
+        """Return all keys below ``prefix``, with the prefix removed."""
         size = len(prefix)
         return {key[size:]: value for key, value in self.objects.items() if key[:size] == prefix}
 
@@ -64,9 +64,9 @@ class Outcome(NamedTuple):
 
 
 class Op(NamedTuple):
-    """A storage operation. ``private``: it neither reads nor changes the store.
+    """A storage operation.
 
-    ``last``: it runs only after all others ended.
+    ``private``: it neither reads nor changes the store. ``last``: it runs after all others have ended.
     """
 
     run: Callable[[Store], Iterable[Outcome]]
@@ -81,7 +81,7 @@ class Goto(NamedTuple):
 
 Program: TypeAlias = Generator[Op, Any, Goto | None]
 Ghost: TypeAlias = Callable[[Store, Any], Store]
-"""What invariants remember of an operation: the store after it, its result; the store with ghosts."""
+"""What invariants remember about an operation: (the store after it, its result) to the store with ghosts."""
 
 
 def goto(program: Callable[..., Program], *args: Any) -> Goto:
@@ -89,7 +89,7 @@ def goto(program: Callable[..., Program], *args: Any) -> Goto:
 
 
 def create(key: Key, value: Any, ghost: Ghost = lambda store, _: store, *, lost: bool = False) -> Op:
-    """An exclusive put: True, or False if the key is taken.
+    """An exclusive put. It returns True, or False if the key exists.
 
     With ``lost``, it may also return None and arrive later or never.
     """
@@ -107,7 +107,7 @@ def create(key: Key, value: Any, ghost: Ghost = lambda store, _: store, *, lost:
 
 
 def look(label: str, see: Callable[[Store], Any], ghost: Ghost = lambda store, _: store) -> Op:
-    """A get, or one page of a listing, and its result for the process."""
+    """A get or one page of a listing. ``see`` returns the result for the process."""
 
     def run(store: Store) -> Iterable[Outcome]:
         found = see(store)
@@ -121,12 +121,12 @@ def delete(key: Key) -> Op:
 
 
 def replace(key: Key, value: Any) -> Op:
-    """An overwrite, which only the model's clock and mutants may use."""
+    """An overwrite. Only the model's clock and mutants may use it."""
     return Op(lambda store: [Outcome(f"sets {'/'.join(map(str, key))} to {value}", store.with_(key, value))])
 
 
 def choose(options: Iterable[Any]) -> Op:
-    """Choose any of the options. Other processes cannot observe this.
+    """Choose any of the options. Other processes cannot observe the choice.
 
     If there are no options, the process stops permanently.
     """
@@ -135,12 +135,12 @@ def choose(options: Iterable[Any]) -> Op:
 
 
 def when_quiet() -> Op:
-    """Wait until all others have ended or died."""
+    """Wait until all other processes have ended or died."""
     return Op(lambda store: [Outcome("is alone", store)], last=True)
 
 
 def network() -> Program:
-    """Deliver puts late after their client gave up, as long as their name is free."""
+    """Deliver late puts after their client has given up, as long as the name is unused."""
 
     def run(store: Store) -> Iterable[Outcome]:
         for (key,), value in store.under("flying").items():
@@ -154,10 +154,10 @@ def network() -> Program:
 
 @dataclass(frozen=True)
 class Process:
-    """``mortal``: it may die, for processes that wait for its end.
+    """A process. ``mortal``: it may die, which matters to processes that wait for its end.
 
-    ``daemon``: it never ends, and no process waits for it. A process that is not mortal may still stop permanently: an
-    invariant of each state also holds if it never moves again.
+    ``daemon``: it never ends, and no process waits for it. A process that is not mortal may still stop permanently,
+    because an invariant of each state must also hold if the process never moves again.
     """
 
     name: str
@@ -167,9 +167,9 @@ class Process:
 
 
 class Invariant(NamedTuple):
-    """``says``: the invariant in words.
+    """An invariant. ``says``: its description.
 
-    ``holds``: of a store, or of (process, store before, store after) for a step.
+    ``holds``: a predicate of a store or, for steps, of (process, store before, store after).
     """
 
     says: str
@@ -178,9 +178,9 @@ class Invariant(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """``always``: of each state. ``steps``: of each step.
+    """A model. ``always``: invariants of each state. ``steps``: invariants of each step.
 
-    ``at_end``: of states in which all processes have ended or died.
+    ``at_end``: invariants of states in which all processes have ended or died.
     """
 
     store: Store
@@ -196,9 +196,9 @@ TOO_LARGE = "too large"
 
 @dataclass
 class Verdict:
-    """``broken``: the first invariant that breaks, or "". ``trace``: the steps to it. ``done``: all labels seen.
+    """``broken``: the first invariant that breaks, or "". ``trace``: the steps that lead to it.
 
-    A verdict of an incomplete exploration is neither safe nor unsafe.
+    ``done``: all labels seen. The verdict on an incomplete exploration is neither safe nor unsafe.
     """
 
     broken: str
@@ -239,7 +239,7 @@ class _Explorer:
         self.model = model
         self.stores: list[Store] = []
         self.store_numbers: dict[Store, int] = {}
-        self.wrong: list[str] = []  # by store: the invariant that it breaks
+        self.wrong: list[str] = []  # by store number: the invariant that the store breaks
         self.nodes: list[_Node] = []
         self.node_numbers: dict[Any, int] = {}
         self.memo: dict[tuple[int, int], tuple[_Step, ...]] = {}
@@ -251,7 +251,7 @@ class _Explorer:
         return (self._store(self.model.store), *nodes)
 
     def steps(self, state: State) -> Iterable[tuple[int, _Step]]:
-        """Return (index of the process in the state, its steps)."""
+        """Yield (index of a process in the state, its steps)."""
         found = []
         for index, node in enumerate(state[1:], 1):
             op = self.nodes[node].op
@@ -312,7 +312,7 @@ class _Explorer:
         return self._at(node.process, Goto(node.program, node.args), (*node.results, result))
 
     def _at(self, process: int, to: Goto, results: tuple[Any, ...]) -> int:
-        """Return the node for a process that has run ``to`` and received ``results``."""
+        """Return the node of a process that has run ``to`` and received ``results``."""
         known = self.node_numbers.get((process, to.program, to.args, results))
         if known is not None:
             return known
@@ -328,7 +328,7 @@ class _Explorer:
 
 
 def explore(model: Model, *, limit: int = 1_000_000, deep: bool = False) -> Verdict:
-    """Explore all states until an invariant breaks, breadth first unless ``deep``. "too large" counts as broken."""
+    """Explore all states, breadth first unless ``deep``, until an invariant breaks. "too large" counts as broken."""
     walker = _Explorer(model)
     first = walker.first()
     came_from: dict[State, tuple[State | None, str]] = {first: (None, "")}

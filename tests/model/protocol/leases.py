@@ -1,11 +1,13 @@
-"""Tags and tags that expire (leases) against forget, restore, purge and rewrites.
+"""Permanent tags and expiring tags (leases), combined with forgets, restores, purges and rewrites.
 
-A tag is a name with numbered generations, of which the highest counts. Each names the id "X". Some expire, some never.
-A process that sets a tag puts it and then reads the logs. The tag is *granted* if X is visible then. gc reads the
-record that allows a purge, then the clock, then lists the tags, then takes the number right after that record.
+A tag is a name with numbered generations, the highest of which counts. Each generation names the ID "X". Some
+generations expire; others never do. A process that sets a tag writes it and then reads the logs. The tag is *granted*
+if X is visible then. gc reads the record that allows a purge, reads the clock, lists the tags, and then takes the
+number right after that record.
 
-Time is a number that grows. A lease is over when its `expires` is less than the clock. An early end does no harm, so
-the invariants use the true clock. Foreign clocks are not modelled: the hour of slack covers their error.
+Time is an increasing number. A lease is over when its `expires` is less than the clock. Ending it early does no harm,
+so the invariants use the true clock. The clocks of other hosts are not modeled, because the hour of slack covers their
+error.
 """
 
 from __future__ import annotations
@@ -51,21 +53,21 @@ NEVER = 99
 
 
 class Tag(NamedTuple):
-    """``txid``: of the commit that it was set on. ``expires``: the last instant at which it counts."""
+    """A tag. ``txid``: the commit that it was set on. ``expires``: the last instant at which it counts."""
 
     txid: str
     expires: int = NEVER
 
 
 class Rules(NamedTuple):
-    """``torn``: a listing of tags is not atomic."""
+    """The rules of a model. ``torn``: listings of tags are not atomic."""
 
     mutant: str = ""
     torn: bool = False
 
 
 def clock(until: int) -> Program:
-    """Advance time, at any instant."""
+    """Advance the time at any instant."""
 
     def tick(store: Store) -> Iterable[Outcome]:
         now = store.get("clock")
@@ -80,19 +82,20 @@ def clock(until: int) -> Program:
 
 
 def entries(now: Logs) -> str:
-    """The visible commit of X has these entries."""
+    """Return the entries of the visible commit of X."""
     found = now.visible()
     return now.get(found[0])[0].has if found else ""
 
 
 def _named(store: Store) -> str:
-    """Return the txid that a new tag on X gets."""
+    """Return the txid that a new tag on X names."""
     now = logs(store)
     return next(iter((*now.visible(), *now.live())), "")
 
 
 class Lease(NamedTuple):
-    """A lease in progress. ``left``: expiries of its next generations, then those of later leases. ``has``: entries."""
+    """A lease in progress. ``left``: the expiry times of its next generations, then of later leases. ``has``:
+    entries."""
 
     name: str
     txid: str
@@ -105,7 +108,7 @@ class Lease(NamedTuple):
 
 
 def holder(rules: Rules, name: str, leases: tuple[tuple[int, ...], ...]) -> Program:
-    """Hold one lease after the other under one name. Renew each once for each `expires` after its first."""
+    """Hold leases one after the other under one name. Renew each lease once for each `expires` after its first."""
     if not leases:
         return None
     txid = yield look("lists commits", _named)
@@ -114,7 +117,7 @@ def holder(rules: Rules, name: str, leases: tuple[tuple[int, ...], ...]) -> Prog
 
 
 def sets_lease(rules: Rules, lease: Lease) -> Program:
-    """Put the tag, then read the logs. The holder has the lease only if X is visible."""
+    """Write the tag, then read the logs. The holder has the lease only if X is visible."""
     if rules.mutant == "log_first":
         seen = yield from listing(torn=rules.torn)
         yield create(*lease.generation())
@@ -135,7 +138,7 @@ def is_granted(rules: Rules, lease: Lease) -> Program:
 
 
 def renews(rules: Rules, lease: Lease, before: int) -> Program:
-    """Put the next generation. If the previous one was over by then, the lease must be granted again."""
+    """Write the next generation. If the previous one was over by then, the lease must be granted again."""
     yield create(*lease.generation())
     in_time = True
     if rules.mutant != "late_renewal":
@@ -161,7 +164,7 @@ def _granted(store: Store, lease: Lease, expires: int) -> Store:
 
 
 def tagger(rules: Rules, name: str) -> Program:
-    """Set a permanent tag. A tag on a forgotten checkpoint restores it. A purged checkpoint does not get a tag."""
+    """Set a permanent tag. A tag on a forgotten checkpoint restores it. A purged checkpoint cannot be tagged."""
     txid = yield look("lists commits", _named)
     tag = Lease(name, txid, 0, ((NEVER,),))
     if rules.mutant == "log_first":
@@ -207,13 +210,16 @@ def gc_reads_logs(rules: Rules, records: int, named: Any) -> Program:
 
 
 def _due(now: Logs, rules: Rules) -> Iterable[tuple[str, int, str, bool]]:
-    """Return (txid, number, record, whether tags protect it). A void commit has another that stands for its id."""
+    """Return (txid, number, record, whether tags protect it).
+
+    If a commit is void, a different commit is valid for its ID.
+    """
     for txid, number, record in rewrites.actions(now):
         yield txid, number, record, record == PURGED and not now.is_void(txid) and _needs(now, txid, rules)
 
 
 def _needs(now: Logs, txid: str, rules: Rules) -> bool:
-    """Report whether purging a forgotten or replaced commit removes anything that a tag may rely on."""
+    """Report whether purging a forgotten or replaced commit would remove anything that a tag may rely on."""
     state = now.state(txid)
     if isinstance(state, Replaced):
         first = now.get(state.by)[0]
@@ -242,7 +248,7 @@ def gc_lists_tags(rules: Rules, records: int, txid: str, number: int) -> Program
 
 
 def _tags(rules: Rules, now: int | None) -> Generator[Op, Any, frozenset[str]]:
-    """Return the txids of the tags that count at ``now``. None: at the clock after the listing."""
+    """Return the txids of the tags that count at ``now``. None means the time after the listing."""
     before: frozenset[Any] = frozenset()
     if rules.torn:
         before = yield look("begins to list tags", lambda store: frozenset(store.under("tags")))
@@ -257,13 +263,16 @@ def _tags(rules: Rules, now: int | None) -> Generator[Op, Any, frozenset[str]]:
 
 
 def _counting(store: Store, newest: list[Any], now: int) -> frozenset[str]:
-    """A tag that has vanished since the listing had expired."""
+    """Return the txids of tags that count at ``now``. If a tag has vanished since the listing, it had expired."""
     found = [tag for key in newest if (tag := store.get("tags", *key))]
     return frozenset(tag.txid for tag in found if tag.expires >= now)
 
 
 def _listed(store: Store, before: frozenset[Any] | None) -> Iterable[Outcome]:
-    """A listing may or may not contain what changes while it runs. For deletions, the worst case is shown."""
+    """Return a listing. It may or may not contain changes that are made while it runs.
+
+    For deletions, use the worst case.
+    """
     now = store.under("tags").keys()
     late = sorted(now - before) if before is not None else []
     for count in range(len(late) + 1):
@@ -273,7 +282,7 @@ def _listed(store: Store, before: frozenset[Any] | None) -> Iterable[Outcome]:
 
 
 def gc_purges(rules: Rules, records: int, txid: str, number: int, named: frozenset[str]) -> Program:
-    """Tags protect by id. All tags of a model name X, so any tag protects whose entries this commit has."""
+    """Purge. Tags protect by ID, and all tags in a model name X, so any tag protects whose entries this commit has."""
     barred: Any = yield look("judges the tags", lambda store: _claimed(logs(store), txid, named, rules))
     if rules.mutant == "bars_own_txid":
         barred = yield look("follows the tags", lambda store: txid in _followed(logs(store), named))
@@ -288,21 +297,21 @@ def gc_purges(rules: Rules, records: int, txid: str, number: int, named: frozens
 
 
 def _claimed(now: Logs, txid: str, named: frozenset[str], rules: Rules) -> bool:
-    """Report whether any tag was set on a commit that this one no longer replaces."""
+    """Report whether a tag was set on a commit that this one no longer replaces."""
     behind = _followed(now, frozenset([txid])) - {txid} if isinstance(now.state(txid), Replaced) else frozenset()
     return any(not (tag in behind and (now.stands(tag) or rules.mutant == "void_claims_less")) for tag in named)
 
 
 def _followed(now: Logs, named: frozenset[str]) -> frozenset[str]:
-    """Return these txids, their replacements, and so on."""
+    """Return these txids, their replacements, the replacements of these, and so on."""
     new = {record.by for txid in named for record in now.get(txid) if isinstance(record, Replaced)}
     return named if new <= named else _followed(now, named | new)
 
 
 def cleaner(rules: Rules, name: str) -> Program:
-    """Delete a name's old generations once its newest one is over.
+    """Delete the old generations of a name once its newest generation is over.
 
-    The newest remains, because its number must not be reused.
+    The newest generation remains, because its number must not be reused.
     """
 
     def over(store: Store) -> tuple[int, ...]:
@@ -327,7 +336,7 @@ def cleans(name: str, found: tuple[int, ...]) -> Program:
 
 
 def holds_what_was_granted(store: Store) -> bool:
-    """Each granted lease or tag holds until it is over or its name is set again."""
+    """Check that each granted lease or tag is respected until it is over or its name is set again."""
     now = logs(store)
     there = [set(now.get(txid)[0].has) for txid in now.live()]
     newest: dict[str, int] = dict(sorted(store.under("tags")))
@@ -342,7 +351,7 @@ HELD = Invariant(
 
 
 def user(times: tuple[str, ...]) -> Program:
-    """Forget and restore in this order, on any commit of X that allows it."""
+    """Forget and restore, in the order of ``times``, any commit of X that allows it."""
     if not times:
         return None
 
@@ -367,7 +376,7 @@ def user_acts(times: tuple[str, ...], found: tuple[tuple[str, int], ...]) -> Pro
 
 
 def rewriter(kept: tuple[str, ...], names: str = "VW") -> Program:
-    """Thin or repair X, once for each of ``kept``: the remaining entries."""
+    """Thin or repair X once for each item of ``kept``, which are the remaining entries."""
     if not kept:
         return None
     adds = "g" in kept[0]  # as a mutant does
@@ -402,9 +411,9 @@ def model(
     torn: bool = False,
     records: int = 1,
 ) -> Model:
-    """``leases``: expiries of the generations of each. ``does``: actions of a user.
+    """Return a model. ``leases``: the expiry times of each lease's generations. ``does``: the actions of a user.
 
-    ``rewrite``: the entries that each rewrite keeps. ``records``: the records that the gc may create.
+    ``rewrite``: the entries that each rewrite keeps. ``records``: the records that gc may create.
     """
     rules = Rules(mutant, torn)
     found = [Process("gc", goto(gc, rules, records))]

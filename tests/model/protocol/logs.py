@@ -1,10 +1,10 @@
-"""The records in commits/ in the next format: which commits live, which stand for their id, which are visible.
+"""The records in commits/ in the next format: which commits are live, valid for their ID, and visible.
 
-A log is a tuple of records, `Committed` first, at the keys ("commits", txid, N). A rewrite names, in `replaces`, the
-txid of its base and the number N of the base's next record. It *stands* from the instant at which the record N of the
-base is `replaced` by it, until a later `restored` undoes that. It is *void* once it can never stand again: N holds
-something else, or there is a `restored` after N, or its base is void. Void is permanent, so a reader that has seen it
-once may rely on it.
+A log is a tuple of records, beginning with `Committed`, at the keys ("commits", txid, N). In `replaces`, a rewrite
+names the txid of its base and the number N of the base's next record. The rewrite *stands* from the instant at which
+record N of the base becomes `replaced` by it, until a later `restored` undoes that. It is *void* once it can never
+stand again, because N holds a different record, a `restored` follows N, or its base is void. A void rewrite remains
+void, so a reader that has seen this once may rely on it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 from tests.model.protocol.explorer import Op, Outcome, Store, create, look
 
 ID = "X"
-"""The id of the checkpoint that is rewritten; all commits of a model have it that do not say otherwise."""
+"""The ID of the checkpoint that is rewritten. All commits in a model have this ID unless specified otherwise."""
 
 
 class Committed(NamedTuple):
-    """``replaces``: (txid of the base, number of its next record). ``has``: an entry for each letter."""
+    """The first record. ``replaces``: (txid of the base, number of its next record). ``has``: one letter per entry."""
 
     replaces: tuple[str, int] | None = None
     has: str = "ef"
@@ -38,7 +38,7 @@ Log = tuple[Any, ...]
 
 
 class Logs(NamedTuple):
-    """A listing of commits/. ``mutant``: a wrong way to read it, see the tests."""
+    """A listing of commits/. ``mutant``: an incorrect way to read it, see the tests."""
 
     of: tuple[tuple[str, Log], ...]
     mutant: str = ""
@@ -50,11 +50,11 @@ class Logs(NamedTuple):
         return [txid for txid, log in self.of if isinstance(log[0], Committed) and log[0].id == id]
 
     def state(self, txid: str) -> Any:
-        """The last record that counts. `kept` takes a number and changes nothing."""
+        """Return the last record that counts. `kept` uses up a number but does not change anything."""
         return next((record for record in reversed(self.get(txid)) if record != KEPT), None)
 
     def number(self, txid: str) -> int:
-        """The number of the next record."""
+        """Return the number of the next record."""
         return len(self.get(txid))
 
     def lives(self, txid: str) -> bool:
@@ -97,7 +97,7 @@ class Logs(NamedTuple):
         return [txid for txid in self.txids(id) if self.lives(txid)]
 
     def latest(self) -> str:
-        """The id of the visible checkpoint that was saved last, by the txid of its first save."""
+        """Return the ID of the visible checkpoint that was saved last, as determined by the txid of its first save."""
         seen = [(txid, log[0]) for txid, log in self.of if isinstance(log[0], Committed) and self.is_visible(txid)]
         by_txid = self.mutant == "latest_by_txid"
         order = sorted((txid if by_txid else first.origin or txid, first.id) for txid, first in seen)
@@ -106,15 +106,15 @@ class Logs(NamedTuple):
 
 @lru_cache(maxsize=1 << 18)
 def logs(store: Store, mutant: str = "", where: str = "commits") -> Logs:
-    """All of commits/ at one instant."""
+    """Return all of commits/ at one instant."""
     return _gathered(store.under(where), mutant)
 
 
 def listing(mutant: str = "", *, torn: bool = False) -> Generator[Op, Any, Logs]:
-    """List commits/. A ``torn`` listing is not atomic: it shows any subset of concurrent puts.
+    """List commits/. A ``torn`` listing is not atomic: it contains any subset of concurrent puts.
 
-    If the listing lacks a record that others name, the record is read by its key. This covers gaps below the highest
-    number of a log, and the log of a rewrite that replaced something.
+    If the listing lacks a record that other records name, that record is read by its key. This covers gaps below the
+    highest number of a log, and the logs of rewrites that replaced a commit.
     """
     if not torn:
         found: Logs = yield look("lists commits", lambda store: logs(store, mutant))
@@ -142,7 +142,7 @@ def _shown(records: Mapping[Any, Any], keys: Iterable[Any]) -> Shown:
 
 
 def lacks(shown: Shown, mutant: str = "") -> set[Any]:
-    """Return the keys of records that must exist because others name them."""
+    """Return the keys of missing records that must exist because other records name them."""
     keys = {key for key, _ in shown}
     below = {(txid, lower) for txid, number in keys for lower in range(number)}
     replacing = {(record.by, 0) for _, record in shown if isinstance(record, Replaced)}
@@ -155,7 +155,7 @@ def _fill(shown: Shown, mutant: str) -> Op:
 
 
 def _filled(store: Store, shown: Shown, mutant: str) -> Shown:
-    """Return the logs with gaps as they are now."""
+    """Return the logs, with gaps filled from the current records."""
     names, now = {txid for txid, _ in lacks(shown, mutant)}, store.under("commits")
     return shown | _shown(now, [key for key in now if key[0] in names])
 

@@ -1,13 +1,13 @@
-"""A store and its mirror, with rewrites and forgets in both: a commit that is noted as safe was whole in the mirror.
+"""A store and its mirror, with rewrites and forgets in both: a commit that is noted as safe was complete in the mirror.
 
-The records of the store are at ("commits", txid, N), those of the mirror at ("mirror", txid, N), the notes at
-("mirrored", txid, number of its restores). A copy is committed under the txid of its commit. If that transaction has
-ended in the mirror, the copy uses the next txid of a fixed sequence. It does not name a base. It is a plain commit
-even if a thinner one with the same id exists.
+The store's records are at ("commits", txid, N), the mirror's records at ("mirror", txid, N), and the notes at
+("mirrored", txid, number of restores). A copy is committed under the txid of the original commit. If that transaction
+has ended in the mirror, the copy uses the next txid of a fixed sequence. A copy does not name a base: it is a plain
+commit even if a thinned one with the same ID exists.
 
-A commit is *safe* if the mirror shows a commit of its id that has all its entries. For a forgotten commit, a live one
-is enough. This is checked each time and never derived from earlier copies. A commit replaced by one that drops nothing
-is *covered*: it is not copied, and may be purged when the replacement is noted.
+A commit is *safe* if the mirror has a visible commit of the same ID with all of its entries. For a forgotten commit, a
+live one is sufficient. This is checked each time and never derived from earlier copies. A commit that was replaced by
+one that drops nothing is *covered*: it is not copied, and may be purged once the replacement is noted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MUTANTS = {
 
 
 class Rules(NamedTuple):
-    """``damaged``: T is unreadable, so it cannot be copied."""
+    """The rules of a model. ``damaged``: T is unreadable, so it cannot be copied."""
 
     mutant: str = ""
     damaged: bool = False
@@ -63,7 +63,7 @@ def there(store: Store) -> Logs:
 
 
 class Wanted(NamedTuple):
-    """The properties of a commit before the mirror is listed. ``since``: the number of its restores by then."""
+    """A commit's properties before the mirror is listed. ``since``: the number of its restores at that time."""
 
     txid: str
     first: Committed
@@ -76,7 +76,7 @@ def wanted(now: Logs, txid: str) -> Wanted:
 
 
 def is_safe(other: Logs, one: Wanted, mutant: str = "") -> bool:
-    """Decide based on a listing of the mirror."""
+    """Report whether a commit is safe according to a listing of the mirror."""
     if mutant == "very_txid" and isinstance(next(iter(other.get(one.txid)), None), Committed):
         return True
     if mutant == "any_commit" and other.txids(one.first.id):
@@ -89,7 +89,7 @@ def is_safe(other: Logs, one: Wanted, mutant: str = "") -> bool:
 
 
 def covered_by(now: Logs, txid: str, mutant: str = "") -> str:
-    """Return the replacement that dropped nothing, which must be safe instead of this commit."""
+    """Return the replacement that dropped nothing, which has to be safe instead of this commit."""
     state = now.state(txid)
     if not isinstance(state, Replaced) or mutant == "each_its_own_note":
         return ""
@@ -100,12 +100,15 @@ Notes = frozenset[tuple[str, int]]
 
 
 def notes(store: Store) -> Notes:
-    """Return (txid, number of its restores): all records under mirrored/."""
+    """Return all records under mirrored/ as (txid, number of restores)."""
     return frozenset((txid, since) for txid, since in store.under("mirrored"))
 
 
 def is_noted(now: Logs, noted: Notes, txid: str, mutant: str = "") -> bool:
-    """A note made before a `restored` no longer counts, because the mirror may have forgotten the commit."""
+    """Report whether a valid note exists.
+
+    A note made before a `restored` is not valid, since the mirror may have forgotten the commit.
+    """
     by = covered_by(now, txid, mutant)
     since = now.get(txid).count(RESTORED)
     fits = any(one == txid and (of == since or mutant == "notes_last") for one, of in noted)
@@ -113,13 +116,16 @@ def is_noted(now: Logs, noted: Notes, txid: str, mutant: str = "") -> bool:
 
 
 def waiting(now: Logs, noted: Notes, mutant: str = "") -> tuple[str, ...]:
-    """Return what a pass copies, oldest first: live, neither noted nor covered. Rewrites only if they stand."""
+    """Return the commits that a pass copies, oldest first: live ones that are neither noted nor covered.
+
+    Rewrites must stand.
+    """
     found = (txid for txid in now.live() if now.stands(txid) and not covered_by(now, txid, mutant))
     return tuple(txid for txid in found if not is_noted(now, noted, txid, mutant))
 
 
 def mirror(rules: Rules, passes: int) -> Program:
-    """List commits, then notes. A missed note only causes a needless check."""
+    """List commits, then notes. A missed note causes only an unnecessary check."""
     if not passes:
         return None
     now = yield look("lists commits", here)
@@ -144,7 +150,7 @@ def mirror_each(rules: Rules, passes: int, todo: tuple[str, ...]) -> Program:
 
 
 def copies(rules: Rules, passes: int, todo: tuple[str, ...], one: Wanted, name: str) -> Program:
-    """Read the bytes, then commit. The first of two copies in one transaction wins."""
+    """Read the bytes, then commit. If two copies share a transaction, the first one wins."""
     readable = yield look(f"reads {one.txid}", lambda store: here(store).lives(one.txid))
     if not readable or (rules.damaged and one.txid == "T"):
         return goto(mirror_each, rules, passes, todo[1:])
@@ -159,12 +165,15 @@ def copies(rules: Rules, passes: int, todo: tuple[str, ...], one: Wanted, name: 
 
 
 def finds_copy(rules: Rules, passes: int, todo: tuple[str, ...], one: Wanted, name: str) -> Program:
-    """The transaction with this name has ended. If it is forgotten there, restore it. Otherwise, try the next name."""
+    """The transaction with this name has ended. If its commit is forgotten in the mirror, restore it.
+
+    Otherwise, try the next name.
+    """
     other = yield look("reads the log of the copy", there)
     state = other.state(name)
     if state == FORGOTTEN and not one.forgotten:
         yield create(("mirror", name, other.number(name)), RESTORED)
-    elif isinstance(state, Committed):  # committed by another process, which will note it; otherwise, a later pass does
+    elif isinstance(state, Committed):  # by a different process, which will note it, or else a later pass will
         return goto(mirror_each, rules, passes, todo[1:])
     elif len(name) < 3:
         return goto(copies, rules, passes, todo, one, f"{name}'")
@@ -175,7 +184,7 @@ def finds_copy(rules: Rules, passes: int, todo: tuple[str, ...], one: Wanted, na
 
 
 def gc(rules: Rules, puts: int) -> Program:
-    """First step of a gc of the store: list commits, then notes. It purges only noted commits."""
+    """Run the first step of a gc of the store: list commits, then notes. It purges only noted commits."""
     if not puts:
         return None
     now = yield look("lists commits", here)
@@ -201,7 +210,7 @@ def allowed(now: Logs, noted: Notes, rules: Rules) -> tuple[rewrites.Action, ...
 
 
 def mirrors_gc(puts: int, thins: bool) -> Program:
-    """The mirror's own gc: it forgets, purges, revokes copies in progress, and thins."""
+    """Run the mirror's own gc, which forgets, purges, revokes copies in progress, and thins."""
     if not puts:
         return None
 
@@ -226,7 +235,7 @@ def mirrors_gc(puts: int, thins: bool) -> Program:
 
 
 def copies_back() -> Program:
-    """A process copies T from the mirror into the store, which has lost it."""
+    """Copy T from the mirror into the store, which has lost it."""
     first = yield look("reads T in the mirror", lambda store: there(store).lives("T") and there(store).get("T")[0])
     if first:
         yield append("T", 0, first)
@@ -234,7 +243,7 @@ def copies_back() -> Program:
 
 
 def last(rules: Rules) -> Program:
-    """When all others have ended, alternate passes and gcs until nothing changes."""
+    """After all other processes have ended, alternate passes and gcs until nothing changes."""
     yield when_quiet()
     return goto(last_pass, rules, 3)
 
@@ -272,7 +281,7 @@ def last_gc(rules: Rules, left: int) -> Program:
 
 
 def remembers_safety(store: Store) -> Store:
-    """Ghosts: the store's commits that have been safe since they were created or last restored."""
+    """Record as ghosts the store's commits that have been safe since they were created or last restored."""
     now, other = here(store), there(store)
     for txid in now.live():
         one = wanted(now, txid)
@@ -283,7 +292,7 @@ def remembers_safety(store: Store) -> Store:
 
 
 def noted_is_safe(store: Store) -> bool:
-    """Applies to notes that count."""
+    """Check that every commit with a valid note has been safe."""
     now, safe = here(store), store.under("ghost", "safe")
     return all(key in safe for key in notes(store) if now.get(key[0]).count(RESTORED) == key[1])
 
@@ -305,7 +314,7 @@ PURGED_IS_SAFE = Invariant(
 
 
 def nothing_waits(store: Store, damaged: bool) -> bool:
-    """Does not apply to a damaged T whose entries no other commit has."""
+    """Check that no commit is waiting, except a damaged T whose entries no other commit has."""
     now, noted = here(store), notes(store)
     whole = [txid for txid in now.visible() if txid != "T" and now.get(txid)[0].has == "ef"]
     rest = [txid for txid in now.live() if txid != "T" or whole or not damaged]
@@ -330,9 +339,9 @@ def model(
     thins: bool = False,
     lost: bool = False,
 ) -> Model:
-    """``rewrite``: entries that a rewrite of T keeps. ``there``: records of the mirror's own gc.
+    """Return a model. ``rewrite``: the entries that a rewrite of T keeps. ``there``: records of the mirror's own gc.
 
-    ``lost``: T lies only in the mirror, and is copied back.
+    ``lost``: T exists only in the mirror, and is copied back.
     """
     rules = Rules(mutant, damaged)
     plain = rewrites.Rules()

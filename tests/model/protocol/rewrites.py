@@ -1,7 +1,7 @@
-"""Rewrites that replace a commit, and their visibility during other rewrites, forgets, restores and purges.
+"""Rewrites that replace a commit, and their visibility during concurrent rewrites, forgets, restores and purges.
 
-One checkpoint "X" is committed as "T", and a later one of its run, "Y", as "U". `rewritten_bytes` models bytes. Here
-the worst case holds: purged bytes vanish at that instant.
+A checkpoint "X" is committed as "T", and a later one of its run, "Y", as "U". `rewritten_bytes` models bytes. This
+module assumes the worst case: bytes vanish at the instant of the purge.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ MUTANTS = {
 
 
 class Rules(NamedTuple):
-    """``lost``: puts of `replaced` may have no answer. ``torn``: a listing is not atomic, see `listing`."""
+    """The rules of a model. ``lost``: puts of `replaced` may get no response.
+
+    ``torn``: listings are not atomic, see `listing`.
+    """
 
     mutant: str = ""
     lost: bool = False
@@ -70,7 +73,7 @@ class Rules(NamedTuple):
 
 
 def rewriter(rules: Rules, names: tuple[str, ...]) -> Program:
-    """Rewrite the visible commit of X and then rewrite the result, under ``names``."""
+    """Rewrite the visible commit of X, and then rewrite the result, under ``names``."""
 
     def target(now: Logs) -> tuple[str, int, str] | None:
         found = now.live() if rules.mutant == "rewrites_forgotten" else now.visible()
@@ -88,9 +91,9 @@ def commits_rewrite(rules: Rules, names: tuple[str, ...], base: str, number: int
 
 
 def takes_its_number(rules: Rules, names: tuple[str, ...], base: str, number: int) -> Program:
-    """The instant at which a rewrite becomes visible.
+    """Take the number, which is the instant at which a rewrite becomes visible.
 
-    A writer that gets no response settles the number before it gives up.
+    A writer that gets no response determines who has the number before it gives up.
     """
     won = yield append(base, number, Replaced(names[0]), lost=rules.lost)
     if won is False and rules.mutant == "any_number" and number < 3:
@@ -110,7 +113,7 @@ Action = tuple[str, int, str]
 
 
 def actions(now: Logs, mutant: str = "") -> list[Action]:
-    """Return all actions of a gc on X, each with the number right after the record that allows it."""
+    """Return all actions that gc may perform on X, each with the number right after the record that allows it."""
     found = []
     for txid in now.live():
         state, number = now.state(txid), now.number(txid)
@@ -127,7 +130,7 @@ def actions(now: Logs, mutant: str = "") -> list[Action]:
 
 
 def gc(rules: Rules, puts: int) -> Program:
-    """Create this many records, each one after a new listing."""
+    """Create ``puts`` records, each after a new listing."""
     if not puts:
         return None
     seen = yield from listing(rules.mutant, torn=rules.torn)
@@ -143,7 +146,7 @@ def gc_acts(rules: Rules, puts: int, found: tuple[Action, ...]) -> Program:
 
 
 def last_gc(rules: Rules) -> Program:
-    """Run after all others have ended, until nothing is left to do."""
+    """Run gc after all other processes have ended, until nothing is left to do."""
     yield when_quiet()
     return goto(last_gc_acts, rules)
 
@@ -185,7 +188,7 @@ def user_acts(rules: Rules, times: int, allowed: tuple[str, ...], found: tuple[A
 
 
 def load(rules: Rules, tries: int = 5) -> Program:
-    """Load X: plan, then read twice. If bytes are gone, look up its id again, visible commits first."""
+    """Load X: plan, then read twice. If bytes are gone, look up the ID again, preferring visible commits."""
 
     def find(now: Logs) -> str:
         return next(iter((*now.visible(), *(txid for txid in now.live() if now.stands(txid)))), "")
@@ -218,7 +221,7 @@ def load_fails_over(rules: Rules, tries: int, found: str) -> Program:
 
 
 def lists(rules: Rules) -> Program:
-    """Report whether X is visible. If the non-atomic listing shows no commit of X, read its logs."""
+    """Report whether X is visible. If the non-atomic listing contains no visible commit of X, read its logs."""
     seen = yield from listing(rules.mutant, torn=True)
     if seen.visible():
         return None
@@ -227,8 +230,8 @@ def lists(rules: Rules) -> Program:
 
 
 def collects(rules: Rules, txids: tuple[str, ...], before: Logs, found: tuple[tuple[str, Log], ...] = ()) -> Program:
-    """Read all logs of an id until two rounds agree, which shows that this was the state at the instant between
-    them."""
+    """Read all logs of an ID until two rounds agree, which proves that this was the state at the instant
+    between them."""
     if len(found) < len(txids):
         txid = txids[len(found)]
         log = yield look(f"reads the log of {txid}", lambda store: rules.now(store).get(txid))
@@ -259,7 +262,7 @@ TIDY = "When all is quiet and a gc has run, what lives is visible: no rewrite st
 
 
 def invariants(mutant: str, *, forgets: bool) -> dict[str, Any]:
-    """By when they hold. If no process forgets, X is always visible, and every load finds it."""
+    """Return the invariants by when they hold. If no process forgets, X is always visible, and every load finds it."""
 
     def seen(store: Store) -> list[str]:
         return logs(store, mutant).visible()
@@ -296,7 +299,10 @@ def model(
     torn: bool = False,
     mortal: bool = True,
 ) -> Model:
-    """``rewriters``: the txids of each, in order. ``puts``: records that the gc may create before the others end."""
+    """Return a model. ``rewriters``: the txids of each, in order.
+
+    ``puts``: records that gc may create before the others end.
+    """
     rules = Rules(mutant, lost, torn)
     first = {("commits", "T", 0): Committed(), ("commits", "U", 0): Committed(id="Y")}
     found = [Process(f"rewriter {'+'.join(names)}", goto(rewriter, rules, names), mortal) for names in rewriters]

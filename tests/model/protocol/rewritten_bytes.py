@@ -1,10 +1,11 @@
-"""The bytes of rewrites: live commits keep their manifests and blobs, whatever gc deletes beside rewrites and saves.
+"""The bytes of rewrites: live commits keep their manifests and blobs while gc runs beside rewrites and saves.
 
 gc and saves follow docs/format.md, but listings are atomic and include manifests. `tests.model.commit_gc_model`
-explores pages, reads, retries, pauses and several gcs. New here: a commit may be replaced (and then restored or
-purged), a commit may be live and hidden, and two live commits may have one id.
+explores pages, reads, retries, pauses and several gcs. In addition, this model has commits that are replaced (and then
+restored or purged), commits that are live and hidden, and pairs of live commits with the same ID.
 
-A checkpoint has one blob "a" and a manifest "m", at ("objects", uploader, name). The value of a manifest is the names.
+A checkpoint has a blob "a" and a manifest "m", at ("objects", uploader, name). The value of a manifest is the names in
+it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Rules(NamedTuple):
 
 
 def names_of(store: Store, txid: str) -> Names:
-    """Return the objects that a commit's manifest names, or the manifest alone if it is gone."""
+    """Return the objects that a commit's manifest names, or only the manifest if it is gone."""
     found: Names = store.get("objects", txid, "m") or frozenset()
     return found | {(txid, "m")}
 
@@ -51,11 +52,11 @@ def names_of(store: Store, txid: str) -> Names:
 
 
 def writer(rules: Rules, me: str, rewrites_x: bool) -> Program:
-    """A save of another checkpoint, or a rewrite of X: begin, list commits, reuse or upload, put the manifest,
+    """Save a different checkpoint, or rewrite X: begin, list commits, reuse or upload, write the manifest, and
     commit."""
 
     def plan(store: Store) -> tuple[Any, Names]:
-        """Return (commit to rewrite, known blobs). Known are all blobs that a live commit names in its own rows."""
+        """Return (commit to rewrite, known blobs). A blob is known if a live commit names it in its own rows."""
         now = logs(store)
         base = next(((txid, now.number(txid)) for txid in now.visible()), None) if rewrites_x else None
         known = {name for txid in now.live() for name in names_of(store, txid) if name[1] == "a"}
@@ -99,7 +100,7 @@ def closes(me: str) -> Program:
 
 
 def repair(rules: Rules, me: str) -> Program:
-    """Put the manifest of T again. In the worst case it was never gone."""
+    """Write the manifest of T again. In the worst case, it was never gone."""
     yield create(("transactions", me), True)
     base = yield look("lists commits", lambda store: "T" if logs(store).lives("T") else "")
     if base and rules.mutant == "repair_moves_places":
@@ -115,7 +116,7 @@ def repair(rules: Rules, me: str) -> Program:
 
 
 def gc(rules: Rules) -> Program:
-    """Steps 2 to 4: objects, then commits, then open transactions."""
+    """Run steps 2 to 4: list objects, then commits, then open transactions."""
 
     def spare(store: Store) -> tuple[Names, frozenset[str], frozenset[Any]]:
         now = logs(store)
@@ -133,7 +134,7 @@ def gc(rules: Rules) -> Program:
 
 
 def gc_waits(rules: Rules, candidates: Names, ended: frozenset[str], cached: frozenset[Any], waits: Any) -> Program:
-    """Steps 5 and 6: revoke open transactions, and list commits again. Manifests that were read are not read again."""
+    """Run steps 5 and 6: revoke open transactions, and list commits again. Manifests are not reread."""
 
     def doomed(store: Store) -> Names:
         now, known = logs(store), dict(cached)
@@ -179,7 +180,7 @@ WHOLE = Invariant("The manifest of every live commit, and every blob that it nam
 def model(
     mutant: str = "", *, saves: bool = False, users: int = 0, puts: int = 2, repairs: bool = False, gcs: int = 1
 ) -> Model:
-    """``puts``: records of the gcs' first steps, which run at any time."""
+    """Return a model. ``puts``: records of the first steps of gcs, which run at any time."""
     rules = Rules(mutant)
     first = {
         ("commits", "T", 0): Committed(),

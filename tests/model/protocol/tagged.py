@@ -1,11 +1,11 @@
-"""A checkpoint with a permanent tag is visible and whole in the end, even if the process that removed it was killed.
+"""A checkpoint with a permanent tag is visible and complete in the end, even if the process that removed it was killed.
 
-A gc that forgets by a rule lists tags before and after, and so does thin. They restore checkpoints that were tagged
-meanwhile. If they are killed in between, no process knows. But a user who forgets a checkpoint by name ends its tags
-first. So where a tag names a forgotten checkpoint, a later gc knows that a rule forgot it, and restores it. It also
-restores a thinned checkpoint whose tag was set on the whole one.
+A gc that forgets by a rule lists tags before and after it forgets, and so does thin. Both restore checkpoints that
+were tagged in the meantime. If they are killed in between, no process knows this. However, a user who forgets a
+checkpoint by name ends its tags first. Therefore, if a tag names a forgotten checkpoint, a later gc knows that a rule
+forgot it, and restores it. It also restores a thinned checkpoint whose tag was set on the complete one.
 
-There is one tag. Its generations are ("tags", N): the txid that it was set on, or "" if it was deleted.
+There is a single tag. Its generations are at ("tags", N): the txid that the tag was set on, or "" if it was deleted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Rules(NamedTuple):
 
 
 def tagged(store: Store) -> str:
-    """Return the txid that the tag names, or ""."""
+    """Return the txid that the tag names, or "" if there is none."""
     newest = max(store.under("tags").items(), default=((), ""))
     return str(newest[1])
 
@@ -44,7 +44,7 @@ def _next(store: Store) -> int:
 
 
 def _entries(now: Logs) -> set[str]:
-    """The visible commit of X has these entries."""
+    """Return the entries of the visible commit of X."""
     return set().union(*(now.get(txid)[0].has for txid in now.visible()[:1]))
 
 
@@ -59,7 +59,7 @@ def tagger(rules: Rules) -> Program:
 
 
 def tagger_looks(rules: Rules, txid: str) -> Program:
-    """At least one of two processes sees the other: the remover sees the tag, or the tagger sees the new state."""
+    """Read the logs after tagging. Either the remover sees the tag, or the tagger sees the new state."""
     seen = yield from listing(torn=rules.torn)
     is_less = rules.mutant != "takes_what_is_thin" and bool(_lacking(seen, txid))
     for one in _forgotten(seen) or ([txid] if is_less else []):
@@ -69,13 +69,13 @@ def tagger_looks(rules: Rules, txid: str) -> Program:
 
 
 def _forgotten(now: Logs) -> list[str]:
-    """Return the forgotten commit of X that stands, if none is visible."""
+    """Return the valid forgotten commit of X if none is visible."""
     gone = [txid for txid in now.live() if now.state(txid) == FORGOTTEN and now.stands(txid)]
     return [] if now.visible() else gone[:1]
 
 
 def _lacking(now: Logs, txid: str) -> set[str]:
-    """Return the entries of the replaced commit that the visible one does not have."""
+    """Return the entries of the replaced commit that the visible one lacks."""
     if not now.visible() or not now.lives(txid) or not isinstance(now.state(txid), Replaced):
         return set()
     return set(now.get(txid)[0].has) - _entries(now)
@@ -85,7 +85,7 @@ def _lacking(now: Logs, txid: str) -> set[str]:
 
 
 def ruler(rules: Rules) -> Program:
-    """A gc whose rule does not keep X. A forgotten checkpoint is kept for a day. `leases` models purges."""
+    """Act as a gc whose rule does not keep X. A forgotten checkpoint is kept for a day. `leases` models purges."""
     if (yield look("lists tags", tagged)):
         return None
     seen = yield from listing(torn=rules.torn)
@@ -119,7 +119,7 @@ def thinner_rewrites(rules: Rules, base: str, number: int) -> Program:
 
 
 def person(rules: Rules) -> Program:
-    """Forget X by name. Its tag ends first, so that the forget does not look like a rule's."""
+    """Forget X by name. Delete its tag first, so that the forget does not look like that of a rule."""
     number = yield look("lists generations", lambda store: _next(store) if tagged(store) else -1)
     ended = number < 0 or (yield create(("tags", number), ""))
     seen = yield from listing(torn=rules.torn)
@@ -136,7 +136,7 @@ def person_forgets(txid: str, number: int) -> Program:
 
 
 def gc(rules: Rules, times: int = 1) -> Program:
-    """Read logs, then list tags, then take the number right after the last record."""
+    """Read the logs, list the tags, and then take the number right after the last record."""
     if not times:
         return None
     named = ""
@@ -166,7 +166,7 @@ def gc_restores(rules: Rules, times: int, txid: str, number: int) -> Program:
 
 
 def last_gc(rules: Rules) -> Program:
-    """Run after all others have ended."""
+    """Run gc after all other processes have ended."""
     yield when_quiet()
     return goto(gc, Rules(rules.mutant), 3)
 
@@ -186,7 +186,7 @@ def is_seen(store: Store) -> bool:
 
 
 def stays(who: str, before: Store, after: Store) -> bool:
-    """If a gc restored something, either no user had forgotten it, or it has a new tag."""
+    """Check that, if gc restored something, either no user had forgotten it or it has a new tag."""
     if "gc" not in who or tagged(after):
         return True
     new = [key for key, record in after.under("commits").items() if record == RESTORED]
@@ -206,9 +206,9 @@ def model(
     mortal: bool = True,
     torn: bool = False,
 ) -> Model:
-    """``takes``: the processes that remove X. ``gcs``: gcs that restore, beside all others.
+    """Return a model. ``takes``: the processes that remove X. ``gcs``: gcs that restore, concurrently with all others.
 
-    ``settles``: one more at the end.
+    ``settles``: one more gc runs at the end.
     """
     rules = Rules(mutant, torn)
     who = {"ruler": ruler, "thinner": thinner, "person": person}

@@ -1,4 +1,4 @@
-"""Announcements: following a run's log shows the same as a listing of all commits."""
+"""Announcements: following a run's log returns the same result as listing all commits."""
 
 from __future__ import annotations
 
@@ -60,6 +60,6 @@ def test_a_read_shows_every_announced_record_in_larger_models(setup: str) -> Non
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_every_change_to_the_protocol_loses_a_record(mutant: str) -> None:
+def test_every_omission_from_the_protocol_loses_a_record(mutant: str) -> None:
     setup, broken = DIES[mutant]
     check_dies(model(mutant, **SAFE[setup]), broken.says)

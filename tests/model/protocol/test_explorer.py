@@ -1,4 +1,4 @@
-"""The explorer itself: the errors that it finds in minimal models, and explorations that must not pass."""
+"""Tests of the explorer: the errors that it finds in minimal models, and explorations that must not pass."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_all_interleavings_of_two_processes_are_explored() -> None:
     processes = [Process(name, goto(puts, name)) for name in ("one", "two")]
     verdict = explore(Model(Store({}), processes))
     assert verdict.broken == ""
-    assert verdict.states == 5  # none has moved; either was first; then the other has lost
+    assert verdict.states == 5  # neither has moved; either was first; then the other has lost
     assert "two finds key taken" in verdict.done
 
 

@@ -1,4 +1,4 @@
-"""Tags and leases: a granted one protects its checkpoint from forget, thinning, repair and purge."""
+"""Tags and leases: once granted, they protect their checkpoint from being forgotten, thinned, repaired or purged."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ DIES = {
 
 
 @pytest.mark.parametrize("setup", SAFE)
-def test_a_granted_lease_keeps_its_checkpoint(setup: str) -> None:
+def test_a_granted_lease_protects_its_checkpoint(setup: str) -> None:
     check_holds(model(**SAFE[setup]), ("= purged", "has its tag" if "tag" in SAFE[setup] else "is granted"))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("setup", LARGE)
-def test_a_granted_lease_keeps_its_checkpoint_in_larger_models(setup: str) -> None:
+def test_a_granted_lease_protects_its_checkpoint_in_larger_models(setup: str) -> None:
     check_holds(model(**LARGE[setup]), ("= purged", "is granted"), limit=4_000_000)
 
 

@@ -1,4 +1,4 @@
-"""Mirrors: a checkpoint is noted as safe only if it was whole there, and each checkpoint is eventually noted."""
+"""Mirrors: a checkpoint is noted as safe only if it was complete there, and every checkpoint is eventually noted."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ DIES = {
 
 
 @pytest.mark.parametrize("setup", SAFE)
-def test_a_mirror_note_means_a_complete_copy(setup: str) -> None:
+def test_a_mirror_note_implies_a_complete_copy(setup: str) -> None:
     check_holds(model(**SAFE[setup]), ("creates mirrored/V" if "damaged" in setup else "creates mirrored/T",))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("setup", LARGE)
-def test_a_mirror_note_means_a_complete_copy_in_larger_models(setup: str) -> None:
+def test_a_mirror_note_implies_a_complete_copy_in_larger_models(setup: str) -> None:
     check_holds(model(**LARGE[setup]), ("creates mirrored/T", "= purged"), limit=6_000_000)
 
 

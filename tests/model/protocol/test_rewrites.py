@@ -1,4 +1,5 @@
-"""Rewrites that replace: one commit of an id remains visible despite rewriters, users, gcs and late puts."""
+"""Rewrites that replace commits: exactly one commit of an ID is visible, despite rewriters, users, gcs and
+late puts."""
 
 from __future__ import annotations
 

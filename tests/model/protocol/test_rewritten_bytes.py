@@ -1,4 +1,5 @@
-"""The bytes of rewrites: gc does not delete live objects, and eventually deletes what only replaced commits name."""
+"""The bytes of rewrites: gc never deletes live objects, and eventually deletes objects that only replaced
+commits name."""
 
 from __future__ import annotations
 

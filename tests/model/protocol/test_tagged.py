@@ -1,4 +1,4 @@
-"""Tags together with rules that forget and thin: tagged checkpoints survive if any process is killed."""
+"""Tags combined with rules that forget and thin: tagged checkpoints survive even if any process is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A put that is killed leaves the whole object or none."""
+"""A put that is killed leaves the complete object or none."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ COMMAND = [sys.executable, "-m", "tests.support.crash"]
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """A folder of stores, one for each way, size and step at which the put was killed. By default each third step."""
+    """A folder of stores, one for each way, size and step at which the put was killed.
+
+    By default, only every third step is used.
+    """
     command = [*COMMAND, "steps", "1" if request.config.getoption("--full") else "3"]
     return made_once(tmp_path_factory, "puts", lambda folder: subprocess.run([*command, folder], cwd=ROOT, check=True))
 
 
 @pytest.mark.parametrize("way", list(Naming), ids=lambda way: way.name)
 @pytest.mark.parametrize("size", crash.SIZES)
-def test_a_put_killed_at_any_step_leaves_a_whole_object_or_none(killed: Path, way: Naming, size: int) -> None:
+def test_a_put_killed_at_any_step_leaves_a_complete_object_or_none(killed: Path, way: Naming, size: int) -> None:
     steps = [int(path.name.rpartition("-")[2]) for path in killed.glob(f"{way.name}-{size}-*")]
     assert len(steps) > 8
     outcomes = set()
@@ -49,7 +52,7 @@ def test_a_put_killed_at_any_step_leaves_a_whole_object_or_none(killed: Path, wa
 
 
 @pytest.mark.parametrize("lines", [1, 2, 3, 5, 8])
-def test_a_put_killed_at_any_time_leaves_a_whole_object_or_none(tmp_path: Path, lines: int) -> None:
+def test_a_put_killed_at_any_time_leaves_a_complete_object_or_none(tmp_path: Path, lines: int) -> None:
     with subprocess.Popen([*COMMAND, "endless", tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for _ in range(lines):

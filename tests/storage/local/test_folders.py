@@ -1,4 +1,4 @@
-"""Folders of a local store: durable, without symlinks, and removed when unused."""
+"""The folders of a local store are durable, contain no symlinks, and are removed when unused."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.support.local import KEY, failing
 
 def test_new_folders_above_the_store_are_made_durable(store: LocalStore) -> None:
     store.put("a", b"")
-    assert store.counts.fsyncs == 5  # the file, the store; folders with a new subfolder: two, one of them twice
+    assert store.counts.fsyncs == 5  # the file, the store; two folders with a new subfolder, one of them twice
 
 
 def test_a_failed_folder_sync_is_an_error(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The object exists, but its name may not be durable. A second put makes it durable."""
+    """The object exists, but its name may not be durable. A second put makes the name durable."""
     store.put("commits/0", b"")
     monkeypatch.setattr(syscalls, "sync", failing(syscalls.sync, errno.EIO, after=1))
     with pytest.raises(StorageError):
@@ -48,11 +48,11 @@ def test_file_systems_without_folder_fsync_are_supported(store: LocalStore, monk
     assert store.get(KEY, limit=1) == b"1"
 
 
-def test_unused_folders_made_by_a_storage_are_removed(tmp_path: Path) -> None:
+def test_unused_folders_that_casckpt_created_are_removed(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "a" / "b" / "c")
     store.put("probes/x", b"1")
     (tmp_path / "a" / "mine").touch()
-    assert store.sweep("") == 0  # it is in use
+    assert store.sweep("") == 0  # the folder is in use
     store.delete("probes/x")
     store.sweep("probes")
     LocalStore(store.path).sweep("")
@@ -65,7 +65,7 @@ def test_unused_folders_made_by_a_storage_are_removed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("act", ["get", "open", "size", "list"])
 @pytest.mark.parametrize("link", ["objects/x/a", "objects/x", "objects"])
-def test_symlinks_in_a_store_are_refused(store: LocalStore, tmp_path: Path, act: str, link: str) -> None:
+def test_symlinks_in_a_store_are_rejected(store: LocalStore, tmp_path: Path, act: str, link: str) -> None:
     outside = tmp_path / "outside" / KEY
     outside.parent.mkdir(parents=True)
     outside.write_bytes(b"secret")
@@ -99,7 +99,7 @@ def test_a_put_does_not_follow_symlinks(store: LocalStore, tmp_path: Path) -> No
     assert list(outside.iterdir()) == []
 
 
-def test_the_store_itself_may_be_a_symlink(store: LocalStore, tmp_path: Path) -> None:
+def test_the_store_itself_can_be_a_symlink(store: LocalStore, tmp_path: Path) -> None:
     store.put(KEY, b"1")
     (tmp_path / "link").symlink_to(store.path)
     assert [entry.key for entry in LocalStore(tmp_path / "link").list("")] == [KEY]

@@ -1,4 +1,4 @@
-"""How much memory a process may fill with reads."""
+"""Tests of how much memory a process may fill with reads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_available_memory_of_the_host_is_found(host: Host) -> None:
     assert host.found() == 500 * KIB
 
 
-def test_the_nearest_cgroup_limit_counts_including_reclaimable_memory(host: Host) -> None:
+def test_the_nearest_cgroup_limit_applies_and_reclaimable_memory_counts_as_available(host: Host) -> None:
     host.tell("mine", "0::/slice/job\n")
     host.limit("slice", str(300 * KIB), 200 * KIB, 50 * KIB)
     host.limit("slice/job", "max", 100 * KIB, 0)
@@ -71,7 +71,7 @@ def test_cgroup_v1_limits_are_found(host: Host) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "MemTotal: 900 kB\n"])
-def test_a_system_without_memory_information_does_not_have_a_limit(host: Host, text: str) -> None:
+def test_there_is_no_limit_on_a_system_without_memory_information(host: Host, text: str) -> None:
     host.tell("meminfo", text)
     assert host.found() == 0
     (host.root / "meminfo").unlink()

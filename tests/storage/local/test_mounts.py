@@ -1,4 +1,4 @@
-"""Which file systems have reliable listings and a cheap page cache."""
+"""Tests of which file systems have reliable listings and a cheap page cache."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_unknown_mounts_are_not_reported(tmp_path: Path) -> None:
     assert LocalStore(tmp_path).traits.stale == ""
 
 
-def test_gc_refuses_stale_listings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gc_rejects_stale_listings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "casckpt.storage.local.store.stale_listings", lambda path: f"{path} is on NFS; mount it with noac"
     )

@@ -1,4 +1,4 @@
-"""New files in a local store, created in each way that file systems support."""
+"""New files in a local store, created in every way that file systems support."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TestEachWay:
         assert files(store) == [KEY]
         assert store._files.way is way
 
-    def test_objects_are_read_only_within_the_umask(self, store: LocalStore) -> None:
+    def test_objects_are_read_only_and_respect_the_umask(self, store: LocalStore) -> None:
         store.put("a", b"1")
         store.replace("b", b"1")
         before = os.umask(0o077)
@@ -46,7 +46,9 @@ class TestEachWay:
         modes = [stat.S_IMODE((store.path / name).stat().st_mode) for name in "abc"]
         assert modes == [0o444 & ~before, 0o444 & ~before, 0o400]
 
-    def test_a_failed_fsync_leads_to_a_new_file(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_after_a_failed_fsync_the_object_is_written_to_a_new_file(
+        self, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         store.put("a", b"")
         before = store.counts.bytes_written
         monkeypatch.setattr(syscalls, "sync", failing(syscalls.sync, errno.EIO))
@@ -97,7 +99,7 @@ class TestEachWay:
         assert store.get(KEY, limit=1) == b"1"
         assert files(store) == [KEY]
 
-    def test_repeated_removal_of_the_folder_is_an_error(
+    def test_repeatedly_removing_the_folder_is_an_error(
         self, store: LocalStore, way: Naming, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         name = {Naming.UNNAMED: "link_unnamed", Naming.LINK: "open_named", Naming.RENAME: "open_named"}[way]
@@ -108,7 +110,7 @@ class TestEachWay:
 
 
 def sweeping(call: Callable[..., Any], store: LocalStore, times: int) -> Callable[..., Any]:
-    """``call``, but another process sweeps the folder right before it."""
+    """Return ``call``, except that a different process sweeps the folder right before it."""
     left = iter(range(times))
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -144,7 +146,7 @@ def test_a_put_works_without_proc(store: LocalStore, monkeypatch: pytest.MonkeyP
     assert files(store) == [KEY]
 
 
-def test_a_file_system_without_exclusive_create_is_refused(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_exclusive_create_is_rejected(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     only(Naming.RENAME, monkeypatch)
     monkeypatch.setattr(syscalls, "rename_new", lacking)
     with pytest.raises(Unsupported, match="a different file system"):
@@ -188,7 +190,7 @@ def test_a_write_of_zero_bytes_is_an_error(store: LocalStore, monkeypatch: pytes
 
 
 def answering(answer: bool, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """A set_direct that only records its arguments."""
+    """Return a set_direct that only records its arguments."""
     asked: list[bool] = []
 
     def set_direct(fd: int, on: bool) -> bool:

@@ -1,4 +1,4 @@
-"""Reading files of a local store, with and without the page cache."""
+"""Reads of files in a local store, with and without the page cache."""
 
 from __future__ import annotations
 
@@ -85,8 +85,10 @@ def test_ranges_shared_across_processes_are_read_through_the_page_cache(
     assert asked == [2 << 20]
 
 
-def test_reads_through_the_page_cache_start_small(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise, the kernel reads the first MiBs of each file in single pages."""
+def test_reads_through_the_page_cache_start_with_small_ranges(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, the kernel would read the first few MiB of each file in single pages."""
     data = noise(2 << 20)
     store.put("a", data)
     asked: list[tuple[int, int]] = []
@@ -127,12 +129,12 @@ def test_cachestat_and_mincore_agree(tmp_path: Path) -> None:
         os.fsync(file.fileno())
         for _ in range(2):
             told = localreader._is_resident(file.fileno(), 0, 1 << 20)
-            with suppress(Lacking):  # older kernels need a different call
+            with suppress(Lacking):  # older kernels require a different call
                 assert (cached_pages(file.fileno(), 0, 1 << 20) >= 192) == told
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def test_mincore_is_used_without_cachestat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mincore_is_used_if_cachestat_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lacking(fd: int, start: int, nbytes: int) -> int:
         raise Lacking
 

@@ -1,4 +1,4 @@
-"""The storage in a local folder."""
+"""Tests of storage in a local folder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LocalFixtures:
 
 
 class TestContract(LocalFixtures, SharedContract):
-    """The current file system."""
+    """The contract on the current file system."""
 
 
 @pytest.mark.parametrize("way", [Naming.LINK, Naming.RENAME], ids=lambda way: way.name)
@@ -53,7 +53,7 @@ def test_calls_and_bytes_are_counted(store: LocalStore) -> None:
         return fsyncs[-1] - fsyncs[-2]
 
     store.put("objects/x/a", bytes(10))
-    assert since() == 5  # the file, then objects/x, objects, the store and its parent
+    assert since() == 5  # the file, objects/x, objects, the store and its parent
     store.put("objects/x/b", bytes(10))
     assert since() == 2
     store.put("objects/x/c", bytes(10), settle=False)
@@ -73,7 +73,7 @@ def test_calls_and_bytes_are_counted(store: LocalStore) -> None:
     assert (counts.reads, counts.bytes_read, counts.requests) == (2, 13, 10)
 
 
-def test_leftovers_are_invisible_and_swept(store: LocalStore) -> None:
+def test_leftovers_are_invisible_and_are_deleted_by_sweep(store: LocalStore) -> None:
     store.put(KEY, b"12")
     folder = store.path / "objects/x"
     (folder / newfile.temporary_name("b")).write_bytes(bytes(100))
@@ -87,7 +87,7 @@ def test_leftovers_are_invisible_and_swept(store: LocalStore) -> None:
     assert sorted(path.name for path in store.path.rglob("*")) == ["objects"]
 
 
-def test_sweep_leaves_unknown_files(store: LocalStore) -> None:
+def test_sweep_does_not_delete_unknown_files(store: LocalStore) -> None:
     store.put(KEY, b"12")
     (store.path / "objects/x/.hidden").write_bytes(b"1")
     store.delete(KEY)
@@ -115,8 +115,8 @@ ODD: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_anything_else_in_place_of_a_file_is_refused(store: LocalStore, odd: str) -> None:
-    """If the storage ignored it, the object would appear never to have existed, and gc would act on that."""
+def test_anything_other_than_a_file_in_its_place_is_rejected(store: LocalStore, odd: str) -> None:
+    """If it were ignored, the object would appear never to have existed, and gc would act accordingly."""
     store.put("commits/a", b"1")
     ODD[odd](store.path / "commits/b")
     acts: list[Callable[[], object]] = [
@@ -131,7 +131,7 @@ def test_anything_else_in_place_of_a_file_is_refused(store: LocalStore, odd: str
 
 
 @pytest.mark.parametrize("odd", ["file", "pipe"])
-def test_anything_else_in_place_of_a_folder_is_refused(store: LocalStore, odd: str) -> None:
+def test_anything_other_than_a_folder_in_its_place_is_rejected(store: LocalStore, odd: str) -> None:
     store.put("casckpt.json", b"1")
     (Path.touch if odd == "file" else os.mkfifo)(store.path / "commits")
     acts: list[Callable[[], object]] = [
@@ -148,7 +148,7 @@ def test_anything_else_in_place_of_a_folder_is_refused(store: LocalStore, odd: s
             act()
 
 
-def test_no_descriptor_remains_open(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_descriptors_do_not_remain_open(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def use() -> None:
         put_aligned(store, KEY, noise(MIB + 1))
         store.replace(KEY, b"1")

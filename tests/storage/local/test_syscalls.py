@@ -1,4 +1,4 @@
-"""System calls that a file system may not support."""
+"""Tests of system calls that a file system may not support."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_other_errors_do_not_mean_a_missing_feature(folder: int, monkeypatch: py
         syscalls.rename_new(folder, "missing", "b")
 
 
-def test_a_rename_never_replaces(folder: int, file: int, tmp_path: Path) -> None:
+def test_a_rename_never_replaces_a_file(folder: int, file: int, tmp_path: Path) -> None:
     (tmp_path / "b").write_bytes(b"b")
     for call in (syscalls.link_named, syscalls.rename_new):
         with pytest.raises(FileExistsError):
@@ -95,7 +95,7 @@ def test_an_unnamed_file_in_a_removed_folder_is_an_error(tmp_path: Path) -> None
     with pytest.raises(FileNotFoundError):
         syscalls.link_unnamed(fd, folder, "a")
     os.close(fd)
-    with pytest.raises(FileNotFoundError):  # from the first or the second call: file systems differ
+    with pytest.raises(FileNotFoundError):  # from the first or the second call, depending on the file system
         syscalls.link_unnamed(syscalls.open_unnamed(folder), folder, "a")
     os.close(folder)
 

@@ -1,6 +1,6 @@
-"""The contract of a cloud storage accessed through fsspec: all guarantees but one, and a realistic workload.
+"""The contract of cloud storage accessed through fsspec: all guarantees but one, and a realistic workload.
 
-A subclass gives the fixture ``cloud``.
+A subclass provides the fixture ``cloud``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tests.support.clouds import Cloud
 # both clients pass bytes to aiohttp
 @pytest.mark.filterwarnings("ignore:Sending a large body directly with raw bytes:ResourceWarning")
 class CloudContract(SharedContract):
-    """It does not distinguish versions of an object."""
+    """The contract without the guarantee that versions of an object are distinguished."""
 
-    test_an_open_reader_does_not_mix_objects: Callable[..., None] | None = None  # type: ignore[assignment]  # not promised
+    test_an_open_reader_does_not_mix_two_objects: Callable[..., None] | None = None  # type: ignore[assignment]  # not promised
 
     @pytest.fixture
     def bucket(self, cloud: Cloud) -> str:
@@ -40,7 +40,7 @@ class CloudContract(SharedContract):
         return lambda key: cloud.look(bucket, f"deep/store/{key}")
 
     def test_saves_loads_and_gc_work_in_the_cloud(self, cloud: Cloud, tmp_path: Path) -> None:
-        """The user does not have to promise a single writer: creates are exclusive, and the probe detects that."""
+        """Users do not have to guarantee a single writer, because creates are exclusive, and the probe detects this."""
         import torch
 
         url = f"{cloud.scheme}://{cloud.new_bucket()}/team/store"

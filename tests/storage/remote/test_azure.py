@@ -25,7 +25,7 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
 
 
 class TestAzure(CloudContract):
-    """On Azurite."""
+    """The contract on Azurite."""
 
 
 def test_wrong_credentials_are_reported(cloud: Cloud) -> None:

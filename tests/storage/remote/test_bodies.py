@@ -1,4 +1,4 @@
-"""A put sends the caller's memory, which is never copied in full, and resends it in each attempt."""
+"""A put sends the caller's memory, which is never copied in full, and sends it again in each attempt."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES = (0, 1, MIB, 2 * MIB + 5)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_body_is_read_like_a_file(size: int) -> None:
+def test_a_body_can_be_read_like_a_file(size: int) -> None:
     data = noise(size)
     body, file = PutBody(memoryview(data)), io.BytesIO(data)
     assert len(body) == size
@@ -75,7 +75,7 @@ def test_a_body_can_be_iterated_repeatedly(size: int) -> None:
     assert b"".join(asyncio.run(pieces(None))) == data
 
 
-def test_a_put_copies_only_pieces(seaweed_server: Server) -> None:
+def test_a_put_does_not_copy_the_whole_object(seaweed_server: Server) -> None:
     storage = RemoteStore(RemoteLocation("s3", f"{seaweed_server.new_place()}/store", seaweed_server.options))
     storage.put("first", b"what a client needs once is made now")
     data = memoryview(bytearray(48 * MIB))

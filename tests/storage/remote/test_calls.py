@@ -14,7 +14,7 @@ from casckpt.storage.remote.patience import Patience
 
 
 class Asynchronous:
-    """A file system whose methods without an underscore must not be called."""
+    """An asynchronous file system. Its methods without an underscore must not be called."""
 
     async_impl, loop = True, get_loop()
 
@@ -42,7 +42,7 @@ class Plain:
         return self.found
 
 
-def test_an_object_in_place_of_a_folder_is_refused_and_a_missing_one_is_empty() -> None:
+def test_an_object_in_place_of_a_folder_is_rejected_and_a_missing_folder_is_empty() -> None:
     assert Calls(Plain({"a": {"size": 3}}), Patience()).find("x") == {"a": {"size": 3}}
     nothing: list[Any] = [{}, [], None]
     for found in nothing:

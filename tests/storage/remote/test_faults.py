@@ -1,4 +1,4 @@
-"""Network and server faults: the storage retries, and recognizes its own earlier put."""
+"""Network and server faults: requests are retried, and a retried put recognizes its own earlier attempt."""
 
 from __future__ import annotations
 
@@ -119,7 +119,9 @@ def test_endless_faults_are_an_error_that_names_them(
     assert sum(naps.seconds[:7]) < 13
 
 
-def test_a_conflict_after_faults_remains_one_if_the_object_is_unreadable(storage: RemoteStore, proxy: Proxy) -> None:
+def test_a_conflict_after_faults_remains_a_conflict_if_the_object_is_unreadable(
+    storage: RemoteStore, proxy: Proxy
+) -> None:
     proxy.plan(Trouble.LOST, method="PUT")
     proxy.plan(Trouble.BUSY, method="HEAD", times=1000)
     with pytest.raises(AlreadyExists):
@@ -237,12 +239,13 @@ def test_connections_are_reused(storage: RemoteStore, proxy: Proxy) -> None:
         for _ in range(20):
             reader.read_into(7, [buffer])
             storage.size("a")
-    assert proxy.connections == 2  # one of the client, one of ranged reads
+    assert proxy.connections == 2  # one for the client, one for ranged reads
     assert proxy.count("GET") == 20
 
 
 def test_reads_run_concurrently(storage: RemoteStore, proxy: Proxy) -> None:
-    """There are as many connections as the traits promise, and none of them waits for another's response."""
+    """There are as many connections as the traits promise, and no connection waits for the response of a
+    different one."""
     data = noise(64 * 1000)
     storage.put("a", data)
     parallel = storage.traits.parallel
@@ -261,7 +264,7 @@ def test_reads_run_concurrently(storage: RemoteStore, proxy: Proxy) -> None:
     assert proxy.connections > parallel // 2
 
 
-def test_a_server_that_ignores_ranges_is_refused(storage: RemoteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_ignores_ranges_is_rejected(storage: RemoteStore, monkeypatch: pytest.MonkeyPatch) -> None:
     storage.put("a", b"0123456789")
     client = storage._clients.get()
     arguments = client._arguments  # type: ignore[attr-defined]  # of S3
@@ -278,7 +281,7 @@ def test_a_server_that_ignores_ranges_is_refused(storage: RemoteStore, monkeypat
             reader.read_into(2, [memoryview(buffer)])
 
 
-def test_a_reader_does_not_mix_two_objects(storage: RemoteStore) -> None:
+def test_a_reader_never_mixes_two_objects(storage: RemoteStore) -> None:
     storage.put("a", b"0123456789")
     buffer = memoryview(bytearray(5))
     with storage.open("a") as reader:
@@ -316,7 +319,7 @@ def test_a_call_from_the_event_loop_of_the_client_is_an_error(storage: RemoteSto
 
 @pytest.mark.parametrize("nbytes", [1, 64 * MIB])
 def test_a_server_that_does_not_accept_bytes_is_an_error(nbytes: int, naps: Naps) -> None:
-    """The server accepts connections but is silent. The client would wait forever for permission to continue."""
+    """The server accepts connections but is silent, so the client would wait forever for permission to continue."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}"}
         place = RemoteLocation("s3", "bucket/store", {**options, "config_kwargs": {"read_timeout": 0.2}})

@@ -1,4 +1,4 @@
-"""Storages that are supported only through fsspec: their guarantees and refusals."""
+"""Storage backends that are supported only through fsspec: their guarantees and errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.servers import Server
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder through fsspec, as a stand-in for any fsspec storage."""
+    """A folder accessed through fsspec, as a stand-in for any fsspec storage."""
 
     path: Path
 
@@ -41,10 +41,10 @@ class Folder:
 
 
 class TestOneWriter(StorageContract):
-    """All guarantees but two: fsspec checks before it writes, and it does not distinguish versions of an object."""
+    """The contract without two guarantees: fsspec checks before it writes, and does not distinguish object versions."""
 
-    test_one_of_several_threads_creates_a_key: Callable[..., None] | None = None  # type: ignore[assignment]  # not promised
-    test_an_open_reader_does_not_mix_objects: Callable[..., None] | None = None  # type: ignore[assignment]  # nor this
+    test_exactly_one_of_several_threads_creates_a_key: Callable[..., None] | None = None  # type: ignore[assignment]  # not promised
+    test_an_open_reader_does_not_mix_two_objects: Callable[..., None] | None = None  # type: ignore[assignment]  # nor this
 
     @pytest.fixture
     def storage(self, tmp_path: Path) -> ObjectStore:
@@ -59,7 +59,7 @@ class TestOneWriter(StorageContract):
         return look
 
 
-def test_a_storage_without_exclusive_creates_refuses_two_writers(tmp_path: Path) -> None:
+def test_storage_without_exclusive_creates_rejects_a_second_writer(tmp_path: Path) -> None:
     storage = RemoteStore(Folder(tmp_path / "store"))
     with pytest.raises(Unsupported, match="in one step"):
         Repository(storage, tmp_path / "cache").create()
@@ -147,7 +147,7 @@ def test_permanent_errors_are_not_retried(
 
 
 class Unwell(BaseHTTPRequestHandler):
-    """Answers 503 to everything, and 404 below /none/."""
+    """Answers every request with 503, and those below /none/ with 404."""
 
     def do_GET(self) -> None:
         self.send_error(404 if self.path.startswith("/none/") else 503)

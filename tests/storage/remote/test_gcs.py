@@ -25,7 +25,7 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
 
 
 class TestGcs(CloudContract):
-    """On fake-gcs-server."""
+    """The contract on fake-gcs-server."""
 
 
 def test_the_client_times_out_earlier_than_aiohttp() -> None:

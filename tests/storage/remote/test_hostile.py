@@ -1,4 +1,4 @@
-"""Servers that never answer or never finish: every call to them ends with an error and does not use up memory."""
+"""Servers that never respond or never finish: every call to them ends with an error, and does not exhaust memory."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_every_call_to_a_hostile_server_ends(kind: Callable[[Hostile], ObjectSto
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("hostility", [Hostility.SILENT, Hostility.DRIP])
 @pytest.mark.parametrize("kind", [google, azure])
-def test_every_call_to_a_hostile_server_of_another_cloud_ends(
+def test_every_call_to_a_hostile_server_of_a_different_cloud_ends(
     kind: Callable[[Hostile], ObjectStore], hostility: Hostility
 ) -> None:
     with hostile(hostility) as server:
@@ -132,23 +132,23 @@ def test_every_call_to_a_hostile_server_of_another_cloud_ends(
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", [s3, web])
 @pytest.mark.parametrize("hostility", [Hostility.HEADERS, Hostility.BODY])
-def test_no_surplus_bytes_are_accepted(kind: Callable[..., ObjectStore], hostility: Hostility) -> None:
-    """Even with unlimited timeouts."""
+def test_surplus_bytes_are_not_accepted(kind: Callable[..., ObjectStore], hostility: Hostility) -> None:
+    """This holds even with unlimited timeouts."""
     with hostile(hostility, "206 Partial Content") as server:
         storage = kind(server, {})
         for name, act in (READS if kind is web else {**READS, **WRITES}).items():
             before = server.sent
             (error,) = outcomes(storage, {name: act}, attempts=1).values()
             fine = hostility is Hostility.BODY and (name.startswith("size") or name == "read")
-            # Refused because of the body's size, unless the client fails first on the bytes after a response.
+            # Rejected because of the body's size, unless the client fails first because of the bytes after a response.
             expected = (Refused, StorageError) if hostility is Hostility.BODY else StorageError
             assert fine or isinstance(error, expected), name
-            most = 80 if kind is web else 30  # a web server's page may have 64, a response from S3 16
+            most = 80 if kind is web else 30  # a web server's page may have 64 MiB, a response from S3 16 MiB
             assert server.sent - before < most * MIB, name
 
 
 @pytest.mark.timeout(60)
-def test_settings_of_a_silent_bucket_time_out(tmp_path: Path) -> None:
+def test_reading_the_settings_of_a_silent_bucket_times_out(tmp_path: Path) -> None:
     with hostile(Hostility.SILENT) as server:
         storage = s3(server)
         with pytest.raises(StorageError, match=r"cannot read the settings of s3://bucket/store: .*request_timeout"):
@@ -159,7 +159,7 @@ def test_settings_of_a_silent_bucket_time_out(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_a_hanging_file_system_times_out() -> None:
-    """fsspec calls it in our thread, which cannot be interrupted."""
+    """fsspec calls the file system in our thread, which cannot be interrupted."""
 
     class Hanging:
         url = "local:///nowhere"
@@ -183,7 +183,7 @@ def test_a_hanging_file_system_times_out() -> None:
 
 @contextmanager
 def slow(pause: float) -> Iterator[str]:
-    """A server that sends 32 KiB at a time and then pauses. It has one object of 512 KiB."""
+    """Run a server that sends 32 KiB at a time and then pauses. It has one object of 512 KiB."""
     over = threading.Event()
 
     def answer(connection: socket.socket) -> None:
@@ -209,7 +209,7 @@ def slow(pause: float) -> Iterator[str]:
 
 @pytest.mark.timeout(60)
 def test_casckpt_waits_for_a_slow_server_that_makes_progress() -> None:
-    """Each transfer takes longer than the limits for silence and for a call."""
+    """Each transfer takes longer than the time limits for silence and for a call."""
 
     def fill(storage: ObjectStore) -> None:
         with storage.open("a") as reader:
@@ -239,12 +239,12 @@ def test_accepted_pieces_of_a_put_count_as_progress() -> None:
 # messages
 
 
-def test_timeout_options_are_refused_for_a_folder(tmp_path: Path) -> None:
+def test_timeout_options_are_rejected_for_a_folder(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="call_timeout"):
         casckpt.open(tmp_path / "store", storage_options={"call_timeout": 5})
 
 
-def test_an_invalid_timeout_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_timeout_is_rejected(tmp_path: Path) -> None:
     for url in ("s3://bucket/store", "https://localhost/store"):
         with pytest.raises(
             InvalidInput, match="request_timeout in storage_options must be a number of seconds above 0"

@@ -1,4 +1,4 @@
-"""Timeouts count silence and slow trickles, but not the time for bytes that arrive fast enough."""
+"""Timeouts include silence and slow trickles, but not the time in which bytes arrive fast enough."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Clock:
 
 
 def lasts(piece: int, every: float, *, most: float = 1000, nbytes: int = 0) -> float:
-    """Return the seconds until a request times out if it receives this many bytes at this interval."""
+    """Return the seconds until a request times out if it receives ``piece`` bytes every ``every`` seconds."""
     clock = Clock()
     one = PatientRequest(Call(PATIENCE), PATIENCE.request, nbytes, clock)
     begun = clock.now
@@ -44,7 +44,7 @@ def test_silence_and_dropped_connections_end_a_request() -> None:
 
 @given(st.floats(1, 50), st.floats(1, 1000))
 def test_casckpt_waits_for_a_slow_server_that_makes_progress(every: float, faster: float) -> None:
-    """The size of its pieces does not matter: a slow link sends bursts."""
+    """The size of the pieces does not matter, because a slow link sends bursts."""
     assert lasts(int(faster * every * SLOWEST) + 1, every) == 1000
 
 
@@ -73,7 +73,7 @@ def test_attempts_and_pauses_share_the_time_limit_of_a_call() -> None:
 
 
 def test_immediate_responses_do_not_count_against_the_call() -> None:
-    """A listing of a web server takes thousands of requests."""
+    """Listing a web server takes thousands of requests."""
     whole = Call(Patience(request=1, call=1e-9))
     with whole.running():
         for _ in range(100):
@@ -97,7 +97,7 @@ def test_the_call_after_a_silent_one_has_less_time() -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, True, "60", float("inf"), float("nan"), None])
-def test_options_that_are_not_seconds_are_refused(value: object) -> None:
+def test_options_that_are_not_seconds_are_rejected(value: object) -> None:
     for name in ("request_timeout", "call_timeout"):
         with pytest.raises(InvalidInput, match=f"{name} in storage_options"):
             Patience.of({name: value})
@@ -108,7 +108,7 @@ def test_casckpt_options_and_client_options_are_separated() -> None:
 
 
 class Held(Future[None]):
-    """A call that its client does not release, and the seconds of waiting."""
+    """A call that its client does not end, and the seconds for which it waited."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Held(Future[None]):
 def test_a_client_gets_a_second_more_than_its_call() -> None:
     held, patience = Held(), Patience(request=60, call=180)
     one = PatientRequest(Call(patience), patience.request, clock=lambda: held.now)
-    with pytest.raises(TimeoutError, match=r"did not end a request in time; the server was silent.* for 60 s"):
+    with pytest.raises(TimeoutError, match=r"did not finish a request in time; the server was silent.* for 60 s"):
         _result(held, one)
     assert held.waited == [61, 1]
 

@@ -1,4 +1,4 @@
-"""Network storages fulfill the contract, tested against an S3 emulator and against a real server."""
+"""Network storage fulfills the contract. It is tested against an S3 emulator and against a real server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.servers import Server
 
 
 class S3Contract(SharedContract):
-    """The guarantees in a bucket on ``server``, which a subclass provides."""
+    """The contract in a bucket on ``server``, which a subclass provides."""
 
     @pytest.fixture
     def bucket(self, server: Server) -> str:
@@ -34,7 +34,7 @@ class S3Contract(SharedContract):
         return lambda key: server.look(bucket, f"deep/store/{key}")
 
 
-@pytest.mark.soak  # the real server below shows the same
+@pytest.mark.soak  # the real server below covers the same
 class TestMoto(S3Contract):
     @pytest.fixture
     def server(self, moto_server: Server) -> Server:
@@ -48,9 +48,9 @@ class TestSeaweed(S3Contract):
 
 
 class TestSingleWriter(StorageContract):
-    """A server that ignores the condition keeps all guarantees to a single writer, except those about races."""
+    """A server that ignores the condition keeps all guarantees for a single writer, except those about races."""
 
-    test_one_of_several_threads_creates_a_key: Callable[..., None] | None = None  # type: ignore[assignment]  # not promised
+    test_exactly_one_of_several_threads_creates_a_key: Callable[..., None] | None = None  # type: ignore[assignment]  # not promised
 
     @pytest.fixture
     def bucket(self, rclone_server: Server) -> str:
@@ -70,8 +70,8 @@ def _put_in_child(storage: ObjectStore, key: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_another_process_uses_a_pickled_storage(method: str, moto_server: Server) -> None:
-    """A fork copies neither the thread nor the connections of the client, so the child creates new ones."""
+def test_a_different_process_can_use_pickled_storage(method: str, moto_server: Server) -> None:
+    """A fork copies neither the client's thread nor its connections, so the child creates new ones."""
     storage = open_storage(f"s3://{moto_server.new_bucket()}/store", moto_server.options)
     storage.put("a", b"1")
     context: Any = multiprocessing.get_context(method)

@@ -1,4 +1,4 @@
-"""URLs of buckets and their options; secrets are never shown."""
+"""Bucket URLs and their options. Secrets are never shown."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from casckpt.errors import InvalidInput, Unsupported
 from casckpt.storage import open_storage
 
 
-def test_a_url_opens_the_same_storage(tmp_path: Path) -> None:
+def test_a_url_always_opens_the_same_storage(tmp_path: Path) -> None:
     for url in (str(tmp_path / "s"), "memory://test-open"):
         store = open_storage(url)
         assert open_storage(store.url).url == store.url
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az", "http", "https", "nonsense"])
-def test_credentials_in_a_url_are_refused_and_not_shown(scheme: str) -> None:
+def test_credentials_in_a_url_are_rejected_and_not_shown(scheme: str) -> None:
     with pytest.raises(InvalidInput, match=f"{scheme}://") as caught:
         open_storage(f"{scheme}://user:secret@bucket/prefix")
     assert "secret" not in str(caught.value)
@@ -32,7 +32,7 @@ def test_an_fsspec_protocol_is_opened_without_a_request(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
-def test_a_bucket_name_that_is_too_short_is_refused(scheme: str) -> None:
+def test_a_bucket_name_that_is_too_short_is_rejected(scheme: str) -> None:
     with pytest.raises(InvalidInput, match=f"{scheme}://b/x: the bucket name 'b' is too short"):
         open_storage(f"{scheme}://b/x")
 
@@ -46,7 +46,7 @@ def test_the_error_for_a_missing_package_names_it(scheme: str, package: str, mon
         open_storage(f"{scheme}://bucket/prefix")
 
 
-def test_an_unknown_scheme_is_refused() -> None:
+def test_an_unknown_scheme_is_rejected() -> None:
     with pytest.raises(Unsupported, match=r"cannot open nonsense:// URLs.*s3://"):
         open_storage("nonsense://bucket/prefix")
 
@@ -54,7 +54,7 @@ def test_an_unknown_scheme_is_refused() -> None:
 @pytest.mark.parametrize(
     "rest", ["", "/", "/a", "b//a", "b/../a", "b/./a", "b/a?x=1", "b/a#x", "file::s3", "-b/a", "b\\a", "b/a\n"]
 )
-def test_invalid_bucket_urls_are_refused(rest: str) -> None:
+def test_invalid_bucket_urls_are_rejected(rest: str) -> None:
     with pytest.raises(InvalidInput, match="s3://"):
         open_storage(f"s3://{rest}")
 
@@ -66,7 +66,7 @@ def test_secrets_are_never_shown() -> None:
     assert "AKIAEXAMPLE" not in shown
 
 
-def test_options_for_a_folder_are_refused(tmp_path: Path) -> None:
+def test_options_for_a_folder_are_rejected(tmp_path: Path) -> None:
     assert open_storage(tmp_path, storage_options={}).url == str(tmp_path)
     for url in (str(tmp_path), tmp_path.as_uri(), "memory://x"):
         with pytest.raises(InvalidInput, match="anon"):
@@ -74,7 +74,7 @@ def test_options_for_a_folder_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/store", "folder"])
-def test_options_that_are_not_a_dict_are_refused(url: str) -> None:
+def test_options_that_are_not_a_dict_are_rejected(url: str) -> None:
     options: Any = ["secret"]
     with pytest.raises(InvalidInput, match="must be a dict") as caught:
         open_storage(url, options)

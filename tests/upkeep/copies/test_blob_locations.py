@@ -1,4 +1,4 @@
-"""Locations of blobs, remembered between copies: names from manifests are cached, and their liveness is not."""
+"""Blob locations that are remembered between copies: names from manifests are cached; liveness is always rechecked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def found(places: BlobLocations, repo: Repository) -> str | None:
     return None if ref is None else ref.uploader
 
 
-def test_only_live_commits_give_places(repo: Repository) -> None:
+def test_only_live_commits_provide_locations(repo: Repository) -> None:
     places = BlobLocations(repo, {A})
     assert found(places, repo) is None
     commit = save(repo, texts=["a", "b"])
@@ -35,7 +35,7 @@ def test_only_live_commits_give_places(repo: Repository) -> None:
 
 
 @pytest.mark.parametrize("purged", [0, 1])
-def test_the_live_one_of_two_places_counts(repo: Repository, purged: int) -> None:
+def test_a_location_in_a_live_commit_is_preferred(repo: Repository, purged: int) -> None:
     both = [save(repo, step=step, texts=["a"]) for step in (0, 1)]
     places = BlobLocations(repo, {A})
     assert found(places, repo) in {one.txid for one in both}
@@ -44,7 +44,7 @@ def test_the_live_one_of_two_places_counts(repo: Repository, purged: int) -> Non
 
 
 @pytest.mark.parametrize("marked", [0, 1])
-def test_the_undamaged_one_of_two_places_counts(repo: Repository, marked: int) -> None:
+def test_an_undamaged_location_is_preferred(repo: Repository, marked: int) -> None:
     both = [save(repo, step=step, texts=["a"]) for step in (0, 1)]
     places = BlobLocations(repo, {A})
     assert found(places, repo)
@@ -52,12 +52,12 @@ def test_the_undamaged_one_of_two_places_counts(repo: Repository, marked: int) -
     assert found(places, repo) == both[1 - marked].txid
 
 
-def test_a_blob_of_another_size_is_a_different_blob(repo: Repository) -> None:
+def test_a_blob_of_a_different_size_is_a_different_blob(repo: Repository) -> None:
     commit = save(repo, texts=["a"])
     assert BlobLocations(repo, {A}).locate(list_commits(repo), {A: BlobRef(A, 2, commit.txid)}) == {}
 
 
-def test_a_copy_of_many_reads_each_manifest_of_the_target_once(
+def test_copying_many_checkpoints_reads_each_target_manifest_once(
     repo: Repository, target: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = chain(repo, 8)

@@ -1,4 +1,8 @@
-"""Copies between stores: only missing blobs, verified, complete or absent, despite failures and other processes."""
+"""Copies between stores.
+
+Only missing blobs are copied, and their bytes are verified. A copy is complete or absent, despite failures and other
+processes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ from tests.support.rewrites import move
 # results
 
 
-def test_a_copy_keeps_ids_times_order_and_content(source: Repository, target: Repository) -> None:
+def test_a_copy_preserves_ids_times_order_and_content(source: Repository, target: Repository) -> None:
     result = copy(source, target)
     assert (len(result.copied), result.failed, result.made_store) == (4, (), True)
     assert contents(target) == contents(source)
@@ -43,7 +47,7 @@ def test_a_copy_keeps_ids_times_order_and_content(source: Repository, target: Re
     check_clean(target)
 
 
-def test_a_store_created_by_a_copy_has_the_sizes_of_the_source(tmp_path: Path, target: Repository) -> None:
+def test_a_store_created_by_a_copy_has_the_same_sizes_as_the_source(tmp_path: Path, target: Repository) -> None:
     source = elsewhere(tmp_path, seed=3)
     source.create(cell_bytes=8192, blob_bytes=1 << 20)
     assert copy(source, target).made_store
@@ -51,7 +55,7 @@ def test_a_store_created_by_a_copy_has_the_sizes_of_the_source(tmp_path: Path, t
     assert target.marker.store_id != source.marker.store_id
 
 
-def test_the_source_is_only_read(tmp_path: Path, target: Repository) -> None:
+def test_a_copy_does_not_write_to_the_source(tmp_path: Path, target: Repository) -> None:
     storage = FaultyStore(memory())
     source = chain(repository(tmp_path, storage))
     tags.set_tag(source, "best", resolve(source, "run@1"))
@@ -60,7 +64,7 @@ def test_the_source_is_only_read(tmp_path: Path, target: Repository) -> None:
     assert {call.method for call in storage.calls} <= {"get", "list", "open", "read_into", "size"}
 
 
-def test_large_blobs_share_a_bounded_memory(
+def test_copying_large_blobs_uses_bounded_memory(
     source: Repository, target: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[tuple[int, int]] = []
@@ -77,7 +81,7 @@ def test_large_blobs_share_a_bounded_memory(
     assert 1 < made[0][0] < 4
 
 
-def test_a_second_copy_puts_nothing(source: Repository, target: Repository) -> None:
+def test_repeating_a_copy_writes_nothing(source: Repository, target: Repository) -> None:
     copy(source, target)
     target.storage.counts.puts = source.storage.counts.bytes_read = 0  # type: ignore[attr-defined]  # a storage that counts
     result = copy(source, target)
@@ -86,7 +90,7 @@ def test_a_second_copy_puts_nothing(source: Repository, target: Repository) -> N
     assert source.storage.counts.bytes_read == 0  # type: ignore[attr-defined]  # a storage that counts
 
 
-def test_only_what_is_missing_is_read_and_put(tmp_path: Path, target: Repository) -> None:
+def test_only_missing_objects_are_read_and_written(tmp_path: Path, target: Repository) -> None:
     storage = FaultyStore(memory())
     source = chain(repository(tmp_path, storage))
     copy(source, target, "run@2")
@@ -104,7 +108,9 @@ def test_blobs_of_other_uploaders_are_reused(source: Repository, target: Reposit
     assert contents(target)["run@0"] == content({"t0": array(0)})
 
 
-def test_the_latest_of_a_run_stays_latest_after_a_copy_of_an_older_one(source: Repository, target: Repository) -> None:
+def test_copying_an_older_checkpoint_does_not_change_the_latest_of_a_run(
+    source: Repository, target: Repository
+) -> None:
     copy(source, target, "run@3")
     copy(source, target, "run@0")
     assert resolve(target, "run@latest").step == 3
@@ -112,7 +118,7 @@ def test_the_latest_of_a_run_stays_latest_after_a_copy_of_an_older_one(source: R
     assert parse_txid(mine).time > parse_txid(resolve(target, "run@3").txid).time
 
 
-def test_references_ranges_and_runs_choose_checkpoints(source: Repository, target: Repository) -> None:
+def test_references_ranges_and_runs_select_checkpoints(source: Repository, target: Repository) -> None:
     save_arrays(source, {"o": array(9)}, "other", 7)
     assert [one.step for one in copy(source, target, "run@1..2").copied] == [1, 2]
     assert [one.run for one in copy(source, target, run="other").copied] == ["other"]
@@ -128,7 +134,7 @@ def test_a_dry_run_writes_nothing(source: Repository, target: Repository) -> Non
     assert found.nbytes == copy(source, target).nbytes
 
 
-def test_progress_adds_up(source: Repository, target: Repository) -> None:
+def test_the_progress_adds_up_to_the_planned_bytes(source: Repository, target: Repository) -> None:
     done = ProgressCalls()
     plan = plan_copy(source, target)
     execute(source, target, plan, progress=Progress(done))
@@ -160,10 +166,12 @@ def test_sections_of_a_later_version_are_copied_byte_for_byte(tmp_path: Path, ta
     assert contents(target) == contents(source)
 
 
-# the settings of the destination
+# state of the destination
 
 
-def test_an_occupied_step_is_a_conflict_and_others_are_copied(source: Repository, target: Repository) -> None:
+def test_an_occupied_step_is_a_conflict_and_all_other_checkpoints_are_copied(
+    source: Repository, target: Repository
+) -> None:
     target.create()
     mine = save_arrays(target, {"mine": array(5)}, step=1)
     result = copy(source, target)
@@ -181,7 +189,7 @@ def test_a_step_occupied_at_the_last_moment_is_a_conflict(source: Repository, tm
     other.create()
     hook = meanwhile(lambda: save_arrays(other, {"mine": array(5)}, step=1))
     target = elsewhere(tmp_path, FaultyStore(inner, [call_first("put", hook, key="transactions/*")]))
-    with pytest.raises(Conflict, match="another checkpoint"):
+    with pytest.raises(Conflict, match="a different checkpoint"):
         copy(source, target, "run@1").raise_failure()
     check_clean(target)
 
@@ -199,7 +207,7 @@ def test_two_simultaneous_copies_of_tags_succeed(tmp_path: Path, source: Reposit
     assert {name: tag.generation for name, tag in tags.tags(elsewhere(tmp_path, inner)).items()} == {"best": 0}
 
 
-def test_a_tag_moved_during_its_copy_stays_moved(tmp_path: Path, source: Repository) -> None:
+def test_a_copy_does_not_undo_a_concurrent_move_of_a_tag(tmp_path: Path, source: Repository) -> None:
     inner = memory()
     tags.set_tag(source, "best", resolve(source, "run@1"))
 
@@ -208,11 +216,13 @@ def test_a_tag_moved_during_its_copy_stays_moved(tmp_path: Path, source: Reposit
         tags.set_tag(target, "best", resolve(target, "run@2"))
 
     storage = FaultyStore(inner, [call_first("put", meanwhile(other), key="tags/*")])
-    with pytest.raises(Conflict, match="moved by another process"):
+    with pytest.raises(Conflict, match="another process has just moved"):
         copy(source, elsewhere(tmp_path, storage), with_tags=True)
 
 
-def test_checkpoints_forgotten_in_the_destination_stay_so_unless_named(source: Repository, target: Repository) -> None:
+def test_checkpoints_forgotten_in_the_destination_are_copied_only_if_named(
+    source: Repository, target: Repository
+) -> None:
     copy(source, target)
     commits.forget(target, resolve(target, "run@0"))
     collect(target)
@@ -232,13 +242,13 @@ def test_a_forgotten_checkpoint_is_copied_if_named(source: Repository, target: R
     assert [one.id for one in copy(source, target, old.id).copied] == [old.id]
 
 
-def test_unusable_copies_are_refused(tmp_path: Path, source: Repository, target: Repository) -> None:
+def test_invalid_copies_are_rejected(tmp_path: Path, source: Repository, target: Repository) -> None:
     with pytest.raises(InvalidInput, match="into itself"):
         copy(source, source)
     with pytest.raises(NotFound, match="no store"):
         copy(elsewhere(tmp_path), target)
     for options in ({"jobs": 0}, {"part": (2, 2)}):
-        with pytest.raises(InvalidInput, match="usable"):
+        with pytest.raises(InvalidInput, match="not valid"):
             copy(source, target, **options)
     assert not target.exists()
 
@@ -252,7 +262,9 @@ def test_nothing_is_copied_into_a_store_with_unknown_requirements(source: Reposi
     assert (contents(target), snapshot(target)) == before
 
 
-def test_a_whole_checkpoint_is_copied_beside_a_thinned_one_and_answers(source: Repository, target: Repository) -> None:
+def test_a_complete_checkpoint_is_copied_beside_a_thinned_one_and_takes_precedence(
+    source: Repository, target: Repository
+) -> None:
     copy(source, target)
     thin = move(target, resolve(target, "run@1"), dropped=Dropped(entries=1, bytes=4, rule="optimizer"))
     assert [one.step for one in copy(source, target).copied] == [1]
@@ -262,7 +274,7 @@ def test_a_whole_checkpoint_is_copied_beside_a_thinned_one_and_answers(source: R
     assert (whole.dropped, whole.origin, whole.txid != thin.txid) == (None, thin.origin, True)
 
 
-def test_a_copy_of_a_rewrite_has_the_order_of_the_first_save(source: Repository, target: Repository) -> None:
+def test_a_copied_rewrite_is_ordered_by_its_original_save(source: Repository, target: Repository) -> None:
     made = move(source, resolve(source, "run@1"))
     assert made.txid > resolve(source, "run@2").txid
     copy(source, target)
@@ -273,7 +285,9 @@ def test_a_copy_of_a_rewrite_has_the_order_of_the_first_save(source: Repository,
     check_clean(target)
 
 
-def test_a_checkpoint_copied_back_after_a_purge_keeps_its_age(source: Repository, target: Repository) -> None:
+def test_a_checkpoint_copied_back_after_a_purge_keeps_its_original_save_time(
+    source: Repository, target: Repository
+) -> None:
     copy(source, target)
     last = resolve(source, "run@3")
     commits.purge(source, commits.forget(source, last))
@@ -291,7 +305,9 @@ def spoil(repo: Repository, key: str) -> None:
     repo.storage.replace(key, half)
 
 
-def test_an_unreadable_record_is_reported_and_all_others_are_copied(source: Repository, target: Repository) -> None:
+def test_an_unreadable_record_is_reported_and_all_other_checkpoints_are_copied(
+    source: Repository, target: Repository
+) -> None:
     key = commit_key(resolve(source, "run@1").txid)
     spoil(source, key)
     assert [one.key for one in preview(source, target, plan_copy(source, target)).records] == [key]
@@ -299,7 +315,7 @@ def test_an_unreadable_record_is_reported_and_all_others_are_copied(source: Repo
     assert [one.step for one in result.copied] == [0, 2, 3]
     ((damaged, why),) = result.records
     assert damaged == key
-    assert "Put it back from a copy of" in why
+    assert "Restore the record from a copy of" in why
     with pytest.raises(Damaged, match="a checkpoint was not copied: commits/") as raised:
         result.raise_failure()
     assert raised.value.key == key
@@ -320,7 +336,7 @@ def test_an_unreadable_record_is_an_error_only_if_it_may_be_needed(
 
 
 def test_a_checkpoint_with_an_unreadable_later_record_is_copied(source: Repository, target: Repository) -> None:
-    """A hidden checkpoint may be wanted: its last record is unreadable."""
+    """A forgotten checkpoint may have been restored since, because its last record is unreadable."""
     hidden, seen = resolve(source, "run@1"), resolve(source, "run@2")
     commits.restore(source, commits.forget(source, hidden))
     commits.forget(source, seen)
@@ -331,7 +347,7 @@ def test_a_checkpoint_with_an_unreadable_later_record_is_copied(source: Reposito
     assert [one.key for one in result.records] == [commit_key(hidden.txid)]
 
 
-def test_a_copy_ended_by_a_storage_error_reports_its_progress(tmp_path: Path, source: Repository) -> None:
+def test_a_copy_that_fails_with_a_storage_error_reports_its_progress(tmp_path: Path, source: Repository) -> None:
     full = FaultyStore(memory(), [fail_before("put", key=f"commits/*-{step}", times=9) for step in (2, 3)])
     target = elsewhere(tmp_path, full)
     with pytest.raises(StorageError, match=r"2 of 4 checkpoints are done; repeat the same call"):
@@ -340,8 +356,8 @@ def test_a_copy_ended_by_a_storage_error_reports_its_progress(tmp_path: Path, so
     assert [one.step for one in copy(source, target).copied] == [2, 3]
 
 
-def test_a_blob_that_is_damaged_is_read_once_for_all_that_share_it(tmp_path: Path, source: Repository) -> None:
-    """Otherwise each of thousands leaves a revoked transaction in the target."""
+def test_a_damaged_blob_is_read_once_for_all_checkpoints_that_share_it(tmp_path: Path, source: Repository) -> None:
+    """Otherwise, each of possibly thousands of checkpoints would leave a revoked transaction in the target."""
     flip(source, only_blob(source, resolve(source, "run@1")), DATA_OFFSET)
     target = elsewhere(tmp_path, storage := FaultyStore(memory()))
     result = copy(source, target)

@@ -1,4 +1,7 @@
-"""Copies beside gcs, saves, users and each other, with calls in any order: live checkpoints are always complete."""
+"""Copies run concurrently with gcs, saves, users and each other, with calls in any order.
+
+Live checkpoints are always complete.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ Cast = Callable[[Play, "Copier"], None]
 
 
 class Copier:
-    """An actor that copies a whole source, again and again if others destroy the copy. The actor r0 also repacks.
+    """An actor that copies a whole source, and repeats the copy if others destroy it.
+
+    The actor r0 also repacks.
 
     The actor p0 repacks in the store itself.
     """
@@ -49,10 +54,10 @@ class Copier:
             try:
                 replicate(self.source, repo, commit, work)
             except (Conflict, Gone):
-                self.conflicts += 1  # revoked again and again
+                self.conflicts += 1  # revoked repeatedly
 
     def check(self, repo: Repository) -> None:
-        """Check that all were copied, whatever a policy has done to them since."""
+        """Check that all checkpoints were copied, whatever a policy has done to them since."""
         found = [one.first for one in list_commits(repo).commits.values()]
         here = {one.manifest for one in found if isinstance(one, Committed)}
         assert {commit.id for commit in list_commits(self.source).live()} <= here
@@ -104,7 +109,7 @@ CASTS = [
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("cast", CASTS)
-def test_copies_run_beside_saves_and_gcs(tmp_path: Path, seed: int, full: bool, cast: Cast) -> None:
+def test_copies_run_concurrently_with_saves_and_gcs(tmp_path: Path, seed: int, full: bool, cast: Cast) -> None:
     copied = 0
     for round_ in range(ROUNDS * (30 if full else 1)):
         play, copier = Play(tmp_path / str(round_), seed + round_), Copier(tmp_path / str(round_))
@@ -120,7 +125,7 @@ def test_copies_run_beside_saves_and_gcs(tmp_path: Path, seed: int, full: bool, 
     assert copied, "no copy ever came to its end"
 
 
-def test_another_process_finishes_a_copy_killed_anywhere(tmp_path: Path, seed: int) -> None:
+def test_a_different_process_finishes_a_copy_killed_at_any_call(tmp_path: Path, seed: int) -> None:
     for round_ in range(ROUNDS):
         folder = tmp_path / str(round_)
         play, copier = Play(folder, seed + round_), Copier(folder)

@@ -1,4 +1,4 @@
-"""A restored backup of a store continues differently: cached knowledge of the old store no longer counts."""
+"""A store restored from a backup continues differently, so information cached from the old store is no longer used."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Store:
         self.copy: dict[str, bytes] = {}
 
     def seen_from(self, host: str, seed: int = 1) -> Repository:
-        """Open it in a new process on that host."""
+        """Open the store in a new process on ``host``."""
         return repository(self.path / host, self.storage, clock=self.clock, seed=seed)
 
     def keep(self) -> None:
-        """Make a copy."""
+        """Back up the store."""
         if isinstance(self.storage, LocalStore):
             shutil.copytree(self.storage.path, self.path / "copy")
         else:
@@ -45,7 +45,7 @@ class Store:
             self.copy = {entry.key: self.storage.get(entry.key, limit=1 << 30) for entry in listed}
 
     def put_back(self) -> None:
-        """Restore the state of the copy."""
+        """Restore the backup."""
         if isinstance(self.storage, LocalStore):
             shutil.rmtree(self.storage.path)
             shutil.copytree(self.path / "copy", self.storage.path)
@@ -63,7 +63,9 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 @pytest.mark.parametrize("tagging", ["same process", "same host", "another host"])
 @pytest.mark.parametrize("collecting", ["same process", "another process"])
-def test_a_tag_set_again_protects_its_checkpoint(store: Store, tagging: str, collecting: str) -> None:
+def test_a_tag_set_again_after_a_restored_backup_protects_its_checkpoint(
+    store: Store, tagging: str, collecting: str
+) -> None:
     repo = store.seen_from("host")
     made = [save(repo, "a", step, texts=[f"own {step}"]) for step in range(5)]
     set_tag(repo, "t", made[1])
@@ -102,14 +104,14 @@ def test_a_new_process_notices_a_restored_backup(store: Store, caplog: pytest.Lo
     assert len(caplog.records) == 1
 
 
-def test_a_repeated_copy_has_another_transaction(tmp_path: Path, source: Repository) -> None:
-    """Its transaction and id are those of the first copy, but its blobs are not."""
+def test_a_repeated_copy_uses_a_different_transaction(tmp_path: Path, source: Repository) -> None:
+    """It gets the transaction and ID of the first copy, but different blobs."""
     store = Store(tmp_path, "bucket")
     repo = store.seen_from("host")
     first, *_, newest = list_commits(source).live()
     copy(source, repo, first)
     store.keep()
-    copy(source, repo, newest)  # one of its blobs is that of the first one
+    copy(source, repo, newest)  # one of its blobs is shared with the first copy
     manifests.learn(repo, list_commits(repo).live())
     store.put_back()
     other = store.seen_from("another host", 2)
@@ -120,7 +122,7 @@ def test_a_repeated_copy_has_another_transaction(tmp_path: Path, source: Reposit
     assert not verify(store.seen_from("new", 4)).is_damaged
 
 
-def test_lost_tags_protect_their_checkpoints_until_set_or_deleted(store: Store) -> None:
+def test_lost_tags_protect_their_checkpoints_until_they_are_set_or_deleted(store: Store) -> None:
     repo = store.seen_from("host")
     made = [save(repo, "a", step, texts=[f"own {step}"]) for step in range(3)]
     set_tag(repo, "t", made[0])
@@ -136,7 +138,7 @@ def test_lost_tags_protect_their_checkpoints_until_set_or_deleted(store: Store) 
     assert {commit.step for commit in run_gc(repo, LAST, min_age=0).purged} == {0}
 
 
-def test_a_lost_tag_may_be_deleted(store: Store) -> None:
+def test_a_lost_tag_can_be_deleted(store: Store) -> None:
     repo = store.seen_from("host")
     made = save(repo, "a", 0)
     set_tag(repo, "t", made)
@@ -151,7 +153,7 @@ def test_a_lost_tag_may_be_deleted(store: Store) -> None:
     assert (list_tags(repo).tags, list_tags(repo).damaged) == ({}, {})
 
 
-def test_a_completely_restored_backup_has_its_tags(store: Store) -> None:
+def test_a_completely_restored_backup_includes_its_tags(store: Store) -> None:
     repo = store.seen_from("host")
     made = save(repo, "a", 0)
     set_tag(repo, "t", made)

@@ -1,4 +1,4 @@
-"""A mirror: saves never wait for it, no crash loses anything, and gc waits for it."""
+"""Tests of the mirror: saves never wait for it, no crash loses anything, and gc waits for it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_commits_are_copied_to_the_mirror_in_the_background(store: Store, away: 
     assert (store.stats().mirror, store.stats().unmirrored) == (str(away), 0)
 
 
-def test_saves_work_and_gc_forgets_nothing_while_the_mirror_is_absent(
+def test_while_the_mirror_is_unreachable_saves_work_and_gc_forgets_nothing(
     store: Store, link: FaultyStore, away: Path, store_path: Path
 ) -> None:
     break_link(link)
@@ -92,7 +92,7 @@ def test_saves_work_and_gc_forgets_nothing_while_the_mirror_is_absent(
         store.wait_for_mirror()
     assert store.mirror_lag().error
     store.forget("sft@1")
-    for other in (store, casckpt.open(store_path)):  # a gc from cron knows of a mirror only by the settings
+    for other in (store, casckpt.open(store_path)):  # a gc run by cron knows about the mirror only from the settings
         assert reasons(other, keep_last=1) == [(1, "unmirrored"), (2, "unmirrored")]
         assert steps(other) == [("sft", 2), ("sft", 3)]
     assert "behind" in _cli("stats", store_path)
@@ -111,7 +111,7 @@ def _cli(*args: object) -> str:
     return done.stdout
 
 
-def test_pending_copies_continue_when_the_store_is_opened_again(
+def test_pending_copies_resume_when_the_store_is_reopened(
     store: Store, link: FaultyStore, store_path: Path, away: Path
 ) -> None:
     break_link(link)
@@ -127,7 +127,7 @@ def test_pending_copies_continue_when_the_store_is_opened_again(
     assert steps(casckpt.open(away)) == [("sft", 1)]
 
 
-def test_overwritten_and_twin_checkpoints_answer_alike_in_the_mirror(
+def test_references_to_overwritten_steps_resolve_to_the_same_id_in_the_mirror(
     store: Store, link: FaultyStore, away: Path
 ) -> None:
     save(store, 1)
@@ -143,15 +143,15 @@ def test_overwritten_and_twin_checkpoints_answer_alike_in_the_mirror(
     assert same_state(mirror.read("sft@latest"), {"w": torch.ones(3)})
 
 
-def test_a_repaired_checkpoint_is_safe_with_its_rewrite(store_path: Path, away: Path) -> None:
-    """The first commit can never be copied because its blob is gone. No gc waits for it, and no report names it."""
+def test_a_repaired_checkpoint_is_safe_once_its_rewrite_is(store_path: Path, away: Path) -> None:
+    """The first commit can never be copied because its blob is gone. gc does not wait for it, and reports omit it."""
     store = small_folder(store_path)
     store.save({"a": cells(3, seed=1), "b": cells(1, seed=2)}, step=1)
     ckpt = store.save({"a": cells(3, seed=1)}, step=2)
     store.forget("default@1")
     store.gc(min_age=0)
     (key,) = blob_keys(store)
-    flip(store, key, DATA_OFFSET + 3 * CELL + 5)  # of b, which has no other copy
+    flip(store, key, DATA_OFFSET + 3 * CELL + 5)  # in b, which has no other copy
     store.verify()
     assert len(store.repair().rewritten) == 1
     store = Store(Repository(LocalStore(store_path)), Repository(LocalStore(away)))
@@ -161,7 +161,7 @@ def test_a_repaired_checkpoint_is_safe_with_its_rewrite(store_path: Path, away: 
     assert same_state(casckpt.open(away).read(ckpt.id), {"a": cells(3, seed=1)})
 
 
-def test_a_damaged_checkpoint_is_named_and_blocks_no_other(store: Store, link: FaultyStore, away: Path) -> None:
+def test_a_damaged_checkpoint_is_named_and_does_not_block_others(store: Store, link: FaultyStore, away: Path) -> None:
     break_link(link)
     save(store, 1, 2)
     (blob,) = (key for key in blob_keys(store) if store.get("sft@2").commit.txid in key)
@@ -190,7 +190,7 @@ def test_a_new_mirror_receives_everything_before_gc_continues(store: Store, stor
     assert casckpt.open(store_path).stats().unmirrored == 1
 
 
-def test_a_mirror_can_be_unset(store: Store, link: FaultyStore, store_path: Path) -> None:
+def test_the_mirror_setting_can_be_removed(store: Store, link: FaultyStore, store_path: Path) -> None:
     break_link(link)
     save(store, 1, 2)
     plain = casckpt.open(store_path)
@@ -199,7 +199,7 @@ def test_a_mirror_can_be_unset(store: Store, link: FaultyStore, store_path: Path
     assert steps(plain) == [("sft", 2)]
 
 
-def test_a_copy_into_the_mirror_counts(store: Store, link: FaultyStore, store_path: Path, away: Path) -> None:
+def test_a_manual_copy_into_the_mirror_counts(store: Store, link: FaultyStore, store_path: Path, away: Path) -> None:
     break_link(link)
     save(store, 1, 2)
     plain = casckpt.open(store_path)
@@ -210,7 +210,7 @@ def test_a_copy_into_the_mirror_counts(store: Store, link: FaultyStore, store_pa
     assert plain.stats().unmirrored == 0
 
 
-def test_checkpoints_deleted_in_the_mirror_are_not_copied_again_while_noted(store: Store, away: Path) -> None:
+def test_a_checkpoint_deleted_in_the_mirror_is_not_recopied_while_its_note_exists(store: Store, away: Path) -> None:
     save(store, 1, 2)
     store.wait_for_mirror()
     mirror = casckpt.open(away)
@@ -223,22 +223,24 @@ def test_checkpoints_deleted_in_the_mirror_are_not_copied_again_while_noted(stor
     assert store.mirror_lag().checkpoints == 0
 
 
-def test_a_checkpoint_restored_since_its_note_is_not_safe(
+def test_a_checkpoint_restored_after_its_note_is_not_safe(
     store: Store, link: FaultyStore, store_path: Path, away: Path
 ) -> None:
-    """It was forgotten, noted in the mirror, restored, purged there, and forgotten again. A gc once lost it in both
-    stores."""
+    """It was forgotten, noted as safe, restored, purged in the mirror, and forgotten again.
+
+    In this case, gc once lost it in both stores.
+    """
     break_link(link)
     save(store, 1, 2)
     (old,) = store.forget("sft@1")
     link.heal()
     store.wait_for_mirror()
-    break_link(link)  # otherwise a late pass would restore it there
+    break_link(link)  # otherwise a late pass would restore it in the mirror
     store.restore(old)
     mirror, cron = casckpt.open(away), casckpt.open(store_path)
     assert [one.step for one in mirror.gc(min_age=0, wait=0).purged] == [1]
     store.forget(old)
-    assert (reasons(cron), store.stats().unmirrored) == ([(1, "unmirrored")], 1)  # before a late pass notes it
+    assert (reasons(cron), store.stats().unmirrored) == ([(1, "unmirrored")], 1)  # no late pass has noted it yet
     assert {one.step for one in store.checkpoints(forgotten=True)} == {1, 2}
     link.heal()
     store.wait_for_mirror()
@@ -255,7 +257,7 @@ def test_a_restored_checkpoint_becomes_visible_in_the_mirror(store: Store, link:
     store.wait_for_mirror()
     mirror = casckpt.open(away)
     assert steps(mirror) == []
-    break_link(link)  # otherwise a late pass would come first
+    break_link(link)  # otherwise a late pass would restore it first
     store.restore(old)
     assert store.mirror_lag().checkpoints == 1
     link.heal()
@@ -294,10 +296,10 @@ def test_a_deleted_store_or_mirror_is_recreated(gone: str, store: Store, store_p
     assert casckpt.open(store_path).stats().mirror == str(away)
 
 
-def test_checkpoints_of_a_deleted_mirror_are_unsafe_until_copied_again(
+def test_checkpoints_in_a_deleted_mirror_are_unsafe_until_they_are_recopied(
     store: Store, link: FaultyStore, away: Path
 ) -> None:
-    """Otherwise a gc would delete the only copy of checkpoints that the records place in the mirror."""
+    """Otherwise, gc would delete the only copy of checkpoints that are in the mirror according to the notes."""
     save(store, 1, 2)
     store.wait_for_mirror()
     shutil.rmtree(away)
@@ -313,7 +315,7 @@ def test_checkpoints_of_a_deleted_mirror_are_unsafe_until_copied_again(
     assert reasons(store, keep_last=1) == []
 
 
-def test_a_deleted_mirror_is_filled_again_without_delete_rights(
+def test_a_deleted_mirror_is_refilled_without_delete_permission(
     store: Store, away: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(storage: LocalStore, key: str) -> None:
@@ -329,7 +331,7 @@ def test_a_deleted_mirror_is_filled_again_without_delete_rights(
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_a_store_recreated_by_another_process_names_its_mirror(
+def test_a_store_recreated_by_a_different_process_names_its_mirror(
     saved: bool, store: Store, store_path: Path, away: Path
 ) -> None:
     save(store, 1)
@@ -380,14 +382,14 @@ def test_a_failed_mirror_thread_ends_all_waits(store: Store, monkeypatch: pytest
 
     with monkeypatch.context() as patch:
         patch.setattr(Mirror, "_attempt", fail)
-        with pytest.raises(StorageError, match="has failed"):
+        with pytest.raises(StorageError, match="mirror thread failed"):
             store.wait_for_mirror()
     for thread in failed:
         thread.join()
     store.wait_for_mirror()
 
 
-def test_a_pickled_store_has_the_same_mirror(store_path: Path, away: Path) -> None:
+def test_a_pickled_store_keeps_its_mirror(store_path: Path, away: Path) -> None:
     store = casckpt.open(store_path, mirror=away)
     again: Store = pickle.loads(pickle.dumps(store))
     save(again, 1)
@@ -409,8 +411,8 @@ elif end == "kill":
 
 
 @pytest.mark.parametrize("end", ["exit", *(pytest.param(end, marks=pytest.mark.soak) for end in ("kill", "wait"))])
-def test_copies_finish_when_programs_end_at_once(store_path: Path, away: Path, end: str) -> None:
-    """Two programs are killed, exit without waiting, or end normally."""
+def test_copies_finish_even_if_programs_exit_immediately(store_path: Path, away: Path, end: str) -> None:
+    """Two programs are killed, exit without waiting, or exit normally."""
     started = [
         subprocess.Popen([sys.executable, "-c", PROGRAM, store_path, away, run, end], stderr=subprocess.PIPE)
         for run in ("a", "b")
@@ -430,7 +432,7 @@ def test_copies_finish_when_programs_end_at_once(store_path: Path, away: Path, e
 
 
 def save_and_load(rank: int, size: int, folder: Path, away: Path, host: Path) -> tuple[bool, int, int]:
-    """One rank of a job whose store has a mirror, then of a job on another host that has only the mirror."""
+    """Run a rank of a job whose store has a mirror, then of a job on a different host that has only the mirror."""
     full = cells(20, seed=5).reshape(4, -1)
     part = {"w": cut(full, line(size), [Shard(0)])}
     store = casckpt.open(folder, mirror=away)
@@ -449,17 +451,17 @@ def save_and_load(rank: int, size: int, folder: Path, away: Path, host: Path) ->
 def test_ranks_may_use_a_mirror_and_a_host_cache(ranks: Pool, store_path: Path, away: Path) -> None:
     found = ranks.run(2, save_and_load, store_path, away, away.with_name("host"))
     assert [same for same, _, _ in found] == [True, True]
-    assert sum(fetched for _, fetched, _ in found) == found[0][2]  # each blob was fetched once for this host
+    assert sum(fetched for _, fetched, _ in found) == found[0][2]  # each blob was fetched once per host
 
 
-def test_known_records_of_the_mirror_are_not_read_again(store: Store, store_path: Path, away: Path) -> None:
+def test_known_mirror_records_are_not_reread(store: Store, store_path: Path, away: Path) -> None:
     save(store, 1, 2, 3)
     store.wait_for_mirror()
     assert casckpt.open(store_path).stats().unmirrored == 0
     storage = FaultyStore(LocalStore(store_path))
     assert Store(Repository(storage)).stats().unmirrored == 0
     assert not [key for key in storage.keys("get") if key.startswith("mirrored/")]
-    other = away.with_name("yawa")  # records of the same length, which a listing cannot distinguish
+    other = away.with_name("yawa")  # its name is as long as the old one, so a listing cannot distinguish the records
     again = casckpt.open(store_path, mirror=other)
     again.wait_for_mirror()
     assert casckpt.open(store_path).stats().unmirrored == 0
@@ -468,7 +470,7 @@ def test_known_records_of_the_mirror_are_not_read_again(store: Store, store_path
 
 @pytest.mark.parametrize("is_open", [False, True])
 @pytest.mark.parametrize("how", ["deleted", "moved", "a folder without a store"])
-def test_a_gc_keeps_everything_if_the_mirror_is_missing(
+def test_gc_keeps_everything_if_the_mirror_is_missing(
     how: str, is_open: bool, store_path: Path, away: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The mirror may have lost the checkpoints that gc would purge: its folder was deleted, or a disk is not
@@ -506,13 +508,13 @@ def test_stats_report_a_missing_mirror(store: Store, away: Path, capsys: pytest.
     assert f"{away}, 2 checkpoints recorded as safe, mirror not found" in capsys.readouterr().out
 
 
-def test_an_inaccessible_mirror_counts_by_its_notes(
+def test_an_inaccessible_mirror_is_judged_by_its_notes(
     store_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A gc needs no credentials for a bucket."""
+    """gc does not need credentials for the mirror's bucket."""
     monkeypatch.setattr(mirrored, "open_storage", lambda *_: FaultyStore(far(), [fail_before("get", times=9)]))
     store = small_folder(store_path)
     save(store, 1, 2)
@@ -520,7 +522,7 @@ def test_an_inaccessible_mirror_counts_by_its_notes(
     for one in store.checkpoints():
         mirrored.note(store.repository, one.commit, "memory://bucket")
     assert [one.step for one in store.gc(keep_last=1, min_age=0, dry_run=True).purged] == [1]
-    assert "the mirror memory://bucket cannot be reached, so its notes count" in caplog.text
+    assert "casckpt cannot reach the mirror memory://bucket, so gc relies on the notes about it" in caplog.text
     assert (store.stats().mirror_found, store.stats().mirrored) == (None, 2)
     report.stats_text(plain(store.stats()))
     assert "up to date according to the notes in this store; mirror not checked" in capsys.readouterr().out
@@ -537,7 +539,7 @@ def test_an_unreadable_folder_does_not_count_as_a_mirror(store_path: Path, away:
 
 
 def test_a_recreated_mirror_invalidates_notes_of_the_old_one(store_path: Path, away: Path) -> None:
-    """It has no copy of forgotten checkpoints, so they exist nowhere else."""
+    """The new mirror has no copies of forgotten checkpoints, so the store has the only ones."""
     store = small_folder(store_path)
     store.change_settings(mirror=away)
     save(store, 1, 2)
@@ -549,10 +551,10 @@ def test_a_recreated_mirror_invalidates_notes_of_the_old_one(store_path: Path, a
 
 
 @pytest.mark.parametrize("by", ["a copy", "the thread"])
-def test_notes_about_another_store_do_not_count(
+def test_notes_about_a_different_store_do_not_count(
     by: str, store_path: Path, away: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A new disk holds another store at the path of the old one. The old notes do not apply to it."""
+    """A new disk holds a different store at the same path. The old notes do not apply to that store."""
     store = small_folder(store_path)
     store.change_settings(mirror=away)
     save(store, 1, 2)
@@ -562,9 +564,7 @@ def test_notes_about_another_store_do_not_count(
     shutil.rmtree(away)
     casckpt.open(away).create()
     assert reasons(store, keep_last=1) == [(1, "unmirrored"), (2, "unmirrored")]
-    assert (
-        f"they were safe in another store at the mirror {away}, so 2 checkpoints are neither forgotten" in caplog.text
-    )
+    assert f"a different store is now at the mirror's URL {away}, so gc neither forgets" in caplog.text
     assert (store.stats().mirrored, store.stats().unmirrored) == (0, 3)
     store.forget("sft@1")
     if by == "a copy":
@@ -579,7 +579,7 @@ def test_notes_about_another_store_do_not_count(
         assert same_state(casckpt.open(away).read("sft@3"), {"w": cells(3, seed=3), "shared": cells(5, seed=0)})
 
 
-def test_a_training_rotates_nothing_while_its_mirror_is_missing(store_path: Path, away: Path) -> None:
+def test_training_rotates_nothing_while_its_mirror_is_missing(store_path: Path, away: Path) -> None:
     store = small_folder(store_path)
     store.change_settings(mirror=away)
     with Checkpointer(store, run="sft", max_checkpoints=1, gc=True) as checkpointer:

@@ -1,4 +1,4 @@
-"""Notes about safe copies in a mirror: each counts until the next restore of its checkpoint."""
+"""Notes about safe copies in a mirror: each is valid until the next restore of its checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def safe(repo: Repository, commit: Commit) -> bool:
     return unmirrored(repo, [commit], URL) == []
 
 
-def test_a_note_counts_until_the_next_restore(repo: Repository) -> None:
+def test_a_note_is_valid_until_the_next_restore(repo: Repository) -> None:
     commit = commit_bare(repo)
     assert not safe(repo, commit)
     note(repo, commit, URL)
@@ -35,7 +35,7 @@ def test_a_note_counts_until_the_next_restore(repo: Repository) -> None:
 
 
 def test_a_note_read_before_a_restore_does_not_cover_it(repo: Repository) -> None:
-    """The mirror's process has read the log, listed the mirror, and sleeps before it writes."""
+    """The copying process has read the log, listed the mirror, and pauses before it writes the note."""
     gone = forget(repo, commit_bare(repo))
     back = restore(repo, gone)
     note(repo, gone, URL)
@@ -57,7 +57,7 @@ def test_notes_are_withdrawn(repo: Repository, restored: bool) -> None:
     assert not safe(repo, commit)
 
 
-def test_a_note_for_another_mirror_is_replaced(repo: Repository) -> None:
+def test_a_note_for_a_different_mirror_is_replaced(repo: Repository) -> None:
     commit = restore(repo, forget(repo, commit_bare(repo)))
     note(repo, commit, "s3://elsewhere")
     assert not safe(repo, commit)

@@ -1,7 +1,7 @@
-"""A mirror with concurrent rewrites, forgets and gcs on both sides, in any order of calls and with kills at any call.
+"""A mirror with concurrent rewrites, forgets and gcs in both stores, in any order of calls and with kills at any call.
 
-A note that a live checkpoint is safe, or its purge, requires that the mirror held it completely after its last save or
-restore here. A note may outlive the purge of its checkpoint.
+A live checkpoint may be noted as safe, or purged, only if the mirror held it completely after its last save or restore
+in the store. A note may outlive the purge of its checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ ROUNDS = 6
 
 
 class MirrorPlay(Play):
-    """``safe``: keys of the notes that would have been true at some instant. ``thinned``: the mirror is thinned too."""
+    """A play with a mirror. ``safe``: keys of notes that would have been true at some instant.
+
+    ``thinned``: thin it too.
+    """
 
     def __init__(self, folder: Path, seed: int, *, thinned: bool = False) -> None:
         super().__init__(folder, seed)
@@ -58,7 +61,7 @@ class MirrorPlay(Play):
         self.stage.add(name, act)
 
     def catch_up(self, patch: pytest.MonkeyPatch) -> None:
-        """Run one more pass with a check before each note. A copy may be forgotten after its thinned twin."""
+        """Run one more pass, with a check before each note. A copy may be forgotten after its thinned twin."""
 
         def noting(repo: Repository, commit: Commit, url: str) -> None:
             self.see()
@@ -87,7 +90,7 @@ class MirrorPlay(Play):
         self.stage.add("thinner there", lambda: thin_some(self, self.repo_there("thinner there")))
 
     def see(self) -> None:
-        """Record the true notes at this instant."""
+        """Record the notes that are true at this instant."""
         here, there = list_commits(self.watcher), list_commits(self.there)
         assert set(named(self.there, there)) <= keys(self.there)
         visible, lives = Holdings(there.visible()), Holdings(there.live())
@@ -107,7 +110,7 @@ class MirrorPlay(Play):
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("is_killed", "thinned"), [(False, False), (True, False), (False, True)])
-def test_a_note_means_a_complete_checkpoint_in_the_mirror(
+def test_a_note_implies_a_complete_checkpoint_in_the_mirror(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch, *, full: bool, is_killed: bool, thinned: bool
 ) -> None:
     monkeypatch.setattr(mirror, "JOBS", 1)
@@ -133,7 +136,7 @@ def test_a_note_means_a_complete_checkpoint_in_the_mirror(
     assert noted
 
 
-def test_a_copy_names_no_base_and_keeps_the_order(tmp_path: Path) -> None:
+def test_a_copied_rewrite_replaces_nothing_and_keeps_its_order(tmp_path: Path) -> None:
     play = MirrorPlay(tmp_path, 1)
     rewrite_some(play, play.watcher)
     (made,) = (one for one in list_commits(play.watcher).visible() if one.replaces)

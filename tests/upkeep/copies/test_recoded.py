@@ -1,4 +1,4 @@
-"""Copies into blobs of another size, and repacking in place: killed, raced, undone, and followed by saves."""
+"""Copies into blobs of a different size, and repacking in place: killed, concurrent, undone, and followed by saves."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def sizes(repo: Repository) -> dict[int, int]:
 
 
 def odd_state() -> dict[str, Any]:
-    """Several branches: dtypes, shapes, small and large cells, equal and tied ones, objects and their buffers."""
+    """A nested state: various dtypes and shapes, small and large cells, equal and tied tensors, objects and buffers."""
     raw = cells(40, seed=1)
     tied = cells(2.5, seed=2)
     kinds = (torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.int64, torch.uint8, torch.bool)
@@ -65,7 +65,7 @@ def odd_state() -> dict[str, Any]:
 
 @pytest.mark.parametrize("blob_bytes", [4096, 32 << 10, 1 << 20])
 @pytest.mark.parametrize("where", ["elsewhere", "in place"])
-def test_a_repacked_state_is_the_same_under_its_id(where: str, blob_bytes: int) -> None:
+def test_a_repacked_checkpoint_keeps_its_id_and_content(where: str, blob_bytes: int) -> None:
     source = small()
     files = {"short.txt": b"a" * 10, "long.bin": bytes(range(256)) * 300}
     for step in range(3):
@@ -93,14 +93,14 @@ def test_a_repacked_state_is_the_same_under_its_id(where: str, blob_bytes: int) 
     assert not target.verify().is_damaged
 
 
-def test_many_small_blobs_become_one(source: Repository, target: Repository) -> None:
+def test_many_small_blobs_are_merged_into_one(source: Repository, target: Repository) -> None:
     assert recode(source, target, "run@3").blobs == 1
     assert sizes(target) == {3: 1}
     assert contents(target) == {"run@3": contents(source)["run@3"]}
     check_clean(target)
 
 
-def test_repacking_in_place_starts_with_the_newest_and_shares_its_blobs(source: Repository) -> None:
+def test_repacking_in_place_starts_with_the_newest_checkpoint_and_shares_its_blobs(source: Repository) -> None:
     before = contents(source)
     plan = plan_copy(source, source, blob_bytes=LARGE)
     assert [one.step for one in plan.missing] == [3, 2, 1]
@@ -114,14 +114,14 @@ def test_repacking_in_place_starts_with_the_newest_and_shares_its_blobs(source: 
     assert contents(source) == before
 
 
-def test_small_blobs_used_by_a_newer_checkpoint_stay_shared(source: Repository) -> None:
+def test_small_blobs_used_by_a_newer_checkpoint_remain_shared(source: Repository) -> None:
     save_arrays(source, {"t0": array(0), "own": array(9)}, step=4, reuse=resolve(source, "run@0"))
     recode(source, source)
     found = snapshot(source)
     assert recode(source, source).copied == ()
     assert snapshot(source) == found
     sharing = [set(manifests.blob_list(source, one).names()) for one in list_commits(source).visible()]
-    assert set.intersection(*sharing[1:])  # the first one had a single blob
+    assert set.intersection(*sharing[1:])  # the first checkpoint had a single blob
 
 
 def test_a_dry_run_in_place_writes_nothing(source: Repository) -> None:
@@ -132,7 +132,7 @@ def test_a_dry_run_in_place_writes_nothing(source: Repository) -> None:
     assert snapshot(source) == before
 
 
-def test_unusable_options_of_repacking_are_refused(source: Repository, target: Repository) -> None:
+def test_invalid_repacking_options_are_rejected(source: Repository, target: Repository) -> None:
     with pytest.raises(InvalidInput, match="or a blob size"):
         copy(source, source)
     for blob_bytes in (0, 4095, (1 << 30) + 1):
@@ -145,7 +145,7 @@ def test_unusable_options_of_repacking_are_refused(source: Repository, target: R
 
 @pytest.mark.parametrize("where", ["elsewhere", "in place"])
 @pytest.mark.parametrize("how", ["flipped", "gone"])
-def test_a_damaged_source_is_named_and_changes_nothing(
+def test_damage_in_the_source_is_reported_and_nothing_changes(
     source: Repository, target: Repository, where: str, how: str
 ) -> None:
     blob = only_blob(source, resolve(source, "run@2"))
@@ -164,7 +164,7 @@ def test_a_damaged_source_is_named_and_changes_nothing(
         check_clean(target)
 
 
-def test_a_damaged_manifest_does_not_stop_repacking_of_others(source: Repository) -> None:
+def test_a_damaged_manifest_does_not_stop_repacking_of_other_checkpoints(source: Repository) -> None:
     commit = resolve(source, "run@2")
     flip(source, f"objects/{commit.txid}/{commit.id}.manifest", 40)
     result = recode(Repository(source.storage, source.cache_dir), source)
@@ -172,11 +172,14 @@ def test_a_damaged_manifest_does_not_stop_repacking_of_others(source: Repository
     assert [one.step for one in result.copied] == [3, 1]
 
 
-# killed, or without an answer, at any call
+# killed at any call, or left without its response
 
 
 class Start:
-    """run@1 in several blobs, one of which run@0 shares, and its successor run@2. The store can be recreated."""
+    """A store with run@1 in several blobs, one of which it shares with run@0, and its successor run@2.
+
+    The store can be recreated.
+    """
 
     def __init__(self, folder: Path) -> None:
         repo = chain(repository(folder / "first", memory()), 3)
@@ -193,7 +196,7 @@ class Start:
 
 
 def check_now(repo: Repository, id: ManifestId, arrays: dict[str, bytes]) -> None:
-    """Check the invariants of the store that is repacked in place."""
+    """Check the invariants of a store that is being repacked in place."""
     (visible,) = (one for one in list_commits(repo).visible() if one.id == id)
     assert resolve(repo, "run@1") == resolve(repo, id) == resolve(repo, "tag:best") == visible
     assert resolve(repo, "run@latest").step == 2
@@ -201,7 +204,7 @@ def check_now(repo: Repository, id: ManifestId, arrays: dict[str, bytes]) -> Non
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_repacking_in_place_may_be_killed_anywhere(tmp_path: Path, way: str) -> None:
+def test_repacking_in_place_survives_a_kill_at_any_call(tmp_path: Path, way: str) -> None:
     start = Start(tmp_path)
     at, ended = 0, False
     while not ended:
@@ -230,7 +233,7 @@ def test_repacking_in_place_may_be_killed_anywhere(tmp_path: Path, way: str) -> 
 
 @pytest.mark.parametrize("next_one", ["recoded", "as it is"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_repacking_copy_killed_anywhere_is_resumed(
+def test_a_repacking_copy_killed_at_any_call_is_resumed(
     tmp_path: Path, source: Repository, way: str, next_one: str
 ) -> None:
     at, ended = 0, False
@@ -258,7 +261,7 @@ def test_a_repacking_copy_killed_anywhere_is_resumed(
 
 @pytest.mark.parametrize("other", ["recoded", "as it is", "of another size"])
 @pytest.mark.parametrize("where", ["*.safetensors", "*.manifest", "commits/*"])
-def test_simultaneous_repacking_copies_make_one_commit(
+def test_simultaneous_repacking_copies_create_a_single_commit(
     tmp_path: Path, source: Repository, other: str, where: str
 ) -> None:
     inner = memory()
@@ -284,7 +287,7 @@ CHANGES: dict[str, Callable[[Repository], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("where", ["objects/*", "commits/*", "commits/*.1"])
-def test_the_first_change_of_a_checkpoint_wins_against_repacking(tmp_path: Path, change: str, where: str) -> None:
+def test_an_earlier_change_to_a_checkpoint_wins_over_repacking(tmp_path: Path, change: str, where: str) -> None:
     inner = memory()
     arrays = contents(chain(repository(tmp_path / "other", inner, seed=5)))
     other = repository(tmp_path / "other", inner, seed=6)
@@ -302,7 +305,7 @@ def test_the_first_change_of_a_checkpoint_wins_against_repacking(tmp_path: Path,
     check_clean(other)
 
 
-def test_a_running_load_continues_at_the_new_place() -> None:
+def test_a_running_load_continues_from_the_new_location() -> None:
     faults = FaultyStore(memory(near=False))
     store = small(faults)
     state = {f"w{n}": cells(15, seed=n) for n in range(6)}
@@ -328,14 +331,14 @@ def test_a_restore_undoes_repacking(source: Repository) -> None:
     assert contents(source) == before
 
 
-def test_repacking_frees_space_of_worn_blobs(tmp_path: Path) -> None:
-    """A run still uses small parts of old blobs."""
+def test_repacking_frees_the_space_of_worn_blobs(tmp_path: Path) -> None:
+    """The run still uses small parts of old blobs."""
     store = small(blob_bytes=LARGE)
     first = {f"w{n}": cells(10, seed=n) for n in range(10)}
     store.save(first, run="a", step=0)
     last = {f"w{n}": cells(10, seed=n if n < 1 else 100 + n) for n in range(10)}
     store.save(last, run="a", step=1)
-    assert store.copy_to(store, "a@1", blob_bytes=4096, dry_run=True).copied == ()  # step 0 uses all of them
+    assert store.copy_to(store, "a@1", blob_bytes=4096, dry_run=True).copied == ()  # step 0 uses all of these blobs
     store.forget("a@0")
     store.gc(min_age=0)
     before = sum(data_of(store, key) for key in blob_keys(store))
@@ -350,7 +353,7 @@ def test_repacking_frees_space_of_worn_blobs(tmp_path: Path) -> None:
 
 
 def floats() -> dict[str, Any]:
-    """Floats that are worth a frame, floats that are not, and other dtypes."""
+    """Floats that are worth encoding, floats that are not, and other dtypes."""
     raw = cells(40, seed=5)
     noise = torch.randint(0, 255, (8 * 4096,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     kinds = {str(kind): raw[: 12 * 1024].to(kind) for kind in (torch.bfloat16, torch.float16, torch.float64)}
@@ -363,7 +366,7 @@ def encoded(store: Store, target: Store, *refs: str, **options: Any) -> CopyResu
 
 
 @pytest.mark.parametrize("options", [{}, {"blob_bytes": LARGE}, {"blob_bytes": 8192, "jobs": 1}])
-def test_repacking_encodes_floats_and_keeps_values(options: dict[str, Any]) -> None:
+def test_repacking_encodes_floats_and_preserves_values(options: dict[str, Any]) -> None:
     store, target = small(), small()
     for step in range(3):
         store.save(floats() | {"n": torch.full((3000,), step / 7).bfloat16()}, step=step, metadata={"step": step})
@@ -401,7 +404,7 @@ def test_frames_are_repacked_unchanged() -> None:
     assert [same_state(target.read(f"default@{step}"), {"w": trained(20, step)}) for step in range(3)] == [True] * 3
 
 
-def test_a_frame_that_decodes_to_something_else_is_not_put(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_frame_that_decodes_to_different_bytes_is_not_written(caplog: pytest.LogCaptureFixture) -> None:
     store, target = small(), small()
     store.save({"w": trained(20, 0)}, step=0)
 
@@ -433,7 +436,7 @@ def test_an_interrupted_encoding_copy_is_complete_or_absent() -> None:
         assert same_state(found.read("default@0"), store.read("default@0"))
 
 
-def test_unsupported_ways_of_encoding_are_refused() -> None:
+def test_unsupported_encoding_options_are_rejected() -> None:
     store, target = small(), small()
     store.save({"w": trained(20, 0)}, step=0)
     with pytest.raises(InvalidInput, match="in place"):

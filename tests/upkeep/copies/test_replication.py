@@ -1,4 +1,4 @@
-"""One checkpoint into another store: from damaged sources, by copies that fail or are killed, by several at once."""
+"""How one checkpoint is copied into another store: from damaged sources, by failing, killed, and concurrent copies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.forging import taken_apart
 from tests.support.gcs import collect
 from tests.support.repositories import commit_bare, committed_encoded, meanwhile, memory, repository
 
-# sources that are damaged or hostile
+# damaged or hostile sources
 
 
 def spoil(repo: Repository, key: str, how: str) -> None:
@@ -45,7 +45,9 @@ def spoil(repo: Repository, key: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["flipped", "header", "gone", "short"])
-def test_a_damaged_blob_is_named_and_its_copy_is_invisible(source: Repository, target: Repository, how: str) -> None:
+def test_a_damaged_blob_is_named_and_the_checkpoint_stays_invisible(
+    source: Repository, target: Repository, how: str
+) -> None:
     blob = only_blob(source, resolve(source, "run@2"))
     whole = source.storage.get(blob, limit=1 << 20)
     spoil(source, blob, how)
@@ -71,14 +73,14 @@ def test_a_damaged_manifest_is_named(source: Repository, target: Repository) -> 
 
 
 def commit_same(repo: Repository, commit: Commit, run: str, step: int, txid: TxId) -> Commit:
-    """Commit the manifest of another commit again, as this run and step."""
+    """Recommit the manifest of ``commit`` under this run and step."""
     data = repo.storage.get(manifest_key(commit.txid, commit.id), limit=1 << 20)
     repo.storage.put(manifest_key(txid, commit.id), data)
     names = ("manifest", "head", "manifest_bytes", "created_at", "parent")
     return commit_bare(repo, run, step, txid=txid, **{name: getattr(commit.committed, name) for name in names})
 
 
-def test_a_commit_that_contradicts_its_manifest_is_refused(source: Repository, target: Repository) -> None:
+def test_a_commit_that_contradicts_its_manifest_is_rejected(source: Repository, target: Repository) -> None:
     commit = resolve(source, "run@2")
     for run, step in (("other", 2), ("run", 9)):
         made = commit_same(source, commit, run, step, source.new_txid(run, step))
@@ -87,19 +89,21 @@ def test_a_commit_that_contradicts_its_manifest_is_refused(source: Repository, t
     assert not list_commits(target).commits
 
 
-def test_an_id_of_another_run_or_of_the_future_is_refused(source: Repository, target: Repository) -> None:
+def test_a_transaction_id_of_a_different_run_or_from_the_future_is_rejected(
+    source: Repository, target: Repository
+) -> None:
     commit = resolve(source, "run@2")
     ahead = TxId(f"2999{commit.txid[4:]}")
     other = source.new_txid("other", 2)
-    for txid, why in ((ahead, "in the future"), (other, "belongs to another run or step")):
+    for txid, why in ((ahead, "in the future"), (other, "belongs to a different run or step")):
         made = commit_same(source, commit, "run", 2, txid)
         with pytest.raises(Refused, match=why):
             copy(source, target, made).raise_failure()
     assert not list_commits(target).commits
 
 
-def test_unknown_forms_are_copied_and_stop_only_their_load(source: Repository, target: Repository) -> None:
-    """Extents of a later version's form, or invalid ones. Loads refuse them in any store."""
+def test_unknown_forms_are_copied_and_prevent_only_loads(source: Repository, target: Repository) -> None:
+    """The extents are invalid, or have a form that a later version introduced. Loads from any store reject them."""
     manifest = manifests.get(source, resolve(source, "run@0"))
     parts = taken_apart(manifest)
     parts.index["step"] = 9
@@ -117,7 +121,7 @@ def test_unknown_forms_are_copied_and_stop_only_their_load(source: Repository, t
             found.extents(found.entries[0])
 
 
-def test_a_store_of_a_later_version_is_refused(source: Repository, target: Repository) -> None:
+def test_a_store_of_a_later_version_is_rejected(source: Repository, target: Repository) -> None:
     data = source.storage.get(MARKER, limit=1 << 20).replace(b'"format": 1', b'"format": 2')
     source.storage.replace(MARKER, data)
     with pytest.raises(Refused, match="Upgrade casckpt"):
@@ -129,7 +133,7 @@ def test_a_store_of_a_later_version_is_refused(source: Repository, target: Repos
         copy(source, replace(target))
 
 
-def test_a_checkpoint_that_is_purged_meanwhile_is_gone(tmp_path: Path, target: Repository) -> None:
+def test_a_checkpoint_purged_during_its_copy_is_gone(tmp_path: Path, target: Repository) -> None:
     inner = memory()
     owner = chain(repository(tmp_path, inner))
 
@@ -153,11 +157,11 @@ def test_a_checkpoint_that_is_purged_meanwhile_is_gone(tmp_path: Path, target: R
 
 
 class Killed(BaseException):
-    """The simulated process dies here."""
+    """Ends the simulated process."""
 
 
-def test_a_copy_killed_anywhere_is_resumed(tmp_path: Path, source: Repository) -> None:
-    """No blob is put twice: the transaction keeps the blobs that it put."""
+def test_a_copy_killed_at_any_call_is_resumed(tmp_path: Path, source: Repository) -> None:
+    """No blob is uploaded twice, because the transaction remembers the blobs that it uploaded."""
     for kind in (fail_before, fail_after):
         for at in range(1, 200):
             inner = memory()
@@ -176,7 +180,7 @@ def test_a_copy_killed_anywhere_is_resumed(tmp_path: Path, source: Repository) -
             copy(source, second, "run@3", jobs=1)
             stored = [key for key in blob_puts(faulty) if key in {entry.key for entry in inner.list("objects/")}]
             assert len(set(stored)) == 4
-            assert len(stored) - len(set(stored)) <= 1  # the one whose put was interrupted
+            assert len(stored) - len(set(stored)) <= 1  # the blob whose upload was interrupted
             assert contents(second)["run@3"] == contents(source)["run@3"]
             check_clean(second)
             if ended:
@@ -190,7 +194,9 @@ def _killed() -> Exception:
 
 
 @pytest.mark.parametrize("method", ["put", "list", "size", "get", "settle"])
-def test_a_failing_target_shows_nothing_and_works_later(tmp_path: Path, source: Repository, method: str) -> None:
+def test_a_copy_into_a_failing_target_stays_invisible_and_succeeds_later(
+    tmp_path: Path, source: Repository, method: str
+) -> None:
     for kind in (fail_before, fail_after):
         for at in range(1, 60):
             faulty = FaultyStore(memory(), [kind(method, at=at)])
@@ -246,7 +252,7 @@ def test_a_repeatedly_revoked_copy_gives_up(tmp_path: Path, source: Repository) 
     check_clean(other)
 
 
-def test_a_missing_reused_blob_is_marked_and_copied(source: Repository, target: Repository) -> None:
+def test_a_reused_blob_that_is_missing_is_marked_and_copied(source: Repository, target: Repository) -> None:
     copy(source, target, "run@2")
     gone = manifests.get(target, resolve(target, "run@2")).blob(0)
     target.storage.delete(blob_key(gone.uploader, gone.hash))
@@ -259,7 +265,7 @@ def test_a_missing_reused_blob_is_marked_and_copied(source: Repository, target: 
 # concurrent copies
 
 
-def test_two_processes_share_a_copy_and_one_commits(tmp_path: Path, source: Repository) -> None:
+def test_two_processes_share_a_copy_and_one_of_them_commits(tmp_path: Path, source: Repository) -> None:
     inner = memory()
     storage = FaultyStore(inner)
     other = elsewhere(tmp_path, storage, seed=9)
@@ -269,13 +275,13 @@ def test_two_processes_share_a_copy_and_one_commits(tmp_path: Path, source: Repo
 
     first = elsewhere(tmp_path, FaultyStore(inner, [call_first("put", meanwhile(join_in), key="*.manifest")]))
     result = copy(source, first, "run@3", jobs=1)
-    assert blob_puts(storage) == []  # the first one had put them all
+    assert blob_puts(storage) == []  # the first process had uploaded them all
     assert [one.txid for one in result.copied] == [resolve(source, "run@3").txid]
     assert len(list_commits(first).visible()) == 1
     check_clean(first)
 
 
-def test_processes_that_share_a_copy_report_what_all_of_them_put(tmp_path: Path, source: Repository) -> None:
+def test_processes_that_share_a_copy_report_their_combined_bytes(tmp_path: Path, source: Repository) -> None:
     inner, said = memory(), []
     other = elsewhere(tmp_path, inner, seed=5)
 
@@ -289,7 +295,7 @@ def test_processes_that_share_a_copy_report_what_all_of_them_put(tmp_path: Path,
 
 
 @pytest.mark.parametrize("part", [(0, 3), (1, 3), (2, 3)])
-def test_each_process_copies_everything_if_others_are_absent(
+def test_each_process_copies_everything_if_the_others_are_absent(
     tmp_path: Path, source: Repository, part: tuple[int, int]
 ) -> None:
     target = elsewhere(tmp_path)
@@ -308,7 +314,7 @@ def test_a_process_starts_with_its_own_part(tmp_path: Path) -> None:
         assert sorted(put) == sorted(wanted)
 
 
-def test_a_joined_transaction_survives_the_process_that_began_it(tmp_path: Path, source: Repository) -> None:
+def test_a_joined_transaction_outlives_the_process_that_began_it(tmp_path: Path, source: Repository) -> None:
     target = elsewhere(tmp_path)
     target.create()
     commit = resolve(source, "run@3")
@@ -326,8 +332,8 @@ def test_a_joined_transaction_survives_the_process_that_began_it(tmp_path: Path,
     assert transactions.join(target, msgspec.structs.replace(began, manifest=resolve(source, "run@1").id)) is None
 
 
-def test_a_save_with_the_txid_of_a_copy_is_not_touched(tmp_path: Path, source: Repository) -> None:
-    """As in a folder that was copied while jobs saved."""
+def test_a_save_with_the_same_txid_as_a_copy_is_left_unchanged(tmp_path: Path, source: Repository) -> None:
+    """This happens if a folder is copied while jobs save into it."""
     target = elsewhere(tmp_path)
     target.create()
     commit = resolve(source, "run@3")
@@ -338,13 +344,13 @@ def test_a_save_with_the_txid_of_a_copy_is_not_touched(tmp_path: Path, source: R
     assert [one.txid for one in transactions.open_transactions(target, commits.list_names(target))] == [commit.txid]
 
 
-def test_a_copy_into_a_hand_made_copy_puts_nothing(tmp_path: Path) -> None:
+def test_a_copy_into_a_manually_copied_store_writes_nothing(tmp_path: Path) -> None:
     source = chain(repository(tmp_path, LocalStore(tmp_path / "a")))
     (tmp_path / "b").symlink_to(tmp_path / "a")
     assert len(copy(source, elsewhere(tmp_path, LocalStore(tmp_path / "b"))).present) == 4
 
 
-def test_replicate_returns_a_commit_made_by_another_process(tmp_path: Path, source: Repository) -> None:
+def test_replicate_returns_a_commit_made_by_a_different_process(tmp_path: Path, source: Repository) -> None:
     inner = memory()
     other = elsewhere(tmp_path, inner, seed=5)
     other.create()
@@ -381,13 +387,13 @@ def _open(repo: Repository) -> list[records.Began]:
     return [one.began for one in found if one.began is not None]
 
 
-def test_policies_of_the_destination_use_times_of_the_source(source: Repository, target: Repository) -> None:
+def test_policies_in_the_destination_use_save_times_from_the_source(source: Repository, target: Repository) -> None:
     copy(source, target)
     plan = gc.plan_gc(target, Policy(keep_last=1), min_age=0.0)
     assert [one.step for one in plan.forget] == [0, 1, 2]
 
 
-def test_names_of_blobs_are_durable_before_the_record(tmp_path: Path, source: Repository) -> None:
+def test_blob_names_are_durable_before_the_record(tmp_path: Path, source: Repository) -> None:
     storage = FaultyStore(memory())
     copy(source, elsewhere(tmp_path, storage), "run@3")
     calls = [(call.method, call.key) for call in storage.calls]
@@ -402,7 +408,7 @@ def test_a_leftover_manifest_with_missing_blobs_is_not_committed(tmp_path: Path,
     copy(source, elsewhere(tmp_path, inner), "run@2")
     first = elsewhere(tmp_path / "first", FaultyStore(inner, [fail_before("put", key="commits/*", error=_killed())]))
     with pytest.raises(Killed):
-        copy(source, first, "run@3")  # it names blobs of run@2
+        copy(source, first, "run@3")  # the leftover manifest names blobs of run@2
     second = elsewhere(tmp_path / "second", inner, seed=5)
     reused = manifests.get(second, resolve(second, "run@2")).blob(0)
     inner.delete(blob_key(reused.uploader, reused.hash))
@@ -412,12 +418,13 @@ def test_a_leftover_manifest_with_missing_blobs_is_not_committed(tmp_path: Path,
 
 
 @pytest.mark.parametrize(("method", "key"), [("get", "*.manifest"), ("size", "*.safetensors")])
-def test_a_leftover_manifest_deleted_by_gc_is_copied_again(
+def test_a_leftover_manifest_deleted_by_gc_is_recopied(
     tmp_path: Path, source: Repository, method: str, key: str
 ) -> None:
-    """Two processes share the transaction. One has put the manifest, a gc revokes it, and the other has not noticed.
+    """Two processes share a transaction.
 
-    That one finds the manifest or the blobs missing. This is not damage.
+    One has written the manifest; then gc revokes the transaction. The other has not noticed, and finds the manifest or
+    the blobs missing. This does not count as damage.
     """
     inner = memory()
     first = elsewhere(tmp_path / "first", FaultyStore(inner, [fail_before("put", key="commits/*", error=_killed())]))

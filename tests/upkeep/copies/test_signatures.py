@@ -1,4 +1,4 @@
-"""Copies include signatures, before their commit; gc deletes signatures with their checkpoint."""
+"""Signatures are copied before the commit that they belong to, and gc deletes them with their checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEYS = ("a" * 64, "b" * 64)
 
 
 def sign(repo: Repository, *numbers: int) -> list[str]:
-    """Put two signatures on each of some checkpoints."""
+    """Add two signatures to each of several checkpoints."""
     live = list_commits(repo).live()
     found = [f"signatures/{live[number].id}/{key}" for number in numbers for key in KEYS]
     for key in found:
@@ -48,7 +48,7 @@ def test_a_copy_copies_signatures_before_its_commit(tmp_path: Path, source: Repo
     assert signatures(target) == {*signed}
 
 
-def test_a_later_signature_is_copied_by_the_next_copy(tmp_path: Path, source: Repository) -> None:
+def test_a_signature_added_later_is_copied_by_the_next_copy(tmp_path: Path, source: Repository) -> None:
     target = elsewhere(tmp_path)
     copy(source, target)
     signed = sign(source, 2)

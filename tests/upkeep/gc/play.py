@@ -1,4 +1,4 @@
-"""A simulated store with writers, gcs and a user, whose calls run in a drawn order: their programs and invariants."""
+"""A simulated store with writers, gcs and a user, whose calls run in random order: their programs and invariants."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHANGES = {"put", "replace", "delete"}
 
 
 class Play:
-    """One run: a store with some history, and actors that continue from it."""
+    """One simulated run: a store with some history, and the actors that use it."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -51,15 +51,15 @@ class Play:
             self.save(step)
         commits.forget(self.watcher, list_commits(self.watcher).live()[0])
         self.deleted = 0
-        self.held: dict[str, str] = {}  # ids, by the holder of the lease
-        self.never_gone: set[str] = set()  # ids that are never forgotten
+        self.held: dict[str, str] = {}  # IDs by lease holder
+        self.never_gone: set[str] = set()  # IDs that are never forgotten
 
     def save(self, step: int) -> None:
         """Save the initial checkpoints."""
         save(self.watcher, step=step, texts=[f"old {step}", f"base {step}"])
 
     def repo(self, name: str, cache: str = "") -> Repository:
-        """Return an actor's own view. Gcs of one host share a ``cache``."""
+        """Return an actor's own view of the store. Gcs on the same host share a ``cache``."""
         seed = self.draw.randrange(1 << 30)
         return repository(self.folder / (cache or name), self.stage.store(name), clock=self.clock, seed=seed)
 
@@ -82,7 +82,7 @@ class Play:
                         repo, gc.plan_gc(repo, policy, min_age=0.0), wait=GC_WAIT, revoke_after=revoke_after, sleep=nap
                     )
                 except Conflict:
-                    continue  # other processes interfered again and again
+                    continue  # other processes interfered repeatedly
                 self.deleted += result.deleted_blobs
 
         self.stage.add(name, run)
@@ -108,10 +108,11 @@ class Play:
         self.stage.add(name, lambda: undo_some(self, repo))
 
     def choices(self, switches: float = 0.2, held_up: float = 0.0) -> Callable[[list[str]], str]:
-        """Choose the actor of each call: mostly the same one, with this many switches.
+        """Return a function that chooses the actor of the next call.
 
-        ``held_up``: before this many of its changes, an actor waits until all others are done or wait too. Its
-        knowledge is then old, which is the usual cause of protocol errors.
+        ``switches``: the probability of a different actor. ``held_up``: the fraction of its changes before which an
+        actor waits until all others are done or wait too. What it knows is out of date by then, which is the usual
+        cause of protocol errors.
         """
         current, held = "", set[str]()
 
@@ -150,7 +151,7 @@ class Play:
         self.stage.run(self.choices(switches, held_up), self.look)
 
     def clean_up(self) -> None:
-        """Check that a final gc alone deletes everything unneeded."""
+        """Check that a final gc, running alone, deletes everything that is not needed."""
         result = collect(self.watcher, wait=0.0, revoke_after=0.0)
         assert result.waiting == ()
         there = {entry.key for entry in self.inner.list("objects/")}
@@ -159,7 +160,7 @@ class Play:
 
 
 class Lost(AssertionError):
-    """A live commit lacks something, or a held checkpoint is no longer live."""
+    """A live commit lacks a blob, or a leased checkpoint is no longer live."""
 
 
 def named(repo: Repository, found: CommitList) -> Iterator[str]:
@@ -170,7 +171,7 @@ def named(repo: Repository, found: CommitList) -> Iterator[str]:
 
 
 def write(play: Play, repo: Repository, name: str) -> None:
-    """Save by the protocol: reuse only blobs read after the transaction began. Retry once."""
+    """Save according to the protocol: reuse only blobs that were read after the transaction began. Retry once."""
     draw = play.draw.choice([draw_known, draw_from_log])
     for attempt in range(2):
         transaction = transactions.begin(repo, "run", play.draw.randrange(2, 5))
@@ -184,7 +185,7 @@ def write(play: Play, repo: Repository, name: str) -> None:
 
 
 def draw_from_log(play: Play, repo: Repository) -> list[BlobRef]:
-    """Return some blobs of the newest live checkpoint, from its log."""
+    """Return some blobs of the newest live checkpoint, which is found through the run's log."""
     newest = newest_reusable(repo, "run", anew=True)
     try:
         refs = [] if newest is None else list(manifests.get(repo, newest).blobs)
@@ -213,7 +214,7 @@ def finish(repo: Repository, transaction: Transaction, texts: list[str], known: 
 
 
 def rewrite_some(play: Play, repo: Repository) -> None:
-    """Replace a checkpoint as a repair does."""
+    """Rewrite a checkpoint as a repair does."""
     for _ in range(3):
         visible = list_commits(repo).visible()
         if not visible:
@@ -232,24 +233,24 @@ def rewrite_some(play: Play, repo: Repository) -> None:
 
 
 def thin_some(play: Play, repo: Repository) -> None:
-    """Leave the optimizer out of some checkpoints."""
+    """Remove the optimizer from some checkpoints."""
     for _ in range(3):
         visible = list_commits(repo).visible()
-        with suppress(Conflict, NotFound):  # it is leased, or gone
+        with suppress(Conflict, NotFound):  # it is leased or gone
             some = play.draw.sample(visible, min(1, len(visible)))
             execute(repo, plan_thin(repo, some, drop=["optim.*"], keep=None if some else LAST, tagged=True))
 
 
 def tag_some(play: Play, repo: Repository, name: str) -> None:
-    """Tag visible checkpoints, one after the other."""
+    """Tag visible checkpoints one after the other."""
     for number in range(2):
         visible = list_commits(repo).visible()
-        with suppress(Conflict):  # it was purged, or changed at this instant
+        with suppress(Conflict):  # it was purged or changed at the same time
             tags.set_tag(repo, f"{name}-{number}", play.draw.choice(visible))
 
 
 def thin_untagged(play: Play, repo: Repository, name: str) -> None:
-    """Leave the optimizer out of untagged checkpoints."""
+    """Remove the optimizer from untagged checkpoints."""
     for _ in range(2):
         with suppress(Conflict, NotFound):
             execute(repo, plan_thin(repo, [play.draw.choice(list_commits(repo).visible())], drop=["optim.*"]))
@@ -283,7 +284,7 @@ def hold_on(play: Play, repo: Repository, name: str) -> None:
 
 
 def toggle(play: Play, repo: Repository) -> None:
-    """Forget, restore and tag any checkpoint."""
+    """Forget, restore and tag random checkpoints."""
     for _ in range(4):
         live = list_commits(repo).live()
         if not live:

@@ -1,4 +1,4 @@
-"""Obstacles of a gc: unreadable records, failing storages, other gcs; and work that it leaves to the next."""
+"""Obstacles for gc: unreadable records, failing storage, other gcs, and work that is left to the next gc."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.support.repositories import memory, put_blob, repository, save
 
 
 @pytest.mark.parametrize("damage", ["gone", "torn"])
-def test_a_live_manifest_that_cannot_be_read_stops_deletion(repo: Repository, damage: str) -> None:
+def test_an_unreadable_live_manifest_prevents_deletion(repo: Repository, damage: str) -> None:
     saved = [save(repo, step=step, texts=[str(step)]) for step in range(3)]
     key = manifest_key(saved[1].txid, saved[1].id)
     repo.storage.delete(key)
@@ -83,7 +83,7 @@ def test_a_failed_dry_run_reports_its_plan(repo: Repository) -> None:
     assert [(one.reason, one.step) for one in done.waiting] == [("young", 0), ("young", 1)]
 
 
-def test_gc_works_again_after_the_purge_of_the_damaged_checkpoint(repo: Repository) -> None:
+def test_gc_works_again_once_the_damaged_checkpoint_is_purged(repo: Repository) -> None:
     saved = [save(repo, step=step, texts=[str(step)]) for step in range(3)]
     repo.storage.delete(manifest_key(saved[1].txid, saved[1].id))
     commits.forget(repo, saved[1])
@@ -93,13 +93,15 @@ def test_gc_works_again_after_the_purge_of_the_damaged_checkpoint(repo: Reposito
 
 
 def test_the_advice_for_a_damaged_checkpoint_is_correct(repo: Repository) -> None:
-    """A day after the forget, a gc continues without it. Without the wait, gc purges all forgotten checkpoints of the
-    run."""
+    """A day after the checkpoint was forgotten, gc continues without it.
+
+    With `--min-age 0`, gc also purges all other forgotten checkpoints of the run.
+    """
     saved = [save(repo, step=step, texts=[str(step)]) for step in range(4)]
     other = [save(repo, "other", step, texts=[f"other {step}"]) for step in range(2)]
     repo.storage.delete(manifest_key(saved[1].txid, saved[1].id))
     commits.forget(repo, saved[1])
-    with pytest.raises(Damaged, match=r"`casckpt forget`: .* a day later, or immediately with `--run run --min-age 0`"):
+    with pytest.raises(Damaged, match=r"`casckpt forget`: a day later, .* `--run run --min-age 0`"):
         run_gc(repo, min_age=None)
     ticking(repo)(86400)
     commits.forget(repo, saved[2])
@@ -112,15 +114,15 @@ def test_the_advice_for_a_damaged_checkpoint_is_correct(repo: Repository) -> Non
     assert list_commits(repo).commits[other[0].txid].live
 
 
-def test_a_manifest_missing_in_a_bucket_is_noticed(remote: Repository) -> None:
+def test_a_manifest_missing_from_a_bucket_is_detected(remote: Repository) -> None:
     old = save(remote, step=0, texts=["a"])
-    manifests.blobs_of(remote, old)  # the catalogue knows it
+    manifests.blobs_of(remote, old)  # the catalogue contains it
     remote.storage.delete(manifest_key(old.txid, old.id))
     with pytest.raises(Damaged, match="gc deletes nothing"):
         run_gc(remote)
 
 
-def test_a_commit_record_that_cannot_be_read_stops_deletion(repo: Repository) -> None:
+def test_an_unreadable_commit_record_prevents_deletion(repo: Repository) -> None:
     old = save(repo, step=0, texts=["a"])
     save(repo, step=1, texts=["b"])
     repo.storage.replace(f"commits/{old.txid}", b"torn")
@@ -141,7 +143,7 @@ def test_a_failed_deletion_is_reported_and_the_next_gc_continues(tmp_path: Path)
         run_gc(repo, LAST)
     assert steps(caught.value.done.forgotten) == steps(caught.value.done.purged) == [0, 1, 2, 3, 4]
     assert ["run@4 (" in note for note in caught.value.__notes__] == [True]
-    sent = pickle.loads(pickle.dumps(caught.value))  # as ranks do
+    sent = pickle.loads(pickle.dumps(caught.value))  # as ranks exchange errors
     assert sent.done == caught.value.done
     kept = list_commits(repo).live()
     assert steps(kept) == [5]
@@ -180,7 +182,7 @@ def test_an_interrupted_wait_reports_what_was_purged(repo: Repository) -> None:
     assert steps(done.forgotten) == steps(done.purged) == [0, 1]
 
 
-def test_a_storage_without_exclusive_creates_is_refused(tmp_path: Path) -> None:
+def test_storage_without_exclusive_creates_is_rejected(tmp_path: Path) -> None:
     store = RemoteStore(str(tmp_path))
     store.exclusive = None
     repo = repository(tmp_path, store)
@@ -194,7 +196,7 @@ def test_a_storage_without_exclusive_creates_is_refused(tmp_path: Path) -> None:
 # other gcs
 
 
-def test_a_purge_by_another_gc_makes_this_one_start_again(tmp_path: Path) -> None:
+def test_a_purge_by_a_concurrent_gc_makes_gc_start_over(tmp_path: Path) -> None:
     store = FaultyStore(memory())
     repo = repository(tmp_path, store)
     other = repository(tmp_path / "other", store.inner, seed=2)
@@ -205,12 +207,12 @@ def test_a_purge_by_another_gc_makes_this_one_start_again(tmp_path: Path) -> Non
         assert steps(run_gc(other, LAST).purged) == [0]
 
     store.inject(call_first("get", other_gc, key=manifest_key(old.txid, old.id)))
-    manifests.get(repo, old)  # in memory, which must not count
+    manifests.get(repo, old)  # now cached in memory, but the cache must not be used
     result = run_gc(repo)
     assert (result.deleted_blobs, result.kept_blobs) == (0, 1)
 
 
-def test_a_repeatedly_disturbed_gc_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repeatedly_interrupted_gc_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repo = repository(tmp_path)
     save(repo, step=0, texts=["a"])
 
@@ -224,7 +226,7 @@ def test_a_repeatedly_disturbed_gc_gives_up(tmp_path: Path, monkeypatch: pytest.
         preview(repo, plan_gc(repo))
 
 
-def test_nothing_of_gc_needs_the_catalogue(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_gc_works_without_the_catalogue(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "cache").write_text("no folder")
     with caplog.at_level(logging.CRITICAL):
         repo = repository(tmp_path)

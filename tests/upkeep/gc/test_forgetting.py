@@ -13,14 +13,14 @@ from tests.support.faulty import Call, FaultyStore, call_first, fail_before
 from tests.support.repositories import commit_bare, memory, repository
 
 
-def test_references_and_ranges_choose_each_checkpoint_once(tmp_path: Path) -> None:
+def test_references_and_ranges_select_each_checkpoint_once(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     made = [commit_bare(repo, "a", step) for step in (1, 2, 3)]
     assert plan_forget(repo, ["a@2..", "a@3", made[1]]) == made[1:]
     assert len(list_commits(repo).visible()) == 3, "a plan writes nothing"
 
 
-def test_a_tagged_checkpoint_stops_forget_of_all_named_ones(tmp_path: Path) -> None:
+def test_forget_changes_nothing_if_one_of_the_named_checkpoints_is_tagged(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     made = [commit_bare(repo, "a", step) for step in (1, 2, 3)]
     set_tag(repo, "best", made[1])
@@ -39,7 +39,7 @@ def test_forget_uses_the_current_state_of_a_commit(tmp_path: Path) -> None:
     assert plan_forget(repo, [old]) == [now]
 
 
-def test_forget_of_a_missing_checkpoint_is_not_found(tmp_path: Path) -> None:
+def test_forgetting_a_missing_checkpoint_raises_not_found(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     commit_bare(repo, "a", 1)
     with pytest.raises(NotFound):
@@ -57,7 +57,7 @@ def visible(repo: Repository) -> list[int]:
     return [commit.step for commit in list_commits(repo).visible()]
 
 
-def test_many_checkpoints_are_restored_with_one_listing(tmp_path: Path) -> None:
+def test_restoring_many_checkpoints_needs_one_listing(tmp_path: Path) -> None:
     storage = FaultyStore(memory())
     repo = repository(tmp_path, storage)
     gone = forgotten(repo, 1, 2, 3, 4)
@@ -69,7 +69,7 @@ def test_many_checkpoints_are_restored_with_one_listing(tmp_path: Path) -> None:
     assert visible(repo) == [1, 2, 3, 4]
 
 
-def test_nothing_is_restored_if_one_checkpoint_cannot_be(tmp_path: Path) -> None:
+def test_nothing_is_restored_if_one_checkpoint_cannot_be_restored(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     gone = forgotten(repo, 1, 2, 3)
     twin = commit_bare(repo, "a", 2)
@@ -84,7 +84,7 @@ def test_nothing_is_restored_if_one_checkpoint_cannot_be(tmp_path: Path) -> None
     assert visible(repo) == []
 
 
-def test_a_commit_changed_meanwhile_fails_and_the_others_are_restored(tmp_path: Path) -> None:
+def test_if_a_commit_changes_during_a_restore_the_others_are_still_restored(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     gone = forgotten(repo, 1, 2, 3)
     plan = plan_restore(repo, ["a@.."])

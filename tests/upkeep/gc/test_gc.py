@@ -1,4 +1,4 @@
-"""gc from outside: what it deletes, keeps, defers and reports."""
+"""gc as its callers see it: what it deletes, keeps, defers and reports."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.support.repositories import Ticks, meanwhile, memory, put_blob, repos
 # deleted and kept
 
 
-def test_gc_frees_bytes_of_a_folder(tmp_path: Path) -> None:
+def test_gc_frees_disk_space_in_a_folder(tmp_path: Path) -> None:
     repo = repository(tmp_path, LocalStore(tmp_path / "store"))
     saved = [save(repo, step=step, texts=[f"{step}" * 10]) for step in range(4)]
     result = run_gc(repo, Policy(keep_last=2))
@@ -63,7 +63,7 @@ def test_gc_frees_bytes_of_a_folder(tmp_path: Path) -> None:
     assert folders == {commit.txid for commit in saved[2:]}, "empty folders are left"
 
 
-def test_blobs_used_by_another_checkpoint_stay(repo: Repository) -> None:
+def test_blobs_used_by_a_remaining_checkpoint_are_kept(repo: Repository) -> None:
     old = save(repo, step=0, texts=["shared", "alone"])
     shared = next(ref for ref in manifests.get(repo, old).blobs if ref.size == len("shared"))
     save(repo, step=1, texts=["new"], reused=[shared])
@@ -81,7 +81,7 @@ def test_gc_without_a_policy_only_purges_forgotten_checkpoints(repo: Repository)
     assert list_commits(repo).live() == [new]
 
 
-def test_a_second_gc_finds_nothing(repo: Repository) -> None:
+def test_a_second_gc_finds_nothing_to_delete(repo: Repository) -> None:
     for step in range(3):
         save(repo, step=step, texts=[str(step)])
     run_gc(repo, LAST)
@@ -101,7 +101,7 @@ def test_uploads_of_revoked_transactions_are_deleted(repo: Repository) -> None:
     assert keys(repo, "commits/") == {f"commits/{txid}"}, "its record must stay"
 
 
-def test_gc_can_be_limited_to_a_run(repo: Repository) -> None:
+def test_gc_can_be_limited_to_one_run(repo: Repository) -> None:
     for run in ("a", "b"):
         for step in range(2):
             save(repo, run, step, texts=[f"{run}{step}"])
@@ -118,20 +118,23 @@ def test_foreign_files_are_left_alone_and_reported(repo: Repository) -> None:
     assert "objects/readme.txt" in keys(repo)
 
 
-def test_gc_of_a_missing_store_is_not_found(tmp_path: Path) -> None:
+def test_gc_of_a_missing_store_raises_not_found(tmp_path: Path) -> None:
     repo = Repository(memory(), tmp_path)
     with pytest.raises(NotFound):
         plan_gc(repo)
 
 
 @pytest.mark.parametrize("options", [{"wait": -1.0}, {"wait": float("nan")}, {"min_age": -1.0}])
-def test_invalid_arguments_are_refused(repo: Repository, options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInput, match="is not usable"):
+def test_invalid_arguments_are_rejected(repo: Repository, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match="is not valid"):
         run_gc(repo, **options)
 
 
-def test_gc_makes_read_records_durable_before_it_deletes(tmp_path: Path) -> None:
-    """The process that purged may have died before the record's name was durable. A power loss would undo the purge."""
+def test_gc_makes_the_records_it_read_durable_before_it_deletes(tmp_path: Path) -> None:
+    """The process that wrote a purge record may have died before the record's name was durable.
+
+    A power loss would then undo the purge.
+    """
     faults = FaultyStore(memory())
     repo = repository(tmp_path, faults)
     for step in range(3):
@@ -161,7 +164,7 @@ def test_progress_counts_every_deleted_object(repo: Repository) -> None:
 
 @pytest.mark.parametrize("where", ["repo", "remote"])
 def test_forgotten_checkpoints_are_kept_for_a_day(where: str, request: pytest.FixtureRequest) -> None:
-    """In a folder and in a bucket. Until then, gc reports the bytes that it will free, and when."""
+    """Test a folder and a bucket. Until then, gc reports how many bytes it will free, and when."""
     repo: Repository = request.getfixturevalue(where)
     old = save(repo, step=0, texts=["shared", "alone"])
     shared = next(ref for ref in manifests.get(repo, old).blobs if ref.size == len("shared"))
@@ -178,7 +181,7 @@ def test_forgotten_checkpoints_are_kept_for_a_day(where: str, request: pytest.Fi
     assert (steps(last.purged), last.deleted_blobs, last.later_blobs, last.waiting) == ([0], 1, 0, ())
 
 
-def test_the_settings_and_the_caller_change_the_age(repo: Repository) -> None:
+def test_the_minimum_age_is_an_option_and_a_setting(repo: Repository) -> None:
     for step in range(3):
         save(repo, step=step, texts=[str(step)])
     repo.change_settings(min_age_seconds=100.0)
@@ -188,7 +191,7 @@ def test_the_settings_and_the_caller_change_the_age(repo: Repository) -> None:
     assert steps(run_gc(repo, LAST, min_age=0.0).purged) == [1]
 
 
-def test_ephemeral_checkpoints_wait_less(remote: Repository) -> None:
+def test_ephemeral_checkpoints_have_a_shorter_minimum_age(remote: Repository) -> None:
     plain = save(remote, step=0, texts=["a"])
     short = replace(plain, first=msgspec.structs.replace(plain.committed, ephemeral=True))
     ages = min_age_of(remote, None)
@@ -197,7 +200,7 @@ def test_ephemeral_checkpoints_wait_less(remote: Repository) -> None:
     assert min_age_of(remote, None).of(short) == 10**6
 
 
-def test_the_age_counts_from_the_forgotten_record(remote: Repository) -> None:
+def test_the_age_is_measured_from_the_forgotten_record(remote: Repository) -> None:
     old = save(remote, step=0, texts=["a"])
     ticking(remote)(10 * 86400)
     save(remote, step=1, texts=["b"])
@@ -208,7 +211,7 @@ def test_the_age_counts_from_the_forgotten_record(remote: Repository) -> None:
     assert plan.waiting[0].until.timestamp() == pytest.approx(remote.clock() / 1e6 + 86400, abs=1)
 
 
-def test_forget_with_a_late_clock_does_not_shorten_the_day(tmp_path: Path) -> None:
+def test_forgetting_with_a_slow_clock_does_not_shorten_the_minimum_age(tmp_path: Path) -> None:
     storage = memory()
     repo, behind = repository(tmp_path, storage), repository(tmp_path / "behind", storage, seed=2)
     ticking(repo)(10 * 86400)
@@ -221,7 +224,7 @@ def test_forget_with_a_late_clock_does_not_shorten_the_day(tmp_path: Path) -> No
     assert steps(run_gc(repo, min_age=None).purged) == [0]
 
 
-def test_a_save_with_a_fast_clock_does_not_wait_longer(tmp_path: Path) -> None:
+def test_a_save_with_a_fast_clock_does_not_lengthen_the_minimum_age(tmp_path: Path) -> None:
     storage = memory()
     repo, ahead = repository(tmp_path, storage), repository(tmp_path / "ahead", storage, seed=2)
     ticking(ahead)(10 * 86400)
@@ -248,7 +251,7 @@ def test_tagged_checkpoints_are_neither_forgotten_nor_purged(repo: Repository) -
     assert steps(run_gc(repo, LAST).purged) == [1]
 
 
-def test_a_tag_set_after_the_plan_counts(repo: Repository) -> None:
+def test_a_tag_set_after_the_plan_protects_its_checkpoint(repo: Repository) -> None:
     old = [save(repo, step=step, texts=[str(step)]) for step in range(3)]
     commits.forget(repo, old[1])
     plan = plan_gc(repo, LAST, min_age=0.0)
@@ -277,7 +280,7 @@ def test_a_tag_set_while_gc_forgets_restores_the_checkpoint(tmp_path: Path) -> N
     assert len(list_commits(repo).visible()) == 2
 
 
-def test_a_checkpoint_restored_after_the_plan_stays(repo: Repository) -> None:
+def test_a_checkpoint_restored_after_the_plan_is_kept(repo: Repository) -> None:
     old, _ = save(repo, step=0, texts=["a"]), save(repo, step=1, texts=["b"])
     commits.forget(repo, old)
     plan = plan_gc(repo)
@@ -299,7 +302,7 @@ def test_an_unreadable_tag_stops_gc(repo: Repository) -> None:
 # dry run
 
 
-def test_a_dry_run_reports_what_a_run_does_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_reports_what_a_real_run_would_do_and_writes_nothing(tmp_path: Path) -> None:
     store = FaultyStore(memory())
     repo = repository(tmp_path, store)
     for step in range(4):
@@ -318,7 +321,7 @@ def test_a_dry_run_reports_what_a_run_does_and_writes_nothing(tmp_path: Path) ->
     assert told(dry) == told(real)
 
 
-def test_a_dry_run_names_the_open_transactions(repo: Repository) -> None:
+def test_a_dry_run_names_open_transactions(repo: Repository) -> None:
     txid = begin_elsewhere(repo)
     put_blob(repo, txid, "half")
     dry = run_gc(repo, dry_run=True)
@@ -328,7 +331,7 @@ def test_a_dry_run_names_the_open_transactions(repo: Repository) -> None:
     ]
 
 
-def test_the_json_is_plain(remote: Repository) -> None:
+def test_a_gc_result_converts_to_plain_json(remote: Repository) -> None:
     old, _ = save(remote, step=0, texts=["a"]), save(remote, step=1, texts=["b"])
     txid = begin_elsewhere(remote)
     put_blob(remote, txid, "half")
@@ -369,7 +372,7 @@ def test_empty_folders_and_leftovers_of_uploads_are_deleted(tmp_path: Path) -> N
     assert len(list((objects / saving).iterdir())) == 1, "somebody may be putting there"
 
 
-def test_a_put_swept_by_gc_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_put_whose_temporary_file_gc_deleted_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only(Naming.LINK, monkeypatch)
     repo = repository(tmp_path, LocalStore(tmp_path / "store"))
     link = syscalls.link_named
@@ -386,7 +389,7 @@ def test_a_put_swept_by_gc_is_repeated(tmp_path: Path, monkeypatch: pytest.Monke
     assert list_commits(repo).live() == [commit]
 
 
-def test_a_mirror_that_was_set_after_the_plan_counts(repo: Repository) -> None:
+def test_a_mirror_set_after_the_plan_is_respected(repo: Repository) -> None:
     save(repo, step=0, texts=["a"]), save(repo, step=1, texts=["b"])
     plan = plan_gc(repo, LAST, min_age=0.0)
     assert steps(plan.purge) == [0]
@@ -395,11 +398,11 @@ def test_a_mirror_that_was_set_after_the_plan_counts(repo: Repository) -> None:
     assert execute(repo, plan_gc(repo, LAST, min_age=0.0)).deleted_blobs == 0
 
 
-# the listings that a gc makes
+# listings by gc
 
 PLAN = ["commits", "tags"]
-CHECK = ["objects", "commits"]  # the listing of the plan finds the guards
-TAKE_UP = ["commits"]  # also finds the guards of the first pass
+CHECK = ["objects", "commits"]  # the plan's listing finds the guards
+TAKE_UP = ["commits"]  # also finds the guards for the first pass
 SEARCH = ["objects", "commits", "transactions"]  # steps 2 to 4
 LOOK = ["commits", "transactions"]  # step 5, each time that gc checks the open transactions
 ROOTS = ["commits"]
@@ -408,7 +411,7 @@ RECOVERY = ["commits"]
 
 
 def listings(store: FaultyStore) -> list[str]:
-    """Return the listed folders in order, without those of single uploaders."""
+    """Return the listed folders in order, except for folders of single uploaders."""
     names = (key.rstrip("/") for key in store.keys("list"))
     return [name for name in names if name in {"commits", "objects", "transactions", "tags"}]
 
@@ -445,7 +448,7 @@ def that_forgets_and_purges(repo: Repository) -> list[str]:
 
 
 def that_spares_a_tagged_checkpoint(repo: Repository) -> list[str]:
-    """The tag is set after gc has planned. It names a checkpoint, so commits are listed after the tags."""
+    """The tag is set after gc has made its plan. Because it names a checkpoint, gc lists commits after the tags."""
     commits.forget(repo, list_commits(repo).live()[0])
     hidden = list_commits(repo).live()[0]
     assert isinstance(repo.storage, FaultyStore)
@@ -476,7 +479,7 @@ KINDS_OF_GC = [
 
 @pytest.mark.parametrize("near", [True, False], ids=["near", "remote"])
 @pytest.mark.parametrize("prepare", KINDS_OF_GC)
-def test_a_gc_makes_the_listings_that_its_steps_need(
+def test_gc_makes_only_the_listings_that_its_steps_need(
     tmp_path: Path, prepare: Callable[[Repository], list[str]], near: bool
 ) -> None:
     store = FaultyStore(memory(near=near))
@@ -489,7 +492,7 @@ def test_a_gc_makes_the_listings_that_its_steps_need(
     assert listings(store) == wanted
 
 
-def test_a_dry_run_makes_the_listings_of_a_gc_up_to_step_4(tmp_path: Path) -> None:
+def test_a_dry_run_makes_the_listings_of_steps_1_to_4(tmp_path: Path) -> None:
     store = FaultyStore(memory())
     repo = repository(tmp_path, store)
     for step in range(3):

@@ -1,6 +1,6 @@
-"""Writers, gcs and a user at once, over one storage, in any order of their calls: live data is never lost.
+"""Writers, gcs and a user share a store, with their calls in any order: live data is never lost.
 
-The code is the real one. Only the order of the storage calls is drawn. The invariants are checked after every call.
+The code is the real code; only the order of the storage calls is random. The invariants are checked after every call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.repositories import put_blob, save
 from tests.upkeep.gc.play import HOUR, ROUNDS, Lost, Play, draw_from_log, draw_known, finish, rewrite_some
 
 pytestmark = pytest.mark.sweep
-HELD_UP = (0.05, 0.2)  # few switches, but a fifth of all changes are late: a bug shows in a tenth of the plays
+HELD_UP = (0.05, 0.2)  # few switches, but a fifth of all changes are late: a bug shows up in about a tenth of the plays
 
 # plays
 
@@ -45,7 +45,7 @@ def two_gcs(play: Play) -> None:
 
 
 def patient_gcs(play: Play) -> None:
-    """They run out of time, and continue from their own or each other's state."""
+    """The gcs time out, and continue from their own or each other's state."""
     play.writer("w0")
     play.writer("w1")
     play.gc("g0", revoke_after=1e9, runs=3)
@@ -53,8 +53,8 @@ def patient_gcs(play: Play) -> None:
 
 
 def holders(play: Play) -> None:
-    """A granted lease holds until it ends, whatever a user forgets and restores."""
-    save(play.watcher, step=2, texts=["base 2"])  # so that a rule forgets the previous one
+    """A granted lease is in force until it ends, whatever a user forgets and restores."""
+    save(play.watcher, step=2, texts=["base 2"])  # so that a rule forgets the previous checkpoint
     play.holder("h0")
     play.holder("h1")
     play.gc("g0", runs=3)
@@ -62,7 +62,7 @@ def holders(play: Play) -> None:
 
 
 def twins(play: Play) -> None:
-    """One of several commits of a held checkpoint may be purged, but never the last one."""
+    """Commits of a leased checkpoint may be purged as long as one remains."""
     rewrite_some(play, play.watcher)
     _, commit = leases.hold(play.watcher, "watcher", list_commits(play.watcher).visible()[0], 9 * HOUR)
     play.held["watcher"] = commit.id
@@ -73,7 +73,7 @@ def twins(play: Play) -> None:
 
 
 def two_rewriters(play: Play) -> None:
-    """A checkpoint that is never forgotten is visible at every instant as one commit."""
+    """A checkpoint that is never forgotten is always visible, as exactly one commit."""
     play.never_gone = {one.id for one in list_commits(play.watcher).visible()}
     play.repairer("r0")
     play.repairer("r1")
@@ -88,7 +88,7 @@ PLAYS = [two_writers_and_a_gc, two_gcs, patient_gcs, holders, twins, two_rewrite
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("cast", PLAYS)
-def test_no_live_blob_is_lost_and_others_are_deleted(
+def test_live_blobs_are_never_lost_and_all_others_are_deleted(
     tmp_path: Path, seed: int, full: bool, cast: Callable[[Play], None]
 ) -> None:
     deleted = 0
@@ -121,12 +121,12 @@ def test_writers_that_are_killed_leave_nothing_behind(tmp_path: Path, seed: int,
 
         play.stage.run(choose_until_killed, play.look, killed=frozenset({"w0"}))
         play.clean_up()
-        play.clean_up()  # it purges the rest, since the rewriter is dead
+        play.clean_up()  # purges the rest, because the rewriter is dead
         listed = list_commits(play.watcher)
         assert listed.live() == listed.visible()
 
 
-# mutants that the plays detect
+# protocol errors that the plays detect
 
 
 def lists_first(play: Play, repo: Repository, name: str) -> None:
@@ -195,7 +195,7 @@ def no_waiting(repo: object, waits: object, patience: object, tell: object) -> W
 
 
 def no_roots(repo: object, found: object) -> None:
-    """Commits made since the candidates were listed are no roots."""
+    """Do not treat commits made since the candidates were listed as roots."""
 
 
 @pytest.mark.parametrize(("name", "broken"), [("wait_until_closed", no_waiting), ("spare_roots", no_roots)])
@@ -206,7 +206,7 @@ def test_a_gc_that_breaks_the_protocol_loses_data(
     assert is_lost(tmp_path, seed, two_writers_and_a_gc)
 
 
-def test_a_lease_granted_without_reading_the_log_is_lost(
+def test_granting_a_lease_without_reading_the_log_loses_its_checkpoint(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "_granted", lambda repo, tag, commit, before: commit)

@@ -1,4 +1,4 @@
-"""Expiring tags and requirements for writers, against forget and purge by gc."""
+"""Expiring tags and requirements for writers prevent gc from forgetting and purging."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def faults() -> FaultyStore:
 
 @pytest.fixture
 def repo(tmp_path: Path, faults: FaultyStore) -> Repository:
-    """run@0 and run@1."""
+    """A store with run@0 and run@1."""
     made = repository(tmp_path, faults)
     for step in range(2):
         save(made, step=step, texts=[str(step)])
@@ -56,7 +56,7 @@ def first(repo: Repository) -> Commit:
 
 
 def in_its_place(repo: Repository) -> Commit:
-    """Overwrite run@0 with another checkpoint."""
+    """Overwrite run@0 with a different checkpoint."""
     return commit_draft(repo, repo.new_txid("run", 0), draft([], "run", 0, created_at=repo.clock()))
 
 
@@ -69,32 +69,32 @@ def test_an_expiring_tag_protects_until_an_hour_after_its_end(repo: Repository) 
     assert (waiting.reason, waiting.tags) == ("tagged", ("eval",))
     assert waiting.until is not None
     assert waiting.until.timestamp() == pytest.approx(repo.clock() / 1e6 + 2 * HOUR, abs=1)
-    ticking(repo)(HOUR * 1.9)  # it is over, but the clock of its holder may be slow
+    ticking(repo)(HOUR * 1.9)  # it has expired, but its holder's clock may be slow
     assert run_gc(repo).purged == ()
     ticking(repo)(HOUR * 0.2)
     assert [one.txid for one in run_gc(repo).purged] == [gone.txid]
 
 
-def test_an_expiring_and_a_permanent_tag_together_protect_without_end(repo: Repository) -> None:
+def test_an_expiring_tag_and_a_permanent_tag_together_protect_indefinitely(repo: Repository) -> None:
     hold(repo, "eval", first(repo), HOUR)
     commit = first(repo)
     tags.set_tag(repo, "best", commit)
     commits.forget(repo, commit)
-    in_its_place(repo)  # so it is not restored
+    in_its_place(repo)  # so that it is not restored
     (waiting,) = run_gc(repo).waiting
     assert (waiting.tags, waiting.until) == (("best", "eval"), None)
 
 
 def committed_again(repo: Repository, commit: Commit) -> Commit:
-    """Commit the same checkpoint in another transaction."""
+    """Commit the same checkpoint in a new transaction."""
     record = changed(commit.committed, txid=repo.new_txid(commit.run, commit.step))
     put_manifest_of(repo, commit, record.txid)
     commits.commit(repo, record)
     return commits.just_committed(record)
 
 
-def test_a_tag_bars_a_purge_by_id(repo: Repository) -> None:
-    """A tag that was set on one commit protects the other commits of the checkpoint too."""
+def test_a_tag_prevents_a_purge_of_all_commits_with_its_id(repo: Repository) -> None:
+    """A tag that was set on one commit also protects the other commits of that checkpoint."""
     commit = first(repo)
     twin = committed_again(repo, commit)
     hold(repo, "eval", commit, HOUR)
@@ -105,7 +105,7 @@ def test_a_tag_bars_a_purge_by_id(repo: Repository) -> None:
     assert {one.txid for one in run_gc(repo).purged} == {commit.txid, twin.txid}
 
 
-def test_a_tag_on_another_commit_bars_a_purge_that_was_planned_before(repo: Repository) -> None:
+def test_a_tag_set_on_a_twin_after_the_plan_prevents_the_purge(repo: Repository) -> None:
     commit = first(repo)
     twin = committed_again(repo, commit)
     plan = GcPlan((), (commits.forget(repo, commit),))
@@ -115,13 +115,13 @@ def test_a_tag_on_another_commit_bars_a_purge_that_was_planned_before(repo: Repo
 
 
 def twin_of(repo: Repository, commit: Commit) -> Commit:
-    """Commit the checkpoint again at other locations, and forget ``commit``, as a repair does."""
+    """Commit the checkpoint again at different locations, and forget ``commit``, as a repair does."""
     twin = committed_again(repo, commit)
     commits.forget(repo, commit)
     return twin
 
 
-def test_a_tag_does_not_bar_a_purge_if_another_commit_is_visible(repo: Repository) -> None:
+def test_a_tag_does_not_prevent_a_purge_if_a_twin_is_visible(repo: Repository) -> None:
     commit = first(repo)
     tag, _ = hold(repo, "eval", commit, HOUR)
     tags.set_tag(repo, "best", commit)
@@ -144,8 +144,10 @@ def test_a_forgotten_twin_does_not_allow_a_purge(repo: Repository) -> None:
 
 
 @pytest.mark.parametrize("when", ["tags/", "commits/"])
-def test_a_twin_forgotten_meanwhile_does_not_allow_a_purge(repo: Repository, faults: FaultyStore, when: str) -> None:
-    """It was visible when the gc was planned, and no longer when tags or commits are listed again."""
+def test_a_twin_forgotten_after_the_plan_does_not_allow_a_purge(
+    repo: Repository, faults: FaultyStore, when: str
+) -> None:
+    """The twin was visible when gc made its plan, but not when tags or commits are listed again."""
     commit = first(repo)
     hold(repo, "eval", commit, HOUR)
     twin, plan = twin_of(repo, commit), plan_gc(repo, min_age=0.0)
@@ -179,8 +181,8 @@ def test_replaced_commits_are_purged_after_the_minimum_age(repo: Repository) -> 
     assert {one.txid for one in list_commits(repo).live()} == {made.txid, list_commits(repo).live()[1].txid}
 
 
-def test_unreadable_replaced_commits_are_purged_at_once(repo: Repository) -> None:
-    """While it is live, no gc could delete anything, and it is useless."""
+def test_unreadable_replaced_commits_are_purged_immediately(repo: Repository) -> None:
+    """Such a commit is useless, and gc could not delete anything while it is live."""
     commit = first(repo)
     move(repo, commit)
     repo.storage.delete(f"objects/{commit.txid}/{commit.id}.manifest")
@@ -189,7 +191,7 @@ def test_unreadable_replaced_commits_are_purged_at_once(repo: Repository) -> Non
 
 
 @pytest.mark.parametrize("is_forgotten", [False, True])
-def test_a_tag_bars_the_purge_of_a_replaced_commit_only_if_entries_were_dropped(
+def test_a_tag_prevents_the_purge_of_a_replaced_commit_only_if_entries_were_dropped(
     repo: Repository, is_forgotten: bool
 ) -> None:
     commit = first(repo)
@@ -207,18 +209,18 @@ def test_a_tag_bars_the_purge_of_a_replaced_commit_only_if_entries_were_dropped(
     assert {one.txid for one in run_gc(repo).purged} == ({moved.txid, again.txid} if is_forgotten else {moved.txid})
 
 
-def test_a_void_rewrite_is_purged_despite_tags_on_its_id(repo: Repository) -> None:
+def test_a_void_rewrite_is_purged_even_if_its_id_is_tagged(repo: Repository) -> None:
     commit = first(repo)
     tags.set_tag(repo, "best", commit)
     made = half_rewrite(repo, commit)
-    assert (run_gc(repo).purged, run_gc(repo).purged) == ((), ())  # its rewriter may live
+    assert (run_gc(repo).purged, run_gc(repo).purged) == ((), ())  # its rewriter may be alive
     ticking(repo)(HOUR)
     assert run_gc(repo).forgotten == ()
     assert [one.txid for one in run_gc(repo).purged] == [made.txid]
     assert list_commits(repo).commits[commit.txid].visible
 
 
-def test_a_void_rewrite_is_purged_though_its_base_is_forgotten_and_leased(repo: Repository) -> None:
+def test_a_void_rewrite_is_purged_even_if_its_base_is_forgotten_and_leased(repo: Repository) -> None:
     commit = first(repo)
     made = half_rewrite(repo, commit)
     hold(repo, "best", commit, HOUR)
@@ -228,7 +230,7 @@ def test_a_void_rewrite_is_purged_though_its_base_is_forgotten_and_leased(repo: 
     assert not list_commits(repo).commits[made.txid].live
 
 
-def test_purge_and_restore_of_a_replaced_commit_compete(repo: Repository, faults: FaultyStore) -> None:
+def test_either_a_purge_or_a_restore_of_a_replaced_commit_wins(repo: Repository, faults: FaultyStore) -> None:
     commit = first(repo)
     made, plan = move(repo, commit), plan_gc(repo, min_age=0.0)
     assert [one.txid for one in plan.purge] == [commit.txid]
@@ -239,7 +241,7 @@ def test_purge_and_restore_of_a_replaced_commit_compete(repo: Repository, faults
     assert (found.commits[commit.txid].visible, found.commits[made.txid].visible) == (True, False)
 
 
-def test_a_policy_uses_the_first_save_of_a_rewrite(repo: Repository) -> None:
+def test_a_policy_uses_the_original_save_time_of_a_rewrite(repo: Repository) -> None:
     made = move(repo, first(repo))
     newest = list_commits(repo).current()[-1]
     assert newest.step == 1
@@ -247,9 +249,11 @@ def test_a_policy_uses_the_first_save_of_a_rewrite(repo: Repository) -> None:
     assert [one.txid for one in list_commits(repo).visible()] == [newest.txid]
 
 
-def test_two_gcs_that_each_purge_a_twin_leave_one(repo: Repository, faults: FaultyStore) -> None:
-    """One gc is about to purge the commit because its twin is visible. Then the twin is forgotten, and another gc
-    runs."""
+def test_two_gcs_that_each_purge_a_twin_leave_one_commit(repo: Repository, faults: FaultyStore) -> None:
+    """One gc is about to purge the commit because its twin is visible.
+
+    Then the twin is forgotten, and a second gc runs.
+    """
     commit = first(repo)
     hold(repo, "eval", commit, HOUR)
     purged: list[Commit] = []
@@ -266,8 +270,8 @@ def test_two_gcs_that_each_purge_a_twin_leave_one(repo: Repository, faults: Faul
     assert commit.id in {one.id for one in list_commits(repo).live()}
 
 
-def test_two_gcs_that_each_forget_a_twin_restore_a_leased_one(repo: Repository, faults: FaultyStore) -> None:
-    """Both twins are visible, as after a killed repair. A lease is granted before either is forgotten."""
+def test_two_gcs_that_each_forget_a_leased_twin_restore_one(repo: Repository, faults: FaultyStore) -> None:
+    """Both twins are visible, as they are after a killed repair. A lease is granted before either is forgotten."""
     commit = first(repo)
     twin = committed_again(repo, commit)
 
@@ -284,7 +288,7 @@ def test_two_gcs_that_each_forget_a_twin_restore_a_leased_one(repo: Repository, 
 
 
 def test_a_lease_granted_while_gc_forgets_protects_its_checkpoint(repo: Repository, faults: FaultyStore) -> None:
-    """gc forgets, and only then lists tags. A lease that was granted earlier is in the listing."""
+    """gc forgets first, and lists tags afterward. Leases granted before the listing are included in it."""
     commit, plan = first(repo), plan_gc(repo, LAST, min_age=0.0)
     faults.inject(
         call_first("put", meanwhile(lambda: hold(repo, "eval", commit, HOUR)), key=f"commits/{commit.txid}.1")
@@ -294,12 +298,12 @@ def test_a_lease_granted_while_gc_forgets_protects_its_checkpoint(repo: Reposito
     assert first(repo).visible
 
 
-def test_gc_undoes_its_own_forget_but_no_later_change(repo: Repository, faults: FaultyStore) -> None:
-    """The tagger restores the checkpoint before gc does, and then a user forgets it by name."""
+def test_gc_undoes_its_own_forget_but_not_later_changes(repo: Repository, faults: FaultyStore) -> None:
+    """The process that sets the tag restores the checkpoint before gc does. Then a user forgets it by name."""
     commit, plan = first(repo), plan_gc(repo, LAST, min_age=0.0)
 
     def tag_it(_: object) -> None:
-        if first(repo).last == "forgotten":  # by the gc, which lists tags now
+        if first(repo).last == "forgotten":  # by gc, which is now listing tags
             faults.heal()
             tags.write_generation(repo, "best", 0, commit)
             faults.inject(call_first("list", meanwhile(restore_and_forget), key="commits/", at=2))
@@ -328,9 +332,11 @@ def test_a_tag_set_while_gc_lists_tags_is_not_granted(repo: Repository, faults: 
     assert len(refused) == 1
 
 
-def test_a_purge_takes_only_the_next_number(repo: Repository, faults: FaultyStore) -> None:
-    """It was restored, held and forgotten again after the tags were listed. Its number is taken, so gc purges
-    nothing."""
+def test_a_purge_succeeds_only_at_the_next_log_number(repo: Repository, faults: FaultyStore) -> None:
+    """The checkpoint was restored, leased and forgotten again after the tags were listed.
+
+    The next number in its log is already taken, so gc purges nothing.
+    """
     commit = first(repo)
     commits.forget(repo, commit)
     plan = plan_gc(repo, min_age=0.0)
@@ -346,7 +352,7 @@ def test_a_purge_takes_only_the_next_number(repo: Repository, faults: FaultyStor
 
 
 def test_the_clock_is_read_before_tags_are_listed(repo: Repository, faults: FaultyStore) -> None:
-    """A tag that is renewed during the listing may be missing there. So the earlier clock decides."""
+    """A tag that is renewed during the listing may be missing from it, so the time before the listing is used."""
     commit = first(repo)
     hold(repo, "eval", commit, HOUR)
     plan = GcPlan((), (commits.forget(repo, commit),))
@@ -372,11 +378,11 @@ def test_gc_deletes_old_generations_of_leases(repo: Repository) -> None:
     assert keys(repo, "tags/") == {"tags/eval/1"}
 
 
-# forgets by a gc that was killed before it listed tags again
+# checkpoints forgotten by a gc that was killed before it listed tags again
 
 
 def left_forgotten(repo: Repository, faults: FaultyStore) -> Commit:
-    """run@0, forgotten by a gc beside a new tag. The gc died before it could undo that."""
+    """Return run@0, which gc forgot while it was being tagged. The gc died before it could undo this."""
     commit, plan = first(repo), plan_gc(repo, LAST, min_age=0.0)
     set_best = meanwhile(lambda: tags.set_tag(repo, "best", commit))
     faults.inject(call_first("put", set_best, key=f"commits/{commit.txid}.1"))
@@ -417,8 +423,8 @@ def test_a_tag_deleted_since_the_plan_restores_nothing(repo: Repository, faults:
     assert not first(repo).visible
 
 
-def test_a_restore_by_gc_takes_only_the_next_number(repo: Repository, faults: FaultyStore) -> None:
-    """A user restores, untags and forgets it after gc listed the tags. It stays forgotten."""
+def test_a_restore_by_gc_succeeds_only_at_the_next_log_number(repo: Repository, faults: FaultyStore) -> None:
+    """A user restores, untags and forgets the checkpoint after gc has listed the tags. It remains forgotten."""
     left_forgotten(repo, faults)
     plan = plan_gc(repo, min_age=0.0)
     commit = first(repo)
@@ -437,7 +443,7 @@ def test_a_restore_by_gc_takes_only_the_next_number(repo: Repository, faults: Fa
 
 
 def test_logs_are_read_before_tags_are_listed(repo: Repository, faults: FaultyStore) -> None:
-    """Otherwise a checkpoint that is untagged and forgotten in between looks like one that a gc forgot."""
+    """Otherwise, a checkpoint that is untagged and forgotten in between would look like one that gc forgot."""
     commit = first(repo)
     tags.set_tag(repo, "best", commit)
     faults.calls.clear()
@@ -451,7 +457,7 @@ def test_logs_are_read_before_tags_are_listed(repo: Repository, faults: FaultySt
     assert plan_gc(repo).restore == ()
 
 
-def test_nothing_is_restored_if_another_checkpoint_is_visible_at_the_step(
+def test_nothing_is_restored_if_a_different_checkpoint_is_visible_at_the_step(
     repo: Repository, faults: FaultyStore
 ) -> None:
     commit = left_forgotten(repo, faults)
@@ -460,8 +466,8 @@ def test_nothing_is_restored_if_another_checkpoint_is_visible_at_the_step(
     assert (result.restored, [one.txid for one in result.waiting]) == ((), [commit.txid])
 
 
-def test_an_overwritten_checkpoint_stays_forgotten_when_its_successor_is(repo: Repository) -> None:
-    """An overwrite ends no tag. The overwritten checkpoint must not become the newest of the run later."""
+def test_an_overwritten_checkpoint_remains_forgotten_if_its_successor_is_forgotten(repo: Repository) -> None:
+    """An overwrite does not remove tags. The overwritten checkpoint must not become the newest of the run later."""
     commit = first(repo)
     tags.set_tag(repo, "best", commit)
     other = in_its_place(repo)
@@ -474,7 +480,7 @@ def test_an_overwritten_checkpoint_stays_forgotten_when_its_successor_is(repo: R
     assert steps(list_commits(repo).visible()) == [1]
 
 
-def test_one_of_two_twins_is_restored(repo: Repository) -> None:
+def test_only_one_of_two_twins_is_restored(repo: Repository) -> None:
     commit = first(repo)
     twin = committed_again(repo, commit)
     tags.set_tag(repo, "best", commit)
@@ -484,7 +490,7 @@ def test_one_of_two_twins_is_restored(repo: Repository) -> None:
     assert [one.txid for one in list_commits(repo).visible() if one.step == 0] == [twin.txid]
 
 
-def test_a_gc_of_another_run_restores_nothing(repo: Repository, faults: FaultyStore) -> None:
+def test_gc_of_a_different_run_restores_nothing(repo: Repository, faults: FaultyStore) -> None:
     left_forgotten(repo, faults)
     assert run_gc(repo, run="other").restored == ()
     assert steps(run_gc(repo, run="run").restored) == [0]
@@ -541,7 +547,7 @@ def test_a_resumed_gc_checks_requirements_again(repo: Repository) -> None:
     assert snapshot(repo) == before
 
 
-def test_the_best_of_a_thousand_are_chosen_without_a_manifest(tmp_path: Path) -> None:
+def test_the_best_checkpoints_are_selected_without_reading_manifests(tmp_path: Path) -> None:
     storage = FaultyStore(memory())
     made = repository(tmp_path, storage)
     for step in range(1000):

@@ -1,4 +1,4 @@
-"""Work of gc for followers of runs: announcements of dead processes are completed, and all records are announced."""
+"""How gc helps processes that follow runs: it completes announcements of dead processes, and announces all records."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def die_before_the_record(repo: Repository) -> commits.Commit:
     return one
 
 
-def test_gc_takes_numbers_announced_long_ago(repo: Repository) -> None:
+def test_gc_fills_log_numbers_that_were_announced_long_ago(repo: Repository) -> None:
     one = die_before_the_record(repo)
     settle(repo, HOUR)
-    assert list_commits(repo).commits[one.txid].number == 0  # the process that announced it may be slow
+    assert list_commits(repo).commits[one.txid].number == 0  # the process that announced it may just be slow
     clock(repo).advance(HOUR)
     settle(repo, HOUR)
     now = list_commits(repo).commits[one.txid]
@@ -70,7 +70,7 @@ def test_gc_takes_numbers_announced_long_ago(repo: Repository) -> None:
     assert {entry.key for entry in repo.storage.list("")} == before
 
 
-def test_an_announced_save_that_died_is_revoked(repo: Repository) -> None:
+def test_an_announced_save_whose_process_died_is_revoked(repo: Repository) -> None:
     record = committed(repo)
     announce(repo, [(record.txid, 0)])
     settle(repo, 0)
@@ -91,8 +91,8 @@ def test_a_slow_process_announces_the_next_number(repo: Repository) -> None:
     assert commits.forget(repo, one).number == 2
 
 
-def test_other_processes_may_announce_during_recovery(repo: Repository) -> None:
-    """Threads of one process share its memory of a run."""
+def test_other_processes_can_announce_during_recovery(repo: Repository) -> None:
+    """The threads of a process share what it remembers about a run."""
     dead = [die_before_the_record(repo) for _ in range(2)]
     clock(repo).advance(HOUR)
     repo.storage.inject(call_first("put", meanwhile(lambda: commit_bare(repo, step=7)), key="commits/*.1"))  # type: ignore[attr-defined]  # a FaultyStore
@@ -119,7 +119,10 @@ def test_unannounced_records_are_announced(repo: Repository, tmp_path: Path) -> 
 
 
 def test_a_missing_announcement_is_filled(repo: Repository, tmp_path: Path) -> None:
-    """A reader that has read up to the gap continues after it. The records of the filled number are announced again."""
+    """A reader that has read up to the gap continues after it.
+
+    The records of the number that was filled are reannounced.
+    """
     made = [commit_bare(repo, step=step) for step in range(2)]
     behind = repository(tmp_path / "behind", repo.storage, seed=3)
     look(behind, RUN)
@@ -143,7 +146,7 @@ def test_damaged_announcements_are_reported(repo: Repository) -> None:
     key = announcement_key(RUN, 0)
     repo.storage.delete(key)
     repo.storage.put(key, b"torn")
-    assert faults(repo, list_commits(repo), anew=False) == []  # this host has read it before
+    assert faults(repo, list_commits(repo), anew=False) == []  # this host has cached it
     found = [one.key for one in verify(repo).records]
     assert found[0] == key
 
@@ -170,18 +173,18 @@ def test_marks_of_deleted_blobs_are_deleted(repo: Repository) -> None:
     assert {entry.key.split("/")[1] for entry in repo.storage.list("damaged/")} == {two.txid}
 
 
-def test_a_forgotten_record_made_by_hand_is_announced(repo: Repository, tmp_path: Path) -> None:
+def test_a_manually_created_forgotten_record_is_announced(repo: Repository, tmp_path: Path) -> None:
     one = commit_bare(repo)
     commits.append(repo, one, Forgotten)
     assert known(repo, tmp_path).announced == {one.txid: 1}
 
 
 class Killed(BaseException):
-    """The simulated process dies here."""
+    """Ends the simulated process."""
 
 
 class Deadly(FaultyStore):
-    """Kills its process right before or right after a call. ``at`` counts both."""
+    """Kills its process right before or right after a call. ``at`` counts both of these points."""
 
     def __init__(self, inner: ObjectStore, at: int = 0) -> None:
         super().__init__(inner)
@@ -208,7 +211,7 @@ def saved(repo: Repository, step: int) -> commits.Commit:
 
 
 def change_all(repo: Repository) -> None:
-    """A save, each possible change of it, and a gc that purges two commits at once."""
+    """Save a checkpoint, make each possible change to it, and run a gc that purges two commits at once."""
     one, two, three = (saved(repo, step) for step in range(3))
     commits.restore(repo, commits.forget(repo, one))
     for commit in (two, three):

@@ -1,4 +1,4 @@
-"""gc waits for open saves, revokes dead ones, and continues where it was."""
+"""gc waits for open saves, revokes dead ones, and continues where it stopped."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def test_gc_waits_for_an_open_save_and_keeps_what_it_commits(repo: Repository) -
     assert (result.deleted_blobs, result.waiting, result.kept_blobs) == (0, (), 1)
 
 
-def test_blobs_known_to_an_open_save_stay_although_purged_meanwhile(repo: Repository) -> None:
+def test_blobs_that_an_open_save_may_reuse_are_kept_even_if_purged(repo: Repository) -> None:
     old, _ = save(repo, step=0, texts=["base"]), save(repo, step=1, texts=["b"])
-    txid = begin_elsewhere(repo)  # it has listed commits, and will reuse all of step 0
+    txid = begin_elsewhere(repo)  # this save has listed commits, and will reuse all of step 0
     reused = list(manifests.get(repo, old).blobs)
 
     def end(seconds: float) -> None:
@@ -62,14 +62,14 @@ def test_blobs_known_to_an_open_save_stay_although_purged_meanwhile(repo: Reposi
     assert blob_key(old.txid, reused[0].hash) in keys(repo)
 
 
-def test_blobs_committed_and_purged_during_the_wait_stay_for_this_gc(repo: Repository) -> None:
-    """Another process, for which this gc does not wait, may have begun to reuse it."""
+def test_blobs_committed_and_purged_during_the_wait_are_kept_by_this_gc(repo: Repository) -> None:
+    """A process that this gc does not wait for may have started to reuse them."""
     first = begin_elsewhere(repo)
     put_blob(repo, first, "shared")
 
     def meanwhile(seconds: float) -> None:
         commit_of(repo, first, ["shared"])
-        begin_elsewhere(repo, step=8)  # after gc listed open transactions; it lists commits, and will reuse "shared"
+        begin_elsewhere(repo, step=8)  # after gc listed open transactions; will list commits and reuse "shared"
         commits.purge(repo, commits.forget(repo, list_commits(repo).commits[first]))
 
     result = run_gc(repo, sleep=meanwhile)
@@ -77,7 +77,7 @@ def test_blobs_committed_and_purged_during_the_wait_stay_for_this_gc(repo: Repos
     assert blob_key(first, blob_hash("shared")) in keys(repo)
 
 
-def test_a_gc_that_timed_out_reports_it_and_the_next_one_continues(repo: Repository) -> None:
+def test_gc_reports_a_timeout_and_the_next_gc_continues(repo: Repository) -> None:
     txid = begin_elsewhere(repo)
     put_blob(repo, txid, "half")
     naps: list[float] = []
@@ -113,7 +113,7 @@ def test_a_paused_gc_is_not_continued_in_a_copy_of_the_store(tmp_path: Path) -> 
     assert load_resume_state(copy, list_commits(copy)) is None
 
 
-def test_a_paused_gc_is_not_continued_if_a_purged_commit_lives_again(repo: Repository) -> None:
+def test_a_paused_gc_is_not_continued_if_a_purged_commit_is_live_again(repo: Repository) -> None:
     old, _ = save(repo, step=0, texts=["a"]), save(repo, step=1, texts=["b"])
     txid = begin_elsewhere(repo)
     put_blob(repo, txid, "half")
@@ -124,7 +124,7 @@ def test_a_paused_gc_is_not_continued_if_a_purged_commit_lives_again(repo: Repos
     assert load_resume_state(repo, list_commits(repo)) is None
 
 
-def test_a_dead_process_of_this_host_is_revoked_at_once(repo: Repository) -> None:
+def test_the_save_of_a_dead_process_on_this_host_is_revoked_immediately(repo: Repository) -> None:
     here = this_process()
     fields = {name: getattr(here, name) for name in here.__struct_fields__}
     txid = begin_elsewhere(repo, **fields | {"started": here.started + 1})
@@ -144,7 +144,7 @@ def test_dead_transactions_are_revoked_even_if_nothing_is_deleted(repo: Reposito
     assert keys(repo, "transactions/") == {transaction_key(alive)}
 
 
-def test_a_save_of_this_process_is_waited_for(repo: Repository) -> None:
+def test_gc_waits_for_a_save_of_its_own_process(repo: Repository) -> None:
     transaction = transactions.begin(repo, "run", 1)
     put_blob(repo, transaction.txid, "half")
     result = run_gc(repo)
@@ -153,7 +153,7 @@ def test_a_save_of_this_process_is_waited_for(repo: Repository) -> None:
     assert run_gc(repo).deleted_blobs == 1
 
 
-def test_silence_is_counted_over_several_gcs(repo: Repository) -> None:
+def test_silence_is_measured_across_several_gcs(repo: Repository) -> None:
     txid = begin_elsewhere(repo)
     put_blob(repo, txid, "half")
     assert run_gc(repo, wait=60.0).revoked == ()
@@ -179,7 +179,7 @@ def test_revoke_after_is_an_option_and_a_setting(repo: Repository) -> None:
     assert run_gc(repo, revoke_after=0.0).revoked == (other,)
 
 
-def test_a_transaction_whose_file_was_removed_by_hand_is_still_waited_for(repo: Repository) -> None:
+def test_gc_still_waits_for_a_transaction_whose_file_was_removed_manually(repo: Repository) -> None:
     txid = begin_elsewhere(repo)
     put_blob(repo, txid, "half")
     run_gc(repo, wait=0.0)
@@ -189,7 +189,7 @@ def test_a_transaction_whose_file_was_removed_by_hand_is_still_waited_for(repo: 
     assert run_gc(repo, wait=1.0, revoke_after=5.0).revoked == (txid,)
 
 
-def test_an_unreadable_transaction_is_waited_for(repo: Repository) -> None:
+def test_gc_waits_for_an_unreadable_transaction(repo: Repository) -> None:
     txid = repo.new_txid("run", 3)
     repo.storage.put(transaction_key(txid), b"torn")
     put_blob(repo, txid, "half")
@@ -197,7 +197,7 @@ def test_an_unreadable_transaction_is_waited_for(repo: Repository) -> None:
     assert [(one.txid, one.step, one.host) for one in result.waiting] == [(txid, 3, None)]
 
 
-def test_a_checkpoint_committed_and_forgotten_during_the_wait_stays(repo: Repository) -> None:
+def test_a_checkpoint_committed_and_forgotten_during_the_wait_is_kept(repo: Repository) -> None:
     """A restore may follow."""
     txid = begin_elsewhere(repo)
     ref = put_blob(repo, txid, "half")

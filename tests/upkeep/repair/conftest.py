@@ -1,4 +1,4 @@
-"""Fixtures that several test modules here share."""
+"""Fixtures shared by several test modules in this folder."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ from tests.support.repositories import repository
 
 @pytest.fixture
 def other(tmp_path: Path) -> Repository:
-    """Another store."""
+    """A second store."""
     return repository(tmp_path / "other", seed=2)

@@ -1,4 +1,4 @@
-"""Damage names the keys and checkpoints that it affects, and no others."""
+"""Reports of damage name exactly the keys and checkpoints that it affects."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ KINDS_OF_BYTES: dict[str, tuple[int, set[str]]] = {
 
 
 def spread(repo: Repository) -> tuple[Commit, Commit, Commit]:
-    """Three checkpoints in one blob: two cells of "a", padding, one of "b", four small ones. Cells have 64 KiB."""
+    """Save three checkpoints in one blob: two cells of "a", padding, one cell of "b", and four small cells.
+
+    Cells are 64 KiB.
+    """
     first = {"a": np.concatenate([array(1, 32), array(2, 100 / CELL)])}
     rest = {name: array(seed, 400 / CELL) for seed, name in enumerate("cdef", start=5)}
     one = save_arrays(repo, first | {"b": array(4, 16)} | rest, cell=LEAF)
@@ -50,7 +53,7 @@ def spread(repo: Repository) -> tuple[Commit, Commit, Commit]:
 
 
 @pytest.mark.parametrize("what", KINDS_OF_BYTES)
-def test_only_cells_in_wrong_bytes_are_reported_as_damaged(repo: Repository, what: str) -> None:
+def test_only_cells_that_contain_incorrect_bytes_are_reported_as_damaged(repo: Repository, what: str) -> None:
     one, two, three = spread(repo)
     position, keys = KINDS_OF_BYTES[what]
     flip(repo, only_blob(repo, one), position)
@@ -62,7 +65,7 @@ def test_only_cells_in_wrong_bytes_are_reported_as_damaged(repo: Repository, wha
         assert read_arrays(repo, commit, but=keys).keys() == every - keys, "all else is loaded"
 
 
-def test_damage_is_marked_and_names_keys_and_checkpoints(repo: Repository) -> None:
+def test_damage_is_marked_and_reported_with_keys_and_checkpoints(repo: Repository) -> None:
     one = save_arrays(repo, {"a": array(1), "b": array(2)})
     two = save_arrays(repo, {"a": array(1), "c": array(3)}, step=1, reuse=one)
     three = save_arrays(repo, {"d": array(4)}, step=2)

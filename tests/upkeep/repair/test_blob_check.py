@@ -1,4 +1,4 @@
-"""Checks of single blobs."""
+"""Checks of individual blobs."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def test_missing_and_short_blobs_are_found_in_both_modes(repo: Repository, mode:
     assert found.checked_blobs == 3
 
 
-def test_mode_exists_reads_no_blob(repo: Repository, faults: FaultyStore) -> None:
+def test_exists_mode_does_not_read_blobs(repo: Repository, faults: FaultyStore) -> None:
     commit = save_arrays(repo, {"a": array(1)})
     flip(repo, only_blob(repo, commit), DATA_OFFSET)
     found = verify(repo, mode="exists")
     assert (found.damaged, found.checked_bytes, faults.count("open")) == ((), 0, 0)
 
 
-def test_a_blob_that_is_not_safetensors_is_damaged(repo: Repository) -> None:
+def test_a_blob_that_is_not_a_safetensors_file_is_damaged(repo: Repository) -> None:
     from tests.support.repositories import save
 
     save(repo, texts=["these bytes have the right hash"])

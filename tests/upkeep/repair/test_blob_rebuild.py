@@ -29,17 +29,12 @@ from tests.support.checkpoints import (
     save_arrays,
 )
 from tests.support.gcs import collect
-from tests.upkeep.repair.test_repair import LARGE, damage
-
-STATE: Arrays = {"a": array(1, 3), "b": array(2, dtype="int64"), "c": array(3, 0.5, dtype="uint8")}
-
-
-KINDS = ["flipped", "header", "short", "gone"]
+from tests.support.repairs import A1, KINDS, LARGE, LEAF, PADDING, SMALL, STATE, TAIL, B, damage
 
 
 @pytest.mark.parametrize("how", KINDS)
 def test_a_blob_is_rebuilt_from_equal_cells(repo: Repository, other: Repository, how: str) -> None:
-    """No other blob has the same hash, but every cell lies in some blob."""
+    """No other blob has the same hash, but every cell is stored in some other blob."""
     one = save_arrays(repo, STATE)
     save_arrays(other, {"a": STATE["a"], "more": array(8)}, step=1)
     save_arrays(other, {"b": STATE["b"], "c": STATE["c"], "more": array(9)}, step=2)
@@ -50,26 +45,17 @@ def test_a_blob_is_rebuilt_from_equal_cells(repo: Repository, other: Repository,
     assert not verify(repo).is_damaged
 
 
-def test_a_damaged_cell_is_taken_from_another_checkpoint(repo: Repository) -> None:
+def test_a_damaged_cell_is_recovered_from_a_different_checkpoint(repo: Repository) -> None:
     one = save_arrays(repo, STATE)
     save_arrays(repo, {"z": STATE["a"]}, step=1)
     damage(repo, only_blob(repo, one), "flipped")
     repaired = repair(repo)
-    # The byte is in a cell of b (int64 comes first) that has no other copy.
+    # The flipped byte is in a cell of b (int64 is stored first), which has no other copy.
     assert [one.keys for one in repaired.lost] == [("b",)]
     flip(repo, only_blob(repo, one), DATA_OFFSET + 17)
     flip(repo, only_blob(repo, one), DATA_OFFSET + 2 * CELL + 17)
     assert len(repair(repo).blobs) == 1
     assert read_arrays(repo, one) == content(STATE)
-
-
-LEAF = 64 << 10
-
-
-A1, TAIL, PADDING, B = (DATA_OFFSET + at for at in (LEAF, 2 * LEAF, 2 * LEAF + 3000, 2 * LEAF + 4096))
-
-
-SMALL = B + LEAF + 5
 
 
 def flip_each(repo: Repository, commit: Commit, *positions: int) -> None:
@@ -78,7 +64,7 @@ def flip_each(repo: Repository, commit: Commit, *positions: int) -> None:
 
 
 def test_damaged_copies_repair_each_other(repo: Repository, other: Repository) -> None:
-    """Each copy is damaged in another place: in its header, a large cell, padding, small cells, its proof."""
+    """Each copy is damaged in different places: in its header, a large cell, padding, small cells, or its proof."""
     one, two = (save_arrays(repo, LARGE, step=step, cell=LEAF) for step in range(2))
     three = save_arrays(other, LARGE, cell=LEAF)
     flip_each(repo, one, 100, A1, -3)
@@ -101,8 +87,8 @@ def test_only_cells_damaged_in_all_copies_are_lost(repo: Repository, other: Repo
 
 
 @pytest.mark.parametrize("position", [4, 100, PADDING, -1, -36, -35, -6 * 36, -6 * 36 + 3, -6 * 36 + 4])
-def test_unused_bytes_are_recreated(repo: Repository, position: int) -> None:
-    """Header, padding and proof, from the live cells alone."""
+def test_unused_bytes_are_reconstructed(repo: Repository, position: int) -> None:
+    """Header, padding and proof are reconstructed from the live cells alone."""
     one = save_arrays(repo, LARGE, cell=LEAF)
     before = repo.storage.get(only_blob(repo, one), limit=1 << 20)
     flip_each(repo, one, position)
@@ -112,7 +98,7 @@ def test_unused_bytes_are_recreated(repo: Repository, position: int) -> None:
     assert repo.storage.get(only_blob(repo, one), limit=1 << 20) == before
 
 
-def test_header_padding_and_proof_are_recreated_together(repo: Repository) -> None:
+def test_header_padding_and_proof_are_reconstructed_together(repo: Repository) -> None:
     one = save_arrays(repo, LARGE, cell=LEAF)
     flip_each(repo, one, 100, PADDING, -1, -36, -100, -180)
     verify(repo)
@@ -121,8 +107,8 @@ def test_header_padding_and_proof_are_recreated_together(repo: Repository) -> No
 
 
 @pytest.mark.parametrize("position", [4, 100, PADDING, -1, -36, -35, -72, -6 * 36, -6 * 36 + 3, -6 * 36 + 4])
-def test_header_padding_and_proof_are_recreated_beside_dead_cells(repo: Repository, position: int) -> None:
-    """The bytes between live cells are intact, but their meaning is unknown."""
+def test_header_padding_and_proof_are_reconstructed_beside_dead_cells(repo: Repository, position: int) -> None:
+    """The bytes between live cells are intact, but it is unknown what they are."""
     older = save_arrays(repo, LARGE, cell=LEAF)
     kept = {name: LARGE[name] for name in "abd"}
     newer = save_arrays(repo, kept, step=1, reuse=older, cell=LEAF)
@@ -139,7 +125,7 @@ def test_header_padding_and_proof_are_recreated_beside_dead_cells(repo: Reposito
 
 
 def test_a_torn_proof_beside_a_damaged_dead_cell_is_lost(repo: Repository) -> None:
-    """The rebuilt bytes are not accepted as the blob."""
+    """The rebuilt bytes do not match the hash of the blob, so they are rejected."""
     older = save_arrays(repo, LARGE, cell=LEAF)
     kept = {name: LARGE[name] for name in "abd"}
     save_arrays(repo, kept, step=1, reuse=older, cell=LEAF)
@@ -156,8 +142,8 @@ def test_a_torn_proof_beside_a_damaged_dead_cell_is_lost(repo: Repository) -> No
 
 @pytest.mark.parametrize("position", [100, -1])
 def test_a_rebuilt_blob_keeps_its_leaves(repo: Repository, position: int) -> None:
-    """It has other leaves than casckpt would make: two large cells in one leaf, and two small ones in separate
-    leaves."""
+    """Its leaves differ from those that casckpt would choose: one leaf has two large cells, and two leaves have one
+    small cell each."""
     arrays: Arrays = {"a": array(1, 32), "c": array(4, 0.125), "d": array(5, 0.125)}
     one = save_arrays(repo, arrays, cell=LEAF)
     (ref,) = manifests.get(repo, one).blobs
@@ -179,7 +165,7 @@ def test_a_rebuilt_blob_keeps_its_leaves(repo: Repository, position: int) -> Non
     assert read_arrays(repo, two) == content(arrays)
 
 
-def test_a_dead_cell_is_taken_from_a_live_copy(repo: Repository, other: Repository) -> None:
+def test_a_dead_cell_is_recovered_from_a_live_copy(repo: Repository, other: Repository) -> None:
     older = save_arrays(repo, LARGE, cell=LEAF)
     newer = save_arrays(repo, {"a": LARGE["a"]}, step=1, reuse=older, cell=LEAF)
     commits.forget(repo, older)

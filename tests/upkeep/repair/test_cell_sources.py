@@ -1,4 +1,4 @@
-"""Repairs take intact bytes from other blobs, stores and caches."""
+"""Repairs recover bytes from other blobs, stores and caches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from casckpt.storage.local.store import LocalStore
 from casckpt.upkeep.repair.repair import repair
 from casckpt.upkeep.repair.verify import verify
 from tests.support.checkpoints import (
-    Arrays,
     array,
     content,
     flip,
@@ -27,16 +26,11 @@ from tests.support.checkpoints import (
     save_arrays,
 )
 from tests.support.gcs import collect
-from tests.upkeep.repair.test_repair import LARGE, damage
-
-STATE: Arrays = {"a": array(1, 3), "b": array(2, dtype="int64"), "c": array(3, 0.5, dtype="uint8")}
-
-
-KINDS = ["flipped", "header", "short", "gone"]
+from tests.support.repairs import KINDS, LARGE, LEAF, STATE, damage
 
 
 @pytest.mark.parametrize("how", KINDS)
-def test_cells_come_from_the_same_blob_of_another_uploader(repo: Repository, how: str) -> None:
+def test_cells_are_recovered_from_the_same_blob_of_a_different_uploader(repo: Repository, how: str) -> None:
     one, _ = (save_arrays(repo, STATE, step=step) for step in range(2))
     damage(repo, only_blob(repo, one), how)
     found = repair(repo)
@@ -48,7 +42,7 @@ def test_cells_come_from_the_same_blob_of_another_uploader(repo: Repository, how
 
 
 @pytest.mark.parametrize("how", KINDS)
-def test_cells_come_from_another_store(repo: Repository, other: Repository, how: str) -> None:
+def test_cells_are_recovered_from_a_different_store(repo: Repository, other: Repository, how: str) -> None:
     one = save_arrays(repo, STATE)
     save_arrays(other, STATE, "somewhere", 9)
     damage(repo, only_blob(repo, one), how)
@@ -69,10 +63,7 @@ def test_a_damaged_copy_is_not_used(repo: Repository, other: Repository) -> None
     assert (found.blobs, len(found.lost)) == ((), 2)
 
 
-LEAF = 64 << 10
-
-
-def test_the_host_cache_is_a_source(repo: Repository) -> None:
+def test_cells_are_recovered_from_the_host_cache(repo: Repository) -> None:
     one = save_arrays(repo, LARGE, cell=LEAF)
     repo.blob_cache.fill(repo.storage, list(manifests.get(repo, one).blobs), 1, silent)
     damage(repo, only_blob(repo, one), "gone")
@@ -81,7 +72,10 @@ def test_the_host_cache_is_a_source(repo: Repository) -> None:
 
 
 def test_a_damaged_source_does_not_change_correct_bytes(repo: Repository) -> None:
-    """A leaf holds a live cell and a damaged dead one. In a blob with the same live bytes, the other one is damaged."""
+    """A leaf holds a live cell and a damaged dead cell.
+
+    In a blob with the same live bytes, the live cell is damaged instead.
+    """
     a, b = array(1, 0.25), array(2, 0.25)
     older = save_arrays(repo, {"a": a, "b": b})
     both = save_arrays(repo, {"c": np.concatenate([a, b])}, "other", 1)

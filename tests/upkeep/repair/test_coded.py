@@ -1,4 +1,4 @@
-"""Damage to frames: affected keys, decoded cells, and repairs."""
+"""Damaged frames: affected keys, decoded cells, and repairs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = (1, 2, 3)
 
 
 def weights(step: int, *, seed: int = 1, count: int = 4) -> torch.Tensor:
-    """Cells in which each step changes a few elements."""
+    """A tensor of ``count`` cells, in which each step changes a few elements."""
     data = cells(2 * count, seed).bfloat16().view(torch.int16)
     for number in range(1, step):
         data[number::97] += number
@@ -35,18 +35,21 @@ def weights(step: int, *, seed: int = 1, count: int = 4) -> torch.Tensor:
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
-    """One tensor that changes, one that changes elsewhere, one that stays."""
+    """A state with a tensor that changes, one with different changes, and one that never changes."""
     return {"hit": weights(step), "other": weights(step, seed=2), "stays": cells(2, 3)}
 
 
 def saved(key: str | None = None) -> Store:
-    """Three checkpoints of a run, each coded against the previous one. ``key``: the first one is raw or has planes."""
+    """A store with three checkpoints of a run, each encoded against the previous one.
+
+    ``key``: whether the first one is raw or encoded in planes.
+    """
     return Store(Repository(again(objects(key), near=False)))
 
 
 @cache
 def objects(key: str | None) -> dict[str, bytes]:
-    """Return the keys of this store's objects."""
+    """Return the objects of that store by key."""
     store = small()
     for step in STEPS:
         store.save(state(step), run="r", step=step)
@@ -69,7 +72,7 @@ def object_of(store: Store, step: int, cell: StoredCell) -> str:
 
 
 def plain(store: Store, step: int) -> dict[str, bytes]:
-    """Return the content of a checkpoint, decoded cell by cell."""
+    """Return the contents of a checkpoint, decoded cell by cell."""
     manifest = manifests.get(store.repository, store.get(f"r@{step}").commit)
     return {
         entry.key: b"".join(
@@ -88,7 +91,7 @@ def ids(store: Store, *steps: int) -> tuple[str, ...]:
 
 
 def damage(store: Store, step: int, link: int, *, whole: bool = False) -> str:
-    """Flip a byte in the middle of the second cell of a checkpoint, or of a base. Return the blob's name."""
+    """Flip a byte in the middle of a checkpoint's second cell, or of one of its bases. Return the blob's key."""
     cell = [*cells_of(store, step)[1].chain][link]
     key = object_of(store, step, cell)
     if whole:
@@ -116,7 +119,7 @@ def test_a_flipped_byte_affects_all_cells_encoded_against_it(
 
 
 @pytest.mark.parametrize("link", [0, 1])
-def test_a_flipped_byte_in_a_row_is_damage_of_the_manifest(link: int) -> None:
+def test_a_flipped_byte_in_an_extent_row_is_reported_as_manifest_damage(link: int) -> None:
     store = saved()
     commit = store.get("r@3").commit
     lengths = b"".join(cell.stored.to_bytes(4, "little") for cell in cells_of(store, 3))
@@ -136,7 +139,7 @@ def test_a_flipped_byte_in_a_row_is_damage_of_the_manifest(link: int) -> None:
 
 
 def misframed(at: int = 3) -> Store:
-    """A store in which the frame of a step's second cell matches its leaf but decodes to another cell."""
+    """A store in which the frame of a step's second cell matches its leaf hash but decodes to a different cell."""
     store, wrong = small(), content(at)["hit"][CELL : 2 * CELL]
 
     def lying(data: memoryview, width: int, base: memoryview | None) -> bytes | None:
@@ -147,15 +150,14 @@ def misframed(at: int = 3) -> Store:
     every = (data for step in STEPS for data in content(step).values())
     parts = (data[start : start + CELL] for data in every for start in range(0, len(data), CELL))
     true = {cell_digest(data): memoryview(data) for data in parts}
-    with patch.object(
-        Stored, "plain", lambda _, cell: true[cell.digest]
-    ):  # otherwise a later frame would be coded against the wrong cell
+    # Otherwise, a later frame would be encoded against the wrong cell.
+    with patch.object(Stored, "plain", lambda _, cell: true[cell.digest]):
         chain(store, ["r@1", "r@2", "r@3"], encode=lying)
     store.gc(min_age=0)
     return reopened(store)
 
 
-def test_a_wrong_frame_is_not_reused_once_found() -> None:
+def test_an_incorrect_frame_is_not_reused_once_detected() -> None:
     store = misframed()
     store.verify(decode=True)
     for found in (store.verify(), store.verify("r@1", decode=True)):
@@ -169,8 +171,11 @@ def test_a_wrong_frame_is_not_reused_once_found() -> None:
 
 @pytest.mark.parametrize("has", [(1, 2, 3), (3,), (2,), ()])
 @pytest.mark.parametrize("at", [2, 3])
-def test_a_wrong_frame_is_made_again_from_an_equal_cell(at: int, has: tuple[int, ...]) -> None:
-    """Or from a cell that is coded against it, by undoing that. A copy has the same frame and does not help."""
+def test_an_incorrect_frame_is_rebuilt_from_an_equal_cell(at: int, has: tuple[int, ...]) -> None:
+    """It can also be rebuilt by undoing the frame of a cell encoded against it.
+
+    A copy has the same incorrect frame, so it does not help.
+    """
     store, twin, copy = misframed(at), small(), small()
     store.copy_to(copy)
     for step in has:
@@ -201,7 +206,7 @@ def test_a_mark_on_correct_frames_is_removed() -> None:
 
 
 def with_twin(**twin: Encode) -> tuple[Store, Store]:
-    """A store, and another one with the same checkpoints, raw or coded differently."""
+    """A store, and a second store with the same checkpoints, either raw or encoded differently."""
     store, other = saved(), small()
     for step in STEPS:
         other.save(state(step), run="twin", step=step)
@@ -213,7 +218,7 @@ def with_twin(**twin: Encode) -> tuple[Store, Store]:
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(("step", "link"), [(1, 0), (2, 0), (3, 0)])
-def test_frames_of_a_copy_are_taken_unchanged(step: int, link: int, *, whole: bool) -> None:
+def test_frames_are_recovered_unchanged_from_a_copy(step: int, link: int, *, whole: bool) -> None:
     store, mirror = saved(), small()
     store.copy_to(mirror)
     blob = damage(store, step, link, whole=whole)
@@ -231,7 +236,7 @@ def by_bytes(data: memoryview, width: int, base: memoryview | None) -> bytes | N
 @pytest.mark.parametrize("twin", [{}, {"encode": by_bytes}], ids=["raw", "coded otherwise"])
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("step", STEPS)
-def test_a_frame_is_made_again_from_equal_cells(step: int, twin: dict[str, Encode], *, whole: bool) -> None:
+def test_a_frame_is_rebuilt_from_equal_cells(step: int, twin: dict[str, Encode], *, whole: bool) -> None:
     store, other = with_twin(**twin)
     blob = damage(store, step, 0, whole=whole)
     store.verify()
@@ -243,7 +248,7 @@ def test_a_frame_is_made_again_from_equal_cells(step: int, twin: dict[str, Encod
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_cell_is_stored_raw_if_its_frame_cannot_be_made_again(*, whole: bool) -> None:
+def test_a_cell_is_stored_raw_if_its_frame_cannot_be_rebuilt(*, whole: bool) -> None:
     store, other = small(), small()
     for step in STEPS:
         store.save(state(step), run="r", step=step)
@@ -270,7 +275,7 @@ def test_a_cell_is_stored_raw_if_its_frame_cannot_be_made_again(*, whole: bool) 
 @pytest.mark.parametrize("has", [(2, 3), (2,), (3,)])
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_lost_base_is_computed_from_a_complete_later_version(key: str, has: tuple[int, ...], *, whole: bool) -> None:
-    """Its frames are undone, one after the other."""
+    """The frames of the later version are undone one after the other."""
     store, other = saved(key), small()
     for step in has:
         other.save(state(step) if not whole else {"all": state(step)}, run="twin", step=step)
@@ -283,7 +288,7 @@ def test_a_lost_base_is_computed_from_a_complete_later_version(key: str, has: tu
     assert not reopened(store).verify(decode=True).is_damaged
 
 
-def test_a_base_computed_with_a_wrong_frame_is_not_used() -> None:
+def test_a_base_computed_from_an_incorrect_frame_is_not_used() -> None:
     store, other = misframed(2), small()
     other.save(state(2), run="twin", step=2)
     damage(store, 1, 0)
@@ -294,7 +299,7 @@ def test_a_base_computed_with_a_wrong_frame_is_not_used() -> None:
         reopened(store).read("r@1")
 
 
-def test_cyclic_versions_are_not_searched_for_ever() -> None:
+def test_a_search_through_cyclic_versions_terminates() -> None:
     store = small()
     for step, like in enumerate((1, 2, 1, 2, 3)):
         store.save(state(like), run="r", step=step, compress="auto", dedup="run")
@@ -306,8 +311,8 @@ def test_cyclic_versions_are_not_searched_for_ever() -> None:
 
 
 @pytest.mark.parametrize("has", [(2, 3), (2,), (3,)])
-def test_a_cell_whose_base_is_lost_is_stored_plain_if_available(has: tuple[int, ...]) -> None:
-    """Or decoded from a later version through the frames between."""
+def test_a_cell_whose_base_is_lost_is_stored_raw_if_it_can_be_recovered(has: tuple[int, ...]) -> None:
+    """It is recovered from a copy, or from a later version by undoing the frames in between."""
     store, other = saved(), small()
     for step in has:
         other.save(state(step), run="twin", step=step)
@@ -325,7 +330,7 @@ def test_a_cell_whose_base_is_lost_is_stored_plain_if_available(has: tuple[int, 
 
 
 @pytest.mark.parametrize(("step", "hit"), [(1, STEPS), (2, (2, 3)), (3, (3,))])
-def test_lost_cells_are_named_with_all_their_checkpoints(step: int, hit: tuple[int, ...]) -> None:
+def test_lost_cells_are_reported_with_all_their_checkpoints(step: int, hit: tuple[int, ...]) -> None:
     store = saved()
     damage(store, step, 0)
     store.verify()
@@ -335,14 +340,14 @@ def test_lost_cells_are_named_with_all_their_checkpoints(step: int, hit: tuple[i
     assert (found.blobs, found.rewritten) == ((), ())
 
 
-def test_a_copy_of_a_damaged_checkpoint_names_affected_keys() -> None:
+def test_copying_a_damaged_checkpoint_names_the_affected_keys() -> None:
     store = saved()
     damage(store, 1, 0)
     with pytest.raises(Damaged, match="'hit'"):
         store.copy_to(small(), "r@3")
 
 
-def test_copies_and_diffs_of_delta_checkpoints_match_their_cells() -> None:
+def test_copies_and_diffs_of_encoded_checkpoints_match_their_cells() -> None:
     store, other = saved(), small()
     store.copy_to(other, tags=True)
     assert not other.verify(decode=True).is_damaged
@@ -357,7 +362,7 @@ def test_copies_and_diffs_of_delta_checkpoints_match_their_cells() -> None:
     assert [plain(forgetful, step) for step in (2, 3)] == [content(step) for step in (2, 3)]
 
 
-def test_a_mirror_repairs_a_cell_of_a_checkpoint_forgotten_there(tmp_path: Path) -> None:
+def test_a_mirror_supplies_a_cell_of_a_checkpoint_forgotten_there(tmp_path: Path) -> None:
     local = opened(tmp_path / "local", mirror=tmp_path / "mirror")
     local.create(cell_bytes=CELL, blob_bytes=BLOB)
     for step in STEPS:

@@ -1,4 +1,4 @@
-"""Coded cells are decoded and compared."""
+"""Encoded cells are decoded and compared."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ STEPS = (1, 2, 3)
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
-    """One tensor that changes, one that changes elsewhere, one that stays."""
+    """A state with a tensor that changes, one with different changes, and one that never changes."""
     return {"hit": weights(step), "other": weights(step, seed=2), "stays": cells(2, 3)}
 
 
 def saved(key: str | None = None) -> Store:
-    """Three checkpoints of a run, each coded against the previous one. ``key``: the first one is raw or has planes."""
+    """A store with three checkpoints of a run, each encoded against the previous one.
+
+    ``key``: whether the first one is raw or encoded in planes.
+    """
     return Store(Repository(again(objects(key), near=False)))
 
 
@@ -56,7 +59,7 @@ def test_complete_frames_are_decoded_once(key: str) -> None:
 
 
 @pytest.mark.parametrize("at", [2, 3])
-def test_a_wrong_frame_is_found_only_by_decoding(at: int) -> None:
+def test_an_incorrect_frame_is_detected_only_by_decoding(at: int) -> None:
     store = misframed(at)
     store.save(state(3), run="r", step=4)
     hit = [step for step in (*STEPS, 4) if step >= at]
@@ -72,7 +75,7 @@ def test_a_wrong_frame_is_found_only_by_decoding(at: int) -> None:
     assert (caught.value.key, caught.value.blob) == ("hit", found.blob)
 
 
-def test_only_few_cells_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_cells_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     store = saved()
     whole = store.verify(decode=True)
     monkeypatch.setattr(frames, "_AT_ONCE", 5)

@@ -1,6 +1,6 @@
-"""A repair that rewrites a checkpoint, killed before or after any of its changes, or left without an answer there.
+"""A repair that rewrites a checkpoint and is killed before or after any of its changes, or does not get a response.
 
-At every instant one commit stands for the id, and in the end no leftovers remain.
+At every instant, exactly one commit is valid for the ID, and no leftovers remain at the end.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ KEPT = {"a": array(1, 3), "new": array(7)}
 
 
 def near(data: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-    """The same, except for a few elements."""
+    """Return the same data, except for a few elements."""
     changed = data.copy()
     changed[::100] = 0
     return changed
 
 
 class Damaged:
-    """run@1 has an unrecoverable blob, because it holds dead cells, or a manifest with unknown locations.
+    """A store in which run@1 is damaged, and run@2 is its successor.
 
-    Or it is coded, its frames are lost, and so are the bases. run@2 is its successor. ``other`` is a store that has the
-    missing objects, or the cells of run@1.
+    The damage is one of the following:
+
+    - A blob is unrecoverable because it holds dead cells.
     """
 
     def __init__(self, folder: Path, what: str) -> None:
@@ -76,7 +77,7 @@ class Damaged:
         self.objects = objects_of(repo.storage)
 
     def _copy_manifest(self, repo: Repository, commit: commits.Commit) -> None:
-        from tests.upkeep.repair.test_repair import copy_into
+        from tests.support.repairs import copy_into
 
         copy_into(self.other, repo, commit)
 
@@ -94,7 +95,9 @@ def check_now(repo: Repository, id: ManifestId) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("what", ["blob", "manifest", "coded"])
-def test_a_repair_killed_anywhere_loses_nothing(tmp_path: Path, what: str, way: str, seed: int, full: bool) -> None:
+def test_a_repair_killed_at_any_change_loses_nothing(
+    tmp_path: Path, what: str, way: str, seed: int, full: bool
+) -> None:
     damaged, stride = Damaged(tmp_path, what), 1 if full else 2
     at, ended = seed % stride, False
     while not ended:

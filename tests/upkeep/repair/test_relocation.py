@@ -1,4 +1,4 @@
-"""A checkpoint that lost a blob is rewritten."""
+"""A checkpoint that has lost a blob is rewritten."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from casckpt.repository.repository import Repository
 from casckpt.upkeep.repair.repair import Rewritten, repair
 from casckpt.upkeep.repair.verify import verify
 from tests.support.checkpoints import (
-    Arrays,
     array,
     content,
     flip,
@@ -27,14 +26,12 @@ from tests.support.checkpoints import (
 )
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
 from tests.support.gcs import collect
+from tests.support.repairs import LARGE, LEAF, STATE, B, copy_into, damage, with_dead_cells
 from tests.support.repositories import memory, repository
-from tests.upkeep.repair.test_repair import LARGE, copy_into, damage, with_dead_cells
-
-STATE: Arrays = {"a": array(1, 3), "b": array(2, dtype="int64"), "c": array(3, 0.5, dtype="uint8")}
 
 
 @pytest.mark.parametrize("how", ["short", "gone"])
-def test_lost_dead_cells_do_not_stop_a_rewrite(repo: Repository, other: Repository, how: str) -> None:
+def test_lost_dead_cells_do_not_prevent_a_rewrite(repo: Repository, other: Repository, how: str) -> None:
     older, newer = with_dead_cells(repo)
     later = save_arrays(repo, {"x": array(20)}, step=2)
     tags.set_tag(repo, "best", newer)
@@ -59,13 +56,7 @@ def test_lost_dead_cells_do_not_stop_a_rewrite(repo: Repository, other: Reposito
     assert list(repo.storage.list("transactions/")) == []
 
 
-LEAF = 64 << 10
-
-
-A1, TAIL, PADDING, B = (DATA_OFFSET + at for at in (LEAF, 2 * LEAF, 2 * LEAF + 3000, 2 * LEAF + 4096))
-
-
-def test_live_cells_beside_lost_dead_cells_go_to_a_new_blob(repo: Repository) -> None:
+def test_live_cells_beside_lost_dead_cells_are_moved_to_a_new_blob(repo: Repository) -> None:
     older = save_arrays(repo, LARGE, cell=LEAF)
     kept = {"a": LARGE["a"], "d": LARGE["d"]}
     save_arrays(repo, kept, step=1, reuse=older, cell=LEAF)
@@ -81,7 +72,7 @@ def test_live_cells_beside_lost_dead_cells_go_to_a_new_blob(repo: Repository) ->
     assert not verify(repo).is_damaged
 
 
-def test_a_rewrite_with_a_lost_answer_is_found(repo: Repository, faults: FaultyStore, other: Repository) -> None:
+def test_a_rewrite_whose_response_was_lost_is_found(repo: Repository, faults: FaultyStore, other: Repository) -> None:
     older, newer = with_dead_cells(repo)
     tags.set_tag(repo, "best", newer)
     (ref,) = (ref for ref in manifests.get(repo, newer).blobs if ref.uploader == older.txid)
@@ -95,7 +86,7 @@ def test_a_rewrite_with_a_lost_answer_is_found(repo: Repository, faults: FaultyS
     assert list(repo.storage.list("transactions/")) == []
 
 
-def test_a_checkpoint_forgotten_meanwhile_is_not_rewritten(
+def test_a_checkpoint_forgotten_during_a_repair_is_not_rewritten(
     repo: Repository, faults: FaultyStore, other: Repository
 ) -> None:
     older, newer = with_dead_cells(repo)
@@ -114,7 +105,7 @@ def test_a_checkpoint_forgotten_meanwhile_is_not_rewritten(
     assert list(repo.storage.list("transactions/")) == []
 
 
-def test_several_checkpoints_that_share_a_lost_blob_are_rewritten(repo: Repository, other: Repository) -> None:
+def test_all_checkpoints_that_share_a_lost_blob_are_rewritten(repo: Repository, other: Repository) -> None:
     older = save_arrays(repo, STATE, step=0)
     users = [
         save_arrays(repo, {"a": STATE["a"], "new": array(30 + step)}, step=step, reuse=older) for step in range(1, 4)
@@ -129,8 +120,11 @@ def test_several_checkpoints_that_share_a_lost_blob_are_rewritten(repo: Reposito
         assert read_arrays(repo, resolve(repo, f"run@{step}")) == content({"a": STATE["a"], "new": array(30 + step)})
 
 
-def test_shared_cells_are_stored_once_at_their_new_places(repo: Repository, other: Repository) -> None:
-    """Even if each checkpoint needs other cells of it. Otherwise a hundred checkpoints would have a hundred copies."""
+def test_shared_cells_are_stored_once_at_their_new_locations(repo: Repository, other: Repository) -> None:
+    """This holds even if each checkpoint needs different cells of the blob.
+
+    Otherwise, a hundred checkpoints would get a hundred copies.
+    """
     older = save_arrays(repo, STATE, step=0)
     parts = [{"a": STATE["a"], "b": STATE["b"]}, {"a": STATE["a"]}, {"a": STATE["a"], "b": STATE["b"]}]
     states = [{**part, "new": array(30 + step)} for step, part in enumerate(parts)]
@@ -150,7 +144,7 @@ def test_shared_cells_are_stored_once_at_their_new_places(repo: Repository, othe
     assert not verify(repo).is_damaged
 
 
-def test_a_checkpoint_with_more_damage_does_not_stop_others_that_share_cells(
+def test_additional_damage_to_one_checkpoint_does_not_stop_others_that_share_cells(
     repo: Repository, other: Repository
 ) -> None:
     older = save_arrays(repo, STATE, step=0)
@@ -172,7 +166,7 @@ def _blobs(repo: Repository, step: int) -> list[BlobRef]:
 
 
 @pytest.mark.parametrize("what", ["blob", "manifest"])
-def test_a_checkpoint_rewritten_by_another_repair_is_not_lost(
+def test_a_checkpoint_rewritten_by_a_concurrent_repair_is_not_lost(
     tmp_path: Path, repo: Repository, faults: FaultyStore, other: Repository, what: str
 ) -> None:
     older, twin, state = *(save_arrays(repo, STATE, step=step) for step in range(2)), {"a": STATE["a"]}
@@ -200,7 +194,7 @@ def test_a_checkpoint_rewritten_by_another_repair_is_not_lost(
 
 
 def test_nothing_is_written_for_checkpoints_with_lost_bytes(tmp_path: Path) -> None:
-    """A transaction and a listing for each of thousands that share a blob would take minutes for no result."""
+    """A transaction and a listing for each of thousands of such checkpoints would take minutes, for nothing."""
     storage = FaultyStore(memory())
     repo = repository(tmp_path, storage)
     first = last = save_arrays(repo, {"a": array(1)})

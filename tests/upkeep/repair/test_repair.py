@@ -1,11 +1,10 @@
-"""repair: intact bytes are recovered from any source, and damaged bytes are never stored in their place."""
+"""repair recovers intact bytes from any source, and never stores damaged bytes in their place."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from casckpt.cli.describe import plain
@@ -13,12 +12,10 @@ from casckpt.contents import blobs, manifests
 from casckpt.contents.refs import resolve
 from casckpt.errors import StorageError
 from casckpt.format.blob import DATA_OFFSET
-from casckpt.format.keys import blob_key, commit_key, manifest_key
-from casckpt.format.manifest import placed
-from casckpt.format.sections.blobs import BlobRef, encode_blobs
+from casckpt.format.keys import commit_key, manifest_key
 from casckpt.format.sections.head import decode_head
 from casckpt.history import commits, tags
-from casckpt.history.commits import Commit, list_commits
+from casckpt.history.commits import list_commits
 from casckpt.history.following import newest_reusable
 from casckpt.repository.repository import Repository
 from casckpt.saving.reuse_offer import make_offer
@@ -28,7 +25,6 @@ from casckpt.upkeep.repair.repair import repair
 from casckpt.upkeep.repair.verify import verify
 from tests.support.checkpoints import (
     CELL,
-    Arrays,
     array,
     content,
     flip,
@@ -39,38 +35,10 @@ from tests.support.checkpoints import (
 from tests.support.far import FarStore
 from tests.support.faulty import FaultyStore, call_first, fail_before
 from tests.support.gcs import collect, run_gc
-from tests.support.repositories import committed_encoded, meanwhile, memory, repository
+from tests.support.repairs import STATE, copy_into, damage, with_dead_cells
+from tests.support.repositories import meanwhile, memory, repository
 from tests.support.saves import blob_keys, cells, reopened, same_state, small
 from tests.support.saves import flip as flip_object
-
-STATE: Arrays = {"a": array(1, 3), "b": array(2, dtype="int64"), "c": array(3, 0.5, dtype="uint8")}
-
-
-def copy_into(other: Repository, repo: Repository, commit: Commit) -> None:
-    """Copy the checkpoint into another store, under other uploaders."""
-    manifest = manifests.get(repo, commit)
-    txid = other.new_txid(commit.run, commit.step)
-    refs = []
-    for ref in manifest.blobs:
-        data = repo.storage.get(blob_key(ref.uploader, ref.hash), limit=ref.size)
-        blobs.put(other, txid, ref.hash, data)
-        refs.append(BlobRef(ref.hash, ref.size, txid))
-    made = manifests.put_encoded(other, txid, placed(manifest, encode_blobs(refs)))
-    assert made.id == commit.id
-    created = commit.committed.created_at
-    commits.commit(other, committed_encoded(other, txid, made, commit.run, commit.step, created_at=created))
-
-
-def damage(repo: Repository, key: str, how: str) -> None:
-    if how == "flipped":
-        flip(repo, key, DATA_OFFSET + 17)
-    elif how == "header":
-        flip(repo, key, 20)
-    elif how == "short":
-        repo.storage.replace(key, repo.storage.get(key, limit=1 << 30)[: DATA_OFFSET + 100])
-    else:
-        repo.storage.delete(key)
-    verify(repo)
 
 
 def test_repair_does_nothing_without_damage(repo: Repository, faults: FaultyStore) -> None:
@@ -90,15 +58,6 @@ def test_repair_works_in_a_folder(tmp_path: Path, other: Repository) -> None:
     assert read_arrays(repo, one) == content(STATE)
 
 
-def with_dead_cells(repo: Repository) -> tuple[Commit, Commit]:
-    """Return (older, newer). The newer one uses a part of the older one's blob. The rest of the blob is dead."""
-    older = save_arrays(repo, STATE, step=0)
-    newer = save_arrays(repo, {"a": STATE["a"], "c": STATE["c"], "new": array(7)}, step=1, reuse=older, ephemeral=True)
-    commits.forget(repo, older)
-    collect(repo)
-    return older, newer
-
-
 def test_bytes_that_no_source_has_are_reported_as_lost(repo: Repository) -> None:
     one = save_arrays(repo, STATE)
     damage(repo, only_blob(repo, one), "gone")
@@ -114,16 +73,8 @@ def test_bytes_that_no_source_has_are_reported_as_lost(repo: Repository) -> None
     assert [commit.last for commit in list_commits(repo).commits.values() if commit.last != "revoked"] == ["committed"]
 
 
-LARGE: Arrays = {
-    "a": np.concatenate([array(1, 32), array(2, 0.5)]),
-    "b": array(3, 16),
-    "c": array(4, 0.125),
-    "d": array(5, 0.125, "uint8"),
-}
-
-
-def test_a_damaged_manifest_does_not_stop_other_repairs() -> None:
-    """Its blob could be relocated, but the objects of the new manifest are unknown."""
+def test_a_damaged_manifest_does_not_prevent_other_repairs() -> None:
+    """The cells of its blob could be relocated, but the objects that the new manifest would name are unknown."""
     store = small()
     store.save({"a": cells(3, seed=1), "b": cells(1, seed=2)}, step=1)
     first = blob_keys(store)[0]
@@ -131,7 +82,7 @@ def test_a_damaged_manifest_does_not_stop_other_repairs() -> None:
     store.forget("default@1")
     store.gc(min_age=0)
     assert first in blob_keys(store)
-    flip_object(store, first, DATA_OFFSET + 3 * CELL + 5)  # of b, which no checkpoint uses any more
+    flip_object(store, first, DATA_OFFSET + 3 * CELL + 5)  # in b, which no checkpoint uses any more
     key = manifest_key(ckpt.commit.txid, ckpt.commit.id)
     flip_object(store, key, decode_head(store.repository.storage.get(key, limit=1 << 20))["objects"].offset)
     again = reopened(store)
@@ -141,7 +92,7 @@ def test_a_damaged_manifest_does_not_stop_other_repairs() -> None:
     assert same_state(again.read("default@2", keys=["a"]), {"a": cells(3, seed=1)})
 
 
-def test_a_correct_marked_blob_loses_its_mark(repo: Repository) -> None:
+def test_the_mark_on_an_undamaged_blob_is_removed(repo: Repository) -> None:
     one = save_arrays(repo, STATE)
     (ref,) = manifests.get(repo, one).blobs
     blobs.mark_damaged(repo, ref.uploader, ref.hash, "a load saw something")
@@ -152,7 +103,7 @@ def test_a_correct_marked_blob_loses_its_mark(repo: Repository) -> None:
 
 @pytest.mark.parametrize("how", ["flipped", "gone"])
 @pytest.mark.parametrize("known", [True, False], ids=["catalogue", "no catalogue"])
-def test_a_manifest_is_restored_from_another_store(
+def test_a_manifest_is_restored_from_a_different_store(
     tmp_path: Path, repo: Repository, other: Repository, how: str, known: bool
 ) -> None:
     base = save_arrays(repo, {"a": STATE["a"], "old": array(9)})
@@ -179,7 +130,7 @@ def test_a_manifest_is_restored_from_another_store(
 def test_blobs_named_only_by_a_lost_manifest_are_kept(
     tmp_path: Path, repo: Repository, other: Repository, known: bool
 ) -> None:
-    """The catalogue has their locations. Without it repair guesses them, and the head confirms the guess."""
+    """The catalogue has their locations. Without it, repair guesses them, and the manifest confirms the guess."""
     base = save_arrays(repo, {"a": STATE["a"], "old": array(9)})
     one = save_arrays(repo, STATE, step=1, reuse=base)
     commits.forget(repo, base)
@@ -197,7 +148,7 @@ def test_blobs_named_only_by_a_lost_manifest_are_kept(
 
 @pytest.mark.parametrize("kind", ["folder", "bucket"])
 def test_a_restored_manifest_has_its_original_bytes(tmp_path: Path, other: Repository, kind: str) -> None:
-    """So the caches of other hosts stay valid: the locations of its blobs, and reusable cells."""
+    """Therefore, blob locations and reusable cells in the caches of other hosts remain valid."""
     storage = LocalStore(tmp_path / "store") if kind == "folder" else FarStore(memory())
     repo = repository(tmp_path / "host", storage)
     base = save_arrays(repo, {"a": STATE["a"], "old": array(9)})
@@ -221,8 +172,8 @@ def test_a_restored_manifest_has_its_original_bytes(tmp_path: Path, other: Repos
     assert read_arrays(repository(tmp_path / "new", storage, seed=6), one) == content(STATE)
 
 
-def test_a_gc_beside_the_repair_of_a_manifest_deletes_nothing_of_it(tmp_path: Path, other: Repository) -> None:
-    """The gc knows from its catalogue which objects the manifest names."""
+def test_gc_during_the_repair_of_a_manifest_deletes_none_of_its_objects(tmp_path: Path, other: Repository) -> None:
+    """gc knows from its catalogue which objects the manifest names."""
     storage = FarStore(memory())
     repo = repository(tmp_path / "host", storage)
     base = save_arrays(repo, {"a": STATE["a"], "old": array(9)})
@@ -241,10 +192,10 @@ def test_a_gc_beside_the_repair_of_a_manifest_deletes_nothing_of_it(tmp_path: Pa
 
 
 @pytest.mark.parametrize("blob", ["there", "gone"])
-def test_a_checkpoint_with_unknown_places_is_rewritten(
+def test_a_checkpoint_whose_blob_locations_are_unknown_is_rewritten(
     tmp_path: Path, repo: Repository, other: Repository, blob: str
 ) -> None:
-    """Two uploaders have the reused blob, so a guess fails. Ids, tags and reads by id stay."""
+    """Two uploaders have the reused blob, so the guess is ambiguous. IDs, tags and reads by ID keep working."""
     bases = [save_arrays(repo, {"a": STATE["a"], "old": array(9)}, step=step) for step in range(2)]
     one = save_arrays(repo, STATE, step=2, reuse=bases[1])
     later = save_arrays(repo, {"x": array(20)}, step=3)
@@ -254,7 +205,7 @@ def test_a_checkpoint_with_unknown_places_is_rewritten(
     if blob == "gone":
         repo.storage.delete(only_blob(repo, bases[0]))
     fresh = repository(tmp_path / "elsewhere", repo.storage, seed=5)
-    if blob == "gone":  # then one is left, and the guess is correct
+    if blob == "gone":  # then only one is left, and the guess is correct
         assert repair(fresh, sources=[other]).manifests == (one.id,)
         assert resolve(fresh, "run@2").txid == one.txid
         return
@@ -300,7 +251,7 @@ def test_a_failed_repair_leaves_no_checkpoint_and_no_open_transaction(
 
 
 @pytest.mark.parametrize("what", ["blob", "manifest"])
-def test_the_next_repair_removes_leftovers_of_a_killed_one(tmp_path: Path, other: Repository, what: str) -> None:
+def test_the_next_repair_removes_leftovers_of_a_killed_repair(tmp_path: Path, other: Repository, what: str) -> None:
     repo = repository(tmp_path, LocalStore(tmp_path / "store"))
     one = save_arrays(repo, STATE)
     copy_into(other, repo, one)

@@ -1,4 +1,4 @@
-"""One flipped byte at each place: it is reported with its kind, and affects only its own part."""
+"""A flipped byte at any position is reported with the kind of damage, and affects only its own part."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.support.repositories import memory
 from tests.support.saves import blob_keys, cells, content, flip, manifest_keys, reopened, same_state, small
 
 pytestmark = pytest.mark.sweep
-CELL = 64 << 10  # bytes: the large cells are leaves
-MANY = 400  # tensors: so that pieces are grouped
+CELL = 64 << 10  # bytes, so that large cells are leaves
+MANY = 400  # tensors, so that pieces are grouped
 KEYS = ("large", "short", "bytes", "text", *(f"many.{n}" for n in (0, 1, 99, MANY // 2, MANY - 1)))
 STOP_GC = ("head", "blobs")
 
 
 def state() -> dict[str, Any]:
-    """One blob: two large leaves, padding, a third one, small cells joined, the proof."""
+    """A state that is saved in one blob: two large leaves, padding, a third leaf, joined small cells, and the proof."""
     return {
         "large": cells(40.25, seed=1),
         "short": cells(17, seed=2),
@@ -38,7 +38,10 @@ def state() -> dict[str, Any]:
 
 @pytest.fixture(params=["whole", "by range"])
 def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """a@1, and b@1 that shares nothing with it. Manifests are read whole, or by range as large ones are."""
+    """A store with a@1, and with b@1, which shares nothing with it.
+
+    Manifests are read whole, or by range as large ones are.
+    """
     if request.param == "by range":
         monkeypatch.setattr(manifests, "WHOLE_BYTES", 0)
     made = small(cell_bytes=CELL, blob_bytes=1 << 20)
@@ -48,14 +51,14 @@ def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> St
 
 
 def copy_of(store: Store) -> Store:
-    """Copy it into another store."""
+    """Copy the store into a new one."""
     other = Store(type(store.repository)(memory()))
     store.copy_to(other)
     return other
 
 
 def readable(store: Store) -> set[str]:
-    """Return the keys of a@1 that load unchanged. The others raise errors about damage."""
+    """Return the keys of a@1 that load unchanged. Loads of the others raise errors that report damage."""
     found = set()
     for key in KEYS:
         wanted: Any = state()
@@ -73,7 +76,7 @@ def readable(store: Store) -> set[str]:
 
 
 def places(store: Store) -> list[tuple[str, int]]:
-    """Return (section, position) of the first, a middle and the last byte of each part of a manifest."""
+    """Return (section, position) of the first, middle and last byte of each part of a manifest."""
     head = decode_head(content(store, manifest_of(store)))
     found = [("head", at) for at in (0, 9, 40, 3000, 4095)]
     for name in KNOWN:
@@ -90,13 +93,13 @@ def manifest_of(store: Store) -> str:
 IN_FRONT = ("head", "index", "places", "blobs")
 
 
-def test_damage_to_each_part_of_a_manifest_is_found_and_repaired(store: Store) -> None:
+def test_damage_to_any_part_of_a_manifest_is_found_and_repaired(store: Store) -> None:
     other = copy_of(store)
     key, objects = manifest_of(store), set(blob_keys(store)) | set(manifest_keys(store))
     before = content(store, key)
     for section, position in places(store):
         flip(store, key, position)
-        user = reopened(store)  # a user who has seen the damage and continues
+        user = reopened(store)  # a user who knows about the damage and continues
         found = user.verify()
         assert (found.damaged, len(found.manifests)) == ((), 1)
         assert section in found.manifests[0].why
@@ -117,7 +120,7 @@ def test_damage_to_each_part_of_a_manifest_is_found_and_repaired(store: Store) -
 
 
 @pytest.mark.parametrize("store", ["by range", pytest.param("whole", marks=pytest.mark.soak)], indirect=True)
-def test_damage_to_each_part_of_a_blob_is_found_and_repaired(store: Store) -> None:
+def test_damage_to_any_part_of_a_blob_is_found_and_repaired(store: Store) -> None:
     other = copy_of(store)
     manifest = manifests.get(store.repository, store.get("a@1").commit)
     (ref,) = manifest.blobs

@@ -1,4 +1,4 @@
-"""verify finds, names and marks every kind of damage, and nothing else."""
+"""verify finds, names and marks every kind of damage, and reports nothing else."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ DATA = f"its bytes {DATA_OFFSET} to {DATA_OFFSET + 3 * CELL} are not what was wr
         *((DATA_OFFSET + 3 * CELL + position, PROOF) for position in (0, 4, 35, 36, 71)),
     ],
 )
-def test_any_flipped_byte_is_found(repo: Repository, position: int, why: str) -> None:
+def test_any_flipped_byte_is_detected(repo: Repository, position: int, why: str) -> None:
     commit = save_arrays(repo, {"a": array(1, 3)})
     flip(repo, only_blob(repo, commit), position)
     (damaged,) = verify(repo).damaged
@@ -71,8 +71,8 @@ def test_any_flipped_byte_is_found(repo: Repository, position: int, why: str) ->
 LEAF = 64 << 10
 
 
-def test_a_row_of_another_cell_is_damage_of_its_manifest(repo: Repository) -> None:
-    """The hash of the row is correct, and so are all bytes of the blob."""
+def test_an_extent_row_with_a_different_cells_digest_is_manifest_damage(repo: Repository) -> None:
+    """The row's hash and all bytes of the blob are correct."""
     one = save_arrays(repo, {"a": array(1, 16), "b": array(2, 16)}, cell=LEAF)
     known = known_cells(repo, one)
     (digest_a, (ref, at_a)), (digest_b, (_, at_b)) = known.items()
@@ -84,7 +84,7 @@ def test_a_row_of_another_cell_is_damage_of_its_manifest(repo: Repository) -> No
 
 
 @pytest.mark.parametrize("is_right", [True, False])
-def test_rows_are_compared_with_blobs_of_other_leaves(
+def test_extent_rows_are_compared_with_blobs_that_have_different_leaves(
     repo: Repository, is_right: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("casckpt.format.blob_writer.LEAF_BYTES", 1 << 30)  # all cells are one leaf
@@ -98,7 +98,7 @@ def test_rows_are_compared_with_blobs_of_other_leaves(
 
 
 def test_a_blob_with_a_wrong_header_is_reported_as_damaged_but_loads(repo: Repository) -> None:
-    """All hashes are correct, but no writer makes such a header."""
+    """All hashes are correct, but no writer creates such a header."""
     commit = save_arrays(repo, {"a": array(1)})
     (ref,) = manifests.get(repo, commit).blobs
     data = bytearray(repo.storage.get(blob_key(ref.uploader, ref.hash), limit=1 << 20))
@@ -116,7 +116,7 @@ def test_a_blob_with_a_wrong_header_is_reported_as_damaged_but_loads(repo: Repos
     assert "header" in damaged.why
 
 
-def test_a_full_check_unmarks_a_correct_blob(repo: Repository) -> None:
+def test_a_full_check_unmarks_an_undamaged_blob(repo: Repository) -> None:
     commit = save_arrays(repo, {"a": array(1)})
     key = only_blob(repo, commit)
     flip(repo, key, DATA_OFFSET)
@@ -140,7 +140,7 @@ def test_only_named_checkpoints_are_read(repo: Repository) -> None:
         verify(repo, refs=["run@9"])
 
 
-def test_a_sample_reads_its_fraction(repo: Repository) -> None:
+def test_a_sample_reads_the_given_fraction(repo: Repository) -> None:
     for step in range(10):
         save_arrays(repo, {"a": array(step)}, step=step)
     assert verify(repo, sample=0.3).checked_blobs == 3
@@ -148,7 +148,7 @@ def test_a_sample_reads_its_fraction(repo: Repository) -> None:
 
 
 @pytest.mark.parametrize("options", [{"mode": "quick"}, {"sample": 0}, {"sample": 1.5}, {"sample": float("nan")}])
-def test_invalid_arguments_are_refused(repo: Repository, options: Any) -> None:
+def test_invalid_arguments_are_rejected(repo: Repository, options: Any) -> None:
     with pytest.raises(InvalidInput):
         verify(repo, **options)
 
@@ -184,7 +184,7 @@ def test_a_checkpoint_purged_during_verify_is_neither_reported_nor_marked(
 def test_a_checkpoint_purged_during_the_report_is_neither_reported_nor_marked(
     tmp_path: Path, repo: Repository, faults: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A large manifest is read in parts. The checkpoint is purged between two of them."""
+    """A large manifest is read in parts. The checkpoint is purged between two of these reads."""
     monkeypatch.setattr(manifests, "WHOLE_BYTES", 0)
     one = save_arrays(repo, {"a": array(1)})
     save_arrays(repo, {"a": array(2)}, step=1)
@@ -205,7 +205,7 @@ def test_a_checkpoint_purged_during_the_report_is_neither_reported_nor_marked(
 def test_manifests_and_records_that_cannot_be_read_are_reported(repo: Repository) -> None:
     saved = [save_arrays(repo, {"a": array(step)}, step=step) for step in range(4)]
     for commit in saved:
-        manifests.blobs_of(repo, commit)  # the catalogue knows them, which must not hide damage
+        manifests.blobs_of(repo, commit)  # the catalogue contains them, which must not hide damage
     repo.storage.delete(manifest_key(saved[0].txid, saved[0].id))
     flip(repo, manifest_key(saved[1].txid, saved[1].id), 40)
     tags.set_tag(repo, "best", saved[3])
@@ -218,7 +218,7 @@ def test_manifests_and_records_that_cannot_be_read_are_reported(repo: Repository
     assert found.damaged == ()
 
 
-def test_extents_that_point_outside_are_reported(repo: Repository) -> None:
+def test_extents_that_point_outside_their_blob_are_reported(repo: Repository) -> None:
     from tests.support import checkpoints
 
     txid = repo.new_txid("run", 0)
@@ -232,13 +232,13 @@ def test_extents_that_point_outside_are_reported(repo: Repository) -> None:
     assert "outside its blob" in broken.why
 
 
-def test_a_bad_read_is_retried(repo: Repository, faults: FaultyStore) -> None:
+def test_a_read_of_incorrect_bytes_is_retried(repo: Repository, faults: FaultyStore) -> None:
     save_arrays(repo, {"a": array(1)})
     faults.inject(fail_before("read_into"))
     assert not verify(repo).is_damaged
 
 
-def test_unreadable_objects_are_reported_but_not_marked(repo: Repository, faults: FaultyStore) -> None:
+def test_unreadable_objects_are_reported_and_not_marked(repo: Repository, faults: FaultyStore) -> None:
     bad, _ = save_arrays(repo, {"a": array(1)}), save_arrays(repo, {"a": array(2)}, step=1)
     faults.inject(fail_before("read_into", times=99, key=only_blob(repo, bad)))
     found = verify(repo)
@@ -274,7 +274,7 @@ def test_a_lying_disk_is_detected(repo: Repository, faults: FaultyStore) -> None
     assert len(verify(repo).damaged) == 1
 
 
-def test_equal_objects_of_other_uploaders_are_different_blobs(repo: Repository) -> None:
+def test_equal_objects_of_different_uploaders_are_different_blobs(repo: Repository) -> None:
     one, two = (save_arrays(repo, {"a": array(1)}, step=step) for step in range(2))
     flip(repo, only_blob(repo, one), DATA_OFFSET)
     (damaged,) = verify(repo).damaged
@@ -287,7 +287,9 @@ def test_equal_objects_of_other_uploaders_are_different_blobs(repo: Repository) 
 
 
 @pytest.mark.parametrize("by_frames", [False, True])
-def test_marked_blobs_are_damage_without_a_full_read(repo: Repository, faults: FaultyStore, by_frames: bool) -> None:
+def test_marked_blobs_count_as_damaged_without_a_full_read(
+    repo: Repository, faults: FaultyStore, by_frames: bool
+) -> None:
     commits = [save_arrays(repo, {"a": array(step)}, step=step) for step in range(3)]
     key = only_blob(repo, commits[1])
     blob = BlobHash(hash_in(key))
@@ -304,7 +306,7 @@ def test_marked_blobs_are_damage_without_a_full_read(repo: Repository, faults: F
     assert verify(repo, mode="exists").damaged == ()
 
 
-def test_marked_blobs_are_in_each_sample(repo: Repository) -> None:
+def test_every_sample_includes_marked_blobs(repo: Repository) -> None:
     commits = [save_arrays(repo, {"a": array(step)}, step=step) for step in range(9)]
     key = only_blob(repo, commits[4])
     blob = BlobHash(hash_in(key))

@@ -1,4 +1,4 @@
-"""Adapters of casckpt and its peers. Importing one does not import its library."""
+"""Adapters for casckpt and its peers. Importing an adapter does not import its library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GROUPS = {"default": DEFAULT, "none": (), "olmo": ("olmo-0.1.0", "olmo-3.0.0"), 
 
 
 def peer_class(name: str) -> type[Peer]:
-    """Return the adapter with a name."""
+    """Return the adapter with this name."""
     return Casckpt if name == Casckpt.name else PEERS[name]
 
 

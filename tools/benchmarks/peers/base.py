@@ -20,7 +20,7 @@ DCP_SAVE, DCP_LOAD, DCP_PART = "save through DCP", "load through DCP", "part thr
 
 @dataclass
 class Part:
-    """A box of a tensor: its position in the whole tensor, and its memory."""
+    """A box of a tensor, with its position in the whole tensor and its memory."""
 
     data: torch.Tensor
     shape: tuple[int, ...]
@@ -28,14 +28,14 @@ class Part:
 
 
 class Peer:
-    """One way to save and load.
+    """A way to save and load.
 
     The benchmark creates one adapter for each setting, so that it can keep caches and plans.
 
     ``best``: the settings to try for each kind of work. A missing kind is not supported. ``environment``: "" or one of
-    `benchmarks.environments`. ``durable``: all bytes are on disk when ``save`` returns. Otherwise the benchmark syncs
-    files and folders, within the measured time. ``matters``: settings that change the files, so that loads with other
-    settings can share a checkpoint.
+    `benchmarks.environments`. ``durable``: whether all bytes are on disk when ``save`` returns. Otherwise, the
+    benchmark syncs files and folders within the measured time. ``matters``: the settings that change the files. Loads
+    that differ only in other settings can share a checkpoint.
     """
 
     name: ClassVar[str]
@@ -51,7 +51,7 @@ class Peer:
 
     @classmethod
     def as_saved(cls, setting: Setting) -> Setting:
-        """Return the part of a setting that changes the files."""
+        """Return the part of a setting that affects the files."""
         return {name: value for name, value in setting.items() if name in cls.matters}
 
     @classmethod
@@ -61,11 +61,11 @@ class Peer:
 
     @classmethod
     def absent(cls) -> str | None:
-        """Return the reason why the peer cannot be used here, or None."""
+        """Return the reason why the peer cannot be used here, or None if it can."""
         return None
 
     def save(self, state: State, folder: Path) -> Mapping[str, float] | None:
-        """Save into ``folder``. May return additional figures."""
+        """Save into ``folder``. This may return additional figures."""
         raise NotImplementedError
 
     def load(self, state: State, folder: Path) -> Mapping[str, float] | None:
@@ -77,11 +77,11 @@ class Peer:
         raise NotImplementedError
 
     def start_save(self, state: State, folder: Path) -> Callable[[], object]:
-        """Begin to save. Returns as soon as the state may change. The returned function waits for the end."""
+        """Begin to save. Return as soon as the state may change. The returned function waits for the end."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """End background work."""
+        """Finish background work."""
 
 
 def missing(*modules: str) -> str | None:

@@ -11,7 +11,7 @@ NAME = "before"
 
 
 class Before(Casckpt):
-    """The earlier tree. The adapter in that tree has the same name as casckpt's adapter here."""
+    """The earlier tree. The adapter there has the same name as casckpt's adapter here."""
 
     name = NAME
     environment = NAME

@@ -28,15 +28,15 @@ from benchmarks.peers.base import (
 if TYPE_CHECKING:
     from benchmarks.peers.base import State
 
-_LATE = {"sync": False}  # synced by the benchmark, several files at once
+_LATE = {"sync": False}  # synced by the benchmark, several files at a time
 
 
 class Dcp(Peer):
-    """``threads``: writers, each with a file. ``sync``: DCP syncs the files. ``cache``: DCP keeps plans.
+    """DCP. ``threads``: the writer threads, each with one file. ``sync``: DCP syncs the files.
 
-    ``hf``: HuggingFaceStorageWriter, with one file for each thread. ``process``: asynchronous saves by a process,
-    staged in shared memory; without it, by a thread, staged in memory that is reused. ``pinned``: that memory is
-    pinned.
+    ``cache``: DCP keeps plans. ``hf``: use HuggingFaceStorageWriter, with one file for each thread. ``process``: a
+    process performs asynchronous saves, staged in shared memory; otherwise, a thread does, staged in memory that is
+    reused. ``pinned``: that memory is pinned.
     """
 
     name = "dcp"
@@ -109,7 +109,7 @@ class Dcp(Peer):
             async_stager=self._kept_stager(),
         )
         if hasattr(found, "staging_completion"):
-            found.staging_completion.result()  # the state must not change before staging ends
+            found.staging_completion.result()  # the state must not change before staging has finished
             found = found.upload_completion
         wait: Callable[[], object] = found.result
         return wait
@@ -142,7 +142,7 @@ class Dcp(Peer):
         return dcp.FileSystemReader(folder)
 
     def _kept_stager(self) -> Any:
-        """Return a stager that copies into the same memory each time; for a process, into shared memory."""
+        """Return a stager that copies into the same memory each time (for a process, into shared memory)."""
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         shared = self.setting.get("process", False)
@@ -160,7 +160,7 @@ def _library() -> Any:
 
 
 def _open_group() -> None:
-    """Create a process group for this process alone. Without one, DCP does not start a process."""
+    """Create a process group with only this process. Without one, DCP does not start a process."""
     dist: Any = import_module("torch.distributed")
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     if not dist.is_initialized():
@@ -169,7 +169,7 @@ def _open_group() -> None:
 
 
 def _dealt_out(state: State, files: int) -> dict[str, int]:
-    """Map tensors to files, numbered from 1, balanced by bytes."""
+    """Map tensors to files, which are numbered from 1 and balanced by bytes."""
     loads = [0] * files
     dealt: dict[str, int] = {}
     for name in sorted(state, key=lambda name: -state[name].nbytes):
@@ -180,7 +180,7 @@ def _dealt_out(state: State, files: int) -> dict[str, int]:
 
 
 def box_class() -> Any:
-    """Return the class of tensors with memory for only one box. It is created once torch is imported."""
+    """Return the class of tensors that have memory for only one box. It is created when torch has been imported."""
     import torch
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 

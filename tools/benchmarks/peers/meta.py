@@ -17,8 +17,9 @@ _ITEM = "model"
 class TorchCheckpointing(Peer):
     """Uses buffered I/O, because its direct I/O fails on sizes that are not a multiple of the block size.
 
-    ``format``: "torch", or "safetensors". ``split``: two items, so two files written by two threads. ``async``: staged
-    in shared memory and written by a separate process. ``reshard``: with the metadata for loads on different ranks.
+    ``format``: "torch" or "safetensors". ``split``: two items, and therefore two files, which two threads write.
+    ``async``: the state is staged in shared memory and written by a separate process. ``reshard``: write the metadata
+    for loads on different ranks.
     """
 
     name = "torch_checkpointing"
@@ -45,14 +46,14 @@ class TorchCheckpointing(Peer):
         self._manager().save(str(folder), self._items(state))
 
     def load(self, state: State, folder: Path) -> None:
-        """See `Peer.load`. It fills in place."""
+        """See `Peer.load`. It fills tensors in place."""
         self._manager().load(str(folder), into=self._items(state))
 
     def start_save(self, state: State, folder: Path) -> Callable[[], object]:
         """See `Peer.start_save`."""
         manager = self._manager()
         future = manager.save(str(folder), self._items(state))
-        with manager.lock():  # the state must not change until staging ends
+        with manager.lock():  # the state must not change until staging has finished
             wait: Callable[[], object] = future.result
             return wait
 

@@ -1,4 +1,4 @@
-"""OLMo-core: the early checkpointer (0.1.0) and that of its trainer (3.0.0), each in a separate environment."""
+"""OLMo-core: the early checkpointer (0.1.0) and the trainer's checkpointer (3.0.0), each in its own environment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Olmo1(Peer):
-    """Release 0.1.0. Its check for NaN is off, as in its own loads."""
+    """Release 0.1.0. Its NaN check is off, as in its own loads."""
 
     name = "olmo-0.1.0"
     environment = "olmo-0.1.0"
@@ -39,7 +39,7 @@ class Olmo1(Peer):
 
 
 class Olmo3(Peer):
-    """Release 3.0.0. ``threads``: those of its writer and reader."""
+    """Release 3.0.0. ``threads``: the number of threads of its writer and reader."""
 
     name = "olmo-3.0.0"
     environment = "olmo-3.0.0"
@@ -70,7 +70,7 @@ class Olmo3(Peer):
 
 
 def _mend_for_this_torch() -> None:
-    """Restore a private method of Shard that 0.1.0 calls and torch has since renamed."""
+    """Restore a private method of Shard that version 0.1.0 calls and that torch has since renamed."""
     from torch.distributed.tensor import Shard
 
     if hasattr(Shard, "_local_shard_size_on_dim"):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Casckpt(Peer):
-    """``verify``: verify digests in loads. ``kept``: load from an open store.
+    """casckpt. ``verify``: verify digests in loads. ``kept``: load from a store that is already open.
 
     ``frozen``: declare everything except the adapters as unchanged. ``cell_bytes``: the cell size of a new store.
     ``page_cache``: as in `casckpt.open`. ``through_dcp``: use `torch.distributed.checkpoint` with casckpt's storage
@@ -70,7 +70,7 @@ class Casckpt(Peer):
         )
 
     def save(self, state: State, folder: Path) -> Mapping[str, float]:
-        """Save as in a training step: the store remains open between steps."""
+        """Save as a training step does: the store remains open between steps."""
         if self.setting.get("through_dcp"):
             return self._save_through_dcp(state, folder)
         found = self._store(folder).save({"model": state}, **self._options(folder))
@@ -90,7 +90,7 @@ class Casckpt(Peer):
         return self._store(folder).save_async({"model": state}, **self._options(folder)).result
 
     def load(self, state: State, folder: Path) -> Mapping[str, float]:
-        """Load as in a job that starts: the store is reopened."""
+        """Load as a job that starts does: the store is reopened."""
         return self._load({"model": state}, folder)
 
     def load_part(self, parts: Mapping[str, Part], folder: Path) -> Mapping[str, float]:
@@ -108,7 +108,7 @@ class Casckpt(Peer):
 
     def _load(self, state: dict[str, Any], folder: Path) -> Mapping[str, float]:
         store = self._store(folder) if self.setting.get("kept") else self._open(folder)
-        storage: Any = store.repository.storage  # a folder, which counts
+        storage: Any = store.repository.storage  # a folder, which counts bytes
         before, verify = storage.counts.bytes_read, self.verifies(self.setting)
         if self.setting.get("through_dcp"):
             from torch.distributed.checkpoint.state_dict_loader import load
@@ -144,7 +144,7 @@ class Casckpt(Peer):
 
 
 def is_frozen(key: str) -> bool:
-    """Return whether this key belongs to the backbone and is not an adapter."""
+    """Return whether this key belongs to the backbone rather than to an adapter."""
     return not key.startswith(f"model.{ADAPTERS}")
 
 

@@ -20,8 +20,9 @@ _FILE = "state.safetensors"
 class Safetensors(Peer):
     """Settings of safetensors.
 
-    ``way``: "file", load_file and copy; "open", safe_open with ``threads`` threads that copy. ``gpu``: only for states
-    on a GPU. In this case, "file" loads onto the GPU, and "prefetch" uses the reader threads of version 0.9.
+    ``way``: "file" means load_file and a copy; "open" means safe_open and ``threads`` threads that copy. ``gpu``: only
+    for states on a GPU; in this case, "file" loads onto the GPU, and "prefetch" uses the reader threads of version
+    0.9.
     """
 
     name = "safetensors"
@@ -96,6 +97,6 @@ class Safetensors(Peer):
 
 
 def device_of(state: State) -> str:
-    """Return the device of a state, in safetensors' form."""
+    """Return the device of a state in the form that safetensors uses."""
     tensor: torch.Tensor = next(iter(state.values()))
     return "cpu" if tensor.is_cpu else f"cuda:{tensor.device.index or 0}"

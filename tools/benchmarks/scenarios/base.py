@@ -1,4 +1,4 @@
-"""The common parts of all scenarios: options, teams of workers, cases of peers."""
+"""The common parts of all scenarios: options, teams of workers, and cases for peers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LOADS = (LOAD, PART, RESTART, DCP_LOAD, DCP_PART)
 
 @dataclass
 class Options:
-    """The options of a run. ``size``: bytes of a state, None for the scenario's default. ``quick``: a smoke run.
+    """The options of a run. ``size``: the bytes of a state, or None for the scenario's default. ``quick``: a smoke run.
 
     ``before``: the tree of the peer of that name. ``full``: include sizes that take a long time. ``traces``: the
     folder of traces. ``device``: torch's name for the device that holds the states.
@@ -53,7 +53,7 @@ class Options:
 
 @dataclass
 class Bench:
-    """One scenario in progress: its options, and its workers, which end with it."""
+    """A scenario in progress: its options, and its workers, which end with it."""
 
     options: Options
     rows: list[Row] = field(default_factory=list)
@@ -68,9 +68,9 @@ class Bench:
         self._stack.close()
 
     def team(self, environment: str = "", ranks: int = 1) -> Team:
-        """Return the workers of an environment. They start on demand and after one has died, and receive all states.
+        """Return the workers of an environment. They start on demand, and restart after one of them has died.
 
-        Raises `Absent`.
+        They receive all states. Raises `Absent`.
         """
         key = (environment, ranks)
         if key in self._teams and self._teams[key].broken:
@@ -86,7 +86,7 @@ class Bench:
         return self._teams[key]
 
     def make_state(self, name: str, kind: str, size: int, *, ranks: int = 1, **more: Any) -> int:
-        """Make a state in the workers of every environment. Return its size in bytes."""
+        """Create a state in the workers of every environment. Return its size in bytes."""
         arguments = {"name": name, "kind": kind, "size": size, **more}
         if self.options.device != "cpu":  # the tasks of an earlier tree do not have this argument
             arguments["device"] = self.options.device
@@ -96,7 +96,7 @@ class Bench:
         return found
 
     def change_state(self, name: str, prefix: str = "") -> int:
-        """Change a state in all workers that have it. Return the number of bytes."""
+        """Change a state in all workers that have it. Return the number of changed bytes."""
         self._made.append((1, "states:change", {"name": name, "prefix": prefix}))
         teams = [team for (_, ranks), team in self._teams.items() if ranks == 1]
         return [int(team.call("states:change", name=name, prefix=prefix)[0]) for team in teams][-1]
@@ -114,7 +114,7 @@ class Bench:
         return rows
 
     def peers(self, work: str, *, ours: type[Peer] = Casckpt) -> Iterator[tuple[type[Peer], Setting]]:
-        """Return casckpt and every peer that does ``work``, with each setting to try."""
+        """Return casckpt and every peer that supports ``work``, with each setting to try."""
         for peer in (ours, *self.options.peers):
             settings = [self._widened(setting) for setting in peer.best.get(work, ())]
             for_gpu = [setting for setting in settings if setting.get("pinned") or setting.get("gpu")]
@@ -138,7 +138,7 @@ class Bench:
         prepare: Callable[[type[Peer], Setting, Team], None] | None = None,
         only: Callable[[type[Peer], Setting], bool] = lambda peer, setting: True,
     ) -> list[Case]:
-        """Return a case for each peer and setting. If a peer is absent, its row gives the reason."""
+        """Return a case for each peer and setting. If a peer is absent, its row states the reason."""
         found = []
         for peer, setting in self.peers(work):
             if only(peer, setting):
@@ -195,9 +195,9 @@ class Bench:
         return [self.limit(WAY, what, "limits:across", group=group, nbytes=size, state=state, to_gpu=to_gpu)]
 
     def several(self, counts: Sequence[int]) -> Sequence[int]:
-        """Return numbers of threads for a limit of the machine.
+        """Return the thread counts with which to measure a limit of the machine.
 
-        These are ``counts`` or, on a machine with many cores, half and all of them.
+        These are ``counts`` or, on a machine with many cores, half and all of the cores.
         """
         cores = self.options.threads
         return counts if cores <= max(counts) else (cores // 2, cores)

@@ -19,7 +19,7 @@ _CLIENTS = ("s3fs", "obstore")
 
 
 def s3(options: Options) -> ScenarioResult:
-    """Use one process and one server (SeaweedFS) on the same machine, which share the cores."""
+    """Use one process and one server (SeaweedFS), which share the cores of the same machine."""
     with Bench(options) as bench:
         size = bench.make_state(_STATE, "model", options.size_or(_USUAL))
         bench.team().call("buckets:start", folder=bench.place(), state=_STATE)

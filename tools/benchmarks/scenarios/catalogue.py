@@ -21,7 +21,7 @@ FIRST, LATER, NEWER = "first look", "later look", "after one more checkpoint"
 
 @dataclass
 class _Store:
-    """The location of the store, and its current size."""
+    """The location and current size of the store."""
 
     folder: str
     blobs: int
@@ -34,7 +34,7 @@ class _Store:
 def catalogue(options: Options) -> ScenarioResult:
     """Run each operation in a new process.
 
-    The first ones have an empty catalogue, and the store's files are cached.
+    The first operations start with an empty catalogue. The store's files are in the page cache.
     """
     checkpoints, blobs = (20, 20) if options.quick else (1000, 1000)
     options.rounds = min(options.rounds, _ROUNDS)
@@ -75,7 +75,7 @@ def _case(bench: Bench, store: _Store, group: str, what: str) -> Case:
         cache = store.cache(f"{what} later")
         if not Path(cache).exists():
             look(cache)
-        look(cache)  # other cases may have added a checkpoint since
+        look(cache)  # other cases may have added a checkpoint in the meantime
         return look(cache)
 
     def newer(_: int) -> Measured:

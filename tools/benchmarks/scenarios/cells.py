@@ -1,4 +1,4 @@
-"""The cost of a cell in addition to its bytes, and the resulting limit for one process with any number of cores."""
+"""The cost of a cell beyond that of its bytes, and the resulting limit for a process with any number of cores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WANTED = 100.0  # GB/s
 def cells(options: Options) -> ScenarioResult:
     """Measure the CPU time that additional cells take.
 
-    It bounds the time for which each cell holds the interpreter.
+    It is an upper bound for the time in which each cell blocks the interpreter.
     """
     with Bench(options) as bench:
         size = bench.make_state(_STATE, "model", options.size_or(_USUAL))
@@ -57,7 +57,7 @@ def _is_ours(peer: type[Peer], setting: Setting) -> bool:
 
 
 def _ceiling(rows: list[Row], group: str, size: int) -> float | None:
-    """Return the bytes of a large cell per second of a cell's cost, if that is measurable."""
+    """Return the size of a large cell divided by the cost of a cell in seconds, if it is measurable."""
     small, large = (row.median("cpu") for row in rows if row.group == group)
     if small is None or large is None or small <= large:
         return None

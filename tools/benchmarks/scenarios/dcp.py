@@ -1,4 +1,4 @@
-"""Saves and loads through torch.distributed.checkpoint: casckpt's storage writer and reader against DCP's own."""
+"""Saves and loads through torch.distributed.checkpoint: casckpt's storage writer and reader compared with DCP's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SAVE, _LOAD, _PART = "save", "load", "1/8"
 
 
 def through_dcp(options: Options) -> ScenarioResult:
-    """Measure a full durable save, full loads, and loads of one eighth of every tensor along its first dimension."""
+    """Measure a full durable save, full loads, and loads of an eighth of every tensor along its first dimension."""
     with Bench(options) as bench:
         size = bench.make_state("state", "model", options.size_or(_USUAL))
         cases = full_saves(bench, size, work=DCP_SAVE)

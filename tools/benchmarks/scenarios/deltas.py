@@ -1,4 +1,4 @@
-"""The savings and costs of encodings and deltas, for states of real training runs."""
+"""The savings and costs of encodings and deltas for states of real training runs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _TRACES = {"rl": "RL, 1e-6", "ft": "fine-tuning, 2e-5", "gpt": "from scratch, 6e
 _QUICK = {"quick": "smoke run"}
 _SAVES, _FEW = 64, 8
 _GIB = 1 << 30
-_LIMITS = {"weights": 0.68, "master": 0.845, "exp_avg": 0.845, "exp_avg_sq": 0.81}  # of planes, each part
-_LOAD = 2.4  # with two cores, 1.2 times the load of raw cells from a bucket at 1 GB/s
+_LIMITS = {"weights": 0.68, "master": 0.845, "exp_avg": 0.845, "exp_avg_sq": 0.81}  # for planes, by part
+_LOAD = 2.4  # with two cores: 1.2 times the load time of raw cells from a bucket at 1 GB/s
 _RUN, _ALONE, _STATES, _DELTAS = "versions of RL", "alone", "whole states, ", "; deltas of weights"
-_WHOLE = (  # of states this many steps apart
+_WHOLE = (  # for states this many steps apart
     (10, "matrices", 0.81),
     (10, "matrices" + _DELTAS, 0.73),
     (10, "matrices, float32", 0.83),
@@ -34,7 +34,7 @@ _KINDS = {"alone": (OURS, "zstd-1", "zipnn", "dcp"), "delta": (OURS, "zstd-1")}
 def deltas(options: Options) -> ScenarioResult:
     """Encode encoder matrices, or whole states.
 
-    Everything is decoded and compared. The traces come from training runs of some minutes, and are kept.
+    Everything is decoded and compared. The traces come from training runs of a few minutes, and are kept.
     """
     with Bench(options) as bench:
         traces = _QUICK if options.quick else _TRACES
@@ -49,7 +49,7 @@ def deltas(options: Options) -> ScenarioResult:
 def runs(options: Options) -> ScenarioResult:
     """Save versions of an RL training run through `Store.save`.
 
-    A bucket is a folder behind a connection of limited speed.
+    The bucket is a folder behind a connection of limited speed.
     """
     with Bench(options) as bench:
         name = next(iter(_QUICK if options.quick else _TRACES))
@@ -82,7 +82,7 @@ def _case_of(bench: Bench, row: Row, task: str, **arguments: Any) -> Case:
 
 
 def _run_checks(rows: list[Row]) -> list[Check]:
-    """Return the targets for each location, with deltas."""
+    """Return the targets for each location with deltas."""
     found = [row for row in rows if row.what == "auto"]
     return [
         check
@@ -97,7 +97,7 @@ def _run_checks(rows: list[Row]) -> list[Check]:
 
 
 def coded(options: Options) -> ScenarioResult:
-    """Save enough bytes to measure a speed: RL versions, and noise, which cannot be shortened."""
+    """Save enough bytes to measure a speed: RL versions, and noise, which cannot be compressed."""
     with Bench(options) as bench:
         name = next(iter(_QUICK if options.quick else _TRACES))
         bench.team().call("deltas:make", folder=_folder(bench), name=name)
@@ -131,7 +131,7 @@ def _coded_checks(rows: list[Row]) -> Iterator[Check]:
 
 
 def coding(options: Options) -> ScenarioResult:
-    """Encode and decode 1 GiB of RL weights in one thread: each version alone, and against the previous one."""
+    """Encode and decode 1 GiB of RL weights in one thread: each version alone, and each against the previous one."""
     with Bench(options) as bench:
         name = next(iter(_QUICK if options.quick else _TRACES))
         bench.team().call("deltas:make", folder=_folder(bench), name=name)
@@ -145,7 +145,7 @@ def _folder(bench: Bench) -> str:
 
 
 def _case(bench: Bench, row: Row, task: str, **arguments: Any) -> Case:
-    """Return a case with the same bytes in each round, so one round is enough."""
+    """Return a case with the same bytes in each round, so that one round is enough."""
 
     def run(number: int) -> Measured:
         if number:
@@ -156,7 +156,7 @@ def _case(bench: Bench, row: Row, task: str, **arguments: Any) -> Case:
 
 
 def _versions(bench: Bench, name: str) -> Iterator[Case]:
-    """Encode a run of versions, and count the bytes that a load of any of them needs."""
+    """Encode a run of versions, and count the bytes that loading any of them needs."""
     saves = _FEW if bench.options.quick else _SAVES
     peers = {"zstd-1": ("XOR with the one before, two alone", saves // 2),
              "zipnn": ("", 1), "dcp": ("zstd extension", 1), "raw": ("", 1)}  # fmt: skip
@@ -167,7 +167,7 @@ def _versions(bench: Bench, name: str) -> Iterator[Case]:
 
 
 def _distances(bench: Bench, name: str, about: str, steps: Sequence[int]) -> Iterator[Case]:
-    """Compare, for one training run, the weights with earlier ones, each part alone, and whole states."""
+    """For one training run, compare the weights with earlier ones, each part alone, and whole states."""
     first, last = steps[0], steps[-1]
     half = name != "gpt"
     parts = ["weights", *(["master"] if half else []), "exp_avg", "exp_avg_sq"]
@@ -226,7 +226,7 @@ def _share(rows: list[Row], group: str, what: str, limit: float) -> Check:
 
 
 def _found(rows: list[Row], group: str, who: str, what: str | None, metric: str) -> float | None:
-    """Return a figure of the first such row."""
+    """Return a figure of the first matching row."""
     return next(
         (row.median(metric) for row in rows if (row.group, row.who) == (group, who) and what in (None, row.what)), None
     )

@@ -1,4 +1,4 @@
-"""The cost of a save does not depend on history: its storage requests after 100 saves of its run, and after 100,000."""
+"""The storage requests of a save do not depend on whether its run has had 100 saves before or 100,000."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COUNTS = ("requests", "names", "nbytes")
 
 
 def history(options: Options) -> ScenarioResult:
-    """Count requests, and the names and bytes of listings. The bucket is a folder that reports itself as remote."""
+    """Count requests, and the names and bytes in listings. The bucket is a folder that reports itself as remote."""
     many = _QUICK if options.quick else _FULL if options.full else _MANY
     copies = 20 if options.quick else 1000
     with Bench(options) as bench:
@@ -59,7 +59,7 @@ def _latest(bench: Bench, where: str, length: int, folder: str) -> Case:
 
 
 def _checks(rows: list[Row]) -> list[Check]:
-    """Check, for each pair of saves, that the counts are equal and the times similar."""
+    """Check for each pair of saves that the counts are equal and the times are similar."""
     checks = []
     saves = [row for row in rows if row.what.startswith("save")]
     for few, many in zip(saves[::2], saves[1::2], strict=True):

@@ -1,4 +1,4 @@
-"""Loads by one process: everything, or one eighth of every tensor; from the page cache, or from the disk."""
+"""Loads by one process: everything or an eighth of every tensor, from the page cache or from the disk."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _load_checks(rows: list[Row]) -> list[Check]:
 
 
 def _bounded(rows: list[Row]) -> list[Row]:
-    """Name the limits of a load: reading, and with verification, reading and hashing in one pass from memory."""
+    """Set the limits of a load: reading or, with verification, reading and hashing in one pass from memory."""
     for row in (row for row in rows if not row.limit):
         row.bounds = [_RAW]
         if row.verified:
@@ -54,7 +54,7 @@ def _bounded(rows: list[Row]) -> list[Row]:
 
 
 def partial(options: Options) -> ScenarioResult:
-    """Load one eighth of every tensor along its first dimension, as one of eight ranks would."""
+    """Load an eighth of every tensor along its first dimension, as one of eight ranks would."""
     with Bench(options) as bench:
         size = bench.make_state(_STATE, "model", options.size_or(_USUAL))
         cases = [*loads(bench, PART, size // 8), *raw_reads(bench, size // 8, eighth=_EIGHTH)]
@@ -76,7 +76,7 @@ def read_factor(row: Row | None) -> float | None:
 
 
 def excess(row: Row | None) -> float | None:
-    """Count the cells read unnecessarily: verification may read an additional cell at each end of a tensor's range."""
+    """Count unnecessarily read cells: verification may read an additional cell at each end of a tensor's range."""
     asked, wanted, ranges = (median_of(row, name) for name in ("bytes_asked", "bytes_wanted", "ranges"))
     if asked is None or wanted is None or not ranges:
         return None
@@ -84,7 +84,7 @@ def excess(row: Row | None) -> float | None:
 
 
 def our_row(rows: list[Row], group: str, *, verify: bool) -> Row | None:
-    """Return the best row of casckpt in a group."""
+    """Return casckpt's best row in a group."""
     found = [row for row in rows if row.who == OURS and row.group == group and ("verify=no" not in row.what) is verify]
     return best(found, OURS, "durable")
 
@@ -97,7 +97,7 @@ def our_time(rows: list[Row], group: str, *, verify: bool) -> float | None:
 def loads(
     bench: Bench, work: str, size: int, *, state: str = _STATE, groups: tuple[str, ...] = (WARM, COLD)
 ) -> list[Case]:
-    """Measure warm and cold loads of a checkpoint that each peer has saved before."""
+    """Measure warm and cold loads of a checkpoint that each peer has saved beforehand."""
     saved: dict[str, str] = {}
 
     def key(peer: type[Peer], setting: Setting) -> str:
@@ -126,7 +126,7 @@ def loads(
 
 
 def raw_reads(bench: Bench, size: int, *, eighth: int | None = None) -> list[Case]:
-    """Measure the limits of memory and disk: warm reads by threads, and cold reads, buffered and direct."""
+    """Measure the limits of memory and disk: warm reads by threads, and buffered and direct cold reads."""
     place = bench.place()
     bench.team().call("limits:put_state", folder=place, state=_STATE)
     more: dict[str, Any] = {"state": _STATE, "folder": place, "eighth": eighth}

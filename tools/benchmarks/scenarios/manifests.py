@@ -1,4 +1,4 @@
-"""A manifest of a million extents, which rank 0 creates and every rank reads."""
+"""A manifest with a million extents, which rank 0 creates and every rank reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MANY, _PART_SECONDS, _PART = 1000, 0.1, 1 / 100
 def manifest(options: Options) -> ScenarioResult:
     """Use 10,000 tensors that 100 ranks wrote.
 
-    One of 8 ranks reads a part of each, and one of 1,000 ranks reads a few of them.
+    One of 8 ranks reads part of each tensor, and one of 1,000 ranks reads a few tensors.
     """
     tensors, shards, many = (40, 16, 20) if options.quick else (10_000, 100, _MANY)
     with Bench(options) as bench:

@@ -1,4 +1,4 @@
-"""The extra memory of saves and loads, at several sizes, in a new process for each size."""
+"""The additional memory of saves and loads at several sizes, with a new process for each size."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from benchmarks.scenarios.base import BLOB, Absent, Bench, Options, described
 from benchmarks.teams import Team
 
 _USUAL = 2 << 30
-_ROUNDS = 2  # a peak hardly varies
+_ROUNDS = 2  # the peak hardly varies
 
 
 def memory(options: Options) -> ScenarioResult:
-    """Use a quarter, a half and all of the size.
+    """Use states of a quarter, half and all of the size.
 
-    Loads read from the page cache. The settings of saves apply to loads too.
+    Loads read from the page cache. The settings of saves also apply to loads.
     """
     whole = options.size_or(_USUAL)
     sizes = (whole // 4, whole // 2, whole)
@@ -46,7 +46,7 @@ def _buffers(rows: list[Row], group: str, threads: int) -> float | None:
 
 
 def _cases(bench: Bench, peer: type[Peer], setting: Setting, size: int) -> list[Case]:
-    """Return a save, and a load after it in the same process. The first case of a round does both."""
+    """Return a save and a later load in the same process. The first case of a round performs both."""
     waiting: dict[str, list[Measured]] = {SAVE: [], LOAD: []}
 
     def run(work: str) -> Measured:

@@ -1,4 +1,4 @@
-"""Plans of writes for simulated ranks with 1,000 tensors each."""
+"""Write plans for simulated ranks with 1,000 tensors each."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from benchmarks.scenarios.saving import time_of
 _RANKS = (4, 256, 1024, 4096)
 _KINDS = ("replicas", "shards", "hsdp")
 _TENSORS = 1000
-_MANY = 4096  # the number of ranks for which DCP has only one round: making its input takes minutes
+_MANY = 4096  # the number of ranks for which DCP has only one round, because creating its input takes minutes
 _ROUNDS = 3
 
 
 def plan(options: Options) -> ScenarioResult:
-    """The first plan that rank 0 makes from the messages of all ranks.
+    """Measure the first plan that rank 0 computes from the messages of all ranks.
 
-    Both libraries keep the plan while nothing changes. "replicas": all ranks hold the same tensors; "shards": each
-    holds its rows; "hsdp": rows over 8 ranks, the same in each group of 8. For 4,096 ranks, DCP has only one round.
+    Both libraries keep the plan as long as nothing changes. "replicas": all ranks hold the same tensors; "shards":
+    each rank holds its rows; "hsdp": rows over 8 ranks, identical in each group of 8. For 4,096 ranks, DCP has only
+    one round.
     """
     ranks, tensors = ((4, 16), 50) if options.quick else (_RANKS, _TENSORS)
     options.rounds = min(options.rounds, _ROUNDS)

@@ -1,6 +1,6 @@
-"""Loads on different ranks than those of the save, over real gloo process groups.
+"""Loads on other ranks than those that saved, over real gloo process groups.
 
-If there are more ranks than cores, they take turns.
+If there are more ranks than cores, the ranks take turns.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from benchmarks.teams import Team
 _USUAL = 256 << 20  # 8192 x 8192 in float32
 _ROWS, _COLUMNS = "rows", "columns"
 _ONE = "1 thread"
-_SLOW = "olmo-0.1.0"  # its loads of columns take time that is quadratic in the number of rows
+_SLOW = "olmo-0.1.0"  # the time to load columns is quadratic in the number of rows
 
 
 @dataclass(frozen=True)
 class Move:
-    """A move from one number of ranks and sharding to another. ``form``: small, or the requested size."""
+    """A change of the number of ranks and the sharding. ``form``: small, or the requested size."""
 
     source: int
     saved: str
@@ -36,7 +36,7 @@ class Move:
 
     @property
     def name(self) -> str:
-        """Return the name of its group of rows."""
+        """Return the name of the group of rows."""
         small = ", 2048 x 64" if self.form == "narrow" else ""
         return f"{self.source} {self.saved} to {self.target} {self.loaded}{small}"
 
@@ -57,9 +57,9 @@ _TINY = Move(4, _COLUMNS, 2, _ROWS, "narrow")
 
 
 def reshard(options: Options) -> ScenarioResult:
-    """Let every rank load its shard of one matrix.
+    """Let every rank load its shard of a matrix.
 
-    The time is that of the slowest rank. Files are in the page cache.
+    The time is the time of the slowest rank. Files are in the page cache.
     """
     moves = [*MOVES, *([_TINY] if any(peer.name == _SLOW for peer in options.peers) else [])]
     with Bench(options) as bench:

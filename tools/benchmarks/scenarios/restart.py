@@ -1,4 +1,4 @@
-"""A save, and loads by different processes, as in a job that restarts or in evaluations of one checkpoint."""
+"""A save, and loads by other processes, as in a job that restarts or in evaluations of a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _USUAL = 1 << 30
 _READERS = 8
 FIRST, AGAIN, WARM = "first load", "second load", "warm load"
 _LOADS = {FIRST: "", AGAIN: "", WARM: "warm"}
-"""The loads in this order, and how the page cache is prepared for each."""
+"""The loads in order, and how the page cache is prepared for each of them."""
 _WHO = {FIRST: slice(0, 1), AGAIN: slice(1, 2), WARM: slice(1, 2)}
-"""Which of the processes loads, where only one loads at a time."""
+"""Which of the processes loads if only one loads at a time."""
 
 
 def restart(options: Options) -> ScenarioResult:
-    """Until all files are read for the warm load, only the save and the loads touch the page cache.
+    """Until all files are read for the warm load, only the save and the loads use the page cache.
 
-    Eight processes load an eighth of the size each, and all load the same bytes.
+    Eight processes each load a state of an eighth of the size. All of them load the same bytes.
     """
     whole = options.size_or(_USUAL)
     with Bench(options) as bench, ExitStack() as stack:
@@ -66,7 +66,7 @@ def _time(rows: Sequence[Row], group: str, what: str) -> float | None:
 
 
 class _Readers:
-    """Processes that only load, without a process group. They start on demand."""
+    """Processes that only load and do not form a process group. They start on demand."""
 
     def __init__(self, bench: Bench, stack: ExitStack) -> None:
         self._bench, self._stack = bench, stack
@@ -74,7 +74,7 @@ class _Readers:
         self._made: set[tuple[Team, str]] = set()
 
     def load(self, peer: type[Peer], size: int, which: slice, job: dict[str, Any]) -> Measured:
-        """Load once in each of some processes at the same time."""
+        """Load once in each of several processes at the same time."""
         teams = self._of(peer)[which]
         for team in teams:
             if (team, job["state"]) not in self._made:
@@ -102,7 +102,7 @@ class _Subject(NamedTuple):
 
 
 def _cases(bench: Bench, readers: _Readers, subject: _Subject) -> list[Case]:
-    """Return the loads of one checkpoint. The first case of a round does all of them, in order."""
+    """Return the loads of a checkpoint. The first case of a round performs all of them in order."""
     peer, setting, size, count = subject
     waiting: dict[str, list[Measured]] = {load: [] for load in _LOADS}
 

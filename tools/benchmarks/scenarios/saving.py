@@ -1,4 +1,4 @@
-"""Saves by one process: a whole state, an unchanged one, a mostly frozen one, and one in the background."""
+"""Saves by one process: a new state, an unchanged one, a mostly frozen one, and one in the background."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def save(options: Options) -> ScenarioResult:
 
 
 def resave(options: Options) -> ScenarioResult:
-    """Measure a save of a state that has not changed since the last save. The peers write all of it again."""
+    """Measure a save of a state that has not changed since the last save. Peers rewrite all of it."""
     with Bench(options) as bench:
         size = bench.make_state(_STATE, "model", options.size_or(_USUAL))
         hashes = raw_hashes(bench, size)
@@ -99,7 +99,7 @@ def in_background(options: Options) -> ScenarioResult:
     """
     with Bench(options) as bench:
         size = bench.make_state(_STATE, "model", options.size_or(_USUAL))
-        place = bench.place()  # used only by casckpt, whose store remains open
+        place = bench.place()  # only casckpt uses this, because its store remains open
 
         def run(peer: type[Peer], setting: Setting, team: Team, _: int) -> Measured:
             team.call("states:change", name=_STATE)
@@ -126,7 +126,7 @@ def in_background(options: Options) -> ScenarioResult:
 
 
 def full_saves(bench: Bench, size: int, *, ours: bool = True, state: str = _STATE, work: str = SAVE) -> list[Case]:
-    """Measure saves into a new location each time. They are checked by a load and removed."""
+    """Measure saves, each into a new location. Each save is checked by a load and then removed."""
 
     def run(peer: type[Peer], setting: Setting, team: Team, _: int) -> Measured:
         return saved_once(bench, team, {"peer": peer.name, "setting": setting, "state": state})
@@ -135,7 +135,7 @@ def full_saves(bench: Bench, size: int, *, ours: bool = True, state: str = _STAT
 
 
 def saved_once(bench: Bench, team: Team, job: Mapping[str, Any]) -> Measured:
-    """Save once into a new location, check the result and remove it."""
+    """Save once into a new location, check the result, and remove it."""
     folder = bench.place()
     try:
         measured = team.measure("storing:save", **job, folder=folder)
@@ -146,7 +146,7 @@ def saved_once(bench: Bench, team: Team, job: Mapping[str, Any]) -> Measured:
 
 
 def steps(bench: Bench, size: int, *, change: str | None = None, setting: Setting | None = None) -> list[Case]:
-    """Measure saves of one training run with casckpt into one store, after a first save that does not count."""
+    """Measure casckpt's saves of a training run into a store, after a first save that does not count."""
     job = {"peer": OURS, "setting": setting or {}, "state": _STATE, "folder": bench.place()}
 
     def run(_: type[Peer], __: Setting, team: Team, number: int) -> Measured:
@@ -188,7 +188,7 @@ def raw_hashes(bench: Bench, size: int, group: str = "") -> Case:
 
 
 def reached(rows: list[Row], row: Row | None) -> float | None:
-    """Return the share of its binding limit that a row reaches."""
+    """Return the fraction of its binding limit that a row reaches."""
     limit = binding(rows, row) if row else None
     return over(median_of(limit, "durable"), median_of(row, "durable"))
 
@@ -199,7 +199,7 @@ def time_of(rows: list[Row], who: str, metric: str = "durable", *, group: str | 
 
 
 def memory_check(rows: list[Row], threads: int) -> Check:
-    """Check the extra memory, in blob buffers for each worker."""
+    """Check the additional memory, in blob buffers per worker."""
     row = best(rows, OURS, "durable")
     return Check("peak extra memory / blob buffers of all workers", 4.0, False,
                  over(median_of(row, "peak"), BLOB * threads))  # fmt: skip

@@ -1,4 +1,4 @@
-"""A store that answers as a hub: throughput, latency and memory, compared with static files."""
+"""A store served as a hub: throughput, latency and memory, compared with static files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CLIENTS = (1, 8)
 
 
 def serve(options: Options) -> ScenarioResult:
-    """Serve one file of weights, warm.
+    """Serve one weight file from the page cache.
 
     The same ASGI server and framework serve the exported folder as static files.
     """

@@ -1,4 +1,4 @@
-"""The cost of in-memory updates from one RL version to another, compared with complete loads."""
+"""The cost of in-memory updates from one RL version to the next, compared with complete loads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOVES = (_ONE, _ALL, _LEAST, "5 forward", "10 back")
 
 
 def update(options: Options) -> ScenarioResult:
-    """Save each version with ``compress="auto"``, update to it by one step, and load it. All of it is compared."""
+    """Save each version with ``compress="auto"``, update to it by one step, and load it. Compare all bytes."""
     with Bench(options) as bench:
         name = "quick" if options.quick else "rl"
         bench.team().call("deltas:make", folder=str(options.traces), name=name)
@@ -32,7 +32,7 @@ def update(options: Options) -> ScenarioResult:
 
 
 def _cases(bench: Bench, where: str, *, nbytes: int, **arguments: Any) -> Iterator[Case]:
-    """Return the cases. The first one does all the work, and the others report its results."""
+    """Return the cases. The first case performs all the work, and the others report its results."""
 
     def run(what: str, number: int) -> Measured:
         if number:

@@ -1,1 +1,1 @@
-"""Results on the terminal, as pictures, and as a page of the documentation."""
+"""Shows results on the terminal, as plots, and as a documentation page."""

@@ -1,4 +1,4 @@
-"""The format of figures, on the terminal and in the documentation."""
+"""How figures are formatted on the terminal and in the documentation."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from benchmarks.results import OURS, Check, Row, ScenarioResult, Spread, best, binding, over
 
-_NOISE = 64 << 10  # bytes that a process reads and writes in any case
+_NOISE = 64 << 10  # bytes that any process reads and writes
 Column = tuple[str, Callable[[Row], str]]
 
 
 def columns(scenario: ScenarioResult) -> list[Column]:
-    """Return headings and cells. Columns without values in this scenario are left out."""
+    """Return headings and cells. Omit columns that have no values in this scenario."""
     found: list[Column] = [("time", _time("durable")), ("CPU", _time("cpu"))]
     rows = scenario.rows
     if any("peak" in row.summary for row in rows):
@@ -53,7 +53,7 @@ def _short(value: float) -> str:
 
 
 def size(value: float) -> str:
-    """Bytes."""
+    """Format a number of bytes."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if value >= unit:
             return f"{_short(value / unit)} {name}"
@@ -66,7 +66,7 @@ def verdict(check: Check) -> str:
 
 
 def target(check: Check) -> tuple[str, str, str, str]:
-    """Return the cells of a target: name, limit, result, verdict."""
+    """Return the cells for a target: name, limit, result and verdict."""
     sign = "at least" if check.at_least else "at most"
     found = "" if check.value is None else _number(check.value)
     return check.text, f"{sign} {_number(check.wanted)}", found, verdict(check)
@@ -97,7 +97,7 @@ def _differ(row: Row) -> bool:
 
 
 def _of_limit(row: Row, scenario: ScenarioResult) -> str:
-    """Return the share of the binding limit that a row reaches, and the name of the limit."""
+    """Return the fraction of the binding limit that a row reaches, and the name of the limit."""
     limit = binding(scenario.rows, row, scenario.metric)
     reached = over(limit.median(scenario.metric), row.median(scenario.metric)) if limit else None
     return f"{reached:.2f} of {limit.who}" if limit and reached is not None else ""

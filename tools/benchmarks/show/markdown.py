@@ -1,4 +1,4 @@
-"""Results as pages of the site. `tools/docs` makes one from each file of docs/benchmarks/."""
+"""Results as pages of the site. `tools/docs` creates a page from each file in docs/benchmarks/."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.show import cells
 
 
 def write_pages(folder: Path, into: Path) -> None:
-    """Write a page of tables for each JSON file of ``folder`` into a new folder."""
+    """Write a page of tables for each JSON file in ``folder`` into a new folder."""
     shutil.rmtree(into, ignore_errors=True)
     into.mkdir(parents=True)
     for path in sorted(folder.glob("*.json")):
@@ -19,7 +19,7 @@ def write_pages(folder: Path, into: Path) -> None:
 
 
 def render(report: Report) -> str:
-    """Return all tables of a report."""
+    """Return all tables of a report as Markdown."""
     machine = report.machine
     parts = [
         f"# {machine['date']}: {machine.get('gpu', machine['cpu'])}\n",

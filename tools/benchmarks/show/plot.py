@@ -1,4 +1,4 @@
-"""A picture of each scenario: medians as bars, ranges as lines, a panel for each group."""
+"""A plot of each scenario: medians as bars, ranges as lines, and a panel for each group."""
 
 from __future__ import annotations
 

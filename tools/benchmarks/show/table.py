@@ -1,4 +1,4 @@
-"""Results on the terminal."""
+"""Prints results on the terminal."""
 
 from __future__ import annotations
 

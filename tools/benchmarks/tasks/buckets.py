@@ -1,6 +1,6 @@
-"""Saves and loads over S3, by casckpt and by raw clients, on one server on this machine.
+"""Saves and loads over S3 by casckpt and by raw clients, on a server on this machine.
 
-The server is the one that the tests use, and belongs to the worker that starts it.
+The server is the one that the tests use. It belongs to the worker that starts it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _NUMBERS = itertools.count()
 
 
 def start(here: Here, folder: str, state: str) -> None:
-    """Start the server with its data in ``folder``, and store the inputs of loads: a checkpoint, and raw objects."""
+    """Start the server with its data in ``folder``. Store what loads read: a checkpoint, and raw objects."""
     sys.path.append(str(Path(__file__).resolve().parents[3]))
     from tests.support import servers
 
     path = Path(folder)
     path.mkdir(parents=True)
-    server = servers.seaweed(path, memory="2GiB")  # with less, its garbage collector takes most of the time of puts
+    server = servers.seaweed(path, memory="2GiB")  # with less, garbage collection takes most of the time of puts
     server.start()
     here.kept["server"], here.kept["bucket"], here.kept["folder"] = server, server.new_bucket(), path
     _store(here, _LOADED).save({"model": here.states[state]}, step=0)
@@ -51,7 +51,7 @@ def stop(here: Here) -> None:
 
 
 def save(here: Here, state: str) -> Measured:
-    """Save once into a new store, which is then removed."""
+    """Save once into a new store, and then remove it."""
     store = _store(here, f"store-{next(_NUMBERS)}")
     store.create()
     meter = Meter()
@@ -81,7 +81,7 @@ def load(here: Here, state: str, verify: bool) -> Measured:
 
 
 def raw_put(here: Here, state: str, client: str, parallel: int) -> Measured:
-    """Put all bytes of a state as objects of 32 MiB, with this many puts in flight."""
+    """Put all bytes of a state as objects of 32 MiB, with ``parallel`` puts in flight."""
     prefix = f"raw-{next(_NUMBERS)}"
     meter = Meter()
     if client == "obstore":
@@ -94,7 +94,7 @@ def raw_put(here: Here, state: str, client: str, parallel: int) -> Measured:
 
 
 def raw_get(here: Here, state: str, client: str, parallel: int) -> Measured:
-    """Get all bytes of a state, in ranges of 8 MiB, with this many in flight, into the client's own memory."""
+    """Get all bytes of a state in ranges of 8 MiB, ``parallel`` of them in flight, into the client's own memory."""
     size = values.size_of(here.states[state])
     meter = Meter()
     if client == "obstore":
@@ -110,7 +110,7 @@ def has(here: Here, client: str) -> bool:
 
 
 def _store(here: Here, name: str) -> casckpt.Store:
-    """Return a store in the bucket without a blob cache. It is the same one for equal names."""
+    """Return a store in the bucket without a blob cache. For equal names, it is the same store."""
     import casckpt
 
     key = f"store {name}"
@@ -137,7 +137,7 @@ def _bodies(here: Here, state: str) -> Iterator[bytes]:
 
 
 def _kept_bodies(here: Here, state: str) -> Sequence[bytes]:
-    """Return the objects. They are made once, so that a raw client's time does not include this."""
+    """Return the objects. They are created once, so that a raw client's time does not include this."""
     if "bodies" not in here.kept:
         here.kept["bodies"] = list(_bodies(here, state))
     found: list[bytes] = here.kept["bodies"]
@@ -164,7 +164,7 @@ def _put_all(here: Here, prefix: str, state: str, parallel: int) -> None:
 
 
 def _ranges(size: int) -> Iterator[tuple[int, int, int]]:
-    """Return (object, offset, length) of each range."""
+    """Return (object, offset, length) for each range."""
     for number, (_, whole) in enumerate(files.pieces(size, _BLOB)):
         for offset, length in files.pieces(whole, _RANGE):
             yield number, offset, length

@@ -1,4 +1,4 @@
-"""A store of many checkpoints that is created without saves, and the cost of listing it."""
+"""A store with many checkpoints that is created without saves, and the cost of listing it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _add(repo: Repository, path: Path, draw: random.Random, step: int, count: in
         if not number:
             where.parent.mkdir(parents=True)
         fd = os.open(where, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o444)
-        os.ftruncate(fd, ref.size)  # does not take space on the disk
+        os.ftruncate(fd, ref.size)  # takes no disk space
         os.close(fd)
     made = manifests.put(repo, txid, _draft(refs, step, draw))
     commits.commit(

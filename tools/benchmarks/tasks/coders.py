@@ -1,4 +1,4 @@
-"""Coders of weights, casckpt's and others'. Each shortens an array, alone or against a different one."""
+"""Coders for weights, by casckpt and by others. Each compresses an array, alone or against a different array."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from casckpt.format.encodings.frames import decode, encode
 
 
 class Coder(Protocol):
-    """One coder. ``by_cell``: it receives cells of 1 MiB instead of whole tensors."""
+    """A coder. ``by_cell``: it receives cells of 1 MiB instead of whole tensors."""
 
     by_cell: ClassVar[bool]
 
@@ -27,7 +27,7 @@ class Coder(Protocol):
 
 
 class Ours:
-    """casckpt's frames, or the bytes themselves if a frame is not worthwhile."""
+    """casckpt's frames, or the raw bytes if encoding is not worthwhile."""
 
     by_cell: ClassVar[bool] = True
 
@@ -137,7 +137,7 @@ def view(array: Flat) -> memoryview:
 
 
 def touched(like: Flat) -> Flat:
-    """Return memory for such an array, with all pages touched."""
+    """Return memory for an array of this form, with all pages touched."""
     made: Flat = like.copy()
     made.fill(1)
     return made

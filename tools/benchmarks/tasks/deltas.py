@@ -1,4 +1,4 @@
-"""States of real training runs, encoded alone and against an earlier version. All of it is decoded and compared."""
+"""States of real training runs, encoded alone and against an earlier version. Everything is decoded and compared."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def make(here: Here, folder: str, name: str) -> tuple[int, ...]:
-    """Make a trace if it does not exist, and return its steps with whole states. The training takes some minutes."""
+    """Create a trace if it does not exist. Return its steps with whole states. Training takes a few minutes."""
     return trace_of(here, folder, name).index.steps
 
 
 def code(
     here: Here, *, folder: str, name: str, who: str, parts: Sequence[str], step: int, since: int | None, matrices: bool
 ) -> Measured:
-    """Encode the parts of a state, the first one as changes since ``since``.
+    """Encode the parts of a state. Encode the first part as changes since ``since``.
 
     Extra: the entropy bound of the changes.
     """
@@ -47,7 +47,7 @@ def code(
 
 
 def speed(here: Here, *, folder: str, name: str, who: str, work: str, nbytes: int) -> Measured:
-    """Encode or decode this many bytes of weight matrices, each version against the previous one, or alone."""
+    """Encode or decode ``nbytes`` of weight matrices, each version alone or against the previous one."""
     trace, using = trace_of(here, folder, name), coder(who)
     encoding, decoding, left, measured = Clock(), Clock(), nbytes, Measured()
     while left > 0:
@@ -62,7 +62,7 @@ def speed(here: Here, *, folder: str, name: str, who: str, work: str, nbytes: in
 
 
 def replay(here: Here, *, folder: str, name: str, who: str, saves: int, each: int) -> Measured:
-    """Encode the first versions of the matrices, each against the previous one, and every ``each``-th alone."""
+    """Encode the first versions of the matrices, each against the previous one, except every ``each``-th, alone."""
     trace, using, clock, measured, whole = trace_of(here, folder, name), coder(who), Clock(), Measured(), 0
     for number, (plain, before) in enumerate(islice(_steps(trace, first=True), saves)):
         for piece in _pieces(trace, plain.itemsize, using, matrices=True):
@@ -73,7 +73,7 @@ def replay(here: Here, *, folder: str, name: str, who: str, saves: int, each: in
 
 
 def trace_of(here: Here, folder: str, name: str) -> Trace:
-    """Return a trace. It is made if it does not exist."""
+    """Return a trace. Create it if it does not exist."""
     from benchmarks.training import trace
 
     if name not in here.kept:
@@ -83,7 +83,7 @@ def trace_of(here: Here, folder: str, name: str) -> Trace:
 
 
 def coded(clock: Clock, measured: Measured, plain: int) -> Measured:
-    """Return the cost, and the stored share of the ``plain`` bytes."""
+    """Return the cost, and the stored bytes as a fraction of the ``plain`` bytes."""
     clock.write(measured)
     measured.extra["share"] = measured.stored / plain
     return measured
@@ -97,7 +97,7 @@ def _pieces(trace: Trace, itemsize: int, using: Coder, *, matrices: bool) -> lis
 
 
 def _steps(trace: Trace, *, first: bool = False) -> Iterator[tuple[Flat, Flat]]:
-    """Yield each version with the previous one. With ``first``, yield the first version too."""
+    """Yield each version with the previous one. With ``first``, also yield the first version."""
     before: Flat | None = None
     for _, weights in trace.versions():
         if before is not None or first:
@@ -106,7 +106,7 @@ def _steps(trace: Trace, *, first: bool = False) -> Iterator[tuple[Flat, Flat]]:
 
 
 def _coded(using: Coder, plain: Flat, base: Flat | None, encoding: Clock, decoding: Clock | None = None) -> int:
-    """Return the number of stored bytes, and check them by decoding. Raises WrongBytes."""
+    """Check the stored bytes by decoding them, and return their number. Raises WrongBytes."""
     with encoding:
         stored = using.encode(plain, base)
     out: Flat = touched(plain) if base is None else base.copy()
@@ -123,13 +123,13 @@ def compare(found: Flat, wanted: Flat) -> None:
 
 
 def _bound(base: Flat, plain: Flat) -> float:
-    """Return the bytes of independent changes: the entropy of the changed elements, and of their changes."""
+    """Return the bytes needed for independent changes: the entropy of their positions and of their values."""
     changed = base != plain
     _, counts = np.unique(plain[changed] - base[changed], return_counts=True)
     return (_entropy(np.array([changed.sum(), (~changed).sum()])) + _entropy(counts)) / 8
 
 
 def _entropy(counts: npt.NDArray[np.int64]) -> float:
-    """Return the total bits for these symbol counts."""
+    """Return the total number of bits for these symbol counts."""
     counts = counts[counts > 0]
     return float(-(counts * np.log2(counts / counts.sum())).sum())

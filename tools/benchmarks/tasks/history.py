@@ -1,4 +1,4 @@
-"""Runs with a long history created without saves, and the storage requests of the next save and a first listing."""
+"""Runs with a long history that is created without saves, and the requests of the next save and a first listing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NUMBERS = itertools.count()
 
 @dataclass
 class Asked:
-    """The requests to a storage. ``names``, ``nbytes``: the number and the bytes of keys in listings."""
+    """Requests to storage. ``names``, ``nbytes``: the number of keys in listings, and their bytes."""
 
     requests: int = 0
     names: int = 0
@@ -38,7 +38,7 @@ class Asked:
 
 
 class Counting:
-    """A folder that counts requests. ``remote``: it behaves as a bucket, with pages of 1,000 names."""
+    """A folder that counts requests. ``remote``: it behaves like a bucket, with pages of 1,000 names."""
 
     def __init__(self, inner: Any, *, remote: bool) -> None:
         self.inner, self.asked, self._remote = inner, Asked(), remote
@@ -50,19 +50,19 @@ class Counting:
 
     @property
     def traits(self) -> Traits:
-        """Return the traits of a local or a remote storage."""
+        """Return the traits of local or remote storage."""
         from casckpt.storage.base import Traits
 
         return Traits(remote=self._remote, read_gap=0, parallel=4, exclusive=True)
 
     def list(self, prefix: str, *, known: Known | None = None) -> Iterator[ListedObject]:
-        """Count a request for each page."""
+        """List, and count a request for each page."""
         entries = [*self.inner.list(prefix, known=known)]
         self._count([entry.key for entry in entries])
         return iter(entries)
 
     def list_folder(self, folder: str) -> tuple[builtins.list[ListedObject], builtins.list[str]]:
-        """Count the names of folders too."""
+        """List a folder, and also count folder names."""
         entries, folders = self.inner.list_folder(folder)
         self._count([*(entry.key for entry in entries), *folders])
         return entries, folders
@@ -84,9 +84,9 @@ class Counting:
 
 @dataclass
 class _History:
-    """A store whose run has ``length`` checkpoints, each committed and announced, the last two by saves.
+    """A store whose run has ``length`` checkpoints, all committed and announced, the last two by saves.
 
-    ``store``, ``other``, ``maker``: the store on three hosts. The saves of the first one count.
+    ``store``, ``other``, ``maker``: the store on three hosts. Only saves on the first host count.
     """
 
     storage: Counting
@@ -100,7 +100,7 @@ class _History:
 
 
 def build(here: Here, where: str, case: str, length: int, folder: str) -> None:
-    """Make a run of ``length`` checkpoints. All except the last two have only records."""
+    """Create a run of ``length`` checkpoints. All except the last two have only records."""
     storage = _storage(where, folder)
     store, other = _open(storage, folder, 0), _open(storage, folder, 600 if case == CLOCKS else 0)
     store.create()
@@ -112,7 +112,7 @@ def build(here: Here, where: str, case: str, length: int, folder: str) -> None:
 
 
 def save(here: Here, where: str, case: str, length: int, copies: int) -> Measured:
-    """Return the cost of the next save, after the event that ``case`` names."""
+    """Return the cost of the next save after the event named by ``case``."""
     from casckpt.format.records import Forgotten, Restored
     from casckpt.history.commits import append
 
@@ -132,7 +132,7 @@ def save(here: Here, where: str, case: str, length: int, copies: int) -> Measure
 
 
 def latest(here: Here, where: str, length: int, folder: str) -> Measured:
-    """Count a new host's requests for the newest checkpoint of a run, after ``length`` later commits of other runs."""
+    """Count a new host's requests to find a run's newest checkpoint, after ``length`` later commits of other runs."""
     from casckpt.contents.refs import resolve
 
     key = f"{where} latest {length}"
@@ -172,7 +172,7 @@ def _storage(where: str, folder: str) -> Counting:
 
 
 def _open(storage: Counting, folder: str, ahead: int) -> Store:
-    """Open the store as on a different host, whose clock is this many seconds ahead."""
+    """Open the store as a different host would, with a clock that is this many seconds ahead."""
     from casckpt.repository.repository import Repository, microseconds
     from casckpt.store.store import Store
 
@@ -192,9 +192,9 @@ def _save(history: _History, store: Store | None = None) -> None:
 def _synthesize(
     history: _History, run: str, count: int, began: datetime, *, first: int = 0, copied: bool = False
 ) -> Commit | None:
-    """Write the records of ``count`` checkpoints, 30 seconds apart, and announcements, without objects.
+    """Write records of ``count`` checkpoints that are 30 seconds apart, and announcements, but no objects.
 
-    Return the last one.
+    Return the last checkpoint.
     """
     from casckpt.base.names import run_hash
     from casckpt.format import records
@@ -221,7 +221,7 @@ def _synthesize(
 
 
 def _write(inner: Any, key: str, data: bytes) -> None:
-    """Put an object, without making it durable."""
+    """Put an object without making it durable."""
     path = Path(inner.path) / key
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)

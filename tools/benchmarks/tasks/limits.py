@@ -1,4 +1,4 @@
-"""The limits of this machine, measured in the same run: raw writes and reads, hashes, copies."""
+"""The limits of this machine, measured in the same run: raw writes and reads, hashing, and copies."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _write_file(path: Path, buffer: memoryview, size: int) -> None:
 
 
 def put_state(here: Here, folder: str, state: str) -> None:
-    """Write a state's tensors one after another into one file, for `read` and `read_direct`."""
+    """Write a state's tensors one after the other into a file, for `read` and `read_direct`."""
     path = Path(folder)
     path.mkdir(parents=True)
     with (path / _RAW).open("wb", buffering=0) as file:
@@ -72,9 +72,9 @@ def put_state(here: Here, folder: str, state: str) -> None:
 def read(
     here: Here, *, folder: str, state: str, threads: int, cache: str, eighth: int | None = None, hashed: bool = False
 ) -> Measured:
-    """Read with several threads into touched tensors, or into one eighth of every tensor.
+    """Read with several threads into touched tensors, or into an eighth of every tensor.
 
-    ``hashed``: read cell by cell, and hash each cell after its read.
+    ``hashed``: read cell by cell, and hash each cell after it is read.
     """
     path = Path(folder)
     tensors = here.on_host(state)
@@ -95,7 +95,7 @@ def read(
 def _ranges(
     tensors: dict[str, torch.Tensor], into: dict[str, torch.Tensor], eighth: int | None, piece: int
 ) -> Iterator[tuple[memoryview, int]]:
-    """Return the (memory, range of the file) of all reads."""
+    """Return (memory, range of the file) for all reads."""
     offset = 0
     for name, tensor in tensors.items():
         lo, hi = 0, tensor.nbytes
@@ -141,7 +141,7 @@ def _read_piece(fd: int, buffer: memoryview, offset: int) -> None:
 
 
 def hashes(here: Here, state: str) -> Measured:
-    """Compute the digests of all 1 MiB cells of a state, in place, on all cores."""
+    """Compute the digests of all 1 MiB cells of a state in place, on all cores."""
     cells = _cells(here, state)
     meter = Meter()
     _shared(cells, here.threads, lambda _, cell: blake3.blake3(cell).digest())
@@ -149,7 +149,7 @@ def hashes(here: Here, state: str) -> Measured:
 
 
 def copy_and_hash(here: Here, state: str) -> Measured:
-    """Copy all 1 MiB cells of a state into one buffer per core, and hash each of them there."""
+    """Copy all 1 MiB cells of a state into one buffer per core, and hash them there."""
     cells = _cells(here, state)
     buffers = [np.asarray(_aligned(here, number, _CELL)) for number in range(here.threads)]
 
@@ -188,7 +188,7 @@ def copy(here: Here, state: str, threads: int) -> Measured:
 
 
 def across(here: Here, state: str, to_gpu: bool) -> Measured:
-    """Copy a state once between the GPU and pinned host memory, tensor by tensor. All copies are queued in one go."""
+    """Copy a state once between the GPU and pinned host memory, tensor by tensor. Queue all copies at once."""
     source = here.states[state]
     if "pinned" not in here.kept:
         here.kept["pinned"] = {name: one.cpu().pin_memory() for name, one in here.on_host(state).items()}
@@ -206,11 +206,11 @@ def across(here: Here, state: str, to_gpu: bool) -> Measured:
 
 
 def _shared(todo: Sequence[T], workers: int, act: Callable[[int, T], object]) -> None:
-    """Let several threads work on one list."""
+    """Process a list with several threads."""
     left = iter(todo)
 
     def work(worker: int) -> None:
-        for one in left:  # threads may share the iterator of a list
+        for one in left:  # threads may share a list's iterator
             act(worker, one)
 
     if workers == 1:

@@ -1,4 +1,4 @@
-"""A manifest of a million extents, which is created, encoded, and used by one rank for a partial load."""
+"""A manifest with a million extents that is created, encoded, and used by one rank for a partial load."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 _COLUMNS, _ITEM = 256, 4
 _CELL = 1 << 20
-_OVERHEAD = 4096  # bytes before the data of a blob
+_OVERHEAD = 4096  # bytes before a blob's data
 _OBJECT = 5000  # bytes of random state per rank
 
 
 def make(here: Here, tensors: int, shards: int, ranks: int) -> int:
-    """Make the tables of ``tensors`` tensors that ``shards`` ranks wrote, each its own rows into its own blobs.
+    """Create tables of ``tensors`` tensors whose rows ``shards`` ranks wrote, each into its own blobs.
 
-    No two cells of a tensor are adjacent in a blob, so each cell is an extent. Returns the number of extents.
-    ``ranks``: the number of ranks with an object.
+    No two cells of a tensor are adjacent in a blob, so each cell is an extent. ``ranks``: the number of ranks that
+    have an object. Returns the number of extents.
     """
     from casckpt.format.manifest import ObjectEntry
     from casckpt.format.names import BlobHash, TxId
@@ -43,7 +43,7 @@ def _bytes() -> int:
 
 
 def _table(draw: random.Random, number: int, shards: int) -> Any:
-    """Make a row for each rank."""
+    """Create a row for each rank."""
     from casckpt.format.extents import StoredCell, build
     from casckpt.format.names import CellDigest
     from casckpt.format.regions import full_box
@@ -91,7 +91,7 @@ def _key(number: int) -> str:
 
 
 def decode(here: Here) -> Measured:
-    """Decode the manifest and the table of every tensor, for a rank that needs a part of each."""
+    """Decode the manifest and the table of every tensor, for a rank that needs part of each."""
     from casckpt.format import manifest
 
     meter = Meter()
@@ -103,10 +103,10 @@ def decode(here: Here) -> Measured:
 
 
 def reach(here: Here, ranks: int) -> Measured:
-    """Make the message to one of ``ranks`` ranks, and its plan.
+    """Create the message to one of ``ranks`` ranks, and that rank's plan.
 
-    The rank loads only this part of the tensors, and its own object. ``read``: the bytes of rank 0's message, and of
-    the ranges that the rank reads itself.
+    The rank loads only its part of the tensors and its own object. ``read``: the bytes of rank 0's message and of the
+    ranges that the rank reads itself.
     """
     from casckpt.contents.contents import Contents
     from casckpt.format.manifest import FRONT, Manifest
@@ -142,7 +142,7 @@ def reach(here: Here, ranks: int) -> Measured:
 
 
 def plan(here: Here, ranks: int) -> Measured:
-    """Plan the verified reads of one of ``ranks`` ranks from every tensor."""
+    """Plan the verified reads by which one of ``ranks`` ranks reads part of every tensor."""
     from casckpt.plan.reads import plan_units
 
     wants = [(table, _part(table.shape, table.shape[0] // ranks)) for table in here.kept["found"]]
@@ -155,7 +155,7 @@ def plan(here: Here, ranks: int) -> Measured:
 
 
 def _part(shape: tuple[int, ...], rows: int) -> Any:
-    """Return the second of this many parts."""
+    """Return the second of the parts that have ``rows`` rows."""
     from casckpt.format.regions import Box, Region, normalise
 
     box = Box((rows, 0), (rows, shape[1]))

@@ -1,4 +1,4 @@
-"""The plan that rank 0 makes from the messages of all ranks. The ranks are simulated."""
+"""The plan that rank 0 computes from the messages of all ranks. The ranks are simulated."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from benchmarks.worker import Here
 
 _COLUMNS = 1024
-_GROUP = 8  # ranks in one sharding group of "hsdp"
+_GROUP = 8  # ranks in a sharding group of "hsdp"
 _CELL = 1 << 20
-_BYTES_OF_AN_ITEM = 3000  # approximate size of one item of a DCP plan
+_BYTES_OF_AN_ITEM = 3000  # approximate size of an item in a DCP plan
 _Rows = list[tuple[int, int, int]]
 
 
 def _rows(kind: str, ranks: int, tensors: int, rank: int) -> _Rows:
-    """Return (rows of the tensor, first row, end row) of each tensor of a rank."""
+    """Return (rows of the tensor, first row, end row) for each tensor of a rank."""
     draw = np.random.default_rng(1)
     shards = {"replicas": 1, "shards": ranks, "hsdp": min(_GROUP, ranks)}[kind]
     factors = draw.integers(1, 9, size=tensors)
@@ -61,7 +61,7 @@ def dcp(here: Here, kind: str, ranks: int, tensors: int) -> Measured:
 
 
 def _checked(measured: Measured, written: int, kind: str, ranks: int, tensors: int) -> Measured:
-    """Return the plan if it writes every element once."""
+    """Check that the plan writes every element once. Return the measurement."""
     wanted = sum(rows * _COLUMNS for rows, _, _ in _rows(kind, ranks, tensors, 0))
     if written != wanted:
         raise WrongBytes(f"the plan writes {written} elements instead of {wanted}")
@@ -112,7 +112,7 @@ def _save_plans(kind: str, ranks: int, tensors: int) -> list[Any]:
 
 
 def _key(number: int) -> str:
-    """Return a new string each time, as after a transfer."""
+    """Return a new string each time, as if it had been received."""
     return f"model.layers.{number}.weight"
 
 

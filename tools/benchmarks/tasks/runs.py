@@ -1,4 +1,4 @@
-"""Versions of a trace saved into a store and loaded from it, in a folder or over a connection of limited speed."""
+"""Versions of a trace, saved to and loaded from a store in a folder or behind a connection of limited speed."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from casckpt.store.store import Store
 
 _RUN, _KEPT, _GIB = "run", 8, 1 << 30
-_SHIFT = 12_347  # elements: copies of the matrices do not share any cell
+_SHIFT = 12_347  # elements; as a result, copies of the matrices do not share any cells
 _NUMBERS = itertools.count()
 
 
 @dataclass
 class _Paced:
-    """A folder behind a connection that all requests share. Only blobs and ranged reads wait.
+    """A folder behind a connection that all requests share. Only blobs and ranged reads wait for it.
 
-    ``read``: bytes of blobs that were read.
+    ``read``: the number of blob bytes that were read.
     """
 
     inner: Any
@@ -60,7 +60,7 @@ class _Paced:
 
     @contextmanager
     def open(self, key: str, *, shared: bool = False) -> Iterator[Reader]:
-        """Open for reads that wait for the connection."""
+        """Open an object for reads that wait for the connection."""
         with self.inner.open(key, shared=shared) as reader:
             yield _PacedReader(self, reader, key.endswith(".safetensors"))
 
@@ -95,11 +95,12 @@ class _PacedReader:
 
 
 def replay(here: Here, *, folder: str, name: str, place: str, saves: int, compress: str, rate: float) -> Measured:
-    """Save the first versions, and load the newest and the first.
+    """Save the first versions, and load the newest and the first of them.
 
-    ``rate``: bytes per second, 0 for a folder. Times are medians of the saves after the first. Extra: "share": stored
-    bytes relative to as many copies; "cpu/GiB" of a save; "held": bytes of host memory; "newest cold", "first warm",
-    ...: seconds of a load; "kept": copies that are stored after a gc that keeps the last 8.
+    ``rate``: bytes per second, or 0 for a folder. Times are medians of the saves after the first. Extra: "share":
+    stored bytes relative to the same number of full copies; "cpu/GiB" of a save; "held": bytes of host memory; "newest
+    cold", "first warm", ...: seconds of a load; "kept": stored bytes, in full copies, after a gc that keeps the last
+    8.
     """
     from tests.support.held import held_bytes
 
@@ -125,10 +126,10 @@ def replay(here: Here, *, folder: str, name: str, place: str, saves: int, compre
 def speed(
     here: Here, *, folder: str, name: str | None, place: str, nbytes: int, saves: int, compress: str, rate: float
 ) -> Measured:
-    """Save versions of ``nbytes`` bytes from a trace, or noise (None).
+    """Save versions of ``nbytes`` bytes from a trace, or noise if ``name`` is None.
 
-    Returns medians of the saves after the first. ``rate``: bytes per second, 0 for a folder. Extra: "cpu/GiB" of a
-    save; "worst": the seconds of the slowest save; the seconds of loads.
+    Return medians of the saves after the first. ``rate``: bytes per second, or 0 for a folder. Extra: "cpu/GiB" of a
+    save; "worst": seconds of the slowest save; seconds of loads.
     """
     path, saving = Path(place), list[Clock]()
     states = _noise(nbytes) if name is None else shifted(trace_of(here, folder, name), nbytes)
@@ -147,7 +148,7 @@ def speed(
 
 
 def shifted(trace: Trace, nbytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield shifted copies of the matrices, up to ``nbytes``, in memory that changes for each version."""
+    """Yield shifted copies of the matrices, up to ``nbytes``, in the same memory for each version."""
     import torch
 
     matrices = [one for one in trace.index.tensors if one.matrix]
@@ -163,7 +164,7 @@ def shifted(trace: Trace, nbytes: int) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _noise(nbytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield a model of random bits, in memory that changes. Versions are independent."""
+    """Yield a model of random bits, in the same memory for each version. Versions are independent."""
     base = values.make("model", nbytes, 1)
     state = values.poisoned(base)
     for number in itertools.count(1):
@@ -174,7 +175,7 @@ def _noise(nbytes: int) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def open_store(path: Path, rate: float) -> Store:
-    """Open the store as on a host without a cache. ``rate``: bytes per second, 0 for a folder."""
+    """Open the store as a host without a cache does. ``rate``: bytes per second, or 0 for a folder."""
     from casckpt.repository.repository import Repository
     from casckpt.storage.local.store import LocalStore
     from casckpt.store.store import Store
@@ -185,7 +186,7 @@ def open_store(path: Path, rate: float) -> Store:
 
 
 def _states(trace: Trace) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the matrices of each version, in memory that changes for each version."""
+    """Yield the matrices of each version, in the same memory for each version."""
     import torch
 
     for _, weights in trace.versions():
@@ -194,7 +195,7 @@ def _states(trace: Trace) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _loads(path: Path, rate: float, newest: int, state: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Measure the seconds of a first load by a new host, and of a second load. The newest version is compared."""
+    """Measure the seconds of a first load on a new host, and of a second load. Check the newest version."""
     target, seconds = values.poisoned(state), dict[str, float]()
     for what, step in (("first", 0), ("newest", newest)):
         store = open_store(path, rate)

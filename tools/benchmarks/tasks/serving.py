@@ -1,4 +1,4 @@
-"""A store that answers as a hub, compared with static files of its export on the same ASGI server."""
+"""A store served as a hub, compared with the static files of its export on the same ASGI server."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ uvicorn.Server(uvicorn.Config(app, log_level="critical", http="h11")).run(socket
 
 
 def make(here: Here, folder: str, size: int) -> int:
-    """Make two versions of some weights, raw and as deltas, and an exported folder of the second.
+    """Create two versions of some weights, raw and as deltas, and an exported folder of the second version.
 
-    Return the bytes of its file.
+    Return the size of the exported file.
     """
     import casckpt
 
@@ -55,7 +55,7 @@ def make(here: Here, folder: str, size: int) -> int:
 
 
 def _weights(size: int, step: int) -> dict[str, Any]:
-    """Make bfloat16 weights, of which one in 100 elements changes with each step."""
+    """Create bfloat16 weights, of which one in 100 elements changes at each step."""
     import torch
 
     generator, found = torch.Generator().manual_seed(1), {}
@@ -68,9 +68,9 @@ def _weights(size: int, step: int) -> dict[str, Any]:
 
 
 def fetch(here: Here, *, folder: str, who: str, clients: int, nbytes: int) -> Measured:
-    """Let some clients get the whole file at the same time, warm.
+    """Let several clients get the whole file at the same time, from the page cache.
 
-    Extra: first byte, memory of the server. The CPU time is the server's.
+    Extra: the time to the first byte, and the server's memory. The CPU time is that of the server.
     """
     with _server(Path(folder, who), who) as (process, port):
         path = _path(Path(folder, who), who)
@@ -88,7 +88,7 @@ def fetch(here: Here, *, folder: str, who: str, clients: int, nbytes: int) -> Me
 
 
 class _Got:
-    """The response to a client: the digest of the body, its size, and the seconds to its first byte."""
+    """The response to a client: the body's digest and size, and the seconds to its first byte."""
 
     def __init__(self) -> None:
         self._hash, self.nbytes, self.first = blake2b(), 0, 0.0

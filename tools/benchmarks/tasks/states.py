@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def make(
     here: Here, *, name: str, kind: str, size: int, seed: int = 1, shard: int | None = None, device: str = "cpu"
 ) -> int:
-    """Make a state. Return its size in bytes over all ranks. ``shard``: each rank has its part along this dimension."""
+    """Create a state. Return its size over all ranks. ``shard``: each rank has its part along this dimension."""
     state = {key: tensor.to(device) for key, tensor in values.make(kind, size, seed).items()}
     here.on_gpu = here.on_gpu or device != "cpu"
     whole = values.size_of(state)
@@ -35,12 +35,12 @@ def _sharded(here: Here, tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def change(here: Here, name: str, prefix: str = "") -> int:
-    """Change all bytes of the tensors whose name starts with ``prefix``. Return their size."""
+    """Change all bytes of the tensors whose names start with ``prefix``. Return their size."""
     state = here.states[name]
     values.change(state, prefix=prefix)
     return sum(tensor.nbytes for key, tensor in state.items() if key.startswith(prefix))
 
 
 def tensors(here: Here, name: str) -> int:
-    """Return the number of tensors of a state."""
+    """Return the number of tensors in a state."""
     return len(here.states[name])

@@ -1,4 +1,4 @@
-"""Measured and checked saves and loads by any peer."""
+"""Saves and loads by any peer, measured and checked."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 
 class Skipped(Exception):
-    """The case was not measured. The message gives the reason."""
+    """The case was not measured. The message states the reason."""
 
 
 Figures = Mapping[str, float] | None
 
 
 def absent(here: Here, peer: str) -> str | None:
-    """Return the reason why a peer cannot be used in this environment."""
+    """Return the reason why a peer cannot be used in this environment, or None if it can."""
     return peer_class(peer).absent()
 
 
 def offers_frozen(here: Here) -> None:
-    """Raise `Skipped` if this casckpt cannot declare frozen keys."""
+    """Raise `Skipped` if this version of casckpt does not support frozen keys."""
     import casckpt
 
     if "``frozen``" not in str(casckpt.Store.save.__doc__):
@@ -69,7 +69,7 @@ def save_in_background(here: Here, peer: str, setting: Setting, state: str, fold
 
 
 def _ready(folder: str) -> Path:
-    """Return the checkpoint's folder, which does not exist, in an existing parent."""
+    """Return the checkpoint's folder, which does not exist yet, in an existing parent."""
     path = Path(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
@@ -103,7 +103,7 @@ def load(here: Here, *, peer: str, setting: Setting, state: str, folder: str, ca
 
 
 def load_part(here: Here, *, peer: str, setting: Setting, state: str, folder: str, eighth: int, cache: str) -> Measured:
-    """Load one eighth of every tensor along its first dimension."""
+    """Load an eighth of every tensor along its first dimension."""
     wanted, path, adapter = here.states[state], Path(folder), here.peer(peer, setting)
     expected = {name: tensor.chunk(8)[eighth] for name, tensor in wanted.items()}
     memory = _destination(here, f"{state}/{eighth}", expected)
@@ -142,7 +142,7 @@ def _prepare_cache(here: Here, path: Path, cache: str) -> None:
 
 
 def _destination(here: Here, name: str, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return memory to load into. It is the same for all peers: touched, and without correct bytes."""
+    """Return memory to load into. For all peers, it is touched and does not contain the correct bytes."""
     key = f"into {name}"
     if key not in here.kept:
         here.kept[key] = values.poisoned(like)
@@ -175,6 +175,6 @@ def _compare(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor], pe
 
 
 def delete(here: Here, folder: str) -> None:
-    """Remove a checkpoint, and its parent folder with its other content."""
+    """Remove a checkpoint, and its parent folder with everything else in it."""
     if here.rank == 0:
         shutil.rmtree(Path(folder).parent, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A reader that follows an RL run, step by step and in jumps, compared with complete loads."""
+"""A reader that follows an RL run step by step and in jumps, compared with complete loads."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _JUMPS = {"5 forward": (4, 9), "10 back": (12, 2)}
 
 @dataclass
 class _Moves:
-    """The measurements of one kind of move. ``read``: bytes of blobs. ``wrote``: bytes of the save before it."""
+    """The measurements of a kind of move. ``read``: blob bytes. ``wrote``: the bytes of the preceding save."""
 
     clocks: list[Clock] = field(default_factory=list)
     read: list[int] = field(default_factory=list)
     wrote: list[int] = field(default_factory=list)
-    around: list[int] = field(default_factory=list)  # of manifests and records
-    kept: list[float] = field(default_factory=list)  # share of the state, in frames
+    around: list[int] = field(default_factory=list)  # bytes of manifests and records
+    kept: list[float] = field(default_factory=list)  # fraction of the state that is kept in frames
 
     def measured(self) -> Measured:
         """Return the medians. Extra: the worst and the total ratio of bytes read to bytes written."""
@@ -58,8 +58,8 @@ class _Moves:
 def follow(here: Here, *, folder: str, name: str, place: str, nbytes: int, steps: int, rate: float) -> Measured:
     """Save each version.
 
-    After each save, a reader updates by one step, and loads everything. Returns the updates; `found` has the rest.
-    ``rate``: bytes per second, or 0 for a folder, for which only the total of the reads is known.
+    After each save, a reader updates by one step and loads everything. Returns the updates; `found` returns the rest.
+    ``rate``: bytes per second, or 0 for a folder, for which only the total number of bytes read is known.
     """
     path = Path(place)
     try:
@@ -71,7 +71,7 @@ def follow(here: Here, *, folder: str, name: str, place: str, nbytes: int, steps
 
 
 def found(here: Here, *, what: str) -> Measured:
-    """Return a different result of the last `follow`."""
+    """Return another result of the last `follow`."""
     if what not in here.kept["updates"]:
         raise Skipped("there are too few versions")
     measured: Measured = here.kept["updates"][what]
@@ -85,7 +85,7 @@ class _Follower:
         self._moves: dict[str, _Moves] = {}
 
     def follow(self, trace: Trace, nbytes: int, steps: int) -> dict[str, _Moves]:
-        """Do all moves, and return them by name. Each ends with correct bytes."""
+        """Perform all moves, and return them by name. Each must result in the correct bytes."""
         versions = itertools.islice(shifted(trace, nbytes), steps)
         state = next(versions)
         mine, other = values.poisoned(state), values.poisoned(state)
@@ -160,7 +160,7 @@ def _check(wanted: dict[str, torch.Tensor], *found: dict[str, torch.Tensor]) -> 
 
 
 def _least(before: torch.Tensor, after: torch.Tensor, copies: int) -> _Moves:
-    """Measure only the cost of hashing and decoding, on one copy, and scale it."""
+    """Measure only the cost of hashing and decoding on one copy, and scale it."""
     from casckpt.format.digest import cell_digest
     from casckpt.format.encodings.frames import decode, encode
 

@@ -1,4 +1,4 @@
-"""Versions of a trace, each encoded against the base that casckpt chooses: the content of a store, without a store."""
+"""Versions of a trace, encoded against the bases that casckpt chooses: what a store would contain, without one."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from casckpt.plan.bases import choose_base
 if TYPE_CHECKING:
     from benchmarks.worker import Here
 
-_KEPT = 8  # the number of versions that gc's policy keeps, for the counts
+_KEPT = 8  # the number of versions that the gc policy keeps, for the counts
 _LOADED = 4  # one of this many versions is loaded
 _OURS = Ours()
 
 
 def follow(here: Here, *, folder: str, name: str, saves: int) -> Measured:
-    """Encode the first versions of the matrices, each with the base of `choose_base`.
+    """Encode the first versions of the matrices, each against the base that `choose_base` returns.
 
-    Extra: "kept worst", "kept mean": the size of the last 8 versions, in copies, from the middle of ``saves`` on;
-    "load worst", "load mean": CPU-seconds for each GB of a verified load; "later": the size of a save after ``saves``,
-    in copies.
+    Extra: "kept worst", "kept mean": the size of the last 8 versions, in full copies, from the middle of ``saves`` on;
+    "load worst", "load mean": CPU-seconds per GB of a verified load; "later": the size of a save after ``saves``, in
+    full copies.
     """
     trace, saving = trace_of(here, folder, name), Clock()
     rows = [_Row(tensor, 2) for tensor in trace.index.tensors if tensor.matrix]
@@ -53,7 +53,7 @@ def follow(here: Here, *, folder: str, name: str, saves: int) -> Measured:
 
 @dataclass(frozen=True)
 class _Version:
-    """The stored form of one version of a row: a frame for each cell. ``base``: the number of a different version."""
+    """The stored form of a version of a row: a frame for each cell. ``base``: the number of the base version."""
 
     base: int | None
     frames: list[bytes]
@@ -64,7 +64,7 @@ class _Version:
 
 
 class _Row:
-    """The cells of a tensor, saved version by version as in a store, and loaded."""
+    """The cells of a tensor, which are saved version by version as in a store, and loaded."""
 
     def __init__(self, tensor: Tensor, itemsize: int) -> None:
         self._place, self._cells = f"{tensor.name} 0", cut(tensor, itemsize)
@@ -73,11 +73,11 @@ class _Row:
         self.versions: list[_Version] = []
 
     def links(self) -> int:
-        """Return the longest chain of any version."""
+        """Return the length of the longest chain of any version."""
         return max(len(self.chain(number)) for number in range(len(self.versions))) - 1
 
     def chain(self, number: int) -> list[int]:
-        """Return the versions that a read of this one decodes: itself, its base, ..., the full cell."""
+        """Return the versions that reading this one decodes: itself, its base, and so on to the full cell."""
         found, base = [number], self.versions[number].base
         while base is not None:
             found.append(base)
@@ -85,7 +85,7 @@ class _Row:
         return found
 
     def save(self, weights: Flat, clock: Clock) -> None:
-        """Encode an additional version, decode it, and compare it."""
+        """Encode a new version, decode it, and compare it."""
         plain = [weights[cell] for cell in self._cells]
         self._last = self._last or [touched(one) for one in plain]
         with clock:
@@ -108,7 +108,7 @@ class _Row:
         return None if left is None else chain[left]
 
     def load(self, out: list[Flat]) -> None:
-        """Load the newest version in place, with its digests."""
+        """Load and verify the newest version in place."""
         for number in reversed(self.chain(len(self.versions) - 1)):
             for frame, cell in zip(self.versions[number].frames, out, strict=True):
                 _OURS.decode(frame, cell, has_base=True)
@@ -130,7 +130,7 @@ def _is_delta(frame: bytes, plain: Flat) -> bool:
 
 
 def _load(rows: list[_Row]) -> float:
-    """Measure the CPU-seconds for each GB of a load of the newest version."""
+    """Measure the CPU-seconds per GB when the newest version is loaded."""
     out, clock = [row.memory() for row in rows], Clock()
     with clock:
         for row, cells in zip(rows, out, strict=True):

@@ -75,8 +75,8 @@ def export_safetensors(
     weights, for Transformers' `from_pretrained`. Otherwise, config.json is not written if the folder is not a model.
 
     Raises NotFound, MissingKey if a pattern matches nothing, Conflict if ``out`` exists, Damaged or StorageError.
-    Raises InvalidInput for a key that safetensors cannot hold, for an attachment whose name cannot be a file name, and
-    if several parts may be the model. After an error, no file exists under the final names.
+    Raises InvalidInput for a key that safetensors cannot represent, for an attachment whose name is not a valid file
+    name, and if several parts may be the model. After an error, no file exists under the final names.
     """
     opened = as_store(store)
     rules = Rules(keys, strip_prefix, rename, model)
@@ -117,7 +117,7 @@ def _exported_to(
 
 
 class _Job(FolderPlan):
-    """One export."""
+    """An export."""
 
     def __init__(self, store: Store, checkpoint: Checkpoint, rules: Rules, progress: Shown | None) -> None:
         super().__init__(store, checkpoint, rules)
@@ -165,5 +165,5 @@ def _is_like(path: Path, file: FileLayout) -> bool:
 
 
 def _is_ours(name: str) -> bool:
-    """Return whether a file comes from an earlier export, and so must not remain next to the new files."""
+    """Return whether a file comes from an earlier export, and therefore must not remain next to the new files."""
     return name == INDEX or _OURS.fullmatch(name) is not None

@@ -95,7 +95,8 @@ def file_type(key: str, dtype: str, shape: Shape) -> tuple[str, list[int]]:
     name = NAMES.get(dtype)
     if name is None or (name == "F4" and not shape):
         raise InvalidInput(
-            f"{key!r} is {dtype}, which a safetensors file cannot hold; choose other keys with --keys, or convert it",
+            f"{key!r} is {dtype}, which a safetensors file cannot hold; choose different keys with --keys, or "
+            "convert this tensor",
             key=key,
         )
     return name, [*shape[:-1], 2 * shape[-1]] if name == "F4" else list(shape)
@@ -122,7 +123,7 @@ def read_header(path: Path) -> Header:
     try:
         return _decoded(text, path.stat().st_size - 8 - length)
     except Unsupported as error:
-        raise Unsupported(f"{path}: {error}; convert it first", key=error.key) from error
+        raise Unsupported(f"{path}: {error}; convert the file first", key=error.key) from error
     except (ValueError, RecursionError) as error:
         raise InvalidInput(
             f"{path} is not a valid safetensors file: {error}; get a complete copy of the file"
@@ -139,7 +140,7 @@ def _decoded(text: bytes, size: int) -> Header:
     end = 0
     for start, stop, tensor in places:
         if start != end or stop - start != tensor.nbytes:
-            raise InvalidInput(f"the byte range {start} to {stop} of {tensor.key!r:.200} does not match")
+            raise InvalidInput(f"the byte range {start} to {stop} of {tensor.key!r:.200} has the wrong start or length")
         end = stop
     if end != size:
         raise InvalidInput(f"its tensors have {end} bytes, but its data has {size}")
@@ -205,12 +206,12 @@ def read_index(path: Path) -> dict[str, str]:
         raise InvalidInput(f"{path} is not valid JSON ({error}); get a complete copy of the file") from error
     weights = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(weights, dict) or not weights:
-        raise InvalidInput(f"{path} has no weight_map: it is not an index of safetensors files")
+        raise InvalidInput(f"{path} lacks a weight_map, so it is not an index of safetensors files")
     for key, name in weights.items():
         if not _is_plain(name):
             raise InvalidInput(
-                f"{path} lists {key!r:.200} in {name!r:.200}, which is not the plain name of a safetensors "
-                "file next to it; do not trust its source",
+                f"{path} lists {key!r:.200} in {name!r:.200}, which is not the plain name of a safetensors file in "
+                "the same folder; do not trust the index's source",
                 key=key,
             )
     return weights

@@ -94,12 +94,12 @@ def check_numbers(files: Iterable[Path]) -> None:
     if missing is not None:
         raise InvalidInput(
             f"there is no file shard-{missing:05}-model-*.safetensors, but files of later ranks exist; get all "
-            "files of the folder (if that rank had nothing to save, renumber the other files without a gap)"
+            "files of the folder. If that rank had nothing to save, renumber the later files to close the gap"
         )
 
 
 def put_together(folder: Path, parts: Mapping[str, Sequence[Part]]) -> dict[str, list[Shard]]:
-    """Build each tensor from its parts, as shards. Raises InvalidInput, naming the key, if the parts do not fit."""
+    """Build each tensor from its parts, as shards. Raises InvalidInput, naming the key, if the parts do not match."""
     return {key: _tensor(folder, key, of_tensor) for key, of_tensor in parts.items()}
 
 
@@ -114,9 +114,8 @@ def _tensor(folder: Path, key: str, parts: Sequence[Part]) -> list[Shard]:
     if holes or overlaps:
         why = f"no file holds {holes[0]}" if holes else f"two files hold {regions[overlaps[0][0]]}"
         raise InvalidInput(
-            f"{key!r:.200} of shape {list(shape)} is incomplete in {folder}: {why}; get all files of one save, and "
-            "remove all "
-            "other files",
+            f"{key!r:.200} of shape {list(shape)} is incomplete in {folder}: {why}; get all files from a single "
+            "save, and remove all others",
             key=key,
         )
     return shards
@@ -352,7 +351,7 @@ def _is_attachable(folder: Path, name: str, path: Path) -> bool:
 
 
 def _leads_inside(folder: Path, link: Path) -> bool:
-    """Return whether a link points into the folder or Hugging Face's cache, so that it cannot reach other files."""
+    """Return whether a link points into the folder or Hugging Face's cache, and therefore cannot reach other files."""
     homes = [folder.resolve()]
     if folder.parent.name == "snapshots":
         homes.append(folder.resolve().parent.parent / "blobs")

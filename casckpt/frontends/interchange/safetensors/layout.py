@@ -25,7 +25,7 @@ INDEX: Final = f"{STEM}{INDEX_SUFFIX}"
 
 @dataclass(frozen=True)
 class FileLayout:
-    """One file: the bytes ``head``, then the data of ``tensors`` in order, without holes."""
+    """A file: the bytes ``head``, followed by the data of ``tensors`` in order, without holes."""
 
     name: str
     head: bytes
@@ -84,9 +84,11 @@ def _file(name: str, tensors: Sequence[ViewTensor], metadata: Mapping[str, str])
 
 
 def plan_shards(streams: Sequence[ViewTensor], most: int) -> list[list[ViewTensor]]:
-    """Split tensors into one or more files of at most ``most`` data bytes, in order. A larger tensor has its own."""
+    """Split tensors, in order, into files of at most ``most`` data bytes. A larger tensor has its own file."""
     if most < 1:
-        raise InvalidInput(f"files of at most {most} bytes cannot hold anything; pass a larger --max-shard-size")
+        raise InvalidInput(
+            f"files of at most {most} bytes are too small to hold any tensor; pass a larger --max-shard-size"
+        )
     return list(in_batches(streams, lambda tensor: tensor.entry.nbytes, most)) or [[]]
 
 

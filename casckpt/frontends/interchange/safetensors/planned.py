@@ -1,6 +1,6 @@
 """Plans a folder of safetensors files from a manifest: a view, its layout, and the attachments.
 
-The plan knows every byte position before any data is read.
+The plan determines every byte position before any data is read.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class FolderPlan:
 
 
 def file_metadata(checkpoint: Checkpoint, rules: Rules) -> dict[str, str]:
-    """Return the ``__metadata__`` of an imported file.
+    """Return the ``__metadata__`` for a file: if the checkpoint was imported from a file, that file's metadata.
 
-    Otherwise, and always for a model, return that of Transformers.
+    For a model, and for a checkpoint that was not imported, it includes the metadata that Transformers requires.
     """
     required, imported = {"format": "pt"}, checkpoint.metadata.get(METADATA_KEY)
     if isinstance(imported, dict) and all(isinstance(value, str) for value in imported.values()):

@@ -50,7 +50,7 @@ def test_a_large_export_has_several_files_and_an_index(store: casckpt.Store, tmp
 # exports of any state
 
 
-def test_small_windows_produce_the_same_file(
+def test_small_read_windows_produce_the_same_file(
     store: casckpt.Store, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = tensors(seed)
@@ -101,7 +101,7 @@ def test_a_dtype_that_safetensors_lacks_is_named_before_anything_is_written(
 
 
 @pytest.mark.parametrize("below", [".", "objects", "commits/x.pt", "new"])
-def test_an_export_into_the_store_itself_is_refused(
+def test_an_export_into_the_store_itself_is_rejected(
     tmp_path: Path, below: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = casckpt.open(tmp_path / "store")
@@ -110,7 +110,7 @@ def test_an_export_into_the_store_itself_is_refused(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to("store")
     for path in (Path("link") / below, tmp_path / "store" / below, f"file://{tmp_path}/store/{below}"):
-        with pytest.raises(InvalidInput, match="inside the folder of the store itself"):
+        with pytest.raises(InvalidInput, match="inside the store's own folder"):
             store.export("run@1", path, force=True)
     assert sorted((tmp_path / "store").rglob("*")) == before
     store.export("run@1", "beside")
@@ -145,7 +145,7 @@ def test_an_empty_folder_is_filled(store: casckpt.Store, tmp_path: Path) -> None
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
 
 
-def test_a_folder_does_not_replace_a_file(store: casckpt.Store, tmp_path: Path) -> None:
+def test_exporting_a_folder_does_not_replace_a_file(store: casckpt.Store, tmp_path: Path) -> None:
     store.save({"a": torch.ones(2)}, step=0)
     (tmp_path / "file").touch()
     with pytest.raises(Conflict, match="is a file"):
@@ -169,7 +169,7 @@ def test_an_export_of_damaged_data_leaves_nothing_behind(
     assert not (tmp_path / name).exists()
 
 
-def test_an_attachment_does_not_replace_weights(store: casckpt.Store, tmp_path: Path) -> None:
+def test_an_attachment_does_not_replace_a_weight_file(store: casckpt.Store, tmp_path: Path) -> None:
     store.save({"a": torch.ones(2)}, step=0, attachments={"Model.safetensors": b"not weights"})
     with pytest.raises(InvalidInput, match="has the same name as a file with tensors"):
         export_safetensors(store, "latest", tmp_path / "out")

@@ -45,7 +45,7 @@ def test_a_header_equals_the_librarys_header(tmp_path: Path) -> None:
     assert encode_header(found.tensors, found.metadata) == written[: found.start]
 
 
-def test_each_dtype_of_a_file_has_its_position_in_the_order() -> None:
+def test_every_dtype_has_a_distinct_position_in_the_file_order() -> None:
     assert {rank_of(name) for name in NAMES} == set(range(len(NAMES)))
 
 
@@ -70,13 +70,15 @@ def test_the_error_for_an_unsupported_dtype_names_the_key(name: str) -> None:
     assert caught.value.key == "layer.x"
 
 
-def test_the_metadata_key_is_refused() -> None:
+def test_a_tensor_cannot_have_the_reserved_metadata_key() -> None:
     with pytest.raises(InvalidInput, match="__metadata__"):
         encode_header([TensorHeader("__metadata__", "float32", (1,), 4)], {})
 
 
 @given(st.lists(st.tuples(st.text(min_size=1), st.lists(st.integers(0, 3), max_size=3)), unique_by=lambda one: one[0]))
-def test_any_keys_and_shapes_are_read_back(tmp_path_factory: pytest.TempPathFactory, given: list[Any]) -> None:
+def test_any_keys_and_shapes_can_be_written_and_read(
+    tmp_path_factory: pytest.TempPathFactory, given: list[Any]
+) -> None:
     tensors = []
     for key, shape in given:
         count = int(torch.tensor(shape).prod()) if shape else 1
@@ -119,7 +121,7 @@ def test_any_keys_and_shapes_are_read_back(tmp_path_factory: pytest.TempPathFact
         (b"{" + b'"a":{' * 5000, b""),
     ],
 )
-def test_an_invalid_header_is_refused(tmp_path: Path, header: Any, data: bytes) -> None:
+def test_an_invalid_header_is_rejected(tmp_path: Path, header: Any, data: bytes) -> None:
     with pytest.raises(InvalidInput):
         read_header(write(tmp_path / "a.safetensors", header, data))
 
@@ -163,7 +165,7 @@ def test_an_index_decodes_as_encoded(tmp_path: Path) -> None:
         ".safetensors", "a\n.safetensors", "a\0.safetensors", f"{'a' * 300}.safetensors", 7, None, ["1.safetensors"],
     ],
 )  # fmt: skip
-def test_an_index_may_name_only_plain_files(tmp_path: Path, name: Any) -> None:
+def test_an_index_can_name_only_files_in_its_own_folder(tmp_path: Path, name: Any) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": name}}))
     with pytest.raises(InvalidInput, match=r"lists 'b' in .* do not trust"):
@@ -173,7 +175,7 @@ def test_an_index_may_name_only_plain_files(tmp_path: Path, name: Any) -> None:
 @pytest.mark.parametrize(
     "text", ["", "nonsense", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', "[" * 100_000]
 )
-def test_an_invalid_index_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_invalid_index_is_rejected(tmp_path: Path, text: str) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(text)
     with pytest.raises(InvalidInput):

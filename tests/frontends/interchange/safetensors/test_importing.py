@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("temporaries")
 # one file
 
 
-def test_data_need_not_be_aligned(store: casckpt.Store, tmp_path: Path) -> None:
+def test_unaligned_data_is_imported(store: casckpt.Store, tmp_path: Path) -> None:
     source = file_of(tmp_path, {"a": torch.arange(6, dtype=torch.float64)})
     data = source.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -59,7 +59,7 @@ def test_an_index_can_be_imported_directly(store: casckpt.Store, tmp_path: Path)
     assert store.attachments(made) == {}
 
 
-def test_a_key_in_two_files_is_refused(store: casckpt.Store, tmp_path: Path) -> None:
+def test_a_key_in_two_files_is_rejected(store: casckpt.Store, tmp_path: Path) -> None:
     folder = hugging_face(tmp_path / "hf", {"a": torch.ones(2), "b": torch.zeros(2)})
     file_of(folder, {"a": torch.ones(2)}, "model-00002-of-00002.safetensors")
     with pytest.raises(InvalidInput, match="'a' is in") as caught:
@@ -92,7 +92,7 @@ def test_a_tensor_that_is_only_in_the_index_is_reported(
     assert "names tensors that are not in any file: b" in caplog.text
 
 
-def test_links_out_of_the_folder_are_not_attached(tmp_path: Path) -> None:
+def test_links_that_point_out_of_the_folder_are_not_attached(tmp_path: Path) -> None:
     folder = hugging_face(tmp_path / "hf", {"a": torch.ones(2)})
     (tmp_path / "secret.json").write_text("secret")
     (folder / "innocent.json").symlink_to(tmp_path / "secret.json")
@@ -160,7 +160,7 @@ def test_shards_of_several_ranks_are_joined_into_a_tensor(store: casckpt.Store, 
 # plans
 
 
-def test_a_pipe_is_refused_immediately(tmp_path: Path) -> None:
+def test_a_pipe_is_rejected_immediately(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.pt")
     writer = os.open(tmp_path / "pipe.pt", os.O_RDWR)  # open and close the pipe, so that the reader finds an empty file
     os.write(writer, b"none")
@@ -231,7 +231,7 @@ def test_files_of_ranks_are_joined(
     assert found.metadata == {"safetensors": {"format": "pt"}}  # without the places of parts
 
 
-def test_an_imported_and_exported_model_is_complete(store: casckpt.Store, folder: Path, tmp_path: Path) -> None:
+def test_an_imported_model_is_exported_completely(store: casckpt.Store, folder: Path, tmp_path: Path) -> None:
     import_safetensors(store, folder, step=1)
     export_safetensors(store, "default@1", tmp_path / "out")
     assert identical(load(zeros(example()), HuggingFaceStorageReader(str(tmp_path / "out"))), example())
@@ -265,7 +265,7 @@ def test_files_of_one_process_are_imported_by_their_index(store: casckpt.Store, 
 
 
 @pytest.mark.parametrize("name", [FIRST, SECOND])
-def test_the_file_of_a_single_rank_is_refused(store: casckpt.Store, folder: Path, name: str) -> None:
+def test_the_file_of_a_single_rank_is_rejected(store: casckpt.Store, folder: Path, name: str) -> None:
     with pytest.raises(InvalidInput, match=f"{name} holds one rank's parts .* pass the folder"):
         import_safetensors(store, folder / name, step=1)
     (folder / SECOND).rename(
@@ -319,7 +319,7 @@ def another_dtype(folder: Path) -> None:
         (deep_places, "has no valid offsets"), (another_dtype, "different dtypes"),
     ],
 )  # fmt: skip
-def test_an_incomplete_folder_is_refused(
+def test_an_incomplete_folder_is_rejected(
     store: casckpt.Store, folder: Path, spoil: Callable[[Path], None], match: str
 ) -> None:
     spoil(folder)
@@ -337,7 +337,7 @@ def test_an_incomplete_folder_is_refused(
         ("model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"),  # vLLM's
     ],
 )
-def test_a_part_that_is_recognised_by_its_name_is_refused_next_to_others(
+def test_a_part_that_is_recognized_by_its_name_is_rejected_next_to_others(
     store: casckpt.Store, tmp_path: Path, name: str, beside: str
 ) -> None:
     save_file({"w": torch.ones(3)}, tmp_path / name)
@@ -347,7 +347,7 @@ def test_a_part_that_is_recognised_by_its_name_is_refused_next_to_others(
         import_safetensors(store, tmp_path / name, step=2)
 
 
-def test_the_rank_in_the_name_of_an_adapter_does_not_mean_a_part(store: casckpt.Store, tmp_path: Path) -> None:
+def test_the_rank_in_an_adapters_file_name_does_not_mark_it_as_a_part(store: casckpt.Store, tmp_path: Path) -> None:
     for rank in (8, 16):
         save_file({"lora": torch.ones(rank)}, tmp_path / f"style_rank_{rank}.safetensors")
     found = import_safetensors(store, tmp_path / "style_rank_16.safetensors", step=1)

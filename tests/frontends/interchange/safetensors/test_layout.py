@@ -33,7 +33,7 @@ def layout(store: Store, most: int | None = None) -> Layout:
     return lay_out(view_of(contents, Rules()).tensors, {"format": "pt"}, most)
 
 
-def test_a_layout_knows_every_byte_before_writing(store: Store, tmp_path: Path) -> None:
+def test_a_layout_determines_every_byte_before_anything_is_written(store: Store, tmp_path: Path) -> None:
     store.save(STATE, step=0)
     planned = layout(store, 1000)
     assert len(planned.files) > 2
@@ -68,6 +68,6 @@ def test_files_hold_every_tensor_once_in_order(given_streams: list[ViewTensor], 
     assert len(shards) == 1 or all(shards)
 
 
-def test_a_file_size_of_zero_is_refused() -> None:
+def test_a_file_size_of_zero_is_rejected() -> None:
     with pytest.raises(InvalidInput, match="max-shard-size"):
         plan_shards([], 0)

@@ -12,7 +12,7 @@ from casckpt.errors import Conflict
 from casckpt.store.store import Store
 
 
-def test_exports_never_load_as_random_weights(store: Store, tmp_path: Path) -> None:
+def test_exports_never_load_with_random_weights(store: Store, tmp_path: Path) -> None:
     state = {"model": {"w": torch.ones(2)}, "optim": {"m": torch.ones(2)}}
     store.save(state, step=1, attachments={"config.json": b"{}"})
     store.export("latest", tmp_path / "out")
@@ -38,7 +38,7 @@ def test_values_of_registered_classes_are_omitted(store: Store, tmp_path: Path) 
     assert list(torch.load(tmp_path / "x.pt")) == ["w"]
 
 
-def test_an_export_of_a_part_of_a_model_omits_the_config(store: Store, tmp_path: Path) -> None:
+def test_exporting_part_of_a_model_omits_the_config(store: Store, tmp_path: Path) -> None:
     """Regression: ``--keys`` wrote the config.json of the whole model and did not report the missing keys."""
     state = {"model": {"w": torch.ones(2), "v": torch.ones(1)}, "optim": {"m": torch.ones(2)}}
     store.save(state, step=1, attachments={"config.json": b"{}", "tokenizer.json": b"{}"})
@@ -54,7 +54,7 @@ def test_an_export_of_a_part_of_a_model_omits_the_config(store: Store, tmp_path:
     assert (tmp_path / "whole" / "model.safetensors").read_bytes() == before
 
 
-def test_keys_exported_unchanged_on_request_get_their_config(store: Store, tmp_path: Path) -> None:
+def test_a_requested_export_with_unchanged_keys_includes_the_config(store: Store, tmp_path: Path) -> None:
     flat = {"model.w": torch.ones(2), "head.w": torch.ones(1)}
     unclear = {key.replace("head", "optim.state"): value for key, value in flat.items()}
     for step, state in enumerate((flat, unclear)):

@@ -15,13 +15,13 @@ def test_a_listing_can_span_many_pages(moto_server: Server, monkeypatch: pytest.
     bucket = moto_server.new_bucket()
     for number in range(21):
         moto_server.client.put_object(Bucket=bucket, Key=f"store/commits/{number}", Body=b"")
-    moto_server.client.put_object(Bucket=bucket, Key="store/commits/", Body=b"")  # the "folder" of some browser
+    moto_server.client.put_object(Bucket=bucket, Key="store/commits/", Body=b"")  # as browsers do
     storage = open_storage(f"s3://{bucket}/store", moto_server.options)
     assert sorted(entry.key for entry in storage.list("commits/")) == sorted(f"commits/{n}" for n in range(21))
 
 
 def test_a_listing_that_ends_early_is_an_error(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A truncated listing would make the missing objects seem never to have existed."""
+    """If a listing is truncated, the missing objects seem never to have existed."""
     monkeypatch.setattr(remotes3, "PAGE", 7)
     bucket = moto_server.new_bucket()
     for number in range(9):

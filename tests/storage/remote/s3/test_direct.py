@@ -1,4 +1,4 @@
-"""Direct ranged reads return the same bytes as the S3 client, or leave the read to it."""
+"""Direct ranged reads return the same bytes as the S3 client, or leave the read to the client."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RANGE = "Content-Range: bytes 0-9/10\r\n"
 
 
 def store_of(server: Server, **options: Any) -> RemoteStore:
-    """A new store without retries, so that each failed attempt is an error."""
+    """Return a new store without retries, so that each failed attempt is an error."""
     place = RemoteLocation("s3", f"{server.new_place()}/store", {**server.options, **options})
     return RemoteStore(place, backoff=Backoff(attempts=1))
 
@@ -106,7 +106,7 @@ def test_options_determine_how_the_server_is_verified(
     assert verify() == "another.pem"
 
 
-def test_an_unknown_certificate_is_refused(moto_server: Server, tmp_path: Path) -> None:
+def test_an_unknown_certificate_is_rejected(moto_server: Server, tmp_path: Path) -> None:
     with Proxy(moto_server.endpoint, make_certificate(tmp_path)) as proxy:
         storage = store_of(moto_server, endpoint_url=proxy.endpoint)
         with pytest.raises(StorageError, match="its certificate is trusted"):
@@ -114,7 +114,7 @@ def test_an_unknown_certificate_is_refused(moto_server: Server, tmp_path: Path) 
         assert proxy.seen == []
 
 
-def test_proxies_are_left_to_the_client(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_through_proxies_are_left_to_the_client(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     assert client_of(store_of(moto_server)).direct is not None
     through = {"http": "http://127.0.0.1:1"}
     assert client_of(store_of(moto_server, config_kwargs={"proxies": through})).direct is None
@@ -149,7 +149,7 @@ def test_requests_that_work_only_through_the_client_keep_using_it(
     assert len(calls) == 1
 
 
-def test_direct_reads_stay_enabled_after_help_by_the_client(
+def test_direct_reads_remain_enabled_after_the_client_had_to_help(
     moto_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = store_of(moto_server)
@@ -203,10 +203,10 @@ def test_concurrent_first_reads_of_two_versions_are_separate(moto_server: Server
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_a_response_for_the_wrong_range_is_refused(
+def test_a_response_for_the_wrong_range_is_rejected(
     direct: bool, moto_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Caches between client and server may respond like this if they identify objects only by name."""
+    """A cache between client and server may respond this way if it identifies objects only by name."""
     storage = store_of(moto_server)
     storage.put("a", b"0123456789")
     client = client_of(storage)
@@ -219,7 +219,7 @@ def test_a_response_for_the_wrong_range_is_refused(
 
 
 def test_aiobotocore_2_bodies_are_read(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There, entering a body returns the inner response, which has a different ``read``."""
+    """In that version, entering a body returns the inner response, which has a different ``read``."""
 
     async def inside(_: object) -> object:
         return object()
@@ -237,9 +237,9 @@ def test_aiobotocore_2_bodies_are_read(moto_server: Server, monkeypatch: pytest.
 
 @contextmanager
 def scripted(answers: Sequence[bytes | None]) -> Iterator[tuple[Signed, list[int]]]:
-    """Return the request to send, and the connection (0, 1, ...) of each answer. None closes the connection.
+    """Yield the request to send, and the list of the connections (0, 1, ...) on which requests arrived.
 
-    Then the server is silent.
+    None closes the connection. After the last response, the server is silent.
     """
     left, came, ends = iter(answers), [], threading.Event()
     connections: list[socket.socket] = []
@@ -370,7 +370,7 @@ def test_a_busy_server_is_retried_after_a_pause(status: str, direct: DirectReads
         (b"", TimeoutError),
     ],
 )
-def test_malformed_responses_are_refused(said: bytes, error: type[Exception], direct: DirectReads) -> None:
+def test_malformed_responses_are_rejected(said: bytes, error: type[Exception], direct: DirectReads) -> None:
     with scripted([said, b""]) as (request, _), pytest.raises(error):
         ask(direct, request)
 
@@ -392,7 +392,7 @@ def test_an_unreachable_server_is_an_error(direct: DirectReads) -> None:
     with pytest.raises(ConnectionRefusedError):
         ask(direct, request)
     never = DirectReads(5, Patience(), verify=True)
-    assert ask(never, request) == b""  # the client may have a different way
+    assert ask(never, request) == b""  # the client may have a different method
 
 
 def test_the_check_sees_the_headers_before_any_byte_is_written(direct: DirectReads) -> None:

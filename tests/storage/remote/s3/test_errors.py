@@ -1,4 +1,4 @@
-"""Server refusals: credentials are looked up again, and errors name the setting that helps."""
+"""Rejected requests: credentials are looked up again, and errors name the setting that helps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Body:
 
 @pytest.fixture
 def refusing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Refuses], None]:
-    """Make the server refuse some requests. The argument specifies which requests and how."""
+    """Make the server reject some requests. The argument specifies which requests, and how."""
     real = AIOHTTPSession.send
 
     def set_up(refuses: Refuses) -> None:
@@ -51,13 +51,13 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Refuses], None]:
 
 
 def store_of(server: Server, **options: Any) -> RemoteStore:
-    """A new store without retries that has only the credentials of the environment."""
+    """Return a new store without retries that uses only credentials from the environment."""
     options = {name: value for name, value in server.options.items() if name not in ("key", "secret")} | options
     return RemoteStore(RemoteLocation("s3", f"{server.new_place()}/store", options), backoff=Backoff(attempts=1))
 
 
 class Expiring:
-    """A server that knows one access key. When it refuses a different one, ``renewed`` appears in the environment."""
+    """A server that knows one access key. When it rejects a different key, ``renewed`` appears in the environment."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, code: str, renewed: str = "NEW") -> None:
         self._monkeypatch, self._code, self._renewed = monkeypatch, code, renewed
@@ -122,7 +122,7 @@ def test_threads_whose_credentials_expire_together_share_a_session(
     assert len(made) == 1
 
 
-def test_credentials_that_are_also_invalid_in_a_new_session_are_an_error(
+def test_credentials_that_remain_invalid_in_a_new_session_are_an_error(
     moto_server: Server, refusing: Callable[[Refuses], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expiring = Expiring(monkeypatch, "ExpiredToken", renewed="OLDER")
@@ -148,7 +148,7 @@ def test_passed_credentials_are_not_looked_up_again(
 
 
 def knows_no_checksums(request: Any) -> tuple[int, str, str] | None:
-    """Act as a server that is older than the checksums of S3 clients."""
+    """Act as a server that predates the checksums of S3 clients."""
     if any(
         name.lower().startswith(("x-amz-checksum", "x-amz-sdk-checksum", "x-amz-trailer")) for name in request.headers
     ):
@@ -156,7 +156,7 @@ def knows_no_checksums(request: Any) -> tuple[int, str, str] | None:
     return None
 
 
-def test_settings_in_the_error_help_with_servers_without_checksums(
+def test_the_settings_named_by_the_error_help_with_servers_without_checksums(
     moto_server: Server, refusing: Callable[[Refuses], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusing(knows_no_checksums)
@@ -190,14 +190,14 @@ def answer(status: int, code: str, message: str = "") -> ClientError:
         (FlexibleChecksumError(error_msg="Expected checksum x did not match calculated checksum y"), True),
     ],
 )
-def test_errors_about_checksums_name_the_settings(error: Exception, *, again: bool) -> None:
+def test_errors_about_checksums_name_the_settings_to_change(error: Exception, *, again: bool) -> None:
     found = explain(error)
     assert "AWS_REQUEST_CHECKSUM_CALCULATION" in found.why
     assert "conditional puts" not in found.why
     assert found.again == again
 
 
-def test_an_unspecific_error_names_both_possible_missing_features() -> None:
+def test_an_unspecific_error_names_both_features_that_may_be_missing() -> None:
     why = explain(answer(501, "NotImplemented", "A header you provided implies functionality that is not there")).why
     assert "single_writer" in why
     assert "AWS_REQUEST_CHECKSUM_CALCULATION" in why

@@ -1,4 +1,4 @@
-"""Findings of `casckpt doctor` for a bucket whose server refuses to answer."""
+"""What `casckpt doctor` reports about a bucket, even if the server denies some requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from casckpt.storage.remote.s3.facts import _PAGES, _SKEW, examine
 
 
 @pytest.mark.parametrize(("hours", "says"), [(5, "s behind the server"), (-5, "s ahead of the server")])
-def test_a_clock_refused_by_the_server_is_reported(hours: int, says: str) -> None:
+def test_a_clock_rejected_by_the_server_is_reported(hours: int, says: str) -> None:
     there = format_datetime(datetime.now(UTC) + timedelta(hours=hours), usegmt=True)
 
     def refuse(operation: str, **_: Any) -> Any:
@@ -28,7 +28,10 @@ def test_a_clock_refused_by_the_server_is_reported(hours: int, says: str) -> Non
 
 
 class Bucket:
-    """A server's response to each operation, 404 for all others, and the arguments that it received."""
+    """A server.
+
+    It has a response for some operations, answers 404 to all others, and records the arguments it receives.
+    """
 
     def __init__(self, **answers: Any) -> None:
         self.answers, self.asked = answers, list[tuple[str, dict[str, Any]]]()
