@@ -346,14 +346,17 @@ class CasTrainerMixin(Trainer):
             self._warn_of_batch(self._resumed.checkpoint)
         return counts
 
-    def _warn_of_batch(self, found: Checkpoint) -> None:
-        """Log a different number of examples. It is known only now, because `Trainer` may search for it."""
-        saved = (found.metadata or {}).get(_BATCH) if self.args.should_save else self._batch
+    def _warn_of_batch(self, checkpoint: Checkpoint) -> None:
+        """Log a warning if this run uses a different number of examples in each step.
+
+        `Trainer` may have chosen the number itself (``auto_find_batch_size``).
+        """
+        saved = (checkpoint.metadata or {}).get(_BATCH) if self.args.should_save else self._batch
         if saved != self._batch:
             log.warning(
                 "%s@%d was saved with %s examples in each step, but this run uses %d: the checkpoint's epoch "
-                "continues at the same step, so some examples are repeated or skipped", found.run, found.step, saved,
-                self._batch,
+                "continues at the same step, so some examples are repeated or skipped", checkpoint.run, checkpoint.step,
+                saved, self._batch,
             )  # fmt: skip
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

@@ -181,7 +181,7 @@ def through_fsdp2(rank: int, size: int, path: Path, expected: dict[str, Any]) ->
 
 def test_checkpoints_load_on_other_numbers_of_ranks_and_with_fsdp2(tmp_path: Path, ranks: Pool) -> None:
     expected = ranks.run(2, trained, tmp_path)[0]
-    for size in (4, 3, 1):
+    for size in (4, 1):
         ranks.run(size, continued, tmp_path, expected)
         for strategy in STRATEGIES:  # a rank without elements of a parameter does not count its steps
             state = unshard_optim_state(tmp_path, f"{strategy}-later@{size}", by_name=True)["state"]

@@ -65,7 +65,7 @@ def test_a_training_without_saves_does_not_touch_the_store(tmp_path: Path) -> No
     [
         ({"settings": {"keeep": 2}}, "unexpected keyword argument 'keeep'"),
         ({"settings": {"run": "other"}}, "unexpected keyword argument 'run'"),
-        ({"settings": {"keep": -1}}, "keep-last -1: pass a number"),
+        ({"settings": {"keep": -1}}, "keep-last -1 is not valid"),
         ({"run": ""}, "run"),
         ({"run": "a@b"}, "run"),
         ({"signal_every": 0}, "every=0 is not valid"),
