@@ -70,25 +70,8 @@ _HOME = {
     "unshard_optim_state": "casckpt.frontends.training_state",
 }
 
-__all__ = [
-    "Checkpoint",
-    "Checkpointer",
-    "PerRank",
-    "Shard",
-    "Store",
-    "__version__",
-    "at",
-    "errors",
-    "export",
-    "flatten_optimizer_state",
-    "load_model_and_optim_state",
-    "open",
-    "progress_bar",
-    "save_model_and_optim_state",
-    "unflatten_optimizer_state",
-    "unshard_model_state",
-    "unshard_optim_state",
-]
+__all__ = ["__version__", "errors"]
+__all__ += list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

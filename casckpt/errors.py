@@ -99,7 +99,7 @@ class Mismatch(CasckptError, ValueError):
 
 
 class Damaged(CasckptError, OSError):
-    """An error for stored bytes that are missing or differ from the written bytes.
+    """An error for stored bytes that are missing, or that differ from what was written.
 
     ``blob``, ``keys`` and ``checkpoints`` name what is affected.
     """

@@ -15,7 +15,7 @@ import torch
 import casckpt
 from casckpt.contents import manifests
 from casckpt.errors import Damaged
-from casckpt.format.encodings.frames import Form, form_of
+from casckpt.format.encodings.frames import Form
 from casckpt.upkeep.repair.cell_sources import locate
 from tests.format.test_plain_reader import assert_same
 from tests.support import frozen_store
@@ -164,7 +164,7 @@ def test_frames_of_every_form_are_stored_and_small(coded: Path) -> None:
         manifest = manifests.get(store.repository, store.get(f"coded@{step}").commit)
         for cell in (cell for entry in manifest.entries for cell in manifest.extents(entry).stored_cells()):
             frame = locate(store.repository, manifest, cell).stored(cell)
-            forms.add(Form.RAW if cell.frame is None else form_of(memoryview(frame)))
+            forms.add(Form.RAW if cell.frame is None else Form(frame[0]))
             links.add(len([*cell.chain]))
     assert forms == set(Form)
     assert links == {1, 2, 3, 4, 5}

@@ -20,14 +20,14 @@ import reference
 from casckpt import errors
 from casckpt.base.units import parse_size
 from casckpt.cli.commands.settings import _DEFAULTS
-from casckpt.cli.completion import ENV_STORE
+from casckpt.cli.types import ENV_STORE
 from casckpt.format.records import Marker
 from casckpt.frontends.follow import Follower
 from casckpt.frontends.trainer import CheckpointerConfig
-from casckpt.repository.opening import CACHE_VARIABLE
+from casckpt.repository.repository import CACHE_VARIABLE
 from casckpt.saving.options import SaveOptions
 from casckpt.store.opening import open as open_store
-from casckpt.store.settings import NAMES
+from casckpt.store.types import NAMES
 from tests.support.pages import commands_of, pattern
 from tests.support.recipes import says_kill_it
 from tests.support.scripts import run_script

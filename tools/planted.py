@@ -519,7 +519,7 @@ PLANTED = (
     repo.put_record(transaction_key(txid), began)
     return Transaction(repo, began, seconds=seconds, seen=seen)
 """,
-        "tests/repository/test_requirements.py",
+        "tests/repository/test_reading.py",
     ),
     Planted(
         "an existing record counts as durable",
@@ -668,7 +668,7 @@ PLANTED = (
         """    copy_signatures(source, target, {commit.id for commit in (*plan.missing, *plan.present)})
 """,
         "",
-        "tests/upkeep/copies/test_signatures.py",
+        "tests/upkeep/copies/test_replication.py",
     ),
     Planted(
         "the mirror is not checked again right before a purge",
@@ -890,14 +890,14 @@ PLANTED = (
         "spare_roots",
         "    check_recorded(repo, pending.sizes, commits.commits)\n",
         "",
-        "tests/upkeep/test_lost_records.py",
+        "tests/upkeep/test_saves.py",
     ),
     Planted(
         "a rule selects although records are lost",
         "_check_first",
         "    check_recorded(repo, stock.sizes, plan.listed.commits)\n",
         "",
-        "tests/upkeep/test_lost_records.py",
+        "tests/upkeep/test_saves.py",
     ),
     Planted(
         "marked blobs are reused",
@@ -1227,14 +1227,14 @@ PLANTED = (
         "Coder._delta",
         "if held is None or held.digest != old.digest or len(",
         "if held is None or len(",
-        "tests/saving/test_previous_cells.py",
+        "tests/saving/test_encoder.py",
     ),
     Planted(
         "bytes that a save changes are kept for another",
         "PreviousCells.take",
         "        return self._cells.pop(name, None)\n",
         "        return self._cells.get(name)\n",
-        "tests/saving/test_previous_cells.py",
+        "tests/saving/test_encoder.py",
     ),
     Planted(
         "a frame is stored without a test decode",
@@ -1248,7 +1248,7 @@ PLANTED = (
         "_older",
         "    if [frame.base for frame in frames] != [base.digest for base in bases]:\n",
         "    if len(frames) != len(bases):\n",
-        "tests/saving/test_previous_cells.py",
+        "tests/saving/test_encoder.py",
     ),
     Planted(
         "cells that left the state stay in memory",
@@ -1290,7 +1290,7 @@ PLANTED = (
         "choose_base",
         "    if len(deltas) < MAX_DELTAS:\n",
         "    if len(deltas) <= MAX_DELTAS:\n",
-        "tests/plan/test_bases.py",
+        "tests/plan/test_routes.py",
     ),
     Planted(
         "ranges of a blob that only bases use are not counted",
@@ -1353,7 +1353,7 @@ PLANTED = (
         "_name",
         "form.encode() + bytes(manifest.raw_cells(entry))",
         "form.encode() + bytes().join(extent.digests for extent in manifest.cells(entry).extents)",
-        "tests/loading/test_digests.py",
+        "tests/loading/test_comparison.py",
     ),
     Planted(
         "a table in one row may lie outside its blob",
@@ -2137,21 +2137,21 @@ PLANTED = (
         "Template.plan",
         "len(value) > 0 and name_of(key) in objects",
         "False and name_of(key) in objects",
-        "tests/loading/test_entries.py",
+        "tests/loading/test_load_plan.py",
     ),
     Planted(
         "large mappings of several ranks come from the lowest rank",
         "prepare",
         "size == 1 and len(mapping)",
         "size > 0 and len(mapping)",
-        "tests/loading/test_entries.py",
+        "tests/loading/test_load_plan.py",
     ),
     Planted(
         "a tensor with some flat chunks is cut as fully flat",
         "_cuts",
         "any(not set(chunk.sizes[:-1]) <= {1}",
         "all(not set(chunk.sizes[:-1]) <= {1}",
-        "tests/frontends/dcp/test_unflattened.py",
+        "tests/frontends/dcp/test_folder.py",
     ),
     Planted(
         "a background save exchanges its objects in the wrong process group",
@@ -2194,7 +2194,7 @@ PLANTED = (
         "Entries.compare",
         "not in (here, there)",
         "not in (here, there, self.rename(here))",
-        "tests/loading/test_entries.py",
+        "tests/loading/test_load_plan.py",
     ),
     Planted(
         "torchtitan renames keys of its own run",

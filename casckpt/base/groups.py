@@ -23,6 +23,18 @@ def in_batches(items: Iterable[T], size: Callable[[T], int], most: int) -> Itera
         yield batch
 
 
+def runs(items: Iterable[T], continues: Callable[[list[T], T], bool]) -> Iterator[list[T]]:
+    """Split items, in order, into runs. ``continues``: whether an item belongs to the run before it."""
+    run: list[T] = []
+    for item in items:
+        if run and not continues(run, item):
+            yield run
+            run = []
+        run.append(item)
+    if run:
+        yield run
+
+
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     """Group items by ``key``. Groups, and the items within them, keep their original order."""
     groups: dict[K, list[T]] = {}

@@ -41,6 +41,11 @@ def seconds_of(duration: Duration, what: str = "") -> float:
     return seconds
 
 
+def optional_seconds(duration: Duration | None, what: str) -> float | None:
+    """Return a duration in seconds, or None for None. See `seconds_of`."""
+    return None if duration is None else seconds_of(duration, what)
+
+
 def format_duration(seconds: float) -> str:
     """Format seconds in the form that `seconds_of` parses, in the largest unit that divides them: 7200 is ``2h``."""
     if not seconds:

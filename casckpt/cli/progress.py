@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
@@ -39,7 +40,7 @@ class Lines:
         return f"{amount(done)}{of_all}{rate}"
 
 
-class progress_bar:  # noqa: N801 - programs call it like a function
+class progress_bar(AbstractContextManager["progress_bar"]):  # noqa: N801 - programs call it like a function
     """Displays progress on stderr: ``store.save(..., progress=casckpt.progress_bar("saving"))``.
 
     On a terminal, it is a bar that disappears when the work or the ``with`` block ends. Elsewhere, it prints a line
@@ -64,9 +65,6 @@ class progress_bar:  # noqa: N801 - programs call it like a function
         self._bars.update(self._task, completed=done, total=total)
         if total is not None and done >= total:
             self.close()
-
-    def __enter__(self) -> progress_bar:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import click
 
 from casckpt.base.lazy import cached_property
-from casckpt.cli.completion import ENV_STORE, STORE
 from casckpt.cli.text import printable
-from casckpt.cli.types import SETTING
+from casckpt.cli.types import ENV_STORE, SETTING, STORE
 
 if TYPE_CHECKING:
     from casckpt.store.store import Store

@@ -49,7 +49,9 @@ def put(repo: Repository, uploader: TxId, blob_hash: BlobHash, data: memoryview 
         repo.storage.put(key, data, settle=False)
     except AlreadyExists:
         found = repo.storage.size(key)
-        if found != size:
+        if found is None:  # a gc that revoked this save deleted what another process had put
+            repo.storage.put(key, data, settle=False)
+        elif found != size:
             message = f"{key} exists with {found} bytes instead of {size}; save again"
             raise StorageError(message, key=key, blob=blob_hash) from None
     repo.seen_blobs.add((uploader, blob_hash))
@@ -110,8 +112,7 @@ def _marks_under(repo: Repository, prefix: str) -> list[DamageMark]:
             check_no_file(repo.storage.url, entry, parse_damaged)
         elif name[2] >= newest.get(name[:2], (-1, entry))[0]:
             newest[name[:2]] = (name[2], entry)
-    entries = [entry for _, entry in newest.values()]
-    records = read_records(repo, prefix, entries, lambda _: DamageRecord)
+    records = read_records(repo, prefix, [entry for _, entry in newest.values()], lambda _: DamageRecord)
     return [_mark(blob, number, records[entry.key]) for blob, (number, entry) in newest.items()]
 
 

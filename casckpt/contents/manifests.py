@@ -140,8 +140,7 @@ def _read(repo: Repository, commit: Commit) -> Manifest:
         return held
     with _naming(commit):
         if record.manifest_bytes <= WHOLE_BYTES:
-            data = repo.storage.get(_key(record), limit=MAX_MANIFEST_BYTES)
-            manifest = decode(data, record.manifest, record.head)
+            manifest = decode(repo.storage.get(_key(record), limit=MAX_MANIFEST_BYTES), record.manifest, record.head)
         else:
             with repo.storage.open(_key(record)) as reader:
                 head = _head(reader, record)

@@ -18,8 +18,8 @@ from casckpt.format.names import ManifestId
 from casckpt.format.records import MAX_RECORD_BYTES
 from casckpt.history.commits import Commit, list_commits
 from casckpt.history.transactions import open_transactions
+from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
-from casckpt.repository.requirements import check_requirements
 from casckpt.repository.signing_keys import PublicKey, is_right, key_name, private_key_of, public_key_of
 from casckpt.storage.base import AlreadyExists
 
@@ -73,7 +73,7 @@ def check_trusted(repo: Repository, id: ManifestId, named: str) -> None:
     if not is_trusted(repo, id):
         names = ", ".join(sorted(key_name(key)[:12] for key in repo.trusted))
         raise Unsigned(
-            f"{named} has no valid signature by {names}. If you know that it is genuine, sign it with `casckpt sign`",
+            f"{named} has no valid signature from {names}. If you know that it is genuine, sign it with `casckpt sign`",
             checkpoints=(id,),
         )
     repo.found_signed.add(id)

@@ -271,7 +271,7 @@ class Watcher:
             seen = read_log(self._repo, txid)
             stands = seen if seen is None or seen.replaced is None else follow(self._repo, seen)
         except (Damaged, Refused) as error:
-            log.warning("casckpt skips %s: %s", txid, error)
+            log.warning("skipping %s: %s", txid, error)
             self._expected.drop(txid)
             return None
         return self._expected.judge(txid, seen, stands)

@@ -21,16 +21,5 @@ def proof_name(proof: Buffer) -> BlobHash:
     return BlobHash(blake3(proof, derive_key_context=PROOF_CONTEXT).hexdigest())
 
 
-class Hasher:
-    """Computes a digest from pieces. It is fast for pieces of 256 KiB or more."""
-
-    def __init__(self) -> None:
-        self._state = blake3()
-
-    def update(self, data: Buffer) -> None:
-        """Append bytes."""
-        self._state.update(data)
-
-    def digest(self) -> CellDigest:
-        """Return the digest of all bytes so far."""
-        return CellDigest(self._state.digest())
+Hasher = blake3
+"""Computes a digest from pieces, with ``update``. It is fast for pieces of 256 KiB or more."""

@@ -87,7 +87,7 @@ def _mapping(children: Sequence[Any]) -> dict[Any, Any]:
         raise ValueError("a key is missing its value")
     mapping = dict(zip(children[::2], children[1::2], strict=True))
     if 2 * len(mapping) != len(children):
-        raise ValueError("it contains a key twice")
+        raise ValueError("it contains a duplicate key")
     return mapping
 
 

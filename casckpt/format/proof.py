@@ -122,7 +122,7 @@ class LeafCheck:
             self._hasher = self._hasher or Hasher()
             self._hasher.update(part)
             if self._at == self._leaf.end:
-                self._close(self._leaf, self._hasher.digest())
+                self._close(self._leaf, CellDigest(self._hasher.digest()))
 
     def _close(self, leaf: Leaf, digest: CellDigest) -> None:
         if digest != leaf.digest:

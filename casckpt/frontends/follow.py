@@ -147,10 +147,10 @@ class Follower:
             with self.store.lease(checkpoint) as held:
                 self._make(held, folder)
         except NotFound as error:
-            log.info("casckpt skips %s: %s", checkpoint, error)
+            log.info("skipping %s: %s", checkpoint, error)
             return None
         except (Damaged, Unsigned) as error:
-            log.error("casckpt skips %s: %s", checkpoint, error)
+            log.error("skipping %s: %s", checkpoint, error)
             return None
         self._link(CURRENT, folder)
         return Switch(checkpoint, folder, self._notify(folder))

@@ -125,9 +125,8 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         if last_step and self.config.last_save_model_only:
             self.checkpointer.save(curr_step, _Weights(self.model_parts, self.config.export_dtype), overwrite=True)
             return True
-        state = TrainState(**self.states)
         self.save_future = self.checkpointer.save_async(
-            curr_step, self.model_parts, self.optimizers, state, overwrite=True
+            curr_step, self.model_parts, self.optimizers, TrainState(**self.states), overwrite=True
         )
         if last_step or not self.config.async_save:
             self._wait_for_saving()

@@ -4,7 +4,7 @@ Before a writer creates a record in commits/, it announces the record at the nex
 knows the run up to N requests N + 1 and so on, until it finds a free number. At this point, it knows every transaction
 that had a record when the read began. The state of each transaction is in its own log in commits/. The reader reads
 this log by key. If an announced record is missing, the reader keeps the announcement, and rereads the log later. An
-announcement alone never causes a delete or a reuse.
+announcement alone never causes anything to be deleted or reused.
 
 The host's catalogue keeps the announcements that were read. It does not keep any state derived from them, so the two
 cannot diverge. tests/model/protocol/announcements.py explores the interleavings of readers and writers.

@@ -40,9 +40,8 @@ from casckpt.history.folding import (
     with_logs,
 )
 from casckpt.repository.caches import Shown, shown
-from casckpt.repository.reading import Read, key_of, read_records
+from casckpt.repository.reading import Read, check_requirements, key_of, read_records
 from casckpt.repository.repository import Repository
-from casckpt.repository.requirements import check_requirements
 from casckpt.storage.base import ListedObject
 
 __all__ = ["Commit", "CommitList", "just_committed"]  # reexported, because readers of logs need them
@@ -357,8 +356,7 @@ def _add_linked(repo: Repository, listed: CommitList, logs: dict[TxId, dict[int,
         if not wanted:
             return
         for txid in sorted(wanted):
-            first = _record(repo, txid, commit_key(txid), FirstRecord)
-            logs[txid] = {0: first} | _records_behind(repo, txid, 0)
+            logs[txid] = {0: _record(repo, txid, commit_key(txid), FirstRecord)} | _records_behind(repo, txid, 0)
 
 
 def _records_behind(repo: Repository, txid: TxId, number: int) -> dict[int, Read]:

@@ -193,7 +193,7 @@ def _logs_of(repo: Repository, known: RunCache, txid: TxId, *, skip_doubtful: bo
     except (Damaged, Refused) as error:
         if not skip_doubtful:
             raise
-        log.warning("casckpt skips %s: %s", txid, error)
+        log.warning("skipping %s: %s", txid, error)
         return []
     if commit is not None and not commit.live:
         known.ended.add(txid)

@@ -21,8 +21,8 @@ from casckpt.errors import CasckptError, Conflict, InvalidInput, NotFound
 from casckpt.format.keys import check_tag
 from casckpt.history.commits import Commit, list_commits, refresh
 from casckpt.history.tags import Tag, end_generation, newest_generation, take_back, write_generation
+from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
-from casckpt.repository.requirements import check_requirements
 from casckpt.storage.forking import PerProcess
 
 STOP_SECONDS = 30.0

@@ -21,9 +21,8 @@ from casckpt.format.keys import check_tag, parse_tag, tag_key
 from casckpt.format.names import ManifestId, TxId
 from casckpt.format.records import TagRecord
 from casckpt.history.commits import Commit, CommitList, list_commits, refresh, restore
-from casckpt.repository.reading import Read, check_no_file, key_of, read_records
+from casckpt.repository.reading import Read, check_no_file, check_requirements, key_of, read_records
 from casckpt.repository.repository import Repository
-from casckpt.repository.requirements import check_requirements
 from casckpt.storage.base import ListedObject
 
 PREFIX = "tags/"
@@ -245,8 +244,7 @@ def newest_generation(repo: Repository, name: str) -> tuple[int, TagList]:
     """Return the highest generation of a tag (-1 if there is none), and its contents, even if the tag has expired."""
     folder = f"{PREFIX}{name}/"
     newest = _newest_entries(repo, folder)
-    number = newest.get(name, (-1, None))[0]
-    return number, _read_newest(repo, folder, newest, 0)
+    return newest.get(name, (-1, None))[0], _read_newest(repo, folder, newest, 0)
 
 
 def write_generation(

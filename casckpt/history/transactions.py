@@ -24,8 +24,8 @@ from casckpt.history.commits import Commit, commit, just_committed
 from casckpt.history.following import announce_lost, at_step, greatest, is_visible, look_at_all, newest_reusable
 from casckpt.repository.caches import RunCache
 from casckpt.repository.processes import is_dead, this_process
+from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
-from casckpt.repository.requirements import check_requirements
 
 PREFIX = "transactions/"
 SIGN_OF_LIFE_SECONDS = 120.0

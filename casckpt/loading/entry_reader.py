@@ -28,8 +28,7 @@ from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import normalise
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.loading.blob_readers import BlobReaders
-from casckpt.loading.damage import Lost, damaged_error
+from casckpt.loading.blob_readers import BlobReaders, Lost, damaged_error
 from casckpt.loading.frames import Lot
 from casckpt.loading.planned_reads import (
     Consumer,
@@ -47,7 +46,7 @@ from casckpt.plan.reads import Batch, plan_units
 from casckpt.plan.routes import Link
 from casckpt.repository.repository import Repository
 from casckpt.storage.buffers import BufferPool
-from casckpt.storage.local.headroom import headroom
+from casckpt.storage.local.reader import headroom
 from casckpt.tensors import gpu
 from casckpt.tensors.memory import Destination, note_writes
 

@@ -141,8 +141,7 @@ def is_adapter(name: str) -> bool:
 
 def name_without_adapters(name: str) -> str:
     """Return the name that a tensor had before PEFT added adapters to the model."""
-    parts = name.removeprefix("base_model.model.").split(".")
-    return ".".join(_without(parts, _REPLACED))
+    return ".".join(_without(name.removeprefix("base_model.model.").split("."), _REPLACED))
 
 
 def plain(name: str) -> str:

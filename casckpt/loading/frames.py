@@ -14,8 +14,7 @@ from casckpt.errors import NotFound, Refused, StorageError
 from casckpt.format.encodings.frames import decode, decoded
 from casckpt.format.extents import StoredCell
 from casckpt.format.manifest import Manifest
-from casckpt.loading.blob_readers import BlobReader
-from casckpt.loading.damage import Lost
+from casckpt.loading.blob_readers import BlobReader, Lost
 from casckpt.loading.planned_reads import PlannedRead
 from casckpt.plan.reads import Batch
 from casckpt.plan.routes import Link, links

@@ -19,9 +19,8 @@ from casckpt.format.manifest import Manifest
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.tree import Node, Path, children, find, join, leaves
 from casckpt.loading.arguments import matches, renamer
-from casckpt.loading.entries import no_entry
 from casckpt.loading.fit import PACKED, Fit, check_fit, merged, missed_pairs, rename_hint, saved_shapes, shape_of
-from casckpt.loading.load_plan import LoadPlan
+from casckpt.loading.load_plan import LoadPlan, no_entry
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.unread import EVERYTHING, is_generator, left_unread, prefixes
 from casckpt.repository.repository import Repository

@@ -20,8 +20,7 @@ from casckpt.errors import InvalidInput, NotFound, StorageError
 from casckpt.format.digest import cell_digest
 from casckpt.format.extents import StoredCell
 from casckpt.format.manifest import Manifest
-from casckpt.loading.blob_readers import BlobReader, BlobReaders
-from casckpt.loading.damage import Lost
+from casckpt.loading.blob_readers import BlobReader, BlobReaders, Lost
 from casckpt.loading.frames import Lot, decode_again
 from casckpt.loading.planned_reads import PlannedRead, Runs
 from casckpt.plan.reads import Batch, Unit

@@ -28,7 +28,7 @@ from casckpt.contents.contents import Contents
 from casckpt.errors import CasckptError, Damaged, InvalidInput, MissingKey, NotFound, Refused, StorageError
 from casckpt.format.digest import cell_digest
 from casckpt.format.encodings.frames import decode, undo
-from casckpt.format.encodings.scratch import scratch
+from casckpt.format.encodings.parts import scratch
 from casckpt.format.extents import Extent, ExtentTable, StoredCell
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import CellDigest

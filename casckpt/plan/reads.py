@@ -16,8 +16,7 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from casckpt.format.extents import ExtentTable, StoredCell
-from casckpt.format.regions import Box, Region, Shape, intersect, normalise, strides
-from casckpt.plan.coverage import holes_and_overlaps
+from casckpt.format.regions import Box, Region, Shape, holes_and_overlaps, intersect, normalise, strides
 
 T = TypeVar("T")
 _PIECE_BYTES = 2 << 20
@@ -82,7 +81,7 @@ def _spans(box: Box, wanted: Region, worth: int) -> list[tuple[int, int]]:
 
 
 def _runs(local: Box, shape: Shape, worth: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of ``shape``, in row-major order, that contain ``local``.
+    """Yield the ranges of ``shape``, in row-major order, that make up ``local``.
 
     Gaps of less than ``worth`` are included.
     """

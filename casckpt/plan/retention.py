@@ -16,7 +16,7 @@ from math import isnan, nan
 from typing import Any, Self, TypedDict
 
 from casckpt.base.groups import grouped
-from casckpt.base.units import Duration, seconds_of
+from casckpt.base.units import Duration, optional_seconds, seconds_of
 from casckpt.errors import InvalidInput
 from casckpt.format.names import TxId
 
@@ -114,7 +114,7 @@ class Policy:
     @property
     def within_seconds(self) -> float | None:
         """``keep_within`` in seconds."""
-        return None if self.keep_within is None else seconds_of(self.keep_within, "keep-within")
+        return optional_seconds(self.keep_within, "keep-within")
 
 
 class KeepRules(TypedDict, total=False):
@@ -142,8 +142,8 @@ class Rotation:
     """The rules of a rotation. Any rule of ``keep`` keeps a permanent checkpoint.
 
     The newest checkpoint of the run is always kept. ``max_checkpoints``: keep this many of the newest. Tagged
-    checkpoints and checkpoints of ``fixed`` steps do not count, and are always kept. Without ``keep`` and
-    ``max_checkpoints``, all checkpoints are kept. ``thin``: how to thin the checkpoints that are kept.
+    checkpoints and checkpoints of ``fixed`` steps do not count, and are always kept. If neither ``keep`` nor
+    ``max_checkpoints`` is given, all checkpoints are kept. ``thin``: how to thin the checkpoints that are kept.
     """
 
     keep: Policy | None = None
@@ -274,9 +274,6 @@ def _kept_by_rules(current: list[SavedCheckpoint], policy: Policy, now: int) -> 
         periods = getattr(policy, rule)
         if periods is not None:
             by_time = sorted(current, key=lambda saved: saved.created_at)
-            newest = {_moment(saved).strftime(form): saved for saved in by_time}
+            times = (datetime.fromtimestamp(saved.created_at / 1e6, UTC) for saved in by_time)
+            newest = {time.strftime(form): saved for time, saved in zip(times, by_time, strict=True)}
             yield from list(newest.values())[-periods:]
-
-
-def _moment(checkpoint: SavedCheckpoint) -> datetime:
-    return datetime.fromtimestamp(checkpoint.created_at / 1e6, UTC)

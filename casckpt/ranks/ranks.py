@@ -169,8 +169,7 @@ def _note_inherited() -> None:
     _inherited[:] = [torch.distributed.group.WORLD] if torch.distributed.is_available() else []
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_inherited)
+os.register_at_fork(after_in_child=_note_inherited)
 
 
 def _refuse_inherited() -> None:

@@ -190,8 +190,7 @@ class BlobCache:
         """Return the maximum size of the cache in bytes, given that it currently holds ``held`` bytes."""
         if self._limit is not None:
             return self._limit
-        place = next(path for path in (self.root, *self.root.parents) if path.exists())
-        free = os.statvfs(place)
+        free = os.statvfs(next(path for path in (self.root, *self.root.parents) if path.exists()))
         return (held + free.f_bavail * free.f_frsize) // 2
 
     def _scan(self) -> list[_Held]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from casckpt.base.groups import runs
 from casckpt.base.progress import silent
 from casckpt.errors import CasckptError, NotFound, Refused
 from casckpt.format.blob import DATA_OFFSET, decode_header
@@ -103,23 +104,15 @@ def prove(reader: Reader, ref: BlobRef, buffer: memoryview, progress: Callable[[
 
 def _proved(ref: BlobRef, wrong: Sequence[Leaf], header: bytes, proof: bytes) -> Proved:
     if wrong:
-        ranges = tuple(_merged(wrong))
+        ranges = tuple(
+            (run[0].offset, run[-1].end) for run in runs(wrong, lambda run, leaf: run[-1].end == leaf.offset)
+        )
         return Proved(_words(ranges), ranges, proof)
     try:
         decode_header(header, ref.size)
     except Refused as error:
         return Proved(str(error), ((0, DATA_OFFSET),), proof)
     return Proved(proof=proof)
-
-
-def _merged(leaves: Sequence[Leaf]) -> list[Range]:
-    """Return the byte ranges of the sorted ``leaves``, with adjacent ranges merged."""
-    ranges: list[Range] = []
-    for leaf in leaves:
-        follows = bool(ranges) and ranges[-1][1] == leaf.offset
-        start = ranges.pop()[0] if follows else leaf.offset
-        ranges.append((start, leaf.end))
-    return ranges
 
 
 def _words(ranges: Sequence[Range]) -> str:

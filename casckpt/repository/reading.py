@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 from casckpt.base.parallel import in_parallel
 from casckpt.errors import CasckptError, Damaged, NotFound, Refused
 from casckpt.format import records
-from casckpt.format.records import MAX_RECORD_BYTES
+from casckpt.format.keys import parse_settings
+from casckpt.format.records import MAX_RECORD_BYTES, Settings
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Known, ListedObject
 
@@ -89,3 +90,22 @@ def _decoded(data: bytes | CasckptError, kind: Any, key: str) -> Read:
         return records.decode(data, kind, key)
     except (Damaged, Refused) as error:
         return error
+
+
+PREFIX = "settings/"
+
+
+def check_requirements(repo: Repository) -> Settings:
+    """Return the settings. Raises `Unsupported` if they contain a requirement that this version does not know.
+
+    Raises `StorageError`, and `Damaged` or `Refused` if the settings cannot be read.
+    """
+    listed = repo.storage.list(PREFIX, known=parse_settings)
+    numbers = {number: entry for entry in listed if (number := parse_settings(entry.key)) is not None}
+    if not numbers:
+        return Settings(created_at=0)
+    newest = numbers[max(numbers)]
+    found = read_records(repo, PREFIX, [newest], lambda _: Settings)[newest.key]
+    settings = repo.settings if isinstance(found, CasckptError) else found
+    records.check_requirements(settings, repo.storage.url)
+    return settings

@@ -6,7 +6,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ import platformdirs
 
 from casckpt.base.digest import hex_digest
 from casckpt.base.names import check_run, check_step
-from casckpt.base.units import time_of
+from casckpt.base.units import parse_size, time_of
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError
 from casckpt.format import keys, records
 from casckpt.format.names import BlobHash, ManifestId, TxId
@@ -25,7 +25,8 @@ from casckpt.repository.blob_cache import BlobCache
 from casckpt.repository.caches import ManifestCache, RecordCache, RunCaches
 from casckpt.repository.catalogue import Catalogue
 from casckpt.repository.exclusive import require_exclusive
-from casckpt.repository.signing_keys import PublicKey
+from casckpt.repository.signing_keys import KeyFile, KeyFiles, PublicKey, private_key, public_keys
+from casckpt.storage import open_storage
 from casckpt.storage.base import AlreadyExists, ObjectStore
 
 Clock: TypeAlias = Callable[[], int]
@@ -339,3 +340,36 @@ class Repository:
         `Refused`, `StorageError`.
         """
         return records.decode(self.storage.get(key, limit=records.MAX_RECORD_BYTES), kind, key)
+
+
+CACHE_VARIABLE = "CASCKPT_CACHE_DIR"
+
+
+def open_repository(
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    cache_bytes: int | str | None = None,
+    single_writer: bool = False,
+    page_cache: bool | None = None,
+    sign_with: KeyFile | None = None,
+    require_signature: KeyFiles | None = None,
+) -> Repository:
+    """Open a store with the arguments of `casckpt.open`, without creating or reading anything.
+
+    If ``cache_dir`` is None, the environment variable that `CACHE_VARIABLE` names sets the cache folder, both for
+    programs and for the command line.
+
+    Raises `InvalidInput` or `Unsupported` for an invalid URL or key, and `NotFound` for a missing key file.
+    """
+    storage = open_storage(url, storage_options, single_writer=single_writer, page_cache=page_cache)
+    folder = cache_dir if cache_dir is not None else os.environ.get(CACHE_VARIABLE) or None
+    return Repository(
+        storage,
+        None if folder is None else Path(folder).expanduser().absolute(),
+        single_writer=single_writer,
+        cache_bytes=parse_size(cache_bytes) if isinstance(cache_bytes, str) else cache_bytes,
+        signer=None if sign_with is None else private_key(sign_with).private_bytes_raw(),
+        trusted=None if require_signature is None else public_keys(require_signature),
+    )

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -20,19 +20,70 @@ from casckpt.base.parallel import usable_cores
 from casckpt.errors import CasckptError, InvalidInput
 from casckpt.format import dtypes
 from casckpt.format.encodings.frames import MIN_CELL, decode, decode_chain, encode_delta, encode_planes, undo
-from casckpt.format.encodings.scratch import scratch
+from casckpt.format.encodings.parts import scratch
 from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key
 from casckpt.format.names import CellDigest
+from casckpt.format.regions import Box
 from casckpt.format.sections.index import Name
-from casckpt.plan.bases import choose_base
 from casckpt.plan.reuse import ReusableCells
+from casckpt.plan.routes import choose_base
 from casckpt.repository.repository import Repository
 from casckpt.saving.local_entries import Cell, LocalEntry
 from casckpt.saving.options import Compress, SaveOptions
-from casckpt.saving.previous_cells import CellName, HeldCell, HeldFrame, PreviousCells
 from casckpt.storage.base import Reader, ShortObject
 from casckpt.storage.forking import PerProcess
+from casckpt.tensors.memory import copy_bytes
+
+CellName: TypeAlias = tuple[Name, Box, int, int]
+"""The elements of a cell: the range [lo, hi) of a box in a stream."""
+
+
+class HeldFrame(NamedTuple):
+    """A frame that was decoded and compared. ``base``: the digest of the cell that `undo` restores."""
+
+    data: bytes
+    base: CellDigest
+
+
+@dataclass(frozen=True, slots=True)
+class HeldCell:
+    """The bytes of one version of a cell. ``frames``: the chain that encodes it, beginning with its own frame."""
+
+    digest: CellDigest
+    plain: bytearray
+    frames: tuple[HeldFrame, ...] = ()
+
+
+@dataclass
+class PreviousCells:
+    """The cells of one run that one process saved."""
+
+    _cells: dict[CellName, HeldCell] = field(default_factory=dict)
+
+    def only(self, names: Container[CellName]) -> None:
+        """Drop all cells except those in ``names``. The state no longer has the others, or divides them differently."""
+        for name in [name for name in list(self._cells) if name not in names]:
+            self.take(name)
+
+    def take(self, name: CellName) -> HeldCell | None:
+        """Remove a cell and return it. The caller may change it in place and put it back.
+
+        Removal ensures that a save in another thread, or a save after an error, never sees partly changed bytes.
+        """
+        return self._cells.pop(name, None)
+
+    def put(self, name: CellName, cell: HeldCell) -> None:
+        """Keep a cell without copying it."""
+        self._cells[name] = cell
+
+    def keep(self, name: CellName, digest: CellDigest, plain: memoryview, frames: tuple[HeldFrame, ...] = ()) -> None:
+        """Keep a copy of a cell's bytes. Reuses the memory of the held version."""
+        held = self.take(name)
+        buffer = bytearray(plain.nbytes) if held is None or len(held.plain) != plain.nbytes else held.plain
+        copy_bytes(memoryview(buffer), plain)
+        self.put(name, HeldCell(digest, buffer, frames))
+
 
 MAX_RUNS = 2
 """The maximum number of runs that a process keeps in memory. It drops the least recently saved run first."""

@@ -29,8 +29,7 @@ unreported: Final[dict[object, str]] = {}
 References to the futures themselves would keep the saved state in memory.
 """
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=unreported.clear)  # the parent process reports them
+os.register_at_fork(after_in_child=unreported.clear)  # the parent process reports them
 with suppress(AttributeError, RuntimeError):  # the function is private, and the interpreter may be exiting already
     threading._register_atexit(_ending.set)  # type: ignore[attr-defined] # see above
 

@@ -123,8 +123,7 @@ class HealthScan:
     @property
     def report(self) -> ScanReport:
         """The results, for rank 0."""
-        groups = grouped(self.found, lambda cell: cell[0])
         return {
             dtype: (b"".join([digest for _, digest in cells]), rows_of([self.found[cell] for cell in cells]))
-            for dtype, cells in groups.items()
+            for dtype, cells in grouped(self.found, lambda cell: cell[0]).items()
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
 
@@ -71,10 +71,6 @@ class LocalEntry:
     def order(self) -> tuple[tuple[int, str], str, str, int]:
         """The sort key. A save fills blobs in this order, which keeps every tensor aligned."""
         return blob.order(self.dtype), self.key, self.kind, self.index
-
-    def limited(self, limits: Sequence[tuple[int, int]]) -> LocalEntry:
-        """Return a copy of this entry with new ``limits``."""
-        return replace(self, limits=limits)
 
     def parts(self) -> Iterator[tuple[Region, Data, int]]:
         """Yield the writes of this rank as (region, data, element of the data at which the region begins)."""

@@ -206,7 +206,7 @@ def _stream(kind: str, key: str, index: int, rank: int | None, data: bytes) -> L
 
 def _attachments(given: Mapping[str, bytes | bytearray | memoryview]) -> tuple[list[Attachment], list[LocalEntry]]:
     if not isinstance(given, Mapping):
-        raise InvalidInput(f"attachments is a {type(given).__name__}: pass a dict from names to contents as bytes")
+        raise InvalidInput(f"attachments is a {type(given).__name__}: pass a dict that maps names to contents as bytes")
     inline, large = [], []
     for name, data in given.items():
         if not isinstance(data, bytes | bytearray | memoryview):

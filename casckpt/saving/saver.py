@@ -178,8 +178,7 @@ class Saver:
         with self.background.lock:
             self.background.wait()
             state, options = self._without_objects(ranks, state, options)
-            prepared = on_each(ranks, lambda: _prepare(state, options, ranks))
-            self.background.staging.reserve(tensors_of(prepared))
+            self.background.staging.reserve(tensors_of(on_each(ranks, lambda: _prepare(state, options, ranks))))
 
     def _checked(
         self, state: State, ranks: Ranks, options: SaveOptions, when_busy: WhenBusy

@@ -10,10 +10,9 @@ from casckpt.base.cycle_collector import collector_paused
 from casckpt.errors import InvalidInput
 from casckpt.format import dtypes
 from casckpt.format.extents import ExtentTable, Frame, StoredCell, build, join
-from casckpt.format.regions import Region, Shape, intersect
+from casckpt.format.regions import Region, Shape, holes_and_overlaps, intersect
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import Name
-from casckpt.plan.coverage import holes_and_overlaps
 from casckpt.plan.reuse import ReusableCells
 from casckpt.saving.local_entries import Cell, LocalEntry
 from casckpt.saving.upload import PlacedCell

@@ -52,8 +52,7 @@ def open_storage(
     if isinstance(storage, LocalStore):
         storage = LocalStore(storage.path, page_cache=page_cache)
     if storage_options:
-        names = sorted(storage_options)
-        raise InvalidInput(f"storage_options apply only to remote storages: remove {names}")
+        raise InvalidInput(f"storage_options apply only to remote storages: remove {sorted(storage_options)}")
     return storage
 
 

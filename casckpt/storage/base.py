@@ -189,8 +189,8 @@ class ShortObject(Exception):
 
 
 _LOCK = threading.Lock()
-if hasattr(os, "register_at_fork"):  # otherwise a child could inherit a lock that another thread holds
-    os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
+# otherwise a child could inherit a lock that another thread holds
+os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TypeAlias
 
 from casckpt.errors import InvalidInput
@@ -32,7 +32,7 @@ def plain_bytes(data: memoryview | bytes | bytearray) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")  # cast rejects shapes that contain a zero
 
 
-class AlignedBuffer:
+class AlignedBuffer(AbstractContextManager["AlignedBuffer"]):
     """``nbytes`` bytes of zeroed, page-aligned memory. It is private to the process: a forked child gets a copy."""
 
     def __init__(self, nbytes: int) -> None:
@@ -73,9 +73,6 @@ class AlignedBuffer:
         self._view.release()
         with suppress(BufferError):
             self._map.close()
-
-    def __enter__(self) -> AlignedBuffer:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -6,6 +6,7 @@ import builtins
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 
 from typing_extensions import override
 
@@ -27,11 +28,11 @@ from casckpt.storage.buffers import plain_bytes
 _SPACES: dict[str, dict[str, bytes]] = {}  # name -> objects, so that all stores opened under the same name share them
 _HOME = os.urandom(16)  # identifies this process and its forked children, which have a copy
 _LOCK = threading.Lock()
-if hasattr(os, "register_at_fork"):  # otherwise a child could inherit a lock that another thread holds
-    os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
+# otherwise a child could inherit a lock that another thread holds
+os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
-class MemoryReader(Reader):
+class MemoryReader(Reader, AbstractContextManager["MemoryReader"]):
     """An open object of a `MemoryStore`. Like an open file, it remains readable after the object is deleted."""
 
     def __init__(self, key: str, data: bytes, counts: IoCounts) -> None:
@@ -54,9 +55,6 @@ class MemoryReader(Reader):
             buffer[:] = self._data[offset : offset + buffer.nbytes]
             offset += buffer.nbytes
         self._counts.add(bytes_read=wanted)
-
-    def __enter__(self) -> MemoryReader:
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Do nothing, because there is nothing to close."""

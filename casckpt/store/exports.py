@@ -42,7 +42,8 @@ class Exported:
     """The result of an export. ``left_out``: the keys that were not exported.
 
     ``skipped``: the attachments that were not exported. ``nbytes``: the total size of all tensors. ``prefix``: the
-    prefix common to all keys, which is omitted from the names in the files.
+    prefix common to all keys, which is omitted from the names in the files. ``notes``: the reasons why imported files
+    were not restored.
     """
 
     checkpoint: Checkpoint
@@ -54,6 +55,7 @@ class Exported:
     skipped: tuple[str, ...] = ()
     format: Format = "safetensors"
     prefix: str = ""
+    notes: tuple[str, ...] = ()
 
 
 exporter: Callable[[], Callable[..., Exported]]

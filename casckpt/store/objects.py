@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from casckpt.ranks.ranks import Ranks
+    from casckpt.repository.repository import Repository
     from casckpt.saving.options import SaveOptions
-    from casckpt.saving.saver import State
+    from casckpt.saving.saver import Saver, State
 
 log = logging.getLogger("casckpt")
 
@@ -38,6 +39,13 @@ def without_objects(ranks: Ranks, state: State, options: SaveOptions) -> tuple[S
         return state, options
     plain: tuple[State, SaveOptions] = home().save_objects(ranks, state, options)  # noqa: F821 - see above
     return plain
+
+
+def saver_of(repository: Repository) -> Saver:
+    """Return a new saver for a store, which converts the objects in a state."""
+    from casckpt.saving.saver import Saver
+
+    return Saver(repository, without_objects)
 
 
 def _references(state: object, **_: object) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from casckpt.base.names import check_run, check_step
 from casckpt.errors import InvalidInput
-from casckpt.repository.opening import open_repository
+from casckpt.repository.repository import open_repository
 from casckpt.repository.signing_keys import KeyFile, KeyFiles
 from casckpt.storage.throttle import ThrottledStore, Turn
 from casckpt.store.store import Store, repository_of

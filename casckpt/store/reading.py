@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from casckpt.base.progress import Progress
-from casckpt.base.units import Duration, seconds_of
+from casckpt.base.units import Duration, optional_seconds, seconds_of
 from casckpt.contents import refs
 from casckpt.contents.checkpoint import Arrival, Checkpoint, warn_if_forgotten
 from casckpt.errors import InvalidInput, NotFound, StorageError, Unsupported
@@ -150,7 +150,7 @@ def watch(
     """Check the arguments and return an iterator over new checkpoints of ``run``."""
     from casckpt.contents import watching
 
-    seconds, limit = seconds_of(poll, "poll"), None if timeout is None else seconds_of(timeout, "timeout")
+    seconds, limit = seconds_of(poll, "poll"), optional_seconds(timeout, "timeout")
     if seconds < _MOST_OFTEN:
         raise InvalidInput(f"poll={poll!r} is too short: pass 0.1s or more")
     behind = f"{run}@{after}" if isinstance(after, int) else None if after is None else plain(after)

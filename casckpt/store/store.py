@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from casckpt.base.names import check_keywords, is_reference
 from casckpt.base.progress import Progress, Shown
-from casckpt.base.units import Duration, seconds_of
+from casckpt.base.units import Duration, optional_seconds, seconds_of
 from casckpt.contents import refs
 from casckpt.contents.checkpoint import Arrival, Checkpoint, html_of
 from casckpt.errors import InvalidInput, NotFound
@@ -25,8 +25,7 @@ from casckpt.history import tags
 from casckpt.history.leases import hold
 from casckpt.loading.options import LoadArguments, LoadOptions, MatchArguments, ReadArguments, UpdateArguments
 from casckpt.plan.retention import KeepRules, Policy, Rotation, Thinning, thinning_of
-from casckpt.repository.opening import open_repository
-from casckpt.repository.repository import Repository
+from casckpt.repository.repository import Repository, open_repository
 from casckpt.repository.signing_keys import KeyFile, private_key
 from casckpt.saving.options import SaveArguments, SaveOptions, WhenBusy
 from casckpt.storage.base import Finding
@@ -35,7 +34,7 @@ from casckpt.store import exports, objects, reading
 from casckpt.store.exports import Exported, ExportOptions
 from casckpt.store.listing import Listing, list_store
 from casckpt.store.reading import lease, plain, resolve
-from casckpt.store.settings import SettingChanges, StoreSettings, change_settings, settings_from
+from casckpt.store.types import SettingChanges, StoreSettings, change_settings, settings_from
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,21 +45,18 @@ if TYPE_CHECKING:
 
     from casckpt.loading.comparison import Comparison
     from casckpt.plan.difference import Difference
-    from casckpt.saving.saver import Saver, State
-    from casckpt.upkeep.copies.copy import CopyResult
+    from casckpt.saving.saver import State
+    from casckpt.store.types import Added, CopyResult, GcResult, Heat, History, Mode, StoreUsage
     from casckpt.upkeep.copies.mirror import Mirror
     from casckpt.upkeep.copies.mirror_notes import MirrorLag
     from casckpt.upkeep.footprint import Footprint
     from casckpt.upkeep.gc.forgetting import RestoreResult
-    from casckpt.upkeep.gc.gc import GcResult, Tell
-    from casckpt.upkeep.history import Added, Heat, History
+    from casckpt.upkeep.gc.gc import Tell
     from casckpt.upkeep.repair.repair import RepairResult
-    from casckpt.upkeep.repair.verify import Mode, VerifyResult
+    from casckpt.upkeep.repair.verify import VerifyResult
     from casckpt.upkeep.saves import SaveInProgress
     from casckpt.upkeep.thin import ThinResult
-    from casckpt.upkeep.usage import StoreStats, StoreUsage
-
-WAIT: Duration = "60s"  # how long gc waits for saves in progress
+    from casckpt.upkeep.usage import StoreStats
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +70,7 @@ class Store:
                 f"casckpt.Store cannot be called directly: open the store with casckpt.open({repository!r})"
             )
         self.repository = repository
-        self._saver = PerProcess(partial(_new_saver, repository))  # a forked child does not have its parent's threads
+        self._saver = PerProcess(partial(objects.saver_of, repository))  # a forked child lacks its threads
         self._mirror: Mirror | None = None
         if mirror is not None:
             from casckpt.upkeep.copies.mirror import Mirror
@@ -360,7 +356,7 @@ class Store:
         are not in this host's catalogue; ``progress`` counts these bytes. Thinned tensors are omitted. Raises
         MissingKey for a pattern that matches nothing, Damaged, StorageError.
         """
-        from casckpt.loading.digests import digests_of
+        from casckpt.loading.comparison import digests_of
 
         return digests_of(self.repository, resolve(self.repository, ref), keys, Progress(progress))
 
@@ -493,11 +489,9 @@ class Store:
         Without ``tagged``, a tagged checkpoint raises Conflict, and no checkpoint is forgotten. ``dry_run``: only
         return the checkpoints. Raises NotFound, InvalidInput, Conflict.
         """
-        from casckpt.upkeep.gc.forgetting import forget, plan_forget
+        from casckpt.upkeep.gc.forgetting import forget_chosen
 
-        chosen = plan_forget(self.repository, map(plain, refs), tagged=tagged)
-        if not dry_run:
-            chosen = forget(self.repository, chosen)
+        chosen = forget_chosen(self.repository, map(plain, refs), tagged=tagged, dry_run=dry_run)
         return [Checkpoint(self.repository, commit) for commit in chosen]
 
     def forget_now(self, *checkpoints: Checkpoint) -> list[Checkpoint]:
@@ -548,16 +542,12 @@ class Store:
         NotFound, MissingKey if no pattern matches, Conflict if one of ``refs`` is tagged, StorageError. If a
         checkpoint cannot be thinned because it is damaged, the others are thinned before its error is raised.
         """
-        from casckpt.upkeep.gc.purge import check_metrics
-        from casckpt.upkeep.thin import check, plan_thin, thin
+        from casckpt.upkeep.thin import thin_chosen
 
         check_keywords("Store.thin", keep, KeepRules)
-        policy = Policy(**keep)
-        check_metrics(self.repository, policy, run)
-        plan = plan_thin(self.repository, map(plain, refs), drop=drop, keep=policy, run=run, tagged=tagged)
-        result = thin(self.repository, plan, dry_run=dry_run)
-        check(plan)
-        return result
+        rule = Policy(**keep)
+        chosen = map(plain, refs)
+        return thin_chosen(self.repository, chosen, rule, drop=drop, run=run, tagged=tagged, dry_run=dry_run)
 
     def restore(self, ref: str | Checkpoint, *, whole: bool = False) -> Checkpoint:
         """Make a forgotten checkpoint visible again. Raises Conflict if it was purged or if a twin of it is visible.
@@ -581,15 +571,9 @@ class Store:
         ``check``: raise errors of single checkpoints after the others are restored. Without ``check``, the result
         lists them as ``failed``. Raises NotFound, InvalidInput, Conflict, StorageError.
         """
-        from casckpt.upkeep.gc.forgetting import RestoreResult, plan_restore, restore
+        from casckpt.upkeep.gc.forgetting import restore_chosen
 
-        plan = plan_restore(self.repository, map(plain, named), whole=whole)
-        if dry_run:
-            return RestoreResult(plan.chosen, dry_run=True)
-        result = restore(self.repository, plan)
-        if check:
-            result.raise_failure()
-        return result
+        return restore_chosen(self.repository, map(plain, named), whole=whole, dry_run=dry_run, check=check)
 
     def gc(
         self,
@@ -597,7 +581,7 @@ class Store:
         thin: Mapping[str, Any] | None = None,
         run: str | None = None,
         min_age: Duration | None = None,
-        wait: Duration = WAIT,
+        wait: Duration = "60s",
         revoke_after: Duration | None = None,
         dry_run: bool = False,
         progress: Shown | None = None,
@@ -633,10 +617,10 @@ class Store:
             Policy(**keep),
             thin=thinning_of(thin),
             run=run,
-            min_age=_optional(min_age, "min-age"),
+            min_age=optional_seconds(min_age, "min-age"),
             dry_run=dry_run,
             wait=seconds_of(wait, "wait"),
-            revoke_after=_optional(revoke_after, "revoke-after"),
+            revoke_after=optional_seconds(revoke_after, "revoke-after"),
             progress=Progress(progress),
             tell=tell or (lambda waiting: None),
         )
@@ -750,11 +734,8 @@ class Store:
         """
         from casckpt.upkeep.copies import copy as copying
 
-        if compress not in {None, "off", "always"}:
-            raise InvalidInput(f"compress={compress!r} is not valid for a copy: pass 'always' or 'off'")
         source, other = self.repository, repository_of(target, self.repository.cache_dir)
-        packs = compress == "always"
-        plan = copying.plan_copy(source, other, map(plain, refs), run=run, blob_bytes=blob_bytes, compress=packs)
+        plan = copying.plan_copy(source, other, map(plain, refs), run=run, blob_bytes=blob_bytes, compress=compress)
         if dry_run:
             return copying.preview(source, other, plan)
         shown = Progress(progress)
@@ -783,16 +764,6 @@ class Store:
         if self._mirror is None:
             raise InvalidInput(f"{self.url} was opened without a mirror: use casckpt.open(..., mirror=URL)")
         return self._mirror
-
-
-def _new_saver(repository: Repository) -> Saver:
-    from casckpt.saving.saver import Saver
-
-    return Saver(repository, objects.without_objects)
-
-
-def _optional(duration: Duration | None, what: str) -> float | None:
-    return None if duration is None else seconds_of(duration, what)
 
 
 def repository_of(store: Store | str | os.PathLike[str], cache_dir: Path | None) -> Repository:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, TypedDict
 
+from casckpt.base.units import Duration, optional_seconds
+from casckpt.errors import InvalidInput
+from casckpt.format.records import Settings
 from casckpt.history.folding import Commit
 from casckpt.loading.arguments import Rename
 from casckpt.loading.options import FillArguments, LoadArguments, MatchArguments, Unread
+from casckpt.repository.repository import Repository
 from casckpt.saving.options import (
     CheckReplicas,
     Compress,
@@ -16,6 +23,7 @@ from casckpt.saving.options import (
     Owners,
     SaveArguments,
     SaveOptions,
+    usable_compress,
 )
 
 if TYPE_CHECKING:  # results of gc, copies and reports, whose modules are slow to import
@@ -37,3 +45,62 @@ __all__ = [
 def check_save_arguments(arguments: SaveArguments) -> None:
     """Raise InvalidInput for options that `Store.save` would refuse for any state."""
     SaveOptions(step=0, **arguments).checked()
+
+
+DURATIONS: Final = ("min_age", "min_age_ephemeral", "revoke_after")
+NAMES: Final = (*DURATIONS, "mirror", "mirror_thinned", "compress")
+
+
+class SettingChanges(TypedDict, total=False):
+    """The keyword arguments of `casckpt.Store.change_settings`. None unsets a setting."""
+
+    min_age: Duration | None
+    min_age_ephemeral: Duration | None
+    revoke_after: Duration | None
+    mirror: str | os.PathLike[str] | None
+    mirror_thinned: bool | None
+    compress: Compress | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """The settings of a store. None means that the default applies.
+
+    ``min_age``, ``min_age_ephemeral``: time between forgetting and purging (default: 24 h, and 15 minutes for
+    ephemeral checkpoints). ``revoke_after``: time without a sign of life after which gc revokes a save (default: 1 h).
+    ``mirror``: the mirror's URL. gc keeps checkpoints that are not yet safe there. ``mirror_thinned``: thin the same
+    checkpoints in the mirror (default: the mirror keeps them whole). ``compress``: the default for saves that do not
+    pass this option ("auto", "off", "always"; see `casckpt.Store.save`).
+    """
+
+    min_age: timedelta | None = None
+    min_age_ephemeral: timedelta | None = None
+    revoke_after: timedelta | None = None
+    mirror: str | None = None
+    mirror_thinned: bool | None = None
+    compress: str | None = None
+
+
+def settings_from(record: Settings) -> StoreSettings:
+    """Convert the stored record to `StoreSettings`."""
+    seconds = {name: getattr(record, f"{name}_seconds") for name in DURATIONS}
+    durations = {name: None if found is None else timedelta(seconds=found) for name, found in seconds.items()}
+    return StoreSettings(
+        **durations, mirror=record.mirror, mirror_thinned=record.mirror_thinned, compress=record.compress
+    )
+
+
+def change_settings(repo: Repository, changes: SettingChanges) -> StoreSettings:
+    """Write ``changes``, and return all settings. ``mirror`` is a URL. InvalidInput names the invalid setting."""
+    for name in changes:
+        if name not in NAMES:
+            raise InvalidInput(f"there is no setting {name!r}: use one of {', '.join(NAMES)}")
+    fields: dict[str, Any] = {name: value for name, value in changes.items() if name not in DURATIONS}
+    given: dict[str, Any] = {name: value for name, value in changes.items() if name in DURATIONS}
+    for name, value in given.items():
+        fields[f"{name}_seconds"] = optional_seconds(value, name)
+    if fields.get("mirror") == repo.storage.url:
+        raise InvalidInput(f"mirror: {repo.storage.url} cannot be its own mirror: pass a different store")
+    if fields.get("compress") is not None:
+        fields["compress"] = usable_compress(fields["compress"])
+    return settings_from(repo.change_settings(**fields))

@@ -55,8 +55,7 @@ def parts_of(key: str, value: torch.Tensor) -> LocalParts | None:
         flat: Any = value
         if not flat.metadata_set:
             raise InvalidInput("its sharding is not known yet: call its mark_as_sharded() first")
-        ranges = list(flat.unsharded_flattened_offsets)
-        shard = Shard(flat.sharded_data, flat.unsharded_shape, flat=ranges)
+        shard = Shard(flat.sharded_data, flat.unsharded_shape, flat=list(flat.unsharded_flattened_offsets))
         return LocalParts(shard.global_shape, shard.data.dtype, [shard])
     except InvalidInput as error:
         raise InvalidInput(f"{key!r}: {error}", key=key) from error
@@ -67,8 +66,7 @@ def _boxes_of(sharded: Any) -> list[Shard]:
     for shard in sharded.local_shards():
         offset, shape = tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)
         inner = _boxes_of(shard.tensor) if callable(getattr(shard.tensor, "local_shards", None)) else None
-        parts = [Shard(shard.tensor, shape)] if inner is None else inner
-        for part in parts:
+        for part in [Shard(shard.tensor, shape)] if inner is None else inner:
             begin = [a + b for a, b in zip(offset, part.offset, strict=True)]
             shards.append(Shard(part.data, tuple(sharded.size()), begin, part.shape))
     return shards

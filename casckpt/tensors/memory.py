@@ -179,7 +179,7 @@ def host_array(data: torch.Tensor) -> npt.NDArray[Any] | None:
 
 
 def note_writes(tensors: Iterable[torch.Tensor]) -> None:
-    """Report writes that bypass torch to autograd, so that it does not use values that it saved earlier.
+    """Tell autograd about writes that bypass torch, so that it does not use values that it saved earlier.
 
     This covers all views and detached versions of a tensor, but not the DTensor of a local tensor. Work that is
     already queued on a GPU finishes first.

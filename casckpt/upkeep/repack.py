@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from casckpt.base.groups import runs
 from casckpt.base.parallel import in_parallel
 from casckpt.base.progress import Progress, silent
 from casckpt.contents import blobs, manifests
@@ -27,7 +28,7 @@ from casckpt.format.blob_writer import LEAF_BYTES, BlobWriter, buffer_bytes, pad
 from casckpt.format.digest import cell_digest
 from casckpt.format.dtypes import FLOATS, coded_width
 from casckpt.format.encodings.frames import decode, encode_planes
-from casckpt.format.encodings.scratch import scratch
+from casckpt.format.encodings.parts import scratch
 from casckpt.format.extents import ExtentTable, Frame, StoredCell, build, moved
 from casckpt.format.keys import blob_key, uploader_folder
 from casckpt.format.manifest import Encoded, Manifest, placed
@@ -167,8 +168,8 @@ class Recoding:
         """
         with buffers.borrow() as borrowed:
             parts = list(_parts(lot, borrowed.view))
-            runs = _runs(parts, self.source.storage.traits.read_gap)
-            deque(in_parallel(max(1, self.jobs // buffers.count), self._read, runs), maxlen=0)
+            reads = runs(parts, partial(_continues, gap=self.source.storage.traits.read_gap))
+            deque(in_parallel(max(1, self.jobs // buffers.count), self._read, reads), maxlen=0)
             for part in parts:
                 self._check(*part)
             if not self.compress:
@@ -337,18 +338,11 @@ def _stored_entries(manifest: Manifest) -> list[Entry]:
     return [entry for entry, rows in zip(manifest.entries, manifest.raw_rows(), strict=True) if len(rows)]
 
 
-def _runs(parts: Iterable[_Part], gap: int) -> Iterator[list[_Part]]:
-    """Group cells that are also consecutive in the source. Each group needs one read."""
-    run: list[_Part] = []
-    for part in parts:
-        cell, last = part[0], run[-1][0] if run else part[0]
-        follows = cell.blob == last.blob and 0 <= cell.offset - last.offset - last.nbytes <= gap
-        if run and not (follows and cell.offset + cell.nbytes - run[0][0].offset <= _READ_BYTES):
-            yield run
-            run = []
-        run.append(part)
-    if run:
-        yield run
+def _continues(run: Sequence[_Part], part: _Part, gap: int) -> bool:
+    """Return whether one read gets the cells of ``run`` and then a cell that follows them in the source."""
+    (first, _), (last, _), (cell, _) = run[0], run[-1], part
+    follows = cell.blob == last.blob and 0 <= cell.offset - last.offset - last.nbytes <= gap
+    return follows and cell.offset + cell.nbytes - first.offset <= _READ_BYTES
 
 
 def _heads(known: BlobList) -> npt.NDArray[np.uint64]:

@@ -2,20 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
 from casckpt.base.units import time_of
-from casckpt.errors import Conflict, NotFound
-from casckpt.format.keys import parse_txid
+from casckpt.errors import Conflict, Damaged, NotFound
+from casckpt.format.keys import commit_key, parse_log, parse_object, parse_txid
 from casckpt.format.names import TxId
 from casckpt.format.records import Process
 from casckpt.history.commits import list_commits, list_names, purge_unreadable
+from casckpt.history.transactions import PREFIX as TRANSACTIONS
 from casckpt.history.transactions import OpenTransaction, has_died, open_transactions, revoke
 from casckpt.repository.processes import is_dead, this_process
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.inventory import list_objects
-from casckpt.upkeep.lost_records import lost_records
+
+ADVICE = (
+    "Restore commits/ from a copy of the store, or mount it. If the store was copied while these saves ran, give "
+    "up each of them: `casckpt transactions STORE --give-up TXID`"
+)
+_NAMED_AT_MOST = 3
+
+
+def lost_records(repo: Repository, keys: Iterable[str], ended: Container[TxId] = ()) -> list[TxId]:
+    """Return the transactions that have a manifest among the listed ``keys`` but do not have a record.
+
+    ``ended``: transactions that have a record. Lists transactions/ and commits/ only if a different transaction has a
+    manifest. Raises `StorageError`.
+    """
+    names = (parse_object(key) for key in keys)
+    doubtful = {name.uploader for name in names if name is not None and name.kind == "manifest"}
+    doubtful = {txid for txid in doubtful if txid not in ended}
+    if not doubtful:
+        return []
+    listed = (parse_log(entry.key) for entry in repo.storage.list(TRANSACTIONS, known=parse_log))
+    saving = {name[0] for name in listed if name is not None}
+    return sorted(doubtful - saving - list_names(repo))  # a save that ends in between is in one listing
+
+
+def check_recorded(repo: Repository, keys: Iterable[str], ended: Container[TxId]) -> None:
+    """Raise `Damaged` if gc would delete a manifest whose record is lost.
+
+    Accepts the arguments of `lost_records`.
+    """
+    lost = lost_records(repo, keys, ended)
+    if lost:
+        shown = ", ".join(commit_key(txid) for txid in lost[:_NAMED_AT_MOST])
+        more = f" and {len(lost) - _NAMED_AT_MOST} more" if lost[_NAMED_AT_MOST:] else ""
+        raise Damaged(
+            f"gc deletes nothing, because records are missing from {repo.storage.url}: {shown}{more}. "
+            f"Manifests under objects/ have no record in commits/ or transactions/. {ADVICE}",
+            key=commit_key(lost[0]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +123,5 @@ def give_up(repo: Repository, txid: TxId) -> None:
         purge_unreadable(repo, txid)
     elif txid not in lost_records(repo, list_objects(repo)) or not revoke(repo, txid, "lost, and given up manually"):
         raise NotFound(
-            f"there is no transaction {txid} whose record cannot be read; `casckpt verify STORE` lists such "
-            "transactions"
+            f"{txid} is not a transaction with an unreadable record; `casckpt verify STORE` lists such transactions"
         )

@@ -34,8 +34,8 @@ from casckpt.history.commits import Commit, CommitList, list_commits, restore
 from casckpt.history.tags import Tag, tagged_txids, tags, tags_of, write_generation
 from casckpt.plan.retention import Policy, Thinning, patterns_of, plan_forget
 from casckpt.plan.reuse import coded_bytes
+from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
-from casckpt.repository.requirements import check_requirements
 from casckpt.upkeep.blob_use import BlobUse
 from casckpt.upkeep.gc.purge import check_metrics, kept_of, min_age_of
 from casckpt.upkeep.rewrite import record_of, rewrite
@@ -240,6 +240,24 @@ def thin(repo: Repository, plan: ThinPlan, *, dry_run: bool = False) -> ThinResu
     """Carry out ``plan``, or only count with ``dry_run``. Raises the errors of `execute`."""
     result = preview(repo, plan)
     return result if dry_run else replace(result, thinned=execute(repo, plan), dry_run=False)
+
+
+def thin_chosen(
+    repo: Repository,
+    refs: Iterable[str | Commit],
+    keep: Policy,
+    *,
+    drop: str | Sequence[str],
+    run: str | None,
+    tagged: bool,
+    dry_run: bool,
+) -> ThinResult:
+    """Thin the checkpoints in ``refs``, or by ``keep``. Then raise the errors of those that cannot be thinned."""
+    check_metrics(repo, keep, run)
+    plan = plan_thin(repo, refs, drop=drop, keep=keep, run=run, tagged=tagged)
+    result = thin(repo, plan, dry_run=dry_run)
+    check(plan)
+    return result
 
 
 def thin_by(

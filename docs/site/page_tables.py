@@ -1,4 +1,4 @@
-"""Tables that the site has and no page does: of the modules, from their docstrings, and of what kills planted bugs."""
+"""Tables that the site has and no page does: of the modules, of what kills planted bugs, and of Hub folders."""
 
 from __future__ import annotations
 
@@ -31,7 +31,18 @@ def planted_bugs() -> str:
     return "\n".join(rows)
 
 
+def hub_folders() -> str:
+    """Folders that libraries write, and how they come back from a store; from tests/data/hub_folders.json."""
+    rows = ["| folder | layout | library | written as safetensors | left out |", "| --- | --- | --- | --- | --- |"]
+    for name, row in json.loads((ROOT / "tests" / "data" / "hub_folders.json").read_text()).items():
+        files = (", ".join(f"`{file}`" for file in row[column]) for column in ("as safetensors", "left out"))
+        rows.append(f"| {name} | {row['layout']} | {row['library']} | {' | '.join(files)} |")
+    return "\n".join(rows)
+
+
 def inserted(text: str) -> str:
     """A page with its tables: each stands in place of a comment that asks for it."""
     text = re.sub(r"<!-- modules: (\w+) -->", lambda found: modules(found[1]), text)
-    return text.replace("<!-- planted bugs -->", planted_bugs()) if "<!-- planted bugs -->" in text else text
+    for comment, table in (("<!-- planted bugs -->", planted_bugs), ("<!-- hub folders -->", hub_folders)):
+        text = text.replace(comment, table()) if comment in text else text
+    return text

@@ -39,6 +39,16 @@ def test_an_existing_blob_of_a_different_size_is_rejected(repo: Repository, txid
     assert caught.value.blob == HASH
 
 
+def test_a_blob_that_a_gc_deletes_between_two_calls_is_put_again(
+    repo: Repository, txid: TxId, faults: FaultyStore
+) -> None:
+    key = blob_key(txid, HASH)
+    blobs.put(repo, txid, HASH, b"data")
+    faults.inject(call_first("size", meanwhile(lambda: repo.storage.delete(key)), key="objects/*"))
+    blobs.put(repo, txid, HASH, b"data")
+    assert repo.storage.get(key, limit=10) == b"data"
+
+
 def test_sizes_are_counted_in_bytes(repo: Repository, txid: TxId) -> None:
     wide = memoryview(bytes(8)).cast("d")
     blobs.put(repo, txid, HASH, wide.cast("B"))

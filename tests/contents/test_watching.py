@@ -417,7 +417,7 @@ def test_an_unreadable_record_is_skipped(repo: Repository, caplog: pytest.LogCap
     made = [commit_bare(repo, step=step) for step in range(3)]
     spoil(repo, commit_key(made[1].txid))
     assert seen(4) == on_time(0, 2)
-    assert caplog.text.count("casckpt skips") == 1
+    assert caplog.text.count("skipping ") == 1
 
 
 # requests

@@ -40,8 +40,8 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("ranks/messages.py:astray", "pass the objects on every rank, or pass the state_dict of each"): (
         "tests/frontends/training_state/test_objects.py::test_objects_on_a_single_rank_are_rejected_on_all_ranks_without_waiting"
     ),
-    Case("loading/entries.py:no_entry", "Map the whole mapping, with rename="): (
-        "tests/loading/test_entries.py::test_renaming_individual_entries_is_rejected"
+    Case("loading/load_plan.py:no_entry", "Map the whole mapping, with rename="): (
+        "tests/loading/test_load_plan.py::test_renaming_individual_entries_is_rejected"
     ),
     Case("loading/template.py:Template._check_packed", "Params4bit.from_prequantized"): (
         "tests/frontends/training_state/test_model.py::test_a_copy_in_a_state_dict_is_filled_only_with_equal_values"

@@ -69,7 +69,7 @@ def test_a_checkpoint_read_after_it_was_forgotten_is_restored(saved: casckpt.Sto
     assert saved.get("a@1").id == id
 
 
-@follows("loading/damage.py:damaged_error", "Run `casckpt verify`, then `casckpt repair`, on the store")
+@follows("loading/blob_readers.py:damaged_error", "Run `casckpt verify`, then `casckpt repair`, on the store")
 def test_a_damaged_blob_is_repaired(
     saved: casckpt.Store, tmp_path: Path, weights: Weights, messages: Messages, run: Run
 ) -> None:

@@ -19,7 +19,7 @@ import casckpt
 from casckpt.errors import InvalidInput
 from casckpt.frontends.dcp import StorageReader, StorageWriter
 from casckpt.frontends.dcp.importing import dcp_to_casckpt
-from tests.frontends.dcp.test_note import PickledExtra
+from tests.frontends.dcp.test_schema import PickledExtra
 from tests.hints.conftest import Run
 from tests.support.dcp import causes, failed, failure, load, save
 from tests.support.hints import Advice, Messages, follows
@@ -93,7 +93,7 @@ def test_tensors_that_dcp_would_misplace_are_saved_natively(ranks: Pool, store_p
     assert casckpt.open(store_path).read("own@1")["w"].tolist() == [[1] * 3, [0] * 3]
 
 
-@follows("frontends/dcp/note.py:Note.encoded", "pass allow_pickle=True to StorageWriter")
+@follows("frontends/dcp/schema.py:Note.encoded", "pass allow_pickle=True to StorageWriter")
 def test_planner_data_that_is_not_plain_is_stored_with_allow_pickle(store: Store, messages: Messages) -> None:
     planner = PickledExtra(flatten_state_dict=False)
 

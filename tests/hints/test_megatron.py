@@ -14,8 +14,8 @@ import casckpt
 from casckpt.errors import Conflict
 from casckpt.frontends import megatron
 from casckpt.frontends.megatron import CheckpointingException, ShardedObject, ShardedTensor, load, save
-from casckpt.frontends.megatron.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
-from tests.frontends.megatron.test_optimizer import sharded, trained
+from casckpt.frontends.megatron.mapping import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
+from tests.frontends.megatron.test_mapping import sharded, trained
 from tests.support.hints import Messages, follows
 from tests.support.megatron_core import core, module
 
@@ -186,7 +186,7 @@ def test_keys_on_only_one_side_are_left_unchanged(where: str, messages: Messages
 
 
 @follows(
-    "frontends/megatron/optimizer.py:get_param_id_to_sharded_param_map",
+    "frontends/megatron/mapping.py:get_param_id_to_sharded_param_map",
     "create the state dict with keep_vars=True, and transform",
 )
 def test_a_parameter_state_dict_contains_parameters(messages: Messages) -> None:
@@ -201,7 +201,7 @@ def test_a_parameter_state_dict_contains_parameters(messages: Messages) -> None:
     assert len(get_param_id_to_sharded_param_map(sharded(model), model.parameters())) == 2
 
 
-@follows("frontends/megatron/optimizer.py:make_sharded_optimizer_tensor", "such as 'step', into exclude_keys")
+@follows("frontends/megatron/mapping.py:make_sharded_optimizer_tensor", "such as 'step', into exclude_keys")
 def test_state_with_a_different_shape_is_excluded_from_sharding(store_path: Path, messages: Messages) -> None:
     model, optim = trained()
     numbers = get_param_id_to_sharded_param_map(sharded(model), model.parameters())

@@ -61,7 +61,7 @@ def test_gc_can_run_after_a_record_is_replaced_or_purged(
     assert [one.step for one in casckpt.open(store_path).checkpoints()] == ([2] if way == "give up" else [1, 2])
 
 
-@follows("upkeep/lost_records.py:", "Restore commits/ from a copy of the store, or mount it")
+@follows("upkeep/saves.py:", "Restore commits/ from a copy of the store, or mount it")
 @pytest.mark.parametrize("way", ["put back", "give up"])
 def test_gc_can_run_after_lost_records_are_replaced_or_revoked(
     trained: Store, store_path: Path, messages: Messages, run: Run, way: str
@@ -94,7 +94,7 @@ def test_an_unreadable_record_is_replaced_before_a_copy(
     assert [one.step for one in casckpt.open(tmp_path / "copy").checkpoints()] == [1, 2]
 
 
-@follows("upkeep/saves.py:give_up", "whose record cannot be read; `casckpt verify STORE` lists such transactions")
+@follows("upkeep/saves.py:give_up", "with an unreadable record; `casckpt verify STORE` lists such transactions")
 @follows("upkeep/saves.py:give_up", "`casckpt forget` hides its checkpoint")
 def test_verify_names_lost_checkpoints_and_readable_ones_are_forgotten(
     trained: Store, store_path: Path, messages: Messages, run: Run

@@ -24,7 +24,7 @@ import casckpt
 from casckpt.contents import manifests
 from casckpt.format.digest import cell_digest
 from casckpt.format.regions import Box
-from casckpt.plan.bases import choose_base
+from casckpt.plan.routes import choose_base
 from casckpt.store.store import Store
 from tests.support.looping import killed_after
 from tests.support.ranks import die

@@ -57,7 +57,7 @@ def test_conjugated_and_negated_views_are_saved_and_loaded(name: str) -> None:
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided"])
-def test_large_tensors_of_many_cells_and_blobs_are_loaded(anywhere: Store, verify: bool, layout: str) -> None:
+def test_large_tensors_that_span_many_cells_and_blobs_are_loaded(anywhere: Store, verify: bool, layout: str) -> None:
     source = raw("float32", (150, 200, 2))
     state = {"contiguous": source, "transposed": source.permute(2, 0, 1), "strided": source[:, ::2]}[layout]
     anywhere.save({"w": state}, step=1)

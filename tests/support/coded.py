@@ -10,7 +10,7 @@ from casckpt.base.groups import in_batches
 from casckpt.contents import blobs, manifests
 from casckpt.format.blob_writer import BlobWriter, buffer_bytes, padded
 from casckpt.format.digest import cell_digest
-from casckpt.format.encodings.frames import decode, encode
+from casckpt.format.encodings.frames import decode, encode_delta, encode_planes
 from casckpt.format.extents import ExtentTable, Frame, StoredCell, build
 from casckpt.format.keys import blob_key
 from casckpt.format.manifest import placed
@@ -27,6 +27,11 @@ from casckpt.upkeep.rewrite import record_of, rewrite
 Encode = Callable[[memoryview, int, memoryview | None], bytes | None]
 Place = tuple[BlobRef, int]
 _WIDTHS = (8, 4, 2, 1)
+
+
+def encode(plain: memoryview, width: int, base: memoryview | None) -> bytes | None:
+    """Encode a cell against a base, or without one if that is too large."""
+    return (None if base is None else encode_delta(plain, width, base)) or encode_planes(plain, width)
 
 
 def code(

@@ -190,10 +190,7 @@ class Checkpoint:
         return self.short | {one.key: self.array(one).tobytes() for one in self.entries if one.kind == "attachment"}
 
     def leaves(self) -> dict[str, list[tuple[int, int, bool]]]:
-        """Verify all blobs against their names.
-
-        For each leaf, beginning with the header, return its bounds and its health.
-        """
+        """Verify all blobs against their names. Return each leaf's bounds and health, the header's first."""
         found = {}
         for key, size in self.blobs:
             raw = (self.root / key).read_bytes()
@@ -238,10 +235,7 @@ class Store:
         return STATES.get(told[-1], told[-1]), {"origin": txid} | log[0] if log else {}, links[-1] if links else (0, "")
 
     def log(self, txid: str) -> tuple[str, dict[str, Any]]:
-        """Return the state of a transaction and its first record.
-
-        The state of a rewrite depends on the log that it replaces.
-        """
+        """Return a transaction's state and first record. A rewrite's state depends on the log that it replaces."""
         state, first, _ = self.folded(txid)
         one, replaces = txid, first.get("replaces")
         while replaces and state == "visible":
@@ -256,8 +250,7 @@ class Store:
         return {(run, step): txid for _, txid, run, step in seen}
 
     def newest_announced(self, run: str) -> str:
-        """Find the newest visible checkpoint through the run's announcements, newest first. Return "" if there
-        is none."""
+        """Find the newest visible checkpoint through the run's announcements. Return "" if there is none."""
         folder, best, floor = f"runs/{blake3(run.encode()).hexdigest()[:16]}", ("", ""), -1
         folders = self._names(folder, r"\d{6}")
         for key in (f"{six}/{name}" for six in folders for name in self._names(f"{folder}/{six}", r"\d{3}")):

@@ -70,6 +70,11 @@ def hugging_face(folder: Path, state: Tensors) -> Path:
     return folder
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the files in a folder tree, by relative path."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def streams(kinds: list[tuple[str, int]]) -> list[ViewTensor]:
     return [
         ViewTensor(f"k{number}", Entry("tensor", f"k{number}", 0, None, dtype, itemsize(dtype), (count,), number))

@@ -49,7 +49,7 @@ def test_the_region_of_a_foreign_tensor_is_found() -> None:
     assert megatron_shard(flat).flat == ((1, 4),)
     with pytest.raises(InvalidInput, match="is outside the global shape"):
         megatron_region(Part("w", None, (3,), (4,), (2,)))
-    with pytest.raises(InvalidInput, match="'w' has no data"):
+    with pytest.raises(InvalidInput, match="the data of 'w' is None"):
         megatron_shard(Part("w", None, (2,), (4,), (2,)))
 
 

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from casckpt.base.groups import grouped
-from casckpt.cli.completion import REF, RUN, STORE
 from casckpt.cli.describe import brief, doubt, plain
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, name, printable, say, say_all, say_some, shortened, size
-from casckpt.cli.types import SETTING, SIZE
+from casckpt.cli.types import REF, RUN, SETTING, SIZE, STORE
 from casckpt.errors import Damaged
 
 if TYPE_CHECKING:

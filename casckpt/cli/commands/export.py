@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import click
 
-from casckpt.cli.completion import REF
 from casckpt.cli.describe import brief
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, name, printable, say, say_all, shortened, size, summed
-from casckpt.cli.types import RENAMING, SIZE
+from casckpt.cli.types import REF, RENAMING, SIZE
 from casckpt.errors import InvalidInput, StorageError, Unsupported
 
 if TYPE_CHECKING:
@@ -88,6 +87,7 @@ def command(session: Session, ref: str, out: str, **options: Unpack[ExportOption
         "left_out": list(exported.left_out),
         "skipped": list(exported.skipped),
         "prefix": exported.prefix,
+        "notes": list(exported.notes),
     }
     is_file = len(exported.files) == 1 and Path(exported.files[0]).name == Path(out).name
     session.give(brief(checkpoint) | result, partial(_text, is_file=is_file, wanted=options["attachments"]))
@@ -122,11 +122,13 @@ def _text(result: dict[str, Any], *, is_file: bool, wanted: bool) -> None:
     "--view", type=click.Path(path_type=Path, dir_okay=False), help="A view that applies to all checkpoints, as JSON."
 )
 @click.option(
-    "--max-shard-size", type=SIZE, default="5GB", show_default=True, help="The largest size of a safetensors file."
+    "--max-shard-size",
+    type=SIZE,
+    help="The largest size of a safetensors file.  [default: 5GB]",
 )
 def serve(
     session: Session, *, host: str, port: int, token_file: Path | None, no_token: bool, view: Path | None,
-    max_shard_size: int,
+    max_shard_size: int | None,
 ) -> None:  # fmt: skip
     """Serve the store like a Hugging Face Hub.
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import click
 
-from casckpt.cli.completion import FORGOTTEN, REF
 from casckpt.cli.describe import brief
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import name, printable, say_all
+from casckpt.cli.types import FORGOTTEN, REF
 
 
 @store_command("forget")

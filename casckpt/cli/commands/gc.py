@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any, Final, Unpack
 
 import click
 
-from casckpt.cli.completion import REF, RUN
 from casckpt.cli.describe import doubt, plain
 from casckpt.cli.failures import beside
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, moment, name, printable, say, say_all, say_some, shortened, size
-from casckpt.cli.types import AT_LEAST_ONE, DURATION, keep_options
+from casckpt.cli.types import AT_LEAST_ONE, DURATION, REF, RUN, keep_options
 
 if TYPE_CHECKING:
     from casckpt.plan.retention import KeepRules

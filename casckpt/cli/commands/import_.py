@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import click
 
-from casckpt.cli.completion import RUN
 from casckpt.cli.describe import brief, summary
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import name, printable, say, shortened, size
+from casckpt.cli.types import RUN
 
 if TYPE_CHECKING:
     from casckpt.store.types import ImportArguments
@@ -31,19 +31,21 @@ def command(
 
     Detects the format: a safetensors file, a Hugging Face folder, a torch.save file, a torch.distributed.checkpoint
     folder (including Megatron's torch_dist), or an OLMo-core folder. PATH may be a URL. Small files next to the
-    weights become attachments. The command creates the store if necessary.
+    weights become attachments, and an export of a Hugging Face folder restores its files. The command creates the
+    store if necessary.
 
     If a torch.save file holds a model and its optimizer, casckpt stores the optimizer by parameter name, and the rest
     as train state, so that a training can resume from it. --as-is keeps the file's own structure.
     """
     from casckpt.frontends.convert import import_any, looked_at
+    from casckpt.frontends.interchange.new_files import file_attachments
 
     with looked_at(path) as found, progress_bar("importing") as done:
         options["progress"] = done
         made = import_any(session.store, found, step=step, as_is=as_is, allow_pickle=allow_pickle, **options)
     sources = found.sources
     result = brief(made) | {"stats": summary(made)["stats"], "files": [str(file) for file in sources.weights]}
-    result |= {"kind": found.kind, "attachments": list(session.store.attachments(made)), "skipped": [*sources.skipped]}
+    result |= {"kind": found.kind, "attachments": file_attachments(session.store, made), "skipped": [*sources.skipped]}
     result |= {"notes": [*made.notes]}
     session.give(result, _text)
 

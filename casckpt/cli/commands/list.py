@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from casckpt.base.names import is_txid
-from casckpt.cli.completion import RUN
 from casckpt.cli.describe import plain
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import SHORT_ID, Column, count, freed, moment, printable, say, shortened, size, table, unusual
+from casckpt.cli.types import RUN
 from casckpt.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -176,12 +176,11 @@ def _cells(row: dict[str, Any], shown: Sequence[str]) -> tuple[str, ...]:
     notes += ["thin"] * bool(row["dropped"])
     notes += ["unhealthy"] * (row["healthy"] is False) + unusual(row["health"])
     written = size(row["stats"]["bytes_written"])
-    created = moment(row["created_at"])
     return (
         row["id"][:SHORT_ID],
         row["run"],
         str(row["step"]),
-        created,
+        moment(row["created_at"]),
         size(row["bytes_held"]),
         written,
         *(_value(row, name) for name in shown),

@@ -9,11 +9,10 @@ from typing import Any
 import click
 
 from casckpt.base.units import time_of
-from casckpt.cli.completion import RUN
 from casckpt.cli.describe import doubt, plain
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import Column, coded, count, facts, freed, moment, say, size, table
-from casckpt.cli.types import keep_options
+from casckpt.cli.types import RUN, keep_options
 
 _COLUMNS = (
     Column("RUN"),

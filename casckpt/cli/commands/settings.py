@@ -41,8 +41,7 @@ def command(session: Session, changes: tuple[tuple[str, str], ...], unset: tuple
     if "mirror_thinned" in fields:
         fields["mirror_thinned"] = click.BOOL.convert(fields["mirror_thinned"], None, click.get_current_context())
     fields |= dict.fromkeys(unset)
-    settings = session.store.change_settings(**fields) if fields else session.store.settings
-    session.give(plain(settings), _text)
+    session.give(plain(session.store.change_settings(**fields) if fields else session.store.settings), _text)
 
 
 def _text(result: dict[str, Any]) -> None:

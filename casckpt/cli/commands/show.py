@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from casckpt.cli.completion import REF
 from casckpt.cli.describe import brief, plain, summary
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
@@ -28,6 +27,7 @@ from casckpt.cli.text import (
     table,
     unusual,
 )
+from casckpt.cli.types import REF
 from casckpt.errors import MissingKey
 
 if TYPE_CHECKING:
@@ -208,8 +208,7 @@ def _parent(store: Store, ref: str) -> str:
     """Return the id of the parent of ``ref``. Raises NotFound."""
     from casckpt.errors import NotFound
 
-    checkpoint = store.get(ref)
-    parent = checkpoint.commit.committed.parent
+    parent = store.get(ref).commit.committed.parent
     if parent is None:
         raise NotFound(
             f"{ref} has no parent, because it was the first of its run; name a second checkpoint to compare it with"

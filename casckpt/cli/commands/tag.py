@@ -8,11 +8,10 @@ from typing import Any
 
 import click
 
-from casckpt.cli.completion import REF
 from casckpt.cli.describe import brief, plain
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import Column, moment, name, printable, say, table
-from casckpt.cli.types import DURATION
+from casckpt.cli.types import DURATION, REF
 from casckpt.errors import NotFound
 
 _COLUMNS = (

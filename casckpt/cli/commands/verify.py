@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from casckpt.cli.completion import REF
 from casckpt.cli.describe import plain
 from casckpt.cli.failures import FAILED
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, name, printable, say, say_all, say_some, shortened, size
+from casckpt.cli.types import REF
 from casckpt.errors import Damaged
 
 if TYPE_CHECKING:
@@ -58,8 +58,7 @@ def sign(session: Session, refs: tuple[str, ...], key: str, password: bool) -> N
     require_signature=KEY).
     """
     word = click.prompt("password", hide_input=True, err=True).encode() if password else None
-    signed = session.store.sign(*refs, key=key, password=word)
-    session.give(plain(signed), _signed)
+    session.give(plain(session.store.sign(*refs, key=key, password=word)), _signed)
 
 
 def _signed(result: list[dict[str, Any]]) -> None:

@@ -9,11 +9,10 @@ from typing import Any
 
 import click
 
-from casckpt.cli.completion import REF, RUN
 from casckpt.cli.describe import brief, summary
 from casckpt.cli.session import Session, finite, store_command
 from casckpt.cli.text import moment, name, printable, say
-from casckpt.cli.types import DURATION
+from casckpt.cli.types import DURATION, REF, RUN
 
 
 @store_command("watch")
@@ -35,8 +34,7 @@ def command(
     line is a JSON object. "late" means that the command has already printed a checkpoint whose save began later. The
     store and the run need not exist yet.
     """
-    arrivals = session.store.watch(run, after=after, latest_only=latest_only, timeout=timeout, poll=poll)
-    for one in arrivals:
+    for one in session.store.watch(run, after=after, latest_only=latest_only, timeout=timeout, poll=poll):
         row = summary(one.checkpoint) | {"late": one.late}
         say(json.dumps(finite(row), allow_nan=False) if session.as_json else _line(row))
 

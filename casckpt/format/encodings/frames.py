@@ -26,17 +26,19 @@ from casckpt.errors import InvalidInput, Refused
 from casckpt.format.digest import cell_digest
 from casckpt.format.encodings.parts import (
     BLOCK,
+    Bytes,
     Part,
     PartReader,
+    Unsigned,
     encode_part,
     encode_parts,
     foresee,
     join,
     read_parts,
     sample,
+    scratch,
     some_of,
 )
-from casckpt.format.encodings.scratch import Bytes, Unsigned, scratch
 from casckpt.format.extents import StoredCell
 
 Indices: TypeAlias = npt.NDArray[np.int64]
@@ -192,19 +194,12 @@ def needs_base(form: Form) -> bool:
     return form in {Form.SPARSE, Form.DIFF}
 
 
-def encode(plain: memoryview, width: int, base: memoryview | None) -> bytes | None:
-    """Encode a cell of elements of ``width`` bytes. If there is a ``base``, encode the changes since it.
-
-    Return None if the frame would exceed the fraction `WORTH` of the cell's size, if the cell is smaller than
-    `MIN_CELL`, or if its size is not a multiple of ``width``. If nearly all elements changed considerably, the frame
-    does not use the base. Raises InvalidInput for a base of a different length.
-    """
-    frame = None if base is None else _encode_delta(plain, width, base, or_planes=True)
-    return frame or encode_planes(plain, width)
-
-
 def encode_planes(plain: memoryview, width: int) -> bytes | None:
-    """Encode a cell without a base. Return None if the frame would be too large."""
+    """Encode a cell of elements of ``width`` bytes, without a base. Return None if the frame would be too large.
+
+    A frame is too large above the share `WORTH` of the cell's size. A cell is not encoded if it is smaller than
+    `MIN_CELL`, or if its size is not a multiple of ``width``.
+    """
     if not _is_fit(plain, width):
         return None
     elements = _elements(plain, width)
@@ -221,11 +216,6 @@ def encode_delta(plain: memoryview, width: int, base: memoryview) -> bytes | Non
 
     Raises InvalidInput for a base of a different length.
     """
-    return _encode_delta(plain, width, base, or_planes=False)
-
-
-def _encode_delta(plain: memoryview, width: int, base: memoryview, *, or_planes: bool) -> bytes | None:
-    """Encode the changes. ``or_planes``: return None if planes may be smaller."""
     if base.nbytes != plain.nbytes:
         raise InvalidInput(
             f"a cell of {plain.nbytes} bytes has a base of {base.nbytes} bytes; pass one of the same length"
@@ -236,9 +226,8 @@ def _encode_delta(plain: memoryview, width: int, base: memoryview, *, or_planes:
     changes = changed(elements, others, _DENSE)
     if changes is not None:
         return _worthwhile(plain, _sparse(elements, changes))
-    some, of_base = sample(elements), sample(others)
-    outlook = foresee(_zigzag(some, of_base))
-    if outlook.share > (foresee(some, rotated=_signs_vary(elements)).share if or_planes else WORTH):
+    outlook = foresee(_zigzag(sample(elements), sample(others)))
+    if outlook.share > WORTH:
         return None
     return _worthwhile(plain, [_head(Form.DIFF, elements), *encode_parts(_zigzag(elements, others), outlook.noise)])
 
@@ -290,11 +279,6 @@ class ParsedFrame(NamedTuple):
     rotated: bool
     planes: list[Part]
     gaps: Bytes
-
-
-def form_of(frame: memoryview) -> Form:
-    """Return the form of a frame. Raises Refused for an invalid header."""
-    return Form(_read_head(PartReader(frame))[0])
 
 
 def _read_head(reader: PartReader) -> tuple[int, ...]:

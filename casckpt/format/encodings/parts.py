@@ -22,7 +22,37 @@ import numpy.typing as npt
 
 from casckpt.base.digest import Buffer
 from casckpt.errors import Refused
-from casckpt.format.encodings.scratch import Bytes, Unsigned, scratch
+
+Unsigned: TypeAlias = npt.NDArray[np.unsignedinteger]
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+KEPT = 2 << 20
+"""The maximum number of bytes that are kept for each name and thread.
+
+A larger buffer exists only as long as it is used.
+"""
+
+
+class _Kept(local):
+    def __init__(self) -> None:
+        self.arrays: dict[str, Bytes] = {}
+
+
+_KEPT = _Kept()
+
+
+def scratch(name: str, nbytes: int) -> Bytes:
+    """Return ``nbytes`` uninitialized bytes.
+
+    The next call with this ``name`` in this thread may return the same memory.
+    """
+    array = _KEPT.arrays.get(name)
+    if array is None or array.size < nbytes:
+        array = np.empty(nbytes, np.uint8)
+        if nbytes <= KEPT:
+            _KEPT.arrays[name] = array
+    return array[:nbytes]
+
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -129,7 +159,7 @@ class PartReader:
                 return data[0]
             case PartKind.ZSTD if nbytes:
                 return np.frombuffer(decompress(data, nbytes), np.uint8)
-        raise Refused(f"a part of a frame has kind {kind} and {stored} bytes, but must decode to {nbytes}")
+        raise Refused(f"a part of a frame has kind {kind} and {stored} bytes, but must decode to {nbytes} bytes")
 
     def end(self) -> None:
         """Raise Refused if there are bytes left."""

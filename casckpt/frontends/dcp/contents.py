@@ -21,8 +21,7 @@ from casckpt.format.records import changed
 from casckpt.format.regions import Shape
 from casckpt.format.sections.index import Entry
 from casckpt.frontends.dcp.ids import stamp
-from casckpt.frontends.dcp.note import Note, read_note
-from casckpt.frontends.dcp.schema import Opaque, Schema, Value, schema_of
+from casckpt.frontends.dcp.schema import Note, Opaque, Schema, Value, read_note, schema_of
 from casckpt.loading.load import values_at
 from casckpt.loading.options import LoadOptions
 from casckpt.store.store import Store

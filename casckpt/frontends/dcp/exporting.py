@@ -22,6 +22,7 @@ from casckpt.frontends.dcp.contents import DcpContents
 from casckpt.frontends.dcp.folder import MEGATRON, METADATA, is_megatron
 from casckpt.frontends.interchange.new_files import (
     check_file_names,
+    file_attachments,
     new_folder,
     place_for,
     synced_file,
@@ -68,15 +69,18 @@ def casckpt_to_dcp(
         )
     total = checkpoint.stats.bytes_total
     reader = RegionReader(opened_store.repository, opened.contents.manifest, total, Progress(progress))
-    attached = opened_store.attachments(checkpoint)
-    if attachments:
-        check_file_names(attached, _is_ours)
+    attached = file_attachments(opened_store, checkpoint) if attachments else []
+    check_file_names(attached, _is_ours)
     with (
-        place_for(path, force=force, last=(METADATA,)) as place,
+        place_for(path, force=force, is_last=METADATA.__eq__) as place,
         new_folder(place, force=force, stale=_is_ours, last=(METADATA,)) as folder,
     ):
-        write_attached(opened_store, checkpoint, attached if attachments else (), folder)
-        config = opened_store.read_attachment(checkpoint, MEGATRON) if MEGATRON in attached else b""
+        write_attached(opened_store, checkpoint, {name: name for name in attached}, folder)
+        config = (
+            opened_store.read_attachment(checkpoint, MEGATRON)
+            if MEGATRON in opened_store.attachments(checkpoint)
+            else b""
+        )
         metadata = _Writer(folder, opened, reader, boxed=is_megatron(config)).write()
         write_durably(folder / METADATA, pickle.dumps(metadata))
     return checkpoint
@@ -88,7 +92,6 @@ class _Writer:
     def __init__(self, folder: Path, opened: DcpContents, reader: RegionReader, *, boxed: bool) -> None:
         self._folder, self._opened, self._reader, self._boxed = folder, opened, reader, boxed
         self._places: dict[dcp.MetadataIndex, _StorageInfo] = {}
-        self._number = 0
 
     def write(self) -> dcp.Metadata:
         """Write all files, and return the metadata with the locations of all parts."""

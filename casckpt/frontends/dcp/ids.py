@@ -11,6 +11,8 @@ import posixpath
 import re
 import string
 from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -18,6 +20,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from casckpt.base.names import check_run, check_step, is_reference
 from casckpt.errors import InvalidInput
 from casckpt.format.names import TxId
+from casckpt.ranks.messages import portable
+from casckpt.saving.exit_status import note_if_late
 
 _STEP = re.compile(r"[0-9]{1,19}")
 _PLACE = re.compile(r"(?P<run>.+)@(?P<step>[0-9]{1,19})", re.DOTALL)
@@ -83,3 +87,27 @@ def stamp(metadata: Metadata, run: str, step: int, txid: TxId) -> None:
     metadata.storage_meta = StorageMeta(checkpoint_id=f"{run}@{step}", save_id=txid)
     if hasattr(metadata, "version"):  # older versions of torch lack it
         metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def hook(method: Callable[P, T]) -> Callable[P, T]:
+    """Ensure that a method raises only errors that can be pickled. If DCP fails to pickle an error, ranks wait forever.
+
+    An error that occurs while the program exits is logged, because DCP drops it along with the future.
+    """
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            note_if_late(error)
+            sendable = portable(error)
+            if sendable is error:
+                raise
+            raise sendable from error
+
+    return call

@@ -57,8 +57,7 @@ def import_folder(
     folder.read_values(plan)
     session = WriterSession(opened.repository, options.checked(), rank=0, alone=False, more=more or {})
     (plan,) = session.begin([session.local_plan(plan)])
-    results = session.write(plan, folder)
-    session.finish(folder.metadata, [results])
+    session.finish(folder.metadata, [session.write(plan, folder)])
     return opened.get(session.checkpoint)
 
 

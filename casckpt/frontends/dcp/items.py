@@ -18,9 +18,8 @@ from casckpt.format.manifest import ObjectEntry
 from casckpt.format.regions import Box, Region, Shape, full_box, whole
 from casckpt.format.sections.index import TENSOR
 from casckpt.format.tree import Leaf, find
-from casckpt.frontends.dcp.note import Chunk
 from casckpt.frontends.dcp.planners import ValueStream, has_methods_of
-from casckpt.frontends.dcp.schema import is_one_value
+from casckpt.frontends.dcp.schema import Chunk, is_one_value
 from casckpt.saving.local_entries import LocalEntry
 from casckpt.saving.prepare import Prepared, prepare, stored_object
 from casckpt.tensors.dtensors import is_dtensor
@@ -85,8 +84,7 @@ def _add_value(values: Values, item: WriteItem, planner: Resolver, allow_pickle:
     if isinstance(stream, BoxedStream) and _add_unboxed(values, key, stream.value, allow_pickle):
         return
     if isinstance(stream, ValueStream):
-        prepared = prepare({key: stream.value}, None, rank=0, allow_pickle=allow_pickle)
-        _add_prepared(values, key, prepared, stream.value)
+        _add_prepared(values, key, prepare({key: stream.value}, None, rank=0, allow_pickle=allow_pickle), stream.value)
         return
     if not isinstance(stream, io.BytesIO):
         raise InvalidInput(f"{key!r}: the planner returned {type(stream).__name__} for a bytes item", key=key)
@@ -209,7 +207,7 @@ class _Part:
 
 @dataclass
 class Tensors:
-    """The tensors in a rank's plan. ``chunks``: see `casckpt.frontends.dcp.note.Note`."""
+    """The tensors in a rank's plan. ``chunks``: see `casckpt.frontends.dcp.schema.Note`."""
 
     parts: list[_Part] = field(default_factory=list)
     chunks: dict[str, tuple[Shape, list[Chunk]]] = field(default_factory=dict)

@@ -25,8 +25,7 @@ from casckpt.contents.checkpoint import Checkpoint, warn_if_forgotten
 from casckpt.errors import Conflict, Damaged, InvalidInput, Mismatch, NotFound
 from casckpt.format.regions import Box, Region
 from casckpt.frontends.dcp.contents import DcpContents
-from casckpt.frontends.dcp.hooks import hook
-from casckpt.frontends.dcp.ids import is_usable, reference_of
+from casckpt.frontends.dcp.ids import hook, is_usable, reference_of
 from casckpt.frontends.dcp.items import WINDOW_BYTES, check_planned
 from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream, has_methods_of
 from casckpt.frontends.stores import AnyStore, as_store
@@ -233,8 +232,7 @@ class StorageReader(Protocol):
             planner.load_bytes(item, streams[item.storage_index.fqn])
 
     def _read_tensors(self, download: EntryReader, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        targets = [planner.resolve_tensor(item) for item in items]
-        pairs = list(zip(items, targets, strict=True))
+        pairs = [(item, planner.resolve_tensor(item)) for item in items]
         converted: dict[str, None] = {}
         tied = TiedTensors()
         held = planner.state_dict if isinstance(planner, DefaultLoadPlanner) else {}
@@ -268,8 +266,7 @@ class StorageReader(Protocol):
         if is_dtensor(held):
             start = zip(item.dest_index.offset or (), item.dest_offsets, strict=True)
             check_planned(key, held, Box(tuple(a + b for a, b in start), tuple(item.lengths)))
-        offset = tuple(a + b for a, b in zip(base, item.storage_offsets, strict=True))
-        box = Box(offset, tuple(item.lengths))
+        box = Box(tuple(a + b for a, b in zip(base, item.storage_offsets, strict=True)), tuple(item.lengths))
         region = Region(box, 0, box.numel)
         table = self._now.contents.manifest.extents(entry)
         if not covers(table, region):

@@ -34,8 +34,7 @@ from casckpt.format.sections.index import TENSOR, Name
 from casckpt.format.tree import OBJECT, Node, merge
 from casckpt.format.tree import TENSOR as TENSOR_LEAF
 from casckpt.frontends.dcp.items import Resolver, Tensors, Values, is_whole, sources_of, tensors_of, values_of
-from casckpt.frontends.dcp.note import Note
-from casckpt.frontends.dcp.schema import Opaque, check_keys, path_of, schema_of, tree_of
+from casckpt.frontends.dcp.schema import Note, Opaque, check_keys, path_of, schema_of, tree_of
 from casckpt.ranks.agreement import StoreIdentity
 from casckpt.repository.repository import Repository
 from casckpt.saving.leader import GroupMemory, Leader, late_offer
@@ -184,8 +183,7 @@ class WriterSession:
         if len(samples) == leader.size:
             memory = leader.memory.replicas
             memory.found |= compared(samples, memory, str(self.options.check_replicas))
-        note = _note(metadata, tree, written)
-        encoded = note.encoded(allow_pickle=self.options.allow_pickle)
+        encoded = _note(metadata, tree, written).encoded(allow_pickle=self.options.allow_pickle)
         record, _ = leader.conclude([stored.part for stored in written], streams, encode_tree(tree), encoded)
         return record.manifest
 
@@ -284,8 +282,7 @@ def _all_streams(metadata: Metadata, written: Sequence[Written]) -> Streams:
     for key, value in metadata.state_dict_metadata.items():
         if isinstance(value, TensorStorageMetadata) and key not in alone:
             name = (TENSOR, key, 0, None)
-            planned = (dtype_name(value.properties.dtype), tuple(value.size))
-            streams[name] = forms.pop(name, planned)
+            streams[name] = forms.pop(name, (dtype_name(value.properties.dtype), tuple(value.size)))
     return streams | forms
 
 

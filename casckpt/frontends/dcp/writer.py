@@ -17,8 +17,7 @@ from typing_extensions import override
 
 from casckpt.base.names import check_keywords, check_run, check_step
 from casckpt.errors import InvalidInput
-from casckpt.frontends.dcp.hooks import hook
-from casckpt.frontends.dcp.ids import is_usable, place_of, stamp
+from casckpt.frontends.dcp.ids import hook, is_usable, place_of, stamp
 from casckpt.frontends.dcp.session import WriterSession
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.ranks.ranks import this_rank
@@ -85,8 +84,7 @@ class StorageWriter(Protocol):
             )
         rank, alone = this_rank() if rank is None else rank, not use_collectives
         options = replace(self._options, run=f"{run}/rank-{rank}" if alone else run, step=step).checked()
-        repo = self._store.repository
-        self._here.session = WriterSession(repo, options, rank=rank, alone=alone)
+        self._here.session = WriterSession(self._store.repository, options, rank=rank, alone=alone)
 
     @hook
     @override

@@ -11,8 +11,9 @@ from casckpt.base.progress import Shown
 from casckpt.base.text import is_url, local_path
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput
+from casckpt.frontends.interchange.new_files import file_attachments
 from casckpt.frontends.interchange.safetensors.exporting import export_safetensors
-from casckpt.frontends.interchange.safetensors.layout import SUFFIX
+from casckpt.frontends.interchange.safetensors.files import SUFFIX
 from casckpt.frontends.interchange.safetensors.planned import CONFIG
 from casckpt.frontends.interchange.torch_files import export_torch
 from casckpt.frontends.stores import AnyStore, as_store
@@ -135,7 +136,7 @@ def _export_dcp(
     from casckpt.frontends.dcp.folder import METADATA
 
     casckpt_to_dcp(store, checkpoint, path, attachments=attachments, **options)
-    attached, tensors = tuple(store.attachments(checkpoint)), checkpoint.tensors.values()
+    attached, tensors = tuple(file_attachments(store, checkpoint)), checkpoint.tensors.values()
     written, skipped = (attached, ()) if attachments else ((), attached)
     place = Path(path).expanduser()
     names = [METADATA, *sorted(file.name for file in place.glob("*.distcp")), *written]

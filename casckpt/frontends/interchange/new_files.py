@@ -7,17 +7,20 @@ import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
 from casckpt.base.text import is_url, local_path
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
 from casckpt.store.store import Store
 
+HEADS: Final = "casckpt.heads/"
+"""The prefix of attachments that describe imported files; see `casckpt.frontends.interchange.safetensors.heads`."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)  # None comes from torch.save; see `torch_saves`
 _LONGEST = 255  # the maximum number of bytes in a file name
 
@@ -45,7 +48,7 @@ def new_folder(path: Path, *, force: bool, stale: Callable[[str], bool], last: S
 
     Raises Conflict if ``path`` exists and is not empty. ``force``: move the files into it anyway, and overwrite files
     of the same name. ``last``: the names of the files that are moved last, in that order. ``stale``: returns whether a
-    file with this name is removed from ``path``.
+    file with this name is removed. It is called for the files that are beside new ones.
     """
     with _said_as_ours(path):
         exists = os.path.lexists(path)
@@ -70,10 +73,12 @@ def new_folder(path: Path, *, force: bool, stale: Callable[[str], bool], last: S
 
 
 @contextmanager
-def place_for(path: str | os.PathLike[str], *, force: bool, last: Sequence[str] = ()) -> Iterator[Path]:
+def place_for(
+    path: str | os.PathLike[str], *, force: bool, is_last: Callable[[str], bool] = lambda name: False
+) -> Iterator[Path]:
     """Yield a local path for ``path``. For a URL, it is in a temporary folder, which is copied to the URL at the end.
 
-    ``last``: the names of files that are copied last, because their presence marks a folder as complete. Raises
+    ``is_last``: returns whether a file is copied last, because its presence marks a folder as complete. Raises
     Conflict if ``path`` exists, unless ``force`` is set.
     """
     if not is_url(path):
@@ -86,13 +91,13 @@ def place_for(path: str | os.PathLike[str], *, force: bool, last: Sequence[str] 
     with TemporaryDirectory(prefix="casckpt-") as folder:
         target = Path(folder, remote.url.rpartition("/")[2])
         yield target
-        remote.put(target, last=last)
+        remote.put(target, is_last=is_last)
 
 
 def check_file_names(names: Iterable[str], is_taken: Callable[[str], bool]) -> None:
     """Raise InvalidInput, naming each attachment that cannot become a file in an export.
 
-    ``is_taken``: returns whether the export itself writes a file with the given name. The name is in lower case,
+    ``is_taken``: returns whether the export itself writes a file with the given path. The path is in lower case,
     because some file systems ignore case.
     """
     wrong = [f"{name!r} {why}" for name in names if (why := _why_no_file(name, is_taken))]
@@ -105,7 +110,7 @@ def check_file_names(names: Iterable[str], is_taken: Callable[[str], bool]) -> N
 
 def _why_no_file(name: str, is_taken: Callable[[str], bool]) -> str:
     parts = name.split("/")
-    if is_taken(parts[0].lower()):
+    if any(map(is_taken, accumulate(name.lower().split("/"), "{}/{}".format))):
         return "has the same name as a file with tensors"
     if any(len(part.encode(errors="surrogateescape")) > _LONGEST for part in parts):
         return f"has a name that is too long for a file: more than {_LONGEST} bytes"
@@ -125,9 +130,10 @@ def _check_empty(path: Path, *, force: bool) -> None:
 def _move_into(source: Path, target: Path, stale: Callable[[str], bool], last: Sequence[str]) -> None:
     """Move all files of a directory tree. During the move, ``target`` may hold both old and new files."""
     names = [path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()]
-    for path in target.iterdir():
-        if stale(path.name) and path.is_file():
-            path.unlink()
+    for folder in {(target / name).parent for name in names}:
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if stale(path.relative_to(target).as_posix()) and path.is_file():
+                path.unlink()
     for name in sorted(names, key=lambda name: (last.index(name) if name in last else -1, name)):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(source / name, target / name)
@@ -211,10 +217,15 @@ def torch_saves() -> Iterator[None]:
         raise OSError(f"torch.save failed ({error})") from error
 
 
-def write_attached(store: Store, checkpoint: Checkpoint, names: Iterable[str], folder: Path) -> None:
-    """Write attachments into a folder, each under its name."""
-    for name in names:
-        write_durably(folder / name, store.read_attachment(checkpoint, name))
+def file_attachments(store: Store, checkpoint: Checkpoint) -> list[str]:
+    """Return the names of the attachments that are files of an export."""
+    return [name for name in store.attachments(checkpoint) if not name.startswith(HEADS)]
+
+
+def write_attached(store: Store, checkpoint: Checkpoint, files: Mapping[str, str], folder: Path) -> None:
+    """Write attachments into a folder. ``files`` maps the names of the files to those of the attachments."""
+    for file, name in files.items():
+        write_durably(folder / file, store.read_attachment(checkpoint, name))
 
 
 def write_durably(path: Path, data: bytes) -> None:

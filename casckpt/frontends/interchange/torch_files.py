@@ -7,6 +7,7 @@ import logging
 import mmap
 import os
 import pickle
+import re
 import struct
 import zipfile
 import zlib
@@ -32,7 +33,7 @@ from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, Mismatch, NotFound, Refused
 from casckpt.format.sections.index import Entry
 from casckpt.format.tree import TENSOR, Element, Leaf, Node, children, container, join, leaves
-from casckpt.frontends.interchange.new_files import new_file, place_for, torch_saves
+from casckpt.frontends.interchange.new_files import file_attachments, new_file, place_for, torch_saves
 from casckpt.frontends.interchange.optimizer_names import by_name, is_named, is_optimizer_state
 from casckpt.frontends.interchange.resident import letting_go
 from casckpt.frontends.stores import AnyStore, as_store
@@ -60,6 +61,7 @@ _DEFINE = (
     "`import __main__; __main__.NAME = NAME`, and call torch_save_to_casckpt of casckpt.frontends.convert there, with "
     "allow_pickle=True"
 )
+_SHARD = re.compile(r".+-[0-9]+-of-[0-9]+\.bin")
 _CENTRAL = struct.Struct(
     "<4s12xL8xHHH12x"
 )  # an entry in a zip file's directory: the crc, and the lengths of its fields
@@ -89,6 +91,8 @@ def torch_save_to_casckpt(
     """
     check_keywords("torch_save_to_casckpt", options, ImportArguments)
     given = local_path(path)
+    if _SHARD.fullmatch(given.name) and any(given.parent.glob("*.bin.index.json")):
+        raise InvalidInput(f"{given} is one of several files of a model; pass the folder {given.parent}")
     state = _read(given, allow_pickle)
     if not isinstance(state, Mapping):
         raise InvalidInput(f"{given} holds a {type(state).__name__}; only mappings of names to values can be imported")
@@ -100,6 +104,26 @@ def torch_save_to_casckpt(
         OfObjects(arranged.state), step=step, allow_pickle=allow_pickle, no_dist=True, **options
     )
     return replace(saved, notes=arranged.notes)
+
+
+def mapped_weights(path: Path) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
+    """Return the tensors of a file that holds only a model's weights, and a function that releases its mapped pages.
+
+    Raises InvalidInput for any other content, and Refused for a damaged file.
+    """
+    try:
+        state = _read(path, allow_pickle=False)
+    except InvalidInput as error:
+        raise InvalidInput(
+            f"{path} is damaged, or holds more than a model's weights; import the file itself"
+        ) from error
+    if not isinstance(state, dict) or not all(isinstance(key, str) and _is_dense(state[key]) for key in state):
+        raise InvalidInput(f"{path} is damaged, or holds more than a model's weights; import the file itself")
+    return state, _unmapper(path)
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided
 
 
 def _read(path: Path, allow_pickle: bool) -> Any:
@@ -205,9 +229,9 @@ def export_torch(
         manifest = job.contents.manifest
         job.write(target, state, storages, RegionReader(opened.repository, manifest, view.nbytes, Progress(progress)))
         name = os.fspath(path) if is_url(path) else place
+    skipped = tuple(file_attachments(opened, checkpoint))
     return Exported(
-        checkpoint, (name,), len(view.tensors), view.nbytes, (), view.left_out, tuple(opened.attachments(checkpoint)),
-        "torch", view.prefix,
+        checkpoint, (name,), len(view.tensors), view.nbytes, (), view.left_out, skipped, "torch", view.prefix,
     )  # fmt: skip
 
 

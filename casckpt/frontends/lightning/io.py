@@ -15,8 +15,7 @@ from lightning.pytorch import Callback, Trainer
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, InvalidInput
 from casckpt.frontends.interchange.new_files import new_file
-from casckpt.frontends.lightning.files import RunFiles
-from casckpt.frontends.lightning.pointer import AnyPath, Pointer
+from casckpt.frontends.lightning.files import AnyPath, Pointer, RunFiles
 from casckpt.frontends.stores import AnyStore, as_store, check_foreign
 from casckpt.ranks.ranks import on_each, open_ranks
 from casckpt.store.types import Compress, SaveArguments

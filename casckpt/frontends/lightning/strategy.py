@@ -12,9 +12,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from casckpt.errors import InvalidInput
-from casckpt.frontends.lightning.files import RunFiles
+from casckpt.frontends.lightning.files import AnyPath, Pointer, RunFiles
 from casckpt.frontends.lightning.io import monitored
-from casckpt.frontends.lightning.pointer import AnyPath, Pointer
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.frontends.trainer.settings import TrainerArguments

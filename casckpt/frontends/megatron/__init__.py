@@ -53,7 +53,11 @@ from casckpt.frontends.megatron.mapping import (
     ShardedTensorFactory,
     apply_factories,
     apply_factory_merges,
+    get_optim_param_to_id_map,
+    get_param_id_to_sharded_param_map,
     is_main_replica,
+    make_sharded_optimizer_tensor,
+    optim_state_to_sharding_state,
 )
 from casckpt.frontends.megatron.nesting import (
     CommonStateDict,
@@ -70,12 +74,6 @@ from casckpt.frontends.megatron.nesting import (
     merge,
     nested_items_iter,
     nested_values,
-)
-from casckpt.frontends.megatron.optimizer import (
-    get_optim_param_to_id_map,
-    get_param_id_to_sharded_param_map,
-    make_sharded_optimizer_tensor,
-    optim_state_to_sharding_state,
 )
 from casckpt.frontends.megatron.saving import AsyncRequest, save
 from casckpt.frontends.megatron.stored import (

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from casckpt.base.text import listed
-from casckpt.format.regions import Region, Shape, normalise
+from casckpt.format.regions import Region, Shape, holes_and_overlaps, normalise
 from casckpt.frontends.megatron.errors import CheckpointingException, checkpointing_errors, refused
 from casckpt.frontends.megatron.kinds import is_sharded_object, is_sharded_tensor
 from casckpt.frontends.megatron.mapping import is_main_replica
 from casckpt.frontends.megatron.nesting import map_reduce, nested_values
-from casckpt.plan.coverage import holes_and_overlaps
 from casckpt.ranks.ranks import Ranks, everyone, open_ranks
 from casckpt.tensors.dtensors import local_of
 from casckpt.tensors.dtypes import dtype_name

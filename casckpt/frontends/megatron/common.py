@@ -35,8 +35,8 @@ COMMON_NAME = "common.pt"
 _DEEP = 20  # the number of levels to search, because a value may contain itself
 
 _LOCK = Lock()
-if hasattr(os, "register_at_fork"):  # otherwise, a child that is forked during a read would inherit a locked lock
-    os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
+# otherwise, a child that is forked during a read would inherit a locked lock
+os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
 def read(data: bytes, where: str, allow_pickle: bool) -> Any:

@@ -230,8 +230,7 @@ class RankLoad:
         """
         self.strict = parse_strict_flag(strict)
         check_nesting(self._template, "state")
-        values = self._sorted()
-        self.unexpected = {value.key for value in values if self._is_unexpected(value)}
+        self.unexpected = {value.key for value in self._sorted() if self._is_unexpected(value)}
         check_unexpected(self.strict, self.stored.where, self.unexpected)
         self._leave_out()
         wanted = list(nested_values(self._sharded))

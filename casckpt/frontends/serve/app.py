@@ -107,8 +107,7 @@ def app_of(hub: Hub, *, tokens: frozenset[str] | None, checks_host: bool = True,
 async def _page(hub: Hub, request: Request) -> Response:
     repos = await _ask(request, hub.repos)
     tags = await _ask(request, hub.tags) if repos else {}
-    text = page_of(hub.store.url, str(request.base_url).rstrip("/"), repos, tags)
-    return HTMLResponse(text, headers=_PAGE)
+    return HTMLResponse(page_of(hub.store.url, str(request.base_url).rstrip("/"), repos, tags), headers=_PAGE)
 
 
 async def _report(request: Request) -> Response:

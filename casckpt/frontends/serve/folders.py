@@ -22,7 +22,7 @@ from casckpt.errors import InvalidInput, MissingKey
 from casckpt.format.digest import Hasher
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.index import StoredObject
-from casckpt.frontends.interchange.safetensors.layout import INDEX, FileLayout
+from casckpt.frontends.interchange.safetensors.layout import FileLayout
 from casckpt.frontends.interchange.safetensors.planned import FolderPlan
 from casckpt.frontends.serve.view_file import VIEW_FILE, read_rules
 from casckpt.frontends.views.recut import ViewTensor
@@ -56,8 +56,7 @@ def parse_range(header: str | None, size: int) -> FileSpan | None:
         return None
     first, last = match.groups()
     if not first:
-        wanted = _number(last)
-        start, stop = max(size - wanted, 0), size
+        start, stop = max(size - _number(last), 0), size
     else:
         start, stop = _number(first), min(_number(last) + 1, size) if last else size
     if start >= stop:
@@ -156,7 +155,7 @@ class ServedFolders:
 
     store: Store
     rules: Rules | None
-    max_shard_size: int
+    max_shard_size: int | None
     _held: OrderedDict[str, ServedFolder] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _making: Sequence[threading.Lock] = field(default_factory=lambda: [threading.Lock() for _ in range(_KEPT)])
@@ -192,12 +191,11 @@ class ServedFolders:
 
     def _made(self, checkpoint: Checkpoint) -> ServedFolder:
         plan = self._plan(checkpoint)
-        layout = plan.lay_out(self.max_shard_size)
-        files = {file.name: file for file in layout.files}
-        if layout.index is not None:
-            files[INDEX] = FileLayout(INDEX, layout.index, ())
+        files = {file.name: file for file in plan.lay_out(self.max_shard_size)}
+        for note in plan.notes:
+            log.info("%s: %s", checkpoint, note)
         names, _ = plan.attachments()
-        manifest, attached = plan.contents.manifest, (_attached(plan.contents, name) for name in names)
+        manifest, attached = plan.contents.manifest, (_attached(plan.contents, *name) for name in names.items())
         files |= {file.name: file for file in attached if file.name not in files and file.name != VIEW_FILE}
         made = {name: File(name, etag_of(manifest, file), FileMap(file)) for name, file in sorted(files.items())}
         return ServedFolder(checkpoint, manifest, made, plan.view.tensors)
@@ -223,12 +221,12 @@ def _place(checkpoint: Checkpoint) -> tuple[str, int]:
     return checkpoint.run, checkpoint.step
 
 
-def _attached(contents: Contents, name: str) -> FileLayout:
+def _attached(contents: Contents, file: str, name: str) -> FileLayout:
     """Return the file of an attachment: the bytes of a small one, or the entry of a large one."""
     attached = contents.attachments[name]
     if isinstance(attached, StoredObject):
-        return FileLayout(name, contents.manifest.data(attached), ())
-    return FileLayout(name, b"", (ViewTensor(name, attached),))
+        return FileLayout(file, contents.manifest.data(attached))
+    return FileLayout(file, b"", (ViewTensor(name, attached),))
 
 
 def etag_of(manifest: Manifest, file: FileLayout) -> str:

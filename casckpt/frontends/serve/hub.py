@@ -6,14 +6,14 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from casckpt.base.digest import hex_digest
 from casckpt.base.groups import grouped
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, NotFound
 from casckpt.frontends.interchange.safetensors.files import NAMES
-from casckpt.frontends.interchange.safetensors.layout import plan_shards
+from casckpt.frontends.interchange.safetensors.layout import MAX_SHARD_BYTES, plan_shards
 from casckpt.frontends.interchange.safetensors.planned import CONFIG
 from casckpt.frontends.serve.answers import no_file, no_repository, no_revision
 from casckpt.frontends.serve.folders import File, ServedFolder, ServedFolders
@@ -22,7 +22,6 @@ from casckpt.frontends.views.view import Rules
 from casckpt.store.store import Store
 
 Json: TypeAlias = dict[str, Any]
-MAX_SHARD_SIZE: Final = 5_000_000_000
 _LEASE = re.compile(r"lease-[0-9a-f]{16}")
 _COMMIT = re.compile(rf"[0-9a-f]{{{COMMIT_DIGITS},}}")
 
@@ -34,8 +33,10 @@ class Hub:
     They also raise the errors of the store.
     """
 
-    def __init__(self, store: Store, *, rules: Rules | None = None, max_shard_size: int = MAX_SHARD_SIZE) -> None:
-        plan_shards((), max_shard_size)  # raises an error for an invalid size now instead of at each request
+    def __init__(self, store: Store, *, rules: Rules | None = None, max_shard_size: int | None = None) -> None:
+        plan_shards(
+            (), MAX_SHARD_BYTES if max_shard_size is None else max_shard_size
+        )  # raises an error for an invalid size now instead of at each request
         self.store = store
         self.folders = ServedFolders(store, rules, max_shard_size)
 

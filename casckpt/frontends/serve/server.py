@@ -22,8 +22,6 @@ _BACKLOG = 512
 _KEEP_ALIVE_SECONDS = 30
 _LAST_SECONDS = 3
 
-log = logging.getLogger("casckpt.frontends.serve")
-
 
 class Connection(H11Protocol):
     """A connection. If there are too many, the server closes the one that has waited longest for a request."""

@@ -258,7 +258,8 @@ class Checkpointer(RunCheckpoints):
 
         Call this method after each step. ``last``: whether this is the last training step, which is always due. All
         ranks must pass the same value. ``metadata``, ``metrics``, ``healthy``: as for `Store.save`. If
-        ``max_steps_at_risk`` is set, the method raises the error of the background save before more steps are at risk.
+        ``max_steps_at_risk`` is set, the method raises the background save's error before more than that
+        many steps are at risk.
         """
         check_keywords("Checkpointer.save_if_due", options, DueArguments)
         kind, saving = self.due(step), None

@@ -97,7 +97,7 @@ def rates_of(model: TrainModel, optim: AnyOptimizer | None) -> dict[str, float]:
 def check_given(train_state: Any, missing: Any, *optimized: Any) -> dict[str, float]:
     """Check the arguments of a resume. Raises InvalidInput if the train state or ``missing`` is invalid.
 
-    ``optimized``: the model and the optimizer. Returns their `rates_of`.
+    ``optimized``: the model and the optimizer. Return the result of `rates_of` for them.
     """
     if missing not in get_args(Missing):
         raise InvalidInput(f'missing={missing!r:.80} is not valid; pass "raise" or "warn"')

@@ -138,8 +138,7 @@ class TrainerSettings:
         """
         if step == self.last_step or step in (self.fixed_steps or ()) or _is_multiple(step, self.save_interval):
             return "permanent"
-        cooldown = self.ephemeral_cooldown or 0
-        near = last is not None and 0 <= step - last < cooldown
+        near = last is not None and 0 <= step - last < (self.ephemeral_cooldown or 0)
         return "ephemeral" if _is_multiple(step, self.ephemeral_save_interval) and not near else None
 
     @property

@@ -274,7 +274,7 @@ class CasTrainerMixin(Trainer):
         checkpoint.
         """
         if trial is not None:
-            raise Unsupported("a CasTrainerMixin cannot search hyperparameters; train each trial in a separate run")
+            raise Unsupported("CasTrainerMixin does not search hyperparameters; train each trial in a separate run")
         signals = self._signals
         if signals and threading.current_thread() is not threading.main_thread():
             log.warning("signals do not save a checkpoint, because the training does not run in the main thread")

@@ -30,7 +30,7 @@ _MOST = 8
 
 
 def model_part(tree: Node, keys: Collection[str], where: str) -> tuple[str, list[str]]:
-    """Return the prefix of the model's keys, and these keys. The prefix is "" for a model at the top level.
+    """Return the prefix of the model's keys, and the keys themselves. The prefix is "" for a model at the top level.
 
     ``keys``: the tensors to choose from. Raises MissingKey if none of them belongs to a model, and InvalidInput,
     naming the choices, if several parts may be the model.

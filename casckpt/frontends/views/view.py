@@ -63,8 +63,7 @@ def view_of(contents: Contents, rules: Rules) -> View:
     asked = {key: entry for key, entry in contents.tensors.items() if matches(key, patterns)}
     check_used(patterns, asked, contents.where)
     prefix, keys = _part(contents, list(asked), rules)
-    names = _names(keys, prefix, rules)
-    tensors = [ViewTensor(name, asked[key]) for key, name in zip(keys, names, strict=True)]
+    tensors = [ViewTensor(name, asked[key]) for key, name in zip(keys, _names(keys, prefix, rules), strict=True)]
     contents.check_whole([tensor.entry for tensor in tensors])
     if rules.split or rules.concat:
         tensors = recut(tensors, rules.split, rules.concat, rules.fullmatch)

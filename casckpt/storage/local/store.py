@@ -266,8 +266,8 @@ class LocalStore(ObjectStore):
                 with suppress(FileNotFoundError), self._folders.open(folder, create=True) as fd:
                     return act(fd)
         raise StorageError(
-            f"cannot write {path}: its folder cannot be created, or is removed repeatedly; find the cause, and try "
-            "again"
+            f"cannot write {path}: its folder cannot be created, or something keeps removing it; find the cause, and "
+            "try again"
         )
 
 

@@ -111,8 +111,7 @@ class WebCalls(Calls):
         files: dict[str, Mapping[str, Any]] = {}
         pending = [f"{folder.rstrip('/')}/"]
         while pending:
-            page = pending.pop()
-            for link in self._links(page):
+            for link in self._links(pending.pop()):
                 if not link.endswith("/"):
                     files[link] = {"name": link, "size": None, "type": "file"}
                 elif link.count("/") <= folder.count("/") + _DEEPEST:

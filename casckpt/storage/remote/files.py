@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -90,13 +90,13 @@ class RemoteFiles:
         if taken and not force:
             raise Conflict(f"{self.url} already exists: pass a different URL, or --force to overwrite it")
 
-    def put(self, source: Path, *, last: Sequence[str] = ()) -> None:
-        """Upload a file, or all files in a folder, to the URL. Files named in ``last`` are uploaded at the end."""
+    def put(self, source: Path, *, is_last: Callable[[str], bool] = lambda name: False) -> None:
+        """Upload a file, or all files in a folder, to the URL, with those last for which ``is_last`` returns True."""
         if source.is_file():
             self._put_file(source, self._root)
             return
         names = [path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()]
-        for name in sorted(names, key=lambda name: (name in last, name)):
+        for name in sorted(names, key=lambda name: (is_last(name), name)):
             self._put_file(source / name, self._path(name))
 
     def _put_file(self, source: Path, target: str) -> None:

@@ -205,7 +205,7 @@ class Loop:
         """
         if threading.get_ident() == self._thread:
             call.close()
-            raise Unsupported("casckpt was called in the thread of fsspec's event loop, which would wait for itself")
+            raise Unsupported("casckpt was called in fsspec's event loop thread, which would wait for itself")
         with begin_request(self._patience, nbytes) as request:
             future = asyncio.run_coroutine_threadsafe(_bounded(call, request), self._loop)
             try:

@@ -13,6 +13,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -236,7 +237,7 @@ class RemoteStore(ObjectStore):
             self._backoff.sleep(pause)
 
 
-class RemoteReader(Reader):
+class RemoteReader(Reader, AbstractContextManager["RemoteReader"]):
     """An object in a `RemoteStore`. A read is one request. All reads see the same version of the object."""
 
     def __init__(self, store: RemoteStore, key: str, ranged: Ranged) -> None:
@@ -258,9 +259,6 @@ class RemoteReader(Reader):
         self._store.counts.add(requests=1, reads=1)
         self._store.again("read", self._key, lambda: self._ranged.read(offset, filled))
         self._store.counts.add(bytes_read=sum(buffer.nbytes for buffer in filled))
-
-    def __enter__(self) -> RemoteReader:
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Do nothing, because nothing is held open."""

@@ -12,24 +12,34 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from casckpt.base.progress import Progress, silent
 from casckpt.contents import manifests
 from casckpt.contents.refs import resolve_many, unread_within
-from casckpt.errors import CasckptError, Conflict, Damaged, Gone, InvalidInput, Refused, StorageError
+from casckpt.errors import Conflict, Damaged, Gone, InvalidInput, Refused, StorageError
 from casckpt.format.keys import commit_key
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.history.commits import Commit, CommitList, list_commits, restore
 from casckpt.history.folding import Holdings
 from casckpt.history.tags import get_tag, set_tag, tags
+from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
-from casckpt.repository.requirements import check_requirements
-from casckpt.upkeep.copies.blob_locations import BlobLocations
 from casckpt.upkeep.copies.mirror_notes import NO_STORE, made_at, note, take_back, unmirrored
-from casckpt.upkeep.copies.replication import Part, Replica, Work, occupant, repack, replicate, taken, twin
-from casckpt.upkeep.copies.signatures import copy_signatures
+from casckpt.upkeep.copies.replication import (
+    BlobLocations,
+    Part,
+    Replica,
+    Work,
+    copy_signatures,
+    occupant,
+    repack,
+    replicate,
+    taken,
+    twin,
+)
+from casckpt.upkeep.gc.forgetting import CommitFailure
 from casckpt.upkeep.repack import poor_blobs
 from casckpt.upkeep.repair.verify import DamagedRecord
 
@@ -39,14 +49,6 @@ _NOT_COPIED = (Conflict, Damaged, Gone, Refused)
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class CopyFailure:
-    """A checkpoint that was not copied, and the error."""
-
-    commit: Commit
-    error: CasckptError
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class CopyPlan:
     forgotten: tuple[Commit, ...] = ()
     present: tuple[Commit, ...] = ()
     left: tuple[Commit, ...] = ()
-    failed: tuple[CopyFailure, ...] = ()
+    failed: tuple[CommitFailure, ...] = ()
     records: tuple[DamagedRecord, ...] = ()
     nbytes: int = 0
     total: int = 0
@@ -88,7 +90,7 @@ class CopyResult:
     restored: tuple[Commit, ...] = ()
     present: tuple[Commit, ...] = ()
     left: tuple[Commit, ...] = ()
-    failed: tuple[CopyFailure, ...] = ()
+    failed: tuple[CommitFailure, ...] = ()
     records: tuple[DamagedRecord, ...] = ()
     tags: tuple[str, ...] = ()
     blobs: int = 0
@@ -117,16 +119,19 @@ def plan_copy(
     *,
     run: str | None = None,
     blob_bytes: int | None = None,
-    compress: bool = False,
+    compress: Literal["off", "always"] | None = None,
 ) -> CopyPlan:
     """Plan a copy of the checkpoints or ranges in ``refs``, or of all visible checkpoints, or of those of ``run``.
 
-    ``blob_bytes``: repack the cells into blobs of this size. ``target`` may then be ``source``. ``compress``: encode
-    the cells of floats, except in checkpoints that already have encoded cells. Writes nothing. Raises `NotFound`,
-    `InvalidInput`, `StorageError`.
+    ``blob_bytes``: repack the cells into blobs of this size. ``target`` may then be ``source``. ``compress``: "always"
+    encodes the cells of floats, except in checkpoints that already have encoded cells. Writes nothing. Raises
+    `NotFound`, `InvalidInput`, `StorageError`.
     """
+    if compress not in {None, "off", "always"}:
+        raise InvalidInput(f"compress={compress!r} is not valid for a copy: pass 'always' or 'off'")
+    encodes = compress == "always"
     in_place = source.exists() and target.exists() and source.storage.url == target.storage.url
-    if in_place and compress:
+    if in_place and encodes:
         raise InvalidInput(f"{source.storage.url} cannot be encoded in place: copy it into a different store")
     if in_place and blob_bytes is None:
         raise InvalidInput(
@@ -147,8 +152,8 @@ def plan_copy(
         blob_bytes = None
     there = list_commits(target) if target.exists() else CommitList({}, {})
     plan = _plan_for(source, target, chosen, there, named=bool(named))
-    total = plan.total if compress or blob_bytes is not None else plan.nbytes
-    return replace(plan, records=records, blob_bytes=blob_bytes, compress=compress, total=total)
+    total = plan.total if encodes or blob_bytes is not None else plan.nbytes
+    return replace(plan, records=records, blob_bytes=blob_bytes, compress=encodes, total=total)
 
 
 def _unread(
@@ -195,7 +200,7 @@ def _plan_for(
         if twin(there, commit) is not None:
             present.append(commit)
         elif other is not None:
-            failed.append(CopyFailure(commit, taken(target, commit, other)))
+            failed.append(CommitFailure(commit, taken(target, commit, other)))
         elif is_gone and not named:
             left.append(commit)
         elif is_gone and same is not None and commit in Holdings([same]):
@@ -317,7 +322,7 @@ def _create_target(source: Repository, target: Repository, blob_bytes: int | Non
     return made
 
 
-def _each(commits: Iterable[Commit], call: Callable[[Commit], T]) -> tuple[list[T], list[CopyFailure]]:
+def _each(commits: Iterable[Commit], call: Callable[[Commit], T]) -> tuple[list[T], list[CommitFailure]]:
     """Call ``call`` for each commit. Return the results, and the commits for which the call failed.
 
     Raises `StorageError` with the number of finished commits in its message.
@@ -328,7 +333,7 @@ def _each(commits: Iterable[Commit], call: Callable[[Commit], T]) -> tuple[list[
         try:
             done.append(call(commit))
         except _NOT_COPIED as error:
-            failed.append(CopyFailure(commit, error))
+            failed.append(CommitFailure(commit, error))
         except StorageError as error:
             so_far = f"{len(done)} of {len(wanted)} checkpoints are done; repeat the same call to continue"
             raise StorageError(f"{error}. {so_far}", **error.__dict__) from error

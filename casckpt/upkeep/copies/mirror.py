@@ -15,12 +15,11 @@ from casckpt.errors import CasckptError, Conflict, Damaged, Gone, Refused, Stora
 from casckpt.history.commits import Commit, CommitList, forget, list_commits
 from casckpt.history.folding import Holdings
 from casckpt.repository.processes import alone_on_this_host
+from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
-from casckpt.repository.requirements import check_requirements
 from casckpt.storage.forking import PerProcess
 from casckpt.upkeep.copies.mirror_notes import MirrorLag, lag_of, made_at, needed_in_mirror, note, take_back, unmirrored
-from casckpt.upkeep.copies.replication import Work, replicate
-from casckpt.upkeep.copies.signatures import copy_signatures
+from casckpt.upkeep.copies.replication import Work, copy_signatures, replicate
 from casckpt.upkeep.thin import thin_alike
 
 JOBS = 4

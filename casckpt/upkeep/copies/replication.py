@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -23,12 +24,13 @@ from casckpt.base.progress import Progress, silent
 from casckpt.base.text import listed
 from casckpt.base.units import time_of
 from casckpt.contents import blobs, manifests
+from casckpt.contents.signatures import list_signatures
 from casckpt.errors import CasckptError, Conflict, Damaged, Gone, NotFound, Refused, Revoked
 from casckpt.format import manifest as format_manifest
 from casckpt.format.keys import blob_key, commit_key, copied_txid, manifest_key, parse_txid, uploader_folder
 from casckpt.format.manifest import Encoded, Manifest, placed
-from casckpt.format.names import BlobHash, TxId
-from casckpt.format.records import Began, Committed, changed
+from casckpt.format.names import BlobHash, ManifestId, TxId
+from casckpt.format.records import MAX_RECORD_BYTES, Began, Committed, changed
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.format.sections.head import MAX_MANIFEST_BYTES
 from casckpt.format.sections.index import TENSOR
@@ -41,10 +43,34 @@ from casckpt.repository.processes import this_process
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import AlreadyExists
 from casckpt.storage.buffers import BufferPool
-from casckpt.upkeep.copies.blob_locations import BlobLocations
 from casckpt.upkeep.repack import Recoding, blobs_of_chains
 from casckpt.upkeep.repair.affected import keys_of
 from casckpt.upkeep.rewrite import record_of, rewrite
+
+
+class BlobLocations:
+    """A cached `casckpt.contents.manifests.locate`, for repeated lookups of the blobs ``names``."""
+
+    def __init__(self, repo: Repository, names: AbstractSet[BlobHash]) -> None:
+        self._repo = repo
+        self._names = names
+        self._seen: set[TxId] = set()
+        self._found: dict[BlobHash, tuple[TxId, BlobRef]] = {}
+
+    def locate(self, listed: CommitList, wanted: Mapping[BlobHash, BlobRef]) -> dict[BlobHash, BlobRef]:
+        """Return the locations of the blobs that a live commit of ``listed`` names. Raises `StorageError`."""
+        live = {commit.txid: commit for commit in listed.live()}
+        for commit in manifests.learn(self._repo, [one for txid, one in live.items() if txid not in self._seen]):
+            self._seen.add(commit.txid)
+            blobs_of = manifests.blobs_of(self._repo, commit)
+            refs = (BlobRef(name, size, uploader) for uploader, name, size in blobs_of if name in self._names)
+            self._found |= {ref.hash: (commit.txid, ref) for ref in refs}
+        named = {name: self._found[name] for name in wanted if name in self._found}
+        marked = blobs.damaged_marks(self._repo) if named else set[tuple[TxId, BlobHash]]()
+        if any(txid not in live or (ref.uploader, ref.hash) in marked for txid, ref in named.values()):
+            return manifests.locate(self._repo, live.values(), wanted)  # another location may still be readable
+        return {name: ref for name, (_, ref) in named.items() if ref.size == wanted[name].size}
+
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +155,7 @@ def _check(target: Repository, commit: Commit) -> None:
 
 
 def _join(target: Repository, commit: Commit, attempt: int) -> tuple[Transaction, int]:
-    """Begin or join this copy's transaction. Return it, and the number of its transactions that ended earlier."""
+    """Begin or join this copy's transaction. Return it and the number of its transactions that had already ended."""
     while True:
         txid = copied_txid(commit.txid, attempt)
         began = Began(
@@ -406,3 +432,22 @@ def taken(target: Repository, commit: Commit, other: Commit) -> Conflict:
         f"{other.id}. If you do not need it, forget it there first (`casckpt forget`)",
         checkpoints=(commit.id, other.id),
     )
+
+
+def copy_signatures(source: Repository, target: Repository, ids: Container[ManifestId]) -> None:
+    """Upload the missing signatures of ``ids`` to ``target``. Makes one LIST if there are none.
+
+    Logs and skips a signature that cannot be read. Raises `StorageError`.
+    """
+    here = [key for key, id in list_signatures(source).items() if id in ids]
+    there = list_signatures(target) if here else {}
+    for key in here:
+        if key in there:
+            continue
+        try:
+            data = source.storage.get(key, limit=MAX_RECORD_BYTES)
+        except (NotFound, Damaged, Refused) as error:
+            log.warning("%s of %s was not copied: %s", key, source.storage.url, error)
+            continue
+        with suppress(AlreadyExists):
+            target.storage.put(key, data)

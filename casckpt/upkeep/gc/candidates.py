@@ -16,7 +16,7 @@ from casckpt.format.names import TxId
 from casckpt.history.commits import Commit, CommitList, list_commits
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.inventory import Inventory
-from casckpt.upkeep.lost_records import check_recorded
+from casckpt.upkeep.saves import check_recorded
 
 _NAMED_AT_MOST = 3
 

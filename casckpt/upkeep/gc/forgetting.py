@@ -12,8 +12,8 @@ from casckpt.errors import CasckptError, Conflict, StorageError
 from casckpt.history import commits
 from casckpt.history.commits import Commit, CommitList, announce_all, check_restore, list_commits
 from casckpt.history.tags import delete_tag, tags, tags_of
+from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
-from casckpt.repository.requirements import check_requirements
 from casckpt.upkeep.thin import whole_of
 
 log = logging.getLogger(__name__)
@@ -53,9 +53,15 @@ def forget(repo: Repository, chosen: Iterable[Commit]) -> list[Commit]:
     return done
 
 
+def forget_chosen(repo: Repository, refs: Iterable[str | Commit], *, tagged: bool, dry_run: bool) -> list[Commit]:
+    """Forget the checkpoints in ``refs``, or only plan to with ``dry_run``."""
+    chosen = plan_forget(repo, refs, tagged=tagged)
+    return chosen if dry_run else forget(repo, chosen)
+
+
 @dataclass(frozen=True)
-class RestoreFailure:
-    """A checkpoint that was not restored, and the error."""
+class CommitFailure:
+    """A checkpoint for which a call failed, and the error."""
 
     commit: Commit
     error: CasckptError
@@ -77,7 +83,7 @@ class RestoreResult:
     """
 
     restored: tuple[Commit, ...] = ()
-    failed: tuple[RestoreFailure, ...] = ()
+    failed: tuple[CommitFailure, ...] = ()
     left: tuple[Commit, ...] = ()
     dry_run: bool = False
 
@@ -118,13 +124,13 @@ def restore(repo: Repository, plan: RestorePlan) -> RestoreResult:
     """
     check_requirements(repo)
     restored: dict[str, Commit] = {}
-    failed: list[RestoreFailure] = []
+    failed: list[CommitFailure] = []
 
     def attempt(commit: Commit) -> None:
         try:
             restored[commit.txid] = commits.restore(repo, commit, listed=plan.listed)
         except CasckptError as error:
-            failed.append(RestoreFailure(commit, error))
+            failed.append(CommitFailure(commit, error))
             if isinstance(error, StorageError):  # the other commits would fail in the same way
                 raise
 
@@ -142,6 +148,19 @@ def restore(repo: Repository, plan: RestorePlan) -> RestoreResult:
     left = tuple(commit for commit in plan.chosen if commit.txid not in tried)
     done = tuple(restored[commit.txid] for commit in plan.chosen if commit.txid in restored)
     return RestoreResult(done, tuple(failed), left)
+
+
+def restore_chosen(
+    repo: Repository, refs: Iterable[str | Commit], *, whole: bool, dry_run: bool, check: bool
+) -> RestoreResult:
+    """Restore the checkpoints in ``refs``, or only plan to with ``dry_run``. ``check``: raise the errors."""
+    plan = plan_restore(repo, refs, whole=whole)
+    if dry_run:
+        return RestoreResult(plan.chosen, dry_run=True)
+    result = restore(repo, plan)
+    if check:
+        result.raise_failure()
+    return result
 
 
 def _named(repo: Repository, ref: str | Commit, listed: CommitList) -> list[Commit]:

@@ -42,8 +42,8 @@ from casckpt.history.tags import remove_old_generations
 from casckpt.history.transactions import PREFIX as TRANSACTIONS
 from casckpt.history.transactions import OpenTransaction, has_died, open_transactions, remove_closed, revoke
 from casckpt.plan.retention import Policy, Thinning
+from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
-from casckpt.repository.requirements import check_requirements
 from casckpt.upkeep.blob_use import BlobUse
 from casckpt.upkeep.gc.candidates import Candidates, Unreadable, candidates, commits_without_doubt, spare_roots
 from casckpt.upkeep.gc.purge import (
@@ -60,7 +60,7 @@ from casckpt.upkeep.gc.purge import (
 )
 from casckpt.upkeep.gc.recovery import settle
 from casckpt.upkeep.inventory import BLOB, Inventory, list_unguarded, sums_of
-from casckpt.upkeep.lost_records import check_recorded
+from casckpt.upkeep.saves import check_recorded
 from casckpt.upkeep.thin import ThinResult, thin_by
 
 Sleep: TypeAlias = Callable[[float], None]
@@ -184,11 +184,6 @@ def save_resume_state(repo: Repository, paused: ResumeState) -> None:
             columns[name.uploader].append((name.kind, name.hash, size))
     state = PausedGc(repo.storage.url, columns, sorted(paused.candidates.ended), sorted(paused.waits))
     repo.catalogue.set_note(RESUME_NOTE, notes.encode(state))
-
-
-def drop_resume_state(repo: Repository) -> None:
-    """Delete the stored state."""
-    repo.catalogue.set_note(RESUME_NOTE, None)
 
 
 def load_resume_state(repo: Repository, commits: CommitList) -> ResumeState | None:
@@ -481,7 +476,7 @@ class _Collection:
         except Unreadable:
             finished = True  # another gc has deleted a manifest
         if finished:
-            drop_resume_state(self.repo)
+            self.repo.catalogue.set_note(RESUME_NOTE, None)
         return finished
 
     def _pass(self, guards: CommitList) -> None:

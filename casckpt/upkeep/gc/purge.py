@@ -346,7 +346,7 @@ def forget_and_purge(repo: Repository, commits: Iterable[Commit]) -> list[Commit
 
 
 def purge_now(repo: Repository, replaced: Iterable[TxId]) -> None:
-    """Purge the old commits of rewritten checkpoints immediately without a gc, as `forget_and_purge` does."""
+    """Purge the old commits of rewritten checkpoints immediately, without running gc, as `forget_and_purge` does."""
     commits, settings = list_commits(repo).commits, repo.settings
     old = [commits[txid] for txid in replaced if txid in commits and commits[txid].last == "replaced"]
     _retire_at_once(repo, settings, (), old)

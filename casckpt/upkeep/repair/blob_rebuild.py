@@ -6,10 +6,11 @@ equals its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from casckpt.base.digest import Buffer
+from casckpt.base.groups import runs
 from casckpt.errors import InvalidInput, NotFound, Refused, StorageError
 from casckpt.format.blob import DATA_OFFSET, decode_header, encode_header, order
 from casckpt.format.blob_writer import BlobWriter, buffer_bytes, padded
@@ -206,7 +207,7 @@ def _reading(reader: Reader) -> Callable[[int, int], bytearray]:
 
 def _take_leaves(reader: Reader, rebuilt: RebuiltBlob) -> None:
     """Read the wrong leaves from a copy, and keep those that are correct in it."""
-    for run in list(_runs(rebuilt.wrong)):
+    for run in list(runs(rebuilt.wrong, lambda run, leaf: run[-1].end == leaf.offset)):
         first = run[0].offset
         part = memoryview(bytearray(run[-1].end - first))
         try:
@@ -219,18 +220,6 @@ def _take_leaves(reader: Reader, rebuilt: RebuiltBlob) -> None:
             if cell_digest(piece) == leaf.digest:
                 rebuilt.part(leaf.offset, leaf.nbytes)[:] = piece
                 rebuilt.wrong.remove(leaf)
-
-
-def _runs(leaves: Sequence[Leaf]) -> Iterator[list[Leaf]]:
-    """Group consecutive leaves. Each group needs one read."""
-    run: list[Leaf] = []
-    for leaf in leaves:
-        if run and run[-1].end != leaf.offset:
-            yield run
-            run = []
-        run.append(leaf)
-    if run:
-        yield run
 
 
 def _header(rebuilt: RebuiltBlob) -> bytes:

@@ -107,7 +107,7 @@ class Relocation:
         return bare
 
     def _replacement(self, txid: TxId, listed: CommitList, ref: BlobRef) -> dict[int, RelocatedCell]:
-        """Return the new locations of the available cells of ``ref``, by their old offset.
+        """Return the new locations of the available cells of ``ref``, keyed by old offset.
 
         Uses the blobs of another rewrite if it is live. Otherwise uploads new blobs.
         """

@@ -31,8 +31,8 @@ from casckpt.format.records import Committed
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.history.commits import Commit, CommitList, list_commits
 from casckpt.repository.fetching import BlobDamaged, fetch
+from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
-from casckpt.repository.requirements import check_requirements
 from casckpt.upkeep.inventory import BLOB, list_objects
 from casckpt.upkeep.repair.affected import DamagedBlob, describe
 from casckpt.upkeep.repair.blob_check import Checked, check_blobs

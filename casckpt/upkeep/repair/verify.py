@@ -25,14 +25,14 @@ from casckpt.format.sections.blobs import BlobRef
 from casckpt.history.commits import Commit, CommitList, list_commits
 from casckpt.history.tags import list_tags
 from casckpt.repository.fetching import compare_size, holds_cell
+from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
-from casckpt.repository.requirements import check_requirements
 from casckpt.upkeep.gc.recovery import faults
 from casckpt.upkeep.inventory import list_objects
-from casckpt.upkeep.lost_records import ADVICE, lost_records
 from casckpt.upkeep.repair.affected import DamagedBlob, describe
 from casckpt.upkeep.repair.blob_check import Checked, check_blobs
 from casckpt.upkeep.repair.frames import Frames
+from casckpt.upkeep.saves import ADVICE, lost_records
 
 _AT_ONCE = 64  # blobs whose leaves are in memory
 

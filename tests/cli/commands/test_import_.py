@@ -19,7 +19,7 @@ def test_import_reports_values_that_it_did_not_translate(store_path: Path, tmp_p
 
 def test_import_reports_the_actual_kind_of_a_file(store_path: Path, tmp_path: Path, run: Run) -> None:
     (tmp_path / "pytorch_model.bin").touch()
-    assert "pytorch_model.bin itself" in run("import", store_path, tmp_path, "--step", 0, status=1).stderr
+    assert "import the file itself" in run("import", store_path, tmp_path, "--step", 0, status=1).stderr
     assert "no file" in run("import", store_path, tmp_path / "absent", "--step", 0, status=3).stderr
     assert "'' does not name a file" in run("import", store_path, "", "--step", 0, status=1).stderr
     too_long = run("import", store_path, "x" * 300, "--step", 0, status=1).stderr

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import tracemalloc
+from threading import Thread
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,12 +14,12 @@ from casckpt.format.encodings.frames import (
     WORTH,
     Form,
     decode,
-    encode,
     encode_planes,
-    form_of,
 )
+from casckpt.format.encodings.parts import KEPT, Bytes, scratch
 from tests.format.encodings.test_frames import WRONG, cells, decoded, frame_of
 from tests.support import plain_reader
+from tests.support.coded import encode
 
 RAW2 = bytes.fromhex("01 02 01 00 06000000  00 03000000 02 05 ff  01 01000000 7f")
 
@@ -75,6 +77,26 @@ def test_planes_decode_to_the_same_elements(cell: tuple[bytes, int]) -> None:
     frame = encode(memoryview(plain), width, None)
     assert frame == encode_planes(memoryview(plain), width)
     if frame is not None:
-        assert form_of(memoryview(frame)) == Form.PLANES
+        assert Form(frame[0]) == Form.PLANES
         assert len(frame) <= WORTH * len(plain)
         assert decoded(frame, len(plain)) == plain == by_hand(frame, plain)
+
+
+def test_scratch_memory_is_reused() -> None:
+    first = scratch("test", 1000)
+    assert first.size == 1000
+    assert np.shares_memory(first, scratch("test", 10))
+    assert not np.shares_memory(first, scratch("another", 10))
+
+
+def test_large_scratch_memory_is_not_kept() -> None:
+    assert not np.shares_memory(scratch("test", KEPT + 1), scratch("test", KEPT + 1))
+    assert np.shares_memory(scratch("test", KEPT), scratch("test", KEPT))
+
+
+def test_threads_do_not_share_scratch_memory() -> None:
+    found: list[Bytes] = []
+    other = Thread(target=lambda: found.append(scratch("test", 10)))
+    other.start()
+    other.join()
+    assert not np.shares_memory(found[0], scratch("test", 10))

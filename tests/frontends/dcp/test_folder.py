@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,12 @@ import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan
 
 import casckpt
@@ -19,6 +25,7 @@ from casckpt.frontends.dcp import (
     casckpt_to_dcp,
     dcp_to_casckpt,
 )
+from casckpt.frontends.dcp.folder import unflatten
 from tests.support.dcp import load, save
 
 Store = casckpt.Store
@@ -75,3 +82,32 @@ def test_megatron_objects_are_unwrapped_from_their_lists(store: Store, tmp_path:
     casckpt_to_dcp(store, found, tmp_path / "out")
     back = load({key: None}, FileSystemReader(tmp_path / "out"), planner=DefaultLoadPlanner(False, False))
     assert back[key] == [{"scale": 1}]
+
+
+Chunk = tuple[Sequence[int], Sequence[int]]
+"""Offset and sizes in a tensor of (4, 3) that is stored as (2, 1, 6): two parts of (2, 3)."""
+
+
+def folder(*chunks: Chunk) -> Metadata:
+    held = [ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)) for offset, sizes in chunks]
+    stored = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([2, 1, 6]), held)
+    metadata = Metadata({"w": stored})
+    vars(metadata)["mcore_data"] = {"w": {"nd_reformulated_orig_global_shape": (4, 3)}}
+    return metadata
+
+
+def test_flat_chunks_are_boxes_of_the_tensor() -> None:
+    described, cuts = unflatten(folder(((0, 0, 0), (1, 1, 6)), ((1, 0, 0), (1, 1, 6))))
+    stored = described.state_dict_metadata["w"]
+    assert isinstance(stored, TensorStorageMetadata)
+    assert stored.size == torch.Size([4, 3])
+    assert sorted(cut.offset for cut in cuts.values()) == [(0, 0), (2, 0)]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_tensor_with_a_chunk_that_is_not_flat_is_left_unchanged(first: int) -> None:
+    chunks: list[Chunk] = [((0, 0, 0), (2, 1, 3)), ((0, 0, 3), (1, 1, 3)), ((1, 0, 3), (1, 1, 3))]
+    metadata = folder(*chunks[first:], *chunks[:first])
+    described, cuts = unflatten(metadata)
+    assert described is metadata
+    assert not cuts

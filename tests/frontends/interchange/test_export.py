@@ -158,8 +158,11 @@ def test_an_incomplete_tensor_stops_an_export_before_anything_is_written(
     ("options", "match"),
     [
         ({"format": "gguf"}, "format='gguf' is not a known format; choose one of hf, safetensors, dcp, torch"),
-        ({"format": "dcp", "strip_prefix": "model"}, "--strip-prefix is for hf and safetensors and torch"),
-        ({"format": "torch", "max_shard_size": "1GB"}, "--max-shard-size is for hf and safetensors: --format torch"),
+        ({"format": "dcp", "strip_prefix": "model"}, "--strip-prefix applies to hf and safetensors and torch"),
+        (
+            {"format": "torch", "max_shard_size": "1GB"},
+            "--max-shard-size applies to hf and safetensors: --format torch",
+        ),
     ],
 )
 def test_arguments_that_a_format_does_not_support_are_rejected(

@@ -90,10 +90,10 @@ StrictHandling.requires_global_app_metadata test_loading.test_each_strictness_de
 StrictHandling.requires_returning_mismatch_keys test_loading.test_each_strictness_declares_its_requirements
 parse_strict_flag                           test_loading.test_each_strictness_declares_its_requirements
 AsyncRequest                                test_saving.test_a_background_save_stores_the_same_values
-get_optim_param_to_id_map                   test_optimizer.test_parameters_are_numbered_and_tied_ones_share_a_number
-get_param_id_to_sharded_param_map           test_optimizer.test_parameters_are_found_by_identity
-make_sharded_optimizer_tensor               test_optimizer.test_state_with_the_wrong_shape_is_rejected
-optim_state_to_sharding_state               test_optimizer.test_a_whole_optimizer_is_saved_and_loaded
+get_optim_param_to_id_map                   test_mapping.test_parameters_are_numbered_and_tied_ones_share_a_number
+get_param_id_to_sharded_param_map           test_mapping.test_parameters_are_found_by_identity
+make_sharded_optimizer_tensor               test_mapping.test_state_with_the_wrong_shape_is_rejected
+optim_state_to_sharding_state               test_mapping.test_a_whole_optimizer_is_saved_and_loaded
 CheckpointingConfig                         test_config.test_a_checkpoint_contains_the_config_of_its_save
 CheckpointingConfig.sharded_backend         test_config.test_a_config_has_the_fields_that_megatron_defines
 CheckpointingConfig.sharded_backend_version test_config.test_a_config_has_the_fields_that_megatron_defines

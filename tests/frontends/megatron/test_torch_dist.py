@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 import casckpt
 from casckpt.frontends import megatron
 from casckpt.frontends.convert import dcp_to_casckpt
-from casckpt.frontends.dcp.unflattened import FlatBox
+from casckpt.frontends.dcp.folder import FlatBox
 from tests.support import gpt
 from tests.support.gpt import Topology, differences
 from tests.support.megatron_core import core

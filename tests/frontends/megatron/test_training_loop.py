@@ -196,5 +196,5 @@ def trusting_loads(rank: int, size: int, path: Path, key: Path) -> list[str]:
 def test_unsigned_checkpoints_are_rejected_from_folders_if_signatures_are_required(tmp_path: Path, ranks: Pool) -> None:
     alice = pair(tmp_path / "keys")
     *pointed, foreign = ranks.run(1, trusting_loads, tmp_path, alice.public)[0]
-    assert all("has no valid signature by" in one for one in pointed), pointed
+    assert all("has no valid signature from" in one for one in pointed), pointed
     assert "is not in a store, so it has no signature" in foreign

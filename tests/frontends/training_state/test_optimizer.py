@@ -44,7 +44,7 @@ PICKLED = "with `allow_pickle=True`"
 OWNED = "with `owners=`"
 SHARDED = "with default arguments, on any number of ranks; refused with `overlap_with_ddp=True`"
 AS_OBJECT = "refused before step 1: leave `optim` out, and pass `TrainState(optim=optim)`"
-REFUSED = "refused, also in a `TrainState`, because the keys of its state are tuples or non-integer numbers"
+REFUSED = "refused, even in a `TrainState`, because the keys of its state are tuples or non-integer numbers"
 
 Make = Callable[[Any, nn.Module], Optimizer]
 
@@ -309,7 +309,7 @@ class Noted(optim.SGD):
 def test_an_optimizer_with_additional_state_is_saved_as_an_object() -> None:
     model, store = network(1), small()
     noted = Noted(model.parameters(), 7)
-    with pytest.raises(InvalidInput, match=r"has \['note'\].* in a TrainState, or save its state_dict"):
+    with pytest.raises(InvalidInput, match=r"contains \['note'\].* in a TrainState, or save its state_dict"):
         Checkpointer(store, run="r").save(0, model, noted)
     train(model, noted, range(2))
     Checkpointer(store, run="r").save(2, model, None, TrainState(optim=noted))

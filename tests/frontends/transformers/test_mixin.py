@@ -303,7 +303,7 @@ def test_arguments_that_cannot_work_are_rejected(
         trainer(store, tmp_path / "out", **options)
 
 
-def test_the_callback_in_addition_to_the_mixin_and_a_search_are_rejected(tmp_path: Path, store: Store) -> None:
+def test_a_hyperparameter_search_and_an_additional_callback_are_rejected(tmp_path: Path, store: Store) -> None:
     with pytest.raises(Unsupported, match="does not work with CasCheckpointCallback"):
         trainer(store, tmp_path / "out", CasCheckpointCallback(store, run="sft"))
     with pytest.raises(Unsupported, match="each trial in a separate run"):

@@ -122,7 +122,7 @@ class Held(Future[None]):
         raise TimeoutError
 
 
-def test_a_client_gets_a_second_more_than_its_call() -> None:
+def test_a_clients_timeout_is_one_second_longer_than_its_calls() -> None:
     held, patience = Held(), Patience(request=60, call=180)
     one = PatientRequest(Call(patience), patience.request, clock=lambda: held.now)
     with pytest.raises(TimeoutError, match=r"did not finish a request in time; the server was silent.* for 60 s"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,27 +12,31 @@ import msgspec
 import pytest
 
 from casckpt.base.progress import Progress
-from casckpt.contents import manifests
+from casckpt.contents import blobs, manifests
 from casckpt.contents.refs import resolve
 from casckpt.errors import CasckptError, Conflict, Damaged, Refused, StorageError
 from casckpt.format import records
 from casckpt.format.keys import MARKER, blob_key, copied_txid, manifest_key, transaction_key
 from casckpt.format.names import TxId
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.history import commits, transactions
-from casckpt.history.commits import Commit, list_commits
+from casckpt.history.commits import Commit, forget, list_commits, purge
 from casckpt.plan.retention import Policy
 from casckpt.repository.processes import this_process
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
 from casckpt.upkeep.copies.copy import execute, plan_copy
-from casckpt.upkeep.copies.replication import replicate
+from casckpt.upkeep.copies.replication import BlobLocations, replicate
+from casckpt.upkeep.doctor import examine
 from casckpt.upkeep.gc import gc
+from casckpt.upkeep.repair.verify import verify
+from casckpt.upkeep.usage import measure, usage
 from tests.support.checkpoints import flip, only_blob, read_arrays
 from tests.support.copies import ONE_BY_ONE, blob_puts, chain, check_clean, contents, copy, elsewhere
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
 from tests.support.forging import taken_apart
-from tests.support.gcs import collect
-from tests.support.repositories import commit_bare, committed_encoded, meanwhile, memory, repository
+from tests.support.gcs import collect, keys, run_gc
+from tests.support.repositories import blob_hash, commit_bare, committed_encoded, meanwhile, memory, repository, save
 
 # damaged or hostile sources
 
@@ -451,3 +457,139 @@ def test_a_checkpoint_is_in_the_mirror_before_it_is_noted(tmp_path: Path, source
     with pytest.raises(StorageError):
         copy(source, target, "run@3")
     assert not list(source.storage.list("mirrored/"))
+
+
+A = blob_hash("a")
+WANTED = {A: BlobRef(A, 1, TxId("in another store, at which nobody looks"))}
+
+
+def found(places: BlobLocations, repo: Repository) -> str | None:
+    ref = places.locate(list_commits(repo), WANTED).get(A)
+    return None if ref is None else ref.uploader
+
+
+def test_only_live_commits_provide_locations(repo: Repository) -> None:
+    places = BlobLocations(repo, {A})
+    assert found(places, repo) is None
+    commit = save(repo, texts=["a", "b"])
+    assert found(places, repo) == commit.txid
+    purge(repo, forget(repo, commit))
+    assert found(places, repo) is None
+
+
+@pytest.mark.parametrize("purged", [0, 1])
+def test_a_location_in_a_live_commit_is_preferred(repo: Repository, purged: int) -> None:
+    both = [save(repo, step=step, texts=["a"]) for step in (0, 1)]
+    places = BlobLocations(repo, {A})
+    assert found(places, repo) in {one.txid for one in both}
+    purge(repo, forget(repo, both[purged]))
+    assert found(places, repo) == both[1 - purged].txid
+
+
+@pytest.mark.parametrize("marked", [0, 1])
+def test_an_undamaged_location_is_preferred(repo: Repository, marked: int) -> None:
+    both = [save(repo, step=step, texts=["a"]) for step in (0, 1)]
+    places = BlobLocations(repo, {A})
+    assert found(places, repo)
+    blobs.mark_damaged(repo, both[marked].txid, A, "for a test")
+    assert found(places, repo) == both[1 - marked].txid
+
+
+def test_a_blob_of_a_different_size_is_a_different_blob(repo: Repository) -> None:
+    commit = save(repo, texts=["a"])
+    assert BlobLocations(repo, {A}).locate(list_commits(repo), {A: BlobRef(A, 2, commit.txid)}) == {}
+
+
+def test_copying_many_checkpoints_reads_each_target_manifest_once(
+    repo: Repository, target: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = chain(repo, 8)
+    looked = Counter[str]()
+    learn = manifests.learn
+
+    def counted(where: Repository, commits: list[Commit]) -> list[Commit]:
+        if where is target:
+            looked.update(commit.txid for commit in commits)
+        return learn(where, commits)
+
+    plan = plan_copy(source, target)
+    monkeypatch.setattr(manifests, "learn", counted)
+    assert len(execute(source, target, plan).copied) == 8
+    assert set(looked.values()) == {1}
+
+
+KEYS = ("a" * 64, "b" * 64)
+
+
+def sign(repo: Repository, *numbers: int) -> list[str]:
+    """Add two signatures to each of several checkpoints."""
+    live = list_commits(repo).live()
+    found = [f"signatures/{live[number].id}/{key}" for number in numbers for key in KEYS]
+    for key in found:
+        repo.storage.put(key, key.encode())
+    return found
+
+
+def signatures(repo: Repository) -> set[str]:
+    return keys(repo, "signatures/")
+
+
+def test_a_copy_copies_signatures_before_its_commit(tmp_path: Path, source: Repository) -> None:
+    signed = sign(source, 1, 3)
+    storage = FaultyStore(memory())
+    target = elsewhere(tmp_path, storage)
+    copy(source, target, "run@1")
+    assert signatures(target) == {*signed[:2]}
+    puts = storage.keys("put")
+    commit = next(key for key in puts if key.startswith("commits/"))
+    assert puts.index(commit) > max(map(puts.index, signed[:2]))
+    assert storage.get(signed[0], limit=1 << 20) == signed[0].encode()
+    copy(source, target)
+    assert signatures(target) == {*signed}
+
+
+def test_a_signature_added_later_is_copied_by_the_next_copy(tmp_path: Path, source: Repository) -> None:
+    target = elsewhere(tmp_path)
+    copy(source, target)
+    signed = sign(source, 2)
+    copy(source, target)
+    assert signatures(target) == {*signed}
+    copy(source, target)
+
+
+def test_an_unreadable_signature_does_not_stop_a_copy(
+    tmp_path: Path, source: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
+    large, small = sign(source, 1)
+    source.storage.replace(large, bytes((1 << 20) + 1))
+    target = elsewhere(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert len(copy(source, target).copied) == 4
+    assert large in caplog.text
+    assert signatures(target) == {small}
+
+
+def test_two_simultaneous_copies_of_signatures_succeed(tmp_path: Path, source: Repository) -> None:
+    signed = sign(source, 1)
+    storage = FaultyStore(memory())
+    target = elsewhere(tmp_path, storage)
+    target.create()
+    storage.inner.put(signed[0], signed[0].encode())
+    storage.inject(fail_before("list", key="nothing"))
+    copy(source, target)
+    assert signatures(target) == {*signed}
+
+
+@pytest.mark.parametrize("where", ["memory", "folder"])
+def test_gc_deletes_signatures_of_purged_checkpoints_without_errors(tmp_path: Path, where: str) -> None:
+    storage = memory() if where == "memory" else LocalStore(tmp_path / "store")
+    repo = chain(repository(tmp_path, storage))
+    signed = sign(repo, 0, 1)
+    forget(repo, list_commits(repo).live()[0])
+    result = run_gc(repo)
+    assert ([one.step for one in result.purged], result.foreign) == ([0], ())
+    assert signatures(repo) == {*signed[2:]}
+    assert all(finding.ok is not False for finding in examine(repo))
+    assert not verify(repo).is_damaged
+    assert measure(repo).checkpoints == 3
+    assert not usage(repo).unreadable

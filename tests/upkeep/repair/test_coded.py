@@ -12,14 +12,13 @@ import torch
 from casckpt.contents import blobs, manifests
 from casckpt.errors import Damaged
 from casckpt.format.digest import cell_digest
-from casckpt.format.encodings.frames import encode
 from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key, manifest_key
 from casckpt.repository.repository import Repository
 from casckpt.store.opening import open as opened
 from casckpt.store.store import Store
 from casckpt.upkeep.repair.cell_sources import locate
-from tests.support.coded import Encode, Stored, chain, code
+from tests.support.coded import Encode, Stored, chain, code, encode
 from tests.support.repositories import again, objects_of
 from tests.support.saves import BLOB, CELL, cells, flip, reopened, small
 

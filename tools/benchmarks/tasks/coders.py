@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.tasks.storing import Skipped
 from benchmarks.traces import Flat
-from casckpt.format.encodings.frames import decode, encode
+from casckpt.format.encodings.frames import decode, encode_delta, encode_planes
 
 
 class Coder(Protocol):
@@ -33,7 +33,8 @@ class Ours:
 
     def encode(self, plain: Flat, base: Flat | None) -> bytes:
         """See `Coder`."""
-        return encode(view(plain), plain.itemsize, None if base is None else view(base)) or plain.tobytes()
+        frame = None if base is None else encode_delta(view(plain), plain.itemsize, view(base))
+        return frame or encode_planes(view(plain), plain.itemsize) or plain.tobytes()
 
     def decode(self, stored: bytes, out: Flat, *, has_base: bool) -> None:
         """See `Coder`."""

@@ -162,11 +162,12 @@ def _check(wanted: dict[str, torch.Tensor], *found: dict[str, torch.Tensor]) -> 
 def _least(before: torch.Tensor, after: torch.Tensor, copies: int) -> _Moves:
     """Measure only the cost of hashing and decoding on one copy, and scale it."""
     from casckpt.format.digest import cell_digest
-    from casckpt.format.encodings.frames import decode, encode
+    from casckpt.format.encodings.frames import decode, encode_delta, encode_planes
 
     old, new = (values.as_bytes(one).numpy() for one in (before, after))
     places = [slice(start, start + CELL) for start in range(0, len(new), CELL)]
-    coded = [(encode(new[at].data, 2, old[at].data), old[at].copy().data) for at in places]
+    cells = ((new[at].data, old[at].data, old[at].copy().data) for at in places)
+    coded = [(encode_delta(cell, 2, held) or encode_planes(cell, 2), base) for cell, held, base in cells]
     with (clock := Clock()):
         for frame, base in coded:
             if frame is not None:

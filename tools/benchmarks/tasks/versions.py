@@ -10,8 +10,8 @@ from benchmarks.tasks.coders import Ours, touched, view
 from benchmarks.tasks.deltas import coded, compare, trace_of
 from benchmarks.traces import Flat, Tensor, cut
 from casckpt.format.digest import cell_digest
-from casckpt.format.encodings.frames import form_of, needs_base, undo
-from casckpt.plan.bases import choose_base
+from casckpt.format.encodings.frames import Form, needs_base, undo
+from casckpt.plan.routes import choose_base
 
 if TYPE_CHECKING:
     from benchmarks.worker import Here
@@ -126,7 +126,7 @@ class _Row:
 
 
 def _is_delta(frame: bytes, plain: Flat) -> bool:
-    return len(frame) < plain.nbytes and needs_base(form_of(memoryview(frame)))
+    return len(frame) < plain.nbytes and needs_base(Form(frame[0]))
 
 
 def _load(rows: list[_Row]) -> float:

@@ -7,8 +7,8 @@ only the differences.
 
 from __future__ import annotations
 
+import logging
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,9 @@ from casckpt.frontends.interchange.new_files import (
     synced_file,
     write_attached,
 )
-from casckpt.frontends.interchange.safetensors.layout import INDEX, STEM, SUFFIX, FileLayout
+from casckpt.frontends.interchange.safetensors.files import SUFFIX
+from casckpt.frontends.interchange.safetensors.heads import is_index, stem_of
+from casckpt.frontends.interchange.safetensors.layout import FileLayout
 from casckpt.frontends.interchange.safetensors.planned import CONFIG, FolderPlan
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.views.recut import ViewTensor, sources_of
@@ -37,7 +39,7 @@ from casckpt.store.exports import Exported
 from casckpt.store.store import Store
 from casckpt.store.types import Rename
 
-_OURS = re.compile(rf"{STEM}(-[0-9]{{5}}-of-[0-9]{{5}})?\{SUFFIX}")
+log = logging.getLogger(__name__)
 
 
 class Base(NamedTuple):
@@ -66,8 +68,10 @@ def export_safetensors(
     """Write a checkpoint's tensors as safetensors under their flat keys. Every byte that is read is verified.
 
     ``out``: a path, or a URL to which a temporary copy is uploaded. With the suffix ".safetensors", the export is one
-    file. Otherwise, it is a folder with ``model.safetensors`` (or several files of at most ``max_shard_size``, 5GB by
-    default, and their index) and, unless ``attachments=False``, all attachments. ``force``: overwrite existing files.
+    file. Otherwise, it is a folder with the imported files, or ``model.safetensors`` (or several files of at most
+    ``max_shard_size``, 5GB by default, and their index), and, unless ``attachments=False``, all attachments. The files
+    of an imported folder are restored unless its tensors, by name, dtype and shape, have changed, or a file is larger
+    than ``max_shard_size``; the result's ``notes`` and the log say so. ``force``: overwrite existing files.
     ``progress``: counts tensor bytes. ``base``: an earlier export. Its files are hashed completely, and reused if
     their layout is unchanged.
 
@@ -81,7 +85,7 @@ def export_safetensors(
     opened = as_store(store)
     rules = Rules(keys, strip_prefix, rename, model)
     job = _Job(opened, opened.get(ref), rules, progress)
-    with place_for(out, force=force, last=(INDEX,)) as target:
+    with place_for(out, force=force, is_last=is_index) as target:
         found = _exported_to(target, job, max_shard_size, attached=attachments, force=force, base=base)
     if not is_url(out):
         return found
@@ -93,27 +97,28 @@ def _exported_to(
     target: Path, job: _Job, max_shard_size: int | str | None, *, attached: bool, force: bool, base: Base | None
 ) -> Exported:
     if target.suffix == SUFFIX and not os.path.isdir(target):  # Path.is_dir raises some OSErrors
-        (file,) = job.lay_out(None).files
+        file = job.lay_out_file()
         with new_file(target, force=force) as path:
             job.write(path, file.head, file.tensors)
         return job.exported((target,), (), ())
-    most = "5GB" if max_shard_size is None else max_shard_size
-    layout = job.lay_out(parse_size(most) if isinstance(most, str) else most)
+    files = job.lay_out(parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size)
     attachments, skipped = job.attachments(wanted=attached)
-    check_file_names(attachments, frozenset([*layout.names, INDEX]).__contains__)
+    names = [file.name for file in files]
+    check_file_names(attachments, frozenset(name.lower() for name in names).__contains__)
+    stems = {_stem(name) for name in names}
     if os.path.exists(target / CONFIG) and job.is_no_model:
         raise Conflict(
             f"{target} has a {CONFIG}, but these are not the names of a model: from_pretrained would load random "
             "weights. Choose a different folder, or pass --format hf to export only the model"
         )
-    with new_folder(target, force=force, stale=_is_ours, last=layout.names) as folder:
+    with new_folder(target, force=force, stale=lambda name: _stem(name) in stems, last=names) as folder:
         write_attached(job.store, job.checkpoint, attachments, folder)
-        for file in layout.files:
-            if base is None or not job.revise(folder / file.name, file, base):
-                job.write(folder / file.name, file.head, file.tensors)
-        if layout.index is not None:
-            job.write(folder / INDEX, layout.index, ())
-    return job.exported([target / name for name in (*layout.names, *attachments)], tuple(attachments), tuple(skipped))
+        for file in files:
+            path = folder / file.name
+            path.parent.mkdir(exist_ok=True)
+            if base is None or not file.tensors or not job.revise(path, file, base):
+                job.write(path, file.head, file.tensors)
+    return job.exported([target / name for name in (*names, *attachments)], tuple(attachments), tuple(skipped))
 
 
 class _Job(FolderPlan):
@@ -149,9 +154,11 @@ class _Job(FolderPlan):
     def exported(self, files: Sequence[Path], attachments: tuple[str, ...], skipped: tuple[str, ...]) -> Exported:
         """Return the result of the export."""
         view = self.view
+        for note in self.notes:
+            log.warning("%s", note)
         return Exported(
             self.checkpoint, tuple(files), len(view.tensors), view.nbytes, attachments, view.left_out, skipped,
-            "hf" if self.rules.model else "safetensors", view.prefix,
+            "hf" if self.rules.model else "safetensors", view.prefix, tuple(self.notes),
         )  # fmt: skip
 
 
@@ -164,6 +171,6 @@ def _is_like(path: Path, file: FileLayout) -> bool:
         return False
 
 
-def _is_ours(name: str) -> bool:
-    """Return whether a file comes from an earlier export, and therefore must not remain next to the new files."""
-    return name == INDEX or _OURS.fullmatch(name) is not None
+def _stem(name: str) -> str | None:
+    """Return the stem of a file with weights or of an index. Files of an earlier export with this stem are stale."""
+    return stem_of(name) if name.endswith(SUFFIX) or is_index(name) else None

@@ -13,6 +13,7 @@ from casckpt.errors import InvalidInput, NotFound, Unsupported
 from casckpt.format import dtypes
 from casckpt.format.regions import Shape, check_shape
 
+SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
 MAX_HEADER_BYTES: Final = 100_000_000
 """The largest header that readers of safetensors files accept."""
@@ -57,11 +58,11 @@ class TensorHeader:
 class Header:
     """A file's header.
 
-    ``tensors`` are listed in the order of their data, which begins at byte ``start`` and has no holes.
+    ``tensors`` are listed in the order of their data, which follows the bytes ``head`` and has no holes.
     """
 
     tensors: tuple[TensorHeader, ...]
-    start: int
+    head: bytes
     metadata: Mapping[str, str]
 
 
@@ -90,6 +91,14 @@ def encode_header(tensors: Iterable[TensorHeader], metadata: Mapping[str, str]) 
     return len(text).to_bytes(8, "little") + text
 
 
+def library_head(tensors: Iterable[TensorHeader], metadata: Mapping[str, str]) -> bytes:
+    """Return the bytes before the data of the file that the safetensors library writes; see `encode_header`."""
+    given = list(tensors)
+    for tensor in given:
+        file_type(tensor.key, tensor.dtype, tensor.shape)
+    return encode_header(sorted(given, key=lambda tensor: (-rank_of(tensor.dtype), tensor.key)), metadata)
+
+
 def file_type(key: str, dtype: str, shape: Shape) -> tuple[str, list[int]]:
     """Return the dtype and shape of a tensor in a safetensors file. Raises InvalidInput, naming the key."""
     name = NAMES.get(dtype)
@@ -114,14 +123,14 @@ def read_header(path: Path) -> Header:
     """Read the header of a file. Raises NotFound, InvalidInput, or Unsupported, naming the actual format."""
     check_safetensors(path)
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+        length = int.from_bytes(start := file.read(8), "little")
         if length > MAX_HEADER_BYTES:
             raise InvalidInput(
                 f"{path} has a header of {length} bytes, more than {MAX_HEADER_BYTES}; get a complete copy of the file"
             )
-        text = file.read(length)
+        head = start + file.read(length)
     try:
-        return _decoded(text, path.stat().st_size - 8 - length)
+        return decode_head(head, path.stat().st_size)
     except Unsupported as error:
         raise Unsupported(f"{path}: {error}; convert the file first", key=error.key) from error
     except (ValueError, RecursionError) as error:
@@ -130,9 +139,16 @@ def read_header(path: Path) -> Header:
         ) from error
 
 
-def _decoded(text: bytes, size: int) -> Header:
-    """Decode a header. ``size``: the number of data bytes after it. Raises ValueError."""
-    found = json.loads(text, object_pairs_hook=_without_twins)
+def decode_head(head: bytes, size: int | None = None) -> Header:
+    """Decode the bytes before the data of a file. ``size``: the size of the file, if it is known.
+
+    Raises ValueError, RecursionError, or Unsupported for an unknown dtype.
+    """
+    if len(head) - 8 != int.from_bytes(head[:8], "little"):
+        raise InvalidInput("its header is truncated")
+    found = json.loads(head[8:], object_pairs_hook=_without_twins)
+    if not isinstance(found, dict):
+        raise InvalidInput("its header is not a JSON object")
     metadata = found.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise InvalidInput("its __metadata__ has values that are not strings")
@@ -142,9 +158,9 @@ def _decoded(text: bytes, size: int) -> Header:
         if start != end or stop - start != tensor.nbytes:
             raise InvalidInput(f"the byte range {start} to {stop} of {tensor.key!r:.200} has the wrong start or length")
         end = stop
-    if end != size:
-        raise InvalidInput(f"its tensors have {end} bytes, but its data has {size}")
-    return Header(tuple(tensor for _, _, tensor in places), 8 + len(text), metadata)
+    if size is not None and end != size - len(head):
+        raise InvalidInput(f"its tensors have {end} bytes, but its data has {size - len(head)}")
+    return Header(tuple(tensor for _, _, tensor in places), head, metadata)
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -196,29 +212,37 @@ def check_safetensors(path: Path) -> None:
     raise InvalidInput(f"{path} is not a safetensors file, or is truncated; get a complete copy of the file")
 
 
-def read_index(path: Path) -> dict[str, str]:
-    """Read an index, and return the name of the file that holds each key. Raises InvalidInput for an invalid index."""
+def read_index(path: Path, suffix: str = SUFFIX) -> dict[str, str]:
+    """Read an index, and return the name of the file that holds each key. Raises InvalidInput for an invalid index.
+
+    ``suffix``: the suffix of the files.
+    """
     if path.stat().st_size > MAX_INDEX_BYTES:
         raise InvalidInput(f"{path} has more than {MAX_INDEX_BYTES} bytes: it is not an index of safetensors files")
+    return decode_index(path.read_bytes(), path, suffix)
+
+
+def decode_index(data: bytes, path: object, suffix: str = SUFFIX) -> dict[str, str]:
+    """Decode the index at ``path``; see `read_index`."""
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{path} is not valid JSON ({error}); get a complete copy of the file") from error
     weights = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(weights, dict) or not weights:
         raise InvalidInput(f"{path} lacks a weight_map, so it is not an index of safetensors files")
     for key, name in weights.items():
-        if not _is_plain(name):
+        if not _is_plain(name, suffix):
             raise InvalidInput(
-                f"{path} lists {key!r:.200} in {name!r:.200}, which is not the plain name of a safetensors file in "
-                "the same folder; do not trust the index's source",
+                f"{path} lists {key!r:.200} in {name!r:.200}, which is not the plain name of a {suffix} file in the "
+                "same folder; do not trust the index's source",
                 key=key,
             )
     return weights
 
 
-def _is_plain(name: Any) -> bool:
-    if not isinstance(name, str) or not name.endswith(".safetensors") or name.startswith("."):
+def _is_plain(name: Any, suffix: str) -> bool:
+    if not isinstance(name, str) or not name.endswith(suffix) or name.startswith("."):
         return False
     return not any(character in "/\\:" or ord(character) < 32 for character in name) and len(name) < 256
 

@@ -7,7 +7,7 @@ import logging
 import mmap
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,19 +19,25 @@ from casckpt.base.names import check_keywords, is_attachment_name
 from casckpt.base.progress import Shown
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, NotFound, Unsupported
-from casckpt.format.regions import Box, Region, Shape
+from casckpt.format.regions import Box, Region, Shape, holes_and_overlaps
+from casckpt.frontends.interchange.new_files import HEADS
 from casckpt.frontends.interchange.resident import letting_go
 from casckpt.frontends.interchange.safetensors.files import (
-    INDEX_SUFFIX,
+    SUFFIX,
     Header,
+    TensorHeader,
     check_safetensors,
+    decode_head,
+    encode_index,
+    library_head,
     read_header,
     read_index,
 )
+from casckpt.frontends.interchange.safetensors.heads import MAX_HEADS_BYTES, is_index
+from casckpt.frontends.interchange.safetensors.layout import MAX_SHARD_BYTES, STEM, exported_metadata, index_name
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.plan.coverage import holes_and_overlaps
 from casckpt.saving.options import ImportArguments
-from casckpt.tensors.dtypes import torch_dtype
+from casckpt.tensors.dtypes import dtype_name, torch_dtype
 from casckpt.tensors.memory import tensor_over
 from casckpt.tensors.values import Shard
 
@@ -131,20 +137,38 @@ _WEIGHTS = frozenset((
     ".ggml", ".ot", ".tflite", ".npz", ".pdparams", ".index.json",
 ))  # fmt: skip
 
+_STEMS: Final = (STEM, "diffusion_pytorch_model", "adapter_model", "pytorch_lora_weights")
+"""The stems of the files that libraries load, in their order."""
+_TORCH_STEMS: Final = ("pytorch_model", *_STEMS[1:])
+_TORCH, _TORCH_INDEX = ".bin", ".bin.index.json"
+_OF_TRAINER = re.compile(r"checkpoint-[0-9]+")
+_OF_GIT = frozenset((".gitattributes", ".gitignore"))
+_MAX_JSON_BYTES: Final = 1 << 20
+
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The weights of one model. ``index``: their index, which lists ``keys``. ``component``: the subfolder, or ""."""
+
+    weights: tuple[Path, ...]
+    index: Path | None = None
+    keys: frozenset[str] = frozenset()
+    component: str = ""
 
 
 @dataclass(frozen=True)
 class ImportSources:
     """The input of an import. ``attachments``: files to attach, by name. ``skipped``: names of skipped files.
 
-    ``keys``: the keys that the index lists.
+    ``models``: the files in ``weights``, by model. A folder has several models if it has components.
     """
 
     weights: tuple[Path, ...]
     attachments: Mapping[str, Path]
     skipped: tuple[str, ...] = ()
-    keys: frozenset[str] = frozenset()
+    models: tuple[ModelFiles, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -161,31 +185,88 @@ def import_safetensors(
 ) -> Checkpoint:
     """Save the tensors of a safetensors file, or of a Hugging Face folder, under their own keys.
 
-    The config, the tokenizer and other small files in a folder become attachments. The ``__metadata__`` of the files
-    is stored in the checkpoint's metadata under "safetensors". `export_safetensors` restores all of it.
+    The keys of a component's tensors begin with the name of its subfolder. The config, the tokenizer and other small
+    files in a folder become attachments. The ``__metadata__`` of the files is stored in the checkpoint's metadata
+    under "safetensors". `export_safetensors` restores all of it, and the files themselves.
 
     Raises NotFound, InvalidInput or Unsupported for files that cannot be imported, and the errors of `Store.save`.
     """
     check_keywords("import_safetensors", options, ImportArguments)
     sources = find_sources(path)
-    notes = tuple(f"left out: {name}" for name in sources.skipped)
+    notes = [f"left out: {name}" for name in sources.skipped]
     if notes:
         log.warning("left out: %s", ", ".join(sources.skipped))
-    maps = Maps(options.get("progress"))
-    file_metadata = maps.add_all(sources.weights)
-    state = maps.state | put_together(sources.weights[0].parent, maps.parts)
-    if maps.parts and not sources.keys:
-        log.warning(
-            "assembled from %d ranks' files, but their full number is unknown: check that the folder is complete",
-            len(sources.weights),
-        )
-    if missing := sorted(sources.keys - state.keys()):
-        log.warning("the index of %s names tensors that are not in any file: %s", path, _few(missing))
+    state: dict[str, Any] = {}
+    file_metadata: dict[str, str] = {}
+    heads: dict[str, bytes] = {}
+    done = options.get("progress")
+    for model in sources.models:
+        maps = Maps(done)
+        done = maps.done
+        file_metadata = maps.add_all(model.weights) | file_metadata
+        tensors = _whole(model, maps)
+        if model.component and (key := next((key for key in state if key.partition(".")[0] == model.component), "")):
+            raise InvalidInput(
+                f"{key!r:.200} begins with the name of the subfolder {model.component!r} of {path}; import the "
+                "subfolder itself",
+                key=key,
+            )
+        state |= {model.component: tensors} if model.component else tensors
+        if maps.has_whole_files():
+            heads |= _heads(model, maps.headers)
     attachments = {name: file.read_bytes() for name, file in sources.attachments.items()}
-    options["progress"] = maps.done
+    if sum(map(len, heads.values())) > MAX_HEADS_BYTES:
+        notes.append(f"an export will have new files: the headers have more than {MAX_HEADS_BYTES} bytes in total")
+        log.warning("%s", notes[-1])
+    elif Path(path).expanduser().is_dir() and not _is_plain(sources, heads):
+        attachments |= heads
+    options["progress"] = done
     options["metadata"] = {METADATA_KEY: file_metadata} | dict(options.get("metadata") or {})
     saved = as_store(store).save(state, step=step, attachments=attachments, no_dist=True, **options)
-    return replace(saved, notes=notes)
+    return replace(saved, notes=tuple(notes))
+
+
+def _whole(model: ModelFiles, maps: Maps) -> dict[str, Any]:
+    """Return a model's tensors, and log a warning if its files may be incomplete."""
+    tensors = maps.state | put_together(model.weights[0].parent, maps.parts)
+    if maps.parts and not model.keys:
+        log.warning(
+            "assembled from %d ranks' files, but their full number is unknown: check that the folder is complete",
+            len(model.weights),
+        )
+    if missing := sorted(model.keys - tensors.keys()):
+        log.warning("%s names tensors that are not in any file: %s", model.index, _few(missing))
+    return tensors
+
+
+def _heads(model: ModelFiles, headers: Mapping[Path, Header]) -> dict[str, bytes]:
+    """Return the attachments from which an export restores the files of a model."""
+    home = HEADS + (model.component and f"{model.component}/")
+    heads = {f"{home}{_exported_name(path.name)}": headers[path].head for path in model.weights}
+    if model.index is not None and model.index.name.endswith(_TORCH_INDEX):
+        held = {tensor.key: (path.name, tensor.nbytes) for path in model.weights for tensor in headers[path].tensors}
+        files = {key: _exported_name(name) for key, (name, _) in held.items()}
+        heads[f"{home}{_exported_name(model.index.name)}"] = encode_index(files, sum(n for _, n in held.values()))
+    elif model.index is not None:
+        heads[f"{home}{model.index.name}"] = model.index.read_bytes()
+    return heads
+
+
+def _exported_name(name: str) -> str:
+    """Return the name of the safetensors file that an export writes for a file of torch.save, or its index."""
+    if name.endswith((_TORCH, _TORCH_INDEX)):
+        stem, _, rest = name.rpartition(_TORCH)
+        return f"{re.sub('^pytorch_model', STEM, stem)}{SUFFIX}{rest}"
+    return name
+
+
+def _is_plain(sources: ImportSources, heads: Mapping[str, bytes]) -> bool:
+    """Return whether an export needs no heads, because it writes the same single file without them."""
+    if list(heads) != [f"{HEADS}{STEM}{SUFFIX}"] or sources.nbytes > MAX_SHARD_BYTES:
+        return False
+    (head,) = heads.values()
+    header = decode_head(head)
+    return head == library_head(header.tensors, exported_metadata(header.metadata, is_model=True))
 
 
 def find_sources(path: str | os.PathLike[str]) -> ImportSources:
@@ -195,43 +276,95 @@ def find_sources(path: str | os.PathLike[str]) -> ImportSources:
     """
     given = Path(path).expanduser()
     if given.is_dir():
-        weights = _weights_of(given)
-        attachments, skipped = _attachments(given, weights.weights)
-        return replace(weights, attachments=attachments, skipped=tuple(skipped))
-    if given.name.endswith(INDEX_SUFFIX) and given.is_file():
-        return _shards(given)
-    check_alone(given, read_header(given))
-    return ImportSources((given,), {})
+        models = _models_in(given)
+        used = {path for model in models for path in (*model.weights, model.index) if path is not None}
+        attachments, skipped = _attachments(given, used)
+    else:
+        attachments, skipped = {}, []
+        models = [_shards(given) if is_index(given.name) and given.is_file() else _alone(given)]
+    weights = tuple(path for model in models for path in model.weights)
+    return ImportSources(weights, attachments, tuple(skipped), tuple(models))
 
 
-def _weights_of(folder: Path) -> ImportSources:
-    indexes = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
-    files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+def _alone(file: Path) -> ModelFiles:
+    check_alone(file, read_header(file))
+    return ModelFiles((file,))
+
+
+def _models_in(folder: Path) -> list[ModelFiles]:
+    """Return the model in the folder itself, and those in the subfolders that are its components."""
+    components = _components(folder)
+    models = [_model_in(folder, is_pipeline=bool(components))]
+    for component in components:
+        model = _model_in(component)
+        models.append(model and replace(model, component=component.name))
+    found = [model for model in models if model is not None]
+    if not found:
+        raise _nothing_in(folder)
+    return found
+
+
+def _components(folder: Path) -> list[Path]:
+    """Return the subfolders that hold components of a Diffusers pipeline, Sentence Transformers modules or adapters."""
+    index, modules = _json(folder / "model_index.json"), _json(folder / "modules.json")
+    named = {*index} if isinstance(index, dict) else set[str]()
+    for module in modules if isinstance(modules, list) else ():
+        named.add(str(module.get("path")) if isinstance(module, dict) else "")
+    subfolders = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink() and "." not in path.name]
+    return sorted(path for path in subfolders if path.name in named or _is_adapter(path))
+
+
+def _is_adapter(subfolder: Path) -> bool:
+    """Return whether PEFT saved one of several adapters in a subfolder. A model or a trainer's folder is different."""
+    is_named = not (subfolder.parent / "config.json").exists() and not _OF_TRAINER.fullmatch(subfolder.name)
+    return is_named and (subfolder / "adapter_config.json").is_file()
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes()) if path.stat().st_size <= _MAX_JSON_BYTES else None
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _model_in(folder: Path, *, is_pipeline: bool = False) -> ModelFiles | None:
+    """Return the weights that libraries load from a folder, or None. Other files of weights are left out.
+
+    An index decides which files belong to a model. ``is_pipeline``: ignore files without a name that libraries know.
+    """
+    indexes = sorted(path for path in folder.glob("*.json") if is_index(path.name))
+    files = sorted(path for path in folder.glob(f"*{SUFFIX}") if path.is_file())
     shards = {name for index in indexes for name in read_index(index).values()}
     loose = [file for file in files if file.name not in shards]
     if not indexes and loose and all(offsets_of(file, read_header(file)) is not None for file in loose):
         check_numbers(loose)
-        return ImportSources(tuple(loose), {})
+        return ModelFiles(tuple(loose))
+    known = [folder / name for stem in _STEMS for name in (index_name(stem), f"{stem}{SUFFIX}")]
     choices = [*indexes, *loose]
-    if not choices:
-        raise _nothing_in(folder)
-    if len(choices) > 1:
-        names = _few([path.name for path in choices])
+    chosen = [path for path in known if path in choices][:1]
+    if not chosen and not is_pipeline:
+        chosen = [path for path in choices if not path.name.startswith("consolidated")] or choices
+    if len(chosen) > 1:
+        names = _few([path.name for path in chosen])
         raise InvalidInput(f"{folder} holds several models: {names}; pass the path of one of them")
-    if indexes:
-        return _shards(indexes[0])
-    check_alone(files[0], read_header(files[0]))
-    return ImportSources(tuple(files), {})
+    if chosen:
+        return _shards(chosen[0]) if chosen[0] in indexes else _alone(chosen[0])
+    for path in (folder / f"{stem}{suffix}" for stem in _TORCH_STEMS for suffix in (_TORCH_INDEX, _TORCH)):
+        if path.is_file():
+            return ModelFiles((path,)) if path.suffix == _TORCH else _shards(path)
+    return None
 
 
-def _shards(index: Path) -> ImportSources:
-    file_of = read_index(index)
+def _shards(index: Path) -> ModelFiles:
+    is_torch = index.name.endswith(_TORCH_INDEX)
+    file_of = read_index(index, _TORCH if is_torch else SUFFIX)
     paths = [index.parent / name for name in sorted(set(file_of.values()))]
     for path in paths:
         if not path.is_file():
             raise NotFound(f"{index} names {path.name}, which does not exist; get a complete copy of the folder")
-        check_safetensors(path)
-    return ImportSources(tuple(paths), {}, keys=frozenset(file_of))
+        if not is_torch:
+            check_safetensors(path)
+    return ModelFiles(tuple(paths), index, frozenset(file_of))
 
 
 def _few(names: Sequence[str]) -> str:
@@ -245,8 +378,6 @@ def _nothing_in(folder: Path) -> Exception:
     kinds = {
         ".metadata": "a torch.distributed.checkpoint checkpoint; `casckpt import` reads it directly",
         "metadata.json": "a checkpoint from a different trainer; save its state with store.save",
-        "pytorch_model.bin": "weights that torch.save wrote; import the file pytorch_model.bin itself",
-        "pytorch_model.bin.index.json": "weights from torch.save in several files; save the state with store.save",
     }
     for name, what in kinds.items():
         if name in names:
@@ -264,26 +395,56 @@ def _nothing_in(folder: Path) -> Exception:
 class Maps:
     """Memory-mapped files. ``state``: whole tensors. ``parts``: parts of tensors, each with its offset.
 
-    ``done``: the progress to pass to the save; see `letting_go`.
+    ``headers``: the files' headers. ``done``: the progress to pass to the save; see `letting_go`.
     """
 
     def __init__(self, shown: Shown | None) -> None:
         self.state: dict[str, Any] = {}
+        self.headers: dict[Path, Header] = {}
         self.parts: dict[str, list[Part]] = {}
-        self._maps: list[mmap.mmap] = []
-        self.done = letting_go(shown, partial(_let_go, self._maps))
+        self._let_go: list[Callable[[], object]] = []
+        self.done = letting_go(shown, self._release)
 
     def add_all(self, weights: Sequence[Path]) -> dict[str, str]:
         """Map the tensors of all files in order, and return the files' metadata."""
         metadata: dict[str, str] = {}
         for path in weights:
-            header = read_header(path)
+            if path.suffix == _TORCH:
+                header, tensors = self._read_torch(path)
+            else:
+                header = read_header(path)
+                tensors = self.mapped(path, header)
+            self.headers[path] = header
             metadata = dict(header.metadata) | metadata
-            self._add(path, header, offsets_of(path, header))
+            self._add(path, tensors, offsets_of(path, header))
         return {name: text for name, text in metadata.items() if name not in WRITERS_OWN}
 
-    def _add(self, path: Path, header: Header, offsets: Mapping[str, Shape] | None) -> None:
-        for key, tensor in self.mapped(path, header):
+    def _release(self) -> None:
+        for let_go in self._let_go:
+            let_go()
+
+    def has_whole_files(self) -> bool:
+        """Return whether each tensor is in one file, and no file is named after a rank."""
+        is_split = any(len(parts) > 1 for parts in self.parts.values())
+        return not is_split and not any(_OF_RANK.fullmatch(path.name) for path in self.headers)
+
+    def _read_torch(self, path: Path) -> tuple[Header, Iterable[tuple[str, torch.Tensor]]]:
+        """Return the header that a torch.save file has as a safetensors file, and its tensors by key."""
+        from casckpt.frontends.interchange.torch_files import mapped_weights  # takes a while to import
+
+        tensors, let_go = mapped_weights(path)
+        self._let_go.append(let_go)
+        headers = [
+            TensorHeader(key, dtype_name(tensor.dtype), tuple(tensor.shape), tensor.nbytes)
+            for key, tensor in tensors.items()
+        ]
+        metadata = exported_metadata({}, is_model=True)
+        return Header(tuple(headers), library_head(headers, metadata), metadata), tensors.items()
+
+    def _add(
+        self, path: Path, tensors: Iterable[tuple[str, torch.Tensor]], offsets: Mapping[str, Shape] | None
+    ) -> None:
+        for key, tensor in tensors:
             if key in self.state or (offsets is None and key in self.parts):
                 raise InvalidInput(f"{key!r} is in {path.name} and in a different file of {path.parent}", key=key)
             if offsets is None:
@@ -295,16 +456,11 @@ class Maps:
         """Map one file's tensors and yield them by key, without adding them to ``state``."""
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch requires writable memory
-        self._maps.append(data)
-        view, start = memoryview(data), header.start
+        self._let_go.append(partial(data.madvise, mmap.MADV_DONTNEED))
+        view, start = memoryview(data), len(header.head)
         for tensor in header.tensors:
             yield tensor.key, tensor_over(view[start : start + tensor.nbytes], torch_dtype(tensor.dtype), tensor.shape)
             start += tensor.nbytes
-
-
-def _let_go(maps: Sequence[mmap.mmap]) -> None:
-    for data in maps:
-        data.madvise(mmap.MADV_DONTNEED)
 
 
 # attachments
@@ -317,8 +473,8 @@ def _attachments(folder: Path, weights: Iterable[Path]) -> tuple[dict[str, Path]
     left = MAX_ATTACHMENTS_BYTES
     used = set(weights)
     for name, path in _files(folder):
-        if path in used or ("/" not in name and name.endswith(INDEX_SUFFIX)):
-            continue  # an export creates its own index
+        if path in used:
+            continue
         nbytes = path.stat().st_size if _is_attachable(folder, name, path) else MAX_ATTACHMENT_BYTES + 1
         if nbytes > min(left, MAX_ATTACHMENT_BYTES):
             skipped.append(name)
@@ -331,19 +487,19 @@ def _attachments(folder: Path, weights: Iterable[Path]) -> tuple[dict[str, Path]
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield the relative names and the paths of the files in a folder tree, sorted, without hidden files.
 
-    Links to folders are yielded but not followed.
+    Git's files are not hidden. Links to folders are yielded but not followed.
     """
     for place, folders, names in os.walk(folder):
         names += [name for name in folders if Path(place, name).is_symlink()]
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
-            if not name.startswith("."):
+            if not name.startswith(".") or name in _OF_GIT:
                 path = Path(place, name)
                 yield path.relative_to(folder).as_posix(), path
 
 
 def _is_attachable(folder: Path, name: str, path: Path) -> bool:
-    if not path.is_file() or any(name.lower().endswith(suffix) for suffix in _WEIGHTS):
+    if not path.is_file() or is_index(name) or any(name.lower().endswith(suffix) for suffix in _WEIGHTS):
         return False
     if not is_attachment_name(name):
         return False

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Final
 
 from casckpt.base.groups import in_batches
 from casckpt.errors import InvalidInput, Refused
 from casckpt.frontends.interchange.safetensors.files import (
     INDEX_SUFFIX,
+    SUFFIX,
     TensorHeader,
     encode_header,
     encode_index,
@@ -19,62 +19,57 @@ from casckpt.frontends.interchange.safetensors.files import (
 )
 from casckpt.frontends.views.recut import ViewTensor
 
-STEM, SUFFIX = "model", ".safetensors"
-INDEX: Final = f"{STEM}{INDEX_SUFFIX}"
+STEM: Final = "model"
+MAX_SHARD_BYTES: Final = 5_000_000_000
+"""The default of the maximum number of data bytes in a file."""
 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A file: the bytes ``head``, followed by the data of ``tensors`` in order, without holes."""
+    """A file: the bytes ``head``, followed by the data of ``tensors`` in order, without holes.
+
+    An index, or any other file without tensors, is all head.
+    """
 
     name: str
     head: bytes
-    tensors: tuple[ViewTensor, ...]
+    tensors: tuple[ViewTensor, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """The size of the file."""
         return len(self.head) + sum(tensor.entry.nbytes for tensor in self.tensors)
 
-    @property
-    def starts(self) -> list[int]:
-        """The byte offset in the file at which each tensor begins."""
-        return list(accumulate((tensor.entry.nbytes for tensor in self.tensors[:-1]), initial=len(self.head)))
 
-
-@dataclass(frozen=True)
-class Layout:
-    """A layout. ``files``: the files with tensors.
-
-    ``index``: the bytes of the file `INDEX`, if there are several files.
-    """
-
-    files: tuple[FileLayout, ...]
-    index: bytes | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """The names of all files. The index is last, because its presence marks a folder as complete."""
-        return [file.name for file in self.files] + ([INDEX] if self.index is not None else [])
-
-
-def lay_out(tensors: Iterable[ViewTensor], metadata: Mapping[str, str], most: int | None = None) -> Layout:
+def lay_out(
+    tensors: Iterable[ViewTensor], metadata: Mapping[str, str], most: int | None = None, stem: str = STEM
+) -> list[FileLayout]:
     """Lay out files for the given tensors. Equal names, dtypes, shapes and ``metadata`` yield equal bytes.
 
     ``most``: the maximum number of data bytes in a file, or None for one file of any size. A larger tensor has its own
-    file. The tensors are in the safetensors library's order. Raises InvalidInput, naming the tensor, if such a file
-    cannot hold it.
+    file. The tensors are in the safetensors library's order. ``stem``: the beginning of the files' names. Several files
+    have an index, which is last, because its presence marks a folder as complete. Raises InvalidInput, naming the
+    tensor, if such a file cannot hold it.
     """
     given = sorted(tensors, key=lambda tensor: tensor.name)
     for tensor in given:
         file_type(tensor.name, tensor.entry.dtype, tensor.entry.shape)
     shards = [given] if most is None else plan_shards(given, most)
-    names = _file_names(len(shards))
-    files = tuple(_file(name, shard, metadata) for name, shard in zip(names, shards, strict=True))
-    if len(files) == 1:
-        return Layout(files)
-    weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
-    return Layout(files, encode_index(weight_map, sum(tensor.entry.nbytes for tensor in given)))
+    names = _file_names(len(shards), stem)
+    files = [_file(name, shard, metadata) for name, shard in zip(names, shards, strict=True)]
+    if len(files) > 1:
+        weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
+        index = encode_index(weight_map, sum(tensor.entry.nbytes for tensor in given))
+        files.append(FileLayout(index_name(stem), index))
+    return files
+
+
+def exported_metadata(imported: Mapping[str, str], *, is_model: bool) -> dict[str, str]:
+    """Return the ``__metadata__`` of a new file, given that of the imported files.
+
+    A model has what Transformers requires.
+    """
+    return ({"format": "pt"} if is_model else {}) | dict(imported)
 
 
 def _file(name: str, tensors: Sequence[ViewTensor], metadata: Mapping[str, str]) -> FileLayout:
@@ -92,9 +87,15 @@ def plan_shards(streams: Sequence[ViewTensor], most: int) -> list[list[ViewTenso
     return list(in_batches(streams, lambda tensor: tensor.entry.nbytes, most)) or [[]]
 
 
-def _file_names(count: int) -> list[str]:
+def index_name(stem: str) -> str:
+    """Return the name of a model's index. A variant ("model.fp16") has its own index."""
+    base, dot, variant = stem.partition(".")
+    return f"{base}{INDEX_SUFFIX.removesuffix('.json')}{dot}{variant}.json"
+
+
+def _file_names(count: int, stem: str) -> list[str]:
     if count == 1:
-        return [f"{STEM}{SUFFIX}"]
+        return [f"{stem}{SUFFIX}"]
     if count > 99_999:
         raise Refused(f"{count} files are too many; pass a larger --max-shard-size")
-    return [f"{STEM}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)]
+    return [f"{stem}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)]

@@ -6,6 +6,7 @@ The plan determines every byte position before any data is read.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -14,8 +15,18 @@ from casckpt.base.progress import Progress
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, MissingKey
+from casckpt.frontends.interchange.new_files import file_attachments
+from casckpt.frontends.interchange.safetensors.files import INDEX_SUFFIX, SUFFIX
+from casckpt.frontends.interchange.safetensors.heads import imported_models
 from casckpt.frontends.interchange.safetensors.importing import METADATA_KEY
-from casckpt.frontends.interchange.safetensors.layout import INDEX, Layout, lay_out
+from casckpt.frontends.interchange.safetensors.layout import (
+    MAX_SHARD_BYTES,
+    STEM,
+    FileLayout,
+    exported_metadata,
+    lay_out,
+)
+from casckpt.frontends.views.recut import ViewTensor
 from casckpt.frontends.views.view import Rules, view_of
 from casckpt.loading.regions import RegionReader
 from casckpt.store.store import Store
@@ -26,36 +37,93 @@ _OF_TRAINING = re.compile(r"optimizer\.(pt|bin)|scheduler\.pt|scaler\.pt|trainin
 
 
 class FolderPlan:
-    """The plan for one checkpoint under the given rules. Raises the errors of `Contents.open` and `view_of`."""
+    """The plan for one checkpoint under the given rules. Raises the errors of `Contents.open` and `view_of`.
+
+    An imported folder comes back with its own files. ``notes``: the reasons why it does not.
+    """
 
     def __init__(self, store: Store, checkpoint: Checkpoint, rules: Rules) -> None:
         self.store, self.checkpoint, self.rules = store, checkpoint, rules
         self.contents = Contents.open(store.repository, checkpoint.commit)
-        self.view = view_of(self.contents, rules)
+        self._imported, self.notes = imported_models(store, checkpoint)
+        component = (rules.strip_prefix or "").removesuffix(".")
+        self._home = f"{component}/" if component and component in self._imported else ""
+        if self._home:
+            self._imported = {"": self._imported[component]}
+        is_whole = bool(self._imported) and rules == Rules(model=True)
+        self._see(Rules() if is_whole else rules)
+        if is_whole and not self.is_as_imported:
+            self._see(rules)
 
-    def lay_out(self, most: int | None) -> Layout:
-        """Return the files with tensors, and their index. Raises InvalidInput if safetensors cannot hold a tensor."""
-        return lay_out(self.view.tensors, file_metadata(self.checkpoint, self.rules), most)
+    def _see(self, rules: Rules) -> None:
+        """Set the view, its tensors by folder and name, and whether they are those of the imported files."""
+        self.view = view_of(self.contents, rules)
+        self._folders: dict[str, dict[str, ViewTensor]] = {folder: {} for folder in self._imported} or {"": {}}
+        for tensor in self.view.tensors:
+            folder, _, name = tensor.name.partition(".")
+            if not folder or folder not in self._imported:
+                folder, name = "", tensor.name
+            self._folders.setdefault(folder, {})[name] = tensor._replace(name=name)
+        self.is_as_imported = self._folders.keys() == self._imported.keys() and all(
+            self._imported[folder].fits(tensors) for folder, tensors in self._folders.items()
+        )
+
+    def lay_out(self, most: int | None) -> list[FileLayout]:
+        """Return the files with tensors, and then their indexes. Imported files come back unless they have changed.
+
+        ``most``: the maximum number of data bytes in a file. By default, imported files have any size, and other files
+        `MAX_SHARD_BYTES`. Raises InvalidInput if safetensors cannot hold a tensor.
+        """
+        files = [
+            replace(file, name=f"{folder}/{file.name}" if folder else file.name)
+            for folder, tensors in self._folders.items()
+            for file in self._files(folder, tensors, most)
+        ]
+        return sorted(files, key=lambda file: file.name.endswith(".json"))
+
+    def _files(self, folder: str, tensors: Mapping[str, ViewTensor], most: int | None) -> Sequence[FileLayout]:
+        imported = self._imported.get(folder)
+        if imported is not None and imported.fits(tensors):
+            files = list(imported.files(tensors))
+            if most is None or all(file.nbytes - len(file.head) <= most for file in files):
+                return files
+        elif imported is not None:
+            where = f"{self._home}{folder and f'{folder}/'}{imported.stem}*{SUFFIX}"
+            self.notes.append(f"the tensors are not those of the imported files {where}, so these are not restored")
+            if not tensors:
+                return ()
+        stem, most = imported.stem if imported else STEM, MAX_SHARD_BYTES if most is None else most
+        return lay_out(tensors.values(), file_metadata(self.checkpoint, self.rules), most, stem)
+
+    def lay_out_file(self) -> FileLayout:
+        """Return one file with all tensors: the imported file if there was only one."""
+        files = self.lay_out(None) if self.is_as_imported else []
+        if len(files) != 1:
+            files = lay_out(self.view.tensors, file_metadata(self.checkpoint, self.rules))
+        return files[0]
 
     def reader(self, progress: Progress) -> RegionReader:
         """Return a reader for the view's tensors."""
         return RegionReader(self.store.repository, self.contents.manifest, self.view.nbytes, progress)
 
-    def attachments(self, *, wanted: bool = True) -> tuple[list[str], list[str]]:
-        """Return the names of the attachments for the folder, and of skipped attachments."""
-        names = self.store.attachments(self.checkpoint)
-        skipped = [name for name in names if not wanted or self._is_skipped(name)]
-        return [name for name in names if name not in skipped], skipped
+    def attachments(self, *, wanted: bool = True) -> tuple[dict[str, str], list[str]]:
+        """Return the names of the attachments for the folder, by file name, and those of skipped attachments."""
+        names = file_attachments(self.store, self.checkpoint)
+        of_file = {name.removeprefix(self._home): name for name in names if wanted and name.startswith(self._home)}
+        files = {file: name for file, name in of_file.items() if not self._is_skipped(file)}
+        return files, [name for name in names if name not in files.values()]
 
     def _is_skipped(self, name: str) -> bool:
         """Return whether to skip an old index, a training file next to a model, or a config.json without a model."""
         is_of_training = self.rules.model and _OF_TRAINING.fullmatch(name) is not None
-        return name == INDEX or is_of_training or (name == CONFIG and self.is_no_model)
+        return name.endswith(INDEX_SUFFIX) or is_of_training or (name == CONFIG and self.is_no_model)
 
     @cached_property
     def is_no_model(self) -> bool:
         """Whether `from_pretrained` would load a folder with these names and a config.json with random weights."""
         rules, whole = self.rules, Rules(model=True)
+        if self.is_as_imported:
+            return False
         if rules.model:
             if rules.strip_prefix is None and not rules.keys:
                 return False
@@ -73,7 +141,7 @@ def file_metadata(checkpoint: Checkpoint, rules: Rules) -> dict[str, str]:
 
     For a model, and for a checkpoint that was not imported, it includes the metadata that Transformers requires.
     """
-    required, imported = {"format": "pt"}, checkpoint.metadata.get(METADATA_KEY)
+    imported = checkpoint.metadata.get(METADATA_KEY)
     if isinstance(imported, dict) and all(isinstance(value, str) for value in imported.values()):
-        return (required | imported) if rules.model else imported
-    return required
+        return exported_metadata(imported, is_model=rules.model)
+    return exported_metadata({}, is_model=True)

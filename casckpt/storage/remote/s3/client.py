@@ -257,8 +257,7 @@ class S3Client:
         except ClientError as error:
             if status_of(error) != 404 or error.response["Error"].get("Code") == "NoSuchBucket":
                 raise
-            message = f"object {key} is not in {self._place}: it was deleted or never written"
-            raise NotFound(message, key=key) from error
+            raise NotFound(f"object {key} is not in {self._place}: it was deleted or never written", key=key) from error
 
     @property
     def _place(self) -> str:

@@ -42,7 +42,7 @@ def test_a_header_equals_the_librarys_header(tmp_path: Path) -> None:
         ("b", "bool", (3,)), ("w", "float32", (2, 3)), ("é", "float32", ()), ("n", "float32", (0, 4))
     }  # fmt: skip
     assert found.metadata == {"format": "pt"}
-    assert encode_header(found.tensors, found.metadata) == written[: found.start]
+    assert encode_header(found.tensors, found.metadata) == found.head == written[: len(found.head)]
 
 
 def test_every_dtype_has_a_distinct_position_in_the_file_order() -> None:

@@ -30,7 +30,7 @@ from casckpt.frontends.convert import (
 from casckpt.frontends.interchange import resident
 from casckpt.frontends.interchange.safetensors import importing as safetensors_import
 from tests.support.dcp import load, save, zeros
-from tests.support.safetensors_files import file_of, hugging_face, same
+from tests.support.safetensors_files import contents, file_of, hugging_face, same
 from tests.support.together import numbers
 from tests.support.training import identical
 
@@ -109,7 +109,7 @@ def test_links_that_point_out_of_the_folder_are_not_attached(tmp_path: Path) -> 
 def test_a_snapshot_in_the_hugging_face_cache_is_imported(store: casckpt.Store, tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "models--x" / "blobs", tmp_path / "models--x" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
-    file_of(blobs, {"a": torch.ones(2)}, "0123")
+    file_of(blobs, {"a": torch.ones(2)}, "0123", format="pt")
     (blobs / "4567").write_text("{}")
     (snapshot / "model.safetensors").symlink_to("../../blobs/0123")
     (snapshot / "config.json").symlink_to("../../blobs/4567")
@@ -130,7 +130,6 @@ def test_large_files_are_not_attached(tmp_path: Path, monkeypatch: pytest.Monkey
     [
         ((), NotFound, "no safetensors file"),
         ((".metadata",), Unsupported, r"torch\.distributed\.checkpoint"),
-        (("pytorch_model.bin",), Unsupported, "weights that torch.save wrote"),
         (("casckpt.json",), Unsupported, "a casckpt store"),
         (("metadata.json",), Unsupported, "a different trainer"),
         (("a.safetensors", "b.safetensors"), InvalidInput, "several models: a.safetensors, b.safetensors"),
@@ -143,6 +142,213 @@ def test_the_error_for_a_folder_without_a_single_model_lists_its_contents(
         file_of(tmp_path, {"a": torch.ones(1)}, name)
     with pytest.raises(kind, match=match):
         find_sources(tmp_path)
+
+
+# folders with more than one model, and other files
+
+
+def made_of(store: casckpt.Store, folder: Path, out: Path) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    """Import and export a folder. Return the exported files and the notes of the import."""
+    made = import_safetensors(store, folder, step=len(list(out.parent.iterdir())))
+    store.export(made, out)
+    return contents(out), made.notes
+
+
+def test_an_index_decides_and_other_weights_are_named(store: casckpt.Store, tmp_path: Path) -> None:
+    folder = hugging_face(tmp_path / "in", {"a": torch.ones(2), "b": torch.zeros(2)})
+    expected = contents(folder)
+    others = ("model-00003-of-00003", "model", "model.fp16", "consolidated", "consolidated.00", "adapter_model")
+    for name in others:
+        file_of(folder, {"a": torch.ones(3)}, f"{name}.safetensors")
+    (folder / "model.safetensors.index.fp16.json").write_text('{"weight_map": {"a": "model.fp16.safetensors"}}')
+    found, notes = made_of(store, folder, tmp_path / "out")
+    left_out = {f"{name}.safetensors" for name in others} | {"pytorch_model.bin", "model.safetensors.index.fp16.json"}
+    assert set(notes) == {f"left out: {name}" for name in left_out}
+    assert found == {
+        name: data for name, data in expected.items() if name not in ("pytorch_model.bin", ".cache/secret")
+    }
+
+
+@pytest.mark.parametrize(
+    ("names", "main"),
+    [
+        (("model.fp16.safetensors", "model.safetensors"), "model.safetensors"),
+        (("consolidated.safetensors", "mine.safetensors"), "mine.safetensors"),
+        (("consolidated.safetensors",), "consolidated.safetensors"),
+        (
+            ("diffusion_pytorch_model.non_ema.safetensors", "diffusion_pytorch_model.safetensors"),
+            "diffusion_pytorch_model.safetensors",
+        ),
+        (("adapter_model.safetensors", "mine.safetensors"), "adapter_model.safetensors"),
+        (("pytorch_lora_weights.safetensors", "mine.safetensors"), "pytorch_lora_weights.safetensors"),
+    ],
+)
+def test_the_file_that_libraries_load_is_imported(
+    store: casckpt.Store, tmp_path: Path, names: tuple[str, ...], main: str
+) -> None:
+    for name in names:
+        file_of(tmp_path / "in", {name: torch.ones(2)}, name)
+    found, notes = made_of(store, tmp_path / "in", tmp_path / "out")
+    assert found == {main: (tmp_path / "in" / main).read_bytes()}
+    assert notes == tuple(f"left out: {name}" for name in sorted(names) if name != main)
+
+
+def test_gits_files_are_attached(store: casckpt.Store, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    file_of(folder, {"a": torch.ones(2)}, "model.safetensors", format="pt")
+    for name in (".gitattributes", ".gitignore", "unet/.gitattributes"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("x")
+    expected = contents(folder)
+    (folder / ".env").write_text("secret")
+    assert made_of(store, folder, tmp_path / "out") == (expected, ())
+
+
+TORCH = {"a": torch.arange(4.0), "tied": torch.ones(2, 3).half(), "t": torch.randn(3, 2).t(), "n": torch.tensor(3)}
+
+
+@pytest.mark.parametrize(
+    ("given", "exported"),
+    [
+        ("pytorch_model.bin", "model.safetensors"), ("adapter_model.bin", "adapter_model.safetensors"),
+        ("diffusion_pytorch_model.bin", "diffusion_pytorch_model.safetensors"),
+        ("pytorch_lora_weights.bin", "pytorch_lora_weights.safetensors"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_torch_file_becomes_a_safetensors_file(
+    store: casckpt.Store, tmp_path: Path, given: str, exported: str, is_zip: bool
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "config.json").write_text("{}")
+    torch.save(TORCH | {"twin": TORCH["tied"]}, tmp_path / "in" / given, _use_new_zipfile_serialization=is_zip)
+    torch.save({"lr": 1}, tmp_path / "in" / "training_args.bin")
+    found, notes = made_of(store, tmp_path / "in", tmp_path / "out")
+    assert (set(found), notes) == ({exported, "config.json"}, ("left out: training_args.bin",))
+    assert same(safetensors.torch.load(found[exported]), TORCH | {"twin": TORCH["tied"]})
+    with safetensors.safe_open(tmp_path / "out" / exported, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def torch_shards(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    names = {key: f"pytorch_model-0000{1 + number % 2}-of-00002.bin" for number, key in enumerate(TORCH)}
+    for name in set(names.values()):
+        torch.save({key: TORCH[key] for key in TORCH if names[key] == name}, folder / name)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
+    return folder
+
+
+def test_sharded_torch_files_become_safetensors_shards(store: casckpt.Store, tmp_path: Path) -> None:
+    folder = torch_shards(tmp_path / "in")
+    (folder / "pytorch_model.bin").write_bytes(b"stale")
+    found, notes = made_of(store, folder, tmp_path / "out")
+    assert notes == ("left out: pytorch_model.bin",)
+    shards = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
+    assert found.keys() == shards | {"model.safetensors.index.json"}
+    index = json.loads(found["model.safetensors.index.json"])
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in TORCH.values())
+    held = {name: safetensors.torch.load(found[name]) for name in shards}
+    assert index["weight_map"] == {key: name for name in shards for key in held[name]}
+    assert same({key: tensor for name in shards for key, tensor in held[name].items()}, TORCH)
+
+
+def test_one_of_several_torch_files_is_rejected(store: casckpt.Store, tmp_path: Path) -> None:
+    folder = torch_shards(tmp_path / "in")
+    for path in folder.glob("*.bin"):
+        with pytest.raises(InvalidInput, match=f"one of several files of a model; pass the folder {folder}"):
+            import_any(store, look_at(path), step=1)
+    (folder / "pytorch_model.bin.index.json").unlink()
+    with pytest.raises(NotFound, match="no safetensors file"):
+        import_any(store, look_at(folder), step=1)
+    assert not Path(store.url).exists()
+
+
+@pytest.mark.parametrize(
+    "content", [{"state_dict": {"a": torch.ones(2)}}, {"a": 3}, [torch.ones(2)], {1: torch.ones(1)}, Path("x")]
+)
+def test_a_torch_file_with_other_values_is_rejected_in_a_folder(
+    store: casckpt.Store, tmp_path: Path, content: Any
+) -> None:
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(InvalidInput, match="more than a model's weights; import the file itself"):
+        import_any(store, look_at(tmp_path), step=1, allow_pickle=True)
+
+
+def components(folder: Path) -> Path:
+    for name in ("unet", "text_encoder", "unused"):
+        file_of(folder / name, {f"{name}.w": torch.ones(2), "w": torch.zeros(3)}, "mine.safetensors")
+        (folder / name / "config.json").write_text("{}")
+    (folder / "scheduler").mkdir()
+    (folder / "scheduler" / "scheduler_config.json").write_text("{}")
+    (folder / "model_index.json").write_text('{"unet": ["diffusers", "UNet"], "text_encoder": [], "scheduler": []}')
+    return folder
+
+
+def test_components_have_the_names_of_their_folders(store: casckpt.Store, tmp_path: Path) -> None:
+    folder = components(tmp_path / "in")
+    file_of(folder, {"a": torch.ones(1)}, "v1.safetensors")  # the same weights for other programs
+    found, notes = made_of(store, folder, tmp_path / "out")
+    assert set(store.read("latest")) == {"unet", "text_encoder"}
+    assert set(store.get("latest").tensors) == {
+        "unet.unet.w",
+        "unet.w",
+        "text_encoder.text_encoder.w",
+        "text_encoder.w",
+    }
+    left_out = ("v1.safetensors", "unused/mine.safetensors")
+    assert notes == tuple(f"left out: {name}" for name in left_out)
+    assert found == {name: data for name, data in contents(folder).items() if name not in left_out}
+    for format in ("hf", "safetensors"):
+        store.export("latest", tmp_path / format, format=format, strip_prefix="unet")
+        assert contents(tmp_path / format) == contents(folder / "unet")
+
+
+def test_a_changed_component_gets_a_new_file(store: casckpt.Store, tmp_path: Path) -> None:
+    folder = components(tmp_path / "in")
+    made = import_safetensors(store, folder, step=1)
+    state = store.read(made)
+    del state["unet"]["w"]
+    files = {name: store.read_attachment(made, name) for name in store.attachments(made)}
+    store.save(state, step=2, attachments=files)
+    found = store.export("latest", tmp_path / "out")
+    assert contents(tmp_path / "out").keys() == contents(folder).keys() - {"unused/mine.safetensors"}
+    assert "unet/mine*.safetensors" in found.notes[0]
+    assert len(found.notes) == 1
+    assert same(safetensors.torch.load_file(tmp_path / "out" / "unet" / "mine.safetensors"), state["unet"])
+
+
+@pytest.mark.parametrize("key", ["unet", "unet.w", "unet.other"])
+def test_a_component_whose_name_begins_a_key_is_rejected(store: casckpt.Store, tmp_path: Path, key: str) -> None:
+    folder = components(tmp_path / "in")
+    file_of(folder, {key: torch.ones(1)}, "model.safetensors")
+    with pytest.raises(InvalidInput, match="begins with the name of the subfolder 'unet'"):
+        import_safetensors(store, folder, step=1)
+    import_safetensors(store, folder / "unet", step=1)
+
+
+def test_adapters_in_subfolders_are_components(store: casckpt.Store, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    for name in ("", "other", "checkpoint-10"):
+        file_of(folder / name, {"lora": torch.ones(2)}, "adapter_model.safetensors", format="pt")
+        (folder / name / "adapter_config.json").write_text("{}")
+    found, notes = made_of(store, folder, tmp_path / "out")
+    assert notes == ("left out: checkpoint-10/adapter_model.safetensors",)
+    assert set(store.get("latest").tensors) == {"lora", "other.lora"}
+    assert found == {name: data for name, data in contents(folder).items() if f"left out: {name}" not in notes}
+    file_of(folder, {"w": torch.ones(2)}, "model.safetensors", format="pt")
+    (folder / "config.json").write_text("{}")  # a whole model, not several adapters
+    assert set(import_safetensors(store, folder, step=99).tensors) == {"w"}
+
+
+@pytest.mark.parametrize("content", ["[", "3", '[3, {}, {"path": []}]', '{"../unet": 1, "unet/..": 1}', "[" * 100_000])
+@pytest.mark.parametrize("name", ["model_index.json", "modules.json"])
+def test_a_malformed_list_of_components_is_ignored(tmp_path: Path, name: str, content: str) -> None:
+    folder = components(tmp_path / "in")
+    (folder / "model_index.json").unlink()
+    (folder / name).write_text(content)
+    file_of(folder, {"w": torch.ones(2)}, "model.safetensors")
+    assert [model.component for model in find_sources(folder).models] == [""]
 
 
 # exports of any state

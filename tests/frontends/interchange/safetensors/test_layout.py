@@ -16,7 +16,7 @@ from casckpt.errors import InvalidInput
 from casckpt.frontends.convert import (
     export_safetensors,
 )
-from casckpt.frontends.interchange.safetensors.layout import INDEX, Layout, lay_out, plan_shards
+from casckpt.frontends.interchange.safetensors.layout import FileLayout, index_name, lay_out, plan_shards
 from casckpt.frontends.views.recut import ViewTensor
 from casckpt.frontends.views.view import Rules, view_of
 from casckpt.store.store import Store
@@ -28,7 +28,7 @@ STATE = {
 }  # fmt: skip
 
 
-def layout(store: Store, most: int | None = None) -> Layout:
+def layout(store: Store, most: int | None = None) -> list[FileLayout]:
     contents = Contents.open(store.repository, store.get("latest").commit)
     return lay_out(view_of(contents, Rules()).tensors, {"format": "pt"}, most)
 
@@ -36,16 +36,15 @@ def layout(store: Store, most: int | None = None) -> Layout:
 def test_a_layout_determines_every_byte_before_anything_is_written(store: Store, tmp_path: Path) -> None:
     store.save(STATE, step=0)
     planned = layout(store, 1000)
-    assert len(planned.files) > 2
+    assert len(planned) > 3
     export_safetensors(store, "latest", tmp_path / "out", max_shard_size=1000)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == set(planned.names)
-    assert (tmp_path / "out" / INDEX).read_bytes() == planned.index
-    for file in planned.files:
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {file.name for file in planned}
+    assert planned[-1].name == index_name("model") == "model.safetensors.index.json"
+    for file in planned:
         data = (tmp_path / "out" / file.name).read_bytes()
         assert (len(data), data[: len(file.head)]) == (file.nbytes, file.head)
-        for one, start in zip(file.tensors, file.starts, strict=True):
-            expected = STATE[one.name].view(torch.uint8).numpy().tobytes()
-            assert data[start : start + one.entry.nbytes] == expected
+        expected = [STATE[one.name].view(torch.uint8).numpy().tobytes() for one in file.tensors]
+        assert data[len(file.head) :] == b"".join(expected)
 
 
 def test_a_file_equals_the_librarys_file_for_any_key_order(store: Store, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from casckpt.errors import Conflict, InvalidInput, Unsigned
 from casckpt.frontends.lightning import CasCheckpointIO, restore_checkpoint
-from casckpt.frontends.lightning.pointer import Pointer
+from casckpt.frontends.lightning.files import Pointer
 from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
 from tests.support.lightning_training import Losses, Model, Slow, data, trainer
