@@ -14,7 +14,7 @@ from torch import nn
 
 from casckpt.base.text import listed
 from casckpt.errors import InvalidInput
-from casckpt.frontends.training_state.flat import flat_parts, full_dtypes, let_go, without_fsdp_hooks
+from casckpt.frontends.training_state.flat import drop_gathered, flat_parts, full_dtypes, let_go, without_fsdp_hooks
 from casckpt.frontends.training_state.names import plain_name
 from casckpt.frontends.training_state.parts import Parts
 from casckpt.loading.fit import PACKED
@@ -191,6 +191,7 @@ class ModelTemplate:
                 self._raw[key] = value  # a tensor that was filled in parts is not among the values
         with without_fsdp_hooks(self._model), torch.inference_mode() if self._is_of_inference() else nullcontext():
             self._model.load_state_dict(self._raw, strict=strict and not missing)
+        drop_gathered(self._model)
 
     def _is_of_inference(self) -> bool:
         """Return whether any tensor was created in inference mode. Outside that mode, torch cannot copy onto it."""
