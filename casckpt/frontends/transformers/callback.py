@@ -34,6 +34,7 @@ from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig
 from casckpt.frontends.trainer.run_checkpoints import warn_of_similar
 from casckpt.frontends.trainer.settings import TrainerArguments
 from casckpt.frontends.training_state import unshard_optim_state
+from casckpt.frontends.training_state.hub_config import ADAPTER_STEM, HUB_FILE, hub_names
 from casckpt.frontends.training_state.optimizer import state_to_save
 from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.ranks.ranks import this_rank
@@ -168,7 +169,7 @@ class _Folder:
         rng = {name: path.read_bytes() for name, path in files_below(self._folder) if _is_of(name, rank)}
         if rank != 0:
             return {HOME: {"rng": rng}}
-        self.attachments |= _attachments(self._folder)
+        self.attachments |= _attachments(self._folder) | _adapter_names(self._folder)
         _refuse_foreign(self._folder)
         state: dict[str, Any] = {"model": {}, HOME: {"rng": rng, "files": {}, "tensors": {}}}
         for name, path in [one for one in files_below(self._folder) if one[0].endswith(_SAFETENSORS)]:
@@ -224,7 +225,7 @@ def restore_checkpoint(
         target /= f"checkpoint-{stored.commit.step}"
     force = force or _is_its_folder(opened, stored.checkpoint, target)
     with new_folder(target, force=force, stale=lambda name: True, last=[STATE]) as folder:
-        for name in opened.attachments(stored.checkpoint):
+        for name in opened.attachments(stored.checkpoint).keys() - {HUB_FILE}:
             path_within(folder, name).write_bytes(opened.read_attachment(stored.checkpoint, name))
         for name, data in about.get("rng", {}).items():
             path_within(folder, name).write_bytes(data)
@@ -285,6 +286,13 @@ def _attachments(folder: Path) -> dict[str, bytes]:
             )
         attachments[name] = path.read_bytes()
     return attachments
+
+
+def _adapter_names(folder: Path) -> dict[str, bytes]:
+    """Return the attachment that lets the folder's adapters be exported under the names of their files."""
+    stems = [name.removesuffix(_SAFETENSORS) for name, _ in files_below(folder) if name.endswith(_SAFETENSORS)]
+    adapters = [stem for stem in stems if stem.rpartition("/")[2] == ADAPTER_STEM]
+    return hub_names({stem: {"strip_prefix": f"{HOME}.tensors.{stem}{_SAFETENSORS}"} for stem in adapters})
 
 
 def _refuse_foreign(folder: Path) -> None:

@@ -37,6 +37,7 @@ from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, SaveOnSignal
 from casckpt.frontends.trainer.run_checkpoints import newest, warn_of_similar
 from casckpt.frontends.trainer.settings import TrainerArguments
+from casckpt.frontends.training_state.hub_config import hub_files
 from casckpt.frontends.training_state.train_state import RNG, TrainState, restore_rng
 from casckpt.frontends.transformers.callback import (
     STATE,
@@ -204,7 +205,7 @@ class CasTrainerMixin(Trainer):
         folder = Path(self._get_output_dir(trial), f"checkpoint-{step}")
         state.save_to_json(str(folder / STATE))
         files = {name: path.read_bytes() for name, path in files_below(folder)}
-        return sorted(files), self._model_files() | files
+        return sorted(files), self._processor_files | files
 
     def _save_step(self, step: int, files: Sequence[str], attachments: Mapping[str, bytes]) -> None:
         metrics = logged_metrics(self.state, step, first=_metric_name(self.args.metric_for_best_model))
@@ -233,14 +234,10 @@ class CasTrainerMixin(Trainer):
         parts = {"scheduler": self.lr_scheduler, "scaler": getattr(self.accelerator, "scaler", None)}
         return TrainState(rng=True, **{name: part for name, part in parts.items() if part is not None})
 
-    def _model_files(self) -> dict[str, bytes]:
-        """Return the files of the tokenizer or processor, on rank 0."""
-        folder = self._scratch / "model"
-        if not self.args.should_save or self.processing_class is None:
-            return {}
-        if not folder.is_dir():
-            self.processing_class.save_pretrained(str(folder))
-        return {name: path.read_bytes() for name, path in files_below(folder)}
+    @cached_property
+    def _processor_files(self) -> dict[str, bytes]:
+        """The files of the tokenizer or processor."""
+        return hub_files(None, self.processing_class)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model into a folder, as `Trainer` does. A checkpoint does not contain these files."""
