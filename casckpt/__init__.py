@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from casckpt.frontends.interchange.export import export as export
     from casckpt.frontends.trainer import Checkpointer as Checkpointer
     from casckpt.frontends.training_state import flatten_optimizer_state as flatten_optimizer_state
+    from casckpt.frontends.training_state import hub_files as hub_files
     from casckpt.frontends.training_state import load_model_and_optim_state as load_model_and_optim_state
     from casckpt.frontends.training_state import save_model_and_optim_state as save_model_and_optim_state
     from casckpt.frontends.training_state import unflatten_optimizer_state as unflatten_optimizer_state
@@ -62,6 +63,7 @@ _HOME = {
     "at": "casckpt.store.opening",
     "export": "casckpt.frontends.interchange.export",
     "flatten_optimizer_state": "casckpt.frontends.training_state",
+    "hub_files": "casckpt.frontends.training_state",
     "load_model_and_optim_state": "casckpt.frontends.training_state",
     "open": "casckpt.store.opening",
     "progress_bar": "casckpt.cli.progress",

@@ -792,7 +792,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "a trainer may log any number of metrics",
-        "_metrics",
+        "logged_metrics",
         "[:MAX_METRICS]",
         "[:]",
         "tests/frontends/transformers/test_callback.py",

@@ -15,6 +15,7 @@ at all. `save_state` always writes optimizers and random generators to a folder 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import TracebackType
@@ -34,6 +35,8 @@ from casckpt.frontends.training_state.contents import GroupOptions, Missing
 from casckpt.frontends.training_state.names import parameter_names
 from casckpt.store.types import Rename, Unread
 
+log = logging.getLogger(__name__)
+
 _OTHERS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 
 
@@ -43,16 +46,29 @@ class AcceleratorCheckpointer:
     Prepare all of them first. Several models are saved as one, unless two of their parameters have the same name. In
     that case, the models are saved as ``model``, ``model_1``, ..., and their optimizers as ``optim``, ``optim_1``, ...
     Data loaders resume at the correct epoch. They also resume at the correct batch if Accelerate uses stateful data
-    loaders. Otherwise, call `accelerator.skip_first_batches` yourself, as with `load_state`. ``settings``: the
-    settings of `Checkpointer`.
+    loaders. Otherwise, call `accelerator.skip_first_batches` yourself, as with `load_state`. ``drift``: save rank 0's
+    model and optimizer even if those of other ranks differ, as they do between the synchronizations of `LocalSGD`.
+    ``settings``: the settings of `Checkpointer`.
     """
 
     def __init__(
-        self, accelerator: accelerate.Accelerator, store: AnyStore, *, run: str, **settings: Unpack[TrainerArguments]
+        self,
+        accelerator: accelerate.Accelerator,
+        store: AnyStore,
+        *,
+        run: str,
+        drift: bool = False,
+        **settings: Unpack[TrainerArguments],
     ) -> None:
         kind = accelerator.distributed_type.name
         if kind in _OTHERS:
             raise Unsupported(f"{kind} models are not supported; save them with accelerator.save_state")
+        if drift:
+            settings.setdefault("check_replicas", "off")
+            log.info(
+                "with drift=True, a checkpoint holds rank 0's model and optimizer. Save at multiples of "
+                "local_sgd_steps, where all ranks have the same model. Their optimizers differ even there"
+            )
         self.accelerator = accelerator
         self.checkpointer = Checkpointer(store, run=run, **settings)
 

@@ -33,7 +33,7 @@ from casckpt.contents.checkpoint import Arrival, Checkpoint
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, StorageError, Unsigned
 from casckpt.frontends.interchange.new_files import locked, sync_folder
 from casckpt.frontends.interchange.safetensors.exporting import Base, export_safetensors
-from casckpt.frontends.interchange.safetensors.planned import CONFIG
+from casckpt.frontends.interchange.safetensors.planned import is_model
 from casckpt.store.store import Store
 
 CURRENT = "current"
@@ -156,9 +156,9 @@ class Follower:
         return Switch(checkpoint, folder, self._notify(folder))
 
     def _make(self, checkpoint: Checkpoint, folder: Path) -> None:
-        is_model = CONFIG in self.store.attachments(checkpoint)
+        model = is_model(self.store.attachments(checkpoint))
         base, keys = self._base(), list(self.keys) or None
-        export_safetensors(self.store, checkpoint, folder, model=is_model, keys=keys, base=base)
+        export_safetensors(self.store, checkpoint, folder, model=model, keys=keys, base=base)
         if base is not None and base.is_taken:
             shutil.rmtree(base.folder)
 

@@ -193,7 +193,8 @@ def _fill(reader: EntryReader, content: Content, memory: torch.Tensor, base: int
 def _mismatch(one: Content, other: Content) -> Mismatch:
     return Mismatch(
         f"{one.key!r} and {other.key!r} share memory here, but the checkpoint holds different values "
-        "for them: untie them, or leave one of them out",
+        "for them: untie them (in a Transformers model: set tie_word_embeddings=False in its config, and create it "
+        "again), or leave one of them out",
         key=other.key,
         keys=(one.key, other.key),
     )

@@ -42,8 +42,8 @@ class Exported:
     """The result of an export. ``left_out``: the keys that were not exported.
 
     ``skipped``: the attachments that were not exported. ``nbytes``: the total size of all tensors. ``prefix``: the
-    prefix common to all keys, which is omitted from the names in the files. ``notes``: the reasons why imported files
-    were not restored.
+    prefix common to all keys, which is omitted from the names in the files. ``notes``: what is unusual about the
+    files, such as imported files that were not restored.
     """
 
     checkpoint: Checkpoint

@@ -257,7 +257,7 @@ class _Tensors:
     """A target for copies with torch, which move or convert elements. ``stored``: their dtype in the buffer."""
 
     def __init__(self, region: Region, data: torch.Tensor, stored: torch.dtype) -> None:
-        self._targets = _pieces(region, data)
+        self._targets = boxes_with_data(region, data)
         self._stored = stored
         self._region, self._flat = region, data.view(-1) if data.is_contiguous() else None
 
@@ -289,7 +289,7 @@ class _Arrays:
     """A target in host memory for bitwise copies with numpy. See `host_array`."""
 
     def __init__(self, region: Region, data: torch.Tensor, stored: torch.dtype) -> None:
-        self._targets = [(box, piece.numpy()) for box, piece in _pieces(region, data)]
+        self._targets = [(box, piece.numpy()) for box, piece in boxes_with_data(region, data)]
         self._stored = torch.empty(0, dtype=stored, device="cpu").numpy().dtype
 
     def copy_in(self, region: Region, buffer: memoryview) -> None:
@@ -301,7 +301,7 @@ class _Arrays:
             np.copyto(target, source)
 
 
-def _pieces(region: Region, data: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+def boxes_with_data(region: Region, data: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
     """Return the boxes of a region, each with its elements in ``data``."""
     if region.is_whole and tuple(data.shape) == region.box.shape:
         return [(region.box, data)]

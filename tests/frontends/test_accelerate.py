@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
 
 import casckpt
 from casckpt.errors import InvalidInput, Unsupported
+from tests.support.parallel import everything
 from tests.support.ranks import comes_last, outcome_of
 from tests.support.saves import small_folder, steps
 from tests.support.torchrun import as_accelerate_hears
@@ -24,10 +26,24 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
 
+def as_on_gpus(accelerator: Any, layer: str = "Linear") -> None:
+    """Stub: Accelerate uses FSDP2 only on GPUs, and DDP on CPUs. Everything else that it does is real.
+
+    ``layer``: the class of the modules that are sharded separately.
+    """
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=[layer],
+        cpu_ram_efficient_loading=False,
+    )  # fmt: skip
+
+
 class Training:
     """A model with dropout, an optimizer, a scheduler and shuffled data, all prepared."""
 
-    def __init__(self, path: Path, run: str = "sft", width: int = 10) -> None:
+    def __init__(self, path: Path, run: str = "sft", width: int = 10, *, fsdp2: bool = False) -> None:
         from accelerate import Accelerator
         from accelerate.utils import DataLoaderConfiguration
 
@@ -39,9 +55,12 @@ class Training:
         inputs = torch.randn(24, 8)
         data = DataLoader(TensorDataset(inputs), batch_size=4, shuffle=True)
         self.accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+        if fsdp2:
+            as_on_gpus(self.accelerator)
         self.checkpointer = AcceleratorCheckpointer(self.accelerator, path, run=run, max_checkpoints=2)
         schedule = torch.optim.lr_scheduler.StepLR(optim, 2, 0.5)
         self.model, self.optim, self.data, self.schedule = self.accelerator.prepare(model, optim, data, schedule)
+        assert all(isinstance(one, DTensor) == fsdp2 for one in self.model.parameters())
         torch.manual_seed(10 + self.accelerator.process_index)
 
     def train(self, epochs: range) -> list[str]:
@@ -93,6 +112,119 @@ def test_training_with_compression_resumes_bit_for_bit(store_path: Path, ranks: 
     assert [one + two for one, two in zip(first, second, strict=True)] == whole
     assert all(0 < one.stats.bytes_frames < one.stats.bytes_coded for one in store.checkpoints())
     assert not store.verify(decode=True).is_damaged
+
+
+def trained_with_fsdp2(rank: int, size: int, path: Path, epochs: range, run: str) -> list[str]:
+    with as_accelerate_hears(rank, size):
+        training = Training(path, run, fsdp2=True)
+        training.checkpointer.resume()
+        return training.train(epochs)
+
+
+def whole_weights(rank: int, size: int, path: Path, ref: str, *, fsdp2: bool) -> Any:
+    """Load a checkpoint. Return the weights and the moments, gathered by torch."""
+    with as_accelerate_hears(rank, size):
+        training = Training(path, fsdp2=fsdp2)
+        training.checkpointer.load(ref)
+        found = everything(training.model, training.optim.optimizer)
+        return found.model, {name: own["exp_avg"] for name, own in found.state.items()}
+
+
+def test_fsdp2_resumes_bit_for_bit_and_loads_on_any_number_of_ranks(store_path: Path, ranks: Pool) -> None:
+    whole = ranks.run(2, trained_with_fsdp2, store_path, range(4), "whole")
+    first = ranks.run(2, trained_with_fsdp2, store_path, range(2), "parts")
+    second = ranks.run(2, trained_with_fsdp2, store_path, range(2, 4), "parts")
+    assert [one + two for one, two in zip(first, second, strict=True)] == whole
+    store = casckpt.open(store_path)
+    assert not store.diff("whole@3", "parts@3").changed
+    expected = dict(sorted(casckpt.unshard_model_state(store, "parts@3").items()))
+    moments = casckpt.unshard_optim_state(store, "parts@3", by_name=True)["state"]
+    for size, fsdp2 in ((3, True), (2, False), (1, False)):
+        weights, averages = ranks.run(size, whole_weights, store_path, "parts@3", fsdp2=fsdp2)[0]
+        assert identical(weights, expected)
+        assert averages.keys() == moments.keys()
+        assert all(identical(averages[name], own["exp_avg"]) for name, own in moments.items())
+
+
+def sharded_gan(rank: int, size: int, path: Path, seed: int) -> Any:
+    """Prepare two models with equal names under FSDP2. Train and save them, or load them. Return their weights."""
+    from accelerate import Accelerator
+
+    from casckpt.frontends.accelerate import AcceleratorCheckpointer
+
+    with as_accelerate_hears(rank, size):
+        torch.manual_seed(seed)
+        accelerator = Accelerator(cpu=True)
+        as_on_gpus(accelerator)
+        pairs = []
+        for _ in range(2):
+            net = nn.Linear(3, 5)
+            pairs.append(accelerator.prepare(net, torch.optim.AdamW(net.parameters())))
+        run = AcceleratorCheckpointer(accelerator, path, run="gan")
+        if run.resume() is None:
+            for number, (net, optim) in enumerate(pairs):
+                accelerator.backward(net(torch.full((1, 3), 1.0 + number)).sum())
+                optim.step()
+            run.save(1)
+        found = [everything(net, optim.optimizer) for net, optim in pairs]
+        return [(one.model, {name: own["exp_avg"] for name, own in one.state.items()}) for one in found]
+
+
+def test_sharded_models_with_equal_parameter_names_are_stored_separately(store_path: Path, ranks: Pool) -> None:
+    saved = ranks.run(2, sharded_gan, store_path, 0)[0]
+    assert set(casckpt.open(store_path).read("gan@1")) == {"model", "model_1", "optim", "optim_1", "train"}
+    assert not identical(saved[0], saved[1])
+    assert identical(ranks.run(3, sharded_gan, store_path, 1)[0], saved)
+
+
+def drifting(rank: int, size: int, path: Path, last: int, *, drift: bool) -> Any:
+    """Train with LocalSGD, which synchronizes every four steps. Save the last step, and load it."""
+    from accelerate import Accelerator
+    from accelerate.local_sgd import LocalSGD
+
+    from casckpt.frontends.accelerate import AcceleratorCheckpointer
+
+    with as_accelerate_hears(rank, size):
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True)
+        net = nn.Linear(3, 5)
+        net, optim = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.5))
+        run = AcceleratorCheckpointer(accelerator, path, run="local", drift=drift)
+        with LocalSGD(accelerator, net, 4) as local:
+            for _ in range(last):
+                accelerator.backward(net(torch.full((1, 3), 1.0 - 2 * rank)).sum())
+                optim.step()
+                optim.zero_grad()
+                local.step()
+            mine = net.module.weight.detach().clone()
+            error = outcome_of(lambda: run.save(last))
+            if isinstance(error, InvalidInput):
+                return mine, str(error)
+            run.load(f"local@{last}")
+            return mine, net.module.weight.detach().clone()
+
+
+def test_models_that_drift_apart_are_saved_from_rank_0_if_requested(store_path: Path, ranks: Pool) -> None:
+    for _, error in ranks.run(2, drifting, store_path, 3, drift=False):
+        assert "differ" in error
+    (first, loaded_first), (second, loaded_second) = ranks.run(2, drifting, store_path, 3, drift=True)
+    assert not torch.equal(first, second)
+    assert identical([loaded_first, loaded_second], [first, first])
+
+
+def test_at_a_synchronization_each_rank_loads_its_own_model(store_path: Path, ranks: Pool) -> None:
+    for mine, loaded_mine in ranks.run(2, drifting, store_path, 4, drift=True):
+        assert identical(loaded_mine, mine)
+
+
+def test_drift_is_logged(store: casckpt.Store, caplog: pytest.LogCaptureFixture) -> None:
+    from accelerate import Accelerator
+
+    from casckpt.frontends.accelerate import AcceleratorCheckpointer
+
+    with caplog.at_level("INFO"):
+        AcceleratorCheckpointer(Accelerator(cpu=True), store, run="a", drift=True)
+    assert "Save at multiples of local_sgd_steps" in caplog.text
 
 
 def loaded(rank: int, size: int, path: Path) -> Any:

@@ -64,6 +64,9 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("frontends/training_state/model.py:_live_state", "remove_hook_from_submodules(model) restores"): (
         "tests/frontends/test_accelerate.py::test_an_offloaded_model_is_rejected_and_can_be_restored"
     ),
+    Case("frontends/accelerate.py:AcceleratorCheckpointer.__init__", "Save at multiples of local_sgd_steps"): (
+        "tests/frontends/test_accelerate.py::test_at_a_synchronization_each_rank_loads_its_own_model"
+    ),
     Case("frontends/interchange/torch_files.py:", "call torch_save_to_casckpt of casckpt.frontends.convert there"): (
         "tests/frontends/interchange/test_torch_files.py::test_the_error_for_a_class_from_the_saving_script_names_the_class"
     ),

@@ -15,19 +15,22 @@ from torch import nn
 pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
 
 import casckpt
-from casckpt.errors import InvalidInput, MissingKey, Refused, Unsupported
+from casckpt.errors import InvalidInput, Mismatch, MissingKey, Refused, Unsupported
 from casckpt.frontends.convert import import_any, look_at
 from casckpt.frontends.interchange.olmo_import import import_olmo_trainer
 from casckpt.frontends.interchange.safetensors import files, layout
 from casckpt.frontends.interchange.safetensors.importing import import_safetensors
 from casckpt.frontends.interchange.torch_files import casckpt_to_torch_save, torch_save_to_casckpt
-from casckpt.frontends.serve.view_file import read_rules
-from casckpt.frontends.training_state import load_model_and_optim_state
+from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
+from casckpt.frontends.training_state.hub_config import HUB_FILE
+from casckpt.frontends.views.view_file import read_rules
 from tests.hints.conftest import Run
 from tests.support.fuzz import KINDS
 from tests.support.hints import Messages, follows
+from tests.support.hub import check_loads, llama
 from tests.support.serving import serving
 from tests.support.torch_folders import stock
+from tests.support.training import identical
 
 Store = casckpt.Store
 
@@ -488,7 +491,7 @@ def test_a_token_comes_from_the_environment(
     assert names_in(path) == {"w", "b"}
 
 
-@follows("frontends/serve/view_file.py:_refused", "Simplify it, or start casckpt serve with --view FILE")
+@follows("frontends/views/view_file.py:_refused", "Simplify it, or start casckpt serve with --view FILE")
 def test_a_slow_view_is_simplified_or_fetched_from_the_server(store: Store, messages: Messages) -> None:
     name = "a" * 60
     slow, simple = "a?" * 25 + "a*", "a*"
@@ -506,3 +509,54 @@ def test_a_slow_view_is_simplified_or_fetched_from_the_server(store: Store, mess
 
 def names_of(data: bytes) -> set[str]:
     return set(safetensors.torch.load(data))
+
+
+@follows("loading/tied_tensors.py:_mismatch", "set tie_word_embeddings=False in its config, and create it again")
+def test_a_model_with_a_head_of_its_own_is_created_without_a_tie(
+    store: Store, tmp_path: Path, messages: Messages, run: Run
+) -> None:
+    model = llama()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() + 1)
+    save_model_and_optim_state(store, model, run="a", step=1)
+    with pytest.raises(Mismatch) as caught:
+        load_model_and_optim_state(store, "a@1", llama())
+    messages.text(caught.value).says("set tie_word_embeddings=False")
+    other = llama(tied=False)
+    load_model_and_optim_state(store, "a@1", other)
+    assert identical(dict(other.state_dict()), dict(model.state_dict()))
+    run("export", store.url, "a@1", tmp_path / "out")
+    assert "set tie_word_embeddings to false in config.json" in store.export("a@1", tmp_path / "again").notes[0]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    check_loads(tmp_path / "out", other)
+
+
+@follows(
+    "frontends/training_state/hub_config.py:_transformers_names",
+    "load the checkpoint into a new model and call its save_pretrained",
+)
+def test_a_model_with_new_names_is_converted_by_its_library(store: Store, tmp_path: Path, messages: Messages) -> None:
+    hub: Any = pytest.importorskip("transformers", reason="needs casckpt[transformers]")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = hub.NomicBertConfig(**sizes, vocab_size=32)
+    save_model_and_optim_state(store, hub.NomicBertModel(config), run="a", step=1)
+    found = store.export("a@1", tmp_path / "new")
+    messages.text(found.notes[0]).says("load the checkpoint into a new model and call its save_pretrained")
+    other = hub.NomicBertModel(config)
+    load_model_and_optim_state(store, "a@1", other)
+    other.save_pretrained(tmp_path / "old")
+    assert "encoder.layers.0.attn.Wqkv.weight" in names_in(tmp_path / "old" / "model.safetensors")
+
+
+@follows(
+    "frontends/views/view_file.py:read_hub_names", "export with --strip-prefix or --rename, which do not use the file"
+)
+@pytest.mark.parametrize("way", [["--strip-prefix", "model"], ["--rename", "w=v"]])
+def test_an_export_can_ignore_names_that_are_not_valid(
+    store: Store, tmp_path: Path, messages: Messages, run: Run, way: list[str]
+) -> None:
+    store.save({"model": {"w": torch.ones(2)}}, run="a", step=1, attachments={HUB_FILE: b'{"views": {"../x": {}}}'})
+    advice = messages.text(run("export", store.url, "a@1", tmp_path / "out", status=1).output)
+    advice.says(way[0])
+    run("export", store.url, "a@1", tmp_path / "out", *way)
+    assert names_in(tmp_path / "out" / "model.safetensors") == {"v" if way[0] == "--rename" else "w"}

@@ -33,6 +33,17 @@ def llama(seed: int = 3, *, tied: bool = True) -> Any:
     return _random(LlamaForCausalLM(config).bfloat16(), seed)
 
 
+def mixtral(seed: int = 3) -> Any:
+    """A two-layer Mixtral with three experts, which Transformers fuses."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        num_hidden_layers=2, hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=32, num_local_experts=3,
+    )  # fmt: skip
+    return _random(MixtralForCausalLM(config), seed)
+
+
 def _random(model: Any, seed: int) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

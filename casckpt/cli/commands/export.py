@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from casckpt.store.exports import ExportOptions
 
 _MOST = 8
+_CONFIGS = frozenset(("config.json", "adapter_config.json"))
 _NO_MODEL = {
     "safetensors": "these are not the model's own names; use --format hf for a folder that from_pretrained can load",
     "hf": "this is only part of a model: from_pretrained would initialize the rest randomly",
@@ -101,9 +102,10 @@ def _text(result: dict[str, Any], *, is_file: bool, wanted: bool) -> None:
         say(f"omitted: {printable(', '.join(shortened(list(summed(result['left_out'])), _MOST)))}")
     if result["skipped"]:
         say(f"files omitted: {printable(', '.join(shortened(result['skipped'], _MOST)))}")
+    say_all(f"note: {printable(note)}" for note in result["notes"])
     if wanted and "config.json" in result["skipped"] and result["format"] in _NO_MODEL:
         say(_NO_MODEL[result["format"]])
-    elif result["format"] == "hf" and "config.json" not in result["attachments"] and not is_file:
+    elif result["format"] == "hf" and _CONFIGS.isdisjoint(result["attachments"]) and not is_file:
         say("the folder has no config.json, which from_pretrained needs: copy the model's config.json into it")
 
 
@@ -143,7 +145,7 @@ def serve(
         from casckpt.frontends.serve.app import app_of
         from casckpt.frontends.serve.hub import Hub
         from casckpt.frontends.serve.server import endpoint_of, listen, server_of
-        from casckpt.frontends.serve.view_file import read_rules
+        from casckpt.frontends.views.view_file import read_rules
     except ModuleNotFoundError as error:
         raise Unsupported(f"serve needs {error.name}, which is not installed: pip install 'casckpt[serve]'") from error
 

@@ -14,7 +14,7 @@ from casckpt.errors import InvalidInput
 from casckpt.frontends.interchange.new_files import file_attachments
 from casckpt.frontends.interchange.safetensors.exporting import export_safetensors
 from casckpt.frontends.interchange.safetensors.files import SUFFIX
-from casckpt.frontends.interchange.safetensors.planned import CONFIG
+from casckpt.frontends.interchange.safetensors.planned import is_model
 from casckpt.frontends.interchange.torch_files import export_torch
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.store.exports import Exported, FileOptions, Format
@@ -53,8 +53,8 @@ def export(
     ``from_pretrained``. "safetensors" writes all tensors under their keys. "dcp" writes the whole checkpoint for
     `torch.distributed.checkpoint`. "torch" writes the whole checkpoint to one file for plain `torch.load`. If None,
     the suffix of ``path`` determines the format (.safetensors; .pt, .pth or .bin for "torch"). Without such a suffix,
-    the format is "hf" if config.json is an attachment, otherwise "safetensors". "hf" and "safetensors" create a
-    folder, or one file if ``path`` ends in .safetensors.
+    the format is "hf" if the config of a model is attached or the model has adapters, otherwise "safetensors". "hf"
+    and "safetensors" create a folder, or one file if ``path`` ends in .safetensors.
 
     ``keys``: export only tensors whose key matches one of these fnmatch patterns. ``strip_prefix``: export only
     tensors below this prefix, and remove it from their names. ``rename``: how to map names to new names. It is a
@@ -75,7 +75,7 @@ def export(
             f"use a folder, or choose one of {', '.join(FORMATS)} with format= (--format)"
         )
     checkpoint = opened.get(ref)
-    chosen = format or _by_suffix(path) or ("hf" if CONFIG in opened.attachments(checkpoint) else "safetensors")
+    chosen = format or _by_suffix(path) or ("hf" if is_model(opened.attachments(checkpoint)) else "safetensors")
     if chosen not in FORMATS:
         raise InvalidInput(f"format={chosen!r} is not a known format; choose one of {', '.join(FORMATS)}")
     _check_suffix(chosen, path)

@@ -17,6 +17,7 @@ from typing import BinaryIO, Final
 from casckpt.base.text import is_url, local_path
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
+from casckpt.frontends.training_state.hub_config import HUB_FILE
 from casckpt.store.store import Store
 
 HEADS: Final = "casckpt.heads/"
@@ -219,7 +220,7 @@ def torch_saves() -> Iterator[None]:
 
 def file_attachments(store: Store, checkpoint: Checkpoint) -> list[str]:
     """Return the names of the attachments that are files of an export."""
-    return [name for name in store.attachments(checkpoint) if not name.startswith(HEADS)]
+    return [name for name in store.attachments(checkpoint) if not name.startswith(HEADS) and name != HUB_FILE]
 
 
 def write_attached(store: Store, checkpoint: Checkpoint, files: Mapping[str, str], folder: Path) -> None:

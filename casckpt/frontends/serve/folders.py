@@ -24,9 +24,9 @@ from casckpt.format.manifest import Manifest
 from casckpt.format.sections.index import StoredObject
 from casckpt.frontends.interchange.safetensors.layout import FileLayout
 from casckpt.frontends.interchange.safetensors.planned import FolderPlan
-from casckpt.frontends.serve.view_file import VIEW_FILE, read_rules
 from casckpt.frontends.views.recut import ViewTensor
 from casckpt.frontends.views.view import Rules
+from casckpt.frontends.views.view_file import VIEW_FILE, read_rules
 from casckpt.loading.regions import EntrySlice
 from casckpt.store.store import Store
 

@@ -32,7 +32,7 @@ from casckpt.frontends.training_state.contents import (
     TrainModel,
     state_to_save,
 )
-from casckpt.frontends.training_state.hub_config import with_config
+from casckpt.frontends.training_state.hub_config import with_hub_files
 from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
 from casckpt.frontends.training_state.stored import MODEL
 from casckpt.frontends.training_state.train_state import restore_rng, rng_state
@@ -435,7 +435,7 @@ class Checkpointer(RunCheckpoints):
             "metrics": given.get("metrics"),
             "healthy": given.get("healthy"),
             "overwrite": self.config.overwrite if overwrite is None else overwrite,
-            "attachments": with_config(model, given.get("attachments"), self._files),
+            "attachments": with_hub_files(model, given.get("attachments"), self._files),
             "frozen": self.config.frozen,
             "compress": self.config.compress,
             "health": self.config.health,

@@ -127,11 +127,27 @@ def _fsdp_modules(model: nn.Module) -> list[Any]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the whole parameters that fully_shard keeps after a forward pass. The ranks do not communicate."""
+    """Restore the sharded parameters that a forward pass has replaced, in fully_shard and Megatron-FSDP.
+
+    The ranks do not communicate.
+    """
     home = sys.modules.get("torch.distributed.fsdp")
     for module in model.modules():
         if home is not None and isinstance(module, home.FSDPModule):
             module.reshard()
+    for module in _megatron_modules(model):
+        module._replace_param_with_distributed_if_needed()
+
+
+def _megatron_modules(model: nn.Module) -> list[Any]:
+    return [one for one in model.modules() if hasattr(one, "_replace_param_with_distributed_if_needed")]
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """Let the next forward pass of Megatron-FSDP gather the parameters again, because a load has changed them."""
+    for module in _megatron_modules(model):
+        if module.data_parallel_sharding_strategy != "no_shard":
+            module.synchronize_param_gather()
 
 
 def let_go(model: nn.Module) -> None:

@@ -47,8 +47,13 @@ class Holding:
 
     @property
     def is_nothing(self) -> bool:
-        """Whether this rank has no elements of the parameter, and therefore neither gradient nor optimizer state."""
-        return self.part is not None and self.part.lo == self.part.hi
+        """Whether this rank has no elements of the parameter, and therefore neither gradient nor optimizer state.
+
+        FSDP2 does create a gradient and optimizer state in that case, but FSDP and Megatron-FSDP do not.
+        """
+        if self.part is not None:
+            return self.part.lo == self.part.hi
+        return hasattr(self.parameter, "_megatron_fsdp_model") and local_of(self.parameter).numel() == 0
 
     # saving
 

@@ -25,7 +25,9 @@ from casckpt.format.tree import Element, Node, Wrapper, children
 from casckpt.frontends.training_state.flat import flat_parts
 from casckpt.frontends.training_state.groups import Match, check, check_unused, match
 from casckpt.frontends.training_state.holding import Holding, apart, unwrapped
+from casckpt.frontends.training_state.hub_names import is_transformers, split_template
 from casckpt.frontends.training_state.model import ModelTemplate, is_extra_state
+from casckpt.frontends.training_state.names import unwrapped_model
 from casckpt.frontends.training_state.optimizer import StateKind, install, local_optimizer, named_groups, tensors_below
 from casckpt.frontends.training_state.stored import (
     MODEL,
@@ -165,7 +167,9 @@ class TrainingStateLoad:
             self._module = make()
             self._model = ModelTemplate(self._module, strict=self._strict)
             only_nested = self.at != MODEL or self._stored.is_nested
-            mine = [self._fit(bare=bare) for bare in ((False,) if only_nested else (False, True))]
+            readings = (False,) if only_nested else (False, True)
+            self._split(readings)
+            mine = [self._fit(bare=bare) for bare in readings]
             return mine, [fit.is_full for fit in mine]
 
         def settled(_: list[Fit], found: Sequence[list[bool]]) -> Sequence[bool | None]:
@@ -187,6 +191,16 @@ class TrainingStateLoad:
         self._saved_start = self._start_there()
         if self._keeps.get("leave_resized"):
             self.ignored += tuple(glob.escape(key) for key in fits[self._bare].misfits)
+
+    def _split(self, readings: Sequence[bool]) -> None:
+        """Replace the fused tensors of a Transformers model by their parts, if the checkpoint has the parts."""
+        inner, tensors = unwrapped_model(self._module), self._stored.contents.tensors
+
+        def is_saved(name: str) -> bool:
+            return any(self._where(name, bare=bare) in tensors for bare in readings)
+
+        if is_transformers(inner):
+            self._model.values = split_template(inner, self._model.values, is_saved)
 
     def _fit(self, *, bare: bool) -> Fit:
         """Return the fit of this rank's tensors.

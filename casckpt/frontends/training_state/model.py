@@ -14,7 +14,7 @@ from torch import nn
 
 from casckpt.base.text import listed
 from casckpt.errors import InvalidInput
-from casckpt.frontends.training_state.flat import flat_parts, full_dtypes, let_go, without_fsdp_hooks
+from casckpt.frontends.training_state.flat import drop_gathered, flat_parts, full_dtypes, let_go, without_fsdp_hooks
 from casckpt.frontends.training_state.names import plain_name
 from casckpt.frontends.training_state.parts import Parts
 from casckpt.loading.fit import PACKED
@@ -169,6 +169,7 @@ class ModelTemplate:
         by_name = {name: self._raw[key] for key, name in self._names.items()}
         self.passed_by = passed_by(model, by_name, strict=strict)
         self.values: dict[str, Any] = {name: self._place(name, self._raw[key]) for key, name in self._names.items()}
+        self._placed = dict(self.values)
 
     def _place(self, name: str, value: Any) -> Any:
         part = self._parts.get(id(value))
@@ -189,10 +190,11 @@ class ModelTemplate:
         for key, name in self._names.items():
             if name in missing or name in filled:
                 del self._raw[key]
-            elif not isinstance(self.values[name], Shard):
-                self._raw[key] = self.values[name]
+            elif not isinstance(value := self.values.get(name, self._placed[name]), Shard):
+                self._raw[key] = value  # a tensor that was filled in parts is not among the values
         with without_fsdp_hooks(self._model), torch.inference_mode() if self._is_of_inference() else nullcontext():
             self._model.load_state_dict(self._raw, strict=strict and not missing and not filled)
+        drop_gathered(self._model)
 
     def _is_of_inference(self) -> bool:
         """Return whether any tensor was created in inference mode. Outside that mode, torch cannot copy onto it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from casckpt.errors import InvalidInput
@@ -30,6 +32,13 @@ def wrapped_child(module: nn.Module) -> str | None:
         if child is not None:
             return child
     return None
+
+
+def unwrapped_model(model: Any) -> Any:
+    """Return the model inside wrappers. Return any other value unchanged."""
+    while isinstance(model, nn.Module) and (child := wrapped_child(model)) is not None:
+        model = model._modules.get(child)
+    return model
 
 
 def plain_name(model: nn.Module, name: str) -> str:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, Mismatch
-from casckpt.frontends.training_state.hub_config import with_config
+from casckpt.frontends.training_state.hub_config import with_hub_files
 from casckpt.frontends.training_state.loading import Keeps, TrainingStateLoad, normal_tensors
 from casckpt.frontends.training_state.model import model_to_save
 from casckpt.frontends.training_state.names import parameter_names
@@ -54,7 +54,7 @@ def save_objects(ranks: Ranks, state: Any, options: SaveOptions) -> tuple[dict[s
         return objects.made()
 
     made = make_state(ranks, make, keys)
-    return made, replace(options, attachments=with_config(whole[0], options.attachments))
+    return made, replace(options, attachments=with_hub_files(whole[0], options.attachments))
 
 
 def is_optimizer(value: Any) -> bool:

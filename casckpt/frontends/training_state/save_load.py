@@ -8,7 +8,7 @@ from typing import Any, Unpack
 from casckpt.base.names import check_keywords
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.frontends.training_state.hub_config import with_config
+from casckpt.frontends.training_state.hub_config import with_hub_files
 from casckpt.frontends.training_state.loading import TrainingStateLoad, normal_tensors
 from casckpt.frontends.training_state.model import model_to_save
 from casckpt.frontends.training_state.optimizer import states_to_save
@@ -57,7 +57,7 @@ def save_model_and_optim_state(
         return state_of(model, optim)
 
     state = make_state(ranks, make)
-    options["attachments"] = with_config(model, options.get("attachments"))
+    options["attachments"] = with_hub_files(model, options.get("attachments"))
     return opened().save(state, run=run, step=step, **options)
 
 

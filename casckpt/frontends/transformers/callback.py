@@ -34,6 +34,7 @@ from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig
 from casckpt.frontends.trainer.run_checkpoints import warn_of_similar
 from casckpt.frontends.trainer.settings import TrainerArguments
 from casckpt.frontends.training_state import unshard_optim_state
+from casckpt.frontends.training_state.hub_config import ADAPTER_STEM, HUB_FILE, hub_names
 from casckpt.frontends.training_state.optimizer import state_to_save
 from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.ranks.ranks import this_rank
@@ -122,7 +123,7 @@ class CasCheckpointCallback(TrainerCallback):
         step, metadata = state.global_step, {"epoch": state.epoch}
         best = self._tag is not None and getattr(state, "best_global_step", None) == step
         save = self.checkpointer.save_async if self._async and not best else self.checkpointer.save
-        save(step, contents, attachments=contents.attachments, metadata=metadata, metrics=_metrics(state, step))
+        save(step, contents, attachments=contents.attachments, metadata=metadata, metrics=logged_metrics(state, step))
         if best and self._tag is not None and this_rank() == 0:
             self._set_tag(self._tag, f"{self.config.run}@{step}")
 
@@ -141,7 +142,7 @@ class CasCheckpointCallback(TrainerCallback):
         self.checkpointer.close()
 
 
-def _metrics(state: Any, step: int, first: str | None = None) -> dict[str, float]:
+def logged_metrics(state: Any, step: int, first: str | None = None) -> dict[str, float]:
     """Return the numbers that were logged at a step: ``first``, then evaluation results, then all others."""
     logged = [one for one in getattr(state, "log_history", None) or () if one.get("step") == step]
     numbers = {str(name): value for one in logged for name, value in one.items() if type(value) in (int, float)}
@@ -165,13 +166,13 @@ class _Folder:
         rank = this_rank()
         if self._folder is None:
             return self._optimizer_state() if rank == 0 else {}
-        rng = {name: path.read_bytes() for name, path in _files(self._folder) if _is_of(name, rank)}
+        rng = {name: path.read_bytes() for name, path in files_below(self._folder) if _is_of(name, rank)}
         if rank != 0:
             return {HOME: {"rng": rng}}
-        self.attachments |= _attachments(self._folder)
+        self.attachments |= _attachments(self._folder) | _adapter_names(self._folder)
         _refuse_foreign(self._folder)
         state: dict[str, Any] = {"model": {}, HOME: {"rng": rng, "files": {}, "tensors": {}}}
-        for name, path in [one for one in _files(self._folder) if one[0].endswith(_SAFETENSORS)]:
+        for name, path in [one for one in files_below(self._folder) if one[0].endswith(_SAFETENSORS)]:
             maps = Maps(None)
             said = maps.add_all([path])
             state[HOME]["files"][name] = {"names": list(maps.state), "metadata": said}
@@ -224,13 +225,13 @@ def restore_checkpoint(
         target /= f"checkpoint-{stored.commit.step}"
     force = force or _is_its_folder(opened, stored.checkpoint, target)
     with new_folder(target, force=force, stale=lambda name: True, last=[STATE]) as folder:
-        for name in opened.attachments(stored.checkpoint):
-            _within(folder, name).write_bytes(opened.read_attachment(stored.checkpoint, name))
+        for name in opened.attachments(stored.checkpoint).keys() - {HUB_FILE}:
+            path_within(folder, name).write_bytes(opened.read_attachment(stored.checkpoint, name))
         for name, data in about.get("rng", {}).items():
-            _within(folder, name).write_bytes(data)
+            path_within(folder, name).write_bytes(data)
         for name, file in about["files"].items():
             tensors = _read(opened, stored, name, file["names"])
-            save_file(tensors, _within(folder, name), metadata=dict(file["metadata"]) or None)
+            save_file(tensors, path_within(folder, name), metadata=dict(file["metadata"]) or None)
         if stored.has_optimizer():
             torch.save(unshard_optim_state(opened, stored.checkpoint, allow_pickle=allow_pickle), folder / OPTIMIZER)
     return str(target)
@@ -252,7 +253,8 @@ def _read(store: Store, stored: StoredTraining, name: str, names: list[str]) -> 
     return tensors
 
 
-def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+def files_below(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the files of a folder and its subfolders, in order, with their relative paths."""
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             yield path.relative_to(folder).as_posix(), path
@@ -275,7 +277,7 @@ def _attachments(folder: Path) -> dict[str, bytes]:
             "search?)"
         )
     attachments = {}
-    for name, path in _files(folder):
+    for name, path in files_below(folder):
         if name.endswith(_SAFETENSORS) or name == OPTIMIZER or RNG.fullmatch(name):
             continue
         if path.stat().st_size > _MAX_FILE:
@@ -284,6 +286,13 @@ def _attachments(folder: Path) -> dict[str, bytes]:
             )
         attachments[name] = path.read_bytes()
     return attachments
+
+
+def _adapter_names(folder: Path) -> dict[str, bytes]:
+    """Return the attachment that lets the folder's adapters be exported under the names of their files."""
+    stems = [name.removesuffix(_SAFETENSORS) for name, _ in files_below(folder) if name.endswith(_SAFETENSORS)]
+    adapters = [stem for stem in stems if stem.rpartition("/")[2] == ADAPTER_STEM]
+    return hub_names({stem: {"strip_prefix": f"{HOME}.tensors.{stem}{_SAFETENSORS}"} for stem in adapters})
 
 
 def _refuse_foreign(folder: Path) -> None:
@@ -295,7 +304,8 @@ def _refuse_foreign(folder: Path) -> None:
             )
 
 
-def _within(folder: Path, name: str) -> Path:
+def path_within(folder: Path, name: str) -> Path:
+    """Return the path of an attachment in ``folder``, and create its parent folder."""
     path = folder / check_attachment_name(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path

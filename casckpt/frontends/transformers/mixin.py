@@ -30,17 +30,25 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from casckpt.base.lazy import cached_property
-from casckpt.base.names import LATEST, MAX_METRICS
+from casckpt.base.names import LATEST, MAX_METRICS, check_keywords
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.errors import InvalidInput, Mismatch, Unsupported
+from casckpt.errors import InvalidInput, Mismatch, NotFound, Unsupported
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, SaveOnSignal
 from casckpt.frontends.trainer.run_checkpoints import newest, warn_of_similar
 from casckpt.frontends.trainer.settings import TrainerArguments
+from casckpt.frontends.training_state.hub_config import hub_files
 from casckpt.frontends.training_state.train_state import RNG, TrainState, restore_rng
-from casckpt.frontends.transformers.callback import STATE, WHEN, CasCheckpointCallback, _files, _metrics, _within
+from casckpt.frontends.transformers.callback import (
+    STATE,
+    WHEN,
+    CasCheckpointCallback,
+    files_below,
+    logged_metrics,
+    path_within,
+)
 from casckpt.ranks.agreement import check_same
-from casckpt.ranks.ranks import everyone, open_ranks
+from casckpt.ranks.ranks import everyone, on_each, open_ranks
 from casckpt.store.types import Commit
 
 log = logging.getLogger(__name__)
@@ -94,6 +102,7 @@ class CasTrainerMixin(Trainer):
         absent = [name for name in _USED if not hasattr(Trainer, name)]
         if absent:
             raise Unsupported(f"this version of Transformers has no Trainer.{absent[0]}: upgrade Transformers")
+        check_keywords("CheckpointerConfig", settings or {}, TrainerArguments)
         self._store, self._run, self._is_async = as_store(store), run, async_save
         self._signals, self._signal_every = tuple(signals), signal_every
         self._settings, self._signal = settings or {}, 0
@@ -106,6 +115,16 @@ class CasTrainerMixin(Trainer):
                 arguments.save_only_model = save_only_model
         self._check_arguments()
         self.add_callback(_Watch(self))
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise InvalidInput for a class whose other bases would not get the arguments of the mixin."""
+        super().__init_subclass__(**kwargs)
+        for base in cls.__mro__[: cls.__mro__.index(CasTrainerMixin)]:
+            if issubclass(base, Trainer) and not issubclass(base, CasTrainerMixin):
+                raise InvalidInput(
+                    f"CasTrainerMixin must come before {base.__name__}: write class {cls.__name__}(CasTrainerMixin, "
+                    f"{base.__name__})"
+                )
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make `Trainer` accept a model that is sharded when loaded, although it cannot save that model's optimizer."""
@@ -127,7 +146,7 @@ class CasTrainerMixin(Trainer):
         }
         for what in (name for name, is_used in engines.items() if is_used):
             raise Unsupported(f"a CasTrainerMixin does not work with {what}; leave it out")
-        self._config  # noqa: B018 - raises InvalidInput
+        SaveOnSignal(self.checkpointer, self._signals, every=self._signal_every)  # raises InvalidInput, as for settings
 
     @cached_property
     def _config(self) -> CheckpointerConfig:
@@ -167,25 +186,32 @@ class CasTrainerMixin(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save a checkpoint. Every rank makes the call. After a signal, save in the foreground and exit."""
         try:
-            super()._save_checkpoint(model, trial)
-            self._save_step(self.state.global_step)
+            # if one rank cannot write its files, all ranks raise its error
+            files, attachments = on_each(open_ranks(), lambda: self._write_files(model, trial))
+            self._save_step(self.state.global_step, files, attachments)
         finally:
             shutil.rmtree(self._get_output_dir(trial), ignore_errors=True)
         if self._signal:
             raise SystemExit(128 + self._signal)
 
-    def _save_step(self, step: int) -> None:
-        state, files = self.state, dict[str, bytes]()
-        metrics = _metrics(state, step, first=_metric_name(self.args.metric_for_best_model))
+    def _write_files(self, model: Any, trial: Any) -> tuple[list[str], dict[str, bytes]]:
+        """Let the trainer write its small files. Return their names, and all attachments, on rank 0."""
+        super()._save_checkpoint(model, trial)
+        state, step = self.state, self.state.global_step
         if state.best_global_step == step:
             state.best_model_checkpoint = f"{self._run}@{step}"
+        if not self.args.should_save:
+            return [], {}
+        folder = Path(self._get_output_dir(trial), f"checkpoint-{step}")
+        state.save_to_json(str(folder / STATE))
+        files = {name: path.read_bytes() for name, path in files_below(folder)}
+        return sorted(files), self._processor_files | files
+
+    def _save_step(self, step: int, files: Sequence[str], attachments: Mapping[str, bytes]) -> None:
+        metrics = logged_metrics(self.state, step, first=_metric_name(self.args.metric_for_best_model))
+        if self.state.best_global_step == step:
             metrics = dict([(_NEW_BEST, float(step)), *metrics.items()][:MAX_METRICS])
-        if self.args.should_save:
-            folder = Path(self._get_output_dir(None), f"checkpoint-{step}")
-            state.save_to_json(str(folder / STATE))
-            files = {name: path.read_bytes() for name, path in _files(folder)}
-        metadata = {"epoch": state.epoch, _FILES: sorted(files), _BATCH: self._batch}
-        attachments = self._model_files() | files
+        metadata = {"epoch": self.state.epoch, _FILES: files, _BATCH: self._batch}
         save = self.checkpointer.save if self._signal or not self._is_async else self.checkpointer.save_async
         save(
             step, self.model, self._optim(), self._train_state(), attachments=attachments, metadata=metadata,
@@ -208,14 +234,10 @@ class CasTrainerMixin(Trainer):
         parts = {"scheduler": self.lr_scheduler, "scaler": getattr(self.accelerator, "scaler", None)}
         return TrainState(rng=True, **{name: part for name, part in parts.items() if part is not None})
 
-    def _model_files(self) -> dict[str, bytes]:
-        """Return the files of the tokenizer or processor, on rank 0."""
-        folder = self._scratch / "model"
-        if not self.args.should_save or self.processing_class is None:
-            return {}
-        if not folder.is_dir():
-            self.processing_class.save_pretrained(str(folder))
-        return {name: path.read_bytes() for name, path in _files(folder)}
+    @cached_property
+    def _processor_files(self) -> dict[str, bytes]:
+        """The files of the tokenizer or processor."""
+        return hub_files(None, self.processing_class)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model into a folder, as `Trainer` does. A checkpoint does not contain these files."""
@@ -264,7 +286,7 @@ class CasTrainerMixin(Trainer):
         self._resumed = None
         if given is None or given is False:
             return None
-        if given is not True and Path(given).is_dir():
+        if given is not True and given and Path(given).is_dir():
             return str(given)
         ranks, wanted = open_ranks(), f"{self._run}@{LATEST}" if given is True else str(given)
 
@@ -280,7 +302,7 @@ class CasTrainerMixin(Trainer):
         folder = self._scratch / "resuming" / f"checkpoint-{commit.step}"
         shutil.rmtree(folder.parent, ignore_errors=True)
         for name, data in files.items():
-            _within(folder, name).write_bytes(data)
+            path_within(folder, name).write_bytes(data)
         state = json.loads(files[STATE])
         best = state.pop("best_model_checkpoint", None)  # Trainer would look for a folder
         (folder / STATE).write_text(json.dumps(state))
@@ -309,13 +331,6 @@ class CasTrainerMixin(Trainer):
                 f"{found.run}@{found.step} was not saved by a CasTrainerMixin. For a checkpoint of "
                 "CasCheckpointCallback, pass the folder that restore_checkpoint returns"
             )
-        saved = (found.metadata or {}).get(_BATCH)
-        if saved != self._batch:
-            log.warning(
-                "%s@%d was saved with %s examples in each step, but this run uses %d: the checkpoint's epoch "
-                "continues at the same step, so some examples are repeated or skipped", found.run, found.step, saved,
-                self._batch,
-            )  # fmt: skip
         return {name: self._store.read_attachment(found, name) for name in names}
 
     def _resumed_from(self, folder: str | None) -> _Resumed | None:
@@ -325,7 +340,21 @@ class CasTrainerMixin(Trainer):
         counts: tuple[int, int] = super()._init_training_state(*args, **kwargs)
         if self._resumed is not None:
             self.state.best_model_checkpoint = self._resumed.best
+            self._warn_of_batch(self._resumed.checkpoint)
         return counts
+
+    def _warn_of_batch(self, checkpoint: Checkpoint) -> None:
+        """Log a warning if this run uses a different number of examples in each step.
+
+        `Trainer` may have chosen the number itself (``auto_find_batch_size``).
+        """
+        saved = (checkpoint.metadata or {}).get(_BATCH) if self.args.should_save else self._batch
+        if saved != self._batch:
+            log.warning(
+                "%s@%d was saved with %s examples in each step, but this run uses %d: the checkpoint's epoch "
+                "continues at the same step, so some examples are repeated or skipped", checkpoint.run, checkpoint.step,
+                saved, self._batch,
+            )  # fmt: skip
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """For a checkpoint in the store, load nothing: `_load_optimizer_and_scheduler` also loads the model."""
@@ -361,7 +390,10 @@ class CasTrainerMixin(Trainer):
             return
         self.checkpointer.wait()
         log.info("loading the best model, %s (score: %s)", best, self.state.best_metric)
-        self.checkpointer.load(best, self.model, load_optim_state=False, load_trainer_state=False)
+        try:
+            self.checkpointer.load(best, self.model, load_optim_state=False, load_trainer_state=False)
+        except NotFound as error:
+            log.warning("the model of the last step is left unchanged, because the best one is gone: %s", error)
 
     # inside a step
 

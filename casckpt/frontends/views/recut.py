@@ -1,23 +1,29 @@
-"""Splits and concatenates tensors of a view along their first dimension, without moving data."""
+"""Splits and concatenates tensors of a view, without moving data."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from math import prod
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from casckpt.errors import InvalidInput
-from casckpt.format.regions import Shape
+from casckpt.format.regions import Shape, strides
 from casckpt.format.sections.index import Entry
 from casckpt.loading.arguments import FullMatch, compiled, expanded, first_match
 from casckpt.loading.regions import EntrySlice
 
-Split: TypeAlias = Mapping[str, Sequence[str] | Mapping[str, int]]
-"""Maps a regular expression for a whole name to the names of equal parts, or to the names and shares of the parts."""
+Index: TypeAlias = Sequence[int | Sequence[int]]
+"""An index of a tensor: for each of its first dimensions, a number, or the first and the last index plus 1."""
+Parts: TypeAlias = Sequence[str] | Mapping[str, int] | Mapping[str, Index]
+"""The names of equal parts; the names and shares of the parts; or the names and indices of the parts."""
+Split: TypeAlias = Mapping[str, Parts]
+"""Maps a regular expression for a whole name to the parts. Equal parts and shares are rows."""
 Concat: TypeAlias = Mapping[str, Sequence[str]]
 """Maps a regular expression for the first part's name to the name of the whole and the names of the other parts."""
+
+_MOST_RUNS = 100_000  # of consecutive elements in one part
 
 
 class ViewTensor(NamedTuple):
@@ -55,17 +61,20 @@ def recut(
     return list(_concatenated(parts, concat, fullmatch))
 
 
-def _split(
-    tensor: ViewTensor, rule: tuple[re.Match[str], Sequence[str] | Mapping[str, int]] | None
-) -> Iterator[ViewTensor]:
+def _split(tensor: ViewTensor, rule: tuple[re.Match[str], Parts] | None) -> Iterator[ViewTensor]:
     if rule is None:
         yield tensor
         return
     match, names = rule
-    counts = names.items() if isinstance(names, Mapping) else [(name, 1) for name in names]
-    shares = [(expanded(match, name), share) for name, share in counts]
-    shape = tensor.entry.shape
-    total = sum(share for _, share in shares)
+    parts = names.items() if isinstance(names, Mapping) else [(name, 1) for name in names]
+    named: list[tuple[str, Any]] = [(expanded(match, name), part) for name, part in parts]
+    is_indexed = any(not isinstance(part, int) for _, part in named)
+    yield from _indexed(tensor, named) if is_indexed else _rows(tensor, named)
+
+
+def _rows(tensor: ViewTensor, shares: Sequence[tuple[str, int]]) -> Iterator[ViewTensor]:
+    """Yield parts of a tensor along its first dimension."""
+    shape, total = tensor.entry.shape, sum(share for _, share in shares)
     if not shape or not shares or min(share for _, share in shares) < 1 or shape[0] % total:
         raise InvalidInput(
             f"{tensor.name!r} of shape {shape} cannot be split by rows into {total} equal shares", key=tensor.name
@@ -74,6 +83,39 @@ def _split(
     for (name, share), (lo, hi) in zip(shares, pairwise(accumulate((n for _, n in shares), initial=0)), strict=True):
         rows = (shape[0] // total * share, *shape[1:])
         yield _made(name, rows, list(_within(tensor.sources, lo * unit, hi * unit)))
+
+
+def _indexed(tensor: ViewTensor, indices: Sequence[tuple[str, Index]]) -> Iterator[ViewTensor]:
+    """Yield parts of a tensor by their indices."""
+    shape, left = tensor.entry.shape, tensor.entry.numel
+    for name, index in indices:
+        ranges = [(one, one + 1) if isinstance(one, int) else (one[0], one[-1]) for one in index]
+        ranges += [(0, extent) for extent in shape[len(index) :]]
+        is_inside = len(index) <= len(shape) and all(lo < hi <= n for (lo, hi), n in zip(ranges, shape, strict=True))
+        runs = list(_runs(ranges, shape)) if is_inside else []
+        left -= sum(hi - lo for lo, hi in runs)
+        if not runs or left < 0:
+            raise InvalidInput(
+                f"{tensor.name!r} of shape {shape} has no part {list(index)!r:.80} for {name!r}, or its parts have "
+                "more elements than the tensor",
+                key=tensor.name,
+            )
+        part = [hi - lo for lo, hi in ranges]
+        for dim in reversed([dim for dim, one in enumerate(index) if isinstance(one, int)]):
+            del part[dim]
+        yield _made(name, tuple(part), [source for run in runs for source in _within(tensor.sources, *run)])
+
+
+def _runs(ranges: Sequence[tuple[int, int]], shape: Shape) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of consecutive elements in a box. Yield nothing if there are too many."""
+    last = max((dim for dim, one in enumerate(ranges) if one != (0, shape[dim])), default=-1)
+    outer, steps = ranges[: max(last, 0)], strides(shape)
+    if prod(hi - lo for lo, hi in outer) > _MOST_RUNS:
+        return
+    lo, hi = (ranges[last][0] * steps[last], ranges[last][1] * steps[last]) if last >= 0 else (0, prod(shape))
+    for place in product(*(range(*one) for one in outer)):
+        start = sum(one * step for one, step in zip(place, steps, strict=False))
+        yield start + lo, start + hi
 
 
 def _within(sources: Iterable[EntrySlice], lo: int, hi: int) -> Iterator[EntrySlice]:

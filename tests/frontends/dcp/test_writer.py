@@ -13,13 +13,16 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import async_save
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import casckpt
 from casckpt.errors import InvalidInput
 from casckpt.frontends.dcp import StorageReader, StorageWriter
 from tests.support.cut import cut
 from tests.support.dcp import failed, forget_plans, load, save
+from tests.support.parallel import sharded
 from tests.support.together import line, numbers
 
 try:
@@ -202,3 +205,45 @@ def test_a_repeated_save_writes_only_changed_cells(store: Store) -> None:
     assert head.nbytes <= store.get("default@2").stats.bytes_written <= 1.02 * head.nbytes
     save(big | {"head": head + 2}, StorageWriter(store, step=3, frozen=["backbone.*"]))
     assert store.get("default@3").stats.bytes_written <= 1.02 * head.nbytes
+
+
+# FSDP2 over tensor parallelism, with sizes that do not divide
+
+
+def strided(rows: int) -> tuple[torch.Tensor, DTensor]:
+    """Return a weight, and its part on this rank: ranks hold different numbers of rows."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, rows, bias=False))
+    whole = model.get_parameter("0.weight").detach().clone()
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
+    part = sharded(model, mesh=mesh["data"]).get_parameter("0.weight").data
+    assert isinstance(part, DTensor)
+    return whole, part
+
+
+def uneven(rank: int, size: int, path: Path, rows: int, *, saves: bool) -> None:
+    whole, part = strided(rows)
+    if saves:
+        save({"w": part}, StorageWriter(path, run="a", step=1))
+        return
+    before = part.to_local().clone()
+    part.to_local().zero_()
+    load({"w": part}, StorageReader(path, "a@1"))
+    assert torch.equal(part.to_local(), before)
+    assert torch.equal(part.full_tensor(), whole)
+
+
+@pytest.mark.parametrize("rows", [5, 7, 10])
+def test_uneven_strided_shards_are_saved(store_path: Path, ranks: Pool, rows: int) -> None:
+    ranks.run(4, uneven, store_path, rows, saves=True)
+    torch.manual_seed(0)
+    assert torch.equal(casckpt.open(store_path).read("a@1")["w"], torch.nn.Linear(3, rows, bias=False).weight)
+
+
+@pytest.mark.parametrize("rows", [5, 7, 10])
+def test_uneven_strided_shards_are_loaded(store_path: Path, ranks: Pool, rows: int) -> None:
+    torch.manual_seed(0)
+    whole = torch.nn.Linear(3, rows, bias=False).weight.detach()
+    save({"w": whole}, StorageWriter(store_path, run="a", step=1))
+    ranks.run(4, uneven, store_path, rows, saves=False)

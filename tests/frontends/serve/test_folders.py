@@ -21,9 +21,9 @@ from casckpt.format.sections.index import Entry
 from casckpt.frontends.interchange.safetensors.layout import FileLayout
 from casckpt.frontends.serve.folders import FileMap, FileSpan, ServedFolder, ServedFolders, Unsatisfiable, parse_range
 from casckpt.frontends.serve.sending import WINDOW_BYTES, RangeReader
-from casckpt.frontends.serve.view_file import VIEW_FILE, read_rules
 from casckpt.frontends.views.recut import ViewTensor
 from casckpt.frontends.views.view import Rules
+from casckpt.frontends.views.view_file import VIEW_FILE, read_rules
 from casckpt.store.store import Store
 from tests.support.coded import code
 from tests.support.saves import CELL, blob_keys, cells, flip, small, small_folder, trained
@@ -194,6 +194,9 @@ VIEW = (
         (b'{"split": {"' + b"(" * 9999 + b'": ["a"]}}', "not a regular expression"),
         (b'{"split": {"a": 1}}', "split"),
         (b'{"split": {"a": {"b": "c"}}}', "split"),
+        (b'{"split": {"a": {"b": 1, "c": [0]}}}', "split"),
+        (b'{"split": {"a": {"b": [-1]}}}', "split"),
+        (b'{"split": {"a": {"b": [[0, 1, 2]]}}}', "split"),
         (b'{"concat": {"a": ["b", 1]}}', "concat"),
         (b'{"concat": {"a": []}}', "concat"),
     ],

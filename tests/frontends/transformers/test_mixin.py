@@ -10,7 +10,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ import casckpt
 from casckpt.errors import InvalidInput, Mismatch, NotFound, Unsupported
 from casckpt.frontends.transformers import CasCheckpointCallback, CasTrainerMixin
 from casckpt.store.store import Store
+from tests.frontends.test_accelerate import as_on_gpus
 from tests.frontends.transformers.test_callback import MODEL, Losses
 from tests.support.hub import check_loads, export
 from tests.support.saves import steps
@@ -419,6 +420,46 @@ def test_tensor_parallel_training_resumes_with_fsdp_and_on_one_rank(tmp_path: Pa
         later = ranks.run(size, sharded, tmp_path, "llama", most=8)[0]
         assert identical(later[2], resumed[1])
         resumed = later
+
+
+class OnGpus(MyTrainer):
+    """Stub: its Accelerator shards the model with FSDP2, which it does only on GPUs."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        as_on_gpus(self.accelerator, "LlamaDecoderLayer")
+        self.is_fsdp_enabled = True
+
+
+def sharded_by_accelerate(rank: int, size: int, folder: Path, *callbacks: Any) -> Any:
+    """Train a model that Accelerate shards. Return the losses and the weights at the start and at the end."""
+    with as_accelerate_hears(rank, size):
+        hub.logging.set_verbosity_error()
+        losses, before = Losses(), list[Any]()
+        training = trainer(
+            folder / "store", folder / f"out{rank}", losses, *callbacks, kind=OnGpus, save_total_limit=1, **BEST
+        )
+
+        class Begins(hub.TrainerCallback):  # type: ignore[misc] # transformers has no types
+            def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+                before.append(full(training.model))
+
+        training.add_callback(Begins())
+        with suppress(Crash):
+            training.train(resume_from_checkpoint=True)
+        assert all(isinstance(one, DTensor) for one in training.model.parameters())
+        return losses.found, before[0], full(training.model)
+
+
+def test_a_training_that_accelerate_shards_resumes(tmp_path: Path, ranks: Pool) -> None:
+    losses, _, end = ranks.run(2, sharded_by_accelerate, tmp_path / "whole")[0]
+    first, *_ = ranks.run(2, sharded_by_accelerate, tmp_path, Stops(5, crash))[0]
+    shutil.copytree(tmp_path / "store", tmp_path / "again" / "store")
+    second, begun, last = ranks.run(2, sharded_by_accelerate, tmp_path)[0]
+    assert sorted(second) == [5, 6]
+    assert first | second == losses
+    assert identical(last, end)
+    assert identical(ranks.run(3, sharded_by_accelerate, tmp_path / "again")[0][1], begun)
 
 
 def replicated(rank: int, size: int, folder: Path, stops: int | None) -> Any:

@@ -4,6 +4,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,3 +68,33 @@ def test_splitting_and_concatenating_restores_the_tensors(rows: list[int], width
     assert spans[0][0] == 0
     assert spans[-1][1] == one.entry.numel
     assert all(one[1] == other[0] for one, other in pairwise(spans))
+
+
+@given(
+    shape=st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple),
+    data=st.data(),
+)
+def test_an_index_selects_the_same_elements_as_in_numpy(shape: tuple[int, ...], data: st.DataObject) -> None:
+    index: list[Any] = []
+    for extent in shape[: data.draw(st.integers(0, len(shape)))]:
+        lo = data.draw(st.integers(0, extent - 1))
+        index.append(lo if data.draw(st.booleans()) else [lo, data.draw(st.integers(lo + 1, extent))])
+    whole = np.arange(prod(shape)).reshape(shape)
+    expected = whole[tuple(one if isinstance(one, int) else slice(*one) for one in index)]
+    (part,) = recut([tensor("x", *shape)], {"x": {"p": index}}, {})
+    assert part.entry.shape == expected.shape
+    assert [at for source in part.sources for at in range(source.lo, source.hi)] == list(expected.ravel())
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [{"a": [4]}, {"a": [[0, 5]]}, {"a": [[1, 1]]}, {"a": [0, 0, 0]}, {"a": [0], "b": [0], "c": [], "d": []}],
+    ids=["number", "range", "empty", "dimensions", "elements"],
+)
+def test_indices_outside_a_tensor_are_rejected(parts: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match="has no part"):
+        recut([tensor("x", 4, 2)], {"x": parts}, {})
+
+
+def test_parts_with_equal_names_stay_apart() -> None:
+    assert [one.name for one in recut([tensor("x", 4)], {"x": ["a", "a"]}, {})] == ["a", "a"]

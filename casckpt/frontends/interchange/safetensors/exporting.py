@@ -115,7 +115,7 @@ def _exported_to(
         write_attached(job.store, job.checkpoint, attachments, folder)
         for file in files:
             path = folder / file.name
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             if base is None or not file.tensors or not job.revise(path, file, base):
                 job.write(path, file.head, file.tensors)
     return job.exported([target / name for name in (*names, *attachments)], tuple(attachments), tuple(skipped))

@@ -5,13 +5,16 @@ The plan determines every byte position before any data is read.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
 from casckpt.base.lazy import cached_property
 from casckpt.base.progress import Progress
+from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, MissingKey
@@ -26,8 +29,10 @@ from casckpt.frontends.interchange.safetensors.layout import (
     exported_metadata,
     lay_out,
 )
+from casckpt.frontends.training_state.hub_config import HUB_FILE
 from casckpt.frontends.views.recut import ViewTensor
-from casckpt.frontends.views.view import Rules, view_of
+from casckpt.frontends.views.view import Rules, View, view_of
+from casckpt.frontends.views.view_file import HubNames, HubView, read_hub_names
 from casckpt.loading.regions import RegionReader
 from casckpt.store.store import Store
 
@@ -51,14 +56,62 @@ class FolderPlan:
         if self._home:
             self._imported = {"": self._imported[component]}
         is_whole = bool(self._imported) and rules == Rules(model=True)
-        self._see(Rules() if is_whole else rules)
-        if is_whole and not self.is_as_imported:
-            self._see(rules)
+        self._stems, self._rules = dict[str, str](), rules
+        self._folders: dict[str, dict[str, ViewTensor]] = {}
+        names = self._names()
+        if names.views:
+            self._see_all(names.views)
+        else:
+            self._see(Rules() if is_whole else rules)
+            if is_whole and not self.is_as_imported:
+                self._see(rules)
+        self.notes += [*names.notes, *self._untied(names.tied)]
+
+    def _names(self) -> HubNames:
+        """Return the names that the libraries of the model gave its tensors, unless the caller wants others."""
+        is_plain = replace(self.rules, keys=None) == Rules(model=True)
+        if not is_plain or HUB_FILE not in self.store.attachments(self.checkpoint):
+            return HubNames()
+        text = self.store.read_attachment(self.checkpoint, HUB_FILE)
+        names = read_hub_names(text, f"{HUB_FILE} of {self.checkpoint.run}@{self.checkpoint.step}")
+        if not self.rules.keys:
+            return names
+        views = () if any(view.rules.keys for view in names.views) else names.views
+        return names._replace(
+            views=tuple(view._replace(rules=replace(view.rules, keys=self.rules.keys)) for view in views)
+        )
+
+    def _see_all(self, roots: Sequence[HubView]) -> None:
+        """Set the view to those of all ``roots``. Tensors of different roots may have the same name."""
+        views = [view_of(self.contents, root.rules) for root in roots]
+        left = set.intersection(*(set(view.left_out) for view in views))
+        tensors = tuple(tensor for view in views for tensor in view.tensors)
+        self.view = View(tensors, tuple(key for key in views[0].left_out if key in left), views[0].prefix)
+        self._rules, self.is_as_imported = roots[0].rules, False
+        for root, view in zip(roots, views, strict=True):
+            folder, _, self._stems[folder] = root.stem.rpartition("/")
+            self._folders[folder] = {tensor.name: tensor for tensor in view.tensors}
+
+    def _untied(self, ties: Collection[tuple[str, str]]) -> list[str]:
+        """Return a note about the tensors that the model's config ties, but that differ."""
+        pairs, attached = set(ties), self.store.attachments(self.checkpoint)
+        if self.rules.model and CONFIG in attached:
+            with suppress(ValueError, RecursionError, AttributeError):
+                if json.loads(self.store.read_attachment(self.checkpoint, CONFIG)).get("tie_word_embeddings"):
+                    pairs.add(("lm_head.weight", "model.embed_tokens.weight"))
+        found, cells = self.contents.tensors, self.contents.manifest.raw_cells
+        entries = [[found.get(f"{self.view.prefix}{name}") for name in pair] for pair in sorted(pairs)]
+        differ = [one.key for one, other in entries if one and other and cells(one) != cells(other)]
+        note = (
+            f"config.json ties {listed(differ)} to the input embeddings, but the values differ: set "
+            "tie_word_embeddings to false in config.json"
+        )
+        return [note] if differ else []
 
     def _see(self, rules: Rules) -> None:
         """Set the view, its tensors by folder and name, and whether they are those of the imported files."""
         self.view = view_of(self.contents, rules)
-        self._folders: dict[str, dict[str, ViewTensor]] = {folder: {} for folder in self._imported} or {"": {}}
+        self._folders = {folder: {} for folder in self._imported} or {"": {}}
         for tensor in self.view.tensors:
             folder, _, name = tensor.name.partition(".")
             if not folder or folder not in self._imported:
@@ -92,7 +145,8 @@ class FolderPlan:
             self.notes.append(f"the tensors are not those of the imported files {where}, so these are not restored")
             if not tensors:
                 return ()
-        stem, most = imported.stem if imported else STEM, MAX_SHARD_BYTES if most is None else most
+        stem = imported.stem if imported else self._stems.get(folder, STEM)
+        most = MAX_SHARD_BYTES if most is None else most
         return lay_out(tensors.values(), self._metadata, most, stem)
 
     @property
@@ -102,6 +156,8 @@ class FolderPlan:
     def lay_out_file(self) -> FileLayout:
         """Return one file with all tensors: the imported file if there was only one."""
         files = self.lay_out(None) if self.is_as_imported else []
+        if len(self._stems) > 1:
+            raise InvalidInput(f"{self.checkpoint} has several adapters, which need a folder: leave out {SUFFIX}")
         if len(files) != 1:
             files = lay_out(self.view.tensors, self._metadata)
         return files[0]
@@ -131,13 +187,18 @@ class FolderPlan:
         if rules.model:
             if rules.strip_prefix is None and not rules.keys:
                 return False
-            whole = replace(rules, keys=None, strip_prefix=self.view.prefix or None)
+            whole = replace(self._rules, keys=None, strip_prefix=self.view.prefix or None)
         try:
             view = view_of(self.contents, whole)
         except (InvalidInput, MissingKey):
             return not rules.model  # this cannot be determined, so the user's choice counts
         names = {tensor.name for tensor in view.tensors}
         return not names <= {tensor.name for tensor in self.view.tensors}
+
+
+def is_model(attachments: Collection[str]) -> bool:
+    """Return whether a checkpoint with these attachments is a model, or an adapter of one, by default."""
+    return CONFIG in attachments or HUB_FILE in attachments
 
 
 def file_metadata(checkpoint: Checkpoint, rules: Rules) -> dict[str, str]:

@@ -61,3 +61,19 @@ def test_a_requested_export_with_unchanged_keys_includes_the_config(store: Store
         store.save(state, step=step, attachments={"config.json": b"{}"})
         found = store.export("latest", tmp_path / f"{step}", strip_prefix="")
         assert (found.tensors, found.attachments) == (2, ("config.json",))
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_head_that_differs_from_the_embeddings_that_the_config_ties_is_noted(
+    store: Store, tmp_path: Path, is_nested: bool
+) -> None:
+    names = ["lm_head.weight", "model.embed_tokens.weight"]
+    for step, config in enumerate((b'{"tie_word_embeddings": true}', b"{}", b"[]", b"nothing")):
+        for other in (1.0, 2.0):
+            state = dict(zip(names, (torch.ones(4), torch.full((4,), other)), strict=True))
+            store.save(
+                {"model": state} if is_nested else state, step=step, attachments={"config.json": config}, overwrite=True
+            )
+            found = store.export("latest", tmp_path / f"{step} {other}", format="hf")
+            assert len(found.notes) == (step == 0 and other == 2.0)
+            assert all(f"{names[0]}' to the input" in note for note in found.notes)

@@ -1,4 +1,4 @@
-"""View rules in a JSON file, which may be attached to a checkpoint."""
+"""View rules and names in JSON files, which may be attached to a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import replace
 from math import comb
 from typing import Any, Final, NamedTuple
 
+from casckpt.base.names import is_attachment_name
 from casckpt.errors import InvalidInput
 from casckpt.frontends.views.view import Rules
 from casckpt.loading.arguments import compiled
@@ -17,6 +18,7 @@ from casckpt.loading.arguments import compiled
 _MOST_WAYS: Final = 4_000_000  # per match, which takes a quarter of a second
 _MOST_SECONDS: Final = 10.0  # CPU time for all names of a checkpoint
 _MOST_CHARACTERS: Final = 1000
+_MOST_VIEWS: Final = 100
 _MOST_ESCAPES: Final = 20  # per replacement, because each escape may expand to a whole name
 _TOKEN: Final = re.compile(
     r"""
@@ -110,7 +112,7 @@ def _refused(where: str, why: str) -> InvalidInput:
 
 
 VIEW_FILE: Final = "casckpt.view.json"
-_MAX_BYTES = 1 << 20
+MAX_BYTES: Final = 1 << 20
 _FIELDS: Final[Mapping[str, Any]] = {
     "keys": list,
     "strip_prefix": str,
@@ -128,16 +130,56 @@ def read_rules(text: bytes, where: str, *, travels: bool = False) -> Rules:
     matches its expressions. The file may have these fields of `casckpt.frontends.views.view.Rules`: ``keys``,
     ``strip_prefix``, ``rename``, ``model`` (default: true), ``split`` and ``concat``.
     """
+    return _rules(_parsed(text, where), where, travels=travels)
+
+
+def _parsed(text: bytes, where: str) -> Any:
     try:
-        content = json.loads(text) if len(text) <= _MAX_BYTES else None
+        return json.loads(text) if len(text) <= MAX_BYTES else None
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{where} is not JSON ({error}); write an object with some of {_names()}") from error
+
+
+def _rules(content: Any, where: str, *, travels: bool) -> Rules:
     if not isinstance(content, dict):
         raise InvalidInput(f"{where} is not a JSON object; write one with some of {_names()}")
     for name, value in content.items():
         _check(where, name, value)
     rules = Rules(**{"model": True, **content})
     return replace(rules, fullmatch=_bounded(where, content)) if travels else rules
+
+
+class HubView(NamedTuple):
+    """One model or adapter in a folder. ``stem``: the path with which the names of its files begin."""
+
+    stem: str
+    rules: Rules
+
+
+class HubNames(NamedTuple):
+    """What the libraries of a model said about its files. ``views``: none if the names are those of the checkpoint.
+
+    ``notes``: for the user. ``tied``: pairs of names that the config ties, but that had separate tensors.
+    """
+
+    views: tuple[HubView, ...] = ()
+    notes: tuple[str, ...] = ()
+    tied: tuple[tuple[str, str], ...] = ()
+
+
+def read_hub_names(text: bytes, where: str) -> HubNames:
+    """Parse an attached `HUB_FILE`. Raises InvalidInput, which names ``where``, for an invalid file.
+
+    The file may come from an untrusted source, as with `read_rules`.
+    """
+    content, kinds = _parsed(text, where), {"views": dict, "notes": list, "tied": dict}
+    given = content if isinstance(content, dict) else {"views": content}
+    views, notes, tied = parts = [given.get(name, kind()) for name, kind in kinds.items()]
+    is_valid = all(map(isinstance, parts, kinds.values())) and all(map(_is_text, (*notes, *tied.values())))
+    if not is_valid or len(views) > _MOST_VIEWS or not all(map(is_attachment_name, views)):
+        raise InvalidInput(f"{where} is not valid; export with --strip-prefix or --rename, which do not use the file")
+    found = [HubView(stem, _rules(rules, where, travels=True)) for stem, rules in views.items()]
+    return HubNames(tuple(found), tuple(notes), tuple(tied.items()))
 
 
 def _bounded(where: str, content: Mapping[str, Any]) -> BoundedMatch:
@@ -158,9 +200,9 @@ def _check(where: str, name: str, value: Any) -> None:
         compiled(value, f"{where}: ")
     if name == "rename" and not all(map(_is_text, value.values())):
         raise InvalidInput(f"{where}: rename must map a regular expression to a name, both strings")
-    if name == "split" and not all(map(_are_shares, value.values())):
+    if name == "split" and not all(map(_are_parts, value.values())):
         raise InvalidInput(
-            f"{where}: split must map a regular expression to names, or to an object with names and shares"
+            f"{where}: split must map a regular expression to names, or to an object with names and shares or indices"
         )
     if name == "concat" and not all(map(_are_names, value.values())):
         raise InvalidInput(
@@ -168,8 +210,22 @@ def _check(where: str, name: str, value: Any) -> None:
         )
 
 
-def _are_shares(value: object) -> bool:
-    return _are_names(value.keys() if isinstance(value, dict) and all(map(_is_count, value.values())) else value)
+def _are_parts(value: object) -> bool:
+    parts = list(value.values()) if isinstance(value, dict) else []
+    is_one_kind = all(map(_is_count, parts)) or all(map(_is_index, parts))
+    return _are_names(value.keys() if isinstance(value, dict) and is_one_kind else value)
+
+
+def _is_index(value: object) -> bool:
+    return isinstance(value, list) and all(_is_number(one) or _is_range(one) for one in value)
+
+
+def _is_range(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _are_names(value: object) -> bool:

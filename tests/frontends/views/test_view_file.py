@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.errors import InvalidInput
-from casckpt.frontends.serve.view_file import BoundedMatch, ways
+from casckpt.frontends.views.view_file import BoundedMatch, read_hub_names, ways
 
 
 @pytest.mark.parametrize(
@@ -87,3 +88,38 @@ def test_replacements_that_could_grow_without_bound_are_rejected() -> None:
     for name in ("\\1" * 21, "x" * 1001):
         with pytest.raises(InvalidInput, match=r"the name .* is too long"):
             BoundedMatch("the view", {"(.*)"}, [name])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[]",
+        b"nothing",
+        b"[" * 100_000,
+        b'{"views": []}',
+        b'{"views": {"../model": {}}}',
+        b'{"views": {"/model": {}}}',
+        b'{"views": {"model": []}}',
+        b'{"views": {"model": {"rename": {"(a|a)*b": "x"}}}}',
+        b'{"views": {"model": {"split": {"a": {"b": [[2, 1, 0]]}}}}}',
+        json.dumps({"views": {f"m{number}": {} for number in range(101)}}).encode(),
+        b'{"notes": "x"}',
+        b'{"notes": [1]}',
+        b'{"tied": ["a"]}',
+        b'{"tied": {"a": 1}}',
+        b" " * (1 << 20) + b"{}",
+    ],
+    ids=lambda text: repr(text[:40]),
+)
+def test_an_invalid_names_file_is_rejected(text: bytes) -> None:
+    with pytest.raises(InvalidInput, match="the file"):
+        read_hub_names(text, "the file")
+
+
+def test_a_names_file_is_read() -> None:
+    views = {"other/adapter_model": {"strip_prefix": "model", "keys": ["model.a*"]}, "model": {}}
+    found = read_hub_names(json.dumps({"views": views, "notes": ["x"], "tied": {"a": "b"}}).encode(), "the file")
+    assert [view.stem for view in found.views] == [*views]
+    assert (found.views[0].rules.strip_prefix, found.views[0].rules.model) == ("model", True)
+    assert (found.notes, found.tied) == (("x",), (("a", "b"),))
+    assert read_hub_names(b"{}", "the file") == ((), (), ())
