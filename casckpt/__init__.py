@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from casckpt.store.opening import at as at
     from casckpt.store.opening import open as open
     from casckpt.store.store import Store as Store
+    from casckpt.tensors.kinds import register_wrapper as register_wrapper
     from casckpt.tensors.values import PerRank as PerRank
     from casckpt.tensors.values import Shard as Shard
 
@@ -66,6 +67,7 @@ _HOME = {
     "load_model_and_optim_state": "casckpt.frontends.training_state",
     "open": "casckpt.store.opening",
     "progress_bar": "casckpt.cli.progress",
+    "register_wrapper": "casckpt.tensors.kinds",
     "save_model_and_optim_state": "casckpt.frontends.training_state",
     "unflatten_optimizer_state": "casckpt.frontends.training_state",
     "unshard_model_state": "casckpt.frontends.training_state",

@@ -33,6 +33,7 @@ KNOWN = {
     ("cli/main.py", "get_command", "importlib.import_module"): _TABLE,
     ("frontends/megatron/__init__.py", "__getattr__", "importlib.import_module"): _TABLE,
     ("frontends/megatron/training_loop.py", "", "importlib.import_module"): _TABLE,
+    ("tensors/kinds.py", "_of_torchao", "importlib.import_module"): _TABLE,
     ("frontends/interchange/torch_files.py", "_unmapper", "ctypes.CDLL"): "this process itself",
     ("storage/local/reader.py", "", "ctypes.CDLL"): "this process itself",
     ("storage/local/syscalls.py", "", "ctypes.CDLL"): "this process itself",

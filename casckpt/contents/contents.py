@@ -11,14 +11,14 @@ from typing import Self
 from casckpt.base.lazy import cached_property
 from casckpt.contents import manifests
 from casckpt.contents.signatures import get_trusted
-from casckpt.errors import Damaged, Refused
+from casckpt.errors import Damaged, InvalidInput, Refused
 from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import Manifest
 from casckpt.format.plain import Extension
 from casckpt.format.regions import whole
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR, Entry, StoredObject
 from casckpt.format.tree import TENSOR as TENSOR_LEAF
-from casckpt.format.tree import Node, decode_tree, join, leaves
+from casckpt.format.tree import Node, Wrapper, decode_tree, join, leaves, may_wrap, units
 from casckpt.history.commits import Commit
 from casckpt.plan.reads import covers
 from casckpt.repository.repository import Repository
@@ -97,6 +97,27 @@ class Contents:
     def tree(self) -> Node:
         """The nested containers of the state, and its leaves."""
         return decode_tree(self.manifest.body.tree, self._extensions)
+
+    @cached_property
+    def wrappers(self) -> dict[str, Wrapper]:
+        """The nodes of wrappers, by key. Most checkpoints have none, and their tree is not decoded for this."""
+        if not may_wrap(self.manifest.body.tree):
+            return {}
+        return {join(path): node for path, node in units(self.tree) if isinstance(node, Wrapper)}
+
+    @cached_property
+    def outer(self) -> dict[str, str]:
+        """The key of its wrapper for each tensor in a wrapper, by key."""
+        return {f"{key}.{join(path)}": key for key, node in self.wrappers.items() for path, _ in leaves(node)}
+
+    def check_no_wrappers(self, program: str) -> None:
+        """Raise InvalidInput if the checkpoint has wrappers, for a ``program`` that cannot hold them."""
+        for key in self.wrappers:
+            raise InvalidInput(
+                f"{key!r} in {self.where} consists of other tensors, which {program} cannot hold; load it with "
+                "store.load",
+                key=key,
+            )
 
     def whole_tree(self) -> Node:
         """Return the tree. Raises Refused if it names a leaf that the manifest does not have."""

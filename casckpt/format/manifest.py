@@ -63,6 +63,7 @@ from casckpt.format.sections.index import (
 )
 from casckpt.format.sections.pieces import PieceReader, Pieces, cut
 from casckpt.format.sections.tables import decode_cells, decode_table, encode_cells, encode_rows
+from casckpt.format.tree import inner_keys
 
 FRONT = (INDEX, PLACES, BLOBS)
 """The sections that every load reads."""
@@ -473,7 +474,7 @@ def encode(draft: Draft) -> Encoded:
     data, data_bytes = cut([*(stored.data for stored in draft.objects), *(item.data for item in draft.attachments)])
     body = ManifestBody(
         **{name: getattr(draft, name) for name in Description.__struct_fields__},
-        entry_columns=entry_columns(draft.streams, draft.unhashed),
+        entry_columns=entry_columns(draft.streams, draft.unhashed, inner_keys(draft.tree)),
         object_columns=ObjectColumns(
             keys=[stored.key for stored in draft.objects],
             rank=pack_ranks(stored.rank for stored in draft.objects),

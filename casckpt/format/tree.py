@@ -4,8 +4,8 @@ A leaf represents a tensor or an object that the manifest stores under the leaf'
 with ".". The tree preserves what flat keys cannot: the difference between int and str keys, the order, the kinds of
 containers, and empty containers.
 
-It consists of dicts, OrderedDicts, defaultdicts, lists and tuples, and is stored as plain data. Trees are never
-modified: `rebuild` and `merge` create new containers.
+It consists of dicts, OrderedDicts, defaultdicts, lists, tuples and `Wrapper` nodes, and is stored as plain data. Trees
+are never modified: `rebuild` and `merge` create new containers.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, TypeAlias
 
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format import plain
+from casckpt.format.forms import Form, check_form, decode_form
 
 TENSOR: Final = 0
 OBJECT: Final = 1
@@ -27,7 +29,39 @@ Element: TypeAlias = str | int
 Path: TypeAlias = tuple[Element, ...]
 Leaf: TypeAlias = int
 """`TENSOR` or `OBJECT`."""
-Node: TypeAlias = "Leaf | dict[Element, Node] | list[Node] | tuple[Node, ...]"
+Node: TypeAlias = "Leaf | dict[Element, Node] | list[Node] | tuple[Node, ...] | Wrapper"
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """A tensor that consists of other tensors, or is stored in parts. ``nodes``: the nodes of these, by name.
+
+    ``form``: see `casckpt.format.forms`. With a "kind", the nodes are the tensors that it consists of. Without one,
+    they are parts of it, each a tensor or a wrapper, and the name of a part is the number of its first element.
+
+    It is not a dict, so code that looks for containers does not mistake it for one.
+    """
+
+    form: str
+    nodes: Mapping[Element, Node]
+
+    @property
+    def fields(self) -> Form:
+        """The fields of the form."""
+        return decode_form(self.form)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the nodes are parts, which only a load with the same sharding can fill."""
+        return "kind" not in self.fields
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return tuple(self.fields["shape"])
+
+
+_WRAPPER = plain.Extension("wrapper", Wrapper, lambda node: (node.form, dict(node.nodes)), lambda pair: Wrapper(*pair))
 
 _LEAVES = {TENSOR: "tensor", OBJECT: "object"}
 _MAPPINGS = (dict, OrderedDict, defaultdict)
@@ -47,14 +81,18 @@ def show(path: Sequence[Element]) -> str:
 
 def kind_of(node: Node) -> str:
     """Name the kind of a node: "tensor", "object", "dict", "list", ..."""
-    return _LEAVES[node] if isinstance(node, int) else type(node).__name__
+    if isinstance(node, int):
+        return _LEAVES[node]
+    return "wrapper" if isinstance(node, Wrapper) else type(node).__name__
 
 
 def children(node: Node) -> Iterable[tuple[Element, Node]]:
     """Return a node's children, each with its path element. A leaf has none."""
     if isinstance(node, int):
         return ()
-    return node.items() if isinstance(node, dict) else enumerate(node)
+    if isinstance(node, dict):
+        return node.items()
+    return node.nodes.items() if isinstance(node, Wrapper) else enumerate(node)
 
 
 def container(kind: type, items: Mapping[Element, Any], like: Any) -> Any:
@@ -63,6 +101,8 @@ def container(kind: type, items: Mapping[Element, Any], like: Any) -> Any:
         return kind(items.values())
     if kind is defaultdict:
         return defaultdict(like.default_factory, items)
+    if kind is Wrapper:
+        return Wrapper(like.form, items)
     made = kind(items)
     metadata = getattr(like, "_metadata", None) if kind is OrderedDict else None
     if metadata is not None:
@@ -76,6 +116,23 @@ def leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Leaf]]:
         yield path, node
     for element, child in children(node):
         yield from leaves(child, (*path, element))
+
+
+def units(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
+    """Iterate over all leaves, with each outermost wrapper in place of its leaves."""
+    if isinstance(node, int | Wrapper):
+        yield path, node
+    else:
+        for element, child in children(node):
+            yield from units(child, (*path, element))
+
+
+def closed(node: Node) -> Node:
+    """Return a tree with a tensor leaf in place of each wrapper."""
+    if isinstance(node, int | Wrapper):
+        return node if isinstance(node, int) else TENSOR
+    made: Node = container(type(node), {element: closed(child) for element, child in children(node)}, node)
+    return made
 
 
 def find(node: Node, key: str) -> Node | None:
@@ -95,17 +152,30 @@ def find(node: Node, key: str) -> Node | None:
 
 def encode_tree(node: Node, extensions: Sequence[plain.Extension] = ()) -> bytes:
     """Encode a tree. Raises InvalidInput if ``_metadata`` is not plain data, or if the tree is nested too deeply."""
-    return plain.encode(node, extensions=extensions, where="state")
+    return plain.encode(node, extensions=(*extensions, _WRAPPER), where="state")
 
 
 def decode_tree(data: bytes | memoryview, extensions: Sequence[plain.Extension] = ()) -> Node:
     """Decode the output of `encode_tree`. Raises Refused for any other bytes."""
     try:
-        node: Node = plain.decode(data, extensions=extensions)
+        node: Node = plain.decode(data, extensions=(*extensions, _WRAPPER))
     except Refused as error:
         raise _refused(str(error)) from error
     _check(node)
     return node
+
+
+def may_wrap(data: bytes) -> bool:
+    """Return whether an encoded tree may have a wrapper. If not, it need not be decoded to find one."""
+    return b"wrapper" in data
+
+
+def inner_keys(data: bytes) -> frozenset[str]:
+    """Return the flat keys of the tensors in wrappers of an encoded tree."""
+    found = units(decode_tree(data)) if may_wrap(data) else ()
+    return frozenset(
+        join(path) for above, node in found if isinstance(node, Wrapper) for path, _ in leaves(node, above)
+    )
 
 
 def _refused(why: str) -> Refused:
@@ -115,7 +185,11 @@ def _refused(why: str) -> Refused:
 def _check(node: Node) -> None:
     if type(node) is int and node in _LEAVES:
         return
-    if type(node) not in (*_MAPPINGS, *_SEQUENCES):
+    if type(node) is Wrapper:
+        check_form(node.form)
+        if type(node.nodes) is not dict or not all(type(name) is str for name in node.nodes):
+            raise _refused("the tensors of a wrapper are invalid")
+    elif type(node) not in (*_MAPPINGS, *_SEQUENCES):
         raise _refused("a node is neither a leaf nor a container; a later version of casckpt may have written it")
     for element, child in children(node):
         if not _is_element(element):
@@ -155,6 +229,10 @@ def _merged(nodes: Sequence[Node], path: Path) -> Node:
         )
     if isinstance(first, int) or len(nodes) == 1:
         return first
+    forms = {node.form for node in nodes if isinstance(node, Wrapper)}
+    if len(forms) > 1:
+        key = join(path)
+        raise InvalidInput(f"key {key!r} is a wrapper with different contexts on different ranks", key=key)
     grouped: dict[Element, list[Node]] = {}
     for node in nodes:
         for element, child in children(node):
@@ -191,28 +269,43 @@ def _check_unique(tree: Node) -> None:
 _DROPPED: Any = object()
 
 
-def rebuild(node: Node, leaf: Callable[[str, Leaf], Any], keep: Callable[[str], bool]) -> Any:
+Rewrap: TypeAlias = Callable[[str, Wrapper, Mapping[Element, Any]], Any]
+"""A function of a wrapper's flat key, its node, and the values of its tensors by name."""
+
+
+def rebuild(
+    node: Node,
+    leaf: Callable[[str, Leaf], Any],
+    keep: Callable[[str], bool],
+    rewrap: Rewrap = lambda key, node, values: values,
+) -> Any:
     """Build a tree's nested value. ``leaf(flat key, leaf)`` returns the value of each leaf that ``keep`` selects.
+
+    ``rewrap`` returns the value of a wrapper.
 
     For a container that was saved empty, ``keep`` receives the container's flat key. A container that loses all its
     children is dropped, unless it is the root. A list or tuple that loses some children becomes a dict of the
     remaining ones by index, so that no item moves to a different index.
     """
-    value = _rebuilt(node, (), leaf, keep)
+    value = _rebuilt(node, (), leaf, keep, rewrap)
     return {} if value is _DROPPED else value
 
 
-def _rebuilt(node: Node, path: Path, leaf: Callable[[str, Leaf], Any], keep: Callable[[str], bool]) -> Any:
+def _rebuilt(
+    node: Node, path: Path, leaf: Callable[[str, Leaf], Any], keep: Callable[[str], bool], rewrap: Rewrap
+) -> Any:
     if isinstance(node, int):
         key = join(path)
         return leaf(key, node) if keep(key) else _DROPPED
     kept: dict[Element, Any] = {}
     for element, child in children(node):
-        value = _rebuilt(child, (*path, element), leaf, keep)
+        value = _rebuilt(child, (*path, element), leaf, keep, rewrap)
         if value is not _DROPPED:
             kept[element] = value
     if path and not kept and (node or not keep(join(path))):
         return _DROPPED
+    if isinstance(node, Wrapper):
+        return rewrap(join(path), node, kept)
     if isinstance(node, list | tuple) and len(kept) < len(node):
         return kept
     made = container(type(node), kept, node)

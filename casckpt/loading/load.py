@@ -24,7 +24,7 @@ from casckpt.format.manifest import Manifest
 from casckpt.format.names import TxId
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import StoredObject
-from casckpt.format.tree import Node, Path, children, join, leaves
+from casckpt.format.tree import Node, Path, Wrapper, children, join, leaves, units
 from casckpt.history.commits import Commit
 from casckpt.loading.arguments import check_used, matches, usable_patterns
 from casckpt.loading.fit import Fit, log_once
@@ -193,7 +193,7 @@ def read(
     patterns = usable_patterns(keys)
     plan = manifests.use(repo, commit, lambda _, manifest: _plan_to_read(manifest, patterns, device, options))
     tree, values = plan.contents.tree, plan.run(repo)
-    return inflate(tree, lambda key, leaf: values[key], lambda key: matches(key, patterns))
+    return inflate(tree, lambda key, leaf: values[key], lambda key: key in values or matches(key, patterns))
 
 
 def _plan_to_read(
@@ -201,13 +201,23 @@ def _plan_to_read(
 ) -> LoadPlan:
     contents = Contents(manifest, options.rank, TORCH_EXTENSIONS)
     plan = LoadPlan(contents, options)
-    wanted = [key for path, _ in leaves(contents.tree) if matches(key := join(path), patterns)]
+    wanted = _wanted(contents.tree, patterns)
     contents.ready(wanted)
     for key in wanted:
         plan.new(key, device)
     if patterns is not None:
         check_used(patterns, list(_names(contents.tree, ())), contents.where)
     return plan
+
+
+def _wanted(tree: Node, patterns: Sequence[str] | None) -> list[str]:
+    """Return the keys of all leaves that match. All tensors of a wrapper match if its key or one of theirs does."""
+    wanted = list[str]()
+    for above, node in units(tree):
+        keys = [join(path) for path, _ in leaves(node, above)]
+        if any(matches(key, patterns) for key in (join(above), *keys)):
+            wanted += keys
+    return wanted
 
 
 def values_at(repo: Repository, contents: Contents, keys: Sequence[str], options: LoadOptions) -> dict[str, Any]:
@@ -224,7 +234,9 @@ def values_at(repo: Repository, contents: Contents, keys: Sequence[str], options
 
 
 def _names(node: Node, path: Path) -> Iterator[str]:
-    """Yield the flat keys of all leaves and of all empty containers."""
+    """Yield the flat keys of all leaves, wrappers and empty containers."""
+    if isinstance(node, Wrapper):
+        yield join(path)
     if isinstance(node, int) or not node:
         yield join(path)
     else:

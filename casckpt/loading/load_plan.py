@@ -23,15 +23,17 @@ from casckpt.contents.contents import Contents
 from casckpt.errors import Damaged, InvalidInput, Mismatch, Refused
 from casckpt.format.regions import whole
 from casckpt.format.sections.index import Entry, StoredObject
-from casckpt.format.tree import Node, find, join, kind_of, leaves
+from casckpt.format.tree import Node, Wrapper, find, join, kind_of, leaves
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.tied_tensors import Content, TiedTensors
 from casckpt.loading.update import update
+from casckpt.loading.wrapped import dequantizes, fill_dequantized
 from casckpt.plan.reads import covers
 from casckpt.repository.repository import Repository
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.dtypes import check_cast, dtype_name, torch_dtype
+from casckpt.tensors.kinds import holds_wrapper
 from casckpt.tensors.memory import Destination, new_empty
 from casckpt.tensors.objects import decode_object, refuse_pickle
 from casckpt.tensors.shards import LocalTensor, check_apart, check_in_place, local_tensor
@@ -116,6 +118,7 @@ class LoadPlan:
         self._values: dict[str, Any] = {}
         self._objects: dict[str, tuple[StoredObject, list[torch.Tensor]]] = {}
         self._below: dict[str, tuple[Node, str, LoadPlan]] = {}
+        self._casts: dict[str, LocalTensor] = {}
         self._entries: dict[str, Entries] = {}
         self._tied = TiedTensors()
         self.named: set[str] = set()
@@ -127,7 +130,8 @@ class LoadPlan:
     @property
     def replaced(self) -> list[str]:
         """The template keys that receive new values."""
-        return [*self._values, *self._objects, *self._below, *self._entries]
+        below = [key for key in self._below if key not in self._casts]
+        return [*self._values, *self._objects, *below, *self._entries]
 
     def add(self, key: str, name: str, leaf: LeafValue) -> bool:
         """Add the template leaf ``key``, which is filled from ``name``.
@@ -175,12 +179,31 @@ class LoadPlan:
             return False
         if not (leaf.value is None or (isinstance(leaf.value, list | tuple) and isinstance(node, list | tuple))):
             kind = "a tensor" if leaf.is_tensor else type(leaf.value).__name__
-            raise Mismatch(f"{key!r} is {kind} here, but a {kind_of(node)} in the checkpoint (key {name!r})", key=key)
+            hint = "; pass cast=True to load its values" if leaf.is_tensor and dequantizes(node) else ""
+            raise Mismatch(
+                f"{key!r} is {kind} here, but a {kind_of(node)} in the checkpoint (key {name!r}){hint}", key=key
+            )
+        self._below[key] = (node, name, self._plan_below(node, name))
+        return True
+
+    def _plan_below(self, node: Node, name: str) -> LoadPlan:
         below = LoadPlan(self.contents, self.options)
         for path, _ in leaves(node):
             below.new(join((name, *path)), torch.device("cpu"))
         self.named.update(below.named)
-        self._below[key] = (node, name, below)
+        return below
+
+    def add_cast(self, leaf: LeafValue, name: str) -> bool:
+        """Add a plain tensor that receives the values of a stored wrapper. Return False if that is impossible."""
+        node = self.contents.wrappers.get(name)
+        if not self.options.cast or node is None or not dequantizes(node) or holds_wrapper(leaf.value):
+            return False
+        local = local_tensor(leaf.key, leaf.value)
+        if local.shape != node.shape:
+            return False
+        for _, data in local.pieces:
+            check_apart(leaf.key, data)
+        self._below[leaf.key], self._casts[leaf.key] = (node, name, self._plan_below(node, name)), local
         return True
 
     def _add_tensor(self, leaf: LeafValue, local: LocalTensor, entry: Entry) -> None:
@@ -192,7 +215,13 @@ class LoadPlan:
                 key=key,
             )
         if dtype_name(local.dtype) != entry.dtype:
-            check_cast(key, torch_dtype(entry.dtype), local.dtype, cast=self.options.cast, where="convert")
+            check_cast(
+                key,
+                torch_dtype(entry.dtype),
+                local.dtype,
+                cast=self.options.cast and leaf.outer is None,
+                where="convert",
+            )
         table = self.contents.manifest.extents(entry)
         is_new = key in self._not_held or entry.key in self._unread
         for region, data in local.pieces:
@@ -286,6 +315,8 @@ class LoadPlan:
             values[key] = self._decoded(key, stored, parts)
         for key, (node, name, below) in self._below.items():
             values[key] = below._inflated(node, name)
+            if key in self._casts and isinstance(node, Wrapper):
+                fill_dequantized(key, node, values.pop(key), self._casts[key])
         saved = [entries.decode() for entries in self._entries.values()]
         for (key, entries), mapping in zip(self._entries.items(), saved, strict=True):  # after all entries were decoded
             fill_entries(entries.target, mapping)

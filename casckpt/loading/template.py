@@ -23,6 +23,7 @@ from casckpt.loading.fit import PACKED, Fit, check_fit, merged, missed_pairs, re
 from casckpt.loading.load_plan import LoadPlan, no_entry
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.unread import EVERYTHING, is_generator, left_unread, prefixes
+from casckpt.loading.wrapped import has_wrapper
 from casckpt.repository.repository import Repository
 from casckpt.tensors.objects import TORCH_EXTENSIONS
 from casckpt.tensors.state import FlatState, LeafValue, check_replaceable, flatten, is_part, replace_leaves
@@ -50,6 +51,8 @@ class Template:
         self.dropped: tuple[str, ...] = ()
         self.empties: dict[str, str] = {}
         self._flat, self._names = FlatState({}, {}), dict[str, str]()
+        self._inner: dict[str, list[LeafValue]] = {}
+        self._has: dict[str, bool] = {}
 
     @collector_paused()
     def plan(self, repo: Repository, state: Any) -> None:
@@ -58,9 +61,18 @@ class Template:
         If it must read, also raises Damaged, StorageError.
         """
         name_of = renamer(self._plan.options.rename)
-        objects = self._plan.contents.objects
-        self._flat = flat = flatten(state, is_whole=lambda key, value: len(value) > 0 and name_of(key) in objects)
-        self._names = {key: name_of(key) for key in flat.leaves}
+        objects, wrappers = self._plan.contents.objects, self._plan.contents.wrappers
+        self._flat = flat = flatten(
+            state,
+            is_whole=lambda key, value: len(value) > 0 and name_of(key) in objects,
+            apart=lambda key: bool(wrappers) and (node := wrappers.get(name_of(key))) is not None and node.in_parts,
+        )
+        self._names = {key: name_of(key) for key in flat.wrappers}
+        for key, leaf in flat.leaves.items():
+            outer = leaf.outer
+            self._names[key] = name_of(key) if outer is None else self._names[outer.key] + key[len(outer.key) :]
+            if outer is not None:
+                self._inner.setdefault(outer.key, []).append(leaf)
         self._plan.contents.ready(self._names.values())
         errors, lacking = self._add()
         for leaf in lacking:
@@ -68,7 +80,8 @@ class Template:
         entries = self._add_entries(lacking, name_of)
         for key, of_optimizer in _empty_mappings(flat.tree, ()):
             self._look_below(key, name_of(key), of_optimizer=of_optimizer)
-        self.missing = tuple(leaf.key for leaf in lacking if not self._plan.fills(leaf))
+        lacking = [leaf for leaf in lacking if not self._plan.fills(leaf)]
+        self.missing = tuple(dict.fromkeys(leaf.unit.key for leaf in lacking))
         contents = self._plan.contents
         self.unread = tuple(key for key in contents.keys() if key not in self._plan.named)  # noqa: SIM118 - not a mapping
         if self.unread:
@@ -109,20 +122,33 @@ class Template:
 
     def _add(self) -> tuple[list[Mismatch], list[LeafValue]]:
         """Add all leaves. Return the errors for leaves that do not fit, and the leaves that the checkpoint lacks."""
-        errors, lacking, left, whole = [], [], [], set(self._flat.whole)
+        errors, lacking, left, done = [], [], [], set(self._flat.whole)
         for key, leaf in self._flat.leaves.items():
-            if key in whole:
+            if (leaf.outer or leaf).key in done:
                 continue
             try:
-                if not self._plan.add(key, self._names[key], leaf):
+                lacks = leaf.outer is not None and not self._has_wrapper(leaf.outer)
+                if lacks or not self._plan.add(key, self._names[key], leaf):
                     lacking.append(leaf)
             except Mismatch as error:
-                if self._is_ignored(key):
-                    left.append(key)
+                done.add(leaf.unit.key)
+                if self._plan.add_cast(leaf.unit, self._names[leaf.unit.key]):
+                    continue
+                if self._is_ignored(leaf.unit.key):
+                    left.append(leaf.unit.key)
                 else:
                     errors.append(error)
         self.mismatched = tuple(left)
         return errors, lacking
+
+    def _has_wrapper(self, outer: LeafValue) -> bool:
+        """See `has_wrapper`. Checks a wrapper once, before any of its tensors is added."""
+        if outer.key not in self._has:
+            inner = [(leaf, self._names[leaf.key]) for leaf in self._inner[outer.key]]
+            self._plan.named.update(name for _, name in inner if name in self._plan.contents.tensors)
+            key, name, here = outer.key, self._names[outer.key], self._flat.wrappers[outer.key]
+            self._has[key] = has_wrapper(self._plan.contents, key, name, here, inner)
+        return self._has[outer.key]
 
     def _check_no_entry(self, key: str, name: str) -> None:
         """Raise InvalidInput if ``rename`` returns a missing ``name`` that would be an entry of a single object."""
@@ -149,7 +175,7 @@ class Template:
     def fit(self) -> Fit:
         """The template tensors that the load fills."""
         left = frozenset((*self.missing, *self.mismatched))
-        tensors = {key: leaf.value for key, leaf in self._flat.leaves.items() if leaf.is_tensor}
+        tensors = {leaf.unit.key: leaf.unit.value for leaf in self._flat.leaves.values() if leaf.is_tensor}
         unfilled = {key: shape_of(value) or () for key, value in tensors.items() if key in left}
         return Fit({key: self._names[key] for key in tensors if key not in left}, unfilled)
 

@@ -24,7 +24,7 @@ from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.objects import encode_object
 from casckpt.tensors.shards import Piece, local_tensor, may_differ
 from casckpt.tensors.staging import Staging
-from casckpt.tensors.state import encode_tree, flatten
+from casckpt.tensors.state import FlatState, LeafValue, encode_tree, flatten, is_part
 
 _INLINE_BYTES = 4096
 LARGE = 10_000  # entries; with fewer, a save or a read takes well under a second
@@ -37,13 +37,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """One rank's flattened state. ``left``: the keys that it leaves to other ranks, with the rank for each key."""
+    """One rank's flattened state. ``left``: the keys that it leaves to other ranks, with the rank for each key.
+
+    ``in_parts``: the sharded wrappers, each flattened into parts, by key. See `casckpt.saving.apart`.
+    """
 
     sources: Sequence[LocalEntry]
     objects: Sequence[ObjectEntry]
     attachments: Sequence[Attachment]
     tree: bytes
     left: Mapping[str, int] = field(default_factory=dict)
+    in_parts: Mapping[str, FlatState] = field(default_factory=dict)
 
     @property
     def bytes_total(self) -> int:
@@ -72,13 +76,16 @@ def prepare(
     objects: list[ObjectEntry] = []
     left: dict[str, int] = {}
     for key, leaf in flat.leaves.items():
-        if owners is not None and not leaf.per_rank and (owner := _owner(owners, key, size)) not in (None, rank):
+        unit = leaf.outer or leaf
+        if owners is not None and not leaf.per_rank and (owner := _owner(owners, unit.key, size)) not in (None, rank):
             left[key] = owner
-            _drop(flat.tree, leaf.path)
+            _drop(flat.tree, unit.path)
             continue
         own = rank if leaf.per_rank else None
         if leaf.is_tensor:
-            sources.append(tensor_source(key, leaf.value, own, frozen=is_frozen(key), together=size > 1))
+            marked = is_frozen(key) or (unit is not leaf and is_frozen(unit.key))
+            source = tensor_source(key, leaf.value, own, frozen=marked, together=size > 1)
+            sources.append(source if leaf.outer is None else _inner_source(source, leaf.outer))
         else:
             entry, parts = stored_object(key, own, partial(encode_object, key, leaf.value, allow_pickle))
             objects.append(entry)
@@ -88,7 +95,10 @@ def prepare(
         for unkept, path in flat.unkept.items():
             _log_class(unkept, show(path))
     inline, large = _attachments(attachments or {})
-    return Prepared([*sources, *large], objects, inline, encode_tree(flat.tree), left)
+    outer = {leaf.unit.key: leaf.unit.value for leaf in flat.leaves.values() if leaf.outer} if size > 1 else {}
+    sharded = {key: value for key, value in outer.items() if is_part(value) and not flat.wrappers[key].in_parts}
+    in_parts = {key: flatten({key: value}, apart=lambda _: True) for key, value in sharded.items()}
+    return Prepared([*sources, *large], objects, inline, encode_tree(flat.tree), left, in_parts)
 
 
 def _warn_if_empty(sources: Sequence[LocalEntry]) -> None:
@@ -127,7 +137,13 @@ def _drop(tree: Any, path: Sequence[Any]) -> None:
     for element in path[:-1]:
         tree = tree[element]
     if isinstance(tree, dict):
-        del tree[path[-1]]
+        tree.pop(path[-1], None)  # a wrapper is already gone after its first tensor
+
+
+def _inner_source(source: LocalEntry, outer: LeafValue) -> LocalEntry:
+    """Return the entry of a tensor in a wrapper, which ranks share and compare like the wrapper."""
+    is_parameter = isinstance(outer.value, torch.nn.Parameter)
+    return replace(source, replicated=source.replicated or is_parameter, may_differ=False)
 
 
 def tensor_source(

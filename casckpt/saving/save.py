@@ -18,6 +18,7 @@ from casckpt.history.commits import Commit, just_committed
 from casckpt.plan.writers import MORE_RUNS, Words, row_digests
 from casckpt.ranks.ranks import Ranks, telling
 from casckpt.repository.repository import Repository
+from casckpt.saving.apart import Apart, apart
 from casckpt.saving.layout import RankLayout, assigned, layout_of
 from casckpt.saving.leader import BeginAnswer, BeginRequest, GroupMemory, Leader, Planned
 from casckpt.saving.options import SaveOptions
@@ -74,7 +75,7 @@ class _Attempt:
     ) -> None:
         self.repo, self.ranks, self.memory = repo, ranks, memory
         self.options, self.progress = options, telling(ranks, progress)
-        self._prepare = prepare
+        self._prepare = prepare if not memory.apart else cache(lambda: apart(prepare(), memory.apart))
         self._share: Share | None = None
         self._seed = seed_of(options.run, options.step)
         self._runs = runs_of(str(options.check_replicas))
@@ -104,6 +105,11 @@ class _Attempt:
     def planned(self) -> Planned:
         """Compare values across ranks. Return this rank's writes, and the cells that it may reuse."""
         answer = self.ranks.exchange(self._sampled, self.leader.plan)
+        if isinstance(answer, Apart):
+            self.memory.apart |= answer.keys
+            parts = apart(self._prepare(), answer.keys)
+            self._prepare, self._layout = lambda: parts, layout_of(parts, self._cell_bytes())
+            return self.planned()
         if isinstance(answer, list):
             rows = np.array(answer, np.int64)
             return self.ranks.exchange(lambda: self._samples(MORE_RUNS, rows), self.leader.judge)

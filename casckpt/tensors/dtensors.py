@@ -44,6 +44,14 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
+def from_local(local: torch.Tensor, like: DTensor) -> DTensor:
+    """Return a DTensor with this local tensor, and the shape, mesh and placements of ``like``."""
+    made: DTensor = _dtensors().DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return made
+
+
 CHUNK_LIST = "__create_chunk_list__"
 """The method with which a tensor describes its chunks. torch.distributed.checkpoint also uses it."""
 
@@ -125,7 +133,7 @@ def local_boxes(key: str, tensor: DTensor) -> list[tuple[Box, Box]]:
         if dim is not None:
             factor = int(getattr(placement, "split_factor", 1))
             shards.setdefault(dim, []).append((mesh.size(mesh_dim), coordinate[mesh_dim], factor))
-    shape, local = tuple(tensor.shape), tuple(tensor.to_local().shape)
+    shape, local = tuple(tensor.shape), tuple(tensor._local_tensor.shape)
     indices = [_held(extent, shards.get(dim, [])) for dim, extent in enumerate(shape)]
     if not all(map(len, indices)) and 0 in local:
         return []  # in FSDP2, the shape of an empty local tensor may differ from the one that its placements imply

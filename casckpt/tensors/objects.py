@@ -99,8 +99,8 @@ def encode_object(key: str, value: Any, allow_pickle: bool, spill: plain.Spill |
         if not allow_pickle:
             kind, made_of = type(value.tensor).__name__, ", ".join(inner_names(value.tensor))
             raise InvalidInput(
-                f"{key!r}: a {kind} consists of other tensors ({made_of}); pass allow_pickle=True to store it as "
-                "torch.save does",
+                f"{key!r}: a {kind} consists of other tensors ({made_of}); pass a rebuild to "
+                "casckpt.register_wrapper, or pass allow_pickle=True to store it as torch.save does",
                 key=key,
             )
         return plain.encode(write_archive(value.tensor.detach()), spill=spill, where=key), True

@@ -14,6 +14,7 @@ from casckpt.format.regions import Region, Shape, whole
 from casckpt.tensors.dtensors import CHUNK_LIST, described_shards, is_dtensor, local_boxes
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.foreign import LocalParts, is_megatron_tensor, megatron_shard, parts_of
+from casckpt.tensors.kinds import PLAIN
 from casckpt.tensors.memory import has_memory, narrow
 from casckpt.tensors.values import Shard
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Tensor types that are never sharded, lazy or wrappers. Subclasses of these types may be."""
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 """The names of buffers in torch's norm modules."""
 _EXTRA_STATE = "_extra_state"
@@ -52,7 +51,7 @@ def local_tensor(key: str, leaf: Any) -> LocalTensor:
     """Return a leaf's pieces. Raises an InvalidInput that names the key for a tensor without bytes of its own."""
     if not isinstance(leaf, torch.Tensor):
         return _from_shards(key, _shards(key, leaf))
-    if type(leaf) in _PLAIN and not hasattr(leaf, CHUNK_LIST):
+    if type(leaf) in PLAIN and not hasattr(leaf, CHUNK_LIST):
         return _from_whole(key, leaf)
     parts: LocalParts | None = None
     described = described_shards(key, leaf)
@@ -146,20 +145,19 @@ def check_storable(key: str, data: torch.Tensor) -> None:
 
 def inner_names(data: Any) -> list[str]:
     """Return the names of the tensors inside a wrapper tensor. There are none for nested and all other tensors."""
-    if type(data) in _PLAIN or data.is_nested or not hasattr(data, "__tensor_flatten__"):
+    if type(data) in PLAIN or data.is_nested or not hasattr(data, "__tensor_flatten__"):
         return []
     return list(map(str, data.__tensor_flatten__()[0]))
 
 
 def _problem(data: Any) -> str | None:
-    is_plain = type(data) in _PLAIN
+    is_plain = type(data) in PLAIN
     if not is_plain and is_lazy(data):
         return "an uninitialized parameter has no shape yet; run the module once, or fill the parameter, first"
     if not is_plain and (inner := inner_names(data)):
         return (
-            f"a {type(data).__name__} consists of other tensors ({', '.join(inner)}); store these in its place. If "
-            f"it belongs to an optimizer, save without the optimizer (optim=None), or use an optimizer with plain "
-            f"tensors, such as those of bitsandbytes"
+            f"a {type(data).__name__} consists of other tensors ({', '.join(inner)}), and cannot be stored here; store "
+            f"these in its place"
         )
     if data.is_meta:
         return (
@@ -173,13 +171,16 @@ def _problem(data: Any) -> str | None:
             f"save_checkpoint"
         )
     if data.is_nested:
-        return "a nested tensor cannot be stored directly; store the tensors that it unbinds to"
+        parts = "the tensors that it unbinds to" if data.layout is torch.strided else "its values() and offsets()"
+        return f"a nested tensor cannot be stored directly; store {parts}"
     if data.layout is not torch.strided:
-        return (
-            f"a tensor of layout {data.layout} cannot be stored directly; store its indices and values, or to_dense()"
-        )
+        return f"a tensor of layout {data.layout} cannot be stored directly; store to_dense()"
     if data.is_quantized:
-        return "a quantized tensor cannot be stored directly; store int_repr() with its scale and zero point"
+        per_tensor = data.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric)
+        scales = (
+            "q_scale() and q_zero_point()" if per_tensor else "q_per_channel_scales() and q_per_channel_zero_points()"
+        )
+        return f"a quantized tensor cannot be stored directly; store int_repr() with {scales}"
     dtype_name(data.dtype)
     has_address = is_plain and not data.storage_offset() and data.data_ptr()  # a fast path for most tensors
     is_fine = has_address or not data.numel() or has_memory(data)
@@ -188,7 +189,7 @@ def _problem(data: Any) -> str | None:
 
 def check_in_place(key: str, leaf: Any) -> None:
     """Raise InvalidInput for a flat `Shard` whose data has no flat view, because a load would only fill a copy."""
-    if type(leaf) in _PLAIN:
+    if type(leaf) in PLAIN:
         return
     for shard in _shards(key, leaf):
         if shard.data.is_contiguous():  # every reshape of contiguous data is a view

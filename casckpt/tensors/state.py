@@ -2,7 +2,7 @@
 
 `flatten` always splits mappings. It splits lists and tuples only if they contain a tensor (or a `PerRank`). Every
 other value is a single leaf. A Counter or a defaultdict without tensors is also a single leaf, which preserves its
-type.
+type. A wrapper (see `casckpt.tensors.kinds`) is opened into the tensors that it consists of.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from torch.utils.data import DataLoader
 
 from casckpt.errors import InvalidInput
 from casckpt.format import plain, tree
+from casckpt.format.forms import encode_form
 from casckpt.format.sections.index import MAX_KEY_CHARACTERS
-from casckpt.format.tree import OBJECT, TENSOR, Element, Node, Path, container, join, show
+from casckpt.format.tree import OBJECT, TENSOR, Element, Node, Path, Wrapper, container, join, show
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.foreign import is_megatron_tensor
+from casckpt.tensors.kinds import PLAIN
 from casckpt.tensors.objects import TORCH_EXTENSIONS
 from casckpt.tensors.values import OfObjects, PerRank, Shard
+from casckpt.tensors.wrappers import Opened, Wrapped, opened, restored
 
 IsWhole: TypeAlias = Callable[[str, Mapping[Any, Any]], bool]
 
@@ -34,7 +37,7 @@ IsWhole: TypeAlias = Callable[[str, Mapping[Any, Any]], bool]
 class LeafValue(NamedTuple):
     """One leaf of a state. ``value``: the value, unwrapped from its `PerRank`.
 
-    ``per_rank``: whether it was in a `PerRank`.
+    ``per_rank``: whether it was in a `PerRank`. ``outer``: the wrapper that consists of this tensor.
     """
 
     key: str
@@ -42,6 +45,12 @@ class LeafValue(NamedTuple):
     value: Any
     is_tensor: bool
     per_rank: bool
+    outer: LeafValue | None = None
+
+    @property
+    def unit(self) -> LeafValue:
+        """The wrapper that consists of this tensor, or else the leaf itself."""
+        return self.outer or self
 
 
 @dataclass(frozen=True)
@@ -54,20 +63,30 @@ class FlatState:
     """The classes of mappings that the tree does not preserve, each with an example path."""
     whole: Sequence[str] = ()
     """The keys of the leaves that are mappings because ``is_whole`` chose them."""
+    wrappers: dict[str, Wrapper] = field(default_factory=dict)
+    """The nodes of wrappers, by flat key."""
 
 
-def flatten(state: Any, *, objects: bool = False, is_whole: IsWhole = lambda key, value: False) -> FlatState:
+def flatten(
+    state: Any,
+    *,
+    objects: bool = False,
+    is_whole: IsWhole = lambda key, value: False,
+    apart: Callable[[str], bool] = lambda key: False,
+) -> FlatState:
     """Flatten ``state``, a mapping (or a `PerRank` of one), into leaves and a tree.
 
     Tensors are torch.Tensor (including DTensor), `Shard`, lists of `Shard` and Megatron-style sharded tensors, and
-    with ``objects``, also whole objects. ``is_whole`` chooses, by flat key, mappings without tensors that become a
-    single leaf. Nothing is copied. Raises an InvalidInput that names the path for a state that is not a mapping,
-    contains itself or is nested too deeply, for keys that cannot be stored, and for two paths with the same flat key.
+    with ``objects``, also whole objects; in that case, wrappers are not opened. ``is_whole`` chooses, by flat key,
+    mappings without tensors that become a single leaf. ``apart`` chooses, by flat key, sharded tensors that are opened
+    as parts, see `casckpt.tensors.wrappers.opened`. Nothing is copied. Raises an InvalidInput that names the path for a
+    state that is not a mapping, contains itself or is nested too deeply, for keys that cannot be stored, and for two
+    paths with the same flat key.
     """
     _check_state(state)
-    flattener = _Flattener(is_whole, objects=objects)
+    flattener = _Flattener(is_whole, apart, objects=objects)
     node = flattener.node(state, (), False)
-    return FlatState(flattener.leaves, node, flattener.unkept, flattener.whole)
+    return FlatState(flattener.leaves, node, flattener.unkept, flattener.whole, flattener.wrappers)
 
 
 def is_object(value: Any) -> bool:
@@ -92,7 +111,7 @@ def is_part(value: Any) -> bool:
     return is_dtensor(value) or not isinstance(value, torch.Tensor)
 
 
-inflate = tree.rebuild
+inflate = partial(tree.rebuild, rewrap=restored)
 encode_tree = partial(tree.encode_tree, extensions=TORCH_EXTENSIONS)
 decode_tree = partial(tree.decode_tree, extensions=TORCH_EXTENSIONS)
 
@@ -141,7 +160,8 @@ def check_nesting(value: Any, name: str) -> None:
 
 
 _CONTAINERS = (Mapping, list, tuple)
-_TENSORS = (torch.Tensor, Shard)  # a tuple, because a union would be rebuilt for each leaf
+_STRIDED = torch.strided
+_TENSORS = (torch.Tensor, Shard, Wrapped)  # a tuple, because a union would be rebuilt for each leaf
 
 
 def _check_nesting(value: Any, name: str, path: Path, above: set[int], seen: dict[int, Any]) -> None:
@@ -242,8 +262,9 @@ def _children(value: Any) -> list[tuple[Element, Any]]:
 class _Flattener:
     """A single call to `flatten`."""
 
-    def __init__(self, is_whole: IsWhole, *, objects: bool) -> None:
-        self.is_whole, self.objects = is_whole, objects
+    def __init__(self, is_whole: IsWhole, apart: Callable[[str], bool], *, objects: bool) -> None:
+        self.is_whole, self.apart, self.objects = is_whole, apart, objects
+        self.wrappers: dict[str, Wrapper] = {}
         self.leaves: dict[str, LeafValue] = {}
         self.open: set[int] = set()
         self.unkept: dict[type, Path] = {}
@@ -260,7 +281,10 @@ class _Flattener:
             self.whole.append(key)
             kind = None
         if kind is None:
-            self._add(LeafValue(key, path, value, is_tensor, per_rank))
+            leaf = LeafValue(key, path, value, is_tensor, per_rank)
+            if is_tensor and (type(value) not in PLAIN or value.layout is not _STRIDED) and not self.objects:
+                return self._tensor(leaf)
+            self._add(leaf)
             return TENSOR if is_tensor else OBJECT
         if id(value) in self.open or len(path) >= plain.MAX_DEPTH:
             raise _endless(f"state{show(path[:8])}", key)
@@ -271,6 +295,26 @@ class _Flattener:
         self.open.remove(id(value))
         node: Node = container(kind, children, value)
         return node
+
+    def _tensor(self, leaf: LeafValue) -> Node:
+        """Return the node of a tensor that may be a wrapper."""
+        found = opened(leaf.key, leaf.value, apart=self.apart(leaf.key))
+        if found is None:
+            self._add(leaf)
+            return TENSOR
+        node = self.wrappers[leaf.key] = self._opened(found, leaf.path, leaf)
+        return node
+
+    def _opened(self, wrapper: Opened, path: Path, outer: LeafValue) -> Wrapper:
+        nodes: dict[Element, Node] = {}
+        for name, part in wrapper.parts.items():
+            below = (*path, name)
+            if isinstance(part, Opened):
+                nodes[name] = self._opened(part, below, outer)
+            else:
+                nodes[name] = TENSOR
+                self._add(LeafValue(check_key(join(below)), below, part, True, outer.per_rank, outer))
+        return Wrapper(encode_form(wrapper.form), nodes)
 
     def _add(self, leaf: LeafValue) -> None:
         if not leaf.key:

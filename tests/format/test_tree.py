@@ -16,7 +16,21 @@ from casckpt.format import plain
 from casckpt.format.plain import Extension
 from casckpt.format.tree import OBJECT as P
 from casckpt.format.tree import TENSOR as T
-from casckpt.format.tree import Leaf, Node, decode_tree, encode_tree, find, join, leaves, merge, rebuild
+from casckpt.format.tree import (
+    Leaf,
+    Node,
+    Wrapper,
+    decode_tree,
+    encode_tree,
+    find,
+    inner_keys,
+    join,
+    kind_of,
+    leaves,
+    merge,
+    rebuild,
+    units,
+)
 from tests.support.exact import same
 from tests.support.ids import named as short
 
@@ -272,3 +286,72 @@ def test_metadata_can_contain_extension_types() -> None:
     assert vars(decode_tree(data))["_metadata"]["x"] == plain.Tagged("strange", None)
     with pytest.raises(InvalidInput, match=r"state\._metadata\['x'\]"):
         encode_tree(ordered({"x": Strange()}, a=T))
+
+
+# wrappers
+
+FORM = '{"dtype":"int8","kind":"a:B","shape":[8]}'
+OTHER = '{"dtype":"int8","kind":"a:C","shape":[]}'
+PARTS = '{"dtype":"int8","shape":[8]}'
+INNER = Wrapper(FORM, {"codes": T, "scale": Wrapper(OTHER, {"x": T})})
+HOLDING: Node = {"m": {"w": INNER, "b": T}, "n": P}
+
+
+def test_a_wrapper_is_one_unit_with_inner_leaves() -> None:
+    tree = HOLDING
+    data = encode_tree(tree)
+    assert decode_tree(data) == tree
+    assert inner_keys(data) == {"m.w.codes", "m.w.scale.x"}
+    assert [(join(path), kind_of(node)) for path, node in units(tree)] == [
+        ("m.w", "wrapper"), ("m.b", "tensor"), ("n", "object"),
+    ]  # fmt: skip
+    assert find(tree, "m.w") == INNER
+    made = rebuild(tree, lambda key, leaf: key, lambda key: True, lambda key, node, values: (key, node.form, values))
+    inner = ("m.w.scale", OTHER, {"x": "m.w.scale.x"})
+    assert made["m"]["w"] == ("m.w", FORM, {"codes": "m.w.codes", "scale": inner})
+    assert inner_keys(encode_tree({"wrapper": T})) == frozenset()
+
+
+def test_an_earlier_version_refuses_a_tree_with_a_wrapper() -> None:
+    """Version 0.2.0 decodes an unknown tag as `plain.Tagged`, and refuses every node but leaves and containers."""
+    tagged = plain.decode(encode_tree(HOLDING))["m"]["w"]
+    assert type(tagged) is plain.Tagged
+    assert tagged.tag == "wrapper"
+
+
+def test_parts_of_a_wrapper_are_merged_and_different_forms_are_refused() -> None:
+    parts = [Wrapper(PARTS, {str(first): T}) for first in (0, 4)]
+    tree: Any = merge([{"w": part} for part in parts])
+    assert tree == {"w": Wrapper(PARTS, {"0": T, "4": T})}
+    with pytest.raises(InvalidInput, match="key 'w' is a wrapper with different contexts on different ranks"):
+        merge([{"w": parts[0]}, {"w": Wrapper(FORM, {"0": T})}])
+    with pytest.raises(InvalidInput, match="is of kind wrapper on one rank, but of kind tensor"):
+        merge([{"w": parts[0]}, {"w": T}])
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        [],
+        ["tuple", FORM],
+        ["tuple", FORM, ["list"]],
+        ["tuple", FORM, ["dict", 1, 0]],
+        ["tuple", FORM, ["dict", "a", 2]],
+        ["tuple", FORM, ["dict", "a", 0], 0],
+        ["tuple", FORM.replace(":", ": "), ["dict", "a", 0]],
+        ["tuple", '{"dtype":"int8","kind":"a:B"}', ["dict", "a", 0]],
+        ["tuple", '{"dtype":"int8","shape":[-1]}', ["dict", "a", 0]],
+        ["tuple", '{"dtype":5,"shape":[1]}', ["dict", "a", 0]],
+        ["tuple", '{"cut":{"a":1.5},"dtype":"int8","shape":[1]}', ["dict", "a", 0]],
+        ["tuple", '{"cut":[],"dtype":"int8","shape":[1]}', ["dict", "a", 0]],
+        ["tuple", 5, ["dict", "a", 0]],
+        ["tuple", "[" * 60_000, ["dict", "a", 0]],
+        FORM,
+        0,
+    ],
+    ids=short,
+)
+def test_an_invalid_wrapper_is_refused(payload: Any) -> None:
+    data = msgspec.msgpack.encode(["dict", "w", ["wrapper", payload]])
+    with pytest.raises(Refused, match="the tree of a checkpoint is invalid"):
+        decode_tree(data)

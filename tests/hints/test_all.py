@@ -43,6 +43,18 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("loading/load_plan.py:no_entry", "Map the whole mapping, with rename="): (
         "tests/loading/test_load_plan.py::test_renaming_individual_entries_is_rejected"
     ),
+    Case("frontends/views/torchao_names.py:_described", "load it with cast=True into a plain model"): (
+        "tests/tensors/test_kinds.py::test_cast_loads_the_values_into_a_plain_model"
+    ),
+    Case("tensors/shards.py:_problem", "its values() and offsets()"): (
+        "tests/loading/test_wrapped.py::test_other_layouts_are_refused_at_the_start_with_advice"
+    ),
+    Case("tensors/shards.py:_problem", "q_scale() and q_zero_point()"): (
+        "tests/loading/test_wrapped.py::test_other_layouts_are_refused_at_the_start_with_advice"
+    ),
+    Case("tensors/shards.py:_problem", "q_per_channel_scales() and q_per_channel_zero_points()"): (
+        "tests/loading/test_wrapped.py::test_other_layouts_are_refused_at_the_start_with_advice"
+    ),
     Case("loading/template.py:Template._check_packed", "Params4bit.from_prequantized"): (
         "tests/frontends/training_state/test_model.py::test_a_copy_in_a_state_dict_is_filled_only_with_equal_values"
     ),

@@ -16,13 +16,15 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.two_tensor import TwoTensor
 
 import casckpt
-from casckpt.errors import InvalidInput
+from casckpt.errors import InvalidInput, Mismatch
+from casckpt.tensors.kinds import KINDS
+from casckpt.tensors.wrappers import rebuilt
 from tests.store.test_foreign import flat
 from tests.support.hints import Advice, Messages, follows
 from tests.support.ranks import outcome_of
+from tests.support.wrappers import Mode, Options, Scaled, scaled
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -105,48 +107,107 @@ def test_a_meta_tensor_is_materialized(store: Store, messages: Messages) -> None
     assert torch.equal(model.weight, filled.weight)
 
 
-@follows(
-    "tensors/shards.py:_problem",
-    "store these in its place. If it belongs to an optimizer, save without the optimizer (optim=None)",
-)
-def test_the_inner_tensors_of_a_composite_tensor_are_stored(store: Store, messages: Messages) -> None:
-    two = TwoTensor(torch.ones(2), torch.zeros(2))  # type: ignore[no-untyped-call]
+@follows("tensors/shards.py:_problem", "store to_dense()")
+def test_all_elements_of_a_tensor_of_an_unknown_layout_are_stored(store: Store, messages: Messages) -> None:
+    packed = torch.eye(3).to_mkldnn()
     with messages.error(InvalidInput) as advice:
-        store.save({"w": two}, run="a", step=1)
-    advice.says("store these in its place")
-    store.save({"a": two.a, "b": two.b}, run="a", step=1)
-    assert torch.equal(store.read("a@1")["a"], torch.ones(2))
-    model = nn.Linear(2, 2)
-    optim: Any = torch.optim.SGD(model.parameters())
-    optim.state["of all"] = {"two": two}  # for a parameter, allow_pickle=True stores it
-    with messages.error(InvalidInput) as advice:
-        casckpt.save_model_and_optim_state(store, model, optim, run="b", step=1)
-    without: Any = advice.argument("optim")
-    casckpt.save_model_and_optim_state(store, model, run="b", step=1, **without)
-    assert torch.equal(store.read("b@1")["model"]["weight"], model.weight)
-
-
-@follows("tensors/shards.py:_problem", "store its indices and values, or to_dense()")
-def test_the_parts_or_all_elements_of_a_sparse_tensor_are_stored(store: Store, messages: Messages) -> None:
-    sparse = torch.eye(3).to_sparse()
-    with messages.error(InvalidInput) as advice:
-        store.save({"w": sparse}, run="a", step=1)
-    advice.says("store its indices and values")
-    store.save({"indices": sparse.indices(), "values": sparse.values()}, run="a", step=1)
-    made = torch.sparse_coo_tensor(**store.read("a@1"), size=sparse.shape, check_invariants=True)
-    assert torch.equal(made.to_dense(), torch.eye(3))
-    advice.says("to_dense()")
-    store.save({"w": sparse.to_dense()}, run="a", step=2)
+        store.save({"w": packed}, run="a", step=1)
+    advice.says("store to_dense()")
+    store.save({"w": packed.to_dense()}, run="a", step=2)
     assert torch.equal(store.read("a@2")["w"], torch.eye(3))
 
 
+@follows(
+    "tensors/wrappers.py:_whole",
+    "pass a flatten that returns plain values to casckpt.register_wrapper",
+)
+def test_a_registered_function_makes_a_context_plain(store: Store, messages: Messages) -> None:
+    two: Any = scaled(1, 2, 4)
+    two.options = torch.relu
+    with messages.error(InvalidInput) as advice:
+        store.save({"w": two}, run="a", step=1)
+    advice.says("pass a flatten that returns plain values to casckpt.register_wrapper")
+    inner = {"codes": two.codes, "scale": two.scale, "table": two.table}
+    casckpt.register_wrapper(Scaled, flatten=lambda value: (inner, "relu"))
+    try:
+        store.save({"w": two}, run="a", step=1)
+    finally:
+        del KINDS["tests:Scaled"]
+    assert torch.equal(store.read("a@1")["w"].tensors["codes"], two.codes)
+
+
+@follows(
+    "tensors/wrappers.py:_check_inner",
+    "correct that method, or pass a flatten to casckpt.register_wrapper",
+)
+def test_a_method_that_lists_no_tensor_is_corrected(store: Store, messages: Messages) -> None:
+    wrapper: Any = scaled(1, 2, 4)
+    wrapper.scale = 5
+    with messages.error(InvalidInput) as advice:
+        store.save({"w": wrapper}, run="a", step=1)
+    advice.says("correct that method")
+    wrapper.scale = torch.ones(2)
+    store.save({"w": wrapper}, run="a", step=1)
+
+
+@follows("loading/wrapped.py:has_wrapper", "Create it as it was created for the save; ignore_mismatched= leaves it")
+def test_a_wrapper_is_created_as_for_the_save(store: Store, messages: Messages) -> None:
+    store.save({"w": scaled(1, 2, 4), "b": torch.ones(1)}, run="a", step=1)
+    template: Any = {"w": scaled(1, 2, 4, options=Options(Mode.EXACT)), "b": torch.zeros(1)}
+    with messages.error(Mismatch) as advice:
+        store.load(template, "a@1")
+    advice.says("ignore_mismatched= leaves it unchanged")
+    assert store.load(template, "a@1", ignore_mismatched="w").mismatched_keys == ("w",)
+    advice.says("Create it as it was created for the save")
+    store.load({"w": scaled(2, 2, 4), "b": torch.zeros(1)}, "a@1")
+
+
+@follows("loading/load_plan.py:LoadPlan._add_container", "pass cast=True to load its values")
+def test_the_values_of_a_wrapper_are_cast(store: Store, messages: Messages) -> None:
+    store.save({"w": torch.eye(3).to_sparse()}, run="a", step=1)
+    template = {"w": torch.zeros(3, 3)}
+    with messages.error(Mismatch) as advice:
+        store.load(template, "a@1")
+    store.load(template, "a@1", **advice.argument("cast"))
+    assert torch.equal(template["w"], torch.eye(3))
+
+
+@follows("loading/wrapped.py:has_wrapper", "ignore_mismatched= leaves it unchanged")
+def test_a_wrapper_that_was_saved_plain_is_left(store: Store, messages: Messages) -> None:
+    store.save({"w": torch.ones(2, 4), "b": torch.ones(1)}, run="a", step=1)
+    template: Any = {"w": scaled(1, 2, 4), "b": torch.zeros(1)}
+    with messages.error(Mismatch) as advice:
+        store.load(template, "a@1")
+    advice.says("ignore_mismatched= leaves it unchanged")
+    assert store.load(template, "a@1", ignore_mismatched="w", unread="ignore").mismatched_keys == ("w",)
+
+
+@follows("contents/contents.py:Contents.check_no_wrappers", "load it with store.load")
+def test_a_checkpoint_with_wrappers_is_loaded_by_the_store(store: Store, messages: Messages, tmp_path: Path) -> None:
+    store.save({"w": scaled(1, 2, 4)}, run="a", step=1)
+    with messages.error(InvalidInput) as advice:
+        store.export("a@1", tmp_path / "a.pt", format="torch")
+    advice.says("load it with store.load")
+    with messages.error(InvalidInput) as advice:
+        store.export("a@1", tmp_path / "dcp", format="dcp")
+    advice.says("load it with store.load")
+    store.load({"w": scaled(2, 2, 4)}, "a@1")
+
+
+@follows("tensors/wrappers.py:rebuilt", "pass a rebuild to casckpt.register_wrapper, or load it into an existing one")
+def test_an_unknown_wrapper_is_rebuilt_by_a_registered_function(messages: Messages) -> None:
+    with messages.error(InvalidInput) as advice:
+        rebuilt("w", {"kind": "a:B"}, {})
+    advice.says("pass a rebuild to casckpt.register_wrapper")
+
+
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-@follows("tensors/shards.py:_problem", "store int_repr() with its scale and zero point")
+@follows("tensors/shards.py:_problem", "a quantized tensor cannot be stored directly; store int_repr() with")
 def test_the_integers_of_a_quantized_tensor_are_stored(store: Store, messages: Messages) -> None:
     quantized = torch.quantize_per_tensor(torch.arange(3.0), 0.5, 1, torch.quint8)
     with messages.error(InvalidInput) as advice:
         store.save({"w": quantized}, run="a", step=1)
-    advice.says("int_repr() with its scale and zero point")
+    advice.says("int_repr() with q_scale() and q_zero_point()")
     state = {"w": quantized.int_repr(), "scale": quantized.q_scale(), "zero": quantized.q_zero_point()}
     store.save(state, run="a", step=1)
     found = store.read("a@1")

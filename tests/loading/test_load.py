@@ -265,7 +265,7 @@ def test_an_expanded_destination_is_rejected(store: Store, target: torch.Tensor)
     assert not template["model"]["n"]
 
 
-@pytest.mark.parametrize("target", [torch.zeros(5, device="meta"), torch.zeros(5).to_sparse()])
+@pytest.mark.parametrize("target", [torch.zeros(5, device="meta"), torch.zeros(5).to_mkldnn()])
 def test_a_destination_without_memory_is_rejected(store: Store, target: torch.Tensor) -> None:
     with pytest.raises(InvalidInput, match=r"'model\.b'"):
         store.load({"model": {"b": target}}, REF)

@@ -62,10 +62,14 @@ def freed(_: str) -> torch.Tensor:
 MAKE: dict[str, Callable[[], torch.Tensor]] = {
     **{f"wrapped {device}": lambda device=device: Wrapped(torch.ones(8), device) for device in ("cpu", "cuda", "hpu")},  # type: ignore[misc]
     "wrapped meta": lambda: Wrapped(torch.ones(8), "meta"),
-    "of two": lambda: TwoTensor(torch.ones(8), torch.zeros(8)),  # type: ignore[no-untyped-call]
     "beside": lambda: beside(""),
     "freed": lambda: freed(""),
 }
+
+
+def two() -> torch.Tensor:
+    made: torch.Tensor = TwoTensor(torch.ones(8), torch.zeros(8))  # type: ignore[no-untyped-call]
+    return made
 
 
 class Holder(nn.Module):
@@ -119,7 +123,7 @@ def test_the_error_for_a_tensor_without_memory_names_it(
     assert [(one.run, one.step) for one in store.checkpoints()] == before
 
 
-@pytest.mark.parametrize("make", [MAKE["wrapped cpu"], MAKE["of two"]], ids=["wrapped", "of two"])
+@pytest.mark.parametrize("make", [MAKE["wrapped cpu"], two], ids=["wrapped", "of two"])
 def test_dcp_rejects_a_tensor_without_memory(store: casckpt.Store, make: Callable[[], torch.Tensor]) -> None:
     calls = (
         lambda: save({"a": make()}, StorageWriter(store, run="d", step=1)),

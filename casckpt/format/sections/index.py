@@ -26,6 +26,9 @@ TENSOR, PART, ATTACHMENT = "tensor", "part", "attachment"
 REPLICAS_NOTE: Final = "replicas"
 """The name of the note that lists the keys of replicas that differed across ranks, as plain data."""
 
+_INNER: Final = "inner:"
+"""Begins the stored dtype of a tensor in a wrapper. Versions before 0.3 refuse it, so they never use such a tensor."""
+
 Name: TypeAlias = tuple[str, str, int, int | None]
 """The identity of a stream in a checkpoint: kind, key, index, rank. See `Entry`."""
 
@@ -180,11 +183,12 @@ class ManifestBody(Description, frozen=True, kw_only=True, dict=True, rename=_ST
 
 def _entries(columns: EntryColumns) -> list[Entry]:
     count, keys = len(columns.keys), columns.keys
-    kinds, types = _of(columns.kinds, columns.kind), _of(columns.dtypes, columns.dtype)
+    known = [(name.removeprefix(_INNER), itemsize) for name, itemsize in columns.dtypes]
+    kinds, types = _of(columns.kinds, columns.kind), _of(known, columns.dtype)
     indices, ranks, shapes = unpack(columns.index), _ranks(columns.rank), _shapes(columns)
     if {len(row) for row in (kinds, indices, ranks, types, shapes)} != {count}:
         raise Refused("its entry columns differ in length")
-    for name, itemsize in columns.dtypes:
+    for name, itemsize in known:
         if not 1 <= itemsize <= MAX_ITEMSIZE or itemsize != dtypes.DTYPES.get(name, (itemsize,))[0]:
             raise Refused(f"dtype {name[:80]!r} cannot have elements of {itemsize} bytes")
     _check_keys(keys)
@@ -235,12 +239,17 @@ def pack_ranks(ranks: Iterable[int | None]) -> bytes:
     return pack([0 if rank is None else rank + 1 for rank in ranks])
 
 
-def entry_columns(streams: Mapping[Name, tuple[str, ExtentTable]], unhashed: Collection[Name]) -> EntryColumns:
+def entry_columns(
+    streams: Mapping[Name, tuple[str, ExtentTable]], unhashed: Collection[Name], inner: Collection[str] = ()
+) -> EntryColumns:
     """Return the entry columns for streams, including the dtype and shape of each stream.
+
+    ``inner``: the keys of tensors in wrappers.
 
     Raises InvalidInput for a key that readers would not accept, and Refused for an unknown dtype.
     """
-    names, types = list(streams), [dtype for dtype, _ in streams.values()]
+    names = list(streams)
+    types = [f"{_INNER}{dtype}" if name[1] in inner else dtype for name, (dtype, _) in streams.items()]
     shapes = [table.shape for _, table in streams.values()]
     keys = [key for _, key, _, _ in names]
     if keys and len(long := max(keys, key=len)) > MAX_KEY_CHARACTERS:
@@ -253,7 +262,7 @@ def entry_columns(streams: Mapping[Name, tuple[str, ExtentTable]], unhashed: Col
         keys=keys,
         index=pack([index for _, _, index, _ in names]),
         rank=pack_ranks(rank for _, _, _, rank in names),
-        dtypes=[(name, dtypes.itemsize(name)) for name in type_of],
+        dtypes=[(name, dtypes.itemsize(name.removeprefix(_INNER))) for name in type_of],
         dtype=pack([type_of[dtype] for dtype in types]),
         dimensions=pack([len(shape) for shape in shapes]),
         shape=pack([extent for shape in shapes for extent in shape]),

@@ -37,6 +37,7 @@ class DcpContents:
         self.checkpoint, self._options = checkpoint, options
         self._repo = store.repository
         self.contents = Contents.open(self._repo, checkpoint.commit, options.rank, TORCH_EXTENSIONS)
+        self.contents.check_no_wrappers("torch.distributed.checkpoint")
 
     @cached_property
     def note(self) -> Note:

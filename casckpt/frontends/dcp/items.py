@@ -166,7 +166,8 @@ def _comes_back(value: Any) -> bool:
             continue
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
-            if type(item) is not torch.Tensor or item.requires_grad or item.device.type != "cpu":
+            is_strided = type(item) is torch.Tensor and item.layout is torch.strided
+            if not is_strided or item.requires_grad or item.device.type != "cpu":
                 return False
         elif isinstance(item, dict):
             waiting.extend(item.values())

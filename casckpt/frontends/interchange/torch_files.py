@@ -246,6 +246,7 @@ class _Export:
 
     def whole(self) -> tuple[Any, View, Sequence[_Storage]]:
         """Return the whole nested checkpoint, with tensors that lack their data, and its storages in order."""
+        self.contents.check_no_wrappers("a file of torch.save")
         tree = self.contents.whole_tree()
         keys = [join(path) for path, node in leaves(tree) if node == TENSOR]
         self.contents.check_whole([self.contents.tensor(key) for key in keys])

@@ -11,13 +11,16 @@ import torch
 
 from casckpt.errors import InvalidInput
 from casckpt.format.sections.index import Entry
+from casckpt.format.tree import Wrapper
 from casckpt.frontends.training_state.flat import FlatPart
-from casckpt.tensors.dtensors import described_like, is_dtensor, local_of
+from casckpt.tensors.dtensors import described_like, from_local, is_dtensor, local_of
 from casckpt.tensors.dtypes import torch_dtype
+from casckpt.tensors.kinds import is_wrapper, kind_of
 from casckpt.tensors.memory import new_empty
 from casckpt.tensors.objects import Archived
 from casckpt.tensors.shards import inner_names
 from casckpt.tensors.values import Shard
+from casckpt.tensors.wrappers import blank, opened
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -80,7 +83,7 @@ class Holding:
             here = tuple(self.parameter.to_local().shape)
             is_part = not is_dtensor(value) and value.numel() > 1 and shape == here != tuple(self.parameter.shape)
         else:
-            if not is_dtensor(value) and inner_names(value):
+            if not is_dtensor(value) and inner_names(value) and not (is_wrapper(value) and kind_of(value).rebuild):
                 return Archived(value)
             alike = shape == tuple(self.parameter.shape) and shape and not is_dtensor(value)
             return Shard(value, shape, replicated=True) if alike else value
@@ -114,6 +117,32 @@ class Holding:
         alike = not is_dtensor(parameter) and tuple(parameter.shape) == entry.shape and parameter.device == device
         return _new_like(parameter, entry) if alike else new_empty(entry, device)
 
+    def wrapper(self, key: str, node: Wrapper, entries: Mapping[str, Entry], there: torch.Tensor | None) -> Any:
+        """Return the tensor that a load fills with a stored wrapper: ``there``, or else a new one.
+
+        The registered function for its kind creates a new one for this rank's part of the parameter. If it cannot be
+        cut there, a plain tensor is returned, into which only a load with ``cast`` is possible. Raises Unsupported if
+        no function is registered.
+        """
+        part, parameter = self.part, self.parameter
+        if there is not None:
+            return there if part is None else part.shard(there)
+        is_sharded = is_dtensor(parameter) or part is not None
+        local = local_of(parameter) if part is None else part.data
+        new = None
+        if node.in_parts:
+            mine = opened(key, parameter if part is None else part.shard(part.data), apart=True)
+            for name in mine.parts if mine is not None else ():
+                below = node.nodes.get(name)
+                if isinstance(below, Wrapper):
+                    new = blank(f"{key}.{name}", below, entries, tuple(local.shape), local.device)
+        else:
+            new = blank(key, node, entries, tuple(local.shape) if is_sharded else None, local.device)
+        new = torch.empty_like(local, requires_grad=False) if new is None else new
+        if part is not None:
+            return part.shard(new)
+        return from_local(new, parameter) if is_dtensor(parameter) else new
+
 
 def _alone(value: Any) -> Any:
     """Put a `Shard` into its own list, because a list of several shards stands for the pieces of one tensor."""
@@ -143,7 +172,7 @@ def unwrapped(value: Any, device: torch.device | None = None) -> Any:
             value[key] = unwrapped(child, device)
         return value
     if isinstance(value, torch.Tensor) and device is not None and not is_dtensor(value) and inner_names(value):
-        return value.to(device)
+        return value if value.device == device else value.to(device)
     if type(value) is list and len(value) == 1 and isinstance(value[0], Shard):
         return value[0].data
     if type(value) in (list, tuple):

@@ -21,7 +21,7 @@ from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Mismatch
 from casckpt.format.regions import Shape
 from casckpt.format.sections.index import Entry
-from casckpt.format.tree import Element, Node, children
+from casckpt.format.tree import Element, Node, Wrapper, children
 from casckpt.frontends.training_state.flat import flat_parts
 from casckpt.frontends.training_state.groups import Match, check, check_unused, match
 from casckpt.frontends.training_state.holding import Holding, apart, unwrapped
@@ -208,16 +208,16 @@ class TrainingStateLoad:
         They fit by name, or by memory that they share with a tensor that fits.
         """
         filled, unfilled, misfits = dict[str, str](), dict[str, Shape](), set[str]()
-        stored, values = self._stored.contents, self._model.values
+        stored, values = self._stored, self._model.values
         places = self._places[bare] = {name: self._where(name, bare=bare) for name in values}
         for name, value in values.items():
             key, shape, saved = f"{self._start}{name}", shape_of(value), places[name]
-            entry = stored.tensors.get(saved)
+            there = stored.shapes.get(saved)
             if shape is None:
                 continue
-            if entry is not None and entry.shape == shape and not stored.manifest.lacks(entry):
+            if there == shape and not stored.lacks(saved):
                 filled[key] = saved
-            elif entry is None or entry.shape == shape or self._is_ignored(name):
+            elif there in (None, shape) or self._is_ignored(name):
                 unfilled[key] = shape
             else:
                 misfits.add(key)
@@ -229,7 +229,7 @@ class TrainingStateLoad:
 
     def _where(self, name: str, *, bare: bool) -> str:
         """Return the key in the checkpoint for a name of the model under one of the two interpretations."""
-        entries = self._stored.contents.tensors
+        entries = self._stored.shapes
 
         def place(name: str) -> str:
             """Apply ``rename``. If the result is a whole key of the checkpoint, use it unchanged."""
@@ -248,7 +248,7 @@ class TrainingStateLoad:
 
         In that case, the parameter names in the saved optimizer show where a name begins.
         """
-        saved = self._stored.contents.tensors
+        saved = self._stored.shapes
         places = [place for place in self._places[self._bare].values() if place in saved]
         known = {name for groups in self._groups.values() for group in groups or () for name in group["params"]}
         above = commonprefix([place.split(".")[:-1] for place in places])  # noqa: RUF071 - of lists
@@ -262,8 +262,8 @@ class TrainingStateLoad:
             del self._model.values[name]
         if self._model.values:
             self.state[self.at] = self._model.values
-        saved = self._stored.contents.tensors
-        shapes = {name: entry.shape for name in self._model.values if (entry := saved.get(self._place(name)))}
+        saved = self._stored.shapes
+        shapes = {name: saved.get(self._place(name)) for name in self._model.values}
         ignored = filter(self._is_ignored, self._model.values)
         new = {*self._left, *(name for name in ignored if shapes.get(name) != shape_of(self._model.values[name]))}
         unused = [name for at, several in optims.items() for name in self._plan_optimizers(at, several, new)]
@@ -424,6 +424,7 @@ class _OptimizerPlan:
         ``new``: the names of parameters that are left unchanged, together with their state.
         """
         self._given, optim = optim, local_optimizer(optim)
+        self._at = at
         self._optim, self._kind, self._stored, self._cast = optim, StateKind.of(optim), stored, cast
         self._kept, self._start = None if self._kind is None else self._kind.keeps(), start
         here = named_groups(model, optim)
@@ -443,7 +444,7 @@ class _OptimizerPlan:
         nodes = stored.nodes(dict.fromkeys([*self._parameters, *self.match.unused]), at)
         nodes = {name: node for name, node in nodes.items() if name not in left_out}
         self._check_kind(nodes)
-        self.template = apart(stored.template(nodes, self._place, lambda key: True, at))
+        self.template = apart(stored.template(nodes, self._place, lambda key: True, at, self._place_wrapper))
 
     def _check_kind(self, nodes: Mapping[Element, Node]) -> None:
         """Raise Mismatch if a different kind of optimizer saved the state, because the next step would fail."""
@@ -476,6 +477,15 @@ class _OptimizerPlan:
         self._taken.add(local_of(unwrapped(found)).data_ptr())
         self._taken.discard(0)  # the address that empty tensors have
         return described_like(found, home.holding.parameter)
+
+    def _place_wrapper(self, name: Element, key: str, node: Wrapper) -> Any:
+        """Return the wrapper to fill with one state tensor, or None if the load creates it."""
+        home = self._homes.get(str(name))
+        if home is None:
+            return None
+        entries = self._stored.contents.tensors
+        start = f"{self._at}.state.{name}.{key}"
+        return home.holding.wrapper(start, node, entries, home.there.get(f".{key}"))
 
     def _as_cast(self, name: str, key: str, entry: Entry, dtype: torch.dtype) -> Entry:
         """Return the entry for a state tensor, converted if ``cast`` requires it.

@@ -20,6 +20,7 @@ from casckpt.frontends.training_state.parts import Parts
 from casckpt.loading.fit import PACKED
 from casckpt.loading.unread import is_within, prefixes
 from casckpt.ranks.ranks import this_rank
+from casckpt.tensors.kinds import holds_wrapper, is_wrapper
 from casckpt.tensors.values import Shard
 
 log = logging.getLogger("casckpt")
@@ -60,7 +61,7 @@ def model_to_save(model: nn.Module) -> OrderedDict[str, Any]:
     """Return `model_state` with buffers marked, because their values may differ across ranks; see `may_differ`."""
     state = model_state(model)
     for name, value in state.items():
-        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not is_wrapper(value):
             state[name] = nn.Buffer(value)
     return state
 
@@ -182,15 +183,17 @@ class ModelTemplate:
         """Call the model's load_state_dict without the names ``missing``, whose values are left unchanged.
 
         Parameters and buffers have already been filled, so torch copies each tensor onto itself, which has no effect.
-        The call sets extra state, runs hooks, and sets tensors that each call of state_dict creates anew.
+        The call sets extra state, runs hooks, and sets tensors that each call of state_dict creates anew. Wrappers are
+        left out, because many cannot be copied.
         """
+        filled = {name for name, value in self.values.items() if holds_wrapper(value)}
         for key, name in self._names.items():
-            if name in missing:
+            if name in missing or name in filled:
                 del self._raw[key]
             elif not isinstance(value := self.values.get(name, self._placed[name]), Shard):
                 self._raw[key] = value  # a tensor that was filled in parts is not among the values
         with without_fsdp_hooks(self._model), torch.inference_mode() if self._is_of_inference() else nullcontext():
-            self._model.load_state_dict(self._raw, strict=strict and not missing)
+            self._model.load_state_dict(self._raw, strict=strict and not missing and not filled)
         drop_gathered(self._model)
 
     def _is_of_inference(self) -> bool:

@@ -169,7 +169,8 @@ def flatten_optimizer_state(model: nn.Module, optim: Optimizer) -> dict[str, Any
     """
     optim = local_optimizer(optim)
     flat = flatten(_state_of(optim, named_groups(model, optim)))
-    return {key: leaf.value for key, leaf in flat.leaves.items()} | {_TREE: encode_tree(flat.tree)}
+    whole = (leaf.unit for leaf in flat.leaves.values())  # wrappers are not opened here
+    return {leaf.key: leaf.value for leaf in whole} | {_TREE: encode_tree(tree.closed(flat.tree))}
 
 
 def unflatten_optimizer_state(flat: Mapping[str, Any], *, by_name: bool = False) -> dict[str, Any]:

@@ -14,9 +14,8 @@ from casckpt.contents.contents import Contents
 from casckpt.errors import Mismatch, MissingKey
 from casckpt.format.regions import Shape
 from casckpt.format.sections.index import Entry
-from casckpt.format.tree import Element, Leaf, Node, children, find, join, leaves
+from casckpt.format.tree import Element, Leaf, Node, Wrapper, children, closed, find, join, leaves, units
 from casckpt.loading.arguments import Rename, renamer
-from casckpt.loading.fit import saved_shapes
 from casckpt.store.store import Store
 from casckpt.store.types import Commit
 from casckpt.tensors.memory import new_empty
@@ -33,6 +32,9 @@ _STEP_NAMES = frozenset(("step", "mu_product"))
 
 Place: TypeAlias = Callable[[Element, str, Entry], Any]
 """A function that maps (parameter name, flat key below it, its entry) to the tensor or shard to fill."""
+
+PlaceWrapper: TypeAlias = Callable[[Element, str, Wrapper], Any]
+"""A function that maps (parameter name, flat key below it, its node) to the wrapper to fill."""
 
 StoredGroups: TypeAlias = list[dict[str, Any]]
 """The groups of an optimizer, with parameter names."""
@@ -58,9 +60,9 @@ class StoredTraining:
         return {join(path[:length]) for path, _ in leaves(self._tree) for length in range(1, len(path) + 1)}
 
     def keys_below(self, prefix: str) -> list[str]:
-        """Return the flat keys below ``prefix``, with ``prefix`` removed."""
+        """Return the flat keys of leaves and wrappers below ``prefix``, with ``prefix`` removed."""
         start = f"{prefix}."
-        keys = (join(path) for path, _ in leaves(self._tree))
+        keys = (join(path) for path, _ in units(self._tree))
         return [key.removeprefix(start) for key in keys if key.startswith(start)]
 
     def below(self, key: str) -> dict[Element, Node]:
@@ -74,21 +76,31 @@ class StoredTraining:
         top = dict(children(self._tree))
         return not isinstance(top.get("model", 0), int) and _TOP.issuperset(map(str, top))
 
+    @cached_property
+    def shapes(self) -> Mapping[str, Shape]:
+        """The shapes of all tensors and wrappers, by key."""
+        inner, wrappers = self.contents.outer, self.contents.wrappers
+        plain = {key: entry.shape for key, entry in self.contents.tensors.items() if key not in inner}
+        return plain | {key: node.shape for key, node in wrappers.items()}
+
+    def lacks(self, key: str) -> bool:
+        """Return whether the checkpoint was thinned and lacks the tensor at a key."""
+        entry = self.contents.tensors.get(key)
+        return entry is not None and self.contents.manifest.lacks(entry)
+
     def bare_keys(self) -> list[str]:
-        """Return the keys of all tensors, except those in an optimizer or a train state."""
-        return [key for key in self.contents.tensors if not key.startswith(("optim.", "train."))]
+        """Return the keys of all tensors and wrappers, except those in an optimizer or a train state."""
+        return [key for key in self.shapes if not key.startswith(("optim.", "train."))]
 
     def beside_model(self, places: Collection[str]) -> list[str]:
         """Return the top-level tensors outside ``places`` if ``places`` has a top-level tensor; else an empty list."""
-        top = [str(element) for element, node in children(self._tree) if isinstance(node, int)]
-        alone = [key for key in top if key in self.contents.tensors]
+        alone = [str(element) for element, _ in children(self._tree) if str(element) in self.shapes]
         is_a_model = any(key in places for key in alone)
         return [key for key in alone if is_a_model and key not in places and not key.startswith("model.")]
 
     def weights(self) -> dict[str, Shape]:
         """Return the shapes of the tensors that may belong to a model, by key."""
-        shapes = saved_shapes(self.contents.manifest)
-        return {key: shapes[key] for key in self.bare_keys() if key in shapes}
+        return {key: self.shapes[key] for key in self.bare_keys() if not self.lacks(key)}
 
     def empty_tensors(self, keys: Iterable[str]) -> list[torch.Tensor]:
         """Return an unfilled CPU tensor with the stored dtype and shape for each key."""
@@ -163,23 +175,36 @@ class StoredTraining:
         return dict(nodes)
 
     def template(
-        self, nodes: Mapping[Element, Node], place: Place, keep: Callable[[str], bool], at: str = OPTIM
+        self,
+        nodes: Mapping[Element, Node],
+        place: Place,
+        keep: Callable[[str], bool],
+        at: str = OPTIM,
+        wrap: PlaceWrapper = lambda name, key, node: None,
     ) -> dict[Element, Any]:
-        """Return a template for `Store.load` with the flat keys of the state at ``at`` that ``keep`` selects."""
+        """Return a template for `Store.load` with the flat keys of the state at ``at`` that ``keep`` selects.
+
+        If ``wrap`` returns None, the load creates the wrapper.
+        """
         filled: dict[Element, Any] = {}
-        keys = (f"{at}.state.{join((name, *path))}" for name, node in nodes.items() for path, _ in leaves(node))
+        start = f"{at}.state."
+        keys = (f"{start}{join((name, *path))}" for name, node in nodes.items() for path, _ in leaves(node))
         self.contents.ready(key for key in keys if key in self.contents.tensors)
         for name, node in nodes.items():
             prefix = f"{name}."
 
             def leaf(key: str, kind: Leaf, name: Element = name, prefix: str = prefix) -> Any:
-                entry = self.contents.tensors.get(f"{at}.state.{key}")
+                if (wrapper := self.contents.wrappers.get(start + key)) is not None:
+                    for path, _ in leaves(wrapper):
+                        self.contents.extents(self.contents.tensor(f"{start}{key}.{join(path)}"))
+                    return wrap(name, key.removeprefix(prefix), wrapper)
+                entry = self.contents.tensors.get(start + key)
                 if entry is None:
                     return None
                 self.contents.extents(entry)  # raises an error for a shape without stored data
                 return place(name, key.removeprefix(prefix), entry)
 
-            filled |= inflate({name: node}, leaf, keep)
+            filled |= inflate({name: closed(node)}, leaf, keep)
         return filled
 
 

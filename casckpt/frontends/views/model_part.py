@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from casckpt.errors import InvalidInput, MissingKey
-from casckpt.format.tree import Node, children, join, leaves
+from casckpt.format.tree import Node, Wrapper, children, join, leaves
 from casckpt.frontends.training_state.names import WRAPPERS
 
 _MODEL = frozenset(("model", "module", "state_dict", "model_state_dict", "model_state"))
@@ -70,7 +70,7 @@ def _parts(tree: Node, keys: Collection[str]) -> dict[str, list[str]]:
     parts: dict[str, list[str]] = {}
     for element, node in children(tree):
         below = [key for path, _ in leaves(node, (element,)) if (key := join(path)) in keys]
-        if not isinstance(node, int):
+        if not isinstance(node, int | Wrapper):
             prefix = f"{element}."
         else:
             prefix = _first(str(element)) if _head(str(element)) in _OPTIMIZER else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from casckpt.contents.contents import Contents
@@ -11,6 +11,7 @@ from casckpt.errors import InvalidInput, MissingKey
 from casckpt.format.sections.index import TENSOR, Entry
 from casckpt.frontends.views.model_part import check_no_adapters, model_part, plain_names
 from casckpt.frontends.views.recut import Concat, Split, ViewTensor, recut
+from casckpt.frontends.views.torchao_names import torchao_names
 from casckpt.loading.arguments import FullMatch, Rename, check_used, matches, renamer, usable_patterns
 
 
@@ -41,11 +42,15 @@ class Rules:
 
 @dataclass(frozen=True)
 class View:
-    """A view: ``tensors`` by name, ``left_out`` (hidden keys that match), and the ``prefix`` of all shown keys."""
+    """A view: ``tensors`` by name, ``left_out`` (hidden keys that match), and the ``prefix`` of all shown keys.
+
+    ``metadata``: what files with these tensors must say about them; see `casckpt.frontends.views.torchao_names`.
+    """
 
     tensors: tuple[ViewTensor, ...]
     left_out: tuple[str, ...] = ()
     prefix: str = ""
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -63,16 +68,21 @@ def view_of(contents: Contents, rules: Rules) -> View:
     asked = {key: entry for key, entry in contents.tensors.items() if matches(key, patterns)}
     check_used(patterns, asked, contents.where)
     prefix, keys = _part(contents, list(asked), rules)
-    tensors = [ViewTensor(name, asked[key]) for key, name in zip(keys, _names(keys, prefix, rules), strict=True)]
+    names, metadata = _names(keys, prefix, rules), dict[str, str]()
+    if rules.model:
+        names, metadata = torchao_names(contents, keys, names)
+    tensors = [ViewTensor(name, asked[key]) for key, name in zip(keys, names, strict=True)]
     contents.check_whole([tensor.entry for tensor in tensors])
     if rules.split or rules.concat:
         tensors = recut(tensors, rules.split, rules.concat, rules.fullmatch)
         _check_names((tensor.name, tensor.entry.key) for tensor in tensors)
+        if metadata and any(name not in {tensor.name for tensor in tensors} for name in names):
+            raise InvalidInput("split and concat do not apply to a checkpoint with torchao's weights: leave them out")
     seen = {source.entry.number for tensor in tensors for source in tensor.sources}
     objects = [key for key in contents.objects if matches(key, patterns)]
     others = [_other(entry) for entry in contents.manifest.entries
               if entry.kind == TENSOR and entry.number not in seen and matches(entry.key, patterns)]  # fmt: skip
-    return View(tuple(sorted(tensors, key=lambda tensor: tensor.name)), (*objects, *others), prefix)
+    return View(tuple(sorted(tensors, key=lambda tensor: tensor.name)), (*objects, *others), prefix, metadata)
 
 
 def _part(contents: Contents, keys: Sequence[str], rules: Rules) -> tuple[str, Sequence[str]]:

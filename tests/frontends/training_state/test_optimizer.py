@@ -166,7 +166,7 @@ ROWS = [
         "Adam8bit AdamW8bit Lion8bit RMSprop8bit AdEMAMix8bit PagedAdamW8bit AdamW32bit", "bitsandbytes", "0.50.2",
         "bitsandbytes.optim", ON_ONE,
     ),
-    Row("AdamW8bit AdamW4bit AdamWFp8", "torchao", "0.18.0", "torchao.optim", PICKLED),
+    Row("AdamW8bit AdamW4bit AdamWFp8", "torchao", "0.18.0", "torchao.optim"),
     Row("AdamW SOAP Muon SFAdamW", "heavyball", "3.2.1", "heavyball", AS_OBJECT),
 ]  # fmt: skip
 

@@ -147,7 +147,11 @@ class FolderPlan:
                 return ()
         stem = imported.stem if imported else self._stems.get(folder, STEM)
         most = MAX_SHARD_BYTES if most is None else most
-        return lay_out(tensors.values(), file_metadata(self.checkpoint, self.rules), most, stem)
+        return lay_out(tensors.values(), self._metadata, most, stem)
+
+    @property
+    def _metadata(self) -> dict[str, str]:
+        return {**file_metadata(self.checkpoint, self.rules), **self.view.metadata}
 
     def lay_out_file(self) -> FileLayout:
         """Return one file with all tensors: the imported file if there was only one."""
@@ -155,7 +159,7 @@ class FolderPlan:
         if len(self._stems) > 1:
             raise InvalidInput(f"{self.checkpoint} has several adapters, which need a folder: leave out {SUFFIX}")
         if len(files) != 1:
-            files = lay_out(self.view.tensors, file_metadata(self.checkpoint, self.rules))
+            files = lay_out(self.view.tensors, self._metadata)
         return files[0]
 
     def reader(self, progress: Progress) -> RegionReader:
