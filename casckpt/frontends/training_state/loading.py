@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from os.path import commonprefix
 from typing import Any, TypedDict, Unpack
 
@@ -29,6 +30,7 @@ from casckpt.frontends.training_state.hub_names import is_transformers, split_te
 from casckpt.frontends.training_state.model import ModelTemplate, is_extra_state
 from casckpt.frontends.training_state.names import unwrapped_model
 from casckpt.frontends.training_state.optimizer import StateKind, install, local_optimizer, named_groups, tensors_below
+from casckpt.frontends.training_state.packed import is_readable, is_statistic
 from casckpt.frontends.training_state.stored import (
     MODEL,
     StoredGroups,
@@ -297,7 +299,7 @@ class TrainingStateLoad:
 
         Raises Mismatch if the checkpoint has such names, unless ``ignore_mismatched`` matches all names of the module.
         """
-        left, refused = dict[str, None](), dict[str, str]()
+        left, refused = self._leave_packed(), dict[str, str]()
         for name, together in self._model.passed_by.items():
             there = [one for one in together if self.saved_key(f"{self._start}{one}") in self._stored.keys]
             if all(self._is_ignored(one) for one in there):
@@ -313,6 +315,31 @@ class TrainingStateLoad:
                 keys=tuple(refused),
             )
         return tuple(left)
+
+    def _leave_packed(self) -> dict[str, None]:
+        """Return the names of packed weights that do not fit, and that ``ignore_mismatched`` matches.
+
+        Raises Mismatch for other packed weights that do not fit, and Refused for invalid data.
+        """
+        left, tensors = dict[str, None](), self._stored.contents.tensors
+        places = {name: self._place(name) for weight in self._model.packed for name in weight.values}
+        there = {name: tensors[key] for name, key in places.items() if key in tensors and not self._stored.lacks(key)}
+        read = [weight.fields for weight in self._model.packed if weight.fields in there]
+        fields = self._stored.values(places[name] for name in read if is_readable(there[name]))
+        for weight in self._model.packed:
+            if there.keys().isdisjoint(weight.values):
+                continue  # all of it is missing, as other tensors may be
+            if not (differ := [*islice(weight.differences(there, fields.get(places.get(weight.fields, ""))), _SHOWN)]):
+                continue
+            if not self._is_ignored(weight.name):
+                raise Mismatch(
+                    f"the quantized weight {weight.name!r} does not fit {self._stored.where}: {'; '.join(differ)}. "
+                    "Create and quantize it as it was for the save, or leave it unchanged with "
+                    f"ignore_mismatched=[{weight.name + '*'!r}]",
+                    key=weight.name,
+                )
+            left |= dict.fromkeys(weight.values)
+        return left
 
     def _is_ignored(self, name: str) -> bool:
         return matches(f"{self._start}{name}", self.ignored)
@@ -346,7 +373,9 @@ class TrainingStateLoad:
             check_no_adapters(adapters if len(adapters) == sum(map(is_adapter, there)) else [], where)
         if names and self._strict:
             what = f"the model in {where} has {listed(names)}, which this model lacks"
-            raise Mismatch(f"{what}; pass strict=False to skip them", keys=tuple(names))
+            quantized = any(map(is_statistic, names))
+            advice = "quantize the model before the load" if quantized else "pass strict=False to skip them"
+            raise Mismatch(f"{what}; {advice}", keys=tuple(names))
         names += on_no_rank([unused.beside for unused in unused_of_ranks])
         if names and self._warns:
             self._said.append(f"{where} has {listed(names)}, which this model lacks: they are skipped")
@@ -384,6 +413,8 @@ def _all_of(fit: Fit) -> str:
     """Return a string such as "5 of 5" if all tensors are filled; otherwise, an empty string."""
     return f"{fit.count} of {fit.count}" if fit.is_full else ""
 
+
+_SHOWN = 3
 
 _NOWHERE = "\0"
 """A name that no saved parameter has."""

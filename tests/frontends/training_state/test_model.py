@@ -228,35 +228,6 @@ def test_a_module_that_packs_its_state_receives_the_packed_state(store: casckpt.
     assert (model.offset, model.weight[0, 0].item()) == (1, 1.0)
 
 
-def test_the_error_for_a_bitsandbytes_linear_names_its_scales(store: casckpt.Store) -> None:
-    bnb: Any = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
-
-    def quantised(seed: int) -> Any:
-        torch.manual_seed(seed)
-        layer = bnb.nn.Linear4bit(64, 64, compute_dtype=torch.float32)
-        layer.weight = bnb.nn.Params4bit(torch.randn(64, 64), requires_grad=False)
-        return nn.Sequential(layer.to("cpu"))
-
-    save_model_and_optim_state(store, quantised(0), run="a", step=1)
-    model, x = quantised(1), torch.ones(1, 64)
-    before, state = model(x), {name: value.clone() for name, value in model.state_dict().items()}
-    for strict in (True, False):
-        with pytest.raises(Mismatch, match=r"'0\.weight\.absmax'"):
-            load_model_and_optim_state(store, "a@1", model, strict=strict)
-        assert identical(dict(model.state_dict()), state)
-        assert torch.equal(model(x), before)
-    load_model_and_optim_state(store, "a@1", model, ignore_mismatched=["0.*"])
-    assert identical(dict(model.state_dict()), state)
-    with pytest.raises(Mismatch, match="Params4bit"):
-        store.load({"model": model.state_dict()}, "a@1")
-    assert identical(dict(model.state_dict()), state)
-    saved = store.read("a@1")["model"]
-    packed = {name.removeprefix("0.weight."): value for name, value in saved.items() if name.startswith("0.weight.")}
-    model[0].weight = bnb.nn.Params4bit.from_prequantized(saved["0.weight"], packed, device="cpu")
-    store.load({"model": {"0.bias": model[0].bias}}, "a@1")
-    assert torch.equal(model(x), quantised(0)(x))
-
-
 # extra state
 
 
