@@ -58,7 +58,7 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("loading/template.py:Template._check_packed", "call casckpt.load_model_and_optim_state with the model"): (
         "tests/frontends/training_state/test_packed.py::test_a_load_into_a_state_dict_refuses_other_statistics"
     ),
-    Case("frontends/training_state/loading.py:TrainingStateLoad._leave_packed", "Create and quantize it as it was"): (
+    Case("frontends/training_state/loading.py:TrainingStateLoad._leave_packed", "quantize it as it was for the save"): (
         "tests/frontends/training_state/test_packed.py::test_a_4_bit_weight_that_does_not_fit_is_refused"
     ),
     Case("frontends/training_state/contents.py:_with", "is the state_dict of an optimizer"): (

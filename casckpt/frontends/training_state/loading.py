@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from os.path import commonprefix
 from typing import Any, TypedDict, Unpack
 
@@ -30,7 +29,7 @@ from casckpt.frontends.training_state.hub_names import is_transformers, split_te
 from casckpt.frontends.training_state.model import ModelTemplate, is_extra_state
 from casckpt.frontends.training_state.names import unwrapped_model
 from casckpt.frontends.training_state.optimizer import StateKind, install, local_optimizer, named_groups, tensors_below
-from casckpt.frontends.training_state.packed import is_readable, is_statistic
+from casckpt.frontends.training_state.packed import MAX_JSON
 from casckpt.frontends.training_state.stored import (
     MODEL,
     StoredGroups,
@@ -42,6 +41,7 @@ from casckpt.frontends.training_state.stored import (
 from casckpt.frontends.training_state.together import on_no_rank
 from casckpt.loading.arguments import Renaming, matches, renamer, usable_patterns
 from casckpt.loading.fit import (
+    PACKED,
     Fit,
     check_fit,
     check_no_adapters,
@@ -321,21 +321,21 @@ class TrainingStateLoad:
 
         Raises Mismatch for other packed weights that do not fit, and Refused for invalid data.
         """
-        left, tensors = dict[str, None](), self._stored.contents.tensors
-        places = {name: self._place(name) for weight in self._model.packed for name in weight.values}
+        left, packed, tensors = dict[str, None](), self._model.packed, self._stored.contents.tensors
+        places = {name: self._place(name) for weight in packed for name in weight.values}
         there = {name: tensors[key] for name, key in places.items() if key in tensors and not self._stored.lacks(key)}
-        read = [weight.fields for weight in self._model.packed if weight.fields in there]
-        fields = self._stored.values(places[name] for name in read if is_readable(there[name]))
-        for weight in self._model.packed:
-            if there.keys().isdisjoint(weight.values):
-                continue  # all of it is missing, as other tensors may be
-            if not (differ := [*islice(weight.differences(there, fields.get(places.get(weight.fields, ""))), _SHOWN)]):
+        names = [weight.fields for weight in packed if weight.fields in there]
+        keys = {name: places[name] for name in names if there[name].nbytes <= MAX_JSON}
+        if fields := dict[str, Any].fromkeys(keys.values()):
+            self._stored.store.load(fields, self._stored.checkpoint, no_dist=True, unread="ignore")
+        for weight in packed:
+            differ = next(weight.differences(there, fields.get(keys.get(weight.fields, ""))), None)
+            if differ is None or there.keys().isdisjoint(weight.values):
                 continue
             if not self._is_ignored(weight.name):
                 raise Mismatch(
-                    f"the quantized weight {weight.name!r} does not fit {self._stored.where}: {'; '.join(differ)}. "
-                    "Create and quantize it as it was for the save, or leave it unchanged with "
-                    f"ignore_mismatched=[{weight.name + '*'!r}]",
+                    f"the quantized weight {weight.name!r} does not fit {self._stored.where}: {differ}. Create and "
+                    f"quantize it as it was for the save, or pass ignore_mismatched=[{weight.name + '*'!r}]",
                     key=weight.name,
                 )
             left |= dict.fromkeys(weight.values)
@@ -373,8 +373,8 @@ class TrainingStateLoad:
             check_no_adapters(adapters if len(adapters) == sum(map(is_adapter, there)) else [], where)
         if names and self._strict:
             what = f"the model in {where} has {listed(names)}, which this model lacks"
-            quantized = any(map(is_statistic, names))
-            advice = "quantize the model before the load" if quantized else "pass strict=False to skip them"
+            is_quantized = any(PACKED in name or name.endswith("SCB") for name in names)
+            advice = "quantize the model before the load" if is_quantized else "pass strict=False to skip them"
             raise Mismatch(f"{what}; {advice}", keys=tuple(names))
         names += on_no_rank([unused.beside for unused in unused_of_ranks])
         if names and self._warns:
@@ -413,8 +413,6 @@ def _all_of(fit: Fit) -> str:
     """Return a string such as "5 of 5" if all tensors are filled; otherwise, an empty string."""
     return f"{fit.count} of {fit.count}" if fit.is_full else ""
 
-
-_SHOWN = 3
 
 _NOWHERE = "\0"
 """A name that no saved parameter has."""

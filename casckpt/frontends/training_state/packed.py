@@ -23,7 +23,9 @@ from casckpt.loading.fit import PACKED
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.untrusted import misread
 
-_MOST_BYTES = 1 << 16
+MAX_JSON = 1 << 16
+"""The size in bytes up to which a load reads the JSON string of a weight."""
+
 _OFFSET = "nested_offset"
 """The only field of the JSON string that depends on the values of the weight."""
 
@@ -44,22 +46,20 @@ class PackedWeight:
 
         ``there``: the saved entries, by plain name. ``fields``: the saved JSON.
         """
+        if fields is not None:
+            here, saved = _decoded(self.values[self.fields], self.fields), _decoded(fields, self.fields)
+            yield from differences(here | {_OFFSET: _OFFSET in here}, saved | {_OFFSET: _OFFSET in saved})
         for name, value in self.values.items():
             entry, own = there.get(name), (dtype_name(value.dtype), tuple(value.shape))
             if entry is None:
                 yield f"{name!r} is missing"
-            elif name != self.fields and own != (entry.dtype, entry.shape):
+            elif own != (entry.dtype, entry.shape) and (name != self.fields or fields is None):
                 yield f"{name!r} is {own[0]} of shape {list(own[1])} here, but {entry.dtype} of shape {[*entry.shape]}"
-            elif name == self.fields and not is_readable(entry):
-                yield f"{name!r} is not a string of at most {_MOST_BYTES} bytes there"
-        if fields is not None:
-            here, saved = _decoded(self.values[self.fields], self.fields), _decoded(fields, self.fields)
-            yield from differences(here | {_OFFSET: _OFFSET in here}, saved | {_OFFSET: _OFFSET in saved})
 
     def install(self, values: Mapping[str, Any]) -> None:
         """Replace the two values that a state_dict has only as copies. ``values``: the loaded values, by name."""
-        state = self.values[self.name].quant_state if self.fields else None
-        if getattr(state, "nested", False):
+        state = getattr(self.values[self.name], "quant_state", None)
+        if state is not None and state.nested:
             state.state2.code = values[f"{self.name}.nested_quant_map"]
             state.offset = torch.full_like(state.offset, _decoded(values[self.fields], self.fields)[_OFFSET])
 
@@ -81,19 +81,9 @@ def packed_weights(state: Mapping[str, Any], unread: dict[str, list[str]]) -> li
     return packed
 
 
-def is_statistic(name: str) -> bool:
-    """Return whether a name is that of the statistics of a 4-bit or 8-bit weight."""
-    return PACKED in name or name.rpartition(".")[2] == "SCB"
-
-
-def is_readable(entry: Entry) -> bool:
-    """Return whether an entry may be the JSON string of a 4-bit weight."""
-    return entry.dtype == "uint8" and math.prod(entry.shape) <= _MOST_BYTES
-
-
 def _decoded(fields: torch.Tensor, name: str) -> dict[str, Any]:
     with misread(lambda why: Refused(f"{name!r} is not the JSON of a 4-bit weight: {why}", key=name)):
-        decoded = json.loads(bytes(fields.tolist()))
+        decoded: dict[str, Any] = json.loads(bytes(fields.cpu().numpy()))
         offset = decoded.get(_OFFSET, 0.0)
         if type(offset) is not float or not math.isfinite(offset):
             raise ValueError(f"{_OFFSET} is not a finite number")

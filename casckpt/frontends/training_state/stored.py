@@ -146,14 +146,9 @@ class StoredTraining:
 
     def value(self, key: str, *, allow_pickle: bool) -> Any:
         """Read the value at a key, only in this process."""
-        return self.values([key], allow_pickle=allow_pickle)[key]
-
-    def values(self, keys: Iterable[str], *, allow_pickle: bool = False) -> dict[str, Any]:
-        """Read the values at some keys, only in this process."""
-        made: dict[str, Any] = dict.fromkeys(keys)
-        if made:
-            self.store.load(made, self.checkpoint, no_dist=True, unread="ignore", allow_pickle=allow_pickle)
-        return made
+        made: dict[str, Any] = {key: None}
+        self.store.load(made, self.checkpoint, no_dist=True, unread="ignore", allow_pickle=allow_pickle)
+        return made[key]
 
     def nodes(self, names: Mapping[str, Any], at: str = OPTIM) -> dict[Element, Node]:
         """Return the nodes of the optimizer state at ``at``: first the nodes of ``names``, then all others."""
