@@ -186,7 +186,9 @@ def _part(key: str, value: Any, index: Index) -> list[Shard]:
                 offset, shape = common.relative_to(part).offset, part.shape
                 view = data[common.within(box)][select]
                 shards.append(Shard(view, [shape[dim] for dim in kept], [offset[dim] for dim in kept]))
-    return shards or [Shard(torch.empty(0, dtype=local.dtype), [part.shape[dim] for dim in kept], flat=(0, 0))]
+    return shards or [
+        Shard(torch.empty(0, dtype=local.dtype, device=local.device), [part.shape[dim] for dim in kept], flat=(0, 0))
+    ]
 
 
 def rules_of(parts: Parts) -> dict[str, dict[str, Any]]:
