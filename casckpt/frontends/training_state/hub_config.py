@@ -13,11 +13,12 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from casckpt.base.names import HUB_FILE
 from casckpt.errors import Unsupported
 from casckpt.frontends.training_state.hub_names import (
     adapter_parts,
@@ -34,8 +35,6 @@ from casckpt.loading.fit import shape_of
 
 log = logging.getLogger(__name__)
 
-HUB_FILE: Final = "casckpt.hub.json"
-"""The attachment with the names that an export gives to the tensors: a view for each root of the folder."""
 ADAPTER_STEM, DIFFUSERS_STEM = "adapter_model", "diffusion_pytorch_model"
 _MAX_BYTES = 1 << 20  # of the names
 
