@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from typing import Any
 
 import pytest
@@ -226,6 +227,43 @@ def test_a_module_that_packs_its_state_receives_the_packed_state(store: casckpt.
     model = Unpacking(2)
     load_model_and_optim_state(store, "a@1", model)
     assert (model.offset, model.weight[0, 0].item()) == (1, 1.0)
+
+
+class Statistics:
+    """Like a QuantState of bitsandbytes with nested statistics."""
+
+    def __init__(self, offset: float) -> None:
+        self.nested, self.offset, self.state2 = True, torch.tensor(offset), self
+        self.code = torch.full((2,), offset)
+
+
+class Quantized(nn.Linear):
+    """Like a Linear4bit with nested statistics."""
+
+    def __init__(self, offset: float, kind: str = "nf4") -> None:
+        super().__init__(3, 3)
+        nn.init.constant_(self.weight, offset)
+        self.statistics, self.kind = Statistics(offset), kind
+        vars(self.weight)["quant_state"] = self.statistics
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        fields = json.dumps({"nested_offset": self.statistics.offset.item(), "kind": self.kind})
+        destination[prefix + "weight.nested_quant_map"] = self.statistics.code.clone()
+        destination[prefix + "weight.quant_state.bitsandbytes__nf4"] = torch.tensor([*fields.encode()]).to(torch.uint8)
+
+
+def test_a_quantized_weight_receives_the_values_that_its_state_dict_copies(store: casckpt.Store) -> None:
+    save_model_and_optim_state(store, Quantized(0.25), run="a", step=1)
+    model, other = Quantized(3.0), Quantized(3.0, "fp4")
+    load_model_and_optim_state(store, "a@1", model)
+    assert identical(dict(model.state_dict()), dict(store.read("a@1")["model"]))
+    assert model.statistics.offset == 0.25
+    for strict in (True, False):
+        with pytest.raises(Mismatch, match='kind is "fp4" here, but "nf4"'):
+            load_model_and_optim_state(store, "a@1", other, strict=strict)
+    load_model_and_optim_state(store, "a@1", other, ignore_mismatched=["weight*"])
+    assert (other.statistics.offset.item(), other.weight[0, 0].item()) == (3.0, 3.0)
 
 
 # extra state
