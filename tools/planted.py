@@ -2190,6 +2190,20 @@ PLANTED = (
         "tests/frontends/training_state/test_model.py",
     ),
     Planted(
+        "a 4-bit weight keeps its offset in a load",
+        "PackedWeight.install",
+        "if state is not None and state.nested:",
+        "if state is not None and not state.nested:",
+        "tests/frontends/training_state/test_model.py",
+    ),
+    Planted(
+        "4-bit weights of another kind are loaded",
+        "TrainingStateLoad._leave_packed",
+        "if differ is None or",
+        "if differ is not None or",
+        "tests/frontends/training_state/test_model.py",
+    ),
+    Planted(
         "a rename of an entry inside one object is ignored",
         "Entries.compare",
         "not in (here, there)",

@@ -112,8 +112,8 @@ class Template:
             raise Mismatch(
                 f"{differ[0]!r} is a copy of a value that a bitsandbytes module keeps, but {self._where} has a "
                 "different value. With a different value, the saved weights have a different meaning. Omit "
-                f"{weight!r}, and all keys that begin with it, from the state; or read them with store.read, and "
-                "create the weight from them with bitsandbytes.nn.Params4bit.from_prequantized",
+                f"{weight!r}, and all keys that begin with it, from the state; or call "
+                "casckpt.load_model_and_optim_state with the model, which loads such weights",
                 keys=tuple(differ),
             )
 

@@ -55,8 +55,11 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("tensors/shards.py:_problem", "q_per_channel_scales() and q_per_channel_zero_points()"): (
         "tests/loading/test_wrapped.py::test_other_layouts_are_refused_at_the_start_with_advice"
     ),
-    Case("loading/template.py:Template._check_packed", "Params4bit.from_prequantized"): (
-        "tests/frontends/training_state/test_model.py::test_a_copy_in_a_state_dict_is_filled_only_with_equal_values"
+    Case("loading/template.py:Template._check_packed", "call casckpt.load_model_and_optim_state with the model"): (
+        "tests/frontends/training_state/test_packed.py::test_a_load_into_a_state_dict_refuses_other_statistics"
+    ),
+    Case("frontends/training_state/loading.py:TrainingStateLoad._leave_packed", "quantize it as it was for the save"): (
+        "tests/frontends/training_state/test_packed.py::test_a_4_bit_weight_that_does_not_fit_is_refused"
     ),
     Case("frontends/training_state/contents.py:_with", "is the state_dict of an optimizer"): (
         "tests/frontends/trainer/test_resumed.py::test_the_state_dict_of_an_optimizer_is_rejected_before_it_is_saved"

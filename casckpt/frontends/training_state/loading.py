@@ -29,6 +29,7 @@ from casckpt.frontends.training_state.hub_names import is_transformers, split_te
 from casckpt.frontends.training_state.model import ModelTemplate, is_extra_state
 from casckpt.frontends.training_state.names import unwrapped_model
 from casckpt.frontends.training_state.optimizer import StateKind, install, local_optimizer, named_groups, tensors_below
+from casckpt.frontends.training_state.packed import MAX_JSON
 from casckpt.frontends.training_state.stored import (
     MODEL,
     StoredGroups,
@@ -40,6 +41,7 @@ from casckpt.frontends.training_state.stored import (
 from casckpt.frontends.training_state.together import on_no_rank
 from casckpt.loading.arguments import Renaming, matches, renamer, usable_patterns
 from casckpt.loading.fit import (
+    PACKED,
     Fit,
     check_fit,
     check_no_adapters,
@@ -297,7 +299,7 @@ class TrainingStateLoad:
 
         Raises Mismatch if the checkpoint has such names, unless ``ignore_mismatched`` matches all names of the module.
         """
-        left, refused = dict[str, None](), dict[str, str]()
+        left, refused = self._leave_packed(), dict[str, str]()
         for name, together in self._model.passed_by.items():
             there = [one for one in together if self.saved_key(f"{self._start}{one}") in self._stored.keys]
             if all(self._is_ignored(one) for one in there):
@@ -313,6 +315,31 @@ class TrainingStateLoad:
                 keys=tuple(refused),
             )
         return tuple(left)
+
+    def _leave_packed(self) -> dict[str, None]:
+        """Return the names of packed weights that do not fit, and that ``ignore_mismatched`` matches.
+
+        Raises Mismatch for other packed weights that do not fit, and Refused for invalid data.
+        """
+        left, packed, tensors = dict[str, None](), self._model.packed, self._stored.contents.tensors
+        places = {name: self._place(name) for weight in packed for name in weight.values}
+        there = {name: tensors[key] for name, key in places.items() if key in tensors and not self._stored.lacks(key)}
+        names = [weight.fields for weight in packed if weight.fields in there]
+        keys = {name: places[name] for name in names if there[name].nbytes <= MAX_JSON}
+        if fields := dict[str, Any].fromkeys(keys.values()):
+            self._stored.store.load(fields, self._stored.checkpoint, no_dist=True, unread="ignore")
+        for weight in packed:
+            differ = next(weight.differences(there, fields.get(keys.get(weight.fields, ""))), None)
+            if differ is None or there.keys().isdisjoint(weight.values):
+                continue
+            if not self._is_ignored(weight.name):
+                raise Mismatch(
+                    f"the quantized weight {weight.name!r} does not fit {self._stored.where}: {differ}. Create and "
+                    f"quantize it as it was for the save, or pass ignore_mismatched=[{weight.name + '*'!r}]",
+                    key=weight.name,
+                )
+            left |= dict.fromkeys(weight.values)
+        return left
 
     def _is_ignored(self, name: str) -> bool:
         return matches(f"{self._start}{name}", self.ignored)
@@ -346,7 +373,9 @@ class TrainingStateLoad:
             check_no_adapters(adapters if len(adapters) == sum(map(is_adapter, there)) else [], where)
         if names and self._strict:
             what = f"the model in {where} has {listed(names)}, which this model lacks"
-            raise Mismatch(f"{what}; pass strict=False to skip them", keys=tuple(names))
+            is_quantized = any(PACKED in name or name.endswith("SCB") for name in names)
+            advice = "quantize the model before the load" if is_quantized else "pass strict=False to skip them"
+            raise Mismatch(f"{what}; {advice}", keys=tuple(names))
         names += on_no_rank([unused.beside for unused in unused_of_ranks])
         if names and self._warns:
             self._said.append(f"{where} has {listed(names)}, which this model lacks: they are skipped")

@@ -16,6 +16,7 @@ from casckpt.base.text import listed
 from casckpt.errors import InvalidInput
 from casckpt.frontends.training_state.flat import drop_gathered, flat_parts, full_dtypes, let_go, without_fsdp_hooks
 from casckpt.frontends.training_state.names import plain_name
+from casckpt.frontends.training_state.packed import packed_weights
 from casckpt.frontends.training_state.parts import Parts
 from casckpt.loading.fit import PACKED
 from casckpt.loading.unread import is_within, prefixes
@@ -49,6 +50,7 @@ def model_state(model: nn.Module) -> OrderedDict[str, Any]:
         full = value.to(dtypes[id(value)]) if id(value) in dtypes else value
         state[name] = full if part is None else part.shard(part.data)
     unread = passed_by(model, live, strict=False)
+    packed_weights(live, unread)
     if unread and this_rank() == 0:
         _warn_once(listed(list(unread)))
     metadata = getattr(raw, "_metadata", None)
@@ -168,6 +170,7 @@ class ModelTemplate:
         self._names = _plain_names(model, self._raw)
         by_name = {name: self._raw[key] for key, name in self._names.items()}
         self.passed_by = passed_by(model, by_name, strict=strict)
+        self.packed = packed_weights(by_name, self.passed_by)
         self.values: dict[str, Any] = {name: self._place(name, self._raw[key]) for key, name in self._names.items()}
         self._placed = dict(self.values)
 
@@ -184,9 +187,13 @@ class ModelTemplate:
 
         Parameters and buffers have already been filled, so torch copies each tensor onto itself, which has no effect.
         The call sets extra state, runs hooks, and sets tensors that each call of state_dict creates anew. Wrappers are
-        left out, because many cannot be copied.
+        left out, because many cannot be copied. So are the statistics of packed weights.
         """
         filled = {name for name, value in self.values.items() if holds_wrapper(value)}
+        for weight in self.packed:
+            filled |= weight.values.keys() - {weight.name}
+            if weight.fields not in missing:
+                weight.install(self.values)
         for key, name in self._names.items():
             if name in missing or name in filled:
                 del self._raw[key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from typing import Any
 
 import pytest
@@ -228,33 +229,41 @@ def test_a_module_that_packs_its_state_receives_the_packed_state(store: casckpt.
     assert (model.offset, model.weight[0, 0].item()) == (1, 1.0)
 
 
-def test_the_error_for_a_bitsandbytes_linear_names_its_scales(store: casckpt.Store) -> None:
-    bnb: Any = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+class Statistics:
+    """Like a QuantState of bitsandbytes with nested statistics."""
 
-    def quantised(seed: int) -> Any:
-        torch.manual_seed(seed)
-        layer = bnb.nn.Linear4bit(64, 64, compute_dtype=torch.float32)
-        layer.weight = bnb.nn.Params4bit(torch.randn(64, 64), requires_grad=False)
-        return nn.Sequential(layer.to("cpu"))
+    def __init__(self, offset: float) -> None:
+        self.nested, self.offset, self.state2 = True, torch.tensor(offset), self
+        self.code = torch.full((2,), offset)
 
-    save_model_and_optim_state(store, quantised(0), run="a", step=1)
-    model, x = quantised(1), torch.ones(1, 64)
-    before, state = model(x), {name: value.clone() for name, value in model.state_dict().items()}
+
+class Quantized(nn.Linear):
+    """Like a Linear4bit with nested statistics."""
+
+    def __init__(self, offset: float, kind: str = "nf4") -> None:
+        super().__init__(3, 3)
+        nn.init.constant_(self.weight, offset)
+        self.statistics, self.kind = Statistics(offset), kind
+        vars(self.weight)["quant_state"] = self.statistics
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        fields = json.dumps({"nested_offset": self.statistics.offset.item(), "kind": self.kind})
+        destination[prefix + "weight.nested_quant_map"] = self.statistics.code.clone()
+        destination[prefix + "weight.quant_state.bitsandbytes__nf4"] = torch.tensor([*fields.encode()]).to(torch.uint8)
+
+
+def test_a_quantized_weight_receives_the_values_that_its_state_dict_copies(store: casckpt.Store) -> None:
+    save_model_and_optim_state(store, Quantized(0.25), run="a", step=1)
+    model, other = Quantized(3.0), Quantized(3.0, "fp4")
+    load_model_and_optim_state(store, "a@1", model)
+    assert identical(dict(model.state_dict()), dict(store.read("a@1")["model"]))
+    assert model.statistics.offset == 0.25
     for strict in (True, False):
-        with pytest.raises(Mismatch, match=r"'0\.weight\.absmax'"):
-            load_model_and_optim_state(store, "a@1", model, strict=strict)
-        assert identical(dict(model.state_dict()), state)
-        assert torch.equal(model(x), before)
-    load_model_and_optim_state(store, "a@1", model, ignore_mismatched=["0.*"])
-    assert identical(dict(model.state_dict()), state)
-    with pytest.raises(Mismatch, match="Params4bit"):
-        store.load({"model": model.state_dict()}, "a@1")
-    assert identical(dict(model.state_dict()), state)
-    saved = store.read("a@1")["model"]
-    packed = {name.removeprefix("0.weight."): value for name, value in saved.items() if name.startswith("0.weight.")}
-    model[0].weight = bnb.nn.Params4bit.from_prequantized(saved["0.weight"], packed, device="cpu")
-    store.load({"model": {"0.bias": model[0].bias}}, "a@1")
-    assert torch.equal(model(x), quantised(0)(x))
+        with pytest.raises(Mismatch, match='kind is "fp4" here, but "nf4"'):
+            load_model_and_optim_state(store, "a@1", other, strict=strict)
+    load_model_and_optim_state(store, "a@1", other, ignore_mismatched=["weight*"])
+    assert (other.statistics.offset.item(), other.weight[0, 0].item()) == (3.0, 3.0)
 
 
 # extra state
