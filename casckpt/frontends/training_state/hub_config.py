@@ -89,7 +89,7 @@ def with_hub_files(model: Any, attachments: Any, files: Mapping[str, bytes] = Ma
 
 def _config_files(model: Any) -> dict[str, bytes]:
     """Return the files that ``save_pretrained`` writes beside the weights."""
-    kinds = (base for base in type(model).__mro__ if all(one.__name__ != "FSDPModule" for one in base.__mro__))
+    kinds = (base for base in type(model).__mro__ if all(above.__name__ != "FSDPModule" for above in base.__mro__))
     kind = next(kinds)  # not the class that fully_shard creates
     config, files = model.config, dict[str, bytes]()
     if getattr(kind, "_auto_class", None) is not None or getattr(config, "_auto_class", None) is not None:

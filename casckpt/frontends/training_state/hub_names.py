@@ -190,7 +190,7 @@ def _part(key: str, value: Any, index: Index) -> list[Shard]:
                 view = data[common.within(box)][select]
                 shards.append(Shard(view, [shape[dim] for dim in kept], [offset[dim] for dim in kept]))
     return shards or [
-        Shard(torch.empty(0, dtype=local.dtype, device=local.device), [part.shape[dim] for dim in kept], flat=(0, 0))
+        Shard(torch.empty(0, dtype=local.dtype, device="cpu"), [part.shape[dim] for dim in kept], flat=(0, 0))
     ]
 
 
