@@ -62,11 +62,12 @@ class FolderPlan:
         if names.views:
             self._see_all(names.views)
         else:
-            self.is_as_imported = False
+            self.is_as_imported = has_components = False
             if is_whole:
                 with suppress(MissingKey, Damaged):  # such as a thinned optimizer, which the model does not need
                     self._see(Rules())
-            if not self.is_as_imported:
+                    has_components = "" not in self._folders and all(self._folders.values())
+            if not self.is_as_imported and not has_components:
                 self._see(rules)
         self.notes += [*names.notes, *self._untied(names.tied)]
 

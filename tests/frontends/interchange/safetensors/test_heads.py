@@ -90,6 +90,18 @@ def test_a_single_file_of_a_component_has_full_names(store: casckpt.Store, tmp_p
     assert load_file(tmp_path / "x.safetensors").keys() == {"unet.a"}
 
 
+def test_a_changed_component_stays_in_its_folder(store: casckpt.Store, tmp_path: Path) -> None:
+    file_of(tmp_path / "in" / "unet", {"a": torch.ones(2)}, "diffusion_pytorch_model.safetensors", format="pt")
+    (tmp_path / "in" / "model_index.json").write_text('{"unet": []}')
+    made = import_safetensors(store, tmp_path / "in", step=1)
+    files = {name: store.read_attachment(made, name) for name in store.attachments(made)}
+    store.save({"unet": {"a": torch.ones(3)}}, step=2, attachments=files)
+    for format in ("hf", "safetensors"):
+        store.export("latest", tmp_path / format, format=format)
+        assert contents(tmp_path / format) == served(store)
+    assert served(store).keys() == {"model_index.json", "unet/diffusion_pytorch_model.safetensors"}
+
+
 def test_a_plain_folder_needs_no_heads(store: casckpt.Store, tmp_path: Path) -> None:
     folder = tmp_path / "in"
     file_of(folder, STATE, "model.safetensors", format="pt")

@@ -78,10 +78,14 @@ def test_an_index_cannot_name_files_outside_its_folder(store: casckpt.Store, tmp
 
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "model_index.json"])
-@pytest.mark.parametrize("kind", ["pipe", "folder", "dangling link"])
-def test_json_that_is_not_a_file_is_never_read(store: casckpt.Store, tmp_path: Path, name: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, os.mkdir, partial(os.symlink, "missing")], ids=["pipe", "folder", "dangling link"]
+)
+def test_json_that_is_not_a_file_is_never_read(
+    store: casckpt.Store, tmp_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
     path = file_of(tmp_path, {"a": torch.ones(2)}, "model.safetensors").with_name(name)
-    {"pipe": os.mkfifo, "folder": os.mkdir, "dangling link": partial(os.symlink, "missing")}[kind](path)
+    make(path)
     if name == "model_index.json":
         assert import_safetensors(store, tmp_path, step=1).step == 1
     else:
