@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from casckpt.base.names import HUB_FILE
+from casckpt.base.names import HUB_FILE, is_attachment_name
 from casckpt.errors import Unsupported
 from casckpt.frontends.training_state.hub_names import (
     adapter_parts,
@@ -144,6 +144,8 @@ def _adapter_files(model: Any) -> dict[str, bytes]:
         folders[adapter] = "" if adapter == "default" else f"{adapter}/"
         written = _written(lambda folder, config=config: _write_adapter(model, config, folder))
         files |= {f"{folders[adapter]}{name}": data for name, data in written.items()}
+        if not all(map(is_attachment_name, files)):
+            raise Unsupported(f"the adapter's name {adapter!r:.200} cannot be that of a folder")
 
     def names(model: Any) -> dict[str, Any]:
         return {"views": {f"{folder}{ADAPTER_STEM}": _adapter_view(model, one) for one, folder in folders.items()}}

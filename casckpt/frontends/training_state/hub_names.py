@@ -93,8 +93,11 @@ def _has_resized_embeddings(model: Any, base: str | None) -> bool:
     if not base or size is None:
         return False
     quiet = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")}
-    found = cached_file(base, "config.json", local_files_only=True, **quiet)
-    return found is not None and type(config).from_pretrained(found).vocab_size != size
+    try:
+        found = cached_file(base, "config.json", local_files_only=True, **quiet)
+        return found is not None and type(config).from_pretrained(found).vocab_size != size
+    except (OSError, ValueError):  # such as a path that does not exist on this machine
+        return False
 
 
 def _parts(shapes: Mapping[str, Shape], convert: Callable[[dict[str, Tensor]], Mapping[str, Any]]) -> Parts:

@@ -135,7 +135,9 @@ def read_rules(text: bytes, where: str, *, travels: bool = False) -> Rules:
 
 def _parsed(text: bytes, where: str) -> Any:
     try:
-        return json.loads(text) if len(text) <= MAX_BYTES else None
+        found = json.loads(text) if len(text) <= MAX_BYTES else None
+        json.dumps(found, ensure_ascii=False).encode()  # fails for a lone surrogate, which no file can hold
+        return found
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{where} is not JSON ({error}); write an object with some of {_names()}") from error
 
@@ -176,7 +178,8 @@ def read_hub_names(text: bytes, where: str) -> HubNames:
     given = content if isinstance(content, dict) else {"views": content}
     views, notes, tied = parts = [given.get(name, kind()) for name, kind in kinds.items()]
     is_valid = all(map(isinstance, parts, kinds.values())) and all(map(_is_text, (*notes, *tied.values())))
-    if not is_valid or len(views) > _MOST_VIEWS or not all(map(is_attachment_name, views)):
+    is_valid = is_valid and len(views) <= _MOST_VIEWS and all(map(is_attachment_name, views))
+    if not is_valid or len({stem.rpartition("/")[0] for stem in views}) < len(views):
         raise InvalidInput(f"{where} is not valid; export with --strip-prefix or --rename, which do not use the file")
     found = [HubView(stem, _rules(rules, where, travels=True)) for stem, rules in views.items()]
     return HubNames(tuple(found), tuple(notes), tuple(tied.items()))

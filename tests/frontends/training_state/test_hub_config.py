@@ -231,6 +231,24 @@ def test_resized_embeddings_are_part_of_an_adapter(tmp_path: Path, store: Store)
     assert identical(expected, written)
 
 
+@pytest.mark.parametrize("base", ["/moved/model", "./runs/base/1", "a/b/c", "C:\\base"])
+def test_a_base_model_that_has_moved_is_ignored(store: Store, base: str) -> None:
+    model = lora(llama().float())
+    model.peft_config["default"].base_model_name_or_path = base
+    save_model_and_optim_state(store, model, run="a", step=1)
+    assert store.attachments("a@1").keys() == {"adapter_config.json", HUB_FILE}
+
+
+def test_an_adapter_whose_name_is_not_a_folders_is_saved_without_its_config(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    peft = pytest.importorskip("peft", reason="needs peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    save_model_and_optim_state(store, peft.get_peft_model(llama().float(), config, "/abs"), run="a", step=1)
+    assert not store.attachments("a@1")
+    assert "cannot be that of a folder" in caplog.text
+
+
 def test_a_computed_adapter_is_saved_without_its_config(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     peft = pytest.importorskip("peft", reason="needs peft")
     config = peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8)

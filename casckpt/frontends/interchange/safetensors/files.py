@@ -152,6 +152,7 @@ def decode_head(head: bytes, size: int | None = None) -> Header:
     metadata = found.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise InvalidInput("its __metadata__ has values that are not strings")
+    "".join((*found, *metadata, *metadata.values())).encode()  # fails for a lone surrogate
     places = sorted((_place(key, entry) for key, entry in found.items()), key=lambda place: place[:2])
     end = 0
     for start, stop, tensor in places:
@@ -217,6 +218,8 @@ def read_index(path: Path, suffix: str = SUFFIX) -> dict[str, str]:
 
     ``suffix``: the suffix of the files.
     """
+    if not path.is_file():
+        raise InvalidInput(f"{path} is not a file, or is a link to a missing file; get a complete copy of the folder")
     if path.stat().st_size > MAX_INDEX_BYTES:
         raise InvalidInput(f"{path} has more than {MAX_INDEX_BYTES} bytes: it is not an index of safetensors files")
     return decode_index(path.read_bytes(), path, suffix)

@@ -40,7 +40,7 @@ def stem_of(name: str) -> str:
 class ImportedModel:
     """The files of one model in an imported folder, by name, without their tensors' data.
 
-    ``stem``: see `stem_of`. ``indexes``: each with the file of each key.
+    ``stem``: see `stem_of`. The stem of an index takes precedence. ``indexes``: each with the file of each key.
     """
 
     stem: str
@@ -52,7 +52,7 @@ class ImportedModel:
         if name.endswith(SUFFIX):
             self.heads[name] = decode_head(data)
         elif is_index(name):
-            self.indexes[name] = data, decode_index(data, name)
+            self.stem, self.indexes[name] = stem_of(name), (data, decode_index(data, name))
         else:
             raise InvalidInput("it does not have the name of a safetensors file or an index")
 

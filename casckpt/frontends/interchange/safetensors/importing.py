@@ -8,6 +8,7 @@ import mmap
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -321,7 +322,8 @@ def _is_adapter(subfolder: Path) -> bool:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes()) if path.stat().st_size <= _MAX_JSON_BYTES else None
+        is_readable = path.is_file() and path.stat().st_size <= _MAX_JSON_BYTES
+        return json.loads(path.read_bytes()) if is_readable else None
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -423,12 +425,17 @@ class Maps:
             let_go()
 
     def has_whole_files(self) -> bool:
-        """Return whether each tensor is in one file, and no file is named after a rank."""
+        """Return whether each tensor is in one file, and no file is named after a rank or lacks a head."""
         is_split = any(len(parts) > 1 for parts in self.parts.values())
-        return not is_split and not any(_OF_RANK.fullmatch(path.name) for path in self.headers)
+        return not is_split and all(
+            head.head and not _OF_RANK.fullmatch(path.name) for path, head in self.headers.items()
+        )
 
     def _read_torch(self, path: Path) -> tuple[Header, Iterable[tuple[str, torch.Tensor]]]:
-        """Return the header that a torch.save file has as a safetensors file, and its tensors by key."""
+        """Return the header that a torch.save file has as a safetensors file, and its tensors by key.
+
+        The head is empty if a safetensors file cannot hold the tensors.
+        """
         from casckpt.frontends.interchange.torch_files import mapped_weights  # takes a while to import
 
         tensors, let_go = mapped_weights(path)
@@ -437,8 +444,10 @@ class Maps:
             TensorHeader(key, dtype_name(tensor.dtype), tuple(tensor.shape), tensor.nbytes)
             for key, tensor in tensors.items()
         ]
-        metadata = exported_metadata({}, is_model=True)
-        return Header(tuple(headers), library_head(headers, metadata), metadata), tensors.items()
+        metadata, head = exported_metadata({}, is_model=True), b""
+        with suppress(InvalidInput):
+            head = library_head(headers, metadata)
+        return Header(tuple(headers), head, metadata), tensors.items()
 
     def _add(
         self, path: Path, tensors: Iterable[tuple[str, torch.Tensor]], offsets: Mapping[str, Shape] | None

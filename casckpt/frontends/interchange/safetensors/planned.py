@@ -18,7 +18,7 @@ from casckpt.base.progress import Progress
 from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.contents.contents import Contents
-from casckpt.errors import InvalidInput, MissingKey
+from casckpt.errors import Damaged, InvalidInput, MissingKey
 from casckpt.frontends.interchange.new_files import file_attachments
 from casckpt.frontends.interchange.safetensors.files import INDEX_SUFFIX, SUFFIX
 from casckpt.frontends.interchange.safetensors.heads import imported_models
@@ -62,8 +62,12 @@ class FolderPlan:
         if names.views:
             self._see_all(names.views)
         else:
-            self._see(Rules() if is_whole else rules)
-            if is_whole and not self.is_as_imported:
+            self.is_as_imported = has_components = False
+            if is_whole:
+                with suppress(MissingKey, Damaged):  # such as a thinned optimizer, which the model does not need
+                    self._see(Rules())
+                    has_components = "" not in self._folders and all(self._folders.values())
+            if not self.is_as_imported and not has_components:
                 self._see(rules)
         self.notes += [*names.notes, *self._untied(names.tied)]
 
@@ -145,7 +149,7 @@ class FolderPlan:
             self.notes.append(f"the tensors are not those of the imported files {where}, so these are not restored")
             if not tensors:
                 return ()
-        stem = imported.stem if imported else self._stems.get(folder, STEM)
+        stem = self._stems.get(folder) or (imported.stem if imported else STEM)
         most = MAX_SHARD_BYTES if most is None else most
         return lay_out(tensors.values(), self._metadata, most, stem)
 
@@ -155,7 +159,7 @@ class FolderPlan:
 
     def lay_out_file(self) -> FileLayout:
         """Return one file with all tensors: the imported file if there was only one."""
-        files = self.lay_out(None) if self.is_as_imported else []
+        files = self.lay_out(None) if self.is_as_imported and "" in self._folders else []
         if len(self._stems) > 1:
             raise InvalidInput(f"{self.checkpoint} has several adapters, which need a folder: leave out {SUFFIX}")
         if len(files) != 1:

@@ -114,6 +114,8 @@ def test_any_keys_and_shapes_can_be_written_and_read(
         ({"a": {"dtype": "F32"}}, bytes(8)),
         ({"__metadata__": {"a": 1}}, b""),
         ({"__metadata__": []}, b""),
+        ({"__metadata__": {"a": "\ud800"}}, b""),
+        ({"\ud800": entry()}, bytes(8)),
         (
             b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}',
             b"",

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import casckpt
-from casckpt.base.names import HEADS
+from casckpt.base.names import HEADS, HUB_FILE
 from casckpt.errors import InvalidInput
 from casckpt.frontends.convert import import_safetensors
 from casckpt.frontends.follow import Follower
@@ -82,6 +82,26 @@ def test_a_single_file_is_restored_under_any_name(store: casckpt.Store, tmp_path
     assert same(load_file(tmp_path / "y.safetensors"), STATE)
 
 
+def test_a_single_file_of_a_component_has_full_names(store: casckpt.Store, tmp_path: Path) -> None:
+    file_of(tmp_path / "in" / "unet", {"a": torch.ones(2)}, "diffusion_pytorch_model.safetensors", format="pt")
+    (tmp_path / "in" / "model_index.json").write_text('{"unet": []}')
+    import_safetensors(store, tmp_path / "in", step=1)
+    store.export("latest", tmp_path / "x.safetensors")
+    assert load_file(tmp_path / "x.safetensors").keys() == {"unet.a"}
+
+
+def test_a_changed_component_stays_in_its_folder(store: casckpt.Store, tmp_path: Path) -> None:
+    file_of(tmp_path / "in" / "unet", {"a": torch.ones(2)}, "diffusion_pytorch_model.safetensors", format="pt")
+    (tmp_path / "in" / "model_index.json").write_text('{"unet": []}')
+    made = import_safetensors(store, tmp_path / "in", step=1)
+    files = {name: store.read_attachment(made, name) for name in store.attachments(made)}
+    store.save({"unet": {"a": torch.ones(3)}}, step=2, attachments=files)
+    for format in ("hf", "safetensors"):
+        store.export("latest", tmp_path / format, format=format)
+        assert contents(tmp_path / format) == served(store)
+    assert served(store).keys() == {"model_index.json", "unet/diffusion_pytorch_model.safetensors"}
+
+
 def test_a_plain_folder_needs_no_heads(store: casckpt.Store, tmp_path: Path) -> None:
     folder = tmp_path / "in"
     file_of(folder, STATE, "model.safetensors", format="pt")
@@ -102,6 +122,16 @@ def test_trained_weights_keep_the_imported_files(store: casckpt.Store, tmp_path:
     assert (found.format, found.left_out, found.notes) == ("hf", ("optim.a",), ())
     assert contents(tmp_path / "out").keys() == contents(tmp_path / "in").keys()
     assert same(load_file(tmp_path / "out" / SHARDS[0]) | load_file(tmp_path / "out" / SHARDS[1]), trained)
+
+
+def test_a_thinned_optimizer_does_not_prevent_an_export(store: casckpt.Store, tmp_path: Path) -> None:
+    made = import_safetensors(store, sharded(tmp_path / "in"), run="a", step=1)
+    files = {name: store.read_attachment(made, name) for name in store.attachments(made)}
+    for step in (2, 3):
+        store.save({"model": STATE, "optim": {"a": torch.ones(4)}}, run="a", step=step, attachments=files)
+    store.thin(run="a", drop=["optim.*"], keep_last=1)
+    store.export("a@2", tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "in") == served(store, "a@2")
 
 
 def changed(how: str) -> dict[str, torch.Tensor]:
@@ -128,6 +158,25 @@ def test_a_changed_model_gets_new_files(
     assert found.notes[0] in caplog.text
     store.export("latest", tmp_path / "shards", max_shard_size=8)
     assert "adapter_model.safetensors.index.json" in contents(tmp_path / "shards")
+
+
+def test_an_adapter_of_an_imported_model_has_an_adapters_name(store: casckpt.Store, tmp_path: Path) -> None:
+    made = import_safetensors(store, sharded(tmp_path / "in"), step=1)
+    files = {name: store.read_attachment(made, name) for name in store.attachments(made)}
+    view = {"strip_prefix": "model", "keys": ["model.lora_A"]}
+    files[HUB_FILE] = json.dumps({"views": {"adapter_model": view}}).encode()
+    store.save({"model": STATE | {"lora_A": torch.ones(2)}}, step=2, attachments=files)
+    store.export("latest", tmp_path / "out")
+    assert contents(tmp_path / "out").keys() == {"adapter_model.safetensors", "config.json"}
+
+
+def test_new_files_have_the_name_of_the_index(store: casckpt.Store, tmp_path: Path) -> None:
+    file_of(tmp_path / "in", {"a": torch.ones(2)}, "first.safetensors", format="pt")
+    index = {"weight_map": {"a": "first.safetensors"}}
+    (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps(index))
+    import_safetensors(store, tmp_path / "in", step=1)
+    store.export("latest", tmp_path / "out", max_shard_size=1)
+    assert contents(tmp_path / "out").keys() == {"model.safetensors"}
 
 
 def test_a_smaller_shard_size_creates_new_files(store: casckpt.Store, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +75,22 @@ def test_an_index_cannot_name_files_outside_its_folder(store: casckpt.Store, tmp
     with pytest.raises(InvalidInput, match="do not trust"):
         import_safetensors(store, folder, step=0)
     assert not store.repository.exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "model_index.json"])
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, os.mkdir, partial(os.symlink, "missing")], ids=["pipe", "folder", "dangling link"]
+)
+def test_json_that_is_not_a_file_is_never_read(
+    store: casckpt.Store, tmp_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    path = file_of(tmp_path, {"a": torch.ones(2)}, "model.safetensors").with_name(name)
+    make(path)
+    if name == "model_index.json":
+        assert import_safetensors(store, tmp_path, step=1).step == 1
+    else:
+        with pytest.raises(InvalidInput, match="is not a file"):
+            import_safetensors(store, tmp_path, step=1)
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
@@ -283,6 +300,15 @@ def components(folder: Path) -> Path:
     (folder / "scheduler" / "scheduler_config.json").write_text("{}")
     (folder / "model_index.json").write_text('{"unet": ["diffusers", "UNet"], "text_encoder": [], "scheduler": []}')
     return folder
+
+
+def test_a_torch_file_may_hold_what_safetensors_cannot(store: casckpt.Store, tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2, dtype=torch.complex128)}, tmp_path / "pytorch_model.bin")
+    made = import_safetensors(store, tmp_path, step=1)
+    assert not store.attachments(made)
+    assert store.read(made)["a"].dtype == torch.complex128
+    with pytest.raises(InvalidInput, match="complex128"):
+        store.export(made, tmp_path / "out")
 
 
 def test_components_have_the_names_of_their_folders(store: casckpt.Store, tmp_path: Path) -> None:
