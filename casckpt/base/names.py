@@ -18,6 +18,10 @@ LATEST = "latest"
 TAG = "tag:"
 ID = re.compile("[0-9a-f]{6,64}")
 """The parts of references. See `casckpt.contents.refs`."""
+HEADS = "casckpt.heads/"
+"""The prefix of attachments that describe imported files. See `casckpt.frontends.interchange.safetensors.heads`."""
+HUB_FILE = "casckpt.hub.json"
+"""The attachment with the names that an export gives to the tensors: a view for each root of the folder."""
 _SIMILAR = 5
 _MAX_ATTACHMENT_NAME = 1024
 _DATE = r"[0-9]{4}(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01])T(?:[01][0-9]|2[0-3])[0-5][0-9][0-5][0-9][0-9]{6}Z"

@@ -166,7 +166,7 @@ class Manifest:
         try:
             return _METADATA.decode(self.body.metadata)
         except DECODE_ERRORS as error:
-            raise Refused(f"manifest {self.id} has invalid metadata: {error}") from error
+            raise Refused(f"manifest {self.id} is invalid: metadata: {error}") from error
 
     @cached_property
     def entries(self) -> Sequence[Entry]:

@@ -128,7 +128,7 @@ def _kind_of_file(path: Path) -> str:
 
 def import_any(
     store: AnyStore,
-    found: DetectedFormat,
+    detected: DetectedFormat,
     *,
     step: int,
     allow_pickle: bool = False,
@@ -139,16 +139,16 @@ def import_any(
 
     ``as_is``: for a torch.save file; other formats are always saved unchanged.
     """
-    log.info("reading %s as %s", found.path, found.kind)
-    with _reading(found.path):
-        if found.kind == "safetensors":
-            return import_safetensors(store, found.path, step=step, **options)
-        if found.kind == "torch":
+    log.info("reading %s as %s", detected.path, detected.kind)
+    with _reading(detected.path):
+        if detected.kind == "safetensors":
+            return import_safetensors(store, detected.path, step=step, **options)
+        if detected.kind == "torch":
             return torch_save_to_casckpt(
-                found.path, store, step=step, allow_pickle=allow_pickle, as_is=as_is, **options
+                detected.path, store, step=step, allow_pickle=allow_pickle, as_is=as_is, **options
             )
         others = {"dcp": dcp_to_casckpt, "olmo": import_olmo, "olmo-trainer": import_olmo_trainer}
-        return others[found.kind](found.path, store, step=step, allow_pickle=allow_pickle, **options)
+        return others[detected.kind](detected.path, store, step=step, allow_pickle=allow_pickle, **options)
 
 
 @contextmanager

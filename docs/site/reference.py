@@ -106,7 +106,8 @@ def _named(module: ModuleType, name: str) -> object:
     """Give what ``name`` is in a module; what it imports for its types alone, too."""
     for node in ast.walk(ast.parse(inspect.getsource(module))):
         if isinstance(node, ast.ImportFrom) and name in [alias.asname or alias.name for alias in node.names]:
-            return getattr(import_module(node.module or ""), name, None)
+            origin = import_module(node.module or "")
+            return getattr(origin, name, None) or _named(origin, name)  # it may import it for its types alone, too
     return getattr(module, name, None)
 
 

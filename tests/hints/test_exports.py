@@ -15,6 +15,7 @@ from torch import nn
 pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
 
 import casckpt
+from casckpt.base.names import HUB_FILE
 from casckpt.errors import InvalidInput, Mismatch, MissingKey, Refused, Unsupported
 from casckpt.frontends.convert import import_any, look_at
 from casckpt.frontends.interchange.olmo_import import import_olmo_trainer
@@ -22,7 +23,6 @@ from casckpt.frontends.interchange.safetensors import files, layout
 from casckpt.frontends.interchange.safetensors.importing import import_safetensors
 from casckpt.frontends.interchange.torch_files import casckpt_to_torch_save, torch_save_to_casckpt
 from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
-from casckpt.frontends.training_state.hub_config import HUB_FILE
 from casckpt.frontends.views.view_file import read_rules
 from tests.hints.conftest import Run
 from tests.support.fuzz import KINDS

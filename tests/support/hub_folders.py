@@ -256,9 +256,14 @@ UNET = {
 VAE = {"block_out_channels": (8,), "norm_num_groups": 4, "latent_channels": 3}
 
 
+def _untyped_diffusers() -> Any:
+    """Return the package without its types, which do not cover all its names."""
+    return import_module("diffusers")
+
+
 def _diffusers(name: str, config: Mapping[str, Any], **options: Any) -> Callable[[Path], object]:
     def make(folder: Path) -> None:
-        import diffusers
+        diffusers = _untyped_diffusers()
 
         torch.manual_seed(2)
         getattr(diffusers, name)(**config).save_pretrained(folder, **options)
@@ -268,7 +273,7 @@ def _diffusers(name: str, config: Mapping[str, Any], **options: Any) -> Callable
 
 def _load_diffusers(name: str, **options: Any) -> Callable[[Path], Tensors]:
     def load(folder: Path) -> Tensors:
-        import diffusers
+        diffusers = _untyped_diffusers()
 
         return _state(getattr(diffusers, name).from_pretrained(folder, **options))
 
@@ -276,7 +281,7 @@ def _load_diffusers(name: str, **options: Any) -> Callable[[Path], Tensors]:
 
 
 def _ddpm(folder: Path, **options: Any) -> None:
-    import diffusers
+    diffusers = _untyped_diffusers()
 
     pipeline = diffusers.DDPMPipeline(diffusers.UNet2DModel(**UNET), diffusers.DDPMScheduler())
     pipeline.save_pretrained(folder, **options)
@@ -284,7 +289,7 @@ def _ddpm(folder: Path, **options: Any) -> None:
 
 def _latent(folder: Path) -> None:
     """A pipeline with two components in shards, and the same weights in one file for other programs."""
-    import diffusers
+    diffusers = _untyped_diffusers()
 
     parts = diffusers.VQModel(**VAE), diffusers.UNet2DModel(**UNET), diffusers.DDIMScheduler()
     diffusers.LDMPipeline(*parts).save_pretrained(folder, max_shard_size="20KB")
@@ -293,7 +298,7 @@ def _latent(folder: Path) -> None:
 
 def _load_pipeline(name: str) -> Callable[[Path], Tensors]:
     def load(folder: Path) -> Tensors:
-        import diffusers
+        diffusers = _untyped_diffusers()
 
         parts = getattr(diffusers, name).from_pretrained(folder).components
         states = {part: _state(model) for part, model in parts.items() if isinstance(model, torch.nn.Module)}
@@ -303,17 +308,17 @@ def _load_pipeline(name: str) -> Callable[[Path], Tensors]:
 
 
 def _diffusers_lora(folder: Path) -> None:
-    from diffusers.loaders import StableDiffusionLoraLoaderMixin
+    loader = _untyped_diffusers().loaders.StableDiffusionLoraLoaderMixin
 
     layers = {"mid.to_q.lora_A.weight": torch.ones(2, 4), "mid.to_q.lora_B.weight": torch.ones(4, 2)}
-    StableDiffusionLoraLoaderMixin.save_lora_weights(folder, unet_lora_layers=layers)
+    loader.save_lora_weights(folder, unet_lora_layers=layers)
 
 
 def _load_diffusers_lora(folder: Path) -> Tensors:
-    from diffusers.loaders import StableDiffusionLoraLoaderMixin
+    loader = _untyped_diffusers().loaders.StableDiffusionLoraLoaderMixin
 
     name = "pytorch_lora_weights.safetensors"
-    state: Tensors = StableDiffusionLoraLoaderMixin.lora_state_dict(folder, weight_name=name)[0]
+    state: Tensors = loader.lora_state_dict(folder, weight_name=name)[0]
     return state
 
 

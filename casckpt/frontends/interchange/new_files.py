@@ -12,16 +12,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import BinaryIO, Final
+from typing import BinaryIO
 
+from casckpt.base.names import HEADS, HUB_FILE
 from casckpt.base.text import is_url, local_path
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
-from casckpt.frontends.training_state.hub_config import HUB_FILE
 from casckpt.store.store import Store
 
-HEADS: Final = "casckpt.heads/"
-"""The prefix of attachments that describe imported files; see `casckpt.frontends.interchange.safetensors.heads`."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)  # None comes from torch.save; see `torch_saves`
 _LONGEST = 255  # the maximum number of bytes in a file name
 

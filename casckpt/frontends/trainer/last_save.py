@@ -45,13 +45,13 @@ class SaveOnSignal:
         self._received = 0
 
     def __enter__(self) -> Self:
-        for one in self._signals:
+        for number in self._signals:
             try:
-                self._before[one] = signal.signal(one, self._note)
+                self._before[number] = signal.signal(number, self._note)
             except (ValueError, OSError) as error:
                 self._restore()
                 raise InvalidInput(
-                    f"{one!r} cannot be handled: {error}; enter SaveOnSignal in the main thread"
+                    f"{number!r} cannot be handled: {error}; enter SaveOnSignal in the main thread"
                 ) from error
         return self
 

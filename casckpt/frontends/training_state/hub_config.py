@@ -13,11 +13,12 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from casckpt.base.names import HUB_FILE
 from casckpt.errors import Unsupported
 from casckpt.frontends.training_state.hub_names import (
     adapter_parts,
@@ -34,8 +35,6 @@ from casckpt.loading.fit import shape_of
 
 log = logging.getLogger(__name__)
 
-HUB_FILE: Final = "casckpt.hub.json"
-"""The attachment with the names that an export gives to the tensors: a view for each root of the folder."""
 ADAPTER_STEM, DIFFUSERS_STEM = "adapter_model", "diffusion_pytorch_model"
 _MAX_BYTES = 1 << 20  # of the names
 
@@ -90,7 +89,7 @@ def with_hub_files(model: Any, attachments: Any, files: Mapping[str, bytes] = Ma
 
 def _config_files(model: Any) -> dict[str, bytes]:
     """Return the files that ``save_pretrained`` writes beside the weights."""
-    kinds = (base for base in type(model).__mro__ if all(one.__name__ != "FSDPModule" for one in base.__mro__))
+    kinds = (base for base in type(model).__mro__ if all(above.__name__ != "FSDPModule" for above in base.__mro__))
     kind = next(kinds)  # not the class that fully_shard creates
     config, files = model.config, dict[str, bytes]()
     if getattr(kind, "_auto_class", None) is not None or getattr(config, "_auto_class", None) is not None:

@@ -73,8 +73,12 @@ def adapter_parts(model: Any, shapes: Mapping[str, Shape], adapter: str) -> Part
     is_resized = _has_resized_embeddings(model, config.base_model_name_or_path)
     base, config.base_model_name_or_path = config.base_model_name_or_path, None  # PEFT would look it up on the Hub
     try:
-        options = {"adapter_name": adapter, "save_embedding_layers": True if is_resized else "auto"}
-        parts = _parts(shapes, lambda probes: get_peft_model_state_dict(model, probes, **options))
+        parts = _parts(
+            shapes,
+            lambda probes: get_peft_model_state_dict(
+                model, probes, adapter_name=adapter, save_embedding_layers=True if is_resized else "auto"
+            ),
+        )
     finally:
         config.base_model_name_or_path = base
     return {name: {start + saved: index for saved, index in of.items()} for name, of in parts.items()}
@@ -182,7 +186,9 @@ def _part(key: str, value: Any, index: Index) -> list[Shard]:
                 offset, shape = common.relative_to(part).offset, part.shape
                 view = data[common.within(box)][select]
                 shards.append(Shard(view, [shape[dim] for dim in kept], [offset[dim] for dim in kept]))
-    return shards or [Shard(torch.empty(0, dtype=local.dtype), [part.shape[dim] for dim in kept], flat=(0, 0))]
+    return shards or [
+        Shard(torch.empty(0, dtype=local.dtype, device="cpu"), [part.shape[dim] for dim in kept], flat=(0, 0))
+    ]
 
 
 def rules_of(parts: Parts) -> dict[str, dict[str, Any]]:

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback
 
 from casckpt.base.lazy import cached_property
-from casckpt.base.names import LATEST, MAX_METRIC_NAME, MAX_METRICS, check_attachment_name
+from casckpt.base.names import HUB_FILE, LATEST, MAX_METRIC_NAME, MAX_METRICS, check_attachment_name
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, InvalidInput, Mismatch, NotFound, Unsupported
 from casckpt.frontends.interchange.new_files import new_folder
@@ -34,7 +34,7 @@ from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig
 from casckpt.frontends.trainer.run_checkpoints import warn_of_similar
 from casckpt.frontends.trainer.settings import TrainerArguments
 from casckpt.frontends.training_state import unshard_optim_state
-from casckpt.frontends.training_state.hub_config import ADAPTER_STEM, HUB_FILE, hub_names
+from casckpt.frontends.training_state.hub_config import ADAPTER_STEM, hub_names
 from casckpt.frontends.training_state.optimizer import state_to_save
 from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.ranks.ranks import this_rank

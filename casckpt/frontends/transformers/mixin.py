@@ -324,14 +324,14 @@ class CasTrainerMixin(Trainer):
             )  # fmt: skip
         return None
 
-    def _small_files(self, found: Checkpoint) -> dict[str, bytes]:
-        names = (found.metadata or {}).get(_FILES)
+    def _small_files(self, checkpoint: Checkpoint) -> dict[str, bytes]:
+        names = (checkpoint.metadata or {}).get(_FILES)
         if not isinstance(names, list) or STATE not in names:
             raise Mismatch(
-                f"{found.run}@{found.step} was not saved by a CasTrainerMixin. For a checkpoint of "
+                f"{checkpoint.run}@{checkpoint.step} was not saved by a CasTrainerMixin. For a checkpoint of "
                 "CasCheckpointCallback, pass the folder that restore_checkpoint returns"
             )
-        return {name: self._store.read_attachment(found, name) for name in names}
+        return {name: self._store.read_attachment(checkpoint, name) for name in names}
 
     def _resumed_from(self, folder: str | None) -> _Resumed | None:
         return self._resumed if self._resumed is not None and folder == self._resumed.folder else None
@@ -363,15 +363,15 @@ class CasTrainerMixin(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load everything. `Trainer` calls this method when the model and the optimizer are wrapped."""
-        found = self._resumed_from(checkpoint)
-        if found is not None:
+        resumed = self._resumed_from(checkpoint)
+        if resumed is not None:
             train, optim = self._train_state(), self._optim()
             has_optimizer = optim is not None
             state = self.checkpointer.load(
-                found.checkpoint, self.model, optim, load_optim_state=has_optimizer, load_trainer_state=has_optimizer
+                resumed.checkpoint, self.model, optim, load_optim_state=has_optimizer, load_trainer_state=has_optimizer
             )
             if train is not None:
-                found.generators = state.pop(RNG)
+                resumed.generators = state.pop(RNG)
                 TrainState(rng=False, **train).load_state_dict(state)
         super()._load_optimizer_and_scheduler(checkpoint)
 

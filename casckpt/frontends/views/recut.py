@@ -89,7 +89,7 @@ def _indexed(tensor: ViewTensor, indices: Sequence[tuple[str, Index]]) -> Iterat
     """Yield parts of a tensor by their indices."""
     shape, left = tensor.entry.shape, tensor.entry.numel
     for name, index in indices:
-        ranges = [(one, one + 1) if isinstance(one, int) else (one[0], one[-1]) for one in index]
+        ranges = [(place, place + 1) if isinstance(place, int) else (place[0], place[-1]) for place in index]
         ranges += [(0, extent) for extent in shape[len(index) :]]
         is_inside = len(index) <= len(shape) and all(lo < hi <= n for (lo, hi), n in zip(ranges, shape, strict=True))
         runs = list(_runs(ranges, shape)) if is_inside else []
@@ -101,20 +101,20 @@ def _indexed(tensor: ViewTensor, indices: Sequence[tuple[str, Index]]) -> Iterat
                 key=tensor.name,
             )
         part = [hi - lo for lo, hi in ranges]
-        for dim in reversed([dim for dim, one in enumerate(index) if isinstance(one, int)]):
+        for dim in reversed([dim for dim, place in enumerate(index) if isinstance(place, int)]):
             del part[dim]
         yield _made(name, tuple(part), [source for run in runs for source in _within(tensor.sources, *run)])
 
 
 def _runs(ranges: Sequence[tuple[int, int]], shape: Shape) -> Iterator[tuple[int, int]]:
     """Yield the ranges of consecutive elements in a box. Yield nothing if there are too many."""
-    last = max((dim for dim, one in enumerate(ranges) if one != (0, shape[dim])), default=-1)
+    last = max((dim for dim, pair in enumerate(ranges) if pair != (0, shape[dim])), default=-1)
     outer, steps = ranges[: max(last, 0)], strides(shape)
     if prod(hi - lo for lo, hi in outer) > _MOST_RUNS:
         return
     lo, hi = (ranges[last][0] * steps[last], ranges[last][1] * steps[last]) if last >= 0 else (0, prod(shape))
-    for place in product(*(range(*one) for one in outer)):
-        start = sum(one * step for one, step in zip(place, steps, strict=False))
+    for place in product(*(range(*pair) for pair in outer)):
+        start = sum(index * step for index, step in zip(place, steps, strict=False))
         yield start + lo, start + hi
 
 

@@ -18,7 +18,7 @@ def torchao_names(contents: Contents, keys: Sequence[str], names: Sequence[str])
     """
     if contents.outer.keys().isdisjoint(keys):
         return list(names), {}
-    found, metadata, starts = list[str](), dict[str, str](), dict[str, str]()
+    written, metadata, starts = list[str](), dict[str, str](), dict[str, str]()
     inner: dict[str, list[str]] = {}
     for key, name in zip(keys, names, strict=True):
         outer = contents.outer.get(key, key)
@@ -31,13 +31,13 @@ def torchao_names(contents: Contents, keys: Sequence[str], names: Sequence[str])
             )
         start = f"{above}._{last}_"
         starts[start] = unit
-        found.append(start + suffix[1:] if suffix else name)
+        written.append(start + suffix[1:] if suffix else name)
         inner.setdefault(outer, []).append(suffix[1:])
         metadata[unit] = _described(contents, outer, inner[outer]) if suffix else json.dumps({"_type": "Tensor"})
-    for name in found:
+    for name in written:
         if len(parts := [unit for start, unit in starts.items() if name.startswith(start)]) > 1:
             raise InvalidInput(f"torchao would read {name!r} as a part of {parts[0]!r} and of {parts[1]!r}: rename one")
-    return found, metadata | {"tensor_names": json.dumps(list(metadata))}
+    return written, metadata | {"tensor_names": json.dumps(list(metadata))}
 
 
 def _described(contents: Contents, key: str, names: Sequence[str]) -> str:

@@ -56,15 +56,17 @@ def parallel(tp: int) -> Iterator[None]:
             state.destroy_model_parallel()
 
 
-def gpt(tp: int, distributed: bool) -> tuple[Any, Any]:
-    """A model that differs on each rank and in each call, and its optimizer after one step."""
+def gpt(tp: int, distributed: bool, seed: int) -> tuple[Any, Any]:
+    """A model, and its optimizer after one step."""
     config = module("megatron.core.transformer.transformer_config").TransformerConfig(
         num_layers=2, hidden_size=16, num_attention_heads=4, tensor_model_parallel_size=tp, gated_linear_unit=True,
         use_cpu_initialization=True, bias_activation_fusion=False, masked_softmax_fusion=False,
     )  # fmt: skip
     spec = module("megatron.core.models.gpt.gpt_layer_specs").get_gpt_layer_local_spec()
-    model = module("megatron.core.models.gpt.gpt_model").GPTModel(config, spec, vocab_size=32, max_sequence_length=8)
     data_parallel, optimizers = module("megatron.core.distributed"), module("megatron.core.optimizer")
+    model_class = module("megatron.core.models.gpt.gpt_model").GPTModel
+    torch.manual_seed(seed)  # after the imports, some of which draw random numbers
+    model = model_class(config, spec, vocab_size=32, max_sequence_length=8)
     options = data_parallel.DistributedDataParallelConfig(use_distributed_optimizer=distributed)
     wrapped = data_parallel.DistributedDataParallel(config, options, model)
     settings = optimizers.OptimizerConfig(optimizer="adam", lr=0.01, use_distributed_optimizer=distributed)
@@ -87,7 +89,7 @@ def state_of(model: Any, optimizer: Any, loading: bool = False) -> dict[str, Any
 
 def saved(rank: int, size: int, path: Path, *, tp: int, distributed: bool, step: int) -> None:
     with parallel(tp):
-        save(path, step, *gpt(tp, distributed))
+        save(path, step, *gpt(tp, distributed, seed=1))
 
 
 def save(path: Path, step: int, model: Any, optimizer: Any) -> None:
@@ -100,8 +102,7 @@ def save(path: Path, step: int, model: Any, optimizer: Any) -> None:
 def resumed(rank: int, size: int, path: Path, *, tp: int, distributed: bool, step: int) -> None:
     """Load into a different model and its optimizer, and save both as the next step."""
     with parallel(tp):
-        torch.manual_seed(7)
-        model, optimizer = gpt(tp, distributed)
+        model, optimizer = gpt(tp, distributed, seed=7)
         template = state_of(model, optimizer, loading=True)
         found = core().load(template, str(path / f"iter_{step}"), megatron.CasLoadShardedStrategy())
         model.module.load_state_dict(found["model"])

@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 hub: Any = pytest.importorskip("transformers", reason="needs casckpt[transformers]")
 
+from casckpt.base.names import HUB_FILE
 from casckpt.frontends.trainer import CheckpointerConfig
 from casckpt.frontends.training_state import hub_files, save_model_and_optim_state
-from casckpt.frontends.training_state.hub_config import HUB_FILE
 from casckpt.store.store import Store
 from tests.support.hub import check_loads, export, gpt2, llama, mixtral
 from tests.support.training import identical

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from casckpt.base.names import HEADS
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, Unsupported
-from casckpt.frontends.interchange.new_files import HEADS
 from casckpt.frontends.interchange.safetensors.files import SUFFIX, Header, decode_head, decode_index
 from casckpt.frontends.interchange.safetensors.layout import FileLayout
 from casckpt.frontends.views.recut import ViewTensor

@@ -15,12 +15,11 @@ from typing import Any, Final, Unpack
 
 import torch
 
-from casckpt.base.names import check_keywords, is_attachment_name
+from casckpt.base.names import HEADS, check_keywords, is_attachment_name
 from casckpt.base.progress import Shown
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, NotFound, Unsupported
 from casckpt.format.regions import Box, Region, Shape, holes_and_overlaps
-from casckpt.frontends.interchange.new_files import HEADS
 from casckpt.frontends.interchange.resident import letting_go
 from casckpt.frontends.interchange.safetensors.files import (
     SUFFIX,

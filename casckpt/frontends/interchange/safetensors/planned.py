@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Final
 
 from casckpt.base.lazy import cached_property
+from casckpt.base.names import HUB_FILE
 from casckpt.base.progress import Progress
 from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
@@ -29,7 +30,6 @@ from casckpt.frontends.interchange.safetensors.layout import (
     exported_metadata,
     lay_out,
 )
-from casckpt.frontends.training_state.hub_config import HUB_FILE
 from casckpt.frontends.views.recut import ViewTensor
 from casckpt.frontends.views.view import Rules, View, view_of
 from casckpt.frontends.views.view_file import HubNames, HubView, read_hub_names

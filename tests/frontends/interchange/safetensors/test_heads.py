@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 import casckpt
+from casckpt.base.names import HEADS
 from casckpt.errors import InvalidInput
 from casckpt.frontends.convert import import_safetensors
 from casckpt.frontends.follow import Follower
-from casckpt.frontends.interchange.new_files import HEADS
 from casckpt.frontends.interchange.safetensors import heads
 from casckpt.frontends.interchange.safetensors.heads import stem_of
 from casckpt.frontends.interchange.safetensors.layout import index_name
