@@ -61,10 +61,10 @@ class Template:
         If it must read, also raises Damaged, StorageError.
         """
         name_of = renamer(self._plan.options.rename)
-        contents = self._plan.contents
+        contents, objects = self._plan.contents, self._plan.contents.objects
         self._flat = flat = flatten(
             state,
-            is_whole=lambda key, value: len(value) > 0 and name_of(key) in contents.objects,
+            is_whole=lambda key, value: len(value) > 0 and name_of(key) in objects,
             apart=lambda key: bool(contents.wrappers) and contents.is_in_parts(name_of(key)),
         )
         self._names = {key: name_of(key) for key in flat.wrappers}

@@ -360,3 +360,18 @@ def test_compare_reports_a_wrapper_that_is_described_differently() -> None:
     store.save(state(1), run="r", step=1)
     other = state(1, options=Options(Mode.EXACT))
     assert [(one.key, one.what) for one in store.compare(other, "r@1").differs] == [("model.w", "description")]
+
+
+def test_an_optimizer_of_torch_receives_plain_state_only_with_cast(registered: None) -> None:
+    store, model = small(), torch.nn.Linear(16, 4, bias=False)
+    optim = torch.optim.AdamW(model.parameters())
+    average = scaled(1, 4, 16)
+    optim.state[model.weight] = {"step": torch.tensor(1.0), "exp_avg": average, "exp_avg_sq": torch.ones(4, 16)}
+    store.save({"model": model, "optim": optim}, run="r", step=1)
+    fresh = torch.optim.AdamW(model.parameters())
+    with pytest.raises(Mismatch, match="pass cast=True to load its values"):
+        store.load({"model": model, "optim": fresh}, "r@1")
+    store.load({"model": model, "optim": fresh}, "r@1", cast=True)
+    assert torch.equal(fresh.state[model.weight]["exp_avg"], average.dequantize())
+    model(torch.ones(16)).sum().backward()
+    fresh.step()
