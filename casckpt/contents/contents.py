@@ -110,6 +110,10 @@ class Contents:
         """The key of its wrapper for each tensor in a wrapper, by key."""
         return {f"{key}.{join(path)}": key for key, node in self.wrappers.items() for path, _ in leaves(node)}
 
+    def is_in_parts(self, key: str) -> bool:
+        """Return whether a key is a wrapper that is stored in parts."""
+        return key in self.wrappers and self.wrappers[key].in_parts
+
     def check_no_wrappers(self, program: str) -> None:
         """Raise InvalidInput if the checkpoint has wrappers, for a ``program`` that cannot hold them."""
         for key in self.wrappers:

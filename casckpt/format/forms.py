@@ -7,7 +7,7 @@ function. No class is ever looked up by a name from a form.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any, Final, TypeAlias
 
@@ -53,8 +53,13 @@ def check_form(text: str) -> None:
     shape, cut = form.get("shape"), form.get("cut", {})
     is_typed = isinstance(shape, list) and isinstance(cut, dict) and isinstance(form.get("dtype"), str)
     numbers = [*(shape or ()), *cut.values()] if is_typed else [-1]
-    if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
+    if not are_sizes(numbers):
         raise Refused("the tree of a checkpoint is invalid: the form of a wrapper has no valid shape, dtype or cut")
+
+
+def are_sizes(numbers: Iterable[Any]) -> bool:
+    """Return whether these are numbers that a shape or a cut may have."""
+    return all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
 
 
 def _dumped(form: Form) -> str:

@@ -156,9 +156,12 @@ def encode_tree(node: Node, extensions: Sequence[plain.Extension] = ()) -> bytes
 
 
 def decode_tree(data: bytes | memoryview, extensions: Sequence[plain.Extension] = ()) -> Node:
-    """Decode the output of `encode_tree`. Raises Refused for any other bytes."""
+    """Decode the output of `encode_tree`. Raises Refused for any other bytes.
+
+    Without ``extensions``, ``_metadata`` may have a `Tagged` where a higher layer stored its own types.
+    """
     try:
-        node: Node = plain.decode(data, extensions=(*extensions, _WRAPPER))
+        node: Node = plain.decode(data, extensions=(*extensions, _WRAPPER), strict=bool(extensions))
     except Refused as error:
         raise _refused(str(error)) from error
     _check(node)
@@ -302,7 +305,7 @@ def _rebuilt(
         value = _rebuilt(child, (*path, element), leaf, keep, rewrap)
         if value is not _DROPPED:
             kept[element] = value
-    if path and not kept and (node or not keep(join(path))):
+    if path and not kept and (any(children(node)) or not keep(join(path))):
         return _DROPPED
     if isinstance(node, Wrapper):
         return rewrap(join(path), node, kept)

@@ -29,6 +29,7 @@ from casckpt.format.sections.index import Entry
 from casckpt.history.commits import Commit
 from casckpt.loading.arguments import check_used, matches, usable_patterns
 from casckpt.loading.regions import WINDOW_BYTES, EntrySlice, RegionReader
+from casckpt.loading.wrapped import forms_differ
 from casckpt.plan.reuse import ManifestCells, ReusableCells
 from casckpt.ranks.agreement import StoreIdentity, check_same, named
 from casckpt.ranks.ranks import Ranks, everyone, telling
@@ -46,7 +47,8 @@ _PLACES = 8  # the maximum number of locations that are reported for each tensor
 class Differs:
     """A tensor that differs between ``rank`` and the checkpoint.
 
-    ``what``: "bytes", "dtype", "shape", or "missing" if the checkpoint lacks it. For "bytes", ``elements`` is the
+    ``what``: "bytes", "dtype", "shape", "missing" if the checkpoint lacks it, or "description" if it consists of other
+    tensors and is described differently. For "bytes", ``elements`` is the
     number of elements that differ, and ``first`` is the index of the first of them. ``where`` describes the first few
     locations as strings. Each is a box of the tensor, and a range of elements in it, in row-major order. The first and
     the last element of the range differ.
@@ -103,7 +105,11 @@ def _compare(
     repo: Repository, manifest: Manifest, state: Mapping[Any, Any], rank: int, progress: Progress
 ) -> Comparison:
     contents, sources, unlike = Contents(manifest, rank), list[LocalEntry](), list[Differs]()
-    tensors = {key: leaf.value for key, leaf in flatten(state).leaves.items() if leaf.is_tensor}
+    flat = flatten(state, apart=contents.is_in_parts)
+    for key, node in flat.wrappers.items():
+        if (there := contents.wrappers.get(key)) is not None and any(forms_differ(node, there)):
+            unlike.append(Differs(key, rank, "description"))
+    tensors = {key: leaf.value for key, leaf in flat.leaves.items() if leaf.is_tensor}
     contents.ready(tensors)
     for key, tensor in tensors.items():
         source, entry = tensor_source(key, tensor, None), contents.tensors.get(key)

@@ -179,7 +179,9 @@ class LoadPlan:
             return False
         if not (leaf.value is None or (isinstance(leaf.value, list | tuple) and isinstance(node, list | tuple))):
             kind = "a tensor" if leaf.is_tensor else type(leaf.value).__name__
-            hint = "; pass cast=True to load its values" if leaf.is_tensor and dequantizes(node) else ""
+            hint = ""
+            if leaf.is_tensor and isinstance(node, Wrapper) and dequantizes(node):
+                hint = f" of shape {list(node.shape)}" if self.options.cast else "; pass cast=True to load its values"
             raise Mismatch(
                 f"{key!r} is {kind} here, but a {kind_of(node)} in the checkpoint (key {name!r}){hint}", key=key
             )
@@ -196,7 +198,9 @@ class LoadPlan:
     def add_cast(self, leaf: LeafValue, name: str) -> bool:
         """Add a plain tensor that receives the values of a stored wrapper. Return False if that is impossible."""
         node = self.contents.wrappers.get(name)
-        if not self.options.cast or node is None or not dequantizes(node) or holds_wrapper(leaf.value):
+        if not self.options.cast or node is None or not dequantizes(node):
+            return False
+        if not leaf.is_tensor or holds_wrapper(leaf.value):
             return False
         local = local_tensor(leaf.key, leaf.value)
         if local.shape != node.shape:

@@ -61,11 +61,11 @@ class Template:
         If it must read, also raises Damaged, StorageError.
         """
         name_of = renamer(self._plan.options.rename)
-        objects, wrappers = self._plan.contents.objects, self._plan.contents.wrappers
+        contents, objects = self._plan.contents, self._plan.contents.objects
         self._flat = flat = flatten(
             state,
             is_whole=lambda key, value: len(value) > 0 and name_of(key) in objects,
-            apart=lambda key: bool(wrappers) and (node := wrappers.get(name_of(key))) is not None and node.in_parts,
+            apart=lambda key: bool(contents.wrappers) and contents.is_in_parts(name_of(key)),
         )
         self._names = {key: name_of(key) for key in flat.wrappers}
         for key, leaf in flat.leaves.items():
@@ -82,7 +82,6 @@ class Template:
             self._look_below(key, name_of(key), of_optimizer=of_optimizer)
         lacking = [leaf for leaf in lacking if not self._plan.fills(leaf)]
         self.missing = tuple(dict.fromkeys(leaf.unit.key for leaf in lacking))
-        contents = self._plan.contents
         self.unread = tuple(key for key in contents.keys() if key not in self._plan.named)  # noqa: SIM118 - not a mapping
         if self.unread:
             self.subtrees, self.dropped = left_unread(contents.tree, self.unread)

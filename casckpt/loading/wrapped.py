@@ -60,7 +60,7 @@ def _differ(here: Wrapper, there: Wrapper, inner: Sequence[tuple[LeafValue, str]
     elif there.in_parts and (not here.in_parts or any(_moved(here, there, name) for name in here.nodes)):
         yield f"it was saved in {len(there.nodes)} parts that cannot be cut, and has a different sharding here"
     else:
-        yield from _forms_differ(here, there)
+        yield from forms_differ(here, there)
         for leaf, saved in inner:
             entry, local = contents.tensors.get(saved), local_tensor(leaf.key, leaf.value)
             own = (dtype_name(local.dtype), local.shape)
@@ -77,15 +77,17 @@ def _moved(here: Wrapper, there: Wrapper, name: Element) -> bool:
     return saved is None
 
 
-def _forms_differ(here: Wrapper, there: Wrapper) -> Iterator[str]:
+def forms_differ(here: Wrapper, there: Wrapper) -> Iterator[str]:
+    """Yield the differences between two wrappers, except those of their tensors."""
     if here.form != there.form:
-        yield from differences(here.fields, there.fields)
+        kinds = list(differences(here.fields.get("kind"), there.fields.get("kind"), "kind"))
+        yield from kinds or differences(here.fields, there.fields)
     if not here.in_parts and here.nodes.keys() != there.nodes.keys():
         yield f"it consists of {', '.join(map(str, here.nodes))} here, but {', '.join(map(str, there.nodes))}"
     for name in here.nodes.keys() & there.nodes.keys():
         own, saved = here.nodes[name], there.nodes[name]
         if isinstance(own, Wrapper) and isinstance(saved, Wrapper):
-            yield from _forms_differ(own, saved)
+            yield from forms_differ(own, saved)
         elif kind_of(own) != kind_of(saved):
             yield f"{name!r} is a {kind_of(own)} here, but a {kind_of(saved)}"
 
@@ -126,7 +128,7 @@ def _regions(first: Element, node: Node, part: Shape, shape: Shape) -> list[Regi
         rows = node.fields["regions"]
         return [Region(Box(tuple(offset), tuple(extents)), lo, hi) for offset, extents, lo, hi in rows]
     numel = math.prod(part)
-    if len(part) != len(shape):
+    if len(part) != len(shape) or not numel:
         return [Region(full_box(shape), int(first), int(first) + numel)]
     return [Region(Box(tuple(map(int, np.unravel_index(int(first), shape))), part), 0, numel)]
 

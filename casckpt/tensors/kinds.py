@@ -103,7 +103,7 @@ def kind_of(value: torch.Tensor) -> Kind:
 def flattened(value: Any) -> tuple[Inner, Any]:
     """Return the inner tensors by name and the context that ``__tensor_flatten__`` returns."""
     names, context = value.__tensor_flatten__()
-    return {str(name): getattr(value, name) for name in names}, context
+    return {str(name): getattr(value, str(name), None) for name in names}, context
 
 
 def is_wrapper(value: Any) -> bool:

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from casckpt.errors import InvalidInput, Refused, Unsupported
-from casckpt.format.forms import Form, decode_form, encode_form
+from casckpt.format.forms import Form, are_sizes, decode_form, encode_form
 from casckpt.format.regions import Region, Shape, check_shape, flat_boxes, normalise, whole
 from casckpt.format.sections.index import Entry
 from casckpt.format.tree import Element, Wrapper
 from casckpt.tensors.dtensors import is_dtensor, local_boxes
 from casckpt.tensors.dtypes import dtype_name, torch_dtype
-from casckpt.tensors.kinds import KINDS, Inner, flattened, is_wrapper, kind_of
+from casckpt.tensors.kinds import KINDS, Inner, Kind, flattened, is_wrapper, kind_of
 from casckpt.tensors.shards import local_tensor
 from casckpt.tensors.untrusted import misread
 from casckpt.tensors.values import Shard
@@ -70,16 +70,17 @@ def _whole(key: str, value: Any, shape: Shape, dtype: torch.dtype) -> Opened:
     inner, context = (kind.flatten or flattened)(value)
     _check_inner(key, value, inner)
     form: Form = {"kind": kind.name, "dtype": dtype_name(dtype), "shape": list(shape)}
+    if kind.cut is not None:
+        form["cut"] = _checked_cut(key, kind, kind.cut(value))
     try:
         form["context"] = _json(context)
-        if kind.cut is not None:
-            form["cut"] = dict(kind.cut(value))
         if orders := {name: order for name, part in inner.items() if (order := _order(part))}:
             form["strides"] = orders
         encode_form(form)
-    except InvalidInput as error:
+    except (InvalidInput, RecursionError) as error:
+        why = "is nested too deeply" if isinstance(error, RecursionError) else error
         raise InvalidInput(
-            f"{key!r}: the context of a {type(value).__name__} {error}; pass a flatten that returns plain values to "
+            f"{key!r}: the context of a {type(value).__name__} {why}; pass a flatten that returns plain values to "
             f"casckpt.register_wrapper",
             key=key,
         ) from error
@@ -87,8 +88,8 @@ def _whole(key: str, value: Any, shape: Shape, dtype: torch.dtype) -> Opened:
 
 
 def _check_inner(key: str, value: Any, inner: Inner) -> None:
-    for name, part in inner.items():
-        if not name.isidentifier() or not isinstance(part, torch.Tensor) or part is value:
+    for name, part in (inner or {"": None}).items():
+        if not str(name).isidentifier() or not isinstance(part, torch.Tensor) or part is value:
             raise InvalidInput(
                 f"{key!r}: {name!r:.80}, which the __tensor_flatten__ of a {type(value).__name__} lists, is not the "
                 f"name of a tensor in it; correct that method, or pass a flatten to casckpt.register_wrapper",
@@ -164,6 +165,12 @@ def _replicated(wrapper: Opened) -> Opened:
         return _replicated(part) if isinstance(part, Opened) else Shard(part, tuple(part.shape), replicated=True)
 
     return Opened(wrapper.form, {name: shared(part) for name, part in wrapper.parts.items()})
+
+
+def _checked_cut(key: str, kind: Kind, cut: Any) -> dict[str, int]:
+    if not (isinstance(cut, Mapping) and are_sizes(cut.values())):
+        raise InvalidInput(f"{key!r}: the cut of {kind.name} is {cut!r:.80}, not a dict of integers from 0", key=key)
+    return dict(cut)
 
 
 def _json(value: Any) -> Any:

@@ -46,6 +46,7 @@ def default(factory: Any, /, **children: Any) -> defaultdict[Any, Any]:
     return defaultdict(factory, children)
 
 
+KNOWN = [Extension("known", bytearray, bytes, bytearray)]
 ELEMENTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=3) | st.integers(-(2**63), 2**63 - 1)
 PLAIN = st.none() | st.integers(0, 3) | st.dictionaries(st.text("ab"), st.integers(0, 3), max_size=2)
 NODES: st.SearchStrategy[Node] = st.recursive(
@@ -77,11 +78,11 @@ def test_mutated_bytes_are_decoded_or_rejected(data: bytes, draw: st.DataObject)
     at = draw.draw(st.integers(0, len(data)))
     changed = data[:at] + draw.draw(st.binary(max_size=4)) + data[at + draw.draw(st.integers(0, 2)) :]
     try:
-        node = decode_tree(changed)
+        node = decode_tree(changed, KNOWN)
     except Refused as error:
         assert "the tree of a checkpoint is invalid" in str(error)  # noqa: PT017 - nothing else may be raised
     else:
-        assert same(decode_tree(encode_tree(node)), node)
+        assert same(decode_tree(encode_tree(node, KNOWN)), node)
 
 
 @pytest.mark.parametrize(
@@ -355,3 +356,11 @@ def test_an_invalid_wrapper_is_refused(payload: Any) -> None:
     data = msgspec.msgpack.encode(["dict", "w", ["wrapper", payload]])
     with pytest.raises(Refused, match="the tree of a checkpoint is invalid"):
         decode_tree(data)
+
+
+def test_a_later_value_in_metadata_is_refused_with_extensions() -> None:
+    """It could not be encoded again, and a module would load it."""
+    data = msgspec.msgpack.encode(["OrderedDict", ["dict", "x", ["later"]], "a", 0])
+    assert list(leaves(decode_tree(data))) == [(("a",), T)]
+    with pytest.raises(Refused, match="the tree of a checkpoint is invalid: this version"):
+        decode_tree(data, KNOWN)

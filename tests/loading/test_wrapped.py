@@ -303,3 +303,75 @@ def test_other_layouts_are_refused_at_the_start_with_advice(make: Callable[[], A
     with pytest.raises(InvalidInput) as error:
         small().check({"w": make()})
     assert advice in str(error.value)
+
+
+@pytest.mark.parametrize("cut", [{"codes": -1}, {"codes": 1.5}, {"codes": True}, {"codes": 1 << 70}, ["codes"], None])
+def test_a_cut_that_no_load_accepts_is_refused_by_the_save(cut: Any) -> None:
+    casckpt.register_wrapper(Scaled, cut=lambda _: cut)
+    try:
+        with pytest.raises(InvalidInput, match=r"'w': the cut of tests:Scaled is .*, not a dict of integers from 0"):
+            small().check({"w": scaled(1, 8, 16)})
+    finally:
+        del KINDS["tests:Scaled"]
+
+
+def test_a_wrapper_that_lists_no_or_other_tensors_or_has_an_endless_context_is_refused() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    one = scaled(1, 8, 16)
+    for names, context, why in [
+        ([], None, "lists, is not the name"),
+        (["absent"], None, "'absent', which the __tensor_flatten__ of a Scaled lists, is not the name"),
+        (["codes"], endless, "the context of a Scaled is nested too deeply"),
+    ]:
+        one.__tensor_flatten__ = lambda given=(names, context): given  # type: ignore[method-assign,misc]
+        with pytest.raises(InvalidInput, match=why):
+            small().check({"w": one})
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_cast_loads_a_sparse_tensor_without_elements(layout: torch.layout) -> None:
+    store = small()
+    store.save({"w": torch.zeros(0, 4).to_sparse(layout=layout)}, run="r", step=1)
+    store.load({"w": torch.zeros(0, 4)}, "r@1", cast=True)
+
+
+def test_a_sharded_wrapper_without_elements_is_read() -> None:
+    store = small()
+    part = casckpt.Shard(scaled(1, 0, 4), (0, 4))
+    store.save({"w": part, "b": torch.ones(2)}, run="r", step=1)
+    assert list(store.read("r@1")) == ["w", "b"]
+    store.load({"w": part}, "r@1")
+
+
+def test_cast_names_the_shape_or_type_that_does_not_fit(registered: None) -> None:
+    store = small()
+    store.save(state(1), run="r", step=1)
+    with pytest.raises(Mismatch, match=r"is a tensor here, but a wrapper .* of shape \[8, 16\]"):
+        store.load({"model": {"w": torch.zeros(16, 8)}}, "r@1", cast=True)
+    with pytest.raises(Mismatch, match="is int here, but a wrapper"):
+        store.load({"model": {"w": 3}}, "r@1", cast=True)
+    with pytest.raises(Mismatch, match='kind is "torch:sparse_coo" here, but "tests:Scaled"'):
+        store.load({"model": {"w": torch.eye(8, 16).to_sparse()}}, "r@1")
+
+
+def test_compare_reports_a_wrapper_that_is_described_differently() -> None:
+    store = small()
+    store.save(state(1), run="r", step=1)
+    other = state(1, options=Options(Mode.EXACT))
+    assert [(one.key, one.what) for one in store.compare(other, "r@1").differs] == [("model.w", "description")]
+
+
+def test_an_optimizer_of_torch_receives_plain_state_only_with_cast(registered: None) -> None:
+    store, model = small(), torch.nn.Linear(16, 4, bias=False)
+    optim = torch.optim.AdamW(model.parameters())
+    average = scaled(1, 4, 16)
+    optim.state[model.weight] = {"step": torch.tensor(1.0), "exp_avg": average, "exp_avg_sq": torch.ones(4, 16)}
+    store.save({"model": model, "optim": optim}, run="r", step=1)
+    fresh = torch.optim.AdamW(model.parameters())
+    with pytest.raises(Mismatch, match="pass cast=True to load its values"):
+        store.load({"model": model, "optim": fresh}, "r@1")
+    store.load({"model": model, "optim": fresh}, "r@1", cast=True)
+    assert torch.equal(fresh.state[model.weight]["exp_avg"], average.dequantize())
+    model(torch.ones(16)).sum().backward()
+    fresh.step()

@@ -117,12 +117,14 @@ class Holding:
         alike = not is_dtensor(parameter) and tuple(parameter.shape) == entry.shape and parameter.device == device
         return _new_like(parameter, entry) if alike else new_empty(entry, device)
 
-    def wrapper(self, key: str, node: Wrapper, entries: Mapping[str, Entry], there: torch.Tensor | None) -> Any:
+    def wrapper(
+        self, key: str, node: Wrapper, entries: Mapping[str, Entry], there: torch.Tensor | None, *, is_plain: bool
+    ) -> Any:
         """Return the tensor that a load fills with a stored wrapper: ``there``, or else a new one.
 
         The registered function for its kind creates a new one for this rank's part of the parameter. If it cannot be
-        cut there, a plain tensor is returned, into which only a load with ``cast`` is possible. Raises Unsupported if
-        no function is registered.
+        cut there, or if ``is_plain``, a plain tensor is returned, into which only a load with ``cast`` is possible.
+        Raises Unsupported if no function is registered.
         """
         part, parameter = self.part, self.parameter
         if there is not None:
@@ -130,13 +132,13 @@ class Holding:
         is_sharded = is_dtensor(parameter) or part is not None
         local = local_of(parameter) if part is None else part.data
         new = None
-        if node.in_parts:
+        if node.in_parts and not is_plain:
             mine = opened(key, parameter if part is None else part.shard(part.data), apart=True)
             for name in mine.parts if mine is not None else ():
                 below = node.nodes.get(name)
                 if isinstance(below, Wrapper):
                     new = blank(f"{key}.{name}", below, entries, tuple(local.shape), local.device)
-        else:
+        elif not is_plain:
             new = blank(key, node, entries, tuple(local.shape) if is_sharded else None, local.device)
         new = torch.empty_like(local, requires_grad=False) if new is None else new
         if part is not None:

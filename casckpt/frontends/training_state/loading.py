@@ -58,6 +58,7 @@ from casckpt.loading.unread import that_hold
 from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping
 from casckpt.tensors.dtensors import described_like, local_of
 from casckpt.tensors.dtypes import dtype_name
+from casckpt.tensors.kinds import holds_wrapper
 from casckpt.tensors.memory import new_empty
 
 
@@ -514,7 +515,9 @@ class _OptimizerPlan:
             return None
         entries = self._stored.contents.tensors
         start = f"{self._at}.state.{name}.{key}"
-        return home.holding.wrapper(start, node, entries, home.there.get(f".{key}"))
+        # torch's own optimizers create plain state for a plain parameter, and cannot update a wrapper
+        is_plain = type(self._optim).__module__.startswith("torch.optim.") and not holds_wrapper(home.holding.parameter)
+        return home.holding.wrapper(start, node, entries, home.there.get(f".{key}"), is_plain=is_plain)
 
     def _as_cast(self, name: str, key: str, entry: Entry, dtype: torch.dtype) -> Entry:
         """Return the entry for a state tensor, converted if ``cast`` requires it.
