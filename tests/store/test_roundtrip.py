@@ -119,7 +119,7 @@ def test_tied_tensors_are_read_as_separate_tensors() -> None:
     assert back["embed"].data_ptr() != back["head"].data_ptr()
 
 
-@pytest.mark.parametrize("problem", WRONG)
+@pytest.mark.parametrize("problem", [name for name in WRONG if not name.startswith("sparse")])
 @pytest.mark.filterwarnings("ignore")  # torch warns that quantization is deprecated and nested tensors are a prototype
 def test_the_error_for_a_tensor_without_data_names_its_key(problem: str, tmp_path: Path) -> None:
     from casckpt.store.opening import open as open_store
