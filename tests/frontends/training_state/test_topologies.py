@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
 SIZES = sorted({size for size, _ in TOPOLOGIES.values()})
-WITH_FULL = {"fsdp2 on 2", "fsdp2 on 3", "tp on 4", "fsdp1 on 3", "fsdp1 SHARD_GRAD_OP"}
-"""Topologies that differ from others only in the number of ranks, or in when they gather."""
+WITH_FULL = {
+    "fsdp2 on 2", "fsdp2 on 3", "tp", "tp on 4", "fsdp1 on 3", "fsdp1 SHARD_GRAD_OP", "fsdp1 NO_SHARD",
+}  # fmt: skip
+"""Topologies that differ from others only in the number of ranks, in when they gather, or in what others combine."""
 
 
 def of_size(size: int, names: Collection[str]) -> list[str]:
