@@ -208,12 +208,13 @@ def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def seaweed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A real server that speaks S3. It pauses during tests without a server."""
+def seaweed_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A real server that speaks S3. It pauses during tests without a server, unless all tests store in it."""
     from tests.support import servers
 
     with servers.running(servers.seaweed(tmp_path_factory.mktemp("seaweed"))) as server:
-        _paused_when_idle.append(server)
+        if not request.config.getoption("--storage"):
+            _paused_when_idle.append(server)
         yield server
 
 

@@ -1,4 +1,4 @@
-"""Types for option values, and the keep-rule options that several commands share."""
+"""Types for option values, with shell completion, and the keep-rule options that several commands share."""
 
 from __future__ import annotations
 

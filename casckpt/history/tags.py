@@ -2,7 +2,7 @@
 
 A generation without a target deletes the tag.
 
-A tag names an id, and protects all commits of that id from gc. A tag may expire (`casckpt.history.leases`). gc honours
+A tag names an id, and protects all commits of that id from gc. A tag may expire (`casckpt.history.leases`). gc honors
 an expired tag for one more hour, because the clocks of other hosts may be behind.
 """
 

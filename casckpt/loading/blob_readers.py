@@ -1,4 +1,7 @@
-"""The blobs of a load. Each blob is opened once, from this host's cache or from the store."""
+"""The blobs of a load. Each blob is opened once, from this host's cache or from the store.
+
+An error for a damaged blob names the checkpoints that use it.
+"""
 
 from __future__ import annotations
 

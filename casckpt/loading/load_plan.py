@@ -1,4 +1,4 @@
-"""The plan of a load: which bytes it reads for which leaf.
+"""The plan of a load: which entry of the checkpoint fills which leaf, and which bytes it reads.
 
 Every leaf is checked when it is added, before anything is read.
 """

@@ -195,7 +195,7 @@ def part(sink: Destination, unit: Unit) -> FilledRange:
 
 
 def place(sink: Destination, region: Region, unit: Unit) -> memoryview | None:
-    """Return a unit's memory in a destination of the normalised ``region``.
+    """Return a unit's memory in a destination of the normalized ``region``.
 
     Return None unless it is whole and contiguous.
     """

@@ -90,7 +90,7 @@ class Step:
 
 
 class _Place(NamedTuple):
-    """A destination: a normalised ``region`` of a tensor. ``kept``: the frames of the cells that it holds."""
+    """A destination: a normalized ``region`` of a tensor. ``kept``: the frames of the cells that it holds."""
 
     key: str
     sink: Destination

@@ -97,8 +97,10 @@ def forms_differ(here: Wrapper, there: Wrapper) -> Iterator[str]:
 
 def dequantizes(node: Node) -> bool:
     """Return whether casckpt can return the values of a stored wrapper as a plain tensor."""
-    if not isinstance(node, Wrapper) or node.in_parts:
-        return node == TENSOR if not isinstance(node, Wrapper) else all(map(dequantizes, node.nodes.values()))
+    if not isinstance(node, Wrapper):
+        return node == TENSOR
+    if node.in_parts:
+        return all(map(dequantizes, node.nodes.values()))
     kind = KINDS.get(str(node.fields["kind"]))
     return kind is not None and kind.rebuild is not None and kind.dequantize is not None
 

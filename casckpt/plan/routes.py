@@ -1,4 +1,4 @@
-"""Finds routes between two versions of a cell through their frames. Pure, without I/O.
+"""Finds routes between two versions of a cell through their frames, and chooses bases. Pure, without I/O.
 
 A coded cell has a chain of bases. If the chains of two versions meet, one version can be turned into the other: undo
 the frames of the first down to the common base, and then decode the frames of the second from that base. This does not

@@ -1,4 +1,4 @@
-"""Cached reads of immutable records: each host reads each record once."""
+"""Cached reads of immutable records: each host reads each record once. Checks what a record requires of readers."""
 
 from __future__ import annotations
 

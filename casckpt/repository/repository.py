@@ -1,4 +1,4 @@
-"""Defines `Repository`, an open store without support for tensors: its marker, settings, records and caches."""
+"""Defines `Repository`, a store without support for tensors: its marker, settings, records and caches. Opens it."""
 
 from __future__ import annotations
 

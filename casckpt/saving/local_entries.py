@@ -28,7 +28,7 @@ Data: TypeAlias = torch.Tensor | bytes
 class LocalEntry:
     """A tensor, a large buffer of an object, or an attachment; see `casckpt.format.sections.index.Entry`.
 
-    ``limits``: for each piece, the elements [lo, hi) of its normalised region that this rank writes. None means all of
+    ``limits``: for each piece, the elements [lo, hi) of its normalized region that this rank writes. None means all of
     them. ``buffer``: the whole stream, which replaces the pieces if this is not a tensor. ``replicated``: see
     `LocalTensor`. ``may_differ``: see `casckpt.tensors.shards.may_differ`. ``frozen``: the caller declares that the
     tensor did not change.

@@ -1,4 +1,4 @@
-"""Argument and result types of `Store`, except `Checkpoint`. Front ends import them from here."""
+"""Argument and result types of `Store`, except `Checkpoint`, and its settings. Front ends import them from here."""
 
 from __future__ import annotations
 

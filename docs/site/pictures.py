@@ -23,7 +23,7 @@ def mark(source: str) -> str:
 
 
 def draw(source: str) -> str:
-    """Draw a graph as SVG, in the colour of the text around it. Raises CalledProcessError for a wrong source."""
+    """Draw a graph as SVG, in the color of the text around it. Raises CalledProcessError for a wrong source."""
     command = [f"{sysconfig.get_path('scripts')}/graphviz-pure", "-Tsvg"]
     drawn = subprocess.run(command, input=source, capture_output=True, text=True, check=True).stdout
     svg = re.sub(r"<!--.*?-->\s*|<title>.*?</title>\s*", "", drawn[drawn.index("<svg") :], flags=re.DOTALL)

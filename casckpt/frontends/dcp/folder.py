@@ -1,4 +1,4 @@
-"""Reads a torch.distributed.checkpoint folder without running code from its pickles."""
+"""Reads a torch.distributed.checkpoint folder without running code from its pickles, and nests its flat keys."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class CasTrainerMixin(Trainer):
             ),
         }
         for what in (name for name, is_used in engines.items() if is_used):
-            raise Unsupported(f"a CasTrainerMixin does not work with {what}; leave it out")
+            raise Unsupported(f"CasTrainerMixin does not work with {what}; leave it out")
         SaveOnSignal(self.checkpointer, self._signals, every=self._signal_every)  # raises InvalidInput, as for settings
 
     @cached_property

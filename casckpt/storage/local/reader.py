@@ -4,6 +4,8 @@ A file that is mostly uncached is read directly (O_DIRECT) into an aligned buffe
 than reading through the cache, and does not evict other pages. cachestat or mincore reports the cached pages. (A read
 with RWF_NOWAIT would also report them, but it triggers the kernel's read-ahead, so the disk would read all bytes
 twice.)
+
+`headroom` returns how much memory is left for buffers.
 """
 
 from __future__ import annotations

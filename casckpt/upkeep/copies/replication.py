@@ -4,7 +4,7 @@ A copy follows the save protocol in docs/format.md. Its transaction has the id o
 next free id. Therefore, all processes that copy the same checkpoint use the same transaction, and share the work
 without exchanging messages. Each process begins with its own part, continues with blobs that no process has uploaded
 yet, and commits when all blobs have been uploaded. Another process can continue a killed copy, unless gc has revoked
-its transaction.
+its transaction. It also copies signatures.
 """
 
 from __future__ import annotations

@@ -70,10 +70,10 @@ def export_safetensors(
     ``out``: a path, or a URL to which a temporary copy is uploaded. With the suffix ".safetensors", the export is one
     file. Otherwise, it is a folder with the imported files, or ``model.safetensors`` (or several files of at most
     ``max_shard_size``, 5GB by default, and their index), and, unless ``attachments=False``, all attachments. The files
-    of an imported folder are restored unless its tensors, by name, dtype and shape, have changed, or a file is larger
-    than ``max_shard_size``; the result's ``notes`` and the log say so. ``force``: overwrite existing files.
-    ``progress``: counts tensor bytes. ``base``: an earlier export. Its files are hashed completely, and reused if
-    their layout is unchanged.
+    of an imported folder are restored unless a file is larger than ``max_shard_size``, or the names, dtypes or shapes
+    of its tensors have changed. The result's ``notes`` and the log report such changes. ``force``: overwrite existing
+    files. ``progress``: counts tensor bytes. ``base``: an earlier export. Its files are hashed completely, and reused
+    if their layout is unchanged.
 
     ``keys``, ``strip_prefix``, ``rename``: see `casckpt.frontends.views.view.Rules`. ``model``: write only the model's
     weights, for Transformers' `from_pretrained`. Otherwise, config.json is not written if the folder is not a model.
