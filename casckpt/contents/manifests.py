@@ -151,9 +151,8 @@ def _read(repo: Repository, commit: Commit) -> Manifest:
         body = manifest.body
         if _shared_fields(record) != _shared_fields(body):  # a hostile record could pose as a different run
             raise Refused(f"its commit record does not match its manifest ({body.run}@{body.step})")
-    if (
-        record.manifest_bytes > WHOLE_BYTES or manifest.is_sound
-    ):  # not cached if damaged, because it may be repaired in the store
+    # not cached if damaged, because it may be repaired in the store
+    if record.manifest_bytes > WHOLE_BYTES or manifest.is_sound:
         repo.manifests.add(commit.txid, manifest)
     return manifest
 

@@ -102,9 +102,8 @@ def _announce(repo: Repository, run: str, wanted: Sequence[Announcement], seen: 
             try:
                 repo.put_record(announcement_key(run, number), record)
             except Conflict:
-                (taken,) = _fetch(
-                    repo, run, [number]
-                )  # another writer used the number; it may announce the same records
+                # another writer used the number; it may announce the same records
+                (taken,) = _fetch(repo, run, [number])
                 _add(known, run, number, taken)
             else:
                 repo.catalogue.add_records({announcement_key(run, number): records.encode(record)})

@@ -228,9 +228,8 @@ class CommitList:
     @cached_property
     def _sorted(self) -> list[Commit]:
         found = [self.commits[txid] for txid in sorted(self.commits)]
-        is_plain = all(
-            commit.origin == commit.txid for commit in found
-        )  # the usual case, which does not need the slow sort
+        # the usual case, which does not need the slow sort
+        is_plain = all(commit.origin == commit.txid for commit in found)
         return found if is_plain else sorted(found, key=lambda commit: commit.order)
 
     @cached_property
@@ -267,9 +266,8 @@ def all_judged(commits: dict[TxId, Commit], doubts: Mapping[TxId, CasckptError])
     """Return a listing of ``commits``. Set the standing of each rewrite."""
     damaged = dict(doubts)
     for txid, (base, _) in sorted((txid, commit.replaces) for txid, commit in commits.items() if commit.replaces):
-        commits[txid], doubt = judged(
-            commits[txid], commits.get(base)
-        )  # the base is older, so it has already been judged
+        # the base is older, so it has already been judged
+        commits[txid], doubt = judged(commits[txid], commits.get(base))
         if doubt is not None:
             damaged.setdefault(txid, doubt)
     return CommitList(commits, damaged)

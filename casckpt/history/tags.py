@@ -69,9 +69,8 @@ def list_tags(repo: Repository, *, anew: bool = False, slack: int = 0) -> TagLis
     ``anew``: read every record, even if it is in the catalogue. ``slack``: the number of microseconds for which
     expired tags still count.
     """
-    since = (
-        repo.clock() - slack
-    )  # taken before the listing, because a listing may miss tags that are set or renewed while it runs
+    # taken before the listing, because a listing may miss tags that are set or renewed while it runs
+    since = repo.clock() - slack
     return _read(repo, PREFIX, since, anew=anew)
 
 
@@ -218,9 +217,8 @@ def _generations(repo: Repository, prefix: str) -> dict[str, dict[int, ListedObj
         else:
             generations[key[0]][key[1]] = entry
     if _lost(seen, generations):
-        list_commits(
-            repo
-        )  # this drops the caches if commits are missing too, because the store was then restored from a copy
+        # this drops the caches if commits are missing too, because the store was then restored from a copy
+        list_commits(repo)
         for name, number in _lost(_seen(repo, prefix), generations).items():
             generations[name][number] = ListedObject(tag_key(name, number), -1)
     return generations

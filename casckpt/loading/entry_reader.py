@@ -51,9 +51,8 @@ from casckpt.tensors import gpu
 from casckpt.tensors.memory import Destination, note_writes
 
 _BATCH_BYTES = 8 << 20
-_SCRATCH_BYTES = (
-    2 << 20
-)  # for data that is copied afterwards, so that it is read, hashed and copied within a core's cache
+# for data that is copied afterwards, so that it is read, hashed and copied within a core's cache
+_SCRATCH_BYTES = 2 << 20
 _WORTH_PINNING = 16 << 20  # the number of bytes for a GPU
 _AHEAD = 4  # extra threads that keep the next reads in flight when reads wait for a disk
 _ALWAYS = 64 << 20  # below this size, free memory is not queried, because the query takes longer than a tiny load

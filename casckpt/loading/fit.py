@@ -176,9 +176,8 @@ def missed_pairs(unfilled: Shapes, unread: Shapes) -> dict[str, str]:
     pairs = _ending(unfilled, unread)
     taken = set(pairs.values())
     left = {key: shape for key, shape in unfilled.items() if key not in pairs}
-    others = {
-        name: unread[name] for name in sorted(unread) if name not in taken
-    }  # sorted, which keeps equal models apart
+    # sorted, which keeps equal models apart
+    others = {name: unread[name] for name in sorted(unread) if name not in taken}
     return pairs | {key: name for name, key in _ending(others, left).items()}
 
 

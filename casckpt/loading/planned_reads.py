@@ -15,10 +15,11 @@ from casckpt.tensors.memory import Destination, copy_bytes
 
 _FRAME_BYTES = 8 << 20  # the size of the frames of a lot; each thread holds them in memory
 _FEW = 8  # if at most 1/8 of the bytes must be copied, reads are as large as if everything were read in place
+# unneeded bytes that network reads may include: 4 MiB or 1/25, whichever is more
 _SPARE_BYTES, _SPARE_SHARE = (
     4 << 20,
     25,
-)  # unneeded bytes that network reads may include: 4 MiB or 1/25, whichever is more
+)
 
 FilledRange: TypeAlias = tuple[int, Box, int, int]
 """The elements [lo, hi) of a box that are in a destination, which is identified by its `id`."""

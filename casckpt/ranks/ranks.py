@@ -385,9 +385,8 @@ class _Groups:
         key = (parent.group_name, purpose)
         with self._locks.setdefault(key, Lock()):  # a lock per group: ranks may connect two groups in any order
             group = self._made.get(key)
-            if (
-                group is not None and group.parent() is not parent
-            ):  # the group belongs to an earlier process group with the same name
+            # the group belongs to an earlier process group with the same name
+            if group is not None and group.parent() is not parent:
                 group = None
             if group is None or group.dropped:
                 group = self._made[key] = GroupRanks(parent, purpose, group.generation + 1 if group else 0)

@@ -409,9 +409,8 @@ def _older(held: HeldCell, bases: Sequence[StoredCell]) -> HeldCell | None:
     frames = held.frames[: len(bases)]
     if [frame.base for frame in frames] != [base.digest for base in bases]:
         return None
-    np.bitwise_or.reduce(
-        np.frombuffer(held.plain, np.uint8)
-    )  # reads the bytes into the cache in order, which is faster than random access
+    # reads the bytes into the cache in order, which is faster than random access
+    np.bitwise_or.reduce(np.frombuffer(held.plain, np.uint8))
     for frame in frames:
         undo(memoryview(frame.data), memoryview(held.plain))
     return HeldCell(bases[-1].digest, held.plain, held.frames[len(bases) :])

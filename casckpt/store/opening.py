@@ -71,9 +71,8 @@ def throttled(store: Store, count: int | None, folder: str | os.PathLike[str] | 
     if count is None:
         return store
     turn = Turn(count, None if folder is None else Path(folder))
-    storage: Any = ThrottledStore(
-        store.repository.storage, turn
-    )  # mypy cannot see that __getattr__ provides the protocol
+    # mypy cannot see that __getattr__ provides the protocol
+    storage: Any = ThrottledStore(store.repository.storage, turn)
     repository = replace(store.repository, storage=storage)
     repository.listeners = store.repository.listeners  # the mirror must also see these saves
     return Store(repository)

@@ -119,9 +119,8 @@ def test_a_record_that_contradicts_its_manifest_is_rejected(
     other = just_committed(changed(commit.committed, **fields))
     with pytest.raises(Refused, match="does not match its manifest"):
         manifests.get(fresh(tmp_path, repo), other)
-    assert (
-        len(manifests.blob_list(fresh(tmp_path, repo), other)) == 0
-    )  # whatever it contains, a gc knows which objects it needs
+    # whatever it contains, a gc knows which objects it needs
+    assert len(manifests.blob_list(fresh(tmp_path, repo), other)) == 0
 
 
 def test_a_checkpoint_purged_in_the_meantime_is_reported_as_gone_and_not_as_damaged(

@@ -95,12 +95,13 @@ def test_training_resumes_bit_for_bit(store_path: Path, ranks: Pool, size: int) 
     store = casckpt.open(store_path)
     assert [step for run, step in steps(store) if run == "parts"] == [2, 3]
     assert not store.diff("whole@3", "parts@3").changed
+    # the names in the plain model
     assert set(store.read("parts@3")["model"]) == {
         "0.weight",
         "0.bias",
         "2.weight",
         "2.bias",
-    }  # the names in the plain model
+    }
 
 
 def test_training_with_compression_resumes_bit_for_bit(store_path: Path, ranks: Pool) -> None:

@@ -311,9 +311,8 @@ def test_a_cached_record_that_is_no_longer_listed_is_ignored(repo: Repository) -
 def test_a_restored_backup_with_different_records_is_reread(repo: Repository) -> None:
     purged = purge(repo, forget(repo, commit_bare(repo)))
     assert not list_commits(repo).commits[purged.txid].live
-    repo.storage.delete(
-        commit_key(purged.txid, 2)
-    )  # as with a backup from before the purge that is restored on a different host
+    # as with a backup from before the purge that is restored on a different host
+    repo.storage.delete(commit_key(purged.txid, 2))
     repo.put_record(commit_key(purged.txid, 2), Restored(txid=purged.txid, time=purged.changed_at))
     assert list_commits(repo).commits[purged.txid].visible
 

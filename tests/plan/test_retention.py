@@ -99,10 +99,11 @@ def test_days_weeks_and_months_are_in_utc_in_every_year(monkeypatch: pytest.Monk
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     time.tzset()
     try:
+        # one week, in Tokyo one day
         last, first = (
             datetime(2025, 12, 31, 22, tzinfo=UTC),
             datetime(2026, 1, 1, 1, tzinfo=UTC),
-        )  # one week, in Tokyo one day
+        )
         turn = [at(0, last), at(1, first), at(2, first + timedelta(hours=20)), at(3, first + timedelta(days=31))]
         assert steps(plan_forget(turn, Policy(keep_daily=9), 0)) == [1]
         assert steps(plan_forget(turn, Policy(keep_weekly=9), 0)) == [0, 1]

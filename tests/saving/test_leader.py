@@ -31,9 +31,8 @@ def test_the_parents_log_is_read_after_the_transaction_begins_and_before_the_fir
 def test_a_save_never_lists_all_commits() -> None:
     storage = FaultyStore(memory(near=False))
     store = small(storage)
-    store.save(
-        {"w": cells(3), "kept": cells(2, seed=0)}, step=0
-    )  # the first save checks whether announcements were lost
+    # the first save checks whether announcements were lost
+    store.save({"w": cells(3), "kept": cells(2, seed=0)}, step=0)
     storage.calls.clear()
     for step in range(1, 4):
         store.save({"w": cells(3), "kept": cells(2, seed=0)}, step=step)

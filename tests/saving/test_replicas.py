@@ -290,9 +290,8 @@ def test_a_changed_element_is_found_within_64_saves_per_holder(
 ) -> None:
     found = ranks.run(size, one_element, path, who, where)
     assert [one[0] for one in found] == [["w"]] * size
-    assert [one[1] for one in found] == [
-        (rank == who) == (who == 0) for rank in range(size)
-    ]  # all of them are rank 0's values
+    # all of them are rank 0's values
+    assert [one[1] for one in found] == [(rank == who) == (who == 0) for rank in range(size)]
     assert [["'w'" in text for text in one[2]] for one in found] == [[True], *[[]] * (size - 1)]
 
 

@@ -38,10 +38,11 @@ if TYPE_CHECKING:
 VERSIONS, FULL_VERSIONS, KEPT = 10, 64, 8
 ROWS, COLUMNS, BLOCKS = 256, 1024, 4
 WHOLE = 2 * 2 * BLOCKS * ROWS * COLUMNS  # bytes of one version
+# so that headers (4 KiB per blob, 50 bytes per frame) are a small fraction, as with large tensors
 CELL, BLOB = (
     WHOLE >> 8,
     WHOLE >> 4,
-)  # so that headers (4 KiB per blob, 50 bytes per frame) are a small fraction, as with large tensors
+)
 
 
 @dataclass(frozen=True)

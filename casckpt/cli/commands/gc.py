@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from casckpt.store.types import Deferred, GcResult
 
 _OLD: Final = "the old locations of "  # of a rewritten checkpoint
+# fields that are set when a gc fails
 _KNOWN_BY_THEN: Final = (
     "forgotten",
     "restored",
@@ -84,7 +85,7 @@ _KNOWN_BY_THEN: Final = (
     "revoked",
     "thin",
     "dry_run",
-)  # fields that are set when a gc fails
+)
 
 
 @store_command("gc")

@@ -154,9 +154,8 @@ def _newlocked(beside: Path, name: str, held: ExitStack) -> Path:
     while True:
         folder = beside / f"{_prefix(name)}{secrets.token_hex(4)}"
         folder.mkdir()
-        with suppress(
-            OSError
-        ):  # the file system does not support locks, or another process removed the folder before it was locked
+        # the file system does not support locks, or another process removed the folder before it was locked
+        with suppress(OSError):
             held.enter_context(locked(folder, fcntl.LOCK_SH))
         if folder.exists():
             return folder

@@ -126,9 +126,8 @@ def _names(groups: Sequence[Sequence[Shape | None]], model: Mapping[str, Any]) -
     wanted = sum(map(len, groups))
     candidates = list(_candidates(model))
     spare = len(candidates) - wanted
-    ways: dict[Positions, tuple[int, Any]] = {
-        (0,) * len(groups): (1, None)
-    }  # the number of assignments, and one assignment
+    # the number of assignments, and one assignment
+    ways: dict[Positions, tuple[int, Any]] = {(0,) * len(groups): (1, None)}
     for at, (_, shape) in enumerate(candidates):
         following: dict[Positions, tuple[int, Any]] = {}
         for positions, (count, chosen) in ways.items():

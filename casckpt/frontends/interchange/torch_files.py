@@ -62,9 +62,8 @@ _DEFINE = (
     "allow_pickle=True"
 )
 _SHARD = re.compile(r".+-[0-9]+-of-[0-9]+\.bin")
-_CENTRAL = struct.Struct(
-    "<4s12xL8xHHH12x"
-)  # an entry in a zip file's directory: the crc, and the lengths of its fields
+# an entry in a zip file's directory: the crc, and the lengths of its fields
+_CENTRAL = struct.Struct("<4s12xL8xHHH12x")
 
 
 def torch_save_to_casckpt(

@@ -34,9 +34,8 @@ class Hub:
     """
 
     def __init__(self, store: Store, *, rules: Rules | None = None, max_shard_size: int | None = None) -> None:
-        plan_shards(
-            (), MAX_SHARD_BYTES if max_shard_size is None else max_shard_size
-        )  # raises an error for an invalid size now instead of at each request
+        # raises an error for an invalid size now instead of at each request
+        plan_shards((), MAX_SHARD_BYTES if max_shard_size is None else max_shard_size)
         self.store = store
         self.folders = ServedFolders(store, rules, max_shard_size)
 

@@ -182,9 +182,8 @@ def load_objects(
     places = on_each(ranks, lambda: {key: stored.optimizer_at(key, given.rename) for key in objects.optimizers})
     silent = replace(given, unread="ignore")  # `Store.load` logs the unread keys
     loads = [TrainingStateLoad(stored, groups, silent, at=key, places=places, **keeps) for key in modules]
-    parts = {
-        key: objects.modules.get(key, nn.Module()) for key in modules
-    }  # an empty module if this rank lacks the key
+    # an empty module if this rank lacks the key
+    parts = {key: objects.modules.get(key, nn.Module()) for key in modules}
     for module_load in loads:
         optims = {name: [optim] for name, optim in objects.optimizers.items() if objects.owners[name] == module_load.at}
         module_load.prepare(ranks, partial(parts.__getitem__, module_load.at), optims)

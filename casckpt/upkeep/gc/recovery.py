@@ -55,9 +55,8 @@ def settle(repo: Repository, seconds: float) -> CommitList:
         for txid, number in _undecided(known, listed, since):
             if number:
                 keep(repo, txid, number)
-            elif (
-                repo.storage.size(transaction_key(txid)) is None
-            ):  # otherwise, gc revokes the transaction if it shows no sign of life
+            elif repo.storage.size(transaction_key(txid)) is None:
+                # otherwise, gc revokes the transaction if it shows no sign of life
                 revoke(repo, txid, "announced but never committed")
         if missing := list(_unannounced(known, listed, run)):
             log.warning("%d records of run %s were not announced; runs/ was incomplete", len(missing), run)

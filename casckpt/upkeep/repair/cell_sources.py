@@ -138,9 +138,8 @@ class Cells:
     def __init__(self, stores: Iterable[Repository], wanted: Iterable[CellDigest]) -> None:
         self._wanted = frozenset(wanted)
         self._places: dict[CellDigest, list[Located]] = defaultdict(list)
-        self._deltas: dict[CellDigest, dict[tuple[str, int], Located]] = defaultdict(
-            dict
-        )  # by the digest of their base
+        # by the digest of their base
+        self._deltas: dict[CellDigest, dict[tuple[str, int], Located]] = defaultdict(dict)
         self._lost: set[CellDigest] = set()
         for store in stores:
             for _, manifest in readable(store, list_commits(store).live()):

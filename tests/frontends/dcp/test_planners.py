@@ -42,10 +42,11 @@ def test_planners_work_without_pickle(store: Store) -> None:
     save({"c": Colour.RED}, StorageWriter(store, step=2, allow_pickle=True), planner=PickleFreeSavePlanner())
     with_leave = StorageReader(store, "default@2", allow_pickle=True)
     assert load({"c": None}, with_leave, planner=PickleFreeLoadPlanner())["c"] is Colour.RED
+    # from a stream that a different process received
     assert value_of(io.BytesIO(ValueStream([3, "x"]).getvalue())) == [
         3,
         "x",
-    ]  # from a stream that a different process received
+    ]
 
 
 def test_an_unflattened_state_has_one_value_per_key(store: Store) -> None:

@@ -63,9 +63,8 @@ def in_background(rank: int, size: int, path: Path, kind: str, cached: bool) -> 
         if before is not None:
             before.result()  # DCP requires that saves run one after the other
             if step - 1 in MEASURED:
-                memory.append(
-                    held()
-                )  # no save is running here, because other threads must not change tensors during the count
+                # no save is running here, because other threads must not change tensors during the count
+                memory.append(held())
         before = async_save(
             dict(state),
             storage_writer=StorageWriter(store, run=kind, step=step),

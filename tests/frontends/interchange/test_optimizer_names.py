@@ -174,9 +174,8 @@ def test_parameters_are_matched_by_memory_kind_and_order() -> None:
         "norm.running_mean": torch.zeros(2),
     }  # fmt: skip
     own = ["a", "b", "whole", "none", "no", "phase"]
-    plain = optim.SGD(
-        [nn.Parameter(model[name].clone()) for name in own], lr=0.1
-    )  # it has no state and therefore no shapes
+    # it has no state and therefore no shapes
+    plain = optim.SGD([nn.Parameter(model[name].clone()) for name in own], lr=0.1)
     named = by_name([plain.state_dict()], model)
     assert (named["state"], named["param_groups"][0]["params"]) == ({}, own)
     fewer = optim.SGD([nn.Parameter(model[name].clone()) for name in own[1:]], lr=0.1)

@@ -107,9 +107,8 @@ def test_the_store_grows_only_by_changed_bytes(tmp_path: Path) -> None:
     last = ModelCheckpoint(tmp_path / "more", save_last=True, save_top_k=0)
     trainer(tmp_path, CasCheckpointIO(store, run="more", health=True), last, epochs=1).fit(Model(width=4000), data())
     assert store.get("more@latest").health
-    assert (
-        store.checkpoints("more")[0].stats.bytes_written < 3 * head + 12_000
-    )  # a different run with the same backbone
+    # a different run with the same backbone
+    assert store.checkpoints("more")[0].stats.bytes_written < 3 * head + 12_000
 
 
 def test_gc_policies_keep_checkpoints_that_have_a_file(tmp_path: Path) -> None:

@@ -156,9 +156,8 @@ def test_replicas_are_saved_once_and_loaded_on_every_rank(tmp_path: Path, ranks:
     second = ranks.run(2, fitted_by_ddp, tmp_path / "parts", 3, "last")
     assert [one | two for one, two in zip(first, second, strict=True)] == whole
     store = casckpt.open(tmp_path / "parts" / "store")
-    assert (
-        len([run for run, _ in steps(store) if run == "ddp"]) <= 2
-    )  # the best checkpoint, and the last one if it differs
+    # the best checkpoint, and the last one if it differs
+    assert len([run for run, _ in steps(store) if run == "ddp"]) <= 2
 
 
 class Averaging(WeightAveraging):

@@ -169,6 +169,5 @@ def test_parts_of_a_checkpoint_can_be_loaded(where: str) -> None:
 
 def test_an_empty_state_dict_loads_the_common_part(where: str, caplog: pytest.LogCaptureFixture) -> None:
     assert megatron.diff(load({}, where), COMMON) == ([], [], [])
-    assert not [
-        record for record in caplog.records if record.name.startswith("casckpt")
-    ]  # the loads reported the values that they did not read
+    # the loads reported the values that they did not read
+    assert not [record for record in caplog.records if record.name.startswith("casckpt")]

@@ -189,10 +189,11 @@ def test_the_table_lists_every_public_name() -> None:
 
 
 OURS_ALONE = {"fully_parallel", "process_group", "no_dist", "allow_pickle", "attachments", "overwrite", "options"}
+# the first communicates on its own; the second is a casckpt error
 OTHER = {
     "validate_sharding_integrity",
     "CheckpointingException",
-}  # the first communicates on its own; the second is a casckpt error
+}
 
 
 def member(of: Any, name: str) -> Any:

@@ -75,9 +75,8 @@ def test_the_page_shows_growth_runs_layers_and_checkpoints(store: Store) -> None
     for word in ("sft@40", "other@1", "best", "model.layers.3", "separately", "changed: model 4.0 KiB", "No damage"):
         assert word in words
     assert "gc --keep-last 3 would eventually free" in words
-    assert (
-        page(store).count("<svg") == 2 + 2 + 1
-    )  # growth, runs, and two charts of sft; none of the other run, which has nothing to compare
+    # growth, runs, and two charts of sft; none of the other run, which has nothing to compare
+    assert page(store).count("<svg") == 2 + 2 + 1
 
 
 def test_names_from_a_store_are_escaped(store_path: Path) -> None:

@@ -39,10 +39,11 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the clients
 SHARD = 20_000
 SERVING = DOCS / "serving.md"
+# the default of 10 seconds is too short on a busy machine
 PATIENT = {
     "HF_HUB_ETAG_TIMEOUT": "120",
     "HF_HUB_DOWNLOAD_TIMEOUT": "120",
-}  # the default of 10 seconds is too short on a busy machine
+}
 
 
 def sharded(rank: int, size: int, where: str, options: dict[str, Any], compress: Compress) -> dict[str, torch.Tensor]:

@@ -205,12 +205,13 @@ def differing(rank: int, size: int, path: Path) -> Any:
 
 
 def test_values_are_compared_across_ranks_only_during_training(store_path: Path, ranks: Pool) -> None:
+    # two weights may become equal after a resume
     expected = [
         "NoneType",
         "InvalidInput",
         "InvalidInput",
         "InvalidInput",
-    ]  # two weights may become equal after a resume
+    ]
     assert ranks.run(2, differing, store_path) == [expected] * 2
 
 

@@ -16,10 +16,11 @@ def test_gc_runs_after_a_save_if_requested() -> None:
             model.weight.data.fill_(step)
             checkpointer.save(step, model)
     found = store.stats()
+    # the bias did not change, so it remains in the blob of the first save
     assert (found.checkpoints, found.blobs) == (
         1,
         2,
-    )  # the bias did not change, so it remains in the blob of the first save
+    )
 
 
 def test_a_checkpointer_with_gc_frees_space(caplog: pytest.LogCaptureFixture) -> None:

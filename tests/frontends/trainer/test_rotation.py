@@ -289,9 +289,8 @@ def test_optimizers_of_older_checkpoints_are_dropped() -> None:
     models = train(checkpointer, model, optimizer, *range(5))
     assert [one.dropped is not None for one in store.checkpoints()] == [True, True, True, False, False]
     before = store.stats().bytes_blobs
-    assert (
-        store.gc(wait=0).deleted_bytes > 0.39 * before
-    )  # freed immediately, because the purpose of such a rule is to save space
+    # freed immediately, because the purpose of such a rule is to save space
+    assert store.gc(wait=0).deleted_bytes > 0.39 * before
     for step, one in enumerate(models):
         fresh = nn.Linear(400, 700)
         checkpointer.load(f"sft@{step}", fresh)

@@ -55,9 +55,8 @@ def trained(factory: Factory, seed: int, *, steps: int = 1) -> tuple[nn.Linear, 
 def test_user_entries_are_restored(store: casckpt.Store, factory: Factory, stepped: int) -> None:
     model, optimizer = trained(factory, 1)
     optimizer.state[model.weight].update(ADDED)
-    optimizer.state[model.bias]["step"] = optimizer.state[model.bias].get(
-        "step", torch.tensor(5.0)
-    )  # SGD does not keep one
+    # SGD does not keep one
+    optimizer.state[model.bias]["step"] = optimizer.state[model.bias].get("step", torch.tensor(5.0))
     save_model_and_optim_state(store, model, optimizer, run="a", step=1)
     fresh, other = trained(factory, 2, steps=stepped)
     load_model_and_optim_state(store, "a@1", fresh, other)

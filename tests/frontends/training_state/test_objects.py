@@ -525,9 +525,8 @@ def test_objects_on_a_single_rank_are_rejected_on_all_ranks_without_waiting(tmp_
     for found in ranks.run(2, objects_on_one, tmp_path):
         for text in (*found["dict"], *found["nothing"]):
             assert "Rank 1 has the whole objects 'model' in its state, but rank 0 has none" in text
-        assert not any(
-            "same calls" in text for text in found["function"]
-        )  # the function returns the same objects on both ranks
+        # the function returns the same objects on both ranks
+        assert not any("same calls" in text for text in found["function"])
 
 
 def save_averaged(rank: int, size: int, path: Path) -> tuple[list[torch.Tensor], str]:

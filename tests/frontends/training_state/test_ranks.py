@@ -147,9 +147,8 @@ class Odd(Optimizer):
             state["mean"] = {"slow": torch.zeros_like(gradient)}
             state["codes"] = torch.zeros_like(parameter, dtype=torch.uint8)
             state["last"] = []
-            state["all"] = (
-                torch.zeros_like(gradient).sum().new_zeros(self._others)
-            )  # a replicated DTensor if the parameter is a DTensor
+            # a replicated DTensor if the parameter is a DTensor
+            state["all"] = torch.zeros_like(gradient).sum().new_zeros(self._others)
             state["step"] = torch.zeros(())
         state["step"] += 1
         state["mean"]["slow"].mul_(0.9).add_(gradient, alpha=0.1)

@@ -294,9 +294,8 @@ def unsharded(rank: int, size: int, path: Path) -> Any:
 def test_unsharding_works_on_several_ranks(store_path: Path, ranks: Pool) -> None:
     for rank, (reads, (kind, _)) in enumerate(ranks.run(2, unsharded, store_path)):
         assert kind == "NotFound"
-        assert len([key for key in reads if "manifest" in key]) == (rank == 0), (
-            reads
-        )  # rank 0 reads the manifest and sends it
+        # rank 0 reads the manifest and sends it
+        assert len([key for key in reads if "manifest" in key]) == (rank == 0), reads
 
 
 def alone(rank: int, size: int, path: Path) -> Any:

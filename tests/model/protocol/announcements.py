@@ -264,9 +264,10 @@ def joins(rules: Rules, txid: str) -> Program:
     return (yield from changes(rules, ((txid, COMMITTED),), joined=True))
 
 
+# a save, and a copy of an old checkpoint or a transaction that began long ago
 LATE = (
     (("W", COMMITTED),),
     (("A", COMMITTED),),
-)  # a save, and a copy of an old checkpoint or a transaction that began long ago
+)
 TOGGLES = ((("T", FORGOTTEN), ("T", RESTORED), ("T", FORGOTTEN)),)
 RACES = ((("T", FORGOTTEN),), (("T", FORGOTTEN), ("T", PURGED)))

@@ -211,9 +211,8 @@ class S3Client:
         entries = [
             ListedObject(item["Key"][skip:], item["Size"], item.get("ETag", "")) for item in answer.get("Contents", ())
         ]
-        files = [
-            entry for entry in entries if entry.key and not entry.key.endswith("/")
-        ]  # skip other programs' "folders"
+        # skip other programs' "folders"
+        files = [entry for entry in entries if entry.key and not entry.key.endswith("/")]
         folders = [item["Prefix"][skip:].removesuffix("/") for item in answer.get("CommonPrefixes", ())]
         more = answer.get("NextContinuationToken") if answer.get("IsTruncated") else None
         if answer.get("IsTruncated") and not more:  # otherwise, the rest would appear never to have existed

@@ -500,9 +500,8 @@ def test_files_of_one_process_are_imported_by_their_index(store: casckpt.Store, 
 def test_the_file_of_a_single_rank_is_rejected(store: casckpt.Store, folder: Path, name: str) -> None:
     with pytest.raises(InvalidInput, match=f"{name} holds one rank's parts .* pass the folder"):
         import_safetensors(store, folder / name, step=1)
-    (folder / SECOND).rename(
-        folder / "model.safetensors"
-    )  # regardless of the name, its metadata says where its parts begin
+    # regardless of the name, its metadata says where its parts begin
+    (folder / SECOND).rename(folder / "model.safetensors")
     with pytest.raises(InvalidInput, match=r"model\.safetensors holds one rank's parts"):
         look_at(folder / "model.safetensors")
     assert not Path(store.url).exists()
