@@ -555,7 +555,18 @@ def test_a_model_with_new_names_is_converted_by_its_library(store: Store, tmp_pa
 def test_an_export_can_ignore_names_that_are_not_valid(
     store: Store, tmp_path: Path, messages: Messages, run: Run, way: list[str]
 ) -> None:
-    store.save({"model": {"w": torch.ones(2)}}, run="a", step=1, attachments={HUB_FILE: b'{"views": {"../x": {}}}'})
+    check_ignored(store, tmp_path, messages, run, views={"../x": {}}, way=way)
+
+
+@follows("frontends/views/view_file.py:_refused", "An export with --strip-prefix or --rename does not use it")
+def test_an_export_can_ignore_names_that_take_long(store: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
+    views = {"model": {"rename": {"(w+)+": "v"}}}
+    check_ignored(store, tmp_path, messages, run, views=views, way=["--strip-prefix", "model"])
+
+
+def check_ignored(store: Store, tmp_path: Path, messages: Messages, run: Run, *, views: Any, way: list[str]) -> None:
+    hub_file = json.dumps({"views": views}).encode()
+    store.save({"model": {"w": torch.ones(2)}}, run="a", step=1, attachments={HUB_FILE: hub_file})
     advice = messages.text(run("export", store.url, "a@1", tmp_path / "out", status=1).output)
     advice.says(way[0])
     run("export", store.url, "a@1", tmp_path / "out", *way)

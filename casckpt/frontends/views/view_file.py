@@ -106,8 +106,9 @@ class BoundedMatch:
 
 def _refused(where: str, why: str) -> InvalidInput:
     return InvalidInput(
-        f"{where} was saved with the checkpoint, but serve cannot use it: {why}. Simplify it, or start casckpt "
-        "serve with --view FILE, to which these limits do not apply"
+        f"{where} was saved with the checkpoint, but casckpt cannot use it: {why}. Simplify it, or start casckpt "
+        "serve with --view FILE, to which these limits do not apply. An export with --strip-prefix or --rename does "
+        "not use it"
     )
 
 
