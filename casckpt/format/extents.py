@@ -225,6 +225,8 @@ def _end(extent: Extent) -> tuple[int, int]:
 def build(shape: Shape, itemsize: int, cell: int, cells: Sequence[StoredCell]) -> ExtentTable:
     """Build a table from cells in any order. Cells that follow each other are joined into one extent."""
     full = full_box(shape)
+    if len(cells) == 1 and cells[0].box is full:  # a fast path for most tensors
+        return ExtentTable(shape, itemsize, cell, (full,), (_extent(0, cells[0].lo, cells[0].hi, cells),))
     others = {stored.box for stored in cells if stored.box is not full} - {full}
     boxes = _boxes(full, others)
     numbers = {box: number for number, box in enumerate(boxes)} if others else {}
@@ -255,7 +257,8 @@ def _joined(cells: Iterable[tuple[int, StoredCell]], cell: int) -> tuple[Extent,
 
 
 def _extent(box: int, lo: int, hi: int, run: Sequence[StoredCell]) -> Extent:
-    first, digests = run[0], b"".join([stored.digest for stored in run])
+    first = run[0]
+    digests = first.digest if len(run) == 1 else b"".join([stored.digest for stored in run])
     if first.frame is None:
         return Extent(box, lo, hi, first.blob, first.offset, digests)
     bases = [stored.base for stored in run if stored.base is not None]

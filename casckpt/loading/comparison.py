@@ -160,7 +160,7 @@ def _unequal(
     """Compare cells with the stored bytes."""
     keys = (sources[cell.source].key for cell in cells)
     parts = (
-        EntrySlice(contents.tensor(key), cell.cut.lo, cell.cut.hi, cell.group.box)
+        EntrySlice(contents.tensor(key), cell.cut.lo, cell.cut.hi, cell.box)
         for key, cell in zip(keys, cells, strict=True)
     )
     reader = RegionReader(repo, contents.manifest, sum(cell.nbytes for cell in cells), progress)
@@ -169,7 +169,7 @@ def _unequal(
         places = _places(cell.data(), data, part.entry.itemsize)
         if len(places):
             lo, hi = (part.lo + int(place) for place in (places[0], places[-1]))
-            yield _Unequal(cell.source, Region(cell.group.box, lo, hi + 1), len(places))
+            yield _Unequal(cell.source, Region(cell.box, lo, hi + 1), len(places))
 
 
 def _places(here: memoryview, stored: memoryview, itemsize: int) -> npt.NDArray[np.intp]:

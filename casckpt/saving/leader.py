@@ -164,7 +164,8 @@ class Leader:
         parent, options = self._parent if self.reuse else None, self.options
         offer = ReuseOffer()
         if self.reuse:
-            offer = make_offer(self.repo, parent, streams, run=options.run, dedup=options.dedup)
+            last = self.memory.shares.get(options.run) if self.size == 1 else None
+            offer = make_offer(self.repo, parent, streams, run=options.run, dedup=options.dedup, last=last)
         setting = None if self._transaction is None else self._transaction.settings.compress
         offer = replace(offer, compress=usable_compress(options.compress or setting or "off"))
         if options.health:

@@ -52,7 +52,7 @@ class TensorMemory:
     """The elements of a strided tensor on any device."""
 
     def __init__(self, data: torch.Tensor) -> None:
-        self.data = data.detach()
+        self.data = data.detach() if data.requires_grad else data
         self.itemsize = data.element_size()
         self._bytes = tensor_bytes(self.data)
 
