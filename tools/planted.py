@@ -1323,7 +1323,7 @@ PLANTED = (
     Planted(
         "the blobs of a checkpoint leave out pure bases",
         "share_of.of_known",
-        "        return number(known.blobs[cell.blob]), cell.offset\n",
+        "        return number(cell.blob, False), cell.offset\n",
         "        return numbers.get(known.blobs[cell.blob], 0), cell.offset\n",
         "tests/saving/test_encoder.py",
     ),

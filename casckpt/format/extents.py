@@ -138,10 +138,10 @@ class ExtentTable(msgspec.Struct, frozen=True, gc=False):
     @property
     def only_cell(self) -> StoredCell | None:
         """The cell that holds the whole tensor, or None if there are several cells, no cells, or a coded cell."""
-        if len(self.extents) != 1:
+        if not self.is_whole:
             return None
         (only,), full = self.extents, self.boxes[0]
-        if len(only.digests) != DIGEST_BYTES or only.coding is not None or not self.is_whole:
+        if len(only.digests) != DIGEST_BYTES or only.coding is not None:
             return None
         return StoredCell(only.blob, only.offset, only.hi * self.itemsize, full, 0, only.hi, CellDigest(only.digests))
 

@@ -93,24 +93,20 @@ class LocalEntry:
 
 @dataclass(slots=True)
 class Cell:
-    """A cell to process: the elements [cut.lo, cut.hi) of ``box``, which begin at element ``start`` of ``memory``."""
+    """A cell to process: the elements [cut.lo, cut.hi) of ``box``, which are elements [start, stop) of ``memory``."""
 
     source: int
     box: Box
     cut: Cut
     memory: Memory
     start: int
+    stop: int
     nbytes: int
 
     @property
     def known(self) -> StoredCell | None:
         """The parent's cell with exactly these elements, or None."""
         return self.cut if isinstance(self.cut, StoredCell) else None
-
-    @property
-    def stop(self) -> int:
-        """The offset in the memory, in elements, at which the cell ends."""
-        return self.start + self.cut.hi - self.cut.lo
 
     def data(self) -> memoryview:
         """Return the bytes of the cell without a copy. Copy them only if they are not contiguous in host memory."""
@@ -140,7 +136,7 @@ def plan_work(sources: Sequence[LocalEntry], cell_bytes: int, known: ReusableCel
         only = source.only
         if only is not None and (cut := only_cut(only.region, source.shape, cell_bytes // size, parent)) is not None:
             nbytes = cut.hi * size
-            cells = [Cell(number, only.region.box, cut, TensorMemory(only.data), 0, nbytes)]
+            cells = [Cell(number, only.region.box, cut, TensorMemory(only.data), 0, cut.hi, nbytes)]
             (small if nbytes < LEAF_BYTES else work).append(cells)
             continue
         for region, data, base in source.parts():
@@ -148,7 +144,7 @@ def plan_work(sources: Sequence[LocalEntry], cell_bytes: int, known: ReusableCel
                 memory = _memory(region, data, group)
                 shift = base - group.lo
                 cells = [
-                    Cell(number, group.box, cut, memory, cut.lo + shift, (cut.hi - cut.lo) * size)
+                    Cell(number, group.box, cut, memory, cut.lo + shift, cut.hi + shift, (cut.hi - cut.lo) * size)
                     for cut in group.cuts
                 ]
                 (small if cells[0].nbytes < LEAF_BYTES else work).append(cells)
