@@ -196,7 +196,9 @@ def import_safetensors(
     sources = find_sources(path)
     notes = [f"left out: {name}" for name in sources.skipped]
     if notes:
-        log.warning("left out: %s", ", ".join(sources.skipped))
+        is_any = any(name.endswith(SUFFIX) or is_index(name) for name in sources.skipped)
+        advice = "; to import one of these models by itself, pass the path of its file or index" if is_any else ""
+        log.warning("left out: %s%s", ", ".join(sources.skipped), advice)
     state: dict[str, Any] = {}
     file_metadata: dict[str, str] = {}
     heads: dict[str, bytes] = {}
