@@ -30,8 +30,8 @@ from casckpt.cli.types import REF
 from casckpt.errors import MissingKey
 
 if TYPE_CHECKING:
+    from casckpt.contents.checkpoint import Checkpoint
     from casckpt.store.store import Store
-    from casckpt.store.types import Checkpoint
 
 FEW = 20
 _FEW_VALUES = 8  # on one line; Lightning's loops have hundreds

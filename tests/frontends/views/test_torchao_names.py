@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,11 @@ def test_an_imported_folder_loads_into_a_quantized_model_and_comes_back(tmp_path
     store = small()
     saved = import_safetensors(store, tmp_path / "theirs", run="imported", step=1)
     assert saved.notes == ()
-    for load in (
+    loads: list[Callable[[Any], object]] = [
         lambda other: store.load(dict(other.state_dict()), "imported@1"),
         lambda other: casckpt.load_model_and_optim_state(store, "imported@1", other),
-    ):
+    ]
+    for load in loads:
         other = llama(tmp_path / "other", 2, config)
         assert not torch.equal(logits(other), logits(model))
         load(other)
