@@ -1328,6 +1328,20 @@ PLANTED = (
         "tests/saving/test_encoder.py",
     ),
     Planted(
+        "a process reuses its last share even if another process has saved since",
+        "make_offer",
+        "last is not None and last.txid == parent.txid",
+        "last is not None",
+        "tests/saving/test_reuse.py",
+    ),
+    Planted(
+        "a process that holds its last share does not look for new tensors in other runs",
+        "make_offer",
+        "has_all = dedup != \"store\" or",
+        "has_all = dedup == \"store\" or",
+        "tests/saving/test_reuse.py",
+    ),
+    Planted(
         "cells that the parent did not report count as known",
         "HealthScan.scan",
         "        if not is_unchanged or source.name in self.unscanned:\n",
