@@ -80,7 +80,9 @@ def bucket(moto_server: Server) -> tuple[str, dict[str, Any]]:
     return f"s3://{moto_server.new_bucket()}/store", moto_server.options
 
 
-@pytest.fixture(params=[pytest.param("folder raw", marks=pytest.mark.soak), "folder coded", "bucket coded"])
+@pytest.fixture(
+    params=[*(pytest.param(one, marks=pytest.mark.soak) for one in ("folder raw", "folder coded")), "bucket coded"]
+)
 def fsdp(request: pytest.FixtureRequest, tmp_path: Path, ranks: Pool) -> tuple[casckpt.Store, dict[str, torch.Tensor]]:
     where, options = str(tmp_path / "store"), dict[str, Any]()
     if request.param.startswith("bucket"):
