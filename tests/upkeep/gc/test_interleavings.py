@@ -178,7 +178,12 @@ def is_lost(tmp_path: Path, seed: int, cast: Callable[[Play], None], quiet: int 
     return False
 
 
-QUIET = {lists_first: 31, reads_logs_first: 57, uploads_first: 3, reuses_orphans: 23}
+QUIET: dict[Callable[[Play, Repository, str], None], int] = {
+    lists_first: 31,
+    reads_logs_first: 57,
+    uploads_first: 3,
+    reuses_orphans: 23,
+}
 
 
 @pytest.mark.parametrize("program", QUIET)
