@@ -562,6 +562,7 @@ def trained() -> dict[str, tuple[casckpt.Store, Optimizer]]:
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
 @pytest.mark.parametrize("stepped", [True, False], ids=["stepped", "fresh"])
 def test_state_of_any_kind_loads_into_every_other_kind_or_is_rejected(

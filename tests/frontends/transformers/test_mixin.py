@@ -39,7 +39,10 @@ from tests.support.training import identical
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Transformers and Accelerate, about devices and tokenizers
+pytestmark = [
+    pytest.mark.sweep,
+    pytest.mark.filterwarnings("ignore"),  # Transformers and Accelerate, about devices and tokenizers
+]
 
 STEPS = 6
 
@@ -379,14 +382,15 @@ def full(learner: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("mixtral", marks=pytest.mark.soak)])
 def test_sharded_training_that_was_killed_resumes_on_any_number_of_ranks(
-    tmp_path: Path, ranks: Pool, kind: str, seed: int
+    tmp_path: Path, ranks: Pool, kind: str, seed: int, full: bool
 ) -> None:
-    """The ranks are killed after a random step, perhaps while they save. At least 20 steps follow."""
+    """The ranks are killed after a random step, perhaps while they save. With --full, at least 20 steps follow."""
+    most = 26 if full else 10
     model(kind, dropout=0.0).save_pretrained(tmp_path / kind)
-    whole = ranks.run(2, sharded, tmp_path, kind, most=26, resume=False)
+    whole = ranks.run(2, sharded, tmp_path, kind, most=most, resume=False)
     expected, weights = whole[0][:2]
     shutil.rmtree(tmp_path / "store")
-    died = ranks.outcomes(2, sharded, tmp_path, kind, most=26, dies=random.Random(seed).randint(5, 7))
+    died = ranks.outcomes(2, sharded, tmp_path, kind, most=most, dies=random.Random(seed).randint(5, 7))
     assert all(outcome.died is not None for outcome in died)
     last = steps(casckpt.open(tmp_path / "store"))[-1][1]
     shutil.copytree(tmp_path / "store", tmp_path / "saved")
@@ -394,7 +398,7 @@ def test_sharded_training_that_was_killed_resumes_on_any_number_of_ranks(
     for size in (2, 3, 1):
         shutil.rmtree(tmp_path / "store")
         shutil.copytree(tmp_path / "saved", tmp_path / "store")
-        outcomes[size] = ranks.run(size, sharded, tmp_path, kind, most=26)
+        outcomes[size] = ranks.run(size, sharded, tmp_path, kind, most=most)
     same = outcomes[2][0]
     assert same[0] == {step: loss for step, loss in expected.items() if step > last}
     assert identical(same[1], weights)

@@ -42,7 +42,10 @@ from tests.support.training import identical
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Transformers and Accelerate, about devices and tokenizers
+pytestmark = [
+    pytest.mark.sweep,
+    pytest.mark.filterwarnings("ignore"),  # Transformers and Accelerate, about devices and tokenizers
+]
 
 
 class Rising(MyTrainer):
