@@ -40,6 +40,11 @@ class ParentHealth:
         return cls(None if commit is None else readable(repo, commit))
 
     @property
+    def is_readable(self) -> bool:
+        """Whether there is a parent with a readable manifest."""
+        return self._manifest is not None
+
+    @property
     def unknown(self) -> frozenset[Name]:
         """The streams whose health the parent does not have."""
         entries = self._entries.values()

@@ -129,11 +129,21 @@ class Leader:
     """The work of rank 0 in one attempt of a save.
 
     Every save calls `start`, `reuse_offer` and `conclude`, or `abort` after an error. A native save passes `begin`,
-    `plan`, `judge` and `finish` to its exchanges as decisions.
+    `plan`, `judge` and `finish` to its exchanges as decisions. ``last``: rank 0's last share of the run.
     """
 
-    def __init__(self, repo: Repository, size: int, memory: GroupMemory, options: SaveOptions, *, reuse: bool) -> None:
+    def __init__(
+        self,
+        repo: Repository,
+        size: int,
+        memory: GroupMemory,
+        options: SaveOptions,
+        *,
+        reuse: bool,
+        last: LastShare | None = None,
+    ) -> None:
         self.repo, self.size, self.memory, self.options, self.reuse = repo, size, memory, options, reuse
+        self._last = last if size == 1 else None
         self._started = repo.clock()
         self._transaction: Transaction | None = None
         self._parent: Commit | None = None
@@ -163,15 +173,15 @@ class Leader:
         """
         parent, options = self._parent if self.reuse else None, self.options
         offer = ReuseOffer()
-        if self.reuse:
-            last = self.memory.shares.get(options.run) if self.size == 1 else None
-            offer = make_offer(self.repo, parent, streams, run=options.run, dedup=options.dedup, last=last)
-        setting = None if self._transaction is None else self._transaction.settings.compress
-        offer = replace(offer, compress=usable_compress(options.compress or setting or "off"))
         if options.health:
             self._parent_health = ParentHealth.of_commit(self.repo, parent)
-            offer = replace(offer, unscanned=self._parent_health.unknown)
-        return offer
+            if not self._parent_health.is_readable:
+                self._last = None  # without the parent's health, the save must store and scan every cell
+        if self.reuse:
+            offer = make_offer(self.repo, parent, streams, run=options.run, dedup=options.dedup, last=self._last)
+        setting = None if self._transaction is None else self._transaction.settings.compress
+        offer = replace(offer, compress=usable_compress(options.compress or setting or "off"))
+        return replace(offer, unscanned=self._parent_health.unknown) if options.health else offer
 
     def begin(self, requests: Sequence[BeginRequest]) -> list[BeginAnswer]:
         """Begin the save. Offer cells for reuse, unless the ranks need a new plan first."""

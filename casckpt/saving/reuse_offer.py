@@ -44,13 +44,14 @@ class LastShare:
 class ReuseOffer:
     """The cells that rank 0 found for reuse by all ranks of a save.
 
-    ``commits``: the parent, if any, and commits of other runs. None if each rank uses its last share. ``compress``:
-    rank 0's option, or the store's setting. ``damaged``: blobs that must not be reused. ``manifests``: the manifests
-    of ``commits``, so that the other ranks need not read them. ``unscanned``: the parent's streams whose health is
-    unknown. None if the save does not scan.
+    ``commits``: the parent, if any, and commits of other runs. ``last``: the transaction of the parent, if each rank
+    uses its last share instead of ``commits``. ``compress``: rank 0's option, or the store's setting. ``damaged``:
+    blobs that must not be reused. ``manifests``: the manifests of ``commits``, so that the other ranks need not read
+    them. ``unscanned``: the parent's streams whose health is unknown. None if the save does not scan.
     """
 
-    commits: Sequence[Commit] | None = ()
+    commits: Sequence[Commit] = ()
+    last: TxId | None = None
     compress: Compress = "off"
     damaged: DamagedBlobs = frozenset()
     manifests: Sequence[tuple[Commit, Manifest]] = ()
@@ -58,10 +59,9 @@ class ReuseOffer:
 
     def for_ranks(self, repo: Repository, last: Collection[TxId | None] = ()) -> ReuseOffer:
         """Return the offer for ranks whose last shares belong to the transactions ``last``."""
-        commits = self.commits or ()
-        if len(commits) == 1 and {commits[0].txid} == {*last}:
-            return replace(self, commits=None)
-        held = ((commit, readable(repo, commit)) for commit in commits)
+        if len(self.commits) == 1 and {self.commits[0].txid} == {*last}:
+            return replace(self, commits=(), last=self.commits[0].txid)
+        held = ((commit, readable(repo, commit)) for commit in self.commits)
         return replace(self, manifests=[(commit, manifest) for commit, manifest in held if manifest is not None])
 
 
@@ -77,7 +77,7 @@ def make_offer(
     if parent is not None and last is not None and last.txid == parent.txid:
         has_all = dedup != "store" or all(last.share.table(name, *form) for name, form in streams.items())
         if has_all:
-            return ReuseOffer(None, damaged=frozenset(blobs.damaged_marks(repo)))
+            return ReuseOffer(last=parent.txid, damaged=frozenset(blobs.damaged_marks(repo)))
     manifest = None if parent is None else readable(repo, parent, warn=True)
     commits = [] if parent is None or manifest is None else [parent]
     if dedup == "store" and _lacks(manifest, streams):
@@ -87,11 +87,11 @@ def make_offer(
 
 def reusable_cells(repo: Repository, run: str, offer: ReuseOffer, last: LastShare | None = None) -> ReusableCells:
     """Return the cells that a rank of a save of ``run`` may reuse. Reads the manifests that ``offer`` lacks."""
-    if offer.commits is None and last is not None:
+    if last is not None and last.txid == offer.last:
         return ReusableCells(last.share, [], _avoid(offer.damaged | last.worn))
     for commit, manifest in offer.manifests:
         manifests.adopt(repo, commit, manifest)
-    held = ((commit, readable(repo, commit)) for commit in offer.commits or ())
+    held = ((commit, readable(repo, commit)) for commit in offer.commits)
     cells = [(commit.run == run, ManifestCells(manifest)) for commit, manifest in held if manifest is not None]
     parent = next((source for is_parent, source in cells if is_parent), None)
     return ReusableCells(parent, [source for _, source in cells if source is not parent], _avoid(offer.damaged))

@@ -76,10 +76,11 @@ class _Attempt:
         self.repo, self.ranks, self.memory = repo, ranks, memory
         self.options, self.progress = options, telling(ranks, progress)
         self._prepare = prepare if not memory.apart else cache(lambda: apart(prepare(), memory.apart))
+        self._last = memory.shares.get(options.run)  # read once, because another thread may change it
         self._share: Share | None = None
         self._seed = seed_of(options.run, options.step)
         self._runs = runs_of(str(options.check_replicas))
-        self.leader = Leader(repo, ranks.size, memory, self.options, reuse=reuse)
+        self.leader = Leader(repo, ranks.size, memory, self.options, reuse=reuse, last=self._last)
 
     def run(self) -> Commit:
         """Save the state. Return the same commit on every rank."""
@@ -122,7 +123,7 @@ class _Attempt:
         fingerprint = "" if alone else self._layout.fingerprint
         if fingerprint != memory.fingerprint:
             memory.assignment, memory.compared.sets = None, ()
-        last = memory.shares.get(options.run)
+        last = self._last
         return BeginRequest(
             f"{options.run}@{options.step} (dedup={options.dedup!r}, check_replicas={options.check_replicas!r})",
             fingerprint,
@@ -156,8 +157,7 @@ class _Attempt:
         prepared, options, memory = self._prepare(), self.options, self.memory
         ranges = None if memory.assignment is None else memory.assignment.ranges
         own = prepared if ranges is None else assigned(prepared, ranges, self.ranks.rank)
-        last = memory.shares.get(options.run)
-        part = write_part(self.repo, begun.txid, offer, [own], options, progress=self.progress, last=last)
+        part = write_part(self.repo, begun.txid, offer, [own], options, progress=self.progress, last=self._last)
         self._share = part.share
         if self.ranks.size == 1:
             return replace(part, tree=prepared.tree)

@@ -17,6 +17,7 @@ from casckpt.contents.checkpoint import Checkpoint, TensorHealth
 from casckpt.errors import InvalidInput
 from casckpt.format.keys import manifest_key
 from casckpt.format.records import Health
+from casckpt.repository.caches import ManifestCache
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
 from tests.support.saves import CELL, cells, flip, small, trained
@@ -94,6 +95,16 @@ def test_a_damaged_parent_does_not_provide_health(section: str) -> None:
         fresh = Store(Repository(store.repository.storage))
         tensors["count"] = tensors["count"] + 1
         assert fresh.save(tensors, step=step, health=True).health == wanted(tensors)
+
+
+def test_a_process_that_can_no_longer_read_the_parent_scans_every_cell() -> None:
+    store, tensors = small(), state()
+    tensors["big"][3] = NAN
+    saved = store.save(tensors, step=1, health=True)
+    store.repository.storage.delete(manifest_key(saved.commit.txid, saved.commit.id))
+    store.repository.manifests = ManifestCache()  # as after reads of other checkpoints
+    again = store.save(tensors, step=2, health=True)
+    assert (again.healthy, again.health) == (False, wanted(tensors))
 
 
 def test_a_state_without_numbers_has_no_health() -> None:

@@ -18,6 +18,8 @@ from casckpt.format.manifest import Manifest
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.store.store import Store
 from casckpt.tensors.values import Shard
+from tests.support.faulty import FaultyStore, call_first
+from tests.support.repositories import meanwhile, memory
 from tests.support.saves import (
     BLOB,
     CELL,
@@ -149,6 +151,17 @@ def test_a_tensor_that_a_state_gains_is_reused_from_another_run(store: Store) ->
     reopened(store).save(base, run="base", step=0)
     saved(store, head, 0, run="tuned")
     assert saved(store, base | head, 1, run="tuned") == 0
+
+
+def test_a_save_of_another_run_in_the_meantime_does_not_prevent_reuse() -> None:
+    """Two threads may save different runs."""
+    storage = FaultyStore(memory(near=False))
+    store, state = small(storage), {"w": cells(10)}
+    store.save(state, run="a", step=1)
+    other = meanwhile(lambda: store.save({"v": cells(1)}, run="b", step=1))
+    storage.inject(call_first("list", other, key="damaged/"))
+    assert store.save(state, run="a", step=2).stats.bytes_written == 0
+    assert {ckpt.run for ckpt in store.checkpoints()} == {"a", "b"}
 
 
 def test_reuse_can_be_limited_to_the_run(store: Store) -> None:
