@@ -1337,8 +1337,8 @@ PLANTED = (
     Planted(
         "a process that holds its last share does not look for new tensors in other runs",
         "make_offer",
-        "has_all = dedup != \"store\" or",
-        "has_all = dedup == \"store\" or",
+        'has_all = dedup != "store" or',
+        'has_all = dedup == "store" or',
         "tests/saving/test_reuse.py",
     ),
     Planted(
@@ -2472,8 +2472,8 @@ PLANTED = (
     Planted(
         "a number replaces the tensor of a learning rate",
         "_taken_over",
-        "type(new) in (int, float)",
-        "type(new) is str",
+        "type(new) is float and",
+        "type(new) is str and",
         "tests/frontends/training_state/test_optimizer.py",
     ),
     Planted(

@@ -211,8 +211,8 @@ def install(optim: Optimizer, state: Mapping[Any, Any], groups: Sequence[Mapping
     fit, because a captured CUDA graph reads a learning rate from a fixed address, and torchao accepts only a tensor.
     """
     whole, optim = optim, local_optimizer(optim)
-    pairs = list(zip(optim.param_groups, groups, strict=True))
-    options = [{name: _taken_over(old.get(name), value) for name, value in new.items()} for old, new in pairs]
+    pairs, filled = list(zip(optim.param_groups, groups, strict=True)), set[int]()
+    options = [{name: _taken_over(old.get(name), value, filled) for name, value in new.items()} for old, new in pairs]
     numbers = {one: number for number, one in enumerate(one for group in optim.param_groups for one in group["params"])}
     numbered = []
     for old, new in zip(optim.param_groups, options, strict=True):
@@ -233,15 +233,22 @@ def install(optim: Optimizer, state: Mapping[Any, Any], groups: Sequence[Mapping
             shown.update({name: value for name, value in group.items() if name != "params"})
 
 
-def _taken_over(old: Any, new: Any) -> Any:
+def _taken_over(old: Any, new: Any, filled: set[int]) -> Any:
+    """Return the value of an option: ``old`` with the value of ``new`` if that fits, and otherwise ``new``.
+
+    ``filled``: the ids of the tensors that earlier calls have filled. Groups may share a tensor, but not its value.
+    """
     if isinstance(new, list | tuple) and isinstance(old, list | tuple) and len(old) == len(new):
-        return type(new)([_taken_over(one, other) for one, other in zip(old, new, strict=True)])
-    if isinstance(old, torch.Tensor) and old.numel() == 1 and type(new) in (int, float):
-        old.detach().fill_(new)
-        return old
-    both = isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
-    if not both or old is new or old.shape != new.shape or old.dtype != new.dtype:
+        return type(new)([_taken_over(one, other, filled) for one, other in zip(old, new, strict=True)])
+    if not isinstance(old, torch.Tensor) or old is new:
         return new
+    if old.numel() == 1 and (type(new) is int or (type(new) is float and old.is_floating_point())):
+        new = torch.full_like(old, new, requires_grad=False)
+    if not isinstance(new, torch.Tensor) or old.shape != new.shape or old.dtype != new.dtype:
+        return new
+    if id(old) in filled and not torch.equal(old, new.to(old.device)):
+        return new
+    filled.add(id(old))
     old.detach().copy_(new)
     return old
 

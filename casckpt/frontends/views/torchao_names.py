@@ -75,7 +75,8 @@ def _join(tensors: dict[str, Any], name: str, text: str) -> None:
         return
     keys = {part: f"{above}._{last}_{part}" for part in described["_tensor_data_names"]}
     inner = {part: tensors[key] for part, key in keys.items()}
-    if all(isinstance(tensor, torch.Tensor) for tensor in inner.values()):
+    is_free = tensors.keys().isdisjoint(f"{name}.{part}" for part in inner)
+    if is_free and all(isinstance(tensor, torch.Tensor) for tensor in inner.values()):
         weight = rebuild(inner, described["_data"], (), torch.float32)
         found = opened(name, weight)
         if found is not None and found.parts.keys() == inner.keys():

@@ -302,6 +302,25 @@ def test_a_learning_rate_that_is_a_tensor_is_filled_with_a_saved_number(store: c
     assert rate == 0.25
 
 
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+@pytest.mark.parametrize("rates", [(0.25, 0.125), (0.25, 0.25)])
+def test_groups_that_share_a_learning_rate_get_their_own_values(
+    store: casckpt.Store, kind: Callable[[float], Any], rates: tuple[float, float]
+) -> None:
+    model = network(1)
+    parts = [[one for one in model.parameters() if (one.ndim == 2) == is_matrix] for is_matrix in (True, False)]
+    trained = optim.AdamW([{"params": part, "lr": kind(rate)} for part, rate in zip(parts, rates, strict=True)])
+    train(model, trained, range(1))
+    save_model_and_optim_state(store, model, trained, run="a", step=1)
+    rate = torch.tensor(0.5)
+    other = optim.AdamW([{"params": part} for part in parts], lr=rate)  # torch does not copy the tensor for each group
+    load_model_and_optim_state(store, "a@1", model, other)
+    loaded = [group["lr"] for group in other.param_groups]
+    assert [float(one) for one in loaded] == list(rates)
+    assert all(type(one) is torch.Tensor for one in loaded)
+    assert [one is rate for one in loaded] == [True, rates[0] == rates[1]]
+
+
 @pytest.mark.filterwarnings("ignore")  # warnings of the package
 @pytest.mark.parametrize("name", ["AggMo", "Lookahead", "Magma"])
 def test_values_that_a_checkpoint_cannot_store_are_rejected(name: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import casckpt
@@ -166,6 +166,18 @@ def test_invalid_descriptions_of_weights_leave_their_parts(tmp_path: Path, descr
     assert (set(saved.tensors), saved.notes) == (set(parts), ())
     store.export("r@1", tmp_path / "out", format="hf")
     assert contents(tmp_path / "out") == contents(tmp_path / "in")
+
+
+def test_a_weight_remains_in_parts_if_a_tensor_has_the_key_of_a_part(tmp_path: Path) -> None:
+    store, folder = small(), tmp_path / "in"
+    store.save({"model": {"a": {"w": quantized()}}}, run="r", step=1)
+    store.export("r@1", folder, format="hf")
+    (file,) = folder.glob("*.safetensors")
+    parts = load_file(file) | {"a.w.scale": torch.ones(1)}
+    save_file(parts, file, header(file)[1])
+    (folder / "config.json").write_text("{}")
+    saved = import_safetensors(store, folder, run="imported", step=1)
+    assert (set(saved.tensors), saved.notes) == (set(parts), ())
 
 
 def quantized() -> Any:
