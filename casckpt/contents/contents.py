@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Self
 
+import numpy as np
+
 from casckpt.base.lazy import cached_property
 from casckpt.contents import manifests
 from casckpt.contents.signatures import get_trusted
@@ -41,6 +43,7 @@ class Contents:
         self.per_rank: dict[str, list[int]] = {}
         """The ranks that saved their own value, by key."""
         self._parts: dict[tuple[str, int], Entry] = {}
+        self._single = bytearray(len(manifest.entries))
         for entry in manifest.entries:
             key, is_own = entry.key, entry.rank == rank
             if entry.kind == TENSOR:
@@ -133,14 +136,20 @@ class Contents:
 
     def ready(self, keys: Iterable[str]) -> None:
         """Fetch the manifest's parts for these keys, in few reads. Call this before you use them."""
-        entries, objects = list[Entry](), list[int]()
+        numbers, objects = list[int](), list[int]()
         for key in keys:
-            if key in self.tensors:
-                entries.append(self.tensors[key])
-            if key in self.objects:
-                objects.append(self.objects[key].number)
-                entries += self.parts(self.objects[key])
-        self.manifest.ready([entry.number for entry in entries], objects)
+            if (entry := self.tensors.get(key)) is not None:
+                numbers.append(entry.number)
+            if (stored := self.objects.get(key)) is not None:
+                objects.append(stored.number)
+                numbers += [part.number for part in self.parts(stored)]
+        self.manifest.ready(numbers, objects)
+        rows = np.array(numbers, np.int64)
+        np.frombuffer(self._single, np.bool_)[rows] = self.manifest.whole_cells(rows).is_whole
+
+    def is_single_cell(self, entry: Entry) -> bool:
+        """Return whether an entry is known to be complete, because it is a single cell. Call `ready` first."""
+        return self._single[entry.number] != 0
 
     def extents(self, entry: Entry) -> ExtentTable:
         """Return the extents of a complete entry. Call this before you allocate memory for the entry.

@@ -271,11 +271,10 @@ class Template:
 
 def _empty_mappings(node: Node, path: Path) -> Iterator[tuple[str, bool]]:
     """Yield the flat key of each empty container, and whether it is the state of an optimizer."""
-    has_groups = any(element == "param_groups" for element, _ in children(node))
     for element, child in children(node):
         if isinstance(child, int):
             continue
         below = (*path, element)
         if not child:
-            yield join(below), element == "state" and has_groups
+            yield join(below), element == "state" and any(name == "param_groups" for name, _ in children(node))
         yield from _empty_mappings(child, below)

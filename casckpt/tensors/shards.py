@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch.nn.parameter import is_lazy
 
@@ -27,14 +28,14 @@ _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 _EXTRA_STATE = "_extra_state"
 
 
-class Piece(NamedTuple):
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """The local data of one region: a tensor with the box's shape, or flat if the region is only a part of the box."""
 
     region: Region
     data: torch.Tensor
 
 
-class LocalTensor(NamedTuple):
+class LocalTensor(msgspec.Struct, frozen=True, gc=False):
     """The part of a tensor that this process holds. ``shape``: the global tensor's shape. ``pieces`` may be empty.
 
     ``replicated``: whether it is expected to be equal on all ranks that hold it. If so, these ranks share the writing.
@@ -85,7 +86,7 @@ def may_differ(leaf: Any, local: LocalTensor) -> bool:
 def _from_whole(key: str, leaf: torch.Tensor) -> LocalTensor:
     check_storable(key, leaf)
     shape, is_parameter = tuple(leaf.shape), type(leaf) is not torch.Tensor and isinstance(leaf, torch.nn.Parameter)
-    return LocalTensor(key, leaf.dtype, shape, [Piece(whole(shape), leaf)], is_parameter)
+    return LocalTensor(key, leaf.dtype, shape, (Piece(whole(shape), leaf),), is_parameter)
 
 
 def _shards(key: str, leaf: Any) -> list[Shard]:
@@ -138,7 +139,7 @@ def _shard_pieces(shard: Shard) -> list[Piece]:
 
 def check_storable(key: str, data: torch.Tensor) -> None:
     """Raise InvalidInput, with advice, for a tensor whose bytes cannot be stored directly."""
-    problem = _problem(data)
+    problem = None if _is_usual(data) else _problem(data)
     if problem:
         raise InvalidInput(f"{key!r}: {problem}", key=key)
 
@@ -182,9 +183,16 @@ def _problem(data: Any) -> str | None:
         )
         return f"a quantized tensor cannot be stored directly; store int_repr() with {scales}"
     dtype_name(data.dtype)
-    has_address = is_plain and not data.storage_offset() and data.data_ptr()  # a fast path for most tensors
-    is_fine = has_address or not data.numel() or has_memory(data)
+    is_fine = not data.numel() or has_memory(data)
     return None if is_fine else f"a {type(data).__name__} has no memory of its own; store the tensors that it wraps"
+
+
+def _is_usual(data: torch.Tensor) -> bool:
+    """Return whether a tensor is like most tensors, whose bytes can be stored directly. This is a fast path."""
+    if type(data) not in PLAIN or data.layout is not torch.strided or data.is_nested or data.is_quantized:
+        return False
+    dtype_name(data.dtype)
+    return not data.storage_offset() and data.data_ptr() != 0 and not hasattr(data, "ds_id")
 
 
 def check_in_place(key: str, leaf: Any) -> None:

@@ -29,9 +29,10 @@ from casckpt.frontends.dcp.ids import hook, is_usable, reference_of
 from casckpt.frontends.dcp.items import WINDOW_BYTES, check_planned
 from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream, has_methods_of
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.loading.entry_reader import EntryReader, RegionRequest
+from casckpt.loading.entry_reader import EntryReader
 from casckpt.loading.fit import Fit, check_fit, log_once, saved_shapes, shape_of
 from casckpt.loading.options import LoadOptions, Unread
+from casckpt.loading.planned_reads import RegionRequest
 from casckpt.loading.tied_tensors import Content, TiedTensors
 from casckpt.plan.reads import covers
 from casckpt.ranks.ranks import this_rank
@@ -234,7 +235,7 @@ class StorageReader(Protocol):
     def _read_tensors(self, download: EntryReader, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         pairs = [(item, planner.resolve_tensor(item)) for item in items]
         converted: dict[str, None] = {}
-        tied = TiedTensors()
+        tied = TiedTensors(self._now.contents.manifest)
         held = planner.state_dict if isinstance(planner, DefaultLoadPlanner) else {}
         parts = [(item, target.detach(), held.get(item.dest_index.fqn)) for item, target in pairs]
         wants = [want for part in parts for want in self._wants(*part, converted, tied)]
@@ -272,7 +273,7 @@ class StorageReader(Protocol):
         if not covers(table, region):
             raise Damaged(f"the checkpoint holds only a part of {key!r}; {region} is incomplete", key=key)
         if region.numel:
-            tied.add(Content(key, target, entry.number, entry.dtype, table, region))
+            tied.add(Content(key, target, entry, region))
             destination = Destination(region, target, stored, held if is_dtensor(held) else None)
             yield RegionRequest(entry.number, destination, table)
 
