@@ -57,7 +57,7 @@ from casckpt.tensors.memory import note_writes
 _BATCH_BYTES = 8 << 20
 # for data that is copied afterwards, so that it is read, hashed and copied within a core's cache
 _SCRATCH_BYTES = 2 << 20
-_SMALL_BYTES = 64 << 10  # the largest cell that is read together with others and copied, because that is faster
+_SMALL_BYTES = 32 << 10  # the largest cell that is read together with others and copied, because that is faster
 _MANY = 64  # with fewer small tensors, columns are not worthwhile
 _WORTH_PINNING = 16 << 20  # the number of bytes for a GPU
 _AHEAD = 4  # extra threads that keep the next reads in flight when reads wait for a disk

@@ -51,7 +51,7 @@ class PieceReader:
 
     def __init__(self, table: Pieces, count: int, section: Section, read: Read) -> None:
         self._section, self._read, self._hashes = section, read, table.hashes
-        lengths, self._each = unpack(table.lengths), table.each
+        lengths, self._each = unpack(table.lengths), min(table.each, max(count, 1))
         if len(lengths) != count or self._each < 1:
             raise Refused(f"the table of its section {section.name!r} does not have {count} pieces")
         self._ends = ends = list(accumulate(lengths, initial=0))
