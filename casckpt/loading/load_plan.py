@@ -34,7 +34,7 @@ from casckpt.plan.reads import covers
 from casckpt.repository.repository import Repository
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.dtypes import check_cast, dtype_name, torch_dtype
-from casckpt.tensors.kinds import holds_wrapper
+from casckpt.tensors.kinds import PLAIN, holds_wrapper
 from casckpt.tensors.memory import Destination, new_empty
 from casckpt.tensors.objects import decode_object, refuse_pickle
 from casckpt.tensors.shards import LocalTensor, check_apart, check_in_place, local_tensor
@@ -149,7 +149,8 @@ class LoadPlan:
         if leaf.is_tensor:
             if entry is None:
                 raise Mismatch(f"{key!r} is a tensor here, but plain data in the checkpoint (key {name!r})", key=key)
-            check_in_place(key, leaf.value)
+            if type(leaf.value) not in PLAIN:
+                check_in_place(key, leaf.value)
             self._add_tensor(leaf, local_tensor(key, leaf.value), entry)
         elif entry is not None:
             if leaf.value is not None:

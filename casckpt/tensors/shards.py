@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -50,10 +51,10 @@ class LocalTensor(msgspec.Struct, frozen=True, gc=False):
 
 def local_tensor(key: str, leaf: Any) -> LocalTensor:
     """Return a leaf's pieces. Raises an InvalidInput that names the key for a tensor without bytes of its own."""
-    if not isinstance(leaf, torch.Tensor):
-        return _from_shards(key, _shards(key, leaf))
     if type(leaf) in PLAIN and not hasattr(leaf, CHUNK_LIST):
         return _from_whole(key, leaf)
+    if not isinstance(leaf, torch.Tensor):
+        return _from_shards(key, _shards(key, leaf))
     parts: LocalParts | None = None
     described = described_shards(key, leaf)
     if described is not None:
@@ -84,9 +85,16 @@ def may_differ(leaf: Any, local: LocalTensor) -> bool:
 
 
 def _from_whole(key: str, leaf: torch.Tensor) -> LocalTensor:
-    check_storable(key, leaf)
-    shape, is_parameter = tuple(leaf.shape), type(leaf) is not torch.Tensor and isinstance(leaf, torch.nn.Parameter)
-    return LocalTensor(key, leaf.dtype, shape, (Piece(whole(shape), leaf),), is_parameter)
+    if not _is_usual(leaf):
+        check_storable(key, leaf)
+    region = _whole(leaf.shape)
+    is_parameter = type(leaf) is not torch.Tensor and isinstance(leaf, torch.nn.Parameter)
+    return LocalTensor(key, leaf.dtype, region.box.shape, (Piece(region, leaf),), is_parameter)
+
+
+@lru_cache(maxsize=4096)
+def _whole(shape: torch.Size) -> Region:
+    return whole(tuple(shape))
 
 
 def _shards(key: str, leaf: Any) -> list[Shard]:
@@ -139,7 +147,7 @@ def _shard_pieces(shard: Shard) -> list[Piece]:
 
 def check_storable(key: str, data: torch.Tensor) -> None:
     """Raise InvalidInput, with advice, for a tensor whose bytes cannot be stored directly."""
-    problem = None if _is_usual(data) else _problem(data)
+    problem = _problem(data)
     if problem:
         raise InvalidInput(f"{key!r}: {problem}", key=key)
 
