@@ -207,7 +207,7 @@ PLANTED = (
     Planted(
         "a load keeps the locations of its first commit",
         "EntryReader._run",
-        "        left = [msgspec.structs.replace(want, table=None) for want in wants]\n",
+        "        left = [changed(want, table=None) for want in wants]\n",
         "        left = list(wants)\n",
         REWRITTEN,
     ),
@@ -716,8 +716,8 @@ PLANTED = (
     Planted(
         "a wrong cell among small tensors is reported as the first one",
         "SmallCells.wrong",
-        "return self.read(int(rows[differ.any(axis=1).argmax()]))",
-        "return self.read(int(rows[differ.any(axis=1).argmin()]))",
+        "return self._read(int(rows[differ.any(axis=1).argmax()]))",
+        "return self._read(int(rows[differ.any(axis=1).argmin()]))",
         "tests/loading/test_small_cells.py",
     ),
     Planted(

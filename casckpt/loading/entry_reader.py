@@ -16,7 +16,6 @@ from functools import cache, partial
 from itertools import groupby
 from threading import BoundedSemaphore
 
-import msgspec
 import numpy as np
 
 from casckpt.base.cycle_collector import collector_paused
@@ -26,7 +25,10 @@ from casckpt.base.progress import Progress, silent
 from casckpt.contents.manifests import get, others
 from casckpt.contents.signatures import check_trusted, check_verified
 from casckpt.errors import Damaged, Gone, Refused
+from casckpt.format.extents import ExtentTable
+from casckpt.format.light import LightStruct
 from casckpt.format.manifest import Manifest
+from casckpt.format.records import changed
 from casckpt.format.regions import normalise
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.loading.blob_readers import BlobReaders, Lost, damaged_error
@@ -37,7 +39,6 @@ from casckpt.loading.planned_reads import (
     Item,
     PlannedRead,
     Reads,
-    RegionRequest,
     SmallCells,
     new_item,
     part,
@@ -52,7 +53,7 @@ from casckpt.repository.repository import Repository
 from casckpt.storage.buffers import BufferPool
 from casckpt.storage.local.reader import headroom
 from casckpt.tensors import gpu
-from casckpt.tensors.memory import note_writes
+from casckpt.tensors.memory import Destination, note_writes
 
 _BATCH_BYTES = 8 << 20
 # for data that is copied afterwards, so that it is read, hashed and copied within a core's cache
@@ -65,6 +66,18 @@ _ALWAYS = 64 << 20  # below this size, free memory is not queried, because the q
 _PLENTY = 4  # the bytes remain in the page cache if this multiple of them is free
 
 log = logging.getLogger(__name__)
+
+
+class RegionRequest(LightStruct, frozen=True):
+    """The number of a manifest entry, and a destination for the entry. ``table``: its extents, if they are known.
+
+    ``is_new``: whether the destination is still empty.
+    """
+
+    entry: int
+    sink: Destination
+    table: ExtentTable | None = None
+    is_new: bool = False
 
 
 @dataclass
@@ -112,7 +125,7 @@ class EntryReader:
                 raise
             log.info("%s; the load continues with a different commit of %s", error, self.manifest.id)
         filled = {filled for batch in finished for _, _, item in batch.items for filled in item.filled}
-        left = [msgspec.structs.replace(want, table=None) for want in wants]
+        left = [changed(want, table=None) for want in wants]
         replace(self, manifest=other)._run(left, done | filled, tried)
 
     def _other(self, tried: Set[str]) -> Manifest | None:
@@ -217,8 +230,9 @@ class EntryReader:
         rows, others = np.flatnonzero(is_small), np.flatnonzero(~is_small)
         if len(rows) < _MANY:
             return None, wants
-        chosen = [wants[row] for row in rows.tolist()]
-        small = SmallCells.of(self.manifest.entries, chosen, cells.take(rows), addresses[rows])
+        entries = self.manifest.entries
+        targets = [(entries[want.entry], want.sink) for want in wants]
+        small = SmallCells(targets, cells, addresses).take(rows).in_order()
         return small, [wants[row] for row in others.tolist()]
 
     def _items(self, wants: Sequence[RegionRequest], done: Set[FilledRange]) -> Iterable[PlannedRead]:

@@ -24,9 +24,8 @@ from casckpt.errors import Damaged, InvalidInput, Mismatch, Refused
 from casckpt.format.regions import whole
 from casckpt.format.sections.index import Entry, StoredObject
 from casckpt.format.tree import Node, Wrapper, find, join, kind_of, leaves
-from casckpt.loading.entry_reader import EntryReader
+from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.options import LoadOptions
-from casckpt.loading.planned_reads import RegionRequest
 from casckpt.loading.tied_tensors import Content, TiedTensors
 from casckpt.loading.update import update
 from casckpt.loading.wrapped import dequantizes, fill_dequantized

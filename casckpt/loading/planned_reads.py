@@ -6,14 +6,13 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self, TypeAlias
 
-import msgspec
 import numpy as np
 
 from casckpt.base.groups import in_batches
 from casckpt.base.lazy import cached_property
 from casckpt.format.columns import Ints
 from casckpt.format.digest import cell_digests
-from casckpt.format.extents import ExtentTable, StoredCell
+from casckpt.format.extents import StoredCell
 from casckpt.format.names import CellDigest
 from casckpt.format.regions import Box, Region, full_box
 from casckpt.format.sections.index import Entry
@@ -35,18 +34,6 @@ _BLOB_SPAN = 1 << 34
 
 FilledRange: TypeAlias = tuple[int, Box, int, int]
 """The elements [lo, hi) of a box that are in a destination, which is identified by its `id`."""
-
-
-class RegionRequest(msgspec.Struct, frozen=True, gc=False):
-    """The number of a manifest entry, and a destination for the entry. ``table``: its extents, if they are known.
-
-    ``is_new``: whether the destination is still empty.
-    """
-
-    entry: int
-    sink: Destination
-    table: ExtentTable | None = None
-    is_new: bool = False
 
 
 class Consumer(NamedTuple):
@@ -147,32 +134,29 @@ class PlannedRead(NamedTuple):
 
 
 class SmallCells:
-    """Many small tensors, each of which is a single cell that is not coded, in columns with a row for each request.
+    """Many small tensors, each of which is a single cell that is not coded, in columns with a row for each destination.
 
-    Several requests may be for the same cell. Their destinations are contiguous in host memory, at ``address``.
-    ``start``: see `_BLOB_SPAN`. ``entries``: all entries of the manifest. `split` makes parts from one blob, each of
-    which is read into one buffer, verified there and then copied, like one `PlannedRead`.
+    Several destinations may receive the same cell. Each of them is contiguous in host memory, at ``address``. `split`
+    returns parts of one blob. Each part takes the place of a `PlannedRead`: it is read into one buffer, verified there
+    and then copied.
     """
 
     place = None
     frames = ()
 
-    def __init__(
-        self, entries: Sequence[Entry], wants: Sequence[RegionRequest], cells: WholeCells, start: Ints, address: Ints
-    ) -> None:
-        self._entries, self._wants, self._cells = entries, wants, cells
-        self._start, self._end, self._address = start, start + cells.nbytes, address
+    def __init__(self, targets: Sequence[tuple[Entry, Destination]], cells: WholeCells, address: Ints) -> None:
+        self._targets, self._cells, self._address = targets, cells, address
+        self._start = cells.blob * _BLOB_SPAN + cells.offset
+        self._end = self._start + cells.nbytes
 
-    @classmethod
-    def of(cls, entries: Sequence[Entry], wants: Sequence[RegionRequest], cells: WholeCells, address: Ints) -> Self:
-        """Sort requests by the positions of their cells."""
-        start = cells.blob * _BLOB_SPAN + cells.offset
-        order = np.lexsort((cells.nbytes, start))
-        return cls(entries, wants, cells, start, address)._rows(order)
+    def take(self, rows: Ints) -> Self:
+        """Return these rows."""
+        targets = [self._targets[row] for row in rows.tolist()]
+        return type(self)(targets, self._cells.take(rows), self._address[rows])
 
-    def _rows(self, rows: Ints) -> Self:
-        wants = [self._wants[row] for row in rows.tolist()]
-        return type(self)(self._entries, wants, self._cells.take(rows), self._start[rows], self._address[rows])
+    def in_order(self) -> Self:
+        """Sort the rows by the positions of their cells."""
+        return self.take(np.lexsort((self._cells.nbytes, self._start)))
 
     def split(self, *, gap: int, most: int) -> Iterator[Self]:
         """Yield parts of about ``most`` bytes. They may include gaps of up to ``gap`` bytes."""
@@ -181,7 +165,7 @@ class SmallCells:
         for stop in [*(np.flatnonzero(self._start[1:] - reach[:-1] > gap) + 1).tolist(), len(reach)]:
             while first < stop:
                 fits = int(np.searchsorted(reach[first:stop], self._start[first] + most, side="right"))
-                yield self._rows(np.arange(first, first := first + max(1, fits)))
+                yield self.take(np.arange(first, first := first + max(1, fits)))
 
     @property
     def places(self) -> list[tuple[int, int, int]]:
@@ -218,12 +202,12 @@ class SmallCells:
     @property
     def filled(self) -> Iterator[FilledRange]:
         """The ranges that they fill."""
-        return (part(want.sink, self.read(row).unit) for row, want in enumerate(self._wants))
+        return ((id(sink), full_box(entry.shape), 0, entry.numel) for entry, sink in self._targets)
 
-    def read(self, row: int) -> PlannedRead:
+    def _read(self, row: int) -> PlannedRead:
         """Return the read of a single cell."""
-        entry, cells = self._entries[self._wants[row].entry], self._cells
-        blob, offset, nbytes = self.places[row]
+        (entry, _), cells = self._targets[row], self._cells
+        blob, offset, nbytes = int(cells.blob[row]), int(cells.offset[row]), int(cells.nbytes[row])
         digest = CellDigest(cells.digest[row].tobytes())
         cell = StoredCell(blob, offset, nbytes, full_box(entry.shape), 0, entry.numel, digest)
         return PlannedRead(cell, entry.key, [], cell)
@@ -231,7 +215,7 @@ class SmallCells:
     @property
     def key(self) -> str:
         """The key of the first cell."""
-        return self.read(0).key
+        return self._targets[0][0].key
 
     def wrong(self, data: memoryview) -> PlannedRead | None:
         """Return the read of the first cell in ``data`` that does not match its digest, or None."""
@@ -241,7 +225,7 @@ class SmallCells:
         if found == digests.tobytes():
             return None
         differ = np.frombuffer(found, np.uint8).reshape(digests.shape) != digests
-        return self.read(int(rows[differ.any(axis=1).argmax()]))
+        return self._read(int(rows[differ.any(axis=1).argmax()]))
 
     def deliver(self, data: memoryview) -> None:
         """Copy the cells from ``data`` to their destinations."""

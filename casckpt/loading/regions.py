@@ -16,8 +16,7 @@ from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Box, Region, full_box
 from casckpt.format.sections.index import Entry
-from casckpt.loading.entry_reader import EntryReader
-from casckpt.loading.planned_reads import RegionRequest
+from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.update import change
 from casckpt.repository.repository import Repository
 from casckpt.storage.buffers import AlignedBuffer

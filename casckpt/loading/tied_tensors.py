@@ -12,16 +12,15 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
-import msgspec
 import numpy as np
 import torch
 
 from casckpt.errors import Mismatch
+from casckpt.format.light import LightStruct
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Region, intersect, normalise
 from casckpt.format.sections.index import Entry
-from casckpt.loading.entry_reader import EntryReader
-from casckpt.loading.planned_reads import RegionRequest
+from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.plan.reads import plan_units
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import Destination
@@ -33,7 +32,7 @@ Form: TypeAlias = tuple[object, ...]
 """A key that is the same for all tensors with the same elements of memory in the same order."""
 
 
-class Content(msgspec.Struct, frozen=True, gc=False):
+class Content(LightStruct, frozen=True):
     """The data that is read into a tensor's memory: a ``region`` of an entry."""
 
     key: str

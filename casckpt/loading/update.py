@@ -36,8 +36,8 @@ from casckpt.format.regions import Region, normalise
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import Entry
 from casckpt.loading.blob_readers import BlobReaders
-from casckpt.loading.entry_reader import EntryReader
-from casckpt.loading.planned_reads import Consumer, FilledRange, RegionRequest, part, place
+from casckpt.loading.entry_reader import EntryReader, RegionRequest
+from casckpt.loading.planned_reads import Consumer, FilledRange, part, place
 from casckpt.plan.reads import Batch, affordable_gap, plan_batches, plan_units
 from casckpt.plan.routes import Link, Route, Span, common, find_extent_route, find_route, links, within
 from casckpt.storage.base import ShortObject

@@ -11,7 +11,6 @@ import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -19,6 +18,7 @@ import torch
 from casckpt.base.lazy import cached_property
 from casckpt.errors import InvalidInput
 from casckpt.format.columns import Ints
+from casckpt.format.light import LightStruct
 from casckpt.format.regions import Box, Region, Shape, flat_boxes, full_box, intersect
 from casckpt.format.sections.index import Entry
 from casckpt.tensors.dtypes import torch_dtype
@@ -201,7 +201,7 @@ def narrow(data: torch.Tensor, box: Box) -> torch.Tensor:
     return data
 
 
-class Destination(msgspec.Struct, eq=False, dict=True):
+class Destination(LightStruct, frozen=True, eq=False, gc=True, dict=True):
     """The target of a load: the local data of one region of a tensor.
 
     ``data``: a tensor with the shape of the region's box, or a flat one if the region is only a part of the box. A

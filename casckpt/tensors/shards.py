@@ -7,11 +7,11 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 from torch.nn.parameter import is_lazy
 
 from casckpt.errors import InvalidInput
+from casckpt.format.light import LightStruct
 from casckpt.format.regions import Region, Shape, whole
 from casckpt.tensors.dtensors import CHUNK_LIST, described_shards, is_dtensor, local_boxes
 from casckpt.tensors.dtypes import dtype_name
@@ -29,14 +29,14 @@ _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 _EXTRA_STATE = "_extra_state"
 
 
-class Piece(msgspec.Struct, frozen=True, gc=False):
+class Piece(LightStruct, frozen=True):
     """The local data of one region: a tensor with the box's shape, or flat if the region is only a part of the box."""
 
     region: Region
     data: torch.Tensor
 
 
-class LocalTensor(msgspec.Struct, frozen=True, gc=False):
+class LocalTensor(LightStruct, frozen=True):
     """The part of a tensor that this process holds. ``shape``: the global tensor's shape. ``pieces`` may be empty.
 
     ``replicated``: whether it is expected to be equal on all ranks that hold it. If so, these ranks share the writing.

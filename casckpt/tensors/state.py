@@ -16,13 +16,13 @@ from functools import partial
 from types import NoneType
 from typing import Any, TypeAlias
 
-import msgspec
 import torch
 from torch.utils.data import DataLoader
 
 from casckpt.errors import InvalidInput
 from casckpt.format import plain, tree
 from casckpt.format.forms import encode_form
+from casckpt.format.light import LightStruct
 from casckpt.format.sections.index import MAX_KEY_CHARACTERS
 from casckpt.format.tree import OBJECT, TENSOR, Element, Node, Path, Wrapper, container, join, show
 from casckpt.tensors.dtensors import is_dtensor
@@ -35,7 +35,7 @@ from casckpt.tensors.wrappers import Opened, Wrapped, opened, restored
 IsWhole: TypeAlias = Callable[[str, Mapping[Any, Any]], bool]
 
 
-class LeafValue(msgspec.Struct, frozen=True, gc=False):
+class LeafValue(LightStruct, frozen=True):
     """One leaf of a state. ``value``: the value, unwrapped from its `PerRank`.
 
     ``per_rank``: whether it was in a `PerRank`. ``outer``: the wrapper that consists of this tensor.

@@ -126,7 +126,7 @@ def test_wrong_cells_are_read_from_a_different_commit(
 def test_a_damaged_part_of_the_manifest_is_named_with_its_tensor(store: Store, section: str) -> None:
     store.save(state(), step=1)
     ckpt = store.get("default@1")
-    key = manifest_key(ckpt.commit.txid, ckpt.id)
+    key = manifest_key(ckpt.commit.txid, ckpt.commit.id)
     found = decode_head(content(store, key))[section]
     flip(store, key, found.offset + found.length // 2)
     with pytest.raises(Damaged, match=f"its section '{section}' does not match its hash") as caught:

@@ -29,10 +29,9 @@ from casckpt.frontends.dcp.ids import hook, is_usable, reference_of
 from casckpt.frontends.dcp.items import WINDOW_BYTES, check_planned
 from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream, has_methods_of
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.loading.entry_reader import EntryReader
+from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.fit import Fit, check_fit, log_once, saved_shapes, shape_of
 from casckpt.loading.options import LoadOptions, Unread
-from casckpt.loading.planned_reads import RegionRequest
 from casckpt.loading.tied_tensors import Content, TiedTensors
 from casckpt.plan.reads import covers
 from casckpt.ranks.ranks import this_rank

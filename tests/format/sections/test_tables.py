@@ -78,10 +78,10 @@ def test_single_cells_decode_together_as_each_does_alone(case: Case, data: st.Da
     if (len(stored[0]), len(stored[1])) != (CELL_BYTES, ROW_BYTES):
         assert only is None or stored[0][:1] != WHOLE
         return
-    columns = [np.frombuffer(bytes(one) * 2, np.uint8).reshape(2, -1) for one in stored]
+    cells, rows = (np.frombuffer(bytes(one) * 2, np.uint8).reshape(2, -1) for one in stored)
     numel, itemsize = np.full(2, full_box(case.shape).numel), np.full(2, case.itemsize)
     found = decode_whole_cells(
-        *columns, case.blob_sizes, numel=numel, itemsize=itemsize, cell_bytes=case.cell * case.itemsize
+        cells, rows, case.blob_sizes, numel=numel, itemsize=itemsize, cell_bytes=case.cell * case.itemsize
     )
     assert found.is_whole.tolist() == [only is not None] * 2
     if only is not None:
