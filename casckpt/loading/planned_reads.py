@@ -144,15 +144,17 @@ class SmallCells:
     place = None
     frames = ()
 
-    def __init__(self, targets: Sequence[tuple[Entry, Destination]], cells: WholeCells, address: Ints) -> None:
-        self._targets, self._cells, self._address = targets, cells, address
+    def __init__(
+        self, targets: Sequence[tuple[Entry, Destination]], number: Ints, cells: WholeCells, address: Ints
+    ) -> None:
+        """``number``: the position of each row's entry and destination in ``targets``."""
+        self._targets, self._number, self._cells, self._address = targets, number, cells, address
         self._start = cells.blob * _BLOB_SPAN + cells.offset
         self._end = self._start + cells.nbytes
 
     def take(self, rows: Ints) -> Self:
         """Return these rows."""
-        targets = [self._targets[row] for row in rows.tolist()]
-        return type(self)(targets, self._cells.take(rows), self._address[rows])
+        return type(self)(self._targets, self._number[rows], self._cells.take(rows), self._address[rows])
 
     def in_order(self) -> Self:
         """Sort the rows by the positions of their cells."""
@@ -202,11 +204,12 @@ class SmallCells:
     @property
     def filled(self) -> Iterator[FilledRange]:
         """The ranges that they fill."""
-        return ((id(sink), full_box(entry.shape), 0, entry.numel) for entry, sink in self._targets)
+        targets = (self._targets[number] for number in self._number.tolist())
+        return ((id(sink), full_box(entry.shape), 0, entry.numel) for entry, sink in targets)
 
     def _read(self, row: int) -> PlannedRead:
         """Return the read of a single cell."""
-        (entry, _), cells = self._targets[row], self._cells
+        (entry, _), cells = self._targets[self._number[row]], self._cells
         blob, offset, nbytes = int(cells.blob[row]), int(cells.offset[row]), int(cells.nbytes[row])
         digest = CellDigest(cells.digest[row].tobytes())
         cell = StoredCell(blob, offset, nbytes, full_box(entry.shape), 0, entry.numel, digest)
@@ -215,7 +218,7 @@ class SmallCells:
     @property
     def key(self) -> str:
         """The key of the first cell."""
-        return self._targets[0][0].key
+        return self._read(0).key
 
     def wrong(self, data: memoryview) -> PlannedRead | None:
         """Return the read of the first cell in ``data`` that does not match its digest, or None."""
