@@ -103,10 +103,6 @@ class PieceReader:
     def _all_ends(self) -> Ints:
         return np.array(self._ends)
 
-    @cached_property
-    def _all_bounds(self) -> Ints:
-        return np.array(self._bounds)
-
     def rows(self, numbers: Ints, length: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint8]]:
         """Return which of these pieces match their hash and have ``length`` bytes, and an array with a row for each.
 
@@ -114,15 +110,14 @@ class PieceReader:
         """
         every, group = np.unique(numbers // self._each, return_inverse=True)
         self._ready(set(every.tolist()))
-        held = [self._held[number] for number in every.tolist()]
-        data, lengths = b"".join([view or b"" for view in held]), np.array([len(view or b"") for view in held])
+        held = [self._held[number] or b"" for number in every.tolist()]
+        data, lengths = b"".join(held), np.array(list(map(len, held)), np.int64)
         starts, begins = np.cumsum(lengths) - lengths, self._all_ends[numbers]
-        is_right = np.array([view is not None for view in held], np.bool_)
-        fits = is_right[group] & (self._all_ends[numbers + 1] - begins == length)
+        fits = (lengths[group] > 0) & (self._all_ends[numbers + 1] - begins == length)
         rows = np.zeros(len(numbers), f"V{length}")
         if fits.any():
             pieces = np.ndarray(len(data) - length + 1, rows.dtype, data, strides=1)
-            rows[fits] = pieces[(begins - self._all_bounds[every[group]] + starts[group])[fits]]
+            rows[fits] = pieces[(begins - self._all_ends[every[group] * self._each] + starts[group])[fits]]
         return fits, rows.view(np.uint8).reshape(-1, length)
 
     def _fetch(self, groups: Sequence[int]) -> None:
