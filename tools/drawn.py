@@ -16,7 +16,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "autograd does not notice the writes of a load",
         "EntryReader._fill",
-        "note_writes(tensor for want in wants for tensor in want.sink.written)",
+        "note_writes(written)",
         "pass",
         "tests/loading/test_load_autograd.py",
     ),

@@ -207,7 +207,7 @@ PLANTED = (
     Planted(
         "a load keeps the locations of its first commit",
         "EntryReader._run",
-        "        left = [want._replace(table=None) for want in wants]\n",
+        "        left = [changed(want, table=None) for want in wants]\n",
         "        left = list(wants)\n",
         REWRITTEN,
     ),
@@ -707,6 +707,27 @@ PLANTED = (
         "tests/store/test_damage.py",
     ),
     Planted(
+        "the cells of small tensors are not verified",
+        "Transfer._deliver_small",
+        "        wrong = cells.wrong(data) if self.verify else None",
+        "        wrong = None",
+        "tests/loading/test_small_cells.py",
+    ),
+    Planted(
+        "a wrong cell among small tensors is reported as the first one",
+        "SmallCells.wrong",
+        "return self._read(int(rows[differ.any(axis=1).argmax()]))",
+        "return self._read(int(rows[differ.any(axis=1).argmin()]))",
+        "tests/loading/test_small_cells.py",
+    ),
+    Planted(
+        "a damaged part of a manifest counts as the cell of a small tensor",
+        "Manifest.whole_cells",
+        "found.is_whole & has_cells & has_rows",
+        "found.is_whole & has_rows",
+        "tests/loading/test_small_cells.py",
+    ),
+    Planted(
         "a decoded cell is not verified",
         "Transfer._decode",
         "            if not self.verify or cell_digest(into) == cell.digest:",
@@ -1084,7 +1105,7 @@ PLANTED = (
     Planted(
         "autograd does not notice a load",
         "EntryReader._fill",
-        "        note_writes(tensor for want in wants for tensor in want.sink.written)",
+        "        note_writes(written)",
         "        pass",
         "tests/loading/test_load_autograd.py",
     ),
@@ -1722,8 +1743,8 @@ PLANTED = (
     Planted(
         "only CPU tensors are checked for memory of their own",
         "_problem",
-        "    is_fine = has_address or not data.numel() or has_memory(data)\n",
-        "    is_fine = not data.is_cpu or has_address or not data.numel() or has_memory(data)\n",
+        "    is_fine = not data.numel() or has_memory(data)\n",
+        "    is_fine = not data.is_cpu or not data.numel() or has_memory(data)\n",
         "tests/tensors/test_no_memory.py",
     ),
     Planted(
@@ -1778,7 +1799,7 @@ PLANTED = (
     Planted(
         "overlapping tensors are filled at the same time",
         "TiedTensors.in_turns",
-        "            turns[bool(self._second) and _form(want.sink.data) in self._second].append(want)\n",
+        "            turns[_form(want.sink.data) in self._second].append(want)\n",
         "            turns[0].append(want)\n",
         "tests/loading/test_tied_tensors.py",
     ),

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Self
 
+import numpy as np
+
 from casckpt.base.lazy import cached_property
 from casckpt.contents import manifests
 from casckpt.contents.signatures import get_trusted
@@ -41,7 +43,22 @@ class Contents:
         self.per_rank: dict[str, list[int]] = {}
         """The ranks that saved their own value, by key."""
         self._parts: dict[tuple[str, int], Entry] = {}
-        for entry in manifest.entries:
+        self._single = bytearray(len(manifest.entries))
+        self._add_entries(rank)
+        for stored in manifest.objects:
+            if stored.rank is not None:
+                self.per_rank.setdefault(stored.key, []).append(stored.rank)
+            if stored.key not in self.objects or stored.rank == rank:
+                self.objects[stored.key] = stored
+
+    def _add_entries(self, rank: int) -> None:
+        entries, columns = self.manifest.entries, self.manifest.body.entry_columns
+        if columns.kinds == [TENSOR] and not any(columns.rank[1:]):  # a fast path for most checkpoints
+            self.tensors = {entry.key: entry for entry in entries}
+            if len(self.tensors) == len(entries):
+                return
+            self.tensors = {}
+        for entry in entries:
             key, is_own = entry.key, entry.rank == rank
             if entry.kind == TENSOR:
                 if key not in self.tensors or is_own:
@@ -52,11 +69,6 @@ class Contents:
                 self.attachments.setdefault(key, entry)
             elif entry.kind == PART and ((key, entry.index) not in self._parts or is_own):
                 self._parts[key, entry.index] = entry
-        for stored in manifest.objects:
-            if stored.rank is not None:
-                self.per_rank.setdefault(stored.key, []).append(stored.rank)
-            if stored.key not in self.objects or stored.rank == rank:
-                self.objects[stored.key] = stored
 
     @classmethod
     def open(cls, repo: Repository, commit: Commit, rank: int = 0, extensions: Sequence[Extension] = ()) -> Self:
@@ -131,14 +143,20 @@ class Contents:
 
     def ready(self, keys: Iterable[str]) -> None:
         """Fetch the manifest's parts for these keys, in few reads. Call this before you use them."""
-        entries, objects = list[Entry](), list[int]()
+        numbers, objects = list[int](), list[int]()
         for key in keys:
-            if key in self.tensors:
-                entries.append(self.tensors[key])
-            if key in self.objects:
-                objects.append(self.objects[key].number)
-                entries += self.parts(self.objects[key])
-        self.manifest.ready([entry.number for entry in entries], objects)
+            if (entry := self.tensors.get(key)) is not None:
+                numbers.append(entry.number)
+            if (stored := self.objects.get(key)) is not None:
+                objects.append(stored.number)
+                numbers += [part.number for part in self.parts(stored)]
+        self.manifest.ready(numbers, objects)
+        rows = np.array(numbers, np.int64)
+        np.frombuffer(self._single, np.bool_)[rows] = self.manifest.whole_cells(rows).is_whole
+
+    def is_single_cell(self, entry: Entry) -> bool:
+        """Return whether an entry is known to be complete, because it is a single cell. Call `ready` first."""
+        return self._single[entry.number] != 0
 
     def extents(self, entry: Entry) -> ExtentTable:
         """Return the extents of a complete entry. Call this before you allocate memory for the entry.

@@ -27,7 +27,7 @@ from casckpt.base.digest import Buffer
 from casckpt.base.lazy import cached_property
 from casckpt.base.text import listed
 from casckpt.errors import Damaged, InvalidInput, MissingKey, Refused
-from casckpt.format.columns import pack
+from casckpt.format.columns import Ints, pack
 from casckpt.format.digest import cell_digest
 from casckpt.format.extents import ExtentTable, renumbered
 from casckpt.format.names import ManifestId
@@ -63,7 +63,16 @@ from casckpt.format.sections.index import (
     pack_ranks,
 )
 from casckpt.format.sections.pieces import PieceReader, Pieces, cut
-from casckpt.format.sections.tables import decode_cells, decode_table, encode_cells, encode_rows
+from casckpt.format.sections.tables import (
+    CELL_BYTES,
+    ROW_BYTES,
+    WholeCells,
+    decode_cells,
+    decode_table,
+    decode_whole_cells,
+    encode_cells,
+    encode_rows,
+)
 from casckpt.format.tree import Wrapper, outer_keys, wrappers_in
 
 FRONT = (INDEX, PLACES, BLOBS)
@@ -279,6 +288,20 @@ class Manifest:
             return decode_table(cells, rows, self.blob_sizes, shape=entry.shape, itemsize=entry.itemsize, cell=cell)
         except (*DECODE_ERRORS, InvalidInput, Damaged) as error:
             raise _unfit(self.id, error, entry.key) from error
+
+    def whole_cells(self, numbers: Ints) -> WholeCells:
+        """Decode the extents of all entries with these numbers that are a single cell. Raises Refused and read errors.
+
+        An entry with invalid or damaged extents does not count as one. `extents` reports what is wrong.
+        """
+        self.check_entries()
+        has_cells, cells = self._cells.rows(numbers, CELL_BYTES)
+        has_rows, rows = self._rows.rows(numbers, ROW_BYTES)
+        numel, itemsize = self.body.numels[numbers], self.body.itemsizes[numbers]
+        found = decode_whole_cells(
+            cells, rows, self.blob_sizes, numel=numel, itemsize=itemsize, cell_bytes=self.body.cell_bytes
+        )
+        return found._replace(is_whole=found.is_whole & has_cells & has_rows)
 
     def cells(self, entry: Entry) -> ExtentTable:
         """Decode the cells of an entry, even if a thinned checkpoint lacks their bytes.

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby
 from threading import BoundedSemaphore
-from typing import NamedTuple
+
+import numpy as np
 
 from casckpt.base.cycle_collector import collector_paused
 from casckpt.base.lazy import cached_property
@@ -25,7 +26,9 @@ from casckpt.contents.manifests import get, others
 from casckpt.contents.signatures import check_trusted, check_verified
 from casckpt.errors import Damaged, Gone, Refused
 from casckpt.format.extents import ExtentTable
+from casckpt.format.light import LightStruct
 from casckpt.format.manifest import Manifest
+from casckpt.format.records import changed
 from casckpt.format.regions import normalise
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.loading.blob_readers import BlobReaders, Lost, damaged_error
@@ -33,8 +36,10 @@ from casckpt.loading.frames import Lot
 from casckpt.loading.planned_reads import (
     Consumer,
     FilledRange,
+    Item,
     PlannedRead,
     Reads,
+    SmallCells,
     new_item,
     part,
     place,
@@ -53,6 +58,8 @@ from casckpt.tensors.memory import Destination, note_writes
 _BATCH_BYTES = 8 << 20
 # for data that is copied afterwards, so that it is read, hashed and copied within a core's cache
 _SCRATCH_BYTES = 2 << 20
+_SMALL_BYTES = 32 << 10  # the largest cell that is read together with others and copied, because that is faster
+_MANY = 64  # with fewer small tensors, columns are not worthwhile
 _WORTH_PINNING = 16 << 20  # the number of bytes for a GPU
 _AHEAD = 4  # extra threads that keep the next reads in flight when reads wait for a disk
 _ALWAYS = 64 << 20  # below this size, free memory is not queried, because the query takes longer than a tiny load
@@ -61,7 +68,7 @@ _PLENTY = 4  # the bytes remain in the page cache if this multiple of them is fr
 log = logging.getLogger(__name__)
 
 
-class RegionRequest(NamedTuple):
+class RegionRequest(LightStruct, frozen=True):
     """The number of a manifest entry, and a destination for the entry. ``table``: its extents, if they are known.
 
     ``is_new``: whether the destination is still empty.
@@ -105,7 +112,7 @@ class EntryReader:
 
     def _run(self, wants: Sequence[RegionRequest], done: Set[FilledRange], tried: Set[str]) -> None:
         """Read everything except the ranges in ``done``, which were filled from manifests with the heads ``tried``."""
-        finished: list[Batch[PlannedRead]] = []
+        finished: list[Batch[Item]] = []
         tried |= {self.manifest.head.digest}
         try:
             self._fill(wants, done, finished, is_first=len(tried) == 1)
@@ -117,9 +124,9 @@ class EntryReader:
             if other is None:
                 raise
             log.info("%s; the load continues with a different commit of %s", error, self.manifest.id)
-        takers = (taker for batch in finished for _, _, item in batch.items for taker in item.takers)
-        left = [want._replace(table=None) for want in wants]
-        replace(self, manifest=other)._run(left, done | {part(taker.sink, taker.unit) for taker in takers}, tried)
+        filled = {filled for batch in finished for _, _, item in batch.items for filled in item.filled}
+        left = [changed(want, table=None) for want in wants]
+        replace(self, manifest=other)._run(left, done | filled, tried)
 
     def _other(self, tried: Set[str]) -> Manifest | None:
         """Return the manifest of a different commit of the checkpoint. Its cells are in different blobs."""
@@ -132,14 +139,15 @@ class EntryReader:
         self,
         wants: Sequence[RegionRequest],
         done: Set[FilledRange],
-        finished: list[Batch[PlannedRead]],
+        finished: list[Batch[Item]],
         *,
         is_first: bool,
     ) -> None:
         if not is_first:
             self.manifest.ready({want.entry for want in wants}, ())
         reads = self._reads(wants, done)
-        note_writes(tensor for want in wants for tensor in want.sink.written)
+        written = [tensor for want in wants for tensor in want.sink.written]
+        note_writes(written)
         if is_first:
             self.progress.expect(reads.plain)
         total = sum(batch.nbytes for batch in reads.every)
@@ -149,7 +157,8 @@ class EntryReader:
         slots = BlobReaders(self.repo, blob_at, reads.every, shared=self.shared or together, stays=stays)
         lots = [(Lot(frames, len(batches), self.decoded), batches) for frames, batches in reads.lots]
         tasks, threads = self._in_order([Task(one, lot, reads.room) for lot, many in lots for one in many], slots)
-        pinned = total > _WORTH_PINNING and any(want.sink.on_gpu for want in wants)
+        on_gpus = [tensor for tensor in written if tensor.is_cuda]
+        pinned = total > _WORTH_PINNING and bool(on_gpus)
         nbytes = reads.most + reads.room
         pool = gpu.PINNED.pool(threads, nbytes) if pinned else closing(BufferPool(threads, nbytes))
         turns = self.turns if threads > self._cores else nullcontext()  # turns are not needed if each thread has a core
@@ -159,7 +168,7 @@ class EntryReader:
                 with collector_paused() if threads == 1 else nullcontext():
                     run_all(transfer.run_all, tasks, threads)
             finally:  # even after a failure, because no copy may still be running when this call returns
-                gpu.wait_for_copies(tensor for want in wants for tensor in want.sink.written)
+                gpu.wait_for_copies(on_gpus)
 
     def _in_order(self, tasks: Sequence[Task], slots: BlobReaders) -> tuple[Sequence[Sequence[Task]], int]:
         """Return the lists of tasks that one thread runs in order, and the number of threads."""
@@ -167,7 +176,8 @@ class EntryReader:
         if traits.remote:
             return each, traits.parallel
         items = [item for task in tasks for _, _, item in task.batch.items]
-        threads = useful_threads(self.threads, sum(item.unit.nbytes for item in items), len(items))
+        plain, cells = sum(item.plain for item in items), sum(item.cells for item in items)
+        threads = useful_threads(self.threads, plain, cells)
         if not tasks or threads == 1:
             return each, threads
         first = tasks[0].batch.blob
@@ -204,17 +214,34 @@ class EntryReader:
     @collector_paused()
     def _reads(self, wants: Sequence[RegionRequest], done: Set[FilledRange] = frozenset()) -> Reads:
         """Plan all reads."""
-        items = list(self._items(wants, done))
-        scratch = _BATCH_BYTES if any(want.sink.on_gpu for want in wants) else _SCRATCH_BYTES
-        return plan_lots(items, self.repo.storage.traits, most=_BATCH_BYTES, scratch=scratch)
+        small, others = self._small_cells(wants) if not done else (None, wants)
+        items = list(self._items(others, done))
+        scratch = _BATCH_BYTES if any(want.sink.on_gpu for want in others) else _SCRATCH_BYTES
+        return plan_lots(items, small, self.repo.storage.traits, most=_BATCH_BYTES, scratch=scratch)
+
+    def _small_cells(self, wants: Sequence[RegionRequest]) -> tuple[SmallCells | None, Sequence[RegionRequest]]:
+        """Return the requests for small tensors that are read together, if there are many, and all other requests."""
+        if len(wants) < _MANY:
+            return None, wants
+        cells = self.manifest.whole_cells(np.array([want.entry for want in wants]))
+        addresses = np.array([want.sink.address for want in wants], np.int64)
+        nbytes = np.array([want.sink.nbytes for want in wants])
+        is_small = cells.is_whole & (cells.nbytes == nbytes) & (nbytes <= _SMALL_BYTES) & (addresses != 0)
+        rows, others = np.flatnonzero(is_small), np.flatnonzero(~is_small)
+        if len(rows) < _MANY:
+            return None, wants
+        entries = self.manifest.entries
+        targets = [(entries[want.entry], want.sink) for want in wants]
+        small = SmallCells(targets, np.arange(len(wants)), cells, addresses).take(rows).in_order()
+        return small, [wants[row] for row in others.tolist()]
 
     def _items(self, wants: Sequence[RegionRequest], done: Set[FilledRange]) -> Iterable[PlannedRead]:
         """Return one read for each distinct byte range that is not ``done``."""
         items: dict[Hashable, PlannedRead] = {}
         entries = self.manifest.entries
-        for number, sink, given, _ in wants:
-            entry = entries[number]
-            table = self.manifest.extents(entry) if given is None else given
+        for want in wants:
+            entry, sink = entries[want.entry], want.sink
+            table = self.manifest.extents(entry) if want.table is None else want.table
             region = normalise(sink.region, entry.shape)
             for unit in plan_units(table, region, verify=self.verify):
                 if done and part(sink, unit) in done:

@@ -15,7 +15,7 @@ from casckpt.format.encodings.frames import decode, decoded
 from casckpt.format.extents import StoredCell
 from casckpt.format.manifest import Manifest
 from casckpt.loading.blob_readers import BlobReader, Lost
-from casckpt.loading.planned_reads import PlannedRead
+from casckpt.loading.planned_reads import Item, PlannedRead
 from casckpt.plan.reads import Batch
 from casckpt.plan.routes import Link, links
 from casckpt.repository.fetching import explain
@@ -33,14 +33,14 @@ class Lot:
     """
 
     def __init__(
-        self, frames: Sequence[Batch[PlannedRead]] = (), users: int = 0, decoded: dict[Link, bytes] | None = None
+        self, frames: Sequence[Batch[Item]] = (), users: int = 0, decoded: dict[Link, bytes] | None = None
     ) -> None:
         self._unread, self._decoded, self._has_frames = deque(frames), decoded, bool(frames)
         self._reading, self._failed, self._users = 0, False, users
         self._held: dict[tuple[int, int], memoryview] = {}
         self._changed = Condition()
 
-    def fetch(self, read: Callable[[Batch[PlannedRead]], memoryview]) -> bool:
+    def fetch(self, read: Callable[[Batch[Item]], memoryview]) -> bool:
         """Read all frames. Return False if another thread failed to read one. Raises the errors of ``read``."""
         if not self._has_frames:
             return True
@@ -55,7 +55,7 @@ class Lot:
             self._changed.wait_for(lambda: not self._reading)
             return not self._failed
 
-    def _next(self) -> Batch[PlannedRead] | None:
+    def _next(self) -> Batch[Item] | None:
         with self._changed:
             if not self._unread or self._failed:
                 return None

@@ -33,7 +33,7 @@ from casckpt.plan.reads import covers
 from casckpt.repository.repository import Repository
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.dtypes import check_cast, dtype_name, torch_dtype
-from casckpt.tensors.kinds import holds_wrapper
+from casckpt.tensors.kinds import PLAIN, holds_wrapper
 from casckpt.tensors.memory import Destination, new_empty
 from casckpt.tensors.objects import decode_object, refuse_pickle
 from casckpt.tensors.shards import LocalTensor, check_apart, check_in_place, local_tensor
@@ -120,7 +120,7 @@ class LoadPlan:
         self._below: dict[str, tuple[Node, str, LoadPlan]] = {}
         self._casts: dict[str, LocalTensor] = {}
         self._entries: dict[str, Entries] = {}
-        self._tied = TiedTensors()
+        self._tied = TiedTensors(contents.manifest)
         self.named: set[str] = set()
         self.frames: Frames = {}
         held = options.held
@@ -139,7 +139,7 @@ class LoadPlan:
         Return False if the checkpoint lacks ``name``.
         """
         entry = self.contents.tensors.get(name)
-        stored = self.contents.objects.get(name)
+        stored = None if entry is not None else self.contents.objects.get(name)
         if entry is None and stored is None:
             return self._add_container(key, name, leaf)
         self.named.add(name)
@@ -148,7 +148,8 @@ class LoadPlan:
         if leaf.is_tensor:
             if entry is None:
                 raise Mismatch(f"{key!r} is a tensor here, but plain data in the checkpoint (key {name!r})", key=key)
-            check_in_place(key, leaf.value)
+            if type(leaf.value) not in PLAIN:
+                check_in_place(key, leaf.value)
             self._add_tensor(leaf, local_tensor(key, leaf.value), entry)
         elif entry is not None:
             if leaf.value is not None:
@@ -205,13 +206,13 @@ class LoadPlan:
         local = local_tensor(leaf.key, leaf.value)
         if local.shape != node.shape:
             return False
-        for _, data in local.pieces:
-            check_apart(leaf.key, data)
+        for piece in local.pieces:
+            check_apart(leaf.key, piece.data)
         self._below[leaf.key], self._casts[leaf.key] = (node, name, self._plan_below(node, name)), local
         return True
 
     def _add_tensor(self, leaf: LeafValue, local: LocalTensor, entry: Entry) -> None:
-        key, part_of = leaf.key, leaf.value if is_dtensor(leaf.value) else None
+        key, contents = leaf.key, self.contents
         if local.shape != entry.shape:
             raise Mismatch(
                 f"{key!r} has shape {list(local.shape)} here, but {list(entry.shape)} in the checkpoint "
@@ -226,20 +227,22 @@ class LoadPlan:
                 cast=self.options.cast and leaf.outer is None,
                 where="convert",
             )
-        table = self.contents.manifest.extents(entry)
+        table = None if contents.is_single_cell(entry) else contents.manifest.extents(entry)
         is_new = key in self._not_held or entry.key in self._unread
-        for region, data in local.pieces:
+        stored, part_of = torch_dtype(entry.dtype), leaf.value if is_dtensor(leaf.value) else None
+        for piece in local.pieces:
+            region, data = piece.region, piece.data
             check_apart(key, data)
-            if not covers(table, region):
+            if table is not None and not covers(table, region):
                 raise Damaged(f"the checkpoint holds only a part of {key!r}; {region} is incomplete", key=key)
             if region.lo < region.hi:
-                self._tied.add(Content(key, data, entry.number, entry.dtype, table, region))
-                destination = Destination(region, data, torch_dtype(entry.dtype), part_of)
+                self._tied.add(Content(key, data, entry, region))
+                destination = Destination(region, data, stored, part_of)
                 self._wants.append(RegionRequest(entry.number, destination, table, is_new))
 
     def new_tensor(self, entry: Entry, device: torch.device) -> torch.Tensor:
         """Create a tensor for a whole entry. `run` fills it. Raises Damaged if the extents have holes."""
-        table = self.contents.extents(entry)
+        table = None if self.contents.is_single_cell(entry) else self.contents.extents(entry)
         data = new_empty(entry, device)
         if entry.numel:
             destination = Destination(whole(entry.shape), data, torch_dtype(entry.dtype))

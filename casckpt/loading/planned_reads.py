@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
+
+import numpy as np
 
 from casckpt.base.groups import in_batches
+from casckpt.base.lazy import cached_property
+from casckpt.format.columns import Ints
+from casckpt.format.digest import cell_digests
 from casckpt.format.extents import StoredCell
-from casckpt.format.regions import Box, Region
+from casckpt.format.names import CellDigest
+from casckpt.format.regions import Box, Region, full_box
+from casckpt.format.sections.index import Entry
+from casckpt.format.sections.tables import WholeCells
 from casckpt.plan.reads import Batch, Unit, affordable_gap, plan_batches
 from casckpt.storage.base import BLOCK, Traits
-from casckpt.tensors.memory import Destination, copy_bytes
+from casckpt.tensors.memory import Destination, copy_bytes, copy_to_addresses
 
 _FRAME_BYTES = 8 << 20  # the size of the frames of a lot; each thread holds them in memory
 _FEW = 8  # if at most 1/8 of the bytes must be copied, reads are as large as if everything were read in place
@@ -20,6 +28,9 @@ _SPARE_BYTES, _SPARE_SHARE = (
     4 << 20,
     25,
 )
+
+_BLOB_SPAN = 1 << 34
+"""A cell starts at this multiple of its blob's number, plus its offset. Blobs are shorter."""
 
 FilledRange: TypeAlias = tuple[int, Box, int, int]
 """The elements [lo, hi) of a box that are in a destination, which is identified by its `id`."""
@@ -106,6 +117,127 @@ class PlannedRead(NamedTuple):
         """The root's blob, the root's byte range in the blob, and this read."""
         return (*_range(self.root), self)
 
+    @property
+    def plain(self) -> int:
+        """The decoded size in bytes."""
+        return self.unit.nbytes
+
+    @property
+    def cells(self) -> int:
+        """The number of cells."""
+        return 1
+
+    @property
+    def filled(self) -> Iterator[FilledRange]:
+        """The ranges that it fills."""
+        return (part(taker.sink, taker.unit) for taker in self.takers)
+
+
+class SmallCells:
+    """Many small tensors, each of which is a single cell that is not coded, in columns with a row for each destination.
+
+    Several destinations may receive the same cell. Each of them is contiguous in host memory, at ``address``. `split`
+    returns parts of one blob. Each part takes the place of a `PlannedRead`: it is read into one buffer, verified there
+    and then copied.
+    """
+
+    place = None
+    frames = ()
+
+    def __init__(
+        self, targets: Sequence[tuple[Entry, Destination]], number: Ints, cells: WholeCells, address: Ints
+    ) -> None:
+        """``number``: the position of each row's entry and destination in ``targets``."""
+        self._targets, self._number, self._cells, self._address = targets, number, cells, address
+        self._start = cells.blob * _BLOB_SPAN + cells.offset
+        self._end = self._start + cells.nbytes
+
+    def take(self, rows: Ints) -> Self:
+        """Return these rows."""
+        return type(self)(self._targets, self._number[rows], self._cells.take(rows), self._address[rows])
+
+    def in_order(self) -> Self:
+        """Sort the rows by the positions of their cells."""
+        return self.take(np.lexsort((self._cells.nbytes, self._start)))
+
+    def split(self, *, gap: int, most: int) -> Iterator[Self]:
+        """Yield parts of about ``most`` bytes. They may include gaps of up to ``gap`` bytes."""
+        reach = np.maximum.accumulate(self._end)
+        first = 0
+        for stop in [*(np.flatnonzero(self._start[1:] - reach[:-1] > gap) + 1).tolist(), len(reach)]:
+            while first < stop:
+                fits = int(np.searchsorted(reach[first:stop], self._start[first] + most, side="right"))
+                yield self.take(np.arange(first, first := first + max(1, fits)))
+
+    @property
+    def places(self) -> list[tuple[int, int, int]]:
+        """The blob, offset and size of each cell."""
+        cells = self._cells
+        return list(zip(cells.blob.tolist(), cells.offset.tolist(), cells.nbytes.tolist(), strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes to read, including gaps."""
+        return int(self._end.max() - self._start[0])
+
+    @property
+    def row(self) -> tuple[int, int, int, Self]:
+        """The blob, the byte range in the blob, and these cells."""
+        return int(self._cells.blob[0]), int(self._cells.offset[0]), self.nbytes, self
+
+    @cached_property
+    def _distinct(self) -> Ints:
+        """The rows whose cell differs from the one before, which are nearly all rows."""
+        columns = np.column_stack((self._start, self._end, self._cells.digest.view(np.int64)))
+        return np.flatnonzero(np.concatenate(([True], (np.diff(columns, axis=0) != 0).any(axis=1))))
+
+    @property
+    def plain(self) -> int:
+        """The size of all cells in bytes."""
+        return int(self._cells.nbytes[self._distinct].sum())
+
+    @property
+    def cells(self) -> int:
+        """The number of cells."""
+        return len(self._distinct)
+
+    @property
+    def filled(self) -> Iterator[FilledRange]:
+        """The ranges that they fill."""
+        targets = (self._targets[number] for number in self._number.tolist())
+        return ((id(sink), full_box(entry.shape), 0, entry.numel) for entry, sink in targets)
+
+    def _read(self, row: int) -> PlannedRead:
+        """Return the read of a single cell."""
+        (entry, _), cells = self._targets[self._number[row]], self._cells
+        blob, offset, nbytes = int(cells.blob[row]), int(cells.offset[row]), int(cells.nbytes[row])
+        digest = CellDigest(cells.digest[row].tobytes())
+        cell = StoredCell(blob, offset, nbytes, full_box(entry.shape), 0, entry.numel, digest)
+        return PlannedRead(cell, entry.key, [], cell)
+
+    @property
+    def key(self) -> str:
+        """The key of the first cell."""
+        return self._read(0).key
+
+    def wrong(self, data: memoryview) -> PlannedRead | None:
+        """Return the read of the first cell in ``data`` that does not match its digest, or None."""
+        rows, first = self._distinct, self._start[0]
+        lows, highs = (self._start[rows] - first).tolist(), (self._end[rows] - first).tolist()
+        found, digests = cell_digests(data, zip(lows, highs, strict=True)), self._cells.digest[rows]
+        if found == digests.tobytes():
+            return None
+        differ = np.frombuffer(found, np.uint8).reshape(digests.shape) != digests
+        return self._read(int(rows[differ.any(axis=1).argmax()]))
+
+    def deliver(self, data: memoryview) -> None:
+        """Copy the cells from ``data`` to their destinations."""
+        copy_to_addresses(self._address, data, self._start - self._start[0], self._cells.nbytes)
+
+
+Item: TypeAlias = PlannedRead | SmallCells
+"""One item of a read."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reads:
@@ -115,22 +247,22 @@ class Reads:
     place, rounded up to whole pages.
     """
 
-    lots: Sequence[tuple[Sequence[Batch[PlannedRead]], Sequence[Batch[PlannedRead]]]]
+    lots: Sequence[tuple[Sequence[Batch[Item]], Sequence[Batch[Item]]]]
     most: int
     room: int
 
     @property
-    def batches(self) -> list[Batch[PlannedRead]]:
+    def batches(self) -> list[Batch[Item]]:
         """All reads of roots."""
         return [batch for _, batches in self.lots for batch in batches]
 
     @property
     def plain(self) -> int:
         """The decoded size of all items in bytes."""
-        return sum(item.unit.nbytes for batch in self.batches for _, _, item in batch.items)
+        return sum(item.plain for batch in self.batches for _, _, item in batch.items)
 
     @property
-    def every(self) -> list[Batch[PlannedRead]]:
+    def every(self) -> list[Batch[Item]]:
         """All reads."""
         return [batch for lot in self.lots for batches in lot for batch in batches]
 
@@ -148,18 +280,22 @@ def place_of(unit: Unit) -> Hashable:
     return unit[:3] if unit.frame is None else tuple(map(_range, unit.chain))
 
 
-def plan_lots(items: Sequence[PlannedRead], traits: Traits, *, most: int, scratch: int) -> Reads:
+def plan_lots(
+    planned: Sequence[PlannedRead], small: SmallCells | None, traits: Traits, *, most: int, scratch: int
+) -> Reads:
     """Plan reads of ``most`` bytes if nearly everything is read in place.
 
     Otherwise, plan reads of ``scratch`` bytes.
     """
+    gap = _gap(traits, planned, small)
+    items: list[Item] = [*planned, *(() if small is None else small.split(gap=gap, most=scratch))]
     loose = sum(item.nbytes for item in items if item.place is None)
     in_place = traits.remote or _FEW * loose <= sum(item.nbytes for item in items)
-    most, gap = most if in_place else scratch, _gap(traits, items)
-    apart = (i.unit.nbytes for i in items if i.unit.frame is not None and i.takers[0].place is None)
+    most = most if in_place else scratch
+    apart = (i.unit.nbytes for i in planned if i.unit.frame is not None and i.takers[0].place is None)
     room = -(-max(apart, default=0) // BLOCK) * BLOCK
 
-    def batches(items: Iterable[PlannedRead]) -> list[Batch[PlannedRead]]:
+    def batches(items: Iterable[Item]) -> list[Batch[Item]]:
         return plan_batches((item.row for item in items), gap=gap, most=most)
 
     if not any(item.frames for item in items):
@@ -171,7 +307,7 @@ def plan_lots(items: Sequence[PlannedRead], traits: Traits, *, most: int, scratc
     )
 
 
-def _frames(items: Iterable[PlannedRead]) -> Iterator[tuple[int, int, int, PlannedRead]]:
+def _frames(items: Iterable[Item]) -> Iterator[tuple[int, int, int, Item]]:
     """Return the frames of a lot, each of them once."""
     frames = {_range(cell): item for item in items for cell in item.frames}
     return ((*place, item) for place, item in frames.items())
@@ -181,11 +317,12 @@ def _range(unit: Unit) -> tuple[int, int, int]:
     return unit[:3] if unit.frame is None else (unit.blob, unit.offset, unit.frame.nbytes)
 
 
-def _gap(traits: Traits, items: Sequence[PlannedRead]) -> int:
+def _gap(traits: Traits, items: Sequence[PlannedRead], small: SmallCells | None) -> int:
     """Return the largest gap between reads that are merged. Over a network, the total of all gaps remains small."""
     if not traits.remote:
         return traits.read_gap
     rows = [item.row[:3] for item in items] + [row[:3] for row in _frames(items)]
+    rows += [] if small is None else small.places
     wanted = sum(nbytes for _, _, nbytes in rows)
     return affordable_gap(rows, most=traits.read_gap, spare=max(_SPARE_BYTES, wanted // _SPARE_SHARE))
 

@@ -68,10 +68,11 @@ class Template:
             apart=lambda key: bool(contents.wrappers) and contents.is_in_parts(name_of(key)),
         )
         self._names = {key: name_of(key) for key in flat.wrappers}
-        for key, leaf in flat.leaves.items():
+        self._names |= {key: name_of(key) for key, leaf in flat.leaves.items() if leaf.outer is None}
+        for key, leaf in flat.leaves.items() if flat.wrappers else ():
             outer = leaf.outer
-            self._names[key] = name_of(key) if outer is None else self._names[outer.key] + key[len(outer.key) :]
             if outer is not None:
+                self._names[key] = self._names[outer.key] + key[len(outer.key) :]
                 self._inner.setdefault(outer.key, []).append(leaf)
         self._plan.contents.ready(self._names.values())
         errors, lacking = self._add()
@@ -123,7 +124,7 @@ class Template:
         """Add all leaves. Return the errors for leaves that do not fit, and the leaves that the checkpoint lacks."""
         errors, lacking, left, done = [], [], [], set(self._flat.whole)
         for key, leaf in self._flat.leaves.items():
-            if (leaf.outer or leaf).key in done:
+            if done and leaf.unit.key in done:
                 continue
             try:
                 lacks = leaf.outer is not None and not self._has_wrapper(leaf.outer)
@@ -271,11 +272,10 @@ class Template:
 
 def _empty_mappings(node: Node, path: Path) -> Iterator[tuple[str, bool]]:
     """Yield the flat key of each empty container, and whether it is the state of an optimizer."""
-    has_groups = any(element == "param_groups" for element, _ in children(node))
     for element, child in children(node):
         if isinstance(child, int):
             continue
         below = (*path, element)
         if not child:
-            yield join(below), element == "state" and has_groups
+            yield join(below), element == "state" and any(name == "param_groups" for name, _ in children(node))
         yield from _empty_mappings(child, below)

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from casckpt.errors import Mismatch
-from casckpt.format.extents import ExtentTable
+from casckpt.format.light import LightStruct
+from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Region, intersect, normalise
+from casckpt.format.sections.index import Entry
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.plan.reads import plan_units
 from casckpt.tensors.dtypes import torch_dtype
@@ -30,26 +32,20 @@ Form: TypeAlias = tuple[object, ...]
 """A key that is the same for all tensors with the same elements of memory in the same order."""
 
 
-class Content(NamedTuple):
-    """The data that is read into a tensor's memory: a ``region`` of an entry, stored as ``dtype``.
-
-    ``entry``: its number.
-
-    This is a tuple for speed, because a load creates one for each tensor.
-    """
+class Content(LightStruct, frozen=True):
+    """The data that is read into a tensor's memory: a ``region`` of an entry."""
 
     key: str
     data: torch.Tensor
-    entry: int
-    dtype: str
-    table: ExtentTable
+    entry: Entry
     region: Region
 
 
 @dataclass
 class TiedTensors:
-    """The memory that belongs to the tensors of a template."""
+    """The memory that belongs to the tensors of a template, which is filled from ``manifest``."""
 
+    manifest: Manifest
     _held: dict[int, Content] = field(default_factory=dict)  # the first content at each address
     _forms: dict[Form, Content] = field(default_factory=dict)  # the first content of each further form at an address
     _undecided: list[tuple[Content, Content]] = field(default_factory=list)  # digests do not show whether they differ
@@ -66,7 +62,7 @@ class TiedTensors:
             other = self._forms.setdefault(_form(content.data), content)
         if other is content:
             return
-        differ = _differ(other, content)
+        differ = _differ(self.manifest, other, content)
         if differ:
             raise _mismatch(other, content)
         if differ is None:
@@ -93,9 +89,11 @@ class TiedTensors:
         The second group fills memory that overlaps other memory. If these requests ran in parallel, one could
         overwrite a cell while another decodes it in place.
         """
+        if not self._second:
+            return list(wants), []
         turns: tuple[list[RegionRequest], list[RegionRequest]] = ([], [])
         for want in wants:
-            turns[bool(self._second) and _form(want.sink.data) in self._second].append(want)
+            turns[_form(want.sink.data) in self._second].append(want)
         return turns
 
     def _overlapping(self) -> Iterator[tuple[Content, Content]]:
@@ -149,15 +147,19 @@ def _interface(data: torch.Tensor) -> dict[str, Any]:
     return {"version": 3, "typestr": f"|V{size}", "data": (address, True), "shape": data.shape, "strides": strides}
 
 
-def _differ(one: Content, other: Content) -> bool | None:
+def _differ(manifest: Manifest, one: Content, other: Content) -> bool | None:
     """Return whether two contents of the same memory differ in a cell. Return None if digests do not show this."""
-    first, second = (normalise(content.region, content.table.shape) for content in (one, other))
-    if (first, one.dtype) != (second, other.dtype):
+    first, second = (normalise(content.region, content.entry.shape) for content in (one, other))
+    if (first, one.entry.dtype) != (second, other.entry.dtype):
         return None
-    if one.table is other.table:
+    if one.entry is other.entry:
         return False
-    digests = {unit[3:6]: unit.digest for unit in plan_units(one.table, first, verify=True)}
-    unlike = [unit for unit in plan_units(other.table, second, verify=True) if digests.get(unit[3:6]) != unit.digest]
+    known, units = (
+        list(plan_units(manifest.extents(content.entry), region, verify=True))
+        for content, region in ((one, first), (other, second))
+    )
+    digests = {unit[3:6]: unit.digest for unit in known}
+    unlike = [unit for unit in units if digests.get(unit[3:6]) != unit.digest]
     inside = [unit for unit in unlike if sum(box.numel for box in intersect(unit.region, second)) == unit.region.numel]
     return any(unit[3:6] in digests for unit in inside) or (None if unlike else False)
 
@@ -186,8 +188,8 @@ def _fill(reader: EntryReader, content: Content, memory: torch.Tensor, base: int
     )
     view = view.conj() if data.is_conj() else view
     view = torch._neg_view(view) if data.is_neg() else view
-    sink = Destination(content.region, view, torch_dtype(content.dtype))
-    reader.fill([RegionRequest(content.entry, sink, content.table, True)])
+    sink = Destination(content.region, view, torch_dtype(content.entry.dtype))
+    reader.fill([RegionRequest(content.entry.number, sink, is_new=True)])
 
 
 def _mismatch(one: Content, other: Content) -> Mismatch:

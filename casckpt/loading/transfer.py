@@ -22,7 +22,7 @@ from casckpt.format.extents import StoredCell
 from casckpt.format.manifest import Manifest
 from casckpt.loading.blob_readers import BlobReader, BlobReaders, Lost
 from casckpt.loading.frames import Lot, decode_again
-from casckpt.loading.planned_reads import PlannedRead, Runs
+from casckpt.loading.planned_reads import Item, PlannedRead, Runs, SmallCells
 from casckpt.plan.reads import Batch, Unit
 from casckpt.repository.fetching import explain, holds_cell
 from casckpt.repository.repository import Repository
@@ -35,7 +35,7 @@ from casckpt.tensors.memory import copy_bytes
 class Task(NamedTuple):
     """One read, its lot, and the size of the largest cell that is not decoded in place."""
 
-    batch: Batch[PlannedRead]
+    batch: Batch[Item]
     lot: Lot
     room: int
 
@@ -52,7 +52,7 @@ class _Target(NamedTuple):
     """
 
     view: memoryview
-    items: Sequence[tuple[int, PlannedRead]]
+    items: Sequence[tuple[int, Item]]
     direct: bool = False
 
 
@@ -69,7 +69,7 @@ class Transfer:
     scratches: BufferPool
     turns: AbstractContextManager[object]
     progress: Progress
-    finished: list[Batch[PlannedRead]]
+    finished: list[Batch[Item]]
     verify: bool
     _stop: Event = field(default_factory=Event)
 
@@ -91,10 +91,10 @@ class Transfer:
             self._stop.set()
             raise
         task.lot.done()
-        self.progress(sum(item.unit.nbytes for _, _, item in task.batch.items))
+        self.progress(sum(item.plain for _, _, item in task.batch.items))
         self.finished.append(task.batch)
 
-    def _frames(self, batch: Batch[PlannedRead]) -> memoryview:
+    def _frames(self, batch: Batch[Item]) -> memoryview:
         """Read the frames of a lot."""
         data = np.empty(batch.nbytes, np.uint8).data
         self._read(Task(batch, Lot(), 0), [_Target(data, ())], data[:0])
@@ -124,11 +124,12 @@ class Transfer:
                 return False
             if isinstance(error, StorageError):
                 raise
-            item = error.item if isinstance(error, _WrongCell) else task.batch.items[0][2]
-            why = explain(slot.ref, error)
-            if isinstance(error, _WrongCell) and reader is not None and _is_right(reader, item.unit):
-                why += _SECOND_LOOK.format(item.key)
-            raise Lost(slot.ref, item.key, why) from error
+            key, why = task.batch.items[0][2].key, explain(slot.ref, error)
+            if isinstance(error, _WrongCell):
+                key = error.item.key
+                if reader is not None and _is_right(reader, error.item.unit):
+                    why += _SECOND_LOOK.format(key)
+            raise Lost(slot.ref, key, why) from error
         return True
 
     def _filling(self, reader: Reader, offset: int, views: Sequence[memoryview]) -> Generator[int, None, None]:
@@ -142,6 +143,9 @@ class Transfer:
     def _deliver_all(self, target: _Target, lot: Lot, room: memoryview) -> None:
         runs = Runs(target.view)
         for start, item in target.items:
+            if isinstance(item, SmallCells):
+                self._deliver_small(item, target.view[start : start + item.nbytes])
+                continue
             in_place, unit = target.direct, item.unit
             data = target.view if in_place else target.view[start : start + item.nbytes]
             if unit.frame is not None:
@@ -157,6 +161,12 @@ class Transfer:
                 else:
                     taker.take(data)
         runs.deliver()
+
+    def _deliver_small(self, cells: SmallCells, data: memoryview) -> None:
+        wrong = cells.wrong(data) if self.verify else None
+        if wrong is not None:
+            raise _WrongCell(wrong)
+        cells.deliver(data)
 
     def _decode(self, item: PlannedRead, cell: StoredCell, lot: Lot, root: memoryview, into: memoryview) -> None:
         """Decode an item's cell. If the result is wrong, decode it again, link by link. Raises Lost, StorageError."""
@@ -194,7 +204,7 @@ def _is_right(reader: Reader, unit: Unit) -> bool:
     return holds_cell(reader, unit.offset, memoryview(bytearray(unit.nbytes)), unit.digest)
 
 
-def _targets(batch: Batch[PlannedRead], scratch: memoryview) -> list[_Target]:
+def _targets(batch: Batch[Item], scratch: memoryview) -> list[_Target]:
     """Return the consecutive buffers of a batch. Data that cannot be read in place goes into ``scratch``.
 
     This data is packed at the start of ``scratch``, because untouched memory is slow.
@@ -204,7 +214,7 @@ def _targets(batch: Batch[PlannedRead], scratch: memoryview) -> list[_Target]:
         # some ranges overlap, but no byte is read twice, so the whole batch is read into one buffer
         return [_Target(scratch[: batch.nbytes], [(offset - begin, item) for offset, _, item in batch.items])]
     targets: list[_Target] = []
-    loose: list[tuple[int, PlannedRead]] = []
+    loose: list[tuple[int, Item]] = []
     start, used = begin, 0
     for offset, nbytes, item in batch.items:
         place = item.place

@@ -121,7 +121,7 @@ def fill_dequantized(key: str, node: Wrapper, value: Any, local: LocalTensor) ->
         filled += start
     if filled != math.prod(node.shape):
         raise Refused(f"the parts of {key!r} have {filled} elements, but its shape is {list(node.shape)}", key=key)
-    note_writes(data for _, data in local.pieces)
+    note_writes(piece.data for piece in local.pieces)
 
 
 def _regions(first: Element, node: Node, part: Shape, shape: Shape) -> list[Region]:
@@ -137,6 +137,6 @@ def _regions(first: Element, node: Node, part: Shape, shape: Shape) -> list[Regi
 
 def _copy(region: Region, values: torch.Tensor, local: LocalTensor) -> None:
     buffer = tensor_bytes(values)
-    for target, data in local.pieces:
-        if buffer is not None and region.numel and data.numel():
-            Destination(target, data, values.dtype).copy_in(region, buffer)
+    for piece in local.pieces:
+        if buffer is not None and region.numel and piece.data.numel():
+            Destination(piece.region, piece.data, values.dtype).copy_in(region, buffer)

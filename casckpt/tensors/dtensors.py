@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 def is_dtensor(value: Any) -> TypeGuard[DTensor]:
     """Return whether ``value`` is a DTensor, without importing torch.distributed."""
+    if type(value) is torch.Tensor:  # a fast path, because DTensor's metaclass makes isinstance slow
+        return False
     module = _dtensors()
     return module is not None and isinstance(value, module.DTensor)
 

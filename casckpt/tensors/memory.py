@@ -18,6 +18,7 @@ import torch
 from casckpt.base.lazy import cached_property
 from casckpt.errors import InvalidInput
 from casckpt.format.columns import Ints
+from casckpt.format.light import LightStruct
 from casckpt.format.regions import Box, Region, Shape, flat_boxes, full_box, intersect
 from casckpt.format.sections.index import Entry
 from casckpt.tensors.dtypes import torch_dtype
@@ -200,30 +201,45 @@ def narrow(data: torch.Tensor, box: Box) -> torch.Tensor:
     return data
 
 
-class Destination:
+class Destination(LightStruct, frozen=True, eq=False, gc=True, dict=True):
     """The target of a load: the local data of one region of a tensor.
 
     ``data``: a tensor with the shape of the region's box, or a flat one if the region is only a part of the box. A
-    load converts to its dtype. ``part_of``: the DTensor whose local data it is.
+    load converts its ``stored`` dtype to that of the tensor. ``part_of``: the DTensor whose local data it is.
     """
 
-    def __init__(
-        self, region: Region, data: torch.Tensor, stored: torch.dtype, part_of: torch.Tensor | None = None
-    ) -> None:
-        self.region = region
-        self.itemsize = stored.itemsize
-        self._part_of = part_of
-        self.data = data
-        self._stored = stored
-        self._bytes = tensor_bytes(data) if data.dtype == stored else None
+    region: Region
+    data: torch.Tensor
+    stored: torch.dtype
+    part_of: torch.Tensor | None = None
+
+    @property
+    def itemsize(self) -> int:
+        """The stored size of an element in bytes."""
+        return self.stored.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """The stored size of the region in bytes."""
+        return (self.region.hi - self.region.lo) * self.stored.itemsize
+
+    @property
+    def address(self) -> int:
+        """The address of its bytes if they are contiguous in host memory and have the stored dtype, and otherwise 0."""
+        return _address(self.data) if self.data.dtype == self.stored else 0
+
+    @cached_property
+    def _bytes(self) -> memoryview | None:
+        return tensor_bytes(self.data) if self.data.dtype == self.stored else None
 
     def view(self, lo: int, hi: int) -> memoryview | None:
         """View the bytes of elements [lo, hi) of the local data in place. Return None if they must be copied in."""
-        return None if self._bytes is None else self._bytes[lo * self.itemsize : hi * self.itemsize]
+        data, size = self._bytes, self.itemsize
+        return None if data is None else data[lo * size : hi * size]
 
     def holds(self, region: Region) -> bool:
         """Return whether the whole region is here in its stored dtype and can be copied out."""
-        if self.data.dtype != self._stored:
+        if self.data.dtype != self.stored:
             return False
         here = region.box == self.region.box and self.region.lo <= region.lo and region.hi <= self.region.hi
         return here or sum(common.numel for common in intersect(region, self.region)) == region.numel
@@ -236,7 +252,7 @@ class Destination:
     @property
     def written(self) -> Sequence[torch.Tensor]:
         """The tensors that a write changes. See `note_writes`."""
-        return (self.data,) if self._part_of is None else (self.data, self._part_of)
+        return (self.data,) if self.part_of is None else (self.data, self.part_of)
 
     def copy_in(self, region: Region, buffer: memoryview) -> None:
         """From ``buffer``, which holds the elements of ``region``, copy those that this destination needs."""
@@ -249,8 +265,8 @@ class Destination:
     @cached_property
     def _target(self) -> _Arrays | _Tensors:
         data = self.data.detach()
-        if data.dtype != self._stored or data.is_conj() or data.is_neg():
-            return _Tensors(self.region, data, self._stored)
+        if data.dtype != self.stored or data.is_conj() or data.is_neg():
+            return _Tensors(self.region, data, self.stored)
         bits = as_bits(data)
         return (_Arrays if data.device.type == "cpu" else _Tensors)(self.region, bits, bits.dtype)
 
@@ -383,12 +399,25 @@ class _HostMemory:
     One item begins at every byte.
     """
 
-    def __init__(self, first: int, count: int, width: int) -> None:
+    def __init__(self, first: int, count: int, width: int, *, writable: bool = False) -> None:
         self.__array_interface__ = {
-            "version": 3, "typestr": f"|V{width}", "shape": (count,), "strides": (1,), "data": (first, True),
+            "version": 3, "typestr": f"|V{width}", "shape": (count,), "strides": (1,), "data": (first, not writable),
         }  # fmt: skip
 
 
 def _at(addresses: Ints, width: int) -> npt.NDArray[Any]:
     first = int(addresses.min())
     return np.asarray(_HostMemory(first, int(addresses.max()) - first + 1, width))[addresses - first]
+
+
+def copy_to_addresses(addresses: Ints, data: memoryview, starts: Ints, nbytes: Ints) -> None:
+    """Copy ranges of ``data`` to host memory. Each range has a start, a number of bytes, and the address of its target.
+
+    The targets must be alive. Ranges of the same size are copied together.
+    """
+    source = int(np.frombuffer(data, np.uint8).ctypes.data)
+    for width in np.unique(nbytes).tolist():
+        same = nbytes == width
+        targets, first = addresses[same], int(addresses[same].min())
+        memory = np.asarray(_HostMemory(first, int(targets.max()) - first + 1, width, writable=True))
+        memory[targets - first] = _at(starts[same] + source, width)

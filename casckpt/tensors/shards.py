@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from casckpt.errors import InvalidInput
+from casckpt.format.light import LightStruct
 from casckpt.format.regions import Region, Shape, whole
 from casckpt.tensors.dtensors import CHUNK_LIST, described_shards, is_dtensor, local_boxes
 from casckpt.tensors.dtypes import dtype_name
@@ -27,14 +29,14 @@ _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 _EXTRA_STATE = "_extra_state"
 
 
-class Piece(NamedTuple):
+class Piece(LightStruct, frozen=True):
     """The local data of one region: a tensor with the box's shape, or flat if the region is only a part of the box."""
 
     region: Region
     data: torch.Tensor
 
 
-class LocalTensor(NamedTuple):
+class LocalTensor(LightStruct, frozen=True):
     """The part of a tensor that this process holds. ``shape``: the global tensor's shape. ``pieces`` may be empty.
 
     ``replicated``: whether it is expected to be equal on all ranks that hold it. If so, these ranks share the writing.
@@ -49,10 +51,10 @@ class LocalTensor(NamedTuple):
 
 def local_tensor(key: str, leaf: Any) -> LocalTensor:
     """Return a leaf's pieces. Raises an InvalidInput that names the key for a tensor without bytes of its own."""
-    if not isinstance(leaf, torch.Tensor):
-        return _from_shards(key, _shards(key, leaf))
     if type(leaf) in PLAIN and not hasattr(leaf, CHUNK_LIST):
         return _from_whole(key, leaf)
+    if not isinstance(leaf, torch.Tensor):
+        return _from_shards(key, _shards(key, leaf))
     parts: LocalParts | None = None
     described = described_shards(key, leaf)
     if described is not None:
@@ -83,9 +85,16 @@ def may_differ(leaf: Any, local: LocalTensor) -> bool:
 
 
 def _from_whole(key: str, leaf: torch.Tensor) -> LocalTensor:
-    check_storable(key, leaf)
-    shape, is_parameter = tuple(leaf.shape), type(leaf) is not torch.Tensor and isinstance(leaf, torch.nn.Parameter)
-    return LocalTensor(key, leaf.dtype, shape, [Piece(whole(shape), leaf)], is_parameter)
+    if not _is_usual(leaf):
+        check_storable(key, leaf)
+    region = _whole(leaf.shape)
+    is_parameter = type(leaf) is not torch.Tensor and isinstance(leaf, torch.nn.Parameter)
+    return LocalTensor(key, leaf.dtype, region.box.shape, (Piece(region, leaf),), is_parameter)
+
+
+@lru_cache(maxsize=4096)
+def _whole(shape: torch.Size) -> Region:
+    return whole(tuple(shape))
 
 
 def _shards(key: str, leaf: Any) -> list[Shard]:
@@ -182,9 +191,16 @@ def _problem(data: Any) -> str | None:
         )
         return f"a quantized tensor cannot be stored directly; store int_repr() with {scales}"
     dtype_name(data.dtype)
-    has_address = is_plain and not data.storage_offset() and data.data_ptr()  # a fast path for most tensors
-    is_fine = has_address or not data.numel() or has_memory(data)
+    is_fine = not data.numel() or has_memory(data)
     return None if is_fine else f"a {type(data).__name__} has no memory of its own; store the tensors that it wraps"
+
+
+def _is_usual(data: torch.Tensor) -> bool:
+    """Return whether a tensor is like most tensors, whose bytes can be stored directly. This is a fast path."""
+    if type(data) not in PLAIN or data.layout is not torch.strided or data.is_nested or data.is_quantized:
+        return False
+    dtype_name(data.dtype)
+    return not data.storage_offset() and data.data_ptr() != 0 and not hasattr(data, "ds_id")
 
 
 def check_in_place(key: str, leaf: Any) -> None:

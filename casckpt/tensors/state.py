@@ -10,11 +10,11 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import NoneType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from casckpt.errors import InvalidInput
 from casckpt.format import plain, tree
 from casckpt.format.forms import encode_form
+from casckpt.format.light import LightStruct
 from casckpt.format.sections.index import MAX_KEY_CHARACTERS
 from casckpt.format.tree import OBJECT, TENSOR, Element, Node, Path, Wrapper, container, join, show
 from casckpt.tensors.dtensors import is_dtensor
@@ -34,7 +35,7 @@ from casckpt.tensors.wrappers import Opened, Wrapped, opened, restored
 IsWhole: TypeAlias = Callable[[str, Mapping[Any, Any]], bool]
 
 
-class LeafValue(NamedTuple):
+class LeafValue(LightStruct, frozen=True):
     """One leaf of a state. ``value``: the value, unwrapped from its `PerRank`.
 
     ``per_rank``: whether it was in a `PerRank`. ``outer``: the wrapper that consists of this tensor.
@@ -85,7 +86,7 @@ def flatten(
     """
     _check_state(state)
     flattener = _Flattener(is_whole, apart, objects=objects)
-    node = flattener.node(state, (), False)
+    node = flattener.node(state, (), "", False)
     return FlatState(flattener.leaves, node, flattener.unkept, flattener.whole, flattener.wrappers)
 
 
@@ -103,7 +104,7 @@ def is_object(value: Any) -> bool:
 def holds_object(state: Any) -> bool:
     """Return whether the containers of ``state`` include a whole object at any level."""
     is_container = isinstance(state, _CONTAINERS) and not isinstance(state, OfObjects)
-    return is_container and any(is_object(item) for item in _within(state) if item is not state)
+    return is_container and any(is_object(item) for item in _within(state, _PLAIN_VALUES) if item is not state)
 
 
 def is_part(value: Any) -> bool:
@@ -159,7 +160,10 @@ def check_nesting(value: Any, name: str) -> None:
         _check_nesting(value, name, (), set(), {})
 
 
-_CONTAINERS = (Mapping, list, tuple)
+_MAPPINGS = (dict, Mapping)  # the first type is faster to check
+_CONTAINERS = (*_MAPPINGS, list, tuple)
+_ATOMS = frozenset((NoneType, bool, int, float, str, bytes))
+_PLAIN_VALUES = _ATOMS | {*PLAIN}
 _STRIDED = torch.strided
 _TENSORS = (torch.Tensor, Shard, Wrapped)  # a tuple, because a union would be rebuilt for each leaf
 
@@ -192,25 +196,25 @@ def _holds_tensor(value: Any) -> bool:
     return any(isinstance(item, PerRank) or _is_tensor(item) or is_object(item) for item in _within(value))
 
 
-def _within(value: Any) -> Iterator[Any]:
-    """Yield ``value`` and all values inside it, except values of `_ATOMS`. Yield each container only once."""
+def _within(value: Any, omitted: Container[type] = _ATOMS) -> Iterator[Any]:
+    """Yield ``value`` and all values inside it, except values of ``omitted`` types. Yield each container only once."""
     seen: dict[int, Any] = {}  # keeps the values alive so that ids are not reused
     waiting = [value]
     while waiting:
         item = waiting.pop()
-        if type(item) in _ATOMS or id(item) in seen:
+        if type(item) in omitted or id(item) in seen:
             continue
         yield item
         if isinstance(item, PerRank):
             waiting.append(item.value)
         elif isinstance(item, _CONTAINERS):
             seen[id(item)] = item
-            waiting.extend(item.values() if isinstance(item, Mapping) else item)
+            waiting.extend(item.values() if isinstance(item, _MAPPINGS) else item)
 
 
 def _kind(value: Any, path: Path) -> type | None:
     """Return a container's type in the tree, or None for a leaf."""
-    if isinstance(value, Mapping):
+    if isinstance(value, _MAPPINGS):
         return _mapping_kind(value, path)
     if not isinstance(value, list | tuple) or not _holds_tensor(value):
         return None
@@ -223,7 +227,7 @@ def _kind(value: Any, path: Path) -> type | None:
 
 
 def _mapping_kind(value: Mapping[Any, Any], path: Path) -> type | None:
-    odd = [key for key in value if not _is_element(key)]
+    odd = [key for key in value if type(key) is not str and not _is_element(key)]
     is_default = type(value) is defaultdict and _has_plain_factory(value)
     counts = type(value) is Counter or is_default
     if (odd or counts) and path and not _holds_tensor(value):
@@ -240,7 +244,6 @@ def _mapping_kind(value: Mapping[Any, Any], path: Path) -> type | None:
 
 
 GENERATORS = (torch.Generator, random.Random)
-_ATOMS = frozenset((NoneType, bool, int, float, str, bytes))
 
 
 def _is_element(key: Any) -> bool:
@@ -256,7 +259,7 @@ def _has_plain_factory(value: defaultdict[Any, Any]) -> bool:
 
 
 def _children(value: Any) -> list[tuple[Element, Any]]:
-    return list(value.items() if isinstance(value, Mapping) else enumerate(value))
+    return list(value.items() if isinstance(value, _MAPPINGS) else enumerate(value))
 
 
 class _Flattener:
@@ -270,14 +273,15 @@ class _Flattener:
         self.unkept: dict[type, Path] = {}
         self.whole: list[str] = []
 
-    def node(self, value: Any, path: Path, per_rank: bool) -> Node:
+    def node(self, value: Any, path: Path, key: str, per_rank: bool) -> Node:
         """Return the node for a value, and add its leaves."""
         if isinstance(value, PerRank):
-            return self.node(value.value, path, True)
-        is_tensor = _is_tensor(value) or (self.objects and bool(path) and is_object(value))
+            return self.node(value.value, path, key, True)
+        is_dict = type(value) is dict  # as most containers
+        is_tensor = not is_dict and (_is_tensor(value) or (self.objects and bool(path) and is_object(value)))
         kind = None if is_tensor else _kind(value, path)
-        key = check_key(join(path)) if path else ""
-        if kind and path and isinstance(value, Mapping) and self.is_whole(key, value) and not _holds_tensor(value):
+        check_key(key)
+        if kind and path and isinstance(value, _MAPPINGS) and self.is_whole(key, value) and not _holds_tensor(value):
             self.whole.append(key)
             kind = None
         if kind is None:
@@ -291,7 +295,14 @@ class _Flattener:
         if path and type(value) not in (kind, dict):
             self.unkept.setdefault(type(value), path)
         self.open.add(id(value))
-        children = {element: self.node(child, (*path, element), per_rank) for element, child in _children(value)}
+        children: dict[Element, Node] = {}
+        start = f"{key}." if path else ""
+        for element, child in _children(value):
+            if type(child) in PLAIN and child.layout is _STRIDED:  # a fast path for most leaves
+                self._add(LeafValue(check_key(f"{start}{element}"), (*path, element), child, True, per_rank))
+                children[element] = TENSOR
+            else:
+                children[element] = self.node(child, (*path, element), f"{start}{element}", per_rank)
         self.open.remove(id(value))
         node: Node = container(kind, children, value)
         return node
@@ -335,7 +346,7 @@ def check_key(key: str) -> str:
     """Return ``key``. Raises InvalidInput if a manifest cannot hold it as a flat key."""
     if len(key) > MAX_KEY_CHARACTERS:
         raise InvalidInput(f"key {key[:80]!r}... has {len(key)} characters, more than {MAX_KEY_CHARACTERS}", key=key)
-    if _UNFIT.search(key):
+    if (not key.isascii() or "\0" in key) and _UNFIT.search(key):
         raise InvalidInput(f"key {key!r:.200} contains a NUL or a lone surrogate; rename it", key=key)
     return key
 

@@ -8,12 +8,13 @@ from math import prod
 from typing import Any, Final, TypeAlias
 
 import msgspec
+import numpy as np
 
 from casckpt.base.lazy import cached_property
 from casckpt.base.names import check_attachment_name, check_run, check_step
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format import dtypes
-from casckpt.format.columns import pack, unpack
+from casckpt.format.columns import Ints, pack, unpack
 from casckpt.format.extents import ExtentTable
 from casckpt.format.keys import check_hash
 from casckpt.format.names import ManifestId
@@ -162,6 +163,20 @@ class ManifestBody(Description, frozen=True, kw_only=True, dict=True, rename=_ST
     def entries(self) -> Sequence[Entry]:
         """All entries. Raises Refused or InvalidInput for invalid columns."""
         return _entries(self.entry_columns)
+
+    @cached_property
+    def numels(self) -> Ints:
+        """The number of elements of each entry. Call this only after `entries`, which checks the columns."""
+        dimensions = np.array(unpack(self.entry_columns.dimensions), np.int64)
+        extents = np.array([*unpack(self.entry_columns.shape), 1], np.int64)
+        products = np.multiply.reduceat(extents, np.cumsum(dimensions) - dimensions)
+        return np.where(dimensions > 0, products, 1)
+
+    @cached_property
+    def itemsizes(self) -> Ints:
+        """The bytes per element of each entry. Call this only after `entries`."""
+        sizes = np.array([itemsize for _, itemsize in self.entry_columns.dtypes], np.int64)
+        return sizes[unpack(self.entry_columns.dtype)]
 
     @cached_property
     def objects(self) -> Sequence[StoredObject]:

@@ -7,14 +7,17 @@ needs, remain small.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from itertools import accumulate, pairwise
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from casckpt.base.digest import Buffer
+from casckpt.base.lazy import cached_property
 from casckpt.errors import Damaged, Refused
-from casckpt.format.columns import pack, unpack
+from casckpt.format.columns import Ints, pack, unpack
 from casckpt.format.digest import cell_digest
 from casckpt.format.sections.head import Read, Section
 
@@ -48,7 +51,7 @@ class PieceReader:
 
     def __init__(self, table: Pieces, count: int, section: Section, read: Read) -> None:
         self._section, self._read, self._hashes = section, read, table.hashes
-        lengths, self._each = unpack(table.lengths), table.each
+        lengths, self._each = unpack(table.lengths), min(table.each, max(count, 1))
         if len(lengths) != count or self._each < 1:
             raise Refused(f"the table of its section {section.name!r} does not have {count} pieces")
         self._ends = ends = list(accumulate(lengths, initial=0))
@@ -90,9 +93,32 @@ class PieceReader:
 
     def ready(self, numbers: Iterable[int]) -> None:
         """Read the missing ones of these pieces in few reads. Raises read errors. `get` reports damage."""
-        groups = {number // self._each for number in numbers}
+        self._ready({number // self._each for number in numbers})
+
+    def _ready(self, groups: Set[int]) -> None:
         if missing := groups - self._held.keys():
             self._fetch(sorted(missing))
+
+    @cached_property
+    def _all_ends(self) -> Ints:
+        return np.array(self._ends)
+
+    def rows(self, numbers: Ints, length: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint8]]:
+        """Return which of these pieces match their hash and have ``length`` bytes, and an array with a row for each.
+
+        The rows of all other pieces are 0. Raises read errors.
+        """
+        every, group = np.unique(numbers // self._each, return_inverse=True)
+        self._ready(set(every.tolist()))
+        held = [self._held[number] or b"" for number in every.tolist()]
+        data, lengths = b"".join(held), np.array(list(map(len, held)), np.int64)
+        starts, begins = np.cumsum(lengths) - lengths, self._all_ends[numbers]
+        fits = (lengths[group] > 0) & (self._all_ends[numbers + 1] - begins == length)
+        rows = np.zeros(len(numbers), f"V{length}")
+        if fits.any():
+            pieces = np.ndarray(len(data) - length + 1, rows.dtype, data, strides=1)
+            rows[fits] = pieces[(begins - self._all_ends[every[group] * self._each] + starts[group])[fits]]
+        return fits, rows.view(np.uint8).reshape(-1, length)
 
     def _fetch(self, groups: Sequence[int]) -> None:
         """Read groups and verify each. Adjacent groups are read together. A small section is read completely."""

@@ -13,11 +13,13 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from msgspec.msgpack import Decoder
 
 from casckpt.base.digest import Buffer
 from casckpt.errors import Refused
 from casckpt.format.blob import DATA_OFFSET
+from casckpt.format.columns import Ints
 from casckpt.format.extents import DIGEST_BYTES, MAX_LINKS, Coding, Extent, ExtentTable
 from casckpt.format.regions import Box, Shape, full_box
 
@@ -229,6 +231,49 @@ def _one_row(
     if offset < DATA_OFFSET or offset + numel * itemsize > blob_sizes[blob]:
         return None
     return ExtentTable(shape, itemsize, cell, (tensor,), (Extent(0, 0, numel, blob, offset, digests),))
+
+
+class WholeCells(NamedTuple):
+    """One row for each of several tensors. ``is_whole``: whether the tensor is a single cell that is not coded.
+
+    If so, the other columns describe the cell's location and size in bytes, and its digest.
+    """
+
+    is_whole: npt.NDArray[np.bool_]
+    blob: Ints
+    offset: Ints
+    nbytes: Ints
+    digest: npt.NDArray[np.uint8]
+
+    def take(self, rows: Ints) -> WholeCells:
+        """Return these rows."""
+        return WholeCells(self.is_whole[rows], self.blob[rows], self.offset[rows], self.nbytes[rows], self.digest[rows])
+
+
+CELL_BYTES, ROW_BYTES = len(WHOLE) + DIGEST_BYTES, len(ROWS) + ROW.size
+"""The stored sizes of the cell table and of the rows of a tensor that is a single cell."""
+
+
+def decode_whole_cells(
+    cells: npt.NDArray[np.uint8],
+    rows: npt.NDArray[np.uint8],
+    blob_sizes: Sequence[int],
+    *,
+    numel: Ints,
+    itemsize: Ints,
+    cell_bytes: int,
+) -> WholeCells:
+    """Decode the tables of many tensors at once. See `decode_table` for a single tensor. Invalid ones are not whole.
+
+    ``cells`` and ``rows`` have a row of `CELL_BYTES` or `ROW_BYTES` stored bytes for each tensor. The other columns
+    are its number of elements, and their size.
+    """
+    count, blob, offset = np.ascontiguousarray(rows[:, len(ROWS) :]).view("<u4").astype(np.int64).T
+    sizes, nbytes = np.array([*blob_sizes, 0]), numel * itemsize
+    fits = (cells[:, 0] == WHOLE[0]) & (rows[:, 0] == ROWS[0]) & (count == 1)
+    fits &= (numel > 0) & (numel <= cell_bytes // itemsize)
+    fits &= (offset >= DATA_OFFSET) & (offset + nbytes <= sizes[np.minimum(blob, len(blob_sizes))])
+    return WholeCells(fits, blob, offset, nbytes, cells[:, len(WHOLE) :])
 
 
 def decode_cells(cells: Buffer, *, shape: Shape, itemsize: int, cell: int) -> ExtentTable:

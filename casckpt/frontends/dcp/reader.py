@@ -234,7 +234,7 @@ class StorageReader(Protocol):
     def _read_tensors(self, download: EntryReader, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         pairs = [(item, planner.resolve_tensor(item)) for item in items]
         converted: dict[str, None] = {}
-        tied = TiedTensors()
+        tied = TiedTensors(self._now.contents.manifest)
         held = planner.state_dict if isinstance(planner, DefaultLoadPlanner) else {}
         parts = [(item, target.detach(), held.get(item.dest_index.fqn)) for item, target in pairs]
         wants = [want for part in parts for want in self._wants(*part, converted, tied)]
@@ -272,7 +272,7 @@ class StorageReader(Protocol):
         if not covers(table, region):
             raise Damaged(f"the checkpoint holds only a part of {key!r}; {region} is incomplete", key=key)
         if region.numel:
-            tied.add(Content(key, target, entry.number, entry.dtype, table, region))
+            tied.add(Content(key, target, entry, region))
             destination = Destination(region, target, stored, held if is_dtensor(held) else None)
             yield RegionRequest(entry.number, destination, table)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,6 +75,20 @@ def test_a_flipped_byte_damages_only_its_piece(given_: list[bytes], data_: st.Da
         assert [number for number in range(len(given_)) if not reader.is_right(number)] == [hit]
     with pytest.raises(Damaged, match="'cells' does not match its hash"):
         reader.get(hit)
+
+
+@given(st.lists(st.binary(min_size=1, max_size=3), min_size=1, max_size=60), st.data())
+def test_undamaged_pieces_of_the_same_length_are_returned_as_rows(given_: list[bytes], data_: st.DataObject) -> None:
+    table, good = cut(given_)
+    raw = bytearray(good)
+    raw[data_.draw(st.integers(0, len(good) - 1))] ^= data_.draw(st.integers(0, 1))
+    reader = PieceReader(table, len(given_), section(good), Store(bytes(raw)).read)
+    numbers, length = data_.draw(st.lists(st.integers(0, len(given_) - 1))), data_.draw(st.integers(1, 3))
+    fits, rows = reader.rows(np.array(numbers, np.int64), length)
+    assert fits.tolist() == [reader.is_right(n) and len(given_[n]) == length for n in numbers]
+    assert [row.tobytes() for row in rows] == [
+        given_[n] if fit else bytes(length) for n, fit in zip(numbers, fits, strict=True)
+    ]
 
 
 def test_only_the_requested_pieces_are_read_each_of_them_once() -> None:

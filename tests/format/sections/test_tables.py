@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +16,15 @@ from casckpt.errors import InvalidInput, Refused
 from casckpt.format.extents import DIGEST_BYTES, MAX_LINKS, ExtentTable, build
 from casckpt.format.regions import Box, Region, Shape, full_box
 from casckpt.format.sections.blobs import DECODE_ERRORS
-from casckpt.format.sections.tables import decode_table, encode_cells, encode_rows
+from casckpt.format.sections.tables import (
+    CELL_BYTES,
+    ROW_BYTES,
+    WHOLE,
+    decode_table,
+    decode_whole_cells,
+    encode_cells,
+    encode_rows,
+)
 from tests.support.forging import COLUMNS, Table
 from tests.support.geometry import Case, cases, digest, elements, full_shapes, stored_cell
 
@@ -53,6 +63,30 @@ def test_a_tensor_without_elements_has_no_tables() -> None:
     ):
         with pytest.raises(Refused):
             decoded(empty, cells, rows)
+
+
+@given(cases(), st.data())
+def test_single_cells_decode_together_as_each_does_alone(case: Case, data: st.DataObject) -> None:
+    """Changed bytes make a table invalid, or change what both functions return."""
+    stored = bytearray(encode_cells(case.table)), bytearray(encode_rows(case.table))
+    changed = data.draw(st.sampled_from(stored))
+    if changed and data.draw(st.booleans()):
+        changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    only = None
+    with suppress(*DECODE_ERRORS, InvalidInput):
+        only = decoded(case, bytes(stored[0]), bytes(stored[1])).only_cell
+    if (len(stored[0]), len(stored[1])) != (CELL_BYTES, ROW_BYTES):
+        assert only is None or stored[0][:1] != WHOLE
+        return
+    cells, rows = (np.frombuffer(bytes(one) * 2, np.uint8).reshape(2, -1) for one in stored)
+    numel, itemsize = np.full(2, full_box(case.shape).numel), np.full(2, case.itemsize)
+    found = decode_whole_cells(
+        cells, rows, case.blob_sizes, numel=numel, itemsize=itemsize, cell_bytes=case.cell * case.itemsize
+    )
+    assert found.is_whole.tolist() == [only is not None] * 2
+    if only is not None:
+        assert (found.blob[1], found.offset[1], found.nbytes[1]) == only[:3]
+        assert found.digest[1].tobytes() == only.digest
 
 
 def whole(count: int = 20) -> Case:
