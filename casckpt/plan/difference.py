@@ -75,7 +75,7 @@ def difference(old: Manifest, new: Manifest) -> Difference:
     added = tuple(key for key in after if key not in before)
     removed = tuple(key for key in before if key not in after)
     kept = sum(after[key].nbytes for key in unchanged) + sum(
-        after[c.key].nbytes - c.bytes for c in changes if c.key in after
+        after[c.key].nbytes - c.bytes for c in changes if c.what != "description"
     )
     return Difference(
         added=added,
