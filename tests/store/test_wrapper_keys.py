@@ -124,7 +124,7 @@ def test_diff_counts_a_tensor_with_the_key_of_a_changed_wrapper_once() -> None:
         store.save({"a": {"w": scaled(1, 8, 16, options=Options(mode))}, "a.w": torch.ones(4)}, step=step)
     found = store.diff("default@0", "default@1")
     assert found.changes == (Change("a.w", "description", 0),)
-    assert found.bytes_unchanged == sum(info.nbytes for info in store.get("default@1").tensors.values())
+    assert found.bytes_unchanged == sum(one.bytes for one in store.get("default@1").tensors.values())
 
 
 def test_diff_reports_a_wrapper_whose_description_changed() -> None:
