@@ -22,8 +22,8 @@ from casckpt.saving.replicas import memory_of
 from casckpt.saving.save import compare, save
 from casckpt.tensors.staging import Staging
 
-_LASTING = frozenset((errno.EACCES, errno.EPERM, errno.EROFS))
-"""Operating system errors that recur until somebody changes the permissions or the mount."""
+_LASTING = frozenset((errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG))
+"""Operating system errors that recur until somebody changes the path, the permissions or the mount."""
 
 
 class SaveFuture(Future[Checkpoint]):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import casckpt
 from casckpt.errors import Conflict, InvalidInput, StorageError
 from tests.support.faulty import Call, FaultyStore, call_first, fail_before
 from tests.support.repositories import memory
@@ -282,3 +283,13 @@ def test_a_background_save_can_run_concurrently_with_a_foreground_save() -> None
     held.go.set()
     future.result(SECONDS)
     assert sorted(steps(held.store)) == [("a", 1), ("b", 1)]
+
+
+@pytest.mark.parametrize("name", ["loop", "x" * 300])
+def test_a_background_save_raises_immediately_if_its_path_can_never_be_a_store(tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    store = casckpt.open(tmp_path / name)
+    with pytest.raises(StorageError, match="cannot look at"):
+        store.save_async({"w": torch.ones(3)}, step=1)
+    with pytest.raises(StorageError, match="cannot look at"):
+        store.check({"w": torch.ones(3)})
