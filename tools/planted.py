@@ -1982,7 +1982,7 @@ PLANTED = (
         "a resume without a checkpoint checks nothing",
         "Checkpointer.resume",
         '        self._check(model, optim, train_state, "off")',
-        '        if found:\n            self._check(model, optim, train_state, "off")',
+        '        if checkpoint is not None:\n            self._check(model, optim, train_state, "off")',
         "tests/frontends/trainer/test_checking.py",
     ),
     Planted(
