@@ -126,8 +126,8 @@ def log_once(checkpoint: str, said: str | None, keys: Collection[str], level: in
 
     ``keys``: some keys that identify the model.
     """
-    if said is not None and (told := (checkpoint, said, hash(tuple(keys)))) not in _LOGGED:
-        _LOGGED.add(told)
+    if said is not None and (message := (checkpoint, said, hash(tuple(keys)))) not in _LOGGED:
+        _LOGGED.add(message)
         log.log(level, "%s", said)
 
 

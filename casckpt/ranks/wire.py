@@ -114,11 +114,11 @@ class Wire:
         def missing() -> list[int]:
             return [rank for rank, frame in frames.items() if not has_come(frame)]
 
-        def tell(warning: str) -> None:
+        def warn(warning: str) -> None:
             those = [rank for rank, frame in frames.items() if not is_alive(frame)]
             self._signs += [self._isend(alive_frame(warning), rank) for rank in those]
 
-        with waiting.announced(missing, tell):
+        with waiting.announced(missing, warn):
             for rank, work in works.items():
                 try:
                     received[rank] = self._message(work, frames[rank], rank, deadline, timeout)
